@@ -1,26 +1,29 @@
-"""Detached makers and trainers: how near a run comes to its slower side, and what a buffer passes on (B8).
+"""Detached makers and trainers: how near a run comes to its slower side, and what a buffer passes
+on (B8).
 
-Part 1 is a simulation in virtual time, without sleeps: it proves the schedule, not the hardware. The real ledger gives
-out the tickets and chooses what is trained, by its `take`, `deliver`, `choose` and `trained`. Simulated are durations:
-16 slots generate one response each, as long as it has tokens; training 64 of them takes a constant time, cut into
-mini-batches, each of which waits for its responses; weights arrive in no time and do not interrupt what is in flight. A
-slot asks for a ticket when it is free. The 64 lengths of a version are quantiles of a log-normal law whose longest is 4
-or 8 times the mean, in another random order for each version; nobody knows a length before its end. Staleness is
-asserted on every response.
+Part 1 is a simulation in virtual time, without sleeps: it proves the schedule, not the hardware.
+The real ledger gives out the tickets and chooses what is trained, by its `take`, `deliver`,
+`choose` and `trained`. Simulated are durations: 16 slots generate one response each, as long as it
+has tokens; training 64 of them takes a constant time, cut into mini-batches, each of which waits
+for its responses; weights arrive in no time and do not interrupt what is in flight. A slot asks for
+a ticket when it is free. The 64 lengths of a version are quantiles of a log-normal law whose
+longest is 4 or 8 times the mean, in another random order for each version; nobody knows a length
+before its end. Staleness is asserted on every response.
 
-That is what ledger and buffer allow. With staleness 1 or more a trainer takes each mini-batch as it arrives. At
-staleness 0, and where a maker sends the prompts of a step together, it gets whole batches: the rows `whole batches`.
-The row `begun again` simulates `detached.restart_below`: under new weights, responses younger than this are begun
-again, once. They may then take a whole step longer; `most_drawn_twice` is the largest share of all tokens that were
-drawn for nothing in a run.
+That is what ledger and buffer allow. With staleness 1 or more a trainer takes each mini-batch as it
+arrives. At staleness 0, and where a maker sends the prompts of a step together, it gets whole
+batches: the rows `whole batches`. The row `begun again` simulates `detached.restart_below`: under
+new weights, responses younger than this are begun again, once. They may then take a whole step
+longer; `most_drawn_twice` is the largest share of all tokens that were drawn for nothing in a run.
 
-Limit: the slower side never waits, 64 / max(16 / mean length, training rate). Peer: the synchronous order, in which all
-64 are generated, then trained. Every fraction is of the time between the ends of steps 10 and 60.
+Limit: the slower side never waits, 64 / max(16 / mean length, training rate). Peer: the synchronous
+order, in which all 64 are generated, then trained. Every fraction is of the time between the ends
+of steps 10 and 60.
 
-Part 2 is real: a producer hands 512 samples of 0.9 MiB to a trainer in another process, which collects batches of 64.
-Ours goes through the ledger, an actor, and `ExperienceBuffer` in the trainer's process; verl's through its
-MessageQueue actor as its rollouter and trainer use it: cloudpickle, one sample at a time. The samples that arrive are
-compared.
+Part 2 is real: a producer hands 512 samples of 0.9 MiB to a trainer in another process, which
+collects batches of 64. Ours goes through the ledger, an actor, and `ExperienceBuffer` in the
+trainer's process; verl's through its MessageQueue actor as its rollouter and trainer use it:
+cloudpickle, one sample at a time. The samples that arrive are compared.
 """
 
 import heapq
@@ -47,12 +50,16 @@ def lengths(max_over_mean: float, seed: int, longest_first: bool = False) -> np.
     """(STEPS, SAMPLES) durations with a mean of 1."""
     law = np.array(forced_lengths(SAMPLES, 100_000, max_over_mean), dtype=float)
     random = np.random.default_rng(seed)
-    orders = [sorted(law, reverse=True) if longest_first else random.permutation(law) for _ in range(STEPS)]
+    orders = [
+        sorted(law, reverse=True) if longest_first else random.permutation(law)
+        for _ in range(STEPS)
+    ]
     return np.array(orders) / law.mean()
 
 
 def synchronous(durations: np.ndarray, train_s: float) -> list[float]:
-    """Seconds at which each step ends: a slot takes the next response when it is free, training follows the last."""
+    """Seconds at which each step ends: a slot takes the next response when it is free, training
+    follows the last."""
     ends = [0.0]
     for step in durations:
         slots = [ends[-1]] * SLOTS
@@ -73,12 +80,18 @@ def detached(
 ) -> list[float]:
     """Seconds at which each step ends; a maker takes and delivers `at_a_time` responses together.
 
-    Under new weights it begins those again, once, that are younger than `restart_below`; `drawn_twice` gets the share
-    of all tokens that were drawn for nothing.
+    Under new weights it begins those again, once, that are younger than `restart_below`;
+    `drawn_twice` gets the share of all tokens that were drawn for nothing.
     """
-    ledger = PromptLedger(num_steps=STEPS, batch_size=SAMPLES, detached=DetachedBlock(), max_staleness=max_staleness)
-    part, version, free_slots, now = SAMPLES // num_parts, 0, SLOTS, 0.0
-    events: list[tuple[float, int, int]] = []  # (when, number and attempt of the ticket that ends, or -1: a part ends)
+    ledger = PromptLedger(
+        num_steps=STEPS, batch_size=SAMPLES, detached=DetachedBlock(), max_staleness=max_staleness
+    )
+    part = SAMPLES // num_parts
+    version = 0
+    free_slots = SLOTS
+    now = 0.0
+    # (when, number and attempt of the ticket that ends, or -1: a part ends)
+    events: list[tuple[float, int, int]] = []
     started_at: dict[int, int] = {}
     ends_at: dict[int, float] = {}  # of what is in flight
     renewed: dict[int, float] = {}  # seconds of it that were for nothing
@@ -117,10 +130,15 @@ def detached(
         is_training = False
         if len(taken) == SAMPLES:
             ledger.trained(taken, version)
-            version, taken = version + 1, []
+            version = version + 1
+            taken = []
             ends.append(now)
             ages = {number: now - (end - durations.flat[number]) for number, end in ends_at.items()}
-            young = {number: age for number, age in ages.items() if age < restart_below and number not in renewed}
+            young = {
+                number: age
+                for number, age in ages.items()
+                if age < restart_below and number not in renewed
+            }
             ledger.renew("maker", [(number, 0) for number in young], version)
             renewed |= young
             for number in young:
@@ -151,7 +169,9 @@ def fractions(
         if max_staleness is None:
             ends = synchronous(durations, train_s)
         else:
-            ends = detached(durations, train_s, max_staleness, num_parts, at_a_time, restart_below, drawn_twice)
+            ends = detached(
+                durations, train_s, max_staleness, num_parts, at_a_time, restart_below, drawn_twice
+            )
         found.append(max(generate_s, train_s) * (STEPS - WARM_UP) / (ends[-1] - ends[WARM_UP - 1]))
     return statistics.mean(found)
 
@@ -164,17 +184,34 @@ def schedules(report: Report) -> None:
         report.row(f"max/mean {longest}, synchronous order", "of the limit", sync)
         for max_staleness in (0, 1, 4):
             for num_parts, at_a_time in ((1, SAMPLES), (4, 1), (16, 1)):
-                found = [fractions(longest, ratio, max_staleness, num_parts, at_a_time) for ratio in RATIOS]
+                found = [
+                    fractions(longest, ratio, max_staleness, num_parts, at_a_time)
+                    for ratio in RATIOS
+                ]
                 how = "whole batches" if num_parts == 1 else f"{num_parts} mini-batches"
                 what = f"max/mean {longest}, staleness {max_staleness}, {how}"
-                at = {f"at_{ratio:g}".replace(".", "_"): value for ratio, value in zip(RATIOS, found, strict=True)}
+                at = {
+                    f"at_{ratio:g}".replace(".", "_"): value
+                    for ratio, value in zip(RATIOS, found, strict=True)
+                }
                 times = statistics.median(f / s for f, s in zip(found, sync, strict=True))
                 report.row(what, "of the limit", found, **at, times_synchronous=times)
                 if num_parts == 16 and (longest, max_staleness) in wanted:
-                    report.target(f"{what}, least of the ratios", min(found), ">=", wanted[longest, max_staleness])
+                    report.target(
+                        f"{what}, least of the ratios",
+                        min(found),
+                        ">=",
+                        wanted[longest, max_staleness],
+                    )
     drawn_twice: list[float] = []
-    again = [fractions(8, ratio, 1, 16, restart_below=RESTART_BELOW, drawn_twice=drawn_twice) for ratio in RATIOS]
-    what = f"max/mean 8, staleness 1, 16 mini-batches, younger than {RESTART_BELOW} mean lengths begun again"
+    again = [
+        fractions(8, ratio, 1, 16, restart_below=RESTART_BELOW, drawn_twice=drawn_twice)
+        for ratio in RATIOS
+    ]
+    what = (
+        f"max/mean 8, staleness 1, 16 mini-batches, younger than {RESTART_BELOW} mean lengths "
+        "begun again"
+    )
     report.row(what, "of the limit", again, most_drawn_twice=max(drawn_twice))
     report.target(f"{what}, least of the ratios", min(again), ">=", wanted[8, 1])
     known = [fractions(8, ratio, 1, 16, longest_first=True) for ratio in RATIOS]
@@ -185,7 +222,13 @@ def buffers(report: Report) -> None:
     """Samples a second through our buffer and through verl's queue, in turn."""
     sides = [
         Side("ours", "detached_ours.py", "project"),
-        Side("verl numpy", "detached_verl.py", "peers", 1, {"VERL_DATAPROTO_SERIALIZATION_METHOD": "numpy"}),
+        Side(
+            "verl numpy",
+            "detached_verl.py",
+            "peers",
+            1,
+            {"VERL_DATAPROTO_SERIALIZATION_METHOD": "numpy"},
+        ),
         Side("verl default", "detached_verl.py", "peers"),
     ]
     rates: dict[str, list[float]] = {}
@@ -207,20 +250,32 @@ def buffers(report: Report) -> None:
     best = max(rate for name, rate in median.items() if name.startswith("verl"))
     for name, values in rates.items():
         report.row(
-            f"0.9 MiB, {name}", "samples/s", values, of_memcpy=median[name] / limit, times_verl=median[name] / best
+            f"0.9 MiB, {name}",
+            "samples/s",
+            values,
+            of_memcpy=median[name] / limit,
+            times_verl=median[name] / best,
         )
     for at_once in AT_ONCE:
         report.target(
-            f"0.9 MiB, ours, {at_once} in a call / verl", median[f"ours, {at_once} in a call"] / best, ">=", 10
+            f"0.9 MiB, ours, {at_once} in a call / verl",
+            median[f"ours, {at_once} in a call"] / best,
+            ">=",
+            10,
         )
     for side in sides:
         side.close()
 
 
 def main() -> None:
-    report = Report("detached", "Detached training: schedules of simulated durations, and a real buffer")
+    report = Report(
+        "detached", "Detached training: schedules of simulated durations, and a real buffer"
+    )
     schedules(report)
-    report.note("The schedules are simulated in virtual time with the real ledger; a ratio is generation to training.")
+    report.note(
+        "The schedules are simulated in virtual time with the real ledger; a ratio is generation "
+        "to training."
+    )
     buffers(report)
     report.note("The samples that arrive are the same on all sides in every round.")
     report.write()

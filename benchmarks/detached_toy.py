@@ -1,10 +1,12 @@
-"""The toy job of the examples, synchronous and detached: vLLM, rewards and updates are real, on two cores.
+"""The toy job of the examples, synchronous and detached: vLLM, rewards and updates are real, on two
+cores.
 
-Both are command lines with the same data, model, seed and GRPO settings, 32 prompts with 8 responses in a step, and two
-processes that compute: in the synchronous run both generate and then both train, in the detached run one generates and
-one trains, at staleness 1. A time is of the steps from the third to the last but one, without the validations before
-and after them. There is no target: what detached training gains is at most the time of the faster side, and on two
-cores two processes that generate are as good as one that trains meanwhile.
+Both are command lines with the same data, model, seed and GRPO settings, 32 prompts with 8
+responses in a step, and two processes that compute: in the synchronous run both generate and then
+both train, in the detached run one generates and one trains, at staleness 1. A time is of the steps
+from the third to the last but one, without the validations before and after them. There is no
+target: what detached training gains is at most the time of the faster side, and on two cores two
+processes that generate are as good as one that trains meanwhile.
 """
 
 import json
@@ -26,7 +28,8 @@ COMMANDS = {
     "detached, 1 maker + 1 trainer": ["main_detached", "--config-dir", "examples/detached/config"],
 }
 SETTINGS = {
-    "synchronous": "algorithm.rollout_correction.bypass_mode=true",  # as the detached example has it
+    # As the detached example has it
+    "synchronous": "algorithm.rollout_correction.bypass_mode=true",
     "detached, 1 maker + 1 trainer": "trainer.max_staleness=1",
 }
 
@@ -34,7 +37,11 @@ SETTINGS = {
 def run(name: str, seed: int, world: list[str]) -> list[dict[str, float]]:
     """The rows of the run's metrics."""
     with tempfile.TemporaryDirectory() as folder:
-        overrides = [f"trainer.total_training_steps={STEPS}", f"trainer.test_freq={STEPS}", f"trainer.seed={seed}"]
+        overrides = [
+            f"trainer.total_training_steps={STEPS}",
+            f"trainer.test_freq={STEPS}",
+            f"trainer.seed={seed}",
+        ]
         overrides += [f"trainer.default_local_dir={folder}", SETTINGS[name], *world]
         entry_point, *config = COMMANDS[name]
         command = [
@@ -47,8 +54,13 @@ def run(name: str, seed: int, world: list[str]) -> list[dict[str, float]]:
             *overrides,
         ]
         environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        subprocess.run(command, check=True, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, timeout=900)
-        return [json.loads(line) for line in (Path(folder) / "latest/metrics.jsonl").read_text().splitlines()]
+        subprocess.run(
+            command, check=True, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, timeout=900
+        )
+        return [
+            json.loads(line)
+            for line in (Path(folder) / "latest/metrics.jsonl").read_text().splitlines()
+        ]
 
 
 def trained(rows: list[dict[str, float]]) -> list[dict[str, float]]:
@@ -57,7 +69,9 @@ def trained(rows: list[dict[str, float]]) -> list[dict[str, float]]:
 
 
 def main() -> None:
-    report = Report("detached_toy", "The toy job of the examples, synchronous and detached, on the same work")
+    report = Report(
+        "detached_toy", "The toy job of the examples, synchronous and detached, on the same work"
+    )
     world = toy_world.make()
     rows = {name: [run(name, seed, world) for seed in range(1, ROUNDS + 1)] for name in COMMANDS}
     rates = {}
@@ -67,10 +81,14 @@ def main() -> None:
         rates[name] = [SAMPLES * (STEPS - SKIPPED - 1) / sum(each[SKIPPED:-1]) for each in seconds]
         times = statistics.median(rates[name]) / statistics.median(rates["synchronous"])
         report.row(name, "samples/s", rates[name], times_synchronous=times)
-        accuracies = [next(row[ACCURACY] for row in reversed(steps) if ACCURACY in row) for steps in runs]
+        accuracies = [
+            next(row[ACCURACY] for row in reversed(steps) if ACCURACY in row) for steps in runs
+        ]
         report.row(f"{name}, held-out accuracy at the end", "of 1", accuracies)
     for side in ("maker_0", "trainer_0"):
-        of_runs = [steps[SKIPPED:-1] for steps in map(trained, rows["detached, 1 maker + 1 trainer"])]
+        of_runs = [
+            steps[SKIPPED:-1] for steps in map(trained, rows["detached, 1 maker + 1 trainer"])
+        ]
         idle = [row[f"detached/idle/{side}"] for steps in of_runs for row in steps]
         report.row(f"idle share of {side}", "of 1", idle)
     report.write()

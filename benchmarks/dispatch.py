@@ -1,12 +1,14 @@
-"""A batch of 7 RL columns (5 int64, 2 fp32; 36 bytes a token) from the driver to two workers, and one fp32 column back.
+"""A batch of 7 RL columns (5 int64, 2 fp32; 36 bytes a token) from the driver to two workers, and
+one fp32 column back.
 
-Every round dispatches a batch in new memory; all 7 columns travel, a worker looks at one and returns it, and each side
-checks what comes back. verl serialises in its default way and, as another contender, with
-VERL_DATAPROTO_SERIALIZATION_METHOD=numpy. Each contender is a driver with a Ray of its own; the others' idle meanwhile.
+Every round dispatches a batch in new memory; all 7 columns travel, a worker looks at one and
+returns it, and each side checks what comes back. verl serialises in its default way and, as another
+contender, with VERL_DATAPROTO_SERIALIZATION_METHOD=numpy. Each contender is a driver with a Ray of
+its own; the others' idle meanwhile.
 
-Limit: the time that one thread's memcpy takes for the bytes of the batch, between buffers that are in memory already.
-The ragged variant has log-normal lengths; its measure is the bytes that pass through the object store, over the bytes
-of the tokens (7 columns there, 1 back).
+Limit: the time that one thread's memcpy takes for the bytes of the batch, between buffers that are
+in memory already. The ragged variant has log-normal lengths; its measure is the bytes that pass
+through the object store, over the bytes of the tokens (7 columns there, 1 back).
 """
 
 import statistics
@@ -14,7 +16,8 @@ import statistics
 from benchmarks.harness import Report, Side, copy_rate, sized
 from benchmarks.sides.dispatch_batch import BYTES_PER_TOKEN, REPLY_BYTES_PER_TOKEN, ragged_lengths
 
-SHAPES = sized([(256, 2048), (256, 8192), (1024, 8192)], [(16, 64), (32, 128)])  # 18, 72 and 288 MiB
+# 18, 72 and 288 MiB
+SHAPES = sized([(256, 2048), (256, 8192), (1024, 8192)], [(16, 64), (32, 128)])
 WARM_UP, ROUNDS, CALLS = sized((2, 7, 20), (0, 1, 2))
 RAGGED = sized((256, 8192), (16, 128))
 
@@ -22,7 +25,13 @@ RAGGED = sized((256, 8192), (16, 128))
 def main() -> None:
     report = Report("dispatch", "Dispatch of 7 columns to 2 workers and one column back")
     ours = Side("ours", "dispatch_ours.py", "project")
-    numpy_mode = Side("verl numpy", "dispatch_verl.py", "peers", 1, {"VERL_DATAPROTO_SERIALIZATION_METHOD": "numpy"})
+    numpy_mode = Side(
+        "verl numpy",
+        "dispatch_verl.py",
+        "peers",
+        1,
+        {"VERL_DATAPROTO_SERIALIZATION_METHOD": "numpy"},
+    )
     default = Side("verl default", "dispatch_verl.py", "peers")
     sides = [ours, numpy_mode, default]
     for side in sides:
@@ -44,7 +53,9 @@ def measure(report: Report, sides: list[Side], rows: int, length: int) -> None:
     limit = num_bytes / copy_rate(num_bytes)
     seconds: dict[str, list[float]] = {side.name: [] for side in sides}
     for step in range(WARM_UP + ROUNDS):
-        found = {side.name: side.call("dispatch", rows=rows, length=length, step=step) for side in sides}
+        found = {
+            side.name: side.call("dispatch", rows=rows, length=length, step=step) for side in sides
+        }
         assert len({result["sum"] for result in found.values()}) == 1, found
         for name, result in found.items():
             if step >= WARM_UP:
@@ -62,10 +73,16 @@ def measure(report: Report, sides: list[Side], rows: int, length: int) -> None:
             times_ours=median[name] / median["ours"],
         )
     if (rows, length) == SHAPES[0]:
-        report.target(f"{mib:.0f} MiB, verl numpy / ours", median["verl numpy"] / median["ours"], ">=", 1)
+        report.target(
+            f"{mib:.0f} MiB, verl numpy / ours", median["verl numpy"] / median["ours"], ">=", 1
+        )
     if (rows, length) == SHAPES[-1]:
-        report.target(f"{mib:.0f} MiB, verl default / ours", median["verl default"] / median["ours"], ">=", 20)
-        report.target(f"{mib:.0f} MiB, verl numpy / ours", median["verl numpy"] / median["ours"], ">=", 3)
+        report.target(
+            f"{mib:.0f} MiB, verl default / ours", median["verl default"] / median["ours"], ">=", 20
+        )
+        report.target(
+            f"{mib:.0f} MiB, verl numpy / ours", median["verl numpy"] / median["ours"], ">=", 3
+        )
         report.target(f"{mib:.0f} MiB, fraction of memcpy", limit / median["ours"], ">=", 0.35)
 
 
@@ -79,7 +96,9 @@ def growth(report: Report, sides: list[Side]) -> None:
                 sizes.append(side.call("resident")["bytes"])
             side.call("dispatch", rows=rows, length=length, step=step)
         grown = [(sizes[-1] - sizes[0]) / 2**20]
-        report.row(f"driver's memory after {CALLS} more calls of 18 MiB, {side.name}", "MiB more", grown)
+        report.row(
+            f"driver's memory after {CALLS} more calls of 18 MiB, {side.name}", "MiB more", grown
+        )
         if side.name == "ours":
             report.target("growth in batches of 18 MiB", grown[0] / 18, "<=", 0.5)
 
@@ -89,14 +108,19 @@ def ragged(report: Report, sides: list[Side]) -> None:
     rows, longest = RAGGED
     tokens = int(ragged_lengths(rows, longest).sum())
     needed = tokens * (BYTES_PER_TOKEN + REPLY_BYTES_PER_TOKEN)
-    report.note(f"Ragged batch: {rows} rows of up to {longest} tokens, {rows * longest / tokens:.2f} times padded.")
+    report.note(
+        f"Ragged batch: {rows} rows of up to {longest} tokens, {rows * longest / tokens:.2f} times "
+        "padded."
+    )
     for side in sides:
         found = [side.call("dispatch_ragged", rows=rows, longest=longest) for _ in range(3)]
         moved = [result["bytes"] / needed for result in found]
         report.row(f"ragged, {side.name}", "bytes moved / bytes of tokens", moved)
         report.row(f"ragged, {side.name}", "ms", [1e3 * result["seconds"] for result in found])
         if side.name == "ours":
-            report.target("ragged, bytes moved / bytes of tokens", statistics.median(moved), "<=", 1.02)
+            report.target(
+                "ragged, bytes moved / bytes of tokens", statistics.median(moved), "<=", 1.02
+            )
 
 
 if __name__ == "__main__":

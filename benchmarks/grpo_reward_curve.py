@@ -1,10 +1,11 @@
-"""50 GRPO steps of a task that is learned in them, by verl_like's trainer and by TRL's with the same hyper-parameters:
-the reward curves are the same within noise.
+"""50 GRPO steps of a task that is learned in them, by verl_like's trainer and by TRL's with the
+same hyper-parameters: the reward curves are the same within noise.
 
-The task: a prompt is one of 32 words, four times; the reward is the share of the 8 tokens of the response that are that
-word. Every step trains on all prompts, 8 samples each, in one AdamW update, from the same random Llama of two layers.
-Two seeds a side, which draw the samples. Within noise means, as declared before the first run: the sides' mean rewards
-over the last ten steps, and over all of them, differ by at most 0.1 or, if that is more, the spread between the seeds.
+The task: a prompt is one of 32 words, four times; the reward is the share of the 8 tokens of the
+response that are that word. Every step trains on all prompts, 8 samples each, in one AdamW update,
+from the same random Llama of two layers. Two seeds a side, which draw the samples. Within noise
+means, as declared before the first run: the sides' mean rewards over the last ten steps, and over
+all of them, differ by at most 0.1 or, if that is more, the spread between the seeds.
 """
 
 import tempfile
@@ -23,7 +24,9 @@ LEARNING_RATE = 1e-3
 
 
 def main() -> None:
-    report = Report("grpo_reward_curve", f"{STEPS} GRPO steps of a copy task: verl_like's rewards and TRL's")
+    report = Report(
+        "grpo_reward_curve", f"{STEPS} GRPO steps of a copy task: verl_like's rewards and TRL's"
+    )
     with tempfile.TemporaryDirectory() as folder:
         shape = {"hidden": 128, "layers": 2, "intermediate": 256, "positions": 64}
         world.make_model(Path(folder, "model"), vocab_size=VOCABULARY, **shape)
@@ -37,14 +40,22 @@ def main() -> None:
         for name, values in rewards.items():
             means = values[:, start : start + TEN].mean(1)
             report.row(f"steps {start + 1} to {start + TEN}, {name}", "mean reward", means.tolist())
-    for what, steps in (("the last ten steps", slice(STEPS - TEN, STEPS)), ("all steps", slice(0, STEPS))):
+    for what, steps in (
+        ("the last ten steps", slice(STEPS - TEN, STEPS)),
+        ("all steps", slice(0, STEPS)),
+    ):
         means = {name: values[:, steps].mean(1) for name, values in rewards.items()}
         difference = abs(means["ours"].mean() - means["trl"].mean())
         noise = max(0.1, *(float(np.ptp(values)) for values in means.values()))
         report.target(f"difference of the mean rewards of {what}", difference, "<=", noise)
     last = {name: values[:, -TEN:].mean() for name, values in rewards.items()}
     learned = min(values - rewards[name][:, 0].mean() for name, values in last.items())
-    report.target("gain of the mean reward from the first to the last steps, smaller of both", learned, ">=", 0.3)
+    report.target(
+        "gain of the mean reward from the first to the last steps, smaller of both",
+        learned,
+        ">=",
+        0.3,
+    )
     report.write()
 
 
@@ -66,7 +77,9 @@ def run(folder: str, prompts: list[str], seed: int) -> dict[str, list[float]]:
         batch=len(prompts) * world.SAMPLES_PER_PROMPT,
         forced=False,
     )
-    rewards = {side.name: [side.call("step")["reward"] for _ in range(STEPS)] for side in (ours, trl)}
+    rewards = {
+        side.name: [side.call("step")["reward"] for _ in range(STEPS)] for side in (ours, trl)
+    }
     for side in (ours, trl):
         side.close()
     return rewards

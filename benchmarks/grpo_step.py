@@ -1,14 +1,17 @@
-"""A whole GRPO step on the CPU: verl_like's trainer (Ray, FSDP2, vLLM) against TRL's GRPOTrainer with transformers'
-generate. They take turns, step by step, and each has two cores in its turn: verl_like two training processes and two
-engines of one thread, which take turns too; TRL one process of two threads, or two data-parallel ones of one thread.
+"""A whole GRPO step on the CPU: verl_like's trainer (Ray, FSDP2, vLLM) against TRL's GRPOTrainer
+with transformers' generate. They take turns, step by step, and each has two cores in its turn:
+verl_like two training processes and two engines of one thread, which take turns too; TRL one
+process of two threads, or two data-parallel ones of one thread.
 
-The same random Llama of 4.5 million parameters in float32, 8 prompts of 32 tokens, 8 samples each, one AdamW update a
-step on all 64 samples, no KL. Lengths are forced and the reward knows nothing of them: all responses have 128 tokens
-(uniform), or lengths are the quantiles of a log-normal law with 128 as the longest and a quarter of it as the mean
-(long-tailed). Useful tokens are those of prompts and responses, without padding.
+The same random Llama of 4.5 million parameters in float32, 8 prompts of 32 tokens, 8 samples each,
+one AdamW update a step on all 64 samples, no KL. Lengths are forced and the reward knows nothing of
+them: all responses have 128 tokens (uniform), or lengths are the quantiles of a log-normal law with
+128 as the longest and a quarter of it as the mean (long-tailed). Useful tokens are those of prompts
+and responses, without padding.
 
-Limit: (2 + 6) * parameters * tokens floating-point operations, a forward pass to generate and a forward and backward
-pass to train, at the rate of a large float32 matrix product with the same threads.
+Limit: (2 + 6) * parameters * tokens floating-point operations, a forward pass to generate and a
+forward and backward pass to train, at the rate of a large float32 matrix product with the same
+threads.
 """
 
 import statistics
@@ -28,18 +31,26 @@ Steps = dict[str, list[dict[str, Any]]]
 
 
 def main() -> None:
-    report = Report("grpo_step", f"A whole GRPO step, {THREADS} threads in turn: verl_like against TRL")
+    report = Report(
+        "grpo_step", f"A whole GRPO step, {THREADS} threads in turn: verl_like against TRL"
+    )
     with tempfile.TemporaryDirectory() as folder:
         shape = {"hidden": 256, "layers": 4, "intermediate": 768, "positions": 256}
-        num_parameters = world.make_model(Path(folder, "model"), vocab_size=world.VOCABULARY, **shape)
+        num_parameters = world.make_model(
+            Path(folder, "model"), vocab_size=world.VOCABULARY, **shape
+        )
         world.write_prompts(Path(folder, "prompts.parquet"), world.speed_prompts())
         rates = [matrix_product_rate()]
         found = run_steps(folder)
     rates.append(matrix_product_rate())
-    report.row("product of 1536 x 1536 matrices, float32", "GFLOP/s", [rate / 1e9 for rate in rates])
+    report.row(
+        "product of 1536 x 1536 matrices, float32", "GFLOP/s", [rate / 1e9 for rate in rates]
+    )
     for index, (law, target) in enumerate((("uniform", 1.3), ("long-tailed", 2.5))):
         first = index * world.STEPS_PER_LAW + 1  # the one before warms up
-        of_law = {name: steps[first : first + world.STEPS_PER_LAW - 1] for name, steps in found.items()}
+        of_law = {
+            name: steps[first : first + world.STEPS_PER_LAW - 1] for name, steps in found.items()
+        }
         ratio = show(report, law, of_law, limit=max(rates) / (8 * num_parameters))
         report.target(f"{law}, ours / the better TRL", ratio, ">=", target)
     report.write()
@@ -77,8 +88,8 @@ def run_steps(folder: str) -> Steps:
 
 
 def overrides(folder: str, num_steps: int) -> list[str]:
-    """The run's configuration. One thread a process: on two cores, two engines of one thread generate faster than one
-    of two, since what is not a matrix product runs on both cores too."""
+    """The run's configuration. One thread a process: on two cores, two engines of one thread
+    generate faster than one of two, since what is not a matrix product runs on both cores too."""
     return [
         "device=cpu",
         f"trainer.n_gpus_per_node={THREADS}",
@@ -109,12 +120,16 @@ def overrides(folder: str, num_steps: int) -> list[str]:
 
 def show(report: Report, law: str, found: Steps, limit: float) -> float:
     """Reports the useful tokens a second and the phases; the ratio of ours to the fastest other."""
-    speed = {name: [step["tokens"] / step["seconds"] for step in steps] for name, steps in found.items()}
+    speed = {
+        name: [step["tokens"] / step["seconds"] for step in steps] for name, steps in found.items()
+    }
     median = {name: statistics.median(values) for name, values in speed.items()}
     for name, values in speed.items():
         report.row(f"{law}, {name}", "useful tokens/s", values, of_limit=median[name] / limit)
         for phase in found[name][0]["phases"]:
-            report.row(f"{law}, {name}: {phase}", "s", [step["phases"][phase] for step in found[name]])
+            report.row(
+                f"{law}, {name}: {phase}", "s", [step["phases"][phase] for step in found[name]]
+            )
     return median["ours"] / max(value for name, value in median.items() if name != "ours")
 
 
@@ -122,7 +137,8 @@ def matrix_product_rate() -> float:
     """Floating-point operations a second of a product of square matrices, undisturbed."""
     torch.set_num_threads(THREADS)
     size = 1536
-    a, b = torch.randn(size, size), torch.randn(size, size)
+    a = torch.randn(size, size)
+    b = torch.randn(size, size)
     seconds = []
     for _ in range(20):
         started = time.perf_counter()

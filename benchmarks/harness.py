@@ -1,8 +1,10 @@
-"""Runs contenders side by side on the same work, compares what they return, and reports ratios, limits and targets.
+"""Runs contenders side by side on the same work, compares what they return, and reports ratios,
+limits and targets.
 
-Two variables of the environment are for the tests, which run every benchmark in seconds. With `BENCHMARK_SIZE=small`
-the numbers are of no worth and are written to build/benchmarks. With `BENCHMARK_SIDES=ours` the peers are not started:
-each answers what our side answered last to the same function.
+Two variables of the environment are for the tests, which run every benchmark in seconds. With
+`BENCHMARK_SIZE=small` the numbers are of no worth and are written to build/benchmarks. With
+`BENCHMARK_SIDES=ours` the peers are not started: each answers what our side answered last to the
+same function.
 """
 
 import argparse
@@ -31,7 +33,10 @@ RESULTS = ROOT / "build" / "benchmarks" if IS_SMALL else ROOT / "benchmarks" / "
 LINES_OF_LOG = 40
 """Lines at the end of a side's log that are shown when it fails."""
 T = TypeVar("T")
-PYTHON = {"project": sys.executable, "peers": str(ROOT / "benchmarks" / ".peers" / "bin" / "python")}
+PYTHON = {
+    "project": sys.executable,
+    "peers": str(ROOT / "benchmarks" / ".peers" / "bin" / "python"),
+}
 
 
 OUR_ANSWERS: dict[str, dict[str, Any]] = {}
@@ -43,7 +48,9 @@ def other_version() -> tuple[Path, str]:
     parser = argparse.ArgumentParser()
     parser.add_argument("tree", type=Path)
     tree = parser.parse_args().tree.resolve()
-    commit_there = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=tree, text=True)
+    commit_there = subprocess.check_output(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=tree, text=True
+    )
     return tree, commit_there.strip()
 
 
@@ -76,8 +83,13 @@ class Side:
         if not self.is_started:
             return
         if not Path(PYTHON[environment]).exists():
-            raise SystemExit("The peers' environment does not exist yet: bash benchmarks/setup_peers.sh makes it.")
-        self.log = (ROOT / "benchmarks" / f".{Path(script).name}.{name.replace(' ', '_')}.log").open("w")
+            raise SystemExit(
+                "The peers' environment does not exist yet: bash benchmarks/setup_peers.sh makes "
+                "it."
+            )
+        self.log = (
+            ROOT / "benchmarks" / f".{Path(script).name}.{name.replace(' ', '_')}.log"
+        ).open("w")
         self.process = subprocess.Popen(
             [PYTHON[environment], str(ROOT / "benchmarks" / "sides" / script)],
             stdin=subprocess.PIPE,
@@ -86,8 +98,14 @@ class Side:
             text=True,
             cwd=ROOT,
             env=os.environ
-            | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "RAY_DEDUP_LOGS": "0"}
-            # Ray's workers would otherwise wait for every other process of the machine, and the others' would not.
+            | {
+                "PYTHONPATH": str(ROOT),
+                "OMP_NUM_THREADS": str(threads),
+                "HF_HUB_OFFLINE": "1",
+                "RAY_DEDUP_LOGS": "0",
+            }
+            # Ray's workers would otherwise wait for every other process of the machine, and the
+            # others' would not.
             | {"RAY_worker_niceness": "0"}
             | (variables or {}),
         )
@@ -95,32 +113,44 @@ class Side:
     def call(self, function: str, **arguments: Any) -> dict[str, Any]:
         """The result of a function of the side's script.
 
-        Raises RuntimeError if the function raised, with its traceback, or if the side died; with the end of its log.
+        Raises RuntimeError if the function raised, with its traceback, or if the side died; with
+        the end of its log.
         """
         if not self.is_started:
             return OUR_ANSWERS.get(function, {})
         assert self.process.stdin and self.process.stdout
         try:
-            self.process.stdin.write(json.dumps({"function": function, "arguments": arguments}) + "\n")
+            self.process.stdin.write(
+                json.dumps({"function": function, "arguments": arguments}) + "\n"
+            )
             self.process.stdin.flush()
             answer = self.process.stdout.readline()
         except BrokenPipeError:
             answer = ""
         contents = json.loads(answer) if answer else {}
         if "result" in contents:
-            OUR_ANSWERS[function] = {name: unpacked(value) for name, value in contents["result"].items()}
+            OUR_ANSWERS[function] = {
+                name: unpacked(value) for name, value in contents["result"].items()
+            }
             return OUR_ANSWERS[function]
         self.close()  # what it prints as it ends is in the log then
-        end = "\n".join(Path(self.log.name).read_text(errors="replace").splitlines()[-LINES_OF_LOG:])
-        why = contents.get("traceback", f"It ended with status {self.process.returncode} and gave no answer.\n")
-        raise RuntimeError(f"{self.name}: {function} failed.\n{why}The end of {self.log.name}:\n{end}")
+        end = "\n".join(
+            Path(self.log.name).read_text(errors="replace").splitlines()[-LINES_OF_LOG:]
+        )
+        why = contents.get(
+            "traceback", f"It ended with status {self.process.returncode} and gave no answer.\n"
+        )
+        raise RuntimeError(
+            f"{self.name}: {function} failed.\n{why}The end of {self.log.name}:\n{end}"
+        )
 
     def close(self) -> None:
         """Ends the side's process, which has 30 s for it."""
         if not self.is_started:
             return
         assert self.process.stdin
-        with contextlib.suppress(BrokenPipeError):  # the process is gone, and something was left to be sent
+        # The process is gone, and something was left to be sent
+        with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
         try:
             self.process.wait(timeout=30)
@@ -133,7 +163,8 @@ class Side:
 def interleave(
     sides: Sequence[Side], rounds: int, function: str, *, warm_up: int = 2, **arguments: Any
 ) -> dict[str, list[dict[str, Any]]]:
-    """Calls the function on all sides in turn, in another order each round; the results after the warm-up, by side.
+    """Calls the function on all sides in turn, in another order each round; the results after the
+    warm-up, by side.
 
     A small benchmark does not warm up.
     """
@@ -142,7 +173,8 @@ def interleave(
     for index in range(warm_up + rounds):
         start = index % len(sides)
         order = [*sides[start:], *sides[:start]]
-        order.sort(key=lambda side: not side.is_started)  # our answer comes before the peers that repeat it
+        # Our answer comes before the peers that repeat it
+        order.sort(key=lambda side: not side.is_started)
         for side in order:
             result = side.call(function, **arguments)
             if index >= warm_up:
@@ -167,8 +199,10 @@ class Spread:
 
 
 def copy_rate(num_bytes: int) -> float:
-    """Bytes a second of one thread's copy between two buffers of this size that are in memory already."""
-    source, target = np.ones(num_bytes, dtype=np.uint8), np.ones(num_bytes, dtype=np.uint8)
+    """Bytes a second of one thread's copy between two buffers of this size that are in memory
+    already."""
+    source = np.ones(num_bytes, dtype=np.uint8)
+    target = np.ones(num_bytes, dtype=np.uint8)
     seconds = []
     for _ in range(5):
         started = time.perf_counter()
@@ -220,15 +254,25 @@ class Report:
         self.failures.append(what)
         self.skip(what, f"FAILED: {why}")
 
-    def target(self, what: str, value: float, comparison: Literal[">=", "<="], bound: float) -> None:
+    def target(
+        self, what: str, value: float, comparison: Literal[">=", "<="], bound: float
+    ) -> None:
         """A number that must be reached."""
         value, bound = float(value), float(bound)  # of NumPy's numbers too
         reached = value >= bound if comparison == ">=" else value <= bound
         self.targets.append(
-            {"what": what, "value": value, "comparison": comparison, "bound": bound, "reached": reached}
+            {
+                "what": what,
+                "value": value,
+                "comparison": comparison,
+                "bound": bound,
+                "reached": reached,
+            }
         )
         print(
-            f"  {'reached' if reached else 'MISSED ':<8} {what}: {value:.4g}, wanted {comparison} {bound:g}", flush=True
+            f"  {'reached' if reached else 'MISSED ':<8} {what}: {value:.4g}, wanted {comparison} "
+            f"{bound:g}",
+            flush=True,
         )
 
     def note(self, text: str) -> None:
@@ -237,8 +281,10 @@ class Report:
         print(f"  {text}", flush=True)
 
     def write(self, folder: Path = RESULTS) -> None:
-        """Writes `<name>.json`; call it once the sides are closed, whose CPU time then counts as this run's own."""
-        busy, own = _busy_seconds()[0] - self._busy_before[0], _busy_seconds()[1] - self._busy_before[1]
+        """Writes `<name>.json`; call it once the sides are closed, whose CPU time then counts as
+        this run's own."""
+        busy = _busy_seconds()[0] - self._busy_before[0]
+        own = _busy_seconds()[1] - self._busy_before[1]
         elapsed = _busy_seconds()[2] - self._busy_before[2]
         folder.mkdir(parents=True, exist_ok=True)
         contents = {
@@ -247,7 +293,8 @@ class Report:
             "commit": commit(),
             "date": time.strftime("%Y-%m-%d"),
             "machine": machine(),
-            # Ray's own processes are not children of this one, so this is an upper bound where Ray runs.
+            # Ray's own processes are not children of this one, so this is an upper bound where Ray
+            # runs.
             "cores_used_by_others": round(max(0.0, busy - own) / elapsed, 2),
             "rows": self.rows,
             "targets": self.targets,
@@ -266,7 +313,8 @@ def machine() -> str:
 
 
 def _busy_seconds() -> tuple[float, float, float]:
-    """(CPU seconds of the whole machine, CPU seconds of this process and its finished children, wall seconds)."""
+    """(CPU seconds of the whole machine, CPU seconds of this process and its finished children,
+    wall seconds)."""
     with open("/proc/stat") as file:
         user, nice, system = (int(ticks) for ticks in file.readline().split()[1:4])
     own = os.times()

@@ -1,8 +1,10 @@
-"""From the start of the process to the first generation: PPO of the toy world from Python, and by the command.
+"""From the start of the process to the first generation: PPO of the toy world from Python, and by
+the command.
 
-Both train with the same models, prompts, keys and processes: with one, which the command's Ray starts and which from
-Python is the script's own, and with two of a Ray, which both start. The time ends where the timeline of the run has
-the start of the first step's generation, after all workers have their models.
+Both train with the same models, prompts, keys and processes: with one, which the command's Ray
+starts and which from Python is the script's own, and with two of a Ray, which both start. The time
+ends where the timeline of the run has the start of the first step's generation, after all workers
+have their models.
 """
 
 import json
@@ -24,7 +26,14 @@ KEYS = [
     *("actor_rollout_ref.rollout.name=hf", "actor_rollout_ref.actor.use_dynamic_bsz=true"),
 ]
 COMMAND = [
-    *("-m", "verl_like.trainer.main_ppo", "--config-dir", "examples/split_placement/config", "--config-name", "toy"),
+    *(
+        "-m",
+        "verl_like.trainer.main_ppo",
+        "--config-dir",
+        "examples/split_placement/config",
+        "--config-name",
+        "toy",
+    ),
     *(
         "placement=colocated",
         "trainer.total_training_steps=1",
@@ -38,24 +47,41 @@ COMMAND = [
 def seconds_to_first_generation(arguments: list[str], folder: Path) -> float:
     """Of one run, in a process of its own."""
     started = time.time()
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
     subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=environment, check=True, capture_output=True, timeout=600
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=environment,
+        check=True,
+        capture_output=True,
+        timeout=600,
     )
-    events = [json.loads(line) for line in (folder / "latest/timeline.jsonl").read_text().splitlines()]
-    return min(event["started"] for event in events if event["method"] == "generate_sequences") - started
+    events = [
+        json.loads(line) for line in (folder / "latest/timeline.jsonl").read_text().splitlines()
+    ]
+    return (
+        min(event["started"] for event in events if event["method"] == "generate_sequences")
+        - started
+    )
 
 
 def main() -> None:
     world = toy_world.make()
-    report = Report("python_way", "The start of PPO of the toy world, from Python and by the command")
+    report = Report(
+        "python_way", "The start of PPO of the toy world, from Python and by the command"
+    )
     for processes in PROCESSES:
         seconds: dict[str, list[float]] = {"command": [], "Python": []}
         for index in range(WARM_UP + ROUNDS):
             for name in list(seconds) if index % 2 else reversed(list(seconds)):
                 with tempfile.TemporaryDirectory() as path:
                     strategy = [
-                        f"{part}.fsdp_config.strategy=ddp" for part in ("actor_rollout_ref.actor", "critic.model")
+                        f"{part}.fsdp_config.strategy=ddp"
+                        for part in ("actor_rollout_ref.actor", "critic.model")
                     ]
                     own = [
                         f"trainer.n_gpus_per_node={processes}",
@@ -64,7 +90,9 @@ def main() -> None:
                         *world,
                     ]
                     script = ["benchmarks/sides/python_way_script.py", path, str(processes)]
-                    took = seconds_to_first_generation(script if name == "Python" else [*COMMAND, *own], Path(path))
+                    took = seconds_to_first_generation(
+                        script if name == "Python" else [*COMMAND, *own], Path(path)
+                    )
                 if index >= WARM_UP:
                     seconds[name].append(took)
         for name, values in seconds.items():

@@ -1,7 +1,8 @@
 """From the command to the end of the first step: a run that is continued, next to one that is new.
 
-Both are the same command, in turn. The new run is interrupted when it has a checkpoint, and continued: it compares the
-hashes of all files and restores actor, critic and both optimizers. Neither validates before its first step.
+Both are the same command, in turn. The new run is interrupted when it has a checkpoint, and
+continued: it compares the hashes of all files and restores actor, critic and both optimizers.
+Neither validates before its first step.
 """
 
 import json
@@ -26,14 +27,30 @@ def rows_of(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def seconds_to_first_step(folder: Path, num_rows: int, world: list[str], tree: Path = ROOT) -> float:
-    """Runs the command of a checkout until one more row is in the metrics and there is a checkpoint."""
-    command = [sys.executable, "-m", "verl_like.trainer.main_ppo", "--config-dir", "examples/split_placement/config"]
-    command += ["--config-name", "toy", f"trainer.default_local_dir={folder}", "trainer.save_freq=1"]
+def seconds_to_first_step(
+    folder: Path, num_rows: int, world: list[str], tree: Path = ROOT
+) -> float:
+    """Runs the command of a checkout until one more row is in the metrics and there is a
+    checkpoint."""
+    command = [
+        sys.executable,
+        "-m",
+        "verl_like.trainer.main_ppo",
+        "--config-dir",
+        "examples/split_placement/config",
+    ]
+    command += [
+        "--config-name",
+        "toy",
+        f"trainer.default_local_dir={folder}",
+        "trainer.save_freq=1",
+    ]
     command += ["trainer.val_before_train=false", "trainer.test_freq=-1", *world]
     environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     started = time.perf_counter()
-    process = subprocess.Popen(command, cwd=tree, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command, cwd=tree, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     while len(rows_of(folder)) != num_rows + 1:
         assert process.poll() is None and time.perf_counter() - started < 300
         time.sleep(0.02)
@@ -47,9 +64,12 @@ def seconds_to_first_step(folder: Path, num_rows: int, world: list[str], tree: P
 
 
 def main() -> None:
-    report = Report("resume", "From the command to the first step, of a run that is continued and of a new one")
+    report = Report(
+        "resume", "From the command to the first step, of a run that is continued and of a new one"
+    )
     world = toy_world.make()
-    new, continued = [], []
+    new = []
+    continued = []
     for _ in range(ROUNDS):
         with tempfile.TemporaryDirectory() as parent:
             folder = Path(parent)
@@ -57,7 +77,8 @@ def main() -> None:
             (run_dir,) = folder.glob("2*")
             newest, _ = checkpoint.newest(run_dir)
             assert newest
-            # The continued run would cut off later rows itself, but they must not be taken for its own.
+            # The continued run would cut off later rows itself, but they must not be taken for its
+            # own.
             os.truncate(run_dir / "metrics.jsonl", newest.state["files"]["metrics.jsonl"])
             continued.append(seconds_to_first_step(folder, newest.step, world))
             assert len(list(folder.glob("2*"))) == 1, "the run was not continued"

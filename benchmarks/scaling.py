@@ -1,8 +1,9 @@
 """How the cost of dispatch grows with the batch and with the number of workers.
 
-Batches of 4.5 MiB times 1 to 64 go to two workers, one column comes back: the time per byte must not rise with size.
-A 4 KiB batch goes to 1 to 32 workers and back, beside the same with raw Ray actors: a straight line is fitted to each,
-and the slopes are compared. The 32 processes share one machine, so the slope is the processor time of one more worker.
+Batches of 4.5 MiB times 1 to 64 go to two workers, one column comes back: the time per byte must
+not rise with size. A 4 KiB batch goes to 1 to 32 workers and back, beside the same with raw Ray
+actors: a straight line is fitted to each, and the slopes are compared. The 32 processes share one
+machine, so the slope is the processor time of one more worker.
 """
 
 import statistics
@@ -40,8 +41,15 @@ def by_size(report: Report, ours: Side) -> None:
                 nanoseconds[times].append(1e9 * seconds / (ROWS * times * LENGTH * BYTES_PER_TOKEN))
     median = {times: statistics.median(values) for times, values in nanoseconds.items()}
     for times, values in nanoseconds.items():
-        report.row(f"batch of {times} x 4.5 MiB", "ns a byte", values, of_least=median[times] / min(median.values()))
-    growth = max(median[large] / median[small] for small in TIMES for large in TIMES if small <= large)
+        report.row(
+            f"batch of {times} x 4.5 MiB",
+            "ns a byte",
+            values,
+            of_least=median[times] / min(median.values()),
+        )
+    growth = max(
+        median[large] / median[small] for small in TIMES for large in TIMES if small <= large
+    )
     report.target("time per byte, a batch / any smaller one", growth, "<=", 1.3)
 
 
@@ -57,12 +65,23 @@ def by_workers(report: Report, ours: Side) -> None:
     for kind, by_count in calls.items():
         median = [statistics.median(by_count[workers]) for workers in WORKERS]
         slope[kind], start = np.polyfit(WORKERS, median, 1)
-        worst = max(abs(slope[kind] * w + start - ms) / ms for w, ms in zip(WORKERS, median, strict=True) if w >= 4)
+        worst = max(
+            abs(slope[kind] * w + start - ms) / ms
+            for w, ms in zip(WORKERS, median, strict=True)
+            if w >= 4
+        )
         for workers in WORKERS:
             report.row(f"{kind} of 4 KiB, {workers} workers", "ms", by_count[workers])
-        report.row(f"{kind} of 4 KiB, each further worker", "ms", [slope[kind]], largest_distance_from_line=worst)
+        report.row(
+            f"{kind} of 4 KiB, each further worker",
+            "ms",
+            [slope[kind]],
+            largest_distance_from_line=worst,
+        )
         if kind == "batch":
-            report.target("distance of a call from the straight line, 4 workers and more", worst, "<=", 0.25)
+            report.target(
+                "distance of a call from the straight line, 4 workers and more", worst, "<=", 0.25
+            )
     report.target("slope, ours / raw Ray", slope["batch"] / slope["raw batch"], "<=", 1.5)
 
 

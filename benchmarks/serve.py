@@ -1,6 +1,8 @@
-"""The side of a benchmark: a process that runs functions when it is told to, one at a time, and sends the results back.
+"""The side of a benchmark: a process that runs functions when it is told to, one at a time, and
+sends the results back.
 
-Each contender runs in an environment of its own, so this file needs nothing but the standard library and NumPy.
+Each contender runs in an environment of its own, so this file needs nothing but the standard
+library and NumPy.
 """
 
 import contextlib
@@ -19,8 +21,9 @@ import numpy as np
 
 
 def serve(*functions: Callable[..., Any]) -> None:
-    """Answers calls of `functions` by name until standard input ends. Each returns a dict of numbers, text, lists and
-    NumPy arrays; arrays travel as files, so that a megabyte costs nothing to the other side's measurement.
+    """Answers calls of `functions` by name until standard input ends. Each returns a dict of
+    numbers, text, lists and NumPy arrays; arrays travel as files, so that a megabyte costs nothing
+    to the other side's measurement.
 
     A function that raises ends the side; its traceback is the answer.
     """

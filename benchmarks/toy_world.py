@@ -14,7 +14,8 @@ FOLDER = ROOT / "build" / "benchmarks" / "toy_world" if IS_SMALL else ROOT / ".t
 def make() -> list[str]:
     """Makes the world if there is none; returns the overrides that name its files.
 
-    The model of a small benchmark is not warmed up, and transformers generates, which starts sooner than vLLM.
+    The model of a small benchmark is not warmed up, and transformers generates, which starts sooner
+    than vLLM.
     """
     if IS_SMALL:
         toy = runpy.run_path(str(SCRIPT))
@@ -22,7 +23,9 @@ def make() -> list[str]:
         FOLDER.mkdir(parents=True)
         toy["write_inputs"](FOLDER, toy["Settings"]())
     else:
-        subprocess.run([sys.executable, str(SCRIPT), "--out", str(FOLDER)], check=True, cwd=ROOT, timeout=900)
+        subprocess.run(
+            [sys.executable, str(SCRIPT), "--out", str(FOLDER)], check=True, cwd=ROOT, timeout=900
+        )
     files = [
         f"data.train_files={FOLDER}/train.parquet",
         f"data.val_files={FOLDER}/test.parquet",

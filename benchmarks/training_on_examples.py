@@ -1,16 +1,18 @@
-"""Fine-tuning, a reward model and DPO on the CPU: verl_like's trainers beside TRL's SFTTrainer, RewardTrainer and
-DPOTrainer, one process of one thread each, in turn, step by step.
+"""Fine-tuning, a reward model and DPO on the CPU: verl_like's trainers beside TRL's SFTTrainer,
+RewardTrainer and DPOTrainer, one process of one thread each, in turn, step by step.
 
-The same random Llama of 5.5 million parameters in float32, of which the head has 38% (28% in Qwen2.5-0.5B); the same
-rows in the same order; prompts and answers of log-normal length (medians 64 and 128 tokens). AdamW on 32 conversations
-or 16 pairs a step. A step includes collation, clipping, the optimizer and the log. DPO's reference is computed in each
-step on both sides. Neither recomputes activations.
+The same random Llama of 5.5 million parameters in float32, of which the head has 38% (28% in
+Qwen2.5-0.5B); the same rows in the same order; prompts and answers of log-normal length (medians 64
+and 128 tokens). AdamW on 32 conversations or 16 pairs a step. A step includes collation, clipping,
+the optimizer and the log. DPO's reference is computed in each step on both sides. Neither
+recomputes activations.
 
-TRL's set-ups: `padded`, all rows of a step in one pass; `padded, 1 a pass`, with gradient accumulation, where only the
-shorter conversation of a pair is padded; `padding-free`, the rows of a pass in one sequence, which transformers' SDPA
-keeps apart by a mask; `packed`, best-fit decreasing in blocks of 1024; `packed across`, blocks cut anywhere.
-A set-up counts if its losses are the exact ones: those of every step, or, where it takes the rows in another order, the
-sum over all rows at the start.
+TRL's set-ups: `padded`, all rows of a step in one pass; `padded, 1 a pass`, with gradient
+accumulation, where only the shorter conversation of a pair is padded; `padding-free`, the rows of a
+pass in one sequence, which transformers' SDPA keeps apart by a mask; `packed`, best-fit decreasing
+in blocks of 1024; `packed across`, blocks cut anywhere. A set-up counts if its losses are the exact
+ones: those of every step, or, where it takes the rows in another order, the sum over all rows at
+the start.
 """
 
 import statistics
@@ -43,7 +45,9 @@ TARGETS = {"sft": 1.5, "rm": 1.3, "dpo": 1.3}
 
 
 def main() -> None:
-    report = Report("training_on_examples", "SFT, reward model and DPO, one thread: verl_like beside TRL")
+    report = Report(
+        "training_on_examples", "SFT, reward model and DPO, one thread: verl_like beside TRL"
+    )
     with tempfile.TemporaryDirectory() as folder:
         world.make_models(Path(folder))
         for kind, target in TARGETS.items():
@@ -56,16 +60,27 @@ def main() -> None:
 def compare(report: Report, kind: str, folder: Path, target: float) -> None:
     """Runs all set-ups of a kind, checks their losses, and reports their speed."""
     size = world.ROWS_PER_STEP[kind]
-    model, rows = f"{folder}/{'reward' if kind == 'rm' else 'language'}", f"{folder}/{kind}.jsonl"
+    model = f"{folder}/{'reward' if kind == 'rm' else 'language'}"
+    rows = f"{folder}/{kind}.jsonl"
     ours = Side("ours", "examples_ours.py", "project")
     ours.call("start", kind=kind, overrides=overrides(f"{folder}/runs", model, rows, size))
     exact = ours.call("sum_of_losses")["sum"] if kind == "sft" else None
-    sides, difference = [ours], {}
+    sides = [ours]
+    difference = {}
     for name, (per_pass, settings) in SETUPS[kind].items():
         side = Side(f"TRL {name}", "examples_trl.py", "peers")
-        passes = 8 if settings.get("packing") else size // per_pass  # 8 blocks hold about the tokens of 32 rows
+        # 8 blocks hold about the tokens of 32 rows
+        passes = 8 if settings.get("packing") else size // per_pass
         settings = {"learning_rate": LEARNING_RATE} | settings
-        side.call("start", kind=kind, model=model, rows=rows, rows_per_pass=per_pass, passes=passes, settings=settings)
+        side.call(
+            "start",
+            kind=kind,
+            model=model,
+            rows=rows,
+            rows_per_pass=per_pass,
+            passes=passes,
+            settings=settings,
+        )
         if settings.get("packing"):
             difference[side.name] = abs(side.call("sum_of_losses")["sum"] / exact - 1)
         side.call("begin")
@@ -87,7 +102,8 @@ def compare(report: Report, kind: str, folder: Path, target: float) -> None:
     assert wrong <= {"TRL packed across, 1 block a pass"}, difference
     for name in sorted(wrong):
         report.note(
-            f"{kind}, {name} does not count: a sequence attends to others of its block, so its loss is another."
+            f"{kind}, {name} does not count: a sequence attends to others of its block, so its "
+            "loss is another."
         )
     fastest = max(medians.keys() - wrong - {"ours"}, key=medians.__getitem__)
     report.target(f"{kind}, ours / {fastest}", medians["ours"] / medians[fastest], ">=", target)

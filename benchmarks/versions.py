@@ -1,10 +1,12 @@
 """This version of the project beside another one, in turn on the same work: nothing got slower.
 
-`python -m benchmarks.versions TREE`, where TREE is a checkout of the other version with an environment, for example
+`python -m benchmarks.versions TREE`, where TREE is a checkout of the other version with an
+environment, for example
 
     git worktree add ../before e795b27 && ln -s "$PWD/.venv" ../before/.venv
 
-The other version runs twice. How far its two runs are apart is what this machine cannot tell from a difference.
+The other version runs twice. How far its two runs are apart is what this machine cannot tell from a
+difference.
 """
 
 import statistics
@@ -25,7 +27,9 @@ START_BOUND_S = 1.0
 
 def main() -> None:
     tree, commit = other_version()
-    report = Report("versions", f"This version beside {commit}, in turn, one thread each unless said")
+    report = Report(
+        "versions", f"This version beside {commit}, in turn, one thread each unless said"
+    )
     trees = {"this": ROOT, commit: tree, f"{commit} again": tree}
 
     def sides(script: str, threads: int = 1) -> list[Side]:
@@ -36,7 +40,14 @@ def main() -> None:
         harness.ROOT = ROOT
         return started
 
-    def compare(what: str, of_trees: list[Side], rounds: int, function: str, key: str = "seconds", **work: Any) -> None:
+    def compare(
+        what: str,
+        of_trees: list[Side],
+        rounds: int,
+        function: str,
+        key: str = "seconds",
+        **work: Any,
+    ) -> None:
         results = interleave(of_trees, rounds, function, **work)
         show(what, {name: [result[key] for result in of_tree] for name, of_tree in results.items()})
 
@@ -45,7 +56,12 @@ def main() -> None:
             report.row(f"{what}, {name}", "ms", [1e3 * value for value in values])
         this, other, again = (statistics.median(values) for values in seconds.values())
         floor = max(other, again) / min(other, again)
-        report.target(f"{what}: this / {commit}", this / statistics.mean([other, again]), "<=", max(BOUND, floor))
+        report.target(
+            f"{what}: this / {commit}",
+            this / statistics.mean([other, again]),
+            "<=",
+            max(BOUND, floor),
+        )
 
     first_step(report, trees)
     for measure in (maths, head, planner, dispatch, overlap, rollout):
@@ -89,8 +105,25 @@ def head(sides: Callable, compare: Callable, show: Callable) -> None:
 def planner(sides: Callable, compare: Callable, show: Callable) -> None:
     of_trees = sides("planner_ours.py")
     for law in ("log-normal", "above half"):
-        compare(f"micro-batches of 8192 rows, {law}", of_trees, 9, "micro_batches", law=law, rows=8192, limit=60.0)
-    compare("64 shares of 8192 rows", of_trees, 5, "shares", law="log-normal", rows=8192, parts=64, limit=60.0)
+        compare(
+            f"micro-batches of 8192 rows, {law}",
+            of_trees,
+            9,
+            "micro_batches",
+            law=law,
+            rows=8192,
+            limit=60.0,
+        )
+    compare(
+        "64 shares of 8192 rows",
+        of_trees,
+        5,
+        "shares",
+        law="log-normal",
+        rows=8192,
+        parts=64,
+        limit=60.0,
+    )
     close(of_trees)
 
 
@@ -102,7 +135,10 @@ def dispatch(sides: Callable, compare: Callable, show: Callable) -> None:
         side.call("start_raw", workers=2)
     found = interleave(of_trees, 20, "small_calls", workers=2, repeats=15)
     for kind in ("ping", "batch"):
-        of_kind = {name: [ms / 1e3 for result in results for ms in result[kind]] for name, results in found.items()}
+        of_kind = {
+            name: [ms / 1e3 for result in results for ms in result[kind]]
+            for name, results in found.items()
+        }
         show(f"{kind}, 2 workers", of_kind)
     for rows in (64, 1024):
         results: dict[str, list[float]] = {side.name: [] for side in of_trees}

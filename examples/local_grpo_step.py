@@ -2,8 +2,8 @@
 
     python -m examples.local_grpo_step
 
-The workers are objects of this process, so a breakpoint works anywhere, also in verl_like/workers. Only the reward
-function runs in a process of its own, as always.
+The workers are objects of this process, so a breakpoint works anywhere, also in verl_like/workers.
+Only the reward function runs in a process of its own, as always.
 """
 
 import tempfile
@@ -30,7 +30,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def write_inputs(folder: Path) -> PPOConfig:
-    """Writes a random model, two prompts and the reward function; returns a configuration of GRPO on them."""
+    """Writes a random model, two prompts and the reward function; returns a configuration of GRPO
+    on them."""
     tokenizer = make_tokenizer()
     make_model(Settings(hidden_size=32), tokenizer).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
@@ -92,7 +93,8 @@ def main() -> dict[str, float]:
     batch = experience.batch
     for i, uid in enumerate(batch.non_tensor_batch["uid"]):
         response = tokenizer.decode(batch.batch["responses"][i])
-        score, advantage = batch.batch["token_level_scores"][i].sum(), batch.batch["advantages"][i][0]
+        score = batch.batch["token_level_scores"][i].sum()
+        advantage = batch.batch["advantages"][i][0]
         print(f"group {uid}  score {score:.2f}  advantage {advantage:+.2f}  {response!r}")
     for name in ("actor/pg_loss", "actor/kl_loss", "actor/grad_norm"):
         print(f"{name} {metrics[name]:.4f}")

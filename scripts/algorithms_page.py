@@ -1,4 +1,5 @@
-"""Renders the parts of docs/algorithms.md that come from the algorithms' files; the rest is written by hand."""
+"""Renders the parts of docs/algorithms.md that come from the algorithms' files; the rest is written
+by hand."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -22,7 +23,8 @@ def render_algorithms_page(page: str) -> str:
         "corrections": "".join(f"{_about(each)}{_code(each)}\n" for each in CORRECTIONS),
     }
     for kind, text in parts.items():
-        begin, end = f"<!-- generated: {kind} -->\n", f"<!-- end of the {kind} -->\n"
+        begin = f"<!-- generated: {kind} -->\n"
+        end = f"<!-- end of the {kind} -->\n"
         assert begin in page and end in page, f"docs/algorithms.md has lost a mark of the {kind}"
         before, _, rest = page.partition(begin)
         page = before + begin + text + end + rest.partition(end)[2]
@@ -48,7 +50,10 @@ def _section(function: Callable[..., Any]) -> str:
         f"{' '.join((field.description or '').split())} |\n"
         for key, field in declared.model_fields.items()
     )
-    return f"{text}\n| key in `{declared.section}` | default | values | meaning |\n|---|---|---|---|\n{rows}"
+    return (
+        f"{text}\n| key in `{declared.section}` | default | values | meaning "
+        f"|\n|---|---|---|---|\n{rows}"
+    )
 
 
 def _about(function: Callable[..., Any]) -> str:

@@ -9,10 +9,13 @@ WRITTEN = ("docs", "benchmarks/results")
 
 
 def commit(root: Path = ROOT) -> str:
-    """The commit that is checked out, with `-dirty` if other files than those in `WRITTEN` differ from it."""
+    """The commit that is checked out, with `-dirty` if other files than those in `WRITTEN` differ
+    from it."""
 
     def said_by_git(*arguments: str) -> str:
-        done = subprocess.run(["git", *arguments], cwd=root, check=True, capture_output=True, text=True)
+        done = subprocess.run(
+            ["git", *arguments], cwd=root, check=True, capture_output=True, text=True
+        )
         return done.stdout.strip()
 
     others = [f":(exclude){path}" for path in WRITTEN]

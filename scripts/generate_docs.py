@@ -1,4 +1,5 @@
-"""Write the generated pages of docs/; tests/architecture/test_generated_docs.py finds stale ones."""
+"""Write the generated pages of docs/; tests/architecture/test_generated_docs.py finds stale
+ones."""
 
 from pathlib import Path
 

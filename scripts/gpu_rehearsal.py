@@ -1,13 +1,14 @@
 """Whole runs of the CUDA path on a machine without a GPU, with their numbers: `make gpu-rehearsal`.
 
-`make gpu-rehearsal CHOSEN="sft ppo_split_vllm"` does these runs alone, and `CHOSEN="sft ppo*"` those of a pattern. From
-an empty folder it installs the GPU environment of scripts/environment.sh in build/gpu_env (9 GB, kept while the lock is
-the same), builds the null GPU (scripts/null_gpu), makes the toy world, does each run of `RUNS` and writes the table to
-build/gpu_rehearsal/table.md, and after all runs to docs/gpu_rehearsal.md. It ends with an error if a run is not as it
-has to be.
+`make gpu-rehearsal CHOSEN="sft ppo_split_vllm"` does these runs alone, and `CHOSEN="sft ppo*"`
+those of a pattern. From an empty folder it installs the GPU environment of scripts/environment.sh
+in build/gpu_env (9 GB, kept while the lock is the same), builds the null GPU (scripts/null_gpu),
+makes the toy world, does each run of `RUNS` and writes the table to build/gpu_rehearsal/table.md,
+and after all runs to docs/gpu_rehearsal.md. It ends with an error if a run is not as it has to be.
 
-On a machine with GPUs, `python scripts/gpu_rehearsal.py --on-gpu` does the same runs on them, with the Python that it
-is called by: those that need no more GPUs than there are, nor a package that is not installed, and no control.
+On a machine with GPUs, `python scripts/gpu_rehearsal.py --on-gpu` does the same runs on them, with
+the Python that it is called by: those that need no more GPUs than there are, nor a package that is
+not installed, and no control.
 """
 
 import contextlib
@@ -35,10 +36,13 @@ from scripts.gpu_rehearsal_runs import DRIFT_METRIC, KL_METRIC, RUNS, Run  # noq
 from scripts.null_gpu.build import LIBRARY, build, environment, require_compiler  # noqa: E402
 
 BUILD = ROOT / "build"
-GPU_ENV, NULL_GPU, WORK = BUILD / "gpu_env", BUILD / "null_gpu", BUILD / "gpu_rehearsal"
+GPU_ENV = BUILD / "gpu_env"
+NULL_GPU = BUILD / "null_gpu"
+WORK = BUILD / "gpu_rehearsal"
 ON_GPU = "--on-gpu" in sys.argv
 PYTHON = Path(sys.executable) if ON_GPU else GPU_ENV / ".venv/bin/python"
-LOSS_DIFFERENCE = 1e-3  # of a step's loss from the same run on the CPU, and of a loss above 1 this share
+# Of a step's loss from the same run on the CPU, and of a loss above 1 this share
+LOSS_DIFFERENCE = 1e-3
 MOST_HOST_BYTES = 16e9  # of a run without numbers
 DRIFT = 2e-3  # mean difference of the probabilities of engine and trainer
 TIMES = re.compile(r"timing_s/|(.*/)?perf/|reward/early_ratio")
@@ -60,7 +64,8 @@ class Result:
 
 
 def make_environment() -> None:
-    """build/gpu_env/.venv: what scripts/environment.sh installs on a machine whose nvidia-smi is the null GPU's."""
+    """build/gpu_env/.venv: what scripts/environment.sh installs on a machine whose nvidia-smi is
+    the null GPU's."""
     GPU_ENV.mkdir(parents=True, exist_ok=True)
     for name in ("scripts", "requirements", "pyproject.toml", "README.md", "LICENSE", "verl_like"):
         link = GPU_ENV / name
@@ -68,15 +73,21 @@ def make_environment() -> None:
             link.symlink_to(Path("../..") / name)
     path = f"{ROOT}/scripts/null_gpu/bin:{os.environ['PATH']}"
     subprocess.run(
-        ["bash", GPU_ENV / "scripts/environment.sh"], check=True, env=os.environ | {"PATH": path}, timeout=7200
+        ["bash", GPU_ENV / "scripts/environment.sh"],
+        check=True,
+        env=os.environ | {"PATH": path},
+        timeout=7200,
     )
 
 
 def build_null_gpu() -> None:
     """The null GPU for the libraries of that environment, kept while neither has changed."""
     sources = sorted((ROOT / "scripts/null_gpu").glob("*.[chp]*"))
-    state = b"".join(path.read_bytes() for path in [*sources, GPU_ENV / ".venv/.verl_like_installed"])
-    stamp, wanted = NULL_GPU / "built", hashlib.sha256(state).hexdigest()
+    state = b"".join(
+        path.read_bytes() for path in [*sources, GPU_ENV / ".venv/.verl_like_installed"]
+    )
+    stamp = NULL_GPU / "built"
+    wanted = hashlib.sha256(state).hexdigest()
     if not stamp.exists() or stamp.read_text() != wanted:
         print("Building the null GPU: about a minute ...", flush=True)
         shutil.rmtree(NULL_GPU, ignore_errors=True)
@@ -88,27 +99,38 @@ def build_null_gpu() -> None:
 def check_kernels() -> None:
     """Whether the numbers that kernels give are the CPU's, before runs are judged by them."""
     variables = _on_null_gpus(f"check_{os.getpid()}", 1, 1_000_000_000)
-    subprocess.run([PYTHON, ROOT / "scripts/null_gpu/check_kernels.py"], check=True, env=variables, timeout=600)
+    subprocess.run(
+        [PYTHON, ROOT / "scripts/null_gpu/check_kernels.py"], check=True, env=variables, timeout=600
+    )
     forget_devices(f"check_{os.getpid()}")
 
 
 def check_names() -> None:
-    """Whether torch and vLLM of this environment have the names and signatures that the source uses."""
+    """Whether torch and vLLM of this environment have the names and signatures that the source
+    uses."""
     name = f"names_{os.getpid()}"
     variables = _common() | environment(NULL_GPU, name=name, count=1, size=1_000_000_000)
     try:
-        subprocess.run([PYTHON, ROOT / "scripts/null_gpu/names.py"], check=True, env=variables, timeout=600)
+        subprocess.run(
+            [PYTHON, ROOT / "scripts/null_gpu/names.py"], check=True, env=variables, timeout=600
+        )
     except subprocess.CalledProcessError:
         sys.exit("The source does not go with the CUDA builds, see above.")
     forget_devices(name)
 
 
 def check_waits() -> None:
-    """Whether updates wait for the device no more often than they may, by scripts/null_gpu/waits.py."""
+    """Whether updates wait for the device no more often than they may, by
+    scripts/null_gpu/waits.py."""
     name = f"waits_{os.getpid()}"
     variables = _common() | environment(NULL_GPU, name=name, count=2, size=16_000_000_000)
     try:
-        subprocess.run([PYTHON, ROOT / "scripts/null_gpu/waits.py", WORK], check=True, env=variables, timeout=1800)
+        subprocess.run(
+            [PYTHON, ROOT / "scripts/null_gpu/waits.py", WORK],
+            check=True,
+            env=variables,
+            timeout=1800,
+        )
     except subprocess.CalledProcessError:
         sys.exit("Updates wait for the device where they did not, see above.")
     forget_devices(name)
@@ -122,8 +144,11 @@ def make_data() -> None:
 
 
 def _common() -> dict[str, str]:
-    """The environment of a process that has the GPUs of this machine, of which the null GPU's has none."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH") if ON_GPU else None]))
+    """The environment of a process that has the GPUs of this machine, of which the null GPU's has
+    none."""
+    path = os.pathsep.join(
+        filter(None, [str(ROOT), os.environ.get("PYTHONPATH") if ON_GPU else None])
+    )
     return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
@@ -146,10 +171,18 @@ def _environment(run: Run) -> dict[str, str]:
         return _common()
     variables = _on_null_gpus(_device_name(run), run.num_gpus, run.gpu_bytes)
     if not run.has_numbers:
-        variables |= {"NULL_GPU_NUMBERS": "0", "NULL_GPU_SIZES": "1", "NULL_GPU_LARGEST_COPY": str(1 << 20)}
+        variables |= {
+            "NULL_GPU_NUMBERS": "0",
+            "NULL_GPU_SIZES": "1",
+            "NULL_GPU_LARGEST_COPY": str(1 << 20),
+        }
         del variables["TRITON_INTERPRET"]
-    variables |= {"NULL_GPU_CONTROL": run.control, "NULL_GPU_LOG": str(_said_by_null_gpu(WORK / run.name))}
-    # Without torch's cache freed memory is gone, so that what reads it fails; vLLM's sleep needs the cache.
+    variables |= {
+        "NULL_GPU_CONTROL": run.control,
+        "NULL_GPU_LOG": str(_said_by_null_gpu(WORK / run.name)),
+    }
+    # Without torch's cache freed memory is gone, so that what reads it fails; vLLM's sleep needs
+    # the cache.
     return variables | ({} if run.caches_memory else {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
 
 
@@ -163,11 +196,13 @@ def _device_name(run: Run) -> str:
 
 
 def start(run: Run, folder: Path, *, device: str) -> tuple[int, Result]:
-    """Does a run in a new folder, with its output in log.txt; its exit code, -9 at its time limit, and what it took."""
+    """Does a run in a new folder, with its output in log.txt; its exit code, -9 at its time limit,
+    and what it took."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     (folder / ".toy_world").symlink_to(WORK / ".toy_world")
-    began, host_bytes = time.monotonic(), 0
+    began = time.monotonic()
+    host_bytes = 0
     with (folder / "log.txt").open("w") as log:
         if run.killed_after:
             with _process(run, folder, device, log) as process:
@@ -188,9 +223,17 @@ def start(run: Run, folder: Path, *, device: str) -> tuple[int, Result]:
 @contextlib.contextmanager
 def _process(run: Run, folder: Path, device: str, log: TextIO) -> Iterator[subprocess.Popen]:
     """The process of a run, which is killed at the end if it has not ended."""
-    command = [PYTHON, "-m", run.module, *run.arguments(ROOT, device), f"trainer.default_local_dir={folder}/runs"]
+    command = [
+        PYTHON,
+        "-m",
+        run.module,
+        *run.arguments(ROOT, device),
+        f"trainer.default_local_dir={folder}/runs",
+    ]
     variables = _environment(run) if device == "cuda" else _common()
-    process = subprocess.Popen(command, cwd=folder, env=variables, stdout=log, stderr=log, start_new_session=True)
+    process = subprocess.Popen(
+        command, cwd=folder, env=variables, stdout=log, stderr=log, start_new_session=True
+    )
     try:
         yield process
     finally:
@@ -200,7 +243,8 @@ def _process(run: Run, folder: Path, device: str, log: TextIO) -> Iterator[subpr
 
 
 def _wait_for_checkpoint(run: Run, folder: Path, process: subprocess.Popen) -> None:
-    """Returns when the checkpoint is there after which the run is killed, when the run has ended, or at its limit."""
+    """Returns when the checkpoint is there after which the run is killed, when the run has ended,
+    or at its limit."""
     deadline = time.monotonic() + run.limit
     while process.poll() is None and time.monotonic() < deadline:
         if any(folder.glob(f"runs/*/global_step_{run.killed_after}/manifest.json")):
@@ -224,14 +268,17 @@ def forget_devices(name: str) -> None:
 
 
 def host_memory(name: str) -> int:
-    """Bytes of the host that the processes with null GPUs of that name hold, shared pages divided among them."""
+    """Bytes of the host that the processes with null GPUs of that name hold, shared pages divided
+    among them."""
     total = 0
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended
             variables = (process / "environ").read_bytes().split(b"\0")
             if f"NULL_GPU_NAME={name}".encode() in variables:
                 lines = (process / "smaps_rollup").read_text().splitlines()
-                total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+                total += sum(
+                    int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")
+                )
     return total
 
 
@@ -245,7 +292,8 @@ def judge(run: Run) -> Result:
     """Does the run, and for one whose losses count its reference on the CPU, and compares."""
     folder = WORK / run.name
     code, result = start(run, folder, device="cuda")
-    log, rows = (folder / "log.txt").read_text(), metrics_of(folder)
+    log = (folder / "log.txt").read_text()
+    rows = metrics_of(folder)
     if run.refused_with:
         if code == 0 or not re.search(run.refused_with, log):
             result.faults.append(f"ended with {code} and without: {run.refused_with}")
@@ -253,17 +301,23 @@ def judge(run: Run) -> Result:
         return result
     steps = [row for row in rows if run.measure in row]
     if code or len(steps) != run.num_steps:
-        result.faults.append(f"ended with {code} after {len(steps)} of {run.num_steps} steps: {folder}/log.txt")
+        result.faults.append(
+            f"ended with {code} after {len(steps)} of {run.num_steps} steps: {folder}/log.txt"
+        )
     elif not run.has_numbers:
         result.numbers = f"sizes alone; {result.host_bytes / 1e9:.1f} GB of the machine's memory"
         if result.host_bytes > MOST_HOST_BYTES:
-            result.faults.append(f"the run took {result.host_bytes / 1e9:.1f} GB of the machine's memory")
+            result.faults.append(
+                f"the run took {result.host_bytes / 1e9:.1f} GB of the machine's memory"
+            )
     elif run.equal_to:
         _compare_numbers(run, rows, result)
     elif run.measure in (DRIFT_METRIC, KL_METRIC):
         drifts = [abs(row[run.measure]) for row in steps]
         result.numbers = f"drift {', '.join(f'{drift:.1e}' for drift in drifts)}"
-        result.faults += [f"drift {drift:.1e} is above {DRIFT:.0e}" for drift in drifts if not drift <= DRIFT]
+        result.faults += [
+            f"drift {drift:.1e} is above {DRIFT:.0e}" for drift in drifts if not drift <= DRIFT
+        ]
     else:
         _compare_losses(run, [row[run.measure] for row in steps], result)
     said = _said_by_null_gpu(folder)
@@ -277,11 +331,16 @@ def _compare_losses(run: Run, losses: list[float], result: Result) -> None:
         start(run, cpu_folder, device="cpu")
     references = [row[run.measure] for row in metrics_of(cpu_folder) if run.measure in row]
     if len(references) != len(losses):
-        result.faults.append(f"the reference on the CPU has {len(references)} steps: {cpu_folder}/log.txt")
+        result.faults.append(
+            f"the reference on the CPU has {len(references)} steps: {cpu_folder}/log.txt"
+        )
         return
     pairs = zip(losses, references, strict=True)
     difference = max(abs(loss - reference) / max(1.0, abs(reference)) for loss, reference in pairs)
-    result.numbers = f"losses {', '.join(f'{loss:.4f}' for loss in losses)}; at most {difference:.1e} from the CPU's"
+    result.numbers = (
+        f"losses {', '.join(f'{loss:.4f}' for loss in losses)}; at most "
+        f"{difference:.1e} from the CPU's"
+    )
     if not difference <= LOSS_DIFFERENCE:
         result.faults.append(f"the losses of the CPU are {references}")
 
@@ -294,7 +353,8 @@ def _compare_numbers(run: Run, rows: list[dict[str, float]], result: Result) -> 
         start(whole, folder, device="cuda")
     if f"after step {run.killed_after}." not in (WORK / run.name / "log.txt").read_text():
         result.faults.append("the second process did not continue the first one's run")
-    own, expected = _numbers(rows), _numbers(metrics_of(folder))
+    own = _numbers(rows)
+    expected = _numbers(metrics_of(folder))
     different = sorted(
         f"{name} of step {step}"
         for step, name in own.keys() | expected.keys()
@@ -339,18 +399,28 @@ def replaced_without_numbers() -> dict[str, str]:
 
 def _is_possible_here(run: Run) -> bool:
     """Whether this machine has the GPUs and the packages of a run, and the run is no control."""
-    listed = subprocess.run(["nvidia-smi", "-L"], check=True, capture_output=True, text=True, timeout=60).stdout
+    listed = subprocess.run(
+        ["nvidia-smi", "-L"], check=True, capture_output=True, text=True, timeout=60
+    ).stdout
     is_vllm_there = importlib.util.find_spec("vllm") is not None
-    needs_vllm = run.measure in (DRIFT_METRIC, KL_METRIC) and "actor_rollout_ref.rollout.name=hf" not in run.overrides
+    needs_vllm = (
+        run.measure in (DRIFT_METRIC, KL_METRIC)
+        and "actor_rollout_ref.rollout.name=hf" not in run.overrides
+    )
     needs_null_gpu = bool(run.refused_with) or not run.has_numbers
-    return run.num_gpus <= len(listed.splitlines()) and not needs_null_gpu and (is_vllm_there or not needs_vllm)
+    return (
+        run.num_gpus <= len(listed.splitlines())
+        and not needs_null_gpu
+        and (is_vllm_there or not needs_vllm)
+    )
 
 
 def write_page(table: list[str], seconds: float) -> None:
     """docs/gpu_rehearsal.md."""
     about = (
-        f"Written by `make gpu-rehearsal` on {date.today()}, of commit {commit()}, in {seconds:.0f} s. The runs, and "
-        "how they are judged, are explained in [what is proven about GPUs](gpu.md)."
+        f"Written by `make gpu-rehearsal` on {date.today()}, of commit {commit()}, in "
+        f"{seconds:.0f} s. The runs, and how they are judged, are explained in [what is proven "
+        "about GPUs](gpu.md)."
     )
     PAGE.write_text("\n".join(["# The rehearsal's runs", "", about, "", *table, ""]))
 
@@ -364,7 +434,10 @@ def main() -> None:
     if ON_GPU:
         chosen = [run for run in chosen if _is_possible_here(run)]
     if not chosen:
-        sys.exit(f"No run is called {' or '.join(patterns)}; there are {', '.join(run.name for run in RUNS)}.")
+        sys.exit(
+            f"No run is called {' or '.join(patterns)}; there are "
+            f"{', '.join(run.name for run in RUNS)}."
+        )
     began = time.monotonic()
     if not ON_GPU:
         make_null_gpu()
@@ -380,7 +453,10 @@ def main() -> None:
     lines = ["| run | what | numbers | most on a device | seconds |", "|---|---|---|---|---|"]
     if any(not run.has_numbers for run in chosen):
         print("What is replaced in runs without numbers, because values are garbage:")
-        print("\n".join(f"  {module}: {why}" for module, why in replaced_without_numbers().items()), flush=True)
+        print(
+            "\n".join(f"  {module}: {why}" for module, why in replaced_without_numbers().items()),
+            flush=True,
+        )
     failed = []
     for run in chosen:
         result = judge(run)
@@ -392,7 +468,10 @@ def main() -> None:
     (WORK / "table.md").write_text("\n".join([*lines, ""]))
     if is_whole:
         write_page(lines, time.monotonic() - began)
-    print(f"{len(chosen) - len(failed)} of {len(chosen)} as they have to be, in {time.monotonic() - began:.0f} s")
+    print(
+        f"{len(chosen) - len(failed)} of {len(chosen)} as they have to be, in "
+        f"{time.monotonic() - began:.0f} s"
+    )
     if failed:
         sys.exit(f"Not as it has to be: {', '.join(failed)}")
 

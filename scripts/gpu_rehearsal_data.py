@@ -1,6 +1,8 @@
-"""Makes the data of `scripts/gpu_rehearsal.py` in a folder: the toy world, pairs of answers, random walks.
+"""Makes the data of `scripts/gpu_rehearsal.py` in a folder: the toy world, pairs of answers, random
+walks.
 
-Also the toy world's model with a vocabulary that is padded to 256 rows, and a 7B model without values.
+Also the toy world's model with a vocabulary that is padded to 256 rows, and a 7B model without
+values.
 """
 
 import json
@@ -42,7 +44,8 @@ def pad_vocabulary(model: Path, out: Path) -> None:
 
 
 def write_7b(tokenizer: Path, out: Path) -> None:
-    """A model of DeepSeek-LLM-7B's shape, beside the toy tokenizer, in a file that takes no room on the disk."""
+    """A model of DeepSeek-LLM-7B's shape, beside the toy tokenizer, in a file that takes no room on
+    the disk."""
     config = LlamaConfig(
         architectures=["LlamaForCausalLM"],
         vocab_size=102_400,
@@ -57,15 +60,20 @@ def write_7b(tokenizer: Path, out: Path) -> None:
     config.save_pretrained(out)
     AutoTokenizer.from_pretrained(tokenizer).save_pretrained(out)
     with torch.device("meta"):
-        shapes = {name: list(value.shape) for name, value in LlamaForCausalLM(config).state_dict().items()}
+        shapes = {
+            name: list(value.shape) for name, value in LlamaForCausalLM(config).state_dict().items()
+        }
     write_hole(shapes, out / "model.safetensors")
 
 
 def write_hole(shapes: dict[str, list[int]], file: Path) -> None:
-    """A safetensors file of bfloat16 tensors. Only its header is written; the rest is a hole, read as zeros."""
-    header, end = {}, 0
+    """A safetensors file of bfloat16 tensors. Only its header is written; the rest is a hole, read
+    as zeros."""
+    header = {}
+    end = 0
     for name, shape in shapes.items():
-        start, end = end, end + 2 * math.prod(shape)
+        start = end
+        end = end + 2 * math.prod(shape)
         header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     with file.open("wb") as hole:

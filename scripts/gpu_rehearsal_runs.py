@@ -1,4 +1,5 @@
-"""The runs of `make gpu-rehearsal`: each is a training command at toy size, and what it has to show."""
+"""The runs of `make gpu-rehearsal`: each is a training command at toy size, and what it has to
+show."""
 
 import shlex
 from dataclasses import dataclass
@@ -6,23 +7,24 @@ from pathlib import Path
 
 DRIFT_METRIC = "training/rollout_probs_diff_mean"
 KL_METRIC = "actor/rollout_kl"
-"""Of an update, between the probabilities of the engine that drew and those of the trainer: of the first update of a
-version it is drift."""
+"""Of an update, between the probabilities of the engine that drew and those of the trainer: of the
+first update of a version it is drift."""
 
 
 @dataclass(frozen=True)
 class Run:
     """A run on the null GPU.
 
-    name: also of its folder. what: for the table. module, config: the entry point, and its folder and name below
-    examples/, or none. script: one whose overrides come before the run's own. overrides: of the configuration;
-    `{device}` becomes cuda, or cpu in the reference. measure: the metric that is judged, the drift of engine and
-    trainer by its bound, another as a loss by the CPU's. reference: another run whose losses on the CPU count.
-    killed_after: the run is killed as soon as this step's checkpoint is there, and the same command continues it.
-    equal_to: another run, whose numbers are these. caches_memory: torch keeps freed memory, which vLLM's sleep needs.
-    has_numbers: without them memory is never filled, as of a model that is too large for this machine.
-    control: a fault that null_gpu_controls.py makes. refused_with: the run has to fail, and its output to have this
-    pattern.
+    name: also of its folder. what: for the table. module, config: the entry point, and its folder
+    and name below examples/, or none. script: one whose overrides come before the run's own.
+    overrides: of the configuration; `{device}` becomes cuda, or cpu in the reference. measure: the
+    metric that is judged, the drift of engine and trainer by its bound, another as a loss by the
+    CPU's. reference: another run whose losses on the CPU count. killed_after: the run is killed as
+    soon as this step's checkpoint is there, and the same command continues it. equal_to: another
+    run, whose numbers are these. caches_memory: torch keeps freed memory, which vLLM's sleep needs.
+    has_numbers: without them memory is never filled, as of a model that is too large for this
+    machine. control: a fault that null_gpu_controls.py makes. refused_with: the run has to fail,
+    and its output to have this pattern.
     """
 
     name: str
@@ -55,7 +57,8 @@ class Run:
 
 
 def overrides_of_script(script: Path) -> list[str]:
-    """What a training script gives the entry point, without what its caller adds and its variables say."""
+    """What a training script gives the entry point, without what its caller adds and its variables
+    say."""
     _, _, command = script.read_text().partition(" -m verl_like.trainer.main_ppo placement=split ")
     assert command, f"{script} has another command"
     words = shlex.split(command.replace("\\\n", " "))
@@ -82,7 +85,9 @@ def on_examples(
         f"trainer.n_gpus_per_node={num_ranks}",
     )
     options = {"measure": f"{trainer}/loss", "num_steps": 3, "num_gpus": num_ranks} | options
-    return Run(name, what, f"verl_like.trainer.main_{trainer}", config, (*common, *overrides), **options)
+    return Run(
+        name, what, f"verl_like.trainer.main_{trainer}", config, (*common, *overrides), **options
+    )
 
 
 def sft(name: str, what: str, *overrides: str, **options: object) -> Run:
@@ -115,9 +120,19 @@ _PPO = (
 
 def ppo(name: str, what: str, *overrides: str, num_gpus: int = 2, **options: object) -> Run:
     config = ("split_placement/config", "toy")
-    micro_batches = (f"{role}.ppo_micro_batch_size_per_gpu=8" for role in ("actor_rollout_ref.actor", "critic"))
+    micro_batches = (
+        f"{role}.ppo_micro_batch_size_per_gpu=8" for role in ("actor_rollout_ref.actor", "critic")
+    )
     own = (f"trainer.n_gpus_per_node={num_gpus}", *micro_batches, *overrides)
-    return Run(name, what, "verl_like.trainer.main_ppo", config, (*_PPO, *own), num_gpus=num_gpus, **options)
+    return Run(
+        name,
+        what,
+        "verl_like.trainer.main_ppo",
+        config,
+        (*_PPO, *own),
+        num_gpus=num_gpus,
+        **options,
+    )
 
 
 def detached(name: str, what: str, *overrides: str, **options: object) -> Run:
@@ -207,13 +222,15 @@ RUNS = (
     detached(
         "detached_vllm",
         "detached, one maker and one trainer, vLLM",
-        "algorithm.rollout_correction.bypass_mode=false",  # so that the trainer's probabilities are compared
+        # So that the trainer's probabilities are compared
+        "algorithm.rollout_correction.bypass_mode=false",
     ),
     detached(
         "detached_nccl",
         "detached GRPO, two makers and one trainer, vLLM, NCCL",
         "detached.num_makers=2",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=32",  # one update, so that the KL divergence is drift
+        # One update, so that the KL divergence is drift
+        "actor_rollout_ref.actor.ppo_mini_batch_size=32",
         "actor_rollout_ref.rollout.weight_transport=nccl",
         measure=KL_METRIC,
         num_gpus=3,
@@ -238,7 +255,8 @@ RUNS = (
     ppo(
         "ppo_nccl_tensor_parallel",
         "PPO, actor on one rank, a vLLM of two ranks, NCCL",
-        "actor_rollout_ref.model.path=.toy_world/wide_model",  # each rank of the engine has rows of its vocabulary
+        # Each rank of the engine has rows of its vocabulary
+        "actor_rollout_ref.model.path=.toy_world/wide_model",
         "placement=pairs",
         "resource_pool_spec.actor_ref_pool=[1]",
         "resource_pool_spec.rollout_pool=[2]",
@@ -249,7 +267,8 @@ RUNS = (
     ),
     Run(
         "ppo_7b_split",
-        "PPO of a 7B model as run_deepseek7b_llm.sh does it, split over two GPUs of 150 GB; sizes without numbers",
+        "PPO of a 7B model as run_deepseek7b_llm.sh does it, split over two GPUs of 150 GB; sizes "
+        "without numbers",
         "verl_like.trainer.main_ppo",
         None,
         (
@@ -262,7 +281,8 @@ RUNS = (
             "data.max_response_length=16",
             "actor_rollout_ref.actor.ppo_mini_batch_size=16",
             "actor_rollout_ref.rollout.enforce_eager=true",  # there is nothing to capture
-            # The object store would hold the bytes of the weights, of which these pages are never written.
+            # The object store would hold the bytes of the weights, of which these pages are never
+            # written.
             "actor_rollout_ref.rollout.weight_transport=shared_memory",
             "trainer.n_gpus_per_node=2",
             "trainer.total_training_steps=2",

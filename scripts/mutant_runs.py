@@ -1,4 +1,5 @@
-"""How mutants are run: the tests' coverage, copies of the repository, and processes that are forked from ready ones."""
+"""How mutants are run: the tests' coverage, copies of the repository, and processes that are forked
+from ready ones."""
 
 import compileall
 import contextlib
@@ -31,13 +32,15 @@ ROOT = Path(__file__).parents[1]
 WORK = ROOT / "build" / "mutants"
 NUM_PROCESSES = 2
 ORIGINAL, *COPIES = [WORK / f"copy{i}" for i in range(NUM_PROCESSES + 1)]
-TIMED_OUT, NOT_REPLACED = 70, 71
+TIMED_OUT = 70
+NOT_REPLACED = 71
 KINDS = {
     "one process": "not ray and not vllm and not proof",
     "ray": "ray and not vllm and not proof",
     "vllm": "vllm and not proof",
 }
-"""Tests by the processes they start, the preferred ones first, as pytest selects them by markers."""
+"""Tests by the processes they start, the preferred ones first, as pytest selects them by
+markers."""
 BASELINE_LIMIT_S = 3600.0
 OPTIONS = ["-x", "-q", "-s", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
 PATHS = ["tests", "--ignore=tests/architecture", "--ignore=tests/ray_cpu"]
@@ -82,7 +85,7 @@ if "COVERED_TEST" in os.environ:
         covered.start()
         saving, ending = threading.Lock(), threading.Event()
 
-        def save():  # the process may be allowed to write no more, and its test reads what it prints
+        def save():  # the process may write no more, and its test reads what it prints
             with saving, contextlib.suppress(BaseException):
                 covered.save()
 
@@ -104,9 +107,12 @@ if "COVERED_TEST" in os.environ:
         start_saving()
         atexit.register(save_at_exit)
         # A fork within a save would have locks that nobody opens.
-        os.register_at_fork(before=saving.acquire, after_in_parent=saving.release, after_in_child=go_on_in_child)
+        os.register_at_fork(
+            before=saving.acquire, after_in_parent=saving.release, after_in_child=go_on_in_child
+        )
 """
-"""Python runs this at the start of each process that a test starts: ranks of a group, reward processes.
+"""Python runs this at the start of each process that a test starts: ranks of a group, reward
+processes.
 
 The process goes on as it would without it, whatever becomes of the coverage.
 """
@@ -146,26 +152,39 @@ class Recorder:
 
     def baseline(self, root: Path) -> dict[str, Any]:
         tests: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
-        parts = [self.coverage.get_data(), *(coverage.CoverageData(str(path)) for path in root.glob(".covered.*"))]
+        parts = [
+            self.coverage.get_data(),
+            *(coverage.CoverageData(str(path)) for path in root.glob(".covered.*")),
+        ]
         for data in parts:
-            # The file of a process may be cut: one that was killed as it wrote, or whose files have a limit.
+            # The file of a process may be cut: one that was killed as it wrote, or whose files have
+            # a limit.
             with contextlib.suppress(coverage.exceptions.DataError):
                 data.read()
                 for path in data.measured_files():
                     for line, contexts in data.contexts_by_lineno(path).items():
                         of_line = tests[str(Path(path).relative_to(root))][line]
-                        of_line.update({test for context in contexts for test in self._tests(context)} - self.failed)
+                        of_line.update(
+                            {test for context in contexts for test in self._tests(context)}
+                            - self.failed
+                        )
         return {"seconds": self.seconds, "tests": tests, "failed": self.failed}
 
     def _tests(self, context: str) -> list[str]:
-        return self.of_file[context.removeprefix("file ")] if context.startswith("file ") else [context]
+        return (
+            self.of_file[context.removeprefix("file ")]
+            if context.startswith("file ")
+            else [context]
+        )
 
 
 def measure(kind: str, file: Path, copy: Path) -> Callable[[], int]:
     """Returns what runs all tests of a kind on the unchanged source and writes the baseline."""
 
     def run() -> int:
-        measured = coverage.Coverage(data_file=None, config_file=False, include=[f"{copy}/verl_like/*"])
+        measured = coverage.Coverage(
+            data_file=None, config_file=False, include=[f"{copy}/verl_like/*"]
+        )
         recorder = Recorder(measured)
         measured.start()
         code = pytest.main([*OPTIONS, "--maxfail=0", "-m", KINDS[kind], *PATHS], plugins=[recorder])
@@ -181,17 +200,23 @@ def baselines(state: str) -> dict[str, Baseline]:
     """Of all kinds of tests in this state of the source."""
     files = {kind: WORK / f"{state} {kind}.json" for kind in KINDS}
     jobs = [
-        (kind, partial(measure, kind, file), BASELINE_LIMIT_S) for kind, file in files.items() if not file.is_file()
+        (kind, partial(measure, kind, file), BASELINE_LIMIT_S)
+        for kind, file in files.items()
+        if not file.is_file()
     ]
     for kind, status, copy in in_parallel(jobs):
         if not files[kind].is_file():
-            sys.exit(f"The tests ({kind}) did not run to their end (status {status}): see {copy}.log")
+            sys.exit(
+                f"The tests ({kind}) did not run to their end (status {status}): see {copy}.log"
+            )
     return {kind: Baseline(**json.loads(file.read_text())) for kind, file in files.items()}
 
 
 def make_copies() -> None:
     """The repository in each of the folders."""
-    files = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\n")
+    files = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.split("\n")
     for folder in (ORIGINAL, *COPIES):
         shutil.rmtree(folder, ignore_errors=True)
         for file in filter(None, files):
@@ -204,7 +229,8 @@ def make_copies() -> None:
 
 
 def fork(copy: Path, run: Callable[[], int]) -> int:
-    """Starts `run` in a process group of its own that sees the copy as the repository; returns the process id."""
+    """Starts `run` in a process group of its own that sees the copy as the repository; returns the
+    process id."""
     child = os.fork()
     if child:
         return child
@@ -214,7 +240,8 @@ def fork(copy: Path, run: Callable[[], int]) -> int:
     os.dup2(log, 2)
     os.chdir(copy)
     sys.path[:] = [str(copy), *(path for path in sys.path if path != str(ORIGINAL))]
-    # Two mutants of a file may have equal times and sizes, which is all that a cached module is told apart by.
+    # Two mutants of a file may have equal times and sizes, which is all that a cached module is
+    # told apart by.
     sys.dont_write_bytecode = True
     tools = Path(coverage.__file__).parents[1]
     os.environ |= {
@@ -234,10 +261,13 @@ def fork(copy: Path, run: Callable[[], int]) -> int:
 
 def in_parallel(jobs: list[Job]) -> Iterator[tuple[Any, int, Path]]:
     """Runs one job in each copy at a time; yields (what, exit status, copy)."""
-    waiting, idle, running = list(reversed(jobs)), list(COPIES), {}
+    waiting = list(reversed(jobs))
+    idle = list(COPIES)
+    running = {}
     while waiting or running:
         while waiting and idle:
-            copy, (what, start, limit) = idle.pop(), waiting.pop()
+            copy = idle.pop()
+            (what, start, limit) = waiting.pop()
             running[fork(copy, start(copy))] = what, copy, time.monotonic() + limit
         time.sleep(0.02)
         for child, (what, copy, deadline) in list(running.items()):
@@ -253,7 +283,8 @@ def in_parallel(jobs: list[Job]) -> Iterator[tuple[Any, int, Path]]:
 
 
 def tests_for(mutant: Mutant, known: dict[str, Baseline]) -> set[str]:
-    """The tests that run the mutant's statement; where importing runs it, all those of its function or file.
+    """The tests that run the mutant's statement; where importing runs it, all those of its function
+    or file.
 
     Of the first kind that has any.
     """
@@ -266,13 +297,16 @@ def other_tests_for(mutant: Mutant, known: dict[str, Baseline]) -> set[str]:
 
 
 def _covering(mutant: Mutant, known: dict[str, Baseline]) -> list[set[str]]:
-    imported = any("" in baseline.covering(mutant.file, mutant.statement) for baseline in known.values())
+    imported = any(
+        "" in baseline.covering(mutant.file, mutant.statement) for baseline in known.values()
+    )
     lines = mutant.function if imported else mutant.statement
     return [baseline.covering(mutant.file, lines) - {""} for baseline in known.values()]
 
 
 class Chosen:
-    """A pytest plugin: only some tests, those of quick files first, each with a limit; and tests not known before."""
+    """A pytest plugin: only some tests, those of quick files first, each with a limit; and tests
+    not known before."""
 
     def __init__(self, tests: set[str], seconds: dict[str, float]) -> None:
         self.tests = tests
@@ -281,13 +315,17 @@ class Chosen:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items[:] = [item for item in items if item.nodeid in self.tests or item.nodeid not in self.seconds]
+        items[:] = [
+            item for item in items if item.nodeid in self.tests or item.nodeid not in self.seconds
+        ]
         total: dict[str, float] = defaultdict(float)
         for item in items:
             total[item.location[0]] += self.seconds.get(item.nodeid, 0.0)
         items.sort(key=lambda item: total[item.location[0]])
         for item in items:
-            of_file = [s for test, s in self.seconds.items() if test.startswith(f"{item.location[0]}::")]
+            of_file = [
+                s for test, s in self.seconds.items() if test.startswith(f"{item.location[0]}::")
+            ]
             item.add_marker(pytest.mark.timeout(30 + 5 * max(of_file, default=0.0)))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -295,12 +333,16 @@ class Chosen:
 
 
 class Template:
-    """A pytest plugin in a process that has imported and collected everything: each mutant is a fork of it.
+    """A pytest plugin in a process that has imported and collected everything: each mutant is a
+    fork of it.
 
-    There the code of the functions that differ is replaced. What importing a module executes cannot be replaced so.
+    There the code of the functions that differ is replaced. What importing a module executes cannot
+    be replaced so.
     """
 
-    def __init__(self, jobs: list[tuple[Mutant, set[str]]], seconds: dict[str, float], note: Note) -> None:
+    def __init__(
+        self, jobs: list[tuple[Mutant, set[str]]], seconds: dict[str, float], note: Note
+    ) -> None:
         self.jobs = jobs
         self.seconds = seconds
         self.note = note
@@ -309,7 +351,9 @@ class Template:
         try_all(self.jobs, self.seconds, self.note, partial(self.start, session))
         return True
 
-    def start(self, session: pytest.Session, mutant: Mutant, tests: set[str], copy: Path) -> Callable[[], int]:
+    def start(
+        self, session: pytest.Session, mutant: Mutant, tests: set[str], copy: Path
+    ) -> Callable[[], int]:
         (copy / mutant.file).write_text(mutant.source)  # for the processes that a test starts
 
         def run() -> int:
@@ -326,17 +370,30 @@ class Template:
 
 
 def replace_functions(mutant: Mutant) -> bool:
-    """Puts the mutant's code into all functions of this process that have the original's; False if there are none."""
+    """Puts the mutant's code into all functions of this process that have the original's; False if
+    there are none."""
     path = str(ORIGINAL / mutant.file)
     before, after = (
-        _codes(compile(text, path, "exec", dont_inherit=True)) for text in (mutant.original, mutant.source)
+        _codes(compile(text, path, "exec", dont_inherit=True))
+        for text in (mutant.original, mutant.source)
     )
-    if any(not _is_function(code) and _own(code) != _own(after[name]) for name, code in before.items()):
+    if any(
+        not _is_function(code) and _own(code) != _own(after[name]) for name, code in before.items()
+    ):
         return False
-    new = {code: after[name] for name, code in before.items() if name in after and code != after[name]}
-    functions = [f for f in gc.get_objects() if isinstance(f, FunctionType) and f.__code__.co_filename == path]
+    new = {
+        code: after[name] for name, code in before.items() if name in after and code != after[name]
+    }
+    functions = [
+        f
+        for f in gc.get_objects()
+        if isinstance(f, FunctionType) and f.__code__.co_filename == path
+    ]
     changed = [function for function in functions if function.__code__ in new]
-    if any(len(function.__code__.co_freevars) != len(new[function.__code__].co_freevars) for function in changed):
+    if any(
+        len(function.__code__.co_freevars) != len(new[function.__code__].co_freevars)
+        for function in changed
+    ):
         return False
     for function in changed:
         function.__code__ = new[function.__code__]
@@ -365,7 +422,9 @@ def _own(code: CodeType) -> tuple:
     return code.co_code, repr(constants), code.co_names
 
 
-def start_anew(seconds: dict[str, float], mutant: Mutant, tests: set[str], copy: Path) -> Callable[[], int]:
+def start_anew(
+    seconds: dict[str, float], mutant: Mutant, tests: set[str], copy: Path
+) -> Callable[[], int]:
     """Puts the mutant into the copy and returns what imports it and runs the tests."""
     (copy / mutant.file).write_text(mutant.source)
 
@@ -376,7 +435,9 @@ def start_anew(seconds: dict[str, float], mutant: Mutant, tests: set[str], copy:
             traceback.print_exc()
             return int(ExitCode.TESTS_FAILED)
         chosen = Chosen(tests, seconds)
-        code = pytest.main([*OPTIONS, "-m", "not proof", *{t.split("::")[0] for t in tests}], plugins=[chosen])
+        code = pytest.main(
+            [*OPTIONS, "-m", "not proof", *{t.split("::")[0] for t in tests}], plugins=[chosen]
+        )
         return TIMED_OUT if code and chosen.timed_out else code
 
     return run
@@ -388,11 +449,15 @@ def try_all(
     note: Note,
     start: Callable[[Mutant, set[str], Path], Callable[[], int]],
 ) -> None:
-    """Runs each mutant with its tests and tells `note`, but for those that could not be put into place."""
+    """Runs each mutant with its tests and tells `note`, but for those that could not be put into
+    place."""
     outcomes = {0: "survived", TIMED_OUT: "timed out"}
     limits = [60 + 5 * sum(seconds[test] for test in tests) for _, tests in jobs]
     for mutant, status, copy in in_parallel(
-        [(mutant, partial(start, mutant, tests), limit) for (mutant, tests), limit in zip(jobs, limits, strict=True)]
+        [
+            (mutant, partial(start, mutant, tests), limit)
+            for (mutant, tests), limit in zip(jobs, limits, strict=True)
+        ]
     ):
         # pytest's exits that say nothing about the mutant
         unclear = {ExitCode.INTERNAL_ERROR, ExitCode.USAGE_ERROR, ExitCode.NO_TESTS_COLLECTED}
@@ -402,11 +467,15 @@ def try_all(
             note(mutant, outcomes.get(status, "killed"))
 
 
-def run_template(jobs: list[tuple[Mutant, set[str]]], seconds: dict[str, float], note: Note) -> None:
+def run_template(
+    jobs: list[tuple[Mutant, set[str]]], seconds: dict[str, float], note: Note
+) -> None:
     """Tries all mutants that a fork of a ready process can become."""
 
     def run() -> int:
-        return pytest.main([*OPTIONS, "-m", "not proof", *PATHS], plugins=[Template(jobs, seconds, note)])
+        return pytest.main(
+            [*OPTIONS, "-m", "not proof", *PATHS], plugins=[Template(jobs, seconds, note)]
+        )
 
     _, status = os.waitpid(fork(ORIGINAL, run), 0)
     if status:

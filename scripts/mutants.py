@@ -1,12 +1,13 @@
 """Changes the source in many small ways and counts how many of them a test notices: `make mutants`.
 
-Each mutant is run by the tests of `make test` that cover the changed line, the quickest files first, until one fails;
-tests with real Ray processes or vLLM only where no other test covers it. What then survives without a reason in
-`scripts/survivors.toml` is run by these too. `mutations.py` makes the mutants, `mutant_runs.py` runs them. What was
-run is kept in `build/mutants` until the source or a test changes, so that a reason can be written down without
-another hour.
+Each mutant is run by the tests of `make test` that cover the changed line, the quickest files
+first, until one fails; tests with real Ray processes or vLLM only where no other test covers it.
+What then survives without a reason in `scripts/survivors.toml` is run by these too. `mutations.py`
+makes the mutants, `mutant_runs.py` runs them. What was run is kept in `build/mutants` until the
+source or a test changes, so that a reason can be written down without another hour.
 
-`make mutants AREAS="data export"` tries the mutants of these areas alone, and leaves docs/mutants.md as it is.
+`make mutants AREAS="data export"` tries the mutants of these areas alone, and leaves
+docs/mutants.md as it is.
 """
 
 import hashlib
@@ -38,24 +39,37 @@ WANTED = tomllib.loads((ROOT / "scripts" / "mutants.toml").read_text())
 MISSED = ("survived", "timed out", "no test runs it")
 Outcomes = list[tuple[Mutant, str]]
 """Each mutant that was tried, with its outcome."""
-LEAST_SHARE, LEAST_SHARE_OF_AN_AREA = 0.95, 0.9
+LEAST_SHARE = 0.95
+LEAST_SHARE_OF_AN_AREA = 0.9
 PREFACE = """
-A mutant is the source with one small change. What can be changed are the files of the areas below, which
-`scripts/mutants.toml` names. How: the operators of mutmut at every place that executes, and
-besides them a condition forced to true or to false, neighbouring arguments swapped, and a call left out. Not changed:
-annotations, imports, documentation, and the wording of error messages. Those to try are drawn by a fixed seed, some of
-each area and the rest evenly over all; changes that a review once found unnoticed are always among them. A mutant is
-killed when a test of `make test` that runs its line fails. Those that time out are counted apart.
-"""
+A mutant is the source with one small change. What can be changed are the files of the areas below,
+which `scripts/mutants.toml` names. How: the operators of mutmut at every place that executes, and
+besides them a condition forced to true or to false, neighbouring arguments swapped, and a call left
+out. Not changed: annotations, imports, documentation, and the wording of error messages. Those to
+try are drawn by a fixed seed, some of each area and the rest evenly over all; changes that a review
+once found unnoticed are always among them. A mutant is killed when a test of `make test` that runs
+its line fails. Those that time out are counted apart. """
 WARM = (
-    "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "torch.testing", "tensordict",
-    "transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto", "hypothesis", "hydra",
-    "pydantic", "pyarrow.parquet", "rich.console", "ray", "matplotlib.figure", "pytest_timeout",
-)  # fmt: skip
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.testing",
+    "tensordict",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.auto.modeling_auto",
+    "hypothesis",
+    "hydra",
+    "pydantic",
+    "pyarrow.parquet",
+    "rich.console",
+    "ray",
+    "matplotlib.figure",
+    "pytest_timeout",
+)
 
 
 def files_by_area() -> dict[str, list[str]]:
-    """The files of each area; of the packages' own files those that hold code. Raises if a pattern finds none."""
+    """The files of each area; of the packages' own files those that hold code. Raises if a pattern
+    finds none."""
     files: dict[str, list[str]] = {}
     for area in WANTED["area"]:
         files[area["name"]] = []
@@ -67,8 +81,11 @@ def files_by_area() -> dict[str, list[str]]:
 
 
 def all_mutants() -> tuple[int, list[Mutant]]:
-    """How many mutants there are, and those that are tried: the named ones and those that were drawn."""
-    functions = {file: names for area in WANTED["area"] for file, names in area.get("functions", {}).items()}
+    """How many mutants there are, and those that are tried: the named ones and those that were
+    drawn."""
+    functions = {
+        file: names for area in WANTED["area"] for file, names in area.get("functions", {}).items()
+    }
     generated: dict[str, list[Named]] = {}
     area_of: dict[str, str] = {}
     for area, files in files_by_area().items():
@@ -77,7 +94,13 @@ def all_mutants() -> tuple[int, list[Mutant]]:
             area_of[file] = area
             generated[area] += mutants_of(ROOT, file, area, functions.get(file, ()))
     named = [
-        replacement(ROOT, entry["file"], area_of.get(entry["file"], "others"), entry["before"], entry["after"])
+        replacement(
+            ROOT,
+            entry["file"],
+            area_of.get(entry["file"], "others"),
+            entry["before"],
+            entry["after"],
+        )
         for entry in WANTED["named"]
     ]
     drawn = draw(generated.values(), WANTED["number"], WANTED["least_of_an_area"], WANTED["seed"])
@@ -90,7 +113,9 @@ def state_of_the_source() -> str:
 
 
 def git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        ["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.strip()
 
 
 def reasons() -> dict[tuple[str, str, str], str]:
@@ -98,7 +123,9 @@ def reasons() -> dict[tuple[str, str, str], str]:
     text = "\n".join
     return {
         (entry["file"], text(entry["before"]), text(entry["after"])): entry["reason"]
-        for entry in tomllib.loads((ROOT / "scripts" / "survivors.toml").read_text()).get("survivor", [])
+        for entry in tomllib.loads((ROOT / "scripts" / "survivors.toml").read_text()).get(
+            "survivor", []
+        )
     }
 
 
@@ -114,14 +141,24 @@ def page(num_all: int, outcomes: Outcomes, why: dict[tuple[str, str, str], str])
         rows = []
         for name, group in sorted(grouped(outcomes, of).items()):
             counts = Counter(outcome for _, outcome in group)
-            cells = [name, *(str(counts[column]) for column in columns), f"{share_killed(group):.0%}"]
+            cells = [
+                name,
+                *(str(counts[column]) for column in columns),
+                f"{share_killed(group):.0%}",
+            ]
             rows.append(f"| {' | '.join(cells)} |")
-        return [f"| | {' | '.join(columns)} | share killed |", "|---|" + "---|" * (len(columns) + 1), *rows, ""]
+        return [
+            f"| | {' | '.join(columns)} | share killed |",
+            "|---|" + "---|" * (len(columns) + 1),
+            *rows,
+            "",
+        ]
 
     lines = [
         "# Mutants",
         "",
-        f"Written by `make mutants` on {date.today()}, of commit {git('rev-parse', '--short', 'HEAD')}.",
+        f"Written by `make mutants` on {date.today()}, of commit "
+        f"{git('rev-parse', '--short', 'HEAD')}.",
         "",
         PREFACE.strip(),
         "",
@@ -135,7 +172,10 @@ def page(num_all: int, outcomes: Outcomes, why: dict[tuple[str, str, str], str])
     ]
     for mutant, outcome in outcomes:
         if outcome != "killed":
-            lines += [f"{mutant.file}:{mutant.line}, {outcome}: {why.get(mutant.key, 'NO REASON GIVEN')}", ""]
+            lines += [
+                f"{mutant.file}:{mutant.line}, {outcome}: {why.get(mutant.key, 'NO REASON GIVEN')}",
+                "",
+            ]
             lines += ["```diff", *diff(mutant), "```", ""]
     return "\n".join(lines)
 
@@ -143,7 +183,10 @@ def page(num_all: int, outcomes: Outcomes, why: dict[tuple[str, str, str], str])
 def summary(num_all: int, outcomes: Outcomes) -> str:
     counts = Counter(outcome for _, outcome in outcomes)
     parts = ", ".join(f"{counts[name]} {name}" for name in ("killed", *MISSED))
-    return f"Of {num_all} mutants {len(outcomes)} were tried: {parts}. {share_killed(outcomes):.1%} were killed."
+    return (
+        f"Of {num_all} mutants {len(outcomes)} were tried: {parts}. "
+        f"{share_killed(outcomes):.1%} were killed."
+    )
 
 
 def grouped(outcomes: Outcomes, of: Callable[[Mutant], str]) -> dict[str, Outcomes]:
@@ -161,22 +204,33 @@ def share_killed(outcomes: Outcomes) -> float:
 
 
 class Results:
-    """What came of each mutant, kept in a file until the source or a test changes, and printed unless it was killed."""
+    """What came of each mutant, kept in a file until the source or a test changes, and printed
+    unless it was killed."""
 
     def __init__(self, why: dict[tuple[str, str, str], str]) -> None:
         WORK.mkdir(parents=True, exist_ok=True)
         self.file = WORK / f"{state_of_the_source()}.jsonl"
         self.why = why
-        self.output = os.fdopen(os.dup(1), "w", buffering=1)  # a forked process has another standard output
+        # A forked process has another standard output
+        self.output = os.fdopen(os.dup(1), "w", buffering=1)
 
     def note(self, mutant: Mutant, outcome: str) -> None:
         with self.file.open("a") as lines:
             lines.write(json.dumps([name_of(mutant), outcome]) + "\n")
         if outcome != "killed" or mutant.key in self.why:
-            print(f"{mutant.file}:{mutant.line}: {outcome}", *diff(mutant), sep="\n    ", file=self.output)
+            print(
+                f"{mutant.file}:{mutant.line}: {outcome}",
+                *diff(mutant),
+                sep="\n    ",
+                file=self.output,
+            )
 
     def lines(self) -> list[list[str]]:
-        return [json.loads(line) for line in self.file.read_text().splitlines()] if self.file.is_file() else []
+        return (
+            [json.loads(line) for line in self.file.read_text().splitlines()]
+            if self.file.is_file()
+            else []
+        )
 
     def read(self) -> dict[str, str]:
         """The last outcome of each mutant."""
@@ -185,7 +239,11 @@ class Results:
     def survived_once(self) -> list[str]:
         """Those that were tried once and survived."""
         times = Counter(name for name, _ in self.lines())
-        return [name for name, outcome in self.read().items() if outcome == "survived" and times[name] == 1]
+        return [
+            name
+            for name, outcome in self.read().items()
+            if outcome == "survived" and times[name] == 1
+        ]
 
 
 def name_of(mutant: Mutant) -> str:
@@ -199,7 +257,8 @@ def tests_of_area(area: str, known_tests: Iterable[str]) -> set[str]:
 
 
 def try_those_left(mutants: dict[str, Mutant], results: Results) -> list[str]:
-    """Tries the mutants of which there is no result yet; returns the tests that fail on the unchanged source."""
+    """Tries the mutants of which there is no result yet; returns the tests that fail on the
+    unchanged source."""
 
     def left() -> list[Mutant]:
         done = results.read()
@@ -208,7 +267,10 @@ def try_those_left(mutants: dict[str, Mutant], results: Results) -> list[str]:
     make_copies()
     known = baselines(state_of_the_source())
     seconds = {test: took for baseline in known.values() for test, took in baseline.seconds.items()}
-    tests = {name: tests_for(mutant, known) or tests_of_area(mutant.area, seconds) for name, mutant in mutants.items()}
+    tests = {
+        name: tests_for(mutant, known) or tests_of_area(mutant.area, seconds)
+        for name, mutant in mutants.items()
+    }
     for mutant in left():
         if not tests[name_of(mutant)]:
             results.note(mutant, "no test runs it")
@@ -217,7 +279,11 @@ def try_those_left(mutants: dict[str, Mutant], results: Results) -> list[str]:
     anew = [(mutant, tests[name_of(mutant)]) for mutant in left()]
     try_all(anew, seconds, results.note, partial(start_anew, seconds))
     survivors = [mutants[name] for name in results.survived_once() if name in mutants]
-    again = [(mutant, other_tests_for(mutant, known)) for mutant in survivors if mutant.key not in results.why]
+    again = [
+        (mutant, other_tests_for(mutant, known))
+        for mutant in survivors
+        if mutant.key not in results.why
+    ]
     try_all([job for job in again if job[1]], seconds, results.note, partial(start_anew, seconds))
     return [test for baseline in known.values() for test in baseline.failed]
 
@@ -234,19 +300,28 @@ def main() -> None:
     results = Results(why)
     print(f"{num_all} mutants, {len(mutants)} are tried.", flush=True)
     for file, before, after in why.keys() - {mutant.key for mutant in drawn}:
-        print(f"scripts/survivors.toml names a mutant of {file} that is not tried: {before} -> {after}")
+        print(
+            f"scripts/survivors.toml names a mutant of {file} that is not tried: {before} -> "
+            f"{after}"
+        )
     failed = try_those_left(mutants, results)
     outcome_of = results.read()
     outcomes = [(mutant, outcome_of[name]) for name, mutant in mutants.items()]
     if not chosen:
         (ROOT / "docs" / "mutants.md").write_text(page(num_all, outcomes, why))
     print(summary(num_all, outcomes))
-    shares = {area: share_killed(group) for area, group in grouped(outcomes, lambda mutant: mutant.area).items()}
+    shares = {
+        area: share_killed(group)
+        for area, group in grouped(outcomes, lambda mutant: mutant.area).items()
+    }
     print(", ".join(f"{area} {share:.0%}" for area, share in shares.items()))
     missed = [mutant for mutant, outcome in outcomes if outcome != "killed"]
     unexplained = [f"{mutant.file}:{mutant.line}" for mutant in missed if mutant.key not in why]
     if failed:
-        sys.exit(f"These tests fail on the unchanged source, so that no mutant was tried on them: {', '.join(failed)}")
+        sys.exit(
+            "These tests fail on the unchanged source, so that no mutant was tried on them: "
+            f"{', '.join(failed)}"
+        )
     if unexplained:
         sys.exit(f"No reason in scripts/survivors.toml for {', '.join(unexplained)}")
     if share_killed(outcomes) < LEAST_SHARE:

@@ -1,4 +1,5 @@
-"""Which small changes of the source `make mutants` tries: made at every executable place, drawn by a fixed seed."""
+"""Which small changes of the source `make mutants` tries: made at every executable place, drawn by
+a fixed seed."""
 
 import difflib
 import hashlib
@@ -42,7 +43,8 @@ class Mutant:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What names it in the file of reasons, which other changes of the source leave as it is."""
+        """What names it in the file of reasons, which other changes of the source leave as it
+        is."""
         return self.file, "\n".join(self.before), "\n".join(self.after)
 
 
@@ -93,7 +95,9 @@ class _Finder(cst.CSTVisitor):
         if isinstance(node, cst.FunctionDef):
             self.functions.append((node, self._lines(node)))
         if isinstance(node, cst.BaseCompoundStatement):
-            self.statements.append((node, range(self._lines(node).start, self._lines(node.body).start + 1)))
+            self.statements.append(
+                (node, range(self._lines(node).start, self._lines(node.body).start + 1))
+            )
         if isinstance(node, cst.SimpleStatementLine):
             self.statements.append((node, self._lines(node)))
         self.num_raises += isinstance(node, cst.Raise)
@@ -101,7 +105,9 @@ class _Finder(cst.CSTVisitor):
             for kind, operator in OPERATORS:
                 if isinstance(node, kind) and node in self.positions and self.statements:
                     around = self.statements[-1][1], self.functions[-1][1]
-                    self.found += [(node, changed, operator.__name__, *around) for changed in operator(node)]
+                    self.found += [
+                        (node, changed, operator.__name__, *around) for changed in operator(node)
+                    ]
         return True
 
     def on_leave(self, original_node: cst.CSTNode) -> None:
@@ -126,14 +132,17 @@ def _does_not_execute(node: cst.CSTNode) -> bool:
 def mutants_of(root: Path, file: str, area: str, functions: Iterable[str] = ()) -> Iterator[Named]:
     """Every mutant of a file, or of the named functions in it.
 
-    A name depends on the changed expression and its statement alone, so it survives changes elsewhere.
+    A name depends on the changed expression and its statement alone, so it survives changes
+    elsewhere.
     """
     source = (root / file).read_text()
     wrapper = MetadataWrapper(cst.parse_module(source), unsafe_skip_copy=True)
-    positions, module = wrapper.resolve(PositionProvider), wrapper.module
+    positions = wrapper.resolve(PositionProvider)
+    module = wrapper.module
     finder = _Finder(positions, len(source.splitlines()))
     module.visit(finder)
-    lines, seen = source.splitlines(), Counter()
+    lines = source.splitlines()
+    seen = Counter()
     wanted = [
         set(range(positions[n].start.line, positions[n].end.line + 1))
         for n in m.findall(module, m.FunctionDef())
@@ -147,7 +156,9 @@ def mutants_of(root: Path, file: str, area: str, functions: Iterable[str] = ()) 
         name = f"{file}|{operator}|{text}|{_code(module, node)}|{_code(module, changed)}"
         seen[name] += 1
 
-        def make(node=node, changed=changed, operator=operator, statement=statement, function=function) -> Mutant:
+        def make(
+            node=node, changed=changed, operator=operator, statement=statement, function=function
+        ) -> Mutant:
             after = cst.ensure_type(module.deep_replace(node, changed), cst.Module).code
             return _mutant(file, source, after, operator, statement, function, area)
 
@@ -159,11 +170,15 @@ def _code(module: cst.Module, node: cst.CSTNode) -> str:
     return module.code_for_node(node.test if isinstance(node, cst.If) else node)
 
 
-def _mutant(file: str, before: str, after: str, operator: str, statement: range, function: range, area: str) -> Mutant:
+def _mutant(
+    file: str, before: str, after: str, operator: str, statement: range, function: range, area: str
+) -> Mutant:
     matcher = difflib.SequenceMatcher(None, before.splitlines(), after.splitlines(), autojunk=False)
     changes = [change for change in matcher.get_opcodes() if change[0] != "equal"]
-    first, last = changes[0], changes[-1]
-    old, new = before.splitlines()[first[1] : last[2]], after.splitlines()[first[3] : last[4]]
+    first = changes[0]
+    last = changes[-1]
+    old = before.splitlines()[first[1] : last[2]]
+    new = after.splitlines()[first[3] : last[4]]
     stripped = (tuple(line.strip() for line in lines) for lines in (old, new))
     return Mutant(file, first[1] + 1, statement, function, operator, *stripped, before, after, area)
 
@@ -179,10 +194,11 @@ def replacement(root: Path, file: str, area: str, before: str, after: str) -> Mu
 
 
 def draw(areas: Iterable[list[Named]], number: int, least: int, seed: int) -> list[Mutant]:
-    """`number` of the mutants, at least `least` of each area: those whose names have the smallest hashes with the seed.
+    """`number` of the mutants, at least `least` of each area: those whose names have the smallest
+    hashes with the seed.
 
-    So the draw is even within an area, and beyond `least` over all; a change of the source replaces only mutants of
-    what it changes. An area that has fewer than `least` gives all of its own.
+    So the draw is even within an area, and beyond `least` over all; a change of the source replaces
+    only mutants of what it changes. An area that has fewer than `least` gives all of its own.
     """
 
     def order(mutant: Named) -> bytes:

@@ -1,9 +1,10 @@
 """Compares the plan of a GPU's memory with what ranks reserve on the null GPU: `make plan-check`.
 
-Each case is a training command. Of each phase of both ranks that are measured, the plan without context and engine has
-to be at least what torch reserves, and at most 10% or 0.3 GB more. Engines are vLLM with different settings on a GPU of
-84.9 GB: what they take has to be within their share and the context. Writes docs/memory_plan.md, and ends with an error
-where a phase is outside. `python scripts/plan_check.py sft "lora*"` does these cases alone and writes nothing.
+Each case is a training command. Of each phase of both ranks that are measured, the plan without
+context and engine has to be at least what torch reserves, and at most 10% or 0.3 GB more. Engines
+are vLLM with different settings on a GPU of 84.9 GB: what they take has to be within their share
+and the context. Writes docs/memory_plan.md, and ends with an error where a phase is outside.
+`python scripts/plan_check.py sft "lora*"` does these cases alone and writes nothing.
 """
 
 import sys
@@ -30,9 +31,11 @@ MODEL = MODELS / "7b"
 SIZES = {"7b": (4096, 11008, 32, 32, 32), "70b": (8192, 28672, 80, 64, 8)}
 """Of Llama-2: hidden, intermediate, layers, heads, heads of keys and values."""
 PAGE = ROOT / "docs" / "memory_plan.md"
-MOST_ABOVE, NEGLIGIBLE = 1.1, 0.3 * GB
+MOST_ABOVE = 1.1
+NEGLIGIBLE = 0.3 * GB
 NOT_OF_THE_PROCESS = {"context*", "sleeping engine*", "engine's share", "engine's weights"}
-ACTOR, MODEL_KEY = "actor_rollout_ref.actor", "actor_rollout_ref.model"
+ACTOR = "actor_rollout_ref.actor"
+MODEL_KEY = "actor_rollout_ref.model"
 CORRECTED = "algorithm.rollout_correction.rollout_is=token"
 
 
@@ -45,8 +48,11 @@ class Case:
     command: str = "main_ppo"
 
 
-def ppo(name: str, *overrides: str, ranks: int = 8, command: str = "main_ppo", size: str = "7b") -> Case:
-    """GRPO of the actor alone, on that many ranks, with 16,384 tokens in a pass, unless the overrides say otherwise."""
+def ppo(
+    name: str, *overrides: str, ranks: int = 8, command: str = "main_ppo", size: str = "7b"
+) -> Case:
+    """GRPO of the actor alone, on that many ranks, with 16,384 tokens in a pass, unless the
+    overrides say otherwise."""
     common = [
         "placement=colocated",
         "algorithm.adv_estimator=grpo",
@@ -98,7 +104,9 @@ CASES = (
     ppo("70B, 8 ranks", size="70b"),
     ppo("70B, 8 ranks, bfloat16", f"{ACTOR}.fsdp_config.model_dtype=bfloat16", size="70b"),
     ppo("70B, 64 ranks", ranks=64, size="70b"),
-    ppo("70B, 64 ranks, bfloat16", f"{ACTOR}.fsdp_config.model_dtype=bfloat16", ranks=64, size="70b"),
+    ppo(
+        "70B, 64 ranks, bfloat16", f"{ACTOR}.fsdp_config.model_dtype=bfloat16", ranks=64, size="70b"
+    ),
     ppo("zero1", f"{ACTOR}.fsdp_config.strategy=zero1"),
     ppo("zero2", f"{ACTOR}.fsdp_config.strategy=zero2"),
     ppo("ddp", f"{ACTOR}.fsdp_config.strategy=ddp"),
@@ -170,12 +178,16 @@ def make_models() -> None:
 
 
 def rows_of(case: Case, pool: Pool, planned_pool: PlannedPool) -> tuple[list[str], list[str]]:
-    """A row of the page for each phase, of the rank that reserves more; and what is outside of the bounds."""
+    """A row of the page for each phase, of the rank that reserves more; and what is outside of the
+    bounds."""
     plan = {
-        phase.name: sum(size for part, size in phase.parts.items() if part not in NOT_OF_THE_PROCESS)
+        phase.name: sum(
+            size for part, size in phase.parts.items() if part not in NOT_OF_THE_PROCESS
+        )
         for phase in planned_pool.phases()
     }
-    rows, faults = [], []
+    rows = []
+    faults = []
     ranks = [process for process in pool.processes if not process.is_counted]
     for of_ranks in zip(*(process.phases for process in ranks), strict=True):
         phase = max(of_ranks, key=lambda each: each.reserved)
@@ -185,14 +197,20 @@ def rows_of(case: Case, pool: Pool, planned_pool: PlannedPool) -> tuple[list[str
         above = expected - phase.reserved
         numbers = [f"{size / GB:.1f}" for size in (phase.allocated, phase.reserved, expected)]
         ratio = f"{expected / phase.reserved:.3f}"
-        name = f"{case.name} | {phase.phase}" if case.command != "main_detached" else f"{pool.name} | {phase.phase}"
+        name = (
+            f"{case.name} | {phase.phase}"
+            if case.command != "main_detached"
+            else f"{pool.name} | {phase.phase}"
+        )
         rows.append(f"| {name} | {' | '.join(numbers)} | {ratio} |")
         if above < 0 or above > max((MOST_ABOVE - 1) * phase.reserved, NEGLIGIBLE):
             faults.append(f"{name}: the plan is {ratio} of what is reserved")
     return rows, faults
 
 
-def rows_of_engine(case: Case, engine: Process, planned_pool: PlannedPool) -> tuple[list[str], list[str]]:
+def rows_of_engine(
+    case: Case, engine: Process, planned_pool: PlannedPool
+) -> tuple[list[str], list[str]]:
     """A row of the page for each phase of an engine; and what is outside of the bounds."""
     if engine.refusal:
         return [], [f"{case.name}: {engine.refusal}"]
@@ -200,8 +218,15 @@ def rows_of_engine(case: Case, engine: Process, planned_pool: PlannedPool) -> tu
     most = sum(planned_pool.rollout.working.values()) + CONTEXT
     rows = []
     for phase in engine.phases:
-        sizes = (phase.reserved, phase.parts.get("weights", 0), phase.parts.get("cache", 0), phase.pinned)
-        rows.append(f"| {case.name} | {phase.phase} | {' | '.join(f'{size / GB:.1f}' for size in sizes)} |")
+        sizes = (
+            phase.reserved,
+            phase.parts.get("weights", 0),
+            phase.parts.get("cache", 0),
+            phase.pinned,
+        )
+        rows.append(
+            f"| {case.name} | {phase.phase} | {' | '.join(f'{size / GB:.1f}' for size in sizes)} |"
+        )
     over_full = [phase.phase for phase in engine.phases if phase.reserved > most]
     return rows, [f"{case.name}: takes more than its share in {phase}" for phase in over_full]
 
@@ -212,30 +237,50 @@ def chosen_of(cases: Sequence[Case], patterns: Sequence[str]) -> list[Case]:
 
 def main() -> None:
     patterns = sys.argv[1:] or ["*"]
-    chosen, engines = chosen_of(CASES, patterns), chosen_of(ENGINES, patterns)
+    chosen = chosen_of(CASES, patterns)
+    engines = chosen_of(ENGINES, patterns)
     if not chosen and not engines:
         names = ", ".join(case.name for case in (*CASES, *ENGINES))
         sys.exit(f"No case is called {' or '.join(patterns)}; there are {names}.")
     make_models()
-    null_gpu, began = NullGpu(), time.monotonic()
-    rows = ["| case | phase | tensors | reserved | plan | plan / reserved |", "|---|---|---|---|---|---|"]
+    null_gpu = NullGpu()
+    began = time.monotonic()
+    rows = [
+        "| case | phase | tensors | reserved | plan | plan / reserved |",
+        "|---|---|---|---|---|---|",
+    ]
     print(*rows, sep="\n", flush=True)
     faults = []
     for case in chosen:
-        task = {"command": case.command, "overrides": case.overrides, "config_name": None, "config_dir": None}
+        task = {
+            "command": case.command,
+            "overrides": case.overrides,
+            "config_name": None,
+            "config_dir": None,
+        }
         planned = planned_pools(config_of(case.command, case.overrides), 0)
         for pool, planned_pool in zip(measure_run(null_gpu, task, planned), planned, strict=True):
             own_rows, own_faults = rows_of(case, pool, planned_pool)
             print(*own_rows, sep="\n", flush=True)
-            rows, faults = rows + own_rows, faults + own_faults
-    of_engines = ["| engine | phase | on the GPU | weights | cache | pinned |", "|---|---|---|---|---|---|"]
+            rows = rows + own_rows
+            faults = faults + own_faults
+    of_engines = [
+        "| engine | phase | on the GPU | weights | cache | pinned |",
+        "|---|---|---|---|---|---|",
+    ]
     for case in engines:
-        task = {"command": case.command, "overrides": case.overrides, "config_name": None, "config_dir": None}
+        task = {
+            "command": case.command,
+            "overrides": case.overrides,
+            "config_name": None,
+            "config_dir": None,
+        }
         (planned_pool,) = planned_pools(config_of(case.command, case.overrides), DEVICE_BYTES)
         engine = measure_engine(null_gpu, task, planned_pool, DEVICE_BYTES)
         own_rows, own_faults = rows_of_engine(case, engine, planned_pool)
         print(*own_rows, sep="\n", flush=True)
-        of_engines, faults = of_engines + own_rows, faults + own_faults
+        of_engines = of_engines + own_rows
+        faults = faults + own_faults
     if patterns == ["*"]:
         write_page(rows, of_engines, time.monotonic() - began)
     if faults:
@@ -245,18 +290,37 @@ def main() -> None:
 def write_page(table: Sequence[str], of_engines: Sequence[str], seconds: float) -> None:
     """docs/memory_plan.md."""
     about = [
-        f"Written by `make plan-check` on {date.today()}, of commit {commit()}, in {seconds:.0f} s. It has what ranks",
-        "reserve of a GPU in each phase, by torch's allocator on the null GPU, and what the plan says",
-        "([memory](memory.md)), in GB (10^9 bytes), without CUDA context and engine; of rank 0 and the last rank the",
-        "larger. The models are Llama-2, of 7B and shared by 8 ranks with zero3 unless a case says otherwise. 16,384",
+        f"Written by `make plan-check` on {date.today()}, of commit {commit()}, in {seconds:.0f} "
+        "s. It has what ranks",
+        "reserve of a GPU in each phase, by torch's allocator on the null GPU, and what the plan "
+        "says",
+        "([memory](memory.md)), in GB (10^9 bytes), without CUDA context and engine; of rank 0 and "
+        "the last rank the",
+        "larger. The models are Llama-2, of 7B and shared by 8 ranks with zero3 unless a case says "
+        "otherwise. 16,384",
         "tokens are in a pass.",
     ]
     about_engines = [
-        "vLLM with the 7B model on a GPU of 84.9 GB, of which its share is 34.0: the most that it holds in each phase,",
-        "and host memory that is pinned. Tensor parallel engines are run with numbers, by `make gpu-rehearsal`.",
+        "vLLM with the 7B model on a GPU of 84.9 GB, of which its share is 34.0: the most that it "
+        "holds in each phase,",
+        "and host memory that is pinned. Tensor parallel engines are run with numbers, by `make "
+        "gpu-rehearsal`.",
     ]
     title = "# The plan of memory beside the rehearsal"
-    lines = [title, "", *about, "", *table, "", "## Engines", "", *about_engines, "", *of_engines, ""]
+    lines = [
+        title,
+        "",
+        *about,
+        "",
+        *table,
+        "",
+        "## Engines",
+        "",
+        *about_engines,
+        "",
+        *of_engines,
+        "",
+    ]
     PAGE.write_text("\n".join(lines))
 
 

@@ -1,9 +1,10 @@
 """Runs what proves and takes long, the tests marked `proof`, in two processes: `make proofs`.
 
-Prints one line a proof and writes them to docs/proofs.md, and the table of model families to docs/models.md.
-`make proofs CHOSEN="-k resume"` runs those that these arguments of pytest choose and leaves the rows of the others as
-they are. A test tells what it measured by `record_property("result", ...)`, and what a fault did to a run by
-`record_property("reliability", [...])`, the cells of a row of docs/reliability.md.
+Prints one line a proof and writes them to docs/proofs.md, and the table of model families to
+docs/models.md. `make proofs CHOSEN="-k resume"` runs those that these arguments of pytest choose
+and leaves the rows of the others as they are. A test tells what it measured by
+`record_property("result", ...)`, and what a fault did to a run by `record_property("reliability",
+[...])`, the cells of a row of docs/reliability.md.
 """
 
 import sys
@@ -70,13 +71,28 @@ class Report:
 def main() -> int:
     chosen = sys.argv[1:]
     report = Report(commit())
-    options = ["-m", "proof", "-q", "-p", "no:cacheprovider", "--session-timeout=9000", "-n", "2", "--dist", "loadfile"]
+    options = [
+        "-m",
+        "proof",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--session-timeout=9000",
+        "-n",
+        "2",
+        "--dist",
+        "loadfile",
+    ]
     code = pytest.main([*options, *(chosen or [str(ROOT / "tests")])], plugins=[report])
-    earlier = [line for line in PAGE.read_text().splitlines() if line.endswith(" |")][1:] if chosen else []
+    earlier = (
+        [line for line in PAGE.read_text().splitlines() if line.endswith(" |")][1:]
+        if chosen
+        else []
+    )
     rows = {row.removeprefix("| ").split(" | ")[0]: row for row in earlier} | report.rows
     about = (
-        "What proves and takes long, as `make proofs` ran it, each on its commit. The last column is the test of "
-        "`make test` that stands for it."
+        "What proves and takes long, as `make proofs` ran it, each on its commit. The last column "
+        "is the test of `make test` that stands for it."
     )
     head = f"# Proofs\n\n{about} Last run: {date.today()}.\n\n"
     header = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
@@ -97,11 +113,14 @@ def write_families(table: str, commit: str) -> None:
 
 
 def write_faults(rows: list[str], keep: bool) -> None:
-    """Writes the rows of docs/reliability.md below its text; with `keep` those of faults that did not run stay."""
+    """Writes the rows of docs/reliability.md below its text; with `keep` those of faults that did
+    not run stay."""
     text, header, table = FAULTS_PAGE.read_text().partition(FAULTS_HEAD)
     assert header, f"{FAULTS_PAGE} has lost its table"
     faults = {fault_of(row): row for row in [*(table.splitlines() if keep else []), *rows]}
-    FAULTS_PAGE.write_text(text + header + "\n".join(faults[fault] for fault in sorted(faults)) + "\n")
+    FAULTS_PAGE.write_text(
+        text + header + "\n".join(faults[fault] for fault in sorted(faults)) + "\n"
+    )
 
 
 def fault_of(row: str) -> tuple[int, str, str]:

@@ -1,4 +1,5 @@
-"""A hook of mkdocs: adds the pages that lie outside docs/ and one reference page for each package."""
+"""A hook of mkdocs: adds the pages that lie outside docs/ and one reference page for each
+package."""
 
 import posixpath
 import re
@@ -37,7 +38,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links between files become links between pages; a file that is no page is named, not linked."""
+    """Links between files become links between pages; a file that is no page is named, not
+    linked."""
     source_of = {page: source for source, page in OUTSIDE.items()}
     own = page.file.src_uri
     folder = posixpath.dirname(source_of.get(own, f"docs/{own}"))
@@ -45,7 +47,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     def relink(match: re.Match[str]) -> str:
         text, path, anchor = match.groups()
         path = posixpath.normpath(posixpath.join(folder, path))
-        target = OUTSIDE.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else None)
+        target = OUTSIDE.get(path) or (
+            path.removeprefix("docs/") if path.startswith("docs/") else None
+        )
         if target is None:
             return f"{text} (`{path}`)" if path not in text else f"`{path}`"
         return f"[{text}]({posixpath.relpath(target, posixpath.dirname(own) or '.')}{anchor or ''})"

@@ -16,18 +16,26 @@ _CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 +-
 
 
 def save_tiny_llama(
-    path: Path, *, tie: bool = False, num_key_value_heads: int = 2, head_dim: int = 32, template: str = _TEMPLATE
+    path: Path,
+    *,
+    tie: bool = False,
+    num_key_value_heads: int = 2,
+    head_dim: int = 32,
+    template: str = _TEMPLATE,
 ) -> LlamaForCausalLM:
-    """A random two-layer Llama and a tokenizer with one token per character: <pad> 0, <eos> 1, then the characters.
+    """A random two-layer Llama and a tokenizer with one token per character: <pad> 0, <eos> 1, then
+    the characters.
 
-    The vocabulary of 68 is not a multiple of 64, so engines that pad it are put to the test. head_dim is the smallest
-    that vLLM's CPU attention has a kernel for.
+    The vocabulary of 68 is not a multiple of 64, so engines that pad it are put to the test.
+    head_dim is the smallest that vLLM's CPU attention has a kernel for.
     """
     vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", *_CHARACTERS])}
     characters = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     characters.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=characters, eos_token="<eos>", pad_token="<pad>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=characters, eos_token="<eos>", pad_token="<pad>"
+    )
     tokenizer.chat_template = template
     tokenizer.save_pretrained(path)
     config = LlamaConfig(
@@ -54,8 +62,11 @@ def save_tiny_llama(
 
 
 @pytest.fixture(scope="session")
-def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[str, LlamaForCausalLM]]:
-    """A function that makes a tiny Llama (see `save_tiny_llama`) and returns its folder and the float32 model."""
+def tiny_llama(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[..., tuple[str, LlamaForCausalLM]]:
+    """A function that makes a tiny Llama (see `save_tiny_llama`) and returns its folder and the
+    float32 model."""
 
     def make(**options: object) -> tuple[str, LlamaForCausalLM]:
         path = tmp_path_factory.mktemp("tiny_llama")
@@ -66,7 +77,8 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[
 
 @pytest.fixture(autouse=True)
 def ray_is_left_as_it_was() -> Iterator[None]:
-    """Shuts down the Ray that a test started and left, as one that failed does; the next could not start its own."""
+    """Shuts down the Ray that a test started and left, as one that failed does; the next could not
+    start its own."""
     ray = sys.modules.get("ray")
     was_initialized = ray is not None and ray.is_initialized()
     yield
@@ -77,8 +89,10 @@ def ray_is_left_as_it_was() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def ray_folder() -> Iterator[Path]:
-    """A folder for what Ray writes, with its note of the last cluster, which all that runs here would else share."""
-    folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))  # a short path: there are sockets in it
+    """A folder for what Ray writes, with its note of the last cluster, which all that runs here
+    would else share."""
+    # A short path: there are sockets in it
+    folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TMPDIR", str(folder))
         yield folder

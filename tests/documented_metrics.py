@@ -17,12 +17,19 @@ def _written_out(name: str) -> list[str]:
     if match is None:
         return [name]
     parts = match.group(1).split(",")
-    return [n for part in parts for n in _written_out(name[: match.start()] + part + name[match.end() :])]
+    return [
+        n
+        for part in parts
+        for n in _written_out(name[: match.start()] + part + name[match.end() :])
+    ]
 
 
 def undocumented(emitted: set[str]) -> list[str]:
     """Metrics that no row of the page describes; `<...>` in a row stands for any text."""
     patterns = [
-        re.sub(r"<[^>]*>", ".+", re.escape(name).replace(r"\<", "<").replace(r"\>", ">")) for name in documented_names()
+        re.sub(r"<[^>]*>", ".+", re.escape(name).replace(r"\<", "<").replace(r"\>", ">"))
+        for name in documented_names()
     ]
-    return sorted(name for name in emitted if not any(re.fullmatch(pattern, name) for pattern in patterns))
+    return sorted(
+        name for name in emitted if not any(re.fullmatch(pattern, name) for pattern in patterns)
+    )

@@ -8,11 +8,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-OPERATIONS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.symlink", "os.truncate", "os.fsync"}
+OPERATIONS = {
+    "open",
+    "os.mkdir",
+    "os.rename",
+    "os.remove",
+    "os.rmdir",
+    "os.symlink",
+    "os.truncate",
+    "os.fsync",
+}
 
 
 def in_a_fork(action: Callable[..., object], *arguments: Any) -> int:
-    """The exit code of the action in a process of its own; of one that was killed the negative signal."""
+    """The exit code of the action in a process of its own; of one that was killed the negative
+    signal."""
     if process := os.fork():
         return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
     try:
@@ -24,9 +34,11 @@ def in_a_fork(action: Callable[..., object], *arguments: Any) -> int:
 
 
 def die_at(operation: int | str, file: Path, within: str = "") -> None:
-    """This process is killed before an operation from now on, its number from 1 or its name; `file` is given the name.
+    """This process is killed before an operation from now on, its number from 1 or its name; `file`
+    is given the name.
 
-    Files count that are opened with `within` in their path. One that is opened to be written anew is then empty.
+    Files count that are opened with `within` in their path. One that is opened to be written anew
+    is then empty.
     """
     descriptor, count, fsync = os.open(file, os.O_WRONLY | os.O_CREAT), 0, os.fsync
 
@@ -43,5 +55,6 @@ def die_at(operation: int | str, file: Path, within: str = "") -> None:
                 os.open(arguments[0], arguments[2], 0o644)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    os.fsync = lambda file: (sys.audit("os.fsync"), fsync(file))[1]  # Python has no audit event for it
+    # Python has no audit event for it
+    os.fsync = lambda file: (sys.audit("os.fsync"), fsync(file))[1]
     sys.addaudithook(die)

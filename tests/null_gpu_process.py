@@ -8,7 +8,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 SPAWN = multiprocessing.get_context("spawn")
-# NCCL's number of each type that the project sends, and how Python packs it; bfloat16 is the upper half of a float32.
+# NCCL's number of each type that the project sends, and how Python packs it; bfloat16 is the upper
+# half of a float32.
 TYPES = {
     "int8": (0, "b"),
     "uint8": (1, "B"),
@@ -42,11 +43,14 @@ def pack(values: list[float], dtype: str) -> bytes:
 def unpack(data: bytes, dtype: str) -> list[float]:
     if dtype == "bfloat16":
         return [struct.unpack("<f", b"\0\0" + data[i : i + 2])[0] for i in range(0, len(data), 2)]
-    return list(struct.unpack(f"<{len(data) // struct.calcsize(TYPES[dtype][1])}{TYPES[dtype][1]}", data))
+    return list(
+        struct.unpack(f"<{len(data) // struct.calcsize(TYPES[dtype][1])}{TYPES[dtype][1]}", data)
+    )
 
 
 class Gpu:
-    """The calls of the null GPU with values of Python; each answers its error code, then what came out."""
+    """The calls of the null GPU with values of Python; each answers its error code, then what came
+    out."""
 
     def __init__(self, library: Path) -> None:
         self.cuda = ctypes.CDLL(str(library))
@@ -82,7 +86,8 @@ class Gpu:
         return self.cuda.null_gpu_most(device)
 
     def pinned_while(self) -> list[int]:
-        """Before anything is pinned, with 300 bytes from CUDA, with 200 more that are registered, and after these."""
+        """Before anything is pinned, with 300 bytes from CUDA, with 200 more that are registered,
+        and after these."""
         pointer, memory = ctypes.c_void_p(), ctypes.create_string_buffer(200)
         sizes = [self.cuda.null_gpu_pinned()]
         self.cuda.cudaHostAlloc(ctypes.byref(pointer), ctypes.c_size_t(300), 0)
@@ -99,13 +104,25 @@ class Gpu:
         return memory[2]
 
     def reserve_and_map(self, size: int) -> tuple[int, int]:
-        """Virtual memory with a byte written into it: the error, and what is held; `unmap` gives it back."""
+        """Virtual memory with a byte written into it: the error, and what is held; `unmap` gives it
+        back."""
         self.address, self.handle = ctypes.c_uint64(), ctypes.c_void_p()
-        properties = (ctypes.c_int * 8)(1, 0, 1, 0)  # pinned, no handle type, on a device, which is 0
-        self.cuda.cuMemAddressReserve(ctypes.byref(self.address), ctypes.c_size_t(size), ctypes.c_size_t(0), 0, 0)
-        error = self.cuda.cuMemCreate(ctypes.byref(self.handle), ctypes.c_size_t(size), properties, ctypes.c_uint64(0))
+        # Pinned, no handle type, on a device, which is 0
+        properties = (ctypes.c_int * 8)(1, 0, 1, 0)
+        self.cuda.cuMemAddressReserve(
+            ctypes.byref(self.address), ctypes.c_size_t(size), ctypes.c_size_t(0), 0, 0
+        )
+        error = self.cuda.cuMemCreate(
+            ctypes.byref(self.handle), ctypes.c_size_t(size), properties, ctypes.c_uint64(0)
+        )
         if not error:
-            self.cuda.cuMemMap(self.address, ctypes.c_size_t(size), ctypes.c_size_t(0), self.handle, ctypes.c_uint64(0))
+            self.cuda.cuMemMap(
+                self.address,
+                ctypes.c_size_t(size),
+                ctypes.c_size_t(0),
+                self.handle,
+                ctypes.c_uint64(0),
+            )
             ctypes.memset(self.address.value, 7, 1)
         return error, self.used(0)
 
@@ -126,9 +143,12 @@ class Gpu:
         return ctypes.string_at(self.pointers[-1], size)
 
     def write_into(self, handle: bytes, data: bytes) -> tuple[int, bytes]:
-        """Writes into memory of another process, after reading what is there: the error, and what was there."""
+        """Writes into memory of another process, after reading what is there: the error, and what
+        was there."""
         pointer = ctypes.c_void_p()
-        error = self.cuda.cudaIpcOpenMemHandle(ctypes.byref(pointer), IpcHandle.from_buffer_copy(handle), 0)
+        error = self.cuda.cudaIpcOpenMemHandle(
+            ctypes.byref(pointer), IpcHandle.from_buffer_copy(handle), 0
+        )
         if error:
             return error, b""
         before = ctypes.string_at(pointer, len(data))
@@ -148,8 +168,13 @@ class Gpu:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
     def copies(self) -> None:
-        """To the device from pinned memory and from pageable memory, and one that says that it waits."""
-        device, pinned, pageable = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.create_string_buffer(8)
+        """To the device from pinned memory and from pageable memory, and one that says that it
+        waits."""
+        device, pinned, pageable = (
+            ctypes.c_void_p(),
+            ctypes.c_void_p(),
+            ctypes.create_string_buffer(8),
+        )
         self.cuda.cudaMalloc(ctypes.byref(device), ctypes.c_size_t(8))
         self.cuda.cudaMallocHost(ctypes.byref(pinned), ctypes.c_size_t(8))
         for source in (pinned, pageable):
@@ -166,7 +191,9 @@ class Gpu:
             ctypes.byref(library), ctypes.byref(function), name, name, -1, *nothing, None
         )
         size = Size(1, 1, 1)
-        return self.cuda.cudaLaunchKernel(ctypes.byref(function), size, size, None, ctypes.c_size_t(0), None)
+        return self.cuda.cudaLaunchKernel(
+            ctypes.byref(function), size, size, None, ctypes.c_size_t(0), None
+        )
 
     def unique_id(self) -> bytes:
         unique = UniqueId()
@@ -174,10 +201,13 @@ class Gpu:
         return unique.name
 
     def join(self, name: bytes, num_ranks: int, rank: int) -> int:
-        return self.cuda.ncclCommInitRank(ctypes.byref(self.communicator), num_ranks, UniqueId(name), rank)
+        return self.cuda.ncclCommInitRank(
+            ctypes.byref(self.communicator), num_ranks, UniqueId(name), rank
+        )
 
     def split(self, color: int, key: int) -> tuple[int, int, int]:
-        """The error, and in the new communicator the number of ranks and this one's; what follows runs in it."""
+        """The error, and in the new communicator the number of ranks and this one's; what follows
+        runs in it."""
         part, number, rank = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
         error = self.cuda.ncclCommSplit(self.communicator, color, key, ctypes.byref(part), None)
         self.communicator = part
@@ -186,27 +216,52 @@ class Gpu:
         return error, number.value, rank.value
 
     def collective(
-        self, function: str, dtype: str, values: list[float], num_out: int, count: int, *numbers: int
+        self,
+        function: str,
+        dtype: str,
+        values: list[float],
+        num_out: int,
+        count: int,
+        *numbers: int,
     ) -> tuple[int, list[float] | str]:
-        """`numbers`: what stands between the type and the communicator, the operation or the root."""
+        """`numbers`: what stands between the type and the communicator, the operation or the
+        root."""
         data = pack(values, dtype)
         out = ctypes.create_string_buffer(num_out * max(1, len(data) // max(1, len(values))))
-        arguments = (data, out, ctypes.c_size_t(count), TYPES[dtype][0], *numbers, self.communicator, None)
+        arguments = (
+            data,
+            out,
+            ctypes.c_size_t(count),
+            TYPES[dtype][0],
+            *numbers,
+            self.communicator,
+            None,
+        )
         error = getattr(self.cuda, function)(*arguments)
-        return error, self.cuda.ncclGetLastError(self.communicator).decode() if error else unpack(out.raw, dtype)
+        return error, self.cuda.ncclGetLastError(self.communicator).decode() if error else unpack(
+            out.raw, dtype
+        )
 
     def scaled_sum(self, values: list[float], factor: float) -> tuple[int, list[float] | str]:
         operation, scalar = ctypes.c_int(), ctypes.c_float(factor)
         create = self.cuda.ncclRedOpCreatePreMulSum
-        create(ctypes.byref(operation), ctypes.byref(scalar), TYPES["float32"][0], 1, self.communicator)
-        return self.collective("ncclAllReduce", "float32", values, len(values), len(values), operation.value)
+        create(
+            ctypes.byref(operation), ctypes.byref(scalar), TYPES["float32"][0], 1, self.communicator
+        )
+        return self.collective(
+            "ncclAllReduce", "float32", values, len(values), len(values), operation.value
+        )
 
     def exchange(self, data: bytes, to: int, source: int, num_bytes: int) -> tuple[int, bytes]:
         """Sends `data` and receives at the same time, in a group."""
         out = ctypes.create_string_buffer(num_bytes)
         self.cuda.ncclGroupStart()
-        self.cuda.ncclSend(data, ctypes.c_size_t(len(data)), TYPES["uint8"][0], to, self.communicator, None)
-        self.cuda.ncclRecv(out, ctypes.c_size_t(num_bytes), TYPES["uint8"][0], source, self.communicator, None)
+        self.cuda.ncclSend(
+            data, ctypes.c_size_t(len(data)), TYPES["uint8"][0], to, self.communicator, None
+        )
+        self.cuda.ncclRecv(
+            out, ctypes.c_size_t(num_bytes), TYPES["uint8"][0], source, self.communicator, None
+        )
         return self.cuda.ncclGroupEnd(), out.raw
 
 
@@ -219,7 +274,8 @@ def _serve(connection: Connection, library: Path, settings: dict[str, str]) -> N
 
 
 class GpuProcess:
-    """Runs calls of `Gpu` in another process: `start` begins one and `result` waits for it, `call` does both."""
+    """Runs calls of `Gpu` in another process: `start` begins one and `result` waits for it, `call`
+    does both."""
 
     def __init__(self, library: Path, **settings: str) -> None:
         self.settings = settings

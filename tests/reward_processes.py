@@ -84,14 +84,29 @@ async def compute_async(data_source, solution_str, ground_truth, extra_info=None
 
 
 def sample(solution_str: str, index: int = 0, ground_truth: str = "1") -> RewardSample:
-    return RewardSample(f"sample uid '0-{index}'", "test/source", solution_str, ground_truth, {"index": index})
+    return RewardSample(
+        f"sample uid '0-{index}'", "test/source", solution_str, ground_truth, {"index": index}
+    )
 
 
 def worker_pids(driver: int) -> list[int]:
-    """The reward workers of a process: each is the child of its supervisor, which is the process's child."""
-    below = [int(pid) for file in Path(f"/proc/{driver}/task").glob("*/children") for pid in file.read_text().split()]
-    supervisors = [pid for pid in below if b"rewards.scoring_server" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    return [int(pid) for one in supervisors for pid in Path(f"/proc/{one}/task/{one}/children").read_text().split()]
+    """The reward workers of a process: each is the child of its supervisor, which is the process's
+    child."""
+    below = [
+        int(pid)
+        for file in Path(f"/proc/{driver}/task").glob("*/children")
+        for pid in file.read_text().split()
+    ]
+    supervisors = [
+        pid
+        for pid in below
+        if b"rewards.scoring_server" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    return [
+        int(pid)
+        for one in supervisors
+        for pid in Path(f"/proc/{one}/task/{one}/children").read_text().split()
+    ]
 
 
 def is_running(pid: int) -> bool:

@@ -1,4 +1,5 @@
-"""Requests for rollout engines, runs of them, and the log-probabilities of transformers to compare with."""
+"""Requests for rollout engines, runs of them, and the log-probabilities of transformers to compare
+with."""
 
 import ctypes
 import os
@@ -34,9 +35,14 @@ from verl_like.workers.weight_transfer.shared_memory import SharedPages
 SAMPLING = Sampling(temperature=0.9, top_k=-1, top_p=1.0, max_tokens=20, stop_token_ids=(1,))
 
 
-def make_requests(prompts: Mapping[str, Sequence[int]], sampling: Sampling = SAMPLING) -> list[GenerationRequest]:
+def make_requests(
+    prompts: Mapping[str, Sequence[int]], sampling: Sampling = SAMPLING
+) -> list[GenerationRequest]:
     """A request for each prompt; its seed follows from its name."""
-    return [GenerationRequest(name, prompt, 1000 + sum(map(ord, name)), sampling) for name, prompt in prompts.items()]
+    return [
+        GenerationRequest(name, prompt, 1000 + sum(map(ord, name)), sampling)
+        for name, prompt in prompts.items()
+    ]
 
 
 def run(engine: RolloutEngine, requests: Sequence[GenerationRequest]) -> dict[str, Completion]:
@@ -53,8 +59,11 @@ def generate_sequences(engine: RolloutEngine, prompts: DataProto) -> DataProto:
 def stream_sequences(
     engine: RolloutEngine, prompts: DataProto, give_up: bool = False
 ) -> tuple[list[list[FinishedRequest]], Any]:
-    """What each step of one engine ended of a batch, and the batch, None if it is given up after the first of these."""
-    requests = {request.name: request for request in engine.rules().requests_of(prompts, "the batch")}
+    """What each step of one engine ended of a batch, and the batch, None if it is given up after
+    the first of these."""
+    requests = {
+        request.name: request for request in engine.rules().requests_of(prompts, "the batch")
+    }
     parts: list[list[FinishedRequest]] = []
     try:
         engine.submit(list(requests.values()))
@@ -71,7 +80,8 @@ def stream_sequences(
 class StepByStep:
     """An engine on its thread that takes steps only when a test asks for them.
 
-    Between them it is paused, so that weights do not wait for responses: they are to be loaded with `drain=False`.
+    Between them it is paused, so that weights do not wait for responses: they are to be loaded with
+    `drain=False`.
     """
 
     def __init__(self, thread: EngineThread) -> None:
@@ -88,7 +98,8 @@ class StepByStep:
         thread._ask(self.engine.pause)
 
     def wait_for(self, num_requests: int, age: int = 0) -> None:
-        """Until that many unfinished requests are this number of steps old; they come from another thread."""
+        """Until that many unfinished requests are this number of steps old; they come from another
+        thread."""
         deadline = time.monotonic() + 60
         while list(self.thread.ages().values()).count(age) != num_requests:
             assert time.monotonic() < deadline, self.thread.ages()
@@ -119,7 +130,9 @@ def rows_of(output: DataProto, name: str) -> list[list[Any]]:
     return [row.tolist() for row in output.tensors()[name].unbind()]
 
 
-def run_late(engine: RolloutEngine, requests: Sequence[GenerationRequest], steps_between: int) -> dict[str, Completion]:
+def run_late(
+    engine: RolloutEngine, requests: Sequence[GenerationRequest], steps_between: int
+) -> dict[str, Completion]:
     """One after the other, each while those before are unfinished."""
     completions: dict[str, Completion] = {}
     for request in requests:
@@ -137,7 +150,8 @@ def run_with_update(
     exports: list[WeightExport],
     steps: int,
 ) -> dict[str, Completion]:
-    """`early`, with new weights after some steps; `queued` comes just before the weights, `late` just after them."""
+    """`early`, with new weights after some steps; `queued` comes just before the weights, `late`
+    just after them."""
     engine.submit(early)
     completions: dict[str, Completion] = {}
     for _ in range(steps):
@@ -155,7 +169,8 @@ def run_with_update_when_one_ended(
     late: Sequence[GenerationRequest],
     exports: list[WeightExport],
 ) -> dict[str, Completion]:
-    """As `run_with_update`, for an engine that computes on its own: the weights come when one of `early` ended."""
+    """As `run_with_update`, for an engine that computes on its own: the weights come when one of
+    `early` ended."""
     engine.submit(early)
     completions: dict[str, Completion] = {}
     while not completions:
@@ -168,10 +183,13 @@ def run_with_update_when_one_ended(
     return completions | dict(each for ended in engine.stream() for each in ended)
 
 
-def run_beside_one_without_adapter(engine: RolloutEngine, request: GenerationRequest) -> tuple[set[str], Any, Any]:
+def run_beside_one_without_adapter(
+    engine: RolloutEngine, request: GenerationRequest
+) -> tuple[set[str], Any, Any]:
     """A request, as the engine gives it to vLLM, beside the same one without an adapter.
 
-    Returns the adapters of the requests in vLLM before, and what the second one gave beside the first one, and alone.
+    Returns the adapters of the requests in vLLM before, and what the second one gave beside the
+    first one, and alone.
     """
     engine.submit([request, replace(request, name="other")])
     llm = engine.llm.llm_engine
@@ -183,7 +201,9 @@ def run_beside_one_without_adapter(engine: RolloutEngine, request: GenerationReq
         llm.reset_prefix_cache()
         llm.add_request(name, *parts[:2])
         while llm.has_unfinished_requests():
-            without += [each.outputs[0] for each in llm.step() if each.finished and each.request_id == name]
+            without += [
+                each.outputs[0] for each in llm.step() if each.finished and each.request_id == name
+            ]
     engine.abort([request.name])
     return adapters, *((list(each.token_ids), each.logprobs.logprobs) for each in without)
 
@@ -194,8 +214,11 @@ def engine_process(engine: RolloutEngine) -> int:
     return process.pid
 
 
-def run_beyond_the_limit(engine: RolloutEngine, requests: Sequence[GenerationRequest]) -> dict[str, Completion]:
-    """Of an engine in its own process, while no other answer of it may take as long as the first response does.
+def run_beyond_the_limit(
+    engine: RolloutEngine, requests: Sequence[GenerationRequest]
+) -> dict[str, Completion]:
+    """Of an engine in its own process, while no other answer of it may take as long as the first
+    response does.
 
     A step gives nothing meanwhile, and returns.
     """
@@ -212,7 +235,9 @@ def run_beyond_the_limit(engine: RolloutEngine, requests: Sequence[GenerationReq
     return dict(each for ended in engine.stream() for each in ended)
 
 
-def run_paused(engine: RolloutEngine, requests: Sequence[GenerationRequest], steps: int) -> dict[str, Completion]:
+def run_paused(
+    engine: RolloutEngine, requests: Sequence[GenerationRequest], steps: int
+) -> dict[str, Completion]:
     """With a pause after some steps, in which the second half of the requests comes."""
     half = len(requests) // 2
     engine.submit(requests[:half])
@@ -229,12 +254,17 @@ def run_paused(engine: RolloutEngine, requests: Sequence[GenerationRequest], ste
 def run_with_a_response_that_is_refused(
     engine: RolloutEngine, batch: DataProto, requests: Sequence[GenerationRequest]
 ) -> dict[str, Completion]:
-    """A batch that fails, since two responses that end in one step have no log-probabilities; then requests."""
+    """A batch that fails, since two responses that end in one step have no log-probabilities; then
+    requests."""
     step = engine._step
 
     def step_without_log_probs() -> list[tuple[str, Completion]]:
         ended = step()
-        return [(name, replace(each, log_probs=[])) for name, each in ended] if len(ended) > 1 else ended
+        return (
+            [(name, replace(each, log_probs=[])) for name, each in ended]
+            if len(ended) > 1
+            else ended
+        )
 
     engine._step = step_without_log_probs
     message = r"The response to row \d \(uid 0-\d\), sample \d of the batch has \d+ tokens but log"
@@ -253,7 +283,11 @@ def run_with_abort(
     completions = dict(each for _ in range(steps) for each in engine.step())
     gone = engine.abort([*aborted, "unknown"])
     completions |= dict(each for ended in engine.stream() for each in ended)
-    return completions, gone, run(engine, [request for request in requests if request.name in aborted])
+    return (
+        completions,
+        gone,
+        run(engine, [request for request in requests if request.name in aborted]),
+    )
 
 
 def draw_and_forget(
@@ -265,7 +299,9 @@ def draw_and_forget(
     return drawn, run(engine, later)
 
 
-def load_changed(engine: RolloutEngine, exports: list[WeightExport], change: Callable[[WeightBucket], Any]) -> Any:
+def load_changed(
+    engine: RolloutEngine, exports: list[WeightExport], change: Callable[[WeightBucket], Any]
+) -> Any:
     """New weights, of which the engine's own loading gets what `change` makes of the buckets."""
     changed = [replace(export, buckets=tuple(map(change, export.buckets))) for export in exports]
     load = engine._load
@@ -276,16 +312,21 @@ def load_changed(engine: RolloutEngine, exports: list[WeightExport], change: Cal
         engine._load = load
 
 
-def load_swapped(engine: RolloutEngine, exports: list[WeightExport], first: str, second: str) -> Any:
+def load_swapped(
+    engine: RolloutEngine, exports: list[WeightExport], first: str, second: str
+) -> Any:
     """New weights, of which the engine takes two parameters for each other."""
     other = {first: second, second: first}
     return load_changed(
-        engine, exports, lambda bucket: replace(bucket, names=tuple(other.get(name, name) for name in bucket.names))
+        engine,
+        exports,
+        lambda bucket: replace(bucket, names=tuple(other.get(name, name) for name in bucket.names)),
     )
 
 
 def load_corrupted(engine: RolloutEngine, exports: list[WeightExport], name: str) -> Any:
-    """New weights, with another last bit of the first number of the parameter `name`, which begins a bucket."""
+    """New weights, with another last bit of the first number of the parameter `name`, which begins
+    a bucket."""
 
     def corrupted(bucket: WeightBucket) -> WeightBucket:
         if bucket.names[0] != name:
@@ -308,15 +349,19 @@ def load_torn(engine: RolloutEngine, exports: list[WeightExport], num_loaded: in
 
 
 def load_by_ipc(engine: RolloutEngine, exports: list[WeightExport], version: int) -> str:
-    """How far vLLM comes without a GPU: it joins a trainer and cannot open the first chunk's buffer.
+    """How far vLLM comes without a GPU: it joins a trainer and cannot open the first chunk's
+    buffer.
 
-    The trainer and the replicas of lower rank are threads here; they wait in vain for the chunk to be read.
+    The trainer and the replicas of lower rank are threads here; they wait in vain for the chunk to
+    be read.
     """
     from vllm.distributed.utils import StatelessProcessGroup
 
     transport, config = IpcTransport(), engine.config
     exports = [transport.publish(export) for export in exports]
-    chunks = packed_chunks([("model.norm.weight", torch.ones(64))], "GPU-0", torch.zeros(256, dtype=torch.uint8))
+    chunks = packed_chunks(
+        [("model.norm.weight", torch.ones(64))], "GPU-0", torch.zeros(256, dtype=torch.uint8)
+    )
 
     def send() -> None:
         with transport.joined(rank=0, num_receivers=engine.world_size):
@@ -337,7 +382,8 @@ def load_by_ipc(engine: RolloutEngine, exports: list[WeightExport], version: int
 
 
 def load_by_nccl(engine: RolloutEngine, exports: list[WeightExport], version: int) -> list[str]:
-    """How far vLLM comes without a GPU: why it cannot join the trainer, and why, as if it had, it cannot receive."""
+    """How far vLLM comes without a GPU: why it cannot join the trainer, and why, as if it had, it
+    cannot receive."""
     config, errors = engine.config, []
     engine.config = config.model_copy(update={"weight_transport": "nccl"})
     for has_joined in (False, True):
@@ -365,7 +411,11 @@ def load_and_die(engine: RolloutEngine, exports: list[WeightExport], num_loaded:
     return load_changed(
         engine,
         exports,
-        lambda bucket: bucket if bucket.index < num_loaded else replace(bucket, data=Deadly(bucket.data.nbytes)),
+        lambda bucket: (
+            bucket
+            if bucket.index < num_loaded
+            else replace(bucket, data=Deadly(bucket.data.nbytes))
+        ),
     )
 
 
@@ -375,9 +425,16 @@ def forget_fused_forms(engine: RolloutEngine) -> None:
 
 
 def openmp_limit() -> int:
-    """How many threads a loop of the calling thread uses, asked of OpenMP: torch sets its own limit as it is asked."""
-    libraries = {Path(line.split()[-1]) for line in Path("/proc/self/maps").read_text().splitlines()}
-    (library,) = [path for path in libraries if path.name.startswith(("libgomp", "libiomp")) and "torch" in str(path)]
+    """How many threads a loop of the calling thread uses, asked of OpenMP: torch sets its own limit
+    as it is asked."""
+    libraries = {
+        Path(line.split()[-1]) for line in Path("/proc/self/maps").read_text().splitlines()
+    }
+    (library,) = [
+        path
+        for path in libraries
+        if path.name.startswith(("libgomp", "libiomp")) and "torch" in str(path)
+    ]
     return ctypes.CDLL(str(library)).omp_get_max_threads()
 
 
@@ -388,7 +445,8 @@ def memory(name: str) -> int:
 
 
 def extra_memory(engine: RolloutEngine, exports: list[WeightExport]) -> int:
-    """Most bytes that the process needs beside the exports' and what it had before, while it loads them."""
+    """Most bytes that the process needs beside the exports' and what it had before, while it loads
+    them."""
     for bucket in (bucket for export in exports for bucket in export.buckets):
         bucket.data[::4096].sum()  # its pages count from now on
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
@@ -399,15 +457,21 @@ def extra_memory(engine: RolloutEngine, exports: list[WeightExport]) -> int:
 
 @torch.no_grad()
 def assert_drawn_by(
-    models: Mapping[int, LlamaForCausalLM], request: GenerationRequest, completion: Completion, *, kv: str
+    models: Mapping[int, LlamaForCausalLM],
+    request: GenerationRequest,
+    completion: Completion,
+    *,
+    kv: str,
 ) -> None:
     """Each token's log-probability is that of the model of its version.
 
-    With `kv="recompute"` the model computes the whole text before the token, with `kv="keep"` what was not computed
-    before, so that a text has keys and values of several models.
+    With `kv="recompute"` the model computes the whole text before the token, with `kv="keep"` what
+    was not computed before, so that a text has keys and values of several models.
     """
     tokens = completion.token_ids.tolist()
-    version_of = {t: version for version, start, end in completion.versions for t in range(start, end)}
+    version_of = {
+        t: version for version, start, end in completion.versions for t in range(start, end)
+    }
     text = torch.tensor([[*request.prompt_ids, *tokens]])
     cache: Any = DynamicCache()
     for t, token in enumerate(tokens):
@@ -421,4 +485,8 @@ def assert_drawn_by(
         if request.sampling.top_p < 1:
             logits = TopPLogitsWarper(request.sampling.top_p)(text, logits)
         expected = logits.log_softmax(-1)[0, token]
-        assert abs(float(expected) - completion.log_probs[t]) < 2e-5, (request.name, t, completion.versions)
+        assert abs(float(expected) - completion.log_probs[t]) < 2e-5, (
+            request.name,
+            t,
+            completion.versions,
+        )

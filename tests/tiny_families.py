@@ -1,4 +1,5 @@
-"""A tiny configuration of every causal family of transformers, with all kinds of layers that the family has."""
+"""A tiny configuration of every causal family of transformers, with all kinds of layers that the
+family has."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,24 +12,77 @@ FAMILIES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 _SIZES = {
     68: ["vocab_size", "vocab_size_per_layer_input"],
-    64: ["hidden_size", "d_model", "n_embd", "dim", "word_embed_proj_dim", "embedding_size", "attention_hidden_size"],
-    96: ["intermediate_size", "ffn_dim", "n_inner", "decoder_ffn_dim", "encoder_ffn_dim", "ffn_hidden_size", "dim_ff",
-         "dff", "intermediate_size_mlp", "dense_intermediate_size"],
-    2: ["decoder_layers", "encoder_layers", "num_encoder_layers", "num_decoder_layers", "num_attention_heads", "n_head",
-        "n_heads", "decoder_attention_heads", "encoder_attention_heads", "num_heads", "num_decoder_attention_heads",
-        "num_encoder_attention_heads", "num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k",
-        "top_k_experts"],
-    1: ["num_key_value_heads", "multi_query_group_num", "n_group", "topk_group", "bos_token_id", "eos_token_id",
-        "first_k_dense_replace"],
+    64: [
+        "hidden_size",
+        "d_model",
+        "n_embd",
+        "dim",
+        "word_embed_proj_dim",
+        "embedding_size",
+        "attention_hidden_size",
+    ],
+    96: [
+        "intermediate_size",
+        "ffn_dim",
+        "n_inner",
+        "decoder_ffn_dim",
+        "encoder_ffn_dim",
+        "ffn_hidden_size",
+        "dim_ff",
+        "dff",
+        "intermediate_size_mlp",
+        "dense_intermediate_size",
+    ],
+    2: [
+        "decoder_layers",
+        "encoder_layers",
+        "num_encoder_layers",
+        "num_decoder_layers",
+        "num_attention_heads",
+        "n_head",
+        "n_heads",
+        "decoder_attention_heads",
+        "encoder_attention_heads",
+        "num_heads",
+        "num_decoder_attention_heads",
+        "num_encoder_attention_heads",
+        "num_experts_per_tok",
+        "num_experts_per_token",
+        "moe_k",
+        "moe_topk",
+        "moe_top_k",
+        "top_k_experts",
+    ],
+    1: [
+        "num_key_value_heads",
+        "multi_query_group_num",
+        "n_group",
+        "topk_group",
+        "bos_token_id",
+        "eos_token_id",
+        "first_k_dense_replace",
+    ],
     4: ["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"],
-    32: ["head_dim", "dim_head", "attention_head_dim", "moe_intermediate_size", "shared_expert_intermediate_size",
-         "shared_intermediate_size", "expert_ffn_hidden_size", "q_lora_rank", "kv_lora_rank", "qk_head_dim"],
+    32: [
+        "head_dim",
+        "dim_head",
+        "attention_head_dim",
+        "moe_intermediate_size",
+        "shared_expert_intermediate_size",
+        "shared_intermediate_size",
+        "expert_ffn_hidden_size",
+        "q_lora_rank",
+        "kv_lora_rank",
+        "qk_head_dim",
+    ],
     16: ["qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "hidden_size_per_layer_input"],
     8: ["sliding_window"],
     256: ["max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"],
     0: ["pad_token_id"],
-}  # fmt: skip
-_SIZE_OF = {name: size for size, names in _SIZES.items() for name in names} | {"initializer_range": 0.1}
+}
+_SIZE_OF = {name: size for size, names in _SIZES.items() for name in names} | {
+    "initializer_range": 0.1
+}
 _NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _KINDS = ("layer_types", "layers_block_type", "mlp_layer_types")
 _NOISE = ("dropout", "pdrop", "jitter")
@@ -38,7 +92,9 @@ _DBRX_EXPERTS = {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2, "h
 _OWN: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "bert": {"is_decoder": True},
-    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}
+    },
     "codegen": {"n_head": 4, "rotary_dim": 8},
     "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     "dbrx": {"attn_config": _DBRX_ATTENTION, "ffn_config": _DBRX_EXPERTS},
@@ -64,9 +120,12 @@ _OWN: dict[str, dict[str, Any]] = {
 
 
 def tiny_config(model_type: str) -> PretrainedConfig:
-    """The configuration of a family's language model. Raises what its class raises if it cannot be so small."""
+    """The configuration of a family's language model. Raises what its class raises if it cannot be
+    so small."""
     default = CONFIG_MAPPING[model_type]().get_text_config(decoder=True)
-    settings = {name: value for name, value in _settings_of(default) if not _is_computed(default, name)}
+    settings = {
+        name: value for name, value in _settings_of(default) if not _is_computed(default, name)
+    }
     for canonical, own_name in getattr(default, "attribute_map", {}).items():
         if own_name in settings:
             settings.pop(canonical, None)
@@ -106,4 +165,6 @@ def _value_of(default: PretrainedConfig, name: str) -> Any:
 
 def _is_computed(default: PretrainedConfig, name: str) -> bool:
     own_name = getattr(default, "attribute_map", {}).get(name, name)
-    return any(isinstance(getattr(type(default), each, None), property) for each in (name, own_name))
+    return any(
+        isinstance(getattr(type(default), each, None), property) for each in (name, own_name)
+    )

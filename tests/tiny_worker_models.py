@@ -29,7 +29,8 @@ PROMPT, RESPONSE = 5, 6
 
 
 def write_model(path: Path, architecture: type = LlamaForCausalLM, tie: bool = False) -> str:
-    """A randomly initialised Llama with two layers and grouped heads, and a tokenizer of single characters."""
+    """A randomly initialised Llama with two layers and grouped heads, and a tokenizer of single
+    characters."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(VOCABULARY),
@@ -51,8 +52,12 @@ def write_model(path: Path, architecture: type = LlamaForCausalLM, tie: bool = F
 
 def write_tokenizer(path: Path) -> None:
     """The tokenizer of single characters."""
-    tokenizer = Tokenizer(WordLevel({token: index for index, token in enumerate(VOCABULARY)}, unk_token="<pad>"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(path)
+    tokenizer = Tokenizer(
+        WordLevel({token: index for index, token in enumerate(VOCABULARY)}, unk_token="<pad>")
+    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"
+    ).save_pretrained(path)
 
 
 def write_reward_model(path: Path) -> str:
@@ -60,7 +65,8 @@ def write_reward_model(path: Path) -> str:
 
 
 def make_batch(rows: int = 8, seed: int = 0) -> DataProto:
-    """Rows with prompts of 1 to 5 and responses of 1 to 6 tokens, and every column an update reads, jagged."""
+    """Rows with prompts of 1 to 5 and responses of 1 to 6 tokens, and every column an update reads,
+    jagged."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -71,7 +77,10 @@ def make_batch(rows: int = 8, seed: int = 0) -> DataProto:
     prompt_mask = (torch.arange(PROMPT) >= PROMPT - prompt_lengths).long()
     response_mask = (torch.arange(RESPONSE) < response_lengths).long()
     attention_mask = torch.cat([prompt_mask, response_mask], dim=1)
-    input_ids = torch.randint(2, len(VOCABULARY), (rows, PROMPT + RESPONSE), generator=generator) * attention_mask
+    input_ids = (
+        torch.randint(2, len(VOCABULARY), (rows, PROMPT + RESPONSE), generator=generator)
+        * attention_mask
+    )
     in_verls_layout = DataProto.from_dict(
         tensors={
             "input_ids": input_ids,
@@ -103,11 +112,17 @@ def policy_config(
     fsdp: dict[str, Any] | None = None,
     **actor: Any,
 ) -> ActorRolloutRefConfig:
-    """Settings of the policy in float32: mini-batches of `prompts` rows, micro-batches of `micro` rows or of at most
-    `budget` tokens."""
+    """Settings of the policy in float32: mini-batches of `prompts` rows, micro-batches of `micro`
+    rows or of at most `budget` tokens."""
     fsdp_config = {"dtype": "float32", **(fsdp or {})}
-    by_tokens = {"log_prob_use_dynamic_bsz": True, "log_prob_max_token_len_per_gpu": budget} if budget else {}
-    actor = ({"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": budget} if budget else {}) | actor
+    by_tokens = (
+        {"log_prob_use_dynamic_bsz": True, "log_prob_max_token_len_per_gpu": budget}
+        if budget
+        else {}
+    )
+    actor = (
+        {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": budget} if budget else {}
+    ) | actor
     return ActorRolloutRefConfig.model_validate(
         with_defaults(
             "actor_rollout_ref",
@@ -121,7 +136,11 @@ def policy_config(
                     **actor,
                     "fsdp_config": fsdp_config,
                 },
-                "ref": {"log_prob_micro_batch_size_per_gpu": micro, "fsdp_config": {"dtype": "float32"}, **by_tokens},
+                "ref": {
+                    "log_prob_micro_batch_size_per_gpu": micro,
+                    "fsdp_config": {"dtype": "float32"},
+                    **by_tokens,
+                },
                 "rollout": {
                     "prompt_length": PROMPT,
                     "response_length": RESPONSE,
@@ -162,7 +181,12 @@ def critic_config(path: str, *, prompts: int = 8, micro: int = 8, **critic: Any)
 def reward_config(path: str, **settings: Any) -> RewardModelConfig:
     return RewardModelConfig.model_validate(
         with_defaults(
-            "reward_model", {"enable": True, "model": {"path": path, "fsdp_config": {"dtype": "float32"}}, **settings}
+            "reward_model",
+            {
+                "enable": True,
+                "model": {"path": path, "fsdp_config": {"dtype": "float32"}},
+                **settings,
+            },
         )
     )
 
@@ -175,13 +199,16 @@ def parameters_of(worker: TrainedWorker) -> dict[str, torch.Tensor]:
 def gradients_of(
     worker: TrainedWorker, update: Callable[[], Any], after_clipping: bool = False
 ) -> tuple[dict[str, torch.Tensor], Any]:
-    """Whole gradients that the last optimizer step of `update` found or, if asked for, applied; and its result."""
+    """Whole gradients that the last optimizer step of `update` found or, if asked for, applied; and
+    its result."""
     engine, gradients = worker.engine, {}
     owner = engine.optimizer if after_clipping else engine
     step = owner.step
 
     def record(*args: Any, **kwargs: Any) -> Any:
-        gradients.update({name: p.grad.full_tensor().clone() for name, p in engine.named_parameters()})
+        gradients.update(
+            {name: p.grad.full_tensor().clone() for name, p in engine.named_parameters()}
+        )
         return step(*args, **kwargs)
 
     owner.step = record
@@ -190,4 +217,6 @@ def gradients_of(
 
 def relative_error(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
     """The largest of any tensor's error, as a share of the tensor's norm."""
-    return max(((got[name] - expected[name]).norm() / expected[name].norm()).item() for name in expected)
+    return max(
+        ((got[name] - expected[name]).norm() / expected[name].norm()).item() for name in expected
+    )

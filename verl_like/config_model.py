@@ -19,7 +19,8 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 
 
 class ConfigModel(BaseModel):
-    """Base of all settings: unknown keys are refused, values keep their type, instances are read-only."""
+    """Base of all settings: unknown keys are refused, values keep their type, instances are
+    read-only."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -36,13 +37,15 @@ class ConfigModel(BaseModel):
 
 
 class OpenConfigModel(ConfigModel):
-    """A block to which the chosen algorithm adds its own options; `load_config` refuses any other key."""
+    """A block to which the chosen algorithm adds its own options; `load_config` refuses any other
+    key."""
 
     model_config = ConfigDict(extra="allow")
 
 
 @dataclass(frozen=True)
 class Follows:
-    """In the annotation of a field: its default follows other keys, e.g. `Follows("${data.max_prompt_length}")`."""
+    """In the annotation of a field: its default follows other keys, e.g.
+    `Follows("${data.max_prompt_length}")`."""
 
     keys: str

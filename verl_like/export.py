@@ -1,7 +1,8 @@
-"""Makes a Hugging Face folder of a model in a checkpoint: `python -m verl_like.export CHECKPOINT_ROLE_FOLDER OUT`.
+"""Makes a Hugging Face folder of a model in a checkpoint: `python -m verl_like.export
+CHECKPOINT_ROLE_FOLDER OUT`.
 
-One process does it, without Ray, whatever the number of ranks that wrote the checkpoint. It reads the weights and no
-state of the optimizer, and holds the model once.
+One process does it, without Ray, whatever the number of ranks that wrote the checkpoint. It reads
+the weights and no state of the optimizer, and holds the model once.
 """
 
 import argparse
@@ -32,13 +33,16 @@ ADAPTER = "adapter_config.json"
 
 
 def export(role_folder: Path, out: Path, dtype: str | None = None, ema: bool = False) -> None:
-    """Writes weights, configuration and tokenizer for transformers and vLLM; `out` appears complete or not at all.
+    """Writes weights, configuration and tokenizer for transformers and vLLM; `out` appears complete
+    or not at all.
 
     Args:
         role_folder: `global_step_N/<role>` of a run.
         out: the new folder.
-        dtype: name of the torch dtype of the weights; None means the one in which the layers computed.
-        ema: the average of the weights over training, of a run with `actor.ema_decay`, instead of the last ones.
+        dtype: name of the torch dtype of the weights; None means the one in which the layers
+            computed.
+        ema: the average of the weights over training, of a run with `actor.ema_decay`, instead of
+            the last ones.
 
     Raises:
         ValueError: `role_folder` has no complete checkpoint, or `out` exists or cannot be written.
@@ -46,8 +50,9 @@ def export(role_folder: Path, out: Path, dtype: str | None = None, ema: bool = F
     checkpoint = role_folder / "checkpoint"
     if not (any(checkpoint.glob("*.safetensors")) and (checkpoint / "config.json").is_file()):
         raise ValueError(
-            f"{role_folder} has no checkpoint (checkpoint/*.safetensors and checkpoint/config.json): give the folder "
-            "of a role, such as outputs/verl_like/ppo/latest/global_step_120/actor."
+            f"{role_folder} has no checkpoint (checkpoint/*.safetensors and "
+            "checkpoint/config.json): give the folder of a role, such as "
+            "outputs/verl_like/ppo/latest/global_step_120/actor."
         )
     if out.exists():
         raise ValueError(f"{out} exists: remove it, or give a folder that does not.")
@@ -67,17 +72,21 @@ def export(role_folder: Path, out: Path, dtype: str | None = None, ema: bool = F
             shutil.copytree(checkpoint, partial, ignore=settings, dirs_exist_ok=True)
             partial.rename(out)
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{out} cannot be written ({error}): make room, or give another folder.") from error
+        raise ValueError(
+            f"{out} cannot be written ({error}): make room, or give another folder."
+        ) from error
 
 
 def empty_model(checkpoint: Path, dtype: str | None) -> PreTrainedModel:
-    """The checkpoint's model on the meta device. Raises ValueError for a class that is not in transformers."""
+    """The checkpoint's model on the meta device. Raises ValueError for a class that is not in
+    transformers."""
     (name,) = json.loads((checkpoint / "config.json").read_text())["architectures"]
     model_class: Any = getattr(transformers, name, None)
     if model_class is None:
         raise ValueError(
-            f"{checkpoint} is of a {name}, which transformers {transformers.__version__} does not have. A model with "
-            "code of its own is written at the end of a run alone, as huggingface/."
+            f"{checkpoint} is of a {name}, which transformers {transformers.__version__} does not "
+            "have. A model with code of its own is written at the end of a run alone, as "
+            "huggingface/."
         )
     config = model_class.config_class.from_pretrained(checkpoint)
     with torch.device("meta"):
@@ -85,7 +94,8 @@ def empty_model(checkpoint: Path, dtype: str | None) -> PreTrainedModel:
 
 
 def weights_of_adapter(checkpoint: Path, hf: PreTrainedModel, ema: bool) -> dict[str, torch.Tensor]:
-    """The parameters of the model that the checkpoint's adapter was trained on, with the adapter in them.
+    """The parameters of the model that the checkpoint's adapter was trained on, with the adapter in
+    them.
 
     Raises ValueError where that model is not there any more, or the adapter is not whole.
     """
@@ -97,15 +107,16 @@ def weights_of_adapter(checkpoint: Path, hf: PreTrainedModel, ema: bool) -> dict
         return merged_weights(hf, settings, adapter, hf.dtype)
     except OSError as error:
         raise ValueError(
-            f"{checkpoint} has an adapter of {settings.base_model_name_or_path}, which cannot be read ({error}): "
-            "put that model there."
+            f"{checkpoint} has an adapter of {settings.base_model_name_or_path}, which cannot be "
+            f"read ({error}): put that model there."
         ) from error
 
 
 def read_weights(
     checkpoint: Path, dtype: torch.dtype, parameters: Iterable[tuple[str, torch.Tensor]], ema: bool
 ) -> dict[str, torch.Tensor]:
-    """The values of `parameters` by name, whole and in the dtype. Raises ValueError for what is not there."""
+    """The values of `parameters` by name, whole and in the dtype. Raises ValueError for what is not
+    there."""
     for file in checkpoint.glob("*.safetensors"):
         try:
             safe_open(file, framework="pt")
@@ -115,42 +126,58 @@ def read_weights(
     saved: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
     prefix, suffix = ("optimizer.", ".ema") if ema else ("model.", "")
     if ema and not any(name.endswith(suffix) for name in saved):
-        raise ValueError(f"{checkpoint} has no average of the weights: train with actor_rollout_ref.actor.ema_decay.")
+        raise ValueError(
+            f"{checkpoint} has no average of the weights: train with "
+            "actor_rollout_ref.actor.ema_decay."
+        )
     for name, parameter in parameters:
         there: Any = saved.get(f"{prefix}{name}{suffix}")
         num_values = sum(math.prod(part.sizes) for part in there.chunks) if there else 0
         if num_values != parameter.numel() or there.size != parameter.size():
             raise ValueError(
-                f"{checkpoint} lacks {name} or a part of it: a file is missing; export another checkpoint."
+                f"{checkpoint} lacks {name} or a part of it: a file is missing; export another "
+                "checkpoint."
             )
     names = [name for name in saved if name.startswith(prefix) and name.endswith(suffix)]
     weights = {name: torch.empty(saved[name].size, dtype=dtype) for name in names}
     dcp.load(dict(weights), storage_reader=reader, no_dist=True)  # into these tensors
-    return {name.removeprefix(prefix).removesuffix(suffix): weight for name, weight in weights.items()}
+    return {
+        name.removeprefix(prefix).removesuffix(suffix): weight for name, weight in weights.items()
+    }
 
 
 def read_buffers(checkpoint: Path, hf: PreTrainedModel) -> dict[str, torch.Tensor]:
     """The model's buffers by name, in the dtypes that they were saved in.
 
-    A checkpoint of an earlier version lacks them: then they are those of the model that the run began with, and a
-    warning says so. Raises ValueError where that model is not there any more.
+    A checkpoint of an earlier version lacks them: then they are those of the model that the run
+    began with, and a warning says so. Raises ValueError where that model is not there any more.
     """
     buffers = dict(model_buffers(hf))
     reader = HuggingFaceStorageReader(str(checkpoint))
     saved: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
-    there = {f"model.{name}": saved[f"model.{name}"] for name in buffers if f"model.{name}" in saved}
-    values = {name: torch.empty(each.size, dtype=each.properties.dtype) for name, each in there.items()}
+    there = {
+        f"model.{name}": saved[f"model.{name}"] for name in buffers if f"model.{name}" in saved
+    }
+    values = {
+        name: torch.empty(each.size, dtype=each.properties.dtype) for name, each in there.items()
+    }
     dcp.load(dict(values), storage_reader=reader, no_dist=True)
     found = {name.removeprefix("model."): value for name, value in values.items()}
     if lacking := buffers.keys() - found.keys():
-        message = f"{checkpoint} is of an earlier version and lacks the buffers {', '.join(sorted(lacking))}"
+        message = (
+            f"{checkpoint} is of an earlier version and lacks the buffers "
+            f"{', '.join(sorted(lacking))}"
+        )
         try:
             base = base_model(checkpoint)
-            of_base = dict(model_buffers(type(hf).from_pretrained(base, config=hf.config, dtype=torch.float32)))
+            of_base = dict(
+                model_buffers(type(hf).from_pretrained(base, config=hf.config, dtype=torch.float32))
+            )
         except OSError as error:
             raise ValueError(
-                f"{message}, and the model that the run began with, which has them, cannot be read ({error}): put it "
-                "back, or go on with the run for a step and export its next checkpoint."
+                f"{message}, and the model that the run began with, which has them, cannot be "
+                f"read ({error}): put it back, or go on with the run for a step and export its "
+                "next checkpoint."
             ) from error
         warnings.warn(f"{message}: they are those of {base}.", stacklevel=2)
         found |= {name: of_base[name] for name in lacking}
@@ -158,22 +185,34 @@ def read_buffers(checkpoint: Path, hf: PreTrainedModel) -> dict[str, torch.Tenso
 
 
 def base_model(checkpoint: Path) -> str:
-    """The model that a run began with, of the role that the checkpoint is of. Raises OSError without its record."""
+    """The model that a run began with, of the role that the checkpoint is of. Raises OSError
+    without its record."""
     role_folder = checkpoint.parent
-    key = {"actor": "actor_rollout_ref.model", "critic": "critic.model"}.get(role_folder.name, "model")
+    key = {"actor": "actor_rollout_ref.model", "critic": "critic.model"}.get(
+        role_folder.name, "model"
+    )
     config = OmegaConf.load(role_folder.parent.parent / "config.yaml")
     return str(Path(OmegaConf.select(config, f"{key}.path")).expanduser())
 
 
 def main() -> int:
     """Returns the exit code: 0 done, 2 input refused."""
-    parser = argparse.ArgumentParser(prog="python -m verl_like.export", description=(__doc__ or "").split(":")[0])
-    parser.add_argument("role_folder", type=Path, metavar="CHECKPOINT_ROLE_FOLDER", help="global_step_N/<role>")
+    parser = argparse.ArgumentParser(
+        prog="python -m verl_like.export", description=(__doc__ or "").split(":")[0]
+    )
+    parser.add_argument(
+        "role_folder", type=Path, metavar="CHECKPOINT_ROLE_FOLDER", help="global_step_N/<role>"
+    )
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to make")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: in which the layers computed")
-    parser.add_argument("--ema", action="store_true", help="the average of the weights (actor.ema_decay)")
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), help="default: in which the layers computed"
+    )
+    parser.add_argument(
+        "--ema", action="store_true", help="the average of the weights (actor.ema_decay)"
+    )
     given = parser.parse_args()
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
+    # One process is what is meant
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     try:
         export(given.role_folder, given.out, given.dtype, given.ema)
     except ValueError as error:

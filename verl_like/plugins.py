@@ -1,4 +1,5 @@
-"""Modules of the user that register algorithms, rewards, rollout engines and trainers (the key `plugins`)."""
+"""Modules of the user that register algorithms, rewards, rollout engines and trainers (the key
+`plugins`)."""
 
 import importlib
 from collections.abc import Mapping, Sequence
@@ -34,20 +35,22 @@ def import_plugins(modules: Sequence[str]) -> None:
 
 
 def refuse_overridden(plugin: type, base: type, replaced: Mapping[str, str]) -> None:
-    """Raises ValueError for a plugin's class with its own one of the base's methods that may only be called any more;
-    `replaced` says what to override instead."""
+    """Raises ValueError for a plugin's class with its own one of the base's methods that may only
+    be called any more; `replaced` says what to override instead."""
     for name, instead in replaced.items():
         if getattr(plugin, name) is not getattr(base, name):
             raise ValueError(
-                f"{plugin.__module__}.{plugin.__name__} has its own {name}, which nothing calls any more: {instead}"
+                f"{plugin.__module__}.{plugin.__name__} has its own {name}, which nothing calls "
+                f"any more: {instead}"
             )
 
 
 def refuse_replaced(plugin: type, replaced: Mapping[str, str]) -> None:
-    """Raises ValueError for a method of a plugin's class, or of one that it inherits from, that nothing calls any more;
-    `replaced` says what is there instead."""
+    """Raises ValueError for a method of a plugin's class, or of one that it inherits from, that
+    nothing calls any more; `replaced` says what is there instead."""
     for name, instead in replaced.items():
         if hasattr(plugin, name):
             raise ValueError(
-                f"{plugin.__module__}.{plugin.__name__} has a method {name}, which nothing calls any more: {instead}"
+                f"{plugin.__module__}.{plugin.__name__} has a method {name}, which nothing calls "
+                f"any more: {instead}"
             )

@@ -1,7 +1,8 @@
 """Which values of a configuration are secret, and how they are shown.
 
-A value is secret if its key, or the environment variable that it came from, contains one of `WORDS`; of a URL with user
-information, that part alone is. Where a run shows or keeps a secret, `***` stands in its place.
+A value is secret if its key, or the environment variable that it came from, contains one of
+`WORDS`; of a URL with user information, that part alone is. Where a run shows or keeps a secret,
+`***` stands in its place.
 """
 
 import os
@@ -13,7 +14,13 @@ from typing import Any, Self
 MASK = "***"
 WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
 NAMES_OF_NO_SECRETS = (
-    *("prompt_key", "reward_fn_key", "gdpo_reward_keys", "tokenizer_path", "max_num_batched_tokens"),
+    *(
+        "prompt_key",
+        "reward_fn_key",
+        "gdpo_reward_keys",
+        "tokenizer_path",
+        "max_num_batched_tokens",
+    ),
     *("max_token_len_per_gpu", "ppo_max_token_len_per_gpu"),
     *("forward_max_token_len_per_gpu", "log_prob_max_token_len_per_gpu"),
 )
@@ -23,7 +30,9 @@ BLOCK_OF_SECRET_NUMBERS = "reward_kwargs"
 _SHORTEST = 6
 """A shorter text may stand in a message by chance, and stays there."""
 _USER_INFORMATION = re.compile(r"(?<=://)([^/?#\s@]*(?:@[^/?#\s@]*)*)@")
-_SECRET_VARIABLE = re.compile(rf"\$\{{\s*oc\.env\s*:[^}},]*(?:{'|'.join(WORDS)})[^}}]*\}}", re.IGNORECASE)
+_SECRET_VARIABLE = re.compile(
+    rf"\$\{{\s*oc\.env\s*:[^}},]*(?:{'|'.join(WORDS)})[^}}]*\}}", re.IGNORECASE
+)
 
 Path = tuple[str, ...]
 
@@ -39,7 +48,8 @@ def with_masked_urls(text: str) -> str:
 
 
 def without_secret_variables(tree: Any) -> Any:
-    """An unresolved configuration in which `${oc.env:NAME}` with the name of a secret is another text."""
+    """An unresolved configuration in which `${oc.env:NAME}` with the name of a secret is another
+    text."""
     if isinstance(tree, Mapping):
         return {name: without_secret_variables(value) for name, value in tree.items()}
     if isinstance(tree, list | tuple):
@@ -57,9 +67,12 @@ def differing_paths(tree: Any, other: Any, path: Path = ()) -> Iterator[Path]:
 
 
 def masked(tree: Any, secret_paths: Collection[Path] = (), path: Path = ()) -> Any:
-    """The configuration with its secrets masked; those at `secret_paths` are secret whatever their name."""
+    """The configuration with its secrets masked; those at `secret_paths` are secret whatever their
+    name."""
     if isinstance(tree, Mapping):
-        return {name: masked(value, secret_paths, (*path, str(name))) for name, value in tree.items()}
+        return {
+            name: masked(value, secret_paths, (*path, str(name))) for name, value in tree.items()
+        }
     if isinstance(tree, list | tuple):
         return [masked(value, secret_paths, path) for value in tree]
     if _is_secret(tree, secret_paths, path):
@@ -77,17 +90,23 @@ def has_mask(tree: Any) -> bool:
 
 
 def hidden_as(shown: Any, tree: Any) -> Any:
-    """The tree with a mask in each place where `shown` has one, so that two configurations compare without secrets."""
+    """The tree with a mask in each place where `shown` has one, so that two configurations compare
+    without secrets."""
     if isinstance(shown, Mapping) and isinstance(tree, Mapping):
         return {name: hidden_as(shown.get(name), value) for name, value in tree.items()}
-    if isinstance(shown, list | tuple) and isinstance(tree, list | tuple) and len(shown) == len(tree):
+    if (
+        isinstance(shown, list | tuple)
+        and isinstance(tree, list | tuple)
+        and len(shown) == len(tree)
+    ):
         return [hidden_as(own, value) for own, value in zip(shown, tree, strict=True)]
     return MASK if isinstance(shown, str) and shown == MASK else tree
 
 
 @dataclass(frozen=True)
 class Redaction:
-    """Masks secrets in messages: those of a configuration, and of environment variables with the name of a secret."""
+    """Masks secrets in messages: those of a configuration, and of environment variables with the
+    name of a secret."""
 
     texts: tuple[str, ...]
     """What is masked, the longest first."""
@@ -97,7 +116,9 @@ class Redaction:
         """The secrets of a configuration and of this process's environment."""
         texts = {value for name, value in os.environ.items() if is_secret_name(name)}
         texts |= set(_secret_texts(tree, secret_paths, ()))
-        return cls(tuple(sorted((text for text in texts if len(text) >= _SHORTEST), key=len, reverse=True)))
+        return cls(
+            tuple(sorted((text for text in texts if len(text) >= _SHORTEST), key=len, reverse=True))
+        )
 
     def __call__(self, text: str) -> str:
         for secret in self.texts:
@@ -115,7 +136,8 @@ def _is_secret(value: Any, secret_paths: Collection[Path], path: Path) -> bool:
 
 
 def _secret_texts(tree: Any, secret_paths: Collection[Path], path: Path) -> Iterator[str]:
-    """The texts by which the secrets of a configuration are known; of user information also the password alone."""
+    """The texts by which the secrets of a configuration are known; of user information also the
+    password alone."""
     if isinstance(tree, Mapping):
         for name, value in tree.items():
             yield from _secret_texts(value, secret_paths, (*path, str(name)))

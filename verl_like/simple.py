@@ -1,4 +1,5 @@
-"""PPO from Python, without configuration files: a strategy, models, `PPOTrainer`, `fit`. What runs is `main_ppo`'s."""
+"""PPO from Python, without configuration files: a strategy, models, `PPOTrainer`, `fit`. What runs
+is `main_ppo`'s."""
 
 import contextlib
 import json
@@ -58,20 +59,22 @@ class LocalTrainer(RayPPOTrainer):
 class Model(nn.Module):
     """A transformers model in host memory, in float32 and without dropout.
 
-    It has the weights of `pretrained`, a folder or hub name, or random ones of `config`. Without both it is made as the
-    last actor in `model_init_context` was.
+    It has the weights of `pretrained`, a folder or hub name, or random ones of `config`. Without
+    both it is made as the last actor in `model_init_context` was.
     """
 
     auto_class: ClassVar[Any]
     source: ClassVar[str | PretrainedConfig | None] = None
 
-    def __init__(self, pretrained: str | None = None, config: PretrainedConfig | None = None) -> None:
+    def __init__(
+        self, pretrained: str | None = None, config: PretrainedConfig | None = None
+    ) -> None:
         super().__init__()
         source = pretrained or config or Model.source
         if source is None:
             raise ValueError(
-                f"{type(self).__name__}() names no model, and no actor was made before it: give pretrained=<folder or "
-                "hub name>, or config=<a configuration of transformers>"
+                f"{type(self).__name__}() names no model, and no actor was made before it: give "
+                "pretrained=<folder or hub name>, or config=<a configuration of transformers>"
             )
         if isinstance(source, str) and not Path(source).is_dir():
             require_hub_model(source, f"{type(self).__name__}(pretrained={source!r})")
@@ -80,7 +83,11 @@ class Model(nn.Module):
             Model.source = source
         else:
             made.num_labels = 1
-        for name in [name for name, value in vars(made).items() if "drop" in name and isinstance(value, float)]:
+        for name in [
+            name
+            for name, value in vars(made).items()
+            if "drop" in name and isinstance(value, float)
+        ]:
             setattr(made, name, 0.0)
         self.hf: PreTrainedModel = (
             self.auto_class.from_pretrained(source, config=made, dtype=torch.float32)
@@ -115,17 +122,20 @@ class Critic(Model):
 
 
 class RewardModel(Model):
-    """A reward model: `pretrained`, or a critic's model with its head, of no bias, which scores the last token."""
+    """A reward model: `pretrained`, or a critic's model with its head, of no bias, which scores the
+    last token."""
 
     auto_class = AutoModelForSequenceClassification
 
-    def __init__(self, model: Any = None, value_head: Any = None, *, pretrained: str | None = None) -> None:
+    def __init__(
+        self, model: Any = None, value_head: Any = None, *, pretrained: str | None = None
+    ) -> None:
         super().__init__(pretrained, model and model.config)
         if model is not None:
             if value_head.bias is not None and value_head.bias.any():
                 raise ValueError(
-                    f"RewardModel: the value head has a bias of {value_head.bias.item()}, and a reward model's head "
-                    "has none: set it to 0, which moves all scores by as much"
+                    f"RewardModel: the value head has a bias of {value_head.bias.item()}, and a "
+                    "reward model's head has none: set it to 0, which moves all scores by as much"
                 )
             self.model.load_state_dict(model.state_dict())
             self.hf.get_submodule("score").load_state_dict({"weight": value_head.weight})
@@ -137,17 +147,23 @@ class Strategy:
     Args:
         num_processes: by default one for each GPU, and two where there is none.
         offload: whether parameters and Adam's state are in host memory while they are not used.
-        seed: of new weights, the order of the prompts, and sampling; below 2^32, or ValueError is raised.
+        seed: of new weights, the order of the prompts, and sampling; below 2^32, or ValueError is
+            raised.
     """
 
     name = "ddp"
 
-    def __init__(self, num_processes: int | None = None, offload: bool = False, seed: int = 42) -> None:
+    def __init__(
+        self, num_processes: int | None = None, offload: bool = False, seed: int = 42
+    ) -> None:
         if not 0 <= seed < 2**32:
-            raise ValueError(f"{type(self).__name__}: seed={seed}, give a number from 0 to 4294967295")
+            raise ValueError(
+                f"{type(self).__name__}: seed={seed}, give a number from 0 to 4294967295"
+            )
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.num_processes = num_processes or torch.cuda.device_count() or 2
-        self.offload, self.seed = offload, seed
+        self.offload = offload
+        self.seed = seed
 
     @contextlib.contextmanager
     def model_init_context(self) -> Iterator[None]:
@@ -164,29 +180,36 @@ class Strategy:
     def save_model(self, model: Model, path: str, only_rank0: bool = True) -> None:
         """Writes a folder that transformers loads, in float32."""
         if not only_rank0:
-            raise ValueError("save_model with only_rank0=False: every rank would write the same; leave it True")
+            raise ValueError(
+                "save_model with only_rank0=False: every rank would write the same; leave it True"
+            )
         model.hf.save_pretrained(path)
 
     def load_model(self, model: Model, path: str, strict: bool = True) -> None:
-        """Reads such a folder. What it does not have stays as it is, or with `strict` raises ValueError."""
+        """Reads such a folder. What it does not have stays as it is, or with `strict` raises
+        ValueError."""
         model_class: Any = type(model.hf)
         there, report = model_class.from_pretrained(
             path, config=model.hf.config, dtype=torch.float32, output_loading_info=True
         )
-        missing, unexpected = sorted(report["missing_keys"]), sorted(report["unexpected_keys"])
+        missing = sorted(report["missing_keys"])
+        unexpected = sorted(report["unexpected_keys"])
         if strict and (missing or unexpected):
             raise ValueError(
-                f"{path} is no {model_class.__name__}: it lacks {missing} and also has {unexpected}; give another "
-                "folder, or strict=False"
+                f"{path} is no {model_class.__name__}: it lacks {missing} and also has "
+                f"{unexpected}; give another folder, or strict=False"
             )
-        model.hf.load_state_dict({k: v for k, v in there.state_dict().items() if k not in missing}, strict=False)
+        model.hf.load_state_dict(
+            {k: v for k, v in there.state_dict().items() if k not in missing}, strict=False
+        )
 
     def save_optimizer(self, optimizer: Any, path: str, only_rank0: bool = False) -> None:
         """Writes the optimizer's state, a file for each rank."""
         if only_rank0 or not getattr(optimizer, "state_folder", None):
             raise ValueError(
-                f"save_optimizer with only_rank0={only_rank0}: each rank writes its shard of what fit left, where it "
-                "trained no adapter; call it after such a fit, with only_rank0=False"
+                f"save_optimizer with only_rank0={only_rank0}: each rank writes its shard of what "
+                "fit left, where it trained no adapter; call it after such a fit, with "
+                "only_rank0=False"
             )
         shutil.copytree(optimizer.state_folder, path, dirs_exist_ok=True)
         for file in Path(path).glob("rank_*.safetensors"):
@@ -196,7 +219,10 @@ class Strategy:
     def load_optimizer(self, optimizer: Any, path: str) -> None:
         """Has `fit` start with the moments that `save_optimizer` wrote, under any strategy."""
         if not any(Path(path).glob("*.safetensors")):
-            raise ValueError(f"load_optimizer: {path} has no safetensors file; give a folder that save_optimizer wrote")
+            raise ValueError(
+                f"load_optimizer: {path} has no safetensors file; give a folder that "
+                "save_optimizer wrote"
+            )
         optimizer.state_folder = Path(path)
 
 
@@ -251,7 +277,9 @@ class PPOTrainer:
         max_length: int = 128,
         overrides: Sequence[str] = (),
     ) -> None:
-        self.strategy, self.experience_batch_size, self.max_length = strategy, experience_batch_size, max_length
+        self.strategy = strategy
+        self.experience_batch_size = experience_batch_size
+        self.max_length = max_length
         self.models: dict[str, Model] = {"actor": actor, "critic": critic, "ref": initial_model}
         self.models |= {"reward_model": reward_model} if reward_model else {}
         self.optimizers: dict[str, Any] = {Role.Actor: actor_optim, Role.Critic: critic_optim}
@@ -274,14 +302,20 @@ class PPOTrainer:
         }
 
     def fit(
-        self, dataset: Sequence[Any], num_episodes: int = 1, max_timesteps: int = 10, update_timesteps: int = 1
+        self,
+        dataset: Sequence[Any],
+        num_episodes: int = 1,
+        max_timesteps: int = 10,
+        update_timesteps: int = 1,
     ) -> list[dict[str, float]]:
         """Trains on prompts: texts, or rows as in docs/data.md.
 
-        An episode has `max_timesteps` timesteps, and every `update_timesteps` of them are a training step. Then models
-        and optimizers have what was learnt. The run's folder is below `outputs/`. Returns its metrics by step.
+        An episode has `max_timesteps` timesteps, and every `update_timesteps` of them are a
+        training step. Then models and optimizers have what was learnt. The run's folder is below
+        `outputs/`. Returns its metrics by step.
 
-        Raises ValueError for what cannot be, such as an optimizer other than AdamW of all parameters with its defaults.
+        Raises ValueError for what cannot be, such as an optimizer other than AdamW of all
+        parameters with its defaults.
         """
         num_steps = num_episodes * max_timesteps // update_timesteps
         with contextlib.ExitStack() as cleanup:
@@ -293,19 +327,30 @@ class PPOTrainer:
             if self.strategy.device == "cpu" and not is_local:  # as the command starts workers
                 template = worker_template.start(WORKERS)
                 cleanup.callback(template.close)
-            inputs = check_ppo_inputs(self.write_inputs(folder, dataset, num_steps, update_timesteps), cleanup)
+            inputs = check_ppo_inputs(
+                self.write_inputs(folder, dataset, num_steps, update_timesteps), cleanup
+            )
             config = inputs.config
             check_memory(config)
             if reference := inputs.role_worker_mapping.get(Role.RefPolicy):
                 # The actor may start with other weights than the reference.
-                reference.kwargs["config"] = config.actor_rollout_ref.updated({"model.path": f"{folder}/ref"})
+                reference.kwargs["config"] = config.actor_rollout_ref.updated(
+                    {"model.path": f"{folder}/ref"}
+                )
             if not is_local:
-                start_ray(None, config.ray_kwargs.ray_init.num_cpus, template.command if template else None)
+                start_ray(
+                    None,
+                    config.ray_kwargs.ray_init.num_cpus,
+                    template.command if template else None,
+                )
                 cleanup.push(lambda kind, *_: end_ray(keep_logs=kind is not None))
             recorder = RunRecorder(config, PPO_DISPLAY)
-            cleanup.callback(recorder.close, "Ended.")  # before Ray ends: workers may be writing a checkpoint
+            # Before Ray ends: workers may be writing a checkpoint
+            cleanup.callback(recorder.close, "Ended.")
             trainer_class: Any = get_trainer()
-            trainer_class = type("Trainer", (LocalTrainer, trainer_class), {}) if is_local else trainer_class
+            trainer_class = (
+                type("Trainer", (LocalTrainer, trainer_class), {}) if is_local else trainer_class
+            )
             trainer = trainer_class.of(inputs, recorder)
             trainer.init_workers()
             for group in trainer.groups.values():
@@ -318,36 +363,59 @@ class PPOTrainer:
                 saved = folder_of_step(recorder.run_dir, config.num_steps_of_run) / role
                 export(saved, folder / f"trained_{role}", "float32")
                 self.strategy.load_model(self.models[role], f"{folder}/trained_{role}")
-                has_adapter = (saved / "checkpoint" / ADAPTER).is_file()  # which is merged, and the next one is new
+                # Which is merged, and the next one is new
+                has_adapter = (saved / "checkpoint" / ADAPTER).is_file()
                 self.optimizers[role].state_folder = None if has_adapter else saved / "checkpoint"
-        return [json.loads(line) for line in (recorder.run_dir / "metrics.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line)
+            for line in (recorder.run_dir / "metrics.jsonl").read_text().splitlines()
+        ]
 
-    def write_inputs(self, folder: Path, dataset: Sequence[Any], num_steps: int, update_timesteps: int) -> PPOConfig:
+    def write_inputs(
+        self, folder: Path, dataset: Sequence[Any], num_steps: int, update_timesteps: int
+    ) -> PPOConfig:
         """Writes models and prompts; returns the configuration of a run on them."""
         settings = dict(self.settings)
-        for role, key, model_key in ((Role.Actor, "actor_rollout_ref.actor", ""), (Role.Critic, "critic", ".model")):
-            optimizer, parameters = self.optimizers[role], {*self.models[role].parameters()}
+        for role, key, model_key in (
+            (Role.Actor, "actor_rollout_ref.actor", ""),
+            (Role.Critic, "critic", ".model"),
+        ):
+            optimizer = self.optimizers[role]
+            parameters = {*self.models[role].parameters()}
             (group, *others), fsdp = optimizer.param_groups, f"{key}{model_key}.fsdp_config"
-            is_whole = {*group["params"]} == parameters and all(parameter.requires_grad for parameter in parameters)
-            if type(optimizer) is not torch.optim.AdamW or others or not (is_whole and ADAMW.items() <= group.items()):
+            is_whole = {*group["params"]} == parameters and all(
+                parameter.requires_grad for parameter in parameters
+            )
+            if (
+                type(optimizer) is not torch.optim.AdamW
+                or others
+                or not (is_whole and ADAMW.items() <= group.items())
+            ):
                 raise ValueError(
-                    f"fit trains all parameters of the {role} as one group by torch's AdamW with {ADAMW}: give "
-                    f"AdamW(model.parameters(), ...) and freeze none, and not {optimizer}"
+                    f"fit trains all parameters of the {role} as one group by torch's AdamW with "
+                    f"{ADAMW}: give AdamW(model.parameters(), ...) and freeze none, and not "
+                    f"{optimizer}"
                 )
             settings |= {f"{key}.optim.{name}": group[name] for name in ("lr", "weight_decay")}
-            settings |= {f"{fsdp}.{part}_offload": self.strategy.offload for part in ("param", "optimizer")}
+            settings |= {
+                f"{fsdp}.{part}_offload": self.strategy.offload for part in ("param", "optimizer")
+            }
             settings[f"{fsdp}.strategy"] = self.strategy.name
         for name, model in self.models.items():
             model.hf.save_pretrained(folder / name)
             self.tokenizer.save_pretrained(folder / name)
         texts: dict[str, Any] = {"data_source": "text", "reward_model": {"style": "model"}}
         rows = [
-            row if isinstance(row, Mapping) else texts | {"prompt": [{"role": "user", "content": row}]}
+            row
+            if isinstance(row, Mapping)
+            else texts | {"prompt": [{"role": "user", "content": row}]}
             for row in dataset
         ]
         (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
         chats: Any = [row["prompt"] for row in rows]
-        encoded: Any = self.tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=True)
+        encoded: Any = self.tokenizer.apply_chat_template(
+            chats, add_generation_prompt=True, return_dict=True
+        )
         longest = max(map(len, encoded["input_ids"]))
         settings |= {
             "data.train_files": f"{folder}/prompts.jsonl",

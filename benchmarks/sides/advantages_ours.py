@@ -20,7 +20,9 @@ def grpo() -> torch.Tensor:
 
 def loss(log_prob: torch.Tensor) -> torch.Tensor:
     counts = {"batch_num_tokens": int(data["mask"].sum()), "global_batch_size": 1}
-    config = SimpleNamespace(clip_ratio_low=0.2, clip_ratio_high=0.2, clip_ratio_c=3.0, global_batch_info=counts)
+    config = SimpleNamespace(
+        clip_ratio_low=0.2, clip_ratio_high=0.2, clip_ratio_c=3.0, global_batch_info=counts
+    )
     columns = data["old_log_prob"], log_prob, data["advantages"], data["mask"]
     return compute_policy_loss_vanilla(*columns, "token-mean", config)[0]
 

@@ -8,14 +8,15 @@ import torch
 
 from benchmarks.serve import serve, stopwatch
 
-GAMMA, LAM = 0.99, 0.95
+GAMMA = 0.99
+LAM = 0.95
 SAMPLES_PER_PROMPT = 8
 
 
 def batch(rows: int, length: int, holes: bool) -> dict[str, np.ndarray]:
-    """(rows, length) float32 columns and an int64 mask: responses of a quarter to the full length, whose reward is on
-    the last token for `outcome` and on every token for `rewards`; with holes, a fifth of the tokens are not the
-    policy's, in runs of 16."""
+    """(rows, length) float32 columns and an int64 mask: responses of a quarter to the full length,
+    whose reward is on the last token for `outcome` and on every token for `rewards`; with holes, a
+    fifth of the tokens are not the policy's, in runs of 16."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(length // 4, length + 1, (rows, 1))
     mask = np.arange(length) < lengths
@@ -47,8 +48,8 @@ def serve_maths(
     grpo_of_batch: Callable[[], torch.Tensor],
     loss_of: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
-    """Serves a side, given its advantages and returns, its GRPO advantages, and its policy loss of log-probabilities
-    (rows, length), all on `data`."""
+    """Serves a side, given its advantages and returns, its GRPO advantages, and its policy loss of
+    log-probabilities (rows, length), all on `data`."""
 
     def load(rows: int, length: int, holes: bool) -> dict[str, Any]:
         torch.set_num_threads(1)

@@ -1,4 +1,5 @@
-"""The worker of `checkpoint`: an actor with random weights and Adam's moments, and the ways to save them."""
+"""The worker of `checkpoint`: an actor with random weights and Adam's moments, and the ways to save
+them."""
 
 import os
 import shutil
@@ -29,12 +30,17 @@ def start(hidden: int, layers: int) -> dict[str, Any]:
     """Makes the actor; returns the bytes and the tensors of its training state."""
     torch.set_num_threads(1)
     shape = LlamaConfig(
-        vocab_size=3000, hidden_size=hidden, intermediate_size=8 * hidden // 3, num_hidden_layers=layers,
-        num_attention_heads=hidden // 64, num_key_value_heads=hidden // 64,
-    )  # fmt: skip
+        vocab_size=3000,
+        hidden_size=hidden,
+        intermediate_size=8 * hidden // 3,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 64,
+    )
     state["worker"] = worker = RandomPolicy(policy("0.5B", "cpu", 32).config, shape)
     worker.init_model()
-    words = {f"word {index}": index for index in range(150_000)}  # as many as large models have; a checkpoint has them
+    # As many as large models have; a checkpoint has them
+    words = {f"word {index}": index for index in range(150_000)}
     worker.engine.tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words)))
     state["stager"] = DefaultStager(StagingOptions(*[False] * 4))
     state["run_dir"], state["step"] = Path(tempfile.mkdtemp()), 0
@@ -46,10 +52,11 @@ def start(hidden: int, layers: int) -> dict[str, Any]:
 def save(way: str) -> dict[str, Any]:
     """Saves, changes the state in place as training does, and reads what was written.
 
-    Seconds: until `save` returns, until all is on the disk, the longest in which this process ran no Python meanwhile,
-    and of the commit with the removal of the checkpoint before.
+    Seconds: until `save` returns, until all is on the disk, the longest in which this process ran
+    no Python meanwhile, and of the commit with the removal of the checkpoint before.
     """
-    worker, state["step"] = state["worker"], state["step"] + 1
+    worker = state["worker"]
+    state["step"] = state["step"] + 1
     training = worker.engine._state()
     moved = [tensor.to_local() for name, tensor in training.items() if name.startswith("model.")]
     expected = sums(training)
@@ -59,11 +66,13 @@ def save(way: str) -> dict[str, Any]:
         partial = begin(state["run_dir"], state["step"])
         is_written, files_of = WAYS[way](worker, partial / "actor/checkpoint")
     torch._foreach_add_(moved, 1.0)
-    longest, last = 0.0, time.perf_counter()
+    longest = 0.0
+    last = time.perf_counter()
     while not is_written():
         time.sleep(1e-4)
         now = time.perf_counter()
-        longest, last = max(longest, now - last), now
+        longest = max(longest, now - last)
+        last = now
     seconds = time.perf_counter() - started
     files = {f"actor/checkpoint/{name}": digest for name, digest in files_of().items()}
     with stopwatch() as committing:
@@ -72,12 +81,19 @@ def save(way: str) -> dict[str, Any]:
     written = state["run_dir"] / f"global_step_{state['step']}/actor/checkpoint"
     worker.engine.load(str(written))
     np.testing.assert_array_equal(sums(worker.engine._state()), expected)
-    return {"held_up": held_up[0], "written": seconds, "standstill": longest, "commit": committing[0]}
+    return {
+        "held_up": held_up[0],
+        "written": seconds,
+        "standstill": longest,
+        "commit": committing[0],
+    }
 
 
 def sums(tensors: dict[str, torch.Tensor]) -> np.ndarray:
     """Of the bits of each tensor."""
-    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors.values()]
+    local = [
+        tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors.values()
+    ]
     return np.array([shard.reshape(-1).view(torch.uint8).sum().item() for shard in local])
 
 
@@ -86,21 +102,32 @@ def stop() -> dict[str, Any]:
     return {}
 
 
-def ours(worker: RandomPolicy, folder: Path) -> tuple[Callable[[], bool], Callable[[], dict[str, Any]]]:
+def ours(
+    worker: RandomPolicy, folder: Path
+) -> tuple[Callable[[], bool], Callable[[], dict[str, Any]]]:
     worker.save_checkpoint(str(folder), wait=False)
     return lambda: worker.save_result(wait=False) is not None, lambda: worker.save_result(wait=True)
 
 
-def async_save(worker: RandomPolicy, folder: Path) -> tuple[Callable[[], bool], Callable[[], dict[str, Any]]]:
+def async_save(
+    worker: RandomPolicy, folder: Path
+) -> tuple[Callable[[], bool], Callable[[], dict[str, Any]]]:
     """torch's own, with a stager that keeps its buffers."""
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-    future = dcp.async_save(worker.engine._state(), storage_writer=writer, async_stager=state["stager"])
+    future = dcp.async_save(
+        worker.engine._state(), storage_writer=writer, async_stager=state["stager"]
+    )
     return future.done, dict
 
 
-def synchronous(worker: RandomPolicy, folder: Path) -> tuple[Callable[[], bool], Callable[[], dict[str, Any]]]:
+def synchronous(
+    worker: RandomPolicy, folder: Path
+) -> tuple[Callable[[], bool], Callable[[], dict[str, Any]]]:
     """torch's own."""
-    dcp.save(worker.engine._state(), storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
+    dcp.save(
+        worker.engine._state(),
+        storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True),
+    )
     return lambda: True, dict
 
 

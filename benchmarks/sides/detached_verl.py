@@ -1,6 +1,7 @@
-"""verl's side of `detached`: its MessageQueue actor, put to and got from as its rollouter and trainer do
-(verl/experimental/fully_async_policy: fully_async_rollouter.py `put_sample`, fully_async_trainer.py
-`_get_samples_from_queue`, detach_utils.py `assemble_batch_from_rollout_samples`)."""
+"""verl's side of `detached`: its MessageQueue actor, put to and got from as its rollouter and
+trainer do (verl/experimental/fully_async_policy: fully_async_rollouter.py `put_sample`,
+fully_async_trainer.py `_get_samples_from_queue`, detach_utils.py
+`assemble_batch_from_rollout_samples`)."""
 
 import asyncio
 from dataclasses import dataclass
@@ -16,13 +17,15 @@ from benchmarks.serve import serve, stopwatch
 from benchmarks.sides import dispatch_ray
 from benchmarks.sides.detached_work import BATCH, NUM_SAMPLES, PASSES, in_order, samples, sums
 
-TIMEOUT_S, IN_FLIGHT = 60, 4
+TIMEOUT_S = 60
+IN_FLIGHT = 4
 state: dict[str, Any] = {}
 
 
 @dataclass
 class RolloutSample:
-    """verl's class of this name, whose module imports engines that the benchmark's environment does not have."""
+    """verl's class of this name, whose module imports engines that the benchmark's environment does
+    not have."""
 
     full_batch: DataProto
     sample_id: str
@@ -42,7 +45,9 @@ class Trainer:
             while len(pickled) < BATCH:
                 sample, _ = await self.client.get_sample()
                 pickled.append(sample)
-            batch = DataProto.concat([ray.cloudpickle.loads(sample).full_batch for sample in pickled])
+            batch = DataProto.concat(
+                [ray.cloudpickle.loads(sample).full_batch for sample in pickled]
+            )
             found.append(sums({name: tensor.numpy() for name, tensor in batch.batch.items()}))
         return in_order(found)
 
@@ -71,7 +76,12 @@ def pass_on(seed: int, at_once: int) -> dict[str, Any]:
     assert at_once == 1
     made = [
         RolloutSample(
-            DataProto.from_dict({name: torch.from_numpy(column) for name, column in sample.items()}), f"{index}", 0, {}
+            DataProto.from_dict(
+                {name: torch.from_numpy(column) for name, column in sample.items()}
+            ),
+            f"{index}",
+            0,
+            {},
         )
         for index, sample in enumerate(samples(seed))
     ]

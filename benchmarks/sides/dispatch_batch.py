@@ -1,4 +1,5 @@
-"""The batches of the benchmarks `dispatch`, `calls` and `scaling`: 7 columns of RL, equal on all sides."""
+"""The batches of the benchmarks `dispatch`, `calls` and `scaling`: 7 columns of RL, equal on all
+sides."""
 
 import numpy as np
 
@@ -17,8 +18,8 @@ REPLY_BYTES_PER_TOKEN = 2  # the fp32 column that comes back
 
 
 def columns(rows: int, length: int, step: int) -> dict[str, np.ndarray]:
-    """(rows, length) or (rows, length / 2) each, in new memory; the values depend on the step, so that nobody can
-    return an earlier result."""
+    """(rows, length) or (rows, length / 2) each, in new memory; the values depend on the step, so
+    that nobody can return an earlier result."""
     base = np.arange(rows * length, dtype=np.int32).reshape(rows, length) % 65_521
     return {
         name: (base[:, : int(length * share)] + (step + index)).astype(kind)

@@ -62,7 +62,9 @@ def dispatch_ragged(rows: int, longest: int) -> dict[str, Any]:
     offsets = torch.from_numpy(np.concatenate([[0], lengths.cumsum()]))
     batch = DataProto.from_dict(
         {
-            name: torch.nested.nested_tensor_from_jagged(tensor[0], offsets if COLUMNS[name][1] == 1 else offsets // 2)
+            name: torch.nested.nested_tensor_from_jagged(
+                tensor[0], offsets if COLUMNS[name][1] == 1 else offsets // 2
+            )
             for name, tensor in flat.items()
         }
     )
@@ -88,20 +90,24 @@ def _first_ranks(group: RayWorkerGroup, workers: int) -> RayWorkerGroup:
 
 
 def small_calls(workers: int, repeats: int) -> dict[str, Any]:
-    """Milliseconds of calls to the first `workers` ranks: without arguments, and of 4 KiB there and back."""
+    """Milliseconds of calls to the first `workers` ranks: without arguments, and of 4 KiB there and
+    back."""
     group = state["group"]
     if workers < group.world_size:
         if ("part", workers) not in state:
             state["part", workers] = _first_ranks(group, workers)
         group = state["part", workers]
-    actors, payload = state["raw"][:workers], np.arange(1024, dtype=np.float32)
+    actors = state["raw"][:workers]
+    payload = np.arange(1024, dtype=np.float32)
     batch = DataProto.from_dict({"advantages": torch.from_numpy(payload).view(32, 32)})
     assert torch.equal(group.echo(batch).batch["advantages"], batch.batch["advantages"])
     return {
         "ping": dispatch_ray.milliseconds(group.ping, repeats),
         "batch": dispatch_ray.milliseconds(lambda: group.echo(batch), repeats),
         "raw ping": dispatch_ray.milliseconds(lambda: dispatch_ray.raw_ping(actors), repeats),
-        "raw batch": dispatch_ray.milliseconds(lambda: dispatch_ray.raw_echo(actors, payload), repeats),
+        "raw batch": dispatch_ray.milliseconds(
+            lambda: dispatch_ray.raw_echo(actors, payload), repeats
+        ),
     }
 
 

@@ -1,4 +1,5 @@
-"""What the sides of `dispatch`, `calls` and `scaling` ask of their Ray, and raw Ray actors as the limit."""
+"""What the sides of `dispatch`, `calls` and `scaling` ask of their Ray, and raw Ray actors as the
+limit."""
 
 import os
 import time
@@ -24,7 +25,9 @@ def init(num_cpus: int, store_mib: int) -> None:
 def created_bytes() -> int:
     """Bytes of all objects that were ever put into the object store."""
     (node,) = ray.nodes()
-    reply = node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], include_memory_info=False)
+    reply = node_stats(
+        node["NodeManagerAddress"], node["NodeManagerPort"], include_memory_info=False
+    )
     return reply.store_stats.cumulative_created_bytes
 
 

@@ -53,7 +53,8 @@ def dispatch(rows: int, length: int, step: int) -> dict[str, Any]:
 
 
 def dispatch_ragged(rows: int, longest: int) -> dict[str, Any]:
-    """Bytes through the object store for the padded batch, as verl's trainer holds it, and one column of it back."""
+    """Bytes through the object store for the padded batch, as verl's trainer holds it, and one
+    column of it back."""
     assert int(ragged_lengths(rows, longest).max()) == longest
     batch = _batch(columns(rows, longest, 0))
     before = dispatch_ray.created_bytes()

@@ -1,4 +1,5 @@
-"""The side of `driver`. It runs with this version of the project and with one whose batches are padded."""
+"""The side of `driver`. It runs with this version of the project and with one whose batches are
+padded."""
 
 import functools
 import inspect
@@ -33,7 +34,10 @@ def read_by(worker_class: type, method: str) -> tuple[str, ...] | None:
 
 
 as_own_method = functools.partial(
-    register, dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, **({"jagged": True} if HAS_JAGGED_ROWS else {})
+    register,
+    dispatch_mode=Dispatch.DP_COMPUTE_PROTO,
+    blocking=False,
+    **({"jagged": True} if HAS_JAGGED_ROWS else {}),
 )
 
 
@@ -44,7 +48,9 @@ def token_lengths(num_samples: int, longest: int, seed: int) -> np.ndarray:
     return np.clip(draws * scale, 1, longest).astype(np.int64)
 
 
-def padded(values: np.ndarray, lengths: np.ndarray, width: int, *, at_end: bool = False) -> np.ndarray:
+def padded(
+    values: np.ndarray, lengths: np.ndarray, width: int, *, at_end: bool = False
+) -> np.ndarray:
     """Values of rows one after the other, as (B, width)."""
     places = np.arange(width)
     is_value = places >= width - lengths[:, None] if at_end else places < lengths[:, None]
@@ -64,7 +70,9 @@ class ScriptedWorker(Worker):
     def __init__(self, num_samples: int, prompt: int, response: int) -> None:
         super().__init__()
         mine = np.array_split(np.arange(num_samples), self.world_size)[self.rank]
-        prompts_of_all = token_lengths(num_samples // SAMPLES_PER_PROMPT, prompt, 0).repeat(SAMPLES_PER_PROMPT)
+        prompts_of_all = token_lengths(num_samples // SAMPLES_PER_PROMPT, prompt, 0).repeat(
+            SAMPLES_PER_PROMPT
+        )
         self.lengths = prompts_of_all[mine], token_lengths(num_samples, response, 1)[mine]
         self.widths = prompt, response
         self.generated = self.make_rows()
@@ -84,7 +92,9 @@ class ScriptedWorker(Worker):
         mask = np.concatenate([is_prompt, arrays["response_mask"]], 1)
         arrays |= {"attention_mask": mask, "position_ids": np.maximum(mask.cumsum(1) - 1, 0)}
         arrays["input_ids"] = np.concatenate([arrays["prompts"], arrays["responses"]], 1)
-        return DataProto.from_dict({name: torch.from_numpy(array) for name, array in arrays.items()})
+        return DataProto.from_dict(
+            {name: torch.from_numpy(array) for name, array in arrays.items()}
+        )
 
     @as_own_method()
     def generate_sequences(self, prompts: DataProto) -> DataProto:
@@ -114,7 +124,10 @@ class ScriptedWorker(Worker):
         mask = data.tensors()["response_mask"]
         values = data.tensors()["values" if "values" in data.tensors() else "old_log_probs"]
         flat = [column.values() if column.is_nested else column for column in (mask, values)]
-        counts = {name: Metric.sum(int(each.sum())) for name, each in zip(("tokens", "sum"), flat, strict=True)}
+        counts = {
+            name: Metric.sum(int(each.sum()))
+            for name, each in zip(("tokens", "sum"), flat, strict=True)
+        }
         return DataProto.from_dict({}, meta_info={"metrics": counts})
 
 
@@ -122,23 +135,31 @@ def start(num_samples: int, prompt: int, response: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     dispatch_ray.init(4, 9 * 1024)
     pool = RayResourcePool([2], use_gpu=False)
-    state["group"] = RayWorkerGroup(pool, RayClassWithInitArgs(ScriptedWorker, num_samples, prompt, response))
+    state["group"] = RayWorkerGroup(
+        pool, RayClassWithInitArgs(ScriptedWorker, num_samples, prompt, response)
+    )
     state["group"].init_model()
     state["sizes"] = num_samples, prompt, response
-    config = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
+    )
     state["cost"] = ModelCost.of(config)
     return {}
 
 
 def step(with_estimator: bool) -> dict[str, Any]:
     """A round; `with_estimator`: padded columns of rewards and advantages are made on the way."""
-    group, (num_samples, prompt, response) = state["group"], state["sizes"]
-    asked = DataProto.from_dict({"row": torch.arange(num_samples)}, meta_info={"padding": (prompt, response, PAD)})
+    group = state["group"]
+    (num_samples, prompt, response) = state["sizes"]
+    asked = DataProto.from_dict(
+        {"row": torch.arange(num_samples)}, meta_info={"padding": (prompt, response, PAD)}
+    )
     generation = group.generate_sequences.remote(asked)
     while not generation.done():
         time.sleep(0.01)
     created = dispatch_ray.created_bytes()
-    started, started_cpu = time.perf_counter(), time.process_time()
+    started = time.perf_counter()
+    started_cpu = time.process_time()
     batch = asked.union(generation.get())
     work = RowWork.of(batch, state["cost"], balance=True)
     pending = [work.submit(getattr(group, method), batch) for method in SCORES]
@@ -146,11 +167,16 @@ def step(with_estimator: bool) -> dict[str, Any]:
         batch = batch.union(future.get())
     batch = learned_from(batch, with_estimator)
     mini = num_samples // 4
-    updates = [work.submit(getattr(group, method), batch, mini) for method in ("update_actor", "update_critic")]
+    updates = [
+        work.submit(getattr(group, method), batch, mini)
+        for method in ("update_actor", "update_critic")
+    ]
     of_actor, of_critic = (metric_values(future.get().meta_info["metrics"]) for future in updates)
-    cpu, seconds = time.process_time() - started_cpu, time.perf_counter() - started
+    cpu = time.process_time() - started_cpu
+    seconds = time.perf_counter() - started
     state["columns"] = sum(
-        (column.values() if column.is_nested else column).nbytes for column in batch.tensors().values()
+        (column.values() if column.is_nested else column).nbytes
+        for column in batch.tensors().values()
     )
     state["store"] = dispatch_ray.created_bytes() - created
     return {

@@ -1,4 +1,5 @@
-"""verl_like's side of `training_on_examples`: its trainer and its worker in this process, one step at a time."""
+"""verl_like's side of `training_on_examples`: its trainer and its worker in this process, one step
+at a time."""
 
 from typing import Any
 
@@ -7,7 +8,12 @@ from verl_like.protocol import metric_values
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.trainer.config.compose import load_config
-from verl_like.trainer.config.supervised import DPOConfig, RMConfig, SFTConfig, broken_supervised_rules
+from verl_like.trainer.config.supervised import (
+    DPOConfig,
+    RMConfig,
+    SFTConfig,
+    broken_supervised_rules,
+)
 from verl_like.trainer.run.run_recorder import RunRecorder
 from verl_like.trainer.supervised.run_supervised import KINDS, check_inputs, worker_arguments
 from verl_like.trainer.supervised.trainer import SupervisedTrainer
@@ -19,8 +25,11 @@ trainers: list[SupervisedTrainer] = []
 def start(kind: str, overrides: list[str]) -> dict[str, Any]:
     """Loads data and model."""
     inputs = check_inputs(load_config(SCHEMAS[kind], broken_supervised_rules, overrides), None)
-    config, kind_of_run = inputs.config, KINDS[SCHEMAS[kind]]
-    group = LocalWorkerGroup(RayClassWithInitArgs(kind_of_run.worker, *worker_arguments(config)), 1, role="model")
+    config = inputs.config
+    kind_of_run = KINDS[SCHEMAS[kind]]
+    group = LocalWorkerGroup(
+        RayClassWithInitArgs(kind_of_run.worker, *worker_arguments(config)), 1, role="model"
+    )
     recorder = RunRecorder(config, kind_of_run.display)
     trainers[:] = [SupervisedTrainer(config, inputs.train_dataset, None, group, recorder)]
     trainers[0].init_workers()

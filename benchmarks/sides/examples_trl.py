@@ -1,4 +1,5 @@
-"""TRL's side of `training_on_examples`: its SFTTrainer, RewardTrainer and DPOTrainer, one step at a time."""
+"""TRL's side of `training_on_examples`: its SFTTrainer, RewardTrainer and DPOTrainer, one step at a
+time."""
 
 import json
 import time
@@ -7,13 +8,22 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    TrainerCallback,
+)
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 from benchmarks.serve import serve
 from benchmarks.sides.grpo_gate import Gate
 
-KINDS = {"sft": (SFTTrainer, SFTConfig), "rm": (RewardTrainer, RewardConfig), "dpo": (DPOTrainer, DPOConfig)}
+KINDS = {
+    "sft": (SFTTrainer, SFTConfig),
+    "rm": (RewardTrainer, RewardConfig),
+    "dpo": (DPOTrainer, DPOConfig),
+}
 gate = Gate()
 trainers: list[Any] = []
 tokens_before = [0.0]
@@ -31,16 +41,21 @@ class Stepping(TrainerCallback):
 def start(
     kind: str, model: str, rows: str, rows_per_pass: int, passes: int, settings: dict[str, Any]
 ) -> dict[str, Any]:
-    """Loads data and model. A step has `passes` forward and backward passes; `settings` are of TRL's configuration."""
+    """Loads data and model. A step has `passes` forward and backward passes; `settings` are of
+    TRL's configuration."""
     trainer_class, config_class = KINDS[kind]
     auto = AutoModelForSequenceClassification if kind == "rm" else AutoModelForCausalLM
-    reference = {"ref_model": auto.from_pretrained(model, dtype=torch.float32)} if kind == "dpo" else {}
+    reference = (
+        {"ref_model": auto.from_pretrained(model, dtype=torch.float32)} if kind == "dpo" else {}
+    )
     trainers[:] = [
         trainer_class(
             model=auto.from_pretrained(model, dtype=torch.float32),
             **reference,
             processing_class=AutoTokenizer.from_pretrained(model),
-            train_dataset=Dataset.from_list([json.loads(line) for line in Path(rows).read_text().splitlines()]),
+            train_dataset=Dataset.from_list(
+                [json.loads(line) for line in Path(rows).read_text().splitlines()]
+            ),
             callbacks=[Stepping()],
             args=config_class(
                 output_dir=f"{model}_trl",
@@ -68,7 +83,8 @@ def start(
 
 
 def sum_of_losses() -> dict[str, Any]:
-    """-log p of all learned tokens of all rows, as the SFTTrainer's batches give it, before the first step."""
+    """-log p of all learned tokens of all rows, as the SFTTrainer's batches give it, before the
+    first step."""
     (trainer,) = trainers
     with torch.no_grad():
         losses = [
@@ -85,7 +101,8 @@ def begin() -> dict[str, Any]:
 
 
 def step() -> dict[str, Any]:
-    """One step, with the collation of the next one: its seconds, tokens without padding, and loss."""
+    """One step, with the collation of the next one: its seconds, tokens without padding, and
+    loss."""
     started = time.perf_counter()
     _, logs = gate.step()
     seconds = time.perf_counter() - started

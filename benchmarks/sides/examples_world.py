@@ -1,4 +1,5 @@
-"""What both sides of `training_on_examples` train: a random Llama, a tokenizer of words, and rows of random words."""
+"""What both sides of `training_on_examples` train: a random Llama, a tokenizer of words, and rows
+of random words."""
 
 import json
 from pathlib import Path
@@ -7,22 +8,36 @@ import numpy as np
 
 from benchmarks.harness import sized
 
-VOCABULARY, HIDDEN, LAYERS, INTERMEDIATE, LONGEST = 8192, 256, 4, 768, 1024
+VOCABULARY = 8192
+HIDDEN = 256
+LAYERS = 4
+INTERMEDIATE = 768
+LONGEST = 1024
 ROWS_PER_STEP = {"sft": 32, "rm": 16, "dpo": 16}
 PROMPT_WORDS, ANSWER_WORDS = sized((64, 128), (8, 8))  # medians
 SPECIAL = ["<pad>", "<turn>", "<end>"]
-TEMPLATE = "{% for m in messages %}{{ m.content }}{{ ' <turn> ' if m.role == 'user' else ' <end>' }}{% endfor %}"
+TEMPLATE = (
+    "{% for m in messages %}{{ m.content }}{{ ' <turn> ' if m.role == 'user' else ' <end>' "
+    "}}{% endfor %}"
+)
 
 
 def make_models(folder: Path) -> None:
-    """Writes `language`, a Llama with random weights in float32, and `reward`, one with a head of one number, each with
-    the tokenizer."""
+    """Writes `language`, a Llama with random weights in float32, and `reward`, one with a head of
+    one number, each with the tokenizer."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        LlamaForSequenceClassification,
+        PreTrainedTokenizerFast,
+    )
 
     words = [*SPECIAL, *(f"w{i}" for i in range(VOCABULARY - len(SPECIAL)))]
-    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<turn>"))
+    backend = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<turn>")
+    )
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token="<end>", pad_token="<pad>", chat_template=TEMPLATE
@@ -49,8 +64,9 @@ def make_models(folder: Path) -> None:
 
 
 def write_rows(path: Path, kind: str, num_rows: int) -> None:
-    """Conversations of a prompt and an answer, or pairs of them. Lengths are log-normal, with medians of 64 and 128
-    words and means of about 80 and 170; a conversation has at most `LONGEST` tokens."""
+    """Conversations of a prompt and an answer, or pairs of them. Lengths are log-normal, with
+    medians of 64 and 128 words and means of about 80 and 170; a conversation has at most `LONGEST`
+    tokens."""
     rng = np.random.default_rng(0)
 
     def said(role: str, median: int, sigma: float, most: int) -> list[dict[str, str]]:

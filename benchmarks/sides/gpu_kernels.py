@@ -1,4 +1,5 @@
-"""Cases of the GPU check that need no model: the device, attention kernels, the chunks of the head."""
+"""Cases of the GPU check that need no model: the device, attention kernels, the chunks of the
+head."""
 
 import importlib.util
 import statistics
@@ -12,9 +13,16 @@ import transformers
 from benchmarks.sides.gpu_process import seconds_of
 from benchmarks.sides.head_ours import naive
 from verl_like.workers.models import linear_log_prob as head_module
-from verl_like.workers.models.attention import Kernel, Sequences, packed_flash, packed_sdpa, packed_varlen
+from verl_like.workers.models.attention import (
+    Kernel,
+    Sequences,
+    packed_flash,
+    packed_sdpa,
+    packed_varlen,
+)
 
-# Legend: N tokens of all sequences, H query heads, G key/value heads, D head size; M scored tokens, V vocabulary.
+# Legend: N tokens of all sequences, H query heads, G key/value heads, D head size; M scored tokens,
+# V vocabulary.
 
 KERNELS = {"sdpa": packed_sdpa, "varlen": packed_varlen, "flash-attn": packed_flash}
 ATTENTION_SHAPES = [(16, 16, 128, None), (16, 8, 128, None), (14, 2, 64, None), (16, 8, 128, 128)]
@@ -24,13 +32,19 @@ ATTENTION_SHAPES = [(16, 16, 128, None), (16, 8, 128, None), (14, 2, 64, None), 
 def machine(report: Any, device: str) -> None:
     """What this is, and the rate of a plain matrix product."""
     versions = f"Python's torch {torch.__version__}, transformers {transformers.__version__}"
-    name = torch.cuda.get_device_name() if device == "cuda" else f"CPU with {torch.get_num_threads()} threads"
+    name = (
+        torch.cuda.get_device_name()
+        if device == "cuda"
+        else f"CPU with {torch.get_num_threads()} threads"
+    )
     report.note(f"{name}; {versions}.")
     size, dtype = (8192, torch.bfloat16) if device == "cuda" else (256, torch.float32)
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     seconds = seconds_of(device, lambda: left @ right)
     report.row(
-        f"product of two matrices of {size} x {size}, {dtype}", "TFLOP/s", [2e-12 * size**3 / s for s in seconds]
+        f"product of two matrices of {size} x {size}, {dtype}",
+        "TFLOP/s",
+        [2e-12 * size**3 / s for s in seconds],
     )
 
 
@@ -45,7 +59,9 @@ def attention(report: Any, device: str, *, kernel: str) -> None:
     lengths = [1024, 700, 33, 1, 512, 512] if device == "cuda" else [150, 33, 1, 7, 7]
     for heads, groups, head_dim, window in ATTENTION_SHAPES:
         tensors = draw_attention(heads, groups, head_dim, sum(lengths), device)
-        expected = with_gradients(written_out, [tensor.float() for tensor in tensors], lengths, window)
+        expected = with_gradients(
+            written_out, [tensor.float() for tensor in tensors], lengths, window
+        )
         got = with_gradients(KERNELS[kernel], tensors, lengths, window)
         errors = {
             output: ((mine.float() - right).norm() / right.norm()).item()
@@ -53,7 +69,9 @@ def attention(report: Any, device: str, *, kernel: str) -> None:
         }
         what = f"attention, {kernel}, {heads}/{groups} heads of {head_dim}, window {window}"
         report.row(f"{what}: largest relative error", "", [max(errors.values())])
-        assert max(errors.values()) < (2e-2 if device == "cuda" else 1e-5), f"{what}: relative errors {errors}"
+        assert max(errors.values()) < (2e-2 if device == "cuda" else 1e-5), (
+            f"{what}: relative errors {errors}"
+        )
     longest = 16_384 if device == "cuda" else 256
     for lengths in [longest], [longest // 8] * 8:
         tensors = draw_attention(16, 8, 128, sum(lengths), device)
@@ -65,7 +83,9 @@ def attention(report: Any, device: str, *, kernel: str) -> None:
         report.row(f"{what}: forward and backward", "TFLOP/s", rates)
 
 
-def draw_attention(heads: int, groups: int, head_dim: int, num_tokens: int, device: str) -> list[torch.Tensor]:
+def draw_attention(
+    heads: int, groups: int, head_dim: int, num_tokens: int, device: str
+) -> list[torch.Tensor]:
     """Query (1, H, N, D), key and value (1, G, N, D), and the output's gradient (1, N, H, D)."""
     generator = torch.Generator().manual_seed(0)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -86,26 +106,45 @@ def with_gradients(
     return [output.detach(), *torch.autograd.grad(output, leaves, grad_output)]
 
 
-def written_out(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: Sequences) -> torch.Tensor:
-    """The same as a softmax over all N tokens: a token sees those before it in its own sequence, and in the window."""
-    lengths, window = sequences.lengths, sequences.window
-    sequence_N = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(query.device)
+def written_out(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: Sequences
+) -> torch.Tensor:
+    """The same as a softmax over all N tokens: a token sees those before it in its own sequence,
+    and in the window."""
+    lengths = sequences.lengths
+    window = sequences.window
+    sequence_N = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(
+        query.device
+    )
     place_N = torch.arange(len(sequence_N), device=query.device)
     distance_NN = place_N[:, None] - place_N
-    seen_NN = (sequence_N[:, None] == sequence_N) & (distance_NN >= 0) & (distance_NN < (window or len(place_N)))
-    key, value = (tensor.repeat_interleave(query.size(1) // tensor.size(1), dim=1) for tensor in (key, value))
-    logits = (query @ key.transpose(2, 3) * query.size(-1) ** -0.5).masked_fill(~seen_NN, -torch.inf)
+    seen_NN = (
+        (sequence_N[:, None] == sequence_N)
+        & (distance_NN >= 0)
+        & (distance_NN < (window or len(place_N)))
+    )
+    key, value = (
+        tensor.repeat_interleave(query.size(1) // tensor.size(1), dim=1) for tensor in (key, value)
+    )
+    logits = (query @ key.transpose(2, 3) * query.size(-1) ** -0.5).masked_fill(
+        ~seen_NN, -torch.inf
+    )
     return (logits.softmax(-1) @ value).transpose(1, 2)
 
 
 def head(report: Any, device: str, *, hidden_size: int) -> None:
     """Chunks of the head beside its four products: the logits twice, and both gradients."""
-    num_tokens, vocabulary = 8192, 151_936
+    num_tokens = 8192
+    vocabulary = 151_936
     if device != "cuda":
-        num_tokens, vocabulary, hidden_size = 256, 3000, hidden_size // 16
+        num_tokens = 256
+        vocabulary = 3000
+        hidden_size = hidden_size // 16
     tensors = draw_head(num_tokens, vocabulary, hidden_size, device)
     few = draw_head(256, vocabulary, hidden_size, device)
-    right = head_results(lambda hidden, weight, labels: naive(hidden.float(), weight.float(), labels), few)
+    right = head_results(
+        lambda hidden, weight, labels: naive(hidden.float(), weight.float(), labels), few
+    )
     products = seconds_of(device, lambda: bare_products(*tensors))
     what = f"head, {num_tokens} x {vocabulary} x {hidden_size}"
     report.row(f"{what}, four bare products", "s", products)
@@ -113,8 +152,13 @@ def head(report: Any, device: str, *, hidden_size: int) -> None:
     for bits in (24, 26, 27, 28):
         head_module.LOGITS_PER_CHUNK = {device: 1 << bits}
         got = head_results(ours, few)
-        errors = [((a.float() - b).abs().max() / b.abs().max()).item() for a, b in zip(got, right, strict=True)]
-        assert max(errors) < (3e-2 if device == "cuda" else 1e-5), f"{what}, chunks of 2^{bits}: errors {errors}"
+        errors = [
+            ((a.float() - b).abs().max() / b.abs().max()).item()
+            for a, b in zip(got, right, strict=True)
+        ]
+        assert max(errors) < (3e-2 if device == "cuda" else 1e-5), (
+            f"{what}, chunks of 2^{bits}: errors {errors}"
+        )
         before = start_peak(device)
         seconds = seconds_of(device, lambda: head_results(ours, tensors))
         ratio = statistics.median(seconds) / statistics.median(products)
@@ -123,16 +167,25 @@ def head(report: Any, device: str, *, hidden_size: int) -> None:
     head_module.LOGITS_PER_CHUNK = of_training  # the cases that follow run in this process too
 
 
-def ours(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def ours(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
     return head_module.linear_log_prob(hidden, weight, labels, with_entropy=True)
 
 
-def draw_head(num_tokens: int, vocabulary: int, hidden_size: int, device: str) -> list[torch.Tensor]:
+def draw_head(
+    num_tokens: int, vocabulary: int, hidden_size: int, device: str
+) -> list[torch.Tensor]:
     """Hidden states, weight and labels."""
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     hidden = torch.randn(num_tokens, hidden_size, device=device).to(dtype).requires_grad_()
-    weight = torch.randn(vocabulary, hidden_size, device=device).mul_(2 * hidden_size**-0.5).to(dtype).requires_grad_()
+    weight = (
+        torch.randn(vocabulary, hidden_size, device=device)
+        .mul_(2 * hidden_size**-0.5)
+        .to(dtype)
+        .requires_grad_()
+    )
     return [hidden, weight, torch.randint(vocabulary, (num_tokens,), device=device)]
 
 
@@ -141,7 +194,9 @@ def head_results(function: Callable[..., Any], tensors: list[torch.Tensor]) -> l
     hidden, weight, _ = tensors
     log_probs, entropies = function(*tensors)
     weights = torch.linspace(0, 1, len(log_probs), device=log_probs.device)
-    gradients = torch.autograd.grad((log_probs * (weights - 0.5) + entropies * weights).sum(), (hidden, weight))
+    gradients = torch.autograd.grad(
+        (log_probs * (weights - 0.5) + entropies * weights).sum(), (hidden, weight)
+    )
     return [log_probs.detach(), entropies.detach(), *gradients]
 
 

@@ -1,4 +1,5 @@
-"""The process of the GPU check: runs cases one after the other and sends what they report to the benchmark."""
+"""The process of the GPU check: runs cases one after the other and sends what they report to the
+benchmark."""
 
 import gc
 import importlib
@@ -34,7 +35,8 @@ class Sent:
 
 
 def run_cases(cases: Sequence[Case], device: str, connection: Connection, log: str) -> None:
-    """Runs the cases up to the first that fails: after it the device may be in any state, so the process ends."""
+    """Runs the cases up to the first that fails: after it the device may be in any state, so the
+    process ends."""
     with open(log, "a") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
@@ -46,14 +48,18 @@ def run_cases(cases: Sequence[Case], device: str, connection: Connection, log: s
             getattr(importlib.import_module(module), name)(sent, device, **case.arguments)
         except Exception as error:
             traceback.print_exc()
-            connection.send(("case_failed", (f"{type(error).__name__}: {error}".splitlines()[0][:200],), {}))
+            connection.send(
+                ("case_failed", (f"{type(error).__name__}: {error}".splitlines()[0][:200],), {})
+            )
             return
         connection.send(("case_done", (), {}))
         gc.collect()  # models are in reference cycles
     connection.close()
 
 
-def seconds_of(device: str, function: Callable[[], Any], *, rounds: int = 5, warm_up: int = 2) -> list[float]:
+def seconds_of(
+    device: str, function: Callable[[], Any], *, rounds: int = 5, warm_up: int = 2
+) -> list[float]:
     """Wall-clock seconds of each round, the device's work included."""
     import torch
 

@@ -1,4 +1,5 @@
-"""Cases of the GPU check that train: real workers on one rank, with random weights in the shapes of known models."""
+"""Cases of the GPU check that train: real workers on one rank, with random weights in the shapes of
+known models."""
 
 import os
 import statistics
@@ -10,7 +11,13 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from benchmarks.sides.gpu_kernels import report_peak, start_peak
 from benchmarks.sides.gpu_process import seconds_of
@@ -23,26 +30,48 @@ from verl_like.workers.models.attention import choose_attention
 from verl_like.workers.models.packed_models import PolicyModel
 from verl_like.workers.weight_sync import check_exports, fingerprint_tensor, iterate_weights
 
-ROUNDS, WARM_UP = 3, 2
+ROUNDS = 3
+WARM_UP = 2
 
 QWEN = {"vocab_size": 151_936, "max_position_embeddings": 32_768, "tie_word_embeddings": True}
 SHAPES: dict[str, PretrainedConfig] = {
     "0.5B": Qwen2Config(
-        hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
         **QWEN,
     ),
     "1.5B": Qwen2Config(
-        hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2,
+        hidden_size=1536,
+        intermediate_size=8960,
+        num_hidden_layers=28,
+        num_attention_heads=12,
+        num_key_value_heads=2,
         **QWEN,
     ),
     "0.6B": Qwen3Config(
-        hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8,
-        head_dim=128, **QWEN,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        **QWEN,
     ),
-}  # fmt: skip
+}
 """Qwen2.5-0.5B, Qwen2.5-1.5B and Qwen3-0.6B."""
-TOY = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-       "num_key_value_heads": 2, "head_dim": 16, "layer_types": ["full_attention"] * 2}  # fmt: skip
+TOY = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "layer_types": ["full_attention"] * 2,
+}
 """What replaces it on a CPU."""
 
 
@@ -59,7 +88,9 @@ class RandomPolicy(ActorWorker):
         torch.manual_seed(0)
         with torch.device(self.device):
             hf = AutoModelForCausalLM.from_config(
-                self.hf_config, dtype=getattr(torch, fsdp.model_dtype), attn_implementation=attention
+                self.hf_config,
+                dtype=getattr(torch, fsdp.model_dtype),
+                attn_implementation=attention,
             )
         return PolicyModel(hf.cpu())
 
@@ -73,7 +104,8 @@ def policy(
     model: dict[str, Any] | None = None,
     fsdp: dict[str, Any] | None = None,
 ) -> RandomPolicy:
-    """An actor whose update of any number of rows is one optimizer step, in micro-batches of at most `max_tokens`."""
+    """An actor whose update of any number of rows is one optimizer step, in micro-batches of at
+    most `max_tokens`."""
     os.environ["VERL_LIKE_DEVICE"] = device
     config = ActorRolloutRefConfig.model_validate(
         {
@@ -86,7 +118,10 @@ def policy(
                 "clip_ratio_low": 0.2,
                 "clip_ratio_high": 0.2,
                 "loss_agg_mode": "token-mean",
-                "fsdp_config": {"dtype": "bfloat16" if device == "cuda" else "float32", **(fsdp or {})},
+                "fsdp_config": {
+                    "dtype": "bfloat16" if device == "cuda" else "float32",
+                    **(fsdp or {}),
+                },
             },
             "ref": {
                 "log_prob_micro_batch_size_per_gpu": 1,
@@ -101,7 +136,9 @@ def policy(
             },
         }
     )
-    hf_config = type(SHAPES[shape]).from_dict(SHAPES[shape].to_dict() | (TOY if device == "cpu" else {}))
+    hf_config = type(SHAPES[shape]).from_dict(
+        SHAPES[shape].to_dict() | (TOY if device == "cpu" else {})
+    )
     worker = RandomPolicy(config, hf_config)
     worker.init_model()
     if device == "cuda":
@@ -110,8 +147,8 @@ def policy(
 
 
 def rows(worker: RandomPolicy, lengths: list[int], *, padded: bool = False) -> DataProto:
-    """Sequences of these lengths, of which the first token is the prompt; `padded`: all are as long as the longest, by
-    tokens that nothing scores."""
+    """Sequences of these lengths, of which the first token is the prompt; `padded`: all are as long
+    as the longest, by tokens that nothing scores."""
     generator = torch.Generator().manual_seed(0)
     shape = (len(lengths), max(lengths))
     real = (torch.arange(shape[1]) < torch.tensor(lengths)[:, None]).long()
@@ -142,14 +179,19 @@ def report_speed(report: Any, what: str, worker: RandomPolicy, batch: DataProto)
     """Tokens a second and MFU of the update."""
     steps = [update(worker, batch) for _ in range(WARM_UP + ROUNDS)][WARM_UP:]
     mfu = statistics.median(step["perf/mfu/actor"] for step in steps)
-    report.row(f"{what}: update", "tokens/s", [step["perf/tokens_per_s/actor"] for step in steps], mfu=mfu)
+    report.row(
+        f"{what}: update", "tokens/s", [step["perf/tokens_per_s/actor"] for step in steps], mfu=mfu
+    )
 
 
 def goal(report: Any, device: str, *, kept: bool, compiled: bool) -> None:
     """prime-rl's published measurement: Qwen3-0.6B, one long sequence an optimizer step."""
     before = start_peak(device)
     tokens = 16_384 if device == "cuda" else 128
-    model = {"enable_gradient_checkpointing": not kept, "use_torch_compile": compiled and device == "cuda"}
+    model = {
+        "enable_gradient_checkpointing": not kept,
+        "use_torch_compile": compiled and device == "cuda",
+    }
     what = f"goal, {'activations kept' if kept else 'layers recomputed'}{', compiled' * compiled}"
     if compiled and device != "cuda":
         report.skip(what, "cuda only")
@@ -170,14 +212,22 @@ def speed(report: Any, device: str, *, shape: str, kept: bool) -> None:
         report_speed(report, what, worker, batch)
         report_peak(report, f"{what}: peak memory over parameters and optimizer", device, before)
         if not kept:
-            seconds = seconds_of(device, lambda batch=batch: log_probs(worker, batch), rounds=ROUNDS, warm_up=1)
+            seconds = seconds_of(
+                device, lambda batch=batch: log_probs(worker, batch), rounds=ROUNDS, warm_up=1
+            )
             report.row(f"{what}: log-probabilities", "tokens/s", [2 * long / s for s in seconds])
 
 
 def variant(
-    report: Any, device: str, *, name: str, model: dict[str, Any] | None = None, fsdp: dict[str, Any] | None = None
+    report: Any,
+    device: str,
+    *,
+    name: str,
+    model: dict[str, Any] | None = None,
+    fsdp: dict[str, Any] | None = None,
 ) -> None:
-    """Three updates under one setting: seconds, peak and idle memory; the third step is the same under all."""
+    """Three updates under one setting: seconds, peak and idle memory; the third step is the same
+    under all."""
     if device != "cuda" and name == "compiled":
         report.skip(f"engine, {name}", "cuda only")
         return
@@ -185,7 +235,8 @@ def variant(
     tokens = 4096 if device == "cuda" else 32
     worker = policy("0.5B", device, tokens, model=model, fsdp=fsdp)
     batch = rows(worker, [tokens // 2] * 4)
-    steps, seconds = [], []
+    steps = []
+    seconds = []
     for _ in range(WARM_UP + ROUNDS):
         started = time.perf_counter()
         steps.append(update(worker, batch))
@@ -194,21 +245,32 @@ def variant(
     report.row(f"engine, {name}: update", "s", seconds[WARM_UP:])
     report_peak(report, f"engine, {name}: peak memory", device, before)
     if device == "cuda":
-        report.row(f"engine, {name}: memory between updates", "GiB", [(torch.cuda.memory_allocated() - before) / 2**30])
+        report.row(
+            f"engine, {name}: memory between updates",
+            "GiB",
+            [(torch.cuda.memory_allocated() - before) / 2**30],
+        )
     # Two steps have changed the weights by then.
-    assert steps[2]["actor/grad_norm"] != steps[0]["actor/grad_norm"], "the optimizer changed nothing"
+    assert steps[2]["actor/grad_norm"] != steps[0]["actor/grad_norm"], (
+        "the optimizer changed nothing"
+    )
     for metric in ("actor/grad_norm", "actor/entropy"):
         report.same(
-            f"{metric} of the third update", f"engine, {name}", steps[2][metric], 2e-2 if device == "cuda" else 1e-5
+            f"{metric} of the third update",
+            f"engine, {name}",
+            steps[2][metric],
+            2e-2 if device == "cuda" else 1e-5,
         )
 
 
 def checkpoint(report: Any, device: str) -> None:
-    """A checkpoint brings weights and optimizer back: the step after it is the step that was made before."""
+    """A checkpoint brings weights and optimizer back: the step after it is the step that was made
+    before."""
     tokens = 4096 if device == "cuda" else 32
     worker = policy("0.5B", device, tokens)
     vocabulary = Tokenizer(WordLevel({"<unk>": 0}, unk_token="<unk>"))
-    worker.engine.tokenizer = PreTrainedTokenizerFast(tokenizer_object=vocabulary)  # its random weights have none
+    # Its random weights have none
+    worker.engine.tokenizer = PreTrainedTokenizerFast(tokenizer_object=vocabulary)
     batch = rows(worker, [tokens])
     update(worker, batch)
     saved = log_probs(worker, batch)
@@ -221,39 +283,52 @@ def checkpoint(report: Any, device: str) -> None:
         load = seconds_of(device, lambda: worker.load_checkpoint(path), rounds=1, warm_up=0)
     report.row("checkpoint: save", "GB/s", [1e-9 * num_bytes / s for s in save])
     report.row("checkpoint: load", "GB/s", [1e-9 * num_bytes / s for s in load])
-    moved, off = (expected - saved).abs().mean(), (log_probs(worker, batch) - saved).abs().mean()
-    assert off < 1e-2 * moved, f"log-probabilities are off by {off} after loading; an update moves them by {moved}"
+    moved = (expected - saved).abs().mean()
+    off = (log_probs(worker, batch) - saved).abs().mean()
+    assert off < 1e-2 * moved, (
+        f"log-probabilities are off by {off} after loading; an update moves them by {moved}"
+    )
     update(worker, batch)
     off = (log_probs(worker, batch) - expected).abs().mean()
     # Some kernels' backward passes add in another order each time.
-    assert off < (0.2 if device == "cuda" else 1e-3) * moved, f"and by {off} after the update done again"
+    assert off < (0.2 if device == "cuda" else 1e-3) * moved, (
+        f"and by {off} after the update done again"
+    )
 
 
 def packing(report: Any, device: str) -> None:
-    """The same update with and without the padding computed; causal attention makes the numbers the same."""
+    """The same update with and without the padding computed; causal attention makes the numbers the
+    same."""
     longest, num_rows = (4096, 32) if device == "cuda" else (64, 8)
     generator = torch.Generator().manual_seed(0)
     draws = torch.empty(num_rows).log_normal_(0, 0.8, generator=generator) * longest / 4
     lengths = [longest, *draws.int().clamp(2, longest).tolist()[1:]]
     worker = policy("0.5B", device, 4 * longest, lr=0.0)  # both batches meet the same weights
-    useful, rates, norms = sum(lengths), {}, {}
+    useful = sum(lengths)
+    rates = {}
+    norms = {}
     for name in ("padded", "packed"):
         before = start_peak(device)
         batch = rows(worker, lengths, padded=name == "padded")
         seconds = seconds_of(device, lambda batch=batch: update(worker, batch), rounds=ROUNDS)
         rates[name] = [useful / s for s in seconds]
         norms[name] = update(worker, batch)["actor/grad_norm"]
-        report_peak(report, f"packing, {name}: peak memory over parameters and optimizer", device, before)
+        report_peak(
+            report, f"packing, {name}: peak memory over parameters and optimizer", device, before
+        )
     gain = statistics.median(rates["packed"]) / statistics.median(rates["padded"])
     ideal = num_rows * longest / useful
     report.row("packing, padded", "useful tokens/s", rates["padded"])
-    report.row("packing, packed", "useful tokens/s", rates["packed"], of_padded=gain, of_ideal=gain / ideal)
+    report.row(
+        "packing, packed", "useful tokens/s", rates["packed"], of_padded=gain, of_ideal=gain / ideal
+    )
     tolerance = 2e-2 if device == "cuda" else 1e-4
     assert abs(norms["packed"] / norms["padded"] - 1) < tolerance, f"gradient norms differ: {norms}"
 
 
 def export(report: Any, device: str, *, shape: str) -> None:
-    """Weights for the rollout engine, beside a copy to pinned host memory; what arrives has the right fingerprints."""
+    """Weights for the rollout engine, beside a copy to pinned host memory; what arrives has the
+    right fingerprints."""
     worker = policy(shape, device, 4096)
     exported = []
 
@@ -270,6 +345,12 @@ def export(report: Any, device: str, *, shape: str) -> None:
         source = torch.empty(1 << 30, dtype=torch.uint8, device=device)
         target = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
         copies = seconds_of(device, lambda: target.copy_(source, non_blocking=True))
-        ratios["of_pinned_copy"] = num_bytes / statistics.median(seconds) / (2**30 / statistics.median(copies))
-        report.row(f"export, {shape}: a copy to pinned memory", "GB/s", [1e-9 * 2**30 / s for s in copies])
-    report.row(f"export, {shape}: weights", "GB/s", [1e-9 * num_bytes / s for s in seconds], **ratios)
+        ratios["of_pinned_copy"] = (
+            num_bytes / statistics.median(seconds) / (2**30 / statistics.median(copies))
+        )
+        report.row(
+            f"export, {shape}: a copy to pinned memory", "GB/s", [1e-9 * 2**30 / s for s in copies]
+        )
+    report.row(
+        f"export, {shape}: weights", "GB/s", [1e-9 * num_bytes / s for s in seconds], **ratios
+    )

@@ -8,7 +8,8 @@ from typing import Any
 
 
 class Gate:
-    """The run calls `wait` before a step and `finished` after it; `start` and `step` are called by who drives it."""
+    """The run calls `wait` before a step and `finished` after it; `start` and `step` are called by
+    who drives it."""
 
     def __init__(self) -> None:
         self._go: queue.Queue[None] = queue.Queue()

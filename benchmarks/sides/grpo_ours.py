@@ -1,5 +1,5 @@
-"""verl_like's side of `grpo_step` and `grpo_reward_curve`: its trainer, made from configuration as the command line
-makes it, one step at a time."""
+"""verl_like's side of `grpo_step` and `grpo_reward_curve`: its trainer, made from configuration as
+the command line makes it, one step at a time."""
 
 import contextlib
 import json
@@ -58,13 +58,18 @@ def step() -> dict[str, Any]:
         "tokens": metrics["perf/total_num_tokens"],
         "longest": metrics["response_length/max"],
         "reward": metrics["critic/score/mean"],
-        "phases": {name.removeprefix("timing_s/"): s for name, s in metrics.items() if name.startswith("timing_s/")},
+        "phases": {
+            name.removeprefix("timing_s/"): s
+            for name, s in metrics.items()
+            if name.startswith("timing_s/")
+        },
     }
 
 
 def answer_calls() -> None:
     serve(start, step)
-    os.kill(os.getpid(), signal.SIGINT)  # `_thread.interrupt_main` does not end a wait in the main thread
+    # `_thread.interrupt_main` does not end a wait in the main thread
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""TRL's side of `grpo_step` and `grpo_reward_curve`: its GRPOTrainer with transformers' generate, step by step."""
+"""TRL's side of `grpo_step` and `grpo_reward_curve`: its GRPOTrainer with transformers' generate,
+step by step."""
 
 import json
 import os
@@ -27,7 +28,8 @@ class EndAtLength(LogitsProcessor):
 
     def __init__(self, lengths: list[int], prompt_length: int, end: int) -> None:
         self.last = torch.tensor(lengths) - 1
-        self.prompt_length, self.end = prompt_length, end
+        self.prompt_length = prompt_length
+        self.end = end
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         ends_B = self.last == input_ids.size(1) - self.prompt_length
@@ -52,11 +54,16 @@ class Stepping(TrainerCallback):
 
 
 def start(processes: int, **arguments: Any) -> dict[str, Any]:
-    """Loads everything in this process and, with data parallelism, in others; returns when the first step may begin."""
+    """Loads everything in this process and, with data parallelism, in others; returns when the
+    first step may begin."""
     if processes > 1:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
+        os.environ |= {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "WORLD_SIZE": str(processes),
+        }
         for rank in reversed(range(processes)):
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             if rank > 0:
@@ -81,8 +88,8 @@ def make_trainer(
 ) -> GRPOTrainer:
     """The trainer of one process.
 
-    `batch` samples, over all processes, go into a forward and backward pass. `forced`: responses end where
-    `lengths_of_step` says; otherwise all have `response_length` tokens.
+    `batch` samples, over all processes, go into a forward and backward pass. `forced`: responses
+    end where `lengths_of_step` says; otherwise all have `response_length` tokens.
     """
     tokenizer = AutoTokenizer.from_pretrained(model)
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -95,7 +102,9 @@ def make_trainer(
         started = time.perf_counter()
         if forced:
             drawn = lengths_of_step(next(generations))[rank::processes]
-            arguments["logits_processor"] = [EndAtLength(drawn, arguments["input_ids"].size(1), tokenizer.eos_token_id)]
+            arguments["logits_processor"] = [
+                EndAtLength(drawn, arguments["input_ids"].size(1), tokenizer.eos_token_id)
+            ]
         output = generate(**arguments)
         so_far["generation"] += time.perf_counter() - started
         return output
@@ -103,13 +112,18 @@ def make_trainer(
     policy.generate = timed_generate
 
     def rewards(completions: list[str], truth: list[str], **_: Any) -> list[float]:
-        return [score("", text, ground_truth) for text, ground_truth in zip(completions, truth, strict=True)]
+        return [
+            score("", text, ground_truth)
+            for text, ground_truth in zip(completions, truth, strict=True)
+        ]
 
     return GRPOTrainer(
         model=policy,
         processing_class=tokenizer,
         reward_funcs=rewards,
-        train_dataset=Dataset.from_dict({"prompt": prompts, "truth": [prompt.split()[-1] for prompt in prompts]}),
+        train_dataset=Dataset.from_dict(
+            {"prompt": prompts, "truth": [prompt.split()[-1] for prompt in prompts]}
+        ),
         callbacks=[Stepping()],
         args=GRPOConfig(
             output_dir=f"{model}_trl",
@@ -166,6 +180,8 @@ def step() -> dict[str, Any]:
 if __name__ == "__main__":
     if len(sys.argv) > 1:  # one of the other processes of a data-parallel run
         environment = {name: int(os.environ[name]) for name in ("RANK", "WORLD_SIZE")}
-        make_trainer(environment["RANK"], environment["WORLD_SIZE"], **json.loads(sys.argv[1])).train()
+        make_trainer(
+            environment["RANK"], environment["WORLD_SIZE"], **json.loads(sys.argv[1])
+        ).train()
     else:
         serve(start, step)

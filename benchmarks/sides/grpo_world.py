@@ -1,5 +1,5 @@
-"""What both sides of `grpo_step` and `grpo_reward_curve` train on: a random Llama, a tokenizer of words, prompts,
-rewards and forced response lengths."""
+"""What both sides of `grpo_step` and `grpo_reward_curve` train on: a random Llama, a tokenizer of
+words, prompts, rewards and forced response lengths."""
 
 import math
 from pathlib import Path
@@ -10,7 +10,10 @@ import numpy as np
 from benchmarks.harness import sized
 
 END = "<end>"
-NUM_PROMPTS, SAMPLES_PER_PROMPT, PROMPT_LENGTH, VOCABULARY = 8, 8, 32, 4096
+NUM_PROMPTS = 8
+SAMPLES_PER_PROMPT = 8
+PROMPT_LENGTH = 32
+VOCABULARY = 4096
 LONGEST = sized(128, 16)
 NUM_SAMPLES = NUM_PROMPTS * SAMPLES_PER_PROMPT
 MAX_OVER_MEAN = 4
@@ -22,8 +25,11 @@ def words(vocab_size: int) -> list[str]:
     return [f"w{i}" for i in range(vocab_size - 1)]
 
 
-def make_model(folder: Path, *, vocab_size: int, hidden: int, layers: int, intermediate: int, positions: int) -> int:
-    """Writes a Llama with random weights in float32 and heads of 64, and its tokenizer; returns its parameters."""
+def make_model(
+    folder: Path, *, vocab_size: int, hidden: int, layers: int, intermediate: int, positions: int
+) -> int:
+    """Writes a Llama with random weights in float32 and heads of 64, and its tokenizer; returns its
+    parameters."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -31,7 +37,9 @@ def make_model(folder: Path, *, vocab_size: int, hidden: int, layers: int, inter
     table = {END: 0} | {word: i for i, word in enumerate(words(vocab_size), start=1)}
     backend = Tokenizer(models.WordLevel(table, unk_token=END))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END, pad_token=END, unk_token=END)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token=END, pad_token=END, unk_token=END
+    )
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     torch.manual_seed(0)
     model = LlamaForCausalLM(
@@ -67,7 +75,8 @@ def copy_prompts(vocab_size: int) -> list[str]:
 
 
 def write_prompts(path: Path, prompts: list[str]) -> None:
-    """The prompts as a parquet file in verl's row schema; the ground truth is the prompt's last word."""
+    """The prompts as a parquet file in verl's row schema; the ground truth is the prompt's last
+    word."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -83,21 +92,27 @@ def write_prompts(path: Path, prompts: list[str]) -> None:
     pq.write_table(pa.Table.from_pylist(rows), path)
 
 
-def parity(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None) -> float:
+def parity(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None
+) -> float:
     """Whether the number of the first word is even: a reward that knows nothing of the length."""
     first = (solution_str.split() or ["w1"])[0]
     return float(int(first[1:]) % 2 == 0)
 
 
-def copies(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None) -> float:
+def copies(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None
+) -> float:
     """The share of the response's words that are the prompt's word."""
     return solution_str.split().count(ground_truth) / COPY_LENGTH
 
 
 def forced_lengths(num_samples: int, longest: int, max_over_mean: float) -> list[int]:
-    """Quantiles of a log-normal law, scaled so that the longest is `longest` and `max_over_mean` times the mean."""
+    """Quantiles of a log-normal law, scaled so that the longest is `longest` and `max_over_mean`
+    times the mean."""
     z = np.array([NormalDist().inv_cdf((i + 0.5) / num_samples) for i in range(num_samples)])
-    low, high = 0.0, 3.0
+    low = 0.0
+    high = 3.0
     for _ in range(60):
         sigma = (low + high) / 2
         law = np.exp(sigma * z)
@@ -106,7 +121,8 @@ def forced_lengths(num_samples: int, longest: int, max_over_mean: float) -> list
 
 
 def lengths_of_step(step: int) -> list[int]:
-    """Response lengths of a step of `grpo_step`: first full ones, then long-tailed ones in another order each step."""
+    """Response lengths of a step of `grpo_step`: first full ones, then long-tailed ones in another
+    order each step."""
     if step < STEPS_PER_LAW:
         return [LONGEST] * NUM_SAMPLES
     lengths = forced_lengths(NUM_SAMPLES, LONGEST, MAX_OVER_MEAN)

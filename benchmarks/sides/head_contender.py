@@ -1,4 +1,5 @@
-"""What every contender of the benchmark `head` does: run a head on the same random inputs, for time and for memory."""
+"""What every contender of the benchmark `head` does: run a head on the same random inputs, for time
+and for memory."""
 
 import gc
 from collections.abc import Callable
@@ -13,7 +14,8 @@ Head = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, 
 
 
 def serve_heads(**heads: Head) -> None:
-    """Answers `prepare`, `run`, `peak` and `results` for one of `heads`, which `prepare` chooses."""
+    """Answers `prepare`, `run`, `peak` and `results` for one of `heads`, which `prepare`
+    chooses."""
     state: dict[str, Any] = {}
 
     def prepare(head: str, shape: list[int], device: str) -> dict[str, Any]:
@@ -26,7 +28,9 @@ def serve_heads(**heads: Head) -> None:
 
         state["hidden"] = draw(num_tokens, hidden_size)
         state["weight"] = draw(vocabulary, hidden_size).mul_(2 * hidden_size**-0.5)
-        state["labels"] = torch.randint(0, vocabulary, (num_tokens,), generator=generator).to(device)
+        state["labels"] = torch.randint(0, vocabulary, (num_tokens,), generator=generator).to(
+            device
+        )
         state["grads"] = (
             torch.linspace(-1, 1, num_tokens, device=device),
             torch.linspace(0, 1, num_tokens, device=device),
@@ -37,7 +41,9 @@ def serve_heads(**heads: Head) -> None:
         return {}
 
     def step(backward: bool) -> tuple[torch.Tensor, ...]:
-        hidden, weight, labels = state["hidden"], state["weight"], state["labels"]
+        hidden = state["hidden"]
+        weight = state["weight"]
+        labels = state["labels"]
         hidden.grad = weight.grad = None
         with torch.set_grad_enabled(backward):
             log_probs, entropies = state["head"](hidden, weight, labels)
@@ -58,7 +64,11 @@ def serve_heads(**heads: Head) -> None:
         on_gpu = state["hidden"].is_cuda
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated() if on_gpu else state.setdefault("before", resident_bytes())
+        before = (
+            torch.cuda.memory_allocated()
+            if on_gpu
+            else state.setdefault("before", resident_bytes())
+        )
         step(backward)
         after = torch.cuda.max_memory_allocated() if on_gpu else peak_resident_bytes()
         return {"bytes": after - before}
@@ -68,10 +78,13 @@ def serve_heads(**heads: Head) -> None:
         tensors = (log_probs, entropies, state["hidden"].grad, state["weight"].grad)
         return {
             name: tensor.detach().float().cpu().numpy()
-            for name, tensor in zip(("log_probs", "entropies", "grad_hidden", "grad_weight"), tensors, strict=True)
+            for name, tensor in zip(
+                ("log_probs", "entropies", "grad_hidden", "grad_weight"), tensors, strict=True
+            )
         }
 
-    # The libraries' own first-call costs, of threads and of workspaces, are no part of a head's memory.
+    # The libraries' own first-call costs, of threads and of workspaces, are no part of a head's
+    # memory.
     small = torch.randn(256, 256, requires_grad=True)
     (small @ small).softmax(-1).sum().backward()
     serve(prepare, run, peak, results)

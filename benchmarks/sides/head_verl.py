@@ -5,7 +5,9 @@ from verl.utils.torch_functional import entropy_from_logits, logprobs_from_logit
 from benchmarks.sides.head_contender import serve_heads
 
 
-def logits(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def logits(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     logits = hidden @ weight.T
     return logprobs_from_logits(logits, labels), entropy_from_logits(logits)
 

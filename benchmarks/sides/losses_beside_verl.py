@@ -19,7 +19,8 @@ from verl_like.algorithms.kl import KL_ESTIMATORS, kl_penalty
 from verl_like.algorithms.policy_losses import get_policy_loss_fn
 from verl_like.algorithms.registry import call_by_name, options_class
 
-ROWS, LENGTH = 12, 40
+ROWS = 12
+LENGTH = 40
 SEQUENCE_MEAN = "seq-mean-token-mean"
 # Where verl draws at random, the share 1 leaves nothing to draw.
 OPTIONS: dict[str, dict[str, float]] = {
@@ -29,13 +30,28 @@ OPTIONS: dict[str, dict[str, float]] = {
     "kl_cov": {"kl_cov_ratio": 0.1, "ppo_kl_coef": 0.6},
 }
 MODES = {"sapo": (SEQUENCE_MEAN,), "geo_mean": (SEQUENCE_MEAN,)}
-LOSSES = ("vanilla", "gspo", "cispo", "sapo", "dppo_tv", "dppo_kl", "geo_mean", "gpg", "reinforce", "dro", "clip_cov")
+LOSSES = (
+    "vanilla",
+    "gspo",
+    "cispo",
+    "sapo",
+    "dppo_tv",
+    "dppo_kl",
+    "geo_mean",
+    "gpg",
+    "reinforce",
+    "dro",
+    "clip_cov",
+)
 
 
 def batch(seed: int) -> dict[str, torch.Tensor]:
-    """(ROWS, LENGTH) float64 columns; responses of several lengths with holes, none of them skipped."""
+    """(ROWS, LENGTH) float64 columns; responses of several lengths with holes, none of them
+    skipped."""
     rng = np.random.default_rng(seed)
-    mask = (np.arange(LENGTH) < rng.integers(2, LENGTH + 1, (ROWS, 1))) & (rng.random((ROWS, LENGTH)) < 0.8)
+    mask = (np.arange(LENGTH) < rng.integers(2, LENGTH + 1, (ROWS, 1))) & (
+        rng.random((ROWS, LENGTH)) < 0.8
+    )
     mask[:, 0] = True
     old = -rng.exponential(1.0, (ROWS, LENGTH)) - 1e-3
     columns = {
@@ -50,8 +66,10 @@ def batch(seed: int) -> dict[str, torch.Tensor]:
 
 
 def loss_difference(name: str, columns: dict[str, torch.Tensor], mode: str) -> float:
-    """The larger of the relative differences in loss and gradient, and of the differences in shared metrics."""
-    mask, options = columns["response_mask"], OPTIONS.get(name, {})
+    """The larger of the relative differences in loss and gradient, and of the differences in shared
+    metrics."""
+    mask = columns["response_mask"]
+    options = OPTIONS.get(name, {})
     policy_loss = {key: value for key, value in options.items() if not key.startswith("tau")}
     verl_config = ActorConfig(
         strategy="fsdp",
@@ -64,7 +82,9 @@ def loss_difference(name: str, columns: dict[str, torch.Tensor], mode: str) -> f
     )
     # verl divides by the width of the columns; here it is said.
     counts = {"loss_scale_factor": LENGTH}
-    config = SimpleNamespace(clip_ratio_low=0.15, clip_ratio_high=0.25, clip_ratio_c=3.0, global_batch_info=counts)
+    config = SimpleNamespace(
+        clip_ratio_low=0.15, clip_ratio_high=0.25, clip_ratio_c=3.0, global_batch_info=counts
+    )
     function = get_policy_loss_fn(name)
     declared = options_class(function)
     ours, theirs = (columns["log_prob"].clone().requires_grad_() for _ in range(2))
@@ -77,7 +97,9 @@ def loss_difference(name: str, columns: dict[str, torch.Tensor], mode: str) -> f
     }
     if hasattr(inputs["options"], "select_tokens"):
         # verl selects by the policy that is trained.
-        inputs["selected_tokens"] = inputs["options"].select_tokens(columns["log_prob"], columns["advantages"], mask)
+        inputs["selected_tokens"] = inputs["options"].select_tokens(
+            columns["log_prob"], columns["advantages"], mask
+        )
     loss, metrics = call_by_name(function, inputs)
     if name == "reinforce":
         verl_function = core_algos.compute_policy_loss_reinforce
@@ -103,12 +125,16 @@ def loss_difference(name: str, columns: dict[str, torch.Tensor], mode: str) -> f
 
 
 def distillation_difference(columns: dict[str, torch.Tensor]) -> float:
-    """verl's parts: its KL as a negative advantage, and its clipped loss of that and of the task's advantages."""
+    """verl's parts: its KL as a negative advantage, and its clipped loss of that and of the task's
+    advantages."""
     verl_config = ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1)
-    config = SimpleNamespace(clip_ratio_low=0.2, clip_ratio_high=0.2, clip_ratio_c=3.0, global_batch_info={})
+    config = SimpleNamespace(
+        clip_ratio_low=0.2, clip_ratio_high=0.2, clip_ratio_c=3.0, global_batch_info={}
+    )
     ours, theirs = (columns["log_prob"].clone().requires_grad_() for _ in range(2))
     function = get_policy_loss_fn("distillation")
-    teacher, options = columns["rollout_log_probs"], {"distillation_loss_coef": 0.4, "loss_max_clamp": 0.3}
+    teacher = columns["rollout_log_probs"]
+    options = {"distillation_loss_coef": 0.4, "loss_max_clamp": 0.3}
     declared = options_class(function)
     assert declared
     inputs = {
@@ -122,8 +148,16 @@ def distillation_difference(columns: dict[str, torch.Tensor]) -> float:
     signal = core_algos.kl_penalty(theirs, teacher, "k1").clamp(-0.3, 0.3)
 
     def surrogate(advantages: torch.Tensor) -> torch.Tensor:
-        verl_columns = columns["old_log_prob"], theirs, advantages, columns["response_mask"], "token-mean"
-        return core_algos.compute_policy_loss_vanilla(*verl_columns, verl_config, columns["rollout_is_weights"])[0]
+        verl_columns = (
+            columns["old_log_prob"],
+            theirs,
+            advantages,
+            columns["response_mask"],
+            "token-mean",
+        )
+        return core_algos.compute_policy_loss_vanilla(
+            *verl_columns, verl_config, columns["rollout_is_weights"]
+        )[0]
 
     verl_loss = 0.4 * surrogate(-signal.detach()) + surrogate(columns["advantages"])
     loss.backward()
@@ -140,25 +174,31 @@ def correction_differences(columns: dict[str, torch.Tensor]) -> dict[str, float]
             for normalize in (False, True):
                 arguments = (log_ratio, mask, level, threshold, normalize)
                 weights, metrics = compute_rollout_correction_weights(*arguments)
-                verl_weights, verl_metrics = verl_corrections.compute_rollout_correction_weights(*arguments)
+                verl_weights, verl_metrics = verl_corrections.compute_rollout_correction_weights(
+                    *arguments
+                )
                 kind = "truncated" if isinstance(threshold, float) else "within a band"
                 name = f"{level} weights, {kind}"
                 differences = [float((weights - verl_weights).abs().max())]
-                differences += [abs(metrics[key] - verl_metrics[key]) for key in metrics.keys() & verl_metrics.keys()
-                                if not key.endswith(("_max", "_min"))]  # fmt: skip
+                differences += [
+                    abs(metrics[key] - verl_metrics[key])
+                    for key in metrics.keys() & verl_metrics.keys()
+                    if not key.endswith(("_max", "_min"))
+                ]
                 found[name] = max(found.get(name, 0.0), *differences)
     for statistic in STATISTICS:
         threshold = "0.9_1.1" if statistic.endswith("k1") else "0.01"
         kept, metrics = compute_rollout_rejection_mask(log_ratio, mask, statistic, threshold)
-        verl_kept, verl_metrics = verl_corrections.compute_rollout_rejection_mask(log_ratio, mask, statistic, threshold)
+        verl_kept, verl_metrics = verl_corrections.compute_rollout_rejection_mask(
+            log_ratio, mask, statistic, threshold
+        )
         found[f"rejection by {statistic}"] = max(
-            float((kept != verl_kept).sum()), *(abs(metrics[key] - verl_metrics[key]) for key in metrics)
+            float((kept != verl_kept).sum()),
+            *(abs(metrics[key] - verl_metrics[key]) for key in metrics),
         )
     arguments = columns["old_log_prob"], columns["rollout_log_probs"], mask
-    metrics, verl_metrics = (
-        compute_offpolicy_metrics(*arguments),
-        verl_corrections.compute_offpolicy_metrics(*arguments),
-    )
+    metrics = compute_offpolicy_metrics(*arguments)
+    verl_metrics = verl_corrections.compute_offpolicy_metrics(*arguments)
     shared = metrics.keys() & verl_metrics.keys()
     found["drift metrics"] = max(abs(metrics[key] / verl_metrics[key] - 1) for key in shared)
     return found

@@ -1,4 +1,5 @@
-"""verl_like's side of `overlap`: both updates are submitted, then both are collected, as `RayPPOTrainer.step` does."""
+"""verl_like's side of `overlap`: both updates are submitted, then both are collected, as
+`RayPPOTrainer.step` does."""
 
 from typing import Any
 
@@ -26,11 +27,14 @@ def start() -> dict[str, Any]:
     return {"pids": [group.worker_pids[0] for group in groups.values()]}
 
 
-def update(rows: int, length: int, seed: int, sleep_s: float, one_by_one: bool = False) -> dict[str, Any]:
+def update(
+    rows: int, length: int, seed: int, sleep_s: float, one_by_one: bool = False
+) -> dict[str, Any]:
     """Both updates on a new batch; `one_by_one` waits for the critic first."""
     arrays = columns(rows, length, seed)
     batch = DataProto.from_dict(
-        tensors={name: torch.from_numpy(array) for name, array in arrays.items()}, meta_info={"sleep_s": sleep_s}
+        tensors={name: torch.from_numpy(array) for name, array in arrays.items()},
+        meta_info={"sleep_s": sleep_s},
     )
     order = range(rows)
     with stopwatch() as seconds:

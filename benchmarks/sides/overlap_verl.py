@@ -1,5 +1,6 @@
-"""verl's side of `overlap`: its worker group, in the order of its trainer, which waits for the critic before it calls
-the actor (verl/trainer/ppo/ray_trainer.py, `fit`, "update critic" and "update actor")."""
+"""verl's side of `overlap`: its worker group, in the order of its trainer, which waits for the
+critic before it calls the actor (verl/trainer/ppo/ray_trainer.py, `fit`, "update critic" and
+"update actor")."""
 
 from typing import Any
 
@@ -26,16 +27,24 @@ class Role(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def update(self, batch: DataProto) -> DataProto:
-        result_B, seconds = self.role_device.update(dict(batch.batch.items()), batch.meta_info["sleep_s"])
-        return DataProto.from_dict(tensors={"result": result_B, "seconds": torch.full((len(result_B),), seconds)})
+        result_B, seconds = self.role_device.update(
+            dict(batch.batch.items()), batch.meta_info["sleep_s"]
+        )
+        return DataProto.from_dict(
+            tensors={"result": result_B, "seconds": torch.full((len(result_B),), seconds)}
+        )
 
 
 def start() -> dict[str, Any]:
     torch.set_num_threads(1)
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     for seed, role in enumerate(("actor", "critic")):
-        pool = RayResourcePool(process_on_nodes=[1], use_gpu=False, max_colocate_count=1, name_prefix=role)
-        groups[role] = RayWorkerGroup(resource_pool=pool, ray_cls_with_init=RayClassWithInitArgs(Role, seed=seed))
+        pool = RayResourcePool(
+            process_on_nodes=[1], use_gpu=False, max_colocate_count=1, name_prefix=role
+        )
+        groups[role] = RayWorkerGroup(
+            resource_pool=pool, ray_cls_with_init=RayClassWithInitArgs(Role, seed=seed)
+        )
     return {}
 
 
@@ -43,7 +52,8 @@ def update(rows: int, length: int, seed: int, sleep_s: float) -> dict[str, Any]:
     """Both updates on a new batch."""
     arrays = columns(rows, length, seed)
     batch = DataProto.from_dict(
-        tensors={name: torch.from_numpy(array) for name, array in arrays.items()}, meta_info={"sleep_s": sleep_s}
+        tensors={name: torch.from_numpy(array) for name, array in arrays.items()},
+        meta_info={"sleep_s": sleep_s},
     )
     outputs = {}
     with stopwatch() as seconds:

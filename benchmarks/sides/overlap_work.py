@@ -1,22 +1,29 @@
-"""The work of both sides of `overlap`: the batch, and what a worker does with it, in plain torch and NumPy."""
+"""The work of both sides of `overlap`: the batch, and what a worker does with it, in plain torch
+and NumPy."""
 
 import time
 
 import numpy as np
 import torch
 
-VOCABULARY, WIDTH = 256, 128
+VOCABULARY = 256
+WIDTH = 128
 
 
 def columns(rows: int, length: int, seed: int) -> dict[str, np.ndarray]:
-    """7 columns (rows, length) of an RL batch, 5 int64 and 2 float32; the same numbers for the same seed."""
+    """7 columns (rows, length) of an RL batch, 5 int64 and 2 float32; the same numbers for the same
+    seed."""
     random = np.random.default_rng(seed)
     tokens = random.integers(VOCABULARY, size=(rows, length))
     batch = {"input_ids": tokens, "responses": np.roll(tokens, -1, axis=1)}
-    batch |= {name: np.ones((rows, length), dtype=np.int64) for name in ("attention_mask", "response_mask")}
+    batch |= {
+        name: np.ones((rows, length), dtype=np.int64)
+        for name in ("attention_mask", "response_mask")
+    }
     batch["position_ids"] = np.tile(np.arange(length), (rows, 1))
     return batch | {
-        name: random.standard_normal((rows, length), dtype=np.float32) for name in ("old_log_probs", "advantages")
+        name: random.standard_normal((rows, length), dtype=np.float32)
+        for name in ("old_log_probs", "advantages")
     }
 
 
@@ -35,8 +42,11 @@ class Trainer:
         )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
 
-    def step(self, input_ids: torch.Tensor, responses: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
-        """One optimizer step on a policy-gradient loss, in micro-batches of 4 rows; returns (rows,) losses."""
+    def step(
+        self, input_ids: torch.Tensor, responses: torch.Tensor, advantages: torch.Tensor
+    ) -> torch.Tensor:
+        """One optimizer step on a policy-gradient loss, in micro-batches of 4 rows; returns (rows,)
+        losses."""
         losses = []
         for rows in torch.arange(len(input_ids)).split(4):
             log_probs = self.model(input_ids[rows]).log_softmax(-1)

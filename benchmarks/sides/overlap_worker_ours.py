@@ -14,4 +14,6 @@ class Role(Worker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def update(self, batch: DataProto) -> DataProto:
         result_B, seconds = self.role_device.update(dict(batch.batch), batch.meta_info["sleep_s"])
-        return DataProto.from_dict(tensors={"result": result_B, "seconds": torch.full((len(result_B),), seconds)})
+        return DataProto.from_dict(
+            tensors={"result": result_B, "seconds": torch.full((len(result_B),), seconds)}
+        )

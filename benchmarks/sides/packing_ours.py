@@ -19,16 +19,24 @@ def write(path: str) -> dict[str, Any]:
     """Writes a Llama of 4.2 million parameters with random weights."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=256, intermediate_size=768, num_hidden_layers=5, num_attention_heads=8,
-        num_key_value_heads=4, max_position_embeddings=LONGEST, initializer_range=0.05,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=5,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=LONGEST,
+        initializer_range=0.05,
+    )
     LlamaForCausalLM(config).save_pretrained(path)
     return {}
 
 
 def load(path: str) -> dict[str, Any]:
     attention = choose_attention(None, "cpu", torch.float32)
-    state["policy"] = PolicyModel(AutoModelForCausalLM.from_pretrained(path, attn_implementation=attention)).train()
+    state["policy"] = PolicyModel(
+        AutoModelForCausalLM.from_pretrained(path, attn_implementation=attention)
+    ).train()
     batch = {name: torch.from_numpy(column) for name, column in columns().items()}
     batch["responses"] = batch["input_ids"][:, PROMPT:]
     state["rows"] = Rows.of(without_padding(DataProto.from_dict(batch), pad_token_id=0))
@@ -44,7 +52,11 @@ def step() -> dict[str, Any]:
         log_probs_BR = micro.of_rows(packed.of_tokens(policy(packed, 1.0)[0]))
         (-log_probs_BR.sum() / state["rows"].num_scored_B.sum()).backward()
     grad_norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in policy.parameters()])
-    return {"seconds": seconds[0], "log_probs": log_probs_BR.detach().numpy(), "grad_norm": grad_norm.item()}
+    return {
+        "seconds": seconds[0],
+        "log_probs": log_probs_BR.detach().numpy(),
+        "grad_norm": grad_norm.item(),
+    }
 
 
 if __name__ == "__main__":

@@ -20,8 +20,11 @@ def load(path: str, fused: bool) -> dict[str, Any]:
 
 
 def log_probs() -> torch.Tensor:
-    """As TRL's GRPO trainer computes them: of the fused head, which 1.16 has, or of the logits, as before."""
-    model, input_ids, mask = state["model"], state["input_ids"], state["attention_mask"]
+    """As TRL's GRPO trainer computes them: of the fused head, which 1.16 has, or of the logits, as
+    before."""
+    model = state["model"]
+    input_ids = state["input_ids"]
+    mask = state["attention_mask"]
     completion = mask[:, PROMPT:]
     if state["fused"]:
         labels = input_ids.masked_fill(mask == 0, -100)
@@ -29,7 +32,9 @@ def log_probs() -> torch.Tensor:
         outputs = model(input_ids=input_ids, attention_mask=mask, labels=labels, fused_lm_head=True)
         return outputs.log_probs[:, PROMPT - 1 :] * completion
     logits_to_keep = completion.size(1)
-    outputs = model(input_ids=input_ids, attention_mask=mask, logits_to_keep=logits_to_keep + 1, use_cache=False)
+    outputs = model(
+        input_ids=input_ids, attention_mask=mask, logits_to_keep=logits_to_keep + 1, use_cache=False
+    )
     return selective_log_softmax(outputs.logits[:, :-1], input_ids[:, PROMPT:]) * completion
 
 
@@ -40,7 +45,11 @@ def step() -> dict[str, Any]:
         log_probs_BR = log_probs()
         (-log_probs_BR.sum() / state["attention_mask"][:, PROMPT:].sum()).backward()
     grad_norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
-    return {"seconds": seconds[0], "log_probs": log_probs_BR.detach().numpy(), "grad_norm": grad_norm.item()}
+    return {
+        "seconds": seconds[0],
+        "log_probs": log_probs_BR.detach().numpy(),
+        "grad_norm": grad_norm.item(),
+    }
 
 
 if __name__ == "__main__":

@@ -20,13 +20,15 @@ def lengths(law: str, rows: int) -> np.ndarray:
     if law == "uniform":
         return draw.integers(64, 8192, rows, endpoint=True)
     if law == "bimodal":
-        short, long = draw.integers(128, 1024, rows), draw.integers(6144, 8192, rows)
+        short = draw.integers(128, 1024, rows)
+        long = draw.integers(6144, 8192, rows)
         return np.where(draw.random(rows) < 0.8, short, long)
     return draw.integers(BUDGET // 2 + 1, BUDGET, rows, endpoint=True)
 
 
 def timed(plan: Callable[[], Sequence[Sequence[int]]], seconds_limit: float) -> dict[str, Any]:
-    """Seconds of a plan and its parts, all rows one after the other and how many each has; nothing after the limit."""
+    """Seconds of a plan and its parts, all rows one after the other and how many each has; nothing
+    after the limit."""
     signal.signal(signal.SIGALRM, _out_of_time)
     signal.setitimer(signal.ITIMER_REAL, seconds_limit)
     try:

@@ -1,8 +1,12 @@
-"""OpenRLHF's side of `planner`: as in its trainer, first fit gives the number of micro-batches, which are balanced."""
+"""OpenRLHF's side of `planner`: as in its trainer, first fit gives the number of micro-batches,
+which are balanced."""
 
 from typing import Any
 
-from openrlhf.utils.seqlen_balancing import get_minimum_num_micro_batch_size, get_seqlen_balanced_partitions
+from openrlhf.utils.seqlen_balancing import (
+    get_minimum_num_micro_batch_size,
+    get_seqlen_balanced_partitions,
+)
 
 from benchmarks.serve import serve
 from benchmarks.sides.planner_data import BUDGET, lengths, timed

@@ -1,6 +1,7 @@
 """verl's side of `planner`: its dynamic micro-batches and its balanced partitions.
 
-`rearrange_micro_batches` also slices the batch it is given, here the attention mask it needs and one number a row.
+`rearrange_micro_batches` also slices the batch it is given, here the attention mask it needs and
+one number a row.
 """
 
 from typing import Any

@@ -1,4 +1,5 @@
-"""PPO of the toy world from Python: python_way_script.py FOLDER NUM_PROCESSES, beside the command of python_way.py."""
+"""PPO of the toy world from Python: python_way_script.py FOLDER NUM_PROCESSES, beside the command
+of python_way.py."""
 
 import sys
 from copy import deepcopy
@@ -16,9 +17,11 @@ def main(folder: str, num_processes: int) -> None:
     strategy = NaiveStrategy() if num_processes == 1 else DDPStrategy(num_processes)
     model = str(FOLDER / "model")
     with strategy.model_init_context():
-        actor, critic = Actor(pretrained=model), Critic()
+        actor = Actor(pretrained=model)
+        critic = Critic()
         initial_model = deepcopy(actor)
-    actor_optim, critic_optim = AdamW(actor.parameters(), lr=1e-4), AdamW(critic.parameters(), lr=1e-3)
+    actor_optim = AdamW(actor.parameters(), lr=1e-4)
+    critic_optim = AdamW(critic.parameters(), lr=1e-3)
     trainer = PPOTrainer(
         strategy,
         *(actor, critic, None, initial_model, actor_optim, critic_optim),

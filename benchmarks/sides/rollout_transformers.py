@@ -1,4 +1,5 @@
-"""transformers' side of `rollout`: `generate` on one padded batch, as TRL's GRPO trainer generates without vLLM."""
+"""transformers' side of `rollout`: `generate` on one padded batch, as TRL's GRPO trainer generates
+without vLLM."""
 
 from typing import Any
 
@@ -23,16 +24,22 @@ def _generate(seed: int, length: int, **settings: Any) -> torch.Tensor:
     config = GenerationConfig(max_new_tokens=length, pad_token_id=0, eos_token_id=None, **settings)
     with torch.no_grad():
         output = state["model"].generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config, disable_compile=True
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            generation_config=config,
+            disable_compile=True,
         )
     return output[:, ids.shape[1] :]
 
 
 def generate(seed: int) -> dict[str, Any]:
-    """The batch runs until its longest response ends; the tokens after the end of the others are of no use."""
+    """The batch runs until its longest response ends; the tokens after the end of the others are of
+    no use."""
     wanted = lengths(seed)
     with stopwatch() as seconds:
-        responses = _generate(seed, max(wanted), do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
+        responses = _generate(
+            seed, max(wanted), do_sample=True, temperature=1.0, top_k=0, top_p=1.0
+        )
     assert responses.shape == (len(wanted), max(wanted))
     return {"seconds": seconds[0], "tokens": sum(wanted)}
 

@@ -17,7 +17,8 @@ from verl_like.single_controller.worker import Worker, reserve_port
 from verl_like.workers import weight_sync
 from verl_like.workers.weight_transfer import WEIGHT_TRANSPORTS
 
-ROWS, COLUMNS = sized(1 << 18, 1 << 12), 1024
+ROWS = sized(1 << 18, 1 << 12)
+COLUMNS = 1024
 NUM_BYTES = 2 * ROWS * COLUMNS  # bfloat16
 TIMEOUT_S = 120
 state: dict[str, Any] = {}
@@ -31,10 +32,13 @@ def cut(flat: torch.Tensor, num_tensors: int) -> dict[str, torch.Tensor]:
 
 
 def engine(connection: Connection, port: int) -> None:
-    """Receives as it is told; answers when it has the weights, and then with the sums of their bits."""
+    """Receives as it is told; answers when it has the weights, and then with the sums of their
+    bits."""
     join(1, port)
-    worker, transports = Worker(), {name: WEIGHT_TRANSPORTS[name]() for name in ("gloo", "shared_memory")}
-    flat = torch.ones(ROWS * COLUMNS, dtype=torch.bfloat16)  # in memory already, which is in the peer's favour
+    worker = Worker()
+    transports = {name: WEIGHT_TRANSPORTS[name]() for name in ("gloo", "shared_memory")}
+    # In memory already, which is in the peer's favour
+    flat = torch.ones(ROWS * COLUMNS, dtype=torch.bfloat16)
     while message := connection.recv():
         way, num_tensors, export, with_checks = message
         if export:
@@ -48,9 +52,12 @@ def engine(connection: Connection, port: int) -> None:
             for tensor in [flat] if way == "one broadcast" else tensors.values():
                 dist.broadcast(tensor, src=0)
             memory = [flat.view(torch.uint8).numpy()]
-        # Every page is read once, so that memory that is mapped but not there yet costs what it costs.
+        # Every page is read once, so that memory that is mapped but not there yet costs what it
+        # costs.
         connection.send(sum(int(each[::4096].sum()) for each in memory))
-        sums = np.array([tensor.reshape(-1).view(torch.int64).sum().item() for tensor in tensors.values()])
+        sums = np.array(
+            [tensor.reshape(-1).view(torch.int64).sum().item() for tensor in tensors.values()]
+        )
         tensors, memory, received = {}, [], []  # what somebody reads is not written again
         flat.zero_()
         connection.send(sums)
@@ -66,19 +73,25 @@ def start() -> dict[str, Any]:
     holder, port = reserve_port()
     holder.close()
     connection, other = multiprocessing.get_context("spawn").Pipe()
-    multiprocessing.get_context("spawn").Process(target=engine, args=(other, port), daemon=True).start()
+    multiprocessing.get_context("spawn").Process(
+        target=engine, args=(other, port), daemon=True
+    ).start()
     join(0, port)
     state["connection"] = connection
-    state["flat"] = torch.randn(ROWS * COLUMNS, generator=torch.Generator().manual_seed(0)).bfloat16()
+    state["flat"] = torch.randn(
+        ROWS * COLUMNS, generator=torch.Generator().manual_seed(0)
+    ).bfloat16()
     state["transports"] = {name: WEIGHT_TRANSPORTS[name]() for name in ("gloo", "shared_memory")}
     state["version"] = 0
     return {}
 
 
 def sync(way: str, num_tensors: int, value: int, with_checks: bool = False) -> dict[str, Any]:
-    """Weights that hold `value` in places to the engine: seconds, and the sum of each parameter's bits there."""
+    """Weights that hold `value` in places to the engine: seconds, and the sum of each parameter's
+    bits there."""
     state["version"] += 1
-    flat, connection = state["flat"], state["connection"]
+    flat = state["flat"]
+    connection = state["connection"]
     flat[::64] = value
     tensors = cut(flat, num_tensors)
     with stopwatch() as seconds:
@@ -95,13 +108,16 @@ def sync(way: str, num_tensors: int, value: int, with_checks: bool = False) -> d
                     allocate=transport.allocate,
                 )
             connection.send((way, num_tensors, transport.publish(export), with_checks))
-            if with_checks:  # what the engine found is agreed on in the process group, which is the peer's too
+            # What the engine found is agreed on in the process group, which is the peer's too
+            if with_checks:
                 dist.all_reduce(torch.zeros(()))
         else:
             connection.send((way, num_tensors, None, False))
             for tensor in [flat] if way == "one broadcast" else tensors.values():
                 dist.broadcast(tensor, src=0)
-        assert connection.poll(TIMEOUT_S), f"{way}: the engine does not have the weights after {TIMEOUT_S} s"
+        assert connection.poll(TIMEOUT_S), (
+            f"{way}: the engine does not have the weights after {TIMEOUT_S} s"
+        )
         connection.recv()
     return {"seconds": seconds[0], "sums": connection.recv()}
 

@@ -1,9 +1,10 @@
-"""One maker and one trainer, connected by hand: who runs which models, who sends to whom, how long each loop is.
+"""One maker and one trainer, connected by hand: who runs which models, who sends to whom, how long
+each loop is.
 
     python -m examples.detached.by_hand [key=value ...]
 
-`python -m verl_like.trainer.main_detached` makes the same graph from the configuration. It also checks all input before
-Ray starts, starts makers that fail again, and keeps a record.
+`python -m verl_like.trainer.main_detached` makes the same graph from the configuration. It also
+checks all input before Ray starts, starts makers that fail again, and keeps a record.
 """
 
 import sys
@@ -34,13 +35,18 @@ MINUTES = 60.0
 
 
 def maker_models(config: DetachedConfig) -> Mapping[str, RayClassWithInitArgs]:
-    """What a maker runs of these, as the configuration says: GRPO with rules the engine and the initial policy."""
-    policy, critic, seed = config.actor_rollout_ref, config.critic, config.trainer.seed
+    """What a maker runs of these, as the configuration says: GRPO with rules the engine and the
+    initial policy."""
+    policy = config.actor_rollout_ref
+    critic = config.critic
+    seed = config.trainer.seed
     transport = policy.rollout.weight_transport
     models = {
         "rollout": RayClassWithInitArgs(RolloutWorker, config=policy, seed=seed),
         "actor": RayClassWithInitArgs(ActorCopyWorker, config=policy),
-        "critic": RayClassWithInitArgs(CriticCopyWorker, config=critic, seed=seed, weight_transport=transport),
+        "critic": RayClassWithInitArgs(
+            CriticCopyWorker, config=critic, seed=seed, weight_transport=transport
+        ),
         "ref": RayClassWithInitArgs(ReferenceWorker, config=policy),
         "reward_model": RayClassWithInitArgs(RewardModelWorker, config=config.reward_model),
     }
@@ -49,9 +55,14 @@ def maker_models(config: DetachedConfig) -> Mapping[str, RayClassWithInitArgs]:
 
 def trainer_models(config: DetachedConfig) -> Mapping[str, RayClassWithInitArgs]:
     """What a trainer runs of these: GRPO the policy alone."""
-    policy, critic, steps = config.actor_rollout_ref, config.critic, config.trainer.total_training_steps
+    policy = config.actor_rollout_ref
+    critic = config.critic
+    steps = config.trainer.total_training_steps
     arguments: dict[str, Any] = {"seed": config.trainer.seed, "rollout_n": policy.rollout.n}
-    arguments |= {"total_training_steps": steps, "weight_transport": policy.rollout.weight_transport}
+    arguments |= {
+        "total_training_steps": steps,
+        "weight_transport": policy.rollout.weight_transport,
+    }
     models = {
         "actor": RayClassWithInitArgs(ActorWorker, config=policy, total_training_steps=steps),
         "critic": RayClassWithInitArgs(CriticWorker, config=critic, **arguments),
@@ -66,16 +77,23 @@ def main(overrides: list[str]) -> None:
     start_ray(None, config.ray_kwargs.ray_init.num_cpus)
 
     def data_loader_fn() -> PromptLoader:
-        return PromptLoader.of(config, load_dataset(config, load_tokenizer(config.actor_rollout_ref.model), "train"))
+        return PromptLoader.of(
+            config, load_dataset(config, load_tokenizer(config.actor_rollout_ref.model), "train")
+        )
 
-    ledger_class, trainer_class, maker_class = ray.remote(PromptLedger), DetachedPPOTrainer, ExperienceMakerHolder
+    ledger_class = ray.remote(PromptLedger)
+    trainer_class = DetachedPPOTrainer
+    maker_class = ExperienceMakerHolder
     ledger: Any = ledger_class.options(name="ledger", num_cpus=0).remote(
         steps, config.data.train_batch_size, config.detached
     )
     # Several trainers meet at the address, where this process would hold a TCPStore.
     env_info = {"rank": 0, "world_size": 1, "master_addr": "127.0.0.1", "master_port": 0}
     trainer: Any = trainer_class.options(name="trainer_0", num_cpus=0).remote(  # type: ignore[attr-defined]
-        config, experience_maker_holder_name_list=["maker_0"], model_fn=trainer_models, env_info=env_info
+        config,
+        experience_maker_holder_name_list=["maker_0"],
+        model_fn=trainer_models,
+        env_info=env_info,
     )
     maker: Any = maker_class.options(name="maker_0", num_cpus=0).remote(  # type: ignore[attr-defined]
         config, detached_trainer_name_list=["trainer_0"], model_fn=maker_models, env_info=env_info
@@ -85,7 +103,11 @@ def main(overrides: list[str]) -> None:
     version, num_batches = ray.get(loops, timeout=30 * MINUTES)
     ray.get(maker.finish.remote(version), timeout=5 * MINUTES)
     for step, metrics, *_ in ray.get(maker.report.remote(), timeout=MINUTES).rows:
-        scores = {name: round(metric.value, 3) for name, metric in metrics.items() if name.startswith("val-core/")}
+        scores = {
+            name: round(metric.value, 3)
+            for name, metric in metrics.items()
+            if name.startswith("val-core/")
+        }
         print(f"step {step}: {scores}")
     print(f"{num_batches} batches of experience, weights of version {version}")
     print(ray.get(ledger.counts.remote(), timeout=MINUTES))

@@ -32,13 +32,16 @@ def policy_of(folder: Path, beta: float) -> Policy:
 
 
 def mean_score(graph: Graph, policy: Policy) -> float:
-    """Over all starts: every walk by its probability, one step at a time; what is no road leads to the score 0."""
+    """Over all starts: every walk by its probability, one step at a time; what is no road leads to
+    the score 0."""
     walks = {f"{start}>": 1 / len(graph) for start in graph}
     total = 0.0
     for step in range(MAX_STEPS):
         probabilities = policy(list(walks))
         longer: dict[str, float] = {}
-        for (walk, probability), of_tokens in zip(walks.items(), probabilities.tolist(), strict=True):
+        for (walk, probability), of_tokens in zip(
+            walks.items(), probabilities.tolist(), strict=True
+        ):
             for there in graph[walk.replace(">", "")[-1]]:
                 arriving = probability * of_tokens[VOCABULARY.index(there)]
                 if there == GOAL:
@@ -54,7 +57,9 @@ def uniform(graph: Graph) -> Policy:
 
     def policy(texts: list[str]) -> torch.Tensor:
         roads = [graph[text.replace(">", "")[-1]] for text in texts]
-        return torch.tensor([[(token in PLACES and token in road) / 2 for token in VOCABULARY] for road in roads])
+        return torch.tensor(
+            [[(token in PLACES and token in road) / 2 for token in VOCABULARY] for road in roads]
+        )
 
     return policy
 
@@ -62,7 +67,10 @@ def uniform(graph: Graph) -> Policy:
 def scores(folder: Path) -> dict[str, float]:
     """Of the runs in the folder of a seed."""
     graph = json.loads((folder / "graph.json").read_text())
-    ilql, best = (next((folder / name / "latest").glob("global_step_*/model/huggingface")) for name in ("ilql", "best"))
+    ilql, best = (
+        next((folder / name / "latest").glob("global_step_*/model/huggingface"))
+        for name in ("ilql", "best")
+    )
     return {
         "logged": mean_score(graph, uniform(graph)),
         "cloned": mean_score(graph, policy_of(ilql, 0.0)),
@@ -77,7 +85,10 @@ def main() -> None:
     parser.add_argument("folders", type=Path, nargs="+", help="of each seed")
     transformers.logging.disable_progress_bar()
     rows = {folder.name: scores(folder) for folder in parser.parse_args().folders}
-    rows["mean"] = {name: sum(row[name] for row in rows.values()) / len(rows) for name in next(iter(rows.values()))}
+    rows["mean"] = {
+        name: sum(row[name] for row in rows.values()) / len(rows)
+        for name in next(iter(rows.values()))
+    }
     print("\n" + "".join(f"{name:>19}" for name in ("seed", *rows["mean"])))
     for name, row in rows.items():
         print(f"{name:>19}" + "".join(f"{value:19.3f}" for value in row.values()))

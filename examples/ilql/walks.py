@@ -1,11 +1,13 @@
-"""Makes what ILQL and behaviour cloning learn from: random walks on a graph, with their scores, and a tiny model.
+"""Makes what ILQL and behaviour cloning learn from: random walks on a graph, with their scores, and
+a tiny model.
 
     python -m examples.ilql.walks --out folder --seed 1
 
-Of 16 places each has two roads that lead one way, and two places have one to the goal, a. Whoever logged the walks took
-any road with the same probability, for at most eight steps. A walk that arrives scores one point for each step that is
-left, and one for arriving; all others score 0. The folder then holds `walks.jsonl`, rows that `main_ilql` reads,
-`best.jsonl`, the tenth of them with the highest scores, `graph.json`, and `model/`.
+Of 16 places each has two roads that lead one way, and two places have one to the goal, a. Whoever
+logged the walks took any road with the same probability, for at most eight steps. A walk that
+arrives scores one point for each step that is left, and one for arriving; all others score 0. The
+folder then holds `walks.jsonl`, rows that `main_ilql` reads, `best.jsonl`, the tenth of them with
+the highest scores, `graph.json`, and `model/`.
 """
 
 import argparse
@@ -18,11 +20,14 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-PLACES, GOAL, MAX_STEPS = "abcdefghijklmnop", "a", 8
+PLACES = "abcdefghijklmnop"
+GOAL = "a"
+MAX_STEPS = 8
 NUM_WALKS = 6000
 VOCABULARY = ["<pad>", "<end>", ">", *PLACES]
 CHAT_TEMPLATE = (
-    "{% for m in messages %}{{ m.content }}{{ '>' if m.role == 'user' else '<end>' }}{% endfor %}"  # h>cba<end>
+    # H>cba<end>
+    "{% for m in messages %}{{ m.content }}{{ '>' if m.role == 'user' else '<end>' }}{% endfor %}"
 )
 
 Graph = dict[str, str]
@@ -80,10 +85,16 @@ def make_walks(graph: Graph, seed: int) -> list[dict]:
 
 def write_model(folder: Path, seed: int) -> None:
     """A Llama of two layers with random weights, and a tokenizer of one token a place."""
-    backend = Tokenizer(models.WordLevel({token: index for index, token in enumerate(VOCABULARY)}, unk_token="<pad>"))
+    backend = Tokenizer(
+        models.WordLevel(
+            {token: index for index, token in enumerate(VOCABULARY)}, unk_token="<pad>"
+        )
+    )
     backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     backend.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<end>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="<end>"
+    )
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)
     torch.manual_seed(seed)
@@ -103,9 +114,13 @@ def write_model(folder: Path, seed: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder to make")
-    parser.add_argument("--seed", type=int, required=True, help="seed of the graph, the walks and the model")
+    parser.add_argument(
+        "--seed", type=int, required=True, help="seed of the graph, the walks and the model"
+    )
     arguments = parser.parse_args()
     transformers.logging.disable_progress_bar()
     graph = make_graph(arguments.seed)
@@ -114,7 +129,9 @@ def main() -> None:
     write_model(arguments.out / "model", arguments.seed)
     (arguments.out / "graph.json").write_text(json.dumps(graph))
     for name, some in (("walks", rows), ("best", best)):
-        (arguments.out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
+        (arguments.out / f"{name}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in some)
+        )
     print(f"{arguments.out}: {NUM_WALKS:,} walks, such as {rows[0]}")
 
 

@@ -1,4 +1,5 @@
-"""A custom role: a frozen model in a pool of its own; its log-probability of a response is added to the reward."""
+"""A custom role: a frozen model in a pool of its own; its log-probability of a response is added to
+the reward."""
 
 from typing import ClassVar
 
@@ -13,10 +14,11 @@ from verl_like.workers.reference import ReferenceWorker
 
 
 class LikelihoodWorker(ReferenceWorker):
-    """The reference policy's code with a role of its own; a custom role gets the whole configuration.
+    """The reference policy's code with a role of its own; a custom role gets the whole
+    configuration.
 
-    The model here is the one that training starts from. Another model is one line: give `super().__init__` a copy
-    of the settings with another `model.path`.
+    The model here is the one that training starts from. Another model is one line: give
+    `super().__init__` a copy of the settings with another `model.path`.
     """
 
     reward_columns: ClassVar = {"likelihood_scores": 0.1}  # added to the reward with this weight
@@ -25,14 +27,16 @@ class LikelihoodWorker(ReferenceWorker):
         super().__init__(config.actor_rollout_ref)
 
     @register(
-        dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="ref"),  # its ranks may share sequences
+        # Its ranks may share sequences
+        dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="ref"),
         blocking=False,
         reads=SEQUENCE_COLUMNS,
         writes=["likelihood_scores"],
         jagged=True,  # as `compute_ref_log_prob` takes its batch
     )
     def annotate(self, data: DataProto) -> DataProto:
-        """`likelihood_scores` (B R): the mean log-probability of a response's tokens, on its last token."""
+        """`likelihood_scores` (B R): the mean log-probability of a response's tokens, on its last
+        token."""
         scored = data.union(self.compute_ref_log_prob(data))
         columns = padded(scored, ["ref_log_prob", "response_mask"]).batch
         mean_B = masked_mean(columns["ref_log_prob"], columns["response_mask"], axis=-1)

@@ -54,7 +54,9 @@ def main() -> list[float]:
         max_length=16,
         tokenizer=tokenizer,
     )
-    scores = [row["critic/score/mean"] for row in trainer.fit(prompts, num_episodes=1, max_timesteps=12)]
+    scores = [
+        row["critic/score/mean"] for row in trainer.fit(prompts, num_episodes=1, max_timesteps=12)
+    ]
     print("mean score by step:", *(f"{score:.3f}" for score in scores))
     strategy.save_model(actor, "actor", only_rank0=True)
     strategy.save_optimizer(actor_optim, "actor_optimizer", only_rank0=False)

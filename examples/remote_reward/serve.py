@@ -27,9 +27,11 @@ _MAX_REQUEST_BYTES = 16 * 1024 * 1024
 
 
 class RewardServer(ThreadingHTTPServer):
-    """Scores what is posted with `token` as bearer token; closing it first answers the requests that have begun.
+    """Scores what is posted with `token` as bearer token; closing it first answers the requests
+    that have begun.
 
-    It answers one request a connection, and closes those above `MAX_CONNECTIONS` at once: the client tries again.
+    It answers one request a connection, and closes those above `MAX_CONNECTIONS` at once: the
+    client tries again.
     """
 
     daemon_threads = False
@@ -63,12 +65,15 @@ class _Handler(BaseHTTPRequestHandler):
     server: RewardServer
 
     def do_POST(self) -> None:
-        given, expected = self.headers.get("Authorization", ""), f"Bearer {self.server.token}"
+        given = self.headers.get("Authorization", "")
+        expected = f"Bearer {self.server.token}"
         if not hmac.compare_digest(given.encode(), expected.encode()):
             return self._refuse(401, "the bearer token is missing or wrong")
         length = self.headers.get("Content-Length", "")
         if not (length.isdecimal() and len(length) < 20 and int(length) <= _MAX_REQUEST_BYTES):
-            return self._refuse(413, f"the request needs a Content-Length of at most {_MAX_REQUEST_BYTES} bytes")
+            return self._refuse(
+                413, f"the request needs a Content-Length of at most {_MAX_REQUEST_BYTES} bytes"
+            )
         body = self.rfile.read(int(length))
         if self.path != "/score":
             return self._reply(404, "samples are posted to /score")
@@ -82,8 +87,8 @@ class _Handler(BaseHTTPRequestHandler):
         self._reply(200, {**answer.extra, "score": answer.score})
 
     def _refuse(self, status: int, content: object) -> None:
-        """Replies before the body is read, and then throws away what comes of it: a close would reset the connection,
-        and the client might not see the reply."""
+        """Replies before the body is read, and then throws away what comes of it: a close would
+        reset the connection, and the client might not see the reply."""
         self._reply(status, content)
         self.connection.shutdown(socket.SHUT_WR)
         self.connection.settimeout(_DISCARD_S)
@@ -105,13 +110,27 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m examples.remote_reward.serve", description=__doc__)
-    parser.add_argument("path", nargs="?", help="a Python file or pkg://module; default: rewards by data source")
-    parser.add_argument("--name", default="compute_score", help="the function in it (default: compute_score)")
-    parser.add_argument("--num-workers", type=int, default=2, help="processes that score (default: 2)")
-    parser.add_argument("--timeout-s", type=float, default=30.0, help="seconds for one sample (default: 30)")
-    parser.add_argument("--max-memory-gb", type=float, default=4.0, help="10^9 bytes of a process (default: 4)")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.remote_reward.serve", description=__doc__
+    )
+    parser.add_argument(
+        "path", nargs="?", help="a Python file or pkg://module; default: rewards by data source"
+    )
+    parser.add_argument(
+        "--name", default="compute_score", help="the function in it (default: compute_score)"
+    )
+    parser.add_argument(
+        "--num-workers", type=int, default=2, help="processes that score (default: 2)"
+    )
+    parser.add_argument(
+        "--timeout-s", type=float, default=30.0, help="seconds for one sample (default: 30)"
+    )
+    parser.add_argument(
+        "--max-memory-gb", type=float, default=4.0, help="10^9 bytes of a process (default: 4)"
+    )
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)"
+    )
     parser.add_argument("--port", type=int, default=8000, help="0 for any free one (default: 8000)")
     options = parser.parse_args()
     token = os.environ.get(TOKEN_VARIABLE, "")
@@ -120,8 +139,8 @@ def main() -> None:
     try:
         if not token and not socket.gethostbyname(options.host).startswith("127."):
             raise ValueError(
-                f"--host={options.host} can be reached from other machines: set {TOKEN_VARIABLE} to a secret that the "
-                "clients have as well, or listen on 127.0.0.1"
+                f"--host={options.host} can be reached from other machines: set {TOKEN_VARIABLE} "
+                "to a secret that the clients have as well, or listen on 127.0.0.1"
             )
         server = RewardServer((options.host, options.port))
         server.manager = RewardManager(
@@ -136,7 +155,8 @@ def main() -> None:
     if not token:
         sys.stdout.write(f"export {TOKEN_VARIABLE}={server.token}\n")
     sys.stdout.write(
-        f"serving {options.path or 'rewards by data source'} at http://{options.host}:{server.server_port}/score\n"
+        f"serving {options.path or 'rewards by data source'} at "
+        f"http://{options.host}:{server.server_port}/score\n"
     )
     sys.stdout.flush()
     with contextlib.closing(server.manager), server, contextlib.suppress(KeyboardInterrupt):

@@ -5,7 +5,8 @@ import json
 from pathlib import Path
 
 SOURCE = "verl_like/arithmetic"
-TRUE, LEARNT = f"val-core/{SOURCE}/acc/mean@1", f"val-aux/{SOURCE}/reward/mean@1"
+TRUE = f"val-core/{SOURCE}/acc/mean@1"
+LEARNT = f"val-aux/{SOURCE}/reward/mean@1"
 
 
 def first_and_last(run: Path, metric: str) -> tuple[float, float]:
@@ -34,7 +35,9 @@ def main() -> None:
     parser.add_argument("--ppo", type=Path, required=True, help="run of main_ppo")
     arguments = parser.parse_args()
     print(f"\n{'held-out sums':14} {'measure':14} {'before':>8} {'after':>8}")
-    for stage, measure, before, after in effects(arguments.world, arguments.reward_model, arguments.ppo):
+    for stage, measure, before, after in effects(
+        arguments.world, arguments.reward_model, arguments.ppo
+    ):
         print(f"{stage:14} {measure:14} {before:8.3f} {after:8.3f}")
     print(f"\nCurves of the true reward beside the learnt one: {arguments.ppo}/report.html")
 

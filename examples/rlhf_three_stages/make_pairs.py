@@ -1,10 +1,12 @@
-"""Stage 2a: preferences. Samples responses of the fine-tuned model and pairs right ones with wrong ones.
+"""Stage 2a: preferences. Samples responses of the fine-tuned model and pairs right ones with wrong
+ones.
 
     python -m examples.rlhf_three_stages.make_pairs --out folder [key=value ...]
 
-The keys are those of the PPO run (config/ppo.yaml): its model answers its training and its validation prompts. Each
-distinct wrong response to a prompt is rejected against a right one; prompts with only right or only wrong responses
-give no pair. The folder then holds `train.jsonl` and `val.jsonl`, which `main_rm` reads.
+The keys are those of the PPO run (config/ppo.yaml): its model answers its training and its
+validation prompts. Each distinct wrong response to a prompt is rejected against a right one;
+prompts with only right or only wrong responses give no pair. The folder then holds `train.jsonl`
+and `val.jsonl`, which `main_rm` reads.
 """
 
 import argparse
@@ -37,8 +39,12 @@ def start_engine(config: PPOConfig) -> RolloutEngine:
     engine = get_rollout_engine(policy.rollout.name)(
         policy.rollout, policy.model, rank=0, world_size=1, seed=config.trainer.seed, device="cpu"
     )
-    weights = AutoModelForCausalLM.from_pretrained(policy.model.path, dtype=torch.float32).named_parameters()
-    engine.load_weights([collect_weights(weights, dtype=torch.float32, rank=0, world_size=1, version=0)], 0)
+    weights = AutoModelForCausalLM.from_pretrained(
+        policy.model.path, dtype=torch.float32
+    ).named_parameters()
+    engine.load_weights(
+        [collect_weights(weights, dtype=torch.float32, rank=0, world_size=1, version=0)], 0
+    )
     return engine
 
 
@@ -47,7 +53,11 @@ def pairs_of(prompt: list[dict[str, str]], responses: list[str], truth: str) -> 
     is_right = {text: compute_score("", text, truth) == 1 for text in responses if text.strip()}
     right = [text for text in is_right if is_right[text]]
     wrong = [text for text in is_right if not is_right[text]]
-    return [{"prompt": prompt, "chosen": right[0], "rejected": text} for text in wrong] if right else []
+    return (
+        [{"prompt": prompt, "chosen": right[0], "rejected": text} for text in wrong]
+        if right
+        else []
+    )
 
 
 def make_pairs(engine: RolloutEngine, dataset: PromptDataset) -> list[dict]:
@@ -60,7 +70,9 @@ def make_pairs(engine: RolloutEngine, dataset: PromptDataset) -> list[dict]:
     completions = dict(each for ended in engine.stream() for each in ended)
     token_ids = [completions[request.name].token_ids.tolist() for request in requests]
     texts = load_tokenizer(engine.model_config).batch_decode(token_ids, skip_special_tokens=True)
-    of_prompts = [texts[start : start + engine.config.n] for start in range(0, len(texts), engine.config.n)]
+    of_prompts = [
+        texts[start : start + engine.config.n] for start in range(0, len(texts), engine.config.n)
+    ]
     return [
         pair
         for row, answers in zip(rows, of_prompts, strict=True)
@@ -69,18 +81,23 @@ def make_pairs(engine: RolloutEngine, dataset: PromptDataset) -> list[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder of the pairs")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_args()
     transformers.logging.disable_progress_bar()
     folder = str(Path(__file__).parent / "config")
     config = load_ppo_config([*SAMPLING, *arguments.overrides], "ppo", folder)
-    engine, tokenizer = start_engine(config), load_tokenizer(config.actor_rollout_ref.model)
+    engine = start_engine(config)
+    tokenizer = load_tokenizer(config.actor_rollout_ref.model)
     arguments.out.mkdir(parents=True, exist_ok=True)
     for part in ("train", "val"):
         pairs = make_pairs(engine, load_dataset(config, tokenizer, part))
-        (arguments.out / f"{part}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+        (arguments.out / f"{part}.jsonl").write_text(
+            "".join(json.dumps(pair) + "\n" for pair in pairs)
+        )
         print(f"{arguments.out}/{part}.jsonl: {len(pairs):,} pairs, such as {pairs[0]}")
 
 

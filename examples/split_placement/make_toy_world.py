@@ -1,15 +1,17 @@
-"""Makes a world small enough for a laptop: a tiny DeepSeek-architecture model, its tokenizer and arithmetic data.
+"""Makes a world small enough for a laptop: a tiny DeepSeek-architecture model, its tokenizer and
+arithmetic data.
 
     python examples/split_placement/make_toy_world.py --out .toy_world --seed 1
 
-The folder then holds `model/` (Hugging Face format, float32), `train.parquet` and `test.parquet` (sums of two two-digit
-numbers in the row schema of `docs/data.md`), `answers.parquet` (what the warm-up learns from) and `world.json` (the
-settings and what the warm-up reached). Held-out sums occur in neither order in the training split, so neither the
-warm-up nor PPO sees them.
+The folder then holds `model/` (Hugging Face format, float32), `train.parquet` and `test.parquet`
+(sums of two two-digit numbers in the row schema of `docs/data.md`), `answers.parquet` (what the
+warm-up learns from) and `world.json` (the settings and what the warm-up reached). Held-out sums
+occur in neither order in the training split, so neither the warm-up nor PPO sees them.
 
-The warm-up is a run of `main_sft` (config/warm_up.yaml). In its answers about two carries of three are left out on
-purpose: more than half of them are wrong. The model learns the digits and the format, and its most likely answer is
-right where there is nothing to carry. From PPO's reward it then learns to carry.
+The warm-up is a run of `main_sft` (config/warm_up.yaml). In its answers about two carries of three
+are left out on purpose: more than half of them are wrong. The model learns the digits and the
+format, and its most likely answer is right where there is nothing to carry. From PPO's reward it
+then learns to carry.
 """
 
 import argparse
@@ -30,17 +32,28 @@ import pyarrow.parquet as pq
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 DATA_SOURCE = "verl_like/arithmetic"
-PAD, BEGIN, END, UNKNOWN = "<|pad|>", "<|begin_of_sentence|>", "<|end_of_sentence|>", "<|unknown|>"
-USER, ASSISTANT = "<|User|>", "<|Assistant|>"
+PAD = "<|pad|>"
+BEGIN = "<|begin_of_sentence|>"
+END = "<|end_of_sentence|>"
+UNKNOWN = "<|unknown|>"
+USER = "<|User|>"
+ASSISTANT = "<|Assistant|>"
 VOCABULARY = [PAD, BEGIN, END, UNKNOWN, USER, ASSISTANT, *"0123456789+="]
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     f"{{% if message.role == 'user' %}}{USER}{{{{ message.content }}}}"
-    f"{{% elif message.role == 'assistant' %}}{ASSISTANT}{{{{ message.content }}}}{{{{ eos_token }}}}"
-    "{% else %}{{ raise_exception('roles are user and assistant, not ' + message.role) }}{% endif %}"
+    f"{{% elif message.role == 'assistant' %}}{ASSISTANT}{{{{ message.content }}}}{{{{ eos_token "
+    f"}}}}"
+    "{% else %}{{ raise_exception('roles are user and assistant, not ' + message.role) }}{% endif "
+    "%}"
     f"{{% endfor %}}{{% if add_generation_prompt %}}{ASSISTANT}{{% endif %}}"
 )
 MAX_ANSWER_LENGTH = 4  # tokens: three digits and the end of the sentence
@@ -64,7 +77,8 @@ class Settings:
 
 
 def split_problems(num_held_out: int, seed: int) -> tuple[list[Problem], list[Problem]]:
-    """All sums of two two-digit numbers as (train, held-out); no held-out sum is in train, in either order."""
+    """All sums of two two-digit numbers as (train, held-out); no held-out sum is in train, in
+    either order."""
     rng = random.Random(seed)
     pairs = [(a, b) for a in range(10, 100) for b in range(a, 100)]
     rng.shuffle(pairs)
@@ -102,7 +116,8 @@ def careless_sum(problem: Problem, forgotten_carries: float, rng: random.Random)
 
 
 def careless_answers(problems: list[Problem], settings: Settings) -> list[dict[str, Any]]:
-    """What the warm-up learns from: rows of random problems and careless answers, which `main_sft` reads."""
+    """What the warm-up learns from: rows of random problems and careless answers, which `main_sft`
+    reads."""
     rng = random.Random(settings.seed)
     drawn = rng.choices(problems, k=settings.num_answers)
     answers = [careless_sum(problem, settings.forgotten_carries, rng) for problem in drawn]
@@ -114,7 +129,11 @@ def careless_answers(problems: list[Problem], settings: Settings) -> list[dict[s
 
 def make_tokenizer() -> PreTrainedTokenizerBase:
     """One token a character, with a chat template in the manner of DeepSeek's."""
-    backend = Tokenizer(models.WordLevel({token: index for index, token in enumerate(VOCABULARY)}, unk_token=UNKNOWN))
+    backend = Tokenizer(
+        models.WordLevel(
+            {token: index for index, token in enumerate(VOCABULARY)}, unk_token=UNKNOWN
+        )
+    )
     backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     backend.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(
@@ -143,7 +162,8 @@ def make_model(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> LlamaF
         num_key_value_heads=settings.hidden_size // head_dim,
         head_dim=head_dim,
         max_position_embeddings=64,
-        initializer_range=0.08,  # about 1/sqrt(hidden_size): this narrow a model learns sums slowly from 0.02
+        # About 1/sqrt(hidden_size): this narrow a model learns sums slowly from 0.02
+        initializer_range=0.08,
         tie_word_embeddings=False,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
@@ -155,17 +175,26 @@ def make_model(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> LlamaF
 @torch.no_grad()
 def exact_match(path: Path, problems: list[Problem]) -> float:
     """Share of the problems that greedy decoding of a saved model answers right."""
-    model, tokenizer = LlamaForCausalLM.from_pretrained(path), PreTrainedTokenizerFast.from_pretrained(path)
+    model = LlamaForCausalLM.from_pretrained(path)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
     chats = [[{"role": "user", "content": question(problem)}] for problem in problems]
-    encoded = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    encoded = tokenizer.apply_chat_template(
+        chats, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     outputs = model.generate(**encoded, max_new_tokens=MAX_ANSWER_LENGTH, do_sample=False)
-    answers = tokenizer.batch_decode(outputs[:, encoded["input_ids"].shape[1] :], skip_special_tokens=True)
-    right = sum(answer.strip() == str(sum(problem)) for answer, problem in zip(answers, problems, strict=True))
+    answers = tokenizer.batch_decode(
+        outputs[:, encoded["input_ids"].shape[1] :], skip_special_tokens=True
+    )
+    right = sum(
+        answer.strip() == str(sum(problem))
+        for answer, problem in zip(answers, problems, strict=True)
+    )
     return right / len(problems)
 
 
 def warm_up(folder: Path, settings: Settings) -> None:
-    """Fine-tunes the model in `folder` on the answers beside it, with `main_sft`, of which only errors are shown."""
+    """Fine-tunes the model in `folder` on the answers beside it, with `main_sft`, of which only
+    errors are shown."""
     config = ["--config-dir", str(Path(__file__).parent / "config"), "--config-name", "warm_up"]
     with tempfile.TemporaryDirectory() as runs:
         overrides = [
@@ -184,7 +213,8 @@ def warm_up(folder: Path, settings: Settings) -> None:
 
 
 def write_inputs(folder: Path, settings: Settings) -> float:
-    """Writes the data, the tokenizer and the model with random weights; returns the share of wrong answers."""
+    """Writes the data, the tokenizer and the model with random weights; returns the share of wrong
+    answers."""
     train, held_out = split_problems(settings.num_held_out, settings.seed)
     for split, problems in (("train", train), ("test", held_out)):
         rows = [make_row(problem, split, index) for index, problem in enumerate(problems)]
@@ -202,7 +232,10 @@ def write_world(folder: Path, settings: Settings) -> dict[str, Any]:
     wrong = write_inputs(folder, settings)
     _, held_out = split_problems(settings.num_held_out, settings.seed)
     before = exact_match(folder / "model", held_out)
-    print(f"Warming up a tiny Llama on {settings.num_answers:,} answers, about a minute ...", flush=True)
+    print(
+        f"Warming up a tiny Llama on {settings.num_answers:,} answers, about a minute ...",
+        flush=True,
+    )
     warm_up(folder, settings)
     world = {
         "settings": asdict(settings),
@@ -215,7 +248,8 @@ def write_world(folder: Path, settings: Settings) -> dict[str, Any]:
 
 
 def make_toy_world(out: Path, settings: Settings) -> dict[str, Any]:
-    """Makes the folder `out` unless it is there with the same settings; returns the content of its `world.json`.
+    """Makes the folder `out` unless it is there with the same settings; returns the content of its
+    `world.json`.
 
     The folder appears as a whole or not at all: it is written beside `out` and renamed.
 
@@ -227,11 +261,14 @@ def make_toy_world(out: Path, settings: Settings) -> dict[str, Any]:
         world = json.loads(record.read_text(encoding="utf-8"))
         if world["settings"] == asdict(settings):
             print(
-                f"Toy model and data are in {out} already (held-out exact match {world['held_out_exact_match']:.3f})."
+                f"Toy model and data are in {out} already (held-out exact match "
+                f"{world['held_out_exact_match']:.3f})."
             )
             return world
     elif out.exists():
-        raise ValueError(f"--out {out} exists and has no world.json, so it is left alone: give another folder")
+        raise ValueError(
+            f"--out {out} exists and has no world.json, so it is left alone: give another folder"
+        )
     out.parent.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as scratch:
@@ -244,18 +281,24 @@ def make_toy_world(out: Path, settings: Settings) -> dict[str, Any]:
     print(
         f"{out}: warmed up in {time.monotonic() - started:.0f} s on answers of which "
         f"{world['wrong_warm_up_answers']:.0%} are wrong (forgotten carries)\n"
-        f"{out}: held-out exact match {world['held_out_exact_match']:.3f} (greedy, {settings.num_held_out} sums)"
+        f"{out}: held-out exact match {world['held_out_exact_match']:.3f} (greedy, "
+        f"{settings.num_held_out} sums)"
     )
     return world
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path(".toy_world"), help="folder to make")
-    parser.add_argument("--seed", type=int, default=1, help="seed of the data split, the weights and the warm-up")
+    parser.add_argument(
+        "--seed", type=int, default=1, help="seed of the data split, the weights and the warm-up"
+    )
     arguments = parser.parse_args()
     transformers.logging.disable_progress_bar()
-    torch.set_num_threads(1)  # a model this small gains nothing from more, and one thread adds in one order
+    # A model this small gains nothing from more, and one thread adds in one order
+    torch.set_num_threads(1)
     try:
         make_toy_world(arguments.out, Settings(seed=arguments.seed))
     except KeyboardInterrupt:

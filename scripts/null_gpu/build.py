@@ -1,8 +1,9 @@
 """Builds the null GPU: `python scripts/null_gpu/build.py OUT [SITE_PACKAGES]`.
 
-OUT/libnullgpu.so stands for the CUDA runtime, cuBLAS and NCCL where it is preloaded, and by two other names, which
-OUT in LD_LIBRARY_PATH finds, for the driver and NVML. With the site-packages of an environment that has torch's CUDA
-build, each CUDA function that a library there asks for and that no source here answers becomes a stub.
+OUT/libnullgpu.so stands for the CUDA runtime, cuBLAS and NCCL where it is preloaded, and by two
+other names, which OUT in LD_LIBRARY_PATH finds, for the driver and NVML. With the site-packages of
+an environment that has torch's CUDA build, each CUDA function that a library there asks for and
+that no source here answers becomes a stub.
 """
 
 import re
@@ -14,7 +15,8 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 LIBRARY = "libnullgpu.so"
 ANSWERED = re.compile(r"(__cuda|cuda|cu[A-Z]|cublas|nccl|nvml)\w+")
-# cuBLAS is created with a context, and torch reads these of the handle; all else that it does are kernels.
+# cuBLAS is created with a context, and torch reads these of the handle; all else that it does are
+# kernels.
 HARMLESS = re.compile(
     r"cublas(Lt)?(Create|Destroy|Set|Get)\w*|nccl\w*(Register|Deregister)|cuda\w*(MemPool|PeerAccess)\w*"
 )
@@ -27,7 +29,8 @@ def require_compiler() -> None:
 
 
 def build(out: Path, site_packages: Path | None = None) -> Path:
-    """The library's path in `out`, which is made; RuntimeError says what is missing or what gcc answered."""
+    """The library's path in `out`, which is made; RuntimeError says what is missing or what gcc
+    answered."""
     require_compiler()
     out.mkdir(parents=True, exist_ok=True)
     sources = [path for path in sorted(HERE.glob("*.c")) if path.name != "properties.c"]
@@ -48,7 +51,8 @@ def build(out: Path, site_packages: Path | None = None) -> Path:
 
 
 def environment(out: Path, *, name: str, count: int, size: int) -> dict[str, str]:
-    """For processes whose CUDA is `count` null GPUs of `size` bytes, shared by all that have this `name`.
+    """For processes whose CUDA is `count` null GPUs of `size` bytes, shared by all that have this
+    `name`.
 
     They see all of them, whatever the caller sees of the machine's.
     """
@@ -81,17 +85,24 @@ def _compile(library: Path, sources: list[Path], include: list[str]) -> Path:
 
 
 def _symbols(library: Path, which: str) -> set[str]:
-    done = subprocess.run(["nm", "-D", which, "-j", str(library)], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        ["nm", "-D", which, "-j", str(library)], capture_output=True, text=True, timeout=300
+    )
     return {line.partition("@")[0] for line in done.stdout.split()}
 
 
 def _asked(site_packages: Path) -> set[str]:
-    """The CUDA functions that the libraries ask for, except NVIDIA's own, of which each knows the others.
+    """The CUDA functions that the libraries ask for, except NVIDIA's own, of which each knows the
+    others.
 
-    The whole runtime is among them, since the null GPU stands in its place, and what torch looks up by name when it
-    needs it, which are strings of its library.
+    The whole runtime is among them, since the null GPU stands in its place, and what torch looks up
+    by name when it needs it, which are strings of its library.
     """
-    libraries = [path for path in site_packages.rglob("*.so*") if path.is_file() and "nvidia" not in path.parts]
+    libraries = [
+        path
+        for path in site_packages.rglob("*.so*")
+        if path.is_file() and "nvidia" not in path.parts
+    ]
     asked = set().union(*(_symbols(library, "--undefined-only") for library in libraries))
     texts = (site_packages / "torch/lib/libc10_cuda.so").read_bytes().split(b"\0")
     asked |= _symbols(site_packages / "nvidia/cu13/lib/libcudart.so.13", "--defined-only")
@@ -100,10 +111,12 @@ def _asked(site_packages: Path) -> set[str]:
 
 
 def _stubs(names: list[str]) -> str:
-    """C: a function a name, which says that it was called and returns "not supported" where numbers count."""
+    """C: a function a name, which says that it was called and returns "not supported" where numbers
+    count."""
     lines = ['#include "null_gpu.h"']
     for name in names:
-        error = "3" if name.startswith("nvml") else f'unanswered("{name}", NOT_SUPPORTED)'  # 3: not supported
+        # 3: not supported
+        error = "3" if name.startswith("nvml") else f'unanswered("{name}", NOT_SUPPORTED)'
         error = "SUCCESS" if HARMLESS.fullmatch(name) else error
         lines.append(f"EXPORT int {name}(void) {{ return {error}; }}")
     return "\n".join([*lines, ""])

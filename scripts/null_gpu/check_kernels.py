@@ -1,4 +1,5 @@
-"""Whether numbers on the null GPU are those of the CPU: run by `make gpu-rehearsal` in a process that has one."""
+"""Whether numbers on the null GPU are those of the CPU: run by `make gpu-rehearsal` in a process
+that has one."""
 
 import copy
 
@@ -11,9 +12,12 @@ from vllm.lora.ops.triton_ops import LoRAKernelMeta, lora_expand, lora_shrink
 
 def a_network_trains_as_on_the_cpu() -> None:
     torch.manual_seed(0)
-    here = torch.nn.Sequential(torch.nn.Linear(7, 9), torch.nn.LayerNorm(9), torch.nn.GELU(), torch.nn.Linear(9, 4))
+    here = torch.nn.Sequential(
+        torch.nn.Linear(7, 9), torch.nn.LayerNorm(9), torch.nn.GELU(), torch.nn.Linear(9, 4)
+    )
     there = copy.deepcopy(here).cuda()
-    inputs, labels = torch.randn(5, 7), torch.arange(5) % 4
+    inputs = torch.randn(5, 7)
+    labels = torch.arange(5) % 4
     for model, device in ((here, "cpu"), (there, "cuda")):
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         for _ in range(3):
@@ -29,14 +33,21 @@ def a_network_trains_as_on_the_cpu() -> None:
 def attention_over_packed_sequences_is_dense_attention_of_each() -> None:
     torch.manual_seed(0)
     shapes = ((10, 4, 8), (10, 2, 8), (10, 2, 8))
-    packed = [torch.randn(shape, dtype=torch.bfloat16, device="cuda").requires_grad_() for shape in shapes]
+    packed = [
+        torch.randn(shape, dtype=torch.bfloat16, device="cuda").requires_grad_() for shape in shapes
+    ]
     starts = torch.tensor([0, 4, 10], dtype=torch.int32, device="cuda")
     out = varlen_attn(*packed, starts, starts, 6, 6, window_size=(-1, 0), enable_gqa=True)
     grad = torch.randn(10, 4, 8, dtype=torch.bfloat16)
     out.backward(grad.cuda())
     plain = [tensor.detach().cpu().float().requires_grad_() for tensor in packed]
-    parts = [[tensor[rows].transpose(0, 1) for tensor in plain] for rows in (slice(0, 4), slice(4, 10))]
-    dense = [F.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=True).transpose(0, 1) for part in parts]
+    parts = [
+        [tensor[rows].transpose(0, 1) for tensor in plain] for rows in (slice(0, 4), slice(4, 10))
+    ]
+    dense = [
+        F.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=True).transpose(0, 1)
+        for part in parts
+    ]
     torch.cat(dense).backward(grad.float())
     torch.testing.assert_close(out.cpu().float(), torch.cat(dense), atol=2e-2, rtol=2e-2)
     for own, other in zip(packed, plain, strict=True):
@@ -45,7 +56,8 @@ def attention_over_packed_sequences_is_dense_attention_of_each() -> None:
 
 def random_numbers_follow_the_seed_and_the_state() -> None:
     torch.cuda.manual_seed(1)
-    first, second = torch.rand(8, device="cuda"), torch.rand(8, device="cuda")
+    first = torch.rand(8, device="cuda")
+    second = torch.rand(8, device="cuda")
     assert not torch.equal(first, second)
     torch.cuda.manual_seed(1)
     assert torch.equal(torch.rand(8, device="cuda"), first)
@@ -73,7 +85,8 @@ def tensors_on_different_devices_are_refused() -> None:
         assert "Expected all tensors to be on the same device" in str(error)
     else:
         raise AssertionError("a CUDA tensor and a CPU tensor were added")
-    assert (torch.ones(3, device="cuda") + torch.tensor(1.0)).tolist() == [2, 2, 2]  # a number is no tensor of a device
+    # A number is no tensor of a device
+    assert (torch.ones(3, device="cuda") + torch.tensor(1.0)).tolist() == [2, 2, 2]
 
 
 def a_kernel_without_an_answer_is_refused() -> None:
@@ -85,14 +98,17 @@ def a_kernel_without_an_answer_is_refused() -> None:
 
 
 def the_shards_of_an_embedding_add_up_to_it() -> None:
-    """Two ranks: tokens 0 to 2 and added 6, tokens 3 to 5 and added 7, each with a row of padding between."""
+    """Two ranks: tokens 0 to 2 and added 6, tokens 3 to 5 and added 7, each with a row of padding
+    between."""
     rows = torch.arange(1.0, 9).repeat_interleave(2).view(8, 2)
     padding = torch.full((1, 2), 99.0)
     tokens = torch.tensor([5, 0, 6, 3, 7, 2], dtype=torch.int32, device="cuda")
     parts = []
     for first, added in ((0, 6), (3, 7)):
         shard = torch.cat([rows[first : first + 3], padding, rows[added : added + 1]]).cuda()
-        parts.append(vllm_ops.vocab_parallel_embedding(tokens, shard, first, first + 3, 1, added, added + 1))
+        parts.append(
+            vllm_ops.vocab_parallel_embedding(tokens, shard, first, first + 3, 1, added, added + 1)
+        )
     assert torch.equal((parts[0] + parts[1]).cpu(), rows[tokens.long().cpu()])
     assert parts[0][0].tolist() == [0, 0]
 
@@ -108,10 +124,13 @@ def an_adapter_adds_its_product_to_the_tokens_that_have_it() -> None:
     def small_integers(*shape: int) -> torch.Tensor:  # exact in bfloat16, and their products
         return torch.randint(-2, 3, shape, generator=generator).float()
 
-    inputs, before = small_integers(4, 5), small_integers(4, 6)
+    inputs = small_integers(4, 5)
+    before = small_integers(4, 6)
     of_slices = [(small_integers(2, 1, 2, 5), small_integers(2, 1, 3, 2)) for _ in range(2)]
     shrunk = torch.full((2, 4, 2), 7.0, device="cuda")
-    weights_a, weights_b = ([each.cuda().bfloat16() for each in part] for part in zip(*of_slices, strict=True))
+    weights_a, weights_b = (
+        [each.cuda().bfloat16() for each in part] for part in zip(*of_slices, strict=True)
+    )
     lora_shrink(inputs.cuda().bfloat16(), weights_a, shrunk, *arguments, 0.5)
     out = before.cuda().bfloat16()
     lora_expand(shrunk, weights_b, out, *arguments, add_inputs=True)

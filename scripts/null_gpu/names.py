@@ -1,7 +1,9 @@
-"""Names of CUDA's builds of torch and vLLM that the source uses: `python scripts/null_gpu/names.py [--write]`.
+"""Names of CUDA's builds of torch and vLLM that the source uses: `python scripts/null_gpu/names.py
+[--write]`.
 
-`make gpu-rehearsal` runs it with the Python of the GPU environment: each name has to exist there, and each call to fit
-its signature. `--write` writes names and parameters to `names.json`, with which `make test` compares the source.
+`make gpu-rehearsal` runs it with the Python of the GPU environment: each name has to exist there,
+and each call to fit its signature. `--write` writes names and parameters to `names.json`, with
+which `make test` compares the source.
 """
 
 import ast
@@ -115,7 +117,9 @@ def fault_of_call(call: ast.Call, parameters: Parameters) -> str | None:
     """Why a call does not fit the parameters."""
     signature = inspect.Signature(
         [
-            inspect.Parameter(name, KINDS[sign], default=None if default else inspect.Parameter.empty)
+            inspect.Parameter(
+                name, KINDS[sign], default=None if default else inspect.Parameter.empty
+            )
             for name, sign, default in parameters
         ]
     )
@@ -161,11 +165,18 @@ def main(arguments: list[str]) -> int:
     known = resolve_all({use.name for use in uses})
     faults = faults_of(uses, known)
     if "--write" in arguments:
-        lines = [f"{json.dumps(name)}: {json.dumps(parameters)}" for name, parameters in known.items()]
+        lines = [
+            f"{json.dumps(name)}: {json.dumps(parameters)}" for name, parameters in known.items()
+        ]
         COMMITTED.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     elif known != json.loads(COMMITTED.read_text()):
-        faults.append(f"{COMMITTED.name} is not what this environment has: run this again with --write")
-    print("\n".join(faults) or f"All {len(known)} names of torch and vLLM exist, and the calls fit them.")
+        faults.append(
+            f"{COMMITTED.name} is not what this environment has: run this again with --write"
+        )
+    print(
+        "\n".join(faults)
+        or f"All {len(known)} names of torch and vLLM exist, and the calls fit them."
+    )
     return bool(faults)
 
 

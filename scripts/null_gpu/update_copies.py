@@ -1,8 +1,9 @@
-"""Counts what an engine copies to its GPU in an update of the weights: `python scripts/null_gpu/update_copies.py`.
+"""Counts what an engine copies to its GPU in an update of the weights: `python
+scripts/null_gpu/update_copies.py`.
 
-It runs vLLM with a 7B model on the null GPU without numbers, and loads the weights as each transport brings them, with
-the fingerprints of what was sent taken before (each byte goes to the GPU twice) and not. `make gpu-environment` makes
-what it needs. Prints a table.
+It runs vLLM with a 7B model on the null GPU without numbers, and loads the weights as each
+transport brings them, with the fingerprints of what was sent taken before (each byte goes to the
+GPU twice) and not. `make gpu-environment` makes what it needs. Prints a table.
 """
 
 import ctypes
@@ -35,7 +36,9 @@ def in_shared_memory(export: WeightExport) -> WeightExport:
     """The same weights in pages of the actor's memory, which the engine maps."""
     transport = SharedMemoryTransport()
     keep.append(transport)
-    buckets = [replace(each, data=transport.allocate(each.data.nbytes, False)) for each in export.buckets]
+    buckets = [
+        replace(each, data=transport.allocate(each.data.nbytes, False)) for each in export.buckets
+    ]
     return transport.publish(replace(export, buckets=tuple(buckets)))
 
 
@@ -50,7 +53,9 @@ def measure() -> list[tuple[str, dict[str, int]]]:
     replace_what_needs_numbers()
     module: Any = weight_sync
     module.read_fingerprints = lambda sums: dict.fromkeys(sums, 0)  # those of garbage differ
-    engine = RealSizeEngine(policy.rollout, policy.model, rank=0, world_size=1, seed=1, device="cuda")
+    engine = RealSizeEngine(
+        policy.rollout, policy.model, rank=0, world_size=1, seed=1, device="cuda"
+    )
     keep.append(engine)
     unshared = weights_of(policy.model, policy.rollout.dtype)
     shared = in_shared_memory(unshared)
@@ -81,7 +86,9 @@ def main() -> None:
         print("|---|---|---|---|")
         for name, numbers in rows:
             gigabytes = numbers["copied_bytes"] / 1e9
-            print(f"| {name} | {numbers['copies']} | {gigabytes:.1f} | {numbers['blocking_copies']} |")
+            print(
+                f"| {name} | {numbers['copies']} | {gigabytes:.1f} | {numbers['blocking_copies']} |"
+            )
         return
     sys.stdout.write(json.dumps(measure()) + "\n")
     sys.stdout.flush()

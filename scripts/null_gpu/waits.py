@@ -1,13 +1,15 @@
-"""Counts how often updates wait for the device: `python scripts/null_gpu/waits.py FOLDER [--write] [SCENARIO ...]`.
+"""Counts how often updates wait for the device: `python scripts/null_gpu/waits.py FOLDER [--write]
+[SCENARIO ...]`.
 
-`make gpu-rehearsal` runs it where the GPUs are null and have no numbers; FOLDER has what gpu_rehearsal_data.py made.
-An update may wait once a micro-batch and three times an optimizer step, by the null GPU's own counters of
-synchronisations and of copies that wait, and by `torch.cuda.set_sync_debug_mode`, which names files and lines: the
-larger number counts. Each operator that waits has to be among those of `waits.json`, which `--write` makes anew.
+`make gpu-rehearsal` runs it where the GPUs are null and have no numbers; FOLDER has what
+gpu_rehearsal_data.py made. An update may wait once a micro-batch and three times an optimizer step,
+by the null GPU's own counters of synchronisations and of copies that wait, and by
+`torch.cuda.set_sync_debug_mode`, which names files and lines: the larger number counts. Each
+operator that waits has to be among those of `waits.json`, which `--write` makes anew.
 
-Without numbers memory is never filled. What is replaced for that: the head's Triton kernels, which need a compiler for
-a GPU, by nothing; what metrics read from the device, by 1; and the limit of optimizer steps in a row that may be
-skipped because a norm is no number.
+Without numbers memory is never filled. What is replaced for that: the head's Triton kernels, which
+need a compiler for a GPU, by nothing; what metrics read from the device, by 1; and the limit of
+optimizer steps in a row that may be skipped because a norm is no number.
 """
 
 import contextlib
@@ -44,13 +46,16 @@ from verl_like.workers.pinned_memory import to_host
 ROOT = Path(__file__).resolve().parents[2]
 COMMITTED = Path(__file__).with_name("waits.json")
 COUNTERS = ("stream_synchronizes", "event_synchronizes", "device_synchronizes", "blocking_copies")
-NUM_ROWS, PROMPT, RESPONSE = 8, 5, 6
+NUM_ROWS = 8
+PROMPT = 5
+RESPONSE = 6
 NUM_UPDATES = 3  # the first allocates
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """An update of a worker. kind: the trainer's or the role's name. overrides: of its configuration."""
+    """An update of a worker. kind: the trainer's or the role's name. overrides: of its
+    configuration."""
 
     name: str
     kind: str
@@ -58,19 +63,37 @@ class Scenario:
     num_ranks: int = 1
 
 
-POLICY, ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.actor"
+POLICY = "actor_rollout_ref.model"
+ACTOR = "actor_rollout_ref.actor"
 OFFLOAD = (f"{ACTOR}.fsdp_config.param_offload=true", f"{ACTOR}.fsdp_config.optimizer_offload=true")
 BY_TOKENS = (f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=40")
 SCENARIOS = (
     Scenario("actor", "actor"),
     Scenario("actor, micro-batches by tokens", "actor", BY_TOKENS),
-    Scenario("actor, everything offloaded", "actor", (*OFFLOAD, f"{POLICY}.enable_activation_offload=true")),
+    Scenario(
+        "actor, everything offloaded",
+        "actor",
+        (*OFFLOAD, f"{POLICY}.enable_activation_offload=true"),
+    ),
     Scenario("actor, adapter", "actor", (f"{POLICY}.lora_rank=4",)),
-    Scenario("actor, entropy and KL loss", "actor", (f"{ACTOR}.entropy_coeff=0.01", f"{ACTOR}.use_kl_loss=true")),
+    Scenario(
+        "actor, entropy and KL loss",
+        "actor",
+        (f"{ACTOR}.entropy_coeff=0.01", f"{ACTOR}.use_kl_loss=true"),
+    ),
     Scenario("actor, two ranks, zero3", "actor", num_ranks=2),
-    Scenario("actor, two ranks share sequences", "actor", (f"{ACTOR}.ulysses_sequence_parallel_size=2",), num_ranks=2),
+    Scenario(
+        "actor, two ranks share sequences",
+        "actor",
+        (f"{ACTOR}.ulysses_sequence_parallel_size=2",),
+        num_ranks=2,
+    ),
     Scenario("critic", "critic"),
-    Scenario("critic, everything offloaded", "critic", tuple(each.replace(ACTOR, "critic.model") for each in OFFLOAD)),
+    Scenario(
+        "critic, everything offloaded",
+        "critic",
+        tuple(each.replace(ACTOR, "critic.model") for each in OFFLOAD),
+    ),
     Scenario("sft", "sft"),
     Scenario("sft, zero1", "sft", ("model.fsdp_config.strategy=zero1",), num_ranks=2),
     Scenario("rm", "rm"),
@@ -83,7 +106,12 @@ CONFIGS: dict[str, type[supervised.SupervisedConfig]] = {
     "dpo": supervised.DPOConfig,
     "ilql": supervised.ILQLConfig,
 }
-FILES = {"sft": "answers.parquet", "rm": "pairs.jsonl", "dpo": "pairs.jsonl", "ilql": "walks/walks.jsonl"}
+FILES = {
+    "sft": "answers.parquet",
+    "rm": "pairs.jsonl",
+    "dpo": "pairs.jsonl",
+    "ilql": "walks/walks.jsonl",
+}
 
 
 def supervised_update(scenario: Scenario, folder: Path) -> tuple[Any, Callable[[], Any]]:
@@ -99,7 +127,9 @@ def supervised_update(scenario: Scenario, folder: Path) -> tuple[Any, Callable[[
         "trainer.device=cuda",
         f"trainer.n_gpus_per_node={scenario.num_ranks}",
     )
-    config = load_config(CONFIGS[scenario.kind], supervised.broken_supervised_rules, [*own, *scenario.overrides])
+    config = load_config(
+        CONFIGS[scenario.kind], supervised.broken_supervised_rules, [*own, *scenario.overrides]
+    )
     inputs = check_inputs(config, contextlib.ExitStack())
     worker = KINDS[type(config)].worker(*worker_arguments(inputs.config))
     rows = inputs.train_dataset.collate(list(range(NUM_ROWS // scenario.num_ranks)))
@@ -116,7 +146,9 @@ def ppo_update(scenario: Scenario, folder: Path) -> tuple[Any, Callable[[], Any]
         *(f"{ACTOR}.ppo_mini_batch_size={NUM_ROWS}", f"{ACTOR}.ppo_micro_batch_size_per_gpu=2"),
         "critic.ppo_micro_batch_size_per_gpu=2",
     )
-    config = load_ppo_config([*own, *scenario.overrides], "toy", str(ROOT / "examples/split_placement/config"))
+    config = load_ppo_config(
+        [*own, *scenario.overrides], "toy", str(ROOT / "examples/split_placement/config")
+    )
     made = build_role_worker_mapping(config, {})[scenario.kind]
     worker = made.cls(*made.args, **made.kwargs)
     shares = 2 if "ulysses" in str(scenario.overrides) else 1
@@ -131,7 +163,14 @@ def random_rows(num_rows: int) -> DataProto:
     is_prompt = torch.arange(PROMPT) >= torch.arange(num_rows)[:, None] % PROMPT
     is_response = torch.arange(RESPONSE) < num_response[:, None]
     attended = torch.cat([is_prompt, is_response], dim=1).long()
-    by_token = ("advantages", "returns", "values", "old_log_probs", "ref_log_prob", "rollout_log_probs")
+    by_token = (
+        "advantages",
+        "returns",
+        "values",
+        "old_log_probs",
+        "ref_log_prob",
+        "rollout_log_probs",
+    )
     tensors = {
         "input_ids": torch.randint(3, 15, (num_rows, PROMPT + RESPONSE), generator=generator),
         "attention_mask": attended,
@@ -144,24 +183,35 @@ def random_rows(num_rows: int) -> DataProto:
 
 def read_ones(parts: Sequence[mini_batches.MicroMetrics]) -> list[dict[str, Metric]]:
     """As `read_metrics`, which would refuse numbers that nobody computed."""
-    numbers = [number.double() for part in parts for metric in part.values() for number in metric.numbers]
+    numbers = [
+        number.double() for part in parts for metric in part.values() for number in metric.numbers
+    ]
     to_host(torch.stack(numbers)).tolist()
-    return [{name: metric.finish(*[1.0] * len(metric.numbers)) for name, metric in part.items()} for part in parts]
+    return [
+        {name: metric.finish(*[1.0] * len(metric.numbers)) for name, metric in part.items()}
+        for part in parts
+    ]
 
 
 class Waiting(TorchDispatchMode):
-    """Notes each operator that waits, with the function of ours or of a library's that called it."""
+    """Notes each operator that waits, with the function of ours or of a library's that called
+    it."""
 
     def __init__(self, num_waits: Callable[[], int]) -> None:
         super().__init__()
         self.num_waits, self.places = num_waits, Counter[str]()
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         before = self.num_waits()
         result = function(*args, **(kwargs or {}))
         if self.num_waits() > before:
-            frames = [frame for frame in traceback.extract_stack() if "/verl_like/" in frame.filename]
-            frames = [frame for frame in frames if not frame.name.startswith("<")]  # such as <listcomp>
+            frames = [
+                frame for frame in traceback.extract_stack() if "/verl_like/" in frame.filename
+            ]
+            # Such as <listcomp>
+            frames = [frame for frame in frames if not frame.name.startswith("<")]
             where = f"{Path(frames[-1].filename).name}:{frames[-1].name}" if frames else "backward"
             self.places[f"{where}: {function}"] += 1
         return result
@@ -192,7 +242,8 @@ def measure(scenario: Scenario, folder: Path, rank: int, port: int, answer: Any)
         before = num_waits()
         update()
         waits = num_waits() - before
-    num_backward, num_steps = len(backward), len(step)
+    num_backward = len(backward)
+    num_steps = len(step)
     lines = waits_by_torch(update)
     with Waiting(num_waits) as waiting:
         update()
@@ -209,14 +260,21 @@ def measure(scenario: Scenario, folder: Path, rank: int, port: int, answer: Any)
 
 
 def waits_by_torch(update: Callable[[], Any]) -> Counter[str]:
-    """How often torch says that an update waits, by the function of ours or of a library's that does."""
+    """How often torch says that an update waits, by the function of ours or of a library's that
+    does."""
     torch.cuda.set_sync_debug_mode("warn")
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         update()
     torch.cuda.set_sync_debug_mode("default")
-    places = [(each.filename, each.lineno) for each in said if "synchronizing CUDA operation" in str(each.message)]
-    return Counter(f"{Path(file).name}: {linecache.getline(file, line).strip()}" for file, line in places)
+    places = [
+        (each.filename, each.lineno)
+        for each in said
+        if "synchronizing CUDA operation" in str(each.message)
+    ]
+    return Counter(
+        f"{Path(file).name}: {linecache.getline(file, line).strip()}" for file, line in places
+    )
 
 
 def count_calls(owner: Any, name: str) -> list[str]:
@@ -239,8 +297,10 @@ def free_port() -> int:
 
 
 def run(scenario: Scenario, folder: Path) -> dict[str, Any]:
-    """Forks the scenario's ranks, which are the first to use CUDA. Raises RuntimeError if one fails or hangs."""
-    context, port = multiprocessing.get_context("fork"), free_port()
+    """Forks the scenario's ranks, which are the first to use CUDA. Raises RuntimeError if one fails
+    or hangs."""
+    context = multiprocessing.get_context("fork")
+    port = free_port()
     answer = context.Queue()
     arguments = [(scenario, folder, rank, port, answer) for rank in range(scenario.num_ranks)]
     ranks = [context.Process(target=measure, args=own) for own in arguments]
@@ -259,15 +319,22 @@ def run(scenario: Scenario, folder: Path) -> dict[str, Any]:
 def faults_of(name: str, counted: dict[str, Any], committed: dict[str, Any]) -> list[str]:
     bound = counted["micro_batches"] + 3 * counted["optimizer_steps"]
     known = committed.get(name, {})
-    new = {place for part in ("places", "by_torch") for place in counted[part].keys() - known.get(part, {}).keys()}
-    faults = [f"{name}: {counted['waits']} waits, at most {bound}"] if counted["waits"] > bound else []
+    new = {
+        place
+        for part in ("places", "by_torch")
+        for place in counted[part].keys() - known.get(part, {}).keys()
+    }
+    faults = (
+        [f"{name}: {counted['waits']} waits, at most {bound}"] if counted["waits"] > bound else []
+    )
     return faults + [f"{name}: waits in a new place, {place}" for place in sorted(new)]
 
 
 def main(arguments: Sequence[str]) -> int:
     names = [argument for argument in arguments[1:] if argument != "--write"]
     committed = json.loads(COMMITTED.read_text()) if COMMITTED.exists() else {}
-    faults, results = [], dict(committed)
+    faults = []
+    results = dict(committed)
     for scenario in SCENARIOS:
         if names and scenario.name not in names:
             continue

@@ -1,10 +1,13 @@
-"""Runs another version of the project and this one on the same work, and compares tokens, numbers and weights.
+"""Runs another version of the project and this one on the same work, and compares tokens, numbers
+and weights.
 
-    python -m scripts.same_numbers 203e2bf                    all jobs with three seeds; writes docs/same_numbers.md
-    python -m scripts.same_numbers 203e2bf --jobs sft dpo --num-seeds 1     a part; writes nothing
+    python -m scripts.same_numbers 203e2bf
+    python -m scripts.same_numbers 203e2bf --jobs sft dpo --num-seeds 1
 
-The other version is checked out below build/same_numbers. It ends with exit code 1 if something is further apart than
-its bound.
+The first runs all jobs with three seeds and writes docs/same_numbers.md; a part writes nothing.
+
+The other version is checked out below build/same_numbers. It ends with exit code 1 if something is
+further apart than its bound.
 """
 
 import argparse
@@ -32,14 +35,16 @@ PAGE = ROOT / "docs" / "same_numbers.md"
 NUM_SEEDS = 3
 NUM_STEPS = 30
 LIMIT_S = 1800
-STEP_BOUND, GRADIENT_BOUND = 1e-5, 1e-6
+STEP_BOUND = 1e-5
+GRADIENT_BOUND = 1e-6
 REORDERED: dict[str, str] = {}
 """Jobs whose weights may differ in rounding, with the sums that are added up in another order."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A training command at toy scale. estimator: the recorded one, where experience is recorded."""
+    """A training command at toy scale. estimator: the recorded one, where experience is
+    recorded."""
 
     name: str
     what: str
@@ -51,7 +56,9 @@ class Job:
     estimator: str = ""
 
 
-def on_prompts(name: str, what: str, config: str, estimator: str, *overrides: str, mini_batch: int) -> Job:
+def on_prompts(
+    name: str, what: str, config: str, estimator: str, *overrides: str, mini_batch: int
+) -> Job:
     return Job(
         name,
         what,
@@ -72,7 +79,12 @@ def on_prompts(name: str, what: str, config: str, estimator: str, *overrides: st
 
 
 def on_examples(name: str, what: str, config: tuple[str, str] | None, *overrides: str) -> Job:
-    common = (f"model.path={WORLD}/model", "data.train_batch_size=64", "trainer.device=cpu", *overrides)
+    common = (
+        f"model.path={WORLD}/model",
+        "data.train_batch_size=64",
+        "trainer.device=cpu",
+        *overrides,
+    )
     return Job(name, what, name, config, common, ())
 
 
@@ -85,7 +97,9 @@ JOBS = (
         mini_batch=256,
     ),
     on_prompts("grpo", "GRPO on two ranks, vLLM", "grpo", "recorded_grpo", mini_batch=32),
-    on_prompts("detached", "detached GRPO at staleness 0, vLLM", "detached", "recorded_grpo", mini_batch=32),
+    on_prompts(
+        "detached", "detached GRPO at staleness 0, vLLM", "detached", "recorded_grpo", mini_batch=32
+    ),
     on_examples(
         "sft",
         "fine-tuning on two ranks",
@@ -112,13 +126,21 @@ def main() -> None:
     arguments = parser.parse_args()
     other_tree = check_out(arguments.commit)
     make_data()
-    rows, is_within = [], True
+    rows = []
+    is_within = True
     for job in [job for job in JOBS if job.name in arguments.jobs]:
         for seed in range(1, arguments.num_seeds + 1):
             for difference, bound in compare(job, seed, other_tree):
                 is_within &= difference.relative <= bound
                 verdict = "" if difference.relative <= bound else f"**above {bound:g}**"
-                cells = job.name, seed, difference.quantity, difference.num_values, difference, verdict
+                cells = (
+                    job.name,
+                    seed,
+                    difference.quantity,
+                    difference.num_values,
+                    difference,
+                    verdict,
+                )
                 rows.append("| " + " | ".join(map(str, cells)) + " |")
                 sys.stdout.write(f"{rows[-1]}\n")
                 sys.stdout.flush()
@@ -140,7 +162,9 @@ def make_data() -> None:
     """The toy world of `scripts/gpu_rehearsal_data.py`, once."""
     if not (WORLD / "pairs.jsonl").exists():
         script = ROOT / "scripts" / "gpu_rehearsal_data.py"
-        subprocess.run([sys.executable, script, WORK], check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+        subprocess.run(
+            [sys.executable, script, WORK], check=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
+        )
 
 
 def compare(job: Job, seed: int, other_tree: Path) -> Iterator[tuple[Difference, float]]:
@@ -151,23 +175,34 @@ def compare(job: Job, seed: int, other_tree: Path) -> Iterator[tuple[Difference,
             yield difference, STEP_BOUND
     for difference in compare_metrics(here, other):
         yield difference, STEP_BOUND
-    yield compare_tensors("weights at the end", here, other, is_weight), STEP_BOUND if job.name in REORDERED else 0.0
+    yield (
+        compare_tensors("weights at the end", here, other, is_weight),
+        STEP_BOUND if job.name in REORDERED else 0.0,
+    )
     one = train_both(job, other_tree, "one_optimizer_step", seed, 1, job.one_optimizer_step)
     yield compare_tensors("gradients of the first step", *one, is_gradient), GRADIENT_BOUND
 
 
-def train_both(job: Job, other_tree: Path, kind: str, seed: int, num_steps: int, more: tuple[str, ...]) -> list[Path]:
+def train_both(
+    job: Job, other_tree: Path, kind: str, seed: int, num_steps: int, more: tuple[str, ...]
+) -> list[Path]:
     """Trains with this version and with the other one; their folders."""
     folders = []
     for side, tree in (("this", ROOT), ("other", other_tree)):
         folder = WORK / "runs" / f"{job.name}_{seed}_{kind}_{side}"
-        train(job, tree, folder, (f"trainer.seed={seed}", f"trainer.total_training_steps={num_steps}", *more))
+        train(
+            job,
+            tree,
+            folder,
+            (f"trainer.seed={seed}", f"trainer.total_training_steps={num_steps}", *more),
+        )
         folders.append(folder)
     return folders
 
 
 def train(job: Job, tree: Path, folder: Path, more: tuple[str, ...]) -> None:
-    """A run with the code and the examples of a tree, in a new folder with its output and what it recorded."""
+    """A run with the code and the examples of a tree, in a new folder with its output and what it
+    recorded."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     config = []
@@ -196,12 +231,15 @@ def train(job: Job, tree: Path, folder: Path, more: tuple[str, ...]) -> None:
 def page(other_commit: str, rows: list[str]) -> str:
     jobs = "\n".join(f"* `{job.name}`: {job.what}" for job in JOBS)
     reordered = "\n".join(f"* `{name}`: {reason}" for name, reason in REORDERED.items()) or "None."
-    table = "\n".join(["| job | seed | quantity | values | difference | |", "|---|---|---|---|---|---|", *rows])
+    table = "\n".join(
+        ["| job | seed | quantity | values | difference | |", "|---|---|---|---|---|---|", *rows]
+    )
     return f"""# The same numbers as another version
 
-Written by `python -m scripts.same_numbers {other_commit}`, of commit {commit()} beside {other_commit}.
-Both train on the same work for {NUM_STEPS} steps, with {NUM_SEEDS} seeds. A difference is in units of the largest
-value, that of weights and gradients in units of their norm. Weights are equal bit for bit unless a sum is named below;
+Written by `python -m scripts.same_numbers {other_commit}`, of commit {commit()} beside
+{other_commit}. Both train on the same work for {NUM_STEPS} steps, with {NUM_SEEDS} seeds. A
+difference is in units of the largest value, that of weights and gradients in units of their norm.
+Weights are equal bit for bit unless a sum is named below;
 gradients of the first step to {GRADIENT_BOUND:g}, all else to {STEP_BOUND:g}.
 
 {jobs}

@@ -10,7 +10,8 @@ from safetensors.numpy import load_file
 
 METRICS = ("loss", "pg_loss", "vf_loss", "kl_loss", "grad_norm")
 """The last parts of the names of the metrics that are compared."""
-TINY, HUGE = 1e-300, 1e306
+TINY = 1e-300
+HUGE = 1e306
 CHECKPOINT_FILES = "global_step_*/*/checkpoint/rank_*.safetensors"
 
 
@@ -21,8 +22,8 @@ class Difference:
     quantity: str
     num_values: int
     relative: float
-    """The largest difference in units of the largest value; of tensors, the norm of the difference in units of their
-    norm. 0 only if all are equal bit for bit."""
+    """The largest difference in units of the largest value; of tensors, the norm of the difference
+    in units of their norm. 0 only if all are equal bit for bit."""
     first_step: int | None = None
     """The first step in which they differ."""
 
@@ -34,7 +35,8 @@ class Difference:
 
 
 def compare_steps(here: Path, other: Path) -> Iterator[Difference]:
-    """Tokens, rewards and log-probabilities of every step. Raises ValueError if the steps or columns differ."""
+    """Tokens, rewards and log-probabilities of every step. Raises ValueError if the steps or
+    columns differ."""
     names = [[file.name for file in sorted(folder.glob("step_*.npz"))] for folder in (here, other)]
     if names[0] != names[1] or not names[0]:
         raise ValueError(f"{here} has {len(names[0])} recorded steps, {other} has {len(names[1])}")
@@ -48,7 +50,8 @@ def compare_steps(here: Path, other: Path) -> Iterator[Difference]:
 
 def compare_metrics(here: Path, other: Path) -> Iterator[Difference]:
     """Losses, gradient norms and their like, by name. Raises ValueError if one is missing here."""
-    mine, theirs = rows_of(here), rows_of(other)
+    mine = rows_of(here)
+    theirs = rows_of(other)
     if mine.keys() != theirs.keys():
         raise ValueError(f"{here} has the steps {sorted(mine)}, {other} has {sorted(theirs)}")
     names = {name for row in theirs.values() for name in row if name.rpartition("/")[2] in METRICS}
@@ -65,7 +68,9 @@ def compare_metrics(here: Path, other: Path) -> Iterator[Difference]:
 
 def rows_of(run: Path) -> dict[int, dict[str, float]]:
     """The metrics of each training step of a run."""
-    rows = [json.loads(line) for line in (folder_of(run) / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (folder_of(run) / "metrics.jsonl").read_text().splitlines()
+    ]
     return {row["step"]: row for row in rows if row["step"] > 0}
 
 
@@ -77,32 +82,47 @@ def folder_of(run: Path) -> Path:
 
 def of_steps(quantity: str, steps: list[tuple[np.ndarray, np.ndarray]]) -> Difference:
     """Raises ValueError where the arrays of a step differ in shape."""
-    largest_value, largest_difference, first = 0.0, 0.0, None
+    largest_value = 0.0
+    largest_difference = 0.0
+    first = None
     for step, (mine, theirs) in enumerate(steps, 1):
         if mine.shape != theirs.shape:
-            raise ValueError(f"{quantity} of step {step} has shape {mine.shape} here and {theirs.shape} there")
+            raise ValueError(
+                f"{quantity} of step {step} has shape {mine.shape} here and {theirs.shape} there"
+            )
         if mine.tobytes() == theirs.tobytes():
             continue
         first = first or step
         differences = np.abs(mine.astype(np.float64) - theirs.astype(np.float64))
         # Where one alone is no number they are infinitely far apart; -0.0 and 0.0 are apart, too.
-        largest_difference = max(largest_difference, np.nan_to_num(differences, nan=HUGE).max(), TINY)
+        largest_difference = max(
+            largest_difference, np.nan_to_num(differences, nan=HUGE).max(), TINY
+        )
     for _, theirs in steps:
         largest_value = max(largest_value, float(np.abs(np.nan_to_num(theirs)).max(initial=0.0)))
     num_values = sum(theirs.size for _, theirs in steps)
-    return Difference(quantity, num_values, float(largest_difference / (largest_value or 1.0)), first)
+    return Difference(
+        quantity, num_values, float(largest_difference / (largest_value or 1.0)), first
+    )
 
 
-def compare_tensors(quantity: str, here: Path, other: Path, wanted: Callable[[str], bool]) -> Difference:
+def compare_tensors(
+    quantity: str, here: Path, other: Path, wanted: Callable[[str], bool]
+) -> Difference:
     """The wanted tensors of all ranks' files in the checkpoints of two runs.
 
     Raises ValueError if files or tensors are missing.
     """
     folders = folder_of(here), folder_of(other)
-    files = [sorted(str(file.relative_to(folder)) for file in folder.glob(CHECKPOINT_FILES)) for folder in folders]
+    files = [
+        sorted(str(file.relative_to(folder)) for file in folder.glob(CHECKPOINT_FILES))
+        for folder in folders
+    ]
     if files[0] != files[1] or not files[0]:
         raise ValueError(f"{here} has the files {files[0]}, {other} has {files[1]}")
-    num_values, squared_difference, squared_norm = 0, 0.0, 0.0
+    num_values = 0
+    squared_difference = 0.0
+    squared_norm = 0.0
     for file in files[0]:
         mine, theirs = (load_file(folder / file) for folder in folders)
         names = {name for name in mine.keys() | theirs.keys() if wanted(name)}
@@ -126,5 +146,6 @@ def is_weight(name: str) -> bool:
 
 
 def is_gradient(name: str) -> bool:
-    """Whether a tensor of a checkpoint is, after one optimizer step, (1 - beta_1) times the clipped gradient."""
+    """Whether a tensor of a checkpoint is, after one optimizer step, (1 - beta_1) times the clipped
+    gradient."""
     return name.endswith(".exp_avg")

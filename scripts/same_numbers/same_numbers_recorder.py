@@ -1,8 +1,9 @@
-"""A plugin that records what an advantage estimator is given: tokens, log-probabilities and rewards of every step.
+"""A plugin that records what an advantage estimator is given: tokens, log-probabilities and rewards
+of every step.
 
-`recorded_gae` and `recorded_grpo` are the library's estimators, which a version of the project computes as it does.
-SAME_NUMBERS_OUT is the folder that gets a file a step. This file runs with two versions of the project, so it uses only
-what both offer to plugins.
+`recorded_gae` and `recorded_grpo` are the library's estimators, which a version of the project
+computes as it does. SAME_NUMBERS_OUT is the folder that gets a file a step. This file runs with two
+versions of the project, so it uses only what both offer to plugins.
 """
 
 import os
@@ -13,7 +14,8 @@ import numpy as np
 
 from verl_like.algorithms.advantages import get_adv_estimator_fn, register_adv_est
 
-gae, grpo = get_adv_estimator_fn("gae"), get_adv_estimator_fn("grpo")
+gae = get_adv_estimator_fn("gae")
+grpo = get_adv_estimator_fn("grpo")
 recorded_steps = 0
 
 
@@ -22,7 +24,9 @@ def record(mask_BR: Any, **columns: Any) -> None:
     global recorded_steps
     recorded_steps += 1
     valid = np.asarray(mask_BR, dtype=bool)
-    arrays = {name: np.where(valid, column, 0) for name, column in columns.items() if column is not None}
+    arrays = {
+        name: np.where(valid, column, 0) for name, column in columns.items() if column is not None
+    }
     folder = Path(os.environ["SAME_NUMBERS_OUT"])
     np.savez(folder / f"step_{recorded_steps:03}.npz", response_mask=valid, **arrays)
 

@@ -16,7 +16,14 @@ from verl_like.workers.teacher import TeacherWorker
 @pytest.mark.parametrize(
     "worker_class",
     [
-        *(ActorWorker, ReferenceWorker, RolloutWorker, CriticWorker, RewardModelWorker, TeacherWorker),
+        *(
+            ActorWorker,
+            ReferenceWorker,
+            RolloutWorker,
+            CriticWorker,
+            RewardModelWorker,
+            TeacherWorker,
+        ),
         *(ActorCopyWorker, CriticCopyWorker),
     ],
 )
@@ -32,7 +39,21 @@ def test_declared_columns_are_in_the_table(worker_class: type):
 
 
 def test_columns_that_the_trainer_itself_writes_are_in_the_table():
-    written = {"response_mask", "token_level_scores", "token_level_rewards", "advantages", "returns"}
+    written = {
+        "response_mask",
+        "token_level_scores",
+        "token_level_rewards",
+        "advantages",
+        "returns",
+    }
     written |= {"rollout_is_weights", "sampled_mask", "selected_tokens"}
-    written |= {"rule_scores", "is_skipped", "uid", "data_source", "reward_model", "extra_info", "raw_prompt"}
+    written |= {
+        "rule_scores",
+        "is_skipped",
+        "uid",
+        "data_source",
+        "reward_model",
+        "extra_info",
+        "raw_prompt",
+    }
     assert written <= COLUMNS.keys()

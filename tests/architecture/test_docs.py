@@ -1,4 +1,5 @@
-"""Paths, links and anchors lead somewhere, every page of docs/ is in the site, and the README shows the source."""
+"""Paths, links and anchors lead somewhere, every page of docs/ is in the site, and the README shows
+the source."""
 
 import re
 import textwrap
@@ -25,18 +26,27 @@ def named_paths(text: str) -> list[str]:
 
 
 def anchors(text: str) -> set[str]:
-    """The anchors of a page's headings: lower case, spaces as hyphens, without punctuation; code blocks have none."""
+    """The anchors of a page's headings: lower case, spaces as hyphens, without punctuation; code
+    blocks have none."""
     without_code = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^#+ (.+)$", without_code, flags=re.MULTILINE)
-    return {re.sub(r"[^\w\s-]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+    return {
+        re.sub(r"[^\w\s-]", "", heading).strip().lower().replace(" ", "-") for heading in headings
+    }
 
 
 def test_the_pattern_finds_quoted_paths_and_links():
-    assert named_paths("see `verl_like/a.py` and [b](docs/b.md#c)") == ["verl_like/a.py", "docs/b.md"]
+    assert named_paths("see `verl_like/a.py` and [b](docs/b.md#c)") == [
+        "verl_like/a.py",
+        "docs/b.md",
+    ]
 
 
 def test_anchors_are_those_of_headings_outside_code():
-    assert anchors("# On a GPU?\n```bash\n# no heading\n```\n## `data.n` or so") == {"on-a-gpu", "datan-or-so"}
+    assert anchors("# On a GPU?\n```bash\n# no heading\n```\n## `data.n` or so") == {
+        "on-a-gpu",
+        "datan-or-so",
+    }
 
 
 def test_every_path_in_the_documents_exists():
@@ -70,13 +80,21 @@ def test_the_site_has_every_page_of_docs():
         return [page for child in children for page in pages(child)]
 
     listed = pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
-    missing = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")} - set(listed)
+    missing = {
+        str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")
+    } - set(listed)
     assert not missing, f"add these pages to nav in mkdocs.yml: {missing}"
 
 
 def test_the_loop_in_the_readme_is_the_source_line_by_line():
     excerpts = EXCERPT.findall((ROOT / "README.md").read_text())
-    files = ["training_loop.py", "ray_trainer.py", "experience_maker.py", "experience_maker.py", "learner.py"]
+    files = [
+        "training_loop.py",
+        "ray_trainer.py",
+        "experience_maker.py",
+        "experience_maker.py",
+        "learner.py",
+    ]
     assert [path.rpartition("/")[2] for path, _ in excerpts] == files
     for path, code in excerpts:
         lines = textwrap.indent(code, 8 * " ").splitlines()  # of a method

@@ -25,13 +25,18 @@ def rows_of(walk: str) -> list[list[str]]:
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
 
 
+def without_layout(code: str) -> str:
+    """Source without what its formatter decides: blanks, line breaks and commas before a bracket."""
+    return re.sub(r",(?=[)\]}])", "", "".join(code.split()))
+
+
 @pytest.mark.parametrize("walk", MOST)
 def test_each_line_that_a_walk_names_is_in_the_source(walk: str):
     for *_, form, _, _, _, place in rows_of(walk):
         file, code = re.fullmatch(r"`(verl_like/[\w/]+\.py)`: `(.+)`", place).groups()
-        assert code.replace("\\|", "|") in (ROOT / file).read_text(), (
-            f"{walk}, {form}: {file} has no such line any more"
-        )
+        assert without_layout(code.replace("\\|", "|")) in without_layout(
+            (ROOT / file).read_text()
+        ), f"{walk}, {form}: {file} has no such line any more"
 
 
 @pytest.mark.parametrize("walk", MOST)
@@ -39,5 +44,7 @@ def test_a_walk_has_no_more_forms_than_it_may_and_as_many_as_the_page_says(walk:
     rows = rows_of(walk)
     numbers = [int(number) for number, *_ in rows if number]
     assert numbers == list(range(1, len(numbers) + 1)) and len(numbers) <= MOST[walk]
-    said = re.search(rf"^\| {walk} \| \d+ \| (\d+) \| \d+ \| (\d+) \|$", PAGE, re.MULTILINE | re.IGNORECASE)
+    said = re.search(
+        rf"^\| {walk} \| \d+ \| (\d+) \| \d+ \| (\d+) \|$", PAGE, re.MULTILINE | re.IGNORECASE
+    )
     assert said and (int(said[1]), int(said[2])) == (len(numbers), len(rows))

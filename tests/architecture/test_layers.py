@@ -32,7 +32,8 @@ OPTIONAL = {
     "triton": {"rehearse/engine_process.py"},
     "peft": {"workers/models/lora.py"},
     "flash_attn": {"workers/models/attention.py"},
-    "verl_like.workers.models.head_kernels": {"workers/models/linear_log_prob.py"},  # imports Triton
+    # Imports Triton
+    "verl_like.workers.models.head_kernels": {"workers/models/linear_log_prob.py"},
     "wandb": {"trainer/run/tracking.py"},
     "trackio": {"trainer/run/tracking.py"},
     "mlflow": {"trainer/run/tracking.py"},
@@ -50,14 +51,18 @@ def imported_modules(node: ast.AST) -> list[str]:
 
 
 def layer_violations(package_path: str, module: str) -> str | None:
-    """Why a file of the package may not import `module`, or None. `package_path` is relative to the package."""
+    """Why a file of the package may not import `module`, or None. `package_path` is relative to the
+    package."""
     parts = module.split(".")
     if parts[0] != "verl_like" or len(parts) < 2 or "/" not in package_path:
         return None
     source, target = package_path.split("/")[0], parts[1]
     if target == source or LAYER[target] < LAYER[source]:
         return None
-    return f"{package_path} imports {module}: {source} (L{LAYER[source]}) may only import lower layers; move it down"
+    return (
+        f"{package_path} imports {module}: {source} (L{LAYER[source]}) may only import lower "
+        "layers; move it down"
+    )
 
 
 def test_the_rule_itself_sees_an_upward_and_a_sibling_import():
@@ -78,11 +83,14 @@ def test_imports_point_down_only():
 
 
 def import_graph(sources: dict[str, str]) -> dict[str, set[str]]:
-    """The modules that each module imports, of modules by name with their source; TYPE_CHECKING makes no difference."""
+    """The modules that each module imports, of modules by name with their source; TYPE_CHECKING
+    makes no difference."""
     graph: dict[str, set[str]] = {}
     for module, source in sources.items():
         nodes = list(ast.walk(ast.parse(source)))
-        names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        names = {
+            alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names
+        }
         for node in nodes:
             if isinstance(node, ast.ImportFrom):
                 submodules = {f"{node.module}.{alias.name}" for alias in node.names}
@@ -92,7 +100,9 @@ def import_graph(sources: dict[str, str]) -> dict[str, set[str]]:
 
 
 def module_name(path: Path) -> str:
-    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(
+        ".__init__"
+    )
 
 
 def test_the_rule_itself_sees_a_circle_behind_type_checking():
@@ -117,10 +127,15 @@ def test_only_optional_engines_are_imported_inside_a_function():
                 continue
             for node in ast.walk(function):
                 for module in imported_modules(node):
-                    allowed = [name for name in OPTIONAL if module == name or module.startswith(f"{name}.")]
-                    if not any(str(path.relative_to(PACKAGE)) in OPTIONAL[name] for name in allowed):
+                    allowed = [
+                        name for name in OPTIONAL if module == name or module.startswith(f"{name}.")
+                    ]
+                    if not any(
+                        str(path.relative_to(PACKAGE)) in OPTIONAL[name] for name in allowed
+                    ):
                         violations.append(
-                            f"{relative(path)}:{node.lineno} {function.name} imports {module}: move it up"
+                            f"{relative(path)}:{node.lineno} {function.name} imports {module}: "
+                            "move it up"
                         )
     assert not violations, "\n".join(violations)
 
@@ -140,13 +155,16 @@ def room(module: str) -> str:
 def test_rooms_of_the_workers_import_those_below_and_the_trainer_no_engine():
     graph = import_graph({module_name(path): path.read_text() for path in python_files()})
     used = [(a, b) for a in graph for b in graph[a] if b.startswith("verl_like.workers.")]
-    reached = [(a, b) for a, b in used if a.startswith("verl_like.trainer.") and room(b) == "engine"]
+    reached = [
+        (a, b) for a, b in used if a.startswith("verl_like.trainer.") and room(b) == "engine"
+    ]
     inside = [(a, b) for a, b in used if a.startswith("verl_like.workers.") and room(a) != room(b)]
     upward = [(a, b) for a, b in inside if ROOMS[room(b)] >= ROOMS[room(a)]]
     assert inside and not upward + reached, upward + reached
 
 
-# Packages of the trainer, each of which imports those with a smaller number; the entry points stand above all.
+# Packages of the trainer, each of which imports those with a smaller number; the entry points stand
+# above all.
 PACKAGES = {
     **{"config": 0, "state": 1, "memory": 1, "run": 2, "loop": 2},
     **{"ppo": 3, "supervised": 3, "detached": 4, "entry points": 5},
@@ -161,9 +179,13 @@ def trainer_package(module: str) -> str:
 def test_packages_of_the_trainer_import_those_below():
     graph = import_graph({module_name(path): path.read_text() for path in python_files()})
     trainer = "verl_like.trainer."
-    used = [(a, b) for a in graph for b in graph[a] if a.startswith(trainer) and b.startswith(trainer)]
+    used = [
+        (a, b) for a in graph for b in graph[a] if a.startswith(trainer) and b.startswith(trainer)
+    ]
     between = [(a, b) for a, b in used if trainer_package(a) != trainer_package(b)]
-    upward = [(a, b) for a, b in between if PACKAGES[trainer_package(b)] >= PACKAGES[trainer_package(a)]]
+    upward = [
+        (a, b) for a, b in between if PACKAGES[trainer_package(b)] >= PACKAGES[trainer_package(a)]
+    ]
     assert between and not upward, upward
 
 
@@ -172,10 +194,16 @@ def test_roles_use_nothing_of_their_engine_but_the_protocol():
         *(PACKAGE / "workers").glob("*.py"),
         *(PACKAGE / f"workers/engine/{n}.py" for n in ("mini_batches", "throughput")),
     ]
-    attributes = [node for path in files for node in ast.walk(parse(path)) if isinstance(node, ast.Attribute)]
-    used = {node.attr for node in attributes if ast.unparse(node.value) in ("engine", "self.engine")}
+    attributes = [
+        node for path in files for node in ast.walk(parse(path)) if isinstance(node, ast.Attribute)
+    ]
+    used = {
+        node.attr for node in attributes if ast.unparse(node.value) in ("engine", "self.engine")
+    }
     known = vars(TrainingEngine).keys() | TrainingEngine.__annotations__.keys()
-    assert used and not used - known, f"put these into TrainingEngine, or keep them in the engine: {used - known}"
+    assert used and not used - known, (
+        f"put these into TrainingEngine, or keep them in the engine: {used - known}"
+    )
 
 
 def test_there_is_no_utils_package():

@@ -13,19 +13,37 @@ PREFIX = re.compile(
 
 
 def names_in(tree: ast.AST) -> list[str]:
-    """String constants that are metrics or the beginning of some, and f-strings with * for what is filled in."""
-    inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    """String constants that are metrics or the beginning of some, and f-strings with * for what is
+    filled in."""
+    inside = {
+        id(part)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.JoinedStr)
+        for part in node.values
+    }
     texts = []
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
-            texts.append("".join(str(part.value) if isinstance(part, ast.Constant) else "*" for part in node.values))
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside:
+            texts.append(
+                "".join(
+                    str(part.value) if isinstance(part, ast.Constant) else "*"
+                    for part in node.values
+                )
+            )
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in inside
+        ):
             texts.append(node.value)
     return [text for text in texts if PREFIX.fullmatch(text)]
 
 
 def test_names_are_found_in_strings_and_f_strings():
-    assert names_in(ast.parse("a = 'actor/loss'\nb = f'perf/mfu/{phase}'\nc = 'a/b'")) == ["actor/loss", "perf/mfu/*"]
+    assert names_in(ast.parse("a = 'actor/loss'\nb = f'perf/mfu/{phase}'\nc = 'a/b'")) == [
+        "actor/loss",
+        "perf/mfu/*",
+    ]
 
 
 def test_every_metric_of_the_source_is_in_the_page():
@@ -47,7 +65,10 @@ def test_every_metric_of_the_page_is_in_the_source():
         """Whether the part begins a word, or its end follows what an f-string fills in."""
         whole, end = re.escape(part), re.escape(part.split("_")[-1])
         # The text before is looked at last, so that the search is one for a plain text.
-        return bool(re.search(rf"{whole}(?<![a-z]{whole})", source) or re.search(rf"{{\w+}}_?{end}\b", source))
+        return bool(
+            re.search(rf"{whole}(?<![a-z]{whole})", source)
+            or re.search(rf"{{\w+}}_?{end}\b", source)
+        )
 
     stale = [
         name

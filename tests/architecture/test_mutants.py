@@ -16,7 +16,9 @@ def test_every_area_of_the_mutants_has_files_and_the_functions_that_are_named():
             assert file in area["files"]
             nodes = ast.walk(ast.parse((ROOT / file).read_text()))
             defined = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
-            assert defined >= set(functions), f"scripts/mutants.toml: {file} lacks {set(functions) - defined}"
+            assert defined >= set(functions), (
+                f"scripts/mutants.toml: {file} lacks {set(functions) - defined}"
+            )
 
 
 def test_every_named_mutant_changes_one_place():
@@ -25,4 +27,6 @@ def test_every_named_mutant_changes_one_place():
         for named in WANTED["named"]
     }
     wrong = {place: count for place, count in counts.items() if count != 1}
-    assert not wrong, f"scripts/mutants.toml: the text has changed, or is there more than once: {wrong}"
+    assert not wrong, (
+        f"scripts/mutants.toml: the text has changed, or is there more than once: {wrong}"
+    )

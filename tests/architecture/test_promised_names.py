@@ -16,7 +16,9 @@ LISTED = tomllib.loads((ROOT / "tests" / "promised_names.toml").read_text())
 MODULES: dict[str, list[str]] = LISTED["modules"]
 METHODS: dict[str, list[str]] = LISTED["methods"]
 REMOVED: dict[str, str] = LISTED["removed"]
-PROMISED = [f"{place}.{name}" for place, names in [*MODULES.items(), *METHODS.items()] for name in names]
+PROMISED = [
+    f"{place}.{name}" for place, names in [*MODULES.items(), *METHODS.items()] for name in names
+]
 WRITTEN_BY_COMMANDS = [
     "gpu_rehearsal.md",
     "memory_plan.md",
@@ -29,7 +31,8 @@ ABOUT_THE_INSIDE = ["forms.md"]
 
 
 def find(name: str) -> object:
-    """What a dotted name stands for: of a module, a class, or its attribute. AttributeError if it is not there."""
+    """What a dotted name stands for: of a module, a class, or its attribute. AttributeError if it
+    is not there."""
     parts = name.split(".")
     lengths = [length for length in range(1, len(parts) + 1) if _is_module(parts[:length])]
     module = importlib.import_module(".".join(parts[: max(lengths)]))
@@ -46,7 +49,9 @@ def test_a_promised_name_is_there(name: str):
     try:
         find(name)
     except AttributeError:
-        pytest.fail(f"{name} is promised: keep it, or add it to [removed] of tests/promised_names.toml")
+        pytest.fail(
+            f"{name} is promised: keep it, or add it to [removed] of tests/promised_names.toml"
+        )
 
 
 @pytest.mark.parametrize("name", LISTED["programs"]["names"])
@@ -75,7 +80,9 @@ def test_a_module_that_has_moved_is_promised_where_it_is_now_alone():
 def test_every_class_and_path_that_the_documents_name_is_listed():
     """A name in quotes that is a class of the package, and a dotted path of it."""
     classes = {
-        name for file in python_files(PACKAGE) for name in re.findall(r"^class ([A-Z]\w+)", file.read_text(), re.M)
+        name
+        for file in python_files(PACKAGE)
+        for name in re.findall(r"^class ([A-Z]\w+)", file.read_text(), re.M)
     }
     listed = {part for name in PROMISED for part in name.split(".")}
     missing = []
@@ -86,14 +93,18 @@ def test_every_class_and_path_that_the_documents_name_is_listed():
             named = {name for name in re.findall(r"\b[A-Z]\w+\b", quoted) if name in classes}
             missing += [f"{document.name}: {name}" for name in named - listed]
             for path in re.findall(r"\bverl_like(?:\.\w+)+", quoted):
-                is_listed = path in PROMISED or path in MODULES or path in LISTED["programs"]["names"]
+                is_listed = (
+                    path in PROMISED or path in MODULES or path in LISTED["programs"]["names"]
+                )
                 missing += [] if is_listed or path in METHODS else [f"{document.name}: {path}"]
     assert not missing, "add to tests/promised_names.toml:\n" + "\n".join(sorted(set(missing)))
 
 
 def test_every_program_of_the_documents_is_listed():
     named = {
-        name for document in DOCUMENTS for name in re.findall(r"python3? -m ((?:\w+\.)+\w+)", document.read_text())
+        name
+        for document in DOCUMENTS
+        for name in re.findall(r"python3? -m ((?:\w+\.)+\w+)", document.read_text())
     }
     assert named <= set(LISTED["programs"]["names"])
 
@@ -102,7 +113,9 @@ def test_every_import_in_the_documents_is_promised():
     missing = []
     for document in DOCUMENTS:
         for block in re.findall(r"```python\n(.*?)```", document.read_text(), re.S):
-            imports = [node for node in ast.walk(ast.parse(block)) if isinstance(node, ast.ImportFrom)]
+            imports = [
+                node for node in ast.walk(ast.parse(block)) if isinstance(node, ast.ImportFrom)
+            ]
             names = [f"{node.module}.{alias.name}" for node in imports for alias in node.names]
             own = [name for name in names if name.startswith("verl_like.")]
             missing += [f"{document.name}: {name}" for name in own if name not in PROMISED]

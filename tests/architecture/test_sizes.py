@@ -15,8 +15,13 @@ LOOP = PACKAGE / "trainer/loop/training_loop.py"
 
 
 def function_lengths(tree: ast.Module) -> dict[str, int]:
-    functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
-    return {f"{function.name}:{function.lineno}": function.end_lineno - function.lineno + 1 for function in functions}
+    functions = (
+        node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
+    return {
+        f"{function.name}:{function.lineno}": function.end_lineno - function.lineno + 1
+        for function in functions
+    }
 
 
 def test_function_lengths_are_counted_from_def_to_last_line():
@@ -44,16 +49,27 @@ def test_the_step_fits_on_one_screen():
 
 
 def defines(tree: ast.Module, method: str) -> bool:
-    """Whether a class of the file has the method, with more than the docstring that a protocol has."""
+    """Whether a class of the file has the method, with more than the docstring that a protocol
+    has."""
     classes = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
-    methods = [node for c in classes for node in c.body if isinstance(node, ast.FunctionDef) and node.name == method]
-    return any(not isinstance(statement, ast.Expr) for method in methods for statement in method.body)
+    methods = [
+        node
+        for c in classes
+        for node in c.body
+        if isinstance(node, ast.FunctionDef) and node.name == method
+    ]
+    return any(
+        not isinstance(statement, ast.Expr) for method in methods for statement in method.body
+    )
 
 
 def next_file(file: Path, name: str) -> Path:
-    """Where what a file calls by `name` is: the module that it imports it from, or the file that has the method."""
+    """Where what a file calls by `name` is: the module that it imports it from, or the file that
+    has the method."""
     nodes = list(ast.walk(parse(file)))
-    called = {ast.unparse(node.func).rpartition(".")[2] for node in nodes if isinstance(node, ast.Call)}
+    called = {
+        ast.unparse(node.func).rpartition(".")[2] for node in nodes if isinstance(node, ast.Call)
+    }
     # A worker's method is not called but given to a function that submits the call.
     used = called | {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     assert name in used, f"{relative(file)} does not call {name}"
@@ -70,13 +86,19 @@ def walk_from_main_to_loss() -> list[Path]:
     for name in WALK:
         files.append(next_file(files[-1], name))
     actor = next(file for file in files if defines(parse(file), "update_actor"))
-    losses = next_file(actor, "get_policy_loss_fn").with_suffix("")  # a package: a file for each loss
+    # A package: a file for each loss
+    losses = next_file(actor, "get_policy_loss_fn").with_suffix("")
     assert "import TrainingLoop\n" in (PACKAGE / "trainer/ppo/ray_trainer.py").read_text()
     return [*files, LOOP, losses / f"{PolicyLossConfig.model_fields['loss_mode'].default}.py"]
 
 
 def test_the_walk_follows_imports_and_method_names():
-    assert {path.stem for path in walk_from_main_to_loss()} >= {"ray_trainer", "learner", "fsdp", "vanilla"}
+    assert {path.stem for path in walk_from_main_to_loss()} >= {
+        "ray_trainer",
+        "learner",
+        "fsdp",
+        "vanilla",
+    }
 
 
 def test_the_walk_from_main_to_the_loss_is_short():

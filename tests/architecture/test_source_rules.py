@@ -23,18 +23,32 @@ def test_nothing_is_printed_outside_the_console():
 
 
 def test_no_untrusted_text_is_evaluated_and_no_pickle_is_loaded():
-    forbidden = {"eval", "exec", "pickle.load", "pickle.loads", "cloudpickle.loads", "torch.load", "torch.save"}
+    forbidden = {
+        "eval",
+        "exec",
+        "pickle.load",
+        "pickle.loads",
+        "cloudpickle.loads",
+        "torch.load",
+        "torch.save",
+    }
     assert not offenders(forbidden)
 
 
 def test_remote_code_is_never_switched_on_in_the_source():
-    found = [relative(p) for p in python_files(PACKAGE, ROOT / "examples") if "trust_remote_code=True" in p.read_text()]
+    found = [
+        relative(p)
+        for p in python_files(PACKAGE, ROOT / "examples")
+        if "trust_remote_code=True" in p.read_text()
+    ]
     assert not found
 
 
 def test_tokenizers_are_read_in_one_place():
     found = offenders({"AutoTokenizer.from_pretrained", "PreTrainedTokenizerFast.from_pretrained"})
-    assert {entry.partition(":")[0] for entry in found} == {"verl_like/workers/models/pretrained.py"}
+    assert {entry.partition(":")[0] for entry in found} == {
+        "verl_like/workers/models/pretrained.py"
+    }
 
 
 def test_no_module_assigns_into_a_third_party_module():
@@ -42,17 +56,26 @@ def test_no_module_assigns_into_a_third_party_module():
     for path in python_files():
         tree = parse(path)
         imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import)]
-        modules = {alias.asname or alias.name.split(".")[0] for node in imports for alias in node.names}
-        targets = [t for node in ast.walk(tree) if isinstance(node, ast.Assign) for t in node.targets]
+        modules = {
+            alias.asname or alias.name.split(".")[0] for node in imports for alias in node.names
+        }
+        targets = [
+            t for node in ast.walk(tree) if isinstance(node, ast.Assign) for t in node.targets
+        ]
         for target in targets:
             is_setting = ast.unparse(target) == "tempfile.tempdir"  # which Python documents as one
-            if isinstance(target, ast.Attribute) and ast.unparse(target.value) in modules and not is_setting:
+            if (
+                isinstance(target, ast.Attribute)
+                and ast.unparse(target.value) in modules
+                and not is_setting
+            ):
                 violations.append(f"{relative(path)}:{target.lineno} {ast.unparse(target)}")
     assert not violations, f"third-party modules are not patched: {violations}"
 
 
 def test_only_its_own_file_and_the_defaults_of_keys_name_an_algorithm():
-    """What a run needs follows from the inputs that an algorithm declares, so no other code asks for its name."""
+    """What a run needs follows from the inputs that an algorithm declares, so no other code asks
+    for its name."""
     names = {*ADVANTAGE_ESTIMATORS.file_names(), *POLICY_LOSSES.file_names()}
     naming = {
         (relative(path), node.value)
@@ -61,7 +84,10 @@ def test_only_its_own_file_and_the_defaults_of_keys_name_an_algorithm():
         for node in ast.walk(parse(path))
         if isinstance(node, ast.Constant) and node.value in names
     }
-    defaults = {("verl_like/trainer/config/schema.py", "gae"), ("verl_like/workers/config/roles.py", "vanilla")}
+    defaults = {
+        ("verl_like/trainer/config/schema.py", "gae"),
+        ("verl_like/workers/config/roles.py", "vanilla"),
+    }
     assert naming == defaults
 
 
@@ -76,11 +102,16 @@ def test_placement_words_stay_out_of_workers_and_algorithms():
 
 
 def test_every_module_says_what_it_is_for():
-    silent = [relative(p) for p in python_files() if p.name != "__init__.py" and not ast.get_docstring(parse(p))]
+    silent = [
+        relative(p)
+        for p in python_files()
+        if p.name != "__init__.py" and not ast.get_docstring(parse(p))
+    ]
     assert not silent
 
 
 def test_every_test_file_has_a_name_of_its_own():
-    """pytest imports test files by their names alone, so that two of one name cannot be collected together."""
+    """pytest imports test files by their names alone, so that two of one name cannot be collected
+    together."""
     names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
     assert not [name for name, files in names.items() if files > 1]

@@ -20,8 +20,8 @@ from verl_like.rewards import register_reward
 def share_of_distinct_characters(data_source, solution_str, ground_truth, extra_info):
     return {"score": len(set(solution_str)) / 4, "acc": float("1" in solution_str)}
 """
-# The loss has verl's form: it reads the configuration, divides by its counts, and returns numbers as metrics. The
-# trainer's maker halves what the estimator doubles by its option.
+# The loss has verl's form: it reads the configuration, divides by its counts, and returns numbers
+# as metrics. The trainer's maker halves what the estimator doubles by its option.
 OTHERS = """
 import torch
 

@@ -1,4 +1,5 @@
-"""The faults of docs/reliability.md: how each is made to happen in a real run, and what the run has to say."""
+"""The faults of docs/reliability.md: how each is made to happen in a real run, and what the run has
+to say."""
 
 import contextlib
 import os
@@ -21,10 +22,16 @@ PLACEMENT = {
     DETACHED: ["placement=detached", "trainer.n_gpus_per_node=1", "trainer.max_staleness=1"],
 }
 RUN = [
-    "algorithm.adv_estimator=grpo", "algorithm.rollout_correction.bypass_mode=true", "reward.num_workers=2",
-    "trainer.total_training_steps=1000", "trainer.save_freq=1", "trainer.max_ckpt_to_keep=2", "reward.timeout_s=4",
-    "trainer.val_before_train=false", "trainer.test_freq=-1",
-]  # fmt: skip
+    "algorithm.adv_estimator=grpo",
+    "algorithm.rollout_correction.bypass_mode=true",
+    "reward.num_workers=2",
+    "trainer.total_training_steps=1000",
+    "trainer.save_freq=1",
+    "trainer.max_ckpt_to_keep=2",
+    "reward.timeout_s=4",
+    "trainer.val_before_train=false",
+    "trainer.test_freq=-1",
+]
 DEADLINE_S = 300.0
 NUM_STEPS = 40
 """Of a run that is to end by itself."""
@@ -109,12 +116,26 @@ class Run:
     def start(self, *overrides: str, **environment: str) -> None:
         """Starts the run, or one that continues it."""
         main = "main_ppo" if self.mode == SYNCHRONOUS else "main_detached"
-        settings = [*self.settings, *PLACEMENT[self.mode], *RUN, f"trainer.default_local_dir={self.folder}/runs"]
+        settings = [
+            *self.settings,
+            *PLACEMENT[self.mode],
+            *RUN,
+            f"trainer.default_local_dir={self.folder}/runs",
+        ]
         command = [sys.executable, "-m", f"verl_like.trainer.{main}", *settings, *overrides]
-        environment = os.environ | {"PYTHONPATH": f"{self.folder}:{os.environ.get('PYTHONPATH', '')}"} | environment
+        environment = (
+            os.environ
+            | {"PYTHONPATH": f"{self.folder}:{os.environ.get('PYTHONPATH', '')}"}
+            | environment
+        )
         with open(self.folder / "out", "a") as out, open(self.folder / "err", "a") as err:
             self.process = subprocess.Popen(
-                command, stdout=out, stderr=err, env=environment, cwd=self.folder, start_new_session=True
+                command,
+                stdout=out,
+                stderr=err,
+                env=environment,
+                cwd=self.folder,
+                start_new_session=True,
             )
 
     def text(self) -> str:
@@ -130,7 +151,10 @@ class Run:
 
     def wait_for_rows(self, num_rows: int) -> None:
         metrics = self.folder / "runs/latest/metrics.jsonl"
-        self.wait_until(lambda: metrics.exists() and len(metrics_of(self.folder)) >= num_rows, f"{num_rows} rows")
+        self.wait_until(
+            lambda: metrics.exists() and len(metrics_of(self.folder)) >= num_rows,
+            f"{num_rows} rows",
+        )
         self.family = psutil.Process(self.process.pid).children(recursive=True)
 
     def find(self, title: str) -> psutil.Process:
@@ -156,19 +180,23 @@ class Run:
         return code
 
     def kill(self) -> None:
-        """Kills the driver. Its workers end by themselves; Ray's agents would look for another minute."""
+        """Kills the driver. Its workers end by themselves; Ray's agents would look for another
+        minute."""
         self.family = psutil.Process(self.process.pid).children(recursive=True)
         self.process.kill()
         self.process.wait(timeout=60)
         agents = [each for each in self.family if "gent" in " ".join(_command_line(each))]
-        _, left = psutil.wait_procs([each for each in self.family if each not in agents], timeout=60)
+        _, left = psutil.wait_procs(
+            [each for each in self.family if each not in agents], timeout=60
+        )
         assert not [each for each in left if each.status() != psutil.STATUS_ZOMBIE], left
         for agent in agents:
             with contextlib.suppress(psutil.NoSuchProcess):
                 agent.kill()
 
     def whole_checkpoint(self) -> checkpoint.Checkpoint:
-        """The newest checkpoint, every file of which is as it was written; no newer one is damaged."""
+        """The newest checkpoint, every file of which is as it was written; no newer one is
+        damaged."""
         newest, damages = checkpoint.newest(self.run_dir)
         assert newest is not None and not damages, damages
         return newest
@@ -202,7 +230,9 @@ def while_it_saves(strike: Strike) -> Strike:
     """Strikes as soon as a checkpoint is begun."""
 
     def strike_then(run: Run) -> None:
-        run.wait_until(lambda: list(run.run_dir.glob("global_step_*.partial")), "a checkpoint is begun")
+        run.wait_until(
+            lambda: list(run.run_dir.glob("global_step_*.partial")), "a checkpoint is begun"
+        )
         strike(run)
 
     return strike_then
@@ -250,7 +280,14 @@ class Fault:
 
 def of_reward(number: int, done: str, statement: str, says: str, **options: object) -> Fault:
     """A reward function that does this from some time on."""
-    return Fault(number, done, says, raise_flag, file=("reward.py", REWARD, {"statement": statement}), **options)
+    return Fault(
+        number,
+        done,
+        says,
+        raise_flag,
+        file=("reward.py", REWARD, {"statement": statement}),
+        **options,
+    )
 
 
 def of_engine(number: int, done: str, says: str, **parts: str) -> Fault:
@@ -262,52 +299,147 @@ def of_engine(number: int, done: str, says: str, **parts: str) -> Fault:
 def of_tracker(done: str, statement: str) -> Fault:
     settings = ("trainer.logger=[console,wandb]",)
     file = ("wandb.py", TRACKER, {"statement": statement})
-    return Fault(23, done, "Tracker wandb lacks", raise_flag, settings, file, goes_on=(SYNCHRONOUS, DETACHED))
+    return Fault(
+        23, done, "Tracker wandb lacks", raise_flag, settings, file, goes_on=(SYNCHRONOUS, DETACHED)
+    )
 
 
-DIED, STOPPED = r"rank \d \(node [\d.]+, pid \d+\) died during", r"rank \d \(node [\d.]+, pid \d+\) was stopped"
+DIED, STOPPED = (
+    r"rank \d \(node [\d.]+, pid \d+\) died during",
+    r"rank \d \(node [\d.]+, pid \d+\) was stopped",
+)
 UPDATING, ENGINE_RANK = "update_actor", "rollout rank"
 ENDED = f"Done: {NUM_STEPS} training steps"
-VLLM = ("actor_rollout_ref.rollout.name=vllm_async", "actor_rollout_ref.rollout.weight_transport=shared_memory")
+VLLM = (
+    "actor_rollout_ref.rollout.name=vllm_async",
+    "actor_rollout_ref.rollout.weight_transport=shared_memory",
+)
 LOW_MEMORY = (("RAY_memory_usage_threshold", "0.001"), ("RAY_memory_monitor_refresh_ms", "60000"))
 BOTH = (SYNCHRONOUS, DETACHED)
 FAULTS = [
-    Fault(1, "SIGKILL to a trainer's rank in an update", f"actor {DIED}", send(signal.SIGKILL, UPDATING)),
-    Fault(1, "SIGSTOP to a trainer's rank in an update", f"actor {STOPPED}", send(signal.SIGSTOP, UPDATING)),
-    Fault(2, "SIGKILL to an engine's rank", f"rollout {DIED}", send(signal.SIGKILL, ENGINE_RANK),
-          goes_on=(DETACHED,)),
-    Fault(2, "SIGSTOP to an engine's rank", f"rollout {STOPPED}", send(signal.SIGSTOP, ENGINE_RANK),
-          goes_on=(DETACHED,)),
-    Fault(2, "SIGSTOP to vLLM's engine process", rf"rollout {STOPPED}[^\n]*\n[^\n]*EngineCore",
-          send(signal.SIGSTOP, "EngineCore"), VLLM, modes=(SYNCHRONOUS,)),
-    Fault(3, "SIGSTOP to the driver, SIGCONT after 15 s", ENDED, interrupt_driver_for_a_while, goes_on=BOTH),
-    Fault(4, "SIGTERM", "SIGTERM: the run ends with the checkpoint of", lambda run: run.process.terminate(),
-          exit_code=130),
-    Fault(5, "SIGSTOP to a trainer's rank while it saves", f"actor {STOPPED}",
-          while_it_saves(send(signal.SIGSTOP, "actor rank"))),
-    Fault(7, "the disk is full", "No space left on device|cannot be written", fill_disk, disk_of="16m"),
+    Fault(
+        1,
+        "SIGKILL to a trainer's rank in an update",
+        f"actor {DIED}",
+        send(signal.SIGKILL, UPDATING),
+    ),
+    Fault(
+        1,
+        "SIGSTOP to a trainer's rank in an update",
+        f"actor {STOPPED}",
+        send(signal.SIGSTOP, UPDATING),
+    ),
+    Fault(
+        2,
+        "SIGKILL to an engine's rank",
+        f"rollout {DIED}",
+        send(signal.SIGKILL, ENGINE_RANK),
+        goes_on=(DETACHED,),
+    ),
+    Fault(
+        2,
+        "SIGSTOP to an engine's rank",
+        f"rollout {STOPPED}",
+        send(signal.SIGSTOP, ENGINE_RANK),
+        goes_on=(DETACHED,),
+    ),
+    Fault(
+        2,
+        "SIGSTOP to vLLM's engine process",
+        rf"rollout {STOPPED}[^\n]*\n[^\n]*EngineCore",
+        send(signal.SIGSTOP, "EngineCore"),
+        VLLM,
+        modes=(SYNCHRONOUS,),
+    ),
+    Fault(
+        3,
+        "SIGSTOP to the driver, SIGCONT after 15 s",
+        ENDED,
+        interrupt_driver_for_a_while,
+        goes_on=BOTH,
+    ),
+    Fault(
+        4,
+        "SIGTERM",
+        "SIGTERM: the run ends with the checkpoint of",
+        lambda run: run.process.terminate(),
+        exit_code=130,
+    ),
+    Fault(
+        5,
+        "SIGSTOP to a trainer's rank while it saves",
+        f"actor {STOPPED}",
+        while_it_saves(send(signal.SIGSTOP, "actor rank")),
+    ),
+    Fault(
+        7, "the disk is full", "No space left on device|cannot be written", fill_disk, disk_of="16m"
+    ),
     of_reward(11, "the reward function raises", "raise KeyError('no such unit')", "no such unit"),
-    of_reward(11, "the reward function raises, with reward.on_error=skip", "if '1' in solution_str: raise KeyError",
-              ENDED, settings=("reward.on_error=skip",), goes_on=BOTH, lost="the samples in reward/num_errors"),
+    of_reward(
+        11,
+        "the reward function raises, with reward.on_error=skip",
+        "if '1' in solution_str: raise KeyError",
+        ENDED,
+        settings=("reward.on_error=skip",),
+        goes_on=BOTH,
+        lost="the samples in reward/num_errors",
+    ),
     of_reward(12, "the reward function never ends", "time.sleep(900)", r"reward\.timeout_s"),
     of_reward(13, "the reward function returns NaN", "return float('nan')", "reward .*nan"),
     of_reward(13, "the reward function returns a text", "return 'good'", "reward .*good"),
     of_reward(14, "the reward function ends its process", "os._exit(3)", "reward .*died"),
-    of_reward(14, "the reward function fails in C", "import ctypes; ctypes.string_at(0)", "reward .*died"),
-    of_reward(14, "the reward function takes 3 GB, with reward.max_memory_gb=1",
-              "taken = b'x' * (3 << 30); time.sleep(3)",
-              "it used more memory than reward.max_memory_gb=1", settings=("reward.max_memory_gb=1",)),
-    of_engine(22, "an allocation of 1 EiB fails", "for want of host memory", statement="np.empty(1 << 60, np.uint8)"),
-    Fault(22, "Ray's memory monitor kills a process", "Ray's memory monitor killed it", lambda run: None,
-          environment=LOW_MEMORY),
+    of_reward(
+        14, "the reward function fails in C", "import ctypes; ctypes.string_at(0)", "reward .*died"
+    ),
+    of_reward(
+        14,
+        "the reward function takes 3 GB, with reward.max_memory_gb=1",
+        "taken = b'x' * (3 << 30); time.sleep(3)",
+        "it used more memory than reward.max_memory_gb=1",
+        settings=("reward.max_memory_gb=1",),
+    ),
+    of_engine(
+        22,
+        "an allocation of 1 EiB fails",
+        "for want of host memory",
+        statement="np.empty(1 << 60, np.uint8)",
+    ),
+    Fault(
+        22,
+        "Ray's memory monitor kills a process",
+        "Ray's memory monitor killed it",
+        lambda run: None,
+        environment=LOW_MEMORY,
+    ),
     of_tracker("the tracker never answers", "time.sleep(900)"),
     of_tracker("the tracker raises", "raise OSError('no network')"),
-    of_engine(24, "the engine returns a token outside of the vocabulary", "has tokens outside of the vocabulary",
-              statement="ended[0] = (name, replace(completion, token_ids=[10**6, *completion.token_ids[1:]]))"),
-    of_engine(24, "the engine returns NaN as log-probability", "tokens but log-probabilities",
-              statement="ended[0] = (name, replace(completion, log_probs=[math.nan, *completion.log_probs[1:]]))"),
-    of_engine(24, "the engine returns no token", "has 0 tokens",
-              statement="ended[0] = (name, replace(completion, token_ids=[], log_probs=[], versions=()))"),
-    of_engine(24, "the engine loses a request", "The rollout engine lost", statement="del ended[0]"),
-    of_engine(25, "the weights do not arrive", "did not arrive at rollout rank", at_load="parameter.mul_(2.0)"),
-]  # fmt: skip
+    of_engine(
+        24,
+        "the engine returns a token outside of the vocabulary",
+        "has tokens outside of the vocabulary",
+        statement="ended[0] = (name, replace(completion, token_ids=[10**6, "
+        "*completion.token_ids[1:]]))",
+    ),
+    of_engine(
+        24,
+        "the engine returns NaN as log-probability",
+        "tokens but log-probabilities",
+        statement="ended[0] = (name, replace(completion, log_probs=[math.nan, "
+        "*completion.log_probs[1:]]))",
+    ),
+    of_engine(
+        24,
+        "the engine returns no token",
+        "has 0 tokens",
+        statement="ended[0] = (name, replace(completion, token_ids=[], log_probs=[], versions=()))",
+    ),
+    of_engine(
+        24, "the engine loses a request", "The rollout engine lost", statement="del ended[0]"
+    ),
+    of_engine(
+        25,
+        "the weights do not arrive",
+        "did not arrive at rollout rank",
+        at_load="parameter.mul_(2.0)",
+    ),
+]

@@ -1,4 +1,5 @@
-"""What the table of model families compares: trainer with transformers, engine and export with the trainer."""
+"""What the table of model families compares: trainer with transformers, engine and export with the
+trainer."""
 
 import gc
 import multiprocessing
@@ -44,14 +45,16 @@ class NotTried(ValueError):
 
 @dataclass
 class TrainedFamily:
-    """A tiny model of a family after one update, in the trainer; and what its numbers were compared with."""
+    """A tiny model of a family after one update, in the trainer; and what its numbers were compared
+    with."""
 
     architecture: str
     path: str
     worker: ActorWorker
     export: WeightExport
     trainer_error: float
-    """Largest difference of a log-probability between packed rows in the trainer and each row alone in transformers."""
+    """Largest difference of a log-probability between packed rows in the trainer and each row alone
+    in transformers."""
     export_error: float
     """The same between the trainer and the model that it exported, after the update."""
 
@@ -65,24 +68,31 @@ def train_family(model_type: str, folder: Path) -> TrainedFamily:
     model.save_pretrained(folder)
     write_tokenizer(folder)
     try:
-        check_model(settings.model, PolicyModel, fetch_weights(settings.model, key="model"), key="model")
+        check_model(
+            settings.model, PolicyModel, fetch_weights(settings.model, key="model"), key="model"
+        )
     except ValueError as error:
         raise Refused(str(error)) from error
     rollout = settings.rollout.model_copy(update={"dtype": "float32", "temperature": 1.0})
     worker = ActorWorker(settings.model_copy(update={"rollout": rollout}))
     worker.init_model()
     rows = make_batch()
-    trainer_error = largest_difference(log_probs_of(worker, rows), scores_of_single_rows(load(folder), rows))
+    trainer_error = largest_difference(
+        log_probs_of(worker, rows), scores_of_single_rows(load(folder), rows)
+    )
     worker.update_actor(rows)
     worker.save_hf(str(folder / "exported"))
     exported_scores = scores_of_single_rows(load(folder / "exported"), rows)
     export_error = largest_difference(log_probs_of(worker, rows), exported_scores)
     export = worker.export_weights(1)
-    return TrainedFamily(type(model).__name__, str(folder), worker, export, trainer_error, export_error)
+    return TrainedFamily(
+        type(model).__name__, str(folder), worker, export, trainer_error, export_error
+    )
 
 
 def refuse_kinds_of_layers(model_type: str, model: PolicyModelConfig) -> None:
-    """Raises Refused for layers that the family has at any size, and NotTried for one that has another's."""
+    """Raises Refused for layers that the family has at any size, and NotTried for one that has
+    another's."""
     try:
         config = CONFIG_MAPPING[model_type]().get_text_config(decoder=True)
     except Exception as error:  # the code of any family may raise anything
@@ -127,7 +137,9 @@ def random_model(config: PretrainedConfig) -> PreTrainedModel:
 
 def load(folder: Path) -> PreTrainedModel:
     """What somebody else would load, with transformers' own attention."""
-    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32
+    )
 
 
 def log_probs_of(worker: ActorWorker, rows: DataProto) -> torch.Tensor:
@@ -139,7 +151,9 @@ def log_probs_of(worker: ActorWorker, rows: DataProto) -> torch.Tensor:
 def scores_of_single_rows(model: PreTrainedModel, rows: DataProto) -> torch.Tensor:
     """(K,) log-probabilities, by a pass of each row."""
     scores = []
-    for prompt, response in zip(rows.batch["prompts"].unbind(), rows.batch["responses"].unbind(), strict=True):
+    for prompt, response in zip(
+        rows.batch["prompts"].unbind(), rows.batch["responses"].unbind(), strict=True
+    ):
         logits = model(torch.cat([prompt, response])[None]).logits[0, -len(response) - 1 : -1]
         scores.append(logits.float().log_softmax(-1).gather(-1, response[:, None])[:, 0])
     return torch.cat(scores)
@@ -152,14 +166,18 @@ def largest_difference(first_K: torch.Tensor, second_K: torch.Tensor) -> float:
 def prompts() -> DataProto:
     rows = make_batch(seed=1)
     uids = [f"0-{row}" for row in range(len(rows))]
-    return DataProto.from_dict({"prompts": rows.batch["prompts"]}, {"uid": uids}, {"global_steps": 1})
+    return DataProto.from_dict(
+        {"prompts": rows.batch["prompts"]}, {"uid": uids}, {"global_steps": 1}
+    )
 
 
 def engine_of(name: str, path: str) -> Any:
     sizes = {"prompt_length": PROMPT, "response_length": RESPONSE, "max_num_seqs": 8, "n": 2}
     log_probs = {"log_prob_use_dynamic_bsz": False, "log_prob_max_token_len_per_gpu": 1}
     config = RolloutConfig(name=name, dtype="float32", ignore_eos=True, **sizes, **log_probs)
-    return get_rollout_engine(name)(config, PolicyModelConfig(path=path), rank=0, world_size=1, seed=5, device="cpu")
+    return get_rollout_engine(name)(
+        config, PolicyModelConfig(path=path), rank=0, world_size=1, seed=5, device="cpu"
+    )
 
 
 def responses_of(name: str, path: str, export: WeightExport) -> DataProto:
@@ -170,7 +188,8 @@ def responses_of(name: str, path: str, export: WeightExport) -> DataProto:
 
 
 def serve_vllm(connection: Connection) -> None:
-    """A process in which one vLLM after the other writes responses; what fails is sent as a text."""
+    """A process in which one vLLM after the other writes responses; what fails is sent as a
+    text."""
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.model_executor.models.registry import ModelRegistry
 
@@ -195,7 +214,8 @@ def serve_vllm(connection: Connection) -> None:
 class VllmProcess:
     """The process of `serve_vllm`, started anew after one that died or hung.
 
-    It has one family at a time: of two processes that write to each other at once, neither would read.
+    It has one family at a time: of two processes that write to each other at once, neither would
+    read.
     """
 
     def __init__(self) -> None:
@@ -241,7 +261,8 @@ class VllmProcess:
         self._start()
 
     def answer(self) -> DataProto | str | None:
-        """Responses, why there are none, or None for a family that vLLM does not have; in the order of `submit`."""
+        """Responses, why there are none, or None for a family that vLLM does not have; in the order
+        of `submit`."""
         if not self.answers:
             self._receive()
             self._send()
@@ -260,6 +281,7 @@ def vllm_process() -> Iterator[VllmProcess]:
 
 
 def engine_error(family: TrainedFamily, responses: DataProto) -> float:
-    """Largest difference of a log-probability between the engine that wrote responses and the trainer."""
+    """Largest difference of a log-probability between the engine that wrote responses and the
+    trainer."""
     written_K = responses.batch["rollout_log_probs"].values()
     return largest_difference(written_K, log_probs_of(family.worker, responses))

@@ -38,20 +38,32 @@ def data_row(index: int, prompt: str = "12+34", answer: str = "46") -> dict[str,
 
 
 def tiny_run_settings(folder: Path, tiny_llama: Callable, *, engine: str = "hf") -> list[str]:
-    """Overrides of a run of two steps with everything in `folder`; the reward is the share of distinct characters."""
+    """Overrides of a run of two steps with everything in `folder`; the reward is the share of
+    distinct characters."""
     model, _ = tiny_llama()
     rows = [data_row(i, f"{i}+{i + 1}", str(2 * i + 1)) for i in range(8)]
     pq.write_table(pa.Table.from_pylist(rows), folder / "data.parquet")
     (folder / "reward.py").write_text(REWARD)
     return [
-        "device=cpu", f"data.train_files={folder}/data.parquet", f"data.val_files={folder}/data.parquet",
-        f"actor_rollout_ref.model.path={model}", "data.max_prompt_length=8", "data.max_response_length=4",
-        "data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.rollout.n=2",
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2", "critic.ppo_micro_batch_size_per_gpu=2",
-        "actor_rollout_ref.actor.optim.lr=1e-3", "critic.optim.lr=1e-3",
-        f"actor_rollout_ref.rollout.name={engine}", "trainer.total_training_steps=2", "trainer.test_freq=1",
-        f"custom_reward_function.path={folder}/reward.py", f"trainer.default_local_dir={folder}/runs",
-    ]  # fmt: skip
+        "device=cpu",
+        f"data.train_files={folder}/data.parquet",
+        f"data.val_files={folder}/data.parquet",
+        f"actor_rollout_ref.model.path={model}",
+        "data.max_prompt_length=8",
+        "data.max_response_length=4",
+        "data.train_batch_size=4",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "actor_rollout_ref.rollout.n=2",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
+        "critic.ppo_micro_batch_size_per_gpu=2",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        "critic.optim.lr=1e-3",
+        f"actor_rollout_ref.rollout.name={engine}",
+        "trainer.total_training_steps=2",
+        "trainer.test_freq=1",
+        f"custom_reward_function.path={folder}/reward.py",
+        f"trainer.default_local_dir={folder}/runs",
+    ]
 
 
 def run_on_ray(settings: list[str], *config_file: str) -> None:
@@ -59,28 +71,34 @@ def run_on_ray(settings: list[str], *config_file: str) -> None:
     assert run_ppo(load_ppo_config(settings, *config_file), worker_template.start(WORKERS)) == 0
 
 
-SPLIT = [
-    "placement=split",
-    "trainer.n_gpus_per_node=4",
-]
+SPLIT = ["placement=split", "trainer.n_gpus_per_node=4"]
 
 
 def metrics_of(folder: Path) -> list[dict]:
-    """The rows of metrics.jsonl of the latest run in `folder`, all of whose metrics docs/metrics.md describes."""
-    rows = [json.loads(line) for line in (folder / "runs/latest/metrics.jsonl").read_text().splitlines()]
+    """The rows of metrics.jsonl of the latest run in `folder`, all of whose metrics docs/metrics.md
+    describes."""
+    rows = [
+        json.loads(line) for line in (folder / "runs/latest/metrics.jsonl").read_text().splitlines()
+    ]
     assert not undocumented({name for row in rows for name in row} - {"step"})
     return rows
 
 
-def largest_difference(folder: Path, expected: Path, num_steps: int | None = None) -> tuple[float, str]:
-    """Between the metrics of the first steps of two runs, relative or, of a number below 1, absolute; and its metric.
+def largest_difference(
+    folder: Path, expected: Path, num_steps: int | None = None
+) -> tuple[float, str]:
+    """Between the metrics of the first steps of two runs, relative or, of a number below 1,
+    absolute; and its metric.
 
     Left out are times, and how the rows are divided among ranks.
     """
     of_placement = ("timing_s/", "perf/", "reward/early_ratio", "global_seqlen/")
     rows, others = (metrics_of(each)[:num_steps] for each in (folder, expected))
     assert [row["step"] for row in rows] == [row["step"] for row in others]
-    names = [[name for name in row if not name.startswith(of_placement) and "/perf/" not in name] for row in others]
+    names = [
+        [name for name in row if not name.startswith(of_placement) and "/perf/" not in name]
+        for row in others
+    ]
     return max(
         (abs(row[name] - other[name]) / max(1, abs(other[name])), name)
         for row, other, of_row in zip(rows, others, names, strict=True)
@@ -119,12 +137,17 @@ def kill_once(title: str, number: int, *, when: Callable[[], bool]) -> threading
 
 
 def kill_driver(process: subprocess.Popen) -> None:
-    """Kills a run's own process and waits until those of its workers have ended, which they do by themselves.
+    """Kills a run's own process and waits until those of its workers have ended, which they do by
+    themselves.
 
     Ray's agents would look for another minute.
     """
     family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-    agents = {each.pid for each in psutil.process_iter(["cmdline"]) if "Agent" in str(each.info["cmdline"])}
+    agents = {
+        each.pid
+        for each in psutil.process_iter(["cmdline"])
+        if "Agent" in str(each.info["cmdline"])
+    }
     process.kill()
     _, left = psutil.wait_procs([each for each in family if each.pid not in agents], timeout=60)
     assert not left, left
@@ -135,4 +158,8 @@ def kill_driver(process: subprocess.Popen) -> None:
 
 def num_steps_logged(folder: Path) -> int:
     metrics = folder / "runs/latest/metrics.jsonl"
-    return sum("actor/loss" in line for line in metrics.read_text().splitlines()) if metrics.exists() else 0
+    return (
+        sum("actor/loss" in line for line in metrics.read_text().splitlines())
+        if metrics.exists()
+        else 0
+    )

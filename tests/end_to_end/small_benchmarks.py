@@ -8,7 +8,8 @@ import sys
 from benchmarks.harness import ROOT
 
 HELPERS = {"driver", "gpu_check", "harness", "serve", "table", "toy_world", "versions"}
-"""Files of benchmarks/ that `make bench` does not run: gpu_check needs a GPU, driver and versions another checkout."""
+"""Files of benchmarks/ that `make bench` does not run: gpu_check needs a GPU, driver and versions
+another checkout."""
 BENCHMARKS = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - HELPERS
 WITHOUT_A_SIDE_OF_OURS = {"algorithms_beside_verl"}
 """Our functions and verl's run in one process of the peers' environment. It writes no result."""
@@ -32,7 +33,9 @@ def run_small(name: str, **variables: str) -> None:
     result.unlink(missing_ok=True)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "BENCHMARK_SIZE": "small"} | variables
     command = [sys.executable, "-m", f"benchmarks.{name}"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     if name not in WITHOUT_A_SIDE_OF_OURS:
         contents = json.loads(result.read_text())

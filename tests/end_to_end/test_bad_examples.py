@@ -1,4 +1,5 @@
-"""What fine-tuning, reward models and DPO cannot learn from is refused before Ray starts, with row and way out."""
+"""What fine-tuning, reward models and DPO cannot learn from is refused before Ray starts, with row
+and way out."""
 
 import json
 import re
@@ -19,34 +20,78 @@ LONG = ROW | {"prompt": "1" * 30}  # conversations of 33 and 34 tokens
 UNLEARNED = {"messages": [{"role": "user", "content": "1+2"}]}
 PAIRS = [RMConfig, DPOConfig]
 ALL = [SFTConfig, *PAIRS]
-LONG_ROPE = "rope_type: longrope, rope_theta: 1e4, factor: 4.0, original_max_position_embeddings: 20"
+LONG_ROPE = (
+    "rope_type: longrope, rope_theta: 1e4, factor: 4.0, original_max_position_embeddings: 20"
+)
 LONG_ROPE += f", short_factor: {[1.0] * 16}, long_factor: {[2.0] * 16}"
 SHARED_BY_3 = ["training.ulysses_sequence_parallel_size=3", "trainer.n_gpus_per_node=3"]
 SHARED_BY_3 += ["ray_kwargs.ray_init.num_cpus=3"]
 CASES = [
-    ([SFTConfig], {"question": "1+2", "answer": "3"}, [], "field 'prompt' is missing, .* the row has question, answer"),
-    (PAIRS, {"question": "1+2", "answer": "3"}, [], "field 'chosen' is missing, .* the row has question, answer"),
+    (
+        [SFTConfig],
+        {"question": "1+2", "answer": "3"},
+        [],
+        "field 'prompt' is missing, .* the row has question, answer",
+    ),
+    (
+        PAIRS,
+        {"question": "1+2", "answer": "3"},
+        [],
+        "field 'chosen' is missing, .* the row has question, answer",
+    ),
     (PAIRS, ROW | {"rejected": "3"}, [], "chosen and rejected are the same"),
     (ALL, ROW | {"response": " ", "chosen": " "}, [], "turn 1, the assistant's, is empty"),
     ([SFTConfig], UNLEARNED, [], "none of the 4 tokens is learned"),
-    (ALL, LONG, ["data.max_length=20", "data.overlong=truncate"], "none of the 20 tokens is learned"),
-    (ALL, LONG, ["data.max_length=20"], "the conversation has 3[34] tokens, more than data.max_length=20: raise it"),
+    (
+        ALL,
+        LONG,
+        ["data.max_length=20", "data.overlong=truncate"],
+        "none of the 20 tokens is learned",
+    ),
+    (
+        ALL,
+        LONG,
+        ["data.max_length=20"],
+        "the conversation has 3[34] tokens, more than data.max_length=20: raise it",
+    ),
     (
         ALL,
         LONG,
         ["+model.override_config.max_position_embeddings=20"],
-        "has 20 positions; .*row 2: the conversation has 3[34] tokens: lower data.max_length, with data.overlong=drop",
+        "has 20 positions; .*row 2: the conversation has 3[34] tokens: lower data.max_length, with "
+        "data.overlong=drop",
     ),
     (
         ALL,
         LONG,
         [f"+model.override_config.rope_parameters={{{LONG_ROPE}}}"],
-        "has 20 positions before rope_type=longrope .*; .* 3[34] tokens: lower data.max_length, .* another model",
+        "has 20 positions before rope_type=longrope .*; .* 3[34] tokens: lower data.max_length, .* "
+        "another model",
     ),
-    ([SFTConfig], LONG, ["training.max_token_len_per_gpu=20"], "the conversation has 33 tokens, more than the 20 of"),
-    (PAIRS, LONG, ["training.max_token_len_per_gpu=40"], "the pair has 67 tokens, more than the 40 of a pass: raise"),
-    ([SFTConfig, DPOConfig], ROW, SHARED_BY_3, "parallel_size=3 does not divide the 4 attention heads of the model"),
-    (ALL, ROW, ["model.lora_rank=4", "model.target_modules=[no_proj]"], "model.target_modules=.*no_proj"),
+    (
+        [SFTConfig],
+        LONG,
+        ["training.max_token_len_per_gpu=20"],
+        "the conversation has 33 tokens, more than the 20 of",
+    ),
+    (
+        PAIRS,
+        LONG,
+        ["training.max_token_len_per_gpu=40"],
+        "the pair has 67 tokens, more than the 40 of a pass: raise",
+    ),
+    (
+        [SFTConfig, DPOConfig],
+        ROW,
+        SHARED_BY_3,
+        "parallel_size=3 does not divide the 4 attention heads of the model",
+    ),
+    (
+        ALL,
+        ROW,
+        ["model.lora_rank=4", "model.target_modules=[no_proj]"],
+        "model.target_modules=.*no_proj",
+    ),
     (ALL, ROW, ["model.path=./no_model"], "model.path=./no_model: there is no model"),
 ]
 

@@ -32,7 +32,8 @@ Refusal = Callable[..., str]
 
 @pytest.fixture
 def refusal(tmp_path: Path, tiny_llama: Callable, capsys: pytest.CaptureFixture[str]) -> Refusal:
-    """Changes a good run by overrides, asserts that it was refused before Ray, returns the message."""
+    """Changes a good run by overrides, asserts that it was refused before Ray, returns the
+    message."""
     settings = tiny_run_settings(tmp_path, tiny_llama)
 
     def run(*overrides: str) -> str:
@@ -45,11 +46,15 @@ def refusal(tmp_path: Path, tiny_llama: Callable, capsys: pytest.CaptureFixture[
 
 
 def test_a_missing_data_file_is_named(refusal: Refusal, tmp_path: Path):
-    assert str(tmp_path / "nothing.parquet") in refusal(f"data.train_files={tmp_path / 'nothing.parquet'}")
+    assert str(tmp_path / "nothing.parquet") in refusal(
+        f"data.train_files={tmp_path / 'nothing.parquet'}"
+    )
 
 
 def test_a_cluster_that_is_not_there_is_refused(refusal: Refusal, monkeypatch: pytest.MonkeyPatch):
-    assert "no Ray cluster can be joined at 127.0.0.1:1" in refusal("ray_kwargs.ray_init.address=127.0.0.1:1")
+    assert "no Ray cluster can be joined at 127.0.0.1:1" in refusal(
+        "ray_kwargs.ray_init.address=127.0.0.1:1"
+    )
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     assert "no Ray cluster can be joined at 127.0.0.1:1" in refusal()
 
@@ -74,7 +79,11 @@ def test_a_malformed_row_is_named_by_file_row_and_field(refusal: Refusal, tmp_pa
 def test_an_overlong_prompt_is_an_error_that_says_how_to_go_on(refusal: Refusal, tmp_path: Path):
     (tmp_path / "long.jsonl").write_text(json.dumps(data_row(0, prompt="1+" * 30)))
     message = refusal(f"data.train_files={tmp_path / 'long.jsonl'}")
-    assert "max_prompt_length" in message and "filter_overlong_prompts" in message and "truncation" in message
+    assert (
+        "max_prompt_length" in message
+        and "filter_overlong_prompts" in message
+        and "truncation" in message
+    )
 
 
 def test_a_model_path_that_does_not_exist_names_the_key(refusal: Refusal, tmp_path: Path):
@@ -93,9 +102,17 @@ def test_a_further_reward_model_is_checked_as_the_first_and_named_by_its_keys(
     message = refusal(placed, f"reward_models.safety.path={tmp_path / 'no_model'}")
     assert f"reward_models.safety.path={tmp_path / 'no_model'}: there is no model" in message
     message = refusal(placed, f"reward_models.safety.path={tmp_path / 'other'}")
-    assert f"reward_models.safety.path={tmp_path / 'other'} has {other.vocab_size} token ids, the policy" in message
-    settings = ["reward_model.model.override_config={misspelt: 1}", f"reward_models.safety.path={policy}"]
-    assert "reward_model.model.override_config.misspelt=1: LlamaConfig has no" in refusal(placed, *settings)
+    assert (
+        f"reward_models.safety.path={tmp_path / 'other'} has {other.vocab_size} token ids, the "
+        "policy" in message
+    )
+    settings = [
+        "reward_model.model.override_config={misspelt: 1}",
+        f"reward_models.safety.path={policy}",
+    ]
+    assert "reward_model.model.override_config.misspelt=1: LlamaConfig has no" in refusal(
+        placed, *settings
+    )
 
 
 def test_weights_that_do_not_fit_the_configuration_name_both_shapes(refusal: Refusal):
@@ -106,15 +123,28 @@ def test_weights_that_do_not_fit_the_configuration_name_both_shapes(refusal: Ref
     )
 
 
-def test_a_model_that_packed_attention_would_compute_wrongly_is_refused(refusal: Refusal, tmp_path: Path):
-    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 96}
+def test_a_model_that_packed_attention_would_compute_wrongly_is_refused(
+    refusal: Refusal, tmp_path: Path
+):
+    sizes = {
+        "hidden_size": 64,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 1,
+        "intermediate_size": 96,
+    }
     for config_class in (StableLmConfig, DogeConfig):
         config = config_class(vocab_size=68, max_position_embeddings=256, **sizes)
         AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / config.model_type)
     message = refusal(f"critic.model.path={tmp_path / 'stablelm'}")
-    assert f"critic.model.path={tmp_path / 'stablelm'}: StableLmAttention is not told where sequences begin" in message
+    assert (
+        f"critic.model.path={tmp_path / 'stablelm'}: StableLmAttention is not told where sequences "
+        "begin" in message
+    )
     message = refusal(f"critic.model.path={tmp_path / 'doge'}")
-    assert f"critic.model.path={tmp_path / 'doge'} is a doge, of which transformers has no model for" in message
+    assert (
+        f"critic.model.path={tmp_path / 'doge'} is a doge, of which transformers has no model for"
+        in message
+    )
 
 
 def test_prompts_of_tokens_that_the_model_does_not_have_are_refused(
@@ -129,13 +159,17 @@ def test_prompts_of_tokens_that_the_model_does_not_have_are_refused(
     settings = [f"actor_rollout_ref.model.tokenizer_path={tmp_path / 'larger'}"]
     message = refusal(*settings, f"data.train_files={tmp_path / 'rows.jsonl'}")
     assert (
-        "rows.jsonl, row 5: token 68 ('##') is none of the 68 of the model at actor_rollout_ref.model.path=" in message
+        "rows.jsonl, row 5: token 68 ('##') is none of the 68 of the model at "
+        "actor_rollout_ref.model.path=" in message
     )
 
 
 def test_an_override_that_the_model_does_not_have_names_the_key(refusal: Refusal):
     message = refusal("+actor_rollout_ref.model.override_config.attention_dropuot=0.0")
-    assert "actor_rollout_ref.model.override_config.attention_dropuot" in message and "attention_dropout" in message
+    assert (
+        "actor_rollout_ref.model.override_config.attention_dropuot" in message
+        and "attention_dropout" in message
+    )
 
 
 def test_a_reward_file_that_does_not_exist_is_named(refusal: Refusal, tmp_path: Path):
@@ -157,13 +191,19 @@ def test_a_reward_function_that_cannot_work_is_found_on_row_0(
     (tmp_path / "reward.py").write_text(
         f"def compute_score(data_source, solution_str, ground_truth, extra_info):\n    {body}\n"
     )
-    message = refusal(f"custom_reward_function.path={tmp_path / 'reward.py'}", "reward.timeout_s=1.0")
+    message = refusal(
+        f"custom_reward_function.path={tmp_path / 'reward.py'}", "reward.timeout_s=1.0"
+    )
     assert expected in message
 
 
 def two_data_sources(folder: Path) -> list[str]:
-    """Rows that the built-in rewards score, and, behind them, rows of a data source that none scores."""
-    rows = [data_row(i) | {"data_source": source} for i, source in enumerate(["exact_match"] * 6 + ["unheard/of"] * 2)]
+    """Rows that the built-in rewards score, and, behind them, rows of a data source that none
+    scores."""
+    rows = [
+        data_row(i) | {"data_source": source}
+        for i, source in enumerate(["exact_match"] * 6 + ["unheard/of"] * 2)
+    ]
     (folder / "two.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return [f"data.train_files={folder / 'two.jsonl'}", "custom_reward_function.path=null"]
 
@@ -173,18 +213,33 @@ def test_a_data_source_without_a_reward_is_refused_wherever_its_rows_are(
     refusal: Refusal, tmp_path: Path, on_error: str
 ):
     message = refusal(*two_data_sources(tmp_path), f"reward.on_error={on_error}")
-    assert "the reward of row 6 (" in message and "no reward is registered for data_source 'unheard/of'" in message
+    assert (
+        "the reward of row 6 (" in message
+        and "no reward is registered for data_source 'unheard/of'" in message
+    )
     assert ".py:" not in message
 
 
 def test_a_data_source_without_a_reward_is_a_warning_where_the_run_skips_its_rows(
     tmp_path: Path, tiny_llama: Callable, caplog: pytest.LogCaptureFixture
 ):
-    settings = [*tiny_run_settings(tmp_path, tiny_llama), *two_data_sources(tmp_path), "reward.on_error=skip"]
+    settings = [
+        *tiny_run_settings(tmp_path, tiny_llama),
+        *two_data_sources(tmp_path),
+        "reward.on_error=skip",
+    ]
     with contextlib.ExitStack() as cleanup:
         assert check_inputs(load_ppo_config(settings), cleanup).scorer is not None
-    (warning,) = [record.getMessage() for record in caplog.records if "check of the reward" in record.getMessage()]
-    assert "failed for 1 of 2" in warning and "unheard/of" in warning and "reward.on_error=skip" in warning
+    (warning,) = [
+        record.getMessage()
+        for record in caplog.records
+        if "check of the reward" in record.getMessage()
+    ]
+    assert (
+        "failed for 1 of 2" in warning
+        and "unheard/of" in warning
+        and "reward.on_error=skip" in warning
+    )
 
 
 GDPO = ["algorithm.adv_estimator=gdpo", "critic.enable=false"]
@@ -194,7 +249,10 @@ BUILT_IN = "custom_reward_function.path=null"
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=ac"], "returns only reward, acc:"),
+        (
+            ["algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=ac"],
+            "returns only reward, acc:",
+        ),
         # verl's value for DAPO, with rules that return nothing beside the score.
         (
             ["algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=acc", BUILT_IN],
@@ -238,7 +296,10 @@ def test_a_module_of_a_role_that_ends_itself_is_refused(
     (tmp_path / "ending_role.py").write_text(line)
     monkeypatch.syspath_prepend(tmp_path)
     message = refusal("worker_classes.judge=ending_role.Judge", "role_mapping.judge=global_pool")
-    assert "worker_classes.judge=ending_role.Judge cannot be imported" in message and "Traceback" not in message
+    assert (
+        "worker_classes.judge=ending_role.Judge cannot be imported" in message
+        and "Traceback" not in message
+    )
 
 
 def test_a_custom_role_that_adds_no_columns_is_refused(refusal: Refusal):
@@ -254,26 +315,38 @@ def missing(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
     def hide(package: str) -> None:
         monkeypatch.setattr(
-            importlib.util, "find_spec", lambda name, *a: None if name == package else find_spec(name, *a)
+            importlib.util,
+            "find_spec",
+            lambda name, *a: None if name == package else find_spec(name, *a),
         )
 
     return hide
 
 
-def test_a_missing_vllm_is_refused_with_the_commands_that_install_it(refusal: Refusal, missing: Callable):
+def test_a_missing_vllm_is_refused_with_the_commands_that_install_it(
+    refusal: Refusal, missing: Callable
+):
     missing("vllm")
     message = refusal("actor_rollout_ref.rollout.name=vllm")
     assert "vllm is not installed" in message and "bash scripts/environment.sh" in message
 
 
-def test_a_vllm_that_is_built_for_another_device_is_refused(refusal: Refusal, monkeypatch: pytest.MonkeyPatch):
+def test_a_vllm_that_is_built_for_another_device_is_refused(
+    refusal: Refusal, monkeypatch: pytest.MonkeyPatch
+):
     version = importlib.metadata.version
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.32.0" if name == "vllm" else version(name))
+    monkeypatch.setattr(
+        importlib.metadata, "version", lambda name: "0.32.0" if name == "vllm" else version(name)
+    )
     message = refusal("actor_rollout_ref.rollout.name=vllm")
-    assert "device=cpu" in message and "built for CUDA: run bash scripts/environment.sh cpu" in message
+    assert (
+        "device=cpu" in message and "built for CUDA: run bash scripts/environment.sh cpu" in message
+    )
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.32.0+cpu")
     require_vllm_for("cpu")
-    with pytest.raises(ValueError, match="device=cuda, but the vllm that is installed is built for the CPU"):
+    with pytest.raises(
+        ValueError, match="device=cuda, but the vllm that is installed is built for the CPU"
+    ):
         require_vllm_for("cuda")
 
 
@@ -283,10 +356,15 @@ def test_a_missing_flash_attn_is_refused_for_every_model_that_asks_for_it(
 ):
     missing("flash_attn")
     message = refusal(f"{model}.override_config.attn_implementation=flash_attention_2")
-    assert f"{model}.override_config.attn_implementation" in message and "flash-attn is not installed" in message
+    assert (
+        f"{model}.override_config.attn_implementation" in message
+        and "flash-attn is not installed" in message
+    )
 
 
-def test_a_tracker_that_is_not_installed_is_refused(refusal: Refusal, monkeypatch: pytest.MonkeyPatch):
+def test_a_tracker_that_is_not_installed_is_refused(
+    refusal: Refusal, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(tracking, "find_spec", lambda name: None)
     assert "pip install -e '.[mlflow]'" in refusal("trainer.logger=[console,mlflow]")
 
@@ -296,7 +374,12 @@ def test_a_context_longer_than_the_models_is_refused_with_the_sum(refusal: Refus
     assert "200 + 100 = 300" in message and "256 positions" in message
 
 
-LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 11}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 11,
+}
 
 
 @pytest.mark.parametrize(
@@ -306,8 +389,12 @@ LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "origina
         ("reward_model.model", {"max_position_embeddings": 11}, "11 positions;"),
         (
             "critic.model",
-            {"rope_parameters": LONG_ROPE | {"short_factor": [1.0] * 64, "long_factor": [2.0] * 64}},
-            "11 positions before rope_type=longrope changes them by the longest sequence of a pass;",
+            {
+                "rope_parameters": LONG_ROPE
+                | {"short_factor": [1.0] * 64, "long_factor": [2.0] * 64}
+            },
+            "11 positions before rope_type=longrope changes them by the longest sequence of a "
+            "pass;",
         ),
     ],
 )
@@ -332,12 +419,26 @@ def test_a_model_of_a_family_that_vllm_does_not_compute_as_the_trainer_is_refuse
 ):
     folder, llama = tiny_llama()
     shutil.copytree(folder, tmp_path / "gpt2", ignore=shutil.ignore_patterns("*.safetensors"))
-    sizes = {"n_positions": 64, "n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": llama.config.vocab_size}
+    sizes = {
+        "n_positions": 64,
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 2,
+        "vocab_size": llama.config.vocab_size,
+    }
     no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    GPT2LMHeadModel(GPT2Config(eos_token_id=1, **sizes, **no_dropout)).save_pretrained(tmp_path / "gpt2")
-    rollout = [f"actor_rollout_ref.rollout.{key}" for key in (f"name={engine}", "weight_transport=shared_memory")]
+    GPT2LMHeadModel(GPT2Config(eos_token_id=1, **sizes, **no_dropout)).save_pretrained(
+        tmp_path / "gpt2"
+    )
+    rollout = [
+        f"actor_rollout_ref.rollout.{key}"
+        for key in (f"name={engine}", "weight_transport=shared_memory")
+    ]
     message = refusal(f"actor_rollout_ref.model.path={tmp_path}/gpt2", *rollout)
-    assert f"name={engine}: actor_rollout_ref.model.path={tmp_path}/gpt2 is a gpt2, whose weights in vLLM" in message
+    assert (
+        f"name={engine}: actor_rollout_ref.model.path={tmp_path}/gpt2 is a gpt2, whose weights in "
+        "vLLM" in message
+    )
     assert "set actor_rollout_ref.rollout.name=hf" in message
 
 
@@ -348,15 +449,23 @@ def test_what_gets_an_adapter_is_looked_for_in_the_critics_own_class(refusal: Re
 
 
 def test_a_warm_up_of_the_critic_as_long_as_the_epochs_is_refused(refusal: Refusal):
-    message = refusal("trainer.total_training_steps=null", "trainer.total_epochs=1", "trainer.critic_warmup=2")
+    message = refusal(
+        "trainer.total_training_steps=null", "trainer.total_epochs=1", "trainer.critic_warmup=2"
+    )
     assert "trainer.critic_warmup=2 is not less than the 2 training steps" in message
 
 
 def test_heads_that_the_ranks_sharing_a_sequence_cannot_share_out_are_refused(refusal: Refusal):
-    sizes = [f"{part}.ulysses_sequence_parallel_size=3" for part in ("actor_rollout_ref.actor", "critic")]
-    assert f"{sizes[0]} does not divide the 4 attention heads" in refusal("trainer.n_gpus_per_node=3", *sizes)
+    sizes = [
+        f"{part}.ulysses_sequence_parallel_size=3" for part in ("actor_rollout_ref.actor", "critic")
+    ]
+    assert f"{sizes[0]} does not divide the 4 attention heads" in refusal(
+        "trainer.n_gpus_per_node=3", *sizes
+    )
 
 
 def test_an_output_folder_that_cannot_be_made_names_the_key(refusal: Refusal, tmp_path: Path):
     (tmp_path / "a_file").write_text("")
-    assert "trainer.default_local_dir" in refusal(f"trainer.default_local_dir={tmp_path}/a_file/runs")
+    assert "trainer.default_local_dir" in refusal(
+        f"trainer.default_local_dir={tmp_path}/a_file/runs"
+    )

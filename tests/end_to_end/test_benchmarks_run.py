@@ -1,4 +1,5 @@
-"""Every benchmark runs at a size of seconds: our side in `make test`, all sides in `make proofs`."""
+"""Every benchmark runs at a size of seconds: our side in `make test`, all sides in `make
+proofs`."""
 
 import subprocess
 

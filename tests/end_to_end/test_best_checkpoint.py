@@ -13,11 +13,16 @@ from verl_like.trainer.run.run_recorder import UnknownMetric
 from verl_like.trainer.state import checkpoint
 
 METRIC = "val-core/exact_match/acc/mean@1"
-BEST = [f"trainer.best_ckpt_metric={METRIC}", "algorithm.adv_estimator=grpo", "trainer.max_ckpt_to_keep=1"]
+BEST = [
+    f"trainer.best_ckpt_metric={METRIC}",
+    "algorithm.adv_estimator=grpo",
+    "trainer.max_ckpt_to_keep=1",
+]
 
 
 def with_accuracies(trainer: RayPPOTrainer, accuracies: list[float | None]) -> None:
-    """Validations report these numbers, beginning before the first step; None is one that has no such number."""
+    """Validations report these numbers, beginning before the first step; None is one that has no
+    such number."""
 
     def validate() -> dict[str, float]:
         accuracy = accuracies[trainer.global_step]
@@ -33,14 +38,23 @@ def steps_of(folder: Path) -> list[int]:
 @pytest.mark.parametrize(
     ("accuracies", "settings", "steps"),
     [
-        ([0.9, 0.2, 0.7, 0.7, 0.1, 0.3], ["trainer.save_freq=-1"], [2, 5]),  # before the first step is no step
+        # Before the first step is no step
+        ([0.9, 0.2, 0.7, 0.7, 0.1, 0.3], ["trainer.save_freq=-1"], [2, 5]),
         ([0.0, 0.2, 0.1, 0.1, 0.1, 0.3], ["trainer.save_freq=-1"], [5]),
-        ([0.0, -0.5, -0.7, -0.2, -0.9, -0.3], ["trainer.save_freq=2", "trainer.max_ckpt_to_keep=2"], [3, 4, 5]),
+        (
+            [0.0, -0.5, -0.7, -0.2, -0.9, -0.3],
+            ["trainer.save_freq=2", "trainer.max_ckpt_to_keep=2"],
+            [3, 4, 5],
+        ),
         ([0.0, 0.3, None, 0.2, float("nan"), 0.1], ["trainer.save_freq=1"], [1, 5]),
     ],
 )
 def test_the_checkpoint_of_the_highest_validation_is_kept_beside_the_newest(
-    accuracies: list[float | None], settings: list[str], steps: list[int], tmp_path: Path, tiny_llama: Callable
+    accuracies: list[float | None],
+    settings: list[str],
+    steps: list[int],
+    tmp_path: Path,
+    tiny_llama: Callable,
 ):
     with local_trainer(tmp_path, tiny_llama, *BEST, *settings, steps=5) as trainer:
         with_accuracies(trainer, accuracies)
@@ -52,7 +66,9 @@ def test_the_best_checkpoint_is_known_after_a_resume_and_forgotten_with_another_
     tmp_path: Path, tiny_llama: Callable
 ):
     def run(accuracies: list[float | None], *settings: str) -> None:
-        with local_trainer(tmp_path, tiny_llama, *BEST, "trainer.save_freq=3", *settings, steps=6) as trainer:
+        with local_trainer(
+            tmp_path, tiny_llama, *BEST, "trainer.save_freq=3", *settings, steps=6
+        ) as trainer:
             with_accuracies(trainer, accuracies)
             trainer.fit()
 
@@ -82,6 +98,8 @@ def test_a_metric_that_the_first_validation_does_not_report_is_refused_with_thos
 ):
     settings = ["trainer.best_ckpt_metric=val-core/exact_match/acc", "algorithm.adv_estimator=grpo"]
     with local_trainer(tmp_path, tiny_llama, *settings) as trainer:
-        with pytest.raises(UnknownMetric, match=rf"exact_match/acc is not .* one of these: .*{METRIC}\.$"):
+        with pytest.raises(
+            UnknownMetric, match=rf"exact_match/acc is not .* one of these: .*{METRIC}\.$"
+        ):
             trainer.fit()
         assert trainer.global_step == 0

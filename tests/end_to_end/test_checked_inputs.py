@@ -1,4 +1,5 @@
-"""What the checks before a run accept: own algorithms, rows for the reward model, small machines."""
+"""What the checks before a run accept: own algorithms, rows for the reward model, small
+machines."""
 
 import contextlib
 import datetime
@@ -71,13 +72,20 @@ def test_a_tokenizer_that_reads_the_prompts_otherwise_than_its_file_is_refused(
 
     monkeypatch.setattr(pretrained, "load_tokenizer", rebuilt)
     config = load_ppo_config(tiny_run_settings(tmp_path, tiny_llama))
-    with contextlib.ExitStack() as cleanup, pytest.raises(ValueError, match=r"tokenizer.json: '0\+1=' becomes"):
+    with (
+        contextlib.ExitStack() as cleanup,
+        pytest.raises(ValueError, match=r"tokenizer.json: '0\+1=' becomes"),
+    ):
         check_inputs(config, cleanup)
 
 
 def model_rows(folder: Path) -> Path:
     """Rows that only a reward model can score."""
-    row = {"data_source": "own", "prompt": [{"role": "user", "content": "1+2"}], "reward_model": {"style": "model"}}
+    row = {
+        "data_source": "own",
+        "prompt": [{"role": "user", "content": "1+2"}],
+        "reward_model": {"style": "model"},
+    }
     path = folder / "rows.jsonl"
     path.write_text("\n".join([json.dumps(row | {"extra_info": {"index": i}}) for i in range(8)]))
     return path
@@ -93,7 +101,10 @@ def test_fields_of_rows_that_a_checkpoint_cannot_hold_are_refused_where_it_holds
     for row in rows:
         row["extra_info"]["when"] = datetime.date(2024, 5, 17)
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "data.parquet")
-    with contextlib.ExitStack() as cleanup, pytest.raises(ValueError, match=r"extra_info.*'when'\] is a date, which"):
+    with (
+        contextlib.ExitStack() as cleanup,
+        pytest.raises(ValueError, match=r"extra_info.*'when'\] is a date, which"),
+    ):
         check_inputs(load_ppo_config(settings), cleanup)
 
 
@@ -103,18 +114,36 @@ def test_rows_with_style_model_need_a_reward_model_or_a_role_that_rewards_and_th
     rows = model_rows(tmp_path)
     settings = [*tiny_run_settings(tmp_path, tiny_llama), "custom_reward_function.path=null"]
     settings += [f"data.train_files={rows}", f"data.val_files={rows}"]
-    with contextlib.ExitStack() as cleanup, pytest.raises(ValueError, match="nothing rewards the responses"):
+    with (
+        contextlib.ExitStack() as cleanup,
+        pytest.raises(ValueError, match="nothing rewards the responses"),
+    ):
         check_inputs(load_ppo_config(settings), cleanup)
-    # The training rows of the tiny run have rules; beside them, those of the validation would count 0 unnoticed.
-    mixed = [*tiny_run_settings(tmp_path, tiny_llama), "custom_reward_function.path=null", f"data.val_files={rows}"]
-    with contextlib.ExitStack() as cleanup, pytest.raises(ValueError, match="nothing rewards the responses to 8 of 16"):
+    # The training rows of the tiny run have rules; beside them, those of the validation would count
+    # 0 unnoticed.
+    mixed = [
+        *tiny_run_settings(tmp_path, tiny_llama),
+        "custom_reward_function.path=null",
+        f"data.val_files={rows}",
+    ]
+    with (
+        contextlib.ExitStack() as cleanup,
+        pytest.raises(ValueError, match="nothing rewards the responses to 8 of 16"),
+    ):
         check_inputs(load_ppo_config(mixed), cleanup)
     judge, _ = tiny_llama()
-    LlamaForSequenceClassification(LlamaConfig.from_pretrained(judge, num_labels=1)).save_pretrained(judge)
-    config = load_ppo_config([*settings, "reward_model.enable=true", f"reward_model.model.path={judge}"])
+    LlamaForSequenceClassification(
+        LlamaConfig.from_pretrained(judge, num_labels=1)
+    ).save_pretrained(judge)
+    config = load_ppo_config(
+        [*settings, "reward_model.enable=true", f"reward_model.model.path={judge}"]
+    )
     with contextlib.ExitStack() as cleanup:
         assert check_inputs(config, cleanup).scorer is None
-    role = "worker_classes.judge=examples.new_role.likelihood.LikelihoodWorker", "role_mapping.judge=global_pool"
+    role = (
+        "worker_classes.judge=examples.new_role.likelihood.LikelihoodWorker",
+        "role_mapping.judge=global_pool",
+    )
     monkeypatch.syspath_prepend(Path(__file__).parents[2])
     with contextlib.ExitStack() as cleanup:
         assert check_inputs(load_ppo_config([*settings, *role]), cleanup).scorer is None
@@ -122,7 +151,14 @@ def test_rows_with_style_model_need_a_reward_model_or_a_role_that_rewards_and_th
 
 @pytest.mark.parametrize("placement", [["placement=colocated"], SPLIT])
 def test_the_cpu_preset_fits_a_machine_with_two_cores(placement: list[str]):
-    required = ["data.train_files=a", "data.val_files=a", "actor_rollout_ref.model.path=a", "device=cpu"]
-    pools = list(build_resource_pools(load_ppo_config([*required, *placement])).resource_pool_dict.values())
+    required = [
+        "data.train_files=a",
+        "data.val_files=a",
+        "actor_rollout_ref.model.path=a",
+        "device=cpu",
+    ]
+    pools = list(
+        build_resource_pools(load_ppo_config([*required, *placement])).resource_pool_dict.values()
+    )
     num_cpus = load_ppo_config([*required, *placement]).ray_kwargs.ray_init.num_cpus
     check_machine(pools, "cpu", num_cpus, keys="resource_pool_spec")

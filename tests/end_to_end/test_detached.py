@@ -9,7 +9,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from runs import AHEAD, APART, GRPO, kill_once, metrics_of, num_steps_logged, run_apart, run_on_ray, tiny_run_settings
+from runs import (
+    AHEAD,
+    APART,
+    GRPO,
+    kill_once,
+    metrics_of,
+    num_steps_logged,
+    run_apart,
+    run_on_ray,
+    tiny_run_settings,
+)
 from safetensors.torch import load_file
 
 from verl_like.protocol import DataProto
@@ -25,22 +35,41 @@ pytestmark = pytest.mark.ray
 
 def numbers(rows: list[dict]) -> list[dict]:
     """The metrics of each step that are no times."""
-    times = ("timing_s/", "perf/", "actor/perf/", "critic/perf/", "reward/early_ratio", "detached/", "training/epoch")
-    return [{name: value for name, value in row.items() if not name.startswith(times)} for row in rows]
+    times = (
+        "timing_s/",
+        "perf/",
+        "actor/perf/",
+        "critic/perf/",
+        "reward/early_ratio",
+        "detached/",
+        "training/epoch",
+    )
+    return [
+        {name: value for name, value in row.items() if not name.startswith(times)} for row in rows
+    ]
 
 
 def calls_of(folder: Path) -> Counter[str]:
     """How often each method ran on a rank in the latest run in `folder`."""
-    return Counter(json.loads(line)["method"] for line in (folder / "runs/latest/timeline.jsonl").open())
+    return Counter(
+        json.loads(line)["method"] for line in (folder / "runs/latest/timeline.jsonl").open()
+    )
 
 
-PPO = [*APART, "algorithm.use_kl_in_reward=true", "trainer.total_training_steps=4", "algorithm.kl_ctrl.kl_coef=0.2"]
+PPO = [
+    *APART,
+    "algorithm.use_kl_in_reward=true",
+    "trainer.total_training_steps=4",
+    "algorithm.kl_ctrl.kl_coef=0.2",
+]
 PPO += ["trainer.n_gpus_per_node=2", "algorithm.kl_ctrl.type=adaptive"]
 
 
 def with_texts(folder: Path) -> list[str]:
     """Settings of a loss on texts beside the policy's."""
-    (folder / "texts.jsonl").write_text("\n".join(json.dumps({"text": "12+34=46"[:n]}) for n in range(2, 9)))
+    (folder / "texts.jsonl").write_text(
+        "\n".join(json.dumps({"text": "12+34=46"[:n]}) for n in range(2, 9))
+    )
     return [f"data.ptx_files={folder}/texts.jsonl", "actor_rollout_ref.actor.ptx_coef=0.5"]
 
 
@@ -54,7 +83,10 @@ def synchronous(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Callable) 
 
 @pytest.mark.parametrize(
     "transport",
-    ["object_store", *(pytest.param(name, marks=pytest.mark.proof) for name in ("shared_memory", "gloo"))],
+    [
+        "object_store",
+        *(pytest.param(name, marks=pytest.mark.proof) for name in ("shared_memory", "gloo")),
+    ],
 )
 def test_at_staleness_0_a_detached_run_that_is_ended_and_continued_equals_the_synchronous_one_bit_for_bit(
     transport: str,
@@ -78,19 +110,31 @@ def test_at_staleness_0_a_detached_run_that_is_ended_and_continued_equals_the_sy
         patch.setattr(run_detached, "DetachedRecord", EndingRecord)
         assert run_apart(settings) == 130
     (step,) = checkpoint.steps(tmp_path / "runs/latest")
-    assert 1 <= step < 4 and f"SIGTERM: the run ends with the checkpoint of step {step};" in capsys.readouterr().out
+    assert (
+        1 <= step < 4
+        and f"SIGTERM: the run ends with the checkpoint of step {step};" in capsys.readouterr().out
+    )
     assert run_apart(settings) == 0
     output = capsys.readouterr().out
     assert f"after step {step}.\n" in output
     assert f"Prompts: {4 * step} trained, 0 training, 0 in_buffer, 0 in_flight, 0 again" in output
     folders = {"synchronous": synchronous, "detached": tmp_path}
     steps = {
-        name: [row for row in numbers(metrics_of(folder)) if "actor/loss" in row] for name, folder in folders.items()
+        name: [row for row in numbers(metrics_of(folder)) if "actor/loss" in row]
+        for name, folder in folders.items()
     }
     assert len(steps["detached"]) == 4
-    assert [row["step"] for row in metrics_of(tmp_path) if "actor/loss" not in row] == [0, 1, 2, 3, 4]
+    assert [row["step"] for row in metrics_of(tmp_path) if "actor/loss" not in row] == [
+        0,
+        1,
+        2,
+        3,
+        4,
+    ]
     for expected, found in zip(steps["synchronous"], steps["detached"], strict=True):
-        shared = expected.keys() & found.keys() - {name for name in expected if name.startswith("val-")}
+        shared = expected.keys() & found.keys() - {
+            name for name in expected if name.startswith("val-")
+        }
         assert shared > {
             "actor/loss",
             "critic/loss",
@@ -142,27 +186,50 @@ def plugin_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
 def test_a_maker_that_is_killed_loses_no_prompt_and_is_started_again_also_in_the_last_validation(
     tmp_path: Path, tiny_llama: Callable, capsys: pytest.CaptureFixture, plugin_that_dies: str
 ):
-    settings = [*tiny_run_settings(tmp_path, tiny_llama), *GRPO, *AHEAD, "detached.experience_batch_size=1"]
-    settings += ["trainer.total_training_steps=60", plugin_that_dies]  # a step takes a tenth of a second
-    killer = kill_once("ExperienceMakerHolder", signal.SIGKILL, when=lambda: num_steps_logged(tmp_path) >= 6)
+    settings = [
+        *tiny_run_settings(tmp_path, tiny_llama),
+        *GRPO,
+        *AHEAD,
+        "detached.experience_batch_size=1",
+    ]
+    # A step takes a tenth of a second
+    settings += ["trainer.total_training_steps=60", plugin_that_dies]
+    killer = kill_once(
+        "ExperienceMakerHolder", signal.SIGKILL, when=lambda: num_steps_logged(tmp_path) >= 6
+    )
     assert run_apart(settings) == 0
     assert not killer.is_alive()
-    validations = [row["step"] for row in metrics_of(tmp_path) if "val-core/exact_match/acc/mean@1" in row]
+    validations = [
+        row["step"] for row in metrics_of(tmp_path) if "val-core/exact_match/acc/mean@1" in row
+    ]
     validated = [step // 5 for step in validations]
-    assert validated == sorted(set(validated)), "the maker that was started again validates when it is due"
+    assert validated == sorted(set(validated)), (
+        "the maker that was started again validates when it is due"
+    )
     assert validations[-1] == 60
     assert checkpoint.newest(tmp_path / "runs/latest")[0].state["validated"] == 60
     output = capsys.readouterr().out
     assert output.count("maker_0 failed and is started again: maker_0 rank 0") == 2
-    assert "Prompts: 240 trained, 0 training, 0 in_buffer, 0 in_flight, 0 again, 0 not_started\n" in output
+    assert (
+        "Prompts: 240 trained, 0 training, 0 in_buffer, 0 in_flight, 0 again, 0 not_started\n"
+        in output
+    )
     steps = [row for row in metrics_of(tmp_path) if "actor/loss" in row]
     assert [row["step"] for row in steps] == list(range(1, 61))
-    assert [row["detached/trained"] for row in steps] == list(range(4, 241, 4)), "the counts are those of the step"
-    assert all(0 <= row[f"detached/idle/{side}"] <= 1 for row in steps for side in ("maker_0", "trainer_0"))
-    counts = {name: steps[-1][f"detached/{name}"] for name in ("trained", "in_buffer", "in_flight", "again")}
+    assert [row["detached/trained"] for row in steps] == list(range(4, 241, 4)), (
+        "the counts are those of the step"
+    )
+    assert all(
+        0 <= row[f"detached/idle/{side}"] <= 1 for row in steps for side in ("maker_0", "trainer_0")
+    )
+    counts = {
+        name: steps[-1][f"detached/{name}"]
+        for name in ("trained", "in_buffer", "in_flight", "again")
+    }
     assert counts == {"trained": 240, "in_buffer": 0, "in_flight": 0, "again": 0}
     assert max(row["training/staleness/max"] for row in steps) <= 1
-    assert calls_of(tmp_path)["update_actor"] == 2 * 60  # each of the two mini-batches of a step by itself
+    # Each of the two mini-batches of a step by itself
+    assert calls_of(tmp_path)["update_actor"] == 2 * 60
 
 
 @pytest.mark.proof
@@ -183,31 +250,50 @@ def test_actor_and_critic_train_each_mini_batch_of_a_step_as_it_arrives_and_two_
     tmp_path: Path, tiny_llama: Callable, capsys: pytest.CaptureFixture, num_trainers: int
 ):
     num_steps = {1: 5, 2: 40}[num_trainers]
-    settings = [*tiny_run_settings(tmp_path, tiny_llama), *APART, *AHEAD, f"detached.num_trainers={num_trainers}"]
-    settings += ["detached.experience_batch_size=1", "trainer.critic_warmup=1", "trainer.save_freq=5"]
-    settings += ["algorithm.rollout_correction.bypass_mode=true", f"trainer.total_training_steps={num_steps}"]
+    settings = [
+        *tiny_run_settings(tmp_path, tiny_llama),
+        *APART,
+        *AHEAD,
+        f"detached.num_trainers={num_trainers}",
+    ]
+    settings += [
+        "detached.experience_batch_size=1",
+        "trainer.critic_warmup=1",
+        "trainer.save_freq=5",
+    ]
+    settings += [
+        "algorithm.rollout_correction.bypass_mode=true",
+        f"trainer.total_training_steps={num_steps}",
+    ]
     if num_trainers == 2:
         settings += ["detached.routing=least_loaded", "detached.update_steps=2"]
-        kill_once("ExperienceMakerHolder", signal.SIGKILL, when=lambda: num_steps_logged(tmp_path) >= 3)
+        kill_once(
+            "ExperienceMakerHolder", signal.SIGKILL, when=lambda: num_steps_logged(tmp_path) >= 3
+        )
     assert run_apart(settings) == 0
     assert capsys.readouterr().out.count("maker_0 failed and is started again") == num_trainers - 1
     steps = [row for row in metrics_of(tmp_path) if "critic/loss" in row]
     assert [row["step"] for row in steps] == list(range(1, num_steps + 1))
     assert ["actor/loss" in row for row in steps] == [False] + [True] * (num_steps - 1)
     assert [row["detached/trained"] for row in steps] == [4 * row["step"] for row in steps]
-    counts = {name: steps[-1][f"detached/{name}"] for name in ("training", "in_buffer", "in_flight", "again")}
+    counts = {
+        name: steps[-1][f"detached/{name}"]
+        for name in ("training", "in_buffer", "in_flight", "again")
+    }
     assert counts == {"training": 0, "in_buffer": 0, "in_flight": 0, "again": 0}
     assert max(row["training/staleness/max"] for row in steps) <= 1
     calls = calls_of(tmp_path)
     assert calls["update_critic"] == 2 * num_steps * num_trainers
     assert calls["update_actor"] == 2 * (num_steps - 1) * num_trainers
-    # By the first trainer, before the first step and after every `update_steps`; out of turn, where the maker that was
-    # started again is compared with weights that were not pushed.
+    # By the first trainer, before the first step and after every `update_steps`; out of turn, where
+    # the maker that was started again is compared with weights that were not pushed.
     pushes = 1 + num_steps // num_trainers
-    assert calls["export_weights"] in (2 * pushes, 2 * (pushes + num_trainers - 1))  # of actor and critic
+    # Of actor and critic
+    assert calls["export_weights"] in (2 * pushes, 2 * (pushes + num_trainers - 1))
 
 
-# Responses have 8 tokens, those to the first prompt of the data 160. What a maker has made is written in that order.
+# Responses have 8 tokens, those to the first prompt of the data 160. What a maker has made is
+# written in that order.
 FORCED_LENGTHS = """
 import dataclasses
 import pathlib
@@ -254,24 +340,41 @@ class DriverOfKeepingMaker(MakerDriver):
 
 @pytest.mark.proof
 def test_a_maker_sends_what_has_ended_and_begins_others_while_it_generates_and_loses_nothing_when_it_is_killed(
-    tmp_path: Path, tiny_llama: Callable, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    tiny_llama: Callable,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     (tmp_path / "forced_lengths.py").write_text(FORCED_LENGTHS)
     (tmp_path / "made").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))
     monkeypatch.setattr(maker_driver, "_DRIVERS", list(maker_driver._DRIVERS))
-    settings = [*tiny_run_settings(tmp_path, tiny_llama), *GRPO, *AHEAD, "detached.update_in_flight=true"]
+    settings = [
+        *tiny_run_settings(tmp_path, tiny_llama),
+        *GRPO,
+        *AHEAD,
+        "detached.update_in_flight=true",
+    ]
     settings += ["detached.restart_below=150"]  # all but short rests of the long ones
     settings += ["plugins=[forced_lengths]", "worker_classes.rollout=forced_lengths.ForcedLengths"]
-    settings += ["actor_rollout_ref.rollout.ignore_eos=true", "data.max_response_length=160", "data.shuffle=false"]
+    settings += [
+        "actor_rollout_ref.rollout.ignore_eos=true",
+        "data.max_response_length=160",
+        "data.shuffle=false",
+    ]
     settings += ["resource_pool_spec.maker_pool=[2]", "trainer.val_before_train=false"]
-    killer = kill_once("ExperienceMakerHolder", signal.SIGKILL, when=lambda: num_steps_logged(tmp_path) >= 3)
+    killer = kill_once(
+        "ExperienceMakerHolder", signal.SIGKILL, when=lambda: num_steps_logged(tmp_path) >= 3
+    )
     assert run_apart(settings) == 0
     assert not killer.is_alive()
     assert capsys.readouterr().out.count("maker_0 failed and is started again") == 1
     steps = [row for row in metrics_of(tmp_path) if "actor/loss" in row]
-    counts = {name: steps[-1][f"detached/{name}"] for name in ("trained", "in_buffer", "in_flight", "again")}
+    counts = {
+        name: steps[-1][f"detached/{name}"]
+        for name in ("trained", "in_buffer", "in_flight", "again")
+    }
     assert counts == {"trained": 20, "in_buffer": 0, "in_flight": 0, "again": 0}
     assert max(row["training/staleness/max"] for row in steps) <= 1
 
@@ -281,10 +384,15 @@ def test_a_maker_sends_what_has_ended_and_begins_others_while_it_generates_and_l
         uids = batch.non_tensor_batch["uid"].tolist()
         assert lengths == [160 if uid.endswith("-0") else 8 for uid in uids]
         assert uids[::2] == uids[1::2]
-        first = {uid: spans[0] for uid, spans in zip(uids, batch.non_tensor_batch["policy_version"], strict=True)}
-        if "0-0" in first:  # its ticket is of version 0, and the maker looks up to a second after it has new weights
+        first = {
+            uid: spans[0]
+            for uid, spans in zip(uids, batch.non_tensor_batch["policy_version"], strict=True)
+        }
+        # Its ticket is of version 0, and the maker looks up to a second after it has new weights
+        if "0-0" in first:
             assert first["0-0"][0] > 0 or first["0-0"][2] >= 100
-    # Four are in flight at first; when 0-0 ends, all that the ledger allows before step 1 has been made.
+    # Four are in flight at first; when 0-0 ends, all that the ledger allows before step 1 has been
+    # made.
     order = [uid for batch in made for uid in batch.non_tensor_batch["uid"].tolist()[::2]]
     assert {f"0-{row}" for row in range(1, 8)} <= set(order[: order.index("0-0")])
     assert {len(batch) for batch in made} <= {2, 4, 6, 8} and len(made) > 20 / 4

@@ -17,7 +17,9 @@ def test_a_maker_with_all_models_and_a_trainer_with_a_critic_are_connected_by_ha
 ):
     settings = tiny_run_settings(tmp_path, tiny_llama)
     policy, _ = tiny_llama()
-    AutoModelForSequenceClassification.from_pretrained(policy, num_labels=1).save_pretrained(tmp_path / "judge")
+    AutoModelForSequenceClassification.from_pretrained(policy, num_labels=1).save_pretrained(
+        tmp_path / "judge"
+    )
     AutoTokenizer.from_pretrained(policy).save_pretrained(tmp_path / "judge")
     settings += ["algorithm.adv_estimator=gae", "algorithm.rollout_correction.bypass_mode=false"]
     settings += ["reward_model.enable=true", f"reward_model.model.path={tmp_path}/judge"]

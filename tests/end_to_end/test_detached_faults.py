@@ -1,4 +1,5 @@
-"""Faults of detached training: what a side loses is made again, or the run ends and says who failed."""
+"""Faults of detached training: what a side loses is made again, or the run ends and says who
+failed."""
 
 import os
 import re
@@ -34,7 +35,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 
 def assert_all_prompts_are_counted(output: str, num_steps: int) -> None:
-    """The last line about the prompts counts the four of each step, those with the sides included."""
+    """The last line about the prompts counts the four of each step, those with the sides
+    included."""
     (line,) = re.findall(r"^Prompts: (.*)$", output, re.MULTILINE)
     counts = {name: int(count) for count, name in (part.split(" ") for part in line.split(", "))}
     assert counts["trained"] >= 8 and "dropped/maker_lost" not in counts
@@ -50,7 +52,12 @@ def test_an_interrupted_run_shows_what_became_of_every_prompt(
             time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGINT)
 
-    settings = [*tiny_run_settings(tmp_path, tiny_llama), *GRPO, *AHEAD, "trainer.total_training_steps=1000"]
+    settings = [
+        *tiny_run_settings(tmp_path, tiny_llama),
+        *GRPO,
+        *AHEAD,
+        "trainer.total_training_steps=1000",
+    ]
     threading.Thread(target=interrupt, daemon=True).start()
     assert run_apart(settings) == 130
     assert_all_prompts_are_counted(capsys.readouterr().out, num_steps=1000)
@@ -61,16 +68,34 @@ def test_an_interrupted_run_shows_what_became_of_every_prompt(
     ("title", "number", "reason"),
     [
         ("ExperienceMakerHolder", signal.SIGSTOP, r"maker_0\.report did not finish within 10 s"),
-        ("rollout rank", signal.SIGKILL, r"rollout rank 0 \(node [\d.]+, pid \d+\) died during \w+"),
-        ("rollout rank", signal.SIGSTOP, r"rollout rank 0 \(node [\d.]+, pid \d+\) was stopped, such as by SIGSTOP, "),
+        (
+            "rollout rank",
+            signal.SIGKILL,
+            r"rollout rank 0 \(node [\d.]+, pid \d+\) died during \w+",
+        ),
+        (
+            "rollout rank",
+            signal.SIGSTOP,
+            r"rollout rank 0 \(node [\d.]+, pid \d+\) was stopped, such as by SIGSTOP, ",
+        ),
     ],
 )
 def test_a_maker_that_is_stopped_or_loses_a_worker_is_started_again_and_no_prompt_is_lost(
-    title: str, number: int, reason: str, tmp_path: Path, tiny_llama: Callable, capsys: pytest.CaptureFixture,
+    title: str,
+    number: int,
+    reason: str,
+    tmp_path: Path,
+    tiny_llama: Callable,
+    capsys: pytest.CaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
-):  # fmt: skip
+):
     monkeypatch.setattr(run_detached, "ANSWER_S", 10.0)
-    settings = [*tiny_run_settings(tmp_path, tiny_llama), *GRPO, *AHEAD, "detached.experience_batch_size=1"]
+    settings = [
+        *tiny_run_settings(tmp_path, tiny_llama),
+        *GRPO,
+        *AHEAD,
+        "detached.experience_batch_size=1",
+    ]
     settings += ["detached.min_effective_sample_size=1"]  # more than any step has
     settings += ["trainer.total_training_steps=60"]  # a step takes a tenth of a second
     family: list[psutil.Process] = []
@@ -88,7 +113,10 @@ def test_a_maker_that_is_stopped_or_loses_a_worker_is_started_again_and_no_promp
     assert output.count("is started again") == 1
     steps = [row for row in metrics_of(tmp_path) if "actor/loss" in row]
     assert [row["step"] for row in steps] == list(range(1, 61))
-    counts = {name: steps[-1][f"detached/{name}"] for name in ("trained", "in_buffer", "in_flight", "again")}
+    counts = {
+        name: steps[-1][f"detached/{name}"]
+        for name in ("trained", "in_buffer", "in_flight", "again")
+    }
     assert counts == {"trained": 240, "in_buffer": 0, "in_flight": 0, "again": 0}
     assert [row["detached/brake"] for row in steps] == [1] * 60
     assert [row["training/staleness/max"] for row in steps][2:] == [0] * 58, (
@@ -102,16 +130,29 @@ def test_a_maker_that_is_stopped_or_loses_a_worker_is_started_again_and_no_promp
 @pytest.mark.parametrize(
     ("title", "number", "reason"),
     [
-        ("DetachedPPOTrainer", signal.SIGKILL, r"trainer_0 rank 0 \(node [\d.]+, pid [1-9]\d*\) died during"),
+        (
+            "DetachedPPOTrainer",
+            signal.SIGKILL,
+            r"trainer_0 rank 0 \(node [\d.]+, pid [1-9]\d*\) died during",
+        ),
         ("DetachedPPOTrainer", signal.SIGSTOP, r"trainer_0\.report did not finish within 10 s"),
-        ("PromptLedger", signal.SIGKILL, r"ledger rank 0 \(node [\d.]+, pid [1-9]\d*\) died during"),
+        (
+            "PromptLedger",
+            signal.SIGKILL,
+            r"ledger rank 0 \(node [\d.]+, pid [1-9]\d*\) died during",
+        ),
         ("PromptLedger", signal.SIGSTOP, r"ledger\.counts did not finish within 10 s"),
     ],
 )
 def test_a_trainer_or_ledger_that_is_killed_or_stopped_ends_the_run_and_the_error_says_what_others_waited_for(
-    title: str, number: int, reason: str, tmp_path: Path, tiny_llama: Callable, capsys: pytest.CaptureFixture,
+    title: str,
+    number: int,
+    reason: str,
+    tmp_path: Path,
+    tiny_llama: Callable,
+    capsys: pytest.CaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
-):  # fmt: skip
+):
     monkeypatch.setattr(run_detached, "ANSWER_S", 10.0)
     family: list[psutil.Process] = []
     killed: list[float] = []
@@ -123,18 +164,26 @@ def test_a_trainer_or_ledger_that_is_killed_or_stopped_ends_the_run_and_the_erro
         return bool(family)
 
     kill_once(title, number, when=is_time)
-    settings = [*tiny_run_settings(tmp_path, tiny_llama), *GRPO, *AHEAD, "trainer.total_training_steps=1000"]
+    settings = [
+        *tiny_run_settings(tmp_path, tiny_llama),
+        *GRPO,
+        *AHEAD,
+        "trainer.total_training_steps=1000",
+    ]
     assert run_apart(settings) == 1
     assert time.monotonic() - killed[0] < 60
     output, message = capsys.readouterr()
     assert re.search(reason, message), message
     assert "is started again" not in output
     if title == "PromptLedger":
-        assert re.search(r"This ended ledger.\ntrainer_0: .* for \d+ s\n(.*\n)*maker_0: .* for \d+ s\n", message), (
-            message
-        )
+        assert re.search(
+            r"This ended ledger.\ntrainer_0: .* for \d+ s\n(.*\n)*maker_0: .* for \d+ s\n", message
+        ), message
     else:
-        ended = r"This ended trainer_0.\ntrainer_0 does not answer: it is stopped or dead\nmaker_0: .* for \d+ s\n"
+        ended = (
+            r"This ended trainer_0.\ntrainer_0 does not answer: it is stopped or "
+            r"dead\nmaker_0: .* for \d+ s\n"
+        )
         assert re.search(rf"{ended}(.*\n)*.* in workingloop\n", message), message
         assert_all_prompts_are_counted(output, num_steps=1000)
     _, alive = psutil.wait_procs(family, timeout=30)
@@ -148,20 +197,31 @@ def test_a_trainer_or_ledger_that_is_killed_or_stopped_ends_the_run_and_the_erro
     [
         (
             "raise KeyError('no such unit')",
-            r"no such unit(.*\n)*trainer_0: waiting for experience for \d+ s\n(.*\n)*maker_0: .* for \d+ s\n",
+            r"no such unit(.*\n)*trainer_0: waiting for experience for \d+ s\n(.*\n)*maker_0: .* "
+            r"for \d+ s\n",
         ),
         (
             "import time; time.sleep(900)",
-            r"trainer_0 rank 0 .* each trainer needs 4 groups .* by maker: \{'maker_0.1': \[0, 1, 2, 3\]\}"
+            r"trainer_0 rank 0 .* each trainer needs 4 groups .* by maker: \{'maker_0.1': \[0, 1, "
+            r"2, 3\]\}"
             r"(.*\n)*trainer_0: waiting for experience for \d+ s\n  Its loop has ended.\n"
             r"maker_0: making experience for \d+ s\n(.*\n)*.*rewards/manager.py.* in answers\n",
         ),
     ],
 )
 def test_a_reward_function_that_raises_or_never_ends_ends_the_run_without_a_restart(
-    statement: str, message: str, tmp_path: Path, tiny_llama: Callable, capsys: pytest.CaptureFixture
+    statement: str,
+    message: str,
+    tmp_path: Path,
+    tiny_llama: Callable,
+    capsys: pytest.CaptureFixture,
 ):
-    settings = [*tiny_run_settings(tmp_path, tiny_llama), *GRPO, "trainer.test_freq=-1", "trainer.call_timeout_s=30"]
+    settings = [
+        *tiny_run_settings(tmp_path, tiny_llama),
+        *GRPO,
+        "trainer.test_freq=-1",
+        "trainer.call_timeout_s=30",
+    ]
     settings += ["reward.timeout_s=1000", "trainer.val_before_train=false"]
     (tmp_path / "reward.py").write_text(REWARD.format(statement=statement))
     assert run_apart(settings) == 1
@@ -184,7 +244,10 @@ def test_a_side_that_is_stopped_ends_though_ray_ends_at_once(monkeypatch: pytest
             return SideRecorder("trainer_0")
 
     run = object.__new__(run_detached.DetachedRun)
-    run.actors, run.pools = {"trainer_0": Stopped.remote()}, {"trainer_0": ResourcePoolManager({}, {})}
+    run.actors, run.pools = (
+        {"trainer_0": Stopped.remote()},
+        {"trainer_0": ResourcePoolManager({}, {})},
+    )
     run.reports = {"trainer_0": ray.get(run.actors["trainer_0"].report.remote(), timeout=60)}
     process = psutil.Process(run.reports["trainer_0"].pid)
     process.suspend()
@@ -195,7 +258,9 @@ def test_a_side_that_is_stopped_ends_though_ray_ends_at_once(monkeypatch: pytest
     assert not alive
 
 
-def test_a_maker_stays_on_its_version_where_the_trainer_died_in_mid_push(tmp_path: Path, tiny_llama: Callable):
+def test_a_maker_stays_on_its_version_where_the_trainer_died_in_mid_push(
+    tmp_path: Path, tiny_llama: Callable
+):
     ray.init(num_cpus=1, include_dashboard=False)
 
     @ray.remote(num_cpus=0)
@@ -211,17 +276,27 @@ def test_a_maker_stays_on_its_version_where_the_trainer_died_in_mid_push(tmp_pat
     deadline = time.monotonic() + 60
     for ref in (parts[0].header, parts[0].payload):
         with pytest.raises(ray.exceptions.OwnerDiedError):
-            while time.monotonic() < deadline:  # Ray hands the object out until it has noticed the owner's death
+            # Ray hands the object out until it has noticed the owner's death
+            while time.monotonic() < deadline:
                 ray.get(ref, timeout=60)
     with local_trainer(tmp_path, tiny_llama, *SETTINGS) as trainer:
         holder_class = ExperienceMakerHolder.__ray_metadata__.modified_class
         holder = object.__new__(holder_class)
-        holder.run, holder.config, holder.recorder = trainer, trainer.config, SideRecorder("maker_0")
-        holder.version, holder.pushed = 0, PushedWeights(1, {"actor": ForwardedFuture(parts, lambda results: results)})
+        holder.run, holder.config, holder.recorder = (
+            trainer,
+            trainer.config,
+            SideRecorder("maker_0"),
+        )
+        holder.version, holder.pushed = (
+            0,
+            PushedWeights(1, {"actor": ForwardedFuture(parts, lambda results: results)}),
+        )
         started = time.monotonic()
         holder.load_newest_weights()
         assert time.monotonic() - started < 30
         assert holder.version == 0
         made = trainer.maker.make(prompts_of(trainer, 1))
-        assert {span[0] for spans in made.batch.non_tensor_batch["policy_version"] for span in spans} == {0}
+        assert {
+            span[0] for spans in made.batch.non_tensor_batch["policy_version"] for span in spans
+        } == {0}
     ray.shutdown()

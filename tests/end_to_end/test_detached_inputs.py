@@ -1,4 +1,5 @@
-"""The sides of a detached run read what the run began with, also when a maker is started again, or end the run."""
+"""The sides of a detached run read what the run began with, also when a maker is started again, or
+end the run."""
 
 import contextlib
 import inspect
@@ -30,7 +31,12 @@ from verl_like.trainer.state.resume import fingerprints_of
 def side_of(actor_class: Any, config: DetachedConfig, **fields: Any) -> Any:
     """A maker or a trainer in this process, without the actor that it is."""
     side = object.__new__(actor_class.__ray_metadata__.modified_class)
-    own = {"name": "a_side", "model_fn": None, "pools": None, "recorder": SideRecorder("a_side", node="")}
+    own = {
+        "name": "a_side",
+        "model_fn": None,
+        "pools": None,
+        "recorder": SideRecorder("a_side", node=""),
+    }
     vars(side).update(own | {"config": config, "fingerprints": fingerprints_of(config)} | fields)
     return side
 
@@ -50,12 +56,21 @@ def test_a_maker_that_reads_another_file_than_the_run_began_with_is_refused(
     driver = type("LocalDriver", (MakerDriver,), {"start_groups": LocalTrainer.start_groups})
     monkeypatch.setattr(maker_driver, "_DRIVERS", [driver])
     config = config_with_texts(tmp_path, tiny_llama)
-    ledger = PromptLedger(2, batch_size=4, detached=config.detached, max_staleness=config.trainer.max_staleness)
+    ledger = PromptLedger(
+        2, batch_size=4, detached=config.detached, max_staleness=config.trainer.max_staleness
+    )
     with contextlib.ExitStack() as cleanup:
-        maker = side_of(ExperienceMakerHolder, config.of_maker("maker_0"), cleanup=cleanup, ledger=ledger)
+        maker = side_of(
+            ExperienceMakerHolder, config.of_maker("maker_0"), cleanup=cleanup, ledger=ledger
+        )
         assert len(maker.start().dataset) == 8
-        (tmp_path / "reward.py").write_text((tmp_path / "reward.py").read_text().replace("/ 4", "/ 5"))
-        message = r"^a_side read other files than the run began with: custom_reward_function\.path\. .* Restore them"
+        (tmp_path / "reward.py").write_text(
+            (tmp_path / "reward.py").read_text().replace("/ 4", "/ 5")
+        )
+        message = (
+            r"^a_side read other files than the run began with: "
+            r"custom_reward_function\.path\. .* Restore them"
+        )
         with pytest.raises(ValueError, match=message):
             maker.start()
         maker.fingerprints = None  # connected by hand, without a run
@@ -70,17 +85,27 @@ def test_a_trainer_that_reads_another_file_than_the_run_began_with_is_refused(
 
     config = config_with_texts(tmp_path, tiny_llama)
     config = config.updated({"trainer.total_training_steps": 2, "trainer.max_staleness": 3})
-    place = {"index": 0, "env_info": {"world_size": 1}, "pools": "none, since its groups start here"}
+    place = {
+        "index": 0,
+        "env_info": {"world_size": 1},
+        "pools": "none, since its groups start here",
+    }
     trainer = side_of(DetachedPPOTrainer, config.of_trainer("trainer_0"), **place)
     # Ray may have made the class again, whose functions then have a module's names of their own.
     names = inspect.unwrap(type(trainer).start).__globals__
     monkeypatch.setitem(names, "start_groups", start_here)
     trainer.start()
     learner = trainer.learner
-    assert (learner.config.trainer.max_staleness, len(learner.ptx_dataset), learner.joint) == (3, 8, (0, 1))
+    assert (learner.config.trainer.max_staleness, len(learner.ptx_dataset), learner.joint) == (
+        3,
+        8,
+        (0, 1),
+    )
     with open(tmp_path / "texts.jsonl", "a") as file:
         file.write('\n{"text": "more"}')
-    with pytest.raises(ValueError, match=r"^a_side read other files than the run began with: data\.ptx_files\. "):
+    with pytest.raises(
+        ValueError, match=r"^a_side read other files than the run began with: data\.ptx_files\. "
+    ):
         trainer.start()
 
 
@@ -103,7 +128,10 @@ def test_a_run_whose_data_changes_ends_when_a_maker_is_started_again_and_goes_on
     kill_once("ExperienceMakerHolder", signal.SIGKILL, when=is_time)
     assert run_apart(settings) == 1
     message = capsys.readouterr().err
-    assert "maker_0 read other files than the run began with: data.train_files, data.val_files. " in message
+    assert (
+        "maker_0 read other files than the run began with: data.train_files, data.val_files. "
+        in message
+    )
     assert checkpoint.steps(tmp_path / "runs/latest")
     data.write_bytes(whole)
     assert run_apart(settings) == 0

@@ -1,4 +1,5 @@
-"""What the engine of a detached maker can be: a real vLLM over several processes, or with quantised weights."""
+"""What the engine of a detached maker can be: a real vLLM over several processes, or with quantised
+weights."""
 
 import json
 import sys
@@ -20,15 +21,22 @@ pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.proof]
 
 # Two optimizer steps a batch, so that a maker has a copy of the actor beside its engine.
 SETTINGS = [*APART, "algorithm.adv_estimator=grpo", "data.max_response_length=12"]
-TENSOR_PARALLEL = ["resource_pool_spec.maker_pool=[2]", "actor_rollout_ref.rollout.tensor_model_parallel_size=2"]
+TENSOR_PARALLEL = [
+    "resource_pool_spec.maker_pool=[2]",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+]
 OWN_PROCESS = [
-    f"actor_rollout_ref.rollout.{setting}" for setting in ("name=vllm_async", "weight_transport=shared_memory")
+    f"actor_rollout_ref.rollout.{setting}"
+    for setting in ("name=vllm_async", "weight_transport=shared_memory")
 ]
 
 
 def train(folder: Path, tiny_llama: Callable, *settings: str) -> list[dict]:
     """A detached run with a real vLLM, of two steps by default; the metrics of each step."""
-    assert run_apart([*tiny_run_settings(folder, tiny_llama, engine="vllm"), *SETTINGS, *settings]) == 0
+    assert (
+        run_apart([*tiny_run_settings(folder, tiny_llama, engine="vllm"), *SETTINGS, *settings])
+        == 0
+    )
     return [row for row in metrics_of(folder) if "actor/loss" in row]
 
 
@@ -36,21 +44,40 @@ def train(folder: Path, tiny_llama: Callable, *settings: str) -> list[dict]:
 def test_a_maker_whose_engine_has_two_processes_or_its_own_trains_with_the_weights_of_each_push(
     settings: list[str], ranks: tuple[int, ...], tmp_path: Path, tiny_llama: Callable
 ):
-    in_float32 = [f"actor_rollout_ref.{key}.dtype=float32" for key in ("rollout", "actor.fsdp_config")]
+    in_float32 = [
+        f"actor_rollout_ref.{key}.dtype=float32" for key in ("rollout", "actor.fsdp_config")
+    ]
     first, second = train(tmp_path, tiny_llama, *settings, *in_float32)
-    for row in (first, second):  # the copy of the actor computes the log-probabilities of the engine
+    # The copy of the actor computes the log-probabilities of the engine
+    for row in (first, second):
         assert 0 < row["training/rollout_probs_diff_max"] < 1e-5
         assert row["actor/grad_norm"] > 0 and row["training/staleness/max"] == 0
-    rows = [json.loads(line) for line in (tmp_path / "runs/latest/timeline.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "runs/latest/timeline.jsonl").read_text().splitlines()
+    ]
     # Versions 0, 1 and 2; each call compares fingerprints and raises where they differ.
-    loads = [row["rank"] for row in rows if (row["role"], row["method"]) == ("rollout", "load_weights")]
+    loads = [
+        row["rank"] for row in rows if (row["role"], row["method"]) == ("rollout", "load_weights")
+    ]
     assert sorted(loads) == [rank for rank in ranks for _ in range(3)]
 
 
-def test_a_maker_with_quantised_weights_trains_with_a_correction(tmp_path: Path, tiny_llama: Callable):
+def test_a_maker_with_quantised_weights_trains_with_a_correction(
+    tmp_path: Path, tiny_llama: Callable
+):
     settings = ["actor_rollout_ref.rollout.quantization=fp8_per_channel"]
-    settings += ["actor_rollout_ref.actor.fsdp_config.dtype=bfloat16", "actor_rollout_ref.rollout.dtype=bfloat16"]
-    rows = train(tmp_path, tiny_llama, *TENSOR_PARALLEL, *settings, "algorithm.rollout_correction.rollout_is=token")
+    settings += [
+        "actor_rollout_ref.actor.fsdp_config.dtype=bfloat16",
+        "actor_rollout_ref.rollout.dtype=bfloat16",
+    ]
+    rows = train(
+        tmp_path,
+        tiny_llama,
+        *TENSOR_PARALLEL,
+        *settings,
+        "algorithm.rollout_correction.rollout_is=token",
+    )
     assert len(rows) == 2
     for row in rows:
         assert row["actor/grad_norm"] > 0 and 0 < row["rollout_corr/rollout_is_std"] < 0.01
@@ -81,7 +108,9 @@ class DriverOfKeepingMaker(MakerDriver):
 """
 
 
-@pytest.mark.parametrize("engine", [TENSOR_PARALLEL, OWN_PROCESS], ids=["two processes", "its own process"])
+@pytest.mark.parametrize(
+    "engine", [TENSOR_PARALLEL, OWN_PROCESS], ids=["two processes", "its own process"]
+)
 def test_responses_go_on_with_newer_weights_and_each_span_is_drawn_by_those_of_its_version(
     engine: list[str], tmp_path: Path, tiny_llama: Callable, monkeypatch: pytest.MonkeyPatch
 ):
@@ -97,17 +126,26 @@ def test_responses_go_on_with_newer_weights_and_each_span_is_drawn_by_those_of_i
     settings += engine
     settings += [f"data.max_response_length={length}", "actor_rollout_ref.rollout.ignore_eos=true"]
     steps = train(tmp_path, lambda: model, *settings, "actor_rollout_ref.rollout.dtype=float32")
-    assert steps[-1]["detached/trained"] == 20 and max(row["training/staleness/max"] for row in steps) == 1
+    assert (
+        steps[-1]["detached/trained"] == 20
+        and max(row["training/staleness/max"] for row in steps) == 1
+    )
 
     batches = [DataProto.load_from_disk(path) for path in (tmp_path / "made").iterdir()]
     made = DataProto.concat([batch.select(meta_info_keys=[]) for batch in batches])
     assert len(made) == 20 * 2  # all of it was trained
-    rows = [row for row, spans in enumerate(made.non_tensor_batch["policy_version"]) if len(spans) > 1]
+    rows = [
+        row for row, spans in enumerate(made.non_tensor_batch["policy_version"]) if len(spans) > 1
+    ]
     assert rows
     models = {0: model[1]}
     for version in range(1, 6):
-        export(tmp_path / f"runs/latest/global_step_{version}/actor", tmp_path / f"version_{version}")
-        models[version] = LlamaForCausalLM.from_pretrained(tmp_path / f"version_{version}", dtype=torch.float32)
+        export(
+            tmp_path / f"runs/latest/global_step_{version}/actor", tmp_path / f"version_{version}"
+        )
+        models[version] = LlamaForCausalLM.from_pretrained(
+            tmp_path / f"version_{version}", dtype=torch.float32
+        )
     sampling = Sampling(temperature=1.0, top_k=-1, top_p=1.0, max_tokens=length, stop_token_ids=())
     for row in rows[:4]:
         prompt, response, log_probs = (

@@ -1,4 +1,5 @@
-"""A detached run that is killed in any phase goes on from its newest checkpoint, at staleness 0 bit for bit."""
+"""A detached run that is killed in any phase goes on from its newest checkpoint, at staleness 0 bit
+for bit."""
 
 import re
 import subprocess
@@ -16,7 +17,12 @@ from test_resume_after_kill import wait_for_file
 from verl_like.trainer.state import checkpoint
 
 pytestmark = [pytest.mark.ray, pytest.mark.proof, pytest.mark.timeout(1800)]
-PPO = [*APART, "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", "trainer.critic_warmup=2"]
+PPO = [
+    *APART,
+    "algorithm.use_kl_in_reward=true",
+    "algorithm.kl_ctrl.type=adaptive",
+    "trainer.critic_warmup=2",
+]
 SIDES = {
     "1 maker": PPO,
     "2 makers": [*GRPO, "detached.num_makers=2"],
@@ -36,8 +42,8 @@ def start(folder: Path, settings: list[str]) -> subprocess.Popen:
 
 
 def kill_in(phase: str, folder: Path, settings: list[str], num_rows: int) -> checkpoint.Checkpoint:
-    """Kills a run after some rows of metrics, in a method of a worker or when a file is there; returns its newest
-    checkpoint."""
+    """Kills a run after some rows of metrics, in a method of a worker or when a file is there;
+    returns its newest checkpoint."""
     killed = start(folder, settings)
     wait_for_steps(folder, killed, num_rows)
     if phase == WRITTEN:
@@ -55,7 +61,11 @@ def numbers_of(folder: Path) -> list[dict[str, float]]:
     """The metrics of each step without its times."""
     times = ("timing_s/", "perf/", "reward/early_ratio", "detached/idle/")
     return [
-        {name: value for name, value in row.items() if not name.startswith(times) and "/perf/" not in name}
+        {
+            name: value
+            for name, value in row.items()
+            if not name.startswith(times) and "/perf/" not in name
+        }
         for row in metrics_of(folder)
     ]
 
@@ -72,7 +82,9 @@ def test_a_run_that_is_killed_in_one_phase_after_the_other_is_continued_bit_for_
     assert start(whole, settings).wait(timeout=600) == 0, (whole / "err").read_text()
     restored: list[int] = []
     for phase in PHASES:
-        newest = kill_in(phase, parts, settings, num_rows=len(metrics_of(parts)) + 3 if restored else 3)
+        newest = kill_in(
+            phase, parts, settings, num_rows=len(metrics_of(parts)) + 3 if restored else 3
+        )
         restored.append(newest.step)
     assert restored == sorted(restored) and restored[0] >= 1 and restored[-1] < 30
     assert start(parts, settings).wait(timeout=600) == 0, (parts / "err").read_text()
@@ -81,13 +93,18 @@ def test_a_run_that_is_killed_in_one_phase_after_the_other_is_continued_bit_for_
         assert f"Continuing {newest.folder.parent} after step {step}." in output
         counts = f"Prompts: {4 * step} trained, 0 training, 0 in_buffer, 0 in_flight, "
         again = re.search(rf"{counts}(\d+) again", output)
-        # The first of two trainers may push weights, of which a maker begins a step, before the other one is done.
+        # The first of two trainers may push weights, of which a maker begins a step, before the
+        # other one is done.
         assert again and int(again[1]) in ([0, 4] if sides == "2 trainers" else [0])
     rows, expected_rows = numbers_of(parts), numbers_of(whole)
-    if sides == "2 makers":  # which versions the first maker has as a validation is due depends on how fast it is
-        both = {row["step"] for row in rows if VALIDATED in row} & {row["step"] for row in expected_rows}
+    # Which versions the first maker has as a validation is due depends on how fast it is
+    if sides == "2 makers":
+        both = {row["step"] for row in rows if VALIDATED in row} & {
+            row["step"] for row in expected_rows
+        }
         rows, expected_rows = (
-            [row for row in each if VALIDATED not in row or row["step"] in both] for each in (rows, expected_rows)
+            [row for row in each if VALIDATED not in row or row["step"] in both]
+            for each in (rows, expected_rows)
         )
     assert rows == expected_rows
     assert [row["step"] for row in metrics_of(parts) if "actor/lr" in row][-1] == 30
@@ -104,12 +121,18 @@ def test_above_staleness_0_what_was_begun_is_given_out_again_and_no_prompt_is_lo
     newest = kill_in("collect_completions", tmp_path, settings, num_rows=3)
     ledger = newest.state["ledger"]
     assert ledger["trained"] == [4 * newest.step] and 1 <= len(ledger["unfinished"]) <= 8
-    assert sum(ledger["trained"]) + len(ledger["unfinished"]) == ledger["next_number"] and not ledger["dropped"]
+    assert (
+        sum(ledger["trained"]) + len(ledger["unfinished"]) == ledger["next_number"]
+        and not ledger["dropped"]
+    )
     assert start(tmp_path, settings).wait(timeout=300) == 0, (tmp_path / "err").read_text()
     output = (tmp_path / "out").read_text()
     again = f"0 in_flight, {len(ledger['unfinished'])} again, "
     assert f"Prompts: {4 * newest.step} trained, 0 training, 0 in_buffer, {again}" in output
-    assert "Prompts: 48 trained, 0 training, 0 in_buffer, 0 in_flight, 0 again, 0 not_started" in output
+    assert (
+        "Prompts: 48 trained, 0 training, 0 in_buffer, 0 in_flight, 0 again, 0 not_started"
+        in output
+    )
     steps = [row for row in metrics_of(tmp_path) if "actor/loss" in row]
     assert [row["step"] for row in steps] == list(range(1, 13))
     assert [row["detached/trained"] for row in steps] == [4 * row["step"] for row in steps]

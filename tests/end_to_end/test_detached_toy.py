@@ -16,7 +16,10 @@ from verl_like.trainer.run import worker_template
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.proof, pytest.mark.timeout(1200)]
 WANTED = 0.95
 BYPASS = ["algorithm.rollout_correction.bypass_mode=true"]
-WEIGHTED = ["algorithm.rollout_correction.bypass_mode=false", "algorithm.rollout_correction.rollout_is=token"]
+WEIGHTED = [
+    "algorithm.rollout_correction.bypass_mode=false",
+    "algorithm.rollout_correction.rollout_is=token",
+]
 
 
 def first_step_with_accuracy(rows: list[dict]) -> int | None:
@@ -26,7 +29,9 @@ def first_step_with_accuracy(rows: list[dict]) -> int | None:
 @pytest.fixture(scope="module")
 def synchronous_steps(tmp_path_factory: pytest.TempPathFactory) -> int:
     """Training steps after which the synchronous run has the accuracy."""
-    rows = train(tmp_path_factory.mktemp("synchronous"), 1, 24, "trainer.test_freq=2", *BYPASS, example=GRPO)
+    rows = train(
+        tmp_path_factory.mktemp("synchronous"), 1, 24, "trainer.test_freq=2", *BYPASS, example=GRPO
+    )
     steps = first_step_with_accuracy(rows)
     assert steps is not None
     return steps
@@ -35,7 +40,11 @@ def synchronous_steps(tmp_path_factory: pytest.TempPathFactory) -> int:
 @pytest.mark.parametrize(
     ("makers", "trainers", "staleness", "correction"),
     [
-        *((*sides, staleness, BYPASS) for sides in ((1, 1), (2, 1), (1, 2), (2, 2), (3, 2)) for staleness in (0, 1)),
+        *(
+            (*sides, staleness, BYPASS)
+            for sides in ((1, 1), (2, 1), (1, 2), (2, 2), (3, 2))
+            for staleness in (0, 1)
+        ),
         (1, 1, 1, WEIGHTED),
     ],
 )
@@ -62,14 +71,26 @@ def test_makers_and_trainers_reach_the_accuracy_with_at_most_half_as_many_sample
         f"trainer.max_staleness={staleness}",
         *correction,
     ]
-    config = load_config(DetachedConfig, broken_detached_rules, settings, "toy", str(ROOT / "examples/detached/config"))
+    config = load_config(
+        DetachedConfig,
+        broken_detached_rules,
+        settings,
+        "toy",
+        str(ROOT / "examples/detached/config"),
+    )
     assert run_detached(config, worker_template.start(WORKERS)) == 0
     rows = metrics_of(tmp_path)
     trained = [row for row in rows if "actor/loss" in row]
     assert len(trained) == steps
     assert max(row["training/staleness/max"] for row in trained) <= staleness
-    counts = {name: trained[-1][f"detached/{name}"] for name in ("trained", "training", "in_buffer", "in_flight")}
+    counts = {
+        name: trained[-1][f"detached/{name}"]
+        for name in ("trained", "training", "in_buffer", "in_flight")
+    }
     assert counts == {"trained": 32 * steps, "training": 0, "in_buffer": 0, "in_flight": 0}
     reached = first_step_with_accuracy(rows)
-    record_property("result", f"accuracy {WANTED} after step {reached}, synchronous after step {synchronous_steps}")
+    record_property(
+        "result",
+        f"accuracy {WANTED} after step {reached}, synchronous after step {synchronous_steps}",
+    )
     assert reached is not None

@@ -1,4 +1,5 @@
-"""Weights on their way from a trainer to several makers, by each transport and under one version."""
+"""Weights on their way from a trainer to several makers, by each transport and under one
+version."""
 
 import json
 import threading
@@ -25,7 +26,8 @@ pytestmark = pytest.mark.ray
 
 
 def pushed(groups: dict[str, Any], version: int) -> PushedWeights:
-    """What the groups of this process export; a worker of this process takes the results themselves."""
+    """What the groups of this process export; a worker of this process takes the results
+    themselves."""
     sent = {}
     for role in ("actor", "critic"):
         future = groups[role].export_weights(version=version)
@@ -56,7 +58,8 @@ def test_a_maker_for_which_a_part_was_overwritten_takes_all_parts_of_the_newest_
         for _, parameter in critic.workers[0].engine.named_parameters():
             parameter.detach().to_local().add_(0.5)
         critic.export_weights(version=2)
-        newest = pushed(trainer.groups, 3)  # the critic's are where those of version 1 were, the actor's are not
+        # The critic's are where those of version 1 were, the actor's are not
+        newest = pushed(trainer.groups, 3)
 
         holder = object.__new__(ExperienceMakerHolder.__ray_metadata__.modified_class)
         holder.run, holder.config = SimpleNamespace(maker=trainer.maker, groups=groups), config
@@ -66,7 +69,11 @@ def test_a_maker_for_which_a_part_was_overwritten_takes_all_parts_of_the_newest_
 
         def versions() -> tuple[Any, ...]:
             rollout, *copies = (groups[role].workers[0] for role in ("rollout", "actor", "critic"))
-            return rollout.rollout.policy_version, *(worker.version for worker in copies), holder.version
+            return (
+                rollout.rollout.policy_version,
+                *(worker.version for worker in copies),
+                holder.version,
+            )
 
         with pytest.raises(WorkerDied, match="trainer_0"):  # there is none
             holder.load_newest_weights()
@@ -97,7 +104,9 @@ def test_a_maker_for_which_a_part_was_overwritten_takes_all_parts_of_the_newest_
             pushes.append(pushed(trainer.groups, version))
         ray.get(holding.push.remote(pushes[1:]), timeout=60)
         holder.pushed = pushes[0]
-        with pytest.raises(WorkerError, match="StaleWeightsError: Weights of version 6 changed on their way"):
+        with pytest.raises(
+            WorkerError, match="StaleWeightsError: Weights of version 6 changed on their way"
+        ):
             holder.load_newest_weights()
         assert holder.version == -1
         ray.kill(holding)
@@ -109,13 +118,21 @@ def test_two_makers_take_the_weights_of_actor_and_critic_one_step_late(
     transport: str, tmp_path: Path, tiny_llama: Callable
 ):
     settings = [*tiny_run_settings(tmp_path, tiny_llama), *APART, *AHEAD, "detached.num_makers=2"]
-    settings += ["algorithm.rollout_correction.rollout_is=token", "detached.experience_batch_size=1"]
+    settings += [
+        "algorithm.rollout_correction.rollout_is=token",
+        "detached.experience_batch_size=1",
+    ]
     assert run_apart([*settings, f"actor_rollout_ref.rollout.weight_transport={transport}"]) == 0
     steps = [row for row in metrics_of(tmp_path) if "actor/loss" in row]
     assert steps[-1]["detached/trained"] == 20 and len(steps) == 5
     assert max(row["training/staleness/max"] for row in steps) <= 1
-    rows = [json.loads(line) for line in (tmp_path / "runs/latest/timeline.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "runs/latest/timeline.jsonl").read_text().splitlines()
+    ]
     loads = [(row["pool"], row["role"]) for row in rows if row["method"] == "load_weights"]
     assert {(pool, role) for pool, role in loads} == {
-        (f"maker_{index} maker_pool", role) for index in range(2) for role in ("rollout", "actor", "critic")
+        (f"maker_{index} maker_pool", role)
+        for index in range(2)
+        for role in ("rollout", "actor", "critic")
     }

@@ -1,7 +1,8 @@
-"""A disk that is full or read-only, at the start of a run or in its middle, loses nothing and is named.
+"""A disk that is full or read-only, at the start of a run or in its middle, loses nothing and is
+named.
 
-The disks are small file systems in memory, which only root can mount. `tests/unit/test_workers_checkpoints.py` writes
-to a file of limited size instead.
+The disks are small file systems in memory, which only root can mount.
+`tests/unit/test_workers_checkpoints.py` writes to a file of limited size instead.
 """
 
 import os
@@ -57,20 +58,28 @@ def make_read_only(folder: Path) -> None:
 
 @pytest.fixture
 def train(
-    tmp_path: Path, model_path: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    model_path: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> Callable[..., tuple[int, str]]:
-    """Fine-tunes for six steps in this process, with a checkpoint every second one; returns exit code and messages.
+    """Fine-tunes for six steps in this process, with a checkpoint every second one; returns exit
+    code and messages.
 
     `at_step` is called in the middle of the fourth step with the folder of the run.
     """
     monkeypatch.setattr(run, "start_ray", lambda *_: None)
 
-    def run_here(at_step: Callable[[Path], None] | None = None, folder: Path = tmp_path) -> tuple[int, str]:
+    def run_here(
+        at_step: Callable[[Path], None] | None = None, folder: Path = tmp_path
+    ) -> tuple[int, str]:
         def fit(inputs: run_supervised.SupervisedInputs, recorder: RunRecorder) -> None:
             config = inputs.config
             worker = RayClassWithInitArgs(SFTWorker, *run_supervised.worker_arguments(config))
             group = LocalWorkerGroup(worker, role="model")
-            trainer = SupervisedTrainer(config, inputs.train_dataset, inputs.val_dataset, group, recorder)
+            trainer = SupervisedTrainer(
+                config, inputs.train_dataset, inputs.val_dataset, group, recorder
+            )
             trainer.init_workers()
             step = trainer.step
 
@@ -83,14 +92,17 @@ def train(
             trainer.fit()
 
         config = config_in(folder, model_path, "trainer.max_ckpt_to_keep=1")
-        code = run.run(config, run_supervised.check_inputs, fit, run_supervised.KINDS[SFTConfig].display)
+        code = run.run(
+            config, run_supervised.check_inputs, fit, run_supervised.KINDS[SFTConfig].display
+        )
         return code, capfd.readouterr().err
 
     return run_here
 
 
 def assert_it_goes_on(disk: Path, train: Callable) -> None:
-    """The checkpoint of the second step is there, and the run continues with the numbers of one that did not end."""
+    """The checkpoint of the second step is there, and the run continues with the numbers of one
+    that did not end."""
     (run_dir,) = disk.glob("2*")
     newest, damages = checkpoint.newest(run_dir)
     assert newest and newest.step == 2 and not damages
@@ -98,13 +110,19 @@ def assert_it_goes_on(disk: Path, train: Callable) -> None:
     whole = disk.parent / "whole"
     assert train(folder=whole)[0] == 0
     assert numbers_of(disk.parent) == numbers_of(whole)
-    assert [path.name for path in disk.glob("2*")] == [run_dir.name] and checkpoint.steps(run_dir) == [6]
+    assert [path.name for path in disk.glob("2*")] == [run_dir.name] and checkpoint.steps(
+        run_dir
+    ) == [6]
 
 
 def test_a_run_does_not_start_on_a_full_disk(disk: Path, train: Callable):
     fill(disk)
     code, message = train()
-    assert code == 2 and "No space left on device" in message and "trainer.default_local_dir" in message
+    assert (
+        code == 2
+        and "No space left on device" in message
+        and "trainer.default_local_dir" in message
+    )
     assert "Traceback" not in message
 
 
@@ -112,25 +130,48 @@ def test_a_run_does_not_start_in_a_read_only_folder(disk: Path, train: Callable)
     make_read_only(disk)
     code, message = train()
     assert code == 2 and f"trainer.default_local_dir={disk} cannot be written (" in message
-    assert "Read-only file system" in message and "Traceback" not in message and not list(disk.iterdir())
+    assert (
+        "Read-only file system" in message
+        and "Traceback" not in message
+        and not list(disk.iterdir())
+    )
 
 
 @pytest.mark.parametrize("room", [pytest.param(0, marks=pytest.mark.proof), 300_000])
-def test_a_run_whose_disk_becomes_full_ends_and_goes_on_when_there_is_room(disk: Path, train: Callable, room: int):
+def test_a_run_whose_disk_becomes_full_ends_and_goes_on_when_there_is_room(
+    disk: Path, train: Callable, room: int
+):
     code, message = train(at_step=lambda run_dir: fill(disk, but=room))
-    assert code == 1 and "No space left on device" in message and "Earlier checkpoints are as they were." in message
+    assert (
+        code == 1
+        and "No space left on device" in message
+        and "Earlier checkpoints are as they were." in message
+    )
     if room:  # for the metrics
-        assert "global_step_4.partial/model/checkpoint/rank_00000.safetensors cannot be written" in message
+        assert (
+            "global_step_4.partial/model/checkpoint/rank_00000.safetensors cannot be written"
+            in message
+        )
     (disk / "ballast").unlink()
     assert_it_goes_on(disk, train)
 
 
 @pytest.mark.proof
-def test_a_run_whose_folder_becomes_read_only_ends_and_goes_on_when_it_is_not(disk: Path, train: Callable):
+def test_a_run_whose_folder_becomes_read_only_ends_and_goes_on_when_it_is_not(
+    disk: Path, train: Callable
+):
     code, message = train(at_step=make_read_only)
-    assert code == 1 and "Read-only file system" in message and "Earlier checkpoints are as they were" in message
+    assert (
+        code == 1
+        and "Read-only file system" in message
+        and "Earlier checkpoints are as they were" in message
+    )
     (run_dir,) = disk.glob("2*")
     code, message = train()
-    assert code == 2 and f"{run_dir} cannot be locked" in message and "Read-only file system" in message
+    assert (
+        code == 2
+        and f"{run_dir} cannot be locked" in message
+        and "Read-only file system" in message
+    )
     subprocess.run(["umount", str(run_dir)], check=True)
     assert_it_goes_on(disk, train)

@@ -1,4 +1,5 @@
-"""A run whose engine computes another model than the actor ends before its first step; one that passes is as it was."""
+"""A run whose engine computes another model than the actor ends before its first step; one that
+passes is as it was."""
 
 import re
 import sys
@@ -22,7 +23,9 @@ class OtherNorms(RolloutWorker):
         model = config.model.model_copy(update={"override_config": {"rms_norm_eps": 0.5}})
         super().__init__(config.model_copy(update={"model": model}), seed)
 """
-REFUSAL = r"rollout replica 0{} does not compute the actor's model, though its weights are the actor's"
+REFUSAL = (
+    r"rollout replica 0{} does not compute the actor's model, though its weights are the actor's"
+)
 
 
 @pytest.fixture
@@ -37,7 +40,10 @@ def other_norms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_a_run_whose_engine_computes_another_model_is_refused(
     tmp_path: Path, tiny_llama: Callable, other_norms: str
 ) -> None:
-    with pytest.raises(EngineMismatch, match=REFUSAL.format("")), local_trainer(tmp_path, tiny_llama, other_norms):
+    with (
+        pytest.raises(EngineMismatch, match=REFUSAL.format("")),
+        local_trainer(tmp_path, tiny_llama, other_norms),
+    ):
         pass
 
 
@@ -47,11 +53,17 @@ def test_the_comparison_changes_no_number_of_the_run(
     run_locally(tmp_path / "compared", tiny_llama)
     monkeypatch.setattr(RayPPOTrainer, "compare_engines", lambda trainer: None)
     run_locally(tmp_path / "not_compared", tiny_llama)
-    for compared, other in zip(metrics_of(tmp_path / "compared"), metrics_of(tmp_path / "not_compared"), strict=True):
+    for compared, other in zip(
+        metrics_of(tmp_path / "compared"), metrics_of(tmp_path / "not_compared"), strict=True
+    ):
         assert compared.keys() == other.keys()
-        different = {name for name in compared if compared[name] != other[name]} - {"reward/early_ratio"}
+        different = {name for name in compared if compared[name] != other[name]} - {
+            "reward/early_ratio"
+        }
         assert {
-            name for name in different if not name.startswith(("timing_s/", "perf/")) and "/perf/" not in name
+            name
+            for name in different
+            if not name.startswith(("timing_s/", "perf/")) and "/perf/" not in name
         } == set()
 
 
@@ -59,7 +71,12 @@ def test_the_comparison_changes_no_number_of_the_run(
 def test_a_maker_whose_engine_computes_another_model_ends_a_detached_run(
     tmp_path: Path, tiny_llama: Callable, other_norms: str, capfd: pytest.CaptureFixture
 ) -> None:
-    settings = [*tiny_run_settings(tmp_path, tiny_llama), *APART, "detached.num_makers=2", other_norms]
+    settings = [
+        *tiny_run_settings(tmp_path, tiny_llama),
+        *APART,
+        "detached.num_makers=2",
+        other_norms,
+    ]
     settings += ["algorithm.rollout_correction.bypass_mode=true"]
     assert run_apart(settings) == 1
     assert re.search(REFUSAL.format(" of maker_[01]"), capfd.readouterr().err)

@@ -18,7 +18,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.proof]
 def test_both_models_of_a_checkpoint_on_the_way_load_in_transformers_and_the_policy_in_vllm(
     tmp_path: Path, tiny_llama: Callable
 ):
-    run_locally(tmp_path, tiny_llama, "trainer.save_freq=1", "trainer.val_before_train=false", steps=2)
+    run_locally(
+        tmp_path, tiny_llama, "trainer.save_freq=1", "trainer.val_before_train=false", steps=2
+    )
     run = tmp_path / "runs/latest"
     for role in ("actor", "critic"):
         export(run / f"global_step_1/{role}", tmp_path / role)
@@ -31,6 +33,8 @@ def test_both_models_of_a_checkpoint_on_the_way_load_in_transformers_and_the_pol
     critic = AutoModelForTokenClassification.from_pretrained(tmp_path / "critic")
     inputs = AutoTokenizer.from_pretrained(tmp_path / "actor")("1+2=", return_tensors="pt")
     assert policy(**inputs).logits.isfinite().all() and critic(**inputs).logits.shape == (1, 4, 1)
-    first, last = (load_file(tmp_path / f"{name}/model.safetensors") for name in ("actor", "last_actor"))
+    first, last = (
+        load_file(tmp_path / f"{name}/model.safetensors") for name in ("actor", "last_actor")
+    )
     assert any(not torch.equal(first[name], last[name]) for name in first)
     assert_vllm_generates(tmp_path / "actor")

@@ -46,8 +46,17 @@ def test_a_run_validates_before_every_second_step_and_at_its_end_and_saves_every
     validated = {name for name in rows[0] if name != "step"}
     assert all(name.startswith(("val-core/", "val-aux/")) for name in validated)
     assert "val-aux/early_ratio" not in validated
-    events = [json.loads(line) for line in (tmp_path / "runs/latest/timeline.jsonl").read_text().splitlines()]
-    assert {event["step"] for event in events if event["method"] == "update_actor"} == {1, 2, 3, 4, 5}
+    events = [
+        json.loads(line)
+        for line in (tmp_path / "runs/latest/timeline.jsonl").read_text().splitlines()
+    ]
+    assert {event["step"] for event in events if event["method"] == "update_actor"} == {
+        1,
+        2,
+        3,
+        4,
+        5,
+    }
     assert re.search(r"step 5/5\b", capsys.readouterr().out)
 
 
@@ -59,10 +68,16 @@ def test_a_run_that_neither_validates_nor_saves_on_the_way_still_leaves_its_mode
     rows = metrics_of(tmp_path)
     assert [row["step"] for row in rows] == [1, 2] and not any(VALIDATED in row for row in rows)
     parts = ("checkpoint", "huggingface")
-    assert saved(tmp_path) == [f"global_step_2/{role}/{part}" for role in ("actor", "critic") for part in parts]
+    assert saved(tmp_path) == [
+        f"global_step_2/{role}/{part}" for role in ("actor", "critic") for part in parts
+    ]
     # Random responses of at most four tokens to prompts of four or five; the limits are 4 and 8.
-    assert all(row["prompt_length/max"] <= 5 and row["prompt_length/clip_ratio"] == 0 for row in rows)
-    assert all((row["response_length/clip_ratio"] > 0) == (row["response_length/max"] == 4) for row in rows)
+    assert all(
+        row["prompt_length/max"] <= 5 and row["prompt_length/clip_ratio"] == 0 for row in rows
+    )
+    assert all(
+        (row["response_length/clip_ratio"] > 0) == (row["response_length/max"] == 4) for row in rows
+    )
 
 
 def test_a_run_that_validates_and_saves_in_every_step_does(tmp_path: Path, tiny_llama: Callable):
@@ -77,7 +92,9 @@ def test_a_run_that_sigterm_ends_leaves_its_models_wherever_in_the_step_it_comes
     tmp_path: Path, tiny_llama: Callable, method: str
 ):
     save_freq = {"learn": -1, "save": 2}[method]
-    with local_trainer(tmp_path, tiny_llama, GRPO, f"trainer.save_freq={save_freq}", steps=4) as trainer:
+    with local_trainer(
+        tmp_path, tiny_llama, GRPO, f"trainer.save_freq={save_freq}", steps=4
+    ) as trainer:
         owner = trainer if method == "save" else trainer.learner
         call = getattr(owner, method)
 
@@ -96,7 +113,9 @@ class EndsHere(Exception):
     """What ends a run in a test, as the death of a worker does."""
 
 
-def run_that_ends_in_validation(folder: Path, tiny_llama: Callable, step: int, *settings: str) -> None:
+def run_that_ends_in_validation(
+    folder: Path, tiny_llama: Callable, step: int, *settings: str
+) -> None:
     """Two steps, of which the validation of one raises an error."""
     with local_trainer(folder, tiny_llama, *EVERY_STEP, *settings) as trainer:
         validate = trainer.validate
@@ -124,7 +143,9 @@ def test_a_run_that_ends_in_its_last_validation_has_its_models_and_goes_on_with_
     assert numbers_of(parts) == numbers_of(whole) and VALIDATED in numbers_of(parts)[1]
     assert metrics_of(parts)[1]["timing_s/update_actor"] > 0
     run_locally(parts, tiny_llama, *EVERY_STEP)
-    assert len(list((parts / "runs").glob("2*"))) == 2, "a run that has its last validation is complete"
+    assert len(list((parts / "runs").glob("2*"))) == 2, (
+        "a run that has its last validation is complete"
+    )
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["ended in its last validation", "complete"])
@@ -146,7 +167,9 @@ def test_a_run_goes_on_with_more_steps_as_if_it_had_had_them_from_the_start(
     assert numbers_of(parts) == numbers_of(whole)
 
 
-def test_a_run_that_lacks_its_last_validation_has_all_steps_of_one_with_fewer(tmp_path: Path, tiny_llama: Callable):
+def test_a_run_that_lacks_its_last_validation_has_all_steps_of_one_with_fewer(
+    tmp_path: Path, tiny_llama: Callable
+):
     run_that_ends_in_validation(tmp_path, tiny_llama, 2)
     run_locally(tmp_path, tiny_llama, *EVERY_STEP, steps=1)
     assert len(list((tmp_path / "runs").glob("2*"))) == 2
@@ -165,7 +188,9 @@ def test_sigterm_after_the_last_validation_changes_nothing(tmp_path: Path, tiny_
     assert find_run(trainer.config)[0] is None, "the run is complete"
 
 
-def test_a_model_that_is_taken_away_during_the_last_validation_is_no_error(tmp_path: Path, tiny_llama: Callable):
+def test_a_model_that_is_taken_away_during_the_last_validation_is_no_error(
+    tmp_path: Path, tiny_llama: Callable
+):
     with local_trainer(tmp_path, tiny_llama, *EVERY_STEP) as trainer:
         validate = trainer.validate
 
@@ -179,7 +204,9 @@ def test_a_model_that_is_taken_away_during_the_last_validation_is_no_error(tmp_p
     assert VALIDATED in metrics_of(tmp_path)[1]
 
 
-def test_sigterm_in_the_last_validation_ends_the_run_at_once_with_all_its_steps(tmp_path: Path, tiny_llama: Callable):
+def test_sigterm_in_the_last_validation_ends_the_run_at_once_with_all_its_steps(
+    tmp_path: Path, tiny_llama: Callable
+):
     with local_trainer(tmp_path, tiny_llama, *EVERY_STEP) as trainer:
         validate = trainer.validate
 
@@ -208,7 +235,10 @@ def test_sigterm_in_the_last_step_leaves_its_validation_to_the_run_that_goes_on(
         trainer.save = terminate_and_save
         with pytest.raises(KeyboardInterrupt):
             trainer.fit()
-    assert "SIGTERM: all steps are saved; the same command validates the last one." in capsys.readouterr().out
+    assert (
+        "SIGTERM: all steps are saved; the same command validates the last one."
+        in capsys.readouterr().out
+    )
     assert [row["step"] for row in metrics_of(tmp_path)] == [1]
     run_locally(tmp_path, tiny_llama, *EVERY_STEP)
     assert [VALIDATED in row for row in metrics_of(tmp_path)] == [True, True]

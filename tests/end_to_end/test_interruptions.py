@@ -1,4 +1,5 @@
-"""A run that is interrupted, or loses a worker, ends at once, says why, leaves valid files and no process behind."""
+"""A run that is interrupted, or loses a worker, ends at once, says why, leaves valid files and no
+process behind."""
 
 import contextlib
 import json
@@ -31,14 +32,19 @@ def start(tmp_path: Path, tiny_llama: Callable) -> Iterator[Callable[..., subpro
     started: list[psutil.Process] = []
 
     def run(*overrides: str) -> subprocess.Popen:
-        settings = [*tiny_run_settings(tmp_path, tiny_llama), *SPLIT, "trainer.total_training_steps=10000"]
+        settings = [
+            *tiny_run_settings(tmp_path, tiny_llama),
+            *SPLIT,
+            "trainer.total_training_steps=10000",
+        ]
         settings += ["trainer.val_before_train=false", "trainer.test_freq=-1", *overrides]
         with open(tmp_path / "out", "w") as out, open(tmp_path / "err", "w") as err:
             process = subprocess.Popen(
                 [sys.executable, "-m", "verl_like.trainer.main_ppo", *settings],
                 stdout=out,
                 stderr=err,
-                start_new_session=True,  # so that a signal of the test runner's terminal does not reach it
+                # So that a signal of the test runner's terminal does not reach it
+                start_new_session=True,
                 preexec_fn=heed_interrupts,
             )
         started.append(psutil.Process(process.pid))
@@ -65,7 +71,8 @@ def assert_nothing_is_left(processes: list[psutil.Process], within_s: float = 30
 
 
 def wait_for_call(folder: Path, process: subprocess.Popen, method: str) -> psutil.Process | None:
-    """A worker as soon as it runs the method, which the title of its process says; "ray.init": until Ray starts."""
+    """A worker as soon as it runs the method, which the title of its process says; "ray.init":
+    until Ray starts."""
     deadline = time.monotonic() + DEADLINE_S
     while True:
         assert process.poll() is None, (folder / "err").read_text()
@@ -80,7 +87,8 @@ def wait_for_call(folder: Path, process: subprocess.Popen, method: str) -> psuti
 
 
 def assert_interrupted(folder: Path, process: subprocess.Popen, number: signal.Signals) -> None:
-    """The run ends as an interrupted one: exit code, report, valid files, and no process is left."""
+    """The run ends as an interrupted one: exit code, report, valid files, and no process is
+    left."""
     family = psutil.Process(process.pid).children(recursive=True)
     os.kill(process.pid, number)
     assert process.wait(timeout=60) == 130, (folder / "err").read_text()
@@ -90,11 +98,18 @@ def assert_interrupted(folder: Path, process: subprocess.Popen, number: signal.S
         json.loads(line)
     assert "Interrupted" in (run / "report.html").read_text()
     assert "Interrupted" in (folder / "out").read_text()
-    assert "Traceback" not in (folder / "err").read_text() and "SIGTERM" not in (folder / "err").read_text()
+    assert (
+        "Traceback" not in (folder / "err").read_text()
+        and "SIGTERM" not in (folder / "err").read_text()
+    )
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.proof)])
-def test_an_interrupted_run_stops_cleanly_and_its_files_are_valid(tmp_path: Path, start: Callable, number: int):
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.proof)]
+)
+def test_an_interrupted_run_stops_cleanly_and_its_files_are_valid(
+    tmp_path: Path, start: Callable, number: int
+):
     process = start()
     wait_for_steps(tmp_path, process, num_rows=2)
     assert_interrupted(tmp_path, process, number)
@@ -102,7 +117,9 @@ def test_an_interrupted_run_stops_cleanly_and_its_files_are_valid(tmp_path: Path
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("method", ["ray.init", "init_model", "collect_completions", "update_actor", "save_checkpoint"])
+@pytest.mark.parametrize(
+    "method", ["ray.init", "init_model", "collect_completions", "update_actor", "save_checkpoint"]
+)
 def test_a_preempted_run_stops_cleanly_in_every_phase(tmp_path: Path, start: Callable, method: str):
     process = start("trainer.save_freq=1")
     wait_for_call(tmp_path, process, method)
@@ -120,18 +137,26 @@ def test_signals_that_come_while_a_run_ends_lose_no_report(tmp_path: Path, start
     while process.poll() is None:
         process.terminate()
         time.sleep(0.2)
-    # While Ray shuts down, SIGTERM has its default action again; Ray's agents then notice by themselves, in a minute.
+    # While Ray shuts down, SIGTERM has its default action again; Ray's agents then notice by
+    # themselves, in a minute.
     assert process.returncode in (130, -signal.SIGTERM)
     assert_nothing_is_left(family, within_s=150)
     assert "Interrupted" in (tmp_path / "runs/latest/report.html").read_text()
-    assert "Interrupted" in (tmp_path / "out").read_text() and "Traceback" not in (tmp_path / "err").read_text()
+    assert (
+        "Interrupted" in (tmp_path / "out").read_text()
+        and "Traceback" not in (tmp_path / "err").read_text()
+    )
 
 
-def test_a_killed_worker_ends_the_run_with_its_role_rank_and_method(tmp_path: Path, start: Callable):
+def test_a_killed_worker_ends_the_run_with_its_role_rank_and_method(
+    tmp_path: Path, start: Callable
+):
     process = start()
     wait_for_steps(tmp_path, process, num_rows=1)
     family = psutil.Process(process.pid).children(recursive=True)
-    placement = next(line for line in (tmp_path / "out").read_text().splitlines() if "critic_pool" in line)
+    placement = next(
+        line for line in (tmp_path / "out").read_text().splitlines() if "critic_pool" in line
+    )
     _, _, _, processes, _ = (cell.strip() for cell in placement.strip("│ ").split("│"))
     victim = int(processes.split(", ")[1])
     os.kill(victim, signal.SIGKILL)
@@ -144,7 +169,10 @@ def test_a_killed_worker_ends_the_run_with_its_role_rank_and_method(tmp_path: Pa
 
 @pytest.mark.proof
 def test_of_a_killed_run_with_vllm_the_next_start_finds_everything_and_the_terminal_stays_readable(
-    start: Callable[..., subprocess.Popen], tmp_path: Path, ray_folder: Path, monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., subprocess.Popen],
+    tmp_path: Path,
+    ray_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setenv("TMPDIR", str(ray_folder))
     settings = ["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.dtype=float32"]

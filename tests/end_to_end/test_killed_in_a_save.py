@@ -1,4 +1,5 @@
-"""A run that is killed at any operation on the file system of a save goes on as if it had not been, in one process."""
+"""A run that is killed at any operation on the file system of a save goes on as if it had not been,
+in one process."""
 
 import os
 import signal
@@ -17,12 +18,20 @@ from verl_like.trainer.state.resume import find_run
 from verl_like.trainer.supervised.run_supervised import check_inputs
 
 assert model_path  # a fixture
-STEPS = ["trainer.total_training_steps=3", "trainer.save_freq=1", "trainer.max_ckpt_to_keep=1", "trainer.test_freq=-1"]
+STEPS = [
+    "trainer.total_training_steps=3",
+    "trainer.save_freq=1",
+    "trainer.max_ckpt_to_keep=1",
+    "trainer.test_freq=-1",
+]
 SCHEMAS = {"sft": SFTConfig, "rm": RMConfig, "dpo": DPOConfig}
 
 
-def train_and_die(config: SupervisedConfig, step: int, operation: int | str, killed_at: Path) -> None:
-    """A process is killed at an operation after the save of the step began, or ends when that is committed."""
+def train_and_die(
+    config: SupervisedConfig, step: int, operation: int | str, killed_at: Path
+) -> None:
+    """A process is killed at an operation after the save of the step began, or ends when that is
+    committed."""
     trainer = trainer_in(config)
     save, step_of_loop, recorder = trainer.save, trainer.step, trainer.recorder
 
@@ -43,7 +52,8 @@ def train_and_die(config: SupervisedConfig, step: int, operation: int | str, kil
 
 
 def look_and_continue(config: SupervisedConfig, restored: Path) -> None:
-    """Continues a run, or begins anew where it has no checkpoint; `restored` is given the step or None."""
+    """Continues a run, or begins anew where it has no checkpoint; `restored` is given the step or
+    None."""
     run, _ = find_run(check_inputs(config, None).config)
     restored.write_text(str(run.checkpoint.step if run else None))
     if run:
@@ -52,8 +62,11 @@ def look_and_continue(config: SupervisedConfig, restored: Path) -> None:
         run_here(config)
 
 
-def kill_and_continue(parent: Path, model_path: str, name: str, step: int, *operations: str) -> None:
-    """A run for each operation of the save of a step, or for those named, and one that is not killed.
+def kill_and_continue(
+    parent: Path, model_path: str, name: str, step: int, *operations: str
+) -> None:
+    """A run for each operation of the save of a step, or for those named, and one that is not
+    killed.
 
     In a process that itself has run nothing, because it forks.
     """
@@ -70,9 +83,15 @@ def kill_and_continue(parent: Path, model_path: str, name: str, step: int, *oper
 
 
 def killed_at_each(parent: Path, *arguments: str) -> tuple[list[str], list[str]]:
-    """`kill_and_continue`; where each run was killed and which step was restored. All have the same numbers."""
+    """`kill_and_continue`; where each run was killed and which step was restored. All have the same
+    numbers."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, __file__, str(parent), *arguments], check=True, env=environment, timeout=1700)
+    subprocess.run(
+        [sys.executable, __file__, str(parent), *arguments],
+        check=True,
+        env=environment,
+        timeout=1700,
+    )
     expected = parent / "whole/runs/latest/global_step_3"
     operations, restored = [], []
     for number in range(1, len(list(parent.iterdir()))):
@@ -83,17 +102,21 @@ def killed_at_each(parent: Path, *arguments: str) -> tuple[list[str], list[str]]
         files = {file.relative_to(expected) for file in expected.rglob("*.safetensors")}
         last = folder / "runs/latest/global_step_3"
         assert {file.relative_to(last) for file in last.rglob("*.safetensors")} == files, operations
-        assert all((last / file).read_bytes() == (expected / file).read_bytes() for file in files), operations
+        assert all(
+            (last / file).read_bytes() == (expected / file).read_bytes() for file in files
+        ), operations
         assert checkpoint.read(last).step == 3
     return operations, restored
 
 
 @pytest.mark.proof
 @pytest.mark.timeout(1800)
-def test_a_run_that_is_killed_at_any_operation_of_a_save_is_continued_bit_for_bit(tmp_path: Path, model_path: str):
+def test_a_run_that_is_killed_at_any_operation_of_a_save_is_continued_bit_for_bit(
+    tmp_path: Path, model_path: str
+):
     operations, restored = killed_at_each(tmp_path, model_path, "sft", "2")
-    # It is the second step's checkpoint that counts as soon as its folder has its name. Threads differ in who is first,
-    # so that an operation may be that of two kills, or of none.
+    # It is the second step's checkpoint that counts as soon as its folder has its name. Threads
+    # differ in who is first, so that an operation may be that of two kills, or of none.
     named = restored.count("1")
     assert restored == ["1"] * named + ["2"] * (len(restored) - named)
     assert "os.rename global_step_2.partial" not in operations[named:], operations
@@ -110,10 +133,13 @@ def test_a_run_that_is_killed_at_any_operation_of_its_last_save_is_continued_or_
 ):
     operations, restored = killed_at_each(tmp_path, model_path, "sft", "3")
     named, complete = restored.count("2"), restored.count("2") + restored.count("3")
-    assert restored == ["2"] * named + ["3"] * (complete - named) + ["None"] * (len(restored) - complete)
+    assert restored == ["2"] * named + ["3"] * (complete - named) + ["None"] * (
+        len(restored) - complete
+    )
     assert "os.rename global_step_3.partial" not in operations[named:], operations
     assert "os.rename global_step_2" not in operations[:named], operations
-    # Then the row of the step is written, after which the manifest is without it: the run is complete.
+    # Then the row of the step is written, after which the manifest is without it: the run is
+    # complete.
     assert "os.rename manifest.json.partial" not in operations[complete:], operations
     assert complete - named > 2 and len(restored) > complete, operations
     assert "os.mkdir huggingface" in operations[:named], operations
@@ -121,8 +147,12 @@ def test_a_run_that_is_killed_at_any_operation_of_its_last_save_is_continued_or_
 
 
 @pytest.mark.proof
-def test_a_run_that_is_killed_before_its_first_checkpoint_has_its_name_is_begun_anew(tmp_path: Path, model_path: str):
-    _, restored = killed_at_each(tmp_path, model_path, "sft", "1", "os.rename global_step_1.partial")
+def test_a_run_that_is_killed_before_its_first_checkpoint_has_its_name_is_begun_anew(
+    tmp_path: Path, model_path: str
+):
+    _, restored = killed_at_each(
+        tmp_path, model_path, "sft", "1", "os.rename global_step_1.partial"
+    )
     dead, new = sorted((tmp_path / "1/runs").glob("2*"))
     assert restored == ["None"] and (tmp_path / "1/runs/latest").resolve() == new
     assert not list(dead.glob("global_step_*")), "what the killed run was saving is removed"

@@ -1,4 +1,5 @@
-"""Where the processes of a run listen: on one machine at loopback addresses alone, and the page lists who does."""
+"""Where the processes of a run listen: on one machine at loopback addresses alone, and the page
+lists who does."""
 
 import contextlib
 import ipaddress
@@ -17,7 +18,8 @@ POLL_S = 0.2
 
 
 class Listeners(threading.Thread):
-    """Looks for the listening TCP sockets of this process and its descendants, as /proc/net/tcp and tcp6 show them."""
+    """Looks for the listening TCP sockets of this process and its descendants, as /proc/net/tcp and
+    tcp6 show them."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -30,7 +32,9 @@ class Listeners(threading.Thread):
             for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
                 with contextlib.suppress(psutil.Error, OSError):  # it has ended
                     sockets = process.net_connections("tcp")
-                    listening = [each.laddr.ip for each in sockets if each.status == psutil.CONN_LISTEN]
+                    listening = [
+                        each.laddr.ip for each in sockets if each.status == psutil.CONN_LISTEN
+                    ]
                     self.found |= {(kind_of(process), address) for address in listening}
 
     def end(self) -> set[tuple[str, str]]:
@@ -44,7 +48,9 @@ def kind_of(process: psutil.Process) -> str:
     command = process.cmdline()
     if process.pid == psutil.Process().pid:
         return "the run's own process"
-    if command[0].startswith("ray::") and not command[0].startswith(("ray::DashboardAgent", "ray::RuntimeEnvAgent")):
+    if command[0].startswith("ray::") and not command[0].startswith(
+        ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
+    ):
         return "makers, trainers and workers"
     scripts = [Path(argument).name for argument in command if argument.endswith(".py")]
     return (scripts or [Path(command[0]).name.strip()])[0]
@@ -68,18 +74,24 @@ def is_loopback(address: str) -> bool:
     return (getattr(parsed, "ipv4_mapped", None) or parsed).is_loopback
 
 
-def test_a_run_of_several_ranks_listens_at_loopback_addresses_alone(tmp_path: Path, tiny_llama: Callable):
+def test_a_run_of_several_ranks_listens_at_loopback_addresses_alone(
+    tmp_path: Path, tiny_llama: Callable
+):
     settings = [*tiny_run_settings(tmp_path, tiny_llama), *SPLIT, "trainer.val_before_train=false"]
     listeners = Listeners()
     listeners.start()
-    run_on_ray([*settings, "trainer.test_freq=-1", "actor_rollout_ref.rollout.weight_transport=gloo"])
+    run_on_ray(
+        [*settings, "trainer.test_freq=-1", "actor_rollout_ref.rollout.weight_transport=gloo"]
+    )
     found = listeners.end()
     assert_loopback(found)
     assert {"gcs_server", "raylet", "makers, trainers and workers"} <= {kind for kind, _ in found}
 
 
 @pytest.mark.proof
-def test_a_detached_run_of_two_trainers_listens_at_loopback_addresses_alone(tmp_path: Path, tiny_llama: Callable):
+def test_a_detached_run_of_two_trainers_listens_at_loopback_addresses_alone(
+    tmp_path: Path, tiny_llama: Callable
+):
     settings = [*tiny_run_settings(tmp_path, tiny_llama), *GRPO, "detached.num_trainers=2"]
     listeners = Listeners()
     listeners.start()
@@ -95,9 +107,17 @@ def test_a_detached_run_of_two_trainers_listens_at_loopback_addresses_alone(tmp_
     "settings",
     [["tensor_model_parallel_size=2"], ["name=vllm_async", "weight_transport=shared_memory"]],
 )
-def test_vllm_listens_at_loopback_addresses_alone(settings: list[str], tmp_path: Path, tiny_llama: Callable):
-    own = [*tiny_run_settings(tmp_path, tiny_llama, engine="vllm"), *SPLIT, "trainer.val_before_train=false"]
+def test_vllm_listens_at_loopback_addresses_alone(
+    settings: list[str], tmp_path: Path, tiny_llama: Callable
+):
+    own = [
+        *tiny_run_settings(tmp_path, tiny_llama, engine="vllm"),
+        *SPLIT,
+        "trainer.val_before_train=false",
+    ]
     listeners = Listeners()
     listeners.start()
-    run_on_ray([*own, "trainer.test_freq=-1", *(f"actor_rollout_ref.rollout.{each}" for each in settings)])
+    run_on_ray(
+        [*own, "trainer.test_freq=-1", *(f"actor_rollout_ref.rollout.{each}" for each in settings)]
+    )
     assert_loopback(listeners.end())

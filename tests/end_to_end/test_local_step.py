@@ -1,4 +1,5 @@
-"""The dataflow in one process, without Ray: the debugger's way in, and the shortest one for a reader."""
+"""The dataflow in one process, without Ray: the debugger's way in, and the shortest one for a
+reader."""
 
 import contextlib
 import json
@@ -40,21 +41,34 @@ def local_trainer(
     with_rules: bool = True,
     config_file: tuple[str, Path] | None = None,
 ) -> Iterator[local_grpo_step.LocalTrainer]:
-    """A trainer in this process whose workers are ready; `config_file` is the name and the folder of a YAML file."""
+    """A trainer in this process whose workers are ready; `config_file` is the name and the folder
+    of a YAML file."""
     folder.mkdir(exist_ok=True)
     length = ["trainer.n_gpus_per_node=1", f"trainer.total_training_steps={steps}"]
-    config = load_ppo_config([*tiny_run_settings(folder, tiny_llama), *length, *settings], *(config_file or ()))
+    config = load_ppo_config(
+        [*tiny_run_settings(folder, tiny_llama), *length, *settings], *(config_file or ())
+    )
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
     datasets = [ppo_inputs.load_dataset(config, tokenizer, part) for part in ("train", "val")]
-    own_classes = {role: ppo_workers.import_worker_class(role, path) for role, path in config.worker_classes.items()}
+    own_classes = {
+        role: ppo_workers.import_worker_class(role, path)
+        for role, path in config.worker_classes.items()
+    }
     rewards = ppo_inputs.start_reward_manager(config) if with_rules else None
     recorder = RunRecorder(config, PPO_DISPLAY, find_run(config)[0])
-    trainer_class = type("TrainerInThisProcess", (local_grpo_step.LocalTrainer, ppo_trainer.get_trainer()), {})
+    trainer_class = type(
+        "TrainerInThisProcess", (local_grpo_step.LocalTrainer, ppo_trainer.get_trainer()), {}
+    )
     trainer = trainer_class(
-        config, tokenizer, ppo_workers.build_role_worker_mapping(config, own_classes), None, *datasets,
-        RuleScorer(rewards, tokenizer, scores_every_row=True) if rewards else None, recorder,
+        config,
+        tokenizer,
+        ppo_workers.build_role_worker_mapping(config, own_classes),
+        None,
+        *datasets,
+        RuleScorer(rewards, tokenizer, scores_every_row=True) if rewards else None,
+        recorder,
         ppo_inputs.load_ptx_dataset(config, tokenizer),
-    )  # fmt: skip
+    )
     trainer.init_workers()
     try:
         yield trainer
@@ -78,12 +92,26 @@ def test_a_whole_ppo_step_runs_in_one_process_without_ray(tmp_path: Path, tiny_l
     assert last["step"] == 2 and last["actor/grad_norm"] > 0 and last["critic/grad_norm"] > 0
     assert last["training/rollout_probs_diff_max"] < 1e-4
     speeds = {f"perf/mfu/{phase}" for phase in ("actor", "actor_infer", "ref", "values", "critic")}
-    assert {*speeds, "actor/perf/cpu_memory_used_gb", "critic/perf/cpu_memory_used_gb"} <= last.keys()
-    rows = [json.loads(line) for line in (recorder.run_dir / "timeline.jsonl").read_text().splitlines()]
+    assert {
+        *speeds,
+        "actor/perf/cpu_memory_used_gb",
+        "critic/perf/cpu_memory_used_gb",
+    } <= last.keys()
+    rows = [
+        json.loads(line) for line in (recorder.run_dir / "timeline.jsonl").read_text().splitlines()
+    ]
     assert {row["step"] for row in rows if row["method"] == "update_actor"} == {1, 2}
-    assert {"init_model", "export_weights", "load_weights"} <= {row["method"] for row in rows if row["step"] == 0}
+    assert {"init_model", "export_weights", "load_weights"} <= {
+        row["method"] for row in rows if row["step"] == 0
+    }
     methods = {row["method"] for row in rows}
-    assert {"generate_sequences", "compute_ref_log_prob", "update_critic", "update_actor", "load_weights"} <= methods
+    assert {
+        "generate_sequences",
+        "compute_ref_log_prob",
+        "update_critic",
+        "update_actor",
+        "load_weights",
+    } <= methods
 
 
 def test_the_example_of_one_grpo_step_updates_the_policy_without_ray(capsys: pytest.CaptureFixture):
@@ -93,7 +121,9 @@ def test_the_example_of_one_grpo_step_updates_the_policy_without_ray(capsys: pyt
     assert capsys.readouterr().out.count("advantage") == 2 * 4  # prompts x samples
 
 
-def test_the_grpo_recipe_trains_without_a_critic_and_with_the_kl_in_the_loss(tmp_path: Path, tiny_llama: Callable):
+def test_the_grpo_recipe_trains_without_a_critic_and_with_the_kl_in_the_loss(
+    tmp_path: Path, tiny_llama: Callable
+):
     recipe = "toy", ROOT / "examples/grpo/config"
     run_locally(tmp_path, tiny_llama, "trainer.val_before_train=false", steps=1, config_file=recipe)
     (step,) = metrics_of(tmp_path)
@@ -105,14 +135,20 @@ def test_checkpoints_in_the_critics_warm_up_change_nothing_and_the_actors_schedu
     tmp_path: Path, tiny_llama: Callable
 ):
     settings = ["trainer.critic_warmup=1", "trainer.val_before_train=false", "trainer.test_freq=-1"]
-    settings += [f"{part}.optim.lr_scheduler_type=linear" for part in ("actor_rollout_ref.actor", "critic")]
+    settings += [
+        f"{part}.optim.lr_scheduler_type=linear" for part in ("actor_rollout_ref.actor", "critic")
+    ]
     run_locally(tmp_path / "saving", tiny_llama, *settings, "trainer.save_freq=1", steps=3)
     run_locally(tmp_path / "not_saving", tiny_llama, *settings, steps=3)
     saving, not_saving = metrics_of(tmp_path / "saving"), metrics_of(tmp_path / "not_saving")
     for a, b in zip(saving, not_saving, strict=True):
-        different = {name for name in a.keys() | b.keys() if a.get(name) != b.get(name)} - {"reward/early_ratio"}
+        different = {name for name in a.keys() | b.keys() if a.get(name) != b.get(name)} - {
+            "reward/early_ratio"
+        }
         assert [
-            name for name in different if not name.startswith(("timing_s/", "perf/")) and "/perf/" not in name
+            name
+            for name in different
+            if not name.startswith(("timing_s/", "perf/")) and "/perf/" not in name
         ] == []
     # Three steps train the critic and the last two the actor.
     assert [row["critic/lr"] for row in saving] == pytest.approx([1e-3, 1e-3 * 2 / 3, 1e-3 / 3])
@@ -155,11 +191,18 @@ def test_validation_counts_what_it_could_not_score_as_0_and_says_how_much_that_w
 ):
     """Of eight prompts three are scored 2, two have no score, two fail, and one hangs."""
     (tmp_path / "unreliable.py").write_text(UNRELIABLE_REWARD)
-    settings = [f"custom_reward_function.path={tmp_path}/unreliable.py", "reward.on_error=skip", "reward.timeout_s=0.5"]
+    settings = [
+        f"custom_reward_function.path={tmp_path}/unreliable.py",
+        "reward.on_error=skip",
+        "reward.timeout_s=0.5",
+    ]
     run_locally(tmp_path, tiny_llama, *settings, "trainer.test_freq=-1", steps=1)
     validation, step = metrics_of(tmp_path)
     assert validation["val-core/exact_match/reward/mean@1"] == 3 * 2.0 / 8
-    counts = {name: validation[f"val-aux/{name}"] for name in ("num_skipped", "num_errors", "num_timeouts")}
+    counts = {
+        name: validation[f"val-aux/{name}"]
+        for name in ("num_skipped", "num_errors", "num_timeouts")
+    }
     assert counts == {"num_skipped": 5, "num_errors": 2, "num_timeouts": 1}
     assert "reward/num_skipped" in step and "val-aux/num_skipped" not in step
 
@@ -184,14 +227,24 @@ def test_a_reward_behind_a_url_rewards_in_training_and_in_validation(
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         url = server.stdout.readline().split()[-1]
-        run_locally(tmp_path, tiny_llama, f"custom_reward_function.path={url}", "trainer.test_freq=-1", steps=1)
+        run_locally(
+            tmp_path,
+            tiny_llama,
+            f"custom_reward_function.path={url}",
+            "trainer.test_freq=-1",
+            steps=1,
+        )
         server.terminate()
     assert server.returncode == 0
     validation, step = metrics_of(tmp_path)
     assert validation["val-core/exact_match/acc/mean@1"] == 0.5 and step["critic/score/mean"] == 2.5
     prompts = (tmp_path / "prompts").read_text().splitlines()
     assert len(prompts) == 8 + 4 * 2 and '[{"role": "user", "content": "0+1"}]' in prompts
-    assert not [f for f in (tmp_path / "runs").rglob("*") if f.is_file() and b"of-this-test" in f.read_bytes()]
+    assert not [
+        f
+        for f in (tmp_path / "runs").rglob("*")
+        if f.is_file() and b"of-this-test" in f.read_bytes()
+    ]
 
 
 OWN_ROLE = """
@@ -226,20 +279,38 @@ def test_a_role_of_ones_own_rewards_in_training_and_in_validation_alike(
     (tmp_path / "own_judge.py").write_text(OWN_ROLE)
     (tmp_path / "rule.py").write_text("def compute_score(**arguments):\n    return 0.25\n")
     monkeypatch.syspath_prepend(tmp_path)
-    settings = ["worker_classes.judge=own_judge.Judge", "role_mapping.judge=global_pool", "trainer.test_freq=-1"]
-    run_locally(tmp_path, tiny_llama, *settings, f"custom_reward_function.path={tmp_path}/rule.py", steps=1)
+    settings = [
+        "worker_classes.judge=own_judge.Judge",
+        "role_mapping.judge=global_pool",
+        "trainer.test_freq=-1",
+    ]
+    run_locally(
+        tmp_path, tiny_llama, *settings, f"custom_reward_function.path={tmp_path}/rule.py", steps=1
+    )
     validation, step = metrics_of(tmp_path)
-    assert validation["val-core/exact_match/reward/mean@1"] == step["critic/score/mean"] == 0.25 + 0.5 * 3.0
+    assert (
+        validation["val-core/exact_match/reward/mean@1"]
+        == step["critic/score/mean"]
+        == 0.25 + 0.5 * 3.0
+    )
 
 
-def test_a_reward_model_alone_rewards_in_training_and_in_validation(tmp_path: Path, tiny_llama: Callable):
+def test_a_reward_model_alone_rewards_in_training_and_in_validation(
+    tmp_path: Path, tiny_llama: Callable
+):
     policy, _ = tiny_llama()
     judge = AutoModelForSequenceClassification.from_pretrained(policy, num_labels=1)
     judge.score.weight.data.fill_(0.25)
     judge.save_pretrained(tmp_path / "judge")
     AutoTokenizer.from_pretrained(policy).save_pretrained(tmp_path / "judge")
-    settings = ["reward_model.enable=true", f"reward_model.model.path={tmp_path}/judge", "trainer.test_freq=-1"]
-    run_locally(tmp_path, tiny_llama, *settings, "algorithm.adv_estimator=grpo", steps=1, with_rules=False)
+    settings = [
+        "reward_model.enable=true",
+        f"reward_model.model.path={tmp_path}/judge",
+        "trainer.test_freq=-1",
+    ]
+    run_locally(
+        tmp_path, tiny_llama, *settings, "algorithm.adv_estimator=grpo", steps=1, with_rules=False
+    )
     validation, step = metrics_of(tmp_path)
     assert validation["val-core/exact_match/reward/mean@1"] != 0 and step["critic/score/mean"] != 0
     assert "val-core/exact_match/acc/mean@1" not in validation
@@ -255,10 +326,20 @@ def test_two_reward_models_score_what_transformers_does_in_training_and_in_valid
         judges[name] = AutoModelForSequenceClassification.from_pretrained(policy, num_labels=1)
         judges[name].score.weight.data.normal_(generator=torch.Generator().manual_seed(seed))
         judges[name].save_pretrained(tmp_path / name)
-    settings = ["reward_model.enable=true", f"reward_model.model.path={tmp_path}/rm_scores", "reward_model.weight=0.3"]
-    settings += [f"reward_models.safety.path={tmp_path}/rm_scores/safety", "reward_models.safety.weight=-1.5"]
+    settings = [
+        "reward_model.enable=true",
+        f"reward_model.model.path={tmp_path}/rm_scores",
+        "reward_model.weight=0.3",
+    ]
+    settings += [
+        f"reward_models.safety.path={tmp_path}/rm_scores/safety",
+        "reward_models.safety.weight=-1.5",
+    ]
     settings += ["role_mapping.safety=global_pool", "algorithm.adv_estimator=gdpo"]
-    settings += ["algorithm.gdpo_reward_keys=[rm_scores,rm_scores/safety]", "algorithm.gdpo_reward_weights=[1.0,4.0]"]
+    settings += [
+        "algorithm.gdpo_reward_keys=[rm_scores,rm_scores/safety]",
+        "algorithm.gdpo_reward_weights=[1.0,4.0]",
+    ]
     settings.append("algorithm.norm_adv_by_std_in_grpo=false")
     with local_trainer(tmp_path, tiny_llama, *settings, with_rules=False) as trainer:
         prompts = trainer.next_prompts()
@@ -267,18 +348,28 @@ def test_two_reward_models_score_what_transformers_does_in_training_and_in_valid
         prompts.meta_info["validate"] = True
         validated, rewards, _ = trainer.maker.generate_and_score(prompts, 1)
     validated, trained, expected = padded(validated), padded(experience.batch), {}
-    for batch, reward in ((validated, rewards), (trained, trained.batch["token_level_scores"].sum(-1))):
+    for batch, reward in (
+        (validated, rewards),
+        (trained, trained.batch["token_level_scores"].sum(-1)),
+    ):
         for name, judge in judges.items():
             kept = zip(batch.batch["input_ids"], batch.batch["attention_mask"].bool(), strict=True)
             with torch.no_grad():
-                last = torch.stack([judge.model(ids[mask][None]).last_hidden_state[0, -1] for ids, mask in kept])
+                last = torch.stack(
+                    [judge.model(ids[mask][None]).last_hidden_state[0, -1] for ids, mask in kept]
+                )
                 expected[name] = judge.score(last).squeeze(-1)
-            torch.testing.assert_close(batch.batch[name].sum(-1), expected[name], atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(
+                batch.batch[name].sum(-1), expected[name], atol=1e-5, rtol=1e-4
+            )
         total = sum(weight * expected[name] for name, weight in weights.items())
         torch.testing.assert_close(reward, total, atol=1e-5, rtol=1e-4)
     for name, scores in expected.items():
-        assert experience.metrics[f"reward/{name}/mean"].value == pytest.approx(float(scores.mean()), rel=1e-4)
-    # gdpo without standard deviations: 1 and 4 times the weighted scores, less the mean of the two responses.
+        assert experience.metrics[f"reward/{name}/mean"].value == pytest.approx(
+            float(scores.mean()), rel=1e-4
+        )
+    # gdpo without standard deviations: 1 and 4 times the weighted scores, less the mean of the two
+    # responses.
     summed = (0.3 * expected["rm_scores"] + 4.0 * -1.5 * expected["rm_scores/safety"]).view(-1, 2)
     mask = trained.batch["response_mask"].bool()
     tokens = (summed - summed.mean(1, keepdim=True)).view(-1, 1).expand(mask.shape)
@@ -286,10 +377,21 @@ def test_two_reward_models_score_what_transformers_does_in_training_and_in_valid
     torch.testing.assert_close(trained.batch["advantages"], advantages, atol=1e-3, rtol=1e-3)
 
 
-def test_the_adaptive_kl_coefficient_moves_by_the_number_of_scored_responses(tmp_path: Path, tiny_llama: Callable):
-    settings = ["algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=true", "trainer.val_before_train=false"]
-    settings += ["algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.kl_coef=0.5", "trainer.test_freq=-1"]
+def test_the_adaptive_kl_coefficient_moves_by_the_number_of_scored_responses(
+    tmp_path: Path, tiny_llama: Callable
+):
+    settings = [
+        "algorithm.adv_estimator=grpo",
+        "algorithm.use_kl_in_reward=true",
+        "trainer.val_before_train=false",
+    ]
+    settings += [
+        "algorithm.kl_ctrl.type=adaptive",
+        "algorithm.kl_ctrl.kl_coef=0.5",
+        "trainer.test_freq=-1",
+    ]
     run_locally(tmp_path, tiny_llama, *settings, steps=2)
     first, second = (row["actor/reward_kl_penalty_coeff"] for row in metrics_of(tmp_path))
-    # The policy starts as the reference, so the first KL is 0, by which the coefficient falls by 0.2 * 8 / 10,000.
+    # The policy starts as the reference, so the first KL is 0, by which the coefficient falls by
+    # 0.2 * 8 / 10,000.
     assert first == 0.5 and second == pytest.approx(0.5 * (1 - 0.2 * 8 / 10_000), rel=1e-9)

@@ -34,7 +34,10 @@ def prompts_of(trainer: LocalTrainer, step: int) -> DataProto:
 
 def learner_alone(trainer: LocalTrainer, critic_warmup: int = 0) -> Learner:
     """A learner with new models, as those of the trainer were when it was made."""
-    groups = {role: LocalWorkerGroup(trainer.role_worker_mapping[role], role=role) for role in ("actor", "critic")}
+    groups = {
+        role: LocalWorkerGroup(trainer.role_worker_mapping[role], role=role)
+        for role in ("actor", "critic")
+    }
     for group in groups.values():
         group.init_model()
     config = trainer.config.updated({"trainer.critic_warmup": critic_warmup})
@@ -53,7 +56,11 @@ def fingerprint(weights: Weights) -> dict[str, int]:
 
 def measured(metrics: dict[str, Metric], prefixes: tuple[str, ...] = ("",)) -> dict[str, Any]:
     """The metrics that do not depend on time and memory."""
-    untimed = {name: metric for name, metric in metrics.items() if "perf/" not in name and name != "reward/early_ratio"}
+    untimed = {
+        name: metric
+        for name, metric in metrics.items()
+        if "perf/" not in name and name != "reward/early_ratio"
+    }
     return {name: metric.value for name, metric in untimed.items() if name.startswith(prefixes)}
 
 
@@ -86,9 +93,13 @@ def test_a_maker_makes_the_same_experience_of_the_same_prompts_and_weights(
     assert not deep_equal(other.batch.batch["responses"], experience.batch.batch["responses"])
 
 
-def test_each_response_says_which_weights_sampled_its_tokens(trainer: LocalTrainer, experience: Experience):
+def test_each_response_says_which_weights_sampled_its_tokens(
+    trainer: LocalTrainer, experience: Experience
+):
     lengths = padded(experience.batch).batch["response_mask"].sum(-1).tolist()
-    assert experience.batch.non_tensor_batch["policy_version"].tolist() == [((0, 0, n),) for n in lengths]
+    assert experience.batch.non_tensor_batch["policy_version"].tolist() == [
+        ((0, 0, n),) for n in lengths
+    ]
 
 
 def test_a_learner_that_never_saw_the_maker_learns_from_a_file_what_the_trainers_step_learns(
@@ -108,21 +119,35 @@ def test_a_learner_that_never_saw_the_maker_learns_from_a_file_what_the_trainers
             trainer.global_step = step
             in_step = metric_values(trainer.step())
             made[-1].batch.save_to_disk(tmp_path / "experience")
-            update = learner.learn(experience_of(trainer, DataProto.load_from_disk(tmp_path / "experience")))
+            update = learner.learn(
+                experience_of(trainer, DataProto.load_from_disk(tmp_path / "experience"))
+            )
             alone = measured(update.get())
             assert not any("staleness/share_" in name for name in in_step)
             # The learner alone allows another staleness, whose shares it counts.
             alone = {name: value for name, value in alone.items() if "staleness/share_" not in name}
             assert alone and alone == {name: in_step[name] for name in alone}
-            assert {"actor/pg_loss", "actor/grad_norm", "critic/vf_loss", "critic/grad_norm"} <= alone.keys()
+            assert {
+                "actor/pg_loss",
+                "actor/grad_norm",
+                "critic/vf_loss",
+                "critic/grad_norm",
+            } <= alone.keys()
         assert learner.version == trainer.learner.version == 2
-        assert fingerprint(learner.export_weights()) == fingerprint(trainer.learner.export_weights())
+        assert fingerprint(learner.export_weights()) == fingerprint(
+            trainer.learner.export_weights()
+        )
         # The experience of the second step is of the weights after the first.
-        versions = [[spans[0][0] for spans in each.batch.non_tensor_batch["policy_version"]] for each in made]
+        versions = [
+            [spans[0][0] for spans in each.batch.non_tensor_batch["policy_version"]]
+            for each in made
+        ]
         assert versions == [[0] * 8, [1] * 8]
 
 
-def learn_in_parts(learner: Learner, trainer: LocalTrainer, experience: Experience) -> dict[str, Metric]:
+def learn_in_parts(
+    learner: Learner, trainer: LocalTrainer, experience: Experience
+) -> dict[str, Metric]:
     """One training step on the two mini-batches of the experience, one after the other."""
     version, updates = learner.version, []
     for part in (1, 2):
@@ -134,19 +159,31 @@ def learn_in_parts(learner: Learner, trainer: LocalTrainer, experience: Experien
     return Update(pending, merge_metrics([update.metrics for update in updates])).get()
 
 
-def test_a_step_in_parts_trains_and_measures_as_the_whole_does(trainer: LocalTrainer, experience: Experience):
-    """With learning rates that rise, a critic, and in the first step advantages that overflow in both parts."""
+def test_a_step_in_parts_trains_and_measures_as_the_whole_does(
+    trainer: LocalTrainer, experience: Experience
+):
+    """With learning rates that rise, a critic, and in the first step advantages that overflow in
+    both parts."""
     whole, parts = learner_alone(trainer), learner_alone(trainer)
     start = fingerprint(whole.export_weights())
     overflowing = experience.batch.select()
     overflowing.batch["advantages"] = torch.full_like(overflowing.batch["advantages"], torch.inf)
-    for step, its_experience in enumerate((Experience(overflowing, experience.work, {}), experience)):
+    for step, its_experience in enumerate(
+        (Experience(overflowing, experience.work, {}), experience)
+    ):
         expected = measured(whole.learn(its_experience).get())
         metrics = measured(learn_in_parts(parts, trainer, its_experience))
-        assert metrics.keys() == expected.keys() > {"actor/eff_sample_size", "critic/vf_loss", "critic/grad_norm"}
+        assert (
+            metrics.keys()
+            == expected.keys()
+            > {"actor/eff_sample_size", "critic/vf_loss", "critic/grad_norm"}
+        )
         for name in [name for name in expected if not name.startswith("global_seqlen/")]:
             assert metrics[name] == pytest.approx(expected[name], rel=1e-9, abs=1e-12), name
-        assert (expected["actor/skipped_steps"], expected["training/staleness/max"]) == [(2, 0), (0, 1)][step]
+        assert (expected["actor/skipped_steps"], expected["training/staleness/max"]) == [
+            (2, 0),
+            (0, 1),
+        ][step]
         assert expected["actor/lr"] == pytest.approx(1e-3 * (step + 1) / 3)
         assert expected["critic/lr"] == pytest.approx(1e-3 * (step + 1) / 4)
     for role in ("actor", "critic"):
@@ -157,18 +194,27 @@ def test_a_step_in_parts_trains_and_measures_as_the_whole_does(trainer: LocalTra
         ):
             assert torch.equal(value.full_tensor(), expected.full_tensor()), name
     weights = parts.export_weights()
-    assert weights.version == 2 and fingerprint(weights) == fingerprint(whole.export_weights()) != start
+    assert (
+        weights.version == 2
+        and fingerprint(weights) == fingerprint(whole.export_weights()) != start
+    )
 
 
 def test_each_call_of_the_learner_is_a_training_step_unless_it_is_told_otherwise(
     trainer: LocalTrainer, experience: Experience
 ):
     parts = learner_alone(trainer)
-    updates = [parts.learn(experience_of(trainer, experience.batch[rows])) for rows in (slice(0, 4), slice(4, 8))]
+    updates = [
+        parts.learn(experience_of(trainer, experience.batch[rows]))
+        for rows in (slice(0, 4), slice(4, 8))
+    ]
     assert all(update.get()["actor/grad_norm"].value > 0 for update in updates)
     assert (parts.version, parts.export_weights().version) == (2, 2)
     assert [update.get()["training/staleness/max"].value for update in updates] == [0, 1]
-    shares = [[update.get()[f"training/staleness/share_{steps}"].value for steps in (0, 1)] for update in updates]
+    shares = [
+        [update.get()[f"training/staleness/share_{steps}"].value for steps in (0, 1)]
+        for update in updates
+    ]
     assert shares == [[1, 0], [0, 1]]
     with pytest.raises(AssertionError):
         parts.learn(experience)  # 2 versions old
@@ -177,7 +223,9 @@ def test_each_call_of_the_learner_is_a_training_step_unless_it_is_told_otherwise
     assert parts.version == 2
     mixed = experience.batch[slice(0, 4)]
     mixed.non_tensor_batch["policy_version"][:] = [((1, 0, 2), (2, 2, 5)), *[((2, 0, 5),)] * 3]
-    assert parts.staleness(mixed)["training/staleness/mean"].value == 0.25, "the oldest token counts"
+    assert parts.staleness(mixed)["training/staleness/mean"].value == 0.25, (
+        "the oldest token counts"
+    )
 
 
 def test_the_critics_warm_up_leaves_the_actor_as_it_is_but_numbers_its_weights(
@@ -190,7 +238,11 @@ def test_the_critics_warm_up_leaves_the_actor_as_it_is_but_numbers_its_weights(
     assert (weights.version, fingerprint(weights)) == (1, start)
     second = learner.learn(experience).get()
     assert fingerprint(learner.export_weights()) != start
-    assert "critic/lr" in first and "actor/lr" not in first and {"critic/lr", "actor/lr"} <= second.keys()
+    assert (
+        "critic/lr" in first
+        and "actor/lr" not in first
+        and {"critic/lr", "actor/lr"} <= second.keys()
+    )
 
 
 def test_log_probs_of_fixed_prompts_and_the_fingerprint_move_if_and_only_if_the_learner_says_so(
@@ -209,15 +261,19 @@ def test_log_probs_of_fixed_prompts_and_the_fingerprint_move_if_and_only_if_the_
         def estimate_that_overflows_in_step_3(corrected: Scored) -> Scored:
             estimated = estimate(corrected)
             factor = torch.inf if trainer.global_step == 3 else 1.0
-            return estimated.with_columns({"advantages": estimated.batch.batch["advantages"] * factor})
+            return estimated.with_columns(
+                {"advantages": estimated.batch.batch["advantages"] * factor}
+            )
 
         trainer.maker.estimate = estimate_that_overflows_in_step_3
         log_probs, loaded = seen()
         for step in (1, 2, 3, 4):
             trainer.global_step = step
             metrics = metric_values(trainer.step())
-            assert worker.rollout.policy_version == step  # also where the weights are those of before
-            says.append("actor/lr" in metrics and metrics["actor/skipped_steps"] < 2)  # of two optimizer steps
+            # Also where the weights are those of before
+            assert worker.rollout.policy_version == step
+            # Of two optimizer steps
+            says.append("actor/lr" in metrics and metrics["actor/skipped_steps"] < 2)
             before, (log_probs, loaded) = (log_probs, loaded), seen()
             assert loaded == fingerprint(trainer.learner.export_weights())
             moved.append((not deep_equal(log_probs, before[0]), loaded != before[1]))
@@ -228,12 +284,20 @@ def test_log_probs_of_fixed_prompts_and_the_fingerprint_move_if_and_only_if_the_
 def test_the_ptx_rows_are_a_function_of_the_step_which_its_parts_and_joint_trainers_divide(
     trainer: LocalTrainer, experience: Experience, tmp_path: Path
 ):
-    (tmp_path / "ptx.jsonl").write_text("\n".join(json.dumps({"text": f"{n:02}+1={n + 1}"}) for n in range(18)))
-    settings = {"data.ptx_files": (str(tmp_path / "ptx.jsonl"),), "data.ptx_batch_size": 4, "trainer.critic_warmup": 2}
+    (tmp_path / "ptx.jsonl").write_text(
+        "\n".join(json.dumps({"text": f"{n:02}+1={n + 1}"}) for n in range(18))
+    )
+    settings = {
+        "data.ptx_files": (str(tmp_path / "ptx.jsonl"),),
+        "data.ptx_batch_size": 4,
+        "trainer.critic_warmup": 2,
+    }
     config = trainer.config.updated(settings)
     dataset = load_ptx_dataset(config, trainer.tokenizer)
 
-    def rows_of(version: int, part: tuple[int, int] = (1, 1), joint: tuple[int, int] = (0, 1)) -> list[list[int]]:
+    def rows_of(
+        version: int, part: tuple[int, int] = (1, 1), joint: tuple[int, int] = (0, 1)
+    ) -> list[list[int]]:
         of_trainer = config.updated({"data.ptx_batch_size": 4 // joint[1]})
         learner = Learner(of_trainer, trainer.groups, dataset, joint, version)
         mini_batches = 2 // part[1]  # of 4 responses each
@@ -246,7 +310,9 @@ def test_the_ptx_rows_are_a_function_of_the_step_which_its_parts_and_joint_train
     steps = [rows_of(version) for version in (2, 3, 4)]
     assert [len(rows) for rows in steps] == [8, 8, 8]
     assert rows_of(3) == steps[1], "whatever came before"
-    assert len({tuple(row) for rows in steps[:2] for row in rows}) == 16, "of the first epoch, which leaves 2 out"
+    assert len({tuple(row) for rows in steps[:2] for row in rows}) == 16, (
+        "of the first epoch, which leaves 2 out"
+    )
     assert rows_of(4, (1, 2)) + rows_of(4, (2, 2)) == steps[2]
     halves = [rows_of(3, joint=(index, 2)) for index in (0, 1)]
     for mini_batch in (0, 1):
@@ -255,5 +321,7 @@ def test_the_ptx_rows_are_a_function_of_the_step_which_its_parts_and_joint_train
 
 
 def test_the_last_mini_batch_may_have_fewer_rows(trainer: LocalTrainer, experience: Experience):
-    metrics = learner_alone(trainer).learn(experience_of(trainer, experience.batch[slice(0, 6)])).get()
+    metrics = (
+        learner_alone(trainer).learn(experience_of(trainer, experience.batch[slice(0, 6)])).get()
+    )
     assert metrics["actor/grad_norm"].weight == 2  # a step of four rows, and one of two

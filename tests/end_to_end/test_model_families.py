@@ -1,4 +1,5 @@
-"""Every causal family of transformers computes the same in trainer, engine and export, or is refused before a run."""
+"""Every causal family of transformers computes the same in trainer, engine and export, or is
+refused before a run."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,14 +20,20 @@ from verl_like.protocol import DataProto
 from verl_like.workers.rollout.vllm_families import SERVED
 
 LARGEST_ERROR = 1e-4
-"""Of a log-probability in float32. Another model, such as one with another window, is off by 1e-3 and more."""
+"""Of a log-probability in float32. Another model, such as one with another window, is off by 1e-3
+and more."""
 
 Row = tuple[str, str, str, str]
-"""Trainer against transformers, engine and its error, export against trainer; or the reason why there is none."""
+"""Trainer against transformers, engine and its error, export against trainer; or the reason why
+there is none."""
 
 
 def numbers(family: TrainedFamily, engine: str, error: float) -> Row:
-    assert max(family.trainer_error, error, family.export_error) < LARGEST_ERROR, (family, engine, error)
+    assert max(family.trainer_error, error, family.export_error) < LARGEST_ERROR, (
+        family,
+        engine,
+        error,
+    )
     return f"{family.trainer_error:.0e}", f"{engine} {error:.0e}", f"{family.export_error:.0e}", ""
 
 
@@ -69,16 +76,22 @@ def test_every_family_computes_the_same_in_trainer_engine_and_export_or_is_refus
             assert isinstance(answer, DataProto), f"{model_type}: {answer}"
             rows[model_type] = numbers(family, "vllm", engine_error(family, answer))
     assert rows.keys() == set(FAMILIES) and trained.keys() >= SERVED
-    record_property("result", f"{len(trained)} of {len(rows)} families agree, {len(SERVED)} of them in vLLM too")
+    record_property(
+        "result", f"{len(trained)} of {len(rows)} families agree, {len(SERVED)} of them in vLLM too"
+    )
     record_property("families", table(rows))
 
 
 def reason_of(error: ValueError, folder: Path) -> str:
     """What an error says but for the key and path of a test, and the advice."""
     text = str(error).replace(f"model.path={folder}", "").removeprefix(":").removeprefix(" ")
-    return text.removesuffix("; choose another model.").removesuffix("; choose a model with full or sliding attention.")
+    return text.removesuffix("; choose another model.").removesuffix(
+        "; choose a model with full or sliding attention."
+    )
 
 
 def table(rows: dict[str, Row]) -> str:
     lines = ["| family | trainer | engine | export | reason |", "|---|---|---|---|---|"]
-    return "\n".join([*lines, *(f"| `{name}` | {' | '.join(rows[name])} |" for name in sorted(rows))])
+    return "\n".join(
+        [*lines, *(f"| `{name}` | {' | '.join(rows[name])} |" for name in sorted(rows))]
+    )

@@ -1,4 +1,5 @@
-"""SIGTERM at any place of the training loop loses no step, and a signal in the last step loses no exit code."""
+"""SIGTERM at any place of the training loop loses no step, and a signal in the last step loses no
+exit code."""
 
 import contextlib
 import os
@@ -58,7 +59,9 @@ Trainer = PPOWithoutModels | SFTWithoutModel
 
 
 @pytest.fixture(params=["ppo", "sft"])
-def trainer_with(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Trainer]]:
+def trainer_with(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[Callable[..., Trainer]]:
     def start(*settings: str) -> Trainer:
         settings = "data.train_files=t", f"trainer.default_local_dir={tmp_path}", *settings
         settings = *settings, "trainer.val_before_train=false", "trainer.total_training_steps=4"
@@ -69,7 +72,9 @@ def trainer_with(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cal
         else:
             settings = *settings, "data.val_files=v", "actor_rollout_ref.model.path=m", "device=cpu"
             recorder = RunRecorder(load_ppo_config(settings), PPO_DISPLAY)
-            trainer = PPOWithoutModels(recorder.config, None, {}, None, Rows(range(2048)), [], None, recorder)
+            trainer = PPOWithoutModels(
+                recorder.config, None, {}, None, Rows(range(2048)), [], None, recorder
+            )
         signal.signal(signal.SIGTERM, recorder.terminate)
         after.callback(recorder.console.close)
         return trainer
@@ -94,7 +99,14 @@ def send_in_step(trainer: Trainer, step: int, owner: Any, name: str, times: int 
 
 @pytest.mark.parametrize(
     ("name", "save_freq"),
-    [("step", -1), ("log", -1), ("show_step", -1), ("log", 2), ("save", 2), ("begin_checkpoint", 2)],
+    [
+        ("step", -1),
+        ("log", -1),
+        ("show_step", -1),
+        ("log", 2),
+        ("save", 2),
+        ("begin_checkpoint", 2),
+    ],
 )
 def test_sigterm_in_a_step_or_after_it_ends_the_run_with_a_checkpoint_of_it(
     name: str, save_freq: int, trainer_with: Callable[..., Trainer]

@@ -16,7 +16,16 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from examples.python_way import ppo_from_scratch
 from examples.python_way.ppo_from_scratch import config, prompts, tokenizer
-from verl_like.simple import Actor, Critic, FsdpStrategy, LocalTrainer, NaiveStrategy, PPOTrainer, RewardModel, Strategy
+from verl_like.simple import (
+    Actor,
+    Critic,
+    FsdpStrategy,
+    LocalTrainer,
+    NaiveStrategy,
+    PPOTrainer,
+    RewardModel,
+    Strategy,
+)
 from verl_like.trainer.ppo import ray_trainer as ppo_trainer
 
 PAGE = (Path(__file__).parents[2] / "docs/python.md").read_text()
@@ -28,10 +37,14 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_trainer(strategy: Strategy, load: str | None = None, **options: object) -> PPOTrainer:
-    """A trainer of small models of the example's configuration, which starts from what was saved as `load`."""
+    """A trainer of small models of the example's configuration, which starts from what was saved as
+    `load`."""
     with strategy.model_init_context():
         actor, critic = Actor(config=config), Critic()
-    reference, reward_model = deepcopy(actor), RewardModel(deepcopy(critic.model), deepcopy(critic.value_head))
+    reference, reward_model = (
+        deepcopy(actor),
+        RewardModel(deepcopy(critic.model), deepcopy(critic.value_head)),
+    )
     actor_optim, critic_optim = (AdamW(model.parameters(), lr=1e-3) for model in (actor, critic))
     if load:
         strategy.load_model(actor, load)
@@ -50,19 +63,24 @@ def test_the_reward_rises_and_what_is_saved_loads_in_transformers_and_goes_on():
     actor, reference = again.models["actor"], again.models["ref"]
     loaded = dict(actor.hf.named_parameters())
     assert all(torch.equal(p, loaded[name]) for name, p in saved.named_parameters())
-    # The steps go on from those 24 that were saved; nothing changes with a learning rate of 0 but the moments.
+    # The steps go on from those 24 that were saved; nothing changes with a learning rate of 0 but
+    # the moments.
     again.optimizers["actor"].param_groups[0]["lr"] = 0.0
     (row,) = again.fit(prompts, max_timesteps=1)
     assert row["actor/reward_kl_penalty"] > 0.01  # to the reference, which was not loaded
     assert not torch.equal(reference.hf.lm_head.weight, actor.hf.lm_head.weight)
     assert all(torch.equal(p, loaded[name]) for name, p in actor.hf.named_parameters())
     again.strategy.save_optimizer(again.optimizers["actor"], "later")
-    before, after = (next(Path(name).glob("*.safetensors")) for name in ("actor_optimizer", "later"))
+    before, after = (
+        next(Path(name).glob("*.safetensors")) for name in ("actor_optimizer", "later")
+    )
     name = "optimizer.lm_head.weight.step"
     assert (load_file(before)[name].item(), load_file(after)[name].item()) == (24, 25)
 
 
-def test_an_optimizer_state_is_loaded_bit_for_bit_and_no_model_or_schedule_with_it(monkeypatch: pytest.MonkeyPatch):
+def test_an_optimizer_state_is_loaded_bit_for_bit_and_no_model_or_schedule_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+):
     first = make_trainer(NaiveStrategy(seed=3))
     first.fit(prompts, max_timesteps=2)
     Path("moments").mkdir()
@@ -75,16 +93,29 @@ def test_an_optimizer_state_is_loaded_bit_for_bit_and_no_model_or_schedule_with_
 
     def fit_from_what_is_loaded(trainer: LocalTrainer) -> None:
         state = trainer.groups["actor"].workers[0].engine._state()
-        started.update({name: getattr(value, "full_tensor", value.clone)().clone() for name, value in state.items()})
+        started.update(
+            {
+                name: getattr(value, "full_tensor", value.clone)().clone()
+                for name, value in state.items()
+            }
+        )
         fit(trainer)
 
     monkeypatch.setattr(LocalTrainer, "fit", fit_from_what_is_loaded)
-    second = make_trainer(NaiveStrategy(seed=4), overrides=["actor_rollout_ref.actor.optim.lr_scheduler_type=linear"])
+    second = make_trainer(
+        NaiveStrategy(seed=4), overrides=["actor_rollout_ref.actor.optim.lr_scheduler_type=linear"]
+    )
     second.strategy.load_optimizer(second.optimizers["actor"], "moments")
-    expected = saved | {f"model.{name}": p.clone() for name, p in second.models["actor"].hf.named_parameters()}
+    expected = saved | {
+        f"model.{name}": p.clone() for name, p in second.models["actor"].hf.named_parameters()
+    }
     expected["training_steps"] = torch.tensor(0)
     (row,) = second.fit(prompts, max_timesteps=1)
-    assert saved["training_steps"] == 2 and saved["optimizer.lm_head.weight.exp_avg"].any() and row["actor/lr"] == 1e-3
+    assert (
+        saved["training_steps"] == 2
+        and saved["optimizer.lm_head.weight.exp_avg"].any()
+        and row["actor/lr"] == 1e-3
+    )
     assert expected.keys() == started.keys()
     for name, value in started.items():
         assert torch.equal(value, expected[name]), name
@@ -103,7 +134,11 @@ class Counting(RayPPOTrainer):
 def test_overrides_reach_all_of_the_training(monkeypatch: pytest.MonkeyPatch):
     rows = [{"text": "12+34=46"}, {"text": "5+5=10"}]
     Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    overrides = ["actor_rollout_ref.actor.ptx_coef=0.5", "data.ptx_files=rows.jsonl", "data.ptx_batch_size=2"]
+    overrides = [
+        "actor_rollout_ref.actor.ptx_coef=0.5",
+        "data.ptx_files=rows.jsonl",
+        "data.ptx_batch_size=2",
+    ]
     overrides += ["algorithm.use_kl_in_reward=false", "plugins=[own_plugin]"]
     Path("own_plugin.py").write_text(PLUGIN)
     monkeypatch.syspath_prepend(Path.cwd())
@@ -115,17 +150,26 @@ def test_overrides_reach_all_of_the_training(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_overrides_take_away_roles_and_steps_and_an_adapter_is_merged_and_has_the_initial_model_as_reference():
-    overrides = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2", "trainer.total_training_steps=2"]
-    trainer = make_trainer(NaiveStrategy(), overrides=[*overrides, "actor_rollout_ref.model.lora_rank=4"])
+    overrides = [
+        "algorithm.adv_estimator=grpo",
+        "actor_rollout_ref.rollout.n=2",
+        "trainer.total_training_steps=2",
+    ]
+    trainer = make_trainer(
+        NaiveStrategy(), overrides=[*overrides, "actor_rollout_ref.model.lora_rank=4"]
+    )
     torch.nn.init.normal_(trainer.models["ref"].hf.lm_head.weight, std=0.5)
     before = {role: deepcopy(model.hf.state_dict()) for role, model in trainer.models.items()}
     rows = trainer.fit(prompts, max_timesteps=1)
     assert len(rows) == 2
-    assert rows[0]["actor/reward_kl_penalty"] > 0.01  # to the actor without its adapter, which is new, it is 0
+    # To the actor without its adapter, which is new, it is 0
+    assert rows[0]["actor/reward_kl_penalty"] > 0.01
     changed = [
         role
         for role, model in trainer.models.items()
-        if not all(torch.equal(value, before[role][name]) for name, value in model.hf.state_dict().items())
+        if not all(
+            torch.equal(value, before[role][name]) for name, value in model.hf.state_dict().items()
+        )
     ]
     assert changed == ["actor"] and not hasattr(trainer.optimizers["critic"], "state_folder")
     assert trainer.optimizers["actor"].state_folder is None  # the adapter is merged
@@ -148,10 +192,14 @@ def test_a_critic_takes_what_the_actor_before_it_took():
         assert all(map(torch.equal, critic.model.parameters(), actor.model.parameters()))
     tokens = torch.tensor([[5, 6, 7]])
     critic = critics[0]
-    assert torch.equal(reward_model.hf(input_ids=tokens).logits, critic.hf(input_ids=tokens).logits[:, -1])
+    assert torch.equal(
+        reward_model.hf(input_ids=tokens).logits, critic.hf(input_ids=tokens).logits[:, -1]
+    )
     with torch.no_grad():
         critic.value_head.bias.fill_(3.0)
-    with pytest.raises(ValueError, match=r"the value head has a bias of 3\.0, and a reward model's head has none"):
+    with pytest.raises(
+        ValueError, match=r"the value head has a bias of 3\.0, and a reward model's head has none"
+    ):
         RewardModel(critic.model, critic.value_head)
 
 
@@ -170,7 +218,10 @@ def test_an_optimizer_with_more_or_less_than_fit_trains_by_is_refused():
     ):
         trainer.optimizers["critic"] = wrong
         first.requires_grad_(type(wrong) is SGD)  # and the last one is wrong in that alone
-        with pytest.raises(ValueError, match="fit trains all parameters of the critic as one group by torch's AdamW"):
+        with pytest.raises(
+            ValueError,
+            match="fit trains all parameters of the critic as one group by torch's AdamW",
+        ):
             trainer.fit(prompts)
 
 
@@ -180,7 +231,9 @@ def test_a_model_of_which_the_folder_lacks_a_part_is_refused_or_keeps_it():
         actor, critic = Actor(config=config), Critic()
     strategy.save_model(actor, "saved")
     head = critic.value_head.weight.clone()
-    with pytest.raises(ValueError, match=r"saved is no LlamaForTokenClassification: it lacks \['score"):
+    with pytest.raises(
+        ValueError, match=r"saved is no LlamaForTokenClassification: it lacks \['score"
+    ):
         strategy.load_model(critic, "saved")
     strategy.load_model(critic, "saved", strict=False)
     assert torch.equal(critic.value_head.weight, head)
@@ -190,7 +243,9 @@ def test_a_model_of_which_the_folder_lacks_a_part_is_refused_or_keeps_it():
 def test_what_cannot_be_is_refused():
     strategy = NaiveStrategy()
     with strategy.model_init_context():
-        with pytest.raises(ValueError, match=r"Critic\(\) names no model, and no actor was made before it"):
+        with pytest.raises(
+            ValueError, match=r"Critic\(\) names no model, and no actor was made before it"
+        ):
             Critic()
         actor = Actor(config=config)
     optimizer = AdamW(actor.parameters())
@@ -214,13 +269,17 @@ def test_the_listing_of_the_page_runs_and_goes_on_from_what_it_saved():
     own_tokenizer = deepcopy(tokenizer)
     own_tokenizer.chat_template = None
     own_tokenizer.save_pretrained("gpt2")
-    tiny = GPT2Config(vocab_size=len(tokenizer), n_positions=32, n_embd=32, n_layer=2, n_head=4, eos_token_id=2)
-    GPT2LMHeadModel(tiny).save_pretrained("gpt2")  # in the place of the hub's, which has dropout as well
+    tiny = GPT2Config(
+        vocab_size=len(tokenizer), n_positions=32, n_embd=32, n_layer=2, n_head=4, eos_token_id=2
+    )
+    # In the place of the hub's, which has dropout as well
+    GPT2LMHeadModel(tiny).save_pretrained("gpt2")
     listing, loads = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     run_script(listing)
     first = load_file("actor_checkpoint.pt/model.safetensors")
     assert not torch.equal(
-        first["transformer.wte.weight"], load_file("gpt2/model.safetensors")["transformer.wte.weight"]
+        first["transformer.wte.weight"],
+        load_file("gpt2/model.safetensors")["transformer.wte.weight"],
     )
     before, training = listing.split("trainer = PPOTrainer(")
     run_script(f"{before}{loads}trainer = PPOTrainer({training}")
@@ -233,7 +292,10 @@ def test_the_listing_of_the_page_runs_and_goes_on_from_what_it_saved():
 @pytest.mark.proof
 def test_strategies_of_several_processes_learn_what_one_does():
     learned = []
-    for strategy in (NaiveStrategy(seed=5), FsdpStrategy(stage=2, num_processes=2, seed=5, offload=True)):
+    for strategy in (
+        NaiveStrategy(seed=5),
+        FsdpStrategy(stage=2, num_processes=2, seed=5, offload=True),
+    ):
         trainer = make_trainer(strategy)
         trainer.fit(prompts, max_timesteps=2)
         learned.append(dict(trainer.models["actor"].hf.named_parameters()))

@@ -1,4 +1,5 @@
-"""Every fault of docs/reliability.md in a real run: no hang, no silent loss, one error, and the last checkpoint whole.
+"""Every fault of docs/reliability.md in a real run: no hang, no silent loss, one error, and the
+last checkpoint whole.
 
 Each test gives rows of that page, which `make proofs` writes.
 """
@@ -35,7 +36,16 @@ class Page:
     def __init__(self, record_property: Callable[[str, object], None]) -> None:
         self.record_property = record_property
 
-    def add(self, number: int, done: str, mode: str, seconds: float | None, message: str, lost: str, kept: str) -> None:
+    def add(
+        self,
+        number: int,
+        done: str,
+        mode: str,
+        seconds: float | None,
+        message: str,
+        lost: str,
+        kept: str,
+    ) -> None:
         after = "" if seconds is None else f"{seconds:.0f} s"
         cells = [str(number), done, mode, after, message.replace("|", "/"), lost, kept]
         self.record_property("reliability", cells)
@@ -82,12 +92,15 @@ def num_steps(count: int) -> str:
 
 
 CASES = [
-    pytest.param(fault, mode, id=f"{fault.number} {fault.done}, {mode}") for fault in FAULTS for mode in fault.modes
+    pytest.param(fault, mode, id=f"{fault.number} {fault.done}, {mode}")
+    for fault in FAULTS
+    for mode in fault.modes
 ]
 
 
 def check_fault(fault: Fault, run: Run, page: Page) -> None:
-    """A run in which the fault happens ends with an error that says it, or goes on without a loss."""
+    """A run in which the fault happens ends with an error that says it, or goes on without a
+    loss."""
     if fault.disk_of:
         mount_disk(run.folder / "runs", fault.disk_of)
     overrides = fault.prepare(run)
@@ -120,7 +133,9 @@ def check_fault(fault: Fault, run: Run, page: Page) -> None:
 
 def mount_disk(folder: Path, size: str) -> None:
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)], capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)], capture_output=True
+    )
     if mounted.returncode:
         pytest.skip(f"file systems cannot be mounted here: {mounted.stderr.decode().strip()}")
 
@@ -139,7 +154,8 @@ def test_a_fault_of_a_run_that_trains_is_told_and_loses_no_checkpoint(
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Callable) -> Callable[[str], Run]:
-    """A run of a kind whose driver was killed after some steps, as a copy that a test may change."""
+    """A run of a kind whose driver was killed after some steps, as a copy that a test may
+    change."""
     originals: dict[str, Run] = {}
 
     def copy(mode: str) -> Run:
@@ -158,7 +174,8 @@ def killed(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Callable) -> Ca
 
 
 def continue_run(run: Run, *overrides: str) -> int:
-    """Starts it again for two steps more than its newest checkpoint, or ends with its refusal; the exit code."""
+    """Starts it again for two steps more than its newest checkpoint, or ends with its refusal; the
+    exit code."""
     last = run.whole_checkpoint().step + 2
     run.start(f"trainer.total_training_steps={last}", *overrides)
     code = run.process.wait(timeout=300)
@@ -169,29 +186,60 @@ def continue_run(run: Run, *overrides: str) -> int:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_run_whose_driver_was_killed_goes_on_on_other_ranks(mode: str, killed: Callable[[str], Run], page: Page):
+def test_a_run_whose_driver_was_killed_goes_on_on_other_ranks(
+    mode: str, killed: Callable[[str], Run], page: Page
+):
     run = killed(mode)
     step, last = run.whole_checkpoint().step, steps_of(run)[-1]
     assert continue_run(run) == 0, run.text()
     lost, kept = num_steps(last - step), f"of step {step}, whole"
-    page.add(3, "SIGKILL to the driver, the same command again", mode, None, line_of(run, "Continuing"), lost, kept)
+    page.add(
+        3,
+        "SIGKILL to the driver, the same command again",
+        mode,
+        None,
+        line_of(run, "Continuing"),
+        lost,
+        kept,
+    )
     other = 2 if mode == DETACHED else 1
     run = killed(mode)
     assert continue_run(run, f"trainer.n_gpus_per_node={other}") == 0, run.text()
-    page.add(8, f"continued with {other} processes a pool", mode, None, line_of(run, "Continuing"), lost, kept)
+    page.add(
+        8,
+        f"continued with {other} processes a pool",
+        mode,
+        None,
+        line_of(run, "Continuing"),
+        lost,
+        kept,
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_run_that_is_killed_while_it_saves_goes_on(mode: str, new_run: Callable[[str], Run], page: Page):
+def test_a_run_that_is_killed_while_it_saves_goes_on(
+    mode: str, new_run: Callable[[str], Run], page: Page
+):
     run = new_run(mode)
     run.start()
     run.wait_for_rows(2)
-    run.wait_until(lambda: list(run.run_dir.glob("global_step_*.partial/*/*/*.safetensors")), "a part is written")
+    run.wait_until(
+        lambda: list(run.run_dir.glob("global_step_*.partial/*/*/*.safetensors")),
+        "a part is written",
+    )
     run.kill()
     step, last = run.whole_checkpoint().step, steps_of(run)[-1]
     assert continue_run(run) == 0, run.text()
     lost, kept = num_steps(last - step), f"of step {step}, whole"
-    page.add(5, "SIGKILL to the driver while a rank writes", mode, None, line_of(run, "Continuing"), lost, kept)
+    page.add(
+        5,
+        "SIGKILL to the driver while a rank writes",
+        mode,
+        None,
+        line_of(run, "Continuing"),
+        lost,
+        kept,
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -208,9 +256,17 @@ def test_a_checkpoint_with_a_changed_byte_is_named_and_the_one_before_is_taken(
     assert run.process.wait(timeout=300) == 0, run.text()
     assert f"after step {step - 1}" in run.text()
     assert steps_of(run) == list(range(1, step + 3))
-    message = line_of(run, f"global_step_{step}/actor/checkpoint/{file.name} is not as it was written")
+    message = line_of(
+        run, f"global_step_{step}/actor/checkpoint/{file.name} is not as it was written"
+    )
     page.add(
-        6, "a bit of the newest checkpoint is flipped", mode, None, message, "1 step", f"of step {step - 1}, whole"
+        6,
+        "a bit of the newest checkpoint is flipped",
+        mode,
+        None,
+        message,
+        "1 step",
+        f"of step {step - 1}, whole",
     )
 
 
@@ -218,7 +274,11 @@ def test_a_checkpoint_with_a_changed_byte_is_named_and_the_one_before_is_taken(
 def test_a_run_is_not_continued_on_other_data(mode: str, killed: Callable[[str], Run], page: Page):
     run = killed(mode)
     step = run.whole_checkpoint().step
-    (data,) = [Path(each.partition("=")[2]) for each in run.settings if each.startswith("data.train_files=")]
+    (data,) = [
+        Path(each.partition("=")[2])
+        for each in run.settings
+        if each.startswith("data.train_files=")
+    ]
     before = data.read_bytes()
     pq.write_table(pa.Table.from_pylist(pq.read_table(data).to_pylist()[::-1]), data)
     started = time.monotonic()
@@ -227,11 +287,21 @@ def test_a_run_is_not_continued_on_other_data(mode: str, killed: Callable[[str],
     assert code == 2, run.text()
     message = line_of(run, "read other files than there are now")
     seconds = time.monotonic() - started
-    page.add(10, "continued after the data changed", mode, seconds, message, "nothing", f"of step {step}, whole")
+    page.add(
+        10,
+        "continued after the data changed",
+        mode,
+        seconds,
+        message,
+        "nothing",
+        f"of step {step}, whole",
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_run_goes_on_with_a_whole_epoch_where_one_has_ended(mode: str, new_run: Callable[[str], Run], page: Page):
+def test_a_run_goes_on_with_a_whole_epoch_where_one_has_ended(
+    mode: str, new_run: Callable[[str], Run], page: Page
+):
     run = new_run(mode)
     run.start("trainer.total_training_steps=2")  # 8 rows are two steps
     assert run.process.wait(timeout=300) == 0, run.text()
@@ -239,7 +309,9 @@ def test_a_run_goes_on_with_a_whole_epoch_where_one_has_ended(mode: str, new_run
     assert run.process.wait(timeout=300) == 0, run.text()
     assert steps_of(run) == [1, 2, 3, 4] and run.whole_checkpoint().step == 4
     message = line_of(run, "Continuing .* after step 2")
-    page.add(9, "continued at the end of an epoch", mode, None, message, "nothing", "of step 2, whole")
+    page.add(
+        9, "continued at the end of an epoch", mode, None, message, "nothing", "of step 2, whole"
+    )
 
 
 def write_rows(folder: Path, rows: list[object]) -> str:
@@ -284,7 +356,12 @@ def test_bad_input_is_refused_before_ray_starts(
     number: int, done: str, how: str, says: str, mode: str, tmp_path: Path, tiny_llama: Callable,
     capsys: pytest.CaptureFixture, page: Page,
 ):  # fmt: skip
-    settings = [*tiny_run_settings(tmp_path, tiny_llama), *PLACEMENT[mode], *RUN, *refused_settings(how, tmp_path)]
+    settings = [
+        *tiny_run_settings(tmp_path, tiny_llama),
+        *PLACEMENT[mode],
+        *RUN,
+        *refused_settings(how, tmp_path),
+    ]
     started = time.monotonic()
     try:
         if mode == SYNCHRONOUS:

@@ -16,9 +16,16 @@ from test_resume import numbers_of, tensors_of
 from verl_like.trainer.state import checkpoint
 
 pytestmark = [pytest.mark.ray, pytest.mark.proof, pytest.mark.timeout(1800)]
-PHASES = ["collect_completions", "compute_log_prob", "compute_ref_log_prob", "compute_values", "update_critic"]
+PHASES = [
+    "collect_completions",
+    "compute_log_prob",
+    "compute_ref_log_prob",
+    "compute_values",
+    "update_critic",
+]
 PHASES += ["update_actor", "load_weights"]
-# The file that is there: the folder of a checkpoint whose state is being copied, and the part of a rank, not committed.
+# The file that is there: the folder of a checkpoint whose state is being copied, and the part of a
+# rank, not committed.
 FILES = ["global_step_*.partial", "global_step_*.partial/actor/checkpoint/*.safetensors"]
 PLACEMENTS = {"colocated": ["trainer.n_gpus_per_node=2"], "split": SPLIT}
 
@@ -39,8 +46,15 @@ def wait_for_file(run_dir: Path, process: subprocess.Popen, pattern: str) -> Non
 
 def updates_of(folder: Path) -> list[tuple[int, str, str]]:
     """Step, process and method of each update in the timeline."""
-    rows = [json.loads(line) for line in (folder / "runs/latest/timeline.jsonl").read_text().splitlines()]
-    return sorted((row["step"], row["process"], row["method"]) for row in rows if row["method"].startswith("update_"))
+    rows = [
+        json.loads(line)
+        for line in (folder / "runs/latest/timeline.jsonl").read_text().splitlines()
+    ]
+    return sorted(
+        (row["step"], row["process"], row["method"])
+        for row in rows
+        if row["method"].startswith("update_")
+    )
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -50,7 +64,11 @@ def test_a_run_that_is_killed_in_one_phase_after_the_other_is_continued_bit_for_
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     whole.mkdir()
     parts.mkdir()
-    settings = [*tiny_run_settings(tmp_path, tiny_llama), *PLACEMENTS[placement], "trainer.total_training_steps=60"]
+    settings = [
+        *tiny_run_settings(tmp_path, tiny_llama),
+        *PLACEMENTS[placement],
+        "trainer.total_training_steps=60",
+    ]
     settings += ["trainer.save_freq=1", "trainer.test_freq=2", "algorithm.kl_ctrl.type=adaptive"]
     settings += ["algorithm.use_kl_in_reward=true"]
     assert start(whole, settings).wait(timeout=600) == 0, (whole / "err").read_text()
@@ -60,7 +78,10 @@ def test_a_run_that_is_killed_in_one_phase_after_the_other_is_continued_bit_for_
         wait_for_steps(parts, killed, num_rows=restored[-1][2] + 3 if restored else 3)
         if phase == "a rank":
             wait_for_call(parts, killed, "update_actor").kill()
-            assert killed.wait(timeout=DEADLINE_S) == 1 and "died during" in (parts / "err").read_text()
+            assert (
+                killed.wait(timeout=DEADLINE_S) == 1
+                and "died during" in (parts / "err").read_text()
+            )
         elif phase in FILES:
             wait_for_file(parts / "runs/latest", killed, phase)
             kill_driver(killed)
@@ -79,4 +100,6 @@ def test_a_run_that_is_killed_in_one_phase_after_the_other_is_continued_bit_for_
     assert numbers_of(parts) == numbers_of(whole)
     assert len(metrics_of(parts)) == 61 and updates_of(parts) == updates_of(whole)
     expected = tensors_of(whole, 60)
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors_of(parts, 60).items())
+    assert all(
+        torch.equal(tensor, expected[name]) for name, tensor in tensors_of(parts, 60).items()
+    )

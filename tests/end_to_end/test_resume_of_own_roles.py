@@ -48,7 +48,11 @@ def test_a_role_goes_on_with_the_state_that_it_saved(
 ):
     (tmp_path / "counting_judge.py").write_text(COUNTING_JUDGE)
     monkeypatch.syspath_prepend(tmp_path)
-    settings = [*GRPO, "worker_classes.judge=counting_judge.Judge", "role_mapping.judge=global_pool"]
+    settings = [
+        *GRPO,
+        "worker_classes.judge=counting_judge.Judge",
+        "role_mapping.judge=global_pool",
+    ]
     settings += ["trainer.test_freq=-1", "trainer.val_before_train=false"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run_locally(whole, tiny_llama, *settings, steps=3)
@@ -57,4 +61,7 @@ def test_a_role_goes_on_with_the_state_that_it_saved(
     assert numbers_of(parts) == numbers_of(whole)
     checkpoint = parts / "runs/latest/global_step_3"
     assert json.loads((checkpoint / "judge/checkpoint/judged.json").read_text()) == 3
-    assert "judge/checkpoint/judged.json" in json.loads((checkpoint / "manifest.json").read_text())["files"]
+    assert (
+        "judge/checkpoint/judged.json"
+        in json.loads((checkpoint / "manifest.json").read_text())["files"]
+    )

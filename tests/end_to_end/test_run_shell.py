@@ -32,7 +32,9 @@ def start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
 
 def metrics_of(folder: Path) -> list[dict[str, float]]:
     """The rows of metrics.jsonl, whose metrics docs/metrics.md does not describe."""
-    return [json.loads(line) for line in (folder / "runs/latest/metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (folder / "runs/latest/metrics.jsonl").read_text().splitlines()
+    ]
 
 
 @pytest.mark.ray
@@ -43,10 +45,16 @@ def test_a_trainer_of_a_few_lines_trains_and_leaves_metrics_and_a_report(tmp_pat
     # The rate follows the target: half of the way each step.
     rows = metrics_of(tmp_path)
     assert [row["toy/distance"] for row in rows] == [0.25, 0.125, 0.0625, 0.03125]
-    assert [row["step"] for row in rows] == [1, 2, 3, 4] and not any("perf/overlap" in row for row in rows)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4] and not any(
+        "perf/overlap" in row for row in rows
+    )
     run_dir = tmp_path / "runs/latest"
     report = (run_dir / "report.html").read_text()
-    assert report.count("<svg") == 1 and "Done: 4 training steps." in report and "verl_like / descent" in report
+    assert (
+        report.count("<svg") == 1
+        and "Done: 4 training steps." in report
+        and "verl_like / descent" in report
+    )
     assert "rate: 0.5" in (run_dir / "config.yaml").read_text()
     assert "from 0" in out and "step 4/4  distance 0.031" in out and "cleaned up" in out
 
@@ -58,10 +66,15 @@ def test_a_trainer_of_a_few_lines_trains_and_leaves_metrics_and_a_report(tmp_pat
         (["target=0.5", "rat=0.25"], "rat: there is no such key; did you mean rate?"),
         ([], "target: this key has no default, set it"),
         (["target=0.0", "rate=0.5"], "target=0 is where the number is"),
-        (["target=0.5", "ray_kwargs.ray_init.address=127.0.0.1:1"], "no Ray cluster can be joined at 127.0.0.1:1"),
+        (
+            ["target=0.5", "ray_kwargs.ray_init.address=127.0.0.1:1"],
+            "no Ray cluster can be joined at 127.0.0.1:1",
+        ),
     ],
 )
-def test_what_is_wrong_with_its_input_is_refused_with_exit_code_2(tmp_path: Path, overrides: list[str], message: str):
+def test_what_is_wrong_with_its_input_is_refused_with_exit_code_2(
+    tmp_path: Path, overrides: list[str], message: str
+):
     process = start(tmp_path, *overrides)
     _, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 2 and message in err and "Traceback" not in err
@@ -80,7 +93,9 @@ def test_it_is_interrupted_with_130_and_leaves_a_report_and_no_process(tmp_path:
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130 and "Traceback" not in err
     assert_nothing_is_left(family)
-    assert "Interrupted" in out and "Interrupted" in (tmp_path / "runs/latest/report.html").read_text()
+    assert (
+        "Interrupted" in out and "Interrupted" in (tmp_path / "runs/latest/report.html").read_text()
+    )
 
 
 @pytest.mark.ray
@@ -107,13 +122,17 @@ def test_a_folder_that_cannot_be_written_is_refused_with_exit_code_2(tmp_path: P
     (tmp_path / "file").touch()
     process = start(tmp_path, "target=0.5", f"trainer.default_local_dir={tmp_path}/file/runs")
     _, err = process.communicate(timeout=DEADLINE_S)
-    assert process.returncode == 2 and "file/runs cannot be written" in err and "Traceback" not in err
+    assert (
+        process.returncode == 2 and "file/runs cannot be written" in err and "Traceback" not in err
+    )
 
 
 def test_a_full_disk_ends_a_run_with_where_its_checkpoints_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
-    config = toy_trainer.ToyConfig(trainer={"default_local_dir": str(tmp_path)}, target=0.5, rate=0.5)
+    config = toy_trainer.ToyConfig(
+        trainer={"default_local_dir": str(tmp_path)}, target=0.5, rate=0.5
+    )
     recorder = RunRecorder(config, toy_trainer.DISPLAY)
     (recorder.run_dir / "report.html").mkdir()  # so that it cannot be written either
     monkeypatch.setattr(run, "start_ray", lambda *_: None)
@@ -123,7 +142,10 @@ def test_a_full_disk_ends_a_run_with_where_its_checkpoints_are(
 
     assert run.train(toy_trainer.ToyInputs(config), fit, recorder) == 1
     out, err = capfd.readouterr()
-    assert "No space left on device. Earlier checkpoints are as they were." in err and str(recorder.run_dir) in err
+    assert (
+        "No space left on device. Earlier checkpoints are as they were." in err
+        and str(recorder.run_dir) in err
+    )
     assert "The report is not written" in out
 
 
@@ -146,8 +168,13 @@ def test_a_run_whose_tracker_fails_trains_to_its_end_and_says_what_the_tracker_l
     recorder = RunRecorder(config, toy_trainer.DISPLAY)
     assert run.train(toy_trainer.ToyInputs(config), toy_trainer.fit, recorder) == 0
     never.set()
-    rows = [json.loads(line) for line in (recorder.run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (recorder.run_dir / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [row["toy/distance"] for row in rows] == [0.25, 0.125, 0.0625, 0.03125, 0.015625]
     reason = "ConnectionError: no network" if fault == "raises" else "it did not end within 1.5 s"
     out, _ = capfd.readouterr()
-    assert f"Tracker mlflow lacks 5 of 5 rows of metrics ({reason})" in out and "Done: 5 training steps." in out
+    assert (
+        f"Tracker mlflow lacks 5 of 5 rows of metrics ({reason})" in out
+        and "Done: 5 training steps." in out
+    )

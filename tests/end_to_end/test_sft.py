@@ -1,4 +1,5 @@
-"""Fine-tuning, a reward model, DPO and ILQL: whole runs, in one process and on Ray, and those that are continued."""
+"""Fine-tuning, a reward model, DPO and ILQL: whole runs, in one process and on Ray, and those that
+are continued."""
 
 import json
 import random
@@ -30,10 +31,18 @@ from verl_like.trainer.run import worker_template
 from verl_like.trainer.run.run_recorder import RunRecorder
 from verl_like.trainer.state import checkpoint
 from verl_like.trainer.state.resume import find_run
-from verl_like.trainer.supervised.run_supervised import KINDS, check_inputs, run_supervised, worker_arguments
+from verl_like.trainer.supervised.run_supervised import (
+    KINDS,
+    check_inputs,
+    run_supervised,
+    worker_arguments,
+)
 from verl_like.trainer.supervised.trainer import SupervisedTrainer
 
-TEMPLATE = "{% for m in messages %}{{ m['content'] }}{{ '<eos>' if m['role'] == 'assistant' else '=' }}{% endfor %}"
+TEMPLATE = (
+    "{% for m in messages %}{{ m['content'] }}{{ '<eos>' if m['role'] == 'assistant' else "
+    "'=' }}{% endfor %}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -42,28 +51,53 @@ def model_path(tiny_llama: Callable) -> str:
     return tiny_llama(template=TEMPLATE)[0]
 
 
-def config_in(folder: Path, model_path: str, *settings: str, schema: type[SupervisedConfig] = SFTConfig) -> Any:
-    """A run on sums of one digit, of six rows a step; the rejected answer of a pair is a wrong one."""
+def config_in(
+    folder: Path, model_path: str, *settings: str, schema: type[SupervisedConfig] = SFTConfig
+) -> Any:
+    """A run on sums of one digit, of six rows a step; the rejected answer of a pair is a wrong
+    one."""
     folder.mkdir(exist_ok=True)
     numbers = random.Random(0)
     pairs = [(numbers.randint(0, 9), numbers.randint(0, 9)) for _ in range(40)]
     rows = []
     for a, b in pairs:
         row = {"prompt": [{"role": "user", "content": f"{a}+{b}"}], "response": str(a + b)}
-        rows.append(json.dumps(row | {"chosen": str(a + b), "rejected": f"{a}{b}", "margin": 0.1 * a, "score": a - b}))
+        rows.append(
+            json.dumps(
+                row
+                | {"chosen": str(a + b), "rejected": f"{a}{b}", "margin": 0.1 * a, "score": a - b}
+            )
+        )
     (folder / "train.jsonl").write_text("\n".join(rows[:33]))
     (folder / "val.jsonl").write_text("\n".join(rows[33:]))
-    own = [f"data.train_files={folder}/train.jsonl", f"data.val_files={folder}/val.jsonl", f"model.path={model_path}"]
-    own += ["trainer.device=cpu", "data.train_batch_size=6", "training.optim.lr=3e-3", "trainer.save_freq=2"]
-    own += ["training.max_token_len_per_gpu=20", f"trainer.default_local_dir={folder}/runs", "trainer.test_freq=3"]
-    return load_config(schema, broken_supervised_rules, [*own, "trainer.total_training_steps=6", *settings])
+    own = [
+        f"data.train_files={folder}/train.jsonl",
+        f"data.val_files={folder}/val.jsonl",
+        f"model.path={model_path}",
+    ]
+    own += [
+        "trainer.device=cpu",
+        "data.train_batch_size=6",
+        "training.optim.lr=3e-3",
+        "trainer.save_freq=2",
+    ]
+    own += [
+        "training.max_token_len_per_gpu=20",
+        f"trainer.default_local_dir={folder}/runs",
+        "trainer.test_freq=3",
+    ]
+    return load_config(
+        schema, broken_supervised_rules, [*own, "trainer.total_training_steps=6", *settings]
+    )
 
 
 def trainer_in(config: SupervisedConfig) -> SupervisedTrainer:
     """A trainer whose worker is in this process, of a new run or of the one that goes on."""
     inputs, kind = check_inputs(config, None), KINDS[type(config)]
     config = inputs.config
-    group = LocalWorkerGroup(RayClassWithInitArgs(kind.worker, *worker_arguments(config)), 1, role="model")
+    group = LocalWorkerGroup(
+        RayClassWithInitArgs(kind.worker, *worker_arguments(config)), 1, role="model"
+    )
     recorder = RunRecorder(config, kind.display, find_run(config)[0])
     trainer = SupervisedTrainer(config, inputs.train_dataset, inputs.val_dataset, group, recorder)
     trainer.init_workers()
@@ -92,12 +126,18 @@ def run_here(config: SupervisedConfig, last_step: int | None = None) -> None:
 def numbers_of(folder: Path) -> list[dict[str, float]]:
     """The metrics of each step without its times."""
     return [
-        {k: v for k, v in row.items() if not k.startswith(("timing_s/", "perf/")) and "/perf/" not in k}
+        {
+            k: v
+            for k, v in row.items()
+            if not k.startswith(("timing_s/", "perf/")) and "/perf/" not in k
+        }
         for row in metrics_of(folder)
     ]
 
 
-@pytest.mark.parametrize("schema", [SFTConfig, pytest.param(RMConfig, marks=pytest.mark.proof), DPOConfig, ILQLConfig])
+@pytest.mark.parametrize(
+    "schema", [SFTConfig, pytest.param(RMConfig, marks=pytest.mark.proof), DPOConfig, ILQLConfig]
+)
 def test_a_run_that_is_continued_equals_one_that_was_not_interrupted_and_learns(
     schema: type[SupervisedConfig], tmp_path: Path, model_path: str
 ):
@@ -109,7 +149,10 @@ def test_a_run_that_is_continued_equals_one_that_was_not_interrupted_and_learns(
     losses = [row["val-core/loss"] for row in whole if "val-core/loss" in row]
     assert len(losses) == 3 and losses[2] < losses[1] < losses[0]
     folder = "runs/latest/global_step_6/model/huggingface"
-    files = [path.relative_to(tmp_path / "whole") for path in (tmp_path / "whole" / folder).rglob("*.safetensors")]
+    files = [
+        path.relative_to(tmp_path / "whole")
+        for path in (tmp_path / "whole" / folder).rglob("*.safetensors")
+    ]
     assert len(files) == 1 + (schema is ILQLConfig)
     for file in files:
         models = [load_file(tmp_path / name / file) for name in ("whole", "parts")]
@@ -117,9 +160,15 @@ def test_a_run_that_is_continued_equals_one_that_was_not_interrupted_and_learns(
 
 
 def test_the_checkpoint_of_the_lowest_validation_loss_is_kept(tmp_path: Path, model_path: str):
-    settings = ["trainer.best_ckpt_metric=val-core/loss", "trainer.max_ckpt_to_keep=1", "trainer.test_freq=1"]
+    settings = [
+        "trainer.best_ckpt_metric=val-core/loss",
+        "trainer.max_ckpt_to_keep=1",
+        "trainer.test_freq=1",
+    ]
     # Steps this large make the loss of a later step higher again.
-    run_here(config_in(tmp_path, model_path, *settings, "trainer.save_freq=-1", "training.optim.lr=0.3"))
+    run_here(
+        config_in(tmp_path, model_path, *settings, "trainer.save_freq=-1", "training.optim.lr=0.3")
+    )
     losses = {row["step"]: row["val-core/loss"] for row in metrics_of(tmp_path) if row["step"]}
     best = min(losses, key=losses.get)
     assert best < 6 and losses[best] < max(losses.values())
@@ -128,7 +177,9 @@ def test_the_checkpoint_of_the_lowest_validation_loss_is_kept(tmp_path: Path, mo
     assert [str(path.relative_to(run)) for path in run.glob("*/model/huggingface")] == [
         "global_step_6/model/huggingface"
     ]
-    with pytest.raises(ConfigError, match=r"best_ckpt_metric=val-core/loss is .*; set data\.val_files"):
+    with pytest.raises(
+        ConfigError, match=r"best_ckpt_metric=val-core/loss is .*; set data\.val_files"
+    ):
         config_in(tmp_path, model_path, *settings, "data.val_files=[]")
 
 
@@ -150,7 +201,9 @@ def test_two_ranks_learn_what_one_does_and_leave_a_model_that_loads(
     assert run_supervised(config, worker_template.start(WORKERS)) == 0
     for one, two in zip(numbers_of(tmp_path / "one"), numbers_of(tmp_path / "two"), strict=True):
         names = [name for name in one if not name.startswith(("global_seqlen/", "training/"))]
-        assert {name: two[name] for name in names} == pytest.approx({name: one[name] for name in names}, rel=1e-4)
+        assert {name: two[name] for name in names} == pytest.approx(
+            {name: one[name] for name in names}, rel=1e-4
+        )
     auto_class.from_pretrained(tmp_path / "two/runs/latest/global_step_6/model/huggingface")
 
 
@@ -163,7 +216,11 @@ def test_a_run_goes_on_on_other_ranks_with_equal_numbers(
         for ranks, steps in parts:
             settings = [f"trainer.n_gpus_per_node={ranks}", f"trainer.total_training_steps={steps}"]
             config = config_in(
-                tmp_path / name, model_path, *settings, "data.train_batch_size=8", "ray_kwargs.ray_init.num_cpus=4"
+                tmp_path / name,
+                model_path,
+                *settings,
+                "data.train_batch_size=8",
+                "ray_kwargs.ray_init.num_cpus=4",
             )
             assert run_supervised(config, worker_template.start(WORKERS)) == 0
     difference, metric = largest_difference(tmp_path / "parts", tmp_path / "whole")

@@ -1,4 +1,5 @@
-"""The example of three stages: its pairs, its true reward, its table, and as a proof the whole command."""
+"""The example of three stages: its pairs, its true reward, its table, and as a proof the whole
+command."""
 
 import json
 import os
@@ -23,7 +24,9 @@ CONFIG = str(ROOT / "examples/rlhf_three_stages/config")
 def test_each_distinct_wrong_response_is_rejected_against_a_right_one():
     prompt = [{"role": "user", "content": "68+35="}]
     pairs = pairs_of(prompt, ["93", "103", "93", "113", "103", " "], "103")
-    assert pairs == [{"prompt": prompt, "chosen": "103", "rejected": wrong} for wrong in ("93", "113")]
+    assert pairs == [
+        {"prompt": prompt, "chosen": "103", "rejected": wrong} for wrong in ("93", "113")
+    ]
     assert pairs_of(prompt, ["103", "103"], "103") == [] == pairs_of(prompt, ["93", "113"], "103")
 
 
@@ -51,10 +54,15 @@ def test_the_table_has_the_first_and_the_last_value_of_each_measure(tmp_path: Pa
         {"step": 1, "critic/score/mean": 7.0},
         {"step": 2, f"val-core/{source}/acc/mean@1": 0.5, f"val-aux/{source}/reward/mean@1": 3.0},
     ]
-    pairs = [{"step": step, "val-core/accuracy": value} for step, value in ((0, 0.5), (4, 0.75), (8, 0.875))]
+    pairs = [
+        {"step": step, "val-core/accuracy": value}
+        for step, value in ((0, 0.5), (4, 0.75), (8, 0.875))
+    ]
     for name, rows in (("rm", pairs), ("ppo", ppo)):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        (tmp_path / name / "metrics.jsonl").write_text(
+            "".join(f"{json.dumps(row)}\n" for row in rows)
+        )
     world = {"exact_match_before_warm_up": 0.125, "held_out_exact_match": 0.25}
     (tmp_path / "world.json").write_text(json.dumps(world))
     assert [row[2:] for row in effects(tmp_path, tmp_path / "rm", tmp_path / "ppo")] == [
@@ -77,10 +85,19 @@ def test_each_of_the_three_stages_has_its_effect_in_a_fresh_clone(
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     (tmp_path / ".venv").symlink_to((ROOT / ".venv").resolve())
     command = ["bash", "examples/rlhf_three_stages/run.sh"]
-    subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)}, check=True, timeout=1700)
+    subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        check=True,
+        timeout=1700,
+    )
     runs = tmp_path / "outputs/verl_like_example_three_stages"
     rows = effects(tmp_path / ".toy_world", runs / "reward_model/latest", runs / "ppo/latest")
-    record_property("result", "; ".join(f"{name} {before:.3f} to {after:.3f}" for _, name, before, after in rows))
+    record_property(
+        "result",
+        "; ".join(f"{name} {before:.3f} to {after:.3f}" for _, name, before, after in rows),
+    )
     fine_tuning, pairs, true_reward, learnt_reward = (row[2:] for row in rows)
     assert fine_tuning[0] == 0 and 0.2 < fine_tuning[1] < 0.35
     assert pairs[0] < 0.65 and pairs[1] > 0.9

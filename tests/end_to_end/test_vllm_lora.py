@@ -1,4 +1,5 @@
-"""Adapters in a real vLLM, which gets nothing else; transformers with the adapter merged by peft is the reference."""
+"""Adapters in a real vLLM, which gets nothing else; transformers with the adapter merged by peft is
+the reference."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -42,7 +43,9 @@ def path(tiny_llama: Callable[..., tuple[str, LlamaForCausalLM]]) -> str:
 @pytest.fixture(scope="module")
 def engine(path: str) -> Iterator[Callable[[str], Any]]:
     """Starts the engine of a name in `SETTINGS` at its first use."""
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=200 << 20)
+    ray.init(
+        num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=200 << 20
+    )
     yield functools.cache(
         lambda name: start_processes((path, None), ranks=[0], adapter=ADAPTER, **SETTINGS[name])[0]  # type: ignore
     )
@@ -53,9 +56,14 @@ def policy(path: str, version: int) -> tuple[list[WeightExport], LlamaForCausalL
     """A random adapter, as the actor exports it, and the model that it is merged into."""
     torch.manual_seed(version)
     settings = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=TARGETS)
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(path), settings).eval().requires_grad_(False)
+    model = (
+        get_peft_model(AutoModelForCausalLM.from_pretrained(path), settings)
+        .eval()
+        .requires_grad_(False)
+    )
     named = [
-        (name.removeprefix("base_model.model."), value.normal_(std=0.2)) for name, value in trained_parameters(model)
+        (name.removeprefix("base_model.model."), value.normal_(std=0.2))
+        for name, value in trained_parameters(model)
     ]
     export = collect_weights(
         with_scale(named, TrainedModelConfig(path=path, **ADAPTER)),
@@ -79,7 +87,9 @@ def test_responses_go_on_with_a_new_adapter_and_find_nothing_of_the_one_before(
     for version in (4, 5):
         exports, models[version] = policy(path, version)
         early, queued, late = [[requests[name] for name in names] for names in ("abf", "d", "ce")]
-        completions = in_engine(engine(kv), rollout_requests.run_with_update, early, queued, late, exports, 2)
+        completions = in_engine(
+            engine(kv), rollout_requests.run_with_update, early, queued, late, exports, 2
+        )
         for name, completion in completions.items():
             versions = [version - 1, version] if name in "abf" else [version]
             assert [each for each, _, _ in completion.versions] == versions
@@ -105,16 +115,27 @@ def test_an_adapter_that_is_stale_or_has_two_tensors_exchanged_does_not_serve(
     process, (exports, model) = engine("recompute"), policy(path, 8)
     call(process, "load_weights", policy(path, 7)[0], 7)
     stale = process.call_without_loading.remote("load_weights", exports, 8)
-    with pytest.raises(ray.exceptions.RayTaskError, match=f"{NUM_TENSORS} of {NUM_TENSORS} tensors differ from the"):
+    with pytest.raises(
+        ray.exceptions.RayTaskError, match=f"{NUM_TENSORS} of {NUM_TENSORS} tensors differ from the"
+    ):
         ray.get(stale, timeout=DEADLINE_S)
-    first, second = (f"model.layers.1.mlp.{part}_proj.lora_B.default.weight" for part in ("gate", "up"))
-    with pytest.raises(ray.exceptions.RayTaskError, match=f"2 of {NUM_TENSORS} tensors differ.*: {first}, {second}"):
+    first, second = (
+        f"model.layers.1.mlp.{part}_proj.lora_B.default.weight" for part in ("gate", "up")
+    )
+    with pytest.raises(
+        ray.exceptions.RayTaskError, match=f"2 of {NUM_TENSORS} tensors differ.*: {first}, {second}"
+    ):
         ray.get(process.run.remote("load_swapped", exports, first, second), timeout=DEADLINE_S)
     (request,) = make_requests({"a": PROMPTS["a"]})
     with pytest.raises(ray.exceptions.RayTaskError, match="no verified weights"):
         in_engine(process, rollout_requests.run, [request])
     call(process, "load_weights", exports, 8)
-    assert_drawn_by({8: model}, request, in_engine(process, rollout_requests.run, [request])["a"], kv="recompute")
+    assert_drawn_by(
+        {8: model},
+        request,
+        in_engine(process, rollout_requests.run, [request])["a"],
+        kv="recompute",
+    )
 
 
 def test_every_request_has_the_adapter_for_vllm_computes_one_without_it_wrongly_beside_them(
@@ -123,7 +144,9 @@ def test_every_request_has_the_adapter_for_vllm_computes_one_without_it_wrongly_
     exports, _ = policy(path, 20)
     call(engine("recompute"), "load_weights", exports, 20)
     (request,) = make_requests({"a": PROMPTS["a"]})
-    adapters, beside, alone = in_engine(engine("recompute"), rollout_requests.run_beside_one_without_adapter, request)
+    adapters, beside, alone = in_engine(
+        engine("recompute"), rollout_requests.run_beside_one_without_adapter, request
+    )
     assert adapters == {"policy-v20"}
     tokens, log_probs = alone
     model = AutoModelForCausalLM.from_pretrained(path)

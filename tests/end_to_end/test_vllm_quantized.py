@@ -1,4 +1,5 @@
-"""A real vLLM that quantises the weights as they arrive; transformers with the same rounding is the reference."""
+"""A real vLLM that quantises the weights as they arrive; transformers with the same rounding is the
+reference."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -45,7 +46,8 @@ def in_float8(rows: torch.Tensor) -> torch.Tensor:
 
 
 def quantised(model: LlamaForCausalLM) -> LlamaForCausalLM:
-    """All linear layers but the head compute with float8: a scale for each output and each token."""
+    """All linear layers but the head compute with float8: a scale for each output and each
+    token."""
     other = rounded(model)
     for layer in other.model.modules():
         if isinstance(layer, torch.nn.Linear):
@@ -72,35 +74,48 @@ def model(tiny_llama: Callable[..., ModelAndFolder]) -> ModelAndFolder:
 
 @pytest.fixture(scope="module")
 def process(model: ModelAndFolder) -> Iterator[Any]:
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=200 << 20)
+    ray.init(
+        num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=200 << 20
+    )
     (process,) = start_processes(model, ranks=[0], dtype="float16", quantization="fp8_per_channel")
     yield process
     ray.shutdown()
 
 
-def test_after_each_update_the_engine_draws_from_the_quantised_weights(process: Any, model: ModelAndFolder) -> None:
+def test_after_each_update_the_engine_draws_from_the_quantised_weights(
+    process: Any, model: ModelAndFolder
+) -> None:
     for version, factor in ((1, 1.0), (2, 0.9), (3, 1.2)):
         weights = scaled(model[1], factor)
         call(process, "load_weights", export_half(weights, version), version)
         output = call(process, "generate_sequences", prompt_batch())
         to_what_arrived = distance(rounded(weights), output)
-        # Measured: 0.0008 to 0.0026. Without quantisation at most 0.00004, and of the weights before at least 0.014.
+        # Measured: 0.0008 to 0.0026. Without quantisation at most 0.00004, and of the weights
+        # before at least 0.014.
         assert FAR[0] < to_what_arrived < FAR[1]
-        # Measured: 0.27 to 0.44. The rest is float16, by which some numbers are rounded to other floats.
+        # Measured: 0.27 to 0.44. The rest is float16, by which some numbers are rounded to other
+        # floats.
         assert distance(quantised(weights), output) < 0.6 * to_what_arrived
 
 
-def test_what_is_rounded_away_is_missed_too_and_a_torn_update_never_serves(process: Any, model: ModelAndFolder) -> None:
+def test_what_is_rounded_away_is_missed_too_and_a_torn_update_never_serves(
+    process: Any, model: ModelAndFolder
+) -> None:
     old, new = model[1], scaled(model[1], 0.8)
     call(process, "load_weights", export_half(old, 4), 4)
     for name in (Q_PROJ, DOWN_PROJ):
         loading = process.run.remote("load_corrupted", export_half(new, 5), name)
-        expect_error(loading, f"version 5 did not arrive at rollout rank 0: 1 of 21 tensors .*: {name}.")
+        expect_error(
+            loading, f"version 5 did not arrive at rollout rank 0: 1 of 21 tensors .*: {name}."
+        )
     with pytest.raises(ray.exceptions.RayTaskError, match="no verified weights"):
         call(process, "generate_sequences", prompt_batch())
 
     call(process, "load_weights", export_half(old, 5), 5)
-    expect_error(process.run.remote("load_torn", export_half(new, 6), 4), "of another process, .* which ended")
+    expect_error(
+        process.run.remote("load_torn", export_half(new, 6), 4),
+        "of another process, .* which ended",
+    )
     with pytest.raises(ray.exceptions.RayTaskError, match="no verified weights"):
         call(process, "generate_sequences", prompt_batch())
     call(process, "load_weights", export_half(new, 6), 6)

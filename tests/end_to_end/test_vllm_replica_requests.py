@@ -1,4 +1,5 @@
-"""Requests and weights that reach two processes of a vLLM replica at different times; transformers is the reference."""
+"""Requests and weights that reach two processes of a vLLM replica at different times; transformers
+is the reference."""
 
 import os
 import time
@@ -28,7 +29,8 @@ STEPS_WITH_NEWS = 2, 5, 8, 11
 
 @ray.remote(num_cpus=0)
 class ReplicaProcess:
-    """A rank of a replica, whose engine has a thread as in a rollout worker. It notes what the engine does when."""
+    """A rank of a replica, whose engine has a thread as in a rollout worker. It notes what the
+    engine does when."""
 
     def build(self, path: str, rank: int, size: int, port: int) -> None:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
@@ -41,14 +43,18 @@ class ReplicaProcess:
         config = RolloutConfig(**rollout_settings(tensor_model_parallel_size=size))
         model = TrainedModelConfig(path=path)
         place = {"rank": rank, "world_size": size, "seed": 5, "device": "cpu"}
-        self.thread = EngineThread(lambda: self.noting(get_rollout_engine("vllm")(config, model, **place)))
+        self.thread = EngineThread(
+            lambda: self.noting(get_rollout_engine("vllm")(config, model, **place))
+        )
 
     def noting(self, engine: Any) -> Any:
         step, submit, load, abort = engine.step, engine.submit, engine.load_weights, engine.abort
 
         def noted_step() -> Any:
             self.num_steps += 1
-            while self.rank == 0 and self.num_steps in STEPS_WITH_NEWS and not self.thread._commands:
+            while (
+                self.rank == 0 and self.num_steps in STEPS_WITH_NEWS and not self.thread._commands
+            ):
                 time.sleep(0.001)
             self.facts = {
                 "has_gradients": torch.is_grad_enabled(),
@@ -77,7 +83,8 @@ class ReplicaProcess:
         return engine
 
     def ask(self, in_step: int, what: str, *args: Any, **options: Any) -> None:
-        """What a worker asks of the engine, on the second rank some time after the first one did."""
+        """What a worker asks of the engine, on the second rank some time after the first one
+        did."""
         while self.rank == 0 and self.num_steps < in_step:
             time.sleep(0.001)
         time.sleep(LATE_S * self.rank)
@@ -94,15 +101,25 @@ class ReplicaProcess:
 
 
 @pytest.fixture(scope="module")
-def processes(tiny_llama: Callable[..., ModelAndFolder]) -> Iterator[tuple[list[Any], ModelAndFolder]]:
+def processes(
+    tiny_llama: Callable[..., ModelAndFolder],
+) -> Iterator[tuple[list[Any], ModelAndFolder]]:
     """The two ranks of a replica, and an engine of one process."""
     model = tiny_llama(tie=True)
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=200 << 20)
+    ray.init(
+        num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=200 << 20
+    )
     holder, port = reserve_port()
-    env = {"PYTHONPATH": os.pathsep.join(["tests/end_to_end", "tests", os.environ.get("PYTHONPATH", "")])}
+    env = {
+        "PYTHONPATH": os.pathsep.join(
+            ["tests/end_to_end", "tests", os.environ.get("PYTHONPATH", "")]
+        )
+    }
     made = [ReplicaProcess.options(runtime_env={"env_vars": env}).remote() for _ in range(3)]
     places = [(0, 2), (1, 2), (0, 1)]
-    built = [each.build.remote(model[0], *place, port) for each, place in zip(made, places, strict=True)]
+    built = [
+        each.build.remote(model[0], *place, port) for each, place in zip(made, places, strict=True)
+    ]
     ray.get(built, timeout=DEADLINE_S)
     holder.close()
     yield made, model
@@ -130,16 +147,30 @@ def test_both_ranks_take_the_same_requests_and_weights_between_the_same_steps(
     ray.get(asked, timeout=DEADLINE_S)
     drawn = ray.get([each.completions.remote(list("abc")) for each in made], timeout=DEADLINE_S)
     noted = ray.get([each.noted.remote() for each in made], timeout=DEADLINE_S)
-    expected = [(0, "weights 3"), (0, "a"), (0, "d"), (2, "b"), (5, "weights 5"), (8, "c"), (11, "no d")]
+    expected = [
+        (0, "weights 3"),
+        (0, "a"),
+        (0, "d"),
+        (2, "b"),
+        (5, "weights 5"),
+        (8, "c"),
+        (11, "no d"),
+    ]
     limits = {"has_gradients": False, "threads": (NUM_THREADS, NUM_THREADS)}
     assert noted == [(expected, limits)] * 3
 
     first, second, alone = drawn
     for name in "abc":
-        assert first[name].token_ids.tolist() == second[name].token_ids.tolist() == alone[name].token_ids.tolist()
+        assert (
+            first[name].token_ids.tolist()
+            == second[name].token_ids.tolist()
+            == alone[name].token_ids.tolist()
+        )
         assert first[name].versions == second[name].versions == alone[name].versions
         for other in (second, alone):
-            assert other[name].log_probs.tolist() == pytest.approx(first[name].log_probs.tolist(), abs=1e-5)
+            assert other[name].log_probs.tolist() == pytest.approx(
+                first[name].log_probs.tolist(), abs=1e-5
+            )
         assert_drawn_by({3: model, 5: changed}, requests[name], first[name], kv="recompute")
     length = {name: len(completion.token_ids) for name, completion in first.items()}
     assert first["a"].versions == ((3, 0, 5), (5, 5, length["a"]))

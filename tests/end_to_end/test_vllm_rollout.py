@@ -1,4 +1,5 @@
-"""A real vLLM, in a Ray actor as in a run, generates with the trainer's weights; transformers is the reference."""
+"""A real vLLM, in a Ray actor as in a run, generates with the trainer's weights; transformers is
+the reference."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -33,7 +34,9 @@ ModelAndFolder = tuple[str, LlamaForCausalLM]
 class RolloutProcess:
     """What a rollout worker is to its engine: a process with the ranks in its environment."""
 
-    def build(self, settings: dict[str, Any], path: str, rank: int, world_size: int, port: int) -> tuple[int, bool]:
+    def build(
+        self, settings: dict[str, Any], path: str, rank: int, world_size: int, port: int
+    ) -> tuple[int, bool]:
         os.environ.update(
             RANK=str(rank),
             WORLD_SIZE=str(world_size),
@@ -71,12 +74,15 @@ class RolloutProcess:
             self.engine._load = load
 
     def call_and_change_a_weight(self, method: str, *args: Any) -> Any:
-        """Calls the engine, whose `_load` then changes one number of a parameter that a kernel reads as it is."""
+        """Calls the engine, whose `_load` then changes one number of a parameter that a kernel
+        reads as it is."""
         load = self.engine._load
 
         def load_and_change(exports: list[WeightExport], version: int) -> None:
             load(exports, version)
-            self.engine.llm.apply_model(lambda model: model.model.embed_tokens.weight[3, 2].add_(1.0))
+            self.engine.llm.apply_model(
+                lambda model: model.model.embed_tokens.weight[3, 2].add_(1.0)
+            )
 
         self.engine._load = load_and_change
         try:
@@ -87,14 +93,17 @@ class RolloutProcess:
 
 @pytest.fixture(scope="module")
 def ray_cluster() -> Iterator[None]:
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=200 << 20)
+    ray.init(
+        num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=200 << 20
+    )
     yield
     ray.shutdown()
 
 
 def rollout_settings(**settings: Any) -> dict[str, Any]:
     shape = {"prompt_length": WIDTH, "response_length": LENGTH, "max_num_seqs": 64}
-    log_probs = {"log_prob_use_dynamic_bsz": False, "log_prob_max_token_len_per_gpu": 1}  # the actor reads them
+    # The actor reads them
+    log_probs = {"log_prob_use_dynamic_bsz": False, "log_prob_max_token_len_per_gpu": 1}
     return {"dtype": "float32", "n": 4, **shape, **log_probs, **settings}
 
 
@@ -103,7 +112,9 @@ def start_processes(model: ModelAndFolder, *, ranks: list[int], **settings: Any)
     holder, port = reserve_port()
     env = {
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(["tests/end_to_end", "tests", os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join(
+            ["tests/end_to_end", "tests", os.environ.get("PYTHONPATH", "")]
+        ),
     }
     processes = [RolloutProcess.options(runtime_env={"env_vars": env}).remote() for _ in ranks]
     building = [
@@ -128,7 +139,8 @@ def tied_model(tiny_llama: Callable[..., ModelAndFolder]) -> ModelAndFolder:
 
 @pytest.fixture(scope="module")
 def replicas(ray_cluster: None, tied_model: ModelAndFolder) -> Iterator[list[Any]]:
-    """Two replicas of one process each, with a tied model; each test brings the weights that it needs."""
+    """Two replicas of one process each, with a tied model; each test brings the weights that it
+    needs."""
     processes = start_processes(
         tied_model, ranks=[0, 1], val_kwargs=SamplingConfig(), max_num_batched_tokens=WIDTH + 60
     )
@@ -147,7 +159,10 @@ LONGEST = [2 + i % 66 for i in range(WIDTH)]
 
 
 def prompt_batch(
-    prompts: tuple[list[int], ...] = ([10, 11, 12], [20], LONGEST), *, step: int = 1, validate: bool = False
+    prompts: tuple[list[int], ...] = ([10, 11, 12], [20], LONGEST),
+    *,
+    step: int = 1,
+    validate: bool = False,
 ) -> DataProto:
     batch = {
         "prompts": jagged_from_lists(prompts, torch.int64),
@@ -178,8 +193,12 @@ def export(
 
 
 def assert_generated_by(model: LlamaForCausalLM, output: DataProto) -> None:
-    """Every log-probability equals that of `model` on the row's tokens, and each response ends where it should."""
-    columns = [rows_of(output, name) for name in ("prompts", "responses", "response_mask", "rollout_log_probs")]
+    """Every log-probability equals that of `model` on the row's tokens, and each response ends
+    where it should."""
+    columns = [
+        rows_of(output, name)
+        for name in ("prompts", "responses", "response_mask", "rollout_log_probs")
+    ]
     for prompt, response, mask, found in zip(*columns, strict=True):
         length = response.index(1) + 1 if 1 in response else LENGTH
         assert len(response) == length and mask == [1] * length
@@ -188,7 +207,9 @@ def assert_generated_by(model: LlamaForCausalLM, output: DataProto) -> None:
         assert torch.allclose(torch.tensor(found), expected, rtol=0, atol=1e-5)
 
 
-def test_weights_arrive_before_and_after_an_update(process: Any, tied_model: ModelAndFolder) -> None:
+def test_weights_arrive_before_and_after_an_update(
+    process: Any, tied_model: ModelAndFolder
+) -> None:
     _, model = tied_model
     call(process, "load_weights", export(model, 1), 1)
     before = call(process, "generate_sequences", prompt_batch())
@@ -208,7 +229,9 @@ def test_prompts_come_back_n_times_each_and_responses_end_where_they_should(
 ) -> None:
     call(process, "load_weights", export(tied_model[1], 2), 2)
     output = call(process, "generate_sequences", prompt_batch())
-    assert rows_of(output, "prompts") == [row for row in rows_of(prompt_batch(), "prompts") for _ in range(4)]
+    assert rows_of(output, "prompts") == [
+        row for row in rows_of(prompt_batch(), "prompts") for _ in range(4)
+    ]
     responses = rows_of(output, "responses")
     assert len({tuple(row) for row in responses}) == 12
     lengths = [len(row) for row in responses]
@@ -220,7 +243,9 @@ def test_prompts_that_do_not_fit_into_one_step_are_computed_whole_in_the_next(
     process: Any, tied_model: ModelAndFolder
 ) -> None:
     call(process, "load_weights", export(tied_model[1], 2), 2)
-    output = call(process, "generate_sequences", prompt_batch((LONGEST, LONGEST[::-1], LONGEST[60:])))
+    output = call(
+        process, "generate_sequences", prompt_batch((LONGEST, LONGEST[::-1], LONGEST[60:]))
+    )
     assert_generated_by(tied_model[1], output)
 
 
@@ -239,15 +264,22 @@ def test_greedy_responses_equal_those_of_transformers(
     )
     reference.load_weights(export(model, 2), 2)
     batch = prompt_batch(validate=True)
-    expected, got = rollout_requests.generate_sequences(reference, batch), call(process, "generate_sequences", batch)
+    expected, got = (
+        rollout_requests.generate_sequences(reference, batch),
+        call(process, "generate_sequences", batch),
+    )
     assert len(got) == 3
     for name in ("prompts", "responses", "response_mask"):
         assert rows_of(got, name) == rows_of(expected, name), name
-    for found, wanted in zip(rows_of(got, "rollout_log_probs"), rows_of(expected, "rollout_log_probs"), strict=True):
+    for found, wanted in zip(
+        rows_of(got, "rollout_log_probs"), rows_of(expected, "rollout_log_probs"), strict=True
+    ):
         assert found == pytest.approx(wanted, rel=0, abs=1e-5)
 
 
-def test_a_step_is_drawn_again_the_same_and_another_step_differs(process: Any, tied_model: ModelAndFolder) -> None:
+def test_a_step_is_drawn_again_the_same_and_another_step_differs(
+    process: Any, tied_model: ModelAndFolder
+) -> None:
     call(process, "load_weights", export(tied_model[1], 2), 2)
     first = call(process, "generate_sequences", prompt_batch(step=7))
     other = call(process, "generate_sequences", prompt_batch(step=8))
@@ -279,15 +311,23 @@ def test_responses_are_told_as_they_end_and_a_generation_can_be_given_up(
     process: Any, tied_model: ModelAndFolder
 ) -> None:
     call(process, "load_weights", export(tied_model[1], 2), 2)
-    parts, output = ray.get(process.run.remote("stream_sequences", prompt_batch()), timeout=DEADLINE_S)
+    parts, output = ray.get(
+        process.run.remote("stream_sequences", prompt_batch()), timeout=DEADLINE_S
+    )
     responses = rows_of(output, "responses")
-    told = [(row_of(request), completion.token_ids.tolist()) for part in parts for request, completion in part]
+    told = [
+        (row_of(request), completion.token_ids.tolist())
+        for part in parts
+        for request, completion in part
+    ]
     lengths = [len(token_ids) for _, token_ids in told]
     # A step of the engine is a token of every response, so they end in the order of their lengths.
     assert lengths == sorted(lengths) and len(parts) >= 3
     assert dict(told) == dict(enumerate(responses)) and len(told) == len(responses)
 
-    first, nothing = ray.get(process.run.remote("stream_sequences", prompt_batch(), True), timeout=DEADLINE_S)
+    first, nothing = ray.get(
+        process.run.remote("stream_sequences", prompt_batch(), True), timeout=DEADLINE_S
+    )
     assert len(first) == 1 and nothing is None
     again = call(process, "generate_sequences", prompt_batch())
     assert rows_of(again, "responses") == responses
@@ -308,14 +348,17 @@ def test_a_prompt_is_computed_once_for_its_samples_and_again_with_new_weights(
         return metric.value
 
     call(process, "load_weights", export(tied_model[1], 2), 2)
-    # Of 4 x (3 + 1 + 140) prompt tokens, three of the four long prompts find its first block of 128; later all do.
+    # Of 4 x (3 + 1 + 140) prompt tokens, three of the four long prompts find its first block of
+    # 128; later all do.
     assert hit_rate() == pytest.approx(3 * 128 / 576)
     assert hit_rate() == pytest.approx(4 * 128 / 576)
     call(process, "load_weights", export(tied_model[1], 2), 2)
     assert hit_rate() == pytest.approx(3 * 128 / 576)
 
 
-def test_first_tokens_are_drawn_with_the_models_probabilities(process: Any, tied_model: ModelAndFolder) -> None:
+def test_first_tokens_are_drawn_with_the_models_probabilities(
+    process: Any, tied_model: ModelAndFolder
+) -> None:
     model = tied_model[1]
     call(process, "load_weights", export(model, 2), 2)
     vocab_size = model.config.vocab_size
@@ -339,7 +382,9 @@ def expect_error(outcome: Any, message: str, kind: str = "WeightSyncError") -> N
     assert kind in str(error.value)
 
 
-def test_weights_that_did_not_arrive_are_noticed_and_stop_the_engine(process: Any, tied_model: ModelAndFolder) -> None:
+def test_weights_that_did_not_arrive_are_noticed_and_stop_the_engine(
+    process: Any, tied_model: ModelAndFolder
+) -> None:
     model = tied_model[1]
     call(process, "load_weights", export(model, 3), 3)
     other = scaled(model, 0.9)
@@ -391,7 +436,9 @@ def test_vllms_nccl_and_ipc_get_what_they_ask_for_and_without_a_gpu_the_engine_t
 ) -> None:
     """Nothing is sent: vLLM takes our arguments, and stops where it needs a GPU."""
     named = list(tied_model[1].named_parameters())
-    announced = collect_weights(named, dtype=torch.float32, rank=0, world_size=1, version=7, allocate=None)
+    announced = collect_weights(
+        named, dtype=torch.float32, rank=0, world_size=1, version=7, allocate=None
+    )
     exports = [replace(announced, address=("127.0.0.1", 1))]
     errors = ray.get(process.run.remote("load_by_nccl", exports, 7), timeout=DEADLINE_S)
     assert errors == [
@@ -406,14 +453,16 @@ def test_vllms_nccl_and_ipc_get_what_they_ask_for_and_without_a_gpu_the_engine_t
     assert_generated_by(tied_model[1], call(process, "generate_sequences", prompt_batch()))
 
 
-# Of 20 parameters: none; the embedding and, of the first fused projection, q alone; all but the final norm.
+# Of 20 parameters: none; the embedding and, of the first fused projection, q alone; all but the
+# final norm.
 @pytest.mark.parametrize("num_loaded", [0, 2, 19])
 def test_an_engine_with_a_torn_update_refuses_to_generate_until_a_whole_one(
     process: Any, tied_model: ModelAndFolder, num_loaded: int
 ) -> None:
     call(process, "load_weights", export(tied_model[1], 7), 7)
     new = scaled(tied_model[1], 0.9)
-    loading = process.run.remote("load_torn", export(new, 8, bucket_bytes=1), num_loaded)  # a parameter in a bucket
+    # A parameter in a bucket
+    loading = process.run.remote("load_torn", export(new, 8, bucket_bytes=1), num_loaded)
     expect_error(loading, "in memory of another process, /proc/self/fd/none, which ended")
     with pytest.raises(ray.exceptions.RayTaskError, match="no verified weights"):
         call(process, "generate_sequences", prompt_batch())
@@ -421,36 +470,55 @@ def test_an_engine_with_a_torn_update_refuses_to_generate_until_a_whole_one(
     assert_generated_by(new, call(process, "generate_sequences", prompt_batch()))
 
 
-def test_a_head_size_without_a_cpu_kernel_is_refused(process: Any, tiny_llama: Callable[..., ModelAndFolder]) -> None:
+def test_a_head_size_without_a_cpu_kernel_is_refused(
+    process: Any, tiny_llama: Callable[..., ModelAndFolder]
+) -> None:
     path, _ = tiny_llama(head_dim=16)
     with pytest.raises(ray.exceptions.RayTaskError, match="no kernel for head_dim=16"):
         ray.get(process.build.remote(rollout_settings(), path, 0, 1, 0), timeout=DEADLINE_S)
 
 
-def test_a_process_that_has_torch_groups_already_is_refused(process: Any, tied_model: ModelAndFolder) -> None:
-    with pytest.raises(ray.exceptions.RayTaskError, match="give the rollout role processes of its own"):
-        ray.get(process.build.remote(rollout_settings(), tied_model[0], 0, 1, 0), timeout=DEADLINE_S)
+def test_a_process_that_has_torch_groups_already_is_refused(
+    process: Any, tied_model: ModelAndFolder
+) -> None:
+    with pytest.raises(
+        ray.exceptions.RayTaskError, match="give the rollout role processes of its own"
+    ):
+        ray.get(
+            process.build.remote(rollout_settings(), tied_model[0], 0, 1, 0), timeout=DEADLINE_S
+        )
 
 
 def test_a_replica_of_two_processes_generates_like_one(
     ray_cluster: None, tiny_llama: Callable[..., ModelAndFolder]
 ) -> None:
-    # One key/value head on two processes: both hold a copy of it, which counts once in the fingerprint.
+    # One key/value head on two processes: both hold a copy of it, which counts once in the
+    # fingerprint.
     model = tiny_llama(num_key_value_heads=1)
     replica = start_processes(model, ranks=[0, 1], tensor_model_parallel_size=2)
     for version, weights in ((1, model[1]), (2, scaled(model[1], 0.8))):
         exports = export(weights, version)
-        ray.get([p.call.remote("load_weights", exports, version) for p in replica], timeout=DEADLINE_S)
+        ray.get(
+            [p.call.remote("load_weights", exports, version) for p in replica], timeout=DEADLINE_S
+        )
         first, second = ray.get(
-            [p.call.remote("generate_sequences", prompt_batch()) for p in replica], timeout=DEADLINE_S
+            [p.call.remote("generate_sequences", prompt_batch()) for p in replica],
+            timeout=DEADLINE_S,
         )
         assert_generated_by(weights, first)
         assert first.equal(second)
     exports, corrupt = export(model[1], 3), export(model[1], 3)
     corrupt[0].buckets[0].data[7] ^= 1
-    loading = [p.call.remote("load_weights", each, 3) for p, each in zip(replica, (exports, corrupt), strict=True)]
-    for outcome, message in zip(loading, ("are stale on another rank", "changed on their way"), strict=True):
-        with pytest.raises(ray.exceptions.RayTaskError, match=f"StaleWeightsError: Weights of version 3 {message}"):
+    loading = [
+        p.call.remote("load_weights", each, 3)
+        for p, each in zip(replica, (exports, corrupt), strict=True)
+    ]
+    for outcome, message in zip(
+        loading, ("are stale on another rank", "changed on their way"), strict=True
+    ):
+        with pytest.raises(
+            ray.exceptions.RayTaskError, match=f"StaleWeightsError: Weights of version 3 {message}"
+        ):
             ray.get(outcome, timeout=DEADLINE_S)
     ended = [p.call.remote("generate_sequences", prompt_batch()) for p in replica]
     assert_generated_by(weights, ray.get(ended, timeout=DEADLINE_S)[0])

@@ -1,4 +1,5 @@
-"""The weights of models other than Llama, fused and sharded in other ways, arrive in a real vLLM or are missed."""
+"""The weights of models other than Llama, fused and sharded in other ways, arrive in a real vLLM or
+are missed."""
 
 from collections.abc import Callable
 from typing import Any
@@ -75,7 +76,9 @@ def save_model(path: str, config: PreTrainedConfig) -> Any:
             1,
             "layer_scalar",
         ),
-        pytest.param(Qwen3Config(**SIZES, head_dim=32), 2, "self_attn.q_norm.weight", marks=pytest.mark.proof),
+        pytest.param(
+            Qwen3Config(**SIZES, head_dim=32), 2, "self_attn.q_norm.weight", marks=pytest.mark.proof
+        ),
         pytest.param(
             Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=True),
             1,
@@ -86,11 +89,16 @@ def save_model(path: str, config: PreTrainedConfig) -> Any:
     ],
 )
 def test_weights_arrive_or_are_missed_by_name(
-    tiny_llama: Callable[..., ModelAndFolder], config: PreTrainedConfig, num_processes: int, swapped_part: str
+    tiny_llama: Callable[..., ModelAndFolder],
+    config: PreTrainedConfig,
+    num_processes: int,
+    swapped_part: str,
 ) -> None:
     path, _ = tiny_llama()
     model = save_model(path, config)
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=200 << 20)
+    ray.init(
+        num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=200 << 20
+    )
     processes = start_processes(
         (path, model), ranks=list(range(num_processes)), tensor_model_parallel_size=num_processes
     )
@@ -106,7 +114,9 @@ def test_weights_arrive_or_are_missed_by_name(
     names = [f"model.layers.{layer}.{swapped_part}" for layer in range(2)]
     num_tensors = len(list(model.parameters())) + len(model_buffers(model))
     message = f"2 of {num_tensors} tensors differ from the trainer's: {', '.join(names)}."
-    for outcome in [process.run.remote("load_swapped", export(model, 3), *names) for process in processes]:
+    for outcome in [
+        process.run.remote("load_swapped", export(model, 3), *names) for process in processes
+    ]:
         with pytest.raises(ray.exceptions.RayTaskError, match=message):
             ray.get(outcome, timeout=DEADLINE_S)
     ray.get(everywhere("load_weights", export(model, 3), 3), timeout=DEADLINE_S)
@@ -125,22 +135,40 @@ def test_an_update_needs_two_buckets_of_memory_and_outlives_an_engine_that_is_ki
     tiny_llama: Callable[..., ModelAndFolder],
 ) -> None:
     path, _ = tiny_llama()
-    sizes = {"vocab_size": 4096, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4}
+    sizes = {
+        "vocab_size": 4096,
+        "hidden_size": 1024,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 4,
+    }
     model = save_model(path, LlamaConfig(**SIZES | sizes, head_dim=32))
-    bucket_bytes = 17 << 20  # as the embedding, the head, and a layer's gate_proj and up_proj together, and 1 MiB
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=500 << 20)
+    # As the embedding, the head, and a layer's gate_proj and up_proj together, and 1 MiB
+    bucket_bytes = 17 << 20
+    ray.init(
+        num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=500 << 20
+    )
     named = list(model.named_parameters())
-    exports = [collect_weights(named, dtype=torch.float32, rank=0, world_size=1, version=1, bucket_bytes=bucket_bytes)]
+    exports = [
+        collect_weights(
+            named, dtype=torch.float32, rank=0, world_size=1, version=1, bucket_bytes=bucket_bytes
+        )
+    ]
     assert sum(export.num_bytes for export in exports) > 7 * bucket_bytes
     staged = ray.put(exports)
     (process,) = start_processes((path, model), ranks=[0])
-    # The first load also packs what the engine starts with, and the allocator takes more than it is asked for in some.
-    extra = [ray.get(process.run.remote("extra_memory", staged), timeout=DEADLINE_S) for _ in range(4)]
+    # The first load also packs what the engine starts with, and the allocator takes more than it is
+    # asked for in some.
+    extra = [
+        ray.get(process.run.remote("extra_memory", staged), timeout=DEADLINE_S) for _ in range(4)
+    ]
     assert min(extra) <= 2 * bucket_bytes
 
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(process.run.remote("load_and_die", staged, 4), timeout=DEADLINE_S)
     (process,) = start_processes((path, model), ranks=[0])
     ray.get(process.call.remote("load_weights", staged, 1), timeout=DEADLINE_S)
-    assert_generated_by(model, ray.get(process.call.remote("generate_sequences", prompt_batch()), timeout=DEADLINE_S))
+    assert_generated_by(
+        model,
+        ray.get(process.call.remote("generate_sequences", prompt_batch()), timeout=DEADLINE_S),
+    )
     ray.shutdown()

@@ -12,7 +12,13 @@ from test_which_run_is_resumed import run_until
 
 from verl_like.trainer.config import PPOConfig, load_ppo_config
 from verl_like.trainer.config.detached import DetachedBlock
-from verl_like.trainer.state.resume import _FREE_KEYS, _values, differing_keys, find_run, fingerprints_of
+from verl_like.trainer.state.resume import (
+    _FREE_KEYS,
+    _values,
+    differing_keys,
+    find_run,
+    fingerprints_of,
+)
 
 
 @pytest.fixture
@@ -22,7 +28,12 @@ def config_with(tmp_path: Path, tiny_llama: Callable) -> Callable[..., PPOConfig
 
 
 def with_paths(*overrides: str) -> PPOConfig:
-    required = ["data.train_files=t", "data.val_files=v", "actor_rollout_ref.model.path=m", "device=cpu"]
+    required = [
+        "data.train_files=t",
+        "data.val_files=v",
+        "actor_rollout_ref.model.path=m",
+        "device=cpu",
+    ]
     return load_ppo_config([*required, *overrides])
 
 
@@ -66,7 +77,9 @@ def test_what_is_not_on_the_disk_counts_by_its_whole_name():
 
 def test_a_path_that_is_null_now_is_refused(config_with: Callable):
     run_until(2, config_with())
-    with pytest.raises(ValueError, match=r"read other files than there are now: custom_reward_function\.path"):
+    with pytest.raises(
+        ValueError, match=r"read other files than there are now: custom_reward_function\.path"
+    ):
         find_run(config_with("custom_reward_function.path=null"))
 
 
@@ -76,7 +89,10 @@ def test_arguments_of_the_reward_are_compared_as_they_are_whatever_they_are_call
     log = tmp_path / "log"
     arguments = ["log_path", "seeds_path", "data_files"]
     values = [str(log), "{a: 1}", "[3, 4]"]
-    given = [f"+custom_reward_function.reward_kwargs.{a}={v}" for a, v in zip(arguments, values, strict=True)]
+    given = [
+        f"+custom_reward_function.reward_kwargs.{a}={v}"
+        for a, v in zip(arguments, values, strict=True)
+    ]
     folder = run_until(2, config_with(*given))
     log.write_text("what the reward wrote")
     assert differing_keys(config_with(*given), folder) == []
@@ -109,7 +125,9 @@ def test_a_key_that_is_newer_than_a_run_has_its_default_there(config_with: Calla
     del saved["data"]["shuffle"], saved["critic"]["ppo_epochs"], saved["algorithm"]["kl_ctrl"]
     (folder / "config.yaml").write_text(yaml.safe_dump(saved))
     assert differing_keys(config_with(), folder) == []
-    assert differing_keys(config_with("data.shuffle=false"), folder) == ["data.shuffle=True (here: False)"]
+    assert differing_keys(config_with("data.shuffle=false"), folder) == [
+        "data.shuffle=True (here: False)"
+    ]
     assert differing_keys(config_with("actor_rollout_ref.actor.ppo_epochs=2"), folder) == [
         "actor_rollout_ref.actor.ppo_epochs=1 (here: 2)",
         "critic.ppo_epochs=1 (here: 2)",
@@ -127,15 +145,23 @@ def test_another_number_of_training_steps_is_noted(config_with: Callable):
 
 @pytest.mark.parametrize("name", ["config.yaml", "inputs.json"])
 @pytest.mark.parametrize("text", ["", "{", None])
-def test_a_run_whose_settings_cannot_be_read_is_noted_or_refused(name: str, text: str | None, config_with: Callable):
+def test_a_run_whose_settings_cannot_be_read_is_noted_or_refused(
+    name: str, text: str | None, config_with: Callable
+):
     folder = run_until(2, config_with())
     (folder / name).unlink()
     if text is not None:
         (folder / name).write_text(text)
     run, notes = find_run(config_with())
-    assert run is None and len(notes) == 1 and f"{folder} is unfinished and is not continued: it has no" in notes[0]
+    assert (
+        run is None
+        and len(notes) == 1
+        and f"{folder} is unfinished and is not continued: it has no" in notes[0]
+    )
     with pytest.raises(ValueError, match=f"{folder} has no config.yaml .* can be read"):
-        find_run(config_with("trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}"))
+        find_run(
+            config_with("trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}")
+        )
 
 
 def test_every_key_that_may_change_is_a_key(config_with: Callable):
@@ -143,5 +169,14 @@ def test_every_key_that_may_change_is_a_key(config_with: Callable):
     keys += [f"detached.{name}" for name in DetachedBlock.model_fields]
     assert [free for free in _FREE_KEYS if not any(fnmatchcase(key, free) for key in keys)] == []
     fixed = {key for key in keys if not any(fnmatchcase(key, free) for free in _FREE_KEYS)}
-    assert {"trainer.seed", "data.train_batch_size", "actor_rollout_ref.rollout.n", "algorithm.gamma"} <= fixed
-    assert {"actor_rollout_ref.actor.optim.lr", "critic.cliprange_value", "actor_rollout_ref.rollout.name"} <= fixed
+    assert {
+        "trainer.seed",
+        "data.train_batch_size",
+        "actor_rollout_ref.rollout.n",
+        "algorithm.gamma",
+    } <= fixed
+    assert {
+        "actor_rollout_ref.actor.optim.lr",
+        "critic.cliprange_value",
+        "actor_rollout_ref.rollout.name",
+    } <= fixed

@@ -1,4 +1,5 @@
-"""The table "Where a change goes" of AGENTS.md is true: a copy of the tree gets one of each kind, and a step uses them.
+"""The table "Where a change goes" of AGENTS.md is true: a copy of the tree gets one of each kind,
+and a step uses them.
 
 Files are added and touched only where the table says. What needs Ray has its test elsewhere.
 """
@@ -174,7 +175,8 @@ TOUCHED = {
     "correction": [
         (
             "verl_like/algorithms/corrections/correction.py",
-            "from verl_like.algorithms.corrections.rejection import compute_rollout_rejection_mask\n",
+            "from verl_like.algorithms.corrections.rejection import "
+            "compute_rollout_rejection_mask\n",
             "from verl_like.algorithms.corrections.scaling import scaled\n",
         ),
         (
@@ -195,7 +197,9 @@ TOUCHED = {
             '"equal": EqualEngine, ',
         ),
     ],
-    "rule reward": [("verl_like/rewards/__init__.py", "from verl_like.rewards import ", "constant, ")],
+    "rule reward": [
+        ("verl_like/rewards/__init__.py", "from verl_like.rewards import ", "constant, ")
+    ],
     "configuration key": [
         (
             "verl_like/algorithms/corrections/__init__.py",
@@ -204,7 +208,8 @@ TOUCHED = {
         ),
         (
             "tests/oracle/step_table.py",
-            '        *(f"reward.overlong_buffer.{name}" for name in ("enable", "len", "penalty_factor")),\n',
+            '        *(f"reward.overlong_buffer.{name}" for name in ("enable", "len", '
+            '"penalty_factor")),\n',
             '        "algorithm.rollout_correction.rollout_is_scale",\n',
         ),
     ],
@@ -225,13 +230,24 @@ RULES_FOR_KEYS = [
 
 def table() -> dict[str, tuple[str, str]]:
     """What is new and what is touched, by the change."""
-    lines = (ROOT / "AGENTS.md").read_text().partition("**Where a change goes**")[2].strip().splitlines()
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    lines = (
+        (ROOT / "AGENTS.md")
+        .read_text()
+        .partition("**Where a change goes**")[2]
+        .strip()
+        .splitlines()
+    )
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in lines
+        if line.startswith("|")
+    ]
     return {change: (new, touched) for change, new, touched in rows[2:]}
 
 
 def paths_in(cell: str) -> list[str]:
-    """The files and folders that a cell names, from the root of the tree; those of the package are named from there."""
+    """The files and folders that a cell names, from the root of the tree; those of the package are
+    named from there."""
     names = re.findall(r"`([\w./]*/[\w./]*)`", cell)
     return [f"verl_like/{name}" if (ROOT / "verl_like" / name).exists() else name for name in names]
 
@@ -240,7 +256,11 @@ def test_every_row_of_the_table_has_a_test():
     assert {*NEW, *TESTED_ELSEWHERE} == table().keys()
     for place in TESTED_ELSEWHERE.values():
         file, _, name = place.partition("::")
-        tests = [node for node in ast.parse((ROOT / "tests" / file).read_text()).body if hasattr(node, "name")]
+        tests = [
+            node
+            for node in ast.parse((ROOT / "tests" / file).read_text()).body
+            if hasattr(node, "name")
+        ]
         (test,) = [node for node in tests if node.name == name]
         assert not any("proof" in ast.unparse(decorator) for decorator in test.decorator_list)
 
@@ -249,10 +269,13 @@ def test_what_is_added_stands_where_the_table_says_and_touches_nothing_else():
     for change, new_files in NEW.items():
         new, touched = table()[change]
         in_package = [path for path in new_files if path.startswith("verl_like/")]
-        assert {str(Path(path).parent) for path in in_package} == {path.rstrip("/") for path in paths_in(new)}
+        assert {str(Path(path).parent) for path in in_package} == {
+            path.rstrip("/") for path in paths_in(new)
+        }
         edited = {path for path, _, _ in TOUCHED.get(change, [])}
         if change == "configuration key":
-            edited.remove("verl_like/algorithms/corrections/__init__.py")  # the model that the new field is of
+            # The model that the new field is of
+            edited.remove("verl_like/algorithms/corrections/__init__.py")
         assert edited == set(paths_in(touched))
 
 
@@ -270,7 +293,15 @@ def test_a_tree_with_one_more_of_each_kind_uses_them_all(tmp_path: Path):
         (tree / path).write_text(source.replace(before, before + text))
     (tree / "tests/end_to_end/test_added.py").write_text(STEP)
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/end_to_end/test_added.py"]
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "tests/end_to_end/test_added.py",
+        ]
         + RULES_FOR_KEYS,
         cwd=tree,
         env=os.environ | {"PYTHONPATH": str(tree)},

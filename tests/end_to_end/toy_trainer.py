@@ -1,4 +1,5 @@
-"""The smallest trainer: a number goes towards a target. A schema, a rule and a `fit` for the run shell."""
+"""The smallest trainer: a number goes towards a target. A schema, a rule and a `fit` for the run
+shell."""
 
 import sys
 import time
@@ -61,7 +62,8 @@ def fit(inputs: ToyInputs, recorder: RunRecorder) -> None:
 
 
 DISPLAY = Display(
-    step_line=(("distance", ("toy/distance",), "{:.3f}"),), charts=(("Distance", ("toy/distance",), "units"),)
+    step_line=(("distance", ("toy/distance",), "{:.3f}"),),
+    charts=(("Distance", ("toy/distance",), "units"),),
 )
 
 if __name__ == "__main__":

@@ -21,9 +21,12 @@ class WaitingRollout(RolloutWorker):
         def wait_after_the_first_part() -> list[tuple[str, Completion]]:
             ended = step()
             deadline = time.monotonic() + 120
-            is_generation = ended and ended[0][0].startswith("row")  # and not the comparison at the start
+            # And not the comparison at the start
+            is_generation = ended and ended[0][0].startswith("row")
             while is_generation and next(parts) > 0 and not Path(os.environ[SCORED]).exists():
-                assert time.monotonic() < deadline, "no reward was computed while others were generated"
+                assert time.monotonic() < deadline, (
+                    "no reward was computed while others were generated"
+                )
                 time.sleep(0.01)
             return ended
 

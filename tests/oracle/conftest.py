@@ -24,14 +24,17 @@ def expected(world_folder: Path) -> Callable[[str], step_reference.Trained]:
 
     @cache
     def of_run(run: str) -> step_reference.Trained:
-        return step_reference.train(step_runs.defaults() | step_table.settings_of(run, world_folder), steps=2)
+        return step_reference.train(
+            step_runs.defaults() | step_table.settings_of(run, world_folder), steps=2
+        )
 
     return of_run
 
 
 @pytest.fixture(scope="module", autouse=True)
 def no_process_group_is_left() -> Iterator[None]:
-    """Workers that run in the test's own process join a group of one, which the next file must not find."""
+    """Workers that run in the test's own process join a group of one, which the next file must not
+    find."""
     yield
     if dist.is_initialized():
         dist.destroy_process_group()

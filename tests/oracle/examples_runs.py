@@ -47,7 +47,8 @@ ARGUMENTS = ("model", "training", "batch_size", "total_training_steps", "seed")
 
 
 def write_examples(folder: Path) -> None:
-    """Rows, a tokenizer whose template marks turns, and models with heads, in a folder that has the world."""
+    """Rows, a tokenizer whose template marks turns, and models with heads, in a folder that has the
+    world."""
     for name, rows in (("talks", examples.TALKS), ("pairs", examples.PAIRS)):
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "policy")
@@ -58,15 +59,27 @@ def write_examples(folder: Path) -> None:
         shutil.copytree(folder / f"{kind}policy", folder / f"{kind}valued")
         generator, heads = torch.Generator().manual_seed(seed), {}
         for name, outputs in (("q1", num_tokens), ("q2", num_tokens), ("value", 1)):
-            shapes = {"0.weight": (2 * size, size), "0.bias": (2 * size,), "2.weight": (outputs, 2 * size)}
-            heads |= {f"{name}.{part}": 0.3 * torch.randn(s, generator=generator) for part, s in shapes.items()}
-        targets = {f"target_{name}": head + 0.1 for name, head in heads.items() if not name.startswith("value")}
+            shapes = {
+                "0.weight": (2 * size, size),
+                "0.bias": (2 * size,),
+                "2.weight": (outputs, 2 * size),
+            }
+            heads |= {
+                f"{name}.{part}": 0.3 * torch.randn(s, generator=generator)
+                for part, s in shapes.items()
+            }
+        targets = {
+            f"target_{name}": head + 0.1
+            for name, head in heads.items()
+            if not name.startswith("value")
+        }
         (folder / f"{kind}valued/heads").mkdir()
         save_file(heads | targets, folder / f"{kind}valued/heads/model.safetensors")
 
 
 def train(kind: str, settings: Settings, steps: int) -> Trained:
-    """What the trainer's own steps do under a configuration, and a validation after them where there are rows."""
+    """What the trainer's own steps do under a configuration, and a validation after them where
+    there are rows."""
     schema, worker_class = KINDS[kind]
     overrides = [f"{key}={as_override(value)}" for key, value in settings.items()]
     config: Any = load_config(schema, schemas.broken_supervised_rules, overrides)
@@ -75,9 +88,13 @@ def train(kind: str, settings: Settings, steps: int) -> Trained:
         display = run_supervised.KINDS[schema].display
         recorder = RunRecorder(inputs.config, display)
         cleanup.callback(recorder.timeline_file.close)
-        arguments = dict(zip(ARGUMENTS, run_supervised.worker_arguments(inputs.config), strict=True))
+        arguments = dict(
+            zip(ARGUMENTS, run_supervised.worker_arguments(inputs.config), strict=True)
+        )
         group = LocalWorkerGroup(RayClassWithInitArgs(worker_class, **arguments), role="model")
-        trainer = SupervisedTrainer(inputs.config, inputs.train_dataset, inputs.val_dataset, group, recorder)
+        trainer = SupervisedTrainer(
+            inputs.config, inputs.train_dataset, inputs.val_dataset, group, recorder
+        )
         trainer.init_workers()
         metrics = []
         for trainer.global_step in range(1, steps + 1):

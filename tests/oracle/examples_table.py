@@ -1,4 +1,5 @@
-"""Training on examples, key by key: runs whose settings are not the defaults, and every key's place in them.
+"""Training on examples, key by key: runs whose settings are not the defaults, and every key's place
+in them.
 
 Imports nothing from `verl_like`.
 """
@@ -77,7 +78,11 @@ RUNS: dict[str, dict[str, Any]] = {
 OWN: dict[tuple[str, str], dict[str, Any]] = {
     ("sft", "in order"): {"training.grad_clip": 7.0},
     ("rm", "in order"): {"training.grad_clip": 3.0},
-    ("dpo", "in order"): {"training.grad_clip": 5.0, "training.beta": 0.7, "training.label_smoothing": 0.2},
+    ("dpo", "in order"): {
+        "training.grad_clip": 5.0,
+        "training.beta": 0.7,
+        "training.label_smoothing": 0.2,
+    },
     ("dpo", "in random order"): {"training.beta": 0.3, "training.loss_type": "ipo"},
     ("dpo", "warmed up"): {"training.beta": 2.0},
     ("ilql", "in order"): {
@@ -111,7 +116,8 @@ SHARED_PLACES: dict[str, tuple[str, Any]] = {
     "training.optim.lr_scheduler_type": ("in random order", DEFAULT),
     "model.path": ("in order", "{folder}/other_{model}"),
 }
-# The keys that reach a formula: in which run, and with which other value that run would compute something else.
+# The keys that reach a formula: in which run, and with which other value that run would compute
+# something else.
 REACHES_A_FORMULA: dict[str, dict[str, tuple[str, Any]]] = {
     "sft": SHARED_PLACES,
     "rm": SHARED_PLACES,
@@ -132,11 +138,24 @@ REACHES_A_FORMULA: dict[str, dict[str, tuple[str, Any]]] = {
     },
 }
 
-# The keys that only change how the numbers are computed; the runs set them, and have the numbers of the reference.
+# The keys that only change how the numbers are computed; the runs set them, and have the numbers of
+# the reference.
 LAYOUT = (
-    *("model.enable_gradient_checkpointing", "model.enable_activation_offload", "model.fsdp_config.strategy"),
-    *("model.fsdp_config.param_offload", "model.fsdp_config.optimizer_offload", "trainer.balance_batch"),
-    *("training.use_dynamic_bsz", "training.micro_batch_size_per_gpu", "training.max_token_len_per_gpu"),
+    *(
+        "model.enable_gradient_checkpointing",
+        "model.enable_activation_offload",
+        "model.fsdp_config.strategy",
+    ),
+    *(
+        "model.fsdp_config.param_offload",
+        "model.fsdp_config.optimizer_offload",
+        "trainer.balance_batch",
+    ),
+    *(
+        "training.use_dynamic_bsz",
+        "training.micro_batch_size_per_gpu",
+        "training.max_token_len_per_gpu",
+    ),
 )
 
 # Every other key, under the test that shows what it does.
@@ -148,13 +167,24 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "tests/unit/test_workers_tokenizer.py": ("model.tokenizer_path",),
     "tests/unit/test_trust_remote_code.py": ("model.trust_remote_code",),
     "tests/unit/test_workers_memory_and_compile.py": ("model.use_torch_compile",),
-    "tests/unit/test_workers_lora.py": ("model.lora_rank", "model.lora_alpha", "model.target_modules"),
+    "tests/unit/test_workers_lora.py": (
+        "model.lora_rank",
+        "model.lora_alpha",
+        "model.target_modules",
+    ),
     "tests/unit/test_ilql.py": ("model.fsdp_config.dtype", "model.fsdp_config.model_dtype"),
     "tests/unit/test_workers_equality.py": (
         *("model.fsdp_config.fsdp_size", "training.ulysses_sequence_parallel_size"),
     ),
-    "tests/end_to_end/test_fit_schedule.py": ("trainer.save_freq", "trainer.test_freq", "trainer.val_before_train"),
-    "tests/end_to_end/test_best_checkpoint.py": ("trainer.best_ckpt_metric", "trainer.max_ckpt_to_keep"),
+    "tests/end_to_end/test_fit_schedule.py": (
+        "trainer.save_freq",
+        "trainer.test_freq",
+        "trainer.val_before_train",
+    ),
+    "tests/end_to_end/test_best_checkpoint.py": (
+        "trainer.best_ckpt_metric",
+        "trainer.max_ckpt_to_keep",
+    ),
     "tests/end_to_end/test_which_run_is_resumed.py": (
         *("trainer.resume_mode", "trainer.resume_from_path", "trainer.damaged_ckpt"),
     ),
@@ -169,10 +199,18 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
 DETACHED_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "tests/unit/test_detached_config.py": ("detached.num_makers",),
     "tests/end_to_end/test_detached.py": (
-        *("detached.num_trainers", "detached.update_steps", "detached.update_in_flight", "detached.routing"),
+        *(
+            "detached.num_trainers",
+            "detached.update_steps",
+            "detached.update_in_flight",
+            "detached.routing",
+        ),
         *("detached.experience_batch_size", "detached.max_restarts"),
     ),
-    "tests/unit/test_detached_ledger.py": ("detached.max_attempts", "detached.min_effective_sample_size"),
+    "tests/unit/test_detached_ledger.py": (
+        "detached.max_attempts",
+        "detached.min_effective_sample_size",
+    ),
     "tests/unit/test_detached_maker.py": ("detached.restart_below",),
 }
 

@@ -1,4 +1,5 @@
-"""What training on examples starts from: conversations, pairs of answers, and the template that joins their turns.
+"""What training on examples starts from: conversations, pairs of answers, and the template that
+joins their turns.
 
 Imports nothing from `verl_like`.
 """
@@ -8,7 +9,8 @@ from typing import Any
 import step_world as world
 
 TEMPLATE = (
-    "{% for m in messages %}{{ m['content'] }}{{ mark | default('=') if m['role'] == 'user' else '<eos>' }}{% endfor %}"
+    "{% for m in messages %}{{ m['content'] }}{{ mark | default('=') if m['role'] == 'user' "
+    "else '<eos>' }}{% endfor %}"
 )
 """A user's turn ends with a mark, and an assistant's with the end-of-sequence token."""
 
@@ -61,7 +63,9 @@ def tokens_of_talk(row: dict[str, Any], mark: str) -> Tokens:
     if "messages" in row:
         return tokens_of_turns(row["messages"], 0, mark)
     prompt = as_turns(row["prompt"], "user")
-    return tokens_of_turns(prompt + as_turns(row.get("response") or row["completion"], "assistant"), len(prompt), mark)
+    return tokens_of_turns(
+        prompt + as_turns(row.get("response") or row["completion"], "assistant"), len(prompt), mark
+    )
 
 
 def tokens_of_pair(row: dict[str, Any], mark: str) -> list[Tokens]:

@@ -1,4 +1,5 @@
-"""The corrections of rollout against trainer in float64, response by response. Imports nothing from `verl_like`."""
+"""The corrections of rollout against trainer in float64, response by response. Imports nothing from
+`verl_like`."""
 
 import math
 from typing import Any
@@ -12,9 +13,12 @@ SWITCHES = (f"{BLOCK}.rollout_is", f"{BLOCK}.rollout_rs")
 
 
 def correct(rows: list[Any], settings: dict[str, object]) -> dict[str, float]:
-    """Adds weights to the rows, and takes tokens out of them that drifted too far; returns what is told of it."""
+    """Adds weights to the rows, and takes tokens out of them that drifted too far; returns what is
+    told of it."""
     metrics: dict[str, float] = {}
-    log_ratios = [row.known["old_log_probs"] - row.rollout for row in rows if "old_log_probs" in row.known]
+    log_ratios = [
+        row.known["old_log_probs"] - row.rollout for row in rows if "old_log_probs" in row.known
+    ]
     if settings[f"{BLOCK}.rollout_is"]:
         weights, metrics = importance_weights(log_ratios, settings)
         for row, of_row in zip(rows, weights, strict=True):
@@ -24,13 +28,16 @@ def correct(rows: list[Any], settings: dict[str, object]) -> dict[str, float]:
         metrics |= of_rejection
         for row, stays in zip(rows, kept, strict=True):
             row.positions = [t for t, stay in zip(row.positions, stays, strict=True) if stay]
-            row.known = {name: column[torch.from_numpy(stays)] for name, column in row.known.items()}
+            row.known = {
+                name: column[torch.from_numpy(stays)] for name, column in row.known.items()
+            }
             row.score = row.score if row.positions else None
     return metrics
 
 
 def of_update(log_ratio: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What an optimizer step tells of each token, from the policy's log-probability minus the rollout's."""
+    """What an optimizer step tells of each token, from the policy's log-probability minus the
+    rollout's."""
     return {
         "actor/rollout_kl": -log_ratio,
         "actor/rollout_ratio": log_ratio.exp(),
@@ -39,11 +46,16 @@ def of_update(log_ratio: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def effective_sample_size(ratios: list[list[torch.Tensor]]) -> dict[str, float]:
-    """Kish's effective sample size of the weights of all tokens of all optimizer steps, as a share of them."""
+    """Kish's effective sample size of the weights of all tokens of all optimizer steps, as a share
+    of them."""
     weights = [float(weight) for of_step in ratios for of_row in of_step for weight in of_row]
     if not weights:
         return {}
-    return {"actor/eff_sample_size": sum(weights) ** 2 / sum(weight**2 for weight in weights) / len(weights)}
+    return {
+        "actor/eff_sample_size": sum(weights) ** 2
+        / sum(weight**2 for weight in weights)
+        / len(weights)
+    }
 
 
 def drift_metrics(rows: list[Any]) -> dict[str, float]:
@@ -74,7 +86,10 @@ def importance_weights(
 ) -> tuple[list[torch.Tensor], dict[str, float]]:
     """The weights of each response's tokens, and what is told of them."""
     threshold, level = settings[f"{BLOCK}.rollout_is_threshold"], settings[f"{BLOCK}.rollout_is"]
-    raw = [row.exp() if level == "token" else row.sum().exp() * torch.ones_like(row) for row in log_ratios]
+    raw = [
+        row.exp() if level == "token" else row.sum().exp() * torch.ones_like(row)
+        for row in log_ratios
+    ]
     units = torch.cat(raw) if level == "token" else torch.stack([row[0] for row in raw])
     metrics = {"rollout_is_max": units.max(), "rollout_is_min": units.min()}
     if isinstance(threshold, str):
@@ -99,7 +114,8 @@ def importance_weights(
 def kept_tokens(
     log_ratios: list[torch.Tensor], settings: dict[str, object]
 ) -> tuple[list[np.ndarray], dict[str, float]]:
-    """Which tokens of each response stay, and what is told of it; bounds are given one for each statistic."""
+    """Which tokens of each response stay, and what is told of it; bounds are given one for each
+    statistic."""
     names = settings[f"{BLOCK}.rollout_rs"].split(",")
     kept, metrics = [np.ones(len(row), dtype=bool) for row in log_ratios], {}
 
@@ -107,12 +123,24 @@ def kept_tokens(
         metrics[f"{prefix}_masked_fraction"] = float(np.mean(~np.concatenate(stays)))
         metrics[f"{prefix}_seq_masked_fraction"] = float(np.mean([not row.all() for row in stays]))
 
-    for name, bounds in zip(names, settings[f"{BLOCK}.rollout_rs_threshold"].split(","), strict=True):
+    for name, bounds in zip(
+        names, settings[f"{BLOCK}.rollout_rs_threshold"].split(","), strict=True
+    ):
         level, _, kind = name.rpartition("_")
-        of_token = {"k1": lambda d: -d, "k2": lambda d: d * d / 2, "k3": lambda d: np.exp(d) - d - 1}[kind]
-        reduce = {"token": lambda v: v, "seq_sum": np.sum, "seq_mean": np.mean, "seq_max": np.max}[level]
+        of_token = {
+            "k1": lambda d: -d,
+            "k2": lambda d: d * d / 2,
+            "k3": lambda d: np.exp(d) - d - 1,
+        }[kind]
+        reduce = {"token": lambda v: v, "seq_sum": np.sum, "seq_mean": np.mean, "seq_max": np.max}[
+            level
+        ]
         values = [np.broadcast_to(reduce(of_token(row.numpy())), len(row)) for row in log_ratios]
-        low, high = [math.log(float(b)) for b in bounds.split("_")] if kind == "k1" else [-math.inf, float(bounds)]
+        low, high = (
+            [math.log(float(b)) for b in bounds.split("_")]
+            if kind == "k1"
+            else [-math.inf, float(bounds)]
+        )
         stays = [(row >= low) & (row <= high) for row in values]
         kept = [one & other for one, other in zip(kept, stays, strict=True)]
         prefix, everything = f"rollout_corr/rollout_rs_{name}", np.concatenate(values)

@@ -23,7 +23,8 @@ class Llama:
         return self.parameters[name] * x_ND * scale
 
     def rotate(self, x_NHE: torch.Tensor) -> torch.Tensor:
-        """Rotary positions (arXiv:2104.09864), the two halves of each head as real and imaginary parts."""
+        """Rotary positions (arXiv:2104.09864), the two halves of each head as real and imaginary
+        parts."""
         half = x_NHE.size(-1) // 2
         base = self.config["rope_parameters"]["rope_theta"]
         frequency_E = base ** -(torch.arange(half, dtype=torch.float64) / half)
@@ -42,16 +43,22 @@ class Llama:
             layer = f"model.layers.{number}"
             h_ND = self.norm(x_ND, f"{layer}.input_layernorm.weight")
             query, key, value = (
-                (h_ND @ weights[f"{layer}.self_attn.{part}_proj.weight"].T).unflatten(-1, (-1, config["head_dim"]))
+                (h_ND @ weights[f"{layer}.self_attn.{part}_proj.weight"].T).unflatten(
+                    -1, (-1, config["head_dim"])
+                )
                 for part in "qkv"
             )
             query, key = self.rotate(query), self.rotate(key)
-            key, value = (part.repeat_interleave(heads // key_heads, dim=1) for part in (key, value))
+            key, value = (
+                part.repeat_interleave(heads // key_heads, dim=1) for part in (key, value)
+            )
             scores_HNN = torch.einsum("nhe,mhe->hnm", query, key) / math.sqrt(config["head_dim"])
             attention_HNN = scores_HNN.masked_fill(is_future_NN, -math.inf).softmax(-1)
             mixed_ND = torch.einsum("hnm,mhe->nhe", attention_HNN, value).flatten(1)
             x_ND = x_ND + mixed_ND @ weights[f"{layer}.self_attn.o_proj.weight"].T
             h_ND = self.norm(x_ND, f"{layer}.post_attention_layernorm.weight")
-            gate, up = (h_ND @ weights[f"{layer}.mlp.{part}_proj.weight"].T for part in ("gate", "up"))
+            gate, up = (
+                h_ND @ weights[f"{layer}.mlp.{part}_proj.weight"].T for part in ("gate", "up")
+            )
             x_ND = x_ND + (gate * gate.sigmoid() * up) @ weights[f"{layer}.mlp.down_proj.weight"].T
         return self.norm(x_ND, "model.norm.weight")

@@ -1,8 +1,9 @@
-"""The whole training step in float64, written from the papers and the documentation: the independent reference.
+"""The whole training step in float64, written from the papers and the documentation: the
+independent reference.
 
-One sequence at a time, without padding, sharding or micro-batches; gradients by torch's autograd. Imports nothing from
-`verl_like`. Settings are a flat mapping from each key's full path to its value, None or missing where another key
-decides.
+One sequence at a time, without padding, sharding or micro-batches; gradients by torch's autograd.
+Imports nothing from `verl_like`. Settings are a flat mapping from each key's full path to its
+value, None or missing where another key decides.
 """
 
 import math
@@ -39,7 +40,8 @@ NOT_COMPARED = re.compile("(^|/)perf/|^global_seqlen/")
 
 @dataclass
 class Row:
-    """One response to a prompt, and what is known of it. Lists have an entry for each token that counts."""
+    """One response to a prompt, and what is known of it. Lists have an entry for each token that
+    counts."""
 
     group: int
     """Number of the prompt."""
@@ -78,7 +80,10 @@ def train(settings: Settings, steps: int) -> Trained:
     return Trained(
         metrics,
         {role: learner.gradients for role, learner in trained.items()},
-        {role: {n: p.detach() for n, p in learner.model.parameters.items()} for role, learner in trained.items()},
+        {
+            role: {n: p.detach() for n, p in learner.model.parameters.items()}
+            for role, learner in trained.items()
+        },
     )
 
 
@@ -88,19 +93,32 @@ class Run:
     def __init__(self, settings: Settings) -> None:
         if settings[AGGREGATION] is None:
             settings = settings | {AGGREGATION: "token-mean"}
-        settings = settings | {key: settings[other] for key, other in FOLLOWS.items() if settings[key] is None}
+        settings = settings | {
+            key: settings[other] for key, other in FOLLOWS.items() if settings[key] is None
+        }
         self.settings = settings
-        path, changes = settings["actor_rollout_ref.model.path"], settings["actor_rollout_ref.model.override_config"]
+        path, changes = (
+            settings["actor_rollout_ref.model.path"],
+            settings["actor_rollout_ref.model.override_config"],
+        )
         limit = settings["data.train_max_samples"]
         self.num_prompts = len(world.PROMPTS) if limit == -1 else limit
         self.steps_per_epoch = self.num_prompts // settings["data.train_batch_size"]
-        total = settings["trainer.total_training_steps"] or self.steps_per_epoch * settings["trainer.total_epochs"]
+        total = (
+            settings["trainer.total_training_steps"]
+            or self.steps_per_epoch * settings["trainer.total_epochs"]
+        )
         # The actor's schedule counts the steps that train it.
-        self.actor = Learner(Llama(path, changes), settings, ACTOR, total - settings["trainer.critic_warmup"])
+        self.actor = Learner(
+            Llama(path, changes), settings, ACTOR, total - settings["trainer.critic_warmup"]
+        )
         self.reference = Llama(path, changes)
         model, models = "reward_model.model", dict(settings["reward_models"])
         if settings["reward_model.enable"]:
-            models[""] = {"path": settings[f"{model}.path"], "weight": settings["reward_model.weight"]}
+            models[""] = {
+                "path": settings[f"{model}.path"],
+                "weight": settings["reward_model.weight"],
+            }
         self.reward_models = {
             f"rm_scores/{name}".removesuffix("/"): (
                 Llama(own["path"], settings[f"{model}.override_config"]),
@@ -111,7 +129,9 @@ class Run:
         needs_critic = settings["critic.enable"]
         if needs_critic is None:
             needs_critic = settings["algorithm.adv_estimator"] == "gae"
-        critic_model = Llama(settings["critic.model.path"], settings["critic.model.override_config"])
+        critic_model = Llama(
+            settings["critic.model.path"], settings["critic.model.override_config"]
+        )
         self.critic = Learner(critic_model, settings, "critic", total) if needs_critic else None
         self.kl_coef = settings["algorithm.kl_ctrl.kl_coef"]
         self.n = settings["actor_rollout_ref.rollout.n"]
@@ -145,7 +165,9 @@ class Run:
         """What the models say of the responses before the update, shifted as the world says."""
         for row in rows:
             if self.needs_old_log_probs:
-                row.known["old_log_probs"], row.known["entropy"] = self.log_probs(self.actor.model, row)
+                row.known["old_log_probs"], row.known["entropy"] = self.log_probs(
+                    self.actor.model, row
+                )
             if self.settings["algorithm.use_kl_in_reward"] or self.settings[f"{ACTOR}.use_kl_loss"]:
                 row.known["ref_log_prob"], _ = self.log_probs(self.reference, row)
             if self.critic:
@@ -157,7 +179,9 @@ class Run:
                     row.scores[name] = float(hidden_D @ model.parameters["score.weight"][0])
                     row.score += weight * row.scores[name]
             for name in world.SHIFTS.keys() & row.known.keys():
-                row.known[name] += torch.tensor([world.shift(name, row.number, t) for t in row.positions])
+                row.known[name] += torch.tensor(
+                    [world.shift(name, row.number, t) for t in row.positions]
+                )
             row.known["rollout_log_probs"] = row.rollout
             if self.settings[corrections.BYPASS]:
                 row.known["old_log_probs"] = row.rollout
@@ -176,7 +200,9 @@ class Run:
                 response = world.response(prompt, step, number)
                 positions = [t for t, counts in enumerate(response.counts) if counts]
                 rollout = torch.tensor(response.log_probs, dtype=torch.float64)[positions]
-                rows.append(Row(index, len(rows), prompt, response.token_ids, positions, rollout, None))
+                rows.append(
+                    Row(index, len(rows), prompt, response.token_ids, positions, rollout, None)
+                )
                 rows[-1].score = self.rule_score(text_of(rows[-1]))
         return rows
 
@@ -193,24 +219,32 @@ class Run:
 
     @property
     def needs_old_log_probs(self) -> bool:
-        """A batch that is one optimizer step has the log-probabilities of that step, unless the reward needs them."""
+        """A batch that is one optimizer step has the log-probabilities of that step, unless the
+        reward needs them."""
         is_one_step = (
             self.settings[f"{ACTOR}.ppo_epochs"] == 1
-            and self.settings[f"{ACTOR}.ppo_mini_batch_size"] == self.settings["data.train_batch_size"]
+            and self.settings[f"{ACTOR}.ppo_mini_batch_size"]
+            == self.settings["data.train_batch_size"]
         )
-        asked = any(self.settings[key] for key in ("algorithm.use_kl_in_reward", *corrections.SWITCHES))
+        asked = any(
+            self.settings[key] for key in ("algorithm.use_kl_in_reward", *corrections.SWITCHES)
+        )
         return not self.settings[corrections.BYPASS] and (asked or not is_one_step)
 
     def log_probs(self, model: Llama, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of each token that counts: its log-probability, and the entropy of the distribution it is drawn from."""
+        """Of each token that counts: its log-probability, and the entropy of the distribution it is
+        drawn from."""
         hidden_MD = model.hidden_states(row.prompt + row.token_ids)[before(row)]
         logits_MV = hidden_MD @ model.parameters["lm_head.weight"].T
-        log_p_MV = torch.log_softmax(logits_MV / self.settings["actor_rollout_ref.rollout.temperature"], dim=-1)
+        log_p_MV = torch.log_softmax(
+            logits_MV / self.settings["actor_rollout_ref.rollout.temperature"], dim=-1
+        )
         tokens = [row.token_ids[t] for t in row.positions]
         return log_p_MV[range(len(tokens)), tokens], -(log_p_MV.exp() * log_p_MV).sum(-1)
 
     def rewards(self, scored: list[Row]) -> dict[str, float]:
-        """The score on the last token, less the KL penalty on each (arXiv:1909.08593); moves the adaptive coefficient.
+        """The score on the last token, less the KL penalty on each (arXiv:1909.08593); moves the
+        adaptive coefficient.
 
         coefficient <- coefficient (1 + clip(KL / target - 1, -0.2, 0.2) rows / 10000)
         """
@@ -222,7 +256,11 @@ class Run:
             return {}
         row_kls, coefficient = [], self.kl_coef
         for row in scored:
-            kl = kl_estimate(row.known["old_log_probs"], row.known["ref_log_prob"], settings["algorithm.kl_penalty"])
+            kl = kl_estimate(
+                row.known["old_log_probs"],
+                row.known["ref_log_prob"],
+                settings["algorithm.kl_penalty"],
+            )
             row.known["rewards"] -= coefficient * kl
             row_kls.append(float(kl.mean()))
         kl = float(np.mean(row_kls))
@@ -238,24 +276,35 @@ class Run:
             grpo(scored, rows, self.settings["algorithm.norm_adv_by_std_in_grpo"])
 
     def policy_loss(self, rows: list[Row], aggregate: "Aggregate") -> tuple[torch.Tensor, "Told"]:
-        """The clipped surrogate (arXiv:1707.06347) with dual clip (1912.09729), entropy bonus and KL loss."""
+        """The clipped surrogate (arXiv:1707.06347) with dual clip (1912.09729), entropy bonus and
+        KL loss."""
         actor = {key.removeprefix(f"{ACTOR}."): value for key, value in self.settings.items()}
         low, high = actor["clip_ratio_low"], actor["clip_ratio_high"]
         told = Told()
         pg_losses, entropies, kls = [], [], []
         for row in rows:
             log_prob, entropy = self.log_probs(self.actor.model, row)
-            advantage, old = row.known["advantages"], row.known.get("old_log_probs", log_prob.detach())
+            advantage, old = (
+                row.known["advantages"],
+                row.known.get("old_log_probs", log_prob.detach()),
+            )
             ratio = (log_prob - old).exp()
             surrogate = torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
             bound = actor["clip_ratio_c"] * advantage
             is_bounded = (advantage < 0) & (surrogate < bound)
-            pg_losses.append(-torch.where(is_bounded, bound, surrogate) * row.known.get("weights", 1.0))
+            pg_losses.append(
+                -torch.where(is_bounded, bound, surrogate) * row.known.get("weights", 1.0)
+            )
             entropies.append(entropy)
-            told.add("actor/pg_clipfrac", (ratio.clamp(1 - low, 1 + high) * advantage < ratio * advantage).double())
+            told.add(
+                "actor/pg_clipfrac",
+                (ratio.clamp(1 - low, 1 + high) * advantage < ratio * advantage).double(),
+            )
             told.add("actor/pg_clipfrac_lower", is_bounded.double())
             told.add("actor/ppo_kl", (old - log_prob).detach())
-            for name, of_tokens in corrections.of_update((log_prob - row.known["rollout_log_probs"]).detach()).items():
+            for name, of_tokens in corrections.of_update(
+                (log_prob - row.known["rollout_log_probs"]).detach()
+            ).items():
                 told.add(name, of_tokens)
             if "old_log_probs" not in row.known:
                 told.add("actor/entropy", entropy.detach())
@@ -272,18 +321,27 @@ class Run:
             told.means["actor/kl_coef"] = torch.tensor(actor["kl_loss_coef"])
             loss = loss + actor["kl_loss_coef"] * told.means["actor/kl_loss"]
         if actor["ptx_coef"]:
-            told.means["actor/ptx_loss"] = ptx_loss(self.actor.model, self.settings, self.actor.optimizer_steps)
+            told.means["actor/ptx_loss"] = ptx_loss(
+                self.actor.model, self.settings, self.actor.optimizer_steps
+            )
             loss = loss + actor["ptx_coef"] * told.means["actor/ptx_loss"]
         return loss, told
 
     def value_loss(self, rows: list[Row], aggregate: "Aggregate") -> tuple[torch.Tensor, "Told"]:
-        """Half the larger squared error of the value, and of the value clipped around the old one."""
+        """Half the larger squared error of the value, and of the value clipped around the old
+        one."""
         reach, told, losses = self.settings["critic.cliprange_value"], Told(), []
         for row in rows:
-            value, old, target = values(self.critic.model, row), row.known["values"], row.known["returns"]
+            value, old, target = (
+                values(self.critic.model, row),
+                row.known["values"],
+                row.known["returns"],
+            )
             clipped = old + (value - old).clamp(-reach, reach)
             losses.append(torch.maximum((value - target) ** 2, (clipped - target) ** 2) / 2)
-            told.add("critic/vf_clipfrac", ((clipped - target) ** 2 > (value - target) ** 2).double())
+            told.add(
+                "critic/vf_clipfrac", ((clipped - target) ** 2 > (value - target) ** 2).double()
+            )
             told.add("critic/vpred_mean", value.detach())
         loss = told.means["critic/vf_loss"] = aggregate(losses)
         return loss, told
@@ -308,7 +366,8 @@ def aggregation(mode: str, longest_response: int) -> Aggregate:
 
 
 class Told:
-    """What a mini-batch tells: means over its tokens, the loss's terms, and what the largest is taken of."""
+    """What a mini-batch tells: means over its tokens, the loss's terms, and what the largest is
+    taken of."""
 
     def __init__(self) -> None:
         self.tokens: dict[str, list[torch.Tensor]] = {}
@@ -338,7 +397,8 @@ class Learner:
 
     @property
     def lr(self) -> float:
-        """Linear warm-up that reaches the peak in its last step, then constant or decay to 0 at the end of the run."""
+        """Linear warm-up that reaches the peak in its last step, then constant or decay to 0 at the
+        end of the run."""
         optim = {name: self.setting(f"optim.{name}") for name in OPTIM}
         warmup = optim["lr_warmup_steps"]
         if warmup == -1:
@@ -350,11 +410,18 @@ class Learner:
         return optim["lr"] * shape[optim["lr_scheduler_type"]]
 
     def update(
-        self, rows: list[Row], n: int, loss: Callable[[list[Row], Aggregate], tuple[torch.Tensor, Told]]
+        self,
+        rows: list[Row],
+        n: int,
+        loss: Callable[[list[Row], Aggregate], tuple[torch.Tensor, Told]],
     ) -> dict[str, float]:
-        """Passes over the batch, one optimizer step for each of its mini-batches that has a row to learn from."""
+        """Passes over the batch, one optimizer step for each of its mini-batches that has a row to
+        learn from."""
         size = self.setting("ppo_mini_batch_size") * n
-        chunks = [[row for row in rows[i : i + size] if row.score is not None] for i in range(0, len(rows), size)]
+        chunks = [
+            [row for row in rows[i : i + size] if row.score is not None]
+            for i in range(0, len(rows), size)
+        ]
         aggregate = aggregation(self.setting("loss_agg_mode"), self.settings[RESPONSE_LENGTH])
         told, losses, norms = [], [], []
         for _ in range(self.setting("ppo_epochs")):
@@ -371,8 +438,12 @@ class Learner:
         metrics = {f"{self.role}/loss": np.mean(losses), f"{self.role}/grad_norm": np.mean(norms)}
         metrics |= {f"{self.role}/lr": self.lr, f"{self.role}/skipped_steps": 0}
         for name in told[0].tokens:
-            metrics[name] = float(torch.cat([part for one in told for part in one.tokens[name]]).mean())
-        metrics |= corrections.effective_sample_size([one.tokens.get("actor/rollout_ratio", []) for one in told])
+            metrics[name] = float(
+                torch.cat([part for one in told for part in one.tokens[name]]).mean()
+            )
+        metrics |= corrections.effective_sample_size(
+            [one.tokens.get("actor/rollout_ratio", []) for one in told]
+        )
         for name in told[0].means:
             metrics[name] = float(torch.stack([one.means[name].detach() for one in told]).mean())
         if told[0].differences:
@@ -400,7 +471,9 @@ OPTIM = ("lr", "weight_decay", "lr_scheduler_type", "lr_warmup_steps", "lr_warmu
 def text_of(row: Row) -> str:
     """The tokens that count as text, without the special ones."""
     tokens = [row.token_ids[t] for t in row.positions]
-    return "".join(world.CHARACTERS[token - world.FIRST] for token in tokens if token >= world.FIRST)
+    return "".join(
+        world.CHARACTERS[token - world.FIRST] for token in tokens if token >= world.FIRST
+    )
 
 
 def before(row: Row) -> list[int]:
@@ -418,12 +491,15 @@ def cat(rows: list[Row], name: str) -> torch.Tensor:
 
 
 def gae(scored: list[Row], gamma: float, lam: float) -> None:
-    """A_t = r_t + gamma V_(t+1) - V_t + gamma lambda A_(t+1) (arXiv:1506.02438), whitened over the batch."""
+    """A_t = r_t + gamma V_(t+1) - V_t + gamma lambda A_(t+1) (arXiv:1506.02438), whitened over the
+    batch."""
     for row in scored:
         reward, value = row.known["rewards"].tolist(), [*row.known["values"].tolist(), 0.0]
         advantages = [0.0] * (len(reward) + 1)
         for t in reversed(range(len(reward))):
-            advantages[t] = reward[t] + gamma * value[t + 1] - value[t] + gamma * lam * advantages[t + 1]
+            advantages[t] = (
+                reward[t] + gamma * value[t + 1] - value[t] + gamma * lam * advantages[t + 1]
+            )
         row.known["advantages"] = torch.tensor(advantages[:-1], dtype=torch.float64)
         row.known["returns"] = row.known["advantages"] + row.known["values"]
     everything = cat(scored, "advantages")
@@ -433,17 +509,23 @@ def gae(scored: list[Row], gamma: float, lam: float) -> None:
 
 
 def grpo(scored: list[Row], rows: list[Row], divides: bool) -> None:
-    """(R - mean) / (std + 1e-6) over the scored responses to a prompt (arXiv:2402.03300); 0 without a peer."""
+    """(R - mean) / (std + 1e-6) over the scored responses to a prompt (arXiv:2402.03300); 0 without
+    a peer."""
     for row in scored:
-        peers = [float(other.known["rewards"].sum()) for other in scored if other.group == row.group]
+        peers = [
+            float(other.known["rewards"].sum()) for other in scored if other.group == row.group
+        ]
         advantage = float(row.known["rewards"].sum()) - float(np.mean(peers))
         if divides and len(peers) > 1:
             advantage /= float(np.std(peers, ddof=1)) + 1e-6
-        row.known["advantages"] = row.known["returns"] = torch.full_like(row.known["rewards"], advantage)
+        row.known["advantages"] = row.known["returns"] = torch.full_like(
+            row.known["rewards"], advantage
+        )
 
 
 def batch_metrics(scored: list[Row], rows: list[Row], settings: Settings) -> dict[str, float]:
-    """What the driver tells of a batch; samples that were left out do not count, except in the number of tokens."""
+    """What the driver tells of a batch; samples that were left out do not count, except in the
+    number of tokens."""
     columns = {
         "critic/score": np.array([row.score for row in scored]),
         "critic/rewards": np.array([float(row.known["rewards"].sum()) for row in scored]),
@@ -456,14 +538,25 @@ def batch_metrics(scored: list[Row], rows: list[Row], settings: Settings) -> dic
     if "values" in scored[0].known:
         columns["critic/values"] = cat(scored, "values").numpy()
         unexplained = columns["critic/returns"] - columns["critic/values"]
-        metrics["critic/vf_explained_var"] = 1 - unexplained.var() / (columns["critic/returns"].var() + 1e-5)
+        metrics["critic/vf_explained_var"] = 1 - unexplained.var() / (
+            columns["critic/returns"].var() + 1e-5
+        )
     for name, column in columns.items():
-        metrics |= {f"{name}/mean": column.mean(), f"{name}/max": column.max(), f"{name}/min": column.min()}
+        metrics |= {
+            f"{name}/mean": column.mean(),
+            f"{name}/max": column.max(),
+            f"{name}/min": column.min(),
+        }
     for kind in ("prompt", "response"):
-        metrics[f"{kind}_length/clip_ratio"] = np.mean(columns[f"{kind}_length"] == settings[f"data.max_{kind}_length"])
+        metrics[f"{kind}_length/clip_ratio"] = np.mean(
+            columns[f"{kind}_length"] == settings[f"data.max_{kind}_length"]
+        )
     metrics["perf/total_num_tokens"] = sum(len(row.prompt) + len(row.token_ids) for row in rows)
     if "old_log_probs" in scored[0].known and not settings[corrections.BYPASS]:
-        rollout, actor = torch.cat([row.rollout for row in scored]).exp(), cat(scored, "old_log_probs").exp()
+        rollout, actor = (
+            torch.cat([row.rollout for row in scored]).exp(),
+            cat(scored, "old_log_probs").exp(),
+        )
         difference = (rollout - actor).abs()
         for name in ("mean", "max", "std"):
             metrics[f"training/rollout_probs_diff_{name}"] = float(getattr(difference, name)())
@@ -473,13 +566,16 @@ def batch_metrics(scored: list[Row], rows: list[Row], settings: Settings) -> dic
 
 
 def errors(got: Trained, expected: Trained) -> dict[str, float]:
-    """How far each number is off, in units of what float32 may differ by; infinite where one of the two lacks it.
+    """How far each number is off, in units of what float32 may differ by; infinite where one of the
+    two lacks it.
 
-    Gradients may be off by 1e-5 of a tensor's norm, metrics by 1e-5 and the rounding of terms of the size of 1,
-    weights by the rounding of numbers of the size of 1.
+    Gradients may be off by 1e-5 of a tensor's norm, metrics by 1e-5 and the rounding of terms of
+    the size of 1, weights by the rounding of numbers of the size of 1.
     """
     found: dict[str, float] = {}
-    for step, (of_got, of_expected) in enumerate(zip(got.metrics, expected.metrics, strict=True), start=1):
+    for step, (of_got, of_expected) in enumerate(
+        zip(got.metrics, expected.metrics, strict=True), start=1
+    ):
         for name in of_got.keys() | of_expected.keys():
             if name not in of_got or name not in of_expected:
                 if not NOT_COMPARED.search(name):
@@ -488,14 +584,24 @@ def errors(got: Trained, expected: Trained) -> dict[str, float]:
                 off = abs(of_got[name] - of_expected[name])
                 found[f"step {step} {name}"] = float(off / (1e-6 + 1e-5 * abs(of_expected[name])))
     for role in got.parameters.keys() | expected.parameters.keys():
-        pairs = list(zip(got.gradients.get(role, []), expected.gradients.get(role, []), strict=False))
-        if not len(pairs) == len(got.gradients.get(role, [])) == len(expected.gradients.get(role, [])):
+        pairs = list(
+            zip(got.gradients.get(role, []), expected.gradients.get(role, []), strict=False)
+        )
+        if (
+            not len(pairs)
+            == len(got.gradients.get(role, []))
+            == len(expected.gradients.get(role, []))
+        ):
             found[f"{role}'s optimizer steps"] = math.inf
         for number, (of_got, of_expected) in enumerate(pairs, start=1):
             for name, gradient in of_expected.items():
                 off = (of_got[name] - gradient).norm() / gradient.norm()
                 found[f"{role}'s gradient {number} of {name}"] = float(off / 1e-5)
         for name, weight in expected.parameters.get(role, {}).items():
-            off = (got.parameters[role][name] - weight).abs().max() if role in got.parameters else math.inf
+            off = (
+                (got.parameters[role][name] - weight).abs().max()
+                if role in got.parameters
+                else math.inf
+            )
             found[f"{role}'s {name}"] = float(off / 2e-6)
     return found

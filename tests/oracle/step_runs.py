@@ -1,4 +1,5 @@
-"""Runs the trainer's own steps on the responses of the world, in this process or in two, and says what they did."""
+"""Runs the trainer's own steps on the responses of the world, in this process or in two, and says
+what they did."""
 
 import contextlib
 import json
@@ -77,13 +78,25 @@ def write_world(folder: Path) -> None:
     characters = Tokenizer(models.WordLevel(world.VOCABULARY, unk_token="<pad>"))
     characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     characters.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=characters, eos_token="<eos>", pad_token="<pad>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=characters, eos_token="<eos>", pad_token="<pad>"
+    )
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}="
     config = LlamaConfig(
-        vocab_size=len(world.VOCABULARY), hidden_size=16, intermediate_size=24, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=4, max_position_embeddings=32, num_labels=1,
-        initializer_range=0.3, pad_token_id=world.PAD, eos_token_id=world.EOS, bos_token_id=None,
-    )  # fmt: skip
+        vocab_size=len(world.VOCABULARY),
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=4,
+        max_position_embeddings=32,
+        num_labels=1,
+        initializer_range=0.3,
+        pad_token_id=world.PAD,
+        eos_token_id=world.EOS,
+        bos_token_id=None,
+    )
     for seed, kind in enumerate(("", "other_")):
         for name, architecture in ARCHITECTURES.items():
             with torch.random.fork_rng(devices=[]):
@@ -101,7 +114,9 @@ def write_world(folder: Path) -> None:
     ]
     pq.write_table(pa.Table.from_pylist(rows), folder / "data.parquet")
     (folder / "reward.py").write_text(world.REWARD)
-    (folder / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in world.TEXTS))
+    (folder / "texts.jsonl").write_text(
+        "\n".join(json.dumps({"text": text}) for text in world.TEXTS)
+    )
 
 
 class Configurable(Worker):
@@ -134,12 +149,19 @@ class FixedRollout(Worker):
         self.version = version
 
     @register(
-        dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=["input_ids", "attention_mask", "position_ids"]
+        dispatch_mode=Dispatch.DP_COMPUTE_PROTO,
+        blocking=False,
+        reads=["input_ids", "attention_mask", "position_ids"],
     )
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         columns = prompts.batch
-        prompt_ids, prompt_mask = (columns[name].numpy() for name in ("input_ids", "attention_mask"))
-        tokens, mask = (np.zeros((len(prompts) * self.n, self.response_length), dtype=np.int64) for _ in range(2))
+        prompt_ids, prompt_mask = (
+            columns[name].numpy() for name in ("input_ids", "attention_mask")
+        )
+        tokens, mask = (
+            np.zeros((len(prompts) * self.n, self.response_length), dtype=np.int64)
+            for _ in range(2)
+        )
         attended, log_probs = np.zeros_like(mask), np.zeros(mask.shape, dtype=np.float32)
         step = prompts.meta_info["global_steps"]
         for row in range(len(tokens)):
@@ -156,12 +178,16 @@ class FixedRollout(Worker):
                 "prompts": repeated["input_ids"],
                 "responses": torch.from_numpy(tokens),
                 "input_ids": torch.cat([repeated["input_ids"], torch.from_numpy(tokens)], dim=1),
-                "attention_mask": torch.cat([repeated["attention_mask"], torch.from_numpy(attended)], dim=1),
+                "attention_mask": torch.cat(
+                    [repeated["attention_mask"], torch.from_numpy(attended)], dim=1
+                ),
                 "position_ids": torch.cat([repeated["position_ids"], positions], dim=1),
                 "response_mask": torch.from_numpy(mask),
                 "rollout_log_probs": torch.from_numpy(log_probs),
             },
-            non_tensors={"policy_version": [((self.version, 0, int(length)),) for length in attended.sum(-1)]},
+            non_tensors={
+                "policy_version": [((self.version, 0, int(length)),) for length in attended.sum(-1)]
+            },
         )
 
 
@@ -184,7 +210,9 @@ class Recording(Configurable):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def learned(self) -> tuple[list[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
         """Gradients, and the present parameters."""
-        parameters = {n: p.detach().full_tensor().clone() for n, p in self.engine.named_parameters()}
+        parameters = {
+            n: p.detach().full_tensor().clone() for n, p in self.engine.named_parameters()
+        }
         return self.gradients, parameters
 
 
@@ -218,12 +246,15 @@ StartGroups = Callable[[dict[str, RayClassWithInitArgs]], dict[str, WorkerGroup]
 class ShiftingMaker(ExperienceMaker):
     """Shifts what models compute before the update as the world says."""
 
-    def collect(self, batch: DataProto, pending: Sequence[Any]) -> tuple[DataProto, dict[str, Metric]]:
+    def collect(
+        self, batch: DataProto, pending: Sequence[Any]
+    ) -> tuple[DataProto, dict[str, Metric]]:
         batch, metrics = super().collect(batch, pending)
         for name in world.SHIFTS.keys() & batch.batch.keys():
             column = batch.batch[name]
             shifts = [
-                [world.shift(name, row, t) for t in range(len(values))] for row, values in enumerate(column.unbind())
+                [world.shift(name, row, t) for t in range(len(values))]
+                for row, values in enumerate(column.unbind())
             ]
             values, offsets = jagged_parts(column)
             shifted = values + jagged_parts(jagged_from_lists(shifts, torch.float32))[0]
@@ -238,25 +269,39 @@ class StepTrainer(RayPPOTrainer):
 
     def start_groups(self) -> dict[str, WorkerGroup]:
         mapping = self.role_worker_mapping.items()
-        return self.start({role: RayClassWithInitArgs(CLASSES[role], **c.kwargs) for role, c in mapping})
+        return self.start(
+            {role: RayClassWithInitArgs(CLASSES[role], **c.kwargs) for role, c in mapping}
+        )
 
     def build_maker(self) -> ExperienceMaker:
         return ShiftingMaker(**vars(super().build_maker()))
 
 
 def start_local_groups(mapping: dict[str, RayClassWithInitArgs]) -> dict[str, WorkerGroup]:
-    return {role: LocalWorkerGroup(worker_class, role=role) for role, worker_class in mapping.items()}
+    return {
+        role: LocalWorkerGroup(worker_class, role=role) for role, worker_class in mapping.items()
+    }
 
 
 @contextlib.contextmanager
 def two_processes() -> Iterator[StartGroups]:
     """Two processes that serve one run after the other."""
     ray.init(
-        address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR",
-        runtime_env={"env_vars": {"PYTHONPATH": f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"}},
-    )  # fmt: skip
+        address="local",
+        num_cpus=8,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        runtime_env={
+            "env_vars": {
+                "PYTHONPATH": f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"
+            }
+        },
+    )
     classes = {role: RayClassWithInitArgs(worker_class) for role, worker_class in CLASSES.items()}
-    processes = RayWorkerGroup(RayResourcePool([2], use_gpu=False), create_colocated_worker_cls(classes))
+    processes = RayWorkerGroup(
+        RayResourcePool([2], use_gpu=False), create_colocated_worker_cls(classes)
+    )
 
     def start(mapping: dict[str, RayClassWithInitArgs]) -> dict[str, WorkerGroup]:
         groups = processes.spawn(list(mapping))
@@ -286,7 +331,11 @@ def train(settings: Settings, start: StartGroups, steps: int) -> Trained:
         for _ in range(steps):
             trainer.global_step += 1
             metrics.append(metric_values(trainer.step()))
-        learned = {role: trainer.groups[role].learned() for role in ("actor", "critic") if role in trainer.groups}
+        learned = {
+            role: trainer.groups[role].learned()
+            for role in ("actor", "critic")
+            if role in trainer.groups
+        }
     return Trained(
         metrics,
         {role: of_ranks[0][0] for role, of_ranks in learned.items()},

@@ -1,4 +1,5 @@
-"""Which key is exercised where: runs whose settings are not the defaults, and every key's place in them.
+"""Which key is exercised where: runs whose settings are not the defaults, and every key's place in
+them.
 
 Imports nothing from `verl_like`.
 """
@@ -67,7 +68,8 @@ RUNS: dict[str, dict[str, Any]] = {
         "critic.optim.weight_decay": 0.2,
         "critic.optim.lr_scheduler_type": "cosine",
     },
-    # PPO whose first step trains the critic alone, with a loss of its own; in another layout than the others.
+    # PPO whose first step trains the critic alone, with a loss of its own; in another layout than
+    # the others.
     "warm-up": {
         "trainer.critic_warmup": 1,
         "algorithm.lam": 0.95,
@@ -136,8 +138,8 @@ RUNS: dict[str, dict[str, Any]] = {
         "reward_model.model.fsdp_config.param_offload": True,
         "reward_model.micro_batch_size_per_gpu": 3,
     },
-    # GRPO whose batch is one optimizer step, so that nothing is computed before it; a critic learns beside it. A
-    # response that cannot be scored counts 0.
+    # GRPO whose batch is one optimizer step, so that nothing is computed before it; a critic learns
+    # beside it. A response that cannot be scored counts 0.
     "one step": {
         "algorithm.adv_estimator": "grpo",
         "critic.enable": True,
@@ -155,7 +157,8 @@ RUNS: dict[str, dict[str, Any]] = {
         "critic.optim.lr": 3e-3,
         "critic.optim.lr_warmup_steps_ratio": 0.4,
     },
-    # GRPO whose losses are weighted, and some tokens left out, by how far the rollout is from the trainer.
+    # GRPO whose losses are weighted, and some tokens left out, by how far the rollout is from the
+    # trainer.
     "corrected": {
         "algorithm.adv_estimator": "grpo",
         f"{CORRECTION}.rollout_is": "sequence",
@@ -186,27 +189,43 @@ ON_TWO_RANKS: dict[str, dict[str, Any]] = {
         "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": 40,
     },
     "warm-up": {f"{FSDP}.fsdp_size": 2, f"{CRITIC_FSDP}.fsdp_size": 2},
-    "grpo": {"reward_model.use_dynamic_bsz": True, "reward_model.forward_max_token_len_per_gpu": 30},
+    "grpo": {
+        "reward_model.use_dynamic_bsz": True,
+        "reward_model.forward_max_token_len_per_gpu": 30,
+    },
     "corrected": {},
     "bypass": {},
-    "one step": {f"{ACTOR}.ulysses_sequence_parallel_size": 2, "critic.ulysses_sequence_parallel_size": 2},
+    "one step": {
+        f"{ACTOR}.ulysses_sequence_parallel_size": 2,
+        "critic.ulysses_sequence_parallel_size": 2,
+    },
 }
 
 DEFAULT = "the default"
 
-# The keys that reach a formula: in which run, and with which other value that run would compute something else. That is
-# the default, or where the default computes the same or cannot run, a value that does and can.
+# The keys that reach a formula: in which run, and with which other value that run would compute
+# something else. That is the default, or where the default computes the same or cannot run, a value
+# that does and can.
 REACHES_A_FORMULA: dict[str, tuple[str, Any]] = {
     **dict.fromkeys([key for key in RUNS["gae"] if key.startswith("algorithm.")], ("gae", DEFAULT)),
     "algorithm.adv_estimator": ("one step", DEFAULT),
     "algorithm.norm_adv_by_std_in_grpo": ("grpo", DEFAULT),
-    **dict.fromkeys([key for key in RUNS["corrected"] if key.startswith(CORRECTION)], ("corrected", DEFAULT)),
+    **dict.fromkeys(
+        [key for key in RUNS["corrected"] if key.startswith(CORRECTION)], ("corrected", DEFAULT)
+    ),
     f"{CORRECTION}.rollout_rs_threshold": ("corrected", "0.5_2.0,1.2"),
     f"{CORRECTION}.bypass_mode": ("bypass", DEFAULT),
     **{
         f"{ACTOR}.{name}": ("gae", DEFAULT)
         for name in (
-            *("clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "loss_agg_mode", "entropy_coeff", "use_kl_loss"),
+            *(
+                "clip_ratio_low",
+                "clip_ratio_high",
+                "clip_ratio_c",
+                "loss_agg_mode",
+                "entropy_coeff",
+                "use_kl_loss",
+            ),
             *("kl_loss_coef", "kl_loss_type", "ppo_epochs", "grad_clip"),
             *("optim.lr", "optim.weight_decay", "optim.lr_warmup_steps"),
         )
@@ -253,7 +272,8 @@ REACHES_A_FORMULA: dict[str, tuple[str, Any]] = {
     "trainer.total_epochs": ("one step", DEFAULT),
 }
 
-# The keys that only change how the numbers are computed; the runs set them all, and have the same numbers.
+# The keys that only change how the numbers are computed; the runs set them all, and have the same
+# numbers.
 LOG_PROB = ("micro_batch_size_per_gpu", "use_dynamic_bsz", "max_token_len_per_gpu")
 LAYOUT = [
     "actor_rollout_ref.model.enable_activation_offload",
@@ -288,7 +308,8 @@ LAYOUT = [
     "trainer.balance_batch",
 ]
 
-# The keys that round numbers: in which run, a metric that is another one in bfloat16, and one that stays.
+# The keys that round numbers: in which run, a metric that is another one in bfloat16, and one that
+# stays.
 PRECISION: dict[str, tuple[str, str, str]] = {
     f"{FSDP}.dtype": ("gae", "actor/entropy", "critic/values/mean"),
     f"{FSDP}.model_dtype": ("gae", "actor/entropy", "critic/values/mean"),
@@ -310,10 +331,15 @@ REACHES_NO_FORMULA: dict[str, list[str]] = {
             "data.reward_fn_key",
         ),
         *("data.filter_overlong_prompts", "data.truncation", "data.apply_chat_template_kwargs"),
-        *("actor_rollout_ref.model.tokenizer_path", f"{ROLLOUT}.prompt_length", "custom_reward_function.path"),
+        *(
+            "actor_rollout_ref.model.tokenizer_path",
+            f"{ROLLOUT}.prompt_length",
+            "custom_reward_function.path",
+        ),
     ],
     "trust": [
-        f"{model}.trust_remote_code" for model in ("actor_rollout_ref.model", "critic.model", "reward_model.model")
+        f"{model}.trust_remote_code"
+        for model in ("actor_rollout_ref.model", "critic.model", "reward_model.model")
     ],
     "precision": [*PRECISION, f"{ROLLOUT}.dtype", f"{ROLLOUT}.quantization"],
     "compiled": ["actor_rollout_ref.model.use_torch_compile", "critic.model.use_torch_compile"],
@@ -329,27 +355,71 @@ REACHES_NO_FORMULA: dict[str, list[str]] = {
     "engine": [
         f"{ROLLOUT}.{name}"
         for name in (
-            *("name", "tensor_model_parallel_size", "gpu_memory_utilization", "enforce_eager", "free_cache_engine"),
-            *("max_num_batched_tokens", "max_num_seqs", "kv_after_update", "weight_transport", "routing"),
+            *(
+                "name",
+                "tensor_model_parallel_size",
+                "gpu_memory_utilization",
+                "enforce_eager",
+                "free_cache_engine",
+            ),
+            *(
+                "max_num_batched_tokens",
+                "max_num_seqs",
+                "kv_after_update",
+                "weight_transport",
+                "routing",
+            ),
         )
     ],
     "option": [
-        *(f"algorithm.filter_groups.{name}" for name in ("enable", "metric", "max_num_gen_batches")),
+        *(
+            f"algorithm.filter_groups.{name}"
+            for name in ("enable", "metric", "max_num_gen_batches")
+        ),
         *(f"reward.overlong_buffer.{name}" for name in ("enable", "len", "penalty_factor")),
     ],
     "average": [f"{ACTOR}.ema_decay"],
     "pipeline": ["trainer.max_staleness"],
-    "limit": ["reward.num_workers", "reward.timeout_s", "reward.max_memory_gb", "trainer.call_timeout_s"],
+    "limit": [
+        "reward.num_workers",
+        "reward.timeout_s",
+        "reward.max_memory_gb",
+        "trainer.call_timeout_s",
+    ],
     "placement": [
-        *("trainer.device", "trainer.nnodes", "trainer.n_gpus_per_node", "resource_pool_spec", "role_mapping"),
-        *("worker_classes", "plugins", "ray_kwargs.ray_init.num_cpus", "ray_kwargs.ray_init.address"),
+        *(
+            "trainer.device",
+            "trainer.nnodes",
+            "trainer.n_gpus_per_node",
+            "resource_pool_spec",
+            "role_mapping",
+        ),
+        *(
+            "worker_classes",
+            "plugins",
+            "ray_kwargs.ray_init.num_cpus",
+            "ray_kwargs.ray_init.address",
+        ),
     ],
     "report": [
         f"trainer.{name}"
         for name in (
-            *("project_name", "experiment_name", "logger", "val_before_train", "test_freq", "save_freq"),
+            *(
+                "project_name",
+                "experiment_name",
+                "logger",
+                "val_before_train",
+                "test_freq",
+                "save_freq",
+            ),
             *("log_val_generations", "default_local_dir"),
-            *("resume_mode", "resume_from_path", "damaged_ckpt", "max_ckpt_to_keep", "best_ckpt_metric"),
+            *(
+                "resume_mode",
+                "resume_from_path",
+                "damaged_ckpt",
+                "max_ckpt_to_keep",
+                "best_ckpt_metric",
+            ),
         )
     ],
 }
@@ -358,7 +428,11 @@ REACHES_NO_FORMULA: dict[str, list[str]] = {
 # Under the same words, the tests that show what these keys do.
 PLACES: dict[str, tuple[str, ...]] = {
     "input": (
-        *("tests/unit/test_trainer_wiring.py", "tests/unit/test_ptx.py", "tests/unit/test_ppo_data.py"),
+        *(
+            "tests/unit/test_trainer_wiring.py",
+            "tests/unit/test_ptx.py",
+            "tests/unit/test_ppo_data.py",
+        ),
         *("tests/unit/test_supervised.py", "tests/unit/test_rollout_requests.py"),
     ),
     "trust": ("tests/unit/test_trust_remote_code.py",),
@@ -380,7 +454,11 @@ PLACES: dict[str, tuple[str, ...]] = {
     "pipeline": ("tests/end_to_end/test_pipeline.py",),
     "limit": ("tests/unit/test_rewards_processes.py", "tests/end_to_end/test_detached_faults.py"),
     "placement": (
-        *("tests/end_to_end/test_checked_inputs.py", "tests/unit/test_supervised.py", "tests/end_to_end/test_nodes.py"),
+        *(
+            "tests/end_to_end/test_checked_inputs.py",
+            "tests/unit/test_supervised.py",
+            "tests/end_to_end/test_nodes.py",
+        ),
     ),
     "report": (
         *("tests/end_to_end/test_which_run_is_resumed.py", "tests/unit/test_config_composition.py"),

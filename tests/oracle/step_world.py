@@ -1,6 +1,8 @@
-"""What the code under test and the reference both start from: tiny models, prompts, and responses of every kind.
+"""What the code under test and the reference both start from: tiny models, prompts, and responses
+of every kind.
 
-Nothing here computes; both sides get these numbers as their input. Imports nothing from `verl_like`.
+Nothing here computes; both sides get these numbers as their input. Imports nothing from
+`verl_like`.
 """
 
 import math
@@ -35,7 +37,8 @@ def compute_score(*sample):
 
 @dataclass(frozen=True)
 class Response:
-    """A sampled response. What `counts` leaves out is in the sequence but was not sampled, as a tool's output is."""
+    """A sampled response. What `counts` leaves out is in the sequence but was not sampled, as a
+    tool's output is."""
 
     token_ids: list[int]
     counts: list[bool]
@@ -54,7 +57,8 @@ def prompt_tokens(number: int) -> list[int]:
 
 
 def response(prompt: Iterable[int], step: int, number: int) -> Response:
-    """Response `number` to a prompt in a training step: 1 to `LONGEST_RESPONSE` tokens, some with holes."""
+    """Response `number` to a prompt in a training step: 1 to `LONGEST_RESPONSE` tokens, some with
+    holes."""
     generator = np.random.default_rng([step, number, *prompt])
     length = int(generator.integers(1, LONGEST_RESPONSE + 1))
     token_ids = generator.integers(FIRST, len(VOCABULARY), size=length).tolist()
@@ -66,8 +70,9 @@ def response(prompt: Iterable[int], step: int, number: int) -> Response:
     return Response(token_ids, counts, log_probs)
 
 
-# By how much what a model computed before the update is shifted, so that it belongs to another policy, reference or
-# critic: ratios then lie on both sides of every clip range, and KL terms are not zero.
+# By how much what a model computed before the update is shifted, so that it belongs to another
+# policy, reference or critic: ratios then lie on both sides of every clip range, and KL terms are
+# not zero.
 SHIFTS = {"old_log_probs": (1.4, 0), "ref_log_prob": (0.5, 1), "values": (0.6, 2)}
 
 

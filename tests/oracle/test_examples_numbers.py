@@ -1,4 +1,5 @@
-"""From a configuration value to the number it names, for the trainers of examples: their steps against a reference."""
+"""From a configuration value to the number it names, for the trainers of examples: their steps
+against a reference."""
 
 import ast
 import re
@@ -21,7 +22,8 @@ from verl_like.trainer.config.detached import DetachedConfig
 
 STEPS = 3
 SLACK = 5
-"""In units of what numbers of the size of 1 may differ by: an answer's log-probability is a sum of the size of 10."""
+"""In units of what numbers of the size of 1 may differ by: an answer's log-probability is a sum of
+the size of 10."""
 Expected = Callable[[str, str], step_reference.Trained]
 ROOT = Path(__file__).parents[2]
 
@@ -40,21 +42,29 @@ def expected(folder: Path) -> Expected:
     @cache
     def of_run(kind: str, run: str) -> step_reference.Trained:
         defaults = step_runs.defaults(examples_runs.KINDS[kind][0])
-        return examples_reference.train(kind, defaults | examples_table.settings_of(kind, run, folder), STEPS)
+        return examples_reference.train(
+            kind, defaults | examples_table.settings_of(kind, run, folder), STEPS
+        )
 
     return of_run
 
 
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_trainer_of_examples_computes_what_the_reference_does(kind: str, run: str, folder: Path, expected: Expected):
+def test_a_trainer_of_examples_computes_what_the_reference_does(
+    kind: str, run: str, folder: Path, expected: Expected
+):
     settings = examples_table.settings_of(kind, run, folder)
     off = step_reference.errors(examples_runs.train(kind, settings, STEPS), expected(kind, run))
-    wrong = {name: f"{error:.1f} times what may be" for name, error in off.items() if not error < SLACK}
+    wrong = {
+        name: f"{error:.1f} times what may be" for name, error in off.items() if not error < SLACK
+    }
     assert off and not wrong
 
 
-@pytest.mark.parametrize(("kind", "key"), [(kind, key) for kind in KINDS for key in REACHES_A_FORMULA[kind]])
+@pytest.mark.parametrize(
+    ("kind", "key"), [(kind, key) for kind in KINDS for key in REACHES_A_FORMULA[kind]]
+)
 def test_a_run_on_examples_would_compute_something_else_without_the_key(
     kind: str, key: str, folder: Path, expected: Expected
 ):
@@ -63,7 +73,9 @@ def test_a_run_on_examples_would_compute_something_else_without_the_key(
     settings = examples_table.settings_of(kind, run, folder)
     assert key in settings and settings[key] != defaults[key]
     if isinstance(other, str):
-        other = step_table.filled(other, folder).replace("{model}", Path(settings["model.path"]).name)
+        other = step_table.filled(other, folder).replace(
+            "{model}", Path(settings["model.path"]).name
+        )
     other = defaults[key] if other == DEFAULT else other
     without = examples_reference.train(kind, defaults | settings | {key: other}, STEPS)
     found = step_reference.errors(padded(without), padded(expected(kind, run)))
@@ -73,7 +85,9 @@ def test_a_run_on_examples_would_compute_something_else_without_the_key(
 def padded(trained: step_reference.Trained) -> step_reference.Trained:
     """With an empty row of metrics where there was no validation."""
     missing = STEPS + 1 - len(trained.metrics)
-    return step_reference.Trained([*trained.metrics, *[{}] * missing], trained.gradients, trained.parameters)
+    return step_reference.Trained(
+        [*trained.metrics, *[{}] * missing], trained.gradients, trained.parameters
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -97,7 +111,9 @@ PLACES = ELSEWHERE | examples_table.DETACHED_ELSEWHERE
 def test_a_test_that_is_named_as_the_place_of_a_key_sets_it(file: str):
     text = (ROOT / file).read_text()
     for key in PLACES[file]:
-        assert re.search(rf"\b{re.escape(key.rpartition('.')[2])}\b", text), f"{file} does not name {key}"
+        assert re.search(rf"\b{re.escape(key.rpartition('.')[2])}\b", text), (
+            f"{file} does not name {key}"
+        )
 
 
 def test_the_runs_on_examples_use_every_layout():
@@ -116,7 +132,11 @@ def test_the_examples_hold_what_examples_may_hold(expected: Expected):
     metrics = expected("dpo", "in order").metrics
     assert metrics[0]["dpo/margin"] == 0 and 0 < metrics[2]["dpo/accuracy"] < 1
     assert 0 < expected("rm", "in order, decaying").metrics[2]["rm/accuracy"] < 1
-    lengths = [len(ids) for row in examples_world.TALKS for ids, _ in [examples_world.tokens_of_talk(row, "=")]]
+    lengths = [
+        len(ids)
+        for row in examples_world.TALKS
+        for ids, _ in [examples_world.tokens_of_talk(row, "=")]
+    ]
     assert max(lengths) > 10 and sum(length > 9 for length in lengths) == 1
 
 
@@ -124,5 +144,7 @@ def test_the_examples_hold_what_examples_may_hold(expected: Expected):
 def test_the_reference_of_examples_imports_nothing_of_what_it_checks(module: object):
     tree = ast.parse(Path(module.__file__).read_text())
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
-    names = [a.name for node in imports for a in node.names] + [getattr(node, "module", "") or "" for node in imports]
+    names = [a.name for node in imports for a in node.names] + [
+        getattr(node, "module", "") or "" for node in imports
+    ]
     assert names and not any("verl_like" in name or name.endswith("_runs") for name in names)

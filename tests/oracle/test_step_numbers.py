@@ -1,4 +1,5 @@
-"""From a configuration value to the number it names: the trainer's own steps against the independent reference."""
+"""From a configuration value to the number it names: the trainer's own steps against the
+independent reference."""
 
 import ast
 import re
@@ -12,7 +13,15 @@ import step_reference
 import step_runs
 import step_table
 import step_world
-from step_table import DEFAULT, LAYOUT, ON_TWO_RANKS, PRECISION, REACHES_A_FORMULA, REACHES_NO_FORMULA, RUNS
+from step_table import (
+    DEFAULT,
+    LAYOUT,
+    ON_TWO_RANKS,
+    PRECISION,
+    REACHES_A_FORMULA,
+    REACHES_NO_FORMULA,
+    RUNS,
+)
 
 from verl_like.trainer.config import PPOConfig, load_ppo_config
 from verl_like.trainer.config.compose import leaves
@@ -28,7 +37,9 @@ def assert_equal(got: step_reference.Trained, expected: step_reference.Trained) 
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_one_process_computes_what_the_reference_does(run: str, world_folder: Path, expected: Expected):
+def test_one_process_computes_what_the_reference_does(
+    run: str, world_folder: Path, expected: Expected
+):
     settings = step_table.settings_of(run, world_folder) | {"trainer.n_gpus_per_node": 1}
     assert_equal(step_runs.train(settings, step_runs.start_local_groups, steps=2), expected(run))
 
@@ -37,12 +48,16 @@ def test_one_process_computes_what_the_reference_does(run: str, world_folder: Pa
 def test_two_ranks_compute_what_the_reference_does(world_folder: Path, expected: Expected):
     with step_runs.two_processes() as start:
         for run in RUNS:
-            settings = step_table.settings_of(run, world_folder, **ON_TWO_RANKS[run]) | {"trainer.n_gpus_per_node": 2}
+            settings = step_table.settings_of(run, world_folder, **ON_TWO_RANKS[run]) | {
+                "trainer.n_gpus_per_node": 2
+            }
             assert_equal(step_runs.train(settings, start, steps=2), expected(run))
 
 
 @pytest.mark.parametrize("key", REACHES_A_FORMULA)
-def test_a_run_would_compute_something_else_without_the_key(key: str, world_folder: Path, expected: Expected):
+def test_a_run_would_compute_something_else_without_the_key(
+    key: str, world_folder: Path, expected: Expected
+):
     run, other = REACHES_A_FORMULA[key]
     defaults, settings = step_runs.defaults(), step_table.settings_of(run, world_folder)
     assert key in settings and settings[key] != defaults[key]
@@ -52,7 +67,11 @@ def test_a_run_would_compute_something_else_without_the_key(key: str, world_fold
 
 
 def test_every_key_has_its_place_in_the_table():
-    places = [*REACHES_A_FORMULA, *LAYOUT, *(key for keys in REACHES_NO_FORMULA.values() for key in keys)]
+    places = [
+        *REACHES_A_FORMULA,
+        *LAYOUT,
+        *(key for keys in REACHES_NO_FORMULA.values() for key in keys),
+    ]
     assert sorted(places) == sorted(key for key, _, _ in leaves(PPOConfig))
 
 
@@ -64,25 +83,37 @@ def test_a_key_that_reaches_no_formula_is_named_by_a_test_of_its_own(word: str):
 
 
 def test_the_runs_use_every_layout():
-    plain = load_ppo_config(["device=cpu", *(f"{key}=x" for key in ("data.train_files", "data.val_files", MODEL_PATH))])
+    plain = load_ppo_config(
+        ["device=cpu", *(f"{key}=x" for key in ("data.train_files", "data.val_files", MODEL_PATH))]
+    )
     given = [run.items() for run in (step_table.COMMON, *RUNS.values(), *ON_TWO_RANKS.values())]
     for key in LAYOUT:
         value = attrgetter(key)(plain)
-        assert any(name == key and other != value for settings in given for name, other in settings), key
+        assert any(
+            name == key and other != value for settings in given for name, other in settings
+        ), key
 
 
 def test_the_runs_hold_what_a_batch_may_hold(expected: Expected):
     for run in ("gae", "warm-up", "grpo"):
         last = expected(run).metrics[-1]
         assert 0 < last["actor/pg_clipfrac_lower"] < last["actor/pg_clipfrac"] < 1
-    assert all(0 < m["critic/vf_clipfrac"] < 1 for run in ("gae", "warm-up") for m in expected(run).metrics)
-    assert all(m["reward/num_skipped"] > 0 for run in ("gae", "warm-up", "grpo") for m in expected(run).metrics)
+    assert all(
+        0 < m["critic/vf_clipfrac"] < 1 for run in ("gae", "warm-up") for m in expected(run).metrics
+    )
+    assert all(
+        m["reward/num_skipped"] > 0
+        for run in ("gae", "warm-up", "grpo")
+        for m in expected(run).metrics
+    )
     assert [expected(run).metrics[0]["reward/num_errors"] for run in ("gae", "one step")] == [1, 1]
     for run in RUNS:
         for metrics in expected(run).metrics:
             assert metrics["response_length/min"] < metrics["response_length/max"]
             assert metrics["prompt_length/min"] < metrics["prompt_length/max"]
-    numbers = {run: [len(gradients) for gradients in expected(run).gradients.values()] for run in RUNS}
+    numbers = {
+        run: [len(gradients) for gradients in expected(run).gradients.values()] for run in RUNS
+    }
     assert numbers == {
         **{"gae": [8, 8], "warm-up": [4, 8], "grpo": [4], "one step": [2, 4]},
         **{"corrected": [2], "bypass": [4]},
@@ -90,9 +121,14 @@ def test_the_runs_hold_what_a_batch_may_hold(expected: Expected):
 
 
 @pytest.mark.parametrize("key", PRECISION)
-def test_bfloat16_reaches_the_model_that_the_key_names_and_no_other(key: str, world_folder: Path, expected: Expected):
+def test_bfloat16_reaches_the_model_that_the_key_names_and_no_other(
+    key: str, world_folder: Path, expected: Expected
+):
     run, changed, unchanged = PRECISION[key]
-    settings = step_table.settings_of(run, world_folder) | {"trainer.n_gpus_per_node": 1, key: "bfloat16"}
+    settings = step_table.settings_of(run, world_folder) | {
+        "trainer.n_gpus_per_node": 1,
+        key: "bfloat16",
+    }
     got = step_runs.train(settings, step_runs.start_local_groups, steps=1)
     of_first_step = step_reference.Trained(expected(run).metrics[:1], {}, {})
     off = step_reference.errors(step_reference.Trained(got.metrics, {}, {}), of_first_step)
@@ -103,5 +139,7 @@ def test_bfloat16_reaches_the_model_that_the_key_names_and_no_other(key: str, wo
 def test_the_reference_imports_nothing_of_what_it_checks(module: object):
     tree = ast.parse(Path(module.__file__).read_text())
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
-    names = [a.name for node in imports for a in node.names] + [getattr(node, "module", "") or "" for node in imports]
+    names = [a.name for node in imports for a in node.names] + [
+        getattr(node, "module", "") or "" for node in imports
+    ]
     assert names and not any("verl_like" in name or "step_runs" in name for name in names)

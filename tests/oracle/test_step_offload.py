@@ -1,4 +1,5 @@
-"""Offload on and off: where the parameters and the optimizer state of each model lie, and where they are used."""
+"""Offload on and off: where the parameters and the optimizer state of each model lie, and where
+they are used."""
 
 from collections import defaultdict
 from pathlib import Path
@@ -26,11 +27,15 @@ WHAT_IS_OFFLOADED = {
     "reward_model.model.fsdp_config.param_offload": ("reward_model", "parameters"),
 }
 # Each key is on in another selection of the cases, and in none of them always or never.
-CASES = [[key for number, key in enumerate(WHAT_IS_OFFLOADED, start=1) if number >> bit & 1] for bit in range(3)]
+CASES = [
+    [key for number, key in enumerate(WHAT_IS_OFFLOADED, start=1) if number >> bit & 1]
+    for bit in range(3)
+]
 
 
 class Places:
-    """Knows where every tensor of a model is, from the moves that are asked for; None where there was none."""
+    """Knows where every tensor of a model is, from the moves that are asked for; None where there
+    was none."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.engines: dict[str, FsdpEngine] = {}
@@ -58,7 +63,11 @@ class Places:
                 "parameters": engine.model.parameters(),
                 "optimizer state": (v for s in states for v in s.values()),
             }
-            found += [(role, kind) for kind, tensors in kinds.items() if any(tensor is other for other in tensors)]
+            found += [
+                (role, kind)
+                for kind, tensors in kinds.items()
+                if any(tensor is other for other in tensors)
+            ]
         return found
 
     def start(self, mapping: dict[str, RayClassWithInitArgs]) -> dict[str, WorkerGroup]:
@@ -88,10 +97,16 @@ def test_exactly_what_a_key_offloads_lies_in_host_memory_and_is_used_on_the_devi
     keys: list[str], world_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
     reward_model = {"reward_model.enable": True, "reward_model.model.path": "{folder}/reward"}
-    settings = step_table.settings_of("gae", world_folder, **reward_model) | {"trainer.n_gpus_per_node": 1}
+    settings = step_table.settings_of("gae", world_folder, **reward_model) | {
+        "trainer.n_gpus_per_node": 1
+    }
     places = Places(monkeypatch)
-    step_runs.train(settings | {key: key in keys for key in WHAT_IS_OFFLOADED}, places.start, steps=1)
+    step_runs.train(
+        settings | {key: key in keys for key in WHAT_IS_OFFLOADED}, places.start, steps=1
+    )
     offloaded = {WHAT_IS_OFFLOADED[key] for key in keys}
     assert places.place == dict.fromkeys(offloaded, "cpu")
-    expected = {what: {DEVICE} if what in offloaded else {None} for what in WHAT_IS_OFFLOADED.values()}
+    expected = {
+        what: {DEVICE} if what in offloaded else {None} for what in WHAT_IS_OFFLOADED.values()
+    }
     assert places.used_at == expected

@@ -16,10 +16,12 @@ def ray_cluster() -> Iterator[None]:
         include_dashboard=False,
         log_to_driver=False,
         logging_level="ERROR",
-        runtime_env={"env_vars": {"PYTHONPATH": ":".join(map(str, Path(__file__).parents[:2]))}},  # for toy_workers
+        # For toy_workers
+        runtime_env={"env_vars": {"PYTHONPATH": ":".join(map(str, Path(__file__).parents[:2]))}},
     )
     with pytest.MonkeyPatch.context() as patch:
-        # Of several ranks that fail, the caller reads one; Ray would print the others among the results.
+        # Of several ranks that fail, the caller reads one; Ray would print the others among the
+        # results.
         patch.setenv("RAY_IGNORE_UNHANDLED_ERRORS", "1")
         yield
     ray.shutdown()

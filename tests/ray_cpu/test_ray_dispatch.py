@@ -1,4 +1,5 @@
-"""Every dispatch mode with every execute mode that goes with it, blocking and as a future, on both backends."""
+"""Every dispatch mode with every execute mode that goes with it, blocking and as a future, on both
+backends."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,10 +20,16 @@ EVENTS: list[CallEvent] = []
 @pytest.fixture(scope="module", params=["local", pytest.param("ray", marks=pytest.mark.ray)])
 def groups(request: pytest.FixtureRequest) -> Iterator[tuple[WorkerGroup, WorkerGroup]]:
     """A group of four ranks that scales by 10 and one of two ranks that scales by 100."""
-    fours, twos = RayClassWithInitArgs(Grandchild, 10.0), RayClassWithInitArgs(ToyWorker, scale=100.0)
+    fours, twos = (
+        RayClassWithInitArgs(Grandchild, 10.0),
+        RayClassWithInitArgs(ToyWorker, scale=100.0),
+    )
     EVENTS.clear()
     if request.param == "local":
-        yield LocalWorkerGroup(fours, 4, role="four", on_call=EVENTS.append), LocalWorkerGroup(twos, 2, role="two")
+        yield (
+            LocalWorkerGroup(fours, 4, role="four", on_call=EVENTS.append),
+            LocalWorkerGroup(twos, 2, role="two"),
+        )
         return
     request.getfixturevalue("ray_cluster")
     pools = [RayResourcePool([size], use_gpu=False) for size in (4, 2)]
@@ -54,7 +61,9 @@ def call(request: pytest.FixtureRequest) -> Callable[..., Any]:
 def batch_of(rows: int, **meta_info: Any) -> DataProto:
     values = torch.arange(rows, dtype=torch.float32)
     return DataProto.from_dict(
-        {"values": values, "unused": values.clone()}, {"uid": [f"0-{i}" for i in range(rows)]}, meta_info
+        {"values": values, "unused": values.clone()},
+        {"uid": [f"0-{i}" for i in range(rows)]},
+        meta_info,
     )
 
 
@@ -96,10 +105,17 @@ def test_all_to_all_on_rank_zero_gets_the_plain_value(four, call):
 
 @pytest.mark.parametrize("sequence", [list, tuple])
 def test_dp_compute_gives_lists_and_tuples_element_wise(four, call, sequence):
-    assert call(four.dp_compute, sequence([1, 2, 3, 4]), factor=sequence([1, 10, 100, 1000])) == [1, 20, 300, 4000]
+    assert call(four.dp_compute, sequence([1, 2, 3, 4]), factor=sequence([1, 10, 100, 1000])) == [
+        1,
+        20,
+        300,
+        4000,
+    ]
 
 
-@pytest.mark.parametrize(("wrong", "what"), [([1, 2, 3], "got 3 values for the 4 ranks"), (5, "got int")])
+@pytest.mark.parametrize(
+    ("wrong", "what"), [([1, 2, 3], "got 3 values for the 4 ranks"), (5, "got int")]
+)
 def test_dp_compute_refuses_what_it_cannot_give_element_wise(four, wrong, what):
     with pytest.raises(ValueError, match=what):
         four.dp_compute(wrong, [1, 1, 1, 1])
@@ -116,7 +132,8 @@ def test_only_the_columns_a_method_reads_travel(four):
 
 
 @pytest.mark.parametrize(
-    ("rows", "rank_of_row"), [(7, [0, 0, 1, 1, 2, 2, 3]), (1, [0]), (5, [0, 0, 1, 2, 3]), (0, []), (3, [0, 1, 2])]
+    ("rows", "rank_of_row"),
+    [(7, [0, 0, 1, 1, 2, 2, 3]), (1, [0]), (5, [0, 0, 1, 2, 3]), (0, []), (3, [0, 1, 2])],
 )
 def test_any_number_of_rows_is_divided_as_evenly_as_it_goes(four, call, rows, rank_of_row):
     data = batch_of(rows, note="kept")
@@ -130,7 +147,14 @@ def test_any_number_of_rows_is_divided_as_evenly_as_it_goes(four, call, rows, ra
 
 
 def test_a_row_may_have_several_outputs(four, call):
-    assert call(four.two_outputs_per_row, batch_of(3)).batch["values"].tolist() == [0, 0, 1, 1, 2, 2]
+    assert call(four.two_outputs_per_row, batch_of(3)).batch["values"].tolist() == [
+        0,
+        0,
+        1,
+        1,
+        2,
+        2,
+    ]
     assert call(four.one_output_per_rank, batch_of(7)).batch["values"].tolist() == [0, 2, 4, 6]
 
 
@@ -142,7 +166,8 @@ def test_a_callers_own_padding_mark_travels_to_the_workers_and_back(four):
 
 
 def test_metrics_in_meta_info_are_merged_over_ranks_that_have_unequal_numbers_of_rows(four, call):
-    assert call(four.add_up, batch_of(7)).meta_info["metrics"]["sum"].value == 21.0  # 0 + 1 + ... + 6
+    # 0 + 1 + ... + 6
+    assert call(four.add_up, batch_of(7)).meta_info["metrics"]["sum"].value == 21.0
 
 
 def test_dp_compute_metric_returns_every_ranks_result(four, call):
@@ -158,13 +183,16 @@ def test_a_batch_of_meta_info_alone_reaches_every_rank(four):
 def test_jagged_and_numeric_columns_survive_an_uneven_split(four):
     rows = [torch.arange(length) for length in (3, 1, 4, 1, 5)]
     data = DataProto.from_dict(
-        {"input_ids": torch.nested.nested_tensor(rows, layout=torch.jagged)}, {"length": np.array([3, 1, 4, 1, 5])}
+        {"input_ids": torch.nested.nested_tensor(rows, layout=torch.jagged)},
+        {"length": np.array([3, 1, 4, 1, 5])},
     )
     assert four.echo(data).equal(data)
 
 
 def test_a_large_batch_arrives_unchanged(four):
-    data = DataProto.from_dict({"values": torch.randn(7, 100_000), "half": torch.randn(7, 1000).bfloat16()})
+    data = DataProto.from_dict(
+        {"values": torch.randn(7, 100_000), "half": torch.randn(7, 1000).bfloat16()}
+    )
     assert four.echo(data).equal(data)
 
 
@@ -175,7 +203,9 @@ def double_by_rank(worker, batch, factor):
 def test_a_function_runs_on_every_rank_with_its_share_of_the_batch(four, call):
     result = call(four.execute_with_func_generator, double_by_rank, batch_of(8), factor=2)
     assert result.batch["values"].tolist() == [0, 2, 5, 7, 10, 12, 15, 17]
-    assert call(four.execute_with_func_generator, lambda worker, b: b, batch_of(5)).equal(batch_of(5))
+    assert call(four.execute_with_func_generator, lambda worker, b: b, batch_of(5)).equal(
+        batch_of(5)
+    )
 
 
 def test_a_function_mode_needs_a_function(four):
@@ -188,7 +218,12 @@ def test_a_function_runs_on_rank_zero(four, call):
 
 
 def test_a_registered_method_is_called_by_its_name_on_every_rank_or_on_rank_zero(four):
-    assert four.execute_all_sync("one_to_all", PerRank([5, 6, 7, 8])) == [(0, 5), (1, 6), (2, 7), (3, 8)]
+    assert four.execute_all_sync("one_to_all", PerRank([5, 6, 7, 8])) == [
+        (0, 5),
+        (1, 6),
+        (2, 7),
+        (3, 8),
+    ]
     assert four.execute_all_async("rank_zero", x=1).get(timeout=60) == [("overridden", 1)] * 4
     assert four.execute_rank_zero_sync("one_to_all", [1, 2]) == (0, [1, 2])
     assert four.execute_rank_zero("all_to_all", 1, y=2).get(timeout=60) == (0, 1, 2)
@@ -209,7 +244,8 @@ def test_mesh_dispatch_gives_tensor_parallel_peers_one_shard(groups, call):
         four.make_grid(tensor_parallel=2)
     result = call(four.grid_compute, batch_of(3))
     assert result.batch["scaled"].tolist() == [0.0, 10.0, 20.0]
-    assert result.batch["rank"].tolist() == [0, 0, 2]  # ranks 1 and 3 computed the same rows and are not collected
+    # Ranks 1 and 3 computed the same rows and are not collected
+    assert result.batch["rank"].tolist() == [0, 0, 2]
 
 
 def test_async_methods_are_awaited(four, call):
@@ -232,7 +268,9 @@ def test_a_future_is_handed_on_between_groups_of_any_size(groups, rows):
     back = two.echo.remote(there)
     assert back.get().batch["scaled"].tolist() == expected, "fewer ranks"
     assert four.echo(back).batch["scaled"].tolist() == expected, "more ranks"
-    assert two.describe(back) == [f"DataProto of {rows}"] * 2, "whole, where the mode does not split"
+    assert two.describe(back) == [f"DataProto of {rows}"] * 2, (
+        "whole, where the mode does not split"
+    )
 
 
 @pytest.mark.parametrize("rows", [8, 7])
@@ -251,7 +289,9 @@ def test_an_ordered_batch_is_dealt_in_its_order_and_comes_back_in_the_batchs(gro
 def test_parts_of_a_handed_on_future_go_to_the_rank_of_the_same_number(four):
     future = four.scale_values.remote(batch_of(8))
     made, received = four.echo(future), four.scale_values.remote(batch_of(8)).get()
-    assert made.batch["rank"].tolist() == received.batch["rank"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert (
+        made.batch["rank"].tolist() == received.batch["rank"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    )
 
 
 def test_futures_of_mesh_calls_are_handed_on_without_the_peers(groups):
@@ -263,17 +303,24 @@ def test_futures_of_mesh_calls_are_handed_on_without_the_peers(groups):
 
 def test_other_futures_arrive_as_their_value(groups):
     four, two = groups
-    assert two.one_to_all(four.not_blocking(5)) == [(rank, [(r, 5) for r in range(4)]) for rank in range(2)]
-    assert two.one_to_all(x=four.rank_zero.remote(5)) == [(rank, ("overridden", 5)) for rank in range(2)]
+    assert two.one_to_all(four.not_blocking(5)) == [
+        (rank, [(r, 5) for r in range(4)]) for rank in range(2)
+    ]
+    assert two.one_to_all(x=four.rank_zero.remote(5)) == [
+        (rank, ("overridden", 5)) for rank in range(2)
+    ]
     assert two.one_to_all(four.cards.remote(["a", "b"]))[1] == (1, [(0, "a"), (1, "b")])
 
 
 def test_a_missing_column_is_found_before_the_call_and_its_writer_named(four):
     with pytest.raises(
-        ValueError, match=r"four\.read_advantages reads 'advantages'.*written by: driver, by the adv"
+        ValueError,
+        match=r"four\.read_advantages reads 'advantages'.*written by: driver, by the adv",
     ) as caught:
         four.read_advantages(batch_of(8))
-    assert "Present: ['uid', 'unused', 'values']" in str(caught.value) and not isinstance(caught.value, WorkerError)
+    assert "Present: ['uid', 'unused', 'values']" in str(caught.value) and not isinstance(
+        caught.value, WorkerError
+    )
 
 
 def test_a_missing_column_of_a_future_is_found_on_the_worker(four):
@@ -288,7 +335,9 @@ def test_a_column_that_was_promised_and_not_written_is_an_error(four):
 
 def test_writing_in_place_into_the_input_is_an_error_and_replacing_a_column_is_not(four):
     assert four.replace_column(batch_of(8)).batch["values"].tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
-    with pytest.raises(WorkerError, match=r"write_in_place wrote in place into the input column 'values'"):
+    with pytest.raises(
+        WorkerError, match=r"write_in_place wrote in place into the input column 'values'"
+    ):
         four.write_in_place(batch_of(8))
 
 
@@ -303,7 +352,9 @@ def test_arguments_are_checked_against_the_signature_before_the_call(four):
 
 
 def test_an_error_names_role_rank_and_method_and_shows_the_workers_traceback(four, call):
-    with pytest.raises(WorkerError, match=r"four rank 2 .* failed in fail_on: KeyError: 'no such thing'") as caught:
+    with pytest.raises(
+        WorkerError, match=r"four rank 2 .* failed in fail_on: KeyError: 'no such thing'"
+    ) as caught:
         call(four.fail_on, 2)
     error = caught.value
     assert (error.role, error.rank, error.method) == ("four", 2, "fail_on") and error.pid > 0
@@ -334,7 +385,9 @@ def test_every_finished_call_is_reported_once_even_if_nobody_waits_for_it(four):
     EVENTS.clear()
     forgotten = four.sleep.remote(0.01)
     assert four.one_to_all(1)
-    assert sorted((e.method, e.rank) for e in EVENTS) == [(m, r) for m in ("one_to_all", "sleep") for r in range(4)]
+    assert sorted((e.method, e.rank) for e in EVENTS) == [
+        (m, r) for m in ("one_to_all", "sleep") for r in range(4)
+    ]
     assert all(e.role == "four" and e.finished >= e.started > 0 for e in EVENTS)
     forgotten.get()
     assert len(EVENTS) == 8
@@ -343,4 +396,6 @@ def test_every_finished_call_is_reported_once_even_if_nobody_waits_for_it(four):
 def test_ranks_know_their_place(four):
     places = four.place()
     assert [(p["rank"], p["local_rank"]) for p in places] == [(0, 0), (1, 1), (2, 2), (3, 3)]
-    assert {(p["world_size"], p["local_world_size"], p["device"]) for p in places} == {(4, 4, "cpu")}
+    assert {(p["world_size"], p["local_world_size"], p["device"]) for p in places} == {
+        (4, 4, "cpu")
+    }

@@ -11,7 +11,12 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.mark.parametrize(
-    "name", ["dispatch.md", "extending.md", pytest.param("placement.md", marks=[pytest.mark.ray, pytest.mark.proof])]
+    "name",
+    [
+        "dispatch.md",
+        "extending.md",
+        pytest.param("placement.md", marks=[pytest.mark.ray, pytest.mark.proof]),
+    ],
 )
 def test_the_example_prints_what_the_document_says(name, tmp_path):
     program, expected = re.search(
@@ -19,6 +24,8 @@ def test_the_example_prints_what_the_document_says(name, tmp_path):
     ).groups()
     path = tmp_path / "example.py"
     path.write_text(program)
-    result = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=200)
+    result = subprocess.run(
+        [sys.executable, str(path)], capture_output=True, text=True, timeout=200
+    )
     assert result.returncode == 0, result.stderr
     assert result.stdout == expected

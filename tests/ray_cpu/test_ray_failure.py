@@ -52,7 +52,9 @@ def test_a_killed_rank_is_named_and_its_waiting_peer_is_stopped(pair):
     with pytest.raises(CallTimeout):
         future.get(timeout=1)
     os.kill(pids[1], signal.SIGKILL)
-    with pytest.raises(WorkerDied, match=r"pair rank 1 .* died during reduce_while_rank_sleeps") as caught:
+    with pytest.raises(
+        WorkerDied, match=r"pair rank 1 .* died during reduce_while_rank_sleeps"
+    ) as caught:
         future.get(timeout=60)
     error = caught.value
     assert (error.role, error.rank, error.node, error.pid) == ("pair", 1, nodes[1], pids[1])
@@ -69,7 +71,9 @@ def crash_on_rank_zero(worker) -> None:
 
 def test_the_last_lines_of_a_crashed_workers_log_are_in_the_error(pair):
     pair.place()
-    with pytest.raises(WorkerDied, match=r"pair rank 0 .* died[\s\S]*Segmentation fault[\s\S]*crash_on_rank_zero"):
+    with pytest.raises(
+        WorkerDied, match=r"pair rank 0 .* died[\s\S]*Segmentation fault[\s\S]*crash_on_rank_zero"
+    ):
         pair.execute_with_func_generator(crash_on_rank_zero)
     assert_dead(pair.worker_pids)
 
@@ -92,7 +96,8 @@ def test_a_call_that_takes_too_long_names_role_method_and_seconds(pair):
     pair.place()
     future = pair.sleep.remote(3)
     with pytest.raises(
-        CallTimeout, match=r"pair\.sleep did not finish within 0\.2 s: waiting for rank\(s\) \[0, 1\] of 2"
+        CallTimeout,
+        match=r"pair\.sleep did not finish within 0\.2 s: waiting for rank\(s\) \[0, 1\] of 2",
     ):
         future.get(timeout=0.2)
     with pytest.raises(CallTimeout):
@@ -132,8 +137,13 @@ def test_a_stopped_rank_is_named_and_killed_with_its_waiting_peer(pair):
         future.get(timeout=100)
     message = str(caught.value)
     where = f"pair rank 1 (node {pair.worker_nodes[1]}, pid {pids[1]})"
-    assert message.startswith(f"{where} was stopped, such as by SIGSTOP, during reduce_while_rank_sleeps;")
-    assert f"process {pids[1]} (ray::pair rank 1 reduce_while_rank_sleeps) was stopped for at least" in message
+    assert message.startswith(
+        f"{where} was stopped, such as by SIGSTOP, during reduce_while_rank_sleeps;"
+    )
+    assert (
+        f"process {pids[1]} (ray::pair rank 1 reduce_while_rank_sleeps) was stopped for at least"
+        in message
+    )
     assert_dead(pids)
     with pytest.raises(WorkerStopped):
         pair.place()
@@ -144,7 +154,9 @@ def test_a_process_that_a_rank_started_and_that_is_stopped_is_named_in_a_stream_
     child = pair.execute_func_rank_zero(start_a_child)
     os.kill(child, signal.SIGSTOP)
     batch = DataProto.from_dict({"x": torch.arange(4)})
-    with pytest.raises(WorkerStopped, match=rf"pair rank 0 .*\nprocess {child} \(sleep 600\) was stopped"):
+    with pytest.raises(
+        WorkerStopped, match=rf"pair rank 0 .*\nprocess {child} \(sleep 600\) was stopped"
+    ):
         for _ in pair.double_and_tell(batch, wait_for=str(tmp_path / "never")).stream():
             pass
     assert_dead([child, *pair.worker_pids])
@@ -173,15 +185,20 @@ def test_a_stopped_rank_of_another_group_whose_result_is_waited_for_is_named(pai
     batch.get()
     (pid,) = other.worker_pids
     os.kill(pid, signal.SIGSTOP)
-    future = pair.scale_values.remote(other.echo.remote(DataProto.from_dict({"values": torch.arange(4.0)})))
-    with pytest.raises(WorkerStopped, match=rf"other rank 0 \(node [\d.]+, pid {pid}\) was stopped"):
+    future = pair.scale_values.remote(
+        other.echo.remote(DataProto.from_dict({"values": torch.arange(4.0)}))
+    )
+    with pytest.raises(
+        WorkerStopped, match=rf"other rank 0 \(node [\d.]+, pid {pid}\) was stopped"
+    ):
         future.get(timeout=100)
     assert_dead([pid])
     pool.release()
 
 
 def limit_and_allocate(worker, allocate: Callable) -> None:
-    """On rank 1 an allocation of 64 GiB fails, because the process may have 2 GiB more than it has."""
+    """On rank 1 an allocation of 64 GiB fails, because the process may have 2 GiB more than it
+    has."""
     if worker.rank == 1:
         used = psutil.Process().memory_info().vms
         resource.setrlimit(resource.RLIMIT_AS, (used + (2 << 30), resource.RLIM_INFINITY))
@@ -196,15 +213,21 @@ def numpy_bytes(num_bytes: int) -> np.ndarray:
     return np.empty(num_bytes, np.uint8)
 
 
-@pytest.mark.parametrize(("allocate", "cause"), [(torch_bytes, "can't allocate memory"), (numpy_bytes, "MemoryError")])
-def test_memory_of_the_host_that_does_not_suffice_is_told_with_the_processes_of_the_node(pair, allocate, cause):
+@pytest.mark.parametrize(
+    ("allocate", "cause"), [(torch_bytes, "can't allocate memory"), (numpy_bytes, "MemoryError")]
+)
+def test_memory_of_the_host_that_does_not_suffice_is_told_with_the_processes_of_the_node(
+    pair, allocate, cause
+):
     pids = pair.worker_pids
     with pytest.raises(WorkerError) as caught:
         pair.execute_with_func_generator(limit_and_allocate, allocate)
     error, message = caught.value, str(caught.value)
     assert error.shortage is not None and error.shortage.memory == "host"
     where = f"pair rank 1 (node {pair.worker_nodes[1]}, pid {pids[1]})"
-    assert message.startswith(f"{where} failed in execute_with_func_generator for want of host memory:")
+    assert message.startswith(
+        f"{where} failed in execute_with_func_generator for want of host memory:"
+    )
     assert cause in error.headline()
     assert "Resident memory of the largest processes" in message
     assert f"pid {pids[1]:<8} ray::pair rank 1 execute_with_func_generator" in message, message
@@ -219,7 +242,9 @@ def fail_on_the_device(worker) -> None:
 
 
 def test_memory_of_a_device_that_does_not_suffice_is_told_where_an_engine_wraps_the_error(pair):
-    with pytest.raises(WorkerError, match="for want of device memory: RuntimeError: the engine failed") as caught:
+    with pytest.raises(
+        WorkerError, match="for want of device memory: RuntimeError: the engine failed"
+    ) as caught:
         pair.execute_with_func_generator(fail_on_the_device)
     assert caught.value.shortage.memory == "device"
     assert "Tried to allocate 3.00 GiB" in caught.value.cause
@@ -227,8 +252,11 @@ def test_memory_of_a_device_that_does_not_suffice_is_told_where_an_engine_wraps_
 
 @pytest.fixture
 def small_memory() -> Iterator[Path]:
-    """A group of processes that may have 256 MiB more; skips where the kernel does not let us make one."""
-    groups = dict(line.split(":")[1:] for line in Path("/proc/self/cgroup").read_text().splitlines())
+    """A group of processes that may have 256 MiB more; skips where the kernel does not let us make
+    one."""
+    groups = dict(
+        line.split(":")[1:] for line in Path("/proc/self/cgroup").read_text().splitlines()
+    )
     folder = Path(f"/sys/fs/cgroup/memory{groups.get('memory', '')}/verl_like_test_{os.getpid()}")
     try:
         folder.mkdir()
@@ -249,9 +277,13 @@ def join_and_fill(worker, folder: str) -> None:
     time.sleep(100)
 
 
-def test_a_rank_that_the_kernel_kills_for_want_of_memory_is_told_with_the_processes_of_the_node(pair, small_memory):
+def test_a_rank_that_the_kernel_kills_for_want_of_memory_is_told_with_the_processes_of_the_node(
+    pair, small_memory
+):
     pids = pair.worker_pids
-    with pytest.raises(WorkerDied, match=r"pair rank 1 .* died during \w+ for want of host memory") as caught:
+    with pytest.raises(
+        WorkerDied, match=r"pair rank 1 .* died during \w+ for want of host memory"
+    ) as caught:
         pair.execute_with_func_generator(join_and_fill, str(small_memory))
     message = str(caught.value)
     assert "The kernel's OOM killer has ended a process of the node meanwhile" in message

@@ -46,7 +46,10 @@ def run_colocated() -> tuple[DataProto, list[dict[str, Metric]]]:
 
 def run_split() -> tuple[DataProto, list[dict[str, Metric]]]:
     pools = [RayResourcePool([2], use_gpu=False), RayResourcePool([2], use_gpu=False)]
-    groups = [RayWorkerGroup(pools[0], POLICY, role="actor"), RayWorkerGroup(pools[1], VALUE, role="critic")]
+    groups = [
+        RayWorkerGroup(pools[0], POLICY, role="actor"),
+        RayWorkerGroup(pools[1], VALUE, role="critic"),
+    ]
     try:
         return run_flow(*groups)
     finally:
@@ -58,10 +61,13 @@ def run_split() -> tuple[DataProto, list[dict[str, Metric]]]:
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_cluster")
 def test_colocated_split_and_local_runs_of_one_flow_give_equal_results():
-    local = run_flow(LocalWorkerGroup(POLICY, 2, role="actor"), LocalWorkerGroup(VALUE, 2, role="critic"))
+    local = run_flow(
+        LocalWorkerGroup(POLICY, 2, role="actor"), LocalWorkerGroup(VALUE, 2, role="critic")
+    )
     colocated, split = run_colocated(), run_split()
     assert colocated[0].equal(split[0]) and colocated[0].equal(local[0])
     assert colocated[1] == split[1] == local[1]
-    # Step 1 by hand: responses r = p + 1 (weight 1), values r / 2, advantages 1.5 r, whose halves have the means
-    # 1.5 * (1 + 2 + 3) / 3 = 3 and 1.5 * (4 + 5 + 6) / 3 = 7.5: weights 1 - .2 * (1 - 3) = 1.4 and 2.3, mean 1.85.
+    # Step 1 by hand: responses r = p + 1 (weight 1), values r / 2, advantages 1.5 r, whose halves
+    # have the means 1.5 * (1 + 2 + 3) / 3 = 3 and 1.5 * (4 + 5 + 6) / 3 = 7.5: weights 1 - .2 * (1
+    # - 3) = 1.4 and 2.3, mean 1.85.
     assert local[1][1]["actor/weight"].value == pytest.approx(1.85)

@@ -1,4 +1,5 @@
-"""The layouts of docs/placement.md for 16 and 32 GPUs, on a real Ray of nodes with 8 GPUs each (counted, not used)."""
+"""The layouts of docs/placement.md for 16 and 32 GPUs, on a real Ray of nodes with 8 GPUs each
+(counted, not used)."""
 
 import re
 import shlex
@@ -17,9 +18,13 @@ from verl_like.trainer.ppo.workers import build_resource_pools
 
 PAGE = (Path(__file__).parents[2] / "docs/placement.md").read_text()
 ALL_ROLES = [
-    "data.train_files=a", "data.val_files=b", "actor_rollout_ref.model.path=m", "algorithm.use_kl_in_reward=true",
-    "reward_model.enable=true", "reward_model.model.path=j",
-]  # fmt: skip
+    "data.train_files=a",
+    "data.val_files=b",
+    "actor_rollout_ref.model.path=m",
+    "algorithm.use_kl_in_reward=true",
+    "reward_model.enable=true",
+    "reward_model.model.path=j",
+]
 NODE = {"num_cpus": 8, "num_gpus": 8}
 pytestmark = pytest.mark.ray
 
@@ -60,7 +65,8 @@ def test_a_layout_takes_every_gpu_of_its_nodes_once(gpus: int, cluster: Cluster)
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
     assert left == [0] * (gpus // 8)
-    # A task in the last process of each pool: on the node of its entry, with a GPU that no other has.
+    # A task in the last process of each pool: on the node of its entry, with a GPU that no other
+    # has.
     places = []
     for taken in bundles.values():
         group, index = taken[-1]

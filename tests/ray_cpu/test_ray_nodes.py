@@ -28,10 +28,17 @@ pytestmark = pytest.mark.ray
 @pytest.fixture(scope="module")
 def nodes(ray_folder: Path) -> Iterator[Cluster]:
     """Nodes of 8 and 4 CPUs."""
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 8, "include_dashboard": False})
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 8, "include_dashboard": False}
+    )
     cluster.add_node(num_cpus=4, node_ip_address="127.0.0.2")
     path = {"PYTHONPATH": ":".join(map(str, Path(__file__).parents[:2]))}  # for toy_workers
-    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR", runtime_env={"env_vars": path})
+    ray.init(
+        address=cluster.address,
+        log_to_driver=False,
+        logging_level="ERROR",
+        runtime_env={"env_vars": path},
+    )
     yield cluster
     ray.shutdown()
     cluster.shutdown()
@@ -78,13 +85,17 @@ def test_pools_that_do_not_share_a_node_are_refused_for_weights_in_shared_memory
     manager.create_resource_pool()
     pools = manager.resource_pool_dict
     check_shared_memory([pools["b"], pools["c"]])
-    with pytest.raises(PlacementError, match=r"there are a on [\d.]+; c on 127\.0\.0\.2: set gloo or object_store"):
+    with pytest.raises(
+        PlacementError, match=r"there are a on [\d.]+; c on 127\.0\.0\.2: set gloo or object_store"
+    ):
         check_shared_memory([pools["a"], pools["c"]])
     for pool in pools.values():
         pool.release()
 
 
-def test_a_rank_on_another_node_that_is_stopped_is_named_with_its_node(nodes, monkeypatch: pytest.MonkeyPatch):
+def test_a_rank_on_another_node_that_is_stopped_is_named_with_its_node(
+    nodes, monkeypatch: pytest.MonkeyPatch
+):
     for module in (node_watch, process_handles):
         monkeypatch.setattr(module, "LOOK_S", 1.0)
     pools = [RayResourcePool([8], use_gpu=False), RayResourcePool([1], use_gpu=False)]
@@ -94,7 +105,9 @@ def test_a_rank_on_another_node_that_is_stopped_is_named_with_its_node(nodes, mo
     future = group.sleep.remote(100)
     process = psutil.Process(pid)
     process.suspend()
-    with pytest.raises(WorkerStopped, match=rf"apart rank 0 \(node 127\.0\.0\.2, pid {pid}\) was stopped"):
+    with pytest.raises(
+        WorkerStopped, match=rf"apart rank 0 \(node 127\.0\.0\.2, pid {pid}\) was stopped"
+    ):
         future.get(timeout=90)
     _, alive = psutil.wait_procs([process], timeout=10)
     assert not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]

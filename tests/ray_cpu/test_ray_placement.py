@@ -46,7 +46,8 @@ def free_cpus() -> float:
 
 @pytest.fixture
 def stop_all():
-    """Shuts down the groups and releases the pools put into the list; checks that everything came back."""
+    """Shuts down the groups and releases the pools put into the list; checks that everything came
+    back."""
     used: list[Any] = []
     yield used
     pids = [pid for group in used if isinstance(group, RayWorkerGroup) for pid in group.worker_pids]
@@ -69,7 +70,9 @@ def test_a_released_pool_can_be_held_again(stop_all):
 
 def test_an_uneven_pool_counts_ranks_node_by_node(stop_all):
     pool = RayResourcePool([2, 1], use_gpu=False)
-    group = RayWorkerGroup(pool, TOY, role="uneven", name_prefix="toy", worker_env={"TOY_FLAG": "on"})
+    group = RayWorkerGroup(
+        pool, TOY, role="uneven", name_prefix="toy", worker_env={"TOY_FLAG": "on"}
+    )
     stop_all += [group, pool]
     places = group.place()
     assert [p["rank"] for p in places] == [0, 1, 2]
@@ -77,7 +80,10 @@ def test_an_uneven_pool_counts_ranks_node_by_node(stop_all):
     assert [p["local_world_size"] for p in places] == [2, 2, 1]
     assert group.environment("TOY_FLAG") == ["on"] * 3
     assert [p["pid"] for p in places] == group.worker_pids
-    assert group.worker_names == ["toy_0", "toy_1", "toy_2"] and ray.get_actor("toy_1") == group.workers[1]
+    assert (
+        group.worker_names == ["toy_0", "toy_1", "toy_2"]
+        and ray.get_actor("toy_1") == group.workers[1]
+    )
     # The ranks meet at the group's master address, and 1 + 2 + 3 = 6.
     group.init_process_group()
     assert group.sum_of_ranks() == [6.0, 6.0, 6.0]
@@ -101,11 +107,19 @@ def test_the_groups_own_variables_cannot_be_overridden():
 
 def test_a_pool_that_does_not_fit_fails_at_once_with_a_table():
     started = time.monotonic()
-    manager = ResourcePoolManager({"train": [6], "rollout": [4]}, {"actor": "train", "gen": "rollout"}, use_gpu=False)
+    manager = ResourcePoolManager(
+        {"train": [6], "rollout": [4]}, {"actor": "train", "gen": "rollout"}, use_gpu=False
+    )
     with pytest.raises(ValueError, match="the cluster is too small") as caught:
         manager.create_resource_pool()
     lines = [line.split() for line in str(caught.value).splitlines()]
-    assert ["train,", "node", "0", "0", "6"] in lines and ["rollout,", "node", "0", "0", "4"] in lines
+    assert ["train,", "node", "0", "0", "6"] in lines and [
+        "rollout,",
+        "node",
+        "0",
+        "0",
+        "4",
+    ] in lines
     assert lines[-2][-6:] == ["2", "/", "2", "8", "/", "8"]
     with pytest.raises(ValueError, match="the cluster is too small"):
         RayResourcePool([3]).get_placement_groups()  # three GPUs, and there are two
@@ -130,7 +144,9 @@ def test_processes_share_the_cores_with_those_of_other_pools(stop_all):
 
 
 def test_the_manager_gives_each_role_its_pool(stop_all):
-    manager = ResourcePoolManager({"a": [1, 1], "b": [2]}, {"actor": "a", "ref": "a", "critic": "b"}, use_gpu=False)
+    manager = ResourcePoolManager(
+        {"a": [1, 1], "b": [2]}, {"actor": "a", "ref": "a", "critic": "b"}, use_gpu=False
+    )
     manager.create_resource_pool()
     stop_all += manager.resource_pool_dict.values()
     assert manager.get_resource_pool("actor") is manager.get_resource_pool("ref")
@@ -145,7 +161,10 @@ def test_the_manager_gives_each_role_its_pool(stop_all):
 def test_colocated_roles_share_processes_and_take_turns(stop_all):
     pool = RayResourcePool([2], use_gpu=False)
     classes = create_colocated_worker_cls(
-        {"actor": RayClassWithInitArgs(ToyWorker, 2.0), "critic": RayClassWithInitArgs(ToyWorker, 3.0)}
+        {
+            "actor": RayClassWithInitArgs(ToyWorker, 2.0),
+            "critic": RayClassWithInitArgs(ToyWorker, 3.0),
+        }
     )
     host = RayWorkerGroup(pool, classes)
     groups = host.spawn(["actor", "critic"])
@@ -176,7 +195,10 @@ def test_a_constructor_that_raises_is_reported_with_role_and_rank(stop_all):
     pool = RayResourcePool([1], use_gpu=False)
     stop_all.append(pool)
     group = RayWorkerGroup(pool, RayClassWithInitArgs(BrokenConstructor), role="broken")
-    with pytest.raises(WorkerError, match=r"broken rank 0 .* failed in __init__: ValueError: the constructor refuses"):
+    with pytest.raises(
+        WorkerError,
+        match=r"broken rank 0 .* failed in __init__: ValueError: the constructor refuses",
+    ):
         group.execute_func_rank_zero(len, [])
     group.shutdown()
     with pytest.raises(RuntimeError, match="broken was shut down"):

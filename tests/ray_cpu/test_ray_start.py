@@ -17,7 +17,12 @@ import ray
 from verl_like.single_controller import Dispatch, Worker, register
 from verl_like.single_controller.failure import PlacementError
 from verl_like.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-from verl_like.single_controller.ray.start import cluster_address, end_ray, require_cluster, start_ray
+from verl_like.single_controller.ray.start import (
+    cluster_address,
+    end_ray,
+    require_cluster,
+    start_ray,
+)
 
 pytestmark = pytest.mark.ray
 
@@ -25,7 +30,8 @@ pytestmark = pytest.mark.ray
 @pytest.fixture(autouse=True)
 def alone(ray_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)  # for this file's worker
+    # For this file's worker
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
     handler = signal.getsignal(signal.SIGTERM)
     yield
     ray.shutdown()
@@ -38,11 +44,21 @@ def running(ray_folder: Path) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", f"--port={port}"]
+    command = [
+        sys.executable,
+        "-m",
+        "ray.scripts.scripts",
+        "start",
+        "--head",
+        "--block",
+        f"--port={port}",
+    ]
     command += ["--num-cpus=3", "--include-dashboard=false", "--disable-usage-stats"]
     # Else who gives an address, and not auto, has to set RAY_AUTH_MODE=token as well.
     env = os.environ | {"RAY_AUTH_MODE": "disabled"}
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env)
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env
+    )
     note = ray_folder / "ray/ray_current_cluster"
     deadline = time.monotonic() + 60
     try:
@@ -51,7 +67,10 @@ def running(ray_folder: Path) -> Iterator[str]:
             time.sleep(0.2)
         yield f"127.0.0.1:{port}"
     finally:
-        for member in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
+        for member in [
+            *psutil.Process(process.pid).children(recursive=True),
+            psutil.Process(process.pid),
+        ]:
             member.kill()
         process.wait(timeout=30)
 
@@ -83,14 +102,18 @@ def test_the_note_of_a_cluster_that_is_gone_is_not_followed(ray_folder):
     (ray_folder / "ray").mkdir(exist_ok=True)
     (ray_folder / "ray/ray_current_cluster").write_text("127.0.0.1:1")
     assert start(None) == 2
-    with pytest.raises(PlacementError, match=r"no Ray cluster can be joined at auto .*Connection refused"):
+    with pytest.raises(
+        PlacementError, match=r"no Ray cluster can be joined at auto .*Connection refused"
+    ):
         require_cluster("auto")
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "no-such-host.invalid:6379", "nonsense"])
 def test_an_address_where_nothing_is_is_refused(address, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", address)
-    with pytest.raises(PlacementError, match=f"no Ray cluster can be joined at {address} .*RAY_ADDRESS"):
+    with pytest.raises(
+        PlacementError, match=f"no Ray cluster can be joined at {address} .*RAY_ADDRESS"
+    ):
         start(None)
 
 
@@ -100,7 +123,9 @@ def test_an_address_that_does_not_answer_is_refused_within_ten_seconds():
         silent.bind(("", 0))
         silent.listen()
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        with pytest.raises(PlacementError, match=f"no Ray cluster can be joined at {address} .no answer within 8 s"):
+        with pytest.raises(
+            PlacementError, match=f"no Ray cluster can be joined at {address} .no answer within 8 s"
+        ):
             require_cluster(address)
 
 
@@ -129,11 +154,15 @@ def test_processes_show_role_rank_and_method_and_have_the_drivers_priority():
     assert idle == ["ray::critic rank 0", "ray::critic rank 1"]
 
 
-def test_what_workers_leave_in_the_folder_of_temporary_files_goes_with_the_session_unless_the_logs_are_kept(ray_folder):
+def test_what_workers_leave_in_the_folder_of_temporary_files_goes_with_the_session_unless_the_logs_are_kept(
+    ray_folder,
+):
     sessions = []
     for keep_logs in (True, False):
         start(None)
-        group = RayWorkerGroup(RayResourcePool([1], use_gpu=False), RayClassWithInitArgs(Titled), role="critic")
+        group = RayWorkerGroup(
+            RayResourcePool([1], use_gpu=False), RayClassWithInitArgs(Titled), role="critic"
+        )
         (left,) = group.leaves_a_file()
         assert Path(left).is_relative_to(ray_folder / "ray")
         end_ray(keep_logs)

@@ -1,4 +1,5 @@
-"""What a step's calls put into the object store, and that it is released, by the store's own statistics."""
+"""What a step's calls put into the object store, and that it is released, by the store's own
+statistics."""
 
 import ctypes
 import gc
@@ -33,7 +34,9 @@ SLACK = 64 * 1024  # headers of objects, meta_info
 def store() -> Any:
     """The raylet's statistics of its object store."""
     (node,) = ray.nodes()
-    return node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], include_memory_info=False).store_stats
+    return node_stats(
+        node["NodeManagerAddress"], node["NodeManagerPort"], include_memory_info=False
+    ).store_stats
 
 
 def created_bytes() -> int:
@@ -41,7 +44,8 @@ def created_bytes() -> int:
 
 
 def used_bytes_once_at_most(limit: int) -> int:
-    """Bytes in the store once they are no more than `limit`, or after 20 s: objects are freed with a delay."""
+    """Bytes in the store once they are no more than `limit`, or after 20 s: objects are freed with
+    a delay."""
     gc.collect()
     deadline = time.monotonic() + 20
     while (used := store().object_store_bytes_used) > limit and time.monotonic() < deadline:
@@ -63,7 +67,9 @@ def groups(ray_cluster: None) -> Iterator[list[RayWorkerGroup]]:
     """Two groups on the same two processes, and one of one rank."""
     pools = [RayResourcePool([size], use_gpu=False) for size in (2, 1)]
     reader = RayClassWithInitArgs(Reader)
-    host = RayWorkerGroup(pools[0], create_colocated_worker_cls({"actor": reader, "critic": reader}))
+    host = RayWorkerGroup(
+        pools[0], create_colocated_worker_cls({"actor": reader, "critic": reader})
+    )
     single = RayWorkerGroup(pools[1], reader, role="reference")
     yield [*host.spawn(["actor", "critic"]).values(), single]
     for group, pool in zip([host, single], pools, strict=True):
@@ -72,7 +78,8 @@ def groups(ray_cluster: None) -> Iterator[list[RayWorkerGroup]]:
 
 
 def run_step(groups: list[Any], length: int = LENGTH) -> DataProto:
-    """The calls of a PPO step: 6 columns of the driver or of replies, each read by several methods of three groups."""
+    """The calls of a PPO step: 6 columns of the driver or of replies, each read by several methods
+    of three groups."""
     actor, critic, reference = groups
     batch = DataProto.from_dict({"input_ids": ones(ROWS, length), "responses": ones(ROWS, length)})
     order = torch.arange(ROWS).flip(0)
@@ -85,7 +92,10 @@ def run_step(groups: list[Any], length: int = LENGTH) -> DataProto:
         batch = batch.union(future.get(timeout=300))
     batch.batch["returns"] = batch.batch["values"] + 1
     batch.batch["advantages"] = batch.batch["returns"] - batch.batch["values"]
-    for update in [critic.update_critic.remote(Ordered(batch, order)), actor.update_actor.remote(batch)]:
+    for update in [
+        critic.update_critic.remote(Ordered(batch, order)),
+        actor.update_actor.remote(batch),
+    ]:
         update.get(timeout=300)
     return batch
 
@@ -119,7 +129,10 @@ def test_a_column_of_any_kind_that_was_written_into_is_put_again(ray_cluster: No
         "view": (base, base[::2]),
         "bfloat16": (half := base.bfloat16(), half),
         "trained": (weight := ones(ROWS, LENGTH).requires_grad_(), weight),
-        "ragged": (flat := base.flatten().clone(), torch.nested.nested_tensor_from_jagged(flat, lengths=lengths * 2)),
+        "ragged": (
+            flat := base.flatten().clone(),
+            torch.nested.nested_tensor_from_jagged(flat, lengths=lengths * 2),
+        ),
         "ragged with holes": (
             wide := ones(ROWS, LENGTH),
             torch.nested.narrow(wide, 1, lengths // 2, lengths, layout=torch.jagged),
@@ -137,18 +150,26 @@ def test_a_step_puts_each_column_once_and_again_only_if_it_was_written_into(grou
     actor, critic, _ = groups
     before = created_bytes()
     batch = run_step(groups)
-    # input_ids, responses, old_log_probs, values, returns, advantages by the driver; three columns of replies.
+    # input_ids, responses, old_log_probs, values, returns, advantages by the driver; three columns
+    # of replies.
     assert created_bytes() - before == pytest.approx(9 * COLUMN_BYTES, abs=SLACK)
     assert batch.batch["returns"].eq(3).all() and batch.batch["old_log_probs"].eq(0.5).all()
 
     before = created_bytes()
     actor.update_actor(batch.rows(0, ROWS // 2))
-    assert created_bytes() - before == pytest.approx(4 * COLUMN_BYTES / 2, abs=SLACK), "other tensors, other rows"
+    assert created_bytes() - before == pytest.approx(4 * COLUMN_BYTES / 2, abs=SLACK), (
+        "other tensors, other rows"
+    )
 
     before = created_bytes()
     batch.batch["responses"].mul_(3)
-    assert critic.sums(batch.select(batch_keys=["responses", "input_ids"]))[1]["responses"] == 3 * ROWS * LENGTH / 2
-    assert created_bytes() - before == pytest.approx(COLUMN_BYTES, abs=SLACK), "only the column that changed"
+    assert (
+        critic.sums(batch.select(batch_keys=["responses", "input_ids"]))[1]["responses"]
+        == 3 * ROWS * LENGTH / 2
+    )
+    assert created_bytes() - before == pytest.approx(COLUMN_BYTES, abs=SLACK), (
+        "only the column that changed"
+    )
 
 
 def test_two_hundred_steps_leave_nothing_in_the_store_nor_in_the_driver(groups):
@@ -162,7 +183,9 @@ def test_two_hundred_steps_leave_nothing_in_the_store_nor_in_the_driver(groups):
     steps(200)
     assert created_bytes() - created >= 200 * step_bytes, "these steps did use the store"
     assert used_bytes_once_at_most(SLACK) <= SLACK
-    assert resident_bytes_without_shared() - resident <= 4 * step_bytes, "of the 200 steps, four would show"
+    assert resident_bytes_without_shared() - resident <= 4 * step_bytes, (
+        "of the 200 steps, four would show"
+    )
 
 
 def test_columns_stay_in_the_store_as_long_as_the_driver_has_them(groups):
@@ -172,21 +195,29 @@ def test_columns_stay_in_the_store_as_long_as_the_driver_has_them(groups):
     assert used_bytes_once_at_most(2 * COLUMN_BYTES + SLACK) >= 2 * COLUMN_BYTES
     future = critic.whole_shard.remote(batch)
     del batch
-    assert future.get(timeout=300).batch["responses"].eq(1).all(), "a call in flight has them as well"
+    assert future.get(timeout=300).batch["responses"].eq(1).all(), (
+        "a call in flight has them as well"
+    )
     del future
     assert used_bytes_once_at_most(SLACK) <= SLACK
 
 
 def test_a_future_is_forwarded_by_reference_and_split_anew_on_the_workers(groups):
     first, second, single = groups
-    batch = DataProto.from_dict({"responses": torch.arange(ROWS * LENGTH, dtype=torch.float32).view(ROWS, LENGTH)})
+    batch = DataProto.from_dict(
+        {"responses": torch.arange(ROWS * LENGTH, dtype=torch.float32).view(ROWS, LENGTH)}
+    )
     future = first.whole_shard.remote(batch)
     for shard, part in zip(second.split(future, 2), future.parts, strict=True):
-        assert shard.parts[shard.index].payload is part.payload, "the worker is given the other worker's object"
+        assert shard.parts[shard.index].payload is part.payload, (
+            "the worker is given the other worker's object"
+        )
     ray.wait([part.payload for part in future.parts], num_returns=2, timeout=300)
     before, private = created_bytes(), resident_bytes_without_shared()
     assert second.only_count(future).meta_info["rows"] == ROWS // 2
-    assert single.sums(future)[0]["responses"] == pytest.approx(float(batch.batch["responses"].sum()), rel=1e-5)
+    assert single.sums(future)[0]["responses"] == pytest.approx(
+        float(batch.batch["responses"].sum()), rel=1e-5
+    )
     assert created_bytes() - before <= SLACK, "nothing was copied into the store for these calls"
     assert resident_bytes_without_shared() - private <= COLUMN_BYTES // 2, "nor into the driver"
     assert future.get(timeout=300).equal(batch)
@@ -201,7 +232,9 @@ def test_ragged_columns_travel_without_padding(groups):
     before = created_bytes()
     result = actor.whole_shard(batch)
     assert result.equal(batch)
-    assert created_bytes() - before == pytest.approx(2 * 2 * values.nbytes, abs=SLACK), "there and back, two columns"
+    assert created_bytes() - before == pytest.approx(2 * 2 * values.nbytes, abs=SLACK), (
+        "there and back, two columns"
+    )
     assert ROWS * int(lengths.max()) > 1.5 * len(values), "padding would show"
 
 

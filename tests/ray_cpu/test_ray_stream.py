@@ -1,4 +1,5 @@
-"""Methods that yield: the driver gets what the ranks yield while they run, and their results at the end."""
+"""Methods that yield: the driver gets what the ranks yield while they run, and their results at the
+end."""
 
 import os
 import signal
@@ -26,19 +27,24 @@ EVENTS: list[CallEvent] = []
 def pair(ray_cluster: None) -> Iterator[RayWorkerGroup]:
     """Shared by the tests; the last one kills it."""
     pool = RayResourcePool([2], use_gpu=False)
-    group = RayWorkerGroup(pool, RayClassWithInitArgs(ToyWorker), role="pair", on_call=EVENTS.append)
+    group = RayWorkerGroup(
+        pool, RayClassWithInitArgs(ToyWorker), role="pair", on_call=EVENTS.append
+    )
     yield group
     group.shutdown()
     pool.release()
 
 
-def test_what_a_rank_yields_reaches_the_driver_while_the_call_runs(pair: RayWorkerGroup, tmp_path: Path):
+def test_what_a_rank_yields_reaches_the_driver_while_the_call_runs(
+    pair: RayWorkerGroup, tmp_path: Path
+):
     told = tmp_path / "told"
     future = pair.double_and_tell.remote(BATCH, wait_for=str(told))
     parts = []
     for part in future.stream():
         parts.append(part)
-        if len(parts) == 3:  # of rank 0 both and of rank 1 the first: it goes on when the driver knows them
+        # Of rank 0 both and of rank 1 the first: it goes on when the driver knows them
+        if len(parts) == 3:
             assert not future.done() and not EVENTS
             told.touch()
     assert sorted(parts) == [[0], [1, 2], [3], [4]]
@@ -74,11 +80,14 @@ def test_the_local_backend_has_what_was_yielded_after_the_call():
 def test_a_rank_that_fails_after_it_yielded_is_one_error(pair: RayWorkerGroup):
     future = pair.double_and_tell.remote(BATCH, fail=True)
     for _ in range(2):  # asked again, it says the same
-        with pytest.raises(WorkerError, match=r"(?s)pair rank 1 .*ArithmeticError: rank 1 gives up"):
+        with pytest.raises(
+            WorkerError, match=r"(?s)pair rank 1 .*ArithmeticError: rank 1 gives up"
+        ):
             list(future.stream())
     with pytest.raises(WorkerError, match="rank 1 gives up"):
         future.get()
-    assert pair.double_and_tell(BATCH).get().batch["y"].tolist() == [0, 2, 4, 6, 8]  # the group goes on
+    # The group goes on
+    assert pair.double_and_tell(BATCH).get().batch["y"].tolist() == [0, 2, 4, 6, 8]
 
 
 def test_a_stream_has_a_deadline_and_names_the_rank_that_died(pair: RayWorkerGroup, tmp_path: Path):

@@ -1,4 +1,5 @@
-"""Several trainers of one model, each with worker groups of its own, against one group of all their ranks."""
+"""Several trainers of one model, each with worker groups of its own, against one group of all their
+ranks."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -57,7 +58,8 @@ def start(
     trainer: JointTrainer | None,
     sharding: dict[str, Any],
 ) -> Iterator[Groups]:
-    """The worker groups of one driver: a set of processes for each entry of `processes`. `of` makes names unique."""
+    """The worker groups of one driver: a set of processes for each entry of `processes`. `of` makes
+    names unique."""
     num_trainers = trainer.count if trainer else 1
     rows = {"prompts": ROWS // 2 // num_trainers, "micro": 1}
     policy = policy_config(model, fsdp=sharding, **rows, **OBJECTIVE, ppo_epochs=2)
@@ -77,7 +79,8 @@ def start(
             pool,
             create_colocated_worker_cls({role: classes[role] for role in roles}),
             # More threads may add in another order.
-            worker_env={"OMP_NUM_THREADS": "1"} | (trainer.worker_env(f"{name} of {of}") if trainer else {}),
+            worker_env={"OMP_NUM_THREADS": "1"}
+            | (trainer.worker_env(f"{name} of {of}") if trainer else {}),
             deadline_s=120.0,
         )
         groups |= group.spawn(roles)
@@ -89,17 +92,26 @@ def start(
 
 
 def together(trainers: Sequence[Groups], role: str, method: str, *arguments: Any) -> list[Any]:
-    """What a method returned to each trainer; an entry of a list in `arguments` is one trainer's."""
+    """What a method returned to each trainer; an entry of a list in `arguments` is one
+    trainer's."""
     futures = [
-        getattr(groups[role], method).remote(*(a[i] if isinstance(a, list) else a for a in arguments))
+        getattr(groups[role], method).remote(
+            *(a[i] if isinstance(a, list) else a for a in arguments)
+        )
         for i, groups in enumerate(trainers)
     ]
     return [future.get() for future in futures]
 
 
 def shares(data: DataProto, num_trainers: int, num_ranks: int) -> list[DataProto]:
-    """Each trainer's rows of two mini-batches, so that rank r of all has in both the rows that it has in one group."""
-    order = torch.arange(ROWS).view(2, num_trainers * num_ranks, -1).transpose(0, 1).reshape(num_trainers, -1)
+    """Each trainer's rows of two mini-batches, so that rank r of all has in both the rows that it
+    has in one group."""
+    order = (
+        torch.arange(ROWS)
+        .view(2, num_trainers * num_ranks, -1)
+        .transpose(0, 1)
+        .reshape(num_trainers, -1)
+    )
     return [data.select_idxs(rows.tolist()) for rows in order]
 
 
@@ -124,7 +136,9 @@ def train(trainers: Sequence[Groups], num_ranks: int, folder: Path) -> Trained:
                 together(trainers, role, "load_checkpoint", str(folder / f"{role}_0"))
             batches = shares(make_batch(rows=ROWS, seed=update), len(trainers), num_ranks)
             outputs = together(trainers, role, f"update_{role}", batches)
-            metrics.append(metric_values(merge_metrics([output.meta_info["metrics"] for output in outputs])))
+            metrics.append(
+                metric_values(merge_metrics([output.meta_info["metrics"] for output in outputs]))
+            )
             together(trainers, role, "save_checkpoint", str(folder / f"{role}_{update}"))
     for role in ("actor", "critic"):
         together(trainers, role, "save_hf", str(folder / role))
@@ -172,17 +186,25 @@ def assert_same_training(joint: Trained, alone: Trained) -> None:
         assert all(torch.equal(value, expected[name]) for name, value in iterate_weights(exports))
 
 
-def test_two_trainers_learn_the_same_as_one_group_of_two_ranks(model: str, store: dist.TCPStore, tmp_path: Path):
-    joint = train_jointly(model, store, 1, [["actor", "critic"]], {"strategy": "single"}, tmp_path / "joint")
+def test_two_trainers_learn_the_same_as_one_group_of_two_ranks(
+    model: str, store: dist.TCPStore, tmp_path: Path
+):
+    joint = train_jointly(
+        model, store, 1, [["actor", "critic"]], {"strategy": "single"}, tmp_path / "joint"
+    )
     alone = train_alone(model, 2, {"strategy": "ddp"}, tmp_path / "alone")
     assert_same_training(joint, alone)
     # What an update from a checkpoint does is what it did before, of the actor and of the critic.
     for before, again in zip(joint.metrics[2:4], joint.metrics[4:], strict=True):
-        assert [again[n] for n in again if "perf/" not in n] == [before[n] for n in before if "perf/" not in n]
+        assert [again[n] for n in again if "perf/" not in n] == [
+            before[n] for n in before if "perf/" not in n
+        ]
 
 
 @pytest.mark.proof
-def test_trainers_with_several_pools_learn_the_same_as_one_group(model: str, store: dist.TCPStore, tmp_path: Path):
+def test_trainers_with_several_pools_learn_the_same_as_one_group(
+    model: str, store: dist.TCPStore, tmp_path: Path
+):
     joint = train_jointly(model, store, 1, [["actor"], ["critic"]], {}, tmp_path / "joint")
     assert_same_training(joint, train_alone(model, 2, {"strategy": "ddp"}, tmp_path / "alone"))
 
@@ -218,13 +240,23 @@ def test_what_trainers_do_not_have_in_common_is_refused(model: str, store: dist.
             for trainer in joint_trainers(2, store)
         ]
         together(trainers, "critic", "init_model")
-        longer = [make_batch(rows=4), make_batch(rows=8)]  # which is no error: they may train other numbers of rows
-        futures = [groups["critic"].update_critic(data) for groups, data in zip(trainers, longer, strict=True)]
+        # Which is no error: they may train other numbers of rows
+        longer = [make_batch(rows=4), make_batch(rows=8)]
+        futures = [
+            groups["critic"].update_critic(data)
+            for groups, data in zip(trainers, longer, strict=True)
+        ]
         norms = [future.get().meta_info["metrics"]["critic/grad_norm"].value for future in futures]
         assert norms[0] == norms[1] > 0
-        futures = [groups["critic"].execute_func_rank_zero.remote(mesh.build_mesh, "cpu", 2, 1) for groups in trainers]
+        futures = [
+            groups["critic"].execute_func_rank_zero.remote(mesh.build_mesh, "cpu", 2, 1)
+            for groups in trainers
+        ]
         for future in futures:
-            with pytest.raises(WorkerError, match=r"fsdp_config\.fsdp_size=2 does not divide the 1 ranks of the pool"):
+            with pytest.raises(
+                WorkerError,
+                match=r"fsdp_config\.fsdp_size=2 does not divide the 1 ranks of the pool",
+            ):
                 future.get()
 
 
@@ -236,7 +268,9 @@ def shorten_deadline(worker: CriticWorker) -> DataProto:
 def test_a_trainer_that_never_comes_is_named(model: str, store: dist.TCPStore):
     with start(model, 1, [["critic"]], "missing", joint_trainers(3, store)[1], {}) as groups:
         groups["critic"].execute_with_func_generator(shorten_deadline)
-        with pytest.raises(WorkerError, match=r"trainer\(s\) \[0, 2\] of 3 did not bring 1 rank\(s\) of critic"):
+        with pytest.raises(
+            WorkerError, match=r"trainer\(s\) \[0, 2\] of 3 did not bring 1 rank\(s\) of critic"
+        ):
             groups["critic"].init_model()
 
 
@@ -244,6 +278,9 @@ def test_a_store_that_nobody_opened_is_named(monkeypatch: pytest.MonkeyPatch):
     for name, value in JointTrainer(1, 2, "127.0.0.1", 1).worker_env("actor").items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(mesh, "JOIN_DEADLINE", timedelta(seconds=1))
-    monkeypatch.setattr(mesh.dist, "is_initialized", lambda: False)  # a test before may have left a group of its own
-    with pytest.raises(TimeoutError, match=r"trainer\(s\) 0 \(no store\) of 2 did not .* 1\) within 0:00:01"):
+    # A test before may have left a group of its own
+    monkeypatch.setattr(mesh.dist, "is_initialized", lambda: False)
+    with pytest.raises(
+        TimeoutError, match=r"trainer\(s\) 0 \(no store\) of 2 did not .* 1\) within 0:00:01"
+    ):
         mesh.init_process_group("cpu", rank=0, world_size=1)

@@ -33,7 +33,11 @@ GRID = make_nd_compute_dataproto_dispatch_fn("grid")
 
 def pad_mask(batch: DataProto) -> torch.Tensor:
     """(B,) bool; all False where the caller marked no row as padding."""
-    return batch.batch["is_pad"] if "is_pad" in batch.batch else torch.zeros(len(batch), dtype=torch.bool)
+    return (
+        batch.batch["is_pad"]
+        if "is_pad" in batch.batch
+        else torch.zeros(len(batch), dtype=torch.bool)
+    )
 
 
 class ToyWorker(Worker):
@@ -54,7 +58,8 @@ class ToyWorker(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, reads=["x"], writes=["y"])
     def double_and_tell(self, batch: DataProto, wait_for: str | None = None, fail: bool = False):
-        """Yields its rows; between the first and the others rank 1 waits for the file `wait_for`."""
+        """Yields its rows; between the first and the others rank 1 waits for the file
+        `wait_for`."""
         rows = batch.batch["x"][~pad_mask(batch)].tolist()
         yield rows[:1]
         deadline = time.monotonic() + 60
@@ -102,7 +107,9 @@ class ToyWorker(Worker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def add_up(self, batch: DataProto) -> DataProto:
         real = ~pad_mask(batch)
-        return DataProto(meta_info={"metrics": {"sum": Metric.sum(float(batch.batch["values"][real].sum()))}})
+        return DataProto(
+            meta_info={"metrics": {"sum": Metric.sum(float(batch.batch["values"][real].sum()))}}
+        )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def count_real_rows(self, batch: DataProto) -> dict:
@@ -168,8 +175,14 @@ class ToyWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def place(self) -> dict:
-        return {"rank": self.rank, "world_size": self.world_size, "local_rank": self.local_rank,
-                "local_world_size": self.local_world_size, "pid": os.getpid(), "device": self.device}  # fmt: skip
+        return {
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "local_rank": self.local_rank,
+            "local_world_size": self.local_world_size,
+            "pid": os.getpid(),
+            "device": self.device,
+        }
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def sleep(self, seconds: float) -> tuple[float, float]:
@@ -229,7 +242,12 @@ class Value(Worker):
     def __init__(self) -> None:
         self.bias = 0.0
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=["responses"], writes=["values"], blocking=False)
+    @register(
+        dispatch_mode=Dispatch.DP_COMPUTE_PROTO,
+        reads=["responses"],
+        writes=["values"],
+        blocking=False,
+    )
     def compute_values(self, batch: DataProto) -> DataProto:
         return DataProto.from_dict({"values": batch.batch["responses"] / 2 + self.bias})
 

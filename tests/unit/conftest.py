@@ -9,7 +9,8 @@ from reward_processes import REWARD_FILE
 
 @pytest.fixture(scope="module", autouse=True)
 def no_process_group_is_left() -> Iterator[None]:
-    """Workers that run in the test's own process join a group of one, which the next file must not find."""
+    """Workers that run in the test's own process join a group of one, which the next file must not
+    find."""
     yield
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,7 +1,8 @@
 """Policy losses in float64 NumPy, token by token with branches, and their gradients by hand.
 
-An oracle takes one row: `old`, `new`, `advantages` (R,) and `mask` (R,), and a namespace of settings. It returns the
-losses (R,), their derivatives (R, R) with [t, j] = d loss_t / d new_j, and the metrics by token, (R,) each.
+An oracle takes one row: `old`, `new`, `advantages` (R,) and `mask` (R,), and a namespace of
+settings. It returns the losses (R,), their derivatives (R, R) with [t, j] = d loss_t / d new_j, and
+the metrics by token, (R,) each.
 """
 
 import math
@@ -29,7 +30,8 @@ def clamped(x):
 
 
 def diagonal(row, token_loss):
-    """The oracle of a loss whose tokens stand alone: `token_loss(t)` -> (loss, its derivative, metrics)."""
+    """The oracle of a loss whose tokens stand alone: `token_loss(t)` -> (loss, its derivative,
+    metrics)."""
     length = len(row.old)
     losses, derivatives, metrics = np.zeros(length), np.zeros((length, length)), {}
     for t in range(length):
@@ -41,7 +43,8 @@ def diagonal(row, token_loss):
 
 
 def clipped_surrogate(d, advantage, settings):
-    """PPO: (loss, derivative, whether the range raised the loss, whether the dual clip bounded it)."""
+    """PPO: (loss, derivative, whether the range raised the loss, whether the dual clip bounded
+    it)."""
     ratio, moves = math.exp(clamped(d)), -20 < d < 20
     if advantage >= 0:
         if ratio > 1 + settings.clip_ratio_high and advantage > 0:
@@ -57,14 +60,22 @@ def clipped_surrogate(d, advantage, settings):
 def gspo(row, settings):
     tokens = [t for t in range(len(row.old)) if row.mask[t]]
     mean = sum(row.new[t] - row.old[t] for t in tokens) / max(len(tokens), 1)
-    ratio, low, high = math.exp(min(mean, 10.0)), 1 - settings.clip_ratio_low, 1 + settings.clip_ratio_high
+    ratio, low, high = (
+        math.exp(min(mean, 10.0)),
+        1 - settings.clip_ratio_low,
+        1 + settings.clip_ratio_high,
+    )
 
     def token_loss(t):
         a = row.advantages[t]
         is_clipped = (a > 0 and ratio > high) or (a < 0 and ratio < low)
         loss = -a * (high if a > 0 else low) if is_clipped else -a * ratio
         derivative = 0.0 if is_clipped or mean > 10 else -a * ratio
-        return loss, derivative, {"actor/pg_clipfrac": is_clipped, "actor/ppo_kl": row.old[t] - row.new[t]}
+        return (
+            loss,
+            derivative,
+            {"actor/pg_clipfrac": is_clipped, "actor/ppo_kl": row.old[t] - row.new[t]},
+        )
 
     return diagonal(row, token_loss)
 
@@ -74,7 +85,11 @@ def cispo(row, settings):
         d = clamped(row.new[t] - row.old[t])
         weight = min(max(math.exp(d), 1 - settings.clip_ratio_low), 1 + settings.clip_ratio_high)
         factor = -weight * row.advantages[t]
-        return factor * row.new[t], factor, {"actor/pg_clipfrac": weight != math.exp(d), "actor/ppo_kl": -d}
+        return (
+            factor * row.new[t],
+            factor,
+            {"actor/pg_clipfrac": weight != math.exp(d), "actor/ppo_kl": -d},
+        )
 
     return diagonal(row, token_loss)
 
@@ -100,7 +115,11 @@ def dppo(row, settings, is_far):
         left_out = outwards and is_far(math.exp(new), math.exp(old), threshold)
         factor = 0.0 if left_out else -min(math.exp(d), settings.clip_ratio_c) * a
         truncated = not left_out and math.exp(d) > settings.clip_ratio_c
-        metrics = {"actor/pg_clipfrac": left_out, "actor/pg_clipfrac_lower": truncated, "actor/ppo_kl": -d}
+        metrics = {
+            "actor/pg_clipfrac": left_out,
+            "actor/pg_clipfrac_lower": truncated,
+            "actor/ppo_kl": -d,
+        }
         return factor * new, factor, metrics
 
     return diagonal(row, token_loss)
@@ -176,7 +195,11 @@ def clip_cov(row, settings):
 def kl_cov(row, settings):
     def token_loss(t):
         d, a = row.new[t] - row.old[t], row.advantages[t]
-        penalty, ratio, moves = settings.ppo_kl_coef * row.selected[t], math.exp(clamped(d)), -20 < d < 20
+        penalty, ratio, moves = (
+            settings.ppo_kl_coef * row.selected[t],
+            math.exp(clamped(d)),
+            -20 < d < 20,
+        )
         loss = -a * ratio + penalty * abs(clamped(d))
         return loss, moves * (-a * ratio + penalty * np.sign(d)), {"actor/ppo_kl": abs(clamped(d))}
 
@@ -190,8 +213,15 @@ def distillation(row, settings):
         of_teacher = clipped_surrogate(d, signal, settings)
         of_task = clipped_surrogate(d, row.advantages[t], settings)
         coef = settings.distillation_loss_coef
-        metrics = {"distillation/abs_loss": abs(kl), "distillation/kl": kl, "actor/ppo_kl": -clamped(d)}
-        metrics |= {"distillation/pg_clipfrac": of_teacher[2], "distillation/pg_clipfrac_lower": of_teacher[3]}
+        metrics = {
+            "distillation/abs_loss": abs(kl),
+            "distillation/kl": kl,
+            "actor/ppo_kl": -clamped(d),
+        }
+        metrics |= {
+            "distillation/pg_clipfrac": of_teacher[2],
+            "distillation/pg_clipfrac_lower": of_teacher[3],
+        }
         metrics |= {"actor/pg_clipfrac": of_task[2], "actor/pg_clipfrac_lower": of_task[3]}
         return coef * of_teacher[0] + of_task[0], coef * of_teacher[1] + of_task[1], metrics
 
@@ -201,7 +231,20 @@ def distillation(row, settings):
 ORACLES = {
     oracle.__name__: oracle
     for oracle in (
-        *(gspo, cispo, sapo, dppo_tv, dppo_kl, geo_mean, gpg, reinforce, dro, clip_cov, kl_cov, distillation),
+        *(
+            gspo,
+            cispo,
+            sapo,
+            dppo_tv,
+            dppo_kl,
+            geo_mean,
+            gpg,
+            reinforce,
+            dro,
+            clip_cov,
+            kl_cov,
+            distillation,
+        ),
     )
 }
 

@@ -12,27 +12,40 @@ from verl_like.protocol.row_ops import object_array
 
 
 def jagged(rows: list[torch.Tensor], values: torch.Tensor) -> torch.Tensor:
-    """The rows as one jagged tensor; `values` gives dtype and row shape, also when there are no rows."""
+    """The rows as one jagged tensor; `values` gives dtype and row shape, also when there are no
+    rows."""
     offsets = torch.tensor([0, *np.cumsum([len(row) for row in rows])], dtype=torch.int64)
     return torch.nested.nested_tensor_from_jagged(torch.cat([values[:0], *rows]), offsets=offsets)
 
 
 def _float_column(rng: np.random.Generator, rows: int) -> torch.Tensor:
     column = torch.from_numpy(rng.normal(size=(rows, 3)).astype(np.float32))
-    column[torch.rand(column.shape, generator=torch.Generator().manual_seed(rows)) < 0.2] = float("nan")
+    column[torch.rand(column.shape, generator=torch.Generator().manual_seed(rows)) < 0.2] = float(
+        "nan"
+    )
     return column
 
 
-def _jagged_column(rng: np.random.Generator, rows: int, dtype: torch.dtype, row_shape: tuple[int, ...]) -> torch.Tensor:
+def _jagged_column(
+    rng: np.random.Generator, rows: int, dtype: torch.dtype, row_shape: tuple[int, ...]
+) -> torch.Tensor:
     pieces = [
-        torch.from_numpy(rng.integers(-9, 9, size=(n, *row_shape))).to(dtype) for n in rng.integers(0, 4, size=rows)
+        torch.from_numpy(rng.integers(-9, 9, size=(n, *row_shape))).to(dtype)
+        for n in rng.integers(0, 4, size=rows)
     ]
     return jagged(pieces, torch.zeros((0, *row_shape), dtype=dtype))
 
 
 def _objects(rng: np.random.Generator, rows: int) -> list[Any]:
-    kinds = [lambda i: {"id": i, "text": f"row {i}"}, lambda i: [i, i], lambda i: None, lambda i: float("nan"), str,
-             lambda i: np.arange(i), lambda i: (i, {"nested": np.float32(i)})]  # fmt: skip
+    kinds = [
+        lambda i: {"id": i, "text": f"row {i}"},
+        lambda i: [i, i],
+        lambda i: None,
+        lambda i: float("nan"),
+        str,
+        lambda i: np.arange(i),
+        lambda i: (i, {"nested": np.float32(i)}),
+    ]
     return [kinds[rng.integers(len(kinds))](i) for i in range(rows)]
 
 
@@ -50,8 +63,12 @@ TENSORS = {
 }
 ARRAYS = {
     "uid": lambda rng, rows: np.array([f"0-{i}" for i in range(rows)], dtype=object),
-    "policy_version": lambda rng, rows: object_array([((7, 0, i), (8, i, int(rng.integers(9)))) for i in range(rows)]),
-    "objects": lambda rng, rows: DataProto.from_dict(non_tensors={"x": _objects(rng, rows)}).non_tensor_batch["x"],
+    "policy_version": lambda rng, rows: object_array(
+        [((7, 0, i), (8, i, int(rng.integers(9)))) for i in range(rows)]
+    ),
+    "objects": lambda rng, rows: DataProto.from_dict(
+        non_tensors={"x": _objects(rng, rows)}
+    ).non_tensor_batch["x"],
     "numbers": lambda rng, rows: rng.integers(0, 9, size=(rows, 2)),
     "words": lambda rng, rows: np.array(["a" * (i % 3) for i in range(rows)], dtype="<U3"),
     "object_pairs": lambda rng, rows: np.full((rows, 2), "x", dtype=object),
@@ -59,11 +76,15 @@ ARRAYS = {
 
 
 @st.composite
-def batches(draw: st.DrawFn, min_rows: int = 0, max_rows: int = 6, jagged_columns: bool = True) -> DataProto:
+def batches(
+    draw: st.DrawFn, min_rows: int = 0, max_rows: int = 6, jagged_columns: bool = True
+) -> DataProto:
     """A batch with at least one column, of every kind of column that there is."""
     rows = draw(st.integers(min_rows, max_rows))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    choices = [name for name in [*TENSORS, *ARRAYS] if jagged_columns or not name.startswith("jagged")]
+    choices = [
+        name for name in [*TENSORS, *ARRAYS] if jagged_columns or not name.startswith("jagged")
+    ]
     chosen = draw(st.lists(st.sampled_from(choices), min_size=1, unique=True))
     tensors = {name: make(rng, rows) for name, make in TENSORS.items() if name in chosen}
     arrays = {name: make(rng, rows) for name, make in ARRAYS.items() if name in chosen}
@@ -77,7 +98,8 @@ def batches(draw: st.DrawFn, min_rows: int = 0, max_rows: int = 6, jagged_column
 
 
 def plain_rows(data: DataProto) -> list[dict[str, str]]:
-    """Each row as {column: text of dtype and values}, worked out by iterating, without the code under test."""
+    """Each row as {column: text of dtype and values}, worked out by iterating, without the code
+    under test."""
     rows: list[dict[str, str]] = [{} for _ in range(len(data))]
     for name, column in data.tensors().items():
         for row, value in zip(rows, column.unbind(), strict=True):
@@ -105,7 +127,12 @@ def share_memory(left: DataProto, right: DataProto) -> bool:
 
 @contextmanager
 def unchanged(*batches: DataProto):
-    """Fail if the block changes rows, meta_info keys or write counters of the batches, or replaces their columns."""
-    before = [(plain_rows(data), sorted(data.meta_info), data.column_versions()) for data in batches]
+    """Fail if the block changes rows, meta_info keys or write counters of the batches, or replaces
+    their columns."""
+    before = [
+        (plain_rows(data), sorted(data.meta_info), data.column_versions()) for data in batches
+    ]
     yield
-    assert [(plain_rows(data), sorted(data.meta_info), data.column_versions()) for data in batches] == before
+    assert [
+        (plain_rows(data), sorted(data.meta_info), data.column_versions()) for data in batches
+    ] == before

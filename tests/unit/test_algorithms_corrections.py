@@ -1,4 +1,5 @@
-"""Corrections of rollout against trainer: weights, rejection and metrics against NumPy and hand-derived numbers."""
+"""Corrections of rollout against trainer: weights, rejection and metrics against NumPy and
+hand-derived numbers."""
 
 import math
 
@@ -7,20 +8,29 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from verl_like.algorithms.corrections import STATISTICS, RolloutCorrectionConfig, read_band, rejection_bounds
-from verl_like.algorithms.corrections.correction import compute_rollout_correction_and_rejection_mask
+from verl_like.algorithms.corrections import (
+    STATISTICS,
+    RolloutCorrectionConfig,
+    read_band,
+    rejection_bounds,
+)
+from verl_like.algorithms.corrections.correction import (
+    compute_rollout_correction_and_rejection_mask,
+)
 from verl_like.algorithms.corrections.importance_sampling import compute_rollout_correction_weights
 from verl_like.algorithms.corrections.off_policy_metrics import compute_offpolicy_metrics
 from verl_like.algorithms.corrections.rejection import compute_rollout_rejection_mask
 
-# Ratios of the trainer's to the rollout's probability; what stands at masked positions must not matter.
+# Ratios of the trainer's to the rollout's probability; what stands at masked positions must not
+# matter.
 RATIOS = [[4.0, 0.5, math.nan, 1.0], [0.5, 0.25, 1.0, 1.0], [math.inf, math.nan, 0.0, 7.0]]
 MASK = torch.tensor([[1, 1, 0, 1], [1, 1, 1, 0], [0, 0, 0, 0]])
 LOG_RATIO = torch.tensor(RATIOS, dtype=torch.float64).log()
 
 
 def random_batch():
-    """Log-ratios (B, R) far into both clamps, a mask with holes and a skipped row, as NumPy arrays."""
+    """Log-ratios (B, R) far into both clamps, a mask with holes and a skipped row, as NumPy
+    arrays."""
     rng = np.random.default_rng(3)
     log_ratio, mask = rng.normal(0, 0.4, (7, 8)), rng.random((7, 8)) < 0.7
     log_ratio[1, :2], mask[1, :2], mask[4] = (30.0, -35.0), True, False
@@ -42,7 +52,9 @@ def clamped(x):
 )
 def test_weights_equal_the_hand_derived_numbers(level, threshold, expected):
     weights, _ = compute_rollout_correction_weights(LOG_RATIO, MASK, level, threshold)
-    torch.testing.assert_close(weights, torch.tensor([*expected, [0, 0, 0, 0]], dtype=torch.float64))
+    torch.testing.assert_close(
+        weights, torch.tensor([*expected, [0, 0, 0, 0]], dtype=torch.float64)
+    )
 
 
 def test_metrics_of_the_weights_equal_the_hand_derived_numbers():
@@ -63,7 +75,10 @@ def test_metrics_of_the_weights_equal_the_hand_derived_numbers():
     # The responses' ratios are 2 and 1/8; the second is outside, with half of the six tokens.
     assert metrics["rollout_is_oob_ratio"] == 0.5
     assert metrics["rollout_is_eff_sample_size"] == pytest.approx(0.5)
-    assert (metrics["rollout_is_ratio_fraction_high"], metrics["rollout_is_ratio_fraction_low"]) == (0, 0.5)
+    assert (
+        metrics["rollout_is_ratio_fraction_high"],
+        metrics["rollout_is_ratio_fraction_low"],
+    ) == (0, 0.5)
 
 
 @pytest.mark.parametrize(("level", "mean"), [("token", 5.25 / 6), ("sequence", (1.5 + 0.125) / 2)])
@@ -92,18 +107,25 @@ def test_weights_and_their_metrics_equal_numpy(level, threshold):
     applied = expected[mask]
     assert metrics["rollout_is_mean"] == pytest.approx(applied.mean())
     assert metrics["rollout_is_std"] == pytest.approx(applied.std())
-    assert metrics["rollout_is_eff_sample_size"] == pytest.approx(applied.mean() ** 2 / (applied**2).mean())
-    assert (metrics["rollout_is_max"], metrics["rollout_is_min"]) == pytest.approx((max(raw), min(raw)))
+    assert metrics["rollout_is_eff_sample_size"] == pytest.approx(
+        applied.mean() ** 2 / (applied**2).mean()
+    )
+    assert (metrics["rollout_is_max"], metrics["rollout_is_min"]) == pytest.approx(
+        (max(raw), min(raw))
+    )
 
 
-# d = -log of the rollout's ratio: log 4, -log 2, 0 in the first row and -log 2, -log 4, 0 in the second.
+# d = -log of the rollout's ratio: log 4, -log 2, 0 in the first row and -log 2, -log 4, 0 in the
+# second.
 @pytest.mark.parametrize(
     ("statistic", "threshold", "expected"),
     [
         ("token_k1", "0.5_2.0", [[0, 1, 0, 1], [1, 0, 1, 0]]),  # 1/4 and 4 are outside
         ("token_k1", 2.0, [[0, 1, 0, 1], [1, 0, 1, 0]]),
-        ("token_k2", math.log(2) ** 2, [[0, 1, 0, 1], [1, 0, 1, 0]]),  # (log 4)^2 / 2 = 2 (log 2)^2 is more
-        ("token_k3", 1.0, [[0, 1, 0, 1], [1, 1, 1, 0]]),  # 3 - log 4 = 1.6, and -0.75 + log 4 = 0.64
+        # (log 4)^2 / 2 = 2 (log 2)^2 is more
+        ("token_k2", math.log(2) ** 2, [[0, 1, 0, 1], [1, 0, 1, 0]]),
+        # 3 - log 4 = 1.6, and -0.75 + log 4 = 0.64
+        ("token_k3", 1.0, [[0, 1, 0, 1], [1, 1, 1, 0]]),
         ("seq_sum_k1", "0.4_6.0", [[1, 1, 0, 1], [0, 0, 0, 0]]),  # ratios 1/2 and 8
         ("seq_mean_k1", "0.9_2.1", [[0, 0, 0, 0], [1, 1, 1, 0]]),  # their cube roots, 0.79 and 2
         ("seq_mean_k1", 1.5, [[1, 1, 0, 1], [0, 0, 0, 0]]),
@@ -117,7 +139,9 @@ def test_rejection_removes_the_hand_derived_tokens(statistic, threshold, expecte
     assert kept.dtype == MASK.dtype
     removed = MASK - kept
     assert metrics["rollout_rs_masked_fraction"] == pytest.approx(float(removed.sum()) / 6)
-    assert metrics["rollout_rs_seq_masked_fraction"] == pytest.approx(float(removed.any(-1).sum()) / 2)
+    assert metrics["rollout_rs_seq_masked_fraction"] == pytest.approx(
+        float(removed.any(-1).sum()) / 2
+    )
 
 
 @pytest.mark.parametrize("statistic", STATISTICS)
@@ -180,15 +204,23 @@ def test_weights_are_at_most_2_unless_another_threshold_is_given():
 
 def test_corrections_compose_and_their_metrics_have_one_prefix():
     config = RolloutCorrectionConfig(
-        rollout_is="token", rollout_is_threshold=3.0, rollout_rs="seq_sum_k1", rollout_rs_threshold="0.4_6.0"
+        rollout_is="token",
+        rollout_is_threshold=3.0,
+        rollout_rs="seq_sum_k1",
+        rollout_rs_threshold="0.4_6.0",
     )
     old, rollout = LOG_RATIO - 1, torch.full_like(LOG_RATIO, -1.0)
-    weights, kept, metrics = compute_rollout_correction_and_rejection_mask(old, rollout, MASK, config)
+    weights, kept, metrics = compute_rollout_correction_and_rejection_mask(
+        old, rollout, MASK, config
+    )
     assert weights[0].tolist() == pytest.approx([3, 0.5, 0, 1])
-    assert weights[1].tolist() == pytest.approx([0.5, 0.25, 1, 0])  # also where the response is rejected
+    # Also where the response is rejected
+    assert weights[1].tolist() == pytest.approx([0.5, 0.25, 1, 0])
     assert kept.tolist() == [[1, 1, 0, 1], [0, 0, 0, 0], [0, 0, 0, 0]]
     assert {name.partition("/")[0] for name in metrics} == {"rollout_corr"}
-    assert {"rollout_corr/rollout_is_mean", "rollout_corr/rollout_rs_masked_fraction"} <= set(metrics)
+    assert {"rollout_corr/rollout_is_mean", "rollout_corr/rollout_rs_masked_fraction"} <= set(
+        metrics
+    )
     weights, kept, metrics = compute_rollout_correction_and_rejection_mask(
         old, rollout, MASK, RolloutCorrectionConfig()
     )
@@ -210,16 +242,28 @@ def test_a_batch_without_tokens_has_no_metrics():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"bypass_mode": True, "rollout_is": "token"}, "bypass_mode=true computes no log-probabilities"),
-        ({"bypass_mode": True, "rollout_rs": "token_k1", "rollout_rs_threshold": 2.0}, "bypass_mode=true"),
+        (
+            {"bypass_mode": True, "rollout_is": "token"},
+            "bypass_mode=true computes no log-probabilities",
+        ),
+        (
+            {"bypass_mode": True, "rollout_rs": "token_k1", "rollout_rs_threshold": 2.0},
+            "bypass_mode=true",
+        ),
         ({"rollout_is_batch_normalize": True}, "no effect without rollout_is"),
         ({"rollout_rs_threshold": 2.0}, "no effect without rollout_rs"),
         ({"rollout_rs": "token_k1"}, "needs rollout_rs_threshold"),
         ({"rollout_rs": "token_k4", "rollout_rs_threshold": 2.0}, "unknown statistic 'token_k4'"),
         ({"rollout_rs": "token_k2", "rollout_rs_threshold": "0.5_2.0"}, "token_k2 has one bound"),
         ({"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 0.55}, "give 1 or more"),
-        ({"rollout_rs": "token_k1,token_k2", "rollout_rs_threshold": "1,2,3"}, "3 bounds for the 2 statistics"),
-        ({"rollout_is": "token", "rollout_is_threshold": 0.0}, "rollout_is_threshold=0.0: expected a positive"),
+        (
+            {"rollout_rs": "token_k1,token_k2", "rollout_rs_threshold": "1,2,3"},
+            "3 bounds for the 2 statistics",
+        ),
+        (
+            {"rollout_is": "token", "rollout_is_threshold": 0.0},
+            "rollout_is_threshold=0.0: expected a positive",
+        ),
         ({"rollout_is": "token", "rollout_is_threshold": "2.0_0.5"}, "the smaller first"),
         ({"rollout_is": "token", "rollout_is_threshold": "0_2.0"}, "expected a positive"),
         ({"rollout_is": "token", "rollout_is_threshold": "two"}, "rollout_is_threshold=two"),

@@ -57,8 +57,11 @@ def test_the_plus_suffix_keeps_the_value_and_takes_the_gradient_of_k2(name):
 
 
 def test_k3_stays_finite_for_far_apart_policies():
-    # d = -60: exp(20) is bounded by the clamp to 10; d = +60: exp(-20) + 20 - 1 is bounded by 10 too.
-    estimates = kl_penalty(torch.tensor([-60.0, 0.0, 0.0]), torch.tensor([0.0, -60.0, 0.0]), "low_var_kl")
+    # d = -60: exp(20) is bounded by the clamp to 10; d = +60: exp(-20) + 20 - 1 is bounded by 10
+    # too.
+    estimates = kl_penalty(
+        torch.tensor([-60.0, 0.0, 0.0]), torch.tensor([0.0, -60.0, 0.0]), "low_var_kl"
+    )
     assert estimates.tolist() == [10.0, 10.0, 0.0]
 
 
@@ -70,19 +73,23 @@ def test_unknown_estimators_list_the_known_ones_and_full_says_why_not():
 
 
 def test_the_penalty_lowers_each_response_token_reward_by_coef_times_kl():
-    # k1: row 0 KL = [0.5, -0.1], row 1 KL = [1.0]; row means 0.2 and 1.0; the empty row does not count
+    # k1: row 0 KL = [0.5, -0.1], row 1 KL = [1.0]; row means 0.2 and 1.0; the empty row does not
+    # count
     scores = torch.tensor([[0.0, 1.0], [2.0, NAN], [5.0, 5.0]])
     log_probs = torch.tensor([[-1.0, -1.1], [-1.0, NAN], [NAN, NAN]])
     ref = torch.tensor([[-1.5, -1.0], [-2.0, NAN], [NAN, NAN]])
     mask = torch.tensor([[1, 1], [1, 0], [0, 0]])
-    rewards, current_kl = apply_kl_penalty(scores, log_probs, ref, mask, kl_coef=0.1, estimator="kl")
+    rewards, current_kl = apply_kl_penalty(
+        scores, log_probs, ref, mask, kl_coef=0.1, estimator="kl"
+    )
     torch.testing.assert_close(rewards, torch.tensor([[-0.05, 1.01], [1.9, 0.0], [0.0, 0.0]]))
     assert current_kl == pytest.approx((0.2 + 1.0) / 2, rel=1e-5)
 
 
 def test_the_adaptive_controller_moves_towards_the_target_by_at_most_a_fifth():
     controller = AdaptiveKLController(init_kl_coef=0.1, target_kl=0.5, horizon=1000)
-    controller.update(current_kl=5.0, n_steps=100)  # error 9, clipped to 0.2: * (1 + 0.2 * 100 / 1000)
+    # Error 9, clipped to 0.2: * (1 + 0.2 * 100 / 1000)
+    controller.update(current_kl=5.0, n_steps=100)
     assert controller.value == pytest.approx(0.1 * 1.02)
     controller.update(current_kl=0.45, n_steps=100)  # error -0.1: * (1 - 0.01)
     assert controller.value == pytest.approx(0.1 * 1.02 * 0.99)

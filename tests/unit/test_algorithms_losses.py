@@ -1,4 +1,5 @@
-"""Policy, value and entropy losses against hand-derived numbers, a NumPy reference and numerical gradients."""
+"""Policy, value and entropy losses against hand-derived numbers, a NumPy reference and numerical
+gradients."""
 
 import inspect
 import itertools
@@ -12,7 +13,11 @@ import torch
 
 from verl_like.algorithms.aggregation import LOSS_AGG_MODES, agg_loss
 from verl_like.algorithms.masked import masked_sum
-from verl_like.algorithms.policy_losses import POLICY_LOSSES, get_policy_loss_fn, register_policy_loss
+from verl_like.algorithms.policy_losses import (
+    POLICY_LOSSES,
+    get_policy_loss_fn,
+    register_policy_loss,
+)
 from verl_like.algorithms.policy_losses.vanilla import compute_policy_loss_vanilla
 from verl_like.algorithms.value_loss import compute_value_loss
 
@@ -34,13 +39,27 @@ def aggregate_over(mask, mode="token-mean", scale=None):
 
 
 def compute_policy_loss(
-    old, log_prob, advantages, mask, low=0.2, high=0.2, c=3.0, mode="token-mean", counts=None, weights=None
+    old,
+    log_prob,
+    advantages,
+    mask,
+    low=0.2,
+    high=0.2,
+    c=3.0,
+    mode="token-mean",
+    counts=None,
+    weights=None,
 ):
     """The vanilla loss, and its metrics as sums over the selected tokens."""
     config = SimpleNamespace(
-        clip_ratio_low=low, clip_ratio_high=high, clip_ratio_c=c, global_batch_info=counts or counts_of(mask)
+        clip_ratio_low=low,
+        clip_ratio_high=high,
+        clip_ratio_c=c,
+        global_batch_info=counts or counts_of(mask),
     )
-    loss, metrics = compute_policy_loss_vanilla(old, log_prob, advantages, mask, mode, config, weights)
+    loss, metrics = compute_policy_loss_vanilla(
+        old, log_prob, advantages, mask, mode, config, weights
+    )
     assert all(value.shape == mask.shape and not value.requires_grad for value in metrics.values())
     return loss, {name: masked_sum(value.float(), mask) for name, value in metrics.items()}
 
@@ -53,7 +72,8 @@ def random_mask(generator, rows, length):
 
 
 def policy_loss_reference(old, new, advantages, mask, low, high, c):
-    """Token by token, with branches instead of max and min; returns the token-mean loss and the three sums."""
+    """Token by token, with branches instead of max and min; returns the token-mean loss and the
+    three sums."""
     total, num_clipped, kl, num_bounded = 0.0, 0, 0.0, 0
     for o, n, a in zip(old[mask], new[mask], advantages[mask], strict=True):
         ratio = math.exp(n - o)
@@ -75,7 +95,8 @@ def policy_loss_reference(old, new, advantages, mask, low, high, c):
 
 
 def test_policy_loss_equals_the_hand_derived_numbers_in_each_branch():
-    # ratio, advantage -> loss: inside the range; clipped above; A < 0 not clipped above; clipped below; dual clip at 3
+    # ratio, advantage -> loss: inside the range; clipped above; A < 0 not clipped above; clipped
+    # below; dual clip at 3
     ratios = torch.tensor([[1.1, 2.0, 2.0, 0.5, 5.0]])
     advantages = torch.tensor([[2.0, 2.0, -2.0, -2.0, -2.0]])
     expected = [-2.2, -2.4, 4.0, 1.6, 6.0]
@@ -105,7 +126,9 @@ def test_policy_loss_clips_asymmetrically():
 
 def test_policy_loss_matches_the_branching_reference_and_its_gradient_is_right():
     generator = torch.Generator().manual_seed(0)
-    old, new, advantages = (torch.randn(5, 9, generator=generator, dtype=torch.float64) for _ in range(3))
+    old, new, advantages = (
+        torch.randn(5, 9, generator=generator, dtype=torch.float64) for _ in range(3)
+    )
     mask = random_mask(generator, 5, 9)
 
     def loss_of(log_prob):
@@ -117,7 +140,9 @@ def test_policy_loss_matches_the_branching_reference_and_its_gradient_is_right()
     )
     assert loss.item() == pytest.approx(expected, rel=1e-12)
     assert metrics == pytest.approx(expected_metrics, rel=1e-5)
-    assert min(expected_metrics["actor/pg_clipfrac"], expected_metrics["actor/pg_clipfrac_lower"]) > 0
+    assert (
+        min(expected_metrics["actor/pg_clipfrac"], expected_metrics["actor/pg_clipfrac_lower"]) > 0
+    )
     assert torch.autograd.gradcheck(lambda x: loss_of(x)[0], new.requires_grad_())
 
 
@@ -170,11 +195,17 @@ def test_garbage_at_masked_positions_reaches_neither_losses_nor_gradients(garbag
 
 
 def test_value_loss_equals_the_hand_derived_numbers():
-    # v = 2, old = 0, R = 3, range 0.5: clipped to 0.5, (0.5 - 3)^2 = 6.25 > 1; v = 2, R = 0: 4 > 0.25, not clipped
+    # v = 2, old = 0, R = 3, range 0.5: clipped to 0.5, (0.5 - 3)^2 = 6.25 > 1; v = 2, R = 0: 4 >
+    # 0.25, not clipped
     mask = torch.tensor([[1, 1, 0]])
     vpreds = torch.tensor([[2.0, 2.0, 9.0]], requires_grad=True)
     loss, metrics = compute_value_loss(
-        vpreds, torch.tensor([[3.0, 0.0, 0.0]]), torch.zeros(1, 3), mask, 0.5, aggregate=aggregate_over(mask)
+        vpreds,
+        torch.tensor([[3.0, 0.0, 0.0]]),
+        torch.zeros(1, 3),
+        mask,
+        0.5,
+        aggregate=aggregate_over(mask),
     )
     loss.backward()
     assert loss.item() == pytest.approx(0.5 * (6.25 + 4.0) / 2)
@@ -184,7 +215,9 @@ def test_value_loss_equals_the_hand_derived_numbers():
 
 def test_value_loss_matches_numpy_and_its_gradient_is_right():
     generator = torch.Generator().manual_seed(3)
-    vpreds, returns, values = (torch.randn(4, 6, generator=generator, dtype=torch.float64) for _ in range(3))
+    vpreds, returns, values = (
+        torch.randn(4, 6, generator=generator, dtype=torch.float64) for _ in range(3)
+    )
     mask = random_mask(generator, 4, 6)
 
     def loss_of(x):
@@ -193,7 +226,9 @@ def test_value_loss_matches_numpy_and_its_gradient_is_right():
     v, r, old, selected = vpreds.numpy(), returns.numpy(), values.numpy(), mask.numpy().astype(bool)
     plain, clipped = (v - r) ** 2, (np.clip(v, old - 0.4, old + 0.4) - r) ** 2
     loss, metrics = loss_of(vpreds)
-    assert loss.item() == pytest.approx(0.5 * np.maximum(plain, clipped)[selected].mean(), rel=1e-12)
+    assert loss.item() == pytest.approx(
+        0.5 * np.maximum(plain, clipped)[selected].mean(), rel=1e-12
+    )
     assert metrics["critic/vf_clipfrac"] == (clipped > plain)[selected].sum() > 0
     assert torch.autograd.gradcheck(lambda x: loss_of(x)[0], vpreds.requires_grad_())
 
@@ -224,12 +259,16 @@ def test_the_norm_mode_takes_no_length_from_a_shape():
 @pytest.mark.parametrize("sizes", [[12], [1] * 12, [5, 7], [2, 3, 1, 6]])
 def test_micro_batches_sum_to_the_full_mini_batch_in_loss_and_gradient(mode, sizes):
     generator = torch.Generator().manual_seed(7)
-    old, new, advantages = (torch.randn(12, 11, generator=generator, dtype=torch.float64) for _ in range(3))
+    old, new, advantages = (
+        torch.randn(12, 11, generator=generator, dtype=torch.float64) for _ in range(3)
+    )
     mask = random_mask(generator, 12, 11)
     counts = counts_of(mask, scale=11.0)
 
     def loss_of(rows, log_prob):
-        return compute_policy_loss(old[rows], log_prob[rows], advantages[rows], mask[rows], mode=mode, counts=counts)
+        return compute_policy_loss(
+            old[rows], log_prob[rows], advantages[rows], mask[rows], mode=mode, counts=counts
+        )
 
     whole = new.clone().requires_grad_()
     full_loss, full_metrics = loss_of(slice(0, 12), whole)
@@ -243,7 +282,9 @@ def test_micro_batches_sum_to_the_full_mini_batch_in_loss_and_gradient(mode, siz
         total += loss.item()
         sums = {name: sums[name] + value.item() for name, value in metrics.items()}
     assert total == pytest.approx(full_loss.item(), rel=1e-12)
-    assert sums == pytest.approx({name: value.item() for name, value in full_metrics.items()}, rel=1e-5)
+    assert sums == pytest.approx(
+        {name: value.item() for name, value in full_metrics.items()}, rel=1e-5
+    )
     torch.testing.assert_close(split.grad, whole.grad, rtol=1e-12, atol=1e-15)
     assert whole.grad.abs().sum() > 0
 
@@ -260,7 +301,13 @@ def test_a_mini_batch_without_tokens_has_zero_loss_and_zero_gradient(mode):
 
 def test_a_zero_count_with_selected_tokens_is_refused():
     with pytest.raises(ValueError, match=r"divides by 0\.0 \(batch_num_tokens=0\.0"):
-        agg_loss(torch.ones(1, 1), torch.ones(1, 1), "token-mean", batch_num_tokens=0.0, global_batch_size=1.0)
+        agg_loss(
+            torch.ones(1, 1),
+            torch.ones(1, 1),
+            "token-mean",
+            batch_num_tokens=0.0,
+            global_batch_size=1.0,
+        )
 
 
 def test_an_unknown_aggregation_mode_lists_the_known_ones():
@@ -284,7 +331,11 @@ def test_rollout_weights_are_factors_of_the_token_losses():
     # on policy, A = 2 and -1: losses -2 and 1, times 0.5 and 3
     mask = torch.ones(1, 2)
     loss, _ = compute_policy_loss(
-        torch.zeros(1, 2), torch.zeros(1, 2), torch.tensor([[2.0, -1.0]]), mask, weights=torch.tensor([[0.5, 3.0]])
+        torch.zeros(1, 2),
+        torch.zeros(1, 2),
+        torch.tensor([[2.0, -1.0]]),
+        mask,
+        weights=torch.tensor([[0.5, 3.0]]),
     )
     assert loss.item() == pytest.approx((-2 * 0.5 + 1 * 3) / 2)
 
@@ -300,12 +351,17 @@ def test_policy_losses_are_found_by_name_and_a_taken_name_is_refused(monkeypatch
 
     @register_policy_loss("my_loss")
     def my_loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config):
-        return agg_loss(-advantages * log_prob, response_mask, loss_agg_mode, **config.global_batch_info), {}
+        return agg_loss(
+            -advantages * log_prob, response_mask, loss_agg_mode, **config.global_batch_info
+        ), {}
 
     assert get_policy_loss_fn("vanilla") is compute_policy_loss_vanilla
     assert get_policy_loss_fn("my_loss") is my_loss
     for taken in ("vanilla", "my_loss"):
         with pytest.raises(ValueError, match=f"'{taken}' is already registered"):
             register_policy_loss(taken)(my_loss)
-    with pytest.raises(ValueError, match=r"unknown policy loss 'vanila'; did you mean vanilla\? Known are .*vanilla"):
+    with pytest.raises(
+        ValueError,
+        match=r"unknown policy loss 'vanila'; did you mean vanilla\? Known are .*vanilla",
+    ):
         get_policy_loss_fn("vanila")

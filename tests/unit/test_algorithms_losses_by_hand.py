@@ -17,10 +17,14 @@ from verl_like.algorithms.policy_losses.sapo import SapoOptions
 LOG2 = math.log(2)
 
 
-def loss_and_gradient(name, old_probs, probs, advantages, *, low=0.2, high=0.2, c=3.0, mask=None, **more):
+def loss_and_gradient(
+    name, old_probs, probs, advantages, *, low=0.2, high=0.2, c=3.0, mask=None, **more
+):
     """Of one row of tokens with these probabilities; the mean over its tokens."""
     log_prob = torch.tensor([probs], dtype=torch.float64).log().requires_grad_()
-    config = SimpleNamespace(clip_ratio_low=low, clip_ratio_high=high, clip_ratio_c=c, global_batch_info={})
+    config = SimpleNamespace(
+        clip_ratio_low=low, clip_ratio_high=high, clip_ratio_c=c, global_batch_info={}
+    )
     loss, metrics = get_policy_loss_fn(name)(
         torch.tensor([old_probs], dtype=torch.float64).log(),
         log_prob,
@@ -37,24 +41,60 @@ def loss_and_gradient(name, old_probs, probs, advantages, *, low=0.2, high=0.2, 
 @pytest.mark.parametrize(
     ("name", "case", "loss", "gradient"),
     [
-        # The ratios 4 and 1 have the geometric mean 2, above 1 + 0.5; a negative advantage is not clipped above.
-        ("gspo", {"old_probs": [0.1, 0.5], "probs": [0.4, 0.5], "advantages": [1.0, 1.0], "high": 0.5}, -1.5, [0, 0]),
-        ("gspo", {"old_probs": [0.1, 0.5], "probs": [0.4, 0.5], "advantages": [-1.0, -1.0], "high": 0.5}, 2, [1, 1]),
+        # The ratios 4 and 1 have the geometric mean 2, above 1 + 0.5; a negative advantage is not
+        # clipped above.
+        (
+            "gspo",
+            {"old_probs": [0.1, 0.5], "probs": [0.4, 0.5], "advantages": [1.0, 1.0], "high": 0.5},
+            -1.5,
+            [0, 0],
+        ),
+        (
+            "gspo",
+            {"old_probs": [0.1, 0.5], "probs": [0.4, 0.5], "advantages": [-1.0, -1.0], "high": 0.5},
+            2,
+            [1, 1],
+        ),
         # The weight 2 is clipped to 1.2, and the token keeps that much gradient.
         ("cispo", {"old_probs": [0.25], "probs": [0.5], "advantages": [1.0]}, 1.2 * LOG2, [-1.2]),
         # At ratio 1 the gate is 4 / 2 * sigmoid(0) = 1, and its slope 1.
         (
             "sapo",
-            {"old_probs": [0.5], "probs": [0.5], "advantages": [3.0], "options": SapoOptions(tau_pos=2.0, tau_neg=9.0)},
+            {
+                "old_probs": [0.5],
+                "probs": [0.5],
+                "advantages": [3.0],
+                "options": SapoOptions(tau_pos=2.0, tau_neg=9.0),
+            },
             *(-3, [-3]),
         ),
         # 0.6 - 0.3 exceeds 0.2: upwards the token is left out, downwards its ratio 2 is the weight.
         ("dppo_tv", {"old_probs": [0.3], "probs": [0.6], "advantages": [1.0]}, 0, [0]),
-        ("dppo_tv", {"old_probs": [0.3], "probs": [0.6], "advantages": [-1.0]}, 2 * math.log(0.6), [2]),
-        ("dppo_tv", {"old_probs": [0.05], "probs": [0.2], "advantages": [2.0], "c": 3.0}, 6 * math.log(5), [-6]),
+        (
+            "dppo_tv",
+            {"old_probs": [0.3], "probs": [0.6], "advantages": [-1.0]},
+            2 * math.log(0.6),
+            [2],
+        ),
+        (
+            "dppo_tv",
+            {"old_probs": [0.05], "probs": [0.2], "advantages": [2.0], "c": 3.0},
+            6 * math.log(5),
+            [-6],
+        ),
         # KL(1/2 to 1/4) = (log 2 + log(2/3)) / 2 = 0.1438.
-        ("dppo_kl", {"old_probs": [0.5], "probs": [0.25], "advantages": [-1.0], "low": 0.14}, 0, [0]),
-        ("dppo_kl", {"old_probs": [0.5], "probs": [0.25], "advantages": [-1.0], "low": 0.15}, -LOG2, [0.5]),
+        (
+            "dppo_kl",
+            {"old_probs": [0.5], "probs": [0.25], "advantages": [-1.0], "low": 0.14},
+            0,
+            [0],
+        ),
+        (
+            "dppo_kl",
+            {"old_probs": [0.5], "probs": [0.25], "advantages": [-1.0], "low": 0.15},
+            -LOG2,
+            [0.5],
+        ),
         # Log-ratios log 4 and 0: clipped to 0.4 the mean is 0.2; not clipped for A < 0 it is log 2.
         (
             "geo_mean",
@@ -72,10 +112,16 @@ def loss_and_gradient(name, old_probs, probs, advantages, *, low=0.2, high=0.2, 
         # 2 log 2 + 0.25 (log 2)^2, with the slope 0.5 log 2 - 2.
         (
             "dro",
-            {"old_probs": [0.25], "probs": [0.5], "advantages": [2.0], "options": DroOptions(dro_beta=0.5)},
+            {
+                "old_probs": [0.25],
+                "probs": [0.5],
+                "advantages": [2.0],
+                "options": DroOptions(dro_beta=0.5),
+            },
             *(2 * LOG2 + 0.25 * LOG2**2, [0.5 * LOG2 - 2]),
         ),
-        # Ratio 2 is above 1.2: the first token is clipped and not left out, the second is left out, the third counts.
+        # Ratio 2 is above 1.2: the first token is clipped and not left out, the second is left out,
+        # the third counts.
         (
             "clip_cov",
             {
@@ -130,7 +176,8 @@ def test_distillation_learns_from_the_teacher_and_if_asked_from_the_task(options
     assert ("actor/pg_clipfrac" in metrics) == options["use_task_rewards"]
 
 
-# Mean advantage 0 and mean log-probability -2 over the four tokens of the mask: covariances 1, 0, -2, -1.
+# Mean advantage 0 and mean log-probability -2 over the four tokens of the mask: covariances 1, 0,
+# -2, -1.
 BATCH = (
     torch.tensor([[-1.0, -2.0, -9.0], [-4.0, -9.0, -1.0]]),
     torch.tensor([[1.0, -1.0, 50.0], [1.0, 50.0, -1.0]]),
@@ -138,17 +185,26 @@ BATCH = (
 )
 
 
-@pytest.mark.parametrize(("share", "expected"), [(0.01, [[0, 0]]), (0.5, [[0, 0], [0, 1]]), (1.0, None)])
+@pytest.mark.parametrize(
+    ("share", "expected"), [(0.01, [[0, 0]]), (0.5, [[0, 0], [0, 1]]), (1.0, None)]
+)
 def test_kl_cov_selects_the_tokens_of_the_largest_covariance(share, expected):
     selected = KlCovOptions(kl_cov_ratio=share).select_tokens(*BATCH)
-    assert selected.nonzero().tolist() == (BATCH[2].nonzero().tolist() if expected is None else expected)
+    assert selected.nonzero().tolist() == (
+        BATCH[2].nonzero().tolist() if expected is None else expected
+    )
 
 
 def test_clip_cov_draws_among_the_tokens_in_the_band():
-    all_of_band = ClipCovOptions(clip_cov_ratio=1.0, clip_cov_lb=-1.5, clip_cov_ub=0.5).select_tokens(*BATCH)
+    all_of_band = ClipCovOptions(
+        clip_cov_ratio=1.0, clip_cov_lb=-1.5, clip_cov_ub=0.5
+    ).select_tokens(*BATCH)
     assert all_of_band.nonzero().tolist() == [[0, 1], [1, 2]]
     options = ClipCovOptions(clip_cov_ratio=0.25, clip_cov_lb=-1.5, clip_cov_ub=0.5)
-    draws = [options.select_tokens(*BATCH, torch.Generator().manual_seed(seed)) for seed in (0, 0, *range(20))]
+    draws = [
+        options.select_tokens(*BATCH, torch.Generator().manual_seed(seed))
+        for seed in (0, 0, *range(20))
+    ]
     assert {int(draw.sum()) for draw in draws} == {1}
     assert torch.equal(draws[0], draws[1])
     assert torch.equal(torch.stack(draws).any(0), all_of_band)

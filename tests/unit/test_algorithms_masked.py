@@ -39,7 +39,9 @@ def test_whitening_matches_numpy_and_zeroes_the_rest():
     selected = values.numpy().astype(np.float64)[mask.numpy()]
     scaled = (selected - selected.mean()) / np.sqrt(selected.var(ddof=1) + 1e-8)
     dirty = torch.where(mask, values, NAN)
-    np.testing.assert_allclose(masked_whiten(dirty, mask)[mask].numpy(), scaled, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        masked_whiten(dirty, mask)[mask].numpy(), scaled, rtol=1e-5, atol=1e-6
+    )
     kept_mean = masked_whiten(dirty, mask, shift_mean=False)[mask].numpy()
     np.testing.assert_allclose(kept_mean, scaled + selected.mean(), rtol=1e-5, atol=1e-6)
     assert torch.equal(masked_whiten(dirty, mask)[~mask], torch.zeros(int((~mask).sum())))
@@ -48,7 +50,9 @@ def test_whitening_matches_numpy_and_zeroes_the_rest():
 def test_whitening_one_value_or_none_gives_zeros():
     one = torch.tensor([[0, 1, 0]])
     assert masked_whiten(torch.tensor([[NAN, 5.0, 1.0]]), one).tolist() == [[0.0, 0.0, 0.0]]
-    assert masked_whiten(torch.tensor([[NAN, 5.0, 1.0]]), one, shift_mean=False).tolist() == [[0.0, 5.0, 0.0]]
+    assert masked_whiten(torch.tensor([[NAN, 5.0, 1.0]]), one, shift_mean=False).tolist() == [
+        [0.0, 5.0, 0.0]
+    ]
     assert masked_whiten(torch.full((1, 3), NAN), torch.zeros(1, 3)).tolist() == [[0.0, 0.0, 0.0]]
 
 
@@ -60,8 +64,13 @@ def test_gradients_of_masked_statistics_stop_at_the_mask():
 
 
 def test_a_rows_value_lies_on_its_last_selected_position():
-    mask = torch.tensor([[1, 1, 0, 0], [1, 0, 1, 0], [0, 0, 0, 0]])  # the second row has a hole, the third nothing
-    assert on_last_token(torch.tensor([1.0, 2.0, 3.0]), mask).tolist() == [[0, 1, 0, 0], [0, 0, 2, 0], [0, 0, 0, 0]]
+    # The second row has a hole, the third nothing
+    mask = torch.tensor([[1, 1, 0, 0], [1, 0, 1, 0], [0, 0, 0, 0]])
+    assert on_last_token(torch.tensor([1.0, 2.0, 3.0]), mask).tolist() == [
+        [0, 1, 0, 0],
+        [0, 0, 2, 0],
+        [0, 0, 0, 0],
+    ]
 
 
 def test_whitening_adds_1e_8_to_the_variance():

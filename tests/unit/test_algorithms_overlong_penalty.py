@@ -13,5 +13,7 @@ def test_the_penalty_grows_linearly_in_the_buffer_and_stays_at_the_factor():
 
 
 def test_a_buffer_of_the_whole_length_penalises_every_token():
-    penalty = overlong_penalty(torch.tensor([1, 8]), max_response_length=8, buffer_length=8, penalty_factor=2.0)
+    penalty = overlong_penalty(
+        torch.tensor([1, 8]), max_response_length=8, buffer_length=8, penalty_factor=2.0
+    )
     assert torch.equal(penalty, torch.tensor([-0.25, -2.0]))

@@ -19,7 +19,15 @@ RESULT = {
     "machine": "2 cores, slow",
     "cores_used_by_others": 0.0,
     "rows": [
-        {"what": "ours", "unit": "ms", "median": 2.0, "least": 1.0, "greatest": 3.0, "rounds": 5, "ratios": {}},
+        {
+            "what": "ours",
+            "unit": "ms",
+            "median": 2.0,
+            "least": 1.0,
+            "greatest": 3.0,
+            "rounds": 5,
+            "ratios": {},
+        },
         {
             "what": "theirs",
             "unit": "ms",
@@ -31,7 +39,9 @@ RESULT = {
         },
         {"what": "on a GPU", "why": "cuda only"},
     ],
-    "targets": [{"what": "theirs / ours", "value": 4.0, "comparison": ">=", "bound": 5, "reached": False}],
+    "targets": [
+        {"what": "theirs / ours", "value": 4.0, "comparison": ">=", "bound": 5, "reached": False}
+    ],
     "notes": ["One thread each."],
 }
 
@@ -48,7 +58,11 @@ def test_every_benchmark_and_every_side_parses(path):
 
 def test_the_page_gets_the_targets_and_the_measurements_between_its_markers_and_keeps_the_rest():
     page = with_results(f"before\n{BEGIN}\nold\n{END}\nafter\n", [RESULT])
-    assert page.startswith(f"before\n{BEGIN}\n") and page.endswith(f"{END}\nafter\n") and "old" not in page
+    assert (
+        page.startswith(f"before\n{BEGIN}\n")
+        and page.endswith(f"{END}\nafter\n")
+        and "old" not in page
+    )
     assert "| sorting | theirs / ours | 4 | >= 5 | **no** |" in page
     assert "Sorting a million numbers. 2026-01-02, commit 1a2b3c4, 2 cores, slow." in page
     assert "|  | median (least to greatest) | unit | of limit |" in page
@@ -81,7 +95,8 @@ def test_pairs_to_train_on_have_log_normal_lengths_and_fit_the_model(tmp_path):
     examples_world.write_rows(tmp_path / "pairs.jsonl", "dpo", 400)
     rows = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
     lengths = {
-        side: [len(row[side][0]["content"].split()) for row in rows] for side in ("prompt", "chosen", "rejected")
+        side: [len(row[side][0]["content"].split()) for row in rows]
+        for side in ("prompt", "chosen", "rejected")
     }
     assert median(lengths["prompt"]) == pytest.approx(64, rel=0.1)
     assert median(lengths["chosen"] + lengths["rejected"]) == pytest.approx(128, rel=0.1)
@@ -108,10 +123,14 @@ def failing_side(tmp_path):
 
 def test_a_side_answers_and_the_traceback_of_a_function_that_raises_is_in_the_error(failing_side):
     assert failing_side.call("half", number=5) == {"half": 2.5}
-    with pytest.raises(RuntimeError, match=r"(?s)ours: fail failed.*Traceback.*in fail.*KeyError: 'colour'"):
+    with pytest.raises(
+        RuntimeError, match=r"(?s)ours: fail failed.*Traceback.*in fail.*KeyError: 'colour'"
+    ):
         failing_side.call("fail", key="colour")
 
 
 def test_a_side_that_dies_is_told_with_its_status_and_the_end_of_its_log(failing_side):
-    with pytest.raises(RuntimeError, match=r"(?s)ours: die failed.*status 7 .*The end of .*about to die"):
+    with pytest.raises(
+        RuntimeError, match=r"(?s)ours: die failed.*status 7 .*The end of .*about to die"
+    ):
         failing_side.call("die")

@@ -32,7 +32,9 @@ def test_files_that_workers_have_written_are_not_read_again_and_have_to_be_seen(
     partial, digest = checkpoint.begin(tmp_path, 2), {"bytes": 3, "sha256": "of the worker"}
     for name in ("shard", "generated"):
         (partial / name).write_text(name)
-    with pytest.raises(OSError, match=r"global_step_2.partial/elsewhere, which is not seen from here"):
+    with pytest.raises(
+        OSError, match=r"global_step_2.partial/elsewhere, which is not seen from here"
+    ):
         checkpoint.commit(partial, 2, {}, {"shard": digest, "elsewhere": digest})
     assert checkpoint.steps(tmp_path) == [1]
     checkpoint.commit(partial, 2, {}, {"shard": digest})
@@ -60,7 +62,10 @@ def test_a_checkpoint_that_is_being_written_is_asked_for_once_and_not_waited_for
         answers.append(Answer())
         return answers[-1]
 
-    groups: Any = {role: SimpleNamespace(save_result=SimpleNamespace(remote=ask)) for role in ("actor", "critic")}
+    groups: Any = {
+        role: SimpleNamespace(save_result=SimpleNamespace(remote=ask))
+        for role in ("actor", "critic")
+    }
     pending = checkpoint.PendingCheckpoint(tmp_path, 4, {}, groups)
     assert pending.files(wait=False) is None
     answers[0].has_come = True
@@ -96,7 +101,8 @@ def test_a_save_that_dies_at_any_operation_leaves_the_old_checkpoint_or_the_new_
 
 
 def unreadable(path: Path) -> None:
-    """Puts a file in its place that can be opened, of which nothing can be read: memory from address 0."""
+    """Puts a file in its place that can be opened, of which nothing can be read: memory from
+    address 0."""
     path.unlink()
     path.symlink_to("/proc/self/mem")
 
@@ -110,24 +116,59 @@ def replace(path: Path, old: str, new: str) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda folder: (folder / "actor/checkpoint/shard.safetensors").write_text("weights of actor at 1"),
-         r"actor/checkpoint/shard.safetensors is not as it was written: 21 bytes"),
-        (lambda folder: os.truncate(folder / "critic/checkpoint/shard.safetensors", 5), "critic.* 5 bytes"),
-        (lambda folder: (folder / "critic/checkpoint/shard.safetensors").unlink(), "critic.*No such file"),
-        (lambda folder: unreadable(folder / "critic/checkpoint/shard.safetensors"),
-         r"critic/checkpoint/shard.safetensors cannot be read \(.*Input/output error"),
-        (lambda folder: unreadable(folder / "manifest.json"), r"manifest.json cannot be read \(.*Input/output error"),
-        (lambda folder: (folder / "actor/checkpoint/other.safetensors").touch(), "other.* is not in the manifest"),
+        (
+            lambda folder: (folder / "actor/checkpoint/shard.safetensors").write_text(
+                "weights of actor at 1"
+            ),
+            r"actor/checkpoint/shard.safetensors is not as it was written: 21 bytes",
+        ),
+        (
+            lambda folder: os.truncate(folder / "critic/checkpoint/shard.safetensors", 5),
+            "critic.* 5 bytes",
+        ),
+        (
+            lambda folder: (folder / "critic/checkpoint/shard.safetensors").unlink(),
+            "critic.*No such file",
+        ),
+        (
+            lambda folder: unreadable(folder / "critic/checkpoint/shard.safetensors"),
+            r"critic/checkpoint/shard.safetensors cannot be read \(.*Input/output error",
+        ),
+        (
+            lambda folder: unreadable(folder / "manifest.json"),
+            r"manifest.json cannot be read \(.*Input/output error",
+        ),
+        (
+            lambda folder: (folder / "actor/checkpoint/other.safetensors").touch(),
+            "other.* is not in the manifest",
+        ),
         (lambda folder: os.truncate(folder / "manifest.json", 30), "manifest.json cannot be read"),
-        (lambda folder: (folder / "manifest.json").write_text("[]"), "manifest.json cannot be read"),
-        (lambda folder: replace(folder / "manifest.json", '"format": 2', '"format": 7'), "has format 7"),
-        (lambda folder: replace(folder / "manifest.json", '"kl_coef": 0.2', '"kl_coef": 0.6'),
-         "manifest.json is not as it was written"),
-        (lambda folder: replace(folder / "manifest.json", '"bytes"', '"cytes"'), "is not as it was written"),
-        (lambda folder: replace(folder / "manifest.json", '"sha256": "', '"sha257": "'), "is not as it was written"),
-        (lambda folder: shutil.copy(folder.parent / "global_step_1/manifest.json", folder), "or of another folder"),
+        (
+            lambda folder: (folder / "manifest.json").write_text("[]"),
+            "manifest.json cannot be read",
+        ),
+        (
+            lambda folder: replace(folder / "manifest.json", '"format": 2', '"format": 7'),
+            "has format 7",
+        ),
+        (
+            lambda folder: replace(folder / "manifest.json", '"kl_coef": 0.2', '"kl_coef": 0.6'),
+            "manifest.json is not as it was written",
+        ),
+        (
+            lambda folder: replace(folder / "manifest.json", '"bytes"', '"cytes"'),
+            "is not as it was written",
+        ),
+        (
+            lambda folder: replace(folder / "manifest.json", '"sha256": "', '"sha257": "'),
+            "is not as it was written",
+        ),
+        (
+            lambda folder: shutil.copy(folder.parent / "global_step_1/manifest.json", folder),
+            "or of another folder",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_found(
     damage: Callable[[Path], object], message: str, tmp_path: Path
 ):
@@ -143,13 +184,18 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_found(
 
 def test_without_hashes_a_checkpoint_is_checked_by_the_sizes_of_its_files(tmp_path: Path):
     save(tmp_path, 3, text="weights")
-    folder, file = tmp_path / "global_step_3", tmp_path / "global_step_3/actor/checkpoint/shard.safetensors"
+    folder, file = (
+        tmp_path / "global_step_3",
+        tmp_path / "global_step_3/actor/checkpoint/shard.safetensors",
+    )
     file.write_text(file.read_text().replace("weights", "WEIGHTS"))
     assert checkpoint.read(folder, hashes=False).step == 3
     with pytest.raises(DamagedCheckpoint, match=r"shard\.safetensors is not as it was written"):
         checkpoint.read(folder)
     file.write_text("shorter")
-    with pytest.raises(DamagedCheckpoint, match=r"shard\.safetensors is not as it was written: 7 bytes"):
+    with pytest.raises(
+        DamagedCheckpoint, match=r"shard\.safetensors is not as it was written: 7 bytes"
+    ):
         checkpoint.read(folder, hashes=False)
 
 
@@ -162,12 +208,16 @@ def test_the_newest_checkpoints_by_number_are_kept_and_those_that_are_asked_for(
     assert checkpoint.steps(tmp_path) == [1, 10, 11]
 
 
-def test_an_old_checkpoint_that_cannot_be_removed_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_an_old_checkpoint_that_cannot_be_removed_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     for step in (1, 2):
         save(tmp_path, step)
     (tmp_path / "global_step_1.old.partial").write_text("in the way")
     checkpoint.keep(tmp_path, 1)
-    assert checkpoint.steps(tmp_path) == [1, 2] and "An old checkpoint is not removed" in caplog.text
+    assert (
+        checkpoint.steps(tmp_path) == [1, 2] and "An old checkpoint is not removed" in caplog.text
+    )
 
 
 def test_a_manifest_with_a_bit_flipped_is_named(tmp_path: Path):
@@ -184,21 +234,33 @@ def test_a_manifest_with_a_bit_flipped_is_named(tmp_path: Path):
 
 def test_what_a_save_or_a_removal_left_is_removed_and_nothing_else(tmp_path: Path):
     save(tmp_path, 1)
-    for name in ("global_step_2.partial", "global_step_3.old.partial", "global_step_4", "global_step_5.damaged"):
+    for name in (
+        "global_step_2.partial",
+        "global_step_3.old.partial",
+        "global_step_4",
+        "global_step_5.damaged",
+    ):
         (tmp_path / name / "actor").mkdir(parents=True)
     checkpoint.remove_partial(tmp_path)
     left = ["global_step_1", "global_step_4", "global_step_5.damaged"]
     assert sorted(path.name for path in tmp_path.iterdir()) == left
 
 
-def test_every_folder_of_a_checkpoint_is_on_the_disk_before_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_every_folder_of_a_checkpoint_is_on_the_disk_before_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     synced, fsync = [], os.fsync
-    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd)))
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd))
+    )
     (tmp_path / "runs").mkdir()
     save(tmp_path / "runs", 1)
     partial = tmp_path / "runs/global_step_1.partial"
     folders = [partial, partial / "actor", partial / "actor/checkpoint", partial / "critic"]
-    assert {*map(str, folders)} <= {*synced} and synced[-2:] == [str(tmp_path / "runs"), str(tmp_path)]
+    assert {*map(str, folders)} <= {*synced} and synced[-2:] == [
+        str(tmp_path / "runs"),
+        str(tmp_path),
+    ]
 
 
 def test_a_file_that_no_worker_wrote_is_on_the_disk_before_the_checkpoint_has_its_name(
@@ -208,9 +270,15 @@ def test_a_file_that_no_worker_wrote_is_on_the_disk_before_the_checkpoint_has_it
     for name in ("shard", "generated", "huggingface"):
         (partial / name).write_text(name)
     operations, fsync, rename = [], os.fsync, os.rename
-    monkeypatch.setattr(os, "fsync", lambda fd: (operations.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd)))
-    monkeypatch.setattr(os, "rename", lambda old, new: (operations.append("renamed"), rename(old, new)))
-    checkpoint.commit(partial, 1, {}, {"shard": {"bytes": 5, "sha256": "of the worker, which synced it"}})
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: (operations.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd))
+    )
+    monkeypatch.setattr(
+        os, "rename", lambda old, new: (operations.append("renamed"), rename(old, new))
+    )
+    checkpoint.commit(
+        partial, 1, {}, {"shard": {"bytes": 5, "sha256": "of the worker, which synced it"}}
+    )
     before = operations[: operations.index("renamed")]
     assert {str(partial / "generated"), str(partial / "huggingface")} <= {*before}
     assert str(partial / "shard") not in operations
@@ -219,10 +287,17 @@ def test_a_file_that_no_worker_wrote_is_on_the_disk_before_the_checkpoint_has_it
 def test_a_checkpoint_names_every_file_with_its_hash(tmp_path: Path):
     save(tmp_path, 4, text="x")
     manifest = json.loads((tmp_path / "global_step_4/manifest.json").read_text())
-    assert manifest["format"] == 2 and manifest["step"] == 4 and manifest["state"] == {"kl_coef": 0.4}
-    assert manifest["files"].keys() == {f"{role}/checkpoint/shard.safetensors" for role in ("actor", "critic")}
+    assert (
+        manifest["format"] == 2 and manifest["step"] == 4 and manifest["state"] == {"kl_coef": 0.4}
+    )
+    assert manifest["files"].keys() == {
+        f"{role}/checkpoint/shard.safetensors" for role in ("actor", "critic")
+    }
     sha256 = "f1f5c8e452ab460e8304c882b7518052358621276b3ce7c058c89ad68bcb7d90"  # of sha256sum
-    assert manifest["files"]["actor/checkpoint/shard.safetensors"] == {"bytes": 15, "sha256": sha256}
+    assert manifest["files"]["actor/checkpoint/shard.safetensors"] == {
+        "bytes": 15,
+        "sha256": sha256,
+    }
 
 
 def forge(folder: Path, **values: object) -> None:
@@ -241,8 +316,14 @@ DIGEST = {"bytes": 1, "sha256": "0"}
     ("values", "message"),
     [
         ({"files": {"/etc/hostname": DIGEST}}, "files./etc/hostname.*a path below the checkpoint"),
-        ({"files": {"actor/../../outside": DIGEST}}, "files.actor/../../outside.*a path below the checkpoint"),
-        ({"files": {"actor": {"bytes": "1", "sha256": "0"}}}, "files.actor.bytes: Input should be a valid integer"),
+        (
+            {"files": {"actor/../../outside": DIGEST}},
+            "files.actor/../../outside.*a path below the checkpoint",
+        ),
+        (
+            {"files": {"actor": {"bytes": "1", "sha256": "0"}}},
+            "files.actor.bytes: Input should be a valid integer",
+        ),
         ({"files": ["actor"]}, "files: Input should be an object"),
         ({"state": None}, "state: Input should be an object"),
         ({"step": "2"}, "step: Input should be a valid integer"),
@@ -251,7 +332,9 @@ DIGEST = {"bytes": 1, "sha256": "0"}
         ({"state": {"kl_coef": 0.2, "exec": "x"}}, "exec: Extra inputs are not permitted"),
     ],
 )
-def test_a_forged_manifest_is_refused_with_the_key_that_is_wrong(tmp_path: Path, values: dict, message: str):
+def test_a_forged_manifest_is_refused_with_the_key_that_is_wrong(
+    tmp_path: Path, values: dict, message: str
+):
     class State(StateModel):
         kl_coef: float
 
@@ -260,7 +343,9 @@ def test_a_forged_manifest_is_refused_with_the_key_that_is_wrong(tmp_path: Path,
     assert checkpoint.newest(tmp_path, state_schema=State)[0].state == {"kl_coef": 0.2}
     forge(tmp_path / "global_step_2", **values)
     newest, (damage,) = checkpoint.newest(tmp_path, state_schema=State)
-    assert newest is None and damage.startswith(f"{tmp_path}/global_step_2/manifest.json is not what a run")
+    assert newest is None and damage.startswith(
+        f"{tmp_path}/global_step_2/manifest.json is not what a run"
+    )
     assert re.search(message, damage) and "\n" not in damage
 
 
@@ -270,7 +355,9 @@ def test_a_pipe_in_the_place_of_a_file_is_named_and_not_waited_for(tmp_path: Pat
     (tmp_path / "global_step_2" / name).unlink()
     os.mkfifo(tmp_path / "global_step_2" / name)
     newest, (damage,) = checkpoint.newest(tmp_path)
-    assert newest is None and f"{name} cannot be read" in damage and "is not a regular file" in damage
+    assert (
+        newest is None and f"{name} cannot be read" in damage and "is not a regular file" in damage
+    )
 
 
 def test_json_that_is_too_deep_is_named_and_not_descended_into(tmp_path: Path):

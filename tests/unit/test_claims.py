@@ -33,7 +33,9 @@ def folders(tmp_path: Path) -> Path:
 
 def test_a_folder_is_removed_once_the_process_that_claimed_it_was_killed(folders: Path):
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", HOLD, str(folders / "run_of_other")], **pipes) as holder:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folders / "run_of_other")], **pipes
+    ) as holder:
         assert holder.stdout.readline() == "claimed\n"
         remove_abandoned(folders, "run_*")
         assert (folders / "run_of_other/kept").is_dir()

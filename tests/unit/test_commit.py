@@ -8,14 +8,21 @@ from scripts.commit import commit
 
 def git(folder: Path, *arguments: str) -> str:
     author = ["-c", "user.name=a", "-c", "user.email=a@b"]
-    done = subprocess.run(["git", *author, *arguments], cwd=folder, check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        ["git", *author, *arguments], cwd=folder, check=True, capture_output=True, text=True
+    )
     return done.stdout.strip()
 
 
-def test_what_a_proof_or_a_benchmark_writes_does_not_change_the_commit_and_other_files_do(tmp_path: Path) -> None:
+def test_what_a_proof_or_a_benchmark_writes_does_not_change_the_commit_and_other_files_do(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "docs").mkdir()
     (tmp_path / "benchmarks/results").mkdir(parents=True)
-    files = [tmp_path / name for name in ("docs/proofs.md", "benchmarks/results/calls.json", "benchmarks/calls.py")]
+    files = [
+        tmp_path / name
+        for name in ("docs/proofs.md", "benchmarks/results/calls.json", "benchmarks/calls.py")
+    ]
     for file in files:
         file.write_text("before")
     git(tmp_path, "init", "-q")

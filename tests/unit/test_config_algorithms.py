@@ -1,4 +1,5 @@
-"""Algorithms and plugins in the configuration: own options, needs, and what is refused without loading torch."""
+"""Algorithms and plugins in the configuration: own options, needs, and what is refused without
+loading torch."""
 
 import json
 import subprocess
@@ -13,7 +14,11 @@ from verl_like.algorithms.policy_losses import POLICY_LOSSES
 from verl_like.algorithms.registry import read_options
 from verl_like.trainer.config import ConfigError, PPOConfig, load_ppo_config, to_yaml
 
-REQUIRED = ["data.train_files=train.parquet", "data.val_files=val.parquet", "actor_rollout_ref.model.path=my/model"]
+REQUIRED = [
+    "data.train_files=train.parquet",
+    "data.val_files=val.parquet",
+    "actor_rollout_ref.model.path=my/model",
+]
 PLUGIN = '''
 from typing import ClassVar
 
@@ -63,7 +68,10 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.syspath_prepend(tmp_path)
     yield "plugins=shrinking"
     sys.modules.pop("shrinking", None)
-    for registry, names in ((ADVANTAGE_ESTIMATORS, ["shrink"]), (POLICY_LOSSES, ["towards_reference", "with_a_rate"])):
+    for registry, names in (
+        (ADVANTAGE_ESTIMATORS, ["shrink"]),
+        (POLICY_LOSSES, ["towards_reference", "with_a_rate"]),
+    ):
         for name in names:
             registry.functions.pop(name, None)
 
@@ -84,32 +92,49 @@ def test_the_options_of_the_chosen_algorithms_are_keys_with_defaults(plugin: str
     assert config.plugins == ("shrinking",)
     options = read_options(ADVANTAGE_ESTIMATORS.get("shrink"), algorithm=config.algorithm)
     assert options is not None and options.model_dump() == {"factor": 0.75, "weights": {"a": 1.0}}
-    options = read_options(POLICY_LOSSES.get("towards_reference"), actor_rollout_ref=config.actor_rollout_ref)
+    options = read_options(
+        POLICY_LOSSES.get("towards_reference"), actor_rollout_ref=config.actor_rollout_ref
+    )
     assert options is not None and options.model_dump() == {"tau_up": 3.0}
     (tmp_path / "printed.yaml").write_text("defaults: [ppo_trainer, _self_]\n" + to_yaml(config))
     again = load_ppo_config([], "printed", str(tmp_path))
-    assert again == config and again.model_dump()["algorithm"]["options"] == {"factor": 0.75, "weights": {"a": 1.0}}
+    assert again == config and again.model_dump()["algorithm"]["options"] == {
+        "factor": 0.75,
+        "weights": {"a": 1.0},
+    }
 
 
 def test_options_in_the_block_of_the_loss_are_read_from_there(plugin: str):
     config = load(plugin, f"{LOSS}=with_a_rate", "actor_rollout_ref.actor.policy_loss.rate=0.5")
-    options = read_options(POLICY_LOSSES.get("with_a_rate"), actor_rollout_ref=config.actor_rollout_ref)
+    options = read_options(
+        POLICY_LOSSES.get("with_a_rate"), actor_rollout_ref=config.actor_rollout_ref
+    )
     assert options is not None and options.model_dump() == {"rate": 0.5}
 
 
 def test_roles_follow_from_what_the_algorithms_need(plugin: str):
-    config = load(plugin, f"{ESTIMATOR}=shrink", f"{LOSS}=towards_reference", "data.train_batch_size=256")
+    config = load(
+        plugin, f"{ESTIMATOR}=shrink", f"{LOSS}=towards_reference", "data.train_batch_size=256"
+    )
     assert config.active_roles == ("actor", "rollout", "ref", "critic")
     assert config.needs_old_log_probs
-    other = load(plugin, f"{ESTIMATOR}=grpo", "actor_rollout_ref.rollout.n=2", "data.train_batch_size=256")
+    other = load(
+        plugin, f"{ESTIMATOR}=grpo", "actor_rollout_ref.rollout.n=2", "data.train_batch_size=256"
+    )
     assert other.active_roles == ("actor", "rollout") and not other.needs_old_log_probs
 
 
 def test_an_unknown_option_is_refused_with_the_nearest_name(plugin: str):
     chosen = [plugin, f"{ESTIMATOR}=shrink", f"{LOSS}=towards_reference"]
-    assert "did you mean algorithm.options.factor?" in refusal(*chosen, "algorithm.options.factr=0.5")
-    assert "did you mean actor_rollout_ref.actor.tau_up?" in refusal(*chosen, "actor_rollout_ref.actor.tau_pu=2.0")
-    assert "algorithm.options.factor: there is no such key" in refusal("algorithm.options.factor=0.5")
+    assert "did you mean algorithm.options.factor?" in refusal(
+        *chosen, "algorithm.options.factr=0.5"
+    )
+    assert "did you mean actor_rollout_ref.actor.tau_up?" in refusal(
+        *chosen, "actor_rollout_ref.actor.tau_pu=2.0"
+    )
+    assert "algorithm.options.factor: there is no such key" in refusal(
+        "algorithm.options.factor=0.5"
+    )
     message = refusal(*chosen, "actor_rollout_ref.actor.policy_loss.rate=0.5")
     assert "actor_rollout_ref.actor.policy_loss.rate: there is no such key" in message
 
@@ -117,7 +142,11 @@ def test_an_unknown_option_is_refused_with_the_nearest_name(plugin: str):
 @pytest.mark.parametrize(
     ("key", "kind_and_name", "choice"),
     [
-        ("actor_rollout_ref.actor.policy_loss.clip_cov_ratio", "policy loss clip_cov", f"{LOSS}=clip_cov"),
+        (
+            "actor_rollout_ref.actor.policy_loss.clip_cov_ratio",
+            "policy loss clip_cov",
+            f"{LOSS}=clip_cov",
+        ),
         ("algorithm.gdpo_reward_keys", "advantage estimator gdpo", f"{ESTIMATOR}=gdpo"),
     ],
 )
@@ -126,7 +155,8 @@ def test_an_option_of_an_algorithm_that_was_not_chosen_is_refused_with_its_name(
 ):
     message = refusal(f"{key}=0.1")
     assert message == (
-        f"{key}: there is no such key; it is an option of the {kind_and_name}: set {choice}, or remove the option"
+        f"{key}: there is no such key; it is an option of the {kind_and_name}: set {choice}, or "
+        "remove the option"
     )
 
 
@@ -140,22 +170,31 @@ def test_an_unknown_algorithm_is_refused_with_the_nearest_name():
     assert "did you mean vanilla?" in refusal(f"{LOSS}=vanila")
     # An acronym of its own: nothing is meant.
     assert "unknown policy loss 'dapo'. Known are " in refusal(f"{LOSS}=dapo")
-    assert f"{ESTIMATOR}=geo: unknown advantage estimator 'geo'; did you mean gae?" in refusal(f"{ESTIMATOR}=geo")
+    assert f"{ESTIMATOR}=geo: unknown advantage estimator 'geo'; did you mean gae?" in refusal(
+        f"{ESTIMATOR}=geo"
+    )
 
 
-def test_a_plugin_that_cannot_be_imported_is_named_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    assert "plugins: no_such.module cannot be imported (ModuleNotFoundError: No module named 'no_such')" in refusal(
-        "plugins=[no_such.module]"
+def test_a_plugin_that_cannot_be_imported_is_named_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    assert (
+        "plugins: no_such.module cannot be imported (ModuleNotFoundError: No module named "
+        "'no_such')" in refusal("plugins=[no_such.module]")
     )
     (tmp_path / "broken_plugin.py").write_text("int('x')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    assert "plugins: broken_plugin cannot be imported (ValueError: invalid literal" in refusal("plugins=broken_plugin")
+    assert "plugins: broken_plugin cannot be imported (ValueError: invalid literal" in refusal(
+        "plugins=broken_plugin"
+    )
 
 
 def test_a_plugin_that_imports_from_where_a_module_was_before_is_told_where_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    (tmp_path / "earlier_plugin.py").write_text("from verl_like.trainer.ppo_trainer import RayPPOTrainer\n")
+    (tmp_path / "earlier_plugin.py").write_text(
+        "from verl_like.trainer.ppo_trainer import RayPPOTrainer\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     message = refusal("plugins=earlier_plugin")
     assert "No module named 'verl_like.trainer.ppo_trainer'" in message
@@ -182,7 +221,9 @@ def test_keys_types_and_names_are_judged_before_torch_is_loaded():
         "plugins=[no_such_plugin]",
     ]
     arguments = json.dumps([[*REQUIRED, override] for override in wrong])
-    result = subprocess.run([sys.executable, "-c", program, arguments], capture_output=True, text=True, timeout=60)
+    result = subprocess.run(
+        [sys.executable, "-c", program, arguments], capture_output=True, text=True, timeout=60
+    )
     *problems, has_torch = result.stdout.splitlines()
     assert [problem.split(":")[0].split("=")[0] for problem in problems] == [
         override.split("=")[0] for override in wrong

@@ -1,4 +1,5 @@
-"""Presets, overrides and YAML files compose into one typed configuration, or are refused by name."""
+"""Presets, overrides and YAML files compose into one typed configuration, or are refused by
+name."""
 
 import json
 import subprocess
@@ -11,7 +12,11 @@ from verl_like.trainer.config import ConfigError, load_ppo_config, to_yaml
 from verl_like.trainer.config.compose import load_config
 from verl_like.trainer.config.supervised import SFTConfig, broken_supervised_rules
 
-REQUIRED = ["data.train_files=train.parquet", "data.val_files=val.parquet", "actor_rollout_ref.model.path=my/model"]
+REQUIRED = [
+    "data.train_files=train.parquet",
+    "data.val_files=val.parquet",
+    "actor_rollout_ref.model.path=my/model",
+]
 
 
 def refusal(*overrides: str, **source: str) -> str:
@@ -92,24 +97,38 @@ def test_keys_follow_the_keys_they_belong_to():
     assert (policy.actor.clip_ratio_low, policy.actor.clip_ratio_high) == (0.1, 0.1)
     assert policy.ref.log_prob_micro_batch_size_per_gpu == 5
     assert (critic.model.path, critic.forward_micro_batch_size_per_gpu) == ("my/model", 4)
-    assert (critic.ppo_epochs, critic.ppo_mini_batch_size, critic.loss_agg_mode) == (3, 512, "token-sum")
+    assert (critic.ppo_epochs, critic.ppo_mini_batch_size, critic.loss_agg_mode) == (
+        3,
+        512,
+        "token-sum",
+    )
     for part in (policy.rollout, policy.ref):
         assert (part.log_prob_use_dynamic_bsz, part.log_prob_max_token_len_per_gpu) == (True, 900)
     reward_model = config.reward_model
     assert (critic.use_dynamic_bsz, reward_model.use_dynamic_bsz) == (True, True)
-    assert (critic.forward_max_token_len_per_gpu, reward_model.forward_max_token_len_per_gpu) == (800, 800)
+    assert (critic.forward_max_token_len_per_gpu, reward_model.forward_max_token_len_per_gpu) == (
+        800,
+        800,
+    )
     assert config.trainer.default_local_dir == "outputs/a/b"
 
 
 def test_a_following_key_can_be_set_itself():
     config = load_ppo_config(
-        [*REQUIRED, "actor_rollout_ref.actor.clip_ratio_high=0.28", "critic.ppo_mini_batch_size=128"]
+        [
+            *REQUIRED,
+            "actor_rollout_ref.actor.clip_ratio_high=0.28",
+            "critic.ppo_mini_batch_size=128",
+        ]
     )
-    assert (config.actor_rollout_ref.actor.clip_ratio_low, config.actor_rollout_ref.actor.clip_ratio_high) == (
-        0.2,
-        0.28,
-    )
-    assert (config.actor_rollout_ref.actor.ppo_mini_batch_size, config.critic.ppo_mini_batch_size) == (256, 128)
+    assert (
+        config.actor_rollout_ref.actor.clip_ratio_low,
+        config.actor_rollout_ref.actor.clip_ratio_high,
+    ) == (0.2, 0.28)
+    assert (
+        config.actor_rollout_ref.actor.ppo_mini_batch_size,
+        config.critic.ppo_mini_batch_size,
+    ) == (256, 128)
 
 
 @pytest.mark.parametrize("prefix", ["", "+", "++"])
@@ -133,15 +152,22 @@ def test_the_nearest_key_is_suggested(override: str, suggestion: str):
     assert refusal(override).endswith(f"did you mean {suggestion}?")
 
 
-@pytest.mark.parametrize("key", ["actor_rollout_ref.model.use_remove_padding", "critic.tis_imp_ratio_cap"])
+@pytest.mark.parametrize(
+    "key", ["actor_rollout_ref.model.use_remove_padding", "critic.tis_imp_ratio_cap"]
+)
 def test_a_key_unlike_any_other_gets_no_suggestion(key: str):
     assert refusal(f"{key}=true") == f"{key}: there is no such key; docs/config.md lists all keys"
 
 
 def test_a_comma_that_is_not_quoted_is_refused_with_the_ways_to_write_it():
     message = refusal("trainer.experiment_name=a,b")
-    assert message.startswith("trainer.experiment_name=a,b: a comma separates several values and this key takes one")
-    assert "'trainer.experiment_name=\"a,b\"'" in message and "'trainer.experiment_name=[a,b]'" in message
+    assert message.startswith(
+        "trainer.experiment_name=a,b: a comma separates several values and this key takes one"
+    )
+    assert (
+        "'trainer.experiment_name=\"a,b\"'" in message
+        and "'trainer.experiment_name=[a,b]'" in message
+    )
 
 
 def test_every_unknown_key_is_named_at_once():
@@ -155,22 +181,41 @@ def test_every_unknown_key_is_named_at_once():
         ("trainer.total_epochs=two", 'trainer.total_epochs="two": expected a valid integer'),
         ("trainer.seed=1.5", "trainer.seed=1.5: expected a valid integer"),
         ("trainer.seed=4294967296", "trainer.seed=4294967296: expected less than 4294967296"),
-        ("trainer.seed=36893488147419103232", "trainer.seed=36893488147419103232: expected less than 4294967296"),
+        (
+            "trainer.seed=36893488147419103232",
+            "trainer.seed=36893488147419103232: expected less than 4294967296",
+        ),
         ("trainer.nnodes=true", "trainer.nnodes=True: expected a positive integer"),
         ("trainer.val_before_train=1", "trainer.val_before_train=1: expected a valid boolean"),
-        ("trainer.project_name=7", "trainer.project_name=7: expected a valid string; put it in quotes"),
-        ("reward.on_error=ignore", "reward.on_error=\"ignore\": expected 'fail', 'skip' or 'score'"),
+        (
+            "trainer.project_name=7",
+            "trainer.project_name=7: expected a valid string; put it in quotes",
+        ),
+        (
+            "reward.on_error=ignore",
+            "reward.on_error=\"ignore\": expected 'fail', 'skip' or 'score'",
+        ),
         ("data.train_batch_size=0", "data.train_batch_size=0: expected greater than 0"),
         ("data.train_files=null", "data.train_files=null: expected a valid list"),
-        ("trainer.save_freq=0", "trainer.save_freq=0: expected -1 (no limit, all, or never) or a positive number"),
+        (
+            "trainer.save_freq=0",
+            "trainer.save_freq=0: expected -1 (no limit, all, or never) or a positive number",
+        ),
         ("trainer=3", "trainer=3: expected keys, such as trainer.project_name"),
         ("critic.optim.lr=nan", "critic.optim.lr=NaN: expected a finite number"),
-        ("resource_pool_spec.global_pool=[2,0]", "resource_pool_spec.global_pool.1=0: expected greater than 0"),
+        (
+            "resource_pool_spec.global_pool=[2,0]",
+            "resource_pool_spec.global_pool.1=0: expected greater than 0",
+        ),
         (
             "critic.model.override_config.attn_implementation=eager",
-            "critic.model.override_config: attn_implementation=eager: expected sdpa, varlen, flash_attention_2 or none",
+            "critic.model.override_config: attn_implementation=eager: expected sdpa, varlen, "
+            "flash_attention_2 or none",
         ),
-        ("placement=halves", "placement=halves: expected one of colocated, detached, pairs, separate, split"),
+        (
+            "placement=halves",
+            "placement=halves: expected one of colocated, detached, pairs, separate, split",
+        ),
     ],
 )
 def test_a_wrong_value_is_named_with_its_key_and_what_was_expected(override: str, message: str):
@@ -189,7 +234,9 @@ def test_hydras_own_settings_and_sweeps_are_refused():
     assert "this key takes one" in refusal("trainer.seed=1,2")
 
 
-@pytest.mark.parametrize("override", ["trainer.seed", "data.train_files=~/a", "data.train_files=a=b"])
+@pytest.mark.parametrize(
+    "override", ["trainer.seed", "data.train_files=~/a", "data.train_files=a=b"]
+)
 def test_an_override_that_cannot_be_read_says_how_to_write_it(override: str):
     assert refusal(override).startswith(f"{override}: expected key=value")
 
@@ -198,7 +245,9 @@ def test_an_interpolation_to_nowhere_is_refused_in_one_line_with_the_key():
     message = refusal("data.train_batch_size=${nowhere}")
     assert message == "data.train_batch_size: Interpolation key 'nowhere' not found"
     variable = refusal("custom_reward_function.reward_kwargs.judge=${oc.env:NO_SUCH_JUDGE}")
-    assert variable.startswith("custom_reward_function.reward_kwargs.judge: ") and "\n" not in variable
+    assert (
+        variable.startswith("custom_reward_function.reward_kwargs.judge: ") and "\n" not in variable
+    )
     assert "'NO_SUCH_JUDGE' not found" in variable
 
 
@@ -206,11 +255,18 @@ def test_an_interpolation_to_nowhere_is_refused_in_one_line_with_the_key():
 def test_a_preset_of_ppo_is_no_key_of_a_trainer_that_has_none(plus: str):
     def message(override: str) -> str:
         with pytest.raises(ConfigError) as error:
-            load_config(SFTConfig, broken_supervised_rules, ["data.train_files=a", "model.path=b", override])
+            load_config(
+                SFTConfig, broken_supervised_rules, ["data.train_files=a", "model.path=b", override]
+            )
         return str(error.value)
 
-    assert message(f"{plus}device=cpu") == f"{plus}device=cpu: there is no such key; did you mean trainer.device?"
-    assert message(f"{plus}placement=split").startswith(f"{plus}placement=split: there is no such key")
+    assert (
+        message(f"{plus}device=cpu")
+        == f"{plus}device=cpu: there is no such key; did you mean trainer.device?"
+    )
+    assert message(f"{plus}placement=split").startswith(
+        f"{plus}placement=split: there is no such key"
+    )
 
 
 def test_a_preset_that_a_users_yaml_misspells_is_answered_with_those_that_there_are(tmp_path: Path):
@@ -221,11 +277,17 @@ def test_a_preset_that_a_users_yaml_misspells_is_answered_with_those_that_there_
 
 def test_one_file_and_several_files_are_both_lists():
     assert load_ppo_config(REQUIRED).data.train_files == ("train.parquet",)
-    assert load_ppo_config([*REQUIRED, "data.train_files=[a,'~/b']"]).data.train_files == ("a", "~/b")
+    assert load_ppo_config([*REQUIRED, "data.train_files=[a,'~/b']"]).data.train_files == (
+        "a",
+        "~/b",
+    )
 
 
 def test_the_device_preset_switches_every_data_type():
-    cpu, cuda = load_ppo_config([*REQUIRED, "device=cpu"]), load_ppo_config([*REQUIRED, "device=cuda"])
+    cpu, cuda = (
+        load_ppo_config([*REQUIRED, "device=cpu"]),
+        load_ppo_config([*REQUIRED, "device=cuda"]),
+    )
     for config, dtype in ((cpu, "float32"), (cuda, "bfloat16")):
         policy = config.actor_rollout_ref
         used = [
@@ -240,12 +302,19 @@ def test_the_device_preset_switches_every_data_type():
 
 
 def test_short_data_type_names_mean_the_long_ones():
-    config = load_ppo_config([*REQUIRED, "critic.model.fsdp_config.dtype=fp32", "actor_rollout_ref.rollout.dtype=bf16"])
-    assert (config.critic.model.fsdp_config.dtype, config.actor_rollout_ref.rollout.dtype) == ("float32", "bfloat16")
+    config = load_ppo_config(
+        [*REQUIRED, "critic.model.fsdp_config.dtype=fp32", "actor_rollout_ref.rollout.dtype=bf16"]
+    )
+    assert (config.critic.model.fsdp_config.dtype, config.actor_rollout_ref.rollout.dtype) == (
+        "float32",
+        "bfloat16",
+    )
 
 
 def test_the_resolved_configuration_reads_back_from_its_yaml(tmp_path: Path):
-    config = load_ppo_config([*REQUIRED, "placement=split", "trainer.nnodes=2", "trainer.experiment_name=001"])
+    config = load_ppo_config(
+        [*REQUIRED, "placement=split", "trainer.nnodes=2", "trainer.experiment_name=001"]
+    )
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     assert load_ppo_config([], "config", str(tmp_path)) == config
     assert load_ppo_config(["trainer.seed=7"], "config", str(tmp_path)).trainer.seed == 7
@@ -272,7 +341,9 @@ def test_a_users_yaml_starts_from_ours_and_overrides_win(tmp_path: Path):
     config = load_ppo_config(["trainer.nnodes=2"], "mine", str(tmp_path))
     assert config.data.train_batch_size == 512
     assert config.resource_pool_spec == {"actor_rollout_ref_pool": (8,), "critic_pool": (8,)}
-    colocated = load_ppo_config(["placement=colocated", "data.train_batch_size=256"], "mine", str(tmp_path))
+    colocated = load_ppo_config(
+        ["placement=colocated", "data.train_batch_size=256"], "mine", str(tmp_path)
+    )
     assert colocated.resource_pool_spec == {"global_pool": (8,)}
     assert colocated.data.train_batch_size == 256
 
@@ -280,11 +351,13 @@ def test_a_users_yaml_starts_from_ours_and_overrides_win(tmp_path: Path):
 def test_a_users_yaml_may_describe_the_placement_in_full(tmp_path: Path):
     (tmp_path / "mine.yaml").write_text(
         USER_YAML.replace("split", "null")
-        + "resource_pool_spec: {a: [8, 4], b: [2]}\nrole_mapping: {actor: a, rollout: a, critic: b}\n"
-        + "critic: {ppo_micro_batch_size_per_gpu: 4}\ntrainer: {device: cpu}\n"
+        + "resource_pool_spec: {a: [8, 4], b: [2]}\nrole_mapping: {actor: a, rollout: a, critic: "
+        "b}\n" + "critic: {ppo_micro_batch_size_per_gpu: 4}\ntrainer: {device: cpu}\n"
     )
     config = load_ppo_config(
-        ["data.train_batch_size=384", "actor_rollout_ref.actor.ppo_mini_batch_size=96"], "mine", str(tmp_path)
+        ["data.train_batch_size=384", "actor_rollout_ref.actor.ppo_mini_batch_size=96"],
+        "mine",
+        str(tmp_path),
     )
     assert config.resource_pool_spec == {"a": (8, 4), "b": (2,)}
     assert config.num_processes("actor") == 12
@@ -292,12 +365,16 @@ def test_a_users_yaml_may_describe_the_placement_in_full(tmp_path: Path):
 
 def test_an_unknown_key_in_a_users_yaml_is_refused(tmp_path: Path):
     (tmp_path / "mine.yaml").write_text(USER_YAML + "trainer: {save_frq: 5}\n")
-    assert "did you mean trainer.save_freq?" in refusal(config_name="mine", config_dir=str(tmp_path))
+    assert "did you mean trainer.save_freq?" in refusal(
+        config_name="mine", config_dir=str(tmp_path)
+    )
 
 
 def test_a_users_yaml_that_forgets_our_defaults_is_told_so(tmp_path: Path):
     (tmp_path / "mine.yaml").write_text("trainer: {nnodes: 1}\n")
-    assert "defaults: [ppo_trainer, _self_]" in refusal(config_name="mine", config_dir=str(tmp_path))
+    assert "defaults: [ppo_trainer, _self_]" in refusal(
+        config_name="mine", config_dir=str(tmp_path)
+    )
 
 
 def test_a_missing_or_misnamed_yaml_is_refused(tmp_path: Path):
@@ -314,7 +391,10 @@ def test_a_missing_or_misnamed_yaml_is_refused(tmp_path: Path):
 
 def run_main(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "verl_like.trainer.main_ppo", *arguments], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "verl_like.trainer.main_ppo", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
 
 
@@ -327,7 +407,14 @@ def test_the_entry_point_refuses_a_wrong_configuration_with_exit_code_2():
 
 def test_the_entry_point_prints_the_resolved_configuration(tmp_path: Path):
     (tmp_path / "mine.yaml").write_text(USER_YAML)
-    result = run_main("--config-dir", str(tmp_path), "--config-name", "mine.yaml", "trainer.seed=3", "--print-config")
+    result = run_main(
+        "--config-dir",
+        str(tmp_path),
+        "--config-name",
+        "mine.yaml",
+        "trainer.seed=3",
+        "--print-config",
+    )
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout == to_yaml(load_ppo_config(["trainer.seed=3"], "mine", str(tmp_path)))
 
@@ -343,5 +430,7 @@ def test_a_configuration_is_refused_before_torch_ray_or_vllm_are_imported():
         "    heavy = [m for m in ('torch', 'ray', 'vllm') if m in sys.modules]\n"
         "    print(json.dumps([end.code, heavy]))\n"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    )
     assert json.loads(result.stdout) == [2, []]

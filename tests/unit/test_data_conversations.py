@@ -1,4 +1,5 @@
-"""Which tokens of a conversation are learned, also where a token spans the beginning of an answer."""
+"""Which tokens of a conversation are learned, also where a token spans the beginning of an
+answer."""
 
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from verl_like.data.prompt_dataset import PromptDataset
 from verl_like.protocol.row_ops import jagged_parts
 
 PLAIN = (
-    "{% for m in messages %}{{ 'Q: ' if m['role'] == 'user' else 'A: ' }}{{ m['content'] }}<end>{% endfor %}"
+    "{% for m in messages %}{{ 'Q: ' if m['role'] == 'user' else 'A: ' }}{{ m['content'] }}<end>{% "
+    "endfor %}"
     "{% if add_generation_prompt %}A: {% endif %}"
 )
 CHATML = (
@@ -21,16 +23,32 @@ CHATML = (
 )
 
 
-def tokenizer_of(template: str, *, trim_offsets: bool = False, metaspace: bool = False) -> PreTrainedTokenizerFast:
-    """A tokenizer of words and of the space before them; with `metaspace` it puts a space before every text."""
+def tokenizer_of(
+    template: str, *, trim_offsets: bool = False, metaspace: bool = False
+) -> PreTrainedTokenizerFast:
+    """A tokenizer of words and of the space before them; with `metaspace` it puts a space before
+    every text."""
     tokens = Tokenizer(models.BPE())
-    space = pre_tokenizers.Metaspace() if metaspace else pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokens.pre_tokenizer, tokens.decoder = space, decoders.Metaspace() if metaspace else decoders.ByteLevel()
+    space = (
+        pre_tokenizers.Metaspace()
+        if metaspace
+        else pre_tokenizers.ByteLevel(add_prefix_space=False)
+    )
+    tokens.pre_tokenizer, tokens.decoder = (
+        space,
+        decoders.Metaspace() if metaspace else decoders.ByteLevel(),
+    )
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(initial_alphabet=alphabet, special_tokens=["<start>", "<end>", "<pad>"])
-    tokens.train_from_iterator([" Yes No", "Yes", "No", "\n\n\n", "    x", "Q: A: assistant user"] * 9, trainer)
+    trainer = trainers.BpeTrainer(
+        initial_alphabet=alphabet, special_tokens=["<start>", "<end>", "<pad>"]
+    )
+    tokens.train_from_iterator(
+        [" Yes No", "Yes", "No", "\n\n\n", "    x", "Q: A: assistant user"] * 9, trainer
+    )
     tokens.post_processor = processors.ByteLevel(trim_offsets=trim_offsets)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token="<end>", pad_token="<pad>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=tokens, eos_token="<end>", pad_token="<pad>"
+    )
     tokenizer.chat_template = template
     return tokenizer
 
@@ -47,10 +65,15 @@ def tokenizer_of(template: str, *, trim_offsets: bool = False, metaspace: bool =
 def test_an_answer_is_learned_as_a_whole_behind_the_tokens_of_its_prompt(
     template: str, answer: str, end: str, trim_offsets: bool, tmp_path: Path
 ):
-    tokenizer, question = tokenizer_of(template, trim_offsets=trim_offsets), messages(("user", "No"))
+    tokenizer, question = (
+        tokenizer_of(template, trim_offsets=trim_offsets),
+        messages(("user", "No")),
+    )
     row = {"prompt": question, "data_source": "sums", "reward_model": {"style": "model"}}
     prompt = PromptDataset([write_rows(tmp_path / "rows.jsonl", [row])], tokenizer)[0]["input_ids"]
-    ids, learned = tokens_of([*question, *messages(("assistant", answer))], 0, tokenizer, {}, "row 0")
+    ids, learned = tokens_of(
+        [*question, *messages(("assistant", answer))], 0, tokenizer, {}, "row 0"
+    )
     assert ids[: len(prompt)].tolist() == prompt
     assert learned.tolist() == [False] * len(prompt) + [True] * (len(ids) - len(prompt))
     assert tokenizer.decode(ids[learned]) == answer + end
@@ -58,7 +81,14 @@ def test_an_answer_is_learned_as_a_whole_behind_the_tokens_of_its_prompt(
 
 def test_each_answer_of_a_conversation_is_learned():
     tokenizer = tokenizer_of(PLAIN)
-    turns = ("user", "No"), ("assistant", "Yes"), ("assistant", "No"), ("user", "x"), ("assistant", "x"), ("user", "Q")
+    turns = (
+        ("user", "No"),
+        ("assistant", "Yes"),
+        ("assistant", "No"),
+        ("user", "x"),
+        ("assistant", "x"),
+        ("user", "Q"),
+    )
     ids, learned = tokens_of(messages(*turns), 2, tokenizer, {}, "row 0")
     text = "Q: No<end>A: Yes<end>A: No<end>Q: x<end>A: x<end>Q: Q<end>"
     assert tokenizer.decode(ids) == text
@@ -70,7 +100,10 @@ def test_of_a_row_with_a_prompt_the_response_alone_is_learned(answer: str, tmp_p
     prompt = messages(("user", "No"), ("assistant", "Yes"), ("user", "x"))
     rows = [write_rows(tmp_path / "rows.jsonl", [{"prompt": prompt, answer: "No"}])]
     dataset = ConversationDataset(rows, tokenizer_of(PLAIN), max_length=30)
-    responses, mask = (jagged_parts(dataset.collate([0]).tensors()[name])[0] for name in ("responses", "response_mask"))
+    responses, mask = (
+        jagged_parts(dataset.collate([0]).tensors()[name])[0]
+        for name in ("responses", "response_mask")
+    )
     learned = responses[mask.bool()]
     assert dataset.tokenizer.decode(learned) == "No<end>"
 
@@ -87,8 +120,14 @@ CALL = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
             "turn 0, .* answers nothing",
         ),
         (
-            {"messages": [*messages(("user", "x")), {"role": "assistant", "content": None, "tool_calls": CALL}]},
-            r"field messages\[1\]\['content'\] is missing, expected a text, which beside tool_calls may be",
+            {
+                "messages": [
+                    *messages(("user", "x")),
+                    {"role": "assistant", "content": None, "tool_calls": CALL},
+                ]
+            },
+            r"field messages\[1\]\['content'\] is missing, expected a text, which beside "
+            r"tool_calls may be",
         ),
         (
             {"prompt": "No", "response": "Yes", "tools": CALL},
@@ -102,7 +141,9 @@ CALL = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
 )
 def test_what_would_be_left_out_in_silence_is_refused(row: dict, message: str, tmp_path: Path):
     with pytest.raises(ValueError, match=message):
-        ConversationDataset([write_rows(tmp_path / "rows.jsonl", [row])], tokenizer_of(PLAIN), max_length=30)
+        ConversationDataset(
+            [write_rows(tmp_path / "rows.jsonl", [row])], tokenizer_of(PLAIN), max_length=30
+        )
 
 
 def test_a_call_of_a_tool_is_learned_without_a_text():

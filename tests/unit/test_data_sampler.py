@@ -19,7 +19,8 @@ def test_a_batch_is_a_function_of_seed_and_step_alone() -> None:
     first, second = EpochSampler(100, 8, seed=7), EpochSampler(100, 8, seed=7)
     uninterrupted = [first.batch(step) for step in range(30)]
     assert [second.batch(step) for step in reversed(range(30))] == uninterrupted[::-1]
-    assert uninterrupted[0][1] != uninterrupted[12][1]  # step 12 is the first of epoch 1, in another order
+    # Step 12 is the first of epoch 1, in another order
+    assert uninterrupted[0][1] != uninterrupted[12][1]
     assert EpochSampler(100, 8, seed=8).batch(0) != uninterrupted[0]
 
 

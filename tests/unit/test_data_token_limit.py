@@ -1,4 +1,5 @@
-"""Texts that are too long by their characters alone are found before the tokenizer reads them, and no others."""
+"""Texts that are too long by their characters alone are found before the tokenizer reads them, and
+no others."""
 
 import json
 import random
@@ -21,7 +22,9 @@ TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 def byte_pairs(*, normalizer: Any = None, splitters: list[Any] | None = None) -> Tokenizer:
     """A byte-level tokenizer that merges the words above."""
     backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.Sequence([*(splitters or []), pre_tokenizers.ByteLevel(False)])
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [*(splitters or []), pre_tokenizers.ByteLevel(False)]
+    )
     if normalizer:
         backend.normalizer = normalizer
     trainer = trainers.BpeTrainer(vocab_size=320, initial_alphabet=BYTES, show_progress=False)
@@ -32,10 +35,15 @@ def byte_pairs(*, normalizer: Any = None, splitters: list[Any] | None = None) ->
 def with_fallback() -> Tokenizer:
     """A tokenizer as of SentencePiece: characters, and bytes for those that it does not know."""
     tokens = ["\u2581", "a", "n", "an", "ana", "\u2581\u2581\u2581\u2581"]
-    vocabulary = {token: number for number, token in enumerate([*tokens, *(f"<0x{byte:02X}>" for byte in range(256))])}
+    vocabulary = {
+        token: number
+        for number, token in enumerate([*tokens, *(f"<0x{byte:02X}>" for byte in range(256))])
+    }
     merges = [("a", "n"), ("an", "a")]
     backend = Tokenizer(models.BPE(vocabulary, merges, byte_fallback=True))
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
     return backend
 
 
@@ -60,7 +68,18 @@ def test_no_text_that_fits_is_called_too_long(name: str):
     tokenizer = wrapped(TOKENIZERS[name]())
     longest = TokenLimit(tokenizer, 1).longest_token
     draw = random.Random(7)
-    pieces = [*WORDS, " ", "\n", " " * 300, "<turn>", "<eos>", "e\u0301", "\ufdfa", "7", "\U0001f600"]
+    pieces = [
+        *WORDS,
+        " ",
+        "\n",
+        " " * 300,
+        "<turn>",
+        "<eos>",
+        "e\u0301",
+        "\ufdfa",
+        "7",
+        "\U0001f600",
+    ]
     num_found = 0
     for _ in range(300):
         text = "".join(draw.choices(pieces, k=draw.randint(1, 60)))
@@ -91,7 +110,15 @@ def test_a_tokenizer_that_may_leave_characters_out_or_join_them_has_no_bound():
         assert limit.longest_token is None and not limit.is_exceeded("x" * 10_000)
 
 
-KEEPING = {"NFC": (), "NFD": (), "NFKC": (), "NFKD": (), "Lowercase": (), "StripAccents": (), "ByteLevel": ()}
+KEEPING = {
+    "NFC": (),
+    "NFD": (),
+    "NFKC": (),
+    "NFKD": (),
+    "Lowercase": (),
+    "StripAccents": (),
+    "ByteLevel": (),
+}
 KEEPING |= {"Prepend": ("x",), "Replace": ("x", "yy"), "Strip": ()}
 
 
@@ -129,11 +156,14 @@ def test_a_prompt_that_is_too_long_is_refused_or_left_out_before_it_is_tokenised
     read = no_tokenizing(monkeypatch, tokenizer)
     with pytest.raises(ValueError) as error:
         PromptDataset(rows(tmp_path), tokenizer, max_prompt_length=64)
-    assert "rows.jsonl, row 1: the prompt is longer than data.max_prompt_length=64: it has 100,000 characters" in str(
-        error.value
+    assert (
+        "rows.jsonl, row 1: the prompt is longer than data.max_prompt_length=64: it has 100,000 "
+        "characters" in str(error.value)
     )
     assert "data.filter_overlong_prompts=True" in str(error.value) and not read
-    dataset = PromptDataset(rows(tmp_path), tokenizer, max_prompt_length=64, filter_overlong_prompts=True)
+    dataset = PromptDataset(
+        rows(tmp_path), tokenizer, max_prompt_length=64, filter_overlong_prompts=True
+    )
     assert [row["raw_prompt"][0]["content"] for row in dataset] == read == ["banana", "cabana"]
     assert (dataset.num_filtered, dataset.num_truncated) == (1, 0)
     cut = PromptDataset(rows(tmp_path), tokenizer, max_prompt_length=64, truncation="right")
@@ -151,7 +181,9 @@ def test_a_conversation_that_is_too_long_is_refused_or_left_out_before_it_is_tok
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, records)))
     files = [str(tmp_path / "rows.jsonl")]
     read = no_tokenizing(monkeypatch, tokenizer)
-    with pytest.raises(ValueError, match=r"rows.jsonl, row 1: .* longer than data.max_length=64: it has 100,0"):
+    with pytest.raises(
+        ValueError, match=r"rows.jsonl, row 1: .* longer than data.max_length=64: it has 100,0"
+    ):
         ConversationDataset(files, tokenizer, max_length=64)
     dataset = ConversationDataset(files, tokenizer, max_length=64, overlong="drop")
     assert len(dataset) == dataset.num_dropped == 1 and max(map(len, read)) < 100

@@ -22,28 +22,38 @@ N = 3  # samples of a prompt
 
 
 def groups(tickets: list[Ticket], *versions: int) -> DataProto:
-    """N rows of each ticket; row i of ticket t has the value 10 t + i. The last row's second span is the newest."""
+    """N rows of each ticket; row i of ticket t has the value 10 t + i. The last row's second span
+    is the newest."""
     rows = [(ticket.number, row) for ticket in tickets for row in range(N)]
     spans = [((version, 0, 4), (version + row, 4, 6)) for version in versions for row in range(N)]
     values = torch.tensor([[10.0 * number + row] for number, row in rows])
     column = np.empty(len(rows), dtype=object)
     column[:] = spans
-    return DataProto.from_dict({"values": values}, {"policy_version": column}, {"global_steps": tickets[0].number})
+    return DataProto.from_dict(
+        {"values": values}, {"policy_version": column}, {"global_steps": tickets[0].number}
+    )
 
 
 def groups_with_turns(*tickets: Ticket) -> DataProto:
-    """N samples of each ticket, the second of which has two rows, of one and two tokens; others have one of three.
+    """N samples of each ticket, the second of which has two rows, of one and two tokens; others
+    have one of three.
 
     Rows i = 0 to 3 of ticket t have the response tokens 10 t + i.
     """
     rows = [(ticket.number, row) for ticket in tickets for row in range(N + 1)]
-    responses = jagged_from_lists([[10 * number + row] * (3, 1, 2, 3)[row] for number, row in rows], torch.int64)
-    sample_of_row = [sample for place in range(len(tickets)) for sample in (N * place + i for i in (0, 1, 1, 2))]
+    responses = jagged_from_lists(
+        [[10 * number + row] * (3, 1, 2, 3)[row] for number, row in rows], torch.int64
+    )
+    sample_of_row = [
+        sample for place in range(len(tickets)) for sample in (N * place + i for i in (0, 1, 1, 2))
+    ]
     tensors = {"prompts": jagged_from_lists([[1]] * len(rows), torch.int64), "responses": responses}
     tensors["sample_id"] = torch.tensor(sample_of_row)
     column = np.empty(len(rows), dtype=object)
     column[:] = [((0, 0, 3),)] * len(rows)
-    return DataProto.from_dict(tensors, {"policy_version": column}, {"global_steps": 1, "padding": (1, 3, 0)})
+    return DataProto.from_dict(
+        tensors, {"policy_version": column}, {"global_steps": 1, "padding": (1, 3, 0)}
+    )
 
 
 def in_thread(function: Callable[[], Any]) -> Callable[[], Any]:
@@ -64,7 +74,9 @@ def test_a_step_is_taken_in_parts_each_in_the_order_of_the_prompts():
     ledger = PromptLedger(num_steps=5, batch_size=4, detached=DetachedBlock())
     buffer = ExperienceBuffer(ledger, trainer=0, limit=9)
     tickets = ledger.take("maker", 0, 9)
-    assert buffer.extend("maker", [tickets[3], tickets[1]], groups([tickets[3], tickets[1]], 0, 0), {}) == [3, 1]
+    assert buffer.extend(
+        "maker", [tickets[3], tickets[1]], groups([tickets[3], tickets[1]], 0, 0), {}
+    ) == [3, 1]
     assert len(buffer) == 2
     numbers, batch = buffer.take(2, version=0, deadline_s=5)
     assert numbers == [1, 3]
@@ -72,7 +84,14 @@ def test_a_step_is_taken_in_parts_each_in_the_order_of_the_prompts():
     assert batch.non_tensor_batch["policy_version"][2] == ((0, 0, 4), (2, 4, 6))
     buffer.extend("maker", [tickets[0]], groups([tickets[0]], 0), {})
     buffer.extend("maker", [tickets[2]], groups([tickets[2]], 0), {})
-    assert buffer.take(2, version=0, deadline_s=5)[1].batch["values"][:, 0].tolist() == [0, 1, 2, 20, 21, 22]
+    assert buffer.take(2, version=0, deadline_s=5)[1].batch["values"][:, 0].tolist() == [
+        0,
+        1,
+        2,
+        20,
+        21,
+        22,
+    ]
     assert len(buffer) == 0
 
 
@@ -84,9 +103,23 @@ def test_groups_that_came_together_in_the_order_of_their_prompts_are_taken_where
     for tickets, batch in zip(([third, first, second], rest), come, strict=True):
         buffer.extend("maker", tickets, batch, 5)
     numbers, together = buffer.take(2, version=0, deadline_s=5)
-    assert numbers == [0, 2] and together.batch["values"].flatten().tolist() == [0, 1, 2, 20, 21, 22]
+    assert numbers == [0, 2] and together.batch["values"].flatten().tolist() == [
+        0,
+        1,
+        2,
+        20,
+        21,
+        22,
+    ]
     numbers, mixed = buffer.take(2, version=0, deadline_s=5)
-    assert numbers == [1, 3] and mixed.batch["values"].flatten().tolist() == [10, 11, 12, 30, 31, 32]
+    assert numbers == [1, 3] and mixed.batch["values"].flatten().tolist() == [
+        10,
+        11,
+        12,
+        30,
+        31,
+        32,
+    ]
     numbers, together = buffer.take(4, version=1, deadline_s=5)
     assert numbers == [4, 5, 6, 7] and together.batch["values"][:, 0].tolist() == [
         40,
@@ -124,7 +157,8 @@ def test_groups_that_lack_a_sample_of_several_rows_are_refused():
     ledger = PromptLedger(num_steps=5, batch_size=4, detached=DetachedBlock())
     buffer = ExperienceBuffer(ledger, trainer=0, limit=9)
     tickets = ledger.take("maker", 0, 2)
-    rows = groups_with_turns(*tickets).rows(0, 6)  # as many for each ticket, but five samples and a part of one
+    # As many for each ticket, but five samples and a part of one
+    rows = groups_with_turns(*tickets).rows(0, 6)
     rows.batch["sample_id"][5] = 7
     with pytest.raises(ValueError, match="5 samples are not whole groups of 2 tickets"):
         buffer.extend("maker", tickets, rows, {})
@@ -136,8 +170,11 @@ def test_the_oldest_row_of_a_sample_counts():
     tickets = ledger.take("maker", 1, 2)
     batch = groups_with_turns(*tickets)
     batch.non_tensor_batch["policy_version"][:] = [((1, 0, 3),)] * 8
-    batch.non_tensor_batch["policy_version"][6] = ((0, 0, 3),)  # the second row of a sample of the second ticket
-    with pytest.raises(ValueError, match="asked for prompt 1 with version 1, but its oldest token is of version 0"):
+    # The second row of a sample of the second ticket
+    batch.non_tensor_batch["policy_version"][6] = ((0, 0, 3),)
+    with pytest.raises(
+        ValueError, match="asked for prompt 1 with version 1, but its oldest token is of version 0"
+    ):
         buffer.extend("maker", tickets, batch, {})
 
 
@@ -159,7 +196,9 @@ def test_the_oldest_sample_of_a_group_counts_wherever_it_stands():
     (ticket,) = ledger.take("maker", 1, 1)
     batch = groups([ticket], 2)
     batch.non_tensor_batch["policy_version"][1] = ((0, 0, 3), (2, 3, 6))
-    with pytest.raises(ValueError, match="asked for prompt 0 with version 1, but its oldest token is of version 0"):
+    with pytest.raises(
+        ValueError, match="asked for prompt 0 with version 1, but its oldest token is of version 0"
+    ):
         buffer.extend("maker", [ticket], batch, 5)
 
 
@@ -185,7 +224,14 @@ def test_late_groups_of_a_prompt_that_was_given_out_again_are_left_out():
     batch.batch["values"] += 0.5
     assert buffer.extend("b", again, batch, {"reward/num_errors": Metric.sum(0)}) == [0, 1]
     assert list(buffer.metrics) == [{"reward/num_errors": Metric.sum(0)}]
-    assert buffer.take(2, 0, 5)[1].batch["values"][:, 0].tolist() == [0.5, 1.5, 2.5, 10.5, 11.5, 12.5]
+    assert buffer.take(2, 0, 5)[1].batch["values"][:, 0].tolist() == [
+        0.5,
+        1.5,
+        2.5,
+        10.5,
+        11.5,
+        12.5,
+    ]
 
 
 def test_a_taker_waits_for_a_maker():
@@ -212,8 +258,12 @@ def test_a_starved_trainer_says_what_it_has_and_who_holds_the_rest():
 
     message = in_thread(starved)()  # so that a wait without end fails
     assert re.search(r"each trainer needs 4 groups .* 0\. After 0.05 s trainer 0 has 0,", message)
-    assert "{'a': [0, 2], 'b': [4]}; trainer 1 has 1," in message and message.endswith("{'a': [3], 'b': [5]}")
-    idle = ExperienceBuffer(PromptLedger(num_steps=5, batch_size=8, detached=DetachedBlock()), trainer=0, limit=9)
+    assert "{'a': [0, 2], 'b': [4]}; trainer 1 has 1," in message and message.endswith(
+        "{'a': [3], 'b': [5]}"
+    )
+    idle = ExperienceBuffer(
+        PromptLedger(num_steps=5, batch_size=8, detached=DetachedBlock()), trainer=0, limit=9
+    )
     with pytest.raises(TimeoutError, match="none, no maker has started any"):
         idle.take(4, version=0, deadline_s=0.05)
 
@@ -227,10 +277,14 @@ def test_a_trainer_waits_anew_after_a_maker_was_given_up():
         def seconds_since_loss(self) -> float:
             return next(since_loss)
 
-    buffer = ExperienceBuffer(Losing(num_steps=5, batch_size=1, detached=DetachedBlock()), trainer=0, limit=9)
+    buffer = ExperienceBuffer(
+        Losing(num_steps=5, batch_size=1, detached=DetachedBlock()), trainer=0, limit=9
+    )
     with pytest.raises(TimeoutError, match="each trainer needs 1 groups"):
         buffer.take(1, version=0, deadline_s=0.2)
-    assert next(since_loss, None) is None, "it waited until the last loss was longer ago than its deadline"
+    assert next(since_loss, None) is None, (
+        "it waited until the last loss was longer ago than its deadline"
+    )
 
 
 def test_a_trainer_notices_that_what_it_waits_for_was_given_up():
@@ -258,7 +312,9 @@ def test_parts_of_groups_are_refused():
 
 def test_many_makers_and_a_trainer_in_threads_pass_on_every_group_once():
     num_steps, share = 6, 8
-    ledger = PromptLedger(num_steps=num_steps, batch_size=share, detached=DetachedBlock(), max_staleness=1)
+    ledger = PromptLedger(
+        num_steps=num_steps, batch_size=share, detached=DetachedBlock(), max_staleness=1
+    )
     buffer, lock, version = ExperienceBuffer(ledger, trainer=0, limit=16), threading.Lock(), [0]
 
     class Locked:
@@ -289,7 +345,9 @@ def test_many_makers_and_a_trainer_in_threads_pass_on_every_group_once():
             calls.trained(numbers, step)
         version[0] = step + 1
     assert [result() for result in results] == ["a", "b", "c"]
-    assert sorted(rows) == [10.0 * number + row for number in range(num_steps * share) for row in range(N)]
+    assert sorted(rows) == [
+        10.0 * number + row for number in range(num_steps * share) for row in range(N)
+    ]
 
 
 def test_a_side_says_what_it_waits_for_and_in_which_function_its_loop_stands():
@@ -306,7 +364,9 @@ def test_a_side_says_what_it_waits_for_and_in_which_function_its_loop_stands():
     result = in_thread(loop)
     assert is_waiting.wait(timeout=20)
     status = recorder.status_and_stack()
-    assert re.match(r"trainer_7: waiting for experience for \d+ s\n(.*\n)*.* in wait_for_the_test\n", status), status
+    assert re.match(
+        r"trainer_7: waiting for experience for \d+ s\n(.*\n)*.* in wait_for_the_test\n", status
+    ), status
     end.set()
     assert result()
     assert recorder.status_and_stack().endswith("Its loop has ended.\n")
@@ -327,7 +387,18 @@ def test_a_wait_that_lasts_is_reported_until_now_and_again_when_it_has_ended():
 def test_the_idle_shares_of_a_step_are_of_its_own_time_also_where_a_report_tells_of_several_steps():
     record = object.__new__(DetachedRecord)
     # The maker waits over the end of the first step, and in a wait that lasts beyond the second.
-    record.waits = {"maker_0": {99.0: 101.0, 102.0: 103.0, 109.0: 111.0, 113.0: 120.0}, "trainer_0": {90.0: 95.0}}
-    assert record.idle_shares(110.0, 10.0) == {"detached/idle/maker_0": 0.3, "detached/idle/trainer_0": 0.0}
-    assert record.idle_shares(114.0, 4.0) == {"detached/idle/maker_0": 0.5, "detached/idle/trainer_0": 0.0}
-    assert record.waits == {"maker_0": {109.0: 111.0, 113.0: 120.0}, "trainer_0": {}}, "older ones are forgotten"
+    record.waits = {
+        "maker_0": {99.0: 101.0, 102.0: 103.0, 109.0: 111.0, 113.0: 120.0},
+        "trainer_0": {90.0: 95.0},
+    }
+    assert record.idle_shares(110.0, 10.0) == {
+        "detached/idle/maker_0": 0.3,
+        "detached/idle/trainer_0": 0.0,
+    }
+    assert record.idle_shares(114.0, 4.0) == {
+        "detached/idle/maker_0": 0.5,
+        "detached/idle/trainer_0": 0.0,
+    }
+    assert record.waits == {"maker_0": {109.0: 111.0, 113.0: 120.0}, "trainer_0": {}}, (
+        "older ones are forgotten"
+    )

@@ -71,11 +71,21 @@ class DriverOfAnotherMaker(MakerDriver):
 
 
 NEEDED = ["data.train_files=a", "data.val_files=a", "actor_rollout_ref.model.path=m", "device=cpu"]
-SMALL = ["data.train_batch_size=12", "actor_rollout_ref.actor.ppo_mini_batch_size=6", "actor_rollout_ref.rollout.n=4"]
-SMALL += ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2", "critic.ppo_micro_batch_size_per_gpu=2"]
+SMALL = [
+    "data.train_batch_size=12",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=6",
+    "actor_rollout_ref.rollout.n=4",
+]
+SMALL += [
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
+    "critic.ppo_micro_batch_size_per_gpu=2",
+]
 
 IN_FLIGHT = ["detached.update_in_flight=true", "trainer.max_staleness=1"]
-IN_FLIGHT += ["algorithm.rollout_correction.bypass_mode=true", "actor_rollout_ref.rollout.weight_transport=gloo"]
+IN_FLIGHT += [
+    "algorithm.rollout_correction.bypass_mode=true",
+    "actor_rollout_ref.rollout.weight_transport=gloo",
+]
 
 
 def config_of(*overrides: str) -> DetachedConfig:
@@ -85,15 +95,34 @@ def config_of(*overrides: str) -> DetachedConfig:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["trainer.max_staleness=2"], "trainer.max_staleness=2 trains on responses that older weights drew"),
-        (["detached.update_steps=2"], "set it to at most 1"),
-        (["worker_classes.critic=a.Critic"], "worker_classes.critic: makers run a copy of the built-in worker"),
-        (["detached.min_effective_sample_size=0.5"], "min_effective_sample_size=0.5 has no effect"),
-        (["detached.restart_below=9"], "restart_below=9 has no effect without detached.update_in_flight=true"),
-        ([*IN_FLIGHT, "algorithm.adv_estimator=remax"], "compares with a greedy response of the same weights"),
-        ([*IN_FLIGHT, "algorithm.adv_estimator=gpg"], "adv_estimator=gpg compares the rows of a batch"),
         (
-            [*IN_FLIGHT, "algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov"],
+            ["trainer.max_staleness=2"],
+            "trainer.max_staleness=2 trains on responses that older weights drew",
+        ),
+        (["detached.update_steps=2"], "set it to at most 1"),
+        (
+            ["worker_classes.critic=a.Critic"],
+            "worker_classes.critic: makers run a copy of the built-in worker",
+        ),
+        (["detached.min_effective_sample_size=0.5"], "min_effective_sample_size=0.5 has no effect"),
+        (
+            ["detached.restart_below=9"],
+            "restart_below=9 has no effect without detached.update_in_flight=true",
+        ),
+        (
+            [*IN_FLIGHT, "algorithm.adv_estimator=remax"],
+            "compares with a greedy response of the same weights",
+        ),
+        (
+            [*IN_FLIGHT, "algorithm.adv_estimator=gpg"],
+            "adv_estimator=gpg compares the rows of a batch",
+        ),
+        (
+            [
+                *IN_FLIGHT,
+                "algorithm.adv_estimator=grpo",
+                "actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov",
+            ],
             "loss_mode=clip_cov compares the rows of a batch",
         ),
         (
@@ -101,11 +130,26 @@ def config_of(*overrides: str) -> DetachedConfig:
             "call has one prompt, which the first engine would get each time; set least_loaded",
         ),
         (["detached.update_in_flight=true"], "and trainer.max_staleness of at least 1"),
-        (["trainer.best_ckpt_metric=acc", "trainer.test_freq=1"], "here validations come after saves; set null"),
-        (["algorithm.filter_groups.enable=true", "algorithm.adv_estimator=grpo"], "which detached makers cannot yet"),
-        (["detached.num_trainers=5"], "data.train_batch_size=12 does not divide by detached.num_trainers=5"),
-        (["placement=split", "trainer.n_gpus_per_node=4"], "ref, rollout and a trained role share a pool"),
-        (["actor_rollout_ref.rollout.dtype=bfloat16"], "a maker's copy of the actor would compute other"),
+        (
+            ["trainer.best_ckpt_metric=acc", "trainer.test_freq=1"],
+            "here validations come after saves; set null",
+        ),
+        (
+            ["algorithm.filter_groups.enable=true", "algorithm.adv_estimator=grpo"],
+            "which detached makers cannot yet",
+        ),
+        (
+            ["detached.num_trainers=5"],
+            "data.train_batch_size=12 does not divide by detached.num_trainers=5",
+        ),
+        (
+            ["placement=split", "trainer.n_gpus_per_node=4"],
+            "ref, rollout and a trained role share a pool",
+        ),
+        (
+            ["actor_rollout_ref.rollout.dtype=bfloat16"],
+            "a maker's copy of the actor would compute other",
+        ),
         (
             ["actor_rollout_ref.rollout.weight_transport=nccl", "trainer.device=cuda"],
             "nccl loads engines alone, but a maker has a copy of the actor",
@@ -115,12 +159,18 @@ def config_of(*overrides: str) -> DetachedConfig:
             "ipc opens memory of one GPU, but makers and trainers have GPUs of their own",
         ),
         (
-            ["detached.num_makers=2", "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive"],
+            [
+                "detached.num_makers=2",
+                "algorithm.use_kl_in_reward=true",
+                "algorithm.kl_ctrl.type=adaptive",
+            ],
             "a maker sees only its own; set fixed",
         ),
     ],
 )
-def test_what_detached_training_cannot_do_is_refused_with_the_reason(overrides: list[str], message: str):
+def test_what_detached_training_cannot_do_is_refused_with_the_reason(
+    overrides: list[str], message: str
+):
     if "placement=split" in overrides:
         overrides = [*overrides, "algorithm.use_kl_in_reward=true"]
     with pytest.raises(ConfigError) as refused:
@@ -129,18 +179,31 @@ def test_what_detached_training_cannot_do_is_refused_with_the_reason(overrides: 
 
 
 def test_each_side_has_pools_of_its_own_and_a_trainer_its_part_of_the_batch():
-    sides = ["detached.num_makers=2", "detached.num_trainers=3", "resource_pool_spec.trainer_pool=[1]"]
+    sides = [
+        "detached.num_makers=2",
+        "detached.num_trainers=3",
+        "resource_pool_spec.trainer_pool=[1]",
+    ]
     config = config_of(*sides, "actor_rollout_ref.rollout.free_cache_engine=true")
     maker, trainer = config.of_maker("maker_1"), config.of_trainer("trainer_2")
     assert maker.resource_pool_spec == {"maker_1 maker_pool": (2,)}
     assert {maker.role_mapping[role] for role in config.maker_roles} == {"maker_1 maker_pool"}
-    assert config.maker_roles == ["actor", "rollout", "critic"] and config.trainer_roles == ["actor", "critic"]
+    assert config.maker_roles == ["actor", "rollout", "critic"] and config.trainer_roles == [
+        "actor",
+        "critic",
+    ]
     assert not maker.actor_rollout_ref.rollout.free_cache_engine, "nothing else wants its memory"
     assert trainer.resource_pool_spec == {"trainer_2 trainer_pool": (1,)}
     sizes = trainer.data.train_batch_size, trainer.actor_rollout_ref.actor.ppo_mini_batch_size
     assert (*sizes, trainer.critic.ppo_mini_batch_size) == (4, 2, 2)
-    assert (maker.data.train_batch_size, maker.actor_rollout_ref.actor.ppo_mini_batch_size) == (12, 6)
-    assert sum(sum(size) for size in config.with_all_pools().resource_pool_spec.values()) == 2 * 2 + 3 * 1
+    assert (maker.data.train_batch_size, maker.actor_rollout_ref.actor.ppo_mini_batch_size) == (
+        12,
+        6,
+    )
+    assert (
+        sum(sum(size) for size in config.with_all_pools().resource_pool_spec.values())
+        == 2 * 2 + 3 * 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -162,13 +225,20 @@ def test_a_trainer_takes_a_step_in_mini_batches_where_that_is_the_same_computati
     ahead = ["trainer.max_staleness=1", "algorithm.rollout_correction.bypass_mode=true"]
     config = config_of(*ahead, *overrides)
     assert config.num_parts_of_step == num_parts
-    three = ["detached.num_trainers=3", "resource_pool_spec.trainer_pool=[1]", "actor_rollout_ref.rollout.n=2"]
-    assert config_of(*ahead, *overrides, *three).of_trainer("trainer_2").num_parts_of_step == num_parts
+    three = [
+        "detached.num_trainers=3",
+        "resource_pool_spec.trainer_pool=[1]",
+        "actor_rollout_ref.rollout.n=2",
+    ]
+    assert (
+        config_of(*ahead, *overrides, *three).of_trainer("trainer_2").num_parts_of_step == num_parts
+    )
 
 
 def test_what_a_rule_is_not_about_is_allowed():
     config_of("trainer.max_staleness=2", "algorithm.rollout_correction.rollout_is=token")
-    config_of("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive")  # one maker sees the KL of all
+    # One maker sees the KL of all
+    config_of("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive")
     no_copy = ["algorithm.rollout_correction.bypass_mode=true", "algorithm.adv_estimator=grpo"]
     config_of(*no_copy, "actor_rollout_ref.rollout.dtype=bfloat16")
 
@@ -176,23 +246,33 @@ def test_what_a_rule_is_not_about_is_allowed():
 @pytest.mark.parametrize(
     ("num_makers", "own", "number"), [(1, "null", 12), (5, "null", 3), (16, "null", 1), (5, "7", 7)]
 )
-def test_makers_share_a_batch_unless_they_are_told_how_many_prompts_each_has(num_makers: int, own: str, number: int):
+def test_makers_share_a_batch_unless_they_are_told_how_many_prompts_each_has(
+    num_makers: int, own: str, number: int
+):
     config = config_of(f"detached.num_makers={num_makers}", f"detached.experience_batch_size={own}")
     assert config.num_prompts_at_a_time == number
 
 
 def test_a_maker_has_no_copy_of_the_actor_where_it_computes_no_log_probabilities():
-    config = config_of("algorithm.rollout_correction.bypass_mode=true", "algorithm.adv_estimator=grpo")
+    config = config_of(
+        "algorithm.rollout_correction.bypass_mode=true", "algorithm.adv_estimator=grpo"
+    )
     assert config.maker_roles == ["rollout"] and config.trainer_roles == ["actor"]
 
 
 def test_a_plugin_that_generates_in_its_own_way_is_refused_where_responses_are_updated_in_flight():
-    in_flight, rollout = config_of(*IN_FLIGHT, "algorithm.adv_estimator=grpo"), group_of(RolloutWorker)
+    in_flight, rollout = (
+        config_of(*IN_FLIGHT, "algorithm.adv_estimator=grpo"),
+        group_of(RolloutWorker),
+    )
     with pytest.raises(ValueError, match="BeginningMaker has its own begin, which detached"):
         check_maker(in_flight, BeginningMaker, rollout)
     check_maker(in_flight, CompletingMaker, rollout)
     check_maker(config_of(), BeginningMaker, rollout)
-    with pytest.raises(ValueError, match=r"the worker of rollout_a has its own generate_sequences, which detached\."):
+    with pytest.raises(
+        ValueError,
+        match=r"the worker of rollout_a has its own generate_sequences, which detached\.",
+    ):
         check_maker(in_flight, CompletingMaker, group_of(GeneratingWorker))
     check_maker(config_of(), CompletingMaker, group_of(GeneratingWorker))
 
@@ -207,19 +287,32 @@ def test_a_plugins_trainer_whose_methods_no_maker_would_call_is_refused_before_i
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(ppo_trainer, "_TRAINERS", [RayPPOTrainer, TrainerOfOtherPrompts])
-    message = "call the plugin's trainer TrainerOfOtherPrompts, which has its own next_prompts, prompts_of, restore, st"
+    message = (
+        "call the plugin's trainer TrainerOfOtherPrompts, which has its own next_prompts, "
+        "prompts_of, restore, st"
+    )
     with contextlib.ExitStack() as cleanup, pytest.raises(ValueError, match=message):
         check_detached_inputs(config_of(), cleanup)
     learning = type("LearningTrainer", (RayPPOTrainer,), {"build_learner": lambda self: None})
-    with pytest.raises(ValueError, match=r"LearningTrainer, which has its own build_learner: train with main_ppo, or"):
+    with pytest.raises(
+        ValueError,
+        match=r"LearningTrainer, which has its own build_learner: train with main_ppo, or",
+    ):
         check_trainer(learning)
-    advice = r"give build_maker to a subclass of MakerDriver that is registered with register_maker_driver of"
+    advice = (
+        r"give build_maker to a subclass of MakerDriver that is registered with "
+        r"register_maker_driver of"
+    )
     with pytest.raises(ValueError, match=advice):
         check_trainer(TrainerOfAnotherMaker)
     started = type("StartedTrainer", (RayPPOTrainer,), {"__post_init__": lambda self: None})
-    with pytest.raises(ValueError, match=r"StartedTrainer, which has its own __post_init__: train with main_ppo"):
+    with pytest.raises(
+        ValueError, match=r"StartedTrainer, which has its own __post_init__: train with main_ppo"
+    ):
         check_trainer(started)
-    with pytest.raises(ValueError, match=r"does not call the plugin's trainer PlainTrainer: train with main_ppo"):
+    with pytest.raises(
+        ValueError, match=r"does not call the plugin's trainer PlainTrainer: train with main_ppo"
+    ):
         check_trainer(type("PlainTrainer", (RayPPOTrainer,), {}))
     check_trainer(RayPPOTrainer)
 
@@ -248,14 +341,22 @@ def test_the_script_for_gpus_has_four_for_each_side_and_breaks_no_rule():
     config = load_config(DetachedConfig, broken_detached_rules, list(filter(None, words)))
     assert config.trainer.device == "cuda"
     assert config.resource_pool_spec == {"maker_pool": (4,), "trainer_pool": (4,)}
-    assert config.role_mapping["rollout"] == "maker_pool" and config.role_mapping["actor"] == "trainer_pool"
+    assert (
+        config.role_mapping["rollout"] == "maker_pool"
+        and config.role_mapping["actor"] == "trainer_pool"
+    )
 
 
-def test_a_second_plugin_with_a_trainer_is_refused_by_the_name_of_the_first(monkeypatch: pytest.MonkeyPatch):
+def test_a_second_plugin_with_a_trainer_is_refused_by_the_name_of_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+):
     monkeypatch.setattr(ppo_trainer, "_TRAINERS", [RayPPOTrainer])
     assert get_trainer() is RayPPOTrainer
     assert register_trainer(TrainerOfAnotherMaker) is get_trainer() is TrainerOfAnotherMaker
-    message = r"TrainerOfOtherPrompts'> cannot train, for .*TrainerOfAnotherMaker'> is registered: name one such plugin"
+    message = (
+        r"TrainerOfOtherPrompts'> cannot train, for .*TrainerOfAnotherMaker'> is registered: "
+        r"name one such plugin"
+    )
     with pytest.raises(ValueError, match=message):
         register_trainer(TrainerOfOtherPrompts)
     assert get_trainer() is TrainerOfAnotherMaker
@@ -267,7 +368,10 @@ def test_a_plugins_driver_of_makers_is_that_of_detached_training_and_a_second_on
     monkeypatch.setattr(maker_driver, "_DRIVERS", [MakerDriver])
     assert maker_driver.get_maker_driver() is MakerDriver
     assert maker_driver.register_maker_driver(DriverOfAnotherMaker) is DriverOfAnotherMaker
-    message = r"MakerDriver'> cannot drive makers, for .*DriverOfAnotherMaker'> is registered: name one such plugin"
+    message = (
+        r"MakerDriver'> cannot drive makers, for .*DriverOfAnotherMaker'> is registered: "
+        r"name one such plugin"
+    )
     with pytest.raises(ValueError, match=message):
         maker_driver.register_maker_driver(MakerDriver)
     assert maker_driver.get_maker_driver() is DriverOfAnotherMaker
@@ -284,8 +388,14 @@ def test_nccl_loads_engines_and_the_object_store_has_what_a_copy_of_the_critic_l
     mapping = build_role_worker_mapping(config, {})
     assert mapping["critic"].kwargs["weight_transport"] == "object_store"
     assert mapping["actor"].kwargs["config"].rollout.weight_transport == "nccl"
-    gloo = build_role_worker_mapping(config_of("actor_rollout_ref.rollout.weight_transport=gloo"), {})
+    gloo = build_role_worker_mapping(
+        config_of("actor_rollout_ref.rollout.weight_transport=gloo"), {}
+    )
     assert gloo["critic"].kwargs["weight_transport"] == "gloo"
     ahead = config_of(*nccl, *IN_FLIGHT[:3], "algorithm.adv_estimator=grpo")
-    assert ahead.num_parts_of_step == 1, "in a step no maker gets weights, so a step waits for nothing that one makes"
-    assert ahead.updated({"actor_rollout_ref.rollout.weight_transport": "gloo"}).num_parts_of_step == 2
+    assert ahead.num_parts_of_step == 1, (
+        "in a step no maker gets weights, so a step waits for nothing that one makes"
+    )
+    assert (
+        ahead.updated({"actor_rollout_ref.rollout.weight_transport": "gloo"}).num_parts_of_step == 2
+    )

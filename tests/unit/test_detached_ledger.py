@@ -1,4 +1,5 @@
-"""The ledger of detached training: who may start what, what a trainer may take, and that nothing is lost or too old."""
+"""The ledger of detached training: who may start what, what a trainer may take, and that nothing is
+lost or too old."""
 
 import json
 import math
@@ -30,13 +31,22 @@ def test_without_staleness_a_step_is_the_next_prompts_in_order_dealt_to_the_trai
     second = ledger.take("maker", 1, 99)
     assert [ticket.number for ticket in second] == [6, 7, 8, 9, 10, 11]
     assert ledger.counts() == {
-        **{"trained": 3, "training": 3, "in_buffer": 0, "in_flight": 6, "again": 0, "not_started": 0}
+        **{
+            "trained": 3,
+            "training": 3,
+            "in_buffer": 0,
+            "in_flight": 6,
+            "again": 0,
+            "not_started": 0,
+        }
     }
     ledger.trained([1, 3, 5], 0)
     deliver(ledger, "maker", second, 1)
     for trainer in (0, 1):
         ledger.trained(ledger.choose(trainer, 1, 3), 1)
-        assert (ledger.take("maker", 1, 1) is None) == (trainer == 1), "None once all trainers are through"
+        assert (ledger.take("maker", 1, 1) is None) == (trainer == 1), (
+            "None once all trainers are through"
+        )
 
 
 def test_a_maker_runs_ahead_by_the_bound_and_no_further_than_the_run():
@@ -48,7 +58,8 @@ def test_a_maker_runs_ahead_by_the_bound_and_no_further_than_the_run():
 
 
 def test_what_is_due_together_is_begun_early_enough():
-    """Prompts 1 and 2 are both due at version 2, where one has a place: the other has to be trained at version 1."""
+    """Prompts 1 and 2 are both due at version 2, where one has a place: the other has to be trained
+    at version 1."""
     ledger = PromptLedger(num_steps=9, batch_size=1, detached=DetachedBlock(), max_staleness=2)
     zero, one, two = ledger.take("slow", 0, 9)
     deliver(ledger, "slow", [zero], 0)
@@ -75,7 +86,9 @@ def test_within_the_bound_the_first_to_come_is_taken_and_what_is_due_may_wait_fo
     late = ledger.take("maker", 1, 9)
     assert [ticket.number for ticket in late] == [8, 9, 10, 11]
     deliver(ledger, "maker", late, 1)
-    assert ledger.choose(0, 1, 2) is None, "3, 4 and 5 are due in this step, which would have two places for them"
+    assert ledger.choose(0, 1, 2) is None, (
+        "3, 4 and 5 are due in this step, which would have two places for them"
+    )
     assert ledger.choose(0, 1, 1) == [7]
     deliver(ledger, "maker", tickets[3:6], 0)
     assert ledger.choose(0, 1, 3) == [3, 4, 5], "though 8 to 11 came before"
@@ -93,13 +106,15 @@ def test_the_version_of_the_oldest_token_counts_not_that_of_the_ticket():
     assert ledger.choose(0, 1, 1) == [2], "its first token was made by version 1, and 2 came first"
     (three,) = ledger.take("maker", 2, 1)
     with pytest.raises(
-        ValueError, match="maker asked for prompt 3 with version 2, but its oldest token is of version 1"
+        ValueError,
+        match="maker asked for prompt 3 with version 2, but its oldest token is of version 1",
     ):
         deliver(ledger, "maker", [three], 1)
 
 
 def test_what_is_begun_again_with_newer_weights_is_due_later_and_may_no_longer_have_older_tokens():
-    """Prompts 0 to 2 are due at version 1, where two have a place; begun again 2 is due at version 2."""
+    """Prompts 0 to 2 are due at version 1, where two have a place; begun again 2 is due at version
+    2."""
     ledger = PromptLedger(num_steps=9, batch_size=2, detached=DetachedBlock(), max_staleness=1)
     zero, one, two, three = ledger.take("maker", 0, 9)
     deliver(ledger, "maker", [three], 0)
@@ -112,7 +127,9 @@ def test_what_is_begun_again_with_newer_weights_is_due_later_and_may_no_longer_h
     ledger.renew("other", [(1, 0)], 1)
     ledger.renew("maker", [(1, 1)], 1)
     ledger.renew("maker", [(2, 0)], 1)
-    assert ledger.choose(0, 1, 1) == [4], "one place is left for 1, which is with maker at its first attempt"
+    assert ledger.choose(0, 1, 1) == [4], (
+        "one place is left for 1, which is with maker at its first attempt"
+    )
     assert ledger.choose(0, 1, 1) is None
     with pytest.raises(ValueError, match="asked for prompt 2 with version 1"):
         deliver(ledger, "maker", [two], 0)
@@ -131,7 +148,9 @@ def test_what_a_dead_maker_had_is_given_out_again_first_and_its_late_delivery_is
     ledger.lost("a")
     assert 0 <= ledger.seconds_since_loss() < math.inf
     assert ledger.counts()["again"] == 2 and ledger.holders() == [(1, {})]
-    assert ledger.take("a", 0, 9) is None, "a process that was stopped and goes on gets none of them"
+    assert ledger.take("a", 0, 9) is None, (
+        "a process that was stopped and goes on gets none of them"
+    )
     assert ledger.take("b", 0, 2) == [Ticket(0, 1, 0), Ticket(2, 1, 0)]
     assert ledger.take("c", 0, 9) == [Ticket(3, 0, 0)]
     assert deliver(ledger, "a", tickets, 0) == []
@@ -161,8 +180,12 @@ def test_a_prompt_that_is_given_out_again_is_taken_from_its_new_maker_and_attemp
 def test_a_trainer_with_its_share_waits_until_the_others_have_theirs():
     ledger = PromptLedger(num_steps=2, batch_size=6, detached=DetachedBlock(num_trainers=3))
     tickets = ledger.take("maker", 0, 6)
-    assert deliver(ledger, "maker", [tickets[0], tickets[3], tickets[1], tickets[2], tickets[5]], 0) == [0, 3, 1, 2, 5]
-    assert ledger.choose(0, 0, 2) is None and ledger.choose(2, 0, 2) is None, "trainer 1 has one of two"
+    assert deliver(
+        ledger, "maker", [tickets[0], tickets[3], tickets[1], tickets[2], tickets[5]], 0
+    ) == [0, 3, 1, 2, 5]
+    assert ledger.choose(0, 0, 2) is None and ledger.choose(2, 0, 2) is None, (
+        "trainer 1 has one of two"
+    )
     assert ledger.choose(0, 0, 1) == [0], "in parts of one group the first is there"
     assert ledger.choose(0, 0, 1) == [3], "the others have yet to take the first part"
     assert ledger.choose(1, 0, 1) == [1] and ledger.choose(1, 0, 1) is None
@@ -173,14 +196,19 @@ def test_a_trainer_with_its_share_waits_until_the_others_have_theirs():
 def test_routing_is_in_turn_or_to_the_emptiest_buffer():
     def given(routing: str) -> list[int]:
         ledger = PromptLedger(
-            num_steps=5, batch_size=6, detached=DetachedBlock(num_trainers=2, routing=routing), max_staleness=1
+            num_steps=5,
+            batch_size=6,
+            detached=DetachedBlock(num_trainers=2, routing=routing),
+            max_staleness=1,
         )
         first = ledger.take("maker", 0, 4)
         deliver(ledger, "maker", [ticket for ticket in first if ticket.trainer == 0], 0)
         return [ticket.trainer for ticket in [*first, *ledger.take("maker", 0, 9)]]
 
     assert given("round_robin") == [0, 1] * 6
-    assert given("least_loaded") == [0, 1, 0, 1, 1, 1, 1, 1, 0, 0, 0, 0], "6 for each is the most at version 0"
+    assert given("least_loaded") == [0, 1, 0, 1, 1, 1, 1, 1, 0, 0, 0, 0], (
+        "6 for each is the most at version 0"
+    )
 
 
 def test_while_the_effective_sample_size_of_a_trainer_is_too_small_makers_wait_for_newer_weights():
@@ -194,8 +222,15 @@ def test_while_the_effective_sample_size_of_a_trainer_is_too_small_makers_wait_f
     deliver(ledger, "maker", tickets, 0)
     assert ledger.trained(ledger.choose(0, 0, 2), 0, 0.6) == {} and not ledger.is_braking
     counts = ledger.trained(ledger.choose(1, 0, 2), 0, 0.5)
-    assert (counts["brake"], counts["trained"], counts["in_buffer"], counts["not_started"]) == (1, 4, 2, 30)
-    assert ledger.take("maker", 0, 99) == [], "without the brake 16 might have been started with the first weights"
+    assert (counts["brake"], counts["trained"], counts["in_buffer"], counts["not_started"]) == (
+        1,
+        4,
+        2,
+        30,
+    )
+    assert ledger.take("maker", 0, 99) == [], (
+        "without the brake 16 might have been started with the first weights"
+    )
     assert len(ledger.take("maker", 1, 99)) == 2, "8 in all: as without staleness"
     deliver(ledger, "maker", [Ticket(6, 0, 0), Ticket(7, 0, 1)], 1)
     assert ledger.trained(ledger.choose(0, 1, 2), 1, 0.9) == {}
@@ -207,7 +242,10 @@ def test_while_the_effective_sample_size_of_a_trainer_is_too_small_makers_wait_f
 @pytest.mark.parametrize(("limit", "brakes"), [(0.6, True), (0.0, False)])
 def test_an_effective_sample_size_that_is_not_a_number_brakes_too(limit: float, brakes: bool):
     ledger = PromptLedger(
-        num_steps=9, batch_size=2, detached=DetachedBlock(min_effective_sample_size=limit), max_staleness=3
+        num_steps=9,
+        batch_size=2,
+        detached=DetachedBlock(min_effective_sample_size=limit),
+        max_staleness=3,
     )
     deliver(ledger, "maker", ledger.take("maker", 0, 2), 0)
     assert ledger.trained(ledger.choose(0, 0, 2), 0, float("nan"))["brake"] == brakes
@@ -217,7 +255,9 @@ def restored(ledger: PromptLedger) -> PromptLedger:
     """The ledger of the run that goes on when all others are killed."""
     saved = json.loads(json.dumps(ledger.state()))
     num_prompts = ledger.share * ledger.detached.num_trainers
-    return PromptLedger(ledger.num_steps, num_prompts, ledger.detached, saved, max_staleness=ledger.max_staleness)
+    return PromptLedger(
+        ledger.num_steps, num_prompts, ledger.detached, saved, max_staleness=ledger.max_staleness
+    )
 
 
 def test_a_run_that_goes_on_gives_out_again_what_was_begun_and_not_trained_and_counts_it():
@@ -245,7 +285,12 @@ def test_a_run_that_goes_on_gives_out_again_what_was_begun_and_not_trained_and_c
     }
     assert again.is_braking and again.kl_coef() == 0.3
     tickets = again.take("maker", 1, 99)
-    assert [(ticket.number, ticket.attempt) for ticket in tickets] == [(1, 1), (6, 0), (7, 0), (8, 0)]
+    assert [(ticket.number, ticket.attempt) for ticket in tickets] == [
+        (1, 1),
+        (6, 0),
+        (7, 0),
+        (8, 0),
+    ]
     deliver(again, "maker", tickets, 1)
     for trainer in (0, 1):
         again.trained(again.choose(trainer, 1, 2), 1)
@@ -274,7 +319,8 @@ def test_a_run_that_is_to_end_ends_after_the_step_that_no_trainer_has_done():
 
 @dataclass(eq=False)
 class Maker:
-    """A maker of random speed that loads weights late, and holds (ticket, version of its oldest token)."""
+    """A maker of random speed that loads weights late, and holds (ticket, version of its oldest
+    token)."""
 
     name: str
     speed: float
@@ -304,7 +350,8 @@ class World:
 
     def maker_acts(self, maker: Maker) -> None:
         dice, ledger = self.dice, self.ledger
-        versions = sorted({self.resumed, *range(0, self.version + 1, self.update_steps)})  # that were pushed
+        # That were pushed
+        versions = sorted({self.resumed, *range(0, self.version + 1, self.update_steps)})
         pushed = versions[-1]
         if dice.random() < 0.2:
             maker.version = dice.choice(versions[versions.index(maker.version) :])
@@ -312,11 +359,15 @@ class World:
             started = ledger.take(maker.name, maker.version, dice.randint(1, 5)) or []
             assert not (started and maker in self.ghosts)
             # The first token may be drawn after weights were loaded in between.
-            maker.held += [(ticket, dice.choice([maker.version, maker.version, pushed])) for ticket in started]
+            maker.held += [
+                (ticket, dice.choice([maker.version, maker.version, pushed])) for ticket in started
+            ]
         if dice.random() < 0.1 and maker.version == pushed:  # begins some again
             again = {ticket for ticket, _ in maker.held if dice.random() < 0.5}
             ledger.renew(maker.name, [(ticket.number, ticket.attempt) for ticket in again], pushed)
-            maker.held = [(ticket, pushed if ticket in again else oldest) for ticket, oldest in maker.held]
+            maker.held = [
+                (ticket, pushed if ticket in again else oldest) for ticket, oldest in maker.held
+            ]
         dice.shuffle(maker.held)
         while maker.held and dice.random() < maker.speed:
             ticket, oldest = maker.held.pop()
@@ -328,18 +379,24 @@ class World:
         dead = self.makers[index]
         self.ledger.lost(dead.name)
         self.ghosts.append(dead)
-        self.makers[index] = Maker(f"maker {len(self.makers) + len(self.ghosts)}", dead.speed, dead.version)
+        self.makers[index] = Maker(
+            f"maker {len(self.makers) + len(self.ghosts)}", dead.speed, dead.version
+        )
 
     def run_dies(self) -> None:
         self.ledger, self.resumed = restored(self.ledger), self.version
         self.taken = [[] for _ in self.taken]
-        self.makers = [Maker(f"maker {i}", maker.speed, self.version) for i, maker in enumerate(self.makers)]
+        self.makers = [
+            Maker(f"maker {i}", maker.speed, self.version) for i, maker in enumerate(self.makers)
+        ]
         self.ghosts = []
         self.age = {number: self.age[number] for number in self.trained}
 
     def trainer_acts(self, trainer: int) -> None:
         missing = self.share - len(self.taken[trainer])
-        if missing and (numbers := self.ledger.choose(trainer, self.version, self.dice.randint(1, missing))):
+        if missing and (
+            numbers := self.ledger.choose(trainer, self.version, self.dice.randint(1, missing))
+        ):
             assert numbers == sorted(numbers)
             assert all(0 <= self.version - self.age[number] <= self.staleness for number in numbers)
             self.taken[trainer] += numbers
@@ -354,7 +411,12 @@ class World:
 @pytest.mark.parametrize("seed", range(60))
 def test_in_any_order_of_events_every_step_is_full_nothing_is_too_old_and_the_sums_agree(seed: int):
     dice = random.Random(seed)
-    num_trainers, share, staleness, num_steps = dice.randint(1, 3), dice.randint(1, 7), dice.randint(0, 3), 9
+    num_trainers, share, staleness, num_steps = (
+        dice.randint(1, 3),
+        dice.randint(1, 7),
+        dice.randint(0, 3),
+        9,
+    )
     update_steps = dice.randint(1, staleness + 1)
     settings = DetachedBlock(
         num_trainers=num_trainers,
@@ -364,9 +426,15 @@ def test_in_any_order_of_events_every_step_is_full_nothing_is_too_old_and_the_su
         min_effective_sample_size=dice.choice([0.0, 0.3, 1.0]),
     )
     ledger = PromptLedger(
-        num_steps=num_steps, batch_size=num_trainers * share, detached=settings, max_staleness=staleness
+        num_steps=num_steps,
+        batch_size=num_trainers * share,
+        detached=settings,
+        max_staleness=staleness,
     )
-    makers = [Maker(f"maker {index}", dice.choice([0.05, 0.4, 0.9]), 0) for index in range(dice.randint(1, 4))]
+    makers = [
+        Maker(f"maker {index}", dice.choice([0.05, 0.4, 0.9]), 0)
+        for index in range(dice.randint(1, 4))
+    ]
     world = World(dice, ledger, share, staleness, makers, update_steps=update_steps)
     world.taken = [[] for _ in range(num_trainers)]
     for _ in range(20_000):
@@ -390,4 +458,10 @@ def test_in_any_order_of_events_every_step_is_full_nothing_is_too_old_and_the_su
     assert all(world.ledger.take(maker.name, num_steps, 1) is None for maker in world.makers)
     assert len(world.trained) == len(set(world.trained)) == num_steps * num_trainers * share
     counts = world.ledger.counts()
-    assert counts["not_started"] == counts["in_flight"] == counts["in_buffer"] == counts["training"] == 0
+    assert (
+        counts["not_started"]
+        == counts["in_flight"]
+        == counts["in_buffer"]
+        == counts["training"]
+        == 0
+    )

@@ -1,4 +1,5 @@
-"""A maker of detached training, in one process: its replicas, its tickets, and which weights it takes and validates."""
+"""A maker of detached training, in one process: its replicas, its tickets, and which weights it
+takes and validates."""
 
 import inspect
 import math
@@ -43,25 +44,37 @@ def maker(**fields: Any) -> Any:
 
 
 def prompts(*numbers: int) -> DataProto:
-    tensors = {"prompts": jagged_from_lists([[2 + number, 3, 4] for number in numbers], torch.int64)}
+    tensors = {
+        "prompts": jagged_from_lists([[2 + number, 3, 4] for number in numbers], torch.int64)
+    }
     uids = [f"0-{number}" for number in numbers]
-    return DataProto.from_dict(tensors, {"uid": uids}, {"global_steps": 1, "epoch": 0, "padding": (3, 9, 0)})
+    return DataProto.from_dict(
+        tensors, {"uid": uids}, {"global_steps": 1, "epoch": 0, "padding": (3, 9, 0)}
+    )
 
 
 def test_responses_in_flight_are_divided_among_replicas_young_ones_renewed_once_and_all_given_to_their_tickets(
     tmp_path: Path,
 ):
     path = write_model(tmp_path)
-    short = ["data.max_prompt_length=3", "data.max_response_length=9", "actor_rollout_ref.rollout.ignore_eos=true"]
+    short = [
+        "data.max_prompt_length=3",
+        "data.max_response_length=9",
+        "actor_rollout_ref.rollout.ignore_eos=true",
+    ]
     short += [f"actor_rollout_ref.model.path={path}", "actor_rollout_ref.rollout.name=hf"]
-    config = config_of(*IN_FLIGHT, *short, "detached.restart_below=3", "algorithm.adv_estimator=grpo")
+    config = config_of(
+        *IN_FLIGHT, *short, "detached.restart_below=3", "algorithm.adv_estimator=grpo"
+    )
     worker = ClassWithInitArgs(RolloutWorker, config=config.actor_rollout_ref, seed=1)
     rollout = LocalWorkerGroup(worker, world_size=2, role="rollout")
     rollout.init_model()
 
     def load(version: int) -> None:
         parameters = LlamaForCausalLM.from_pretrained(path, dtype=torch.float32).named_parameters()
-        export = collect_weights(parameters, dtype=torch.float32, rank=0, world_size=1, version=version)
+        export = collect_weights(
+            parameters, dtype=torch.float32, rank=0, world_size=1, version=version
+        )
         for each in rollout.workers:
             each.engine_thread.load_weights([export], version, drain=False)
 
@@ -74,15 +87,27 @@ def test_responses_in_flight_are_divided_among_replicas_young_ones_renewed_once_
         for replica in replicas:
             replica.advance(num_steps)
 
-    ledger = PromptLedger(3, batch_size=5, detached=config.detached, max_staleness=config.trainer.max_staleness)
+    ledger = PromptLedger(
+        3, batch_size=5, detached=config.detached, max_staleness=config.trainer.max_staleness
+    )
     sent: list[Any] = []
-    of_rows = SimpleNamespace(sample=lambda *args: (args[0], args[2].get()), complete=lambda generated: generated)
+    of_rows = SimpleNamespace(
+        sample=lambda *args: (args[0], args[2].get()), complete=lambda generated: generated
+    )
     run = SimpleNamespace(groups={"rollout": rollout}, maker=of_rows)
     own = {"name_in_ledger": "maker_0", "in_flight": {}, "recorder": SideRecorder("maker_0")}
-    holder = maker(config=config, ledger=ledger, run=run, version=0, send=lambda *args: sent.append(args), **own)
+    holder = maker(
+        config=config,
+        ledger=ledger,
+        run=run,
+        version=0,
+        send=lambda *args: sent.append(args),
+        **own,
+    )
     tickets = ledger.take("maker_0", 0, 5)
     holder.submit(tickets[:3], prompts(0, 1, 2))
-    for replica, num_requests in zip(replicas, (8, 4), strict=True):  # the four of a prompt stay together
+    # The four of a prompt stay together
+    for replica, num_requests in zip(replicas, (8, 4), strict=True):
         replica.wait_for(num_requests)
     advance(4)
     holder.submit(tickets[3:], prompts(3, 4))
@@ -116,10 +141,17 @@ def test_responses_in_flight_are_divided_among_replicas_young_ones_renewed_once_
     assert [of_tickets for of_tickets, _ in sent] == [tickets[:3], tickets[3:]]
     for of_tickets, (of_prompts, generated) in sent:
         uids = [f"0-{ticket.number}" for ticket in of_tickets]
-        assert uids == of_prompts.non_tensor_batch["uid"].tolist() and of_prompts.meta_info["global_steps"] == 1
+        assert (
+            uids == of_prompts.non_tensor_batch["uid"].tolist()
+            and of_prompts.meta_info["global_steps"] == 1
+        )
         rows = [4 * ticket.number + k for ticket in of_tickets for k in range(4)]
-        assert deep_equal(generated.batch["responses"], expected.select_idxs(rows).batch["responses"])
-        spans = {0: ((0, 0, 5), (1, 5, 6), (2, 6, 9)), 3: ((1, 0, 1), (2, 1, 9))}[of_tickets[0].number]
+        assert deep_equal(
+            generated.batch["responses"], expected.select_idxs(rows).batch["responses"]
+        )
+        spans = {0: ((0, 0, 5), (1, 5, 6), (2, 6, 9)), 3: ((1, 0, 1), (2, 1, 9))}[
+            of_tickets[0].number
+        ]
         assert generated.non_tensor_batch["policy_version"].tolist() == [spans] * len(rows)
 
 
@@ -148,7 +180,12 @@ def test_a_maker_has_a_driver_that_is_no_trainer_and_the_prompts_in_the_order_of
     inputs = PPOInputs(config, None, rows, [], {}, None, (), None)
     side = SideRecorder("maker_0", node="")
     own = {"pools": SimpleNamespace(), "cleanup": None, "recorder": side, "fingerprints": None}
-    holder = maker(config=config, model_fn=lambda config: {}, ledger=SimpleNamespace(kl_coef=lambda: 0.25), **own)
+    holder = maker(
+        config=config,
+        model_fn=lambda config: {},
+        ledger=SimpleNamespace(kl_coef=lambda: 0.25),
+        **own,
+    )
     names = inspect.unwrap(type(holder).start).__globals__
     monkeypatch.setitem(names, "check_inputs", lambda *_: inputs)
     monkeypatch.setitem(names, "maker_models", lambda *_: {})
@@ -162,7 +199,9 @@ def test_a_maker_has_a_driver_that_is_no_trainer_and_the_prompts_in_the_order_of
     assert holder.run.groups == {"rollout": holder.run} and holder.run.recorder is side
     assert holder.run.maker is built and built.kl_controller.value == 0.25
     order = EpochSampler(24, 12, seed=3, shuffle=config.data.shuffle)
-    assert loader.dataset is rows and [loader.sampler.batch(k) for k in range(3)] == [order.batch(k) for k in range(3)]
+    assert loader.dataset is rows and [loader.sampler.batch(k) for k in range(3)] == [
+        order.batch(k) for k in range(3)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -180,9 +219,14 @@ def test_a_maker_has_a_driver_that_is_no_trainer_and_the_prompts_in_the_order_of
         (2, -1, False),
     ],
 )
-def test_the_first_version_after_every_test_freq_is_validated_by_one_maker(version: int, validated: int, is_due: bool):
+def test_the_first_version_after_every_test_freq_is_validated_by_one_maker(
+    version: int, validated: int, is_due: bool
+):
     state = {"version": version, "validated": validated}
-    assert maker(config=config_of("trainer.test_freq=3"), index=0, **state).validation_is_due() is is_due
+    assert (
+        maker(config=config_of("trainer.test_freq=3"), index=0, **state).validation_is_due()
+        is is_due
+    )
     assert not maker(config=config_of("trainer.test_freq=3"), index=1, **state).validation_is_due()
     other = config_of("trainer.test_freq=-1", "trainer.val_before_train=false")
     assert not maker(config=other, index=0, **state).validation_is_due()
@@ -195,7 +239,9 @@ def test_a_push_that_comes_late_does_not_take_the_place_of_a_newer_one():
     assert holder.pushed.version == 3
 
 
-def test_weights_that_do_not_come_are_named_with_their_version_and_trainer(monkeypatch: pytest.MonkeyPatch):
+def test_weights_that_do_not_come_are_named_with_their_version_and_trainer(
+    monkeypatch: pytest.MonkeyPatch,
+):
     def get(references: list[Any], timeout: float) -> None:
         assert timeout == 7.0
         raise ray.exceptions.GetTimeoutError
@@ -205,7 +251,9 @@ def test_weights_that_do_not_come_are_named_with_their_version_and_trainer(monke
     own = {"name": "maker_1", "version": 2, "recorder": SideRecorder("maker_1", node="")}
     holder = maker(config=config, pushed=PushedWeights(3, {}), trainer_names=["trainer_0"], **own)
     with pytest.raises(
-        CallTimeout, match=r"maker_1\.load_newest_weights did not .* 7 s: .* weights of version 3, from trainer_0"
+        CallTimeout,
+        match=r"maker_1\.load_newest_weights did not .* 7 s: .* weights of version 3, from "
+        r"trainer_0",
     ):
         holder.load_newest_weights()
 
@@ -232,10 +280,25 @@ def test_a_maker_of_nccl_loads_the_weights_that_the_trainer_holds_for_it_and_has
         "trainer.device=cuda",
         "actor_rollout_ref.rollout.name=vllm",
     ]
-    config = config_of(*nccl, "algorithm.rollout_correction.bypass_mode=true", "trainer.call_timeout_s=7")
-    run = SimpleNamespace(maker=SimpleNamespace(load_weights=loaded.append), groups={"rollout": None})
-    own = {"name": "maker_1", "name_in_ledger": "maker_1.2", "version": 4, "trainer_names": ["trainer_0"]}
-    holder = maker(config=config, pushed=PushedWeights(5, {}), run=run, recorder=SideRecorder("m", node=""), **own)
+    config = config_of(
+        *nccl, "algorithm.rollout_correction.bypass_mode=true", "trainer.call_timeout_s=7"
+    )
+    run = SimpleNamespace(
+        maker=SimpleNamespace(load_weights=loaded.append), groups={"rollout": None}
+    )
+    own = {
+        "name": "maker_1",
+        "name_in_ledger": "maker_1.2",
+        "version": 4,
+        "trainer_names": ["trainer_0"],
+    }
+    holder = maker(
+        config=config,
+        pushed=PushedWeights(5, {}),
+        run=run,
+        recorder=SideRecorder("m", node=""),
+        **own,
+    )
     names = inspect.unwrap(type(holder).load_newest_weights).__globals__
     monkeypatch.setitem(names, "ask", ask)
     monkeypatch.setitem(names, "Question", Asked)
@@ -267,8 +330,15 @@ def test_each_trainer_gets_all_rows_of_the_samples_of_its_tickets(monkeypatch: p
 
     def side(name: str) -> Any:
         def remote(maker: str, tickets: Any, rows: DataProto, metrics: Any) -> str:
-            came[name] = [ticket.number for ticket in tickets], rows.non_tensor_batch["uid"].tolist(), metrics
-            assert rows.batch["sample_id"].tolist() == {"trainer_0": [7, 7, 3, 1, 4], "trainer_1": [5, 6, 6]}[name]
+            came[name] = (
+                [ticket.number for ticket in tickets],
+                rows.non_tensor_batch["uid"].tolist(),
+                metrics,
+            )
+            assert (
+                rows.batch["sample_id"].tolist()
+                == {"trainer_0": [7, 7, 3, 1, 4], "trainer_1": [5, 6, 6]}[name]
+            )
             return name
 
         return SimpleNamespace(extend=SimpleNamespace(remote=remote))
@@ -278,20 +348,43 @@ def test_each_trainer_gets_all_rows_of_the_samples_of_its_tickets(monkeypatch: p
     monkeypatch.setitem(inspect.unwrap(type(holder).send).__globals__, "side_named", side)
     # Of each prompt two samples: the first one of 0 and the second one of 1 have two rows.
     uids = np.array(["0", "0", "0", "1", "1", "1", "2", "2"], dtype=object)
-    columns = {"sample_id": torch.tensor([7, 7, 3, 5, 6, 6, 1, 4]), "old_log_probs": torch.zeros(8, 2)}
+    columns = {
+        "sample_id": torch.tensor([7, 7, 3, 5, 6, 6, 1, 4]),
+        "old_log_probs": torch.zeros(8, 2),
+    }
     rows = DataProto.from_dict(columns, {"uid": uids, "policy_version": uids})
     tickets = [SimpleNamespace(number=number, trainer=number % 2) for number in range(3)]
     holder.send(tickets, SimpleNamespace(batch=rows, metrics={"a": 1}))
-    assert came == {"trainer_0": ([0, 2], ["0"] * 3 + ["2"] * 2, {"a": 1}), "trainer_1": ([1], ["1"] * 3, {})}
+    assert came == {
+        "trainer_0": ([0, 2], ["0"] * 3 + ["2"] * 2, {"a": 1}),
+        "trainer_1": ([1], ["1"] * 3, {}),
+    }
     assert holder.sent == {"trainer_0": "trainer_0", "trainer_1": "trainer_1"}
 
 
 def test_a_maker_that_is_to_make_experience_twice_ends_when_it_has(monkeypatch: pytest.MonkeyPatch):
-    config = config_of(*IN_FLIGHT, "algorithm.adv_estimator=grpo", "detached.experience_batch_size=4")
-    ledger = PromptLedger(3, batch_size=4, detached=config.detached, max_staleness=config.trainer.max_staleness)
-    own = {"name_in_ledger": "maker_1", "in_flight": {}, "recorder": SideRecorder("maker_1", node="")}
-    own |= {"version": 0, "index": 1, "is_compared": True, "validated": 0, "sent": {}, "trainer_names": ["trainer_0"]}
-    holder = maker(config=config, ledger=ledger, start=lambda: None, load_newest_weights=lambda: None, **own)
+    config = config_of(
+        *IN_FLIGHT, "algorithm.adv_estimator=grpo", "detached.experience_batch_size=4"
+    )
+    ledger = PromptLedger(
+        3, batch_size=4, detached=config.detached, max_staleness=config.trainer.max_staleness
+    )
+    own = {
+        "name_in_ledger": "maker_1",
+        "in_flight": {},
+        "recorder": SideRecorder("maker_1", node=""),
+    }
+    own |= {
+        "version": 0,
+        "index": 1,
+        "is_compared": True,
+        "validated": 0,
+        "sent": {},
+        "trainer_names": ["trainer_0"],
+    }
+    holder = maker(
+        config=config, ledger=ledger, start=lambda: None, load_newest_weights=lambda: None, **own
+    )
     num_made, submitted = iter([0, 1, 1]), []
 
     def submit(tickets: Any, prompts: DataProto) -> None:
@@ -312,4 +405,5 @@ def test_a_maker_that_is_to_make_experience_twice_ends_when_it_has(monkeypatch: 
     names = inspect.unwrap(type(holder).workingloop).__globals__
     monkeypatch.setitem(names, "ask", lambda *_, timeout: None)
     assert holder.workingloop(SimpleNamespace(load=load), num_steps=2) == 2
-    assert submitted == list(range(8)) and not list(num_made)  # of the first step and, one ahead, of the second
+    # Of the first step and, one ahead, of the second
+    assert submitted == list(range(8)) and not list(num_made)

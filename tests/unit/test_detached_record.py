@@ -1,4 +1,5 @@
-"""The record of a detached run: what several sides report becomes rows in the order of the steps, and checkpoints."""
+"""The record of a detached run: what several sides report becomes rows in the order of the steps,
+and checkpoints."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -23,15 +24,24 @@ from verl_like.trainer.state.resume import find_run
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[[], DetachedRecord]]:
     """Starts a run of three steps by two trainers, or continues it."""
-    settings = ["data.train_files=t", "data.val_files=v", "actor_rollout_ref.model.path=m", "device=cpu"]
+    settings = [
+        "data.train_files=t",
+        "data.val_files=v",
+        "actor_rollout_ref.model.path=m",
+        "device=cpu",
+    ]
     settings += ["placement=detached", "detached.num_trainers=2", "trainer.total_training_steps=3"]
     config = load_config(
-        DetachedConfig, broken_detached_rules, [*settings, f"trainer.default_local_dir={tmp_path}", "trainer.logger=[]"]
+        DetachedConfig,
+        broken_detached_rules,
+        [*settings, f"trainer.default_local_dir={tmp_path}", "trainer.logger=[]"],
     )
     started: list[DetachedRecord] = []
 
     def run() -> DetachedRecord:
-        started.append(DetachedRecord(config, RunRecorder(config, PPO_DISPLAY, find_run(config)[0])))
+        started.append(
+            DetachedRecord(config, RunRecorder(config, PPO_DISPLAY, find_run(config)[0]))
+        )
         return started[-1]
 
     yield run
@@ -40,9 +50,15 @@ def start(tmp_path: Path) -> Iterator[Callable[[], DetachedRecord]]:
 
 
 def do_step(
-    record: DetachedRecord, index: int, step: int, is_last_to_do_it: bool, *, writes: int | None = None
+    record: DetachedRecord,
+    index: int,
+    step: int,
+    is_last_to_do_it: bool,
+    *,
+    writes: int | None = None,
 ) -> None:
-    """A trainer does a step and saves its part of a checkpoint; by then that of `writes` is written, or this one."""
+    """A trainer does a step and saves its part of a checkpoint; by then that of `writes` is
+    written, or this one."""
     written = step if writes is None else writes
     partial = checkpoint.partial_of_step(record.recorder.run_dir, written)
     file = partial / f"actor/checkpoint/rank_{index}.safetensors"
@@ -79,14 +95,18 @@ def test_a_step_is_written_and_saved_when_all_trainers_have_done_it_and_its_vali
     do_step(record, 1, 1, False)
     validate(record, 1)
     record.log()
-    assert rows_of(record) == [(0, 0.0)] and record.validated == 0 and checkpoint.steps(run_dir) == []
+    assert (
+        rows_of(record) == [(0, 0.0)] and record.validated == 0 and checkpoint.steps(run_dir) == []
+    )
     do_step(record, 0, 1, True)
     record.log()
     assert rows_of(record) == [(0, 0.0), (1, 1.5), (1, 1.0)] and record.validated == 1
     whole = checkpoint.read(checkpoint.folder_of_step(run_dir, 1))
     assert (whole.state["ledger"], whole.state["validated"]) == ({"next_number": 4}, 0)
     manifest = json.loads((whole.folder / "manifest.json").read_text())
-    assert list(manifest["files"]) == [f"actor/checkpoint/rank_{index}.safetensors" for index in (0, 1)]
+    assert list(manifest["files"]) == [
+        f"actor/checkpoint/rank_{index}.safetensors" for index in (0, 1)
+    ]
 
     do_step(record, 0, 2, False)
     do_step(record, 1, 2, True)
@@ -136,7 +156,9 @@ def test_a_run_that_ends_before_its_last_validation_keeps_the_checkpoint_of_its_
     record.recorder.lock.close()
 
 
-def test_a_checkpoint_that_is_written_during_the_next_step_is_that_of_its_step(start: Callable[[], DetachedRecord]):
+def test_a_checkpoint_that_is_written_during_the_next_step_is_that_of_its_step(
+    start: Callable[[], DetachedRecord],
+):
     record = start()
     run_dir = record.recorder.run_dir
     do_step(record, 0, 1, True, writes=0)
@@ -145,29 +167,41 @@ def test_a_checkpoint_that_is_written_during_the_next_step_is_that_of_its_step(s
     length = (run_dir / "metrics.jsonl").stat().st_size
     do_step(record, 0, 2, True, writes=1)
     record.log()
-    assert rows_of(record) == [(1, 1.5)] and not checkpoint.steps(run_dir), "one trainer has not written its part"
+    assert rows_of(record) == [(1, 1.5)] and not checkpoint.steps(run_dir), (
+        "one trainer has not written its part"
+    )
     do_step(record, 1, 2, False, writes=1)
     record.log()
     assert rows_of(record) == [(1, 1.5), (2, 2.5)] and checkpoint.steps(run_dir) == [1]
     whole = checkpoint.read(checkpoint.folder_of_step(run_dir, 1))
-    assert whole.state["ledger"] == {"next_number": 4} and whole.state["files"]["metrics.jsonl"] == length
+    assert (
+        whole.state["ledger"] == {"next_number": 4}
+        and whole.state["files"]["metrics.jsonl"] == length
+    )
     (checkpoint.partial_of_step(run_dir, 2) / "actor").mkdir(parents=True)
     record.recorder.close("Stopped.")  # before the second one is written
     assert checkpoint.steps(run_dir) == [1] and not list(run_dir.glob("*.partial"))
     record.recorder.lock.close()
 
 
-def test_a_part_that_is_not_seen_where_the_checkpoint_is_completed_ends_the_run(start: Callable[[], DetachedRecord]):
+def test_a_part_that_is_not_seen_where_the_checkpoint_is_completed_ends_the_run(
+    start: Callable[[], DetachedRecord],
+):
     record = start()
     do_step(record, 0, 1, False)
     do_step(record, 1, 1, True)
-    (checkpoint.partial_of_step(record.recorder.run_dir, 1) / "actor/checkpoint/rank_0.safetensors").unlink()
+    (
+        checkpoint.partial_of_step(record.recorder.run_dir, 1)
+        / "actor/checkpoint/rank_0.safetensors"
+    ).unlink()
     with pytest.raises(OSError, match=r"rank_0\.safetensors, which is not seen from here"):
         record.log()
     record.recorder.lock.close()
 
 
-def test_a_run_heeds_sigterm_with_a_checkpoint_as_soon_as_a_trainer_would_save(start: Callable[[], DetachedRecord]):
+def test_a_run_heeds_sigterm_with_a_checkpoint_as_soon_as_a_trainer_would_save(
+    start: Callable[[], DetachedRecord],
+):
     record = start()
     report = SideRecorder("trainer_1", node="")
     record.add("trainer_1", report)
@@ -186,7 +220,12 @@ def test_what_a_side_has_to_say_is_said_once_with_its_name(
     side.notes.append("the checkpoint lacks the buffers of an earlier version")
     for _ in range(2):
         record.add(side.name, side.report())
-    assert capsys.readouterr().out.count("trainer_1: the checkpoint lacks the buffers of an earlier version") == 1
+    assert (
+        capsys.readouterr().out.count(
+            "trainer_1: the checkpoint lacks the buffers of an earlier version"
+        )
+        == 1
+    )
 
 
 def test_the_record_of_a_run_and_that_of_a_side_take_down_the_same(
@@ -210,9 +249,15 @@ def test_the_record_of_a_run_and_that_of_a_side_take_down_the_same(
     record.add("trainer_0", side.report())
     assert side.placement == record.recorder.placement == rows
     assert record.recorder.seconds.keys() == side.seconds.keys() == {"testing"}
-    first, second = (json.loads(line) for line in (record.recorder.run_dir / "timeline.jsonl").read_text().splitlines())
+    first, second = (
+        json.loads(line)
+        for line in (record.recorder.run_dir / "timeline.jsonl").read_text().splitlines()
+    )
     assert first == second and first["method"] == "update_actor"
     said = capsys.readouterr().out
-    assert said.count("the engine is not known\n") == 2 and "trainer_0: the engine is not known\n" in said
+    assert (
+        said.count("the engine is not known\n") == 2
+        and "trainer_0: the engine is not known\n" in said
+    )
     # A side's generations stay there: the run shows the metrics alone.
     assert said.count("prompt 0") == 1

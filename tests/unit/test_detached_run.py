@@ -1,4 +1,5 @@
-"""The driver of a detached run: where its pools lie, which failed side is started again, and what the others say."""
+"""The driver of a detached run: where its pools lie, which failed side is started again, and what
+the others say."""
 
 import concurrent.futures
 import re
@@ -76,17 +77,26 @@ def run_of(num_makers: int, said: list[str]) -> DetachedRun:
     run.config, run.fingerprints, run.resumed, run.failure = config, {}, None, None
     run.pools = dict.fromkeys(names, pool)
     run.actors = {name: SimpleNamespace(name=name) for name in (*names, LEDGER)}
-    run.loops, run.reports = {}, {name: SideRecorder(name, node="10.0.0.9", pid=77) for name in names}
+    run.loops, run.reports = (
+        {},
+        {name: SideRecorder(name, node="10.0.0.9", pid=77) for name in names},
+    )
     run.restarts_left, run.starts = Counter(dict.fromkeys(config.maker_names, 2)), Counter()
     run.record = SimpleNamespace(validated=4, validations={7: {}, 5: {}})
     run.recorder = SimpleNamespace(say=said.append)
     return run
 
 
-def test_makers_and_trainer_that_share_memory_have_to_be_on_one_node(monkeypatch: pytest.MonkeyPatch):
-    nodes = [{"NodeID": f"id {number}", "NodeManagerAddress": f"10.0.0.{number}"} for number in (1, 2)]
+def test_makers_and_trainer_that_share_memory_have_to_be_on_one_node(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    nodes = [
+        {"NodeID": f"id {number}", "NodeManagerAddress": f"10.0.0.{number}"} for number in (1, 2)
+    ]
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
-    monkeypatch.setattr(ray.util, "placement_group_table", lambda bundles: {"bundles_to_node_id": bundles})
+    monkeypatch.setattr(
+        ray.util, "placement_group_table", lambda bundles: {"bundles_to_node_id": bundles}
+    )
 
     def pool(name: str, *numbers: int) -> Any:
         groups = [{bundle: f"id {number}"} for bundle, number in enumerate(numbers)]
@@ -94,23 +104,33 @@ def test_makers_and_trainer_that_share_memory_have_to_be_on_one_node(monkeypatch
 
     check_shared_memory([pool("trainer_pool", 2, 2), pool("maker_pool", 2)])
     with pytest.raises(
-        PlacementError, match=r"are trainer_pool on 10\.0\.0\.1; maker_pool on 10\.0\.0\.1, 10\.0\.0\.2: "
+        PlacementError,
+        match=r"are trainer_pool on 10\.0\.0\.1; maker_pool on 10\.0\.0\.1, 10\.0\.0\.2: ",
     ):
         check_shared_memory([pool("trainer_pool", 1), pool("maker_pool", 2, 1)])
 
 
-def test_a_maker_that_is_started_again_has_the_next_number_and_goes_on_after_the_last_validation(actors: Actors):
+def test_a_maker_that_is_started_again_has_the_next_number_and_goes_on_after_the_last_validation(
+    actors: Actors,
+):
     said: list[str] = []
     run = run_of(2, said)
     run.start_maker("maker_1")
     for number in (1, 2):
-        run.failed("maker_1", WorkerError("maker_1", 0, "10.0.0.9", 77, "make", f"Traceback\nOSError: fault {number}"))
+        run.failed(
+            "maker_1",
+            WorkerError(
+                "maker_1", 0, "10.0.0.9", 77, "make", f"Traceback\nOSError: fault {number}"
+            ),
+        )
     assert actors.asked == [(LEDGER, "lost", "maker_1.1"), (LEDGER, "lost", "maker_1.2")]
     assert [(name, given["start"], given["validated"]) for name, given in actors.started] == [
         ("maker_1", 1, 7), ("maker_1", 2, 7), ("maker_1", 3, 7),
     ]  # fmt: skip
     assert all(given["env_info"] == {"rank": 1, "world_size": 2} for _, given in actors.started)
-    assert all(given["given"] == (run.config, run.config.trainer_names) for _, given in actors.started)
+    assert all(
+        given["given"] == (run.config, run.config.trainer_names) for _, given in actors.started
+    )
     assert [re.sub(".*: ", "", line) for line in said] == ["fault 1", "fault 2"]
     with pytest.raises(WorkerError, match="fault 3"):
         run.failed("maker_1", WorkerError("maker_1", 0, "10.0.0.9", 77, "make", "OSError: fault 3"))
@@ -136,13 +156,22 @@ def test_a_ledger_that_does_not_answer_is_removed_and_ends_the_run_with_its_plac
         actors.killed.clear()
         if error is died:
             found = ended.value
-            assert (found.role, found.node, found.pid, found.method) == (LEDGER, "10.0.0.8", 66, "counts")
+            assert (found.role, found.node, found.pid, found.method) == (
+                LEDGER,
+                "10.0.0.8",
+                66,
+                "counts",
+            )
 
 
 def ended(cause: Exception) -> Future:
     """A loop that ended by this."""
     loop: Future = Future()
-    loop.set_exception(RayTaskError("workingloop", "the stack of the loop", cause, proctitle="", pid=1, ip="10.0.0.9"))
+    loop.set_exception(
+        RayTaskError(
+            "workingloop", "the stack of the loop", cause, proctitle="", pid=1, ip="10.0.0.9"
+        )
+    )
     return loop
 
 
@@ -156,7 +185,10 @@ def test_a_loop_that_ends_by_a_worker_is_its_own_sides_failure_and_by_another_si
     for cause in (died, late):
         run.end_of_loop("maker_0", ended(cause))
         assert failed.pop() == ("maker_0", cause)
-    for cause in (WorkerDied("trainer_0", 0, "?", 0, "extend", "killed"), CallTimeout(LEDGER, "take", 9.0, LEDGER)):
+    for cause in (
+        WorkerDied("trainer_0", 0, "?", 0, "extend", "killed"),
+        CallTimeout(LEDGER, "take", 9.0, LEDGER),
+    ):
         run.end_of_loop("maker_0", ended(cause))
         assert failed.pop() == (cause.role, cause)
     run.end_of_loop("maker_0", ended(ZeroDivisionError("of the program")))
@@ -229,12 +261,16 @@ def test_the_placement_is_shown_when_all_sides_have_told_theirs_and_again_only_w
 
 
 def test_a_side_that_is_gone_is_named_with_the_last_line_of_what_ray_says():
-    error = side_died("maker_1", "extend", ValueError("The actor died.\nIts process exited with 7.\n"))
+    error = side_died(
+        "maker_1", "extend", ValueError("The actor died.\nIts process exited with 7.\n")
+    )
     assert (error.role, error.rank, error.node, error.pid) == ("maker_1", 0, "?", 0)
     assert (error.method, error.cause) == ("extend", "Its process exited with 7.")
 
 
-def test_a_question_that_gets_no_answer_names_the_side_and_the_call(monkeypatch: pytest.MonkeyPatch):
+def test_a_question_that_gets_no_answer_names_the_side_and_the_call(
+    monkeypatch: pytest.MonkeyPatch,
+):
     question = Question("maker_1", "extend", answer="the answer", timeout=2.5)
 
     def no_answer(error: Exception) -> None:
@@ -251,4 +287,8 @@ def test_a_question_that_gets_no_answer_names_the_side_and_the_call(monkeypatch:
     no_answer(RayActorError(error_msg="The actor died.\nIts process exited with 7."))
     with pytest.raises(WorkerDied) as died:
         question.get()
-    assert (died.value.role, died.value.method, died.value.cause) == ("maker_1", "extend", "Its process exited with 7.")
+    assert (died.value.role, died.value.method, died.value.cause) == (
+        "maker_1",
+        "extend",
+        "Its process exited with 7.",
+    )

@@ -1,4 +1,5 @@
-"""A trainer of detached training, in one process: where it meets the others, and what it learns from."""
+"""A trainer of detached training, in one process: where it meets the others, and what it learns
+from."""
 
 import inspect
 import threading
@@ -39,11 +40,15 @@ def trainer(config: DetachedConfig, **fields: Any) -> Any:
     """The trainer itself, without the actor that it is."""
     side = object.__new__(DetachedPPOTrainer.__ray_metadata__.modified_class)
     recorder = SideRecorder("trainer_2", node="", run_dir=Path(config.trainer.default_local_dir))
-    vars(side).update({"config": config, "model_fn": None, "pools": None, "recorder": recorder, **fields})
+    vars(side).update(
+        {"config": config, "model_fn": None, "pools": None, "recorder": recorder, **fields}
+    )
     return side
 
 
-def test_the_trainers_of_a_model_meet_at_the_address_that_they_are_given(monkeypatch: pytest.MonkeyPatch):
+def test_the_trainers_of_a_model_meet_at_the_address_that_they_are_given(
+    monkeypatch: pytest.MonkeyPatch,
+):
     def start_groups(*arguments: Any) -> None:
         raise Seen(arguments[-1])
 
@@ -62,17 +67,24 @@ def test_the_trainers_of_a_model_meet_at_the_address_that_they_are_given(monkeyp
     assert seen.value.args == (None,)
 
 
-def test_a_trainer_waits_for_makers_as_long_as_three_calls_may_take(monkeypatch: pytest.MonkeyPatch):
+def test_a_trainer_waits_for_makers_as_long_as_three_calls_may_take(
+    monkeypatch: pytest.MonkeyPatch,
+):
     context = SimpleNamespace(get_actor_name=lambda: "trainer_0")
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
-    side = DetachedPPOTrainer.__ray_metadata__.modified_class(config_of("trainer.call_timeout_s=8"), ["maker_0"])
+    side = DetachedPPOTrainer.__ray_metadata__.modified_class(
+        config_of("trainer.call_timeout_s=8"), ["maker_0"]
+    )
     assert (side.turns.name, side.turns.limit_s) == ("trainer_0", 24.0)
 
 
 def taken(**columns: list[list[float]]) -> DataProto:
-    """Two rows out of the buffer: prompts of three tokens, responses of two and one, and columns by response token."""
+    """Two rows out of the buffer: prompts of three tokens, responses of two and one, and columns by
+    response token."""
     tensors = {"prompts": jagged_from_lists([[1, 1, 1]] * 2, torch.int64)}
-    tensors |= dict.fromkeys(("responses", "response_mask"), jagged_from_lists([[1, 1], [1]], torch.int64))
+    tensors |= dict.fromkeys(
+        ("responses", "response_mask"), jagged_from_lists([[1, 1], [1]], torch.int64)
+    )
     tensors |= {name: jagged_from_lists(rows, torch.float32) for name, rows in columns.items()}
     return DataProto.from_dict(tensors, meta_info={"padding": (3, 2, 0)})
 
@@ -138,21 +150,26 @@ def test_models_are_written_after_the_last_step_alone_and_weights_are_pushed_aft
         config_of(*settings),
         learner=SimpleNamespace(version=0, learn=learn, trained={"actor": group}),
         buffer=SimpleNamespace(take=lambda *_: ([0, 1], batch), metrics=deque()),
-        ledger=SimpleNamespace(trained=lambda *_: {"trained": 2}, last_step=lambda: 5, state=lambda: {"next": 9}),
+        ledger=SimpleNamespace(
+            trained=lambda *_: {"trained": 2}, last_step=lambda: 5, state=lambda: {"next": 9}
+        ),
         comparisons=SimpleNamespace(in_step=True, awaited=(), begin_step=list),
         turns=WeightTurns("trainer_2", limit_s=5),
         model_cost=ModelCost(2.0, 3.0, ((4.0, None),)),
         start=lambda: None,
         push=lambda: pushed.append(side.learner.version),
     )
-    monkeypatch.setitem(inspect.unwrap(type(side).metrics_of).__globals__, "batch_metrics", lambda *_: {})
+    monkeypatch.setitem(
+        inspect.unwrap(type(side).metrics_of).__globals__, "batch_metrics", lambda *_: {}
+    )
     assert side.fit(total_steps=7, update_steps=2) == 5  # the ledger says that the run ends early
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["global_step_5.partial"]
     assert (tmp_path / "global_step_5.partial/actor/huggingface").is_dir()
     assert learned == [(1, 1)] * 5 and pushed == [0, 2, 4]
     assert [step for step, *_ in side.recorder.rows] == [1, 2, 3, 4, 5]
     assert list(side.recorder.states) == [(step, {"ledger": {"next": 9}}) for step in (2, 4, 5)]
-    side.turns.begin_loading("maker_0.1")  # which would not come to its turn if the last step had not ended
+    # Which would not come to its turn if the last step had not ended
+    side.turns.begin_loading("maker_0.1")
     written = {"actor/checkpoint/rank_0.safetensors": {"bytes": 7}}
     assert list(side.recorder.files) == [(step, written) for step in (2, 4, 5)]
 
@@ -162,7 +179,9 @@ class Running:
 
     def __init__(self, done: list[str], name: str, **metrics: float) -> None:
         self.done, self.name = done, name
-        self.metrics = {name.replace("__", "/"): Metric.mean(value) for name, value in metrics.items()}
+        self.metrics = {
+            name.replace("__", "/"): Metric.mean(value) for name, value in metrics.items()
+        }
 
     def get(self) -> DataProto:
         self.done.append(f"wait for {self.name}")
@@ -172,7 +191,11 @@ class Running:
 def test_a_step_in_parts_is_accounted_for_once_with_all_its_groups_and_what_makers_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    settings = ["trainer.max_staleness=1", "algorithm.rollout_correction.bypass_mode=true", "trainer.save_freq=1"]
+    settings = [
+        "trainer.max_staleness=1",
+        "algorithm.rollout_correction.bypass_mode=true",
+        "trainer.save_freq=1",
+    ]
     settings += ["detached.min_effective_sample_size=0.75", f"trainer.default_local_dir={tmp_path}"]
     config = config_of(*settings)
     assert config.num_parts_of_step == 2
@@ -184,18 +207,26 @@ def test_a_step_in_parts_is_accounted_for_once_with_all_its_groups_and_what_make
         tickets = ledger.take("maker_0.1", 0, num_groups)
         tensors = {"prompts": jagged_from_lists([[1, 1]] * 4 * num_groups, torch.int64)}
         numbers = [[ticket.number] for ticket in tickets for _ in range(4)]
-        tensors |= dict.fromkeys(("responses", "response_mask"), jagged_from_lists(numbers, torch.int64))
+        tensors |= dict.fromkeys(
+            ("responses", "response_mask"), jagged_from_lists(numbers, torch.int64)
+        )
         tensors["rollout_log_probs"] = jagged_from_lists([[-1.0]] * 4 * num_groups, torch.float32)
         versions = np.empty(4 * num_groups, dtype=object)
         versions[:] = [((0, 0, 1),)] * 4 * num_groups
         batch = DataProto.from_dict(tensors, {"policy_version": versions}, {"padding": (2, 1, 0)})
-        buffer.extend("maker_0.1", tickets, batch, {"actor/entropy": Metric.mean(entropy, weight=num_groups)})
+        buffer.extend(
+            "maker_0.1", tickets, batch, {"actor/entropy": Metric.mean(entropy, weight=num_groups)}
+        )
 
     def learn(experience: Any) -> Update:
         part, num_parts = experience.batch.meta_info["part_of_step"]
         done.append(f"learn part {part} of {num_parts}")
-        # Pooled over the parts: 2.0 ** 2 / 8.0, where the mean of the parts' own shares would be 0.625.
-        ratios = {"actor__rollout_ratio": (1.0, 3.0)[part - 1], "actor__rollout_ratio_square": (1.0, 15.0)[part - 1]}
+        # Pooled over the parts: 2.0 ** 2 / 8.0, where the mean of the parts' own shares would be
+        # 0.625.
+        ratios = {
+            "actor__rollout_ratio": (1.0, 3.0)[part - 1],
+            "actor__rollout_ratio_square": (1.0, 15.0)[part - 1],
+        }
         if part == 1:
             arrive(9, entropy=4.0)  # three of which are left for the next step
             ledger.end()  # after this step
@@ -208,7 +239,9 @@ def test_a_step_in_parts_is_accounted_for_once_with_all_its_groups_and_what_make
     side = trainer(
         config,
         index=0,
-        learner=SimpleNamespace(version=0, learn=learn, trained={"actor": LocalWorkerGroup(ClassWithInitArgs(Saver))}),
+        learner=SimpleNamespace(
+            version=0, learn=learn, trained={"actor": LocalWorkerGroup(ClassWithInitArgs(Saver))}
+        ),
         buffer=buffer,
         ledger=ledger,
         comparisons=SimpleNamespace(in_step=False, awaited=(), begin_step=list),
@@ -218,19 +251,34 @@ def test_a_step_in_parts_is_accounted_for_once_with_all_its_groups_and_what_make
         push=lambda: done.append(f"push with {ledger.counts()['trained']} trained"),
     )
     arrive(6, entropy=1.0)
-    monkeypatch.setitem(inspect.unwrap(type(side).metrics_of).__globals__, "batch_metrics", count_rows)
+    monkeypatch.setitem(
+        inspect.unwrap(type(side).metrics_of).__globals__, "batch_metrics", count_rows
+    )
     assert side.fit(total_steps=3) == 1
-    parts = ["learn part 1 of 2", "wait for part 1", "learn part 2 of 2", "measure 48 rows", "wait for part 2"]
+    parts = [
+        "learn part 1 of 2",
+        "wait for part 1",
+        "learn part 2 of 2",
+        "measure 48 rows",
+        "wait for part 2",
+    ]
     assert [entry for entry in dict.fromkeys(done) if not entry.startswith("push")] == parts
-    assert [entry for entry in done if entry.startswith("push")] == ["push with 0 trained", "push with 12 trained"]
+    assert [entry for entry in done if entry.startswith("push")] == [
+        "push with 0 trained",
+        "push with 12 trained",
+    ]
     assert not side.comparisons.in_step
     ((step, metrics, _),) = side.recorder.rows
     values = {name: metric.value for name, metric in metrics.items()}
-    assert step == 1 and values["rows"] == 48 and values["actor/entropy"] == (6 * 1.0 + 9 * 4.0) / 15
+    assert (
+        step == 1 and values["rows"] == 48 and values["actor/entropy"] == (6 * 1.0 + 9 * 4.0) / 15
+    )
     assert (values["detached/trained"], values["detached/in_buffer"]) == (12, 3)
     assert values["actor/eff_sample_size"] == 2.0**2 / 8.0 and ledger.is_braking
     ((step, saved),) = side.recorder.states
-    assert step == 1 and saved["ledger"]["trained"] == [12] and len(saved["ledger"]["unfinished"]) == 3
+    assert (
+        step == 1 and saved["ledger"]["trained"] == [12] and len(saved["ledger"]["unfinished"]) == 3
+    )
 
 
 class Sender(Worker):
@@ -259,7 +307,9 @@ def sending_trainer(version: int, pushed: PushedWeights | None) -> Any:
         comparisons=SimpleNamespace(in_step=False, awaited=(), begin_step=list),
         pushed=pushed,
     )
-    side.export = lambda: vars(side).update(pushed=PushedWeights(side.learner.version, {"actor": "newest"}))
+    side.export = lambda: vars(side).update(
+        pushed=PushedWeights(side.learner.version, {"actor": "newest"})
+    )
     return side
 
 
@@ -288,5 +338,6 @@ def test_weights_that_do_not_reach_a_maker_end_the_trainer():
     with pytest.raises(WorkerError, match="failed in send_weights"):
         side.begin_step(2)
     buffer = ExperienceBuffer(SimpleNamespace(), 0, limit=4)
-    with pytest.raises(WorkerError, match="failed in send_weights"):  # also where it waits for experience
+    # Also where it waits for experience
+    with pytest.raises(WorkerError, match="failed in send_weights"):
         buffer.take(1, 2, 60.0, side.turns.raise_failure)

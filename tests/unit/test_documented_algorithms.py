@@ -8,7 +8,11 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from verl_like.algorithms.advantages import ADVANTAGE_ESTIMATORS, estimate_advantages, get_adv_estimator_fn
+from verl_like.algorithms.advantages import (
+    ADVANTAGE_ESTIMATORS,
+    estimate_advantages,
+    get_adv_estimator_fn,
+)
 from verl_like.algorithms.policy_losses import POLICY_LOSSES, get_policy_loss_fn
 from verl_like.algorithms.registry import call_by_name, options_class
 
@@ -39,7 +43,9 @@ MASK_BR = torch.tensor([[1, 1, 0], [1, 1, 1]])
 
 
 def test_the_estimator_with_an_option_of_its_own_gets_the_option(tmp_path: Path):
-    example("extending.md", "from verl_like.algorithms.advantages import AdvantageOptions", tmp_path)
+    example(
+        "extending.md", "from verl_like.algorithms.advantages import AdvantageOptions", tmp_path
+    )
     estimator = get_adv_estimator_fn("shrink")
     options = options_class(estimator)(factor=0.25)
     inputs = {"token_level_rewards": REWARDS_BR, "response_mask": MASK_BR, "options": options}
@@ -49,7 +55,9 @@ def test_the_estimator_with_an_option_of_its_own_gets_the_option(tmp_path: Path)
 
 
 def test_the_estimator_over_the_batch_centres_the_scores_of_its_rows(tmp_path: Path):
-    example("algorithms.md", "from verl_like.algorithms.advantages import register_adv_est", tmp_path)
+    example(
+        "algorithms.md", "from verl_like.algorithms.advantages import register_adv_est", tmp_path
+    )
     inputs = {"token_level_rewards": REWARDS_BR, "response_mask": MASK_BR}
     advantages_BR, returns_BR = estimate_advantages(get_adv_estimator_fn("centred_reward"), inputs)
     assert advantages_BR.tolist() == [[1.0, 1.0, 0.0], [-1.0, -1.0, -1.0]]  # scores 3 and 1, mean 2
@@ -60,7 +68,12 @@ def test_the_estimator_over_the_batch_centres_the_scores_of_its_rows(tmp_path: P
 def test_the_loss_is_the_mean_over_tokens_and_has_no_gradient_at_the_mask(tmp_path: Path):
     example("algorithms.md", "from verl_like.algorithms.aggregation import agg_loss", tmp_path)
     log_prob_BR = torch.tensor([[-1.0, -2.0, torch.nan], [-0.5, -0.5, -3.0]], requires_grad=True)
-    counts = {"dp_size": 1, "batch_num_tokens": 5.0, "global_batch_size": 2.0, "loss_scale_factor": None}
+    counts = {
+        "dp_size": 1,
+        "batch_num_tokens": 5.0,
+        "global_batch_size": 2.0,
+        "loss_scale_factor": None,
+    }
     inputs = {
         "log_prob": log_prob_BR,
         "advantages": torch.tensor([[2.0, 2.0, 0.0], [1.0, 1.0, 1.0]]),
@@ -71,7 +84,10 @@ def test_the_loss_is_the_mean_over_tokens_and_has_no_gradient_at_the_mask(tmp_pa
     loss, metrics = call_by_name(get_policy_loss_fn("log_prob_times_advantage"), inputs)
     loss.backward()
     assert loss.item() == pytest.approx((2 + 4 + 0.5 + 0.5 + 3) / 5)
-    assert log_prob_BR.grad.tolist() == [[pytest.approx(-0.4)] * 2 + [0.0], [pytest.approx(-0.2)] * 3]
+    assert log_prob_BR.grad.tolist() == [
+        [pytest.approx(-0.4)] * 2 + [0.0],
+        [pytest.approx(-0.2)] * 3,
+    ]
     assert metrics.keys() == {"actor/log_prob"}
 
 

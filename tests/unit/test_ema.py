@@ -15,19 +15,28 @@ from verl_like.workers.actor import ActorWorker
 
 def averages_of(group: LocalWorkerGroup) -> dict[str, torch.Tensor]:
     engine = group.workers[0].engine
-    return {name: engine.optimizer.state[p]["ema"].full_tensor().clone() for name, p in engine.named_parameters()}
+    return {
+        name: engine.optimizer.state[p]["ema"].full_tensor().clone()
+        for name, p in engine.named_parameters()
+    }
 
 
 def actor_group(path: str, **settings) -> LocalWorkerGroup:
     return local_group(ActorWorker, policy_config(path, ema_decay=0.75, **settings))
 
 
-@pytest.mark.parametrize("fsdp", [{}, {"model_dtype": "bfloat16", "optimizer_offload": True, "param_offload": True}])
+@pytest.mark.parametrize(
+    "fsdp", [{}, {"model_dtype": "bfloat16", "optimizer_offload": True, "param_offload": True}]
+)
 def test_the_average_moves_by_a_quarter_of_the_way_in_each_optimizer_step_but_not_in_one_that_is_skipped(
     tmp_path: Path, fsdp: dict
 ):
     group = actor_group(write_model(tmp_path / "model"), prompts=4, fsdp=fsdp, optim={"lr": 1e-2})
-    (worker,), expected, step = group.workers, averages_of(group), group.workers[0].engine.optimizer.step
+    (worker,), expected, step = (
+        group.workers,
+        averages_of(group),
+        group.workers[0].engine.optimizer.step,
+    )
     weights = parameters_of(worker)
     assert all(torch.equal(average, weights[name].float()) for name, average in expected.items())
 
@@ -43,7 +52,9 @@ def test_the_average_moves_by_a_quarter_of_the_way_in_each_optimizer_step_but_no
     group.update_actor(overflowing).get()
     found = averages_of(group)
     for name, average in found.items():
-        assert average.dtype == torch.float32 and not torch.equal(average, parameters_of(worker)[name].float())
+        assert average.dtype == torch.float32 and not torch.equal(
+            average, parameters_of(worker)[name].float()
+        )
         torch.testing.assert_close(average, expected[name], rtol=1e-6, atol=1e-7)
 
 
@@ -56,7 +67,9 @@ def test_a_restored_average_goes_on_bit_for_bit_and_is_exported(tmp_path: Path):
     saved = averages_of(whole)
     export(tmp_path / "actor", tmp_path / "averaged", ema=True)
     exported = load_file(tmp_path / "averaged/model.safetensors")
-    assert exported.keys() == saved.keys() and all(torch.equal(exported[name], saved[name]) for name in saved)
+    assert exported.keys() == saved.keys() and all(
+        torch.equal(exported[name], saved[name]) for name in saved
+    )
     for group in (whole, restored):
         group.update_actor(make_batch(seed=1)).get()
     expected, found = averages_of(whole), averages_of(restored)
@@ -67,7 +80,10 @@ def test_a_restored_average_goes_on_bit_for_bit_and_is_exported(tmp_path: Path):
 def test_there_is_no_average_without_a_decay(tmp_path: Path):
     group = local_group(ActorWorker, policy_config(write_model(tmp_path / "model")))
     group.save_checkpoint(str(tmp_path / "actor/checkpoint"))
-    with pytest.raises(ValueError, match=r"no average of the weights: train with actor_rollout_ref\.actor\.ema_decay"):
+    with pytest.raises(
+        ValueError,
+        match=r"no average of the weights: train with actor_rollout_ref\.actor\.ema_decay",
+    ):
         export(tmp_path / "actor", tmp_path / "averaged", ema=True)
     assert not (tmp_path / "averaged").exists()
     with pytest.raises(WorkerError, match="checkpoint of another model: optimizer"):

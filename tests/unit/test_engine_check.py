@@ -1,4 +1,5 @@
-"""An engine that has the actor's weights and computes another model is found before the first step."""
+"""An engine that has the actor's weights and computes another model is found before the first
+step."""
 
 import inspect
 import threading
@@ -64,11 +65,15 @@ def config_for(path: str, dtype: str = "float32", **model: Any) -> ActorRolloutR
     config = policy_config(path, fsdp={"dtype": dtype})
     sampling = {"temperature": 0.7, "top_k": 3, "top_p": 0.8, "n": 2, "name": "hf", "dtype": dtype}
     rollout = config.rollout.model_copy(update=sampling)
-    return config.model_copy(update={"rollout": rollout, "model": config.model.model_copy(update=model)})
+    return config.model_copy(
+        update={"rollout": rollout, "model": config.model.model_copy(update=model)}
+    )
 
 
 def replicas(config: ActorRolloutRefConfig, exports: Any, size: int = 2) -> LocalWorkerGroup:
-    group = LocalWorkerGroup(ClassWithInitArgs(RolloutWorker, config=config, seed=1), world_size=size, role="rollout")
+    group = LocalWorkerGroup(
+        ClassWithInitArgs(RolloutWorker, config=config, seed=1), world_size=size, role="rollout"
+    )
     group.init_model()
     for worker in group.workers:
         worker.load_weights(exports, version=0)  # by fingerprints they are right
@@ -83,7 +88,9 @@ def run_config(policy: ActorRolloutRefConfig) -> Any:
 def test_engines_that_compute_the_actors_model_pass(path: str, dtype: str) -> None:
     config = config_for(path, dtype)
     actor = local_group(ActorWorker, config)
-    drawn = engine_check.draw(replicas(config, actor.export_weights(version=0).get()), FirstPrompts())
+    drawn = engine_check.draw(
+        replicas(config, actor.export_weights(version=0).get()), FirstPrompts()
+    )
     assert [len(batch) for batch in drawn] == [3, 3]
     # 8 tokens, or as many as there is room for; one that ends a response does not end these.
     assert rows_of(drawn[0], "response_mask") == [[1] * 6] * 3
@@ -92,7 +99,9 @@ def test_engines_that_compute_the_actors_model_pass(path: str, dtype: str) -> No
 
 
 @pytest.mark.parametrize("other", OTHER_MODELS.values(), ids=OTHER_MODELS)
-def test_an_engine_that_makes_another_model_of_the_same_weights_is_refused(path: str, other: dict[str, Any]) -> None:
+def test_an_engine_that_makes_another_model_of_the_same_weights_is_refused(
+    path: str, other: dict[str, Any]
+) -> None:
     config = config_for(path)
     actor = local_group(ActorWorker, config)
     exports = actor.export_weights(version=0).get()
@@ -108,7 +117,9 @@ def test_an_engine_that_makes_another_model_of_the_same_weights_is_refused(path:
         engine_check.require_one_model(run_config(config), " of maker_3", drawn, log_probs)
     message = str(error.value)
     assert message.startswith("rollout replica 1 of maker_3 does not compute the actor's model")
-    assert f"difference of log-probabilities is {differences.max():.3g}, and at most 0.001" in message
+    assert (
+        f"difference of log-probabilities is {differences.max():.3g}, and at most 0.001" in message
+    )
     assert f"it has {own:.6f} and the actor {of_actor:.6f}" in message
 
 
@@ -123,7 +134,9 @@ def test_the_greedy_tokens_and_log_probabilities_are_those_of_temperature_1(path
         text = torch.tensor([[*prompt, *tokens]])
         of_text = hf(text).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
         assert of_text.argmax(-1).tolist() == tokens
-        torch.testing.assert_close(torch.tensor(log_probs), of_text.max(-1).values, rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            torch.tensor(log_probs), of_text.max(-1).values, rtol=0, atol=1e-5
+        )
 
 
 def test_what_is_in_flight_goes_on_and_nothing_of_the_comparison_stays(path: str) -> None:
@@ -159,7 +172,9 @@ def test_what_is_in_flight_goes_on_and_nothing_of_the_comparison_stays(path: str
 
 def difference_of(config: ActorRolloutRefConfig, value: list[float]) -> None:
     own = torch.tensor(value)
-    engine_check.require_close(run_config(config), "it", own, torch.zeros_like(own), config.rollout.quantization)
+    engine_check.require_close(
+        run_config(config), "it", own, torch.zeros_like(own), config.rollout.quantization
+    )
 
 
 @pytest.mark.parametrize(
@@ -197,17 +212,26 @@ def test_a_maker_compares_its_replicas_and_its_copy_with_the_first_trainers_acto
     trainers_version = 1
     asked = []
 
-    def score_greedy(name: str, method: str, own: str, version: int, drawn: Any, timeout: float) -> Any:
+    def score_greedy(
+        name: str, method: str, own: str, version: int, drawn: Any, timeout: float
+    ) -> Any:
         asked.append((name, method, own, version))
         return engine_check.log_probs_of(actor, drawn) if version == trainers_version else None
 
     copy = local_group(ActorCopyWorker, config)
     groups = {"rollout": replicas(config, exports), "actor": copy}
-    own = {"name": "maker_1", "trainer_names": ["trainer_0", "trainer_1"], "recorder": SideRecorder("maker_1")}
-    whole = config_of("algorithm.adv_estimator=grpo").model_copy(update={"actor_rollout_ref": config})
+    own = {
+        "name": "maker_1",
+        "trainer_names": ["trainer_0", "trainer_1"],
+        "recorder": SideRecorder("maker_1"),
+    }
+    whole = config_of("algorithm.adv_estimator=grpo").model_copy(
+        update={"actor_rollout_ref": config}
+    )
     run = SimpleNamespace(groups=groups, train_dataset=FirstPrompts())
     holder = maker(config=whole, run=run, version=0, is_compared=False, **own)
-    # Ray wraps the methods of an actor, and after a run in this process they may have globals of their own.
+    # Ray wraps the methods of an actor, and after a run in this process they may have globals of
+    # their own.
     wrapped = inspect.getclosurevars(type(holder).compare_engines).nonlocals["method"]
     monkeypatch.setitem(wrapped.__globals__, "ask", score_greedy)
     holder.compare_engines()
@@ -216,13 +240,19 @@ def test_a_maker_compares_its_replicas_and_its_copy_with_the_first_trainers_acto
     holder.compare_engines()
     assert holder.is_compared and asked[-1] == ("trainer_0", "score_greedy", "maker_1", 1)
     copy.workers[0].engine.model.hf.model.norm.variance_epsilon = 0.3
-    fingerprints = [fingerprint_tensor(p.to_local()) for _, p in copy.workers[0].engine.named_parameters()]
-    assert fingerprints == [fingerprint_tensor(p.to_local()) for _, p in actor.workers[0].engine.named_parameters()]
+    fingerprints = [
+        fingerprint_tensor(p.to_local()) for _, p in copy.workers[0].engine.named_parameters()
+    ]
+    assert fingerprints == [
+        fingerprint_tensor(p.to_local()) for _, p in actor.workers[0].engine.named_parameters()
+    ]
     with pytest.raises(EngineMismatch, match="the copy of the actor of maker_1 does not compute"):
         holder.compare_engines()
 
 
-def test_the_first_step_waits_for_all_makers_and_a_later_one_for_those_that_found_other_weights() -> None:
+def test_the_first_step_waits_for_all_makers_and_a_later_one_for_those_that_found_other_weights() -> (
+    None
+):
     turn = Comparisons("trainer_0", ["maker_0", "maker_1"], limit_s=60)
     assert turn.score("maker_0", lambda: True, lambda: "scores") == "scores"
     assert turn.score("maker_1", lambda: False, lambda: "scores") is None
@@ -248,6 +278,8 @@ def test_a_maker_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     assert turn.begin_step() == []
     turn.score("maker_0", lambda: True, lambda: None)
     turn.in_step = False
-    assert turn.begin_step() == ["after its restart the engines of maker_0 were not compared within 0.05 s"]
+    assert turn.begin_step() == [
+        "after its restart the engines of maker_0 were not compared within 0.05 s"
+    ]
     turn.in_step = False
     assert turn.begin_step() == []  # it is not waited for again

@@ -1,7 +1,8 @@
 """What scripts/environment.sh does before it installs anything.
 
-The programs that it finds are stand-ins that print what a machine of that kind prints, and none makes an environment.
-Where a module of Python is missing, the real Python finds a file of that name that cannot be imported.
+The programs that it finds are stand-ins that print what a machine of that kind prints, and none
+makes an environment. Where a module of Python is missing, the real Python finds a file of that name
+that cannot be imported.
 """
 
 import hashlib
@@ -35,7 +36,8 @@ def set_up(
     script: str = "environment.sh",
     arguments: tuple[str, ...] = (),
 ) -> str:
-    """Runs the script on a machine with this driver and these packages; what it printed, its exit code at the end."""
+    """Runs the script on a machine with this driver and these packages; what it printed, its exit
+    code at the end."""
     (folder / "scripts").mkdir(parents=True, exist_ok=True)
     for each in ("environment.sh", "cpu_environment.sh"):
         shutil.copy(ROOT / "scripts" / each, folder / "scripts")
@@ -49,8 +51,12 @@ def set_up(
     programs = {"python3": PYTHON.format(include=folder)}
     if lacking:
         (folder / "broken").mkdir()
-        (folder / "broken" / f"{lacking}.py").write_text(f"raise ModuleNotFoundError('No module named {lacking}')")
-        programs["python3"] = PYTHON_WITHOUT_A_MODULE.format(folder=folder / "broken", python=sys.executable)
+        (folder / "broken" / f"{lacking}.py").write_text(
+            f"raise ModuleNotFoundError('No module named {lacking}')"
+        )
+        programs["python3"] = PYTHON_WITHOUT_A_MODULE.format(
+            folder=folder / "broken", python=sys.executable
+        )
     programs |= {"nvidia-smi": NVIDIA_SMI.format(driver=driver)} if driver else {}
     programs |= {"gcc": "#!/bin/sh\n"} if gcc else {}
     for name, text in programs.items():
@@ -71,7 +77,10 @@ def set_up(
 
 def test_a_driver_too_old_for_cuda_13_is_named(tmp_path: Path):
     output = set_up(tmp_path, driver="570.172.08")
-    assert "driver 570.172.08 is too old for CUDA 13, which needs 580" in output and output.endswith("exit 1")
+    assert (
+        "driver 570.172.08 is too old for CUDA 13, which needs 580" in output
+        and output.endswith("exit 1")
+    )
 
 
 @pytest.mark.parametrize("missing", ["gcc", "header"])
@@ -81,10 +90,13 @@ def test_what_triton_compiles_with_is_asked_for_first(tmp_path: Path, missing: s
 
 
 @pytest.mark.parametrize("module", ["venv", "ensurepip"])
-def test_a_python_that_cannot_make_an_environment_is_named_with_its_package(tmp_path: Path, module: str):
+def test_a_python_that_cannot_make_an_environment_is_named_with_its_package(
+    tmp_path: Path, module: str
+):
     output = set_up(tmp_path, driver=None, lacking=module)
     assert output == (
-        "python3 has no venv and ensurepip, which make .venv: install its package, apt install python3-venv.\nexit 1"
+        "python3 has no venv and ensurepip, which make .venv: install its package, apt install "
+        "python3-venv.\nexit 1"
     )
     assert not (tmp_path / ".venv").exists()
 
@@ -107,19 +119,30 @@ def test_an_environment_for_the_cpu_is_made_anew_when_there_is_a_gpu(tmp_path: P
     assert set_up(tmp_path, driver="580.65.06").endswith("a new environment in .venv\nexit 7")
 
 
-def test_scripts_that_train_on_the_cpu_have_the_cpu_build_in_a_folder_of_its_own_where_there_is_a_gpu(tmp_path: Path):
-    cpu = {"driver": "570.172.08", "gcc": False, "arguments": ("cpu",)}  # which CUDA 13 could not use
+def test_scripts_that_train_on_the_cpu_have_the_cpu_build_in_a_folder_of_its_own_where_there_is_a_gpu(
+    tmp_path: Path,
+):
+    # Which CUDA 13 could not use
+    cpu = {"driver": "570.172.08", "gcc": False, "arguments": ("cpu",)}
     assert set_up(tmp_path, **cpu).endswith("a new environment in .venv_cpu\nexit 7")
-    assert set_up(tmp_path, driver=None, arguments=("cpu",)).endswith("a new environment in .venv\nexit 7")
+    assert set_up(tmp_path, driver=None, arguments=("cpu",)).endswith(
+        "a new environment in .venv\nexit 7"
+    )
 
 
 @pytest.mark.parametrize(("driver", "python"), [("580.65.06", ".venv_cpu"), (None, ".venv")])
-def test_their_python_is_that_of_the_cpu_build_and_sees_no_gpu(tmp_path: Path, driver: str | None, python: str):
+def test_their_python_is_that_of_the_cpu_build_and_sees_no_gpu(
+    tmp_path: Path, driver: str | None, python: str
+):
     set_up(tmp_path, driver=driver)
     (tmp_path / "scripts/environment.sh").write_text('[ "$*" = cpu ]')
     show = 'source scripts/cpu_environment.sh; echo "$python ${CUDA_VISIBLE_DEVICES-all}"'
     done = subprocess.run(
-        ["bash", "-euc", show], cwd=tmp_path, env={"PATH": f"{tmp_path}/tools"}, capture_output=True, text=True
+        ["bash", "-euc", show],
+        cwd=tmp_path,
+        env={"PATH": f"{tmp_path}/tools"},
+        capture_output=True,
+        text=True,
     )
     assert done.stdout == f"{python}/bin/python {'' if driver else 'all'}\n"
 
@@ -140,6 +163,13 @@ def test_what_the_makefile_runs_is_the_python_of_the_cpu_build(tmp_path: Path):
         text=True,
     )
     lines = done.stdout.splitlines()
-    assert [line.split()[1] for line in lines if line.startswith("-m")] == ["ruff", "ruff", "mypy", "pytest"]
-    assert lines[-1].startswith("scripts/generate_docs.py") and all(line.endswith("on []") for line in lines)
+    assert [line.split()[1] for line in lines if line.startswith("-m")] == [
+        "ruff",
+        "ruff",
+        "mypy",
+        "pytest",
+    ]
+    assert lines[-1].startswith("scripts/generate_docs.py") and all(
+        line.endswith("on []") for line in lines
+    )
     assert ".venv/" not in (ROOT / "Makefile").read_text()

@@ -11,7 +11,14 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny_worker_models import critic_config, local_group, make_batch, parameters_of, policy_config, write_model
+from tiny_worker_models import (
+    critic_config,
+    local_group,
+    make_batch,
+    parameters_of,
+    policy_config,
+    write_model,
+)
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForTokenClassification,
@@ -27,9 +34,12 @@ from verl_like.workers.critic import CriticWorker
 
 
 def folder_with_settings(path: Path, tie: bool) -> str:
-    """A model whose generation settings and chat template are not those that its configuration implies."""
+    """A model whose generation settings and chat template are not those that its configuration
+    implies."""
     model = write_model(path, tie=tie)
-    GenerationConfig(do_sample=True, temperature=0.3, eos_token_id=1, pad_token_id=0).save_pretrained(model)
+    GenerationConfig(
+        do_sample=True, temperature=0.3, eos_token_id=1, pad_token_id=0
+    ).save_pretrained(model)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
     tokenizer.chat_template = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
     tokenizer.save_pretrained(model)
@@ -37,13 +47,17 @@ def folder_with_settings(path: Path, tie: bool) -> str:
 
 
 def trained_actor(folder: Path, tie: bool = False, dtype: str = "bfloat16") -> LocalWorkerGroup:
-    group = local_group(ActorWorker, policy_config(folder_with_settings(folder, tie), fsdp={"dtype": dtype}))
+    group = local_group(
+        ActorWorker, policy_config(folder_with_settings(folder, tie), fsdp={"dtype": dtype})
+    )
     group.update_actor(make_batch()).get()
     return group
 
 
 def trained_critic(folder: Path) -> LocalWorkerGroup:
-    group = local_group(CriticWorker, critic_config(folder_with_settings(folder, tie=False)), seed=1)
+    group = local_group(
+        CriticWorker, critic_config(folder_with_settings(folder, tie=False)), seed=1
+    )
     group.update_critic(make_batch()).get()
     return group
 
@@ -68,7 +82,11 @@ def copy_of(actor: tuple[Path, dict[str, torch.Tensor]], folder: Path) -> Path:
 
 @pytest.mark.parametrize(
     "make",
-    [trained_actor, lambda folder: trained_actor(folder, tie=True, dtype="float32"), trained_critic],
+    [
+        trained_actor,
+        lambda folder: trained_actor(folder, tie=True, dtype="float32"),
+        trained_critic,
+    ],
     ids=["actor", "actor with tied embeddings", "critic"],
 )
 def test_an_export_is_byte_for_byte_the_folder_that_the_workers_write(make, tmp_path: Path):
@@ -78,17 +96,23 @@ def test_an_export_is_byte_for_byte_the_folder_that_the_workers_write(make, tmp_
     export(tmp_path / "role", tmp_path / "exported")
     assert files_of(tmp_path / "exported") == files_of(tmp_path / "written")
     config = json.loads((tmp_path / "exported/config.json").read_text())
-    assert config["dtype"] == group.workers[0].engine.dtype  # of the weights, which are stored in float32
+    # Of the weights, which are stored in float32
+    assert config["dtype"] == group.workers[0].engine.dtype
 
 
-def test_an_exported_policy_loads_in_transformers_with_its_tokenizer_and_generation_settings(actor, tmp_path: Path):
+def test_an_exported_policy_loads_in_transformers_with_its_tokenizer_and_generation_settings(
+    actor, tmp_path: Path
+):
     role_folder, parameters = actor
     export(role_folder, tmp_path / "exported")
     hf = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     assert hf.dtype == torch.bfloat16 and hf.generation_config.temperature == 0.3
     assert all(torch.equal(p, parameters[name].bfloat16()) for name, p in hf.named_parameters())
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "exported")
-    assert tokenizer.apply_chat_template([{"role": "user", "content": "1+2="}], tokenize=False) == "[1+2=]"
+    assert (
+        tokenizer.apply_chat_template([{"role": "user", "content": "1+2="}], tokenize=False)
+        == "[1+2=]"
+    )
 
 
 def test_an_exported_critic_loads_in_transformers_with_its_head(tmp_path: Path):
@@ -124,7 +148,9 @@ def test_the_optimizer_is_not_read(actor, tmp_path: Path):
 
 def test_what_is_no_checkpoint_is_refused(actor, tmp_path: Path):
     for wrong in (actor[0].parent, actor[0] / "checkpoint", tmp_path / "nothing"):
-        with pytest.raises(ValueError, match=rf"{wrong} has no checkpoint .*: give the folder of a role"):
+        with pytest.raises(
+            ValueError, match=rf"{wrong} has no checkpoint .*: give the folder of a role"
+        ):
             export(wrong, tmp_path / "exported")
     (copy_of(actor, tmp_path) / "config.json").unlink()
     with pytest.raises(ValueError, match="has no checkpoint"):
@@ -148,11 +174,18 @@ def test_a_file_that_is_cut_is_named(actor, tmp_path: Path):
 
 def test_a_model_with_code_of_its_own_is_refused_and_its_code_is_not_run(actor, tmp_path: Path):
     config = copy_of(actor, tmp_path) / "config.json"
-    settings = json.loads(config.read_text()) | {"architectures": ["OwnForCausalLM"], "model_type": "own"}
-    settings["auto_map"] = {name: f"own.Own{name[4:]}" for name in ("AutoConfig", "AutoModelForCausalLM")}
+    settings = json.loads(config.read_text()) | {
+        "architectures": ["OwnForCausalLM"],
+        "model_type": "own",
+    }
+    settings["auto_map"] = {
+        name: f"own.Own{name[4:]}" for name in ("AutoConfig", "AutoModelForCausalLM")
+    }
     config.write_text(json.dumps(settings))
     (config.parent / "own.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')")
-    with pytest.raises(ValueError, match=r"is of a OwnForCausalLM, which transformers .* does not have"):
+    with pytest.raises(
+        ValueError, match=r"is of a OwnForCausalLM, which transformers .* does not have"
+    ):
         export(tmp_path / "actor", tmp_path / "exported")
     assert not (tmp_path / "executed").exists()
 
@@ -165,13 +198,20 @@ def test_the_command_exports_and_names_a_disk_that_takes_no_more(actor, tmp_path
         capture_output=True,
         text=True,
         timeout=120,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)),  # bytes of a file
+        # Bytes of a file
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)),
     )
     assert limited.returncode == 2, limited.stderr
-    assert f"{tmp_path}/disk/model cannot be written (" in limited.stderr and "Traceback" not in limited.stderr
+    assert (
+        f"{tmp_path}/disk/model cannot be written (" in limited.stderr
+        and "Traceback" not in limited.stderr
+    )
     assert not files_of(tmp_path / "disk")
     done = subprocess.run(
-        [*command, f"{tmp_path}/new/model", "--dtype=float32"], capture_output=True, text=True, timeout=120
+        [*command, f"{tmp_path}/new/model", "--dtype=float32"],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     export(actor[0], tmp_path / "exported", "float32")
@@ -193,7 +233,10 @@ def test_the_command_reads_its_arguments_and_says_what_they_are(
         assert files_of(tmp_path / f"new/{dtype}/model") == files_of(tmp_path / dtype)
     capsys.readouterr()
     assert command("--ema", role_folder, str(tmp_path / "averaged")) == 2
-    assert f"verl_like: {role_folder}/checkpoint has no average of the weights" in capsys.readouterr().err
+    assert (
+        f"verl_like: {role_folder}/checkpoint has no average of the weights"
+        in capsys.readouterr().err
+    )
     with pytest.raises(SystemExit) as ended:
         command(role_folder, str(tmp_path / "half"), "--dtype=float16")
     assert ended.value.code == 2 and "invalid choice: 'float16'" in capsys.readouterr().err
@@ -202,11 +245,14 @@ def test_the_command_reads_its_arguments_and_says_what_they_are(
         command("--help")
     said = capsys.readouterr().out
     assert ended.value.code == 0 and said.startswith(
-        "usage: python -m verl_like.export [-h] [--dtype {bfloat16,float32}] [--ema] CHECKPOINT_ROLE_FOLDER OUT\n\n"
+        "usage: python -m verl_like.export [-h] [--dtype {bfloat16,float32}] [--ema] "
+        "CHECKPOINT_ROLE_FOLDER OUT\n\n"
         "Makes a Hugging Face folder of a model in a checkpoint\n"
     )
     for part in (
-        "positional arguments: CHECKPOINT_ROLE_FOLDER global_step_N/<role> OUT the folder to make options: ",
-        " --dtype {bfloat16,float32} default: in which the layers computed --ema the average of the weights (actor.ema",
+        "positional arguments: CHECKPOINT_ROLE_FOLDER global_step_N/<role> OUT the folder to make "
+        "options: ",
+        " --dtype {bfloat16,float32} default: in which the layers computed --ema the average of "
+        "the weights (actor.ema",
     ):
         assert part in " ".join(said.split())

@@ -1,4 +1,5 @@
-"""Fingerprints see where every number of every parameter is, and add up over shards; wrong weights do not go unseen."""
+"""Fingerprints see where every number of every parameter is, and add up over shards; wrong weights
+do not go unseen."""
 
 import dataclasses
 import math
@@ -7,7 +8,14 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 import pytest
 import torch
-from rollout_requests import assert_drawn_by, load_changed, load_swapped, load_torn, make_requests, run
+from rollout_requests import (
+    assert_drawn_by,
+    load_changed,
+    load_swapped,
+    load_torn,
+    make_requests,
+    run,
+)
 from transformers import LlamaForCausalLM
 
 from verl_like.workers import weight_sync
@@ -58,14 +66,18 @@ def random_tensor(*shape: int, seed: int = 0) -> torch.Tensor:
 def test_the_fingerprint_equals_an_independent_computation(shape: tuple[int, ...]) -> None:
     values = random_tensor(*shape)
     assert fingerprint_tensor(values) == fingerprint_in_integers(values.numpy().reshape(shape or 1))
-    assert fingerprint_tensor(values, 11, 1300) == fingerprint_in_integers(values.numpy().reshape(shape or 1), 11, 1300)
+    assert fingerprint_tensor(values, 11, 1300) == fingerprint_in_integers(
+        values.numpy().reshape(shape or 1), 11, 1300
+    )
 
 
 def test_the_fingerprints_of_rows_and_columns_add_up_and_padding_adds_nothing() -> None:
     whole = random_tensor(50, 37).bfloat16()
     for row in (1, 20, 49, 50):
         for column in (1, 8, 36, 37):
-            padded = torch.cat([whole[row:, column:], torch.zeros(3, 37 - column, dtype=torch.bfloat16)]).float()
+            padded = torch.cat(
+                [whole[row:, column:], torch.zeros(3, 37 - column, dtype=torch.bfloat16)]
+            ).float()
             pieces = (
                 fingerprint_tensor(whole[:row, :column]),
                 fingerprint_tensor(whole[:row, column:], 0, column),
@@ -109,9 +121,14 @@ def test_parameters_that_differ_are_named_up_to_five() -> None:
     expected = {f"layer.{i}": i for i in range(9)}
     # printf "[('layer.0', 0), ..., ('layer.8', 8)]" | b2sum -l 64
     assert check_arrival(expected, dict(reversed(expected.items())), "Lost") == "24021e735fd11654"
-    with pytest.raises(WeightSyncError, match=r"^Lost: 2 of 9 tensors differ from the trainer's: layer.3, layer.4.$"):
+    with pytest.raises(
+        WeightSyncError,
+        match=r"^Lost: 2 of 9 tensors differ from the trainer's: layer.3, layer.4.$",
+    ):
         check_arrival(expected, expected | {"layer.3": 4, "layer.4": 3}, "Lost")
-    with pytest.raises(WeightSyncError, match=r"7 of 9 .*: layer.2, layer.3, layer.4, layer.5, layer.6, ...\.$"):
+    with pytest.raises(
+        WeightSyncError, match=r"7 of 9 .*: layer.2, layer.3, layer.4, layer.5, layer.6, ...\.$"
+    ):
         check_arrival(expected, {"layer.0": 0, "layer.1": 1}, "Lost")
     with pytest.raises(WeightSyncError, match=r"1 of 9 .*: more.$"):
         check_arrival(expected, expected | {"more": 0}, "Lost")
@@ -127,16 +144,23 @@ def model(tiny_llama: Callable[..., ModelAndFolder]) -> ModelAndFolder:
 
 def export(model: LlamaForCausalLM, version: int, **options: int) -> WeightExport:
     named = model.named_parameters()
-    return collect_weights(named, dtype=torch.float32, rank=0, world_size=1, version=version, **options)
+    return collect_weights(
+        named, dtype=torch.float32, rank=0, world_size=1, version=version, **options
+    )
 
 
 @pytest.fixture
 def engine(model: ModelAndFolder) -> RolloutEngine:
     """With version 7 of the weights."""
     path, trained = model
-    log_probs = {"log_prob_use_dynamic_bsz": False, "log_prob_max_token_len_per_gpu": 1}  # the actor reads them
-    config = RolloutConfig(name="hf", dtype="float32", prompt_length=6, response_length=20, **log_probs)
-    engine = get_rollout_engine("hf")(config, TrainedModelConfig(path=path), rank=1, world_size=2, seed=5, device="cpu")
+    # The actor reads them
+    log_probs = {"log_prob_use_dynamic_bsz": False, "log_prob_max_token_len_per_gpu": 1}
+    config = RolloutConfig(
+        name="hf", dtype="float32", prompt_length=6, response_length=20, **log_probs
+    )
+    engine = get_rollout_engine("hf")(
+        config, TrainedModelConfig(path=path), rank=1, world_size=2, seed=5, device="cpu"
+    )
     engine.load_weights([export(trained, 7)], 7)
     return engine
 
@@ -151,7 +175,10 @@ def test_weights_of_a_new_version_that_are_the_old_ones_are_noticed(
     engine: RolloutEngine, model: ModelAndFolder
 ) -> None:
     engine._load = lambda *weights: None
-    message = "version 8 did not arrive at rollout rank 1: 21 of 21 tensors differ from the trainer's: lm_head.weight, "
+    message = (
+        "version 8 did not arrive at rollout rank 1: 21 of 21 tensors differ from the "
+        "trainer's: lm_head.weight, "
+    )
     with pytest.raises(WeightSyncError, match=message):
         engine.load_weights([export(changed(model[1]), 8)], 8)
     assert engine.policy_version is None
@@ -166,7 +193,9 @@ def test_a_number_that_changes_as_it_is_loaded_is_noticed_and_its_parameter_name
         data[first] ^= 1
         return dataclasses.replace(bucket, data=data)
 
-    with pytest.raises(WeightSyncError, match=r"did not arrive .*: 1 of 21 tensors differ .*: model.norm.weight.$"):
+    with pytest.raises(
+        WeightSyncError, match=r"did not arrive .*: 1 of 21 tensors differ .*: model.norm.weight.$"
+    ):
         load_changed(engine, [export(changed(model[1]), 8)], off_by_a_bit)
     assert engine.policy_version is None
 
@@ -182,7 +211,10 @@ def test_projections_that_the_engine_takes_for_each_other_are_noticed_and_named(
     engine: RolloutEngine, model: ModelAndFolder, names: tuple[str, str]
 ) -> None:
     right = export(changed(model[1]), 8)
-    message = f"did not arrive at rollout rank 1: 2 of 21 tensors differ from the trainer's: {', '.join(names)}.$"
+    message = (
+        "did not arrive at rollout rank 1: 2 of 21 tensors differ from the trainer's: "
+        f"{', '.join(names)}.$"
+    )
     with pytest.raises(WeightSyncError, match=message):
         load_swapped(engine, [right], *names)
     assert engine.policy_version is None
@@ -190,15 +222,21 @@ def test_projections_that_the_engine_takes_for_each_other_are_noticed_and_named(
     assert engine.policy_version == 8
 
 
-def assert_refused_before_anything_is_loaded(engine: RolloutEngine, wrong: WeightExport, message: str) -> None:
+def assert_refused_before_anything_is_loaded(
+    engine: RolloutEngine, wrong: WeightExport, message: str
+) -> None:
     before = {name: value.clone() for name, value in engine.model.named_parameters()}
-    with pytest.raises(WeightSyncError, match=f"Weights of version 8 changed on their way: {message}"):
+    with pytest.raises(
+        WeightSyncError, match=f"Weights of version 8 changed on their way: {message}"
+    ):
         engine.load_weights([wrong], 8)
     assert all(torch.equal(value, before[name]) for name, value in engine.model.named_parameters())
     assert engine.policy_version == 7
 
 
-def test_one_wrong_number_is_noticed_before_anything_is_loaded(engine: RolloutEngine, model: ModelAndFolder) -> None:
+def test_one_wrong_number_is_noticed_before_anything_is_loaded(
+    engine: RolloutEngine, model: ModelAndFolder
+) -> None:
     corrupt = export(changed(model[1]), 8)
     assert corrupt.buckets[0].names[0] == "model.embed_tokens.weight"  # of 17,408 bytes
     corrupt.buckets[0].data[12345] ^= 1
@@ -222,7 +260,8 @@ def test_from_the_object_store_every_number_is_read_once_where_nothing_is_to_be_
     assert len(counted) == 21
     engine.load_weights([export(model[1], 9)], 9)
     assert len(counted) == 21 + 2 * 21
-    for version, transport in ((10, "shared_memory"), (11, "gloo")):  # which the trainer may write into
+    # Which the trainer may write into
+    for version, transport in ((10, "shared_memory"), (11, "gloo")):
         counted.clear()
         engine.config = engine.config.updated({"weight_transport": transport})
         engine.load_weights([export(model[1], version)], version, checks_first=False)
@@ -234,7 +273,10 @@ def test_a_number_that_changed_in_the_object_store_is_noticed_when_it_was_loaded
 ) -> None:
     corrupt, right = export(changed(model[1]), 8), export(changed(model[1]), 8)
     corrupt.buckets[0].data[12345] ^= 1
-    message = "version 8 did not arrive at rollout rank 1: 1 of 21 tensors differ .*: model.embed_tokens.weight.$"
+    message = (
+        "version 8 did not arrive at rollout rank 1: 1 of 21 tensors differ .*: "
+        "model.embed_tokens.weight.$"
+    )
     with pytest.raises(WeightSyncError, match=message):
         engine.load_weights([corrupt], 8, checks_first=False)
     with pytest.raises(RuntimeError, match="no verified weights"):
@@ -269,7 +311,9 @@ def test_an_engine_with_a_torn_update_refuses_to_generate_until_a_whole_one(
     assert_drawn_by({8: changed(model[1])}, requests[0], run(engine, requests)["a"], kv="recompute")
 
 
-def test_one_hexadecimal_number_stands_for_all_weights(engine: RolloutEngine, model: ModelAndFolder) -> None:
+def test_one_hexadecimal_number_stands_for_all_weights(
+    engine: RolloutEngine, model: ModelAndFolder
+) -> None:
     first = engine.load_weights([export(model[1], 8)], 8)
     other = engine.load_weights([export(changed(model[1]), 9)], 9)
     assert engine.load_weights([export(model[1], 10)], 10) == first != other

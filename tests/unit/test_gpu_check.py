@@ -1,4 +1,5 @@
-"""The GPU check: it runs here at toy size, and one case that goes wrong does not stop the others."""
+"""The GPU check: it runs here at toy size, and one case that goes wrong does not stop the
+others."""
 
 import json
 import subprocess
@@ -15,14 +16,30 @@ from verl_like.workers.models import linear_log_prob
 
 def run_script(folder, *arguments):
     """The script's exit status and output, and its rows by name."""
-    command = ["bash", str(ROOT / "scripts" / "gpu_check.sh"), "--device", "cpu", "--out", str(folder), *arguments]
+    command = [
+        "bash",
+        str(ROOT / "scripts" / "gpu_check.sh"),
+        "--device",
+        "cpu",
+        "--out",
+        str(folder),
+        *arguments,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=folder)
     rows = {row["what"]: row for row in json.loads((folder / "gpu_check.json").read_text())["rows"]}
     return done.returncode, done.stdout + done.stderr, rows
 
 
 def test_one_case_of_each_kind_runs_at_toy_size(tmp_path):
-    only = ["attention, sdpa", "goal, activations kept", "head, 896", "engine, both", "checkpoint", "packing", "export"]
+    only = [
+        "attention, sdpa",
+        "goal, activations kept",
+        "head, 896",
+        "engine, both",
+        "checkpoint",
+        "packing",
+        "export",
+    ]
     status, output, rows = run_script(tmp_path, "--only", *only)
     assert status == 0, output
     for what in (
@@ -45,7 +62,11 @@ def test_one_case_of_each_kind_runs_at_toy_size(tmp_path):
 def test_the_whole_check_runs_at_toy_size(tmp_path):
     status, output, rows = run_script(tmp_path)
     assert status == 0, output
-    cases = {case.name.split(", act")[0] for case in gpu_check.CASES} - {"machine", "head, 896", "head, 1536"}
+    cases = {case.name.split(", act")[0] for case in gpu_check.CASES} - {
+        "machine",
+        "head, 896",
+        "head, 1536",
+    }
     heads = {"head, 256 x 3000 x 56", "head, 256 x 3000 x 96"}  # a sixteenth of their size
     assert not {name for name in cases | heads if not any(what.startswith(name) for what in rows)}
 
@@ -72,13 +93,22 @@ def test_a_case_that_raises_hangs_or_dies_becomes_a_row_and_the_others_go_on(tmp
 
 def test_cases_that_have_no_time_left_are_failures(tmp_path):
     report = GpuReport("trial", "A trial")
-    measure([Case("late", "gpu_check_cases.gives_a_row", 1, {"value": 1.0})], "cpu", report, tmp_path / "log", budget=0)
+    measure(
+        [Case("late", "gpu_check_cases.gives_a_row", 1, {"value": 1.0})],
+        "cpu",
+        report,
+        tmp_path / "log",
+        budget=0,
+    )
     assert report.failures == ["late"]
 
 
 def test_a_case_whose_numbers_are_not_those_of_the_first_is_a_failure(tmp_path):
     report = GpuReport("trial", "A trial")
-    cases = [Case(str(value), "gpu_check_cases.agrees", 30, {"value": value}) for value in (2.0, 2.01, 2.1)]
+    cases = [
+        Case(str(value), "gpu_check_cases.agrees", 30, {"value": value})
+        for value in (2.0, 2.01, 2.1)
+    ]
     measure(cases, "cpu", report, tmp_path / "log")
     assert report.failures == ["value 2.1: the loss"]
     assert report.rows[-1]["why"] == "FAILED: 2.1, but 2 in value 2.0"

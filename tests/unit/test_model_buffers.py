@@ -1,4 +1,5 @@
-"""Buffers that belong to a model reach engines, copies, checkpoints and exports bit for bit, each in its dtype."""
+"""Buffers that belong to a model reach engines, copies, checkpoints and exports bit for bit, each
+in its dtype."""
 
 import json
 import multiprocessing
@@ -14,7 +15,14 @@ import torch
 from omegaconf import OmegaConf
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny_worker_models import VOCABULARY, critic_config, local_group, make_batch, policy_config, write_model
+from tiny_worker_models import (
+    VOCABULARY,
+    critic_config,
+    local_group,
+    make_batch,
+    policy_config,
+    write_model,
+)
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Gemma4TextConfig, PreTrainedConfig
 
 from verl_like.export import export
@@ -32,7 +40,12 @@ from verl_like.workers.planning.partition import MicroBatching
 from verl_like.workers.reference import ReferenceWorker
 from verl_like.workers.rollout import get_rollout_engine
 from verl_like.workers.rollout_worker import RolloutWorker
-from verl_like.workers.weight_sync import WeightSyncError, check_exports, collect_weights, fingerprint_tensor
+from verl_like.workers.weight_sync import (
+    WeightSyncError,
+    check_exports,
+    collect_weights,
+    fingerprint_tensor,
+)
 
 SIZES: dict[str, Any] = {
     "vocab_size": len(VOCABULARY),
@@ -71,7 +84,8 @@ DEEPSEEK = DeepseekV3Config(
     qk_nope_head_dim=4,
     v_head_dim=8,
 )
-"""DeepSeek-V3: experts are chosen with a buffer, which transformers keeps in float32 in a bfloat16 model."""
+"""DeepSeek-V3: experts are chosen with a buffer, which transformers keeps in float32 in a bfloat16
+model."""
 MODELS = {"gemma": GEMMA, "deepseek": DEEPSEEK}
 SCALARS = [f"model.layers.{layer}.layer_scalar" for layer in range(2)]
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
@@ -111,7 +125,11 @@ def change_buffers(group: LocalWorkerGroup) -> dict[str, torch.Tensor]:
 
 def same_bits(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
     has_dtype = all(found[name].dtype == value.dtype for name, value in expected.items())
-    return len(expected) > 0 and has_dtype and all(torch.equal(found[name], expected[name]) for name in expected)
+    return (
+        len(expected) > 0
+        and has_dtype
+        and all(torch.equal(found[name], expected[name]) for name in expected)
+    )
 
 
 def bfloat16_config(path: str) -> Any:
@@ -129,7 +147,9 @@ def test_the_buffers_of_a_model_are_those_that_its_checkpoints_hold(kind: str, p
 
 
 @pytest.mark.parametrize("transport", ["object_store", "shared_memory", "gloo"])
-def test_a_changed_buffer_reaches_the_engine_and_the_copy_bit_for_bit(kind: str, path: str, transport: str) -> None:
+def test_a_changed_buffer_reaches_the_engine_and_the_copy_bit_for_bit(
+    kind: str, path: str, transport: str
+) -> None:
     config = bfloat16_config(path)
     rollout = config.rollout.model_copy(update={"weight_transport": transport})
     config = config.model_copy(update={"rollout": rollout})
@@ -147,9 +167,13 @@ def test_a_changed_buffer_reaches_the_engine_and_the_copy_bit_for_bit(kind: str,
     copy = local_group(ActorCopyWorker, config)
     copy.load_weights(exports, version=1)
     assert same_bits(buffers_of(copy), expected)
-    of_both = [each.compute_log_prob(make_batch()).get().batch["old_log_probs"] for each in (group, copy)]
+    of_both = [
+        each.compute_log_prob(make_batch()).get().batch["old_log_probs"] for each in (group, copy)
+    ]
     assert deep_equal(*of_both)
-    other = local_group(ActorWorker, config).compute_log_prob(make_batch()).get().batch["old_log_probs"]
+    other = (
+        local_group(ActorWorker, config).compute_log_prob(make_batch()).get().batch["old_log_probs"]
+    )
     assert not deep_equal(other, of_both[0])  # the buffers matter
 
 
@@ -158,7 +182,9 @@ def test_a_buffer_that_an_engine_does_not_take_is_named(kind: str, path: str) ->
     group = local_group(ActorWorker, config)
     change_buffers(group)
     exports = group.export_weights(version=1).get()
-    engine = get_rollout_engine("hf")(config.rollout, config.model, rank=0, world_size=1, seed=0, device="cpu")
+    engine = get_rollout_engine("hf")(
+        config.rollout, config.model, rank=0, world_size=1, seed=0, device="cpu"
+    )
     load = engine._load
 
     def load_parameters(exports: Any, version: int) -> None:
@@ -168,7 +194,10 @@ def test_a_buffer_that_an_engine_does_not_take_is_named(kind: str, path: str) ->
             dict(engine.model.named_buffers())[name].data = value
 
     engine._load = load_parameters
-    with pytest.raises(WeightSyncError, match=f"{len(NAMES[kind])} of .* tensors differ.*: {', '.join(NAMES[kind])}"):
+    with pytest.raises(
+        WeightSyncError,
+        match=f"{len(NAMES[kind])} of .* tensors differ.*: {', '.join(NAMES[kind])}",
+    ):
         engine.load_weights(exports, 1)
 
 
@@ -207,7 +236,8 @@ def test_a_checkpoint_holds_the_buffers_and_its_export_is_what_the_worker_writes
 def test_a_checkpoint_of_an_earlier_version_takes_the_buffers_from_the_models_folder_and_says_so(
     kind: str, path: str, tmp_path: Path
 ) -> None:
-    """Such a checkpoint has everything but the buffers, whose offsets are in the file's metadata too."""
+    """Such a checkpoint has everything but the buffers, whose offsets are in the file's metadata
+    too."""
     config = policy_config(path)
     group = local_group(ActorWorker, config)
     group.update_actor(make_batch()).get()
@@ -218,13 +248,21 @@ def test_a_checkpoint_of_an_earlier_version_takes_the_buffers_from_the_models_fo
         metadata = opened.metadata()
     lacking = [f"model.{name}" for name in NAMES[kind]]
     tensors = {name: tensor for name, tensor in load_file(file).items() if name not in lacking}
-    offsets = {name: each for name, each in json.loads(metadata["DCP_SHARDING_INFO"]).items() if name not in lacking}
+    offsets = {
+        name: each
+        for name, each in json.loads(metadata["DCP_SHARDING_INFO"]).items()
+        if name not in lacking
+    }
     save_file(tensors, file, metadata | {"DCP_SHARDING_INFO": json.dumps(offsets)})
 
     resumed = local_group(ActorWorker, config)
     ((note,),) = resumed.load_checkpoint(str(checkpoint))
     names = ", ".join(NAMES[kind])
-    assert note == f"{checkpoint} is of an earlier version and lacks the buffers {names}: they are those of {path}."
+    assert (
+        note
+        == f"{checkpoint} is of an earlier version and lacks the buffers {names}: they are those "
+        f"of {path}."
+    )
     of_folder = {name: load_file(Path(path, "model.safetensors"))[name] for name in NAMES[kind]}
     assert same_bits(buffers_of(resumed), of_folder)
 
@@ -250,22 +288,34 @@ def test_the_export_of_an_adapter_has_the_buffers_of_the_model_below_it(tmp_path
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         export(tmp_path / "actor", tmp_path / "exported")
-    assert same_bits(load_file(tmp_path / "exported/model.safetensors"), {name: weights[name] for name in SCALARS})
+    assert same_bits(
+        load_file(tmp_path / "exported/model.safetensors"),
+        {name: weights[name] for name in SCALARS},
+    )
 
 
 def test_integers_and_float64_are_sent_and_fingerprinted_to_the_last_bit() -> None:
     numbers = torch.tensor([2**40, 3, -1])
-    assert fingerprint_tensor(numbers) != fingerprint_tensor(numbers + torch.tensor([1, 0, 0]))  # equal in float32
+    # Equal in float32
+    assert fingerprint_tensor(numbers) != fingerprint_tensor(numbers + torch.tensor([1, 0, 0]))
     wide = torch.tensor([0.1, 2.0], dtype=torch.float64)
     assert fingerprint_tensor(wide) != fingerprint_tensor(wide.float().double())
-    buffers = [("table", numbers), ("scale", torch.tensor(0.1)), ("flag", torch.tensor([True, False]))]
+    buffers = [
+        ("table", numbers),
+        ("scale", torch.tensor(0.1)),
+        ("flag", torch.tensor([True, False])),
+    ]
     parameters = [("weight", torch.tensor([1.5, 2.5, 3.5]))]
     exports = [
-        collect_weights(parameters, buffers, dtype=torch.bfloat16, rank=rank, world_size=2, version=1)
+        collect_weights(
+            parameters, buffers, dtype=torch.bfloat16, rank=rank, world_size=2, version=1
+        )
         for rank in range(2)
     ]
     assert check_exports(exports, 1).keys() == {"table", "scale", "weight", "flag"}
-    buckets = sorted((bucket for each in exports for bucket in each.buckets), key=lambda bucket: bucket.index)
+    buckets = sorted(
+        (bucket for each in exports for bucket in each.buckets), key=lambda bucket: bucket.index
+    )
     # The widest first, so that each begins at a multiple of its size where they are packed.
     assert [(bucket.names, bucket.dtype) for bucket in buckets] == [
         (("table",), "int64"),
@@ -276,7 +326,12 @@ def test_integers_and_float64_are_sent_and_fingerprinted_to_the_last_bit() -> No
 
 
 def build_on_rank(rank: int, port: int, path: str) -> list[tuple[str, torch.dtype, list[float]]]:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank)}
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": "2",
+        "RANK": str(rank),
+    }
     torch.set_num_threads(1)
     config = bfloat16_config(path)
     ref = config.ref.model_copy(update={"fsdp_config": ForwardFsdpConfig(dtype="bfloat16")})
@@ -303,7 +358,9 @@ def test_the_estimate_of_memory_counts_the_buffers_of_a_rank_whole(kind: str, pa
     size = ModelSize.of(config.model, "actor_rollout_ref.model", PolicyModel)
     assert size.buffers == {"gemma": 2 * 4, "deepseek": 4 * 4}[kind]  # float32
     passes = MicroBatching(1, 1, by_tokens=False)
-    planned = PlannedModel("actor", size, config.model, config.actor.fsdp_config, 3, 8, 4, forward_passes=passes)
+    planned = PlannedModel(
+        "actor", size, config.model, config.actor.fsdp_config, 3, 8, 4, forward_passes=passes
+    )
     assert planned.stored == pytest.approx(4 * size.parameters / 3 + size.buffers)
 
 

@@ -1,4 +1,5 @@
-"""Models that would be computed wrongly, or not at all, are refused from their files and configuration alone."""
+"""Models that would be computed wrongly, or not at all, are refused from their files and
+configuration alone."""
 
 import json
 from pathlib import Path
@@ -32,15 +33,30 @@ from verl_like.workers.models.packed_models import PolicyModel, RewardModel, Val
 from verl_like.workers.models.pretrained import fetch_weights, load_pretrained, require_finite
 
 TINY = {
-    "vocab_size": len(VOCABULARY), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1,
-}  # fmt: skip
+    "vocab_size": len(VOCABULARY),
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 1,
+}
 NEO = TINY | {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 DEEPSEEK = DeepseekV3Config(
-    **TINY | EXPERTS | {"num_key_value_heads": 4}, n_routed_experts=4, n_group=1, topk_group=1, first_k_dense_replace=1,
-    q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16,
-)  # fmt: skip
+    **TINY | EXPERTS | {"num_key_value_heads": 4},
+    n_routed_experts=4,
+    n_group=1,
+    topk_group=1,
+    first_k_dense_replace=1,
+    q_lora_rank=16,
+    kv_lora_rank=16,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=8,
+    v_head_dim=16,
+)
 
 
 def save(config: PretrainedConfig, folder: Path) -> ModelConfig:
@@ -73,14 +89,29 @@ def test_models_that_packed_attention_computes_pass(
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (DogeConfig(**TINY), "DogeAttention has an attention mask of its own, which packed attention does not compute"),
-        (GptOssConfig(**TINY, head_dim=8, num_local_experts=2), "GptOssAttention has attention sinks"),
+        (
+            DogeConfig(**TINY),
+            "DogeAttention has an attention mask of its own, which packed attention does not "
+            "compute",
+        ),
+        (
+            GptOssConfig(**TINY, head_dim=8, num_local_experts=2),
+            "GptOssAttention has attention sinks",
+        ),
         (StableLmConfig(**TINY), "StableLmAttention is not told where sequences begin"),
         (NemotronConfig(**TINY), "NemotronAttention is not told where sequences begin"),
-        (FalconConfig(**TINY), "FalconForCausalLM does not compute attention by transformers' interface"),
-        (GPTNeoConfig(**NEO), "GPTNeoForCausalLM does not compute attention by transformers' interface"),
         (
-            BartConfig(**TINY, d_model=32, decoder_layers=2, decoder_ffn_dim=48, decoder_attention_heads=4),
+            FalconConfig(**TINY),
+            "FalconForCausalLM does not compute attention by transformers' interface",
+        ),
+        (
+            GPTNeoConfig(**NEO),
+            "GPTNeoForCausalLM does not compute attention by transformers' interface",
+        ),
+        (
+            BartConfig(
+                **TINY, d_model=32, decoder_layers=2, decoder_ffn_dim=48, decoder_attention_heads=4
+            ),
             "BartDecoderWrapper takes no position ids, so packed sequences would change each other",
         ),
     ],
@@ -97,21 +128,28 @@ def test_a_layer_beside_others_that_does_not_attend_is_named():
     config = Lfm2Config(**TINY, layer_types=["full_attention", "conv"])
     with torch.device("meta"):
         trial = Trial(PolicyModel(AutoModelForCausalLM.from_config(config)))
-    with pytest.raises(ValueError, match=r"^Lfm2DecoderLayer does not compute attention by transformers' interface"):
+    with pytest.raises(
+        ValueError, match=r"^Lfm2DecoderLayer does not compute attention by transformers' interface"
+    ):
         trial.run(1)
 
 
 def test_a_model_that_cannot_compute_activations_again_is_refused_with_the_setting(tmp_path: Path):
     save(JetMoeConfig(**TINY, num_local_experts=2, kv_channels=8), tmp_path)
     model = TrainedModelConfig(path=str(tmp_path))
-    with pytest.raises(ValueError, match=r"JetMoeForCausalLM has no .* set m.enable_gradient_checkpointing=false"):
+    with pytest.raises(
+        ValueError, match=r"JetMoeForCausalLM has no .* set m.enable_gradient_checkpointing=false"
+    ):
         check(model)
     check(model.model_copy(update={"enable_gradient_checkpointing": False}))
 
 
-@pytest.mark.parametrize("config", [LlamaConfig(**TINY), MixtralConfig(**TINY)], ids=lambda config: config.model_type)
 @pytest.mark.parametrize(
-    ("change", "name"), [({"vocab_size": 50}, "lm_head.weight is"), ({"intermediate_size": 40}, "model.layers.0.mlp")]
+    "config", [LlamaConfig(**TINY), MixtralConfig(**TINY)], ids=lambda config: config.model_type
+)
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [({"vocab_size": 50}, "lm_head.weight is"), ({"intermediate_size": 40}, "model.layers.0.mlp")],
 )
 def test_weights_of_other_shapes_than_the_configuration_says_are_refused(
     tmp_path: Path, config: PretrainedConfig, change: dict[str, int], name: str
@@ -119,13 +157,17 @@ def test_weights_of_other_shapes_than_the_configuration_says_are_refused(
     model = save(config, tmp_path)
     settings = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(settings | change))
-    with pytest.raises(ValueError, match=rf"m.path={tmp_path} does not fit its configuration: {name}"):
+    with pytest.raises(
+        ValueError, match=rf"m.path={tmp_path} does not fit its configuration: {name}"
+    ):
         check(model)
 
 
 def test_a_head_that_is_missing_is_refused_unless_the_role_makes_one(tmp_path: Path):
     model = save(LlamaConfig(**TINY), tmp_path)
-    with pytest.raises(ValueError, match=r"lacks weights of LlamaForSequenceClassification: \['score.weight'\]"):
+    with pytest.raises(
+        ValueError, match=r"lacks weights of LlamaForSequenceClassification: \['score.weight'\]"
+    ):
         check(model, RewardModel)
     check(model, ValueModel, makes_head=True)
 
@@ -138,23 +180,33 @@ def test_weights_that_are_not_finite_are_refused_with_file_and_tensor(tmp_path: 
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = value
     save_file(tensors, file, {"format": "pt"})
     load = {"key": "m", "device": "cpu", "weights": True}
-    with pytest.raises(ValueError, match=rf"NaN or infinite: model.layers.1.mlp.up_proj.weight of {file}; give"):
+    with pytest.raises(
+        ValueError, match=rf"NaN or infinite: model.layers.1.mlp.up_proj.weight of {file}; give"
+    ):
         load_pretrained(AutoModelForCausalLM, model, ForwardFsdpConfig(dtype="float32"), **load)
 
 
-def test_a_buffer_of_a_models_files_that_is_nan_is_refused_and_one_that_is_infinite_is_not(tmp_path: Path):
+def test_a_buffer_of_a_models_files_that_is_nan_is_refused_and_one_that_is_infinite_is_not(
+    tmp_path: Path,
+):
     layer = torch.nn.Linear(2, 2)
     layer.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
     require_finite(layer, ModelConfig(path=str(tmp_path)), key="m")
     layer.mask[0] = float("nan")
     save_file({"mask": layer.mask}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=rf"NaN or infinite: mask of {tmp_path}/model.safetensors; give"):
+    with pytest.raises(
+        ValueError, match=rf"NaN or infinite: mask of {tmp_path}/model.safetensors; give"
+    ):
         require_finite(layer, ModelConfig(path=str(tmp_path)), key="m")
 
 
 @pytest.mark.parametrize("shard", ["1MB", "20KB"])
-def test_weights_that_lie_there_twice_are_read_as_transformers_reads_them(tmp_path: Path, shard: str):
-    AutoModelForCausalLM.from_config(LlamaConfig(**TINY)).save_pretrained(tmp_path, max_shard_size=shard)
+def test_weights_that_lie_there_twice_are_read_as_transformers_reads_them(
+    tmp_path: Path, shard: str
+):
+    AutoModelForCausalLM.from_config(LlamaConfig(**TINY)).save_pretrained(
+        tmp_path, max_shard_size=shard
+    )
     save_file({"model.norm.weight": torch.ones(7)}, tmp_path / "consolidated.safetensors")
     check(ModelConfig(path=str(tmp_path)))
 

@@ -1,4 +1,5 @@
-"""The null GPU of scripts/null_gpu, by ctypes, from processes that share it: memory, its end, and collectives."""
+"""The null GPU of scripts/null_gpu, by ctypes, from processes that share it: memory, its end, and
+collectives."""
 
 import json
 import shutil
@@ -34,7 +35,12 @@ def start(library: Path) -> Iterator[Start]:
     processes: list[GpuProcess] = []
 
     def new(**settings: str) -> GpuProcess:
-        shared = {"NULL_GPU_NAME": name, "NULL_GPU_COUNT": "2", "NULL_GPU_BYTES": str(SIZE), "NULL_GPU_DEADLINE": "30"}
+        shared = {
+            "NULL_GPU_NAME": name,
+            "NULL_GPU_COUNT": "2",
+            "NULL_GPU_BYTES": str(SIZE),
+            "NULL_GPU_DEADLINE": "30",
+        }
         processes.append(GpuProcess(library, **(shared | settings)))
         return processes[-1]
 
@@ -55,7 +61,10 @@ def together(processes: list[GpuProcess], name: str, arguments: list[tuple]) -> 
 def joined(start: Start, num_ranks: int, **settings: str) -> list[GpuProcess]:
     ranks = [start(**settings) for _ in range(num_ranks)]
     name = ranks[0].call("unique_id")
-    assert together(ranks, "join", [(name, num_ranks, rank) for rank in range(num_ranks)]) == [0] * num_ranks
+    assert (
+        together(ranks, "join", [(name, num_ranks, rank) for rank in range(num_ranks)])
+        == [0] * num_ranks
+    )
     return ranks
 
 
@@ -87,7 +96,8 @@ def test_a_process_that_sees_device_1_alone_counts_on_device_1(start: Start):
     alone = start(CUDA_VISIBLE_DEVICES="1")
     assert alone.call("malloc", 300_000) == 0
     assert [alone.call("used", device) for device in (0, 1)] == [0, 300_000]
-    assert [alone.call("nvml_used", device) for device in (0, 1)] == [0, 300_000]  # which shows all devices
+    # Which shows all devices
+    assert [alone.call("nvml_used", device) for device in (0, 1)] == [0, 300_000]
     assert alone.call("set_device", 1) == INVALID_DEVICE  # its device 0 is the only one
 
 
@@ -128,18 +138,26 @@ def test_a_process_reads_and_writes_memory_that_another_exported_and_counts_it_o
 def test_synchronisations_and_copies_that_wait_are_counted(start: Start):
     process = start()
     process.call("copies")
-    counted = {name: process.call("count", name) for name in ("copies", "blocking_copies", "copied_bytes")}
-    assert counted == {"copies": 3, "blocking_copies": 2, "copied_bytes": 24}  # pageable, and cudaMemcpy
-    assert [process.call("count", f"{what}_synchronizes") for what in ("stream", "event", "device")] == [1, 1, 0]
+    counted = {
+        name: process.call("count", name) for name in ("copies", "blocking_copies", "copied_bytes")
+    }
+    # Pageable, and cudaMemcpy
+    assert counted == {"copies": 3, "blocking_copies": 2, "copied_bytes": 24}
+    assert [
+        process.call("count", f"{what}_synchronizes") for what in ("stream", "event", "device")
+    ] == [1, 1, 0]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_collectives_give_what_the_ranks_put_in(start: Start, num_ranks: int):
-    """Rank r has 1 + r, 2 + r, ... so that the sum of n ranks is n times the first plus 0 + 1 + ... + (n - 1)."""
+    """Rank r has 1 + r, 2 + r, ... so that the sum of n ranks is n times the first plus 0 + 1 + ...
+    + (n - 1)."""
     ranks = joined(start, num_ranks)
     rest = {2: 1, 3: 3}[num_ranks]
 
-    def run(function: str, dtype: str, num_in: int, num_out: int, count: int, *numbers: int) -> list[list[float]]:
+    def run(
+        function: str, dtype: str, num_in: int, num_out: int, count: int, *numbers: int
+    ) -> list[list[float]]:
         inputs = [
             [float(1 + i + rank) if "float" in dtype else 1 + i + rank for i in range(num_in)]
             for rank in range(num_ranks)
@@ -152,20 +170,38 @@ def test_collectives_give_what_the_ranks_put_in(start: Start, num_ranks: int):
     for dtype in TYPES:
         sums = [num_ranks * (1 + i) + rest for i in range(2 * num_ranks)]
         assert run("ncclAllReduce", dtype, 3, 3, 3, SUM) == [sums[:3]] * num_ranks
-        assert run("ncclAllReduce", dtype, 3, 3, 3, MAXIMUM) == [[num_ranks, num_ranks + 1, num_ranks + 2]] * num_ranks
+        assert (
+            run("ncclAllReduce", dtype, 3, 3, 3, MAXIMUM)
+            == [[num_ranks, num_ranks + 1, num_ranks + 2]] * num_ranks
+        )
         assert run("ncclAllReduce", dtype, 3, 3, 3, MINIMUM) == [[1, 2, 3]] * num_ranks
-        assert run("ncclAllReduce", dtype, 2, 2, 2, PRODUCT) == [[2, 6] if num_ranks == 2 else [6, 24]] * num_ranks
-        assert run("ncclAllGather", dtype, 2, 2 * num_ranks, 2) == [[1, 2, 2, 3, 3, 4][: 2 * num_ranks]] * num_ranks
+        assert (
+            run("ncclAllReduce", dtype, 2, 2, 2, PRODUCT)
+            == [[2, 6] if num_ranks == 2 else [6, 24]] * num_ranks
+        )
+        assert (
+            run("ncclAllGather", dtype, 2, 2 * num_ranks, 2)
+            == [[1, 2, 2, 3, 3, 4][: 2 * num_ranks]] * num_ranks
+        )
         parts = run("ncclReduceScatter", dtype, 2 * num_ranks, 2, 2, SUM)
         assert parts == [sums[2 * rank : 2 * rank + 2] for rank in range(num_ranks)]
-        assert run("ncclBroadcast", dtype, 2, 2, 2, num_ranks - 1) == [[num_ranks, num_ranks + 1]] * num_ranks
+        assert (
+            run("ncclBroadcast", dtype, 2, 2, 2, num_ranks - 1)
+            == [[num_ranks, num_ranks + 1]] * num_ranks
+        )
         exchanged = run("ncclAlltoAll", dtype, num_ranks, num_ranks, 1)
-        assert exchanged == [[1 + rank + other for other in range(num_ranks)] for rank in range(num_ranks)]
-    assert run("ncclAllReduce", "float32", 2, 2, 2, AVERAGE) == [[1.5, 2.5] if num_ranks == 2 else [2, 3]] * num_ranks
+        assert exchanged == [
+            [1 + rank + other for other in range(num_ranks)] for rank in range(num_ranks)
+        ]
+    assert (
+        run("ncclAllReduce", "float32", 2, 2, 2, AVERAGE)
+        == [[1.5, 2.5] if num_ranks == 2 else [2, 3]] * num_ranks
+    )
 
 
 def test_a_sum_is_added_in_float32_and_rounded_once(start: Start):
-    """256 + 1 in bfloat16 is 256 again, so that a sum which rounds after each rank gives 256, not 258."""
+    """256 + 1 in bfloat16 is 256 again, so that a sum which rounds after each rank gives 256, not
+    258."""
     ranks = joined(start, 3)
     arguments = [("ncclAllReduce", "bfloat16", [value], 1, 1, SUM) for value in (256.0, 1.0, 1.0)]
     assert together(ranks, "collective", arguments) == [(0, [258.0])] * 3
@@ -173,27 +209,39 @@ def test_a_sum_is_added_in_float32_and_rounded_once(start: Start):
 
 def test_a_factor_is_applied_before_the_sum(start: Start):
     ranks = joined(start, 2)
-    assert together(ranks, "scaled_sum", [([1.0, 2.0], 0.5), ([3.0, 5.0], 0.5)]) == [(0, [2.0, 3.5])] * 2
+    assert (
+        together(ranks, "scaled_sum", [([1.0, 2.0], 0.5), ([3.0, 5.0], 0.5)])
+        == [(0, [2.0, 3.5])] * 2
+    )
 
 
 def test_a_collective_larger_than_its_buffer_arrives_whole(start: Start):
     ranks = joined(start, 2)
     count = 300_000  # of 4 bytes: more than one chunk of 1 MiB
     arguments = [
-        ("ncclAllReduce", "int32", [rank + 1] * (count - 1) + [10 * rank], count, count, SUM) for rank in (0, 1)
+        ("ncclAllReduce", "int32", [rank + 1] * (count - 1) + [10 * rank], count, count, SUM)
+        for rank in (0, 1)
     ]
     for error, values in together(ranks, "collective", arguments):
         assert error == 0 and set(values[:-1]) == {3} and values[-1] == 10
-    halves = [("ncclReduceScatter", "int32", list(range(2 * count)), count, count, SUM) for _ in (0, 1)]
+    halves = [
+        ("ncclReduceScatter", "int32", list(range(2 * count)), count, count, SUM) for _ in (0, 1)
+    ]
     for rank, (_, values) in enumerate(together(ranks, "collective", halves)):
         assert values == [2 * (rank * count + i) for i in range(count)]
 
 
 def test_each_rank_of_a_ring_sends_and_receives_at_once(start: Start):
     ranks = joined(start, 3)
-    messages = [bytes([65 + rank]) * (100_000 + rank) for rank in range(3)]  # more than one chunk of 64 KiB
-    arguments = [(messages[rank], (rank + 1) % 3, (rank - 1) % 3, 100_000 + (rank - 1) % 3) for rank in range(3)]
-    assert together(ranks, "exchange", arguments) == [(0, messages[(rank - 1) % 3]) for rank in range(3)]
+    # More than one chunk of 64 KiB
+    messages = [bytes([65 + rank]) * (100_000 + rank) for rank in range(3)]
+    arguments = [
+        (messages[rank], (rank + 1) % 3, (rank - 1) % 3, 100_000 + (rank - 1) % 3)
+        for rank in range(3)
+    ]
+    assert together(ranks, "exchange", arguments) == [
+        (0, messages[(rank - 1) % 3]) for rank in range(3)
+    ]
 
 
 def test_ranks_of_one_color_are_a_communicator_in_the_order_of_their_keys(start: Start):
@@ -215,7 +263,10 @@ def test_a_rank_that_is_killed_ends_the_collective_of_the_others(start: Start):
 def test_a_rank_that_does_not_come_ends_the_collective_at_the_deadline(start: Start):
     ranks = joined(start, 2, NULL_GPU_DEADLINE="1")
     error, text = ranks[0].call("collective", "ncclAllReduce", "int32", [1], 1, 1, SUM)
-    assert (error, text) == (REMOTE_ERROR, "rank 1 did not come to the all-reduce within 1 s (NULL_GPU_DEADLINE)")
+    assert (error, text) == (
+        REMOTE_ERROR,
+        "rank 1 did not come to the all-reduce within 1 s (NULL_GPU_DEADLINE)",
+    )
 
 
 def test_ranks_in_different_collectives_are_told_so(start: Start):
@@ -232,8 +283,13 @@ def test_a_kernel_that_nothing_answers_is_an_error_where_numbers_count_and_is_wr
     log = tmp_path / "null_gpu.log"
     assert start(NULL_GPU_LOG=str(log)).call("launch", b"silu") == 0
     assert not log.exists()
-    assert start(NULL_GPU_LOG=str(log), NULL_GPU_NUMBERS="1").call("launch", b"silu") == INVALID_KERNEL
-    assert log.read_text() == "null GPU: the kernel silu was launched, which nothing answers with numbers.\n"
+    assert (
+        start(NULL_GPU_LOG=str(log), NULL_GPU_NUMBERS="1").call("launch", b"silu") == INVALID_KERNEL
+    )
+    assert (
+        log.read_text()
+        == "null GPU: the kernel silu was launched, which nothing answers with numbers.\n"
+    )
 
 
 def test_a_missing_compiler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -245,8 +301,15 @@ def test_a_missing_compiler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_the_known_waits_are_within_their_bound_and_a_new_place_or_one_wait_more_is_a_fault():
     known = json.loads(waits.COMMITTED.read_text())
     assert list(known) == [scenario.name for scenario in waits.SCENARIOS]
-    assert not [fault for name, counted in known.items() for fault in waits.faults_of(name, counted, known)]
-    counted = {"waits": 11, "micro_batches": 4, "optimizer_steps": 2, "places": {"critic.py:_predict: aten.nonzero": 1}}
+    assert not [
+        fault for name, counted in known.items() for fault in waits.faults_of(name, counted, known)
+    ]
+    counted = {
+        "waits": 11,
+        "micro_batches": 4,
+        "optimizer_steps": 2,
+        "places": {"critic.py:_predict: aten.nonzero": 1},
+    }
     counted["by_torch"] = {"throughput.py: torch.cuda.synchronize()": 1}
     assert waits.faults_of("critic", counted, known) == [
         "critic: 11 waits, at most 10",

@@ -1,4 +1,5 @@
-"""Memory that is pinned is unpinned before it is freed: CUDA refuses later memory at an address that it still knows."""
+"""Memory that is pinned is unpinned before it is freed: CUDA refuses later memory at an address
+that it still knows."""
 
 import warnings
 from dataclasses import replace
@@ -11,11 +12,16 @@ from verl_like.workers import pinned_memory
 from verl_like.workers.engine.shard_writer import ShardWriter
 from verl_like.workers.pinned_memory import pin, to_device
 from verl_like.workers.weight_sync import WeightExport, collect_weights, iterate_weights
-from verl_like.workers.weight_transfer.shared_memory import SharedMemoryTransport, pin_pages, with_data
+from verl_like.workers.weight_transfer.shared_memory import (
+    SharedMemoryTransport,
+    pin_pages,
+    with_data,
+)
 
 
 class Runtime:
-    """In the place of CUDA's runtime, which this machine may not have: the bytes that are registered, by address."""
+    """In the place of CUDA's runtime, which this machine may not have: the bytes that are
+    registered, by address."""
 
     def __init__(self) -> None:
         self.registered: dict[int, int] = {}
@@ -71,7 +77,9 @@ def test_shared_memory_is_unpinned_with_its_transport(runtime: Runtime):
 def exported(values: torch.Tensor, transport: SharedMemoryTransport, version: int) -> WeightExport:
     """What a receiver in this process gets."""
     options = {"dtype": torch.float32, "rank": 0, "world_size": 1, "version": version}
-    return transport.publish(collect_weights([("w", values)], allocate=transport.allocate, **options))
+    return transport.publish(
+        collect_weights([("w", values)], allocate=transport.allocate, **options)
+    )
 
 
 def test_a_receiver_pins_shared_weights_once_as_memory_that_it_only_reads(runtime: Runtime):
@@ -79,7 +87,8 @@ def test_a_receiver_pins_shared_weights_once_as_memory_that_it_only_reads(runtim
     first = exported(torch.ones(100), transport, 1)
     pin_pages([first])
     assert list(runtime.registered.values()) == [400] and runtime.flags == [8]
-    pin_pages([with_data(first, [replace(bucket.data) for bucket in first.buckets])])  # as it arrives
+    # As it arrives
+    pin_pages([with_data(first, [replace(bucket.data) for bucket in first.buckets])])
     assert runtime.flags == [8]
     ((_, values),) = iterate_weights([first])
     (address,) = runtime.registered
@@ -89,7 +98,9 @@ def test_a_receiver_pins_shared_weights_once_as_memory_that_it_only_reads(runtim
     assert runtime.flags == [8, 8] and len(runtime.registered) == 2
 
 
-def test_a_driver_that_does_not_pin_shared_weights_is_named_once_and_the_weights_are_read(runtime: Runtime):
+def test_a_driver_that_does_not_pin_shared_weights_is_named_once_and_the_weights_are_read(
+    runtime: Runtime,
+):
     runtime.code = 801  # cudaErrorNotSupported
     transport = SharedMemoryTransport()
     export = exported(torch.full((50,), 3.0), transport, 1)
@@ -102,7 +113,9 @@ def test_a_driver_that_does_not_pin_shared_weights_is_named_once_and_the_weights
     assert torch.equal(next(iterate_weights([export]))[1], torch.full((50,), 3.0))
 
 
-def test_shared_weights_that_are_gone_or_written_anew_are_left_to_the_check_of_all_ranks(runtime: Runtime):
+def test_shared_weights_that_are_gone_or_written_anew_are_left_to_the_check_of_all_ranks(
+    runtime: Runtime,
+):
     gone = exported(torch.ones(10), SharedMemoryTransport(), 1)
     transport = SharedMemoryTransport()
     written = exported(torch.ones(20), transport, 1)
@@ -112,11 +125,19 @@ def test_shared_weights_that_are_gone_or_written_anew_are_left_to_the_check_of_a
 
 
 def test_weights_that_are_no_shared_memory_are_not_pinned(runtime: Runtime):
-    pin_pages([collect_weights([("w", torch.ones(9))], dtype=torch.float32, rank=0, world_size=1, version=0)])
+    pin_pages(
+        [
+            collect_weights(
+                [("w", torch.ones(9))], dtype=torch.float32, rank=0, world_size=1, version=0
+            )
+        ]
+    )
     assert not runtime.registered
 
 
-def test_the_buffers_of_checkpoints_are_unpinned_with_their_writer(runtime: Runtime, monkeypatch: pytest.MonkeyPatch):
+def test_the_buffers_of_checkpoints_are_unpinned_with_their_writer(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+):
     class OnGpu(torch.Tensor):
         is_cuda = True
 

@@ -1,4 +1,5 @@
-"""docs/placement.md: its layouts and rows are configurations that give the pools it says; the scripts of a cluster."""
+"""docs/placement.md: its layouts and rows are configurations that give the pools it says; the
+scripts of a cluster."""
 
 import re
 import shlex
@@ -18,8 +19,16 @@ from verl_like.trainer.ppo.workers import build_resource_pools
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/placement.md").read_text()
 CLUSTER = ROOT / "examples/cluster"
-REQUIRED = ["data.train_files=train.parquet", "data.val_files=val.parquet", "actor_rollout_ref.model.path=my/model"]
-ALL_ROLES = ["algorithm.use_kl_in_reward=true", "reward_model.enable=true", "reward_model.model.path=my/judge"]
+REQUIRED = [
+    "data.train_files=train.parquet",
+    "data.val_files=val.parquet",
+    "actor_rollout_ref.model.path=my/model",
+]
+ALL_ROLES = [
+    "algorithm.use_kl_in_reward=true",
+    "reward_model.enable=true",
+    "reward_model.model.path=my/judge",
+]
 
 
 def layouts() -> dict[int, list[str]]:
@@ -31,7 +40,11 @@ def layouts() -> dict[int, list[str]]:
 def rows() -> list[tuple[str, str, str]]:
     """(theirs, here, pools) of the tables of flags and keys."""
     section = PAGE.partition("## From OpenRLHF and verl")[2].partition("\n## ")[0]
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if line.startswith("|")]
+    cells = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in section.splitlines()
+        if line.startswith("|")
+    ]
     return [(theirs, here, pools) for theirs, here, pools in cells if here not in ("here", "---")]
 
 
@@ -43,14 +56,19 @@ def code_with_values(cell: str) -> list[str]:
 
 def with_all_roles(*overrides: str) -> PPOConfig:
     if any(override.startswith("detached.") for override in overrides):
-        return load_config(DetachedConfig, broken_detached_rules, [*REQUIRED, *ALL_ROLES, *overrides])
+        return load_config(
+            DetachedConfig, broken_detached_rules, [*REQUIRED, *ALL_ROLES, *overrides]
+        )
     return load_ppo_config([*REQUIRED, *ALL_ROLES, *overrides])
 
 
 def pools_of(config: PPOConfig) -> dict[str, tuple[list[int], list[str]]]:
     """Processes per node and the running roles of each pool."""
     return {
-        pool: (list(sizes), [role for role in config.active_roles if config.role_mapping[role] == pool])
+        pool: (
+            list(sizes),
+            [role for role in config.active_roles if config.role_mapping[role] == pool],
+        )
         for pool, sizes in config.resource_pool_spec.items()
     }
 
@@ -83,7 +101,11 @@ def test_the_layouts_have_as_many_gpus_and_engines_as_the_page_says():
     for gpus, overrides in layouts().items():
         config = with_all_roles(*overrides)
         assert config.num_processes_of_run == gpus
-        assert config.num_processes("rollout") // config.actor_rollout_ref.rollout.tensor_model_parallel_size == 4
+        assert (
+            config.num_processes("rollout")
+            // config.actor_rollout_ref.rollout.tensor_model_parallel_size
+            == 4
+        )
         assert build_resource_pools(config).max_colocate_count == 1, "a GPU has one process"
 
 
@@ -106,7 +128,9 @@ def test_a_row_gives_the_pools_and_values_it_says(theirs: str, here: str, pools:
             assert value_of(config, key) == yaml.safe_load(value), key
 
 
-@pytest.mark.parametrize("theirs", [theirs for theirs, here, _ in rows() if here.startswith("not built")])
+@pytest.mark.parametrize(
+    "theirs", [theirs for theirs, here, _ in rows() if here.startswith("not built")]
+)
 def test_a_key_that_is_not_built_is_refused(theirs: str):
     for override in code_with_values(theirs):
         with pytest.raises(ConfigError, match="there is no such key"):
@@ -117,20 +141,36 @@ def test_pools_of_presets_without_sizes_ask_for_those_of_the_running_roles():
     with pytest.raises(ConfigError) as error:
         load_ppo_config([*REQUIRED, "placement=separate", "resource_pool_spec.actor_pool=[4]"])
     assert str(error.value).splitlines() == [
-        f"role_mapping.{role}={role}_pool: there is no such pool, only ['actor_pool']; size it, e.g. "
-        f"resource_pool_spec.{role}_pool=[4]"
+        f"role_mapping.{role}={role}_pool: there is no such pool, only ['actor_pool']; size it, "
+        f"e.g. resource_pool_spec.{role}_pool=[4]"
         for role in ("rollout", "critic")
     ]
-    with pytest.raises(ConfigError, match=r"resource_pool_spec.ref_pool=\[2\] has none of this run's roles"):
+    with pytest.raises(
+        ConfigError, match=r"resource_pool_spec.ref_pool=\[2\] has none of this run's roles"
+    ):
         load_ppo_config([*REQUIRED, *layouts()[16], "~resource_pool_spec.reward_model_pool"])
-    grpo = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4", "resource_pool_spec.rollout_pool=[2]"]
-    config = load_ppo_config([*REQUIRED, *grpo, "placement=pairs", "resource_pool_spec.actor_ref_pool=[4]"])
-    assert pools_of(config) == {"rollout_pool": ([2], ["rollout"]), "actor_ref_pool": ([4], ["actor"])}
+    grpo = [
+        "algorithm.adv_estimator=grpo",
+        "actor_rollout_ref.rollout.n=4",
+        "resource_pool_spec.rollout_pool=[2]",
+    ]
+    config = load_ppo_config(
+        [*REQUIRED, *grpo, "placement=pairs", "resource_pool_spec.actor_ref_pool=[4]"]
+    )
+    assert pools_of(config) == {
+        "rollout_pool": ([2], ["rollout"]),
+        "actor_ref_pool": ([4], ["actor"]),
+    }
 
 
-@pytest.mark.parametrize(("preset", "keeps"), [("colocated", False), ("split", False), ("pairs", True)])
+@pytest.mark.parametrize(
+    ("preset", "keeps"), [("colocated", False), ("split", False), ("pairs", True)]
+)
 def test_engines_alone_on_their_devices_keep_their_memory(preset: str, keeps: bool):
-    sizes = [f"resource_pool_spec.{pool}_pool=[4]" for pool in ("actor_ref", "critic_reward_model", "rollout")]
+    sizes = [
+        f"resource_pool_spec.{pool}_pool=[4]"
+        for pool in ("actor_ref", "critic_reward_model", "rollout")
+    ]
     config = with_all_roles(f"placement={preset}", *(sizes if preset == "pairs" else []))
     assert config.actor_rollout_ref.rollout.free_cache_engine is not keeps
 
@@ -146,14 +186,17 @@ def test_the_job_of_the_cluster_scripts_is_the_layout_of_16_gpus_on_the_ray_that
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", slurm, re.MULTILINE))
     assert int(options["nodes"]) * int(options["gpus-per-node"]) == config.num_processes_of_run
     for starter in (slurm, (CLUSTER / "ray_job.sh").read_text()):
-        assert re.search(r"bash \S*examples/cluster/train.sh\"? \"\$@\"( &)?$", starter, re.MULTILINE)
+        assert re.search(
+            r"bash \S*examples/cluster/train.sh\"? \"\$@\"( &)?$", starter, re.MULTILINE
+        )
 
 
 def test_the_slurm_script_gives_sigterm_to_the_driver_and_waits_for_its_exit_code(tmp_path: Path):
     folder = tmp_path / "examples/cluster"
     folder.mkdir(parents=True)
     (folder / "train.sh").write_text(
-        "trap 'sleep 0.5; touch saved; exit 130' TERM\ntouch ready\nfor i in {1..600}; do sleep 0.1; done"
+        "trap 'sleep 0.5; touch saved; exit 130' TERM\ntouch ready\nfor i in {1..600}; do sleep "
+        "0.1; done"
     )
     script = (CLUSTER / "slurm.sh").read_text()
     tail = script[script.index("bash examples/cluster/train.sh") :]

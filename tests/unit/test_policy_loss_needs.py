@@ -1,4 +1,5 @@
-"""What policy losses ask for: a teacher of its own weights, and an aggregation for which they are defined."""
+"""What policy losses ask for: a teacher of its own weights, and an aggregation for which they are
+defined."""
 
 import json
 from pathlib import Path
@@ -10,7 +11,12 @@ from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 from verl_like.protocol.row_ops import deep_equal
 from verl_like.single_controller.decorator import Dispatch, register
 from verl_like.trainer.config import load_ppo_config
-from verl_like.trainer.ppo.inputs import check_models, check_policy_loss, check_teacher, notes_on_aggregation
+from verl_like.trainer.ppo.inputs import (
+    check_models,
+    check_policy_loss,
+    check_teacher,
+    notes_on_aggregation,
+)
 from verl_like.workers.actor import ActorWorker
 from verl_like.workers.models.pretrained import load_tokenizer
 from verl_like.workers.reference import ReferenceWorker
@@ -21,11 +27,16 @@ LOSS = "actor_rollout_ref.actor.policy_loss"
 
 def distilling(policy, teacher, **options):
     """The settings of a policy that learns from a teacher."""
-    return policy_config(policy, policy_loss={"loss_mode": "distillation", "teacher_path": teacher, **options})
+    return policy_config(
+        policy, policy_loss={"loss_mode": "distillation", "teacher_path": teacher, **options}
+    )
 
 
 def test_a_policy_moves_towards_a_teacher_unless_it_is_the_teacher(tmp_path):
-    student, teacher = write_model(tmp_path / "student"), write_model(tmp_path / "teacher", tie=True)
+    student, teacher = (
+        write_model(tmp_path / "student"),
+        write_model(tmp_path / "teacher", tie=True),
+    )
     batch = make_batch()
     for path, is_itself in ((student, True), (teacher, False)):
         config = distilling(student, path, use_task_rewards=False)
@@ -55,8 +66,13 @@ def test_a_loss_without_a_teacher_is_refused():
     files = ["data.train_files=a", "data.val_files=b", "actor_rollout_ref.model.path=c"]
     run = load_ppo_config([*files, f"{LOSS}.loss_mode=distillation"])
     check_policy_loss(run, {"judge": CustomTeacher})
-    check_policy_loss(load_ppo_config([*files, f"{LOSS}.loss_mode=distillation", f"{LOSS}.teacher_path=d"]), {})
-    with pytest.raises(ValueError, match=r"loss_mode=distillation needs teacher_log_prob, which no role.*teacher_path"):
+    check_policy_loss(
+        load_ppo_config([*files, f"{LOSS}.loss_mode=distillation", f"{LOSS}.teacher_path=d"]), {}
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"loss_mode=distillation needs teacher_log_prob, which no role.*teacher_path",
+    ):
         check_policy_loss(run, {"judge": ReferenceWorker})
 
 
@@ -72,11 +88,18 @@ def resize(folder, num_rows):
     model.save_pretrained(folder)
 
 
-def test_a_teacher_has_the_tokenizer_of_the_policy_its_length_and_perhaps_more_rows_of_embeddings(tmp_path):
+def test_a_teacher_has_the_tokenizer_of_the_policy_its_length_and_perhaps_more_rows_of_embeddings(
+    tmp_path,
+):
     student, teacher = write_model(tmp_path / "student"), write_model(tmp_path / "teacher")
     size = json.loads((tmp_path / "teacher/config.json").read_text())["vocab_size"]
     lengths = ["data.max_prompt_length=8", "data.max_response_length=8"]
-    run = [*lengths, "data.train_files=a", "data.val_files=b", f"actor_rollout_ref.model.path={student}"]
+    run = [
+        *lengths,
+        "data.train_files=a",
+        "data.val_files=b",
+        f"actor_rollout_ref.model.path={student}",
+    ]
     run += [f"{LOSS}.loss_mode=distillation", f"{LOSS}.teacher_path={teacher}"]
     tokenizer = load_tokenizer(policy_config(student).model)
     config = tmp_path / "teacher/config.json"
@@ -98,12 +121,22 @@ def test_a_teacher_has_the_tokenizer_of_the_policy_its_length_and_perhaps_more_r
 
 @pytest.mark.parametrize("loss", ["sapo", "geo_mean"])
 def test_a_loss_defined_for_one_aggregation_has_it_and_refuses_the_others(loss):
-    files = ["data.train_files=a", "data.val_files=b", "actor_rollout_ref.model.path=c", f"{LOSS}.loss_mode={loss}"]
+    files = [
+        "data.train_files=a",
+        "data.val_files=b",
+        "actor_rollout_ref.model.path=c",
+        f"{LOSS}.loss_mode={loss}",
+    ]
     config = load_ppo_config(files)
     assert config.actor_rollout_ref.actor.loss_agg_mode == "seq-mean-token-mean"
     check_policy_loss(config, {})
-    with pytest.raises(ValueError, match=f"the policy loss {loss} is defined only for seq-mean-token-mean; set that"):
-        check_policy_loss(load_ppo_config([*files, "actor_rollout_ref.actor.loss_agg_mode=token-mean"]), {})
+    with pytest.raises(
+        ValueError,
+        match=f"the policy loss {loss} is defined only for seq-mean-token-mean; set that",
+    ):
+        check_policy_loss(
+            load_ppo_config([*files, "actor_rollout_ref.actor.loss_agg_mode=token-mean"]), {}
+        )
 
 
 def test_gspo_takes_the_mean_of_responses_unless_another_aggregation_is_set_which_it_warns_of():
@@ -120,31 +153,53 @@ def test_gspo_takes_the_mean_of_responses_unless_another_aggregation_is_set_whic
         assert config.actor_rollout_ref.actor.loss_agg_mode == "token-sum"
         notes = notes_on_aggregation(config)
         assert len(notes) == num_warnings
-        assert all("loss_agg_mode=token-sum, but the paper of the policy loss gspo takes seq-mean" in n for n in notes)
+        assert all(
+            "loss_agg_mode=token-sum, but the paper of the policy loss gspo takes seq-mean" in n
+            for n in notes
+        )
 
 
 def test_the_aggregation_of_a_loss_of_a_plugin_is_that_of_its_signature(tmp_path, monkeypatch):
-    signature = "old_log_prob, log_prob, advantages, response_mask, loss_agg_mode='seq-mean-token-sum', config=None"
+    signature = (
+        "old_log_prob, log_prob, advantages, response_mask, "
+        "loss_agg_mode='seq-mean-token-sum', config=None"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "summing_plugin.py").write_text(
         "from verl_like.algorithms.policy_losses import register_policy_loss\n"
         f"@register_policy_loss('summed')\ndef summed({signature}): ...\n"
     )
-    files = ["data.train_files=a", "data.val_files=b", "actor_rollout_ref.model.path=c", "plugins=[summing_plugin]"]
+    files = [
+        "data.train_files=a",
+        "data.val_files=b",
+        "actor_rollout_ref.model.path=c",
+        "plugins=[summing_plugin]",
+    ]
     config = load_ppo_config([*files, f"{LOSS}.loss_mode=summed"])
     assert config.actor_rollout_ref.actor.loss_agg_mode == "seq-mean-token-sum"
 
 
 def test_what_is_wrong_with_a_teacher_is_said_of_the_keys_that_set_it(tmp_path):
-    student, missing, empty = write_model(tmp_path / "student"), tmp_path / "missing", tmp_path / "empty"
+    student, missing, empty = (
+        write_model(tmp_path / "student"),
+        tmp_path / "missing",
+        tmp_path / "empty",
+    )
     LlamaConfig().save_pretrained(empty)
-    GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0).save_pretrained(tmp_path / "noisy")  # attn_pdrop is 0.1
-    run = ["data.max_prompt_length=8", "data.max_response_length=8", "data.train_files=a", "data.val_files=b"]
+    # Attn_pdrop is 0.1
+    GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0).save_pretrained(tmp_path / "noisy")
+    run = [
+        "data.max_prompt_length=8",
+        "data.max_response_length=8",
+        "data.train_files=a",
+        "data.val_files=b",
+    ]
     run += [f"actor_rollout_ref.model.path={student}", f"{LOSS}.loss_mode=distillation"]
     for teacher, problem in {
         missing: ": there is no model",
         empty: ".*has no weights",
-        tmp_path / "noisy": r".*attn_pdrop=0\.1.*; set actor_rollout_ref\.model\.override_config\.attn_pdrop=0\.0\.$",
+        tmp_path / "noisy": r".*attn_pdrop=0\.1.*; set "
+        r"actor_rollout_ref\.model\.override_config\.attn_pdrop=0\.0\.$",
     }.items():
         with pytest.raises(ValueError, match=f"^{LOSS}.teacher_path={teacher}{problem}"):
             check_models(load_ppo_config([*run, f"{LOSS}.teacher_path={teacher}"]))

@@ -1,4 +1,5 @@
-"""Laws of the batch: taking rows apart and putting them together loses, invents, aliases and changes nothing."""
+"""Laws of the batch: taking rows apart and putting them together loses, invents, aliases and
+changes nothing."""
 
 import tempfile
 
@@ -29,9 +30,13 @@ def test_concat_undoes_chunk(data: DataProto, chunks: int, draw: st.DataObject):
         joined = DataProto.concat(parts)
     rows = plain_rows(data)
     size = len(data) // chunks
-    assert [plain_rows(part) for part in parts] == [rows[i * size : (i + 1) * size] for i in range(chunks)]
+    assert [plain_rows(part) for part in parts] == [
+        rows[i * size : (i + 1) * size] for i in range(chunks)
+    ]
     assert joined.equal(data) and plain_rows(joined) == rows
-    assert not share_memory(data, DataProto.concat([data])) and not any(share_memory(data, part) for part in parts)
+    assert not share_memory(data, DataProto.concat([data])) and not any(
+        share_memory(data, part) for part in parts
+    )
 
 
 @law
@@ -68,7 +73,9 @@ def test_repeat_gives_aabb_interleaved_and_abab_otherwise(data: DataProto, times
 @given(batches(), st.data())
 def test_each_row_is_repeated_by_its_own_count(data: DataProto, draw: st.DataObject):
     counts = draw.draw(st.lists(st.integers(0, 3), min_size=len(data), max_size=len(data)))
-    expected = [row for row, count in zip(plain_rows(data), counts, strict=True) for _ in range(count)]
+    expected = [
+        row for row, count in zip(plain_rows(data), counts, strict=True) for _ in range(count)
+    ]
     assert plain_rows(data.sample_level_repeat(counts)) == expected
     assert plain_rows(data.sample_level_repeat(torch.tensor(counts, dtype=torch.int32))) == expected
 
@@ -81,11 +88,19 @@ def test_indices_and_masks_select_copies_of_rows(data: DataProto, draw: st.DataO
     mask = draw.draw(st.lists(st.booleans(), min_size=count, max_size=count))
     rows = plain_rows(data)
     with unchanged(data):
-        for form in (list, tuple, lambda x: np.array(x, dtype=np.int32), lambda x: torch.tensor(x, dtype=torch.int64)):
+        for form in (
+            list,
+            tuple,
+            lambda x: np.array(x, dtype=np.int32),
+            lambda x: torch.tensor(x, dtype=torch.int64),
+        ):
             selected = data[form(indices)]
             assert plain_rows(selected) == [rows[i] for i in indices]
             assert not share_memory(data, selected)
-        for form in (lambda x: np.array(x, dtype=bool), lambda x: torch.tensor(x, dtype=torch.bool)):
+        for form in (
+            lambda x: np.array(x, dtype=bool),
+            lambda x: torch.tensor(x, dtype=torch.bool),
+        ):
             assert plain_rows(data.select_idxs(form(mask))) == [
                 row for row, keep in zip(rows, mask, strict=True) if keep
             ]
@@ -133,7 +148,9 @@ def test_unpad_undoes_pad_and_pad_rows_wrap_around(data: DataProto, divisor: int
 def test_union_undoes_pop(data: DataProto, draw: st.DataObject):
     original = data.slice()
     tensors = draw.draw(st.lists(st.sampled_from(sorted(data.tensors()) or ["-"]), unique=True))
-    arrays = draw.draw(st.lists(st.sampled_from(sorted(data.non_tensor_batch) or ["-"]), unique=True))
+    arrays = draw.draw(
+        st.lists(st.sampled_from(sorted(data.non_tensor_batch) or ["-"]), unique=True)
+    )
     tensors, arrays = [key for key in tensors if key != "-"], [key for key in arrays if key != "-"]
     popped = data.pop(tensors, arrays, ["temperature"])
     assert not set(tensors) & set(data.tensors()) and not set(arrays) & set(data.non_tensor_batch)
@@ -155,11 +172,17 @@ def test_union_with_itself_changes_nothing_even_with_nans(data: DataProto):
 
 @law
 @given(batches(), st.data())
-def test_select_keeps_exactly_the_chosen_columns_and_shares_them(data: DataProto, draw: st.DataObject):
+def test_select_keeps_exactly_the_chosen_columns_and_shares_them(
+    data: DataProto, draw: st.DataObject
+):
     keys = draw.draw(st.lists(st.sampled_from(sorted(data.tensors()) or ["-"]), unique=True))
     keys = [key for key in keys if key != "-"]
     chosen = data.select(keys, [], ["temperature"])
-    assert (list(chosen.tensors()), chosen.non_tensor_batch, chosen.meta_info) == (keys, {}, {"temperature": 1.0})
+    assert (list(chosen.tensors()), chosen.non_tensor_batch, chosen.meta_info) == (
+        keys,
+        {},
+        {"temperature": 1.0},
+    )
     assert all(chosen.batch[key] is data.batch[key] for key in keys)
     assert chosen.batch is None or len(chosen) == len(data)
     assert data.select().equal(data)
@@ -176,11 +199,17 @@ def test_a_file_gives_back_the_same_batch(data: DataProto):
 
 @law
 @given(batches(), st.integers(1, 3), st.booleans())
-def test_every_epoch_of_the_iterator_gives_every_row_once(data: DataProto, size: int, shuffle: bool):
+def test_every_epoch_of_the_iterator_gives_every_row_once(
+    data: DataProto, size: int, shuffle: bool
+):
     data = data.repeat(size)
     with unchanged(data):
-        seen = list(data.make_iterator(size, epochs=2, seed=3, dataloader_kwargs={"shuffle": shuffle}))
-        again = list(data.make_iterator(size, epochs=2, seed=3, dataloader_kwargs={"shuffle": shuffle}))
+        seen = list(
+            data.make_iterator(size, epochs=2, seed=3, dataloader_kwargs={"shuffle": shuffle})
+        )
+        again = list(
+            data.make_iterator(size, epochs=2, seed=3, dataloader_kwargs={"shuffle": shuffle})
+        )
     rows = plain_rows(data)
     per_epoch = len(data) // size
     for epoch in (seen[:per_epoch], seen[per_epoch:]):
@@ -188,7 +217,9 @@ def test_every_epoch_of_the_iterator_gives_every_row_once(data: DataProto, size:
         assert sorted(map(str, found)) == sorted(map(str, rows))
         assert shuffle or found == rows
     assert len(seen) == 2 * per_epoch and all(a.equal(b) for a, b in zip(seen, again, strict=True))
-    assert all(batch.meta_info is not data.meta_info and "temperature" in batch.meta_info for batch in seen)
+    assert all(
+        batch.meta_info is not data.meta_info and "temperature" in batch.meta_info for batch in seen
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64])

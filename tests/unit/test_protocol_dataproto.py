@@ -27,16 +27,26 @@ def make_batch(rows: int = 4) -> DataProto:
 
 
 def test_equally_long_lists_stay_one_element_per_row():
-    data = DataProto.from_dict(non_tensors={"raw_prompt": [[1, 2], [3, 4]], "pair": ([1], {"a": 2})})
+    data = DataProto.from_dict(
+        non_tensors={"raw_prompt": [[1, 2], [3, 4]], "pair": ([1], {"a": 2})}
+    )
     assert data.non_tensor_batch["raw_prompt"].shape == (2,)
-    assert data.non_tensor_batch["raw_prompt"][1] == [3, 4] and data.non_tensor_batch["pair"][1] == {"a": 2}
+    assert data.non_tensor_batch["raw_prompt"][1] == [3, 4] and data.non_tensor_batch["pair"][
+        1
+    ] == {"a": 2}
     assert len(data) == 2 and data.batch is None
 
 
 def test_a_single_dict_is_sorted_into_tensors_and_arrays():
     data = DataProto.from_single_dict({"a": torch.ones(2, 1), "b": np.array([1, 2])}, {"step": 3})
-    assert (list(data.tensors()), list(data.non_tensor_batch), data.meta_info) == (["a"], ["b"], {"step": 3})
-    with pytest.raises(ValueError, match=r"non_tensor_batch\['c'\] is a list.*from_dict\(non_tensors"):
+    assert (list(data.tensors()), list(data.non_tensor_batch), data.meta_info) == (
+        ["a"],
+        ["b"],
+        {"step": 3},
+    )
+    with pytest.raises(
+        ValueError, match=r"non_tensor_batch\['c'\] is a list.*from_dict\(non_tensors"
+    ):
         DataProto.from_single_dict({"a": torch.ones(2), "c": [1, 2]})
 
 
@@ -70,16 +80,26 @@ def test_a_jagged_column_must_be_ragged_in_its_second_dimension():
 
 def test_a_jagged_column_with_holes_keeps_only_its_rows():
     full = torch.arange(12).view(3, 4)
-    holes = torch.nested.narrow(full, 1, torch.tensor([0, 1, 3]), torch.tensor([2, 3, 0]), layout=torch.jagged)
+    holes = torch.nested.narrow(
+        full, 1, torch.tensor([0, 1, 3]), torch.tensor([2, 3, 0]), layout=torch.jagged
+    )
     data = DataProto.from_dict({"j": holes})
-    assert [row.tolist() for row in data.select_idxs([1, 0, 2]).batch["j"].unbind()] == [[5, 6, 7], [0, 1], []]
+    assert [row.tolist() for row in data.select_idxs([1, 0, 2]).batch["j"].unbind()] == [
+        [5, 6, 7],
+        [0, 1],
+        [],
+    ]
     assert [row.tolist() for row in data.rows(1, 3).batch["j"].unbind()] == [[5, 6, 7], []]
 
 
 def test_a_column_of_another_length_put_in_later_is_found_by_the_next_operation():
     data = make_batch()
     data.non_tensor_batch["late"] = np.arange(5)
-    for operation in (lambda: data.slice(0, 2), lambda: data.union(DataProto()), lambda: DataProto.concat([data])):
+    for operation in (
+        lambda: data.slice(0, 2),
+        lambda: data.union(DataProto()),
+        lambda: DataProto.concat([data]),
+    ):
         with pytest.raises(ValueError, match="'late': 5"):
             operation()
 
@@ -126,9 +146,13 @@ def test_select_and_pop_of_missing_keys_name_the_key_and_what_exists():
         for operation in (data.select, data.pop):
             with pytest.raises(ValueError, match=r"'nope' not in batch, which has 'ids', 'ragged'"):
                 operation(["ids", "nope"])
-            with pytest.raises(ValueError, match=r"'nope' not in non_tensor_batch, which has 'uid'"):
+            with pytest.raises(
+                ValueError, match=r"'nope' not in non_tensor_batch, which has 'uid'"
+            ):
                 operation(["ids"], ["nope"])
-            with pytest.raises(ValueError, match=r"'nope' not in meta_info, which has 'temperature'"):
+            with pytest.raises(
+                ValueError, match=r"'nope' not in meta_info, which has 'temperature'"
+            ):
                 operation(["ids"], ["uid"], ["nope"])
 
 
@@ -149,9 +173,15 @@ def test_union_refuses_columns_that_differ_and_leaves_both_sides_alone():
     changes = [
         ({"tensors": {"ids": torch.zeros(2, 2, dtype=torch.int64)}}, "batch key 'ids'"),
         ({"tensors": {"ids": left.batch["ids"].float()}}, "batch key 'ids'"),
-        ({"tensors": {"ragged": jagged([torch.zeros(1), torch.zeros(1)], torch.zeros(0))}}, "batch key 'ragged'"),
+        (
+            {"tensors": {"ragged": jagged([torch.zeros(1), torch.zeros(1)], torch.zeros(0))}},
+            "batch key 'ragged'",
+        ),
         ({"non_tensors": {"uid": ["0-0", "0-7"]}}, "non_tensor_batch key 'uid'"),
-        ({"non_tensors": {"uid": ["0-0", "0-1"]}, "meta_info": {"temperature": 0.5}}, "meta_info key 'temperature'"),
+        (
+            {"non_tensors": {"uid": ["0-0", "0-1"]}, "meta_info": {"temperature": 0.5}},
+            "meta_info key 'temperature'",
+        ),
     ]
     for change, message in changes:
         right = DataProto.from_dict(**change)
@@ -189,7 +219,9 @@ def test_concat_merges_metrics_by_their_reduction_and_timings_into_lists():
     merged = DataProto.concat(parts).meta_info
     assert merged["metrics"] == {"loss": Metric.mean(3.0, 3.0), "longest": Metric.max(4.0)}
     assert merged["timing"] == {"forward": [1.0, 4.0]}
-    assert DataProto.concat([DataProto.concat(parts), parts[0]]).meta_info["timing"] == {"forward": [1.0, 4.0, 1.0]}
+    assert DataProto.concat([DataProto.concat(parts), parts[0]]).meta_info["timing"] == {
+        "forward": [1.0, 4.0, 1.0]
+    }
     assert parts[0].meta_info["timing"] == {"forward": 1.0}
 
 
@@ -202,18 +234,27 @@ def test_concat_refuses_what_does_not_fit_and_says_what():
         DataProto.concat([one, two])
     with pytest.raises(ValueError, match="'ragged' in batch not in all parts"):
         DataProto.concat([one, one.select(["ids"])])
-    with pytest.raises(ValueError, match=r"column 'ids' is .*int64.* in part 0 but .*float32.* in part 1"):
-        DataProto.concat([DataProto.from_dict({"ids": x}) for x in (one.batch["ids"], one.batch["ids"].float())])
+    with pytest.raises(
+        ValueError, match=r"column 'ids' is .*int64.* in part 0 but .*float32.* in part 1"
+    ):
+        DataProto.concat(
+            [DataProto.from_dict({"ids": x}) for x in (one.batch["ids"], one.batch["ids"].float())]
+        )
     with pytest.raises(ValueError, match=r"'ids'.*shape \(2,\).*shape \(3,\)"):
         DataProto.concat([DataProto.from_dict({"ids": torch.ones(1, n)}) for n in (2, 3)])
     with pytest.raises(ValueError, match=r"'ids'.*a tensor.*a jagged tensor"):
         DataProto.concat(
-            [DataProto.from_dict({"ids": x}) for x in (torch.ones(1, 2), jagged([torch.ones(2)], torch.ones(0)))]
+            [
+                DataProto.from_dict({"ids": x})
+                for x in (torch.ones(1, 2), jagged([torch.ones(2)], torch.ones(0)))
+            ]
         )
 
 
 def test_chunk_that_does_not_divide_names_the_sizes_and_the_way_out():
-    with pytest.raises(ValueError, match=r"10 rows do not divide into 4 .*pad_dataproto_to_divisor\(data, 4\)"):
+    with pytest.raises(
+        ValueError, match=r"10 rows do not divide into 4 .*pad_dataproto_to_divisor\(data, 4\)"
+    ):
         make_batch(10).chunk(4)
     with pytest.raises(ValueError, match="positive"):
         make_batch().chunk(0)
@@ -238,7 +279,10 @@ def test_padding_needs_rows_and_unpadding_drops_no_real_row():
     with pytest.raises(ValueError, match="no rows"):
         pad_dataproto_to_divisor(make_batch(4).slice(0, 0), 2)
     padded, pad_size = pad_dataproto_to_divisor(make_batch(3), 8)
-    assert padded.non_tensor_batch["uid"].tolist() == [f"0-{i}" for i in (0, 1, 2, 0, 1, 2, 0, 1)] and pad_size == 5
+    assert (
+        padded.non_tensor_batch["uid"].tolist() == [f"0-{i}" for i in (0, 1, 2, 0, 1, 2, 0, 1)]
+        and pad_size == 5
+    )
     with pytest.raises(ValueError, match="not all padding"):
         unpad_dataproto(padded, 6)
     with pytest.raises(ValueError, match="cannot drop 9 of 8 rows"):
@@ -287,7 +331,9 @@ def test_versions_tell_which_column_was_written_into():
 def test_equal_sees_every_difference():
     def batch() -> DataProto:
         objects = [{"a": np.array([1.0, np.nan])}, [1, (2,)], None, float("nan")]
-        return make_batch().union(DataProto.from_dict({"f": torch.full((4,), float("nan"))}, {"objects": objects}))
+        return make_batch().union(
+            DataProto.from_dict({"f": torch.full((4,), float("nan"))}, {"objects": objects})
+        )
 
     def change(edit) -> DataProto:
         data = batch()
@@ -299,7 +345,9 @@ def test_equal_sees_every_difference():
         lambda d: d.batch.update({"f": torch.tensor([float("nan")] * 3 + [0.0])}),
         lambda d: d.batch.update({"f": d.batch["f"].double()}),
         lambda d: d.batch.update({"ids": d.batch["ids"] + 1}),
-        lambda d: d.batch.update({"ragged": jagged([torch.zeros(1, dtype=torch.int64)] * 4, torch.zeros(0).long())}),
+        lambda d: d.batch.update(
+            {"ragged": jagged([torch.zeros(1, dtype=torch.int64)] * 4, torch.zeros(0).long())}
+        ),
         lambda d: d.pop(["ids"]),
         lambda d: d.non_tensor_batch.update(objects=d.non_tensor_batch["objects"][::-1]),
         lambda d: d.non_tensor_batch.update(uid=d.non_tensor_batch["uid"].astype(str)),
@@ -321,7 +369,8 @@ def test_the_iterator_shuffles_each_epoch_anew_and_leaves_the_global_generator_a
     data = make_batch(32).select(["ids"])
     state = torch.get_rng_state()
     order = [
-        b.batch["ids"][:, 0].tolist() for b in data.make_iterator(32, 2, seed=1, dataloader_kwargs={"shuffle": True})
+        b.batch["ids"][:, 0].tolist()
+        for b in data.make_iterator(32, 2, seed=1, dataloader_kwargs={"shuffle": True})
     ]
     list(data.make_iterator(8, 1))
     assert torch.equal(torch.get_rng_state(), state)
@@ -354,7 +403,10 @@ def test_union_of_dicts_makes_new_dicts():
     with pytest.raises(ValueError, match="batch sizes differ"):
         union_tensor_dict(left, TensorDict({"b": torch.zeros(3)}, [3]))
     arrays = {"x": np.array([1.0, np.nan])}
-    assert list(union_numpy_dict(arrays, {"x": np.array([1.0, np.nan]), "y": np.ones(2)})) == ["x", "y"]
+    assert list(union_numpy_dict(arrays, {"x": np.array([1.0, np.nan]), "y": np.ones(2)})) == [
+        "x",
+        "y",
+    ]
     assert list(arrays) == ["x"]
 
 
@@ -380,11 +432,19 @@ def test_union_moves_no_column_to_another_device():
         DataProto.from_dict({"b": torch.ones(2)}).to("meta"),
     )
     united = here.union(there).batch
-    assert (united["a"].device.type, united["b"].device.type, united.device) == ("cpu", "meta", None)
-    assert here.union(DataProto.from_dict({"c": torch.ones(2)}).to("cpu")).batch.device == torch.device("cpu")
+    assert (united["a"].device.type, united["b"].device.type, united.device) == (
+        "cpu",
+        "meta",
+        None,
+    )
+    assert here.union(
+        DataProto.from_dict({"c": torch.ones(2)}).to("cpu")
+    ).batch.device == torch.device("cpu")
 
 
-def test_jagged_columns_with_rows_of_the_same_lengths_can_be_computed_with_after_every_operation(tmp_path):
+def test_jagged_columns_with_rows_of_the_same_lengths_can_be_computed_with_after_every_operation(
+    tmp_path,
+):
     """torch computes between two jagged tensors only if they have one offsets tensor."""
 
     def jagged(*rows: list[float]) -> torch.Tensor:
@@ -394,7 +454,9 @@ def test_jagged_columns_with_rows_of_the_same_lengths_can_be_computed_with_after
     with pytest.raises(RuntimeError):
         rewards + values
     data = DataProto.from_dict({"rewards": rewards, "dense": torch.ones(3, 2), "values": values})
-    other = DataProto.from_dict({"masks": jagged([1.0, 0.0], [], [1.0]), "tokens": jagged([1.0], [2.0], [3.0, 4.0])})
+    other = DataProto.from_dict(
+        {"masks": jagged([1.0, 0.0], [], [1.0]), "tokens": jagged([1.0], [2.0], [3.0, 4.0])}
+    )
     data.save_to_disk(tmp_path / "batch")
     united = data.union(other)
     assert united.batch["rewards"] is data.batch["rewards"]  # what is stored elsewhere stays known
@@ -403,7 +465,10 @@ def test_jagged_columns_with_rows_of_the_same_lengths_can_be_computed_with_after
         "picked rows": (data[[2, 0, 0]], [[33.0], [11.0, 22.0], [11.0, 22.0]]),
         "a view": (data.rows(1, 3), [[], [33.0]]),
         "joined": (DataProto.concat([data[[1]], data]), [[], [11.0, 22.0], [], [33.0]]),
-        "renamed and selected": (data.rename("dense", "d").select(["values", "rewards"]), [[11.0, 22.0], [], [33.0]]),
+        "renamed and selected": (
+            data.rename("dense", "d").select(["values", "rewards"]),
+            [[11.0, 22.0], [], [33.0]],
+        ),
         "sent": (DataProto.from_state(*united.__getstate__()), [[11.0, 22.0], [], [33.0]]),
         "read": (DataProto.load_from_disk(tmp_path / "batch"), [[11.0, 22.0], [], [33.0]]),
         "no row": (data[[]], []),
@@ -421,13 +486,23 @@ def test_a_column_with_holes_one_that_is_moved_and_those_of_a_tensordict_share_o
         return torch.nested.nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
 
     wide = jagged([1.0, 2.0, 9.0], [3.0, 9.0, 9.0])
-    narrowed = torch.nested.narrow(torch.stack(list(wide.unbind())), 1, 0, torch.tensor([2, 1]), layout=torch.jagged)
+    narrowed = torch.nested.narrow(
+        torch.stack(list(wide.unbind())), 1, 0, torch.tensor([2, 1]), layout=torch.jagged
+    )
     plain = jagged([10.0, 20.0], [30.0])
     for tensors in ({"holes": narrowed, "plain": plain}, {"plain": plain, "holes": narrowed}):
         data = DataProto.from_dict(tensors)
-        assert [row.tolist() for row in (data.batch["holes"] + data.batch["plain"]).unbind()] == [[11.0, 22.0], [33.0]]
-    direct = DataProto(TensorDict({"a": jagged([1.0], [2.0, 3.0]), "b": jagged([4.0], [5.0, 6.0])}, batch_size=[2]))
-    assert [row.tolist() for row in (direct.batch["a"] + direct.batch["b"]).unbind()] == [[5.0], [7.0, 9.0]]
+        assert [row.tolist() for row in (data.batch["holes"] + data.batch["plain"]).unbind()] == [
+            [11.0, 22.0],
+            [33.0],
+        ]
+    direct = DataProto(
+        TensorDict({"a": jagged([1.0], [2.0, 3.0]), "b": jagged([4.0], [5.0, 6.0])}, batch_size=[2])
+    )
+    assert [row.tolist() for row in (direct.batch["a"] + direct.batch["b"]).unbind()] == [
+        [5.0],
+        [7.0, 9.0],
+    ]
     moved = direct.to("cpu")
     assert moved.batch["a"].offsets() is moved.batch["b"].offsets()
     on_meta = direct.to("meta").select()

@@ -9,7 +9,8 @@ from verl_like.protocol import Future, PendingCall
 
 
 class StoredCall(PendingCall):
-    """A finished or late call whose ranks returned `outputs`; notes the time limits of its waits."""
+    """A finished or late call whose ranks returned `outputs`; notes the time limits of its
+    waits."""
 
     def __init__(self, outputs: list[Any], finished: bool = True) -> None:
         self.outputs, self.finished = outputs, finished

@@ -24,11 +24,18 @@ def test_each_reduction_merges_in_its_own_way():
         },
     ]
     merged = metric_values(merge_metrics(parts))
-    assert merged == {"loss": (10 + 120) / 40, "tokens": 40.0, "actor/maximizer": 3.0, "longest": 7.0}
+    assert merged == {
+        "loss": (10 + 120) / 40,
+        "tokens": 40.0,
+        "actor/maximizer": 3.0,
+        "longest": 7.0,
+    }
 
 
 def test_merging_in_groups_equals_merging_at_once():
-    parts = [{"loss": Metric.mean(value, weight)} for value, weight in ((1.0, 1), (2.0, 2), (8.0, 5))]
+    parts = [
+        {"loss": Metric.mean(value, weight)} for value, weight in ((1.0, 1), (2.0, 2), (8.0, 5))
+    ]
     at_once = merge_metrics(parts)["loss"]
     in_groups = merge_metrics([merge_metrics(parts[:2]), parts[2]])["loss"]
     assert at_once == in_groups == Metric.mean((1 + 4 + 40) / 8, 8)
@@ -49,7 +56,10 @@ def test_a_nan_stays_visible_wherever_it_stands(reduction):
 
 
 def test_a_metric_that_only_some_parts_have_is_kept():
-    assert metric_values(merge_metrics([{"a": Metric.sum(1)}, {"b": Metric.max(2)}])) == {"a": 1.0, "b": 2.0}
+    assert metric_values(merge_metrics([{"a": Metric.sum(1)}, {"b": Metric.max(2)}])) == {
+        "a": 1.0,
+        "b": 2.0,
+    }
     assert merge_metrics([]) == {}
 
 

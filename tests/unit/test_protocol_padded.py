@@ -1,11 +1,18 @@
-"""Jagged rows as algorithms and code written for verl see them, and back; samples of several rows."""
+"""Jagged rows as algorithms and code written for verl see them, and back; samples of several
+rows."""
 
 import numpy as np
 import pytest
 import torch
 
 from verl_like.protocol import DataProto
-from verl_like.protocol.padded import padded, places_of_samples, strip, view_of_samples, without_padding
+from verl_like.protocol.padded import (
+    padded,
+    places_of_samples,
+    strip,
+    view_of_samples,
+    without_padding,
+)
 from verl_like.protocol.row_ops import jagged_from_lengths
 from verl_like.protocol.samples import SampleRows, concat_samples, count_samples, select_samples
 
@@ -13,7 +20,9 @@ PADDING = (4, 3, 9)  # prompts of at most 4 tokens, responses of at most 3, padd
 
 
 def jagged(*rows: list[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    return torch.nested.nested_tensor([torch.tensor(row, dtype=dtype) for row in rows], layout=torch.jagged)
+    return torch.nested.nested_tensor(
+        [torch.tensor(row, dtype=dtype) for row in rows], layout=torch.jagged
+    )
 
 
 def jagged_floats(*rows: list[float]) -> torch.Tensor:
@@ -21,7 +30,8 @@ def jagged_floats(*rows: list[float]) -> torch.Tensor:
 
 
 def batch() -> DataProto:
-    """Three rows; the policy did not draw the middle token of the first response, the second one is empty."""
+    """Three rows; the policy did not draw the middle token of the first response, the second one is
+    empty."""
     return DataProto.from_dict(
         {
             "prompts": jagged([1, 2], [3, 4, 5, 6], [7]),
@@ -38,7 +48,9 @@ def batch() -> DataProto:
 
 def test_the_padded_view_has_verls_layout():
     view = padded(batch())
-    columns = {name: column.tolist() for name, column in view.tensors().items() if not column.is_nested}
+    columns = {
+        name: column.tolist() for name, column in view.tensors().items() if not column.is_nested
+    }
     assert columns == {
         "prompts": [[9, 9, 1, 2], [3, 4, 5, 6], [9, 9, 9, 7]],
         "responses": [[10, 11, 12], [9, 9, 9], [13, 9, 9]],
@@ -49,8 +61,12 @@ def test_the_padded_view_has_verls_layout():
         "attention_mask": [[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 0, 0]],
         "position_ids": [[0, 0, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 6], [0, 0, 0, 0, 1, 2, 3]],
     }
-    assert view.batch["prompt_scores"].is_nested  # by prompt token: what it would be filled up with is not known
-    assert view.non_tensor_batch["uid"].tolist() == ["a", "b", "c"] and view.meta_info["global_steps"] == 7
+    # By prompt token: what it would be filled up with is not known
+    assert view.batch["prompt_scores"].is_nested
+    assert (
+        view.non_tensor_batch["uid"].tolist() == ["a", "b", "c"]
+        and view.meta_info["global_steps"] == 7
+    )
     assert {name: view.batch[name].dtype for name in ("values", "response_mask")} == {
         "values": torch.float32,
         "response_mask": torch.int64,
@@ -71,7 +87,11 @@ def test_prompts_before_generation_are_the_whole_sequence():
 
 def test_prompts_and_responses_of_the_same_lengths_are_padded_on_their_own_sides():
     data = DataProto.from_dict(
-        {"prompts": jagged([1, 2]), "responses": jagged([3, 4]), "values": jagged_floats([0.5, 0.25])},
+        {
+            "prompts": jagged([1, 2]),
+            "responses": jagged([3, 4]),
+            "values": jagged_floats([0.5, 0.25]),
+        },
         meta_info={"padding": PADDING},
     )
     view = padded(data)
@@ -91,17 +111,19 @@ def test_verls_layout_without_padding_is_the_batch_again():
 def test_a_batch_of_verl_without_response_mask_gets_one_of_its_response_tokens():
     view = padded(batch(), ["responses", "input_ids", "attention_mask"])
     back = without_padding(view, pad_token_id=9)
-    assert back.meta_info["padding"] == PADDING and padded(back).batch["input_ids"].equal(view.batch["input_ids"])
+    assert back.meta_info["padding"] == PADDING and padded(back).batch["input_ids"].equal(
+        view.batch["input_ids"]
+    )
     assert [row.tolist() for row in back.batch["response_mask"].unbind()] == [[1, 1, 1], [], [1]]
     assert [row.tolist() for row in back.batch["prompts"].unbind()] == [[1, 2], [3, 4, 5, 6], [7]]
 
 
 def test_a_batch_without_rows_is_padded_to_none():
     view = padded(batch()[[]])
-    assert {name: tuple(column.shape) for name, column in view.select(["input_ids", "values"]).tensors().items()} == {
-        "input_ids": (0, 7),
-        "values": (0, 3),
-    }
+    assert {
+        name: tuple(column.shape)
+        for name, column in view.select(["input_ids", "values"]).tensors().items()
+    } == {"input_ids": (0, 7), "values": (0, 3)}
 
 
 def test_what_does_not_fit_is_refused():
@@ -113,13 +135,16 @@ def test_what_does_not_fit_is_refused():
         padded(batch().select(meta_info_keys=[]))
     with pytest.raises(ValueError, match=r"this one lacks \['attention_mask'\]"):
         without_padding(DataProto.from_dict({"input_ids": torch.ones(1, 2)}), 9)
-    between = DataProto.from_dict({"input_ids": torch.ones(1, 3), "attention_mask": torch.tensor([[1, 0, 1]])})
+    between = DataProto.from_dict(
+        {"input_ids": torch.ones(1, 3), "attention_mask": torch.tensor([[1, 0, 1]])}
+    )
     with pytest.raises(ValueError, match="here padding is between"):
         without_padding(between, 9)
 
 
 def of_samples() -> DataProto:
-    """Six rows that are samples of one, two and three rows; the number 5 is of two samples; the third row is empty."""
+    """Six rows that are samples of one, two and three rows; the number 5 is of two samples; the
+    third row is empty."""
     return DataProto.from_dict(
         {
             "prompts": jagged([1, 2], [3], [4], [5, 6, 7], [8], [1]),
@@ -173,7 +198,8 @@ def test_a_view_without_padding_is_the_batch_again(make, make_view):
 def test_what_was_written_into_a_view_of_samples_goes_to_their_rows():
     data, before = of_samples(), of_samples()
     view = view_of_samples(data)
-    view.batch["advantages"] = torch.arange(18.0).view(3, 6)  # also where no token is, which is lost
+    # Also where no token is, which is lost
+    view.batch["advantages"] = torch.arange(18.0).view(3, 6)
     view.batch["values"] = view.batch["values"] * 2
     view.batch["score"] = torch.tensor([0.25, 0.5, 0.75])
     view.batch["pair"] = torch.tensor([[1, 2], [3, 4], [5, 6]])
@@ -181,7 +207,10 @@ def test_what_was_written_into_a_view_of_samples_goes_to_their_rows():
     view.non_tensor_batch["grade"] = np.array(["A", "B", "C"], dtype=object)
     view.meta_info["seen"] = True
     back = strip(view, data)
-    assert {name: lists(back.batch[name]) for name in ("advantages", "values", "score", "pair", "is_skipped")} == {
+    assert {
+        name: lists(back.batch[name])
+        for name in ("advantages", "values", "score", "pair", "is_skipped")
+    } == {
         "advantages": [[0, 1], [6], [], [12, 13, 14], [15], [16, 17]],
         "values": [[1, 2], [3], [], [4, 5, 6], [7], [8, 9]],
         "score": [0.25, 0.5, 0.5, 0.75, 0.75, 0.75],
@@ -192,7 +221,9 @@ def test_what_was_written_into_a_view_of_samples_goes_to_their_rows():
     assert back.non_tensor_batch["grade"].tolist() == ["A", "B", "B", "C", "C", "C"]
     assert back.non_tensor_batch["turn"].tolist() == [0, 0, 1, 0, 1, 2] and back.meta_info["seen"]
     untouched = ["prompts", "responses", "response_mask", "sample_id", "three"]
-    assert back.select(untouched, ["uid", "turn"], ["padding", "global_steps"]).equal(data.select(untouched))
+    assert back.select(untouched, ["uid", "turn"], ["padding", "global_steps"]).equal(
+        data.select(untouched)
+    )
     assert data.equal(before)
 
 
@@ -207,7 +238,10 @@ def test_strip_keeps_dense_columns_and_non_tensors(make_view):
     view.batch["experts"] = torch.arange(18).view(3, 3, 2)
     view.non_tensor_batch["grade"] = np.array(["A", "B", "C"], dtype=object)
     back = strip(view, data)
-    assert {name: lists(back.batch[name]) for name in ("three", "pair", "returns", "experts", "is_skipped")} == {
+    assert {
+        name: lists(back.batch[name])
+        for name in ("three", "pair", "returns", "experts", "is_skipped")
+    } == {
         "three": [[1, 2, 3], [4, 5, 6], [7, 8, 9]],
         "pair": [[1, 2], [3, 4], [5, 6]],
         "returns": [[0, 1, 2], [], [6]],
@@ -240,7 +274,9 @@ def test_views_of_no_row_and_of_one_row(rows):
     view.batch["score"] = torch.ones(len(rows))
     back = strip(view, data)
     assert lists(back.batch["advantages"]) == {(): [], (4,): [[4.5]], (2,): [[]]}[tuple(rows)]
-    assert back.batch["score"].shape == (len(rows),) and back.non_tensor_batch["uid"].shape == (len(rows),)
+    assert back.batch["score"].shape == (len(rows),) and back.non_tensor_batch["uid"].shape == (
+        len(rows),
+    )
 
 
 def test_a_column_with_several_numbers_a_token_is_one_of_samples():
@@ -288,7 +324,13 @@ def test_a_view_has_the_columns_of_a_batch():
     view.batch["response_mask"] = view.batch.pop("response_mask") * 2
     assert "values" not in view.batch and sorted(view.tensors()) == sorted(view.batch)
     back = strip(view, data)
-    assert sorted(back.tensors()) == ["advantages", "prompt_scores", "prompts", "response_mask", "responses"]
+    assert sorted(back.tensors()) == [
+        "advantages",
+        "prompt_scores",
+        "prompts",
+        "response_mask",
+        "responses",
+    ]
     assert lists(back.batch["advantages"]) == lists(data.batch["values"])
     assert lists(back.batch["response_mask"]) == [[2, 0, 2], [], [2]]
 
@@ -306,7 +348,9 @@ def test_samples_of_one_two_and_three_rows():
 def test_tokens_of_a_view_cannot_be_replaced():
     view = view_of_samples(batch())
     for name in ("responses", "prompts", "attention_mask"):
-        with pytest.raises(ValueError, match=f"{name} was put into a padded view, which cannot change tokens"):
+        with pytest.raises(
+            ValueError, match=f"{name} was put into a padded view, which cannot change tokens"
+        ):
             view.batch[name] = torch.zeros(3, 3)
 
 
@@ -338,12 +382,24 @@ def test_samples_are_rows_that_follow_each_other_with_the_same_number():
 @pytest.mark.parametrize("starts", [[0], [0, 1], [0, 1, 2, 3]])
 def test_samples_of_one_row_stay_as_they_are(starts):
     samples = SampleRows(torch.tensor(starts))
-    assert samples.is_plain and samples.num_samples == len(starts) - 1 and samples.first_rows.tolist() == starts[:-1]
+    assert (
+        samples.is_plain
+        and samples.num_samples == len(starts) - 1
+        and samples.first_rows.tolist() == starts[:-1]
+    )
 
 
 @pytest.mark.parametrize(
     ("start", "stop", "rows"),
-    [(0, 1, [0]), (1, 2, [1, 2]), (1, 3, [1, 2, 3, 4, 5]), (2, 9, [3, 4, 5]), (0, 3, range(6)), (1, 1, []), (3, 3, [])],
+    [
+        (0, 1, [0]),
+        (1, 2, [1, 2]),
+        (1, 3, [1, 2, 3, 4, 5]),
+        (2, 9, [3, 4, 5]),
+        (0, 3, range(6)),
+        (1, 1, []),
+        (3, 3, []),
+    ],
 )
 def test_selected_samples_have_all_their_rows(start, stop, rows):
     data = of_samples()

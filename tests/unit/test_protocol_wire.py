@@ -15,9 +15,12 @@ from verl_like.protocol.wire import from_wire, to_wire
 
 
 def through_pickle(data: DataProto, protocol: int = 5) -> tuple[DataProto, bytes, list[bytes]]:
-    """The batch after pickling with out-of-band buffers that are read-only, as shared memory is; the in-band bytes."""
+    """The batch after pickling with out-of-band buffers that are read-only, as shared memory is;
+    the in-band bytes."""
     pickled: list[pickle.PickleBuffer] = []
-    in_band = pickle.dumps(data, protocol, buffer_callback=pickled.append if protocol == 5 else None)
+    in_band = pickle.dumps(
+        data, protocol, buffer_callback=pickled.append if protocol == 5 else None
+    )
     buffers = [bytes(buffer.raw()) for buffer in pickled]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -50,18 +53,28 @@ def test_tensor_bytes_travel_out_of_band():
 
 
 def test_sending_a_view_of_a_few_rows_sends_only_these_rows():
-    data = DataProto.from_dict({"x": torch.randn(100, 256), "ragged": jagged([torch.randn(64)] * 100, torch.zeros(0))})
+    data = DataProto.from_dict(
+        {"x": torch.randn(100, 256), "ragged": jagged([torch.randn(64)] * 100, torch.zeros(0))}
+    )
     _, in_band, buffers = through_pickle(data.rows(10, 12))
     assert sum(map(len, buffers)) == 2 * 256 * 4 + 2 * 64 * 4 + 3 * 8 and len(in_band) < 2048
 
 
 def test_tensors_share_the_memory_of_the_arrays_in_both_directions():
-    for tensor in (torch.arange(6.0).view(2, 3), torch.arange(6).bfloat16(), torch.tensor([True, False])):
+    for tensor in (
+        torch.arange(6.0).view(2, 3),
+        torch.arange(6).bfloat16(),
+        torch.tensor([True, False]),
+    ):
         wire = to_wire(tensor)
         assert wire.array.ctypes.data == tensor.data_ptr()
         wire.array.flags.writeable = False
         back = from_wire(wire)
-        assert back.data_ptr() == tensor.data_ptr() and torch.equal(back, tensor) and back.dtype == tensor.dtype
+        assert (
+            back.data_ptr() == tensor.data_ptr()
+            and torch.equal(back, tensor)
+            and back.dtype == tensor.dtype
+        )
 
 
 def test_float8_and_scalar_tensors_travel():
@@ -69,7 +82,9 @@ def test_float8_and_scalar_tensors_travel():
         tensor = torch.tensor([1.0, -2.0, 0.5]).to(dtype)
         back = from_wire(to_wire(tensor))
         assert back.dtype == dtype and back.float().tolist() == [1.0, -2.0, 0.5]
-    loaded, _, _ = through_pickle(DataProto(meta_info={"coef": torch.tensor(0.5), "pair": (torch.tensor(1), 2)}))
+    loaded, _, _ = through_pickle(
+        DataProto(meta_info={"coef": torch.tensor(0.5), "pair": (torch.tensor(1), 2)})
+    )
     assert loaded.meta_info == {"coef": torch.tensor(0.5), "pair": (torch.tensor(1), 2)}
 
 
@@ -81,7 +96,9 @@ def test_a_write_into_a_received_column_shows_in_its_version():
     loaded = pickle.loads(pickle.dumps(loaded))  # noqa: S301 in memory that the test may write
     before = loaded.column_versions()
     loaded.batch["x"].add_(1)
-    assert loaded.column_versions()["x"] > before["x"] and loaded.column_versions()["y"] == before["y"]
+    assert (
+        loaded.column_versions()["x"] > before["x"] and loaded.column_versions()["y"] == before["y"]
+    )
 
 
 def test_gradients_do_not_travel():
@@ -99,20 +116,34 @@ def test_a_file_keeps_the_types_of_objects(tmp_path):
         np.array(["a", "bcd"]),
         {"tensor": torch.ones(2).bfloat16(), "array": np.arange(3)[::-1], "type": "dict"},
     ]
-    meta = {"metrics": {"loss": Metric.mean(float("nan"), 0.0)}, "steps": 3, "empty": {}, "ref": torch.tensor(0.5)}
+    meta = {
+        "metrics": {"loss": Metric.mean(float("nan"), 0.0)},
+        "steps": 3,
+        "empty": {},
+        "ref": torch.tensor(0.5),
+    }
     data = DataProto.from_dict(non_tensors={"objects": objects}, meta_info=meta)
     data.save_to_disk(tmp_path / "batch.safetensors")
     loaded = DataProto.load_from_disk(tmp_path / "batch.safetensors")
     assert loaded.equal(data)
     found = loaded.non_tensor_batch["objects"]
     assert [type(value) for value in found] == [type(value) for value in objects]
-    assert isinstance(found[0][3], tuple) and type(found[1][4]) is bool and found[4].dtype == np.dtype("<U3")
+    assert (
+        isinstance(found[0][3], tuple)
+        and type(found[1][4]) is bool
+        and found[4].dtype == np.dtype("<U3")
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["batch.safetensors"]
 
 
 def test_text_of_numpy_is_stored_as_text(tmp_path):
-    DataProto.from_dict(non_tensors={"uid": list(np.array(["0-1", "0-2"]))}).save_to_disk(tmp_path / "batch")
-    assert DataProto.load_from_disk(tmp_path / "batch").non_tensor_batch["uid"].tolist() == ["0-1", "0-2"]
+    DataProto.from_dict(non_tensors={"uid": list(np.array(["0-1", "0-2"]))}).save_to_disk(
+        tmp_path / "batch"
+    )
+    assert DataProto.load_from_disk(tmp_path / "batch").non_tensor_batch["uid"].tolist() == [
+        "0-1",
+        "0-2",
+    ]
 
 
 def test_a_value_without_a_safe_form_is_refused_by_place_and_leaves_no_file(tmp_path):
@@ -123,10 +154,19 @@ def test_a_value_without_a_safe_form_is_refused_by_place_and_leaves_no_file(tmp_
             r"\['non_tensor_batch'\]\['x'\]\[1\]\['f'\] is a object",
         ),
         (DataProto(meta_info={"s": {1, 2}}), r"\['meta_info'\]\['s'\] is a set"),
-        (DataProto(None, {"when": np.array(["2020-01-01"], dtype="datetime64[D]")}), r"array of datetime64"),
+        (
+            DataProto(None, {"when": np.array(["2020-01-01"], dtype="datetime64[D]")}),
+            r"array of datetime64",
+        ),
         (DataProto(None, {"big": np.ones(1, dtype=">f4")}), r"\['big'\] is a array of >f4"),
-        (DataProto(None, {"long": np.ones(1, dtype=np.longdouble)}), r"\['long'\] is a array of float128"),
-        (DataProto(meta_info={"m": {frozenset(): 1}}), r"\['meta_info'\]\['m'\] key is a frozenset"),
+        (
+            DataProto(None, {"long": np.ones(1, dtype=np.longdouble)}),
+            r"\['long'\] is a array of float128",
+        ),
+        (
+            DataProto(meta_info={"m": {frozenset(): 1}}),
+            r"\['meta_info'\]\['m'\] key is a frozenset",
+        ),
     ):
         with pytest.raises(ValueError, match=where):
             bad.save_to_disk(path)
@@ -134,8 +174,11 @@ def test_a_value_without_a_safe_form_is_refused_by_place_and_leaves_no_file(tmp_
 
 
 def test_a_file_of_another_kind_is_refused(tmp_path):
-    # NumPy has no such type: the file is refused by the names of its entries, before they are loaded.
-    safetensors.torch.save_file({"x": torch.ones(2, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
+    # NumPy has no such type: the file is refused by the names of its entries, before they are
+    # loaded.
+    safetensors.torch.save_file(
+        {"x": torch.ones(2, dtype=torch.bfloat16)}, tmp_path / "model.safetensors"
+    )
     with pytest.raises(ValueError, match="was not written by save_to_disk"):
         DataProto.load_from_disk(tmp_path / "model.safetensors")
 

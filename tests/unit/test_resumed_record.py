@@ -31,7 +31,9 @@ def test_a_resumed_run_shows_the_generations_that_come_after_those_it_has_shown(
     saved, _ = checkpoint.newest(recorder.run_dir)
     assert saved.state["shown"]["num_validations"] == 2
     recorder.lock.close()
-    resumed = RunRecorder(config, PPO_DISPLAY, ResumedRun(recorder.run_dir, saved, lock_run(recorder.run_dir)))
+    resumed = RunRecorder(
+        config, PPO_DISPLAY, ResumedRun(recorder.run_dir, saved, lock_run(recorder.run_dir))
+    )
     resumed.show_generations(3, 7, row, num_shown=2)
     resumed.close("")
     assert shown == [0, 1, 2, 3, 4, 5]
@@ -44,7 +46,9 @@ def test_a_resumed_run_shows_the_generations_that_come_after_those_it_has_shown(
         ("a: " + "[" * 50 + "]" * 50, "(it is nested more than 50 levels deep)"),
     ],
 )
-def test_a_configuration_that_no_run_writes_is_refused_with_what_is_wrong_in_it(tmp_path, text, fault):
+def test_a_configuration_that_no_run_writes_is_refused_with_what_is_wrong_in_it(
+    tmp_path, text, fault
+):
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(ValueError) as refused:
         read_config(tmp_path)

@@ -24,7 +24,9 @@ from verl_like.rewards.loader import RewardFunctionSpec, load_reward_function
         ("", None, None),
     ],
 )
-def test_gsm8k_extracts_the_last_answer(response: str, strict: str | None, flexible: str | None) -> None:
+def test_gsm8k_extracts_the_last_answer(
+    response: str, strict: str | None, flexible: str | None
+) -> None:
     assert gsm8k.extract_solution(response, "strict") == strict
     assert gsm8k.extract_solution(response, "flexible") == flexible
 
@@ -65,9 +67,14 @@ def test_the_registry_finds_names_before_patterns_and_lists_what_it_knows() -> N
     assert get_reward_fn("test_registry/any") is by_pattern
     assert get_reward_fn("test_registry/exact") is by_name
     assert get_reward_fn("openai/gsm8k") is gsm8k.compute_score
-    with pytest.raises(ValueError, match=r"'unheard/of' \(registered: .*openai/gsm8k.*custom_reward_function.path"):
+    with pytest.raises(
+        ValueError, match=r"'unheard/of' \(registered: .*openai/gsm8k.*custom_reward_function.path"
+    ):
         get_reward_fn("unheard/of")
-    with pytest.raises(ValueError, match=r"data source 'openai/gsm8k' has the reward verl_like.rewards.gsm8k already"):
+    with pytest.raises(
+        ValueError,
+        match=r"data source 'openai/gsm8k' has the reward verl_like.rewards.gsm8k already",
+    ):
         register_reward("openai/gsm8k")(by_name)
 
 
@@ -77,14 +84,18 @@ def test_the_default_reward_function_goes_by_data_source_and_binds_reward_kwargs
     assert reward_fn(data_source="openai/gsm8k", **sample) == 0.25
 
 
-def test_a_custom_function_is_loaded_from_a_file_or_a_module_with_its_kwargs(tmp_path: Path) -> None:
+def test_a_custom_function_is_loaded_from_a_file_or_a_module_with_its_kwargs(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "my_reward.py"
     file.write_text(
         "async def scaled(data_source, solution_str, ground_truth, extra_info=None, scale=1.0):\n"
         "    return scale * len(solution_str)\n"
     )
     reward_fn = load_reward_function(RewardFunctionSpec(str(file), "scaled", {"scale": 0.5}))
-    score = asyncio.run(reward_fn(data_source="x", solution_str="four", ground_truth="", extra_info=None))
+    score = asyncio.run(
+        reward_fn(data_source="x", solution_str="four", ground_truth="", extra_info=None)
+    )
     assert score == 2.0
     from_package = load_reward_function(RewardFunctionSpec("pkg://verl_like.rewards.gsm8k"))
     assert from_package.func is gsm8k.compute_score
@@ -93,10 +104,25 @@ def test_a_custom_function_is_loaded_from_a_file_or_a_module_with_its_kwargs(tmp
 @pytest.mark.parametrize(
     ("path", "name", "reward_kwargs", "message"),
     [
-        ("absent.py", "compute_score", {}, "custom_reward_function.path=.*absent.py: there is no file"),
+        (
+            "absent.py",
+            "compute_score",
+            {},
+            "custom_reward_function.path=.*absent.py: there is no file",
+        ),
         ("pkg://no_such_module", "compute_score", {}, "cannot be imported .*PYTHONPATH"),
-        ("reward.py", "compute", {}, r"has no function 'compute' \(it has: compute_score, two_arguments\)"),
-        ("reward.py", "two_arguments", {}, "cannot be called as a reward function .*takes data_source, solution_str"),
+        (
+            "reward.py",
+            "compute",
+            {},
+            r"has no function 'compute' \(it has: compute_score, two_arguments\)",
+        ),
+        (
+            "reward.py",
+            "two_arguments",
+            {},
+            "cannot be called as a reward function .*takes data_source, solution_str",
+        ),
         ("reward.py", "compute_score", {"sclae": 2}, r"cannot be called .*sclae"),
         ("reward.txt", "compute_score", {}, "not a Python file"),
     ],
@@ -106,7 +132,8 @@ def test_a_function_that_cannot_be_used_is_refused(
 ) -> None:
     for file in ("reward.py", "reward.txt"):
         (tmp_path / file).write_text(
-            "def compute_score(data_source, solution_str, ground_truth, extra_info, scale=1): return 1.0\n"
+            "def compute_score(data_source, solution_str, ground_truth, extra_info, scale=1): "
+            "return 1.0\n"
             "def two_arguments(prompt, response): return 1.0\n"
         )
     location = path if path.startswith("pkg://") else str(tmp_path / path)

@@ -12,13 +12,21 @@ import numpy as np
 import pytest
 from reward_processes import sample
 
-from verl_like.rewards.manager import RewardError, RewardFunctionSpec, RewardManager, RewardResult, RewardSample
+from verl_like.rewards.manager import (
+    RewardError,
+    RewardFunctionSpec,
+    RewardManager,
+    RewardResult,
+    RewardSample,
+)
 from verl_like.rewards.process import Answer
 
 
 @pytest.fixture(scope="module")
 def skipping(reward_file: str) -> Iterator[RewardManager]:
-    manager = RewardManager(RewardFunctionSpec(reward_file), num_workers=2, timeout_s=3.0, on_error="skip")
+    manager = RewardManager(
+        RewardFunctionSpec(reward_file), num_workers=2, timeout_s=3.0, on_error="skip"
+    )
     yield manager
     manager.close()
 
@@ -40,7 +48,9 @@ def test_scores_and_extra_metrics_come_back_in_order(skipping: RewardManager) ->
     assert not result.skipped.any() and (result.num_errors, result.num_timeouts) == (0, 0)
 
 
-def test_workers_load_neither_torch_nor_the_main_module_of_the_driver(reward_file: str, tmp_path: Path) -> None:
+def test_workers_load_neither_torch_nor_the_main_module_of_the_driver(
+    reward_file: str, tmp_path: Path
+) -> None:
     script = tmp_path / "driver.py"
     script.write_text(
         textwrap.dedent(f"""
@@ -52,12 +62,16 @@ def test_workers_load_neither_torch_nor_the_main_module_of_the_driver(reward_fil
             manager.close()
         """)
     )
-    driver = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    driver = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=120
+    )
     assert (driver.stdout, driver.stderr) == ("['']\n", "")
 
 
 def test_reward_kwargs_and_async_functions(reward_file: str) -> None:
-    manager = RewardManager(RewardFunctionSpec(reward_file, reward_kwargs={"bonus": 0.5}), num_workers=1)
+    manager = RewardManager(
+        RewardFunctionSpec(reward_file, reward_kwargs={"bonus": 0.5}), num_workers=1
+    )
     assert manager.submit([sample("fine")]).get().scores.tolist() == [1.5]
     manager.close()
     manager = RewardManager(RewardFunctionSpec(reward_file, "compute_async"), num_workers=1)
@@ -71,7 +85,9 @@ def test_reward_kwargs_and_async_functions(reward_file: str) -> None:
     manager.close()
 
 
-def test_a_function_is_called_with_the_values_of_a_sample_and_with_nothing_else(tmp_path: Path) -> None:
+def test_a_function_is_called_with_the_values_of_a_sample_and_with_nothing_else(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "reward.py"
     file.write_text(
         "def few(**arguments):\n"
@@ -80,7 +96,12 @@ def test_a_function_is_called_with_the_values_of_a_sample_and_with_nothing_else(
         "    return {'score': 1.0, 'arguments': arguments | {'raw_prompt': raw_prompt}}\n"
     )
     prompt = [{"role": "user", "content": "1+1"}]
-    values = {"data_source": "a", "solution_str": "b", "ground_truth": ["2"], "extra_info": {"index": 7}}
+    values = {
+        "data_source": "a",
+        "solution_str": "b",
+        "ground_truth": ["2"],
+        "extra_info": {"index": 7},
+    }
     scored = RewardSample("row 7", raw_prompt=prompt, **values)
     for name, further in [("few", {}), ("all", {"raw_prompt": prompt})]:
         manager = RewardManager(RewardFunctionSpec(str(file), name), num_workers=1)
@@ -89,19 +110,25 @@ def test_a_function_is_called_with_the_values_of_a_sample_and_with_nothing_else(
         assert result.extra["arguments"].tolist() == [values | further]
 
 
-def test_a_sample_with_further_fields_is_refused_by_where_to_put_them(skipping: RewardManager) -> None:
+def test_a_sample_with_further_fields_is_refused_by_where_to_put_them(
+    skipping: RewardManager,
+) -> None:
     @dataclass(frozen=True)
     class WithHint(RewardSample):
         hint: str = "h"
 
-    with pytest.raises(ValueError, match=r"WithHint is no RewardSample, .*: put further ones into its extra_info"):
+    with pytest.raises(
+        ValueError, match=r"WithHint is no RewardSample, .*: put further ones into its extra_info"
+    ):
         skipping.submit([WithHint("row 1", "source", "4", "4")])
 
 
 def test_a_callable_object_is_a_reward_function(reward_file: str) -> None:
     manager = RewardManager(RewardFunctionSpec(reward_file, "judge"), num_workers=1)
     assert manager.submit([sample("four")]).get().scores.tolist() == [0.25]
-    with pytest.raises(RewardError, match=r"ZeroDivisionError: division by zero\n  at .*my_reward.py:9 in inner"):
+    with pytest.raises(
+        RewardError, match=r"ZeroDivisionError: division by zero\n  at .*my_reward.py:9 in inner"
+    ):
         manager.submit([sample("")]).get()
     manager.close()
 
@@ -126,22 +153,34 @@ def test_submit_returns_at_once(failing: RewardManager) -> None:
     assert future.done() and pending.get().scores.tolist() == [1.0]
 
 
-def test_the_deadline_of_a_batch_is_a_named_error_that_a_run_reports(failing: RewardManager) -> None:
+def test_the_deadline_of_a_batch_is_a_named_error_that_a_run_reports(
+    failing: RewardManager,
+) -> None:
     pending = failing.submit([sample("sleep 1", 4), sample("fine", 5)])
     assert pending._longest_s > 2 * failing.timeout_s  # both may hang
     pending._longest_s = 0.05
-    with pytest.raises(RewardError, match=r"2 of 2 samples were not scored within 0 s, the first is sample uid '0-4'"):
+    with pytest.raises(
+        RewardError,
+        match=r"2 of 2 samples were not scored within 0 s, the first is sample uid '0-4'",
+    ):
         pending.get()
     pending._longest_s = 60
     assert pending.get().scores.tolist() == [1.0, 1.0]
 
 
-@pytest.mark.parametrize("cause", ["divide", "own error", "leave", "exit 3", "segfault", "return nan", "return text"])
-def test_a_failing_sample_is_skipped_and_the_others_are_scored(skipping: RewardManager, cause: str) -> None:
+@pytest.mark.parametrize(
+    "cause", ["divide", "own error", "leave", "exit 3", "segfault", "return nan", "return text"]
+)
+def test_a_failing_sample_is_skipped_and_the_others_are_scored(
+    skipping: RewardManager, cause: str
+) -> None:
     result = skipping.submit([sample("a"), sample(cause), sample("b")]).get()
     assert result.skipped.tolist() == [False, True, False]
     assert result.scores.tolist() == [1.0, 0.0, 1.0]
-    assert np.isnan(result.extra["length"]).tolist() == [False, True, False] and result.extra["said"][1] is None
+    assert (
+        np.isnan(result.extra["length"]).tolist() == [False, True, False]
+        and result.extra["said"][1] is None
+    )
     assert (result.num_errors, result.num_timeouts) == (1, 0)
 
 
@@ -159,7 +198,9 @@ def test_a_sample_without_an_answer_costs_only_its_own_worker(
 
 def test_on_error_score_scores_a_failed_sample_0(reward_file: str) -> None:
     manager = RewardManager(RewardFunctionSpec(reward_file), timeout_s=3.0, on_error="score")
-    result = manager.submit([sample("divide"), sample("hang"), sample("return none"), sample("a")]).get()
+    result = manager.submit(
+        [sample("divide"), sample("hang"), sample("return none"), sample("a")]
+    ).get()
     manager.close()
     assert result.scores.tolist() == [0.0, 0.0, 0.0, 1.0]
     assert result.skipped.tolist() == [False, False, True, False]
@@ -169,7 +210,14 @@ def test_on_error_score_scores_a_failed_sample_0(reward_file: str) -> None:
 @pytest.mark.parametrize(
     ("cause", "words"),
     [
-        ("divide", ["ZeroDivisionError: division by zero", "in inner: return 1 / number", "my_reward.py:9"]),
+        (
+            "divide",
+            [
+                "ZeroDivisionError: division by zero",
+                "in inner: return 1 / number",
+                "my_reward.py:9",
+            ],
+        ),
         ("own error", ["OwnError: this and that"]),
         ("leave", ["SystemExit: 0"]),
         ("hang", ["no answer within reward.timeout_s=3 s"]),
@@ -192,7 +240,13 @@ def test_on_error_score_scores_a_failed_sample_0(reward_file: str) -> None:
         ("return long key", ["extra metrics of more than 65536 bytes"]),
         ("return half extra", ["extra 'said' of type str, which is no JSON value"]),
         ("raise half", ["ValueError: a \\ud800 b"]),
-        ("write bytes", ["its worker process is gone: it sent what is no answer, b'\\xff\\xfe', and was stopped"]),
+        (
+            "write bytes",
+            [
+                "its worker process is gone: it sent what is no answer, b'\\xff\\xfe', and was "
+                "stopped"
+            ],
+        ),
         ("write list", ["it sent what is no answer, b'[1]'"]),
         ("write deep", ["it sent what is no answer, b'[[[[["]),
         ("write key", ["it sent what is no answer, {'score': 1.0, 'more': 2}"]),
@@ -227,7 +281,9 @@ def test_on_error_fail_names_the_sample_the_cause_and_the_way_out(
         ("none score", 0.0, True),
     ],
 )
-def test_results_that_are_accepted(failing: RewardManager, returned: str, score: float, skipped: bool) -> None:
+def test_results_that_are_accepted(
+    failing: RewardManager, returned: str, score: float, skipped: bool
+) -> None:
     result = failing.submit([sample(f"return {returned}")]).get()
     assert (result.scores.tolist(), result.skipped.tolist()) == ([score], [skipped])
     assert result.num_errors == 0
@@ -253,8 +309,16 @@ def test_a_result_is_what_its_answers_come_to() -> None:
     assert result.extra["said"].tolist() == [None, "x", None, None, None, None]
     assert [values.dtype for values in result.extra.values()] == [np.float64, np.float64, object]
     assert (result.num_errors, result.num_timeouts) == (1, 2)
-    assert result.ran == [(70, 1.0, 2.0), (50, 1.5, 3.0), (70, 2.0, 2.5), (50, 3.0, 4.0), (70, 4.0, 5.0)]
-    assert [result.extra[name] is result.extra[name] for name in result.extra] == [True] * 3, "each is made once"
+    assert result.ran == [
+        (70, 1.0, 2.0),
+        (50, 1.5, 3.0),
+        (70, 2.0, 2.5),
+        (50, 3.0, 4.0),
+        (70, 4.0, 5.0),
+    ]
+    assert [result.extra[name] is result.extra[name] for name in result.extra] == [True] * 3, (
+        "each is made once"
+    )
 
 
 def test_no_answers_come_to_empty_columns() -> None:
@@ -278,7 +342,13 @@ def test_a_check_refuses_every_sample_that_fails_or_warns_where_the_run_would_sk
     else:
         manager.check(samples)
         (text,) = caplog.messages
-    for word in ["failed for 2 of 3", "uid '0-3'", "ZeroDivisionError", "uid '0-5'", "the function returned a str"]:
+    for word in [
+        "failed for 2 of 3",
+        "uid '0-3'",
+        "ZeroDivisionError",
+        "uid '0-5'",
+        "the function returned a str",
+    ]:
         assert word in text
 
 
@@ -293,7 +363,11 @@ def test_a_check_refuses_every_sample_that_fails_or_warns_where_the_run_would_sk
         ),
         ("def broken(:", "compute_score", "fails on import: SyntaxError"),
         ("import os; os._exit(7)", "compute_score", "did not survive loading it"),
-        ("import ctypes; ctypes.string_at(0)", "compute_score", r"loading it \(it died with exit code -11\)"),
+        (
+            "import ctypes; ctypes.string_at(0)",
+            "compute_score",
+            r"loading it \(it died with exit code -11\)",
+        ),
         # The child has the socket too, so its end alone would not be seen.
         (
             "import os, time\nif os.fork() == 0: time.sleep(600)\nos._exit(8)",
@@ -312,7 +386,9 @@ def test_a_function_that_cannot_be_loaded_is_refused_at_once(
 
 
 def test_settings_out_of_range_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"reward.num_workers=0 and reward.timeout_s=30.0 must be at least 1"):
+    with pytest.raises(
+        ValueError, match=r"reward.num_workers=0 and reward.timeout_s=30.0 must be at least 1"
+    ):
         RewardManager(RewardFunctionSpec(), num_workers=0)
 
 
@@ -324,7 +400,11 @@ def test_a_missing_number_may_be_nan(failing: RewardManager) -> None:
 def test_a_long_error_loses_its_middle(failing: RewardManager) -> None:
     with pytest.raises(RewardError, match=r"xxx \.\.\. xxx") as error:
         failing.submit([sample("raise long")]).get()
-    assert len(str(error.value)) < 4_500 and "ValueError: xxx" in str(error.value) and "the end" in str(error.value)
+    assert (
+        len(str(error.value)) < 4_500
+        and "ValueError: xxx" in str(error.value)
+        and "the end" in str(error.value)
+    )
 
 
 def test_an_answer_that_a_function_sends_itself_is_not_taken_for_that_of_another_sample(
@@ -343,13 +423,22 @@ def test_samples_may_come_one_by_one_in_any_order(failing: RewardManager):
     pending.submit(0, sample("a", 0, ground_truth="10"))
     pending.submit(1, sample("b", 1, ground_truth="20"))
     result = pending.get()
-    assert result.scores.tolist() == [10, 20, 30] and result.extra["said"].tolist() == ["a", "b", "c"]
+    assert result.scores.tolist() == [10, 20, 30] and result.extra["said"].tolist() == [
+        "a",
+        "b",
+        "c",
+    ]
     pids, starts, ends = zip(*result.ran, strict=True)
-    assert len(set(pids)) == 1 and all(start <= end for start, end in zip(starts, ends, strict=True))
-    assert ends[2] <= starts[0] and ends[0] <= starts[1]  # one process, in the order in which they came
+    assert len(set(pids)) == 1 and all(
+        start <= end for start, end in zip(starts, ends, strict=True)
+    )
+    # One process, in the order in which they came
+    assert ends[2] <= starts[0] and ends[0] <= starts[1]
 
 
-def test_of_samples_that_come_in_any_order_the_first_one_that_fails_is_named(failing: RewardManager):
+def test_of_samples_that_come_in_any_order_the_first_one_that_fails_is_named(
+    failing: RewardManager,
+):
     pending = failing.expect(2)
     pending.submit(1, sample("own error", 1))
     pending.submit(0, sample("divide", 0))

@@ -25,7 +25,10 @@ def test_processes_killed_while_they_wait_are_replaced(reward_file: str) -> None
     assert len(workers) == 2
     for pid in workers:
         os.kill(pid, signal.SIGKILL)
-    assert manager.submit([sample(LONG, index) for index in range(60)]).get().scores.tolist() == [1.0] * 60
+    assert (
+        manager.submit([sample(LONG, index) for index in range(60)]).get().scores.tolist()
+        == [1.0] * 60
+    )
     manager.close()
 
 
@@ -60,7 +63,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 @pytest.fixture
 def dying(tmp_path: Path) -> Iterator[tuple[RewardManager, Path]]:
-    """A manager of one process, and the file that says how often its replacements die while they import."""
+    """A manager of one process, and the file that says how often its replacements die while they
+    import."""
     (tmp_path / "dying_reward.py").write_text(DYING_IMPORT)
     spec = RewardFunctionSpec(str(tmp_path / "dying_reward.py"))
     manager = RewardManager(spec, num_workers=1, timeout_s=3.0, on_error="skip")
@@ -68,41 +72,64 @@ def dying(tmp_path: Path) -> Iterator[tuple[RewardManager, Path]]:
     manager.close()
 
 
-def test_a_process_that_dies_while_it_imports_costs_no_sample(dying: tuple[RewardManager, Path]) -> None:
+def test_a_process_that_dies_while_it_imports_costs_no_sample(
+    dying: tuple[RewardManager, Path],
+) -> None:
     manager, how_often = dying
     how_often.write_text("2")
-    result = manager.submit([sample("exit"), *[sample(LONG, index) for index in range(1, 60)]]).get()
+    result = manager.submit(
+        [sample("exit"), *[sample(LONG, index) for index in range(1, 60)]]
+    ).get()
     assert how_often.read_text() == "0"
-    assert result.scores.tolist() == [0.0] + [1.0] * 59 and (result.num_errors, result.num_timeouts) == (1, 0)
+    assert result.scores.tolist() == [0.0] + [1.0] * 59 and (
+        result.num_errors,
+        result.num_timeouts,
+    ) == (1, 0)
 
 
-def test_processes_that_can_no_longer_import_are_an_error_of_the_run(dying: tuple[RewardManager, Path]) -> None:
+def test_processes_that_can_no_longer_import_are_an_error_of_the_run(
+    dying: tuple[RewardManager, Path],
+) -> None:
     manager, how_often = dying
     how_often.write_text("9")
     pending = manager.submit([sample("exit"), *[sample(LONG, index) for index in range(1, 60)]])
-    with pytest.raises(RewardError, match=r"3 reward processes in a row ended before .*exit code 7.*out of memory"):
+    with pytest.raises(
+        RewardError, match=r"3 reward processes in a row ended before .*exit code 7.*out of memory"
+    ):
         pending.get()
 
 
-def test_a_function_that_can_no_longer_be_loaded_is_an_error_of_the_run(dying: tuple[RewardManager, Path]) -> None:
+def test_a_function_that_can_no_longer_be_loaded_is_an_error_of_the_run(
+    dying: tuple[RewardManager, Path],
+) -> None:
     manager, how_often = dying
     how_often.write_text("no number")
-    with pytest.raises(RewardError, match=r"cannot be loaded any more: .*invalid literal for int.*'no number'"):
+    with pytest.raises(
+        RewardError, match=r"cannot be loaded any more: .*invalid literal for int.*'no number'"
+    ):
         manager.submit([sample("exit"), sample("a")]).get()
 
 
-def test_a_file_that_changes_while_a_run_uses_it_scores_no_sample(dying: tuple[RewardManager, Path]) -> None:
+def test_a_file_that_changes_while_a_run_uses_it_scores_no_sample(
+    dying: tuple[RewardManager, Path],
+) -> None:
     manager, how_often = dying
     assert manager.submit([sample("a")]).get().scores.tolist() == [1.0]
     file = how_often.with_name("dying_reward.py")
     file.write_text(file.read_text().replace("return 1.0", "return 2.0"))
-    assert manager.submit([sample("b")]).get().scores.tolist() == [1.0], "its process has loaded the function"
+    assert manager.submit([sample("b")]).get().scores.tolist() == [1.0], (
+        "its process has loaded the function"
+    )
     pending = manager.submit([sample("exit"), sample("c")])
-    with pytest.raises(RewardError, match=r"cannot be loaded any more: .*dying_reward\.py is not the file any more"):
+    with pytest.raises(
+        RewardError, match=r"cannot be loaded any more: .*dying_reward\.py is not the file any more"
+    ):
         pending.get()
 
 
-def test_a_stopped_process_that_waits_is_replaced(reward_file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_process_that_waits_is_replaced(
+    reward_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = set(worker_pids(os.getpid()))
     manager = RewardManager(RewardFunctionSpec(reward_file), num_workers=1)
     (worker,) = set(worker_pids(os.getpid())) - before
@@ -127,13 +154,18 @@ def test_close_does_not_wait_for_a_hung_sample_and_leaves_no_process(reward_file
         pending.get()
 
 
-def test_a_sample_that_times_out_leaves_no_program_that_its_function_started(reward_file: str, tmp_path: Path) -> None:
+def test_a_sample_that_times_out_leaves_no_program_that_its_function_started(
+    reward_file: str, tmp_path: Path
+) -> None:
     file = tmp_path / "pid"
-    manager = RewardManager(RewardFunctionSpec(reward_file), num_workers=1, timeout_s=2.0, on_error="skip")
+    manager = RewardManager(
+        RewardFunctionSpec(reward_file), num_workers=1, timeout_s=2.0, on_error="skip"
+    )
     assert manager.submit([sample(f"start {file}")]).get().num_timeouts == 1
     manager.close()
     status, deadline = Path(f"/proc/{file.read_text()}/stat"), time.monotonic() + 30
-    # It was killed, and ends when it is next given a core; until its new parent has seen it, it is a Z.
+    # It was killed, and ends when it is next given a core; until its new parent has seen it, it is
+    # a Z.
     while status.exists() and status.read_text().rpartition(")")[2].split()[0] not in ("Z", "X"):
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -144,10 +176,13 @@ def test_a_program_with_its_own_session_and_no_parent_ends_with_the_process(
     reward_file: str, tmp_path: Path, how: str, counts: tuple[int, int]
 ) -> None:
     file = tmp_path / "pid"
-    manager = RewardManager(RewardFunctionSpec(reward_file), num_workers=1, timeout_s=12.0, on_error="skip")
+    manager = RewardManager(
+        RewardFunctionSpec(reward_file), num_workers=1, timeout_s=12.0, on_error="skip"
+    )
     result = manager.submit([sample(f"daemon {how} {file}"), sample("a")]).get()
     assert (result.num_errors, result.num_timeouts) == counts and result.scores[1] == 1.0
-    assert not is_running(int(file.read_text()))  # the supervisor waits for the end of each before its own
+    # The supervisor waits for the end of each before its own
+    assert not is_running(int(file.read_text()))
     manager.close()
 
 
@@ -180,14 +215,22 @@ def test_a_killed_driver_leaves_no_worker_behind(reward_file: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("cause", ["eat", "program eats"])
-def test_a_process_above_its_memory_ends_and_the_other_samples_are_scored(reward_file: str, cause: str) -> None:
+def test_a_process_above_its_memory_ends_and_the_other_samples_are_scored(
+    reward_file: str, cause: str
+) -> None:
     spec = RewardFunctionSpec(reward_file)
     manager = RewardManager(spec, num_workers=1, timeout_s=60.0, on_error="skip", max_memory_gb=1.0)
     samples = [sample("a"), sample(cause, 4), sample("b")]
     result = manager.submit(samples).get()
-    assert result.scores.tolist() == [1.0, 0.0, 1.0] and (result.num_errors, result.num_timeouts) == (1, 0)
+    assert result.scores.tolist() == [1.0, 0.0, 1.0] and (
+        result.num_errors,
+        result.num_timeouts,
+    ) == (1, 0)
     manager.on_error = "fail"
-    with pytest.raises(RewardError, match=r"uid '0-4'.*it used more memory than reward.max_memory_gb=1 and was ended"):
+    with pytest.raises(
+        RewardError,
+        match=r"uid '0-4'.*it used more memory than reward.max_memory_gb=1 and was ended",
+    ):
         manager.submit(samples).get()
     manager.close()
 
@@ -195,12 +238,17 @@ def test_a_process_above_its_memory_ends_and_the_other_samples_are_scored(reward
 def test_memory_that_the_import_takes_counts_and_is_named(tmp_path: Path) -> None:
     (tmp_path / "eats.py").write_text("import time\nblock = b'x' * (700 << 20)\ntime.sleep(600)")
     with pytest.raises(
-        ValueError, match=r"did not survive loading it \(it used more memory than .*max_memory_gb=0.5 and"
+        ValueError,
+        match=r"did not survive loading it \(it used more memory than .*max_memory_gb=0.5 and",
     ):
-        RewardManager(RewardFunctionSpec(str(tmp_path / "eats.py")), num_workers=1, max_memory_gb=0.5)
+        RewardManager(
+            RewardFunctionSpec(str(tmp_path / "eats.py")), num_workers=1, max_memory_gb=0.5
+        )
 
 
 def test_no_more_processes_are_started_than_the_machine_has_memory_for() -> None:
     most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2 // (64 << 20)
-    with pytest.raises(ValueError, match=rf"reward.num_workers={most + 1} processes take .*: set at most {most}"):
+    with pytest.raises(
+        ValueError, match=rf"reward.num_workers={most + 1} processes take .*: set at most {most}"
+    ):
         RewardManager(RewardFunctionSpec(), num_workers=most + 1)

@@ -1,4 +1,5 @@
-"""Rewards over HTTP: the client against a server that goes wrong in every way, and the reference server."""
+"""Rewards over HTTP: the client against a server that goes wrong in every way, and the reference
+server."""
 
 import contextlib
 import json
@@ -87,8 +88,12 @@ server.serve_forever()
 @contextlib.contextmanager
 def program(*arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
     """A Python program that is killed afterwards."""
-    env = {name: value for name, value in os.environ.items() if name != "VERL_LIKE_REWARD_TOKEN"} | environment
-    process = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE, text=True, env=env)
+    env = {
+        name: value for name, value in os.environ.items() if name != "VERL_LIKE_REWARD_TOKEN"
+    } | environment
+    process = subprocess.Popen(
+        [sys.executable, *arguments], stdout=subprocess.PIPE, text=True, env=env
+    )
     try:
         yield process
     finally:
@@ -114,7 +119,13 @@ def token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ask(url: str, timeout_s: float = 2.0, **arguments: Any) -> dict[str, Any]:
-    sample = {"data_source": "a", "solution_str": "ä", "ground_truth": ["1"], "extra_info": None, "raw_prompt": None}
+    sample = {
+        "data_source": "a",
+        "solution_str": "ä",
+        "ground_truth": ["1"],
+        "extra_info": None,
+        "raw_prompt": None,
+    }
     return RemoteReward(url, timeout_s)(**sample | arguments)
 
 
@@ -126,12 +137,21 @@ def requests_to(odd: str, path: str) -> list[list[Any]]:
 
 def test_a_sample_is_posted_with_its_prompt_and_the_token(odd: str, token: None):
     prompt = [{"role": "user", "content": "1+1"}]
-    assert ask(f"{odd}/number?model=b", raw_prompt=prompt, extra_info={"index": 3}) == {"score": 0.25}
+    assert ask(f"{odd}/number?model=b", raw_prompt=prompt, extra_info={"index": 3}) == {
+        "score": 0.25
+    }
     ((headers, body, query),) = requests_to(odd, "number")
     assert json.loads(body) == {
-        "data_source": "a", "solution_str": "ä", "ground_truth": ["1"], "extra_info": {"index": 3}, "raw_prompt": prompt
-    }  # fmt: skip
-    assert headers["Authorization"] == f"Bearer {TOKEN}" and headers["Content-Type"] == "application/json"
+        "data_source": "a",
+        "solution_str": "ä",
+        "ground_truth": ["1"],
+        "extra_info": {"index": 3},
+        "raw_prompt": prompt,
+    }
+    assert (
+        headers["Authorization"] == f"Bearer {TOKEN}"
+        and headers["Content-Type"] == "application/json"
+    )
     assert query == "model=b"
 
 
@@ -150,18 +170,25 @@ def test_a_failed_connection_and_a_status_of_5xx_are_tried_again(odd: str, path:
 
 
 def test_a_server_that_is_not_there_is_named_with_the_cause():
-    with pytest.raises(RuntimeError, match=r"^http://127.0.0.1:1/score cannot be reached \(ConnectionRefusedError: "):
+    with pytest.raises(
+        RuntimeError,
+        match=r"^http://127.0.0.1:1/score cannot be reached \(ConnectionRefusedError: ",
+    ):
         ask("http://127.0.0.1:1/score", timeout_s=0.2)
 
 
 def test_tries_end_with_the_deadline_and_pauses_double(odd: str):
-    with pytest.raises(RuntimeError, match=f"^{odd}/500 answered status 500: 'out of memory'; correct the server"):
+    with pytest.raises(
+        RuntimeError, match=f"^{odd}/500 answered status 500: 'out of memory'; correct the server"
+    ):
         ask(f"{odd}/500", timeout_s=1.2)  # 0.96 s hold the pauses 0.1, 0.2 and 0.4, not 0.8 as well
     assert 2 <= len(requests_to(odd, "500")) <= 4
 
 
 @pytest.mark.parametrize("status", [302, 400, 401, 403, 404, 429])
-def test_no_other_status_is_tried_again_and_the_token_is_not_shown(odd: str, token: None, status: int):
+def test_no_other_status_is_tried_again_and_the_token_is_not_shown(
+    odd: str, token: None, status: int
+):
     with pytest.raises(RuntimeError) as error:
         ask(f"{odd}/{status}")
     assert str(error.value) == (
@@ -174,13 +201,25 @@ def test_no_other_status_is_tried_again_and_the_token_is_not_shown(odd: str, tok
 @pytest.mark.parametrize(
     ("path", "start"),
     [
-        ("nan", "NaN"), ("infinite", '{"score": 1, "acc": Infinity}'), ("large", "1e39"), ("many_digits", "9999999"),
-        ("text", "<html>not JSON"), ("string", '"1.0"'), ("list", "[1.0]"), ("no_score", '{"acc"'),
-        ("nested", '{"score": 1, "acc": {'), ("deep", "[[[["), ("surrogate", '{"score": 1, "a": '),
-        ("latin", '{"score": 1, "a": "\ufffd"}'), ("huge", "   "), ("empty", ""),
+        ("nan", "NaN"),
+        ("infinite", '{"score": 1, "acc": Infinity}'),
+        ("large", "1e39"),
+        ("many_digits", "9999999"),
+        ("text", "<html>not JSON"),
+        ("string", '"1.0"'),
+        ("list", "[1.0]"),
+        ("no_score", '{"acc"'),
+        ("nested", '{"score": 1, "acc": {'),
+        ("deep", "[[[["),
+        ("surrogate", '{"score": 1, "a": '),
+        ("latin", '{"score": 1, "a": "\ufffd"}'),
+        ("huge", "   "),
+        ("empty", ""),
     ],
-)  # fmt: skip
-def test_a_reply_that_is_no_score_is_refused_with_its_first_characters(odd: str, path: str, start: str):
+)
+def test_a_reply_that_is_no_score_is_refused_with_its_first_characters(
+    odd: str, path: str, start: str
+):
     with pytest.raises(RuntimeError) as error:
         ask(f"{odd}/{path}")
     assert str(error.value).startswith(f"{odd}/{path} ") and start in str(error.value)
@@ -200,12 +239,16 @@ def test_a_reply_that_is_no_score_is_refused_with_its_first_characters(odd: str,
     ],
 )
 def test_a_url_that_cannot_be_asked_is_refused_without_its_password(url: str):
-    with pytest.raises(ValueError, match=r"custom_reward_function.path=.*URL|Port out of range") as error:
+    with pytest.raises(
+        ValueError, match=r"custom_reward_function.path=.*URL|Port out of range"
+    ) as error:
         RemoteReward(url, 2.0)
     assert "secret" not in str(error.value)
 
 
-def test_a_token_that_cannot_be_sent_is_refused_without_being_shown(monkeypatch: pytest.MonkeyPatch):
+def test_a_token_that_cannot_be_sent_is_refused_without_being_shown(
+    monkeypatch: pytest.MonkeyPatch,
+):
     monkeypatch.setenv("VERL_LIKE_REWARD_TOKEN", f"{TOKEN}\n")
     with pytest.raises(ValueError, match="white space") as error:
         RemoteReward("http://127.0.0.1:1/score", 2.0)
@@ -223,14 +266,21 @@ def test_settings_of_a_python_function_are_refused_beside_a_url():
 
 @contextlib.contextmanager
 def managed(url: str, **options: Any) -> Iterator[RewardManager]:
-    manager = RewardManager(RewardFunctionSpec(url), **{"num_workers": 1, "timeout_s": 2.0} | options)
+    manager = RewardManager(
+        RewardFunctionSpec(url), **{"num_workers": 1, "timeout_s": 2.0} | options
+    )
     yield manager
     manager.close()
 
 
 def sample(solution_str: str, ground_truth: Any = "46") -> RewardSample:
     return RewardSample(
-        "row 3", "exact_match", solution_str, ground_truth, {"index": 3}, [{"role": "user", "content": "1+1"}]
+        "row 3",
+        "exact_match",
+        solution_str,
+        ground_truth,
+        {"index": 3},
+        [{"role": "user", "content": "1+1"}],
     )
 
 
@@ -240,15 +290,22 @@ def test_a_slow_and_a_dripping_server_cost_their_sample_the_deadline(odd: str):
     for path in ("slow", "drip"):
         with managed(f"{odd}/{path}", timeout_s=4.0, on_error="skip") as manager:
             result = manager.submit([sample("1")]).get()
-        assert result.skipped.tolist() == [True] and (result.num_errors, result.num_timeouts) == (0, 1)
+        assert result.skipped.tolist() == [True] and (result.num_errors, result.num_timeouts) == (
+            0,
+            1,
+        )
 
 
 def test_a_server_that_refuses_every_row_is_refused_under_each_policy(odd: str, token: None):
     for on_error in ("fail", "skip", "score"):
-        with managed(f"{odd}/403", on_error=on_error) as manager, pytest.raises(RewardError) as error:
+        with (
+            managed(f"{odd}/403", on_error=on_error) as manager,
+            pytest.raises(RewardError) as error,
+        ):
             manager.check([sample("1")])
-        assert f"the reward of row 3 (data_source 'exact_match') failed: RewardServerError: {odd}/403" in str(
-            error.value
+        assert (
+            f"the reward of row 3 (data_source 'exact_match') failed: RewardServerError: {odd}/403"
+            in str(error.value)
         )
         assert "status 403: 'go away" in str(error.value) and TOKEN not in str(error.value)
 
@@ -262,7 +319,9 @@ def test_a_server_that_is_killed_in_a_request_and_starts_again_loses_no_sample()
                 time.sleep(0.01)
             first.kill()
             first.wait(timeout=30)
-            with program("-c", ODD_SERVER.replace("time.sleep(60)", "path = 'number'"), port) as second:
+            with program(
+                "-c", ODD_SERVER.replace("time.sleep(60)", "path = 'number'"), port
+            ) as second:
                 assert line_of(second) == port
                 assert pending.get().scores.tolist() == [0.25]
 
@@ -282,7 +341,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, raw_promp
 @contextlib.contextmanager
 def served(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
     """The reference server, its URL and its token."""
-    with program("-m", "examples.remote_reward.serve", *arguments, "--port=0", **environment) as server:
+    with program(
+        "-m", "examples.remote_reward.serve", *arguments, "--port=0", **environment
+    ) as server:
         token = environment.get("VERL_LIKE_REWARD_TOKEN") or line_of(server).removeprefix(
             "export VERL_LIKE_REWARD_TOKEN="
         )
@@ -302,11 +363,19 @@ def test_the_server_scores_with_a_function_and_stops_after_the_requests_that_hav
         assert url.startswith("http://127.0.0.1:") and url.endswith("/score") and len(token) > 40
         monkeypatch.setenv("VERL_LIKE_REWARD_TOKEN", token)
         arguments = {"raw_prompt": [{"role": "user", "content": "1+1"}], "ground_truth": 3}
-        assert ask(url, solution_str="four", **arguments) == {"score": 0.75, "asked": "1+1", "right": True}
+        assert ask(url, solution_str="four", **arguments) == {
+            "score": 0.75,
+            "asked": "1+1",
+            "right": True,
+        }
         assert ask(url, solution_str="none", **arguments) == {"score": None}
-        with pytest.raises(RuntimeError, match=r"answered status 422: .*ZeroDivisionError: division by zero"):
+        with pytest.raises(
+            RuntimeError, match=r"answered status 422: .*ZeroDivisionError: division by zero"
+        ):
             ask(url, solution_str="", **arguments)
-        with pytest.raises(RuntimeError, match=r"answered status 400: .*unexpected keyword argument .*more"):
+        with pytest.raises(
+            RuntimeError, match=r"answered status 400: .*unexpected keyword argument .*more"
+        ):
             ask(url, more=1, **arguments)
         with pytest.raises(RuntimeError, match=r"answered status 404: .*posted to /score"):
             ask(url.replace("/score", "/scores"))
@@ -319,12 +388,16 @@ def test_the_server_scores_with_a_function_and_stops_after_the_requests_that_hav
         assert server.wait(timeout=30) == 0
 
 
-def test_the_server_asks_for_its_token_and_bounds_a_request(odd: str, monkeypatch: pytest.MonkeyPatch):
+def test_the_server_asks_for_its_token_and_bounds_a_request(
+    odd: str, monkeypatch: pytest.MonkeyPatch
+):
     with served(VERL_LIKE_REWARD_TOKEN=TOKEN) as (server, url, _):
         monkeypatch.delenv("VERL_LIKE_REWARD_TOKEN", raising=False)
         for wrong in ("", "another", f"{TOKEN}x"):
             monkeypatch.setenv("VERL_LIKE_REWARD_TOKEN", wrong)
-            with pytest.raises(RuntimeError, match=r"answered status 401: .*the bearer token is missing or wrong"):
+            with pytest.raises(
+                RuntimeError, match=r"answered status 401: .*the bearer token is missing or wrong"
+            ):
                 ask(url, data_source="exact_match", solution_str="1")
         monkeypatch.setenv("VERL_LIKE_REWARD_TOKEN", TOKEN)
         assert ask(url, data_source="exact_match", solution_str="1") == {"score": 1.0}
@@ -341,13 +414,19 @@ def test_the_server_checks_the_token_before_the_body_comes():
     with served(VERL_LIKE_REWARD_TOKEN=TOKEN) as (_, url, _):
         address = ("127.0.0.1", urlsplit(url).port)
         for length, token, status in (("1000", "another", b" 401 "), ("99999999", TOKEN, b" 413 ")):
-            with socket.create_connection(address, timeout=20) as client:  # the server's own limit is 30 s
-                head = f"POST /score HTTP/1.1\r\nAuthorization: Bearer {token}\r\nContent-Length: {length}\r\n\r\n"
+            # The server's own limit is 30 s
+            with socket.create_connection(address, timeout=20) as client:
+                head = (
+                    f"POST /score HTTP/1.1\r\nAuthorization: Bearer {token}\r\nContent-Length: "
+                    f"{length}\r\n\r\n"
+                )
                 client.sendall(head.encode())
                 assert status in client.recv(1 << 16)
 
 
-def test_the_server_closes_the_connections_above_its_limit_and_goes_on(monkeypatch: pytest.MonkeyPatch):
+def test_the_server_closes_the_connections_above_its_limit_and_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+):
     monkeypatch.setenv("VERL_LIKE_REWARD_TOKEN", TOKEN)
     with served(VERL_LIKE_REWARD_TOKEN=TOKEN) as (_, url, _), contextlib.ExitStack() as clients:
         address = ("127.0.0.1", urlsplit(url).port)
@@ -356,13 +435,18 @@ def test_the_server_closes_the_connections_above_its_limit_and_goes_on(monkeypat
         with socket.create_connection(address, timeout=20) as client:
             assert client.recv(1) == b""
         clients.close()
-        assert ask(url, timeout_s=20.0, data_source="exact_match", solution_str="1") == {"score": 1.0}
+        assert ask(url, timeout_s=20.0, data_source="exact_match", solution_str="1") == {
+            "score": 1.0
+        }
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--host=0.0.0.0"], "--host=0.0.0.0 can be reached from other machines: set VERL_LIKE_REWARD_TOKEN"),
+        (
+            ["--host=0.0.0.0"],
+            "--host=0.0.0.0 can be reached from other machines: set VERL_LIKE_REWARD_TOKEN",
+        ),
         (["--host="], "can be reached from other machines"),
         (["no_such_file.py"], "there is no file"),
     ],

@@ -1,4 +1,5 @@
-"""A rollout engine on a thread of its own, shown on the small reference engine, whose steps these tests let begin."""
+"""A rollout engine on a thread of its own, shown on the small reference engine, whose steps these
+tests let begin."""
 
 import dataclasses
 import gc
@@ -17,13 +18,20 @@ from test_rollout_requests import PROMPTS, export, make_engine, tokens
 from transformers import LlamaForCausalLM
 
 from verl_like.protocol.row_ops import deep_equal
-from verl_like.workers.rollout import Completion, GenerationRequest, RolloutEngine, RolloutError, engine_thread
+from verl_like.workers.rollout import (
+    Completion,
+    GenerationRequest,
+    RolloutEngine,
+    RolloutError,
+    engine_thread,
+)
 from verl_like.workers.rollout.engine_thread import EngineThread
 from verl_like.workers.weight_sync import WeightSyncError
 
 ModelAndFolder = tuple[str, LlamaForCausalLM]
 REQUESTS = make_requests(
-    {**PROMPTS, "f": [40, 41], "g": [50]}, dataclasses.replace(SAMPLING, stop_token_ids=tuple(range(1, 68, 8)))
+    {**PROMPTS, "f": [40, 41], "g": [50]},
+    dataclasses.replace(SAMPLING, stop_token_ids=tuple(range(1, 68, 8))),
 )
 LENGTHS = {"a": 2, "b": 4, "c": 4, "d": 6, "e": 3, "f": 2, "g": 12}
 """Of the responses, as the engine that is stepped by hand draws them."""
@@ -101,7 +109,8 @@ def later(call: Callable, *args: Any, **kwargs: Any) -> Future:
 
 
 def ask(thread: EngineThread, call: Callable, *args: Any, **kwargs: Any) -> Future:
-    """A call on another thread, which is done between two steps; it is in line when this returns."""
+    """A call on another thread, which is done between two steps; it is in line when this
+    returns."""
     before = len(thread._commands)
     answer = later(call, *args, **kwargs)
     with thread._changed:
@@ -166,13 +175,24 @@ def test_tokens_are_those_of_the_engine_stepped_by_hand_whenever_requests_come(
     assert tokens(collect_all(thread)) == tokens(expected)
 
 
-def test_the_engine_is_made_and_called_on_a_thread_of_its_own(model: ModelAndFolder, changed: LlamaForCausalLM) -> None:
+def test_the_engine_is_made_and_called_on_a_thread_of_its_own(
+    model: ModelAndFolder, changed: LlamaForCausalLM
+) -> None:
     threads: dict[str, set[threading.Thread]] = {}
 
     def make() -> RolloutEngine:
         threads["make"] = {threading.current_thread()}
         engine = make_engine(model)
-        for name in ("submit", "step", "load_weights", "abort", "sleep", "wake", "forget_prompts", "agreed"):
+        for name in (
+            "submit",
+            "step",
+            "load_weights",
+            "abort",
+            "sleep",
+            "wake",
+            "forget_prompts",
+            "agreed",
+        ):
             setattr(engine, name, recorded(name, getattr(engine, name)))
         return engine
 
@@ -195,7 +215,9 @@ def test_the_engine_is_made_and_called_on_a_thread_of_its_own(model: ModelAndFol
     assert own is not threading.current_thread() and own.is_alive() and own.daemon
 
 
-def test_the_makers_limit_of_cpu_threads_and_no_grad_hold_in_the_thread(model: ModelAndFolder) -> None:
+def test_the_makers_limit_of_cpu_threads_and_no_grad_hold_in_the_thread(
+    model: ModelAndFolder,
+) -> None:
     found: list[tuple] = []
 
     def make() -> RolloutEngine:
@@ -280,7 +302,9 @@ def test_collect_gives_what_has_ended_each_once_and_waits_no_longer_than_it_is_t
     assert tokens(collect_all(thread)) == {name: tokens(expected)[name] for name in "bcdg"}
 
 
-def test_collect_waits_until_a_response_ends(model: ModelAndFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collect_waits_until_a_response_ends(
+    model: ModelAndFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(engine_thread, "GATHER_S", 0.0)
     thread, gate = gated(model)
     thread.submit(REQUESTS)
@@ -318,7 +342,9 @@ def test_collect_takes_the_names_that_it_is_told_and_no_others(
     gate.wait()
     gate.steps(4)
     assert thread.collect(0.01, ["g"]) == thread.collect(LIMIT_S, ["unknown"]) == {}
-    assert tokens(thread.collect(LIMIT_S, ["b", "e", "unknown"])) == {name: tokens(expected)[name] for name in "be"}
+    assert tokens(thread.collect(LIMIT_S, ["b", "e", "unknown"])) == {
+        name: tokens(expected)[name] for name in "be"
+    }
     assert thread.collect(LIMIT_S, ["b", "a"]).keys() == {"a"}
     gate.open()
     assert thread.collect(LIMIT_S, ["b", "e", "a"]) == {}
@@ -349,27 +375,36 @@ def test_weights_that_drain_come_after_the_last_unfinished_response_and_before_w
     early = ask(thread, thread.submit, named("b"))
     loaded = ask(thread, thread.load_weights, export(changed, 5), 5, drain=True)
     late = ask(thread, thread.submit, named("c", "d"))
-    again = ask(thread, thread.load_weights, export(model[1], 6), 6)  # it drains where nothing else is said
+    # It drains where nothing else is said
+    again = ask(thread, thread.load_weights, export(model[1], 6), 6)
     last = ask(thread, thread.submit, named("e"))
     gate.steps(9)
     early.result(LIMIT_S)
     assert not loaded.done() and thread.ages().keys() == {"g"}
     gate.open()
     fingerprints = [loaded.result(LIMIT_S), again.result(LIMIT_S)]
-    assert fingerprints[0] == make_engine(model).load_weights(export(changed, 5), 5) != fingerprints[1]
+    assert (
+        fingerprints[0] == make_engine(model).load_weights(export(changed, 5), 5) != fingerprints[1]
+    )
     late.result(LIMIT_S)
     last.result(LIMIT_S)
     completions = collect_all(thread)
     version_of = {"a": 3, "g": 3, "b": 3, "c": 5, "d": 5, "e": 6}
     lengths = {name: len(each.token_ids) for name, each in completions.items()}
-    assert spans(completions) == {name: ((version, 0, lengths[name]),) for name, version in version_of.items()}
+    assert spans(completions) == {
+        name: ((version, 0, lengths[name]),) for name, version in version_of.items()
+    }
     weights = {3: model[1], 5: changed, 6: model[1]}
     for request in named(*version_of):
         assert_drawn_by(weights, request, completions[request.name], kv="recompute")
-    assert {name: tokens(completions)[name] for name in "abeg"} == {name: tokens(expected)[name] for name in "abeg"}
+    assert {name: tokens(completions)[name] for name in "abeg"} == {
+        name: tokens(expected)[name] for name in "abeg"
+    }
 
 
-def test_weights_that_do_not_drain_come_between_two_tokens(model: ModelAndFolder, changed: LlamaForCausalLM) -> None:
+def test_weights_that_do_not_drain_come_between_two_tokens(
+    model: ModelAndFolder, changed: LlamaForCausalLM
+) -> None:
     thread, gate = gated(model)
     thread.submit(named("a", "d", "g"))
     gate.wait()
@@ -388,10 +423,14 @@ def test_weights_that_do_not_drain_come_between_two_tokens(model: ModelAndFolder
         **{name: ((3, 0, 4), (5, 4, lengths[name])) for name in "dg"},  # the fourth step had begun
     }
     for request in named("a", "b", "d", "g"):
-        assert_drawn_by({3: model[1], 5: changed}, request, completions[request.name], kv="recompute")
+        assert_drawn_by(
+            {3: model[1], 5: changed}, request, completions[request.name], kv="recompute"
+        )
 
 
-def test_weights_for_an_engine_without_requests_come_at_once(model: ModelAndFolder, changed: LlamaForCausalLM) -> None:
+def test_weights_for_an_engine_without_requests_come_at_once(
+    model: ModelAndFolder, changed: LlamaForCausalLM
+) -> None:
     thread = EngineThread(lambda: make_engine(model))
     for version, drain in ((4, True), (5, False)):
         thread.load_weights(export(changed, version), version, drain=drain)
@@ -406,9 +445,13 @@ def test_what_the_engine_refuses_is_an_error_of_the_one_who_asked_and_others_go_
     thread.submit(named("b", "g"))
     gate.wait()
     refused = {
-        "The prompt of x has 7 tokens": ask(thread, thread.submit, [*named("a"), *make_requests({"x": [2] * 7})]),
+        "The prompt of x has 7 tokens": ask(
+            thread, thread.submit, [*named("a"), *make_requests({"x": [2] * 7})]
+        ),
         "2 requests are in flight; abort them before": ask(thread, thread.sleep),
-        "Stale weights: version 2": ask(thread, thread.load_weights, export(model[1], 2), 2, drain=False),
+        "Stale weights: version 2": ask(
+            thread, thread.load_weights, export(model[1], 2), 2, drain=False
+        ),
     }
     taken = ask(thread, thread.submit, named("c"))
     gate.open()
@@ -421,7 +464,9 @@ def test_what_the_engine_refuses_is_an_error_of_the_one_who_asked_and_others_go_
     assert tokens(draw(thread, REQUESTS)) == tokens(expected)
 
 
-def test_an_age_is_the_number_of_steps_since_an_unfinished_request_came(model: ModelAndFolder) -> None:
+def test_an_age_is_the_number_of_steps_since_an_unfinished_request_came(
+    model: ModelAndFolder,
+) -> None:
     thread, gate = gated(model)
     thread.submit(named("a", "b", "g"))
     gate.wait()
@@ -450,7 +495,8 @@ def test_a_stream_gives_each_response_once_with_its_request_and_leaves_others_al
     assert sorted(request.name for request, _ in given) == ["a", "b", "c", "d", "e"]
     assert all(request in REQUESTS for request, _ in given)
     assert deep_equal(
-        {request.name: completion for request, completion in given}, {name: expected[name] for name in "abcde"}
+        {request.name: completion for request, completion in given},
+        {name: expected[name] for name in "abcde"},
     )
     assert tokens(collect_all(thread)) == {name: tokens(expected)[name] for name in "fg"}
 
@@ -474,7 +520,9 @@ def test_a_stream_that_is_closed_early_leaves_no_request_behind(
     assert tokens(draw(thread, named("d", "g"))) == {name: tokens(expected)[name] for name in "dg"}
 
 
-def test_a_stream_of_requests_that_are_refused_raises_and_leaves_none_behind(model: ModelAndFolder) -> None:
+def test_a_stream_of_requests_that_are_refused_raises_and_leaves_none_behind(
+    model: ModelAndFolder,
+) -> None:
     thread = EngineThread(lambda: make_engine(model))
     with pytest.raises(ValueError, match="The prompt of x has 0 tokens"):
         next(thread.stream([*named("a"), *make_requests({"x": []})]))
@@ -482,22 +530,35 @@ def test_a_stream_of_requests_that_are_refused_raises_and_leaves_none_behind(mod
 
 
 class Rank(EngineThread):
-    """One of the two ranks of a replica in this process; `numbers` is what the first one tells the second."""
+    """One of the two ranks of a replica in this process; `numbers` is what the first one tells the
+    second."""
 
-    def __init__(self, model: ModelAndFolder, numbers: queue.Queue, rank: int, gate: Gate | None = None) -> None:
+    def __init__(
+        self, model: ModelAndFolder, numbers: queue.Queue, rank: int, gate: Gate | None = None
+    ) -> None:
         self.numbers, self.is_first = numbers, rank == 0
         self.done: list[tuple] = []
         """What the engine did, in order."""
         self.may_begin = threading.Event()
-        super().__init__(lambda: self.recorded(gate.guard(make_engine(model)) if gate else make_engine(model)))
+        super().__init__(
+            lambda: self.recorded(gate.guard(make_engine(model)) if gate else make_engine(model))
+        )
 
     def recorded(self, engine: RolloutEngine) -> RolloutEngine:
-        submit, step, load_weights, abort = engine.submit, engine.step, engine.load_weights, engine.abort
+        submit, step, load_weights, abort = (
+            engine.submit,
+            engine.step,
+            engine.load_weights,
+            engine.abort,
+        )
 
         def say(*what: Any) -> None:
             self.done.append(what)
 
-        engine.submit = lambda requests: (say("submit", *(each.name for each in requests)), submit(requests))[1]
+        engine.submit = lambda requests: (
+            say("submit", *(each.name for each in requests)),
+            submit(requests),
+        )[1]
         engine.abort = lambda names: (say("abort", *names), abort(names))[1]
         engine.step = lambda: (say("step"), step())[1]
         engine.load_weights = lambda exports, version, **kwargs: (
@@ -522,11 +583,15 @@ def test_ranks_do_the_same_between_the_same_steps_though_one_is_asked_later(
     first, second = Rank(model, numbers, 0, gate), Rank(model, numbers, 1)
 
     def calls(rank: Rank) -> list[list]:
-        """Calls with their arguments, of which each list is asked while one step is about to begin."""
+        """Calls with their arguments, of which each list is asked while one step is about to
+        begin."""
         return [
             [(rank.submit, named("b", "c"))],
             [(rank.submit, named("g")), (rank.abort, ["c"])],
-            [(partial(rank.load_weights, drain=False), export(changed, 5), 5), (rank.submit, named("d"))],
+            [
+                (partial(rank.load_weights, drain=False), export(changed, 5), 5),
+                (rank.submit, named("d")),
+            ],
             [(rank.load_weights, export(model[1], 6), 6), (rank.submit, named("a"))],
         ]
 
@@ -539,11 +604,19 @@ def test_ranks_do_the_same_between_the_same_steps_though_one_is_asked_later(
     gate.open()
     [answer.result(LIMIT_S) for answer in answers]
     completions = collect_all(first)
-    assert second.done == [] and first.done[:4] == [("submit", "e", "f"), ("step",), ("step",), ("submit", "b", "c")]
+    assert second.done == [] and first.done[:4] == [
+        ("submit", "e", "f"),
+        ("step",),
+        ("step",),
+        ("submit", "b", "c"),
+    ]
     assert completions["a"].versions == ((6, 0, len(completions["a"].token_ids)),)
     assert [span[:2] for span in completions["b"].versions] == [(3, 0), (5, 2)]
 
-    asked = [(second.submit, named("e", "f")), *(each for together in calls(second) for each in together)]
+    asked = [
+        (second.submit, named("e", "f")),
+        *(each for together in calls(second) for each in together),
+    ]
     answers = [ask(second, call, *args) for call, *args in asked[:-1]]
     second.may_begin.set()
     answers.append(later(*asked[-1]))
@@ -562,7 +635,9 @@ def test_a_rank_that_is_not_asked_for_what_the_first_one_was_asked_for_says_so(
     numbers.put(1)
     with second._changed:
         assert second._changed.wait_for(lambda: second._failure, timeout=LIMIT_S)
-    with pytest.raises(TimeoutError, match=r"was asked for something 0\.01 s ago that this rank was not asked for"):
+    with pytest.raises(
+        TimeoutError, match=r"was asked for something 0\.01 s ago that this rank was not asked for"
+    ):
         second.submit(named("a"))
 
 
@@ -612,7 +687,9 @@ def test_no_step_is_computed_while_the_last_weights_did_not_arrive(
     assert [span[:2] for span in completions["g"].versions] == [(3, 0), (5, 3)]
 
 
-def test_what_is_left_is_what_is_unfinished_and_what_was_not_collected(model: ModelAndFolder) -> None:
+def test_what_is_left_is_what_is_unfinished_and_what_was_not_collected(
+    model: ModelAndFolder,
+) -> None:
     thread, gate = gated(model)
     thread.submit(named("a", "b", "g"))
     gate.wait()
@@ -624,7 +701,9 @@ def test_what_is_left_is_what_is_unfinished_and_what_was_not_collected(model: Mo
     assert thread.num_left() == 0
 
 
-def test_a_thread_that_is_closed_ends_after_its_step_and_fails_whatever_waits_for_it(model: ModelAndFolder) -> None:
+def test_a_thread_that_is_closed_ends_after_its_step_and_fails_whatever_waits_for_it(
+    model: ModelAndFolder,
+) -> None:
     thread, gate = gated(model)
     thread.submit(named("g"))
     gate.wait()
@@ -640,7 +719,9 @@ def test_a_thread_that_is_closed_ends_after_its_step_and_fails_whatever_waits_fo
     assert {*errors, str(error.value)} == {"The rollout engine was closed."}
 
 
-def test_a_thread_that_nobody_can_ask_any_more_ends(model: ModelAndFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_nobody_can_ask_any_more_ends(
+    model: ModelAndFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(engine_thread, "_IDLE_S", 0.01)
     thread = EngineThread(lambda: make_engine(model))
     draw(thread, named("a"))
@@ -656,12 +737,17 @@ def end_the_thread(*_: Any, **__: Any) -> Any:
     raise SystemExit(7)
 
 
-def test_a_step_that_would_end_the_thread_fails_whatever_waits_for_the_engine(model: ModelAndFolder) -> None:
+def test_a_step_that_would_end_the_thread_fails_whatever_waits_for_the_engine(
+    model: ModelAndFolder,
+) -> None:
     thread, gate = gated(model)
     thread.submit(named("g"))
     gate.wait()
     thread.engine.step = end_the_thread
-    waiting = [collect_later(thread), ask(thread, partial(thread.load_weights, drain=True), export(model[1], 4), 4)]
+    waiting = [
+        collect_later(thread),
+        ask(thread, partial(thread.load_weights, drain=True), export(model[1], 4), 4),
+    ]
     gate.open()
     for answer in waiting:
         with pytest.raises(RuntimeError, match=r"The rollout engine raised SystemExit\(7\)"):

@@ -1,4 +1,5 @@
-"""Requests one by one to a rollout engine, and weights between them, shown on the small reference engine."""
+"""Requests one by one to a rollout engine, and weights between them, shown on the small reference
+engine."""
 
 import dataclasses
 from collections.abc import Callable
@@ -24,7 +25,12 @@ from verl_like.protocol.row_ops import deep_equal
 from verl_like.workers.config.models import TrainedModelConfig
 from verl_like.workers.config.rollout import RolloutConfig
 from verl_like.workers.rollout import Completion, RolloutEngine, RolloutError, get_rollout_engine
-from verl_like.workers.weight_sync import StaleWeightsError, WeightExport, WeightSyncError, collect_weights
+from verl_like.workers.weight_sync import (
+    StaleWeightsError,
+    WeightExport,
+    WeightSyncError,
+    collect_weights,
+)
 
 PROMPTS = {"a": [10, 11, 12], "b": [20], "c": [30, 31, 32, 33, 34], "d": [10, 11, 12], "e": [7, 7]}
 ModelAndFolder = tuple[str, LlamaForCausalLM]
@@ -47,7 +53,8 @@ def export(model: LlamaForCausalLM, version: int) -> list[WeightExport]:
 
 
 def make_engine(model: ModelAndFolder, **settings: Any) -> RolloutEngine:
-    log_probs = {"log_prob_use_dynamic_bsz": False, "log_prob_max_token_len_per_gpu": 1}  # the actor reads them
+    # The actor reads them
+    log_probs = {"log_prob_use_dynamic_bsz": False, "log_prob_max_token_len_per_gpu": 1}
     shape = {"prompt_length": 6, "response_length": 20}
     config = RolloutConfig(**{"name": "hf", "dtype": "float32", **shape, **log_probs, **settings})
     engine = get_rollout_engine("hf")(
@@ -67,7 +74,9 @@ def test_a_response_has_the_same_tokens_however_its_request_comes(model: ModelAn
     assert len({tuple(each) for each in expected.values()}) == len(PROMPTS)
     assert tokens(run(engine, requests[::-1])) == expected
     assert tokens(run_late(engine, requests, steps_between=3)) == expected
-    assert {name: each for request in requests for name, each in tokens(run(engine, [request])).items()} == expected
+    assert {
+        name: each for request in requests for name, each in tokens(run(engine, [request])).items()
+    } == expected
     assert tokens(run_paused(engine, requests, steps=2)) == expected
     assert tokens(run(make_engine(model, max_num_seqs=2), requests)) == expected
 
@@ -76,7 +85,9 @@ def test_each_request_is_sampled_as_it_says(model: ModelAndFolder) -> None:
     greedy = dataclasses.replace(SAMPLING, temperature=0.0, max_tokens=4, stop_token_ids=())
     requests = [*make_requests({"sampled": [10, 11]}), *make_requests({"greedy": [10, 11]}, greedy)]
     completions = run(make_engine(model), requests)
-    assert tokens(completions)["sampled"] == tokens(run(make_engine(model), requests[:1]))["sampled"]
+    assert (
+        tokens(completions)["sampled"] == tokens(run(make_engine(model), requests[:1]))["sampled"]
+    )
     ids = torch.tensor([[10, 11]])
     for token in completions["greedy"].token_ids:
         assert int(model[1](ids).logits[0, -1].argmax()) == token
@@ -96,8 +107,12 @@ def test_tokens_after_new_weights_are_drawn_with_them_and_say_so(
         assert_drawn_by({3: model[1], 5: changed}, requests[name], completion, kv=kv)
     lengths = {name: len(completion.token_ids) for name, completion in completions.items()}
     unfinished = [name for name in "abc" if lengths[name] > 4]
-    assert unfinished and all(completions[name].versions == ((3, 0, 4), (5, 4, lengths[name])) for name in unfinished)
-    assert completions["d"].versions == ((5, 0, lengths["d"]),) and completions["e"].versions == ((5, 0, lengths["e"]),)
+    assert unfinished and all(
+        completions[name].versions == ((3, 0, 4), (5, 4, lengths[name])) for name in unfinished
+    )
+    assert completions["d"].versions == ((5, 0, lengths["d"]),) and completions["e"].versions == (
+        (5, 0, lengths["e"]),
+    )
 
 
 def test_kept_and_recomputed_keys_give_different_log_probabilities(
@@ -105,14 +120,18 @@ def test_kept_and_recomputed_keys_give_different_log_probabilities(
 ) -> None:
     requests = make_requests({"a": PROMPTS["a"]})
     kept, recomputed = [
-        run_with_update(make_engine(model, kv_after_update=kv), requests, [], [], export(changed, 5), steps=2)["a"]
+        run_with_update(
+            make_engine(model, kv_after_update=kv), requests, [], [], export(changed, 5), steps=2
+        )["a"]
         for kv in ("keep", "recompute")
     ]
     assert kept.log_probs[:2].tolist() == recomputed.log_probs[:2].tolist()
     assert abs(kept.log_probs[2] - recomputed.log_probs[2]) > 1e-4
 
 
-def test_a_paused_engine_takes_new_weights_and_stays_paused(model: ModelAndFolder, changed: LlamaForCausalLM) -> None:
+def test_a_paused_engine_takes_new_weights_and_stays_paused(
+    model: ModelAndFolder, changed: LlamaForCausalLM
+) -> None:
     engine, requests = make_engine(model), make_requests({"a": PROMPTS["a"]})
     engine.submit(requests)
     engine.step()
@@ -127,13 +146,17 @@ def test_a_paused_engine_takes_new_weights_and_stays_paused(model: ModelAndFolde
 def test_aborted_requests_leave_and_the_others_do_not_notice(model: ModelAndFolder) -> None:
     requests = make_requests(PROMPTS)
     expected = tokens(run(make_engine(model), requests))
-    completions, gone, again = run_with_abort(make_engine(model, max_num_seqs=3), requests, ["b", "e"], steps=2)
+    completions, gone, again = run_with_abort(
+        make_engine(model, max_num_seqs=3), requests, ["b", "e"], steps=2
+    )
     assert gone == ["b", "e"]
     assert tokens(completions) == {name: expected[name] for name in "acd"}
     assert tokens(again) == {name: expected[name] for name in "be"}
 
 
-def test_requests_that_cannot_be_served_are_refused_and_none_of_them_is_taken_in(model: ModelAndFolder) -> None:
+def test_requests_that_cannot_be_served_are_refused_and_none_of_them_is_taken_in(
+    model: ModelAndFolder,
+) -> None:
     engine = make_engine(model)
     for wrong, message in (
         ({"x": [1] * 7}, "The prompt of x has 7 tokens, but 1 to rollout.prompt_length=6"),
@@ -169,7 +192,11 @@ def test_an_engine_whose_new_weights_did_not_arrive_draws_no_token_until_others_
     engine.submit(requests)
     assert engine.step() == []
     with pytest.raises(WeightSyncError):
-        load_swapped(engine, export(changed, 4), *(f"model.layers.0.mlp.{name}_proj.weight" for name in ("gate", "up")))
+        load_swapped(
+            engine,
+            export(changed, 4),
+            *(f"model.layers.0.mlp.{name}_proj.weight" for name in ("gate", "up")),
+        )
     with pytest.raises(RuntimeError, match="no verified weights"):
         engine.step()
     engine.load_weights(export(changed, 5), 5)
@@ -181,7 +208,11 @@ def test_an_engine_whose_new_weights_did_not_arrive_draws_no_token_until_others_
 def test_weights_that_changed_on_their_way_are_refused_and_the_engine_goes_on_with_its_own(
     model: ModelAndFolder, changed: LlamaForCausalLM
 ) -> None:
-    engine, requests, exports = make_engine(model), make_requests({"a": PROMPTS["a"]}), export(changed, 4)
+    engine, requests, exports = (
+        make_engine(model),
+        make_requests({"a": PROMPTS["a"]}),
+        export(changed, 4),
+    )
     expected = run(engine, requests)
     exports[0].buckets[0].data[0] ^= 1
     with pytest.raises(StaleWeightsError, match="Weights of version 4 changed on their way: 1 of"):

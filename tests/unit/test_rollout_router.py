@@ -15,7 +15,13 @@ from tiny_worker_models import PROMPT, RESPONSE, local_group, make_batch, policy
 
 from verl_like.protocol import DataProto
 from verl_like.protocol.row_ops import deep_equal, jagged_from_lists
-from verl_like.single_controller import Dispatch, Ordered, Worker, make_nd_compute_dataproto_dispatch_fn, register
+from verl_like.single_controller import (
+    Dispatch,
+    Ordered,
+    Worker,
+    make_nd_compute_dataproto_dispatch_fn,
+    register,
+)
 from verl_like.single_controller.failure import CallTimeout, WorkerError
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.worker_group import CallEvent, ClassWithInitArgs
@@ -59,7 +65,9 @@ def make_group(config: ActorRolloutRefConfig, actor: LocalWorkerGroup) -> MakeGr
         **arguments: Any,
     ) -> LocalWorkerGroup:
         rollout = config.rollout.model_copy(update={"routing": routing, "max_num_seqs": num_slots})
-        init = ClassWithInitArgs(worker, config=config.model_copy(update={"rollout": rollout}), seed=SEED)
+        init = ClassWithInitArgs(
+            worker, config=config.model_copy(update={"rollout": rollout}), seed=SEED
+        )
         group = LocalWorkerGroup(init, num_replicas, role="rollout", **arguments)
         group.deadline_s = LIMIT_S
         group.init_model()
@@ -72,10 +80,14 @@ def make_group(config: ActorRolloutRefConfig, actor: LocalWorkerGroup) -> MakeGr
 
 
 @pytest.fixture(scope="module")
-def by_hand(config: ActorRolloutRefConfig, actor: LocalWorkerGroup) -> Callable[[DataProto], DataProto]:
+def by_hand(
+    config: ActorRolloutRefConfig, actor: LocalWorkerGroup
+) -> Callable[[DataProto], DataProto]:
     """What one engine draws that is stepped by hand."""
     engine_class = get_rollout_engine("hf")
-    engine = engine_class(config.rollout, config.model, rank=0, world_size=1, seed=SEED, device="cpu")
+    engine = engine_class(
+        config.rollout, config.model, rank=0, world_size=1, seed=SEED, device="cpu"
+    )
     engine.eos_token_ids = ENDS
     engine.load_weights(actor.export_weights(version=3).get(), 3)
     return lambda prompts: generate_sequences(engine, prompts)
@@ -96,7 +108,10 @@ def assert_same_rows(batch: DataProto, expected: DataProto) -> None:
         assert deep_equal(batch.batch[name], expected.batch[name]), name
     one, other = (each.batch["rollout_log_probs"].values() for each in (batch, expected))
     torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
-    assert batch.non_tensor_batch["policy_version"].tolist() == expected.non_tensor_batch["policy_version"].tolist()
+    assert (
+        batch.non_tensor_batch["policy_version"].tolist()
+        == expected.non_tensor_batch["policy_version"].tolist()
+    )
 
 
 def let_go(steps: StepByStep) -> None:
@@ -108,7 +123,9 @@ def let_go(steps: StepByStep) -> None:
 def told_by(call: Any) -> dict[tuple[str, int], list[int]]:
     """The tokens of what a call's stream gives, each once, by uid and number."""
     told = [each for ended in call.stream() for each in ended]
-    tokens = {(request.uid, request.index): completion.token_ids.tolist() for request, completion in told}
+    tokens = {
+        (request.uid, request.index): completion.token_ids.tolist() for request, completion in told
+    }
     assert len(tokens) == len(told)
     return tokens
 
@@ -144,7 +161,9 @@ def test_replicas_take_equal_parts_or_what_they_have_room_for(make_group: MakeGr
             (f"1-{row}", k) for row in range(5) for k in range(N)
         ]
         if routing == "fixed":
-            assert names == [[(f"1-{row}", k) for row in rows for k in range(N)] for rows in ((0, 1, 2), (3, 4))]
+            assert names == [
+                [(f"1-{row}", k) for row in rows for k in range(N)] for rows in ((0, 1, 2), (3, 4))
+            ]
         else:
             first = [name for each in names for name in each[:NUM_SLOTS]]
             assert sorted(first) == [("1-0", 0), ("1-0", 1), ("1-0", 2), ("1-1", 0)]
@@ -163,7 +182,12 @@ def test_several_calls_are_drawn_at_once_and_each_gets_its_own_rows(
     make_group: MakeGroup, by_hand: Callable, routing: str
 ) -> None:
     group = make_group(routing)
-    batches = [prompts(5, step=1), prompts(2, step=2), prompts(1, step=3), prompts(2, step=2, validate=True)]
+    batches = [
+        prompts(5, step=1),
+        prompts(2, step=2),
+        prompts(1, step=3),
+        prompts(2, step=2, validate=True),
+    ]
     batches.append(batches[1])
     calls = [group.generate_sequences(batch) for batch in batches]
     for batch, call in zip(batches[::-1], calls[::-1], strict=True):
@@ -174,7 +198,8 @@ def test_several_calls_are_drawn_at_once_and_each_gets_its_own_rows(
 def test_a_call_ends_though_one_before_it_has_not(make_group: MakeGroup, by_hand: Callable) -> None:
     group, batches = make_group(), [prompts(1, step=step, greedy=True) for step in (1, 2, 3)]
     first, second = (StepByStep(worker.engine_thread) for worker in group.workers)
-    calls = [group.generate_sequences(batch) for batch in batches]  # of a response each, in turn to each replica
+    # Of a response each, in turn to each replica
+    calls = [group.generate_sequences(batch) for batch in batches]
     first.wait_for(2)
     second.wait_for(1)
     second.advance(RESPONSE)
@@ -197,7 +222,9 @@ def test_a_stream_gives_every_response_of_its_call_once_as_it_stands_in_the_batc
         assert told_by(call) == {}
 
 
-def test_validation_greedy_decoding_and_padding_are_as_the_batch_says(make_group: MakeGroup, by_hand: Callable) -> None:
+def test_validation_greedy_decoding_and_padding_are_as_the_batch_says(
+    make_group: MakeGroup, by_hand: Callable
+) -> None:
     group = make_group()
     validation = group.generate_sequences(prompts(validate=True)).get()
     assert len(validation) == 10
@@ -207,8 +234,11 @@ def test_validation_greedy_decoding_and_padding_are_as_the_batch_says(make_group
     assert_same_rows(greedy, by_hand(prompts(greedy=True)))
     assert not deep_equal(validation[::2].batch["responses"], greedy.batch["responses"])
 
-    padded = DataProto.concat([prompts(3), prompts(3)[:1]])  # a row that repeats another one, with its uid
-    padded = padded.union(DataProto.from_dict(tensors={"is_pad": torch.tensor([False, False, False, True])}))
+    # A row that repeats another one, with its uid
+    padded = DataProto.concat([prompts(3), prompts(3)[:1]])
+    padded = padded.union(
+        DataProto.from_dict(tensors={"is_pad": torch.tensor([False, False, False, True])})
+    )
     call = group.generate_sequences(padded)
     assert Counter(uid for uid, _ in told_by(call)) == {"1-0": N, "1-1": N, "1-2": N}
     batch = call.get()
@@ -221,7 +251,10 @@ def test_a_batch_without_rows_has_no_responses(make_group: MakeGroup, routing: s
     call = make_group(routing).generate_sequences(prompts()[:0])
     assert told_by(call) == {} and call.done()
     batch = call.get()
-    assert len(batch) == 0 and {"responses", "rollout_log_probs", "policy_version"} <= batch.columns().keys()
+    assert (
+        len(batch) == 0
+        and {"responses", "rollout_log_probs", "policy_version"} <= batch.columns().keys()
+    )
 
 
 class OwnWorker(RolloutWorker):
@@ -254,7 +287,9 @@ class WorkerWithMore(RolloutWorker):
 
 
 @pytest.mark.parametrize("worker", [OwnWorker, OwnRegisteredWorker])
-def test_a_subclasss_own_method_is_called_on_the_ranks(make_group: MakeGroup, by_hand: Callable, worker: type) -> None:
+def test_a_subclasss_own_method_is_called_on_the_ranks(
+    make_group: MakeGroup, by_hand: Callable, worker: type
+) -> None:
     group = make_group(worker=worker)
     call = group.generate_sequences(prompts())
     batch, expected = call.get(), by_hand(prompts())
@@ -265,7 +300,9 @@ def test_a_subclasss_own_method_is_called_on_the_ranks(make_group: MakeGroup, by
     assert group.caller is None
 
 
-def test_a_subclass_with_other_methods_has_its_calls_made_of_requests(make_group: MakeGroup, by_hand: Callable) -> None:
+def test_a_subclass_with_other_methods_has_its_calls_made_of_requests(
+    make_group: MakeGroup, by_hand: Callable
+) -> None:
     group = make_group(worker=WorkerWithMore)
     assert_same_rows(group.generate_sequences(prompts()).get(), by_hand(prompts()))
     assert isinstance(group.caller, RequestRouter) and group.answer() == [42, 42]
@@ -331,11 +368,14 @@ def test_a_prompt_that_is_refused_fails_the_calls_under_way_and_none_later(
         assert not any(worker.engine_thread._ended for worker in group.workers)
 
 
-def test_replicas_forget_the_requests_of_calls_that_failed(make_group: MakeGroup, by_hand: Callable) -> None:
+def test_replicas_forget_the_requests_of_calls_that_failed(
+    make_group: MakeGroup, by_hand: Callable
+) -> None:
     group = make_group("fixed")
     steps = StepByStep(group.workers[0].engine_thread)
     with pytest.raises(WorkerError, match="6 tokens"):
-        group.generate_sequences(with_long_prompt(4, 3)).get()  # the first replica has taken its part
+        # The first replica has taken its part
+        group.generate_sequences(with_long_prompt(4, 3)).get()
     later = group.generate_sequences(prompts(2))
     steps.wait_for(N)
     assert steps.thread.ages().keys() == {name for name in later.call.requests if "uid 1-0" in name}
@@ -343,7 +383,9 @@ def test_replicas_forget_the_requests_of_calls_that_failed(make_group: MakeGroup
     assert_same_rows(later.get(), by_hand(prompts(2)))
 
 
-def test_an_engine_that_fails_is_an_error_of_every_call_under_way_and_later(make_group: MakeGroup) -> None:
+def test_an_engine_that_fails_is_an_error_of_every_call_under_way_and_later(
+    make_group: MakeGroup,
+) -> None:
     group = make_group(num_slots=2 * N)
     steps = [StepByStep(worker.engine_thread) for worker in group.workers]
     calls = [group.generate_sequences(prompts(2, step=step)) for step in (1, 2)]
@@ -358,14 +400,21 @@ def test_an_engine_that_fails_is_an_error_of_every_call_under_way_and_later(make
             WorkerError, match=r"(?s)rollout rank 1 .* failed in generate_sequences.*lost 6 req"
         ) as error:
             call.get()
-        assert (error.value.role, error.value.rank, error.value.method) == ("rollout", 1, "generate_sequences")
+        assert (error.value.role, error.value.rank, error.value.method) == (
+            "rollout",
+            1,
+            "generate_sequences",
+        )
 
 
 @pytest.mark.parametrize("num_slots", [2, 2 * N])
 def test_a_call_that_is_begun_again_is_drawn_anew_and_others_go_on(
     make_group: MakeGroup, actor: LocalWorkerGroup, by_hand: Callable, num_slots: int
 ) -> None:
-    group, expected = make_group(num_slots=num_slots), [by_hand(prompts(2, step=step)) for step in (1, 2)]
+    group, expected = (
+        make_group(num_slots=num_slots),
+        [by_hand(prompts(2, step=step)) for step in (1, 2)],
+    )
     steps = [StepByStep(worker.engine_thread) for worker in group.workers]
     first, second = (group.generate_sequences(prompts(2, step=step)) for step in (1, 2))
     for each in steps:
@@ -376,7 +425,9 @@ def test_a_call_that_is_begun_again_is_drawn_anew_and_others_go_on(
     for each in steps:
         let_go(each)
     assert told_by(first) == tokens_of(expected[0], ["1-0", "1-1"])
-    for call, of_call, is_old in zip((first, second), expected, (False, num_slots > 2), strict=True):
+    for call, of_call, is_old in zip(
+        (first, second), expected, (False, num_slots > 2), strict=True
+    ):
         batch = call.get()
         rows = batch.batch["responses"]
         assert deep_equal(rows, of_call.batch["responses"])
@@ -408,7 +459,9 @@ def test_what_a_replica_told_as_a_call_was_begun_again_does_not_count(
     assert {span[0] for spans in batch.non_tensor_batch["policy_version"] for span in spans} == {4}
 
 
-def test_a_call_that_has_ended_can_be_begun_again(make_group: MakeGroup, actor: LocalWorkerGroup) -> None:
+def test_a_call_that_has_ended_can_be_begun_again(
+    make_group: MakeGroup, actor: LocalWorkerGroup
+) -> None:
     group = make_group("fixed")
     call = group.generate_sequences(prompts()).call
     batches = call.wait(None)
@@ -416,7 +469,10 @@ def test_a_call_that_has_ended_can_be_begun_again(make_group: MakeGroup, actor: 
     call.begin_again()
     batches += call.wait(None)
     assert deep_equal(batches[0].batch["responses"], batches[1].batch["responses"])
-    versions = [{span[0] for spans in batch.non_tensor_batch["policy_version"] for span in spans} for batch in batches]
+    versions = [
+        {span[0] for spans in batch.non_tensor_batch["policy_version"] for span in spans}
+        for batch in batches
+    ]
     assert versions == [{3}, {4}]
 
 
@@ -425,18 +481,27 @@ def test_weights_come_after_the_responses_of_earlier_calls_and_before_those_of_l
     make_group: MakeGroup, actor: LocalWorkerGroup, by_hand: Callable, routing: str
 ) -> None:
     group, exported = make_group(routing), actor.export_weights(version=4)
-    calls = [group.generate_sequences(prompts(step=step)) for step in (1, 2)]  # more than there is room for
+    # More than there is room for
+    calls = [group.generate_sequences(prompts(step=step)) for step in (1, 2)]
     group.load_weights(exported, version=4)
     calls.append(group.generate_sequences(prompts(step=3)))
     for step, version, call in zip((1, 2, 3), (3, 3, 4), calls, strict=True):
         batch = call.get()
         assert deep_equal(batch.batch["responses"], by_hand(prompts(step=step)).batch["responses"])
         lengths = batch.batch["responses"].offsets().diff().tolist()
-        assert batch.non_tensor_batch["policy_version"].tolist() == [((version, 0, length),) for length in lengths]
+        assert batch.non_tensor_batch["policy_version"].tolist() == [
+            ((version, 0, length),) for length in lengths
+        ]
 
 
-def test_weights_that_do_not_wait_come_between_two_tokens(make_group: MakeGroup, actor: LocalWorkerGroup) -> None:
-    group, exported, gate = make_group(num_replicas=1, num_slots=8), actor.export_weights(version=4).get(), Gate()
+def test_weights_that_do_not_wait_come_between_two_tokens(
+    make_group: MakeGroup, actor: LocalWorkerGroup
+) -> None:
+    group, exported, gate = (
+        make_group(num_replicas=1, num_slots=8),
+        actor.export_weights(version=4).get(),
+        Gate(),
+    )
     (worker,) = group.workers
     gate.guard(worker.rollout)
     call = group.generate_sequences(prompts(2))
@@ -447,11 +512,14 @@ def test_weights_that_do_not_wait_come_between_two_tokens(make_group: MakeGroup,
     loading.result(LIMIT_S)
     batch = call.get()
     lengths = batch.batch["responses"].offsets().diff().tolist()
-    spans = [((3, 0, min(2, length)), (4, 2, length))[: 1 + (length > 2)] for length in lengths]  # the second had begun
+    # The second had begun
+    spans = [((3, 0, min(2, length)), (4, 2, length))[: 1 + (length > 2)] for length in lengths]
     assert max(lengths) > 2 and batch.non_tensor_batch["policy_version"].tolist() == spans
 
 
-def test_what_becomes_of_the_prompts_after_the_call_does_not_matter(make_group: MakeGroup, by_hand: Callable) -> None:
+def test_what_becomes_of_the_prompts_after_the_call_does_not_matter(
+    make_group: MakeGroup, by_hand: Callable
+) -> None:
     group, batch, expected = make_group(), prompts(), by_hand(prompts())
     call = group.generate_sequences(batch)
     batch.batch["prompts"] = prompts(step=2).batch["prompts"]
@@ -459,7 +527,9 @@ def test_what_becomes_of_the_prompts_after_the_call_does_not_matter(make_group: 
     assert_same_rows(call.get(), expected)
 
 
-def test_a_request_that_a_replica_has_lost_fails_the_call(make_group: MakeGroup, by_hand: Callable) -> None:
+def test_a_request_that_a_replica_has_lost_fails_the_call(
+    make_group: MakeGroup, by_hand: Callable
+) -> None:
     group = make_group("fixed")
     steps = StepByStep(group.workers[1].engine_thread)
     call = group.generate_sequences(prompts())
@@ -478,7 +548,9 @@ def test_a_call_that_takes_longer_than_the_deadline_says_which_replica_it_waits_
     steps = StepByStep(group.workers[1].engine_thread)
     call = group.generate_sequences(prompts())
     group.deadline_s = 0.2
-    message = r"rollout.generate_sequences did not finish within 0.2 s: waiting for rank\(s\) \[1\] of 2"
+    message = (
+        r"rollout.generate_sequences did not finish within 0.2 s: waiting for rank\(s\) \[1\] of 2"
+    )
     for wait in (call.get, lambda: told_by(call), call.finish):
         while len(call.call.completions) < 3 * N:  # the first replica has ended
             time.sleep(0.01)
@@ -492,10 +564,13 @@ def test_a_call_that_takes_longer_than_the_deadline_says_which_replica_it_waits_
     assert_same_rows(call.get(), by_hand(prompts()))
 
 
-def test_a_call_that_is_late_names_the_replicas_that_have_requests_of_its_own(make_group: MakeGroup) -> None:
+def test_a_call_that_is_late_names_the_replicas_that_have_requests_of_its_own(
+    make_group: MakeGroup,
+) -> None:
     group = make_group()
     steps = [StepByStep(worker.engine_thread) for worker in group.workers]
-    calls = [group.generate_sequences(prompts(1, step=step, greedy=True)) for step in (1, 2)]  # each to one replica
+    # Each to one replica
+    calls = [group.generate_sequences(prompts(1, step=step, greedy=True)) for step in (1, 2)]
     for rank, (call, each) in enumerate(zip(calls, steps, strict=True)):
         each.wait_for(1)
         with pytest.raises(CallTimeout, match=rf"waiting for rank\(s\) \[{rank}\] of 2"):
@@ -535,5 +610,9 @@ def test_in_the_timeline_a_call_begins_with_its_first_request(make_group: MakeGr
     for each in steps:
         let_go(each)
     call.get()
-    spans = [(each.started, each.finished) for each in events if each.method == "generate_sequences"]
-    assert len(spans) == 2 and all(started < first_were_sent < finished for started, finished in spans)
+    spans = [
+        (each.started, each.finished) for each in events if each.method == "generate_sequences"
+    ]
+    assert len(spans) == 2 and all(
+        started < first_were_sent < finished for started, finished in spans
+    )

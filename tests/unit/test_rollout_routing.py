@@ -1,4 +1,5 @@
-"""Which replica takes which request: equal shares of a call, or whoever has the most free places."""
+"""Which replica takes which request: equal shares of a call, or whoever has the most free
+places."""
 
 import random
 from collections import Counter
@@ -27,7 +28,11 @@ def names(taken):
 def test_equal_shares_are_consecutive_prompts_with_all_their_samples_and_the_first_ones_have_one_more():
     queue = RequestQueue("fixed", num_replicas=3, num_slots=2)
     queue.add(requests_of("a", num_prompts=5, n=2), n=2)
-    assert names(queue.take()) == [["a0.0", "a0.1", "a1.0", "a1.1"], ["a2.0", "a2.1", "a3.0", "a3.1"], ["a4.0", "a4.1"]]
+    assert names(queue.take()) == [
+        ["a0.0", "a0.1", "a1.0", "a1.1"],
+        ["a2.0", "a2.1", "a3.0", "a3.1"],
+        ["a4.0", "a4.1"],
+    ]
     assert queue.loads == [4, 4, 2], "all at once, though a replica has two slots"
     assert queue.take() == [[], [], []] and len(queue) == 10
 
@@ -38,7 +43,9 @@ def test_an_equal_share_is_a_function_of_the_requests_of_its_call_alone():
     assert names(queue.take()) == [["a0.0", "a1.0"], ["a2.0"]]
     queue.ended("a0.0")
     queue.add(requests_of("b", num_prompts=3, n=1), n=1)
-    assert names(queue.take()) == [[], []], "when it begins does not depend on when responses of the call before end"
+    assert names(queue.take()) == [[], []], (
+        "when it begins does not depend on when responses of the call before end"
+    )
     assert len(queue) == 5 and sum(queue.loads) == 2
     queue.ended("a1.0")
     queue.ended("a2.0")
@@ -61,7 +68,9 @@ def test_samples_of_a_prompt_stay_together_where_there_is_room():
     queue = RequestQueue("least_loaded", num_replicas=3, num_slots=4)
     with_uids = [replace(each, uid=each.name[1]) for each in requests_of("a", num_prompts=3, n=3)]
     queue.add(with_uids, n=3)
-    assert names(queue.take()) == [[f"a{prompt}.{sample}" for sample in range(3)] for prompt in range(3)]
+    assert names(queue.take()) == [
+        [f"a{prompt}.{sample}" for sample in range(3)] for prompt in range(3)
+    ]
     queue.add([replace(each, uid="9") for each in requests_of("b", num_prompts=1, n=2)], n=2)
     assert names(queue.take()) == [["b0.0"], ["b0.1"], []], "the first has one place left"
 
@@ -153,9 +162,15 @@ def test_every_request_is_taken_once_in_the_order_of_arrival_and_no_replica_has_
         assert taken == order[: len(taken)]
         running = [[*before, *share] for before, share in zip(running, now, strict=True)]
         assert queue.loads == [len(each) for each in running] and max(queue.loads) <= num_slots
-        assert all(load <= min(queue.loads) + 1 for load, share in zip(queue.loads, now, strict=True) if share)
+        assert all(
+            load <= min(queue.loads) + 1
+            for load, share in zip(queue.loads, now, strict=True)
+            if share
+        )
         in_flight = [name for each in running for name in each]
-        for name in chance.sample(in_flight, chance.randint(min(1, len(in_flight)), len(in_flight))):
+        for name in chance.sample(
+            in_flight, chance.randint(min(1, len(in_flight)), len(in_flight))
+        ):
             queue.ended(name)
             running = [[each for each in share if each != name] for share in running]
     assert taken == order and queue.loads == [0] * num_replicas
@@ -171,6 +186,11 @@ def test_equal_shares_take_every_request_once_and_differ_by_a_prompt_at_most(cal
         taken = names(queue.take())
         assert [name for share in taken for name in share] == [request.name for request in requests]
         num_of_share = [len(share) // n for share in taken]
-        assert num_of_share == sorted(num_of_share, reverse=True) and max(num_of_share) - min(num_of_share) <= 1
-        assert all(set(Counter(name.split(".")[0] for name in share).values()) <= {n} for share in taken)
+        assert (
+            num_of_share == sorted(num_of_share, reverse=True)
+            and max(num_of_share) - min(num_of_share) <= 1
+        )
+        assert all(
+            set(Counter(name.split(".")[0] for name in share).values()) <= {n} for share in taken
+        )
         queue.remove([request.name for request in requests])

@@ -10,7 +10,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from scripts.same_numbers.compare import compare_metrics, compare_steps, compare_tensors, is_gradient, is_weight
+from scripts.same_numbers.compare import (
+    compare_metrics,
+    compare_steps,
+    compare_tensors,
+    is_gradient,
+    is_weight,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -24,9 +30,17 @@ def runs(tmp_path: Path) -> tuple[Path, Path]:
         folder.mkdir(parents=True)
         for step in (1, 2):
             tokens = np.array([[5, step, 0]])
-            np.savez(run / f"step_{step:03}.npz", tokens=tokens, old_log_probs=np.array([[-0.5, -2.0 * step, 0.0]]))
-        rows = [{"step": step, "actor/loss": 0.25 * step, "timing_s/step": 1.0} for step in (0, 1, 2)]
-        (folder.parents[2] / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            np.savez(
+                run / f"step_{step:03}.npz",
+                tokens=tokens,
+                old_log_probs=np.array([[-0.5, -2.0 * step, 0.0]]),
+            )
+        rows = [
+            {"step": step, "actor/loss": 0.25 * step, "timing_s/step": 1.0} for step in (0, 1, 2)
+        ]
+        (folder.parents[2] / "metrics.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows)
+        )
         tensors = {"model.w": np.array([3.0, 4.0]), "optimizer.w.exp_avg": np.array([0.3, 0.4])}
         save_file(tensors, folder / "rank_00000.safetensors")
         (run / "latest").symlink_to(date)
@@ -52,7 +66,11 @@ def test_equal_runs_are_equal_bit_for_bit(runs: tuple[Path, Path]):
 
 def test_a_difference_is_relative_to_the_largest_value_and_says_since_when(runs: tuple[Path, Path]):
     here, other = runs
-    np.savez(here / "step_002.npz", tokens=np.array([[5, 2, 0]]), old_log_probs=np.array([[-0.5, -4.04, 0.0]]))
+    np.savez(
+        here / "step_002.npz",
+        tokens=np.array([[5, 2, 0]]),
+        old_log_probs=np.array([[-0.5, -4.04, 0.0]]),
+    )
     tokens, log_probs = compare_steps(here, other)
     assert tokens.relative == 0.0
     assert log_probs.relative == pytest.approx(0.01) and log_probs.first_step == 2
@@ -71,12 +89,22 @@ def test_a_tensor_that_differs_counts_by_its_norm_and_alone(runs: tuple[Path, Pa
     assert compare_tensors("gradients", here, other, is_gradient).relative == 0.0
 
 
-def test_a_value_that_is_no_number_on_one_side_is_infinitely_far_and_the_sign_of_zero_counts(runs: tuple[Path, Path]):
+def test_a_value_that_is_no_number_on_one_side_is_infinitely_far_and_the_sign_of_zero_counts(
+    runs: tuple[Path, Path],
+):
     here, other = runs
-    np.savez(here / "step_001.npz", tokens=np.array([[5, 1, 0]]), old_log_probs=np.array([[-0.5, np.nan, -0.0]]))
+    np.savez(
+        here / "step_001.npz",
+        tokens=np.array([[5, 1, 0]]),
+        old_log_probs=np.array([[-0.5, np.nan, -0.0]]),
+    )
     _, log_probs = compare_steps(here, other)
     assert log_probs.relative > 1e300
-    np.savez(here / "step_001.npz", tokens=np.array([[5, 1, 0]]), old_log_probs=np.array([[-0.5, -2.0, -0.0]]))
+    np.savez(
+        here / "step_001.npz",
+        tokens=np.array([[5, 1, 0]]),
+        old_log_probs=np.array([[-0.5, -2.0, -0.0]]),
+    )
     _, log_probs = compare_steps(here, other)
     assert 0.0 < log_probs.relative < 1e-200 and log_probs.first_step == 1
 
@@ -99,7 +127,9 @@ def test_a_missing_step_column_metric_or_file_is_an_error(runs: tuple[Path, Path
         compare_tensors("weights", here, other, is_weight)
 
 
-def test_the_recorder_writes_what_the_estimator_gets_and_computes_what_the_library_computes(tmp_path: Path):
+def test_the_recorder_writes_what_the_estimator_gets_and_computes_what_the_library_computes(
+    tmp_path: Path,
+):
     program = """
 import numpy as np, torch
 import same_numbers_recorder as recorder
@@ -109,7 +139,10 @@ for _ in range(2):
     own = recorder.recorded_grpo(rewards, mask, index, responses=torch.tensor([[7, 8], [9, 3]]))
 assert all(map(torch.equal, own, recorder.grpo(rewards, mask, index)))
 """
-    variables = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT}/scripts/same_numbers", "SAME_NUMBERS_OUT": str(tmp_path)}
+    variables = {
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT}/scripts/same_numbers",
+        "SAME_NUMBERS_OUT": str(tmp_path),
+    }
     subprocess.run([sys.executable, "-c", program], check=True, env=os.environ | variables)
     assert [file.name for file in sorted(tmp_path.iterdir())] == ["step_001.npz", "step_002.npz"]
     recorded = np.load(tmp_path / "step_002.npz")

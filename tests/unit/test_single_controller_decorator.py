@@ -34,13 +34,18 @@ def test_every_mode_goes_with_all_ranks_and_splitting_modes_not_with_rank_zero(n
     if name in WHOLE_ARGUMENTS:
         register(dispatch_mode=BUILT_IN[name], execute_mode=Execute.RANK_ZERO)
     else:
-        with pytest.raises(ValueError, match=f"{name} splits its arguments.*use Dispatch.RANK_ZERO"):
+        with pytest.raises(
+            ValueError, match=f"{name} splits its arguments.*use Dispatch.RANK_ZERO"
+        ):
             register(dispatch_mode=BUILT_IN[name], execute_mode=Execute.RANK_ZERO)
 
 
 def test_a_mesh_mode_does_not_go_with_rank_zero():
     with pytest.raises(ValueError, match=r"MESH\[dp\] splits its arguments"):
-        register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("dp"), execute_mode=Execute.RANK_ZERO)
+        register(
+            dispatch_mode=make_nd_compute_dataproto_dispatch_fn("dp"),
+            execute_mode=Execute.RANK_ZERO,
+        )
 
 
 @pytest.mark.parametrize(
@@ -74,7 +79,11 @@ def test_a_registered_method_stays_an_ordinary_method():
 
     assert Plain().double(4) == 8
     spec = registered_methods(Plain)["double"]
-    assert (spec.blocking, spec.reads, spec.read_columns) == (False, ("input_ids", "uid?"), ("input_ids", "uid"))
+    assert (spec.blocking, spec.reads, spec.read_columns) == (
+        False,
+        ("input_ids", "uid?"),
+        ("input_ids", "uid"),
+    )
 
 
 def test_user_modes_are_named_once_and_in_capitals():
@@ -86,12 +95,18 @@ def test_user_modes_are_named_once_and_in_capitals():
 
 def test_a_dispatch_function_that_returns_too_few_entries_is_an_error():
     class Custom(Worker):
-        @register(dispatch_mode={"dispatch_fn": lambda group, x: (([x],), {}), "collect_fn": lambda group, out: out})
+        @register(
+            dispatch_mode={
+                "dispatch_fn": lambda group, x: (([x],), {}),
+                "collect_fn": lambda group, out: out,
+            }
+        )
         def method(self, x):
             return x
 
     with pytest.raises(
-        ValueError, match=r"worker\.method must return one list per argument with one entry for each of 2"
+        ValueError,
+        match=r"worker\.method must return one list per argument with one entry for each of 2",
     ):
         LocalWorkerGroup(ClassWithInitArgs(Custom), 2).method(1)
 
@@ -102,7 +117,9 @@ def test_a_method_named_like_an_attribute_of_groups_is_refused():
         def shutdown(self):
             return None
 
-    with pytest.raises(ValueError, match=r"Clash\.shutdown has the name of a worker group's attribute"):
+    with pytest.raises(
+        ValueError, match=r"Clash\.shutdown has the name of a worker group's attribute"
+    ):
         LocalWorkerGroup(ClassWithInitArgs(Clash))
 
 

@@ -5,7 +5,13 @@ import torch
 from tensordict import TensorDict
 
 from verl_like.protocol import CallHeader, DataProto, Metric, Part
-from verl_like.single_controller.ray.message import INLINE_BYTES, StoredBatch, pack, pack_state, unpack
+from verl_like.single_controller.ray.message import (
+    INLINE_BYTES,
+    StoredBatch,
+    pack,
+    pack_state,
+    unpack,
+)
 from verl_like.single_controller.shard import BatchShard
 
 
@@ -15,14 +21,21 @@ def small_batch():
             "input_ids": torch.arange(12).view(4, 3),
             "advantages": torch.tensor([0.5, -1.0, 2.0, float("inf")], dtype=torch.bfloat16),
             "is_pad": torch.tensor([True, False, False, True]),
-            "ragged": torch.nested.nested_tensor([torch.ones(n) for n in (1, 2, 1, 3)], layout=torch.jagged),
+            "ragged": torch.nested.nested_tensor(
+                [torch.ones(n) for n in (1, 2, 1, 3)], layout=torch.jagged
+            ),
         },
-        meta_info={"global_steps": 3, "names": ["a", None], "nested": {"temperature": 0.5, "validate": False}},
+        meta_info={
+            "global_steps": 3,
+            "names": ["a", None],
+            "nested": {"temperature": 0.5, "validate": False},
+        },
     )
 
 
 def over_the_wire(message, pickled=None):
-    """As Ray sends it: what is not a plain value it pickles, which is refused here unless a list for it is given."""
+    """As Ray sends it: what is not a plain value it pickles, which is refused here unless a list
+    for it is given."""
 
     def put_aside(value):
         if pickled is None:
@@ -32,7 +45,9 @@ def over_the_wire(message, pickled=None):
 
     packed = msgpack.packb(message, strict_types=True, default=put_aside)
     return msgpack.unpackb(
-        packed, strict_map_key=False, ext_hook=lambda _, index: pickled[int.from_bytes(index, "big") - 1]
+        packed,
+        strict_map_key=False,
+        ext_hook=lambda _, index: pickled[int.from_bytes(index, "big") - 1],
     )
 
 
@@ -52,7 +67,9 @@ def test_meta_info_alone_travels_as_plain_values_and_stays_without_a_batch():
 
 
 def test_a_header_travels_as_plain_values():
-    assert unpack(over_the_wire(pack(CallHeader(3, 1.5, 2.5)))) == CallHeader(num_rows=3, started=1.5, finished=2.5)
+    assert unpack(over_the_wire(pack(CallHeader(3, 1.5, 2.5)))) == CallHeader(
+        num_rows=3, started=1.5, finished=2.5
+    )
 
 
 def test_a_shard_of_a_small_batch_travels_as_plain_values():
@@ -60,9 +77,15 @@ def test_a_shard_of_a_small_batch_travels_as_plain_values():
     part = Part(CallHeader(4), StoredBatch([], {}, pack_state(*batch.__getstate__())))
     for rank in range(2):
         shard = unpack(over_the_wire(pack(BatchShard((part,), rank, 2, ("input_ids", "is_pad")))))
-        rows = shard.resolve(lambda references: [r.load(1.0) if isinstance(r, StoredBatch) else r for r in references])
+        rows = shard.resolve(
+            lambda references: [
+                r.load(1.0) if isinstance(r, StoredBatch) else r for r in references
+            ]
+        )
         assert sorted(rows.data.tensors()) == ["input_ids", "is_pad"]
-        assert torch.equal(rows.data.batch["input_ids"], batch.batch["input_ids"][2 * rank : 2 * rank + 2])
+        assert torch.equal(
+            rows.data.batch["input_ids"], batch.batch["input_ids"][2 * rank : 2 * rank + 2]
+        )
 
 
 def test_a_shard_keeps_its_rows_and_what_they_are_rows_of():
@@ -76,9 +99,13 @@ def test_a_shard_keeps_its_rows_and_what_they_are_rows_of():
 def test_large_columns_are_left_to_pickle_as_arrays_in_the_same_memory():
     large = torch.arange(INLINE_BYTES // 8 + 1)
     pickled: list[np.ndarray] = []
-    found = unpack(over_the_wire(pack(DataProto.from_dict({"large": large, "small": large.float()})), pickled))
+    found = unpack(
+        over_the_wire(pack(DataProto.from_dict({"large": large, "small": large.float()})), pickled)
+    )
     assert len(pickled) == 1 and found.batch["large"].data_ptr() == large.data_ptr()
-    assert torch.equal(found.batch["small"], large.float()), "4 bytes a number: small enough to stand in the message"
+    assert torch.equal(found.batch["small"], large.float()), (
+        "4 bytes a number: small enough to stand in the message"
+    )
 
 
 @pytest.mark.parametrize(
@@ -87,10 +114,19 @@ def test_large_columns_are_left_to_pickle_as_arrays_in_the_same_memory():
         None,
         [1, "text"],
         ["batch", 2],
-        DataProto.from_dict(tensors={"x": torch.zeros(2)}, non_tensors={"uid": np.array(["a", "b"], dtype=object)}),
-        DataProto.from_dict(tensors={"x": torch.zeros(2)}, meta_info={"metrics": {"loss": Metric.mean(1.0)}}),
-        DataProto.from_dict(tensors={"x": torch.zeros(2)}, meta_info={"sizes": (1, 2), ("a", 1): {3: np.float32(0.1)}}),
-        DataProto.from_dict(tensors={"x": torch.zeros(2)}, meta_info={"count": 1 << 70, "scale": torch.ones(2)}),
+        DataProto.from_dict(
+            tensors={"x": torch.zeros(2)}, non_tensors={"uid": np.array(["a", "b"], dtype=object)}
+        ),
+        DataProto.from_dict(
+            tensors={"x": torch.zeros(2)}, meta_info={"metrics": {"loss": Metric.mean(1.0)}}
+        ),
+        DataProto.from_dict(
+            tensors={"x": torch.zeros(2)},
+            meta_info={"sizes": (1, 2), ("a", 1): {3: np.float32(0.1)}},
+        ),
+        DataProto.from_dict(
+            tensors={"x": torch.zeros(2)}, meta_info={"count": 1 << 70, "scale": torch.ones(2)}
+        ),
         DataProto(TensorDict({}, batch_size=[2])),
     ],
 )
@@ -99,4 +135,6 @@ def test_whatever_else_a_result_holds_arrives_as_it_was(result):
     assert found.equal(result) if isinstance(result, DataProto) else found == result
     if isinstance(result, DataProto):
         assert (found.batch is None) == (result.batch is None) and len(found) == len(result)
-        assert list(map(type, found.meta_info.values())) == list(map(type, result.meta_info.values()))
+        assert list(map(type, found.meta_info.values())) == list(
+            map(type, result.meta_info.values())
+        )

@@ -1,4 +1,5 @@
-"""Rows and columns stay together and in order through every split, gather and collection, for any sizes and orders."""
+"""Rows and columns stay together and in order through every split, gather and collection, for any
+sizes and orders."""
 
 import itertools
 
@@ -9,7 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_like.protocol import DataProto
-from verl_like.single_controller import Dispatch, Ordered, Worker, make_nd_compute_dataproto_dispatch_fn, register
+from verl_like.single_controller import (
+    Dispatch,
+    Ordered,
+    Worker,
+    make_nd_compute_dataproto_dispatch_fn,
+    register,
+)
 from verl_like.single_controller.local import LocalWorkerGroup
 from verl_like.single_controller.worker_group import ClassWithInitArgs
 
@@ -19,7 +26,9 @@ class Observer(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def make_mesh(self, peers: int) -> None:
-        self._register_dispatch_collect_info("grid", self.rank // peers, is_collect=self.rank % peers == 0)
+        self._register_dispatch_collect_info(
+            "grid", self.rank // peers, is_collect=self.rank % peers == 0
+        )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def echo(self, batch: DataProto) -> DataProto:
@@ -46,14 +55,19 @@ class Observer(Worker):
         return batch.batch["number"].tolist()
 
 
-GROUPS = {size: LocalWorkerGroup(ClassWithInitArgs(Observer), size, role=f"group{size}") for size in (1, 2, 3, 4, 6)}
+GROUPS = {
+    size: LocalWorkerGroup(ClassWithInitArgs(Observer), size, role=f"group{size}")
+    for size in (1, 2, 3, 4, 6)
+}
 GROUPS[6].make_mesh(2)  # three shards, two peers each
 
 
 def batch_of(rows: int, lengths: list[int]) -> DataProto:
     """Columns of every kind; row i holds i, in row i of the jagged column `lengths[i]` times."""
     number = torch.arange(rows)
-    jagged = torch.nested.nested_tensor([torch.full((n,), i) for i, n in enumerate(lengths)], layout=torch.jagged)
+    jagged = torch.nested.nested_tensor(
+        [torch.full((n,), i) for i, n in enumerate(lengths)], layout=torch.jagged
+    )
     return DataProto.from_dict(
         {"number": number, "matrix": number[:, None] * torch.tensor([1.0, 10.0]), "jagged": jagged},
         {"uid": [f"row {i}" for i in range(rows)], "square": number.numpy() ** 2},
@@ -90,11 +104,16 @@ def test_an_ordered_batch_comes_back_in_its_own_order_with_every_column(given_ba
     ordered = Ordered(batch, torch.from_numpy(order))
     assert GROUPS[size].echo(ordered).equal(batch)
     assert GROUPS[6].echo_on_mesh(ordered).equal(batch)
-    assert joined(GROUPS[size].rows_of_rank(ordered)) == order.tolist(), "rank i has the i-th slice of the order"
+    assert joined(GROUPS[size].rows_of_rank(ordered)) == order.tolist(), (
+        "rank i has the i-th slice of the order"
+    )
 
 
 @settings(max_examples=40, deadline=None)
-@given(given_batch=ordered_batches(), sizes=st.lists(st.sampled_from([1, 2, 3, 4]), min_size=3, max_size=3))
+@given(
+    given_batch=ordered_batches(),
+    sizes=st.lists(st.sampled_from([1, 2, 3, 4]), min_size=3, max_size=3),
+)
 def test_futures_of_ordered_calls_are_put_right_where_they_are_used(given_batch, sizes):
     batch, order = given_batch
     first, second, third = (GROUPS[size] for size in sizes)
@@ -104,7 +123,10 @@ def test_futures_of_ordered_calls_are_put_right_where_they_are_used(given_batch,
     assert joined(second.rows_of_rank(future)) == list(range(len(batch)))
     assert third.whole(future)[0] == list(range(len(batch)))
     again = third.echo.remote(Ordered(future, order))
-    assert again.get().equal(batch) and joined(third.rows_of_rank(Ordered(again, order[::-1]))) == order[::-1].tolist()
+    assert (
+        again.get().equal(batch)
+        and joined(third.rows_of_rank(Ordered(again, order[::-1]))) == order[::-1].tolist()
+    )
     assert second.echo(Ordered(handed_on, order)).equal(batch)
 
 
@@ -113,23 +135,34 @@ def test_in_the_same_order_a_rank_gets_its_own_part_of_a_future_as_a_view():
     future = GROUPS[3].echo.remote(Ordered(batch, order))
     shards = GROUPS[3].split(Ordered(future, order), 3)
     for shard, part in zip(shards, future.parts, strict=True):
-        assert shard.resolve(list).data.batch["number"].data_ptr() == part.payload.batch["number"].data_ptr()
+        assert (
+            shard.resolve(list).data.batch["number"].data_ptr()
+            == part.payload.batch["number"].data_ptr()
+        )
 
 
 def test_a_result_of_only_meta_info_needs_no_order_and_another_number_of_rows_is_an_error():
     ordered = Ordered(batch_of(5, [1] * 5), [4, 3, 2, 1, 0])
     assert GROUPS[2].only_meta_info(ordered).meta_info == {"done": True}
-    assert GROUPS[3].only_meta_info(GROUPS[2].only_meta_info.remote(ordered)).meta_info == {"done": True}
-    with pytest.raises(RuntimeError, match="returned 6 rows for 3 input rows: with an Ordered batch"):
+    assert GROUPS[3].only_meta_info(GROUPS[2].only_meta_info.remote(ordered)).meta_info == {
+        "done": True
+    }
+    with pytest.raises(
+        RuntimeError, match="returned 6 rows for 3 input rows: with an Ordered batch"
+    ):
         GROUPS[2].two_per_row(ordered)
 
 
 def test_an_ordered_batch_is_refused_where_it_has_no_meaning():
     batch = batch_of(4, [1] * 4)
-    with pytest.raises(ValueError, match="whole got an Ordered batch, but ONE_TO_ALL does not split"):
+    with pytest.raises(
+        ValueError, match="whole got an Ordered batch, but ONE_TO_ALL does not split"
+    ):
         GROUPS[2].whole(Ordered(batch, [0, 1, 2, 3]))
     with pytest.raises(ValueError, match="Ordered batch beside another one"):
-        GROUPS[2].execute_with_func_generator(lambda worker, a, b: a, Ordered(batch, [3, 2, 1, 0]), batch)
+        GROUPS[2].execute_with_func_generator(
+            lambda worker, a, b: a, Ordered(batch, [3, 2, 1, 0]), batch
+        )
     future = GROUPS[2].echo.remote(Ordered(batch, [3, 2, 1, 0]))
     with pytest.raises(ValueError, match="names each of its 4 rows once"):
         Ordered(future, [4, 3, 2, 1, 0])

@@ -33,11 +33,14 @@ class Store:
         self.fetched.append(part)
         first = sum(self.sizes[:part])
         values = torch.arange(first, first + self.sizes[part])
-        return DataProto.from_dict({"row": values, "other": values}, {"name": [str(int(v)) for v in values]})
+        return DataProto.from_dict(
+            {"row": values, "other": values}, {"name": [str(int(v)) for v in values]}
+        )
 
 
 def slices(total: int, count: int) -> list[list[int]]:
-    """Row numbers dealt out by hand: consecutive ones, the first shares one longer where they do not divide."""
+    """Row numbers dealt out by hand: consecutive ones, the first shares one longer where they do
+    not divide."""
     shares: list[list[int]] = []
     for index in range(count):
         start = sum(map(len, shares))
@@ -57,7 +60,9 @@ def test_shards_divide_the_whole_batch_into_shares_that_differ_by_one_row_at_mos
         assert shard.data.batch["row"].tolist() == rows
         assert shard.data.non_tensor_batch["name"].tolist() == [str(row) for row in rows]
         if rows:
-            assert store.fetched == sorted(set(owner[rows])), "only the parts that hold its rows, once each"
+            assert store.fetched == sorted(set(owner[rows])), (
+                "only the parts that hold its rows, once each"
+            )
 
 
 def test_a_shard_without_rows_has_the_columns_of_the_batch():
@@ -77,7 +82,9 @@ def test_shards_of_a_batch_without_rows_have_its_columns():
 
 def test_equal_sizes_give_each_rank_exactly_its_own_part_as_a_view():
     data = DataProto.from_dict({"row": torch.arange(4)})
-    shard = BatchShard((Part(CallHeader(num_rows=2), None), Part(CallHeader(num_rows=4), data)), 1, 1)
+    shard = BatchShard(
+        (Part(CallHeader(num_rows=2), None), Part(CallHeader(num_rows=4), data)), 1, 1
+    )
     whole = BatchShard(shard.parts[1:], 0, 1).resolve(lambda references: references)
     assert whole.data.batch["row"].data_ptr() == data.batch["row"].data_ptr()
     second = BatchShard(shard.parts[1:], 1, 2).resolve(lambda references: references)
@@ -94,7 +101,9 @@ def test_only_the_listed_columns_are_kept_and_the_callers_marks():
 
 def test_arrays_of_a_shard_cannot_be_written():
     data = DataProto.from_dict({"row": torch.arange(2)}, {"length": np.arange(2)})
-    shard = BatchShard((Part(CallHeader(num_rows=2), data),), 0, 1).resolve(lambda references: references)
+    shard = BatchShard((Part(CallHeader(num_rows=2), data),), 0, 1).resolve(
+        lambda references: references
+    )
     with pytest.raises(ValueError, match="read-only"):
         shard.data.non_tensor_batch["length"][0] = 5
     data.non_tensor_batch["length"][0] = 5  # the caller's own array stays writable
@@ -102,7 +111,9 @@ def test_arrays_of_a_shard_cannot_be_written():
 
 def test_a_shard_of_a_batch_with_only_meta_info_is_the_whole_batch():
     data = DataProto(meta_info={"temperature": 1.0})
-    shard = BatchShard((Part(CallHeader(num_rows=0), data),), 1, 4).resolve(lambda references: references)
+    shard = BatchShard((Part(CallHeader(num_rows=0), data),), 1, 4).resolve(
+        lambda references: references
+    )
     assert shard.data.equal(data)
 
 
@@ -110,7 +121,11 @@ def test_a_description_of_a_shard_is_small_however_large_the_batch():
     assert len(pickle.dumps(BatchShard(parts_of([1000] * 8), 3, 8))) < 1000
 
 
-@given(sizes=st.lists(st.integers(0, 5), min_size=1, max_size=5), count=st.integers(1, 7), data=st.data())
+@given(
+    sizes=st.lists(st.integers(0, 5), min_size=1, max_size=5),
+    count=st.integers(1, 7),
+    data=st.data(),
+)
 def test_a_shard_of_given_positions_gathers_them_from_the_parts_that_hold_them(sizes, count, data):
     total = sum(sizes)
     if total == 0:
@@ -118,16 +133,24 @@ def test_a_shard_of_given_positions_gathers_them_from_the_parts_that_hold_them(s
     order = np.array(data.draw(st.permutations(range(total))))
     sizes_of_shards = data.draw(st.sampled_from([None, [total, *[0] * (count - 1)]]))
     owner = np.repeat(np.arange(len(sizes)), sizes)
-    places = slices(total, count) if sizes_of_shards is None else [list(range(total)), *[[]] * (count - 1)]
+    places = (
+        slices(total, count)
+        if sizes_of_shards is None
+        else [list(range(total)), *[[]] * (count - 1)]
+    )
     for index, positions in enumerate(split_order(order, sizes_of_shards, count)):
         assert positions.tolist() == order[places[index]].tolist()
         store = Store(sizes)
-        shard = BatchShard(parts_of(sizes), index, count, row_numbers=positions, num_batch_rows=total, ordered=True)
+        shard = BatchShard(
+            parts_of(sizes), index, count, row_numbers=positions, num_batch_rows=total, ordered=True
+        )
         resolved = shard.resolve(store)
         assert resolved.data.batch["row"].tolist() == positions.tolist() and resolved.ordered
         assert resolved.data.non_tensor_batch["name"].tolist() == [str(p) for p in positions]
         if len(positions):
-            assert store.fetched == sorted(set(owner[positions])), "only the parts that hold its rows, once each"
+            assert store.fetched == sorted(set(owner[positions])), (
+                "only the parts that hold its rows, once each"
+            )
 
 
 def test_contiguous_positions_stay_a_view():
@@ -139,7 +162,9 @@ def test_contiguous_positions_stay_a_view():
 
 def test_an_order_for_another_number_of_rows_is_refused():
     with pytest.raises(ValueError, match="an order of 4 rows was given for a future of 5 rows"):
-        BatchShard(parts_of([5]), 0, 2, row_numbers=np.array([3, 2]), num_batch_rows=4).resolve(Store([5]))
+        BatchShard(parts_of([5]), 0, 2, row_numbers=np.array([3, 2]), num_batch_rows=4).resolve(
+            Store([5])
+        )
 
 
 @pytest.mark.parametrize("order", [[0, 1], [0, 1, 1], [1, 2, 3], [[0, 1, 2]]])

@@ -1,4 +1,5 @@
-"""What a method that was written for verl gets of a batch without padding, and what becomes of its results."""
+"""What a method that was written for verl gets of a batch without padding, and what becomes of its
+results."""
 
 from typing import Any
 
@@ -57,7 +58,9 @@ def verls_layout() -> dict[str, list]:
 
 def lists(data: DataProto) -> dict[str, list]:
     """Each tensor as rows of numbers."""
-    return {name: [row.tolist() for row in column.unbind()] for name, column in data.tensors().items()}
+    return {
+        name: [row.tolist() for row in column.unbind()] for name, column in data.tensors().items()
+    }
 
 
 def jagged_names(data: DataProto) -> set[str]:
@@ -65,7 +68,8 @@ def jagged_names(data: DataProto) -> set[str]:
 
 
 class VerlWorker(Worker):
-    """Remembers the batch that it got, and returns what a test says, or columns made of the batch."""
+    """Remembers the batch that it got, and returns what a test says, or columns made of the
+    batch."""
 
     def __init__(self) -> None:
         self.seen: DataProto | None = None
@@ -75,7 +79,9 @@ class VerlWorker(Worker):
         self.seen = data
         return DataProto(meta_info={"ok": True})
 
-    @register(dispatch_mode=PROTO, reads=["input_ids", "old_log_probs", "weight?", "uid", "absent?"])
+    @register(
+        dispatch_mode=PROTO, reads=["input_ids", "old_log_probs", "weight?", "uid", "absent?"]
+    )
     def read_some(self, data: DataProto) -> DataProto:
         self.seen = data
         return DataProto(meta_info={"ok": True})
@@ -85,7 +91,11 @@ class VerlWorker(Worker):
         self.seen = data
         return DataProto.from_dict({"longest": data.batch["input_ids"].max(-1).values})
 
-    @register(dispatch_mode=PROTO, reads=["old_log_probs"], writes=["doubled", "mean", "rank", "embedding", "name"])
+    @register(
+        dispatch_mode=PROTO,
+        reads=["old_log_probs"],
+        writes=["doubled", "mean", "rank", "embedding", "name"],
+    )
     def score(self, data: DataProto) -> DataProto:
         log_probs = data.batch["old_log_probs"]
         return DataProto.from_dict(
@@ -102,8 +112,9 @@ class VerlWorker(Worker):
 
     @register(dispatch_mode=PROTO, reads=["input_ids", "attention_mask", "position_ids"])
     def generate(self, prompts: DataProto, n: int = 2) -> DataProto:
-        """n responses to each prompt as a rollout worker of verl returns them: j times the last token of the prompt,
-        where j is the number of the response from 0; the first one is empty."""
+        """n responses to each prompt as a rollout worker of verl returns them: j times the last
+        token of the prompt, where j is the number of the response from 0; the first one is
+        empty."""
         self.seen = prompts
         num_rows, width = len(prompts) * n, 2  # narrower than the batch allows
         columns = {name: column.repeat_interleave(n, 0) for name, column in prompts.batch.items()}
@@ -116,7 +127,9 @@ class VerlWorker(Worker):
                 "responses": responses,
                 "input_ids": torch.cat([columns["input_ids"], responses], dim=1),
                 "attention_mask": torch.cat([columns["attention_mask"], attended], dim=1),
-                "position_ids": torch.zeros(num_rows, columns["input_ids"].size(1) + width, dtype=torch.int64),
+                "position_ids": torch.zeros(
+                    num_rows, columns["input_ids"].size(1) + width, dtype=torch.int64
+                ),
                 "rollout_log_probs": -1.0 * attended - 5.0 * (1 - attended),
                 "length": lengths,
             },
@@ -127,7 +140,9 @@ class VerlWorker(Worker):
     def echo(self, data: DataProto) -> DataProto:
         return data
 
-    @register(dispatch_mode=PROTO, reads=["input_ids", "prompts", "responses", "old_log_probs", "weight"])
+    @register(
+        dispatch_mode=PROTO, reads=["input_ids", "prompts", "responses", "old_log_probs", "weight"]
+    )
     def echo_some(self, data: DataProto) -> DataProto:
         return data
 
@@ -188,14 +203,18 @@ def test_the_batch_says_how_wide_padded_columns_are():
 def test_a_method_sees_only_the_columns_that_it_reads():
     group = group_of()
     group.read_some(batch())
-    assert lists(seen(group)) == {name: verls_layout()[name] for name in ("input_ids", "old_log_probs", "weight")}
+    assert lists(seen(group)) == {
+        name: verls_layout()[name] for name in ("input_ids", "old_log_probs", "weight")
+    }
     assert list(seen(group).non_tensor_batch) == ["uid"]
     assert group.read_tokens(batch()).batch["longest"].tolist() == [12, 9, 13]
     assert list(seen(group).batch.keys()) == ["input_ids"] and not seen(group).non_tensor_batch
 
 
 def test_columns_of_verls_layout_can_be_read_where_a_batch_has_prompts():
-    with pytest.raises(ValueError, match=r"read_tokens reads 'input_ids', not in its batch .*Present: \['weight'\]"):
+    with pytest.raises(
+        ValueError, match=r"read_tokens reads 'input_ids', not in its batch .*Present: \['weight'\]"
+    ):
         group_of().read_tokens(DataProto.from_dict({"weight": torch.ones(3)}))
     with pytest.raises(ValueError, match=r"read_some reads 'old_log_probs', not in its batch"):
         group_of().read_some(batch().select(["prompts", "responses"]))
@@ -232,7 +251,10 @@ def test_results_by_response_token_lose_their_padding_and_others_stay():
         "embedding": [[0.0] * 5] * 3,
     }
     assert jagged_names(result) == {"doubled", "experts"}
-    assert result.non_tensor_batch["name"].tolist() == ["row 0", "row 1", "row 2"] and "metrics" in result.meta_info
+    assert (
+        result.non_tensor_batch["name"].tolist() == ["row 0", "row 1", "row 2"]
+        and "metrics" in result.meta_info
+    )
     assert batch().union(result).batch["doubled"].is_nested, "as long as the responses of the batch"
 
 
@@ -251,13 +273,17 @@ def test_a_rollout_worker_of_verl_gives_jagged_rows(num_ranks):
     assert jagged_names(result) == {"prompts", "responses", "response_mask", "rollout_log_probs"}
     assert result.non_tensor_batch["policy_version"][1] == ((3, 0, 1),)
     repeated = prompts.select([]).repeat(2, interleave=True)
-    assert repeated.union(result).meta_info["padding"] == PADDING, "the width of responses is that of the batch"
+    assert repeated.union(result).meta_info["padding"] == PADDING, (
+        "the width of responses is that of the batch"
+    )
     assert sorted(seen(group).batch.keys()) == ["attention_mask", "input_ids", "position_ids"]
 
 
 def test_a_batch_that_is_returned_as_it_came_is_the_batch_again():
     for data in (batch(), batch()[[1]], batch()[[]]):
-        assert lists(group_of().echo(data)) == lists(data) and jagged_names(group_of().echo(data)) == jagged_names(data)
+        assert lists(group_of().echo(data)) == lists(data) and jagged_names(
+            group_of().echo(data)
+        ) == jagged_names(data)
 
 
 def test_columns_that_were_made_for_a_method_are_not_returned_alone():
@@ -270,7 +296,9 @@ def test_columns_by_prompt_token_are_not_padded():
     group, data = group_of(), batch()
     data.batch["prompt_scores"] = floats([0.5, 0.25], [1, 2, 3, 4], [5])
     group.read_all(data)
-    assert lists(seen(group)) == verls_layout() | {"prompt_scores": [[0.5, 0.25], [1, 2, 3, 4], [5]]}
+    assert lists(seen(group)) == verls_layout() | {
+        "prompt_scores": [[0.5, 0.25], [1, 2, 3, 4], [5]]
+    }
     assert jagged_names(seen(group)) == {"prompt_scores"}
     assert lists(group.echo(data)) == lists(data)
     assert lists(group.echo_prompt_scores(data)) == lists(data.select(["prompt_scores"]))
@@ -280,7 +308,9 @@ def test_a_jagged_method_gets_and_returns_jagged_columns():
     group = group_of()
     result = group.echo_jagged(batch())
     assert seen(group).equal(batch()) and result.equal(batch())
-    assert group.return_wide_columns(batch()).batch["wide"].shape == (3, 3), "as wide as padded responses, but stays"
+    assert group.return_wide_columns(batch()).batch["wide"].shape == (3, 3), (
+        "as wide as padded responses, but stays"
+    )
     assert sorted(seen(group).batch.keys()) == ["old_log_probs", "responses"]
     assert jagged_names(seen(group)) == {"old_log_probs", "responses"}
     # Nor does it need to know how wide padded columns would be.
@@ -291,7 +321,9 @@ def test_a_jagged_method_gets_and_returns_jagged_columns():
 def test_jagged_prompts_without_a_width_are_refused():
     with pytest.raises(WorkerError, match=r"no meta_info\['padding'\]") as caught:
         group_of().read_all(batch().select(meta_info_keys=[]))
-    assert "set it to (data.max_prompt_length, data.max_response_length, the padding token)" in str(caught.value)
+    assert "set it to (data.max_prompt_length, data.max_response_length, the padding token)" in str(
+        caught.value
+    )
 
 
 def test_rows_that_are_longer_than_the_width_are_refused():
@@ -304,7 +336,9 @@ def test_rows_that_are_longer_than_the_width_are_refused():
 @pytest.mark.parametrize(
     "data",
     [
-        DataProto.from_dict({"responses": ints([1], [2, 3]), "scores": torch.ones(2, 3)}, {"uid": ["a", "b"]}),
+        DataProto.from_dict(
+            {"responses": ints([1], [2, 3]), "scores": torch.ones(2, 3)}, {"uid": ["a", "b"]}
+        ),
         DataProto.from_dict({"prompts": torch.ones(2, 3), "responses": torch.ones(2, 3)}),
         DataProto.from_dict(non_tensors={"uid": ["a", "b"]}),
     ],
@@ -323,9 +357,15 @@ def test_dense_prompts_do_not_stand_for_columns_of_verls_layout():
 
 def test_a_method_that_does_not_read_prompts_does_not_see_dense_ones():
     group = group_of()
-    data = {"prompts": torch.ones(2, 3), "responses": torch.ones(2, 3), "old_log_probs": torch.ones(2, 3)}
+    data = {
+        "prompts": torch.ones(2, 3),
+        "responses": torch.ones(2, 3),
+        "old_log_probs": torch.ones(2, 3),
+    }
     group.score(DataProto.from_dict(data))
-    group.read_some(DataProto.from_dict({**data, "input_ids": torch.ones(2, 6)}, {"uid": ["a", "b"]}))
+    group.read_some(
+        DataProto.from_dict({**data, "input_ids": torch.ones(2, 6)}, {"uid": ["a", "b"]})
+    )
     assert sorted(seen(group).batch.keys()) == ["input_ids", "old_log_probs"]
 
 
@@ -336,13 +376,17 @@ def test_padding_rows_keep_their_mark():
     assert num_added == 1 and seen(group).batch["is_pad"].tolist() == [False, False, False, True]
 
 
-@pytest.mark.parametrize(("num_rows", "shares"), [(0, [[], []]), (1, [["a"], []]), (3, [["a", "b"], ["c"]])])
+@pytest.mark.parametrize(
+    ("num_rows", "shares"), [(0, [[], []]), (1, [["a"], []]), (3, [["a", "b"], ["c"]])]
+)
 def test_ranks_with_fewer_rows_than_there_are_ranks(num_rows: int, shares: list[list[str]]):
     group, data = group_of(2), batch()[list(range(num_rows))]
     group.read_all(data)
     for rank, names in enumerate(shares):
         rows = [["a", "b", "c"].index(name) for name in names]
-        assert lists(seen(group, rank)) == {name: [column[i] for i in rows] for name, column in verls_layout().items()}
+        assert lists(seen(group, rank)) == {
+            name: [column[i] for i in rows] for name, column in verls_layout().items()
+        }
         assert seen(group, rank).batch["input_ids"].shape == (len(rows), 7)
         assert seen(group, rank).batch["old_log_probs"].shape == (len(rows), 3)
         assert seen(group, rank).non_tensor_batch["uid"].tolist() == names

@@ -1,4 +1,5 @@
-"""Samples that were skipped, and tokens that do not count: what each rule of the maker makes of them, by hand."""
+"""Samples that were skipped, and tokens that do not count: what each rule of the maker makes of
+them, by hand."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,10 +16,15 @@ from verl_like.protocol.row_ops import jagged_from_lists
 from verl_like.trainer.config import load_ppo_config
 from verl_like.trainer.ppo.experience_maker import ExperienceMaker, Generated, Scored
 
-REQUIRED = ["data.train_files=a", "data.val_files=b", "actor_rollout_ref.model.path=c", "actor_rollout_ref.rollout.n=2"]
+REQUIRED = [
+    "data.train_files=a",
+    "data.val_files=b",
+    "actor_rollout_ref.model.path=c",
+    "actor_rollout_ref.rollout.n=2",
+]
 
-# Four responses of at most four tokens: of two tokens; of four with a tool's two in the middle; of four, skipped; of
-# three with a tool's one.
+# Four responses of at most four tokens: of two tokens; of four with a tool's two in the middle; of
+# four, skipped; of three with a tool's one.
 COUNTS = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 1], [1, 1, 1, 1], [1, 0, 1, 0]])
 ATTENDED = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 0]])
 SKIPPED = torch.tensor([False, False, True, False])
@@ -30,12 +36,17 @@ def maker_of(*overrides: str, **parts: Any) -> ExperienceMaker:
     columns = {"rule_scores": 1.0}
     controller = get_kl_controller(config.algorithm.kl_ctrl)
     return ExperienceMaker(
-        config=config, groups={}, reward_columns=columns, kl_controller=controller, **nothing | parts
+        config=config,
+        groups={},
+        reward_columns=columns,
+        kl_controller=controller,
+        **nothing | parts,
     )
 
 
 def responses(**further: torch.Tensor) -> Scored:
-    """The four responses after a prompt of two tokens; each scores its number, from 1 on its last token that counts."""
+    """The four responses after a prompt of two tokens; each scores its number, from 1 on its last
+    token that counts."""
     scores = torch.zeros(4, 4)
     for row, last in enumerate([1, 3, 3, 2]):
         scores[row, last] = row + 1
@@ -46,7 +57,9 @@ def responses(**further: torch.Tensor) -> Scored:
         "is_skipped": SKIPPED,
     }
     uids = np.array(["a", "a", "b", "b"], dtype=object)
-    return scored(DataProto.from_dict(columns | further, {"uid": uids}, meta_info={"global_steps": 3}))
+    return scored(
+        DataProto.from_dict(columns | further, {"uid": uids}, meta_info={"global_steps": 3})
+    )
 
 
 def scored(batch: DataProto) -> Scored:
@@ -63,7 +76,8 @@ def test_a_skipped_sample_leaves_the_mask_and_the_sum_of_scores_stays():
 
 
 def test_the_overlong_penalty_counts_all_tokens_of_a_response_and_not_only_those_that_are_trained():
-    # Of at most 4 tokens, from 2 on: 0 at 2 tokens, 0.75 at 3 and 1.5 at 4, whatever part of them a tool wrote.
+    # Of at most 4 tokens, from 2 on: 0 at 2 tokens, 0.75 at 3 and 1.5 at 4, whatever part of them a
+    # tool wrote.
     settings = ["reward.overlong_buffer.enable=true", "reward.overlong_buffer.len=2"]
     settings += ["reward.overlong_buffer.penalty_factor=1.5", "data.max_response_length=4"]
     rewarded = maker_of(*settings).reward(responses())
@@ -74,21 +88,31 @@ def test_the_overlong_penalty_counts_all_tokens_of_a_response_and_not_only_those
 
 
 def test_the_overlong_penalty_of_a_batch_of_which_all_was_skipped_is_none():
-    settings = ["reward.overlong_buffer.enable=true", "reward.overlong_buffer.len=2", "data.max_response_length=4"]
+    settings = [
+        "reward.overlong_buffer.enable=true",
+        "reward.overlong_buffer.len=2",
+        "data.max_response_length=4",
+    ]
     rewarded = maker_of(*settings).reward(responses(is_skipped=torch.ones(4, dtype=torch.bool)))
-    assert rewarded.metrics["reward/overlong_penalty"].weight == 0 and not rewarded.batch.batch["response_mask"].any()
+    assert (
+        rewarded.metrics["reward/overlong_penalty"].weight == 0
+        and not rewarded.batch.batch["response_mask"].any()
+    )
 
 
 def test_the_adaptive_coefficient_counts_the_samples_that_were_scored():
-    # With d = 2, 1, (9), 4 at each token, the KL is (2 + 1 + 4) / 3; that of the skipped sample does not count. The
-    # target of 1 is exceeded by more than 20%: the coefficient grows by 0.2 * 3 / 10000.
+    # With d = 2, 1, (9), 4 at each token, the KL is (2 + 1 + 4) / 3; that of the skipped sample
+    # does not count. The target of 1 is exceeded by more than 20%: the coefficient grows by 0.2 * 3
+    # / 10000.
     shift = torch.tensor([[2.0], [1.0], [9.0], [4.0]]).expand(4, 4)
     before = responses(old_log_probs=shift.clone(), ref_log_prob=torch.zeros(4, 4))
     settings = ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive"]
     maker = maker_of(*settings, "algorithm.kl_ctrl.kl_coef=0.5", "algorithm.kl_ctrl.target_kl=1.0")
     rewarded = maker.reward(before)
     metrics, columns = rewarded.metrics, rewarded.batch.batch
-    assert metrics["actor/reward_kl_penalty"] == Metric.mean(metrics["actor/reward_kl_penalty"].value, weight=3)
+    assert metrics["actor/reward_kl_penalty"] == Metric.mean(
+        metrics["actor/reward_kl_penalty"].value, weight=3
+    )
     assert metrics["actor/reward_kl_penalty"].value == pytest.approx(7 / 3)
     assert metrics["actor/reward_kl_penalty_coeff"] == Metric.mean(0.5, weight=3)
     assert maker.kl_controller.value == pytest.approx(0.5 * (1 + 0.2 * 3 / 10_000), rel=1e-12)
@@ -103,11 +127,15 @@ def test_the_adaptive_coefficient_stays_where_every_sample_was_skipped():
     maker = maker_of("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive")
     before = maker.kl_controller.value
     rewarded = maker.reward(skipped)
-    assert maker.kl_controller.value == before and not rewarded.batch.batch["token_level_rewards"].any()
+    assert (
+        maker.kl_controller.value == before
+        and not rewarded.batch.batch["token_level_rewards"].any()
+    )
 
 
 class AnswersGreedily(ExperienceMaker):
-    """Generates two responses to each of two prompts; the greedy answer to the second one is skipped."""
+    """Generates two responses to each of two prompts; the greedy answer to the second one is
+    skipped."""
 
     def generate(self, prompts: DataProto, num_samples: int, generation: Any = None) -> Any:
         is_greedy = prompts.meta_info.get("greedy", False)
@@ -119,8 +147,12 @@ class AnswersGreedily(ExperienceMaker):
         rows = [[0.0, 5.0], [0.0, 7.0]] if is_greedy else [[0.0, 1.0]] * 4
         scores = jagged_from_lists(rows, torch.float32)
         skipped = torch.tensor([False, True]) if is_greedy else torch.zeros(4, dtype=torch.bool)
-        of_rules = DataProto.from_dict({"rule_scores": scores, "is_skipped": skipped}, meta_info={"metrics": {}})
-        return Generated(batch, SimpleNamespace(complete=lambda _: SimpleNamespace(get=lambda: of_rules)), {})
+        of_rules = DataProto.from_dict(
+            {"rule_scores": scores, "is_skipped": skipped}, meta_info={"metrics": {}}
+        )
+        return Generated(
+            batch, SimpleNamespace(complete=lambda _: SimpleNamespace(get=lambda: of_rules)), {}
+        )
 
 
 def test_remax_takes_nothing_from_a_greedy_answer_that_was_skipped():
@@ -130,7 +162,9 @@ def test_remax_takes_nothing_from_a_greedy_answer_that_was_skipped():
     generated = maker.generate_with_baselines(prompts)
     assert "greedy" not in prompts.meta_info
     torch.testing.assert_close(
-        generated.batch.batch["reward_baselines"], torch.tensor([5.0, 5.0, torch.nan, torch.nan]), equal_nan=True
+        generated.batch.batch["reward_baselines"],
+        torch.tensor([5.0, 5.0, torch.nan, torch.nan]),
+        equal_nan=True,
     )
     rewarded = maker.reward(scored(padded(maker.with_scores(generated).batch)))
     columns = maker.estimate(rewarded).batch.batch
@@ -160,7 +194,10 @@ def test_what_a_correction_removes_leaves_the_loss_and_stays_among_what_was_samp
 def drawn_tokens(step: int) -> torch.Tensor:
     """The tokens that clip_cov leaves out in a step, of 200 with the same covariance."""
     settings = ["actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov"]
-    settings += [f"actor_rollout_ref.actor.policy_loss.clip_cov_{key}" for key in ("ratio=0.1", "lb=0.5", "ub=2.0")]
+    settings += [
+        f"actor_rollout_ref.actor.policy_loss.clip_cov_{key}"
+        for key in ("ratio=0.1", "lb=0.5", "ub=2.0")
+    ]
     signs = torch.tensor([1.0, -1.0]).repeat(100).view(1, 200)
     columns = {"old_log_probs": signs, "advantages": signs, "response_mask": torch.ones(1, 200)}
     batch = DataProto.from_dict(columns, meta_info={"global_steps": step})

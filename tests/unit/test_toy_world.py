@@ -31,7 +31,13 @@ def load_script() -> ModuleType:
 
 toy = load_script()
 SMALL = toy.Settings(
-    seed=3, num_held_out=16, hidden_size=32, num_layers=1, num_answers=24, warm_up_epochs=1, warm_up_batch_size=8
+    seed=3,
+    num_held_out=16,
+    hidden_size=32,
+    num_layers=1,
+    num_answers=24,
+    warm_up_epochs=1,
+    warm_up_batch_size=8,
 )
 
 
@@ -73,7 +79,8 @@ def test_no_held_out_sum_is_in_train_in_either_order(world: Path) -> None:
     train, test = read_rows(world, "train"), read_rows(world, "test")
     assert len(test) == 16
     assert not {operands(row) for row in train} & {operands(row) for row in test}
-    # 90 * 90 ordered pairs: every one is in train unless it is a held-out sum or the same sum the other way round
+    # 90 * 90 ordered pairs: every one is in train unless it is a held-out sum or the same sum the
+    # other way round
     assert len(train) == 90 * 90 - sum(len(operands(row)) for row in test)
     assert len({row["prompt"][0]["content"] for row in train}) == len(train)
 
@@ -102,7 +109,11 @@ def test_the_tokenizer_has_one_token_a_character_and_gives_the_text_back(world: 
     token_ids = tokenizer("37+58=95", add_special_tokens=False)["input_ids"]
     assert tokenizer.convert_ids_to_tokens(token_ids) == list("37+58=95")
     assert tokenizer.decode(token_ids) == "37+58=95"
-    answer = [*tokenizer("95", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id, tokenizer.pad_token_id]
+    answer = [
+        *tokenizer("95", add_special_tokens=False)["input_ids"],
+        tokenizer.eos_token_id,
+        tokenizer.pad_token_id,
+    ]
     assert tokenizer.decode(answer, skip_special_tokens=True) == "95"
     assert tokenizer("x", add_special_tokens=False)["input_ids"] == [tokenizer.unk_token_id]
     assert len(tokenizer) == len(toy.VOCABULARY)
@@ -113,14 +124,20 @@ def test_the_chat_template_starts_the_answer_only_when_asked(world: Path) -> Non
     chat = [{"role": "user", "content": "37+58="}]
     asked = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
     assert asked == "<|begin_of_sentence|><|User|>37+58=<|Assistant|>"
-    assert tokenizer.apply_chat_template(chat, tokenize=False) == "<|begin_of_sentence|><|User|>37+58="
-    answered = tokenizer.apply_chat_template([*chat, {"role": "assistant", "content": "95"}], tokenize=False)
+    assert (
+        tokenizer.apply_chat_template(chat, tokenize=False) == "<|begin_of_sentence|><|User|>37+58="
+    )
+    answered = tokenizer.apply_chat_template(
+        [*chat, {"role": "assistant", "content": "95"}], tokenize=False
+    )
     assert answered == asked + "95<|end_of_sentence|>"
     with pytest.raises(Exception, match="not system"):
         tokenizer.apply_chat_template([{"role": "system", "content": "Add."}], tokenize=False)
 
 
-def test_the_warm_up_learns_the_answer_and_its_end_behind_the_tokens_that_the_rollout_sees(world: Path) -> None:
+def test_the_warm_up_learns_the_answer_and_its_end_behind_the_tokens_that_the_rollout_sees(
+    world: Path,
+) -> None:
     tokenizer = AutoTokenizer.from_pretrained(world / "model")
     prompts = PromptDataset(str(world / "train.parquet"), tokenizer, max_prompt_length=12)
     prompt_of_text = {row["raw_prompt"][0]["content"]: row for row in prompts}
@@ -130,7 +147,10 @@ def test_the_warm_up_learns_the_answer_and_its_end_behind_the_tokens_that_the_ro
     for index, row in enumerate(answers):
         batch = learned.collate([index]).batch
         prompt = prompts.collate([prompt_of_text[row["prompt"]]], epoch=0).batch
-        ids, mask = torch.cat([batch["prompts"][0], batch["responses"][0]]), batch["response_mask"][0].bool()
+        ids, mask = (
+            torch.cat([batch["prompts"][0], batch["responses"][0]]),
+            batch["response_mask"][0].bool(),
+        )
         assert torch.equal(ids[:9], prompt["prompts"][0])
         assert tokenizer.decode(ids[1:][mask]) == row["response"] + toy.END
 
@@ -166,18 +186,36 @@ def test_the_warm_up_learns_what_the_answers_say_and_is_the_same_again(
 ) -> None:
     # Answers to five sums, in both orders, from which no carry is left out.
     settings = dataclasses.replace(
-        SMALL, num_held_out=4090, forgotten_carries=0.0, num_answers=80, warm_up_epochs=15, learning_rate=1e-2
+        SMALL,
+        num_held_out=4090,
+        forgotten_carries=0.0,
+        num_answers=80,
+        warm_up_epochs=15,
+        learning_rate=1e-2,
     )
     first, second = (toy.make_toy_world(tmp_path / name, settings) for name in ("first", "second"))
-    assert len(capfd.readouterr().out.splitlines()) == 2 * 3  # what it does, and two lines of what it reached
+    # What it does, and two lines of what it reached
+    assert len(capfd.readouterr().out.splitlines()) == 2 * 3
     train, _ = toy.split_problems(4090, SMALL.seed)
-    assert first["exact_match_before_warm_up"] == 0 and toy.exact_match(tmp_path / "first/model", train) == 1
+    assert (
+        first["exact_match_before_warm_up"] == 0
+        and toy.exact_match(tmp_path / "first/model", train) == 1
+    )
     assert first == second
-    for file in ("world.json", "answers.parquet", "model/model.safetensors", "model/tokenizer.json"):
-        assert (tmp_path / "first" / file).read_bytes() == (tmp_path / "second" / file).read_bytes(), file
+    for file in (
+        "world.json",
+        "answers.parquet",
+        "model/model.safetensors",
+        "model/tokenizer.json",
+    ):
+        assert (tmp_path / "first" / file).read_bytes() == (
+            tmp_path / "second" / file
+        ).read_bytes(), file
 
 
-def test_of_the_warm_up_only_an_error_is_shown(world: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_of_the_warm_up_only_an_error_is_shown(
+    world: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(subprocess.CalledProcessError):
         toy.warm_up(world, dataclasses.replace(SMALL, warm_up_batch_size=0))
     printed = capfd.readouterr()
@@ -190,7 +228,9 @@ def test_another_seed_gives_other_files(world: Path, tmp_path: Path) -> None:
         assert (tmp_path / file).read_bytes() != (world / file).read_bytes(), file
 
 
-def test_a_complete_world_is_left_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_complete_world_is_left_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     recorded = {"settings": dataclasses.asdict(SMALL), "held_out_exact_match": 0.25}
     (tmp_path / "world.json").write_text(json.dumps(recorded))
     assert toy.make_toy_world(tmp_path, SMALL) == recorded

@@ -1,4 +1,5 @@
-"""A maker whose rollout disagrees with its trainer: weights, masks, selected tokens and metrics, by hand."""
+"""A maker whose rollout disagrees with its trainer: weights, masks, selected tokens and metrics, by
+hand."""
 
 import contextlib
 import json
@@ -22,7 +23,8 @@ from verl_like.trainer.ppo.experience_maker import Experience, ExperienceMaker
 from verl_like.trainer.ppo.metrics import batch_metrics
 from verl_like.workers.planning.flops import ModelCost
 
-# Two responses to each of two prompts. The trainer's probability over the rollout's, 1/2 for every token.
+# Two responses to each of two prompts. The trainer's probability over the rollout's, 1/2 for every
+# token.
 RATIOS = torch.tensor([[1.5, 1.0, 0.5], [1.8, 0.5, 1.0], [0.25, 0.25, 1.0], [1.0, 1.0, 1.0]])
 # A tool wrote the middle token of the last one.
 MASK = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 1], [1, 0, 1]])
@@ -38,13 +40,19 @@ class Models(Worker):
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         attention_mask = torch.cat([torch.ones(4, 2, dtype=torch.long), ATTENDED], dim=1)
         rollout_log_probs = torch.full((4, 3), math.log(0.5))
-        columns = {"response_mask": MASK, "attention_mask": attention_mask, "rollout_log_probs": rollout_log_probs}
+        columns = {
+            "response_mask": MASK,
+            "attention_mask": attention_mask,
+            "rollout_log_probs": rollout_log_probs,
+        }
         columns |= {"input_ids": attention_mask, "responses": ATTENDED}
         return DataProto.from_dict(tensors=columns)
 
     @register(**COMPUTE, reads=["rollout_log_probs"], writes=["old_log_probs"])
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        return DataProto.from_dict(tensors={"old_log_probs": data.batch["rollout_log_probs"] + RATIOS.log()})
+        return DataProto.from_dict(
+            tensors={"old_log_probs": data.batch["rollout_log_probs"] + RATIOS.log()}
+        )
 
     @register(**COMPUTE, reads=["rollout_log_probs"], writes=["ref_log_prob"])
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
@@ -60,21 +68,36 @@ class Models(Worker):
 
 def experience(*settings: str, **correction: Any) -> Experience:
     group = LocalWorkerGroup(RayClassWithInitArgs(Models))
-    corrections = [f"algorithm.rollout_correction.{key}={json.dumps(value)}" for key, value in correction.items()]
+    corrections = [
+        f"algorithm.rollout_correction.{key}={json.dumps(value)}"
+        for key, value in correction.items()
+    ]
     config = load_ppo_config(
         [
-            "data.train_files=a", "data.val_files=b", "actor_rollout_ref.model.path=c", "actor_rollout_ref.rollout.n=2",
-            "algorithm.adv_estimator=grpo", "algorithm.norm_adv_by_std_in_grpo=false", "trainer.balance_batch=false",
-            "worker_classes.judge=own.Models", "role_mapping.judge=global_pool", *settings, *corrections,
+            "data.train_files=a",
+            "data.val_files=b",
+            "actor_rollout_ref.model.path=c",
+            "actor_rollout_ref.rollout.n=2",
+            "algorithm.adv_estimator=grpo",
+            "algorithm.norm_adv_by_std_in_grpo=false",
+            "trainer.balance_batch=false",
+            "worker_classes.judge=own.Models",
+            "role_mapping.judge=global_pool",
+            *settings,
+            *corrections,
         ]
-    )  # fmt: skip
+    )
     groups = {"rollout": group, "actor": group, "judge": group}
     groups |= {"ref": group} if config.algorithm.use_kl_in_reward else {}
     maker = ExperienceMaker(
-        config=config, groups=groups, rule_scorer=None,
-        reward_columns={"scores": 1.0}, kl_controller=FixedKLController(0.0), model_cost=ModelCost(1.0, 0.0, ()),
+        config=config,
+        groups=groups,
+        rule_scorer=None,
+        reward_columns={"scores": 1.0},
+        kl_controller=FixedKLController(0.0),
+        model_cost=ModelCost(1.0, 0.0, ()),
         timer=lambda phase: contextlib.nullcontext(),
-    )  # fmt: skip
+    )
     prompts = DataProto.from_dict(
         tensors={"prompts": jagged_from_lists([[1, 1]] * 2, torch.int64)},
         non_tensors={"uid": np.array(["0-0", "0-1"], dtype=object)},
@@ -91,8 +114,9 @@ def test_weights_and_the_narrower_mask_reach_the_losses_and_advantages_count_eve
     columns, metrics = padded(made.batch).batch, metric_values(made.metrics)
     weights = [[1.25, 1.0, 0.5], [1.25, 0, 0], [0.25, 0.25, 1.0], [1.0, 0, 1.0]]
     torch.testing.assert_close(columns["rollout_is_weights"], torch.tensor(weights))
-    # The rollout's ratio 2 is above 1.9 in the first response's last token, where its reward is; the second response's
-    # mean ratio 1 / 1.8 is below 0.6, that of the third, the cube root of 16, is above 1.6.
+    # The rollout's ratio 2 is above 1.9 in the first response's last token, where its reward is;
+    # the second response's mean ratio 1 / 1.8 is below 0.6, that of the third, the cube root of 16,
+    # is above 1.6.
     assert columns["response_mask"].tolist() == [[1, 1, 0], [0, 0, 0], [0, 0, 0], [1, 0, 1]]
     assert columns["sampled_mask"].tolist() == MASK.tolist()
     advantages = torch.tensor([0.5, -0.5, 0.5, -0.5]).unsqueeze(-1) * MASK
@@ -108,12 +132,20 @@ def test_weights_and_the_narrower_mask_reach_the_losses_and_advantages_count_eve
 def test_the_metrics_of_the_batch_count_what_was_sampled_and_show_the_drift_without_any_correction():
     settings = {"rollout_rs": "seq_sum_k2", "rollout_rs_threshold": 0.1}
     plain, narrowed = experience(), experience(**settings)
-    assert padded(narrowed.batch).batch["response_mask"].tolist() == [[0, 0, 0], [0, 0, 0], [0, 0, 0], [1, 0, 1]]
+    assert padded(narrowed.batch).batch["response_mask"].tolist() == [
+        [0, 0, 0],
+        [0, 0, 0],
+        [0, 0, 0],
+        [1, 0, 1],
+    ]
     metrics = [metric_values(batch_metrics(made.batch, 2, 3)) for made in (plain, narrowed)]
-    assert metrics[0] == pytest.approx(metrics[1], nan_ok=True)  # the rollout's equal probabilities correlate with none
+    # The rollout's equal probabilities correlate with none
+    assert metrics[0] == pytest.approx(metrics[1], nan_ok=True)
     assert metrics[0]["response_length/mean"] == 9 / 4
     assert metrics[0]["critic/score/mean"] == 0.5
-    assert metrics[0]["rollout_corr/kl"] == pytest.approx(-math.log(1.5 * 0.5 * 1.8 / 16) / 9, rel=1e-5)
+    assert metrics[0]["rollout_corr/kl"] == pytest.approx(
+        -math.log(1.5 * 0.5 * 1.8 / 16) / 9, rel=1e-5
+    )
     assert metrics[0]["rollout_corr/drift_max"] == pytest.approx(math.log(4), rel=1e-5)
 
 
@@ -122,7 +154,11 @@ def test_bypass_takes_the_rollouts_log_probabilities_and_compares_nothing():
     columns = padded(made.batch).batch
     assert torch.equal(columns["old_log_probs"], columns["rollout_log_probs"])
     assert not {"rollout_is_weights", "sampled_mask"} & set(columns.keys())
-    drift = [name for name in batch_metrics(made.batch, 2, 3) if name.startswith(("rollout_corr/", "training/"))]
+    drift = [
+        name
+        for name in batch_metrics(made.batch, 2, 3)
+        if name.startswith(("rollout_corr/", "training/"))
+    ]
     assert not drift
 
 
@@ -141,6 +177,8 @@ def test_a_loss_selects_among_the_tokens_that_are_left():
     settings = [f"{loss}.loss_mode=kl_cov", f"{loss}.kl_cov_ratio=0.2"]
     selected = padded(experience(*settings).batch).batch["selected_tokens"]
     assert selected.nonzero().tolist() == [[0, 0]]
-    left = padded(experience(*settings, rollout_rs="token_k1", rollout_rs_threshold="0.7_5.0").batch).batch
+    left = padded(
+        experience(*settings, rollout_rs="token_k1", rollout_rs_threshold="0.7_5.0").batch
+    ).batch
     assert left["response_mask"].tolist() == [[0, 1, 1], [0, 0, 0], [1, 1, 1], [1, 0, 1]]
     assert left["selected_tokens"].nonzero().tolist() == [[0, 1]]

@@ -1,4 +1,5 @@
-"""Which prompts dynamic sampling keeps, and the rewards by name, on batches whose scores are given."""
+"""Which prompts dynamic sampling keeps, and the rewards by name, on batches whose scores are
+given."""
 
 import json
 from types import SimpleNamespace
@@ -45,7 +46,8 @@ def scored_batch(uids, skipped=(), extra=None):
 
 
 def with_turns(batch):
-    """The batch with two rows for the second response to each prompt, each of which has half of its score."""
+    """The batch with two rows for the second response to each prompt, each of which has half of its
+    score."""
     is_second_B = np.arange(len(batch)) % 3 == 1
     rows = np.repeat(np.arange(len(batch)), 1 + is_second_B)
     turns = batch[rows]
@@ -76,7 +78,12 @@ class TurnsMaker(ScriptedMaker):
     scored_batch = staticmethod(lambda uids: with_turns(scored_batch(uids)))
 
 
-REQUIRED = ["data.train_files=a", "data.val_files=b", "actor_rollout_ref.model.path=c", "actor_rollout_ref.rollout.n=3"]
+REQUIRED = [
+    "data.train_files=a",
+    "data.val_files=b",
+    "actor_rollout_ref.model.path=c",
+    "actor_rollout_ref.rollout.n=3",
+]
 
 
 def maker(estimator, kind=ScriptedMaker, **algorithm):
@@ -95,14 +102,18 @@ def prompts_of(*uids, **meta_info):
 
 
 def made(max_num_gen_batches, *batches):
-    """The prompts of the batch's responses and the metrics, when the batches of prompts come one after the other."""
+    """The prompts of the batch's responses and the metrics, when the batches of prompts come one
+    after the other."""
     return names_and_counts(*sampled(ScriptedMaker, max_num_gen_batches, *batches), batches)
 
 
 def sampled(kind, max_num_gen_batches, *batches):
     """The batch and the metrics."""
     more = iter([prompts_of(*uids) for uids in batches[1:]])
-    options = {"filter_groups.enable": True, "filter_groups.max_num_gen_batches": max_num_gen_batches}
+    options = {
+        "filter_groups.enable": True,
+        "filter_groups.max_num_gen_batches": max_num_gen_batches,
+    }
     first = prompts_of(*batches[0], global_steps=7)
     generated = maker("grpo", kind, **options).sample(first, lambda: next(more))
     assert generated.scores is None
@@ -114,11 +125,16 @@ def names_and_counts(batch, metrics, batches):
     view = view_of_samples(batch)
     uids = view.non_tensor_batch["uid"].reshape(-1, 3)
     assert (uids == uids[:, :1]).all()  # the samples of a prompt stay together
-    assert view.batch["rule_scores"].sum(-1).reshape(-1, 3).tolist() == [SCORES[uid] for uid in uids[:, 0]]
+    assert view.batch["rule_scores"].sum(-1).reshape(-1, 3).tolist() == [
+        SCORES[uid] for uid in uids[:, 0]
+    ]
     values = metric_values(metrics)
-    assert values["reward/num_skipped"] == sum(map(len, batches)) and values["rollout/other"] == len(batches)
+    assert values["reward/num_skipped"] == sum(map(len, batches)) and values[
+        "rollout/other"
+    ] == len(batches)
     return "".join(uids[:, 0]), [
-        values[f"rollout/num_{name}"] for name in ("prompt_batches", "equal_groups", "filler_groups", "surplus_groups")
+        values[f"rollout/num_{name}"]
+        for name in ("prompt_batches", "equal_groups", "filler_groups", "surplus_groups")
     ]
 
 
@@ -142,7 +158,9 @@ def test_after_the_last_allowed_batch_dropped_prompts_fill_the_rest_in_their_ord
     ("max_num_gen_batches", "batches", "names", "counts"),
     [(5, ("acb", "deg"), "bde", [2, 2, 0, 1]), (2, ("acf", "fda"), "dac", [2, 5, 2, 0])],
 )
-def test_samples_of_several_rows_count_as_one_and_come_out_whole(max_num_gen_batches, batches, names, counts):
+def test_samples_of_several_rows_count_as_one_and_come_out_whole(
+    max_num_gen_batches, batches, names, counts
+):
     batch, metrics = sampled(TurnsMaker, max_num_gen_batches, *batches)
     assert names_and_counts(batch, metrics, batches) == (names, counts)
     assert batch.non_tensor_batch["uid"].tolist() == [name for name in names for _ in range(4)]
@@ -151,9 +169,14 @@ def test_samples_of_several_rows_count_as_one_and_come_out_whole(max_num_gen_bat
 
 
 def test_groups_of_samples_with_several_rows_differ_by_their_sums_on_all_rows():
-    assert groups_differ(with_turns(scored_batch("abc")), "reward").tolist() == [False] * 4 + [True] * 4 + [False] * 4
+    assert (
+        groups_differ(with_turns(scored_batch("abc")), "reward").tolist()
+        == [False] * 4 + [True] * 4 + [False] * 4
+    )
     # A number beside the score is that of the sample's first row, as is whether it was skipped.
-    batch = with_turns(scored_batch("ad", extra={"reward_extra/acc": np.array([1, 2, 1, 3, 3, 3.0])}))
+    batch = with_turns(
+        scored_batch("ad", extra={"reward_extra/acc": np.array([1, 2, 1, 3, 3, 3.0])})
+    )
     batch.non_tensor_batch["reward_extra/acc"][[2, 6]] = 9
     assert groups_differ(batch, "acc").tolist() == [True] * 4 + [False] * 4
 
@@ -161,12 +184,17 @@ def test_groups_of_samples_with_several_rows_differ_by_their_sums_on_all_rows():
 def test_groups_differ_by_the_score_or_a_named_number_of_the_responses_that_were_scored():
     # b without its second response: 0, 0. d without two: one score is no difference.
     batch = scored_batch(
-        "abd", skipped=[4, 6, 7], extra={"reward_extra/acc": np.array([0, 1, 1, 2, NAN, 2, 5, 6, 7.0])}
+        "abd",
+        skipped=[4, 6, 7],
+        extra={"reward_extra/acc": np.array([0, 1, 1, 2, NAN, 2, 5, 6, 7.0])},
     )
     assert groups_differ(scored_batch("abd"), "reward").tolist() == [False] * 3 + [True] * 6
     assert groups_differ(batch, "reward").tolist() == [False] * 9
     assert groups_differ(batch, "acc").tolist() == [True] * 3 + [False] * 6
-    with pytest.raises(ValueError, match=r"filter_groups\.metric=ac, but the reward function returns only reward, acc"):
+    with pytest.raises(
+        ValueError,
+        match=r"filter_groups\.metric=ac, but the reward function returns only reward, acc",
+    ):
         groups_differ(batch, "ac")
 
 
@@ -175,7 +203,10 @@ def test_equal_numbers_do_not_differ_though_their_mean_is_rounded(number):
     # Eight times 0.1 has the mean 0.09999999999999999 in float64.
     batch = scored_batch("b" * 8)
     batch.batch["rule_scores"] = torch.full_like(batch.batch["rule_scores"], number)
-    batch.non_tensor_batch |= {"uid": np.repeat(["x", "y"], [8, 16]), "reward_extra/acc": np.full(24, number)}
+    batch.non_tensor_batch |= {
+        "uid": np.repeat(["x", "y"], [8, 16]),
+        "reward_extra/acc": np.full(24, number),
+    }
     assert not groups_differ(batch, "reward").any() and not groups_differ(batch, "acc").any()
 
 
@@ -187,7 +218,8 @@ def test_numbers_that_differ_in_their_last_digit_differ():
 
 
 def test_a_number_that_is_missing_or_of_a_skipped_sample_makes_no_difference():
-    # a lacks its second number; of b the one that differs is skipped; c has none; d has two that differ.
+    # a lacks its second number; of b the one that differs is skipped; c has none; d has two that
+    # differ.
     numbers = np.array([5, NAN, 5, 2, 2, 3, NAN, NAN, NAN, NAN, 1, 0])
     batch = scored_batch("abcd", skipped=[5], extra={"reward_extra/acc": numbers})
     assert groups_differ(batch, "acc").tolist() == [False] * 9 + [True] * 3
@@ -195,7 +227,11 @@ def test_a_number_that_is_missing_or_of_a_skipped_sample_makes_no_difference():
 
 def test_rewards_by_name_are_the_weighted_columns_and_the_numbers_on_the_last_token():
     words = np.array(["x", "y", "z"], dtype=object)
-    batch = padded(scored_batch("b", extra={"reward_extra/acc": np.array([0.5, 0.25, 2]), "reward_extra/word": words}))
+    batch = padded(
+        scored_batch(
+            "b", extra={"reward_extra/acc": np.array([0.5, 0.25, 2]), "reward_extra/word": words}
+        )
+    )
     batch.batch["response_mask"][2, 1] = 0
     rewards = scores_by_reward(batch, {"rule_scores": 3.0})
     assert list(rewards) == ["rule_scores", "acc"]
@@ -204,8 +240,9 @@ def test_rewards_by_name_are_the_weighted_columns_and_the_numbers_on_the_last_to
 
 
 def test_gdpo_gets_the_rewards_that_its_keys_name():
-    # The scores 0, 1, 0 deviate from their mean by (-1, 2, -1) / 3, with std 1 / sqrt(3); the weight of 3 cancels;
-    # acc deviates by 1, 0, -1 and has std 1. The sum with the weights 1 and 2 is whitened over two tokens each.
+    # The scores 0, 1, 0 deviate from their mean by (-1, 2, -1) / 3, with std 1 / sqrt(3); the
+    # weight of 3 cancels; acc deviates by 1, 0, -1 and has std 1. The sum with the weights 1 and 2
+    # is whitened over two tokens each.
     batch = padded(scored_batch("b", extra={"reward_extra/acc": np.array([2.0, 1, 0])}))
     batch.batch["token_level_rewards"] = torch.zeros(3, 2)
     options = {"gdpo_reward_keys": ["rule_scores", "acc"], "gdpo_reward_weights": [1.0, 2.0]}
@@ -217,7 +254,8 @@ def test_gdpo_gets_the_rewards_that_its_keys_name():
 
 
 def test_gdpo_without_the_division_counts_rewards_by_the_weights_of_their_columns():
-    # The scores 0, 1, 0 weigh 3: they deviate from their mean by -1, 2, -1. acc deviates by 1, 0, -1.
+    # The scores 0, 1, 0 weigh 3: they deviate from their mean by -1, 2, -1. acc deviates by 1, 0,
+    # -1.
     batch = padded(scored_batch("b", extra={"reward_extra/acc": np.array([2.0, 1, 0])}))
     batch.batch["token_level_rewards"] = torch.zeros(3, 2)
     options = {"gdpo_reward_keys": ["rule_scores", "acc"], "norm_adv_by_std_in_grpo": False}
@@ -231,7 +269,9 @@ def test_one_missing_number_leaves_the_advantages_of_all_samples_numbers():
     batch = padded(scored_batch("be", extra={"reward_extra/acc": np.array([2.0, 1, NAN, 5, 6, 9])}))
     batch.batch["token_level_rewards"] = torch.zeros(6, 2)
     columns = (
-        maker("gdpo", gdpo_reward_keys=["rule_scores", "acc"]).estimate(Scored(batch, batch, None, {})).batch.batch
+        maker("gdpo", gdpo_reward_keys=["rule_scores", "acc"])
+        .estimate(Scored(batch, batch, None, {}))
+        .batch.batch
     )
     advantages = columns["advantages"]
     assert advantages.isfinite().all() and (advantages != 0).all()
@@ -245,12 +285,23 @@ def test_one_missing_number_leaves_the_advantages_of_all_samples_numbers():
             "compares the responses to one prompt",
         ),
         (
-            ["algorithm.filter_groups.enable=true", "reward_model.enable=true", "reward_model.model.path=d"],
+            [
+                "algorithm.filter_groups.enable=true",
+                "reward_model.enable=true",
+                "reward_model.model.path=d",
+            ],
             "drops prompts before the reward model scores",
         ),
-        (["reward.overlong_buffer.enable=true"], "reward.overlong_buffer.len=0 must be between 1 and"),
         (
-            ["reward.overlong_buffer.enable=true", "reward.overlong_buffer.len=9", "data.max_response_length=8"],
+            ["reward.overlong_buffer.enable=true"],
+            "reward.overlong_buffer.len=0 must be between 1 and",
+        ),
+        (
+            [
+                "reward.overlong_buffer.enable=true",
+                "reward.overlong_buffer.len=9",
+                "data.max_response_length=8",
+            ],
             "len=9 must be between 1 and data.max_response_length=8",
         ),
     ],
@@ -261,9 +312,14 @@ def test_options_that_cannot_work_are_refused(overrides, why):
 
 
 def test_an_estimator_is_refused_that_would_not_see_a_penalty():
-    of_the_sum, of_each = (["critic.enable=false", f"algorithm.adv_estimator={name}"] for name in ("grpo", "gdpo"))
+    of_the_sum, of_each = (
+        ["critic.enable=false", f"algorithm.adv_estimator={name}"] for name in ("grpo", "gdpo")
+    )
     of_each.append("algorithm.gdpo_reward_keys=[rule_scores]")
     load_ppo_config([*REQUIRED, *of_each])
     load_ppo_config([*REQUIRED, *of_the_sum, "algorithm.use_kl_in_reward=true"])
-    with pytest.raises(ConfigError, match=r"gdpo reads each reward by itself.*penalty of algorithm\.use_kl_in_reward"):
+    with pytest.raises(
+        ConfigError,
+        match=r"gdpo reads each reward by itself.*penalty of algorithm\.use_kl_in_reward",
+    ):
         load_ppo_config([*REQUIRED, *of_each, "algorithm.use_kl_in_reward=true"])

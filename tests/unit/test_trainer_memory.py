@@ -1,4 +1,5 @@
-"""The sum of a GPU's memory: derived by hand, compared with what autograd keeps, and the table of docs/memory.md."""
+"""The sum of a GPU's memory: derived by hand, compared with what autograd keeps, and the table of
+docs/memory.md."""
 
 import shlex
 from pathlib import Path
@@ -12,7 +13,13 @@ from verl_like.protocol.padded import without_padding
 from verl_like.trainer.config import PPOConfig, load_config, load_ppo_config
 from verl_like.trainer.config.detached import DetachedConfig, broken_detached_rules
 from verl_like.trainer.config.run_config import RecordConfig, RunConfig
-from verl_like.trainer.config.supervised import DPOConfig, ILQLConfig, RMConfig, SFTConfig, broken_supervised_rules
+from verl_like.trainer.config.supervised import (
+    DPOConfig,
+    ILQLConfig,
+    RMConfig,
+    SFTConfig,
+    broken_supervised_rules,
+)
 from verl_like.trainer.memory.pools import check_memory, memory_phases, planned_pools
 from verl_like.trainer.memory.sums import ModelSize, require_memory
 from verl_like.trainer.ppo.display import PPO_DISPLAY
@@ -46,14 +53,20 @@ def deepseek_7b(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def script_overrides(model: str, script: str = "split_placement/run_deepseek7b_llm.sh") -> list[str]:
+def script_overrides(
+    model: str, script: str = "split_placement/run_deepseek7b_llm.sh"
+) -> list[str]:
     """Of what a script of the examples runs on GPUs."""
     command = (ROOT / "examples" / script).read_text().split("verl_like.trainer.main_ppo ")
-    words = shlex.split(command[-1].replace("\\\n", " ").replace("$MODEL_PATH", model).replace("$@", ""))
+    words = shlex.split(
+        command[-1].replace("\\\n", " ").replace("$MODEL_PATH", model).replace("$@", "")
+    )
     return list(filter(None, words))
 
 
-def script_config(model: str, *changes: str, script: str = "split_placement/run_deepseek7b_llm.sh") -> PPOConfig:
+def script_config(
+    model: str, *changes: str, script: str = "split_placement/run_deepseek7b_llm.sh"
+) -> PPOConfig:
     """What a script of the examples runs on GPUs."""
     return load_ppo_config([*script_overrides(model, script), *changes])
 
@@ -82,9 +95,14 @@ def test_weights_adam_and_gradients_of_7b_on_four_gpus_are_those_of_the_hand(dee
 def test_no_more_layers_are_gathered_than_there_are(tmp_path: Path):
     layer, outer = 4 * 64**2 + 3 * 64 * 96 + 2 * 64, 2 * 320 * 64 + 64
     config = LlamaConfig(
-        vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4,
-        max_position_embeddings=4096, tie_word_embeddings=False,
-    )  # fmt: skip
+        vocab_size=320,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+    )
     config.save_pretrained(tmp_path)
     update = phase(script_config(str(tmp_path)), "actor update")
     assert update["gathered layers"] == pytest.approx(2 * (outer + layer) / 1e9)
@@ -93,10 +111,22 @@ def test_no_more_layers_are_gathered_than_there_are(tmp_path: Path):
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        (["fsdp_config.strategy=zero1"], {"gradients": 4, "gathered layers": 2, "actor Adam": 8 / 4}),
-        (["fsdp_config.strategy=ddp"], {"gradients": 4, "gathered layers": 2, "actor weights": 4, "actor Adam": 8}),
-        (["fsdp_config.strategy=zero2"], {"gradients": 4 / 4, "gathered layers": 2, "actor weights": 4 / 4}),
-        (["fsdp_config.model_dtype=bfloat16"], {"gradients": 6 / 4, "actor weights": 2 / 4, "actor Adam": 4 / 4}),
+        (
+            ["fsdp_config.strategy=zero1"],
+            {"gradients": 4, "gathered layers": 2, "actor Adam": 8 / 4},
+        ),
+        (
+            ["fsdp_config.strategy=ddp"],
+            {"gradients": 4, "gathered layers": 2, "actor weights": 4, "actor Adam": 8},
+        ),
+        (
+            ["fsdp_config.strategy=zero2"],
+            {"gradients": 4 / 4, "gathered layers": 2, "actor weights": 4 / 4},
+        ),
+        (
+            ["fsdp_config.model_dtype=bfloat16"],
+            {"gradients": 6 / 4, "actor weights": 2 / 4, "actor Adam": 4 / 4},
+        ),
         (
             ["fsdp_config.model_dtype=bfloat16", "fsdp_config.strategy=ddp"],
             {"gradients": 4, "gathered layers": 2, "actor weights": 2, "actor Adam": 4},
@@ -104,15 +134,24 @@ def test_no_more_layers_are_gathered_than_there_are(tmp_path: Path):
         (["fsdp_config.optimizer_offload=true"], {"actor weights": 4 / 4, "actor Adam": None}),
     ],
 )
-def test_bytes_of_a_parameter_follow_sharding_data_type_and_offload(deepseek_7b: str, changes, expected):
-    parts = phase(script_config(deepseek_7b, *(f"actor_rollout_ref.actor.{c}" for c in changes)), "actor update")
+def test_bytes_of_a_parameter_follow_sharding_data_type_and_offload(
+    deepseek_7b: str, changes, expected
+):
+    parts = phase(
+        script_config(deepseek_7b, *(f"actor_rollout_ref.actor.{c}" for c in changes)),
+        "actor update",
+    )
     for part, size in expected.items():
-        assert parts.get(part) == (None if size is None else pytest.approx(size * SEVEN_BILLION / 1e9)), part
+        assert parts.get(part) == (
+            None if size is None else pytest.approx(size * SEVEN_BILLION / 1e9)
+        ), part
 
 
 def test_an_offloaded_optimizer_is_on_the_device_for_its_step_alone(deepseek_7b: str):
     offload = "actor_rollout_ref.actor.fsdp_config"
-    config = script_config(deepseek_7b, f"{offload}.optimizer_offload=true", f"{offload}.param_offload=true")
+    config = script_config(
+        deepseek_7b, f"{offload}.optimizer_offload=true", f"{offload}.param_offload=true"
+    )
     shard = SEVEN_BILLION / 4 / 1e9
     step = phase(config, "actor optimizer step")
     assert (step["actor weights"], step["actor Adam"], step["gradients"]) == pytest.approx(
@@ -124,18 +163,25 @@ def test_an_offloaded_optimizer_is_on_the_device_for_its_step_alone(deepseek_7b:
 def test_the_hf_engine_takes_its_weights_and_no_share(deepseek_7b: str):
     config = script_config(deepseek_7b, "actor_rollout_ref.rollout.name=hf")
     generation = phase(config, "generation")
-    assert generation["engine's weights"] == pytest.approx(2 * SEVEN_BILLION / 1e9)  # bfloat16, whole
+    # Bfloat16, whole
+    assert generation["engine's weights"] == pytest.approx(2 * SEVEN_BILLION / 1e9)
     assert "engine's share" not in generation
-    assert not {"engine's weights", "sleeping engine*"} & phase(config, "actor update").keys()  # they go to the host
+    # They go to the host
+    assert not {"engine's weights", "sleeping engine*"} & phase(config, "actor update").keys()
     kept = script_config(
-        deepseek_7b, "actor_rollout_ref.rollout.name=hf", "actor_rollout_ref.rollout.free_cache_engine=false"
+        deepseek_7b,
+        "actor_rollout_ref.rollout.name=hf",
+        "actor_rollout_ref.rollout.free_cache_engine=false",
     )
     assert phase(kept, "actor update")["engine's weights"] == generation["engine's weights"]
 
 
 def test_roles_of_one_pool_lie_there_together(deepseek_7b: str):
     config = script_config(
-        deepseek_7b, "placement=colocated", "actor_rollout_ref.actor.use_kl_loss=true", "trainer.n_gpus_per_node=4"
+        deepseek_7b,
+        "placement=colocated",
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        "trainer.n_gpus_per_node=4",
     )
     generation = phase(config, "generation")
     assert generation["ref weights"] == pytest.approx(2 * SEVEN_BILLION / 4 / 1e9)
@@ -144,14 +190,23 @@ def test_roles_of_one_pool_lie_there_together(deepseek_7b: str):
     assert phase(config, "ref forward pass")["actor Adam"] == generation["actor Adam"]
 
 
-def test_the_teacher_is_counted_with_its_own_size_beside_the_actor(deepseek_7b: str, tmp_path: Path):
+def test_the_teacher_is_counted_with_its_own_size_beside_the_actor(
+    deepseek_7b: str, tmp_path: Path
+):
     layer, outer = 4 * 64**2 + 3 * 64 * 96 + 2 * 64, 2 * 320 * 64 + 64
     LlamaConfig(
-        vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=5, num_attention_heads=4,
-        max_position_embeddings=4096, tie_word_embeddings=False,
-    ).save_pretrained(tmp_path)  # fmt: skip
+        vocab_size=320,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+    ).save_pretrained(tmp_path)
     loss = "actor_rollout_ref.actor.policy_loss"
-    config = script_config(deepseek_7b, f"{loss}.loss_mode=distillation", f"{loss}.teacher_path={tmp_path}")
+    config = script_config(
+        deepseek_7b, f"{loss}.loss_mode=distillation", f"{loss}.teacher_path={tmp_path}"
+    )
     teacher = phase(config, "teacher forward pass")
     assert teacher["teacher weights"] == pytest.approx(2 * (outer + 5 * layer) / 4 / 1e9)
     assert teacher["actor Adam"] == phase(config, "generation")["actor Adam"]
@@ -177,9 +232,13 @@ def test_the_smallest_gpu_of_the_machine_counts_where_the_run_starts_its_own_ray
     (sums,) = check_memory(script_config(deepseek_7b, "trainer.n_gpus_per_node=8"))
     assert sums.startswith("Memory of a GPU at most, of 60.0 GB (* estimated):")
     tight = ["trainer.n_gpus_per_node=4", "actor_rollout_ref.rollout.gpu_memory_utilization=0.6"]
-    with pytest.raises(ValueError, match=r"a GPU has 60\.0 GB, and this does not fit \(actor_rollout_ref_pool, gen"):
+    with pytest.raises(
+        ValueError, match=r"a GPU has 60\.0 GB, and this does not fit \(actor_rollout_ref_pool, gen"
+    ):
         check_memory(script_config(deepseek_7b, *tight, "actor_rollout_ref.actor.ema_decay=0.9"))
-    assert check_memory(script_config(deepseek_7b, *tight, "ray_kwargs.ray_init.address=auto")) == []
+    assert (
+        check_memory(script_config(deepseek_7b, *tight, "ray_kwargs.ray_init.address=auto")) == []
+    )
     assert check_memory(script_config(deepseek_7b, *tight, "device=cpu")) == []
 
 
@@ -188,12 +247,19 @@ def test_the_models_of_somebodys_own_trainer_are_not_counted():
     class Descent(RunConfig):
         base_name = "descent"
 
-    assert check_memory(Descent(trainer=RecordConfig(experiment_name="e", default_local_dir="f"))) == []
+    assert (
+        check_memory(Descent(trainer=RecordConfig(experiment_name="e", default_local_dir="f")))
+        == []
+    )
 
 
 @pytest.mark.usefixtures("two_gpus")
 def test_a_pool_of_custom_roles_alone_is_not_counted(deepseek_7b: str):
-    judge = ["worker_classes.judge=package.Judge", "role_mapping.judge=judge_pool", "resource_pool_spec.judge_pool=[1]"]
+    judge = [
+        "worker_classes.judge=package.Judge",
+        "role_mapping.judge=judge_pool",
+        "resource_pool_spec.judge_pool=[1]",
+    ]
     config = script_config(deepseek_7b, "trainer.n_gpus_per_node=8", *judge)
     assert "judge_pool" not in {pool.name for pool in planned_pools(config, 85e9)}
     (sums,) = check_memory(config)
@@ -215,13 +281,19 @@ def test_a_run_that_does_not_fit_is_refused_before_ray_starts(
 def test_what_cannot_fit_is_refused_with_the_sum(deepseek_7b: str):
     config = script_config(deepseek_7b, "trainer.n_gpus_per_node=2")
     with pytest.raises(
-        ValueError, match=r"a GPU has 85\.0 GB.*generation: actor weights 27\.6 \+ actor Adam 55\.3 \+ eng"
+        ValueError,
+        match=r"a GPU has 85\.0 GB.*generation: actor weights 27\.6 \+ actor Adam 55\.3 \+ eng",
     ):
         require_memory(planned_pools(config, 85e9), 85e9)
     sums = require_memory(planned_pools(script_config(deepseek_7b), 85e9), 85e9)
-    assert "actor_rollout_ref_pool, generation: actor weights 6.9 + actor Adam 13.8 + engine's share 34.0" in sums
+    assert (
+        "actor_rollout_ref_pool, generation: actor weights 6.9 + actor Adam 13.8 + engine's share "
+        "34.0" in sums
+    )
     long = "data.max_response_length=3000"
-    tight = script_config(deepseek_7b, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=64", long)
+    tight = script_config(
+        deepseek_7b, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=64", long
+    )
     sums = require_memory(planned_pools(tight, 85e9), 85e9)
     assert "actor update" in sums and "may not fit" in sums
 
@@ -231,16 +303,25 @@ def test_the_table_of_machines_for_the_7b_script_is_the_sum(deepseek_7b: str):
     of_table = ("generation", "actor update", "critic update")
     for gpus in (2, 4, 8):
         for name, size in DEVICES.items():
-            phases = memory_phases(script_config(deepseek_7b, f"trainer.n_gpus_per_node={gpus}"), size)
+            phases = memory_phases(
+                script_config(deepseek_7b, f"trainer.n_gpus_per_node={gpus}"), size
+            )
             shown = {phase.name: phase.total / 1e9 for phase in phases if phase.name in of_table}
             numbers = [shown[name] for name in of_table]
             fits = "no" if max(phase.certain for phase in phases) > size else "yes"
             fits = "perhaps" if fits == "yes" and max(numbers) > size else fits
-            cells = [str(gpus), f"{name} ({size / 1e9:.1f})", *(f"{number:.1f}" for number in numbers), fits]
+            cells = [
+                str(gpus),
+                f"{name} ({size / 1e9:.1f})",
+                *(f"{number:.1f}" for number in numbers),
+                fits,
+            ]
             rows.append(f"| {' | '.join(cells)} |")
     assert max(phases, key=lambda phase: phase.total).name in of_table
     table = "\n".join(rows)
-    assert table in (ROOT / "docs/memory.md").read_text(), f"docs/memory.md needs this table:\n{table}"
+    assert table in (ROOT / "docs/memory.md").read_text(), (
+        f"docs/memory.md needs this table:\n{table}"
+    )
 
 
 def test_the_grpo_script_fits_on_four_and_on_eight_gpus_of_80_gb(tmp_path: Path):
@@ -255,24 +336,36 @@ def test_the_grpo_script_fits_on_four_and_on_eight_gpus_of_80_gb(tmp_path: Path)
     ).save_pretrained(tmp_path)
     totals = {}
     for gpus in (4, 8):
-        config = script_config(str(tmp_path), f"trainer.n_gpus_per_node={gpus}", script="grpo/run_qwen2_5_7b.sh")
+        config = script_config(
+            str(tmp_path), f"trainer.n_gpus_per_node={gpus}", script="grpo/run_qwen2_5_7b.sh"
+        )
         phases = memory_phases(config, DEVICES["80 GB"])
         totals[gpus] = {phase.name: phase.total / 1e9 for phase in phases}
         assert {"generation", "actor update", "ref forward pass"} < totals[gpus].keys()
         assert max(totals[gpus].values()) < DEVICES["80 GB"] / 1e9
-    # Weights 4 bytes, Adam 8 and the reference 2 for each of 7.6 billion parameters, 1.2% between them, 0.6 of the GPU,
-    # and 1.15 GB.
-    assert totals[4]["generation"] == pytest.approx(1.012 * 7.616 * 14 / 4 + 0.6 * 84.9 + 1.15, abs=0.1)
-    assert totals[8]["generation"] == pytest.approx(1.012 * 7.616 * 14 / 8 + 0.6 * 84.9 + 1.15, abs=0.1)
+    # Weights 4 bytes, Adam 8 and the reference 2 for each of 7.6 billion parameters, 1.2% between
+    # them, 0.6 of the GPU, and 1.15 GB.
+    assert totals[4]["generation"] == pytest.approx(
+        1.012 * 7.616 * 14 / 4 + 0.6 * 84.9 + 1.15, abs=0.1
+    )
+    assert totals[8]["generation"] == pytest.approx(
+        1.012 * 7.616 * 14 / 8 + 0.6 * 84.9 + 1.15, abs=0.1
+    )
 
 
 def test_only_roles_beside_the_rollout_engine_hand_memory_back(deepseek_7b: str):
-    config = script_config(deepseek_7b, "reward_model.enable=true", f"reward_model.model.path={deepseek_7b}")
+    config = script_config(
+        deepseek_7b, "reward_model.enable=true", f"reward_model.model.path={deepseek_7b}"
+    )
     config = config.model_copy(
         update={"role_mapping": config.role_mapping | {"reward_model": "actor_rollout_ref_pool"}}
     )
-    arguments = {role: built.kwargs for role, built in build_role_worker_mapping(config, {}).items()}
-    shares = {role: arguments[role]["shares_device"] for role in ("actor", "critic", "reward_model")}
+    arguments = {
+        role: built.kwargs for role, built in build_role_worker_mapping(config, {}).items()
+    }
+    shares = {
+        role: arguments[role]["shares_device"] for role in ("actor", "critic", "reward_model")
+    }
     assert shares == {"actor": True, "critic": False, "reward_model": True}
 
 
@@ -285,7 +378,9 @@ def test_each_reward_model_takes_its_own_memory(deepseek_7b: str):
     for name in ("critic update", "safety forward pass", "reward_model forward pass"):
         parts = phase(config, name)
         assert parts["reward_model weights"] == parts["safety weights"] == pytest.approx(weights)
-    offloaded = script_config(deepseek_7b, *models, "reward_model.model.fsdp_config.param_offload=true")
+    offloaded = script_config(
+        deepseek_7b, *models, "reward_model.model.fsdp_config.param_offload=true"
+    )
     assert "safety weights" not in phase(offloaded, "critic update").keys() | phase(
         offloaded, "reward_model forward pass"
     )
@@ -293,9 +388,19 @@ def test_each_reward_model_takes_its_own_memory(deepseek_7b: str):
 
 
 def test_detached_makers_hold_copies_beside_an_engine_that_never_sleeps(deepseek_7b: str):
-    options = ["placement=detached", "trainer.n_gpus_per_node=4", "algorithm.rollout_correction.bypass_mode=false"]
-    config = load_config(DetachedConfig, broken_detached_rules, [*script_overrides(deepseek_7b), *options])
-    own = {phase.name: phase for phase in memory_phases(config, 85e9) if phase.pool.startswith("maker_0")}
+    options = [
+        "placement=detached",
+        "trainer.n_gpus_per_node=4",
+        "algorithm.rollout_correction.bypass_mode=false",
+    ]
+    config = load_config(
+        DetachedConfig, broken_detached_rules, [*script_overrides(deepseek_7b), *options]
+    )
+    own = {
+        phase.name: phase
+        for phase in memory_phases(config, 85e9)
+        if phase.pool.startswith("maker_0")
+    }
     shard, critic = SEVEN_BILLION / 4 / 1e9, (SEVEN_BILLION - 102400 * 4096 + 4096 + 1) / 4 / 1e9
     generation = {part: size / 1e9 for part, size in own["generation"].parts.items()}
     # Copies are stored in bfloat16, in which layers compute, and have no optimizer.
@@ -304,31 +409,50 @@ def test_detached_makers_hold_copies_beside_an_engine_that_never_sleeps(deepseek
     assert generation["actor Adam"] == 0
     assert own["actor forward pass"].parts["engine's share"] == pytest.approx(0.4 * 85e9)
     assert "actor update" not in own and "actor export" not in own
-    trainer = {phase.name: phase for phase in memory_phases(config, 85e9) if phase.pool.startswith("trainer_0")}
+    trainer = {
+        phase.name: phase
+        for phase in memory_phases(config, 85e9)
+        if phase.pool.startswith("trainer_0")
+    }
     assert trainer["actor update"].parts["actor Adam"] == pytest.approx(8 * SEVEN_BILLION / 4)
     assert "generation" not in trainer and "engine's share" not in trainer["critic update"].parts
 
 
 def plan_of_examples(schema: type, model: str, *overrides: str) -> dict[str, dict[str, float]]:
     """GB by phase and part, on three ranks."""
-    common = [f"model.path={model}", "data.train_files=rows.jsonl", "trainer.n_gpus_per_node=3", "data.max_length=7000"]
+    common = [
+        f"model.path={model}",
+        "data.train_files=rows.jsonl",
+        "trainer.n_gpus_per_node=3",
+        "data.max_length=7000",
+    ]
     common += ["data.train_batch_size=9", "model.fsdp_config.dtype=bfloat16"]
     config = load_config(schema, broken_supervised_rules, [*common, *overrides])
     (pool,) = planned_pools(config, 85e9)
-    return {phase.name: {part: size / 1e9 for part, size in phase.parts.items()} for phase in pool.phases()}
+    return {
+        phase.name: {part: size / 1e9 for part, size in phase.parts.items()}
+        for phase in pool.phases()
+    }
 
 
 def test_training_on_examples_is_planned_by_its_model(deepseek_7b: str):
     shard = SEVEN_BILLION / 3 / 1e9
     sft = plan_of_examples(SFTConfig, deepseek_7b)
-    assert list(sft) == [f"model {name}" for name in ("load", "forward pass", "update", "optimizer step", "save")]
+    assert list(sft) == [
+        f"model {name}" for name in ("load", "forward pass", "update", "optimizer step", "save")
+    ]
     assert sft["model update"]["model Adam"] == pytest.approx(8 * shard)
     dpo = plan_of_examples(DPOConfig, deepseek_7b)
     assert dpo["model update"]["reference weights"] == pytest.approx(2 * shard)
     assert dpo["model update"]["model Adam"] == pytest.approx(8 * shard)
-    assert "reference weights" not in plan_of_examples(DPOConfig, deepseek_7b, "model.lora_rank=4")["model update"]
+    assert (
+        "reference weights"
+        not in plan_of_examples(DPOConfig, deepseek_7b, "model.lora_rank=4")["model update"]
+    )
     rm = plan_of_examples(RMConfig, deepseek_7b)
-    assert rm["model load"]["model weights"] == pytest.approx(4 * (shard - (102400 - 1) * 4096 / 3e9))
+    assert rm["model load"]["model weights"] == pytest.approx(
+        4 * (shard - (102400 - 1) * 4096 / 3e9)
+    )
     # Two heads with their averages, and a value head: (4096 x 8192 + 8192) + 8192 x outputs each.
     heads = 4 * (4096 * 8192 + 8192 + 8192 * 102400) + (4096 * 8192 + 8192 + 8192)
     ilql = plan_of_examples(ILQLConfig, deepseek_7b)
@@ -339,7 +463,8 @@ def test_training_on_examples_is_planned_by_its_model(deepseek_7b: str):
 
 def test_the_reference_of_dpo_gathers_into_buffers_of_its_own(deepseek_7b: str):
     gathering = [
-        plan_of_examples(schema, deepseek_7b)["model update"]["gathering*"] for schema in (SFTConfig, DPOConfig)
+        plan_of_examples(schema, deepseek_7b)["model update"]["gathering*"]
+        for schema in (SFTConfig, DPOConfig)
     ]
     assert gathering[1] == pytest.approx(2 * gathering[0])
 
@@ -347,11 +472,16 @@ def test_the_reference_of_dpo_gathers_into_buffers_of_its_own(deepseek_7b: str):
 def test_ranks_that_share_sequences_have_a_part_of_the_activations(deepseek_7b: str):
     rows = ("training.use_dynamic_bsz=false", "training.micro_batch_size_per_gpu=9")
     shared = "training.ulysses_sequence_parallel_size=3"
-    parts = [plan_of_examples(SFTConfig, deepseek_7b, *rows, *own)["model forward pass"] for own in ((), (shared,))]
+    parts = [
+        plan_of_examples(SFTConfig, deepseek_7b, *rows, *own)["model forward pass"]
+        for own in ((), (shared,))
+    ]
     assert parts[1]["activations*"] == pytest.approx(parts[0]["activations*"] / 3)
 
 
-def test_an_optimizer_step_holds_float32_weights_for_their_average_and_the_head_beside_an_adapter(deepseek_7b: str):
+def test_an_optimizer_step_holds_float32_weights_for_their_average_and_the_head_beside_an_adapter(
+    deepseek_7b: str,
+):
     actor = "actor_rollout_ref.actor"
     average = [f"{actor}.ema_decay=0.9", f"{actor}.fsdp_config.model_dtype=bfloat16"]
     step = phase(script_config(deepseek_7b, *average), "actor optimizer step")
@@ -359,7 +489,9 @@ def test_an_optimizer_step_holds_float32_weights_for_their_average_and_the_head_
     assert step["weights for their average"] == pytest.approx(4 * shard)
     assert step["actor Adam"] == pytest.approx((2 * 2 + 4) * shard)
     assert step["gathered layers"] == 0
-    adapter = phase(script_config(deepseek_7b, "actor_rollout_ref.model.lora_rank=4"), "actor optimizer step")
+    adapter = phase(
+        script_config(deepseek_7b, "actor_rollout_ref.model.lora_rank=4"), "actor optimizer step"
+    )
     assert adapter["gathered layers"] == pytest.approx(2 * 102400 * 4096 / 1e9)
 
 
@@ -377,26 +509,37 @@ def test_a_load_brings_one_whole_parameter_after_the_other_before_adam_is_made(d
     config = script_config(deepseek_7b, "actor_rollout_ref.actor.use_kl_loss=true")
     assert phase(config, "actor load")["actor Adam"] == pytest.approx(8 * SEVEN_BILLION / 4 / 1e9)
     reference = phase(config, "ref load")
-    assert reference["a whole parameter"] == pytest.approx(2 * 102400 * 4096 / 1e9)  # the embedding, bfloat16
+    # The embedding, bfloat16
+    assert reference["a whole parameter"] == pytest.approx(2 * 102400 * 4096 / 1e9)
     assert reference["actor Adam"] == pytest.approx(8 * SEVEN_BILLION / 4 / 1e9)  # loaded before
 
 
 def test_export_gathers_a_bucket_in_the_dtype_that_is_sent(deepseek_7b: str):
-    largest = phase(script_config(deepseek_7b, "actor_rollout_ref.rollout.dtype=float32"), "actor export")
+    largest = phase(
+        script_config(deepseek_7b, "actor_rollout_ref.rollout.dtype=float32"), "actor export"
+    )
     # The embedding is more than a bucket: gathered, put together, and this rank's fourth of it.
     assert largest["a bucket of weights*"] == pytest.approx(4 * 102400 * 4096 * 2.25 / 1e9)
-    adapter = phase(script_config(deepseek_7b, "actor_rollout_ref.model.lora_rank=4"), "actor export")
-    of_layer = 4 * (4 * (4096 + 4096) + 3 * (4096 + 11008))  # two matrices of rank 4 for each of seven
+    adapter = phase(
+        script_config(deepseek_7b, "actor_rollout_ref.model.lora_rank=4"), "actor export"
+    )
+    # Two matrices of rank 4 for each of seven
+    of_layer = 4 * (4 * (4096 + 4096) + 3 * (4096 + 11008))
     assert adapter["a bucket of weights*"] == pytest.approx(2 * 30 * of_layer * 2.25 / 1e9)
 
 
 def saved_bytes_per_token(architecture: type, num_layers: int, checkpointing: bool) -> float:
-    """Bytes of the tensors that autograd saves in the backbone, parameters aside, for each token."""
+    """Bytes of the tensors that autograd saves in the backbone, parameters aside, for each
+    token."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4, "head_dim": 64}
-    config = architecture(vocab_size=64, num_key_value_heads=2, num_hidden_layers=num_layers, **sizes)
+    config = architecture(
+        vocab_size=64, num_key_value_heads=2, num_hidden_layers=num_layers, **sizes
+    )
     attention = choose_attention(None, "cpu", torch.bfloat16, softcap=None)
-    hf = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention)
+    hf = AutoModelForCausalLM.from_config(
+        config, dtype=torch.bfloat16, attn_implementation=attention
+    )
     if checkpointing:
         hf.gradient_checkpointing_enable({"use_reentrant": False})
     rows, length = 2, 64
@@ -413,19 +556,29 @@ def saved_bytes_per_token(architecture: type, num_layers: int, checkpointing: bo
     saved: dict[int, torch.Tensor] = {}
 
     def remember(tensor: torch.Tensor) -> torch.Tensor:
-        saved[tensor.untyped_storage().data_ptr()] = tensor  # kept, so that no address is given out twice
+        # Kept, so that no address is given out twice
+        saved[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
         PolicyModel(hf).train().hidden_states(packed)
-    return sum(t.untyped_storage().nbytes() for place, t in saved.items() if place not in own) / (rows * length)
+    return sum(t.untyped_storage().nbytes() for place, t in saved.items() if place not in own) / (
+        rows * length
+    )
 
 
 @pytest.mark.parametrize("architecture", [LlamaConfig, Qwen3Config])
 def test_activations_are_at_most_the_estimate_and_most_of_it(architecture: type, tmp_path: Path):
-    architecture(hidden_size=256, intermediate_size=704, num_hidden_layers=1).save_pretrained(tmp_path)
+    architecture(hidden_size=256, intermediate_size=704, num_hidden_layers=1).save_pretrained(
+        tmp_path
+    )
     size = ModelSize.of(PolicyModelConfig(path=str(tmp_path)), "model", PolicyModel)
-    layer = (saved_bytes_per_token(architecture, 3, False) - saved_bytes_per_token(architecture, 1, False)) / 2
+    layer = (
+        saved_bytes_per_token(architecture, 3, False)
+        - saved_bytes_per_token(architecture, 1, False)
+    ) / 2
     assert 0.6 < layer / (2 * size.activations_per_token) <= 1  # bfloat16 has 2 bytes
-    kept = (saved_bytes_per_token(architecture, 3, True) - saved_bytes_per_token(architecture, 1, True)) / 2
+    kept = (
+        saved_bytes_per_token(architecture, 3, True) - saved_bytes_per_token(architecture, 1, True)
+    ) / 2
     assert kept == pytest.approx(2 * size.hidden, rel=0.01)

@@ -36,7 +36,11 @@ def test_a_small_shm_is_a_warning_as_long_as_a_step_fits_on_disk(machine):
     assert check_object_store({"rows": 3 * GIB - 1000}) is None
     machine(memory=10, shared=1 / 16)
     warning = check_object_store({"rows": 2 * GIB, "weights": GIB // 2})
-    assert "/dev/shm has only 0.06 GiB" in warning and "at most 2.50 GiB" in warning and "--shm-size=3.30g" in warning
+    assert (
+        "/dev/shm has only 0.06 GiB" in warning
+        and "at most 2.50 GiB" in warning
+        and "--shm-size=3.30g" in warning
+    )
 
 
 @pytest.mark.parametrize("shared", [8, 1 / 16])
@@ -52,16 +56,27 @@ def test_a_step_that_cannot_fit_is_refused_with_the_sum(machine, shared):
 def config_of(path: str, *settings: str) -> PPOConfig:
     return load_ppo_config(
         [
-            "device=cpu", "data.train_files=a", "data.val_files=a", f"actor_rollout_ref.model.path={path}",
-            "data.max_prompt_length=8", "data.max_response_length=4", "data.train_batch_size=6",
-            "actor_rollout_ref.actor.ppo_mini_batch_size=6", "critic.ppo_micro_batch_size_per_gpu=9",
-            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=9", "actor_rollout_ref.rollout.n=3",
-            "actor_rollout_ref.rollout.dtype=bfloat16", f"reward_model.model.path={path}", *settings,
+            "device=cpu",
+            "data.train_files=a",
+            "data.val_files=a",
+            f"actor_rollout_ref.model.path={path}",
+            "data.max_prompt_length=8",
+            "data.max_response_length=4",
+            "data.train_batch_size=6",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=6",
+            "critic.ppo_micro_batch_size_per_gpu=9",
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=9",
+            "actor_rollout_ref.rollout.n=3",
+            "actor_rollout_ref.rollout.dtype=bfloat16",
+            f"reward_model.model.path={path}",
+            *settings,
         ]
-    )  # fmt: skip
+    )
 
 
-TWO_MORE = [f"reward_models.{name}.path=x" for name in "ab"] + [f"role_mapping.{name}=global_pool" for name in "ab"]
+TWO_MORE = [f"reward_models.{name}.path=x" for name in "ab"] + [
+    f"role_mapping.{name}=global_pool" for name in "ab"
+]
 
 
 @pytest.mark.parametrize(
@@ -72,7 +87,8 @@ TWO_MORE = [f"reward_models.{name}.path=x" for name in "ab"] + [f"role_mapping.{
         ([], 7),  # and values
         (["algorithm.use_kl_in_reward=true", "reward_model.enable=true"], 11),
         (["algorithm.use_kl_in_reward=true", "reward_model.enable=true", *TWO_MORE], 13),
-        (["algorithm.adv_estimator=optimal_token_baseline"], 9),  # 6, and old_log_probs, entropys, sum_pi_squared
+        # 6, and old_log_probs, entropys, sum_pi_squared
+        (["algorithm.adv_estimator=optimal_token_baseline"], 9),
     ],
 )
 def test_the_bytes_of_a_step_are_those_of_its_columns_and_weights(tiny_llama, settings, floats):
@@ -85,16 +101,26 @@ def test_the_bytes_of_a_step_are_those_of_its_columns_and_weights(tiny_llama, se
     assert weights == 2 * sum(parameter.numel() for parameter in model.parameters())
 
 
-def test_weights_count_where_they_go_through_the_store_and_of_a_model_with_an_adapter_that_alone(tiny_llama):
+def test_weights_count_where_they_go_through_the_store_and_of_a_model_with_an_adapter_that_alone(
+    tiny_llama,
+):
     path, model = tiny_llama()
-    rank, keys = 4, ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.target_modules=[q_proj]"]
+    rank, keys = (
+        4,
+        ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.target_modules=[q_proj]"],
+    )
     _, adapter = step_bytes(config_of(path, *keys)).values()
     of_layer = model.config.hidden_size + model.config.num_attention_heads * model.config.head_dim
     assert adapter == 2 * rank * of_layer * model.config.num_hidden_layers
-    assert len(step_bytes(config_of(path, "actor_rollout_ref.rollout.weight_transport=shared_memory"))) == 1
+    assert (
+        len(step_bytes(config_of(path, "actor_rollout_ref.rollout.weight_transport=shared_memory")))
+        == 1
+    )
 
 
-def test_a_model_of_the_hub_is_whole_on_this_machine_before_a_run_starts(tmp_path: Path, tiny_llama, monkeypatch):
+def test_a_model_of_the_hub_is_whole_on_this_machine_before_a_run_starts(
+    tmp_path: Path, tiny_llama, monkeypatch
+):
     path, _ = tiny_llama()
     cached = tmp_path / "models--someone--tiny"
     shutil.copytree(path, cached / "snapshots/abc")
@@ -106,7 +132,10 @@ def test_a_model_of_the_hub_is_whole_on_this_machine_before_a_run_starts(tmp_pat
     fetch_weights(hub_model, key="critic.model")
     fetch_weights(ModelConfig(path=path), key="critic.model")
     os.truncate(cached / "snapshots/abc/model.safetensors", 1000)
-    with pytest.raises(ValueError, match=r"critic.model.path=someone/tiny: .*abc/model.safetensors is damaged \(Error"):
+    with pytest.raises(
+        ValueError,
+        match=r"critic.model.path=someone/tiny: .*abc/model.safetensors is damaged \(Error",
+    ):
         fetch_weights(hub_model, key="critic.model")
     (cached / "snapshots/abc/model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"critic.model.path=someone/tiny: .*abc has no weights"):

@@ -31,7 +31,9 @@ from verl_like.trainer.state import checkpoint
 REQUIRED = ["data.train_files=t", "data.val_files=v", "actor_rollout_ref.model.path=m"]
 
 
-def event(method: str, rank: int, started: float, finished: float, pool: str = "a", role: str = "actor") -> CallEvent:
+def event(
+    method: str, rank: int, started: float, finished: float, pool: str = "a", role: str = "actor"
+) -> CallEvent:
     return CallEvent(pool, role, method, rank, started, finished)
 
 
@@ -62,7 +64,8 @@ def test_the_critical_path_is_the_sum_of_each_stages_busiest_process():
         event("update_actor", 0, 17.0, 20.0),
         event("update_critic", 0, 17.0, 22.0, "b", "critic"),
         event("export_weights", 0, 20.0, 22.5),  # half a second of it after the updates
-        event("load_weights", 0, 22.0, 23.5, role="rollout"),  # waited for the export, then took a second
+        # Waited for the export, then took a second
+        event("load_weights", 0, 22.0, 23.5, role="rollout"),
         event("save_hf", 0, 30.0, 40.0),
     ):
         timeline.record(call)
@@ -84,7 +87,11 @@ def test_calls_of_independent_pools_that_were_made_one_after_the_other_are_half_
 
 def test_training_roles_of_a_pool_share_a_process_and_the_engine_has_its_own():
     mapping = {"actor": "a", "rollout": "a", "ref": "a", "critic": "b"}
-    assert process_groups(mapping) == [("a", ["actor", "ref"]), ("a", ["rollout"]), ("b", ["critic"])]
+    assert process_groups(mapping) == [
+        ("a", ["actor", "ref"]),
+        ("a", ["rollout"]),
+        ("b", ["critic"]),
+    ]
 
 
 def test_every_run_gets_a_folder_of_its_own_and_latest_points_to_the_newest(tmp_path):
@@ -99,7 +106,9 @@ def steps_of(file) -> list[int]:
     return [json.loads(line)["step"] for line in file.read_text().splitlines()]
 
 
-def test_a_tracker_that_fails_is_switched_off_and_metrics_stay_on_disk(tmp_path, monkeypatch, caplog):
+def test_a_tracker_that_fails_is_switched_off_and_metrics_stay_on_disk(
+    tmp_path, monkeypatch, caplog
+):
     calls = []
 
     def broken(metrics: dict[str, float], step: int) -> None:
@@ -114,28 +123,43 @@ def test_a_tracker_that_fails_is_switched_off_and_metrics_stay_on_disk(tmp_path,
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines == [{"step": 1, "reward": 1.0}, {"step": 2, "reward": 2.0}]
     assert calls == [1]
-    assert said.startswith("Tracker broken lacks 2 of 2 rows of metrics (ConnectionError: no network)")
-    assert "Tracker broken failed and is off for the rest of the run: ConnectionError: no network" in caplog.text
+    assert said.startswith(
+        "Tracker broken lacks 2 of 2 rows of metrics (ConnectionError: no network)"
+    )
+    assert (
+        "Tracker broken failed and is off for the rest of the run: ConnectionError: no network"
+        in caplog.text
+    )
 
 
 @pytest.mark.parametrize("error", [ConnectionError("no network"), SystemExit("no key")])
-def test_a_tracker_that_does_not_start_is_named_and_the_others_go_on(tmp_path, monkeypatch, caplog, error):
+def test_a_tracker_that_does_not_start_is_named_and_the_others_go_on(
+    tmp_path, monkeypatch, caplog, error
+):
     def broken(run: TrackedRun) -> Tracker:
         raise error
 
     calls = []
     monkeypatch.setitem(TRACKERS, "broken", broken)
-    monkeypatch.setitem(TRACKERS, "other", lambda run: Tracker(lambda *call: calls.append(call), list, "id 1"))
+    monkeypatch.setitem(
+        TRACKERS, "other", lambda run: Tracker(lambda *call: calls.append(call), list, "id 1")
+    )
     tracking = Tracking(["broken", "other"], tmp_path, "project", "experiment", {})
     tracking.log({"reward": 1.0}, step=3)
     (said,) = tracking.close()
-    assert calls == [({"reward": 1.0}, 3)] and "broken does not start" in caplog.text and str(error) in caplog.text
+    assert (
+        calls == [({"reward": 1.0}, 3)]
+        and "broken does not start" in caplog.text
+        and str(error) in caplog.text
+    )
     assert said.startswith("Tracker broken lacks 1 of 1 rows of metrics (")
     assert json.loads((tmp_path / "trackers.json").read_text()) == {"other": "id 1"}
 
 
 @pytest.mark.parametrize("hangs_in", ["start", "log", "finish"])
-def test_a_tracker_that_hangs_holds_up_neither_a_step_nor_the_end_of_the_run(tmp_path, monkeypatch, hangs_in):
+def test_a_tracker_that_hangs_holds_up_neither_a_step_nor_the_end_of_the_run(
+    tmp_path, monkeypatch, hangs_in
+):
     monkeypatch.setattr(tracking, "FINISH_S", 1.5)
     monkeypatch.setattr(tracking, "MAX_WAITING", 3)
     never = threading.Event()
@@ -150,14 +174,18 @@ def test_a_tracker_that_hangs_holds_up_neither_a_step_nor_the_end_of_the_run(tmp
         return Tracker(hang if hangs_in == "log" else print, hang if hangs_in == "finish" else list)
 
     monkeypatch.setitem(TRACKERS, "hanging", start)
-    monkeypatch.setitem(TRACKERS, "other", lambda run: Tracker(lambda metrics, step: others.append(step), list))
+    monkeypatch.setitem(
+        TRACKERS, "other", lambda run: Tracker(lambda metrics, step: others.append(step), list)
+    )
     record = Tracking(["hanging", "other"], tmp_path, "project", "experiment", {})
     for step in range(1, 4):
         record.log({"reward": 0.5}, step)
     (said,) = record.close()
     never.set()
     missing = 0 if hangs_in == "finish" else 3
-    assert said.startswith(f"Tracker hanging lacks {missing} of 3 rows of metrics (it did not end within 1.5 s)")
+    assert said.startswith(
+        f"Tracker hanging lacks {missing} of 3 rows of metrics (it did not end within 1.5 s)"
+    )
     assert others == steps_of(tmp_path / "metrics.jsonl") == [1, 2, 3]
 
 
@@ -181,7 +209,9 @@ def test_rows_that_find_no_room_are_counted_and_the_others_keep_their_order(tmp_
     goes_on.set()
     (said,) = record.close()
     assert taken == [(step, 10.0 * step) for step in range(1, 6)]
-    assert said.startswith("Tracker slow lacks 4 of 9 rows of metrics (more than 4 rows waited for it)")
+    assert said.startswith(
+        "Tracker slow lacks 4 of 9 rows of metrics (more than 4 rows waited for it)"
+    )
     assert steps_of(tmp_path / "metrics.jsonl") == [*range(1, 10)]
 
 
@@ -194,14 +224,21 @@ def test_the_summary_of_a_run_says_which_tracker_lacks_rows(tmp_path, monkeypatc
     recorder = RunRecorder(load_ppo_config([*REQUIRED, *settings]), PPO_DISPLAY)
     recorder.tracking.log({"reward": 0.5}, 1)
     recorder.close("Done.")
-    assert "Tracker mlflow lacks 1 of 1 rows of metrics (ConnectionError: no network)" in capsys.readouterr().out
+    assert (
+        "Tracker mlflow lacks 1 of 1 rows of metrics (ConnectionError: no network)"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"first": 3}', "\xff", "[" * 100_000])
-def test_a_file_of_ids_that_is_damaged_is_named_and_the_trackers_begin_a_run(tmp_path, monkeypatch, caplog, content):
+def test_a_file_of_ids_that_is_damaged_is_named_and_the_trackers_begin_a_run(
+    tmp_path, monkeypatch, caplog, content
+):
     (tmp_path / "trackers.json").write_text(content, encoding="latin-1")
     given = []
-    monkeypatch.setitem(TRACKERS, "first", lambda run: given.append(run.run_id) or Tracker(print, list, "new"))
+    monkeypatch.setitem(
+        TRACKERS, "first", lambda run: given.append(run.run_id) or Tracker(print, list, "new")
+    )
     Tracking(["first"], tmp_path, "project", "experiment", {}).close()
     assert given == [None] and f"{tmp_path}/trackers.json cannot be read" in caplog.text
     assert json.loads((tmp_path / "trackers.json").read_text()) == {"first": "new"}
@@ -225,7 +262,8 @@ def test_tensorboard_shows_no_step_twice_after_a_resume(tmp_path):
         for step, value in enumerate(values, first_step):
             tracking.log({"loss": value}, step=step)
         tracking.close()
-        (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n')  # as the resume cuts it
+        # As the resume cuts it
+        (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n')
         time.sleep(1.1)  # files of one second have no order
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 0.5), (2, 4.0), (3, 8.0)]
@@ -295,12 +333,22 @@ def test_the_report_is_self_contained_and_draws_a_curve_for_each_metric_there_is
 
 
 def test_the_report_has_histograms_of_staleness_effective_sample_size_and_drift(tmp_path):
-    shares = [{"training/staleness/share_0": 1 - share, "training/staleness/share_1": share} for share in (0, 0.5, 0.4)]
-    sizes = [{"actor/eff_sample_size": size, "actor/rollout_kl": 1 - size} for size in (0.5, 0.9, 0.9)]
+    shares = [
+        {"training/staleness/share_0": 1 - share, "training/staleness/share_1": share}
+        for share in (0, 0.5, 0.4)
+    ]
+    sizes = [
+        {"actor/eff_sample_size": size, "actor/rollout_kl": 1 - size} for size in (0.5, 0.9, 0.9)
+    ]
     rows = [{"step": step, **of_step, **sizes[step]} for step, of_step in enumerate(shares)]
     text = report(tmp_path, metrics=[*rows, {"step": 3, "actor/eff_sample_size": 0.9}])
-    bar = re.compile(r'd="M \S+ (\S+) \nL \S+ \S+ \nL \S+ (\S+) [^"]*" clip-path="[^"]*" style="fill: #1f77b4"')
-    heights = [[float(low) - float(high) for low, high in bar.findall(figure)] for figure in text.split("<svg")[1:]]
+    bar = re.compile(
+        r'd="M \S+ (\S+) \nL \S+ \S+ \nL \S+ (\S+) [^"]*" clip-path="[^"]*" style="fill: #1f77b4"'
+    )
+    heights = [
+        [float(low) - float(high) for low, high in bar.findall(figure)]
+        for figure in text.split("<svg")[1:]
+    ]
     shown = [[height / max(bars) for height in bars if height] for bars in heights]
     assert shown == [
         pytest.approx([1, 0.9 / 2.1], 1e-4),
@@ -312,7 +360,8 @@ def test_the_report_has_histograms_of_staleness_effective_sample_size_and_drift(
 def test_the_report_lists_the_speed_of_the_steps_without_the_first(tmp_path):
     rows = [{"step": 0, "val-core/a": 0.5}]
     rows += [
-        {"step": i, "timing_s/step": s, "perf/mfu/actor": m} for i, s, m in ((1, 90, 0.01), (2, 3, 0.5), (3, 4, 0.25))
+        {"step": i, "timing_s/step": s, "perf/mfu/actor": m}
+        for i, s, m in ((1, 90, 0.01), (2, 3, 0.5), (3, 4, 0.25))
     ]
     text = report(tmp_path, metrics=rows)
     assert "<td>perf/mfu/actor</td><td>0.5</td><td>0.25</td><td>0.5</td>" in text
@@ -326,11 +375,14 @@ def test_text_of_the_model_cannot_become_markup_in_the_report(tmp_path):
 
 
 HOSTILE = "$\\frac{$ [/bold] \x1b[2J \x00 \ud800"
-"""A name with mathematics that does not parse, markup that closes nothing, control characters and half a character."""
+"""A name with mathematics that does not parse, markup that closes nothing, control characters and
+half a character."""
 
 
 def test_a_run_whose_names_are_not_text_ends_with_its_report_and_summary(tmp_path, capsys):
-    recorder = RunRecorder(load_ppo_config([*REQUIRED, f"trainer.default_local_dir={tmp_path}"]), PPO_DISPLAY)
+    recorder = RunRecorder(
+        load_ppo_config([*REQUIRED, f"trainer.default_local_dir={tmp_path}"]), PPO_DISPLAY
+    )
     name = f"val-core/{HOSTILE}/acc"
     recorder.log_validation({name: 0.125})
     with recorder.step(1, total_steps=1) as log:
@@ -347,9 +399,13 @@ def test_a_run_whose_names_are_not_text_ends_with_its_report_and_summary(tmp_pat
     assert "val-core/$\\frac{$ [/bold]" in drawn
 
 
-def test_a_generation_that_has_a_secret_of_the_run_is_shown_and_kept_without_it(tmp_path, capsys, monkeypatch):
+def test_a_generation_that_has_a_secret_of_the_run_is_shown_and_kept_without_it(
+    tmp_path, capsys, monkeypatch
+):
     monkeypatch.setenv("JUDGE_API_KEY", "canary of the environment")
-    recorder = RunRecorder(load_ppo_config([*REQUIRED, f"trainer.default_local_dir={tmp_path}"]), PPO_DISPLAY)
+    recorder = RunRecorder(
+        load_ppo_config([*REQUIRED, f"trainer.default_local_dir={tmp_path}"]), PPO_DISPLAY
+    )
     text = "canary of the environment " * 20
     recorder.show_generations(1, 1, lambda row: {"response": text}, num_shown=1)
     recorder.close("Done.")
@@ -358,7 +414,9 @@ def test_a_generation_that_has_a_secret_of_the_run_is_shown_and_kept_without_it(
 
 
 def test_a_damaged_row_of_metrics_costs_that_row_alone(tmp_path):
-    recorder = RunRecorder(load_ppo_config([*REQUIRED, f"trainer.default_local_dir={tmp_path}"]), PPO_DISPLAY)
+    recorder = RunRecorder(
+        load_ppo_config([*REQUIRED, f"trainer.default_local_dir={tmp_path}"]), PPO_DISPLAY
+    )
     recorder.tracking.log({"reward": 0.5}, 1)
     recorder.tracking.jsonl.write('{"step": 2, "rew\n[1, 2]\n' + "[" * 100_000 + "\n")
     recorder.tracking.log({"reward": 0.25}, 3)
@@ -367,7 +425,9 @@ def test_a_damaged_row_of_metrics_costs_that_row_alone(tmp_path):
 
 
 def test_a_report_that_cannot_be_drawn_is_named_and_the_summary_follows(tmp_path, capsys):
-    recorder = RunRecorder(load_ppo_config([*REQUIRED, f"trainer.default_local_dir={tmp_path}"]), PPO_DISPLAY)
+    recorder = RunRecorder(
+        load_ppo_config([*REQUIRED, f"trainer.default_local_dir={tmp_path}"]), PPO_DISPLAY
+    )
     recorder.tracking.jsonl.write('{"step": 1, "timing_s/step": "fast"}\n')
     recorder.close("Done.")
     said = capsys.readouterr().out
@@ -375,7 +435,9 @@ def test_a_report_that_cannot_be_drawn_is_named_and_the_summary_follows(tmp_path
 
 
 def test_the_summary_offers_no_model_of_a_checkpoint_that_was_set_aside(tmp_path, capsys):
-    recorder = RunRecorder(load_ppo_config([*REQUIRED, f"trainer.default_local_dir={tmp_path}"]), PPO_DISPLAY)
+    recorder = RunRecorder(
+        load_ppo_config([*REQUIRED, f"trainer.default_local_dir={tmp_path}"]), PPO_DISPLAY
+    )
     for step in (4, 12):
         model = checkpoint.begin(recorder.run_dir, step) / "actor/huggingface"
         model.mkdir(parents=True)
@@ -400,9 +462,23 @@ def test_the_timeline_shows_the_last_steps_that_neither_validated_nor_saved(tmp_
         if step == 3:
             timeline.record(event("save_hf", 0, step + 0.5, step + 0.9))
         if step == 1:
-            assert [row["method"] for rows in timeline.last_steps() for row in rows] == ["update_actor"]
+            assert [row["method"] for rows in timeline.last_steps() for row in rows] == [
+                "update_actor"
+            ]
     assert [rows[0]["step"] for rows in timeline.last_steps()] == [2, 4, 6]
-    assert [json.loads(line)["step"] for line in file.getvalue().splitlines()] == [0, 1, 2, 3, 3, 4, 5, 5, 6, 7, 7]
+    assert [json.loads(line)["step"] for line in file.getvalue().splitlines()] == [
+        0,
+        1,
+        2,
+        3,
+        3,
+        4,
+        5,
+        5,
+        6,
+        7,
+        7,
+    ]
     text = report(tmp_path, metrics=[], steps=timeline.last_steps())
     assert [step for step in range(8) if f" step {step} " in text] == [2, 4, 6]
     assert "update_actor" in text and "save_hf" not in text
@@ -429,11 +505,15 @@ class SlowWriter(Worker):
 def test_a_run_that_ends_completes_the_checkpoint_that_is_being_written_unless_it_gets_a_second_sigterm(
     num_signals, tmp_path
 ):
-    recorder = RunRecorder(load_ppo_config([*REQUIRED, f"trainer.default_local_dir={tmp_path}"]), PPO_DISPLAY)
+    recorder = RunRecorder(
+        load_ppo_config([*REQUIRED, f"trainer.default_local_dir={tmp_path}"]), PPO_DISPLAY
+    )
     recorder.saves_when_ended = True
     recorder.tracking.log({"reward": 0.5}, 7)
     group = LocalWorkerGroup(ClassWithInitArgs(SlowWriter), role="actor")
-    recorder.begin_checkpoint(checkpoint.begin(recorder.run_dir, 7), 7, {"kl_coef": 0.25}, {"actor": group})
+    recorder.begin_checkpoint(
+        checkpoint.begin(recorder.run_dir, 7), 7, {"kl_coef": 0.25}, {"actor": group}
+    )
     recorder.commit_checkpoint(wait=False)
     assert not checkpoint.steps(recorder.run_dir)
     for number in range(num_signals):
@@ -441,11 +521,15 @@ def test_a_run_that_ends_completes_the_checkpoint_that_is_being_written_unless_i
             recorder.terminate(signal.SIGTERM, None)
     recorder.close("Interrupted.")
     newest, _ = checkpoint.newest(recorder.run_dir)
-    assert (newest.step, newest.state["kl_coef"]) == (7, 0.25) if num_signals < 2 else newest is None
+    assert (
+        (newest.step, newest.state["kl_coef"]) == (7, 0.25) if num_signals < 2 else newest is None
+    )
 
 
 def test_neither_memory_nor_the_calls_that_a_step_looks_at_grow_over_5000_steps(tmp_path):
-    config = load_ppo_config([*REQUIRED, f"trainer.default_local_dir={tmp_path}", "trainer.logger=[]"])
+    config = load_ppo_config(
+        [*REQUIRED, f"trainer.default_local_dir={tmp_path}", "trainer.logger=[]"]
+    )
     recorder = RunRecorder(config, PPO_DISPLAY)
     recorder.console.show_step = lambda *_: None  # printing would take most of the time
     kept = {}
@@ -474,7 +558,9 @@ def test_the_time_left_is_known_after_two_steps_however_long_they_take():
         task._get_time = console.progress.get_time
     console.start_training(total_steps=100)
     for step in (1, 2, 3):
-        console.show_step(step, 100, {"timing_s/step": 45.0, "timing_s/gen": 1.0, "critic/score/mean": 0.5})
+        console.show_step(
+            step, 100, {"timing_s/step": 45.0, "timing_s/gen": 1.0, "critic/score/mean": 0.5}
+        )
     console.close()
     assert console.progress.tasks[0].time_remaining > 45
 
@@ -485,13 +571,31 @@ def test_the_step_line_shows_reward_kl_lengths_drift_speed_and_the_seconds_of_ea
         7,
         100,
         {
-            "critic/score/mean": 0.5, "actor/ppo_kl": 0.01, "actor/entropy": 1.5, "response_length/mean": 3.25,
-            "training/rollout_probs_diff_mean": 2e-7, "perf/total_throughput": 1234.0, "timing_s/step": 1.5,
-            "timing_s/gen": 0.25, "timing_s/update_actor": 0.5, "val-core/a/reward/mean@1": 0.75,
+            "critic/score/mean": 0.5,
+            "actor/ppo_kl": 0.01,
+            "actor/entropy": 1.5,
+            "response_length/mean": 3.25,
+            "training/rollout_probs_diff_mean": 2e-7,
+            "perf/total_throughput": 1234.0,
+            "timing_s/step": 1.5,
+            "timing_s/gen": 0.25,
+            "timing_s/update_actor": 0.5,
+            "val-core/a/reward/mean@1": 0.75,
         },
-    )  # fmt: skip
+    )
     line = capsys.readouterr().out
-    for part in ("step   7/100", "reward 0.500", "KL 0.0100", "entropy 1.500", "length 3.2", "drift 2.0e-07"):
+    for part in (
+        "step   7/100",
+        "reward 0.500",
+        "KL 0.0100",
+        "entropy 1.500",
+        "length 3.2",
+        "drift 2.0e-07",
+    ):
         assert part in line
-    for part in ("tok/s 1,234", "1.50 s: gen 0.25, update_actor 0.50", "val-core/a/reward/mean@1 0.750"):
+    for part in (
+        "tok/s 1,234",
+        "1.50 s: gen 0.25, update_actor 0.50",
+        "val-core/a/reward/mean@1 0.750",
+    ):
         assert part in line

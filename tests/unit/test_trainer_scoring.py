@@ -1,4 +1,5 @@
-"""From responses to scores: which rows a rule scores, with what it is called, and where the result lands."""
+"""From responses to scores: which rows a rule scores, with what it is called, and where the result
+lands."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -69,9 +70,14 @@ def prompts() -> DataProto:
 
 def generated(scorer: RuleScorer, texts: list[str]) -> DataProto:
     """A batch of these responses, each with end of sequence, R = 4."""
-    token_ids = [scorer.tokenizer(text, add_special_tokens=False)["input_ids"] + [1] for text in texts]
+    token_ids = [
+        scorer.tokenizer(text, add_special_tokens=False)["input_ids"] + [1] for text in texts
+    ]
     responses = jagged_from_lists(token_ids, torch.int64)
-    columns = {"prompts": jagged_from_lists([[2]] * len(texts), torch.int64), "responses": responses}
+    columns = {
+        "prompts": jagged_from_lists([[2]] * len(texts), torch.int64),
+        "responses": responses,
+    }
     return DataProto.from_dict(
         {**columns, "response_mask": torch.ones_like(responses)}, meta_info={"padding": (2, 4, 0)}
     )
@@ -80,8 +86,12 @@ def generated(scorer: RuleScorer, texts: list[str]) -> DataProto:
 def finished(uid: str, index: int, token_ids: np.ndarray) -> FinishedRequest:
     """As it comes to the driver."""
     sampling = Sampling(temperature=1.0, top_k=-1, top_p=1.0, max_tokens=4, stop_token_ids=(1,))
-    request = GenerationRequest(f"{uid}, {index}", [2], seed=3, sampling=sampling, uid=uid, index=index)
-    return request, Completion(token_ids, np.full(len(token_ids), -0.5, np.float32), ((0, 0, len(token_ids)),))
+    request = GenerationRequest(
+        f"{uid}, {index}", [2], seed=3, sampling=sampling, uid=uid, index=index
+    )
+    return request, Completion(
+        token_ids, np.full(len(token_ids), -0.5, np.float32), ((0, 0, len(token_ids)),)
+    )
 
 
 def test_scores_and_what_the_function_adds_land_on_their_rows(scorer: RuleScorer):
@@ -92,12 +102,17 @@ def test_scores_and_what_the_function_adds_land_on_their_rows(scorer: RuleScorer
     pending = PendingScores(scorer, prompts(), num_samples=2)
     # The second response to a and the first to c are told early; b is not a rule's.
     told = [("c", 0, 4), ("b", 1, 3), ("a", 1, 1)]
-    pending.add([finished(uid, index, batch.batch["responses"][row].numpy()) for uid, index, row in told])
+    pending.add(
+        [finished(uid, index, batch.batch["responses"][row].numpy()) for uid, index, row in told]
+    )
     result = pending.complete(batch).get()
     expected = torch.zeros(6, 4)
     expected[0, 1], expected[1, 2], expected[5, 3] = 1.0, 22.0, 333.0  # at the end of sequence
     scores = padded(batch.union(result)).batch["rule_scores"]
-    assert torch.equal(scores, expected) and scores.dtype == result.batch["rule_scores"].dtype == torch.float32
+    assert (
+        torch.equal(scores, expected)
+        and scores.dtype == result.batch["rule_scores"].dtype == torch.float32
+    )
     assert [len(row) for row in result.batch["rule_scores"].unbind()] == [2, 3, 2, 2, 2, 4]
     assert result.batch["is_skipped"].tolist() == [False, False, False, False, True, False]
     said = ["from a 1 0 0", "from a 22 0 0", None, None, None, "from c 333 2 20"]
@@ -105,20 +120,33 @@ def test_scores_and_what_the_function_adds_land_on_their_rows(scorer: RuleScorer
     lengths = result.non_tensor_batch["reward_extra/length"]
     assert np.array_equal(lengths, [1, 2, np.nan, np.nan, np.nan, 3], equal_nan=True)
     assert metric_values(result.meta_info["metrics"]) == {
-        "reward/early_ratio": 2 / 4, "reward/num_skipped": 1, "reward/num_errors": 0, "reward/num_timeouts": 0,
-    }  # fmt: skip
-    assert {event.role for event in events} == {"rules"} and all(event.started < event.finished for event in events)
+        "reward/early_ratio": 2 / 4,
+        "reward/num_skipped": 1,
+        "reward/num_errors": 0,
+        "reward/num_timeouts": 0,
+    }
+    assert {event.role for event in events} == {"rules"} and all(
+        event.started < event.finished for event in events
+    )
 
 
-def test_the_check_before_a_run_gives_the_function_all_that_a_row_has(tmp_path: Path, scorer: RuleScorer):
+def test_the_check_before_a_run_gives_the_function_all_that_a_row_has(
+    tmp_path: Path, scorer: RuleScorer
+):
     path = tmp_path / "reward.py"
     path.write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info, raw_prompt):\n"
-        "    said = [data_source, solution_str, ground_truth, extra_info['index'], raw_prompt[0]['content']]\n"
+        "    said = [data_source, solution_str, ground_truth, extra_info['index'], "
+        "raw_prompt[0]['content']]\n"
         "    return {'score': 1.0, ' '.join(map(str, said)): 1.0}\n"
     )
     columns = {"raw_prompt": [{"role": "user", "content": "1+1"}], "extra_info": {"index": 7}}
-    row = {"index": 0, "data_source": "from a", "reward_model": {"style": "rule", "ground_truth": 31}, **columns}
+    row = {
+        "index": 0,
+        "data_source": "from a",
+        "reward_model": {"style": "rule", "ground_truth": 31},
+        **columns,
+    }
     manager = RewardManager(RewardFunctionSpec(str(path)), num_workers=1)
     names = RuleScorer(manager, scorer.tokenizer, scores_every_row=False).check([row])
     manager.close()
@@ -141,17 +169,29 @@ def test_a_number_of_other_data_sources_is_missing_in_a_batch_and_ends_no_run(sc
 
 def test_a_failure_is_counted_and_a_function_of_ones_own_scores_every_row(scorer: RuleScorer):
     scorer.scores_every_row = True
-    result = PendingScores(scorer, prompts(), num_samples=1).complete(generated(scorer, ["1", "2", "y"])).get()
+    result = (
+        PendingScores(scorer, prompts(), num_samples=1)
+        .complete(generated(scorer, ["1", "2", "y"]))
+        .get()
+    )
     assert [row.sum().item() for row in result.batch["rule_scores"].unbind()] == [1.0, 2.0, 0.0]
     metrics = metric_values(result.meta_info["metrics"])
-    assert (metrics["reward/num_skipped"], metrics["reward/num_errors"], metrics["reward/early_ratio"]) == (1, 1, 0)
+    assert (
+        metrics["reward/num_skipped"],
+        metrics["reward/num_errors"],
+        metrics["reward/early_ratio"],
+    ) == (1, 1, 0)
 
 
 def test_a_batch_without_a_row_for_a_rule_has_the_columns_all_the_same(scorer: RuleScorer):
     asked = prompts()
     for spec in asked.non_tensor_batch["reward_model"]:
         spec["style"] = "model"
-    result = PendingScores(scorer, asked, num_samples=1).complete(generated(scorer, ["1", "x", "y"])).get()
+    result = (
+        PendingScores(scorer, asked, num_samples=1)
+        .complete(generated(scorer, ["1", "x", "y"]))
+        .get()
+    )
     assert [row.tolist() for row in result.batch["rule_scores"].unbind()] == [[0.0, 0.0]] * 3
     assert result.batch["is_skipped"].tolist() == [False] * 3
     assert result.non_tensor_batch == {}
@@ -173,5 +213,8 @@ def test_each_reward_process_is_a_rank_of_the_timeline(scorer: RuleScorer):
 
 
 def test_spans_of_a_process_less_than_10_ms_apart_are_one():
-    assert _merged([(1, 0.0, 1.0), (1, 1.009, 2.0), (1, 2.011, 3.0)]) == [(1, 0.0, 2.0), (1, 2.011, 3.0)]
+    assert _merged([(1, 0.0, 1.0), (1, 1.009, 2.0), (1, 2.011, 3.0)]) == [
+        (1, 0.0, 2.0),
+        (1, 2.011, 3.0),
+    ]
     assert _merged([(2, 0.0, 1.0), (1, 1.0, 2.0)]) == [(1, 1.0, 2.0), (2, 0.0, 1.0)]

@@ -13,7 +13,9 @@ from verl_like.trainer.run.run_recorder import RunRecorder, placement_rows
 
 
 def test_neither_a_validation_nor_a_checkpoint_counts_in_the_speed_of_a_step(tmp_path):
-    config = load_ppo_config([*REQUIRED, f"trainer.default_local_dir={tmp_path}", "trainer.nnodes=2"])
+    config = load_ppo_config(
+        [*REQUIRED, f"trainer.default_local_dir={tmp_path}", "trainer.nnodes=2"]
+    )
     recorder = RunRecorder(config, PPO_DISPLAY)
     with recorder.step(3, total_steps=9) as log:
         recorder.timeline.record(event("update_actor", 0, 1.0, 1.5))
@@ -24,7 +26,9 @@ def test_neither_a_validation_nor_a_checkpoint_counts_in_the_speed_of_a_step(tmp
         with recorder.timer("save_checkpoint"):
             time.sleep(0.03)
     recorder.close("Done.")
-    (row,) = [json.loads(line) for line in (recorder.run_dir / "metrics.jsonl").read_text().splitlines()]
+    (row,) = [
+        json.loads(line) for line in (recorder.run_dir / "metrics.jsonl").read_text().splitlines()
+    ]
     assert row["timing_s/update_actor"] == 0.5 and "timing_s/gen" not in row
     assert row["timing_s/testing"] >= 0.02 and row["timing_s/save_checkpoint"] >= 0.03
     seconds = row["timing_s/step"] - row["timing_s/testing"] - row["timing_s/save_checkpoint"]
@@ -33,30 +37,42 @@ def test_neither_a_validation_nor_a_checkpoint_counts_in_the_speed_of_a_step(tmp
 
 
 def test_a_step_that_a_resumed_run_completes_keeps_the_times_that_it_had(tmp_path):
-    recorder = RunRecorder(load_ppo_config([*REQUIRED, f"trainer.default_local_dir={tmp_path}"]), PPO_DISPLAY)
+    recorder = RunRecorder(
+        load_ppo_config([*REQUIRED, f"trainer.default_local_dir={tmp_path}"]), PPO_DISPLAY
+    )
     before = {"training/global_step": 4, "timing_s/step": 100.0, "perf/time_per_step": 100.0}
     with recorder.step(4, total_steps=9, row=before) as log:
         log({"val-core/acc": 0.5})
         recorder.seconds["testing"] = 3.0
     recorder.close("Done.")
-    (row,) = [json.loads(line) for line in (recorder.run_dir / "metrics.jsonl").read_text().splitlines()]
+    (row,) = [
+        json.loads(line) for line in (recorder.run_dir / "metrics.jsonl").read_text().splitlines()
+    ]
     assert row == {"step": 4, **before, "val-core/acc": 0.5, "timing_s/testing": 3.0}
 
 
 def test_the_summary_of_a_run_names_its_files(tmp_path, capsys):
-    recorder = RunRecorder(load_ppo_config([*REQUIRED, f"trainer.default_local_dir={tmp_path}"]), PPO_DISPLAY)
+    recorder = RunRecorder(
+        load_ppo_config([*REQUIRED, f"trainer.default_local_dir={tmp_path}"]), PPO_DISPLAY
+    )
     with recorder.step(1, total_steps=1):
         recorder.timeline.record(event("update_actor", 0, 1.0, 1.5))
     (recorder.run_dir / "tensorboard").mkdir()
     recorder.close("Done.")
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    for file, what in (("report.html", "report"), ("metrics.jsonl", "metrics"), ("timeline.jsonl", "timeline")):
+    for file, what in (
+        ("report.html", "report"),
+        ("metrics.jsonl", "metrics"),
+        ("timeline.jsonl", "timeline"),
+    ):
         assert [file, what] in lines
     assert ["tensorboard", "tensorboard"] in lines
 
 
 def test_the_placement_of_a_run_is_shown_where_there_is_one(tmp_path, capsys):
-    recorder = RunRecorder(load_ppo_config([*REQUIRED, f"trainer.default_local_dir={tmp_path}"]), PPO_DISPLAY)
+    recorder = RunRecorder(
+        load_ppo_config([*REQUIRED, f"trainer.default_local_dir={tmp_path}"]), PPO_DISPLAY
+    )
     recorder.show_placement([])
     assert "Placement" not in capsys.readouterr().out
     recorder.show_placement([{"pool": "policy_pool", "node": "10.0.0.7"}])

@@ -1,4 +1,5 @@
-"""The loop of every trainer: the order in which it takes, learns, hands on, validates and saves, and an early end."""
+"""The loop of every trainer: the order in which it takes, learns, hands on, validates and saves,
+and an early end."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -71,7 +72,9 @@ class Loop(TrainingLoop):
         for factor in (1, 10):
             number = factor * self.global_step
             self.done.append(f"take {number}")
-            yield Experience(DataProto(meta_info={"number": number}), None, {"loop/taken": Metric.sum(number)})
+            yield Experience(
+                DataProto(meta_info={"number": number}), None, {"loop/taken": Metric.sum(number)}
+            )
             self.done.append(f"beside {number}")
 
     def learn(self, experience: Experience) -> Update:
@@ -105,7 +108,12 @@ def recorder_with(tmp_path: Path) -> Iterator[Callable[..., RunRecorder]]:
     with contextlib.ExitStack() as after:
 
         def start(*settings: str) -> RunRecorder:
-            given = ["data.train_files=t", "data.val_files=v", "model.path=m", f"trainer.default_local_dir={tmp_path}"]
+            given = [
+                "data.train_files=t",
+                "data.val_files=v",
+                "model.path=m",
+                f"trainer.default_local_dir={tmp_path}",
+            ]
             given += ["trainer.total_training_steps=5", "trainer.logger=[]", *settings]
             config = load_config(SFTConfig, broken_supervised_rules, given)
             recorder = RunRecorder(config, KINDS[SFTConfig].display)
@@ -116,13 +124,18 @@ def recorder_with(tmp_path: Path) -> Iterator[Callable[..., RunRecorder]]:
         yield start
 
 
-def test_a_step_learns_each_part_as_it_is_taken_and_hands_on_when_all_are_learned(recorder_with: Callable):
+def test_a_step_learns_each_part_as_it_is_taken_and_hands_on_when_all_are_learned(
+    recorder_with: Callable,
+):
     recorder = recorder_with()
     loop = Loop(recorder.config, recorder)
     loop.global_step = 3
     metrics = {name: metric.value for name, metric in loop.step().items()}
     assert metrics == {"loop/taken": 33, "loop/parts": 2, "loop/doubled": 66, "loop/accounted": 7}
-    parts = [["take 3", "learn 3", "measure 3", "beside 3"], ["take 30", "learn 30", "measure 30", "beside 30"]]
+    parts = [
+        ["take 3", "learn 3", "measure 3", "beside 3"],
+        ["take 30", "learn 30", "measure 30", "beside 30"],
+    ]
     assert loop.done == [*parts[0], *parts[1], "account for 66", "hand on 3"]
 
 
@@ -137,16 +150,23 @@ def test_a_step_is_validated_before_it_is_saved_and_the_last_one_after(recorder_
     expected = ["validate 0", "hand on 1", "hand on 2", "validate 2", "hand on 3"]
     expected += ["hand on 4", "validate 4", "save 4", "hand on 5", "save 5", "validate 5"]
     assert seen(loop) == expected
-    assert [(recorder.run_dir / f"global_step_{step}/model/huggingface").exists() for step in (4, 5)] == [False, True]
+    assert [
+        (recorder.run_dir / f"global_step_{step}/model/huggingface").exists() for step in (4, 5)
+    ] == [False, True]
 
 
-def test_the_checkpoint_of_the_step_before_is_completed_while_the_update_runs(recorder_with: Callable):
+def test_the_checkpoint_of_the_step_before_is_completed_while_the_update_runs(
+    recorder_with: Callable,
+):
     recorder = recorder_with("trainer.save_freq=1", "trainer.test_freq=-1")
     loop = Loop(recorder.config, recorder)
     commit = recorder.commit_checkpoint
 
     def noted_commit(wait: bool, timeout_s: float | None = None) -> None:
-        loop.done.append(f"commit {recorder.pending.step if recorder.pending else None} {'waits' if wait else ''}")
+        loop.done.append(
+            f"commit {recorder.pending.step if recorder.pending else None} "
+            f"{'waits' if wait else ''}"
+        )
         commit(wait, timeout_s)
 
     recorder.commit_checkpoint = noted_commit
@@ -173,11 +193,15 @@ def test_a_run_that_sigterm_ends_after_its_step_has_the_whole_record_and_its_mod
         Loop(recorder.config, recorder).fit()
     state = checkpoint.read(recorder.run_dir / "global_step_2").state
     assert LAST_ROW not in state
-    assert state["files"]["metrics.jsonl"] == (recorder.run_dir / "metrics.jsonl").stat().st_size > 0
+    assert (
+        state["files"]["metrics.jsonl"] == (recorder.run_dir / "metrics.jsonl").stat().st_size > 0
+    )
     assert (recorder.run_dir / "global_step_2/model/huggingface/model").read_text() == "m"
 
 
-def test_sigterm_in_the_validation_before_the_first_step_ends_the_run_at_once(recorder_with: Callable):
+def test_sigterm_in_the_validation_before_the_first_step_ends_the_run_at_once(
+    recorder_with: Callable,
+):
     recorder = recorder_with("trainer.test_freq=1")
     loop = Loop(recorder.config, recorder, val_dataset=["a row"])
     seen_in_validation: list[bool] = []
@@ -214,7 +238,11 @@ def test_a_checkpoint_before_the_end_of_its_step_has_the_row_so_far_and_another_
         lengths[step] = state["files"]["metrics.jsonl"]
         assert (LAST_ROW in state) == (step == 5)
     # The last one was saved before its row was written.
-    assert lengths == {2: len("".join(rows[:2])), 4: len("".join(rows[:4])), 5: len("".join(rows[:4]))}
+    assert lengths == {
+        2: len("".join(rows[:2])),
+        4: len("".join(rows[:4])),
+        5: len("".join(rows[:4])),
+    }
     assert state[LAST_ROW]["loop/taken"] == 55 and state[LAST_ROW]["training/global_step"] == 5
 
 
@@ -232,7 +260,9 @@ def test_what_a_step_began_to_save_before_it_failed_is_no_checkpoint(recorder_wi
     assert not list(recorder.run_dir.glob("global_step_*"))
 
 
-def test_a_step_of_a_side_is_reported_with_what_was_saved_of_it(tmp_path: Path, recorder_with: Callable):
+def test_a_step_of_a_side_is_reported_with_what_was_saved_of_it(
+    tmp_path: Path, recorder_with: Callable
+):
     side = SideRecorder("trainer_0", node="", run_dir=tmp_path)
     loop = Loop(recorder_with("trainer.save_freq=2").config, side)
     loop.global_step, loop.ends_after = 1, 4
@@ -249,33 +279,63 @@ def test_a_step_of_a_side_is_reported_with_what_was_saved_of_it(tmp_path: Path, 
     assert loop.fit() == 4 and side.saves_when_ended
     assert pending == [2, None, None] and all(report.pending is None for report in reports)
     rows = [row for report in reports for row in report.rows]
-    assert [(step, metrics["loop/taken"].value) for step, metrics, _ in rows] == [(2, 22), (3, 33), (4, 44)]
-    assert [list(report.states) for report in reports] == [[(2, {"global_step": 2})], [], [(4, {"global_step": 4})]]
+    assert [(step, metrics["loop/taken"].value) for step, metrics, _ in rows] == [
+        (2, 22),
+        (3, 33),
+        (4, 44),
+    ]
+    assert [list(report.states) for report in reports] == [
+        [(2, {"global_step": 2})],
+        [],
+        [(4, {"global_step": 4})],
+    ]
     assert [list(report.files) for report in reports] == [[], [(2, {})], [(4, {})]]
     assert not side.rows and not side.states and not side.files
     timed = [{name for name in metrics if name.startswith("timing_s/")} for _, metrics, _ in rows]
-    assert timed[0] == timed[2] == {"timing_s/step", "timing_s/save_checkpoint"} and timed[1] == {"timing_s/step"}
+    assert timed[0] == timed[2] == {"timing_s/step", "timing_s/save_checkpoint"} and timed[1] == {
+        "timing_s/step"
+    }
     seconds = [metrics["timing_s/step"] for _, metrics, _ in rows]
     assert all(each.value > 0 and each.reduction == "max" for each in seconds)
 
 
 def test_a_row_of_a_side_has_metrics_that_say_how_those_of_several_trainers_are_merged():
     side = SideRecorder("trainer_0", node="")
-    with pytest.raises(AssertionError, match="rows of several trainers are merged"), side.step(1, 2) as log:
+    with (
+        pytest.raises(AssertionError, match="rows of several trainers are merged"),
+        side.step(1, 2) as log,
+    ):
         log({"loop/taken": 3.0})
 
 
 @pytest.mark.parametrize(
     ("methods", "message"),
     [
-        ({"step": lambda self, prompts, upcoming=None: {}}, "step has the arguments prompts, upcoming, .* leave them"),
-        ({"step": lambda self, *, batch: {}}, "step has the arguments batch, .* and override take or learn"),
-        ({"next_step": lambda self: {}}, "has a method next_step, .*: override step, which takes its batch itself, or"),
-        ({"one_step": lambda self: None}, "has a method one_step, .*: override run_step, which is every step with its"),
-        ({"last_step": lambda self: None}, "last_step is a method, and it is the number of the last step: make it a"),
+        (
+            {"step": lambda self, prompts, upcoming=None: {}},
+            "step has the arguments prompts, upcoming, .* leave them",
+        ),
+        (
+            {"step": lambda self, *, batch: {}},
+            "step has the arguments batch, .* and override take or learn",
+        ),
+        (
+            {"next_step": lambda self: {}},
+            "has a method next_step, .*: override step, which takes its batch itself, or",
+        ),
+        (
+            {"one_step": lambda self: None},
+            "has a method one_step, .*: override run_step, which is every step with its",
+        ),
+        (
+            {"last_step": lambda self: None},
+            "last_step is a method, and it is the number of the last step: make it a",
+        ),
     ],
 )
-def test_a_loop_with_a_step_of_earlier_versions_is_refused_by_what_takes_its_place(methods: dict, message: str):
+def test_a_loop_with_a_step_of_earlier_versions_is_refused_by_what_takes_its_place(
+    methods: dict, message: str
+):
     with pytest.raises(ValueError, match=message):
         type("Old", (Loop,), methods)
 

@@ -25,8 +25,11 @@ class OwnConfig(PretrainedConfig):
 
 @pytest.fixture
 def own_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Gives transformers a folder of its own for the code of models, which later tests do not find."""
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    """Gives transformers a folder of its own for the code of models, which later tests do not
+    find."""
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
     monkeypatch.setattr(sys, "path", [*sys.path])
     yield
     for name in [name for name in sys.modules if name.startswith("transformers_modules")]:

@@ -1,4 +1,5 @@
-"""What a CPU shows of weight_transport=nccl and ipc: what is announced, who joins where, who waits for whom."""
+"""What a CPU shows of weight_transport=nccl and ipc: what is announced, who joins where, who waits
+for whom."""
 
 import threading
 import time
@@ -37,11 +38,21 @@ KEY = "actor_rollout_ref.rollout.weight_transport"
 OWN_POOL = ["+resource_pool_spec.rollout_pool=[2]", "role_mapping.rollout=rollout_pool"]
 
 
-PARAMETERS = [("0.weight", torch.randn(7, 5)), ("0.bias", torch.randn(7)), ("1.weight", torch.randn(3, 7))]
+PARAMETERS = [
+    ("0.weight", torch.randn(7, 5)),
+    ("0.bias", torch.randn(7)),
+    ("1.weight", torch.randn(3, 7)),
+]
 
 
 def announce(transport: DirectTransport, rank: int = 0, world_size: int = 1) -> WeightExport:
-    settings = {"dtype": torch.bfloat16, "rank": rank, "world_size": world_size, "version": 3, "bucket_bytes": 72}
+    settings = {
+        "dtype": torch.bfloat16,
+        "rank": rank,
+        "world_size": world_size,
+        "version": 3,
+        "bucket_bytes": 72,
+    }
     return transport.publish(collect_weights(PARAMETERS, allocate=transport.allocate, **settings))
 
 
@@ -56,13 +67,18 @@ def test_the_ranks_announce_every_parameter_once_without_values_and_where_rank_0
     assert check_exports(exports, 3) == check_exports([staged], 3)
     assert [export.num_bytes for export in exports] == [0, 0]
     buckets = [bucket for export in exports for bucket in export.buckets]  # 70 bytes; 14 and 42
-    assert [(bucket.index, bucket.names) for bucket in buckets] == [(0, ("0.weight",)), (1, ("0.bias", "1.weight"))]
+    assert [(bucket.index, bucket.names) for bucket in buckets] == [
+        (0, ("0.weight",)),
+        (1, ("0.bias", "1.weight")),
+    ]
     assert [bucket.shapes for bucket in buckets] == [((7, 5),), ((7,), (3, 7))]
     assert exports[1].address is None and exports[0].address[0] == "127.0.0.1"
     assert announce(transport, 0, 2).address == exports[0].address  # of each version
 
 
-def test_each_group_of_receivers_joins_once_at_an_address_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_group_of_receivers_joins_once_at_an_address_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     joins: list[tuple[str, int, int]] = []
 
     class Noting(NcclTransport):
@@ -83,23 +99,34 @@ def test_each_group_of_receivers_joins_once_at_an_address_of_its_own(monkeypatch
         assert len(joins) == 2  # other ranks only gather
 
 
-def test_trainer_and_replicas_meet_in_vllms_own_store_under_ranks_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trainer_and_replicas_meet_in_vllms_own_store_under_ranks_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from vllm.distributed.utils import StatelessProcessGroup
-    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLWeightTransferInitInfo
+    from vllm.distributed.weight_transfer.nccl_engine import (
+        NCCLTrainerInitInfo,
+        NCCLWeightTransferInitInfo,
+    )
 
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     transport = NcclTransport()
     export = announce(transport)
-    infos = [NCCLWeightTransferInitInfo(**init_info([export], first_rank, num_receivers=4)) for first_rank in (0, 2)]
+    infos = [
+        NCCLWeightTransferInitInfo(**init_info([export], first_rank, num_receivers=4))
+        for first_rank in (0, 2)
+    ]
     trainer = NCCLTrainerInitInfo(*export.address, infos[0].world_size, rank=0)
-    assert [info.rank_offset for info in infos] == [1, 3] and trainer.world_size == 5  # two replicas of two processes
+    # Two replicas of two processes
+    assert [info.rank_offset for info in infos] == [1, 3] and trainer.world_size == 5
     wire = {"packed", "packed_buffer_size_bytes", "packed_num_buffers"}
     assert all(getattr(info, name) == getattr(trainer, name) for info in infos for name in wire)
     said: dict[int, str] = {}
     groups = []  # kept, for the first has the store
 
     def join(rank: int, info: NCCLWeightTransferInitInfo) -> None:
-        group = StatelessProcessGroup.create(info.master_address, info.master_port, rank, info.world_size)
+        group = StatelessProcessGroup.create(
+            info.master_address, info.master_port, rank, info.world_size
+        )
         groups.append(group)
         said[rank] = group.broadcast_obj("the trainer's id" if rank == 0 else None, src=0)
 
@@ -127,7 +154,9 @@ def test_an_ipc_buffer_is_written_again_when_all_have_read_it_and_freed_before_t
     def receive(index: int) -> None:
         place = init_info([export], index, num_receivers=2)
         rank, size = place["rank_offset"], place["world_size"]
-        group = StatelessProcessGroup.create(place["master_address"], place["master_port"], rank, size)
+        group = StatelessProcessGroup.create(
+            place["master_address"], place["master_port"], rank, size
+        )
 
         def load(message: dict) -> None:
             time.sleep(0.1 * (1 + index))  # a trainer that did not wait would be ahead
@@ -148,17 +177,32 @@ def test_an_ipc_buffer_is_written_again_when_all_have_read_it_and_freed_before_t
         with transport.joined(rank=0, num_receivers=2):
             events.append("takes memory")
             transport.offer(
-                packed_chunks(gather(in_order(parameters, torch.bfloat16, [])), "GPU-0", buffer, events.append), rank=0
+                packed_chunks(
+                    gather(in_order(parameters, torch.bfloat16, [])), "GPU-0", buffer, events.append
+                ),
+                rank=0,
             )
             events.append("frees")
             time.sleep(0.1)  # receivers that did not wait would go on
     for thread in threads:
         thread.join(60)
     # 70 bytes of bfloat16; 14 and 42.
-    update = ["awake", "awake", "takes memory", "written", "read", "read", "written", "read", "read"]
+    update = [
+        "awake",
+        "awake",
+        "takes memory",
+        "written",
+        "read",
+        "read",
+        "written",
+        "read",
+        "read",
+    ]
     update += ["closed", "closed", "frees", "goes on", "goes on"]
     halves = [events[: len(update)], events[len(update) :]]
-    assert halves[0][:-2] == update[:-2] and sorted(halves[0][-2:] + halves[1]) == sorted(update[-2:] + update)
+    assert halves[0][:-2] == update[:-2] and sorted(halves[0][-2:] + halves[1]) == sorted(
+        update[-2:] + update
+    )
     for tensors in loaded:
         assert tensors.keys() == dict(PARAMETERS).keys()
         assert all(torch.equal(tensors[name], (3 * value).bfloat16()) for name, value in PARAMETERS)
@@ -218,7 +262,9 @@ def test_an_actor_of_another_driver_sends_where_the_weights_say_so() -> None:
         sent.append(num_receivers)
         return SimpleNamespace(get=lambda: sent.append(0))
 
-    nothing = dict.fromkeys(("rule_scorer", "reward_columns", "kl_controller", "model_cost", "timer"))
+    nothing = dict.fromkeys(
+        ("rule_scorer", "reward_columns", "kl_controller", "model_cost", "timer")
+    )
     config = load_ppo_config([*REQUIRED, *SMALL, *OWN_POOL, f"{KEY}=nccl"])
     maker = ExperienceMaker(config=config, groups={"rollout": Group()}, **nothing)
     maker.load_weights(Weights("exported", 7, send, ("10.0.0.7", 4321)))
@@ -238,7 +284,9 @@ def test_the_driver_has_the_actor_send_before_it_waits_for_the_rollout_to_load(
         role: LocalWorkerGroup(ClassWithInitArgs(worker), role=role)
         for role, worker in (("actor", Actor), ("rollout", Rollout))
     }
-    nothing = dict.fromkeys(("rule_scorer", "reward_columns", "kl_controller", "model_cost", "timer"))
+    nothing = dict.fromkeys(
+        ("rule_scorer", "reward_columns", "kl_controller", "model_cost", "timer")
+    )
     maker = ExperienceMaker(config=config, groups=groups, **nothing)
     Actor.calls.clear()
     maker.load_weights(Weights("what was exported", 7))
@@ -256,7 +304,9 @@ def test_the_synchronous_trainer_alone_lets_its_engines_load_before_they_check()
 
         def report_finished_calls(self) -> None: ...
 
-    nothing = dict.fromkeys(("rule_scorer", "reward_columns", "kl_controller", "model_cost", "timer"))
+    nothing = dict.fromkeys(
+        ("rule_scorer", "reward_columns", "kl_controller", "model_cost", "timer")
+    )
     config = load_ppo_config([*REQUIRED, *SMALL])
     maker = ExperienceMaker(config=config, groups={"rollout": Group()}, **nothing)
     maker.load_weights(Weights("exported", 7))
@@ -269,7 +319,12 @@ def test_the_synchronous_trainer_alone_lets_its_engines_load_before_they_check()
 @pytest.mark.parametrize(
     ("transport", "pools", "other", "message"),
     [
-        ("nccl", OWN_POOL, [], "takes no two processes of one GPU, but actor and rollout share the pool global_pool"),
+        (
+            "nccl",
+            OWN_POOL,
+            [],
+            "takes no two processes of one GPU, but actor and rollout share the pool global_pool",
+        ),
         (
             "ipc",
             [],
@@ -283,9 +338,15 @@ def test_a_direct_transport_is_refused_where_it_cannot_be(
 ) -> None:
     load_ppo_config([*REQUIRED, *SMALL, f"{KEY}={transport}", *pools])
     for overrides, expected in (
-        (["device=cpu", *pools], "is of GPUs, but trainer.device=cpu; set shared_memory or object_store"),
+        (
+            ["device=cpu", *pools],
+            "is of GPUs, but trainer.device=cpu; set shared_memory or object_store",
+        ),
         (["actor_rollout_ref.rollout.name=hf", *pools], "rollout.name=hf; set name=vllm, or gloo"),
-        (["actor_rollout_ref.rollout.name=vllm_async", *pools], "rollout.name=vllm_async; set name=vllm, or gloo"),
+        (
+            ["actor_rollout_ref.rollout.name=vllm_async", *pools],
+            "rollout.name=vllm_async; set name=vllm, or gloo",
+        ),
         (other, message),
     ):
         with pytest.raises(ValueError) as refused:

@@ -1,4 +1,5 @@
-"""Weights leave the trainer complete, once and unchanged, and whatever goes wrong on the way is noticed."""
+"""Weights leave the trainer complete, once and unchanged, and whatever goes wrong on the way is
+noticed."""
 
 import dataclasses
 import multiprocessing
@@ -11,7 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from verl_like.single_controller.worker import reserve_port
@@ -31,10 +39,17 @@ def _parameters(seed: int = 0) -> list[tuple[str, torch.Tensor]]:
     return [(name, torch.randn(shape, generator=generator)) for name, shape in shapes.items()]
 
 
-def _exports(parameters: list[tuple[str, torch.Tensor]], world_size: int = 2, version: int = 3) -> list[WeightExport]:
+def _exports(
+    parameters: list[tuple[str, torch.Tensor]], world_size: int = 2, version: int = 3
+) -> list[WeightExport]:
     return [
         collect_weights(
-            parameters, dtype=torch.float32, rank=rank, world_size=world_size, version=version, bucket_bytes=130
+            parameters,
+            dtype=torch.float32,
+            rank=rank,
+            world_size=world_size,
+            version=version,
+            bucket_bytes=130,
         )
         for rank in range(world_size)
     ]
@@ -54,7 +69,10 @@ def test_buckets_close_at_their_size_and_go_round_the_ranks() -> None:
     # bytes: embed 160, layer.0 84, norm 16, layer.1 100, head 48; at 130 bytes a bucket closes.
     first, second = _exports(_parameters())
     assert [(b.index, b.names) for b in first.buckets] == [(0, ("embed",)), (2, ("layer.1",))]
-    assert [(b.index, b.names) for b in second.buckets] == [(1, ("layer.0", "norm")), (3, ("head",))]
+    assert [(b.index, b.names) for b in second.buckets] == [
+        (1, ("layer.0", "norm")),
+        (3, ("head",)),
+    ]
     assert first.num_bytes == 260 and second.num_bytes == 148
 
 
@@ -68,14 +86,18 @@ def test_bfloat16_values_arrive_bit_for_bit() -> None:
 
 def test_an_export_does_not_change_when_the_trainer_goes_on() -> None:
     parameter = torch.ones(4)
-    export = collect_weights([("w", parameter)], dtype=torch.float32, rank=0, world_size=1, version=0)
+    export = collect_weights(
+        [("w", parameter)], dtype=torch.float32, rank=0, world_size=1, version=0
+    )
     parameter.zero_()
     ((_, got),) = iterate_weights([export])
     assert torch.equal(got, torch.ones(4))
 
 
 def test_buffers_pickle_out_of_band_and_read_only_ones_are_read_without_a_copy() -> None:
-    export = collect_weights([("w", torch.randn(5000))], dtype=torch.float32, rank=0, world_size=1, version=0)
+    export = collect_weights(
+        [("w", torch.randn(5000))], dtype=torch.float32, rank=0, world_size=1, version=0
+    )
     buffers: list[pickle.PickleBuffer] = []
     in_band = pickle.dumps(export, protocol=5, buffer_callback=buffers.append)
     assert len(in_band) < 2000 and len(buffers) == 1
@@ -87,7 +109,9 @@ def test_buffers_pickle_out_of_band_and_read_only_ones_are_read_without_a_copy()
 def test_tied_parameters_are_exported_once() -> None:
     model = nn.ModuleDict({"embed": nn.Embedding(6, 4), "head": nn.Linear(4, 6, bias=False)})
     model["head"].weight = model["embed"].weight
-    export = collect_weights(model.named_parameters(), dtype=torch.float32, rank=0, world_size=1, version=0)
+    export = collect_weights(
+        model.named_parameters(), dtype=torch.float32, rank=0, world_size=1, version=0
+    )
     assert export.num_tensors == 1 and export.buckets[0].names == ("embed.weight",)
 
 
@@ -98,7 +122,9 @@ def test_a_parameter_listed_twice_is_refused() -> None:
 
 def test_the_expected_fingerprints_are_those_of_the_trainers_parameters() -> None:
     parameters = _parameters()
-    assert check_exports(_exports(parameters), 3) == {name: fingerprint_tensor(tensor) for name, tensor in parameters}
+    assert check_exports(_exports(parameters), 3) == {
+        name: fingerprint_tensor(tensor) for name, tensor in parameters
+    }
 
 
 def test_stale_weights_are_refused() -> None:
@@ -130,7 +156,9 @@ def test_ranks_that_exported_different_models_are_noticed() -> None:
 
 
 def _export_sharded(rank: int, port: int) -> WeightExport:
-    os.environ.update(RANK=str(rank), WORLD_SIZE="4", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE="4", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, 2))
     placements = {
@@ -147,7 +175,9 @@ def _export_sharded(rank: int, port: int) -> WeightExport:
         (name, distribute_tensor(tensor, mesh, placements[name]) if name in placements else tensor)
         for name, tensor in _parameters_with_experts()
     ]
-    export = collect_weights(parameters, dtype=torch.float32, rank=rank, world_size=4, version=3, bucket_bytes=130)
+    export = collect_weights(
+        parameters, dtype=torch.float32, rank=rank, world_size=4, version=3, bucket_bytes=130
+    )
     dist.destroy_process_group()
     return export
 
@@ -155,7 +185,10 @@ def _export_sharded(rank: int, port: int) -> WeightExport:
 def _parameters_with_experts() -> list[tuple[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(1)
     shapes = {"experts": (2, 3, 4), "odd": (5, 2), "one_row": (1, 3), "together": (4, 2)}
-    return [*_parameters(), *((name, torch.randn(shape, generator=generator)) for name, shape in shapes.items())]
+    return [
+        *_parameters(),
+        *((name, torch.randn(shape, generator=generator)) for name, shape in shapes.items()),
+    ]
 
 
 def test_sharded_replicated_and_plain_parameters_export_like_full_ones() -> None:
@@ -165,8 +198,14 @@ def test_sharded_replicated_and_plain_parameters_export_like_full_ones() -> None
     # norm lives on all ranks and counts once; so does head, a plain tensor.
     assert check_exports(exports, 3) == check_exports(_exports(_parameters_with_experts()), 3)
     assert all(export.fingerprints["layer.0"] != 0 for export in exports)
-    assert any({"odd", "one_row", "together"} <= {*bucket.names} for export in exports for bucket in export.buckets)
-    for (name, got), (_, sent) in zip(iterate_weights(exports), _parameters_with_experts(), strict=True):
+    assert any(
+        {"odd", "one_row", "together"} <= {*bucket.names}
+        for export in exports
+        for bucket in export.buckets
+    )
+    for (name, got), (_, sent) in zip(
+        iterate_weights(exports), _parameters_with_experts(), strict=True
+    ):
         assert torch.equal(got, sent), name
 
 
@@ -174,8 +213,12 @@ def test_sharded_replicated_and_plain_parameters_export_like_full_ones() -> None
 def test_placements_that_are_not_whole_rows_or_columns_are_refused(placement: Placement) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        parameter = DTensor.from_local(torch.ones(4, 2, 2), init_device_mesh("cpu", (1,)), [placement])
+        parameter = DTensor.from_local(
+            torch.ones(4, 2, 2), init_device_mesh("cpu", (1,)), [placement]
+        )
         with pytest.raises(ValueError, match=r"Parameter w is placed as .*only Replicate"):
-            collect_weights([("w", parameter)], dtype=torch.float32, rank=0, world_size=1, version=0)
+            collect_weights(
+                [("w", parameter)], dtype=torch.float32, rank=0, world_size=1, version=0
+            )
     finally:
         dist.destroy_process_group()

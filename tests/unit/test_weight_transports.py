@@ -1,4 +1,5 @@
-"""Every transport brings the trainer's weights to all processes of the rollout, and says so when it cannot."""
+"""Every transport brings the trainer's weights to all processes of the rollout, and says so when it
+cannot."""
 
 import copy
 import dataclasses
@@ -29,12 +30,24 @@ from verl_like.workers.weight_sync import (
     collect_weights,
     iterate_weights,
 )
-from verl_like.workers.weight_transfer import GlooTransport, SharedMemoryTransport, WeightTransport, gloo, shared_memory
+from verl_like.workers.weight_transfer import (
+    GlooTransport,
+    SharedMemoryTransport,
+    WeightTransport,
+    gloo,
+    shared_memory,
+)
 from verl_like.workers.weight_transfer.shared_memory import with_data
 
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["verl_like.workers.weight_transfer"])  # imports it once
-SHAPES = {"embed": (100, 40), "layer.0": (70, 30), "norm": (40,), "layer.1": (50, 50), "head": (30, 40)}
+SHAPES = {
+    "embed": (100, 40),
+    "layer.0": (70, 30),
+    "norm": (40,),
+    "layer.1": (50, 50),
+    "head": (30, 40),
+}
 
 
 def parameters(version: int) -> list[tuple[str, torch.Tensor]]:
@@ -42,14 +55,17 @@ def parameters(version: int) -> list[tuple[str, torch.Tensor]]:
     return [(name, torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()]
 
 
-def publish(transport: WeightTransport, version: int, rank: int = 0, world_size: int = 1) -> WeightExport:
+def publish(
+    transport: WeightTransport, version: int, rank: int = 0, world_size: int = 1
+) -> WeightExport:
     export = collect_weights(
         parameters(version),
         dtype=torch.float32,
         rank=rank,
         world_size=world_size,
         version=version,
-        bucket_bytes=13_000,  # embed 16,000, layer.0 with norm 8,560, layer.1 with half a head 10,000, head 4,800
+        # Embed 16,000, layer.0 with norm 8,560, layer.1 with half a head 10,000, head 4,800
+        bucket_bytes=13_000,
         allocate=transport.allocate,
     )
     return transport.publish(export)
@@ -62,12 +78,15 @@ def sent(export: Any) -> Any:
 
 def assert_arrived(exports: list[WeightExport], version: int) -> None:
     check_staged(exports, version, "cpu")
-    for (name, got), (_, expected) in zip(iterate_weights(exports), parameters(version), strict=True):
+    for (name, got), (_, expected) in zip(
+        iterate_weights(exports), parameters(version), strict=True
+    ):
         assert torch.equal(got, expected), name
 
 
 def read(export: WeightExport, connection: Connection | None = None) -> int:
-    """In another process: compares all weights; with a connection it then says so and keeps them."""
+    """In another process: compares all weights; with a connection it then says so and keeps
+    them."""
     assert_arrived([export], export.version)
     assert not np.asarray(export.buckets[0].data).flags.writeable
     if connection:
@@ -79,7 +98,9 @@ def read(export: WeightExport, connection: Connection | None = None) -> int:
 def test_other_processes_map_the_trainers_memory_by_an_address() -> None:
     transport = SharedMemoryTransport()
     export = publish(transport, 1)
-    assert len(pickle.dumps(export)) < 2000 and export.num_bytes == 4 * sum(map(np.prod, SHAPES.values()))
+    assert len(pickle.dumps(export)) < 2000 and export.num_bytes == 4 * sum(
+        map(np.prod, SHAPES.values())
+    )
     with ProcessPoolExecutor(1, mp_context=PROCESSES) as pool:
         assert pool.submit(read, export).result(60) != os.getpid()
     first, second = sent(export), sent(export)
@@ -110,7 +131,9 @@ def test_weights_that_somebody_reads_are_not_overwritten() -> None:
     assert_arrived([reader], 1)
     path = reader.buckets[0].data.path
     del reader
-    assert path in [bucket.data.path for version in (5, 6) for bucket in publish(transport, version).buckets]
+    assert path in [
+        bucket.data.path for version in (5, 6) for bucket in publish(transport, version).buckets
+    ]
 
 
 def test_weights_that_were_overwritten_or_are_being_so_are_refused() -> None:
@@ -118,14 +141,21 @@ def test_weights_that_were_overwritten_or_are_being_so_are_refused() -> None:
     late = sent(publish(transport, 1))
     publish(transport, 2)
     transport.allocate(16_000, False)  # where the embedding of version 1 was, which stays as it is
-    with pytest.raises(StaleWeightsError, match=r"Newer weights are being written into /proc/\d+/fd/\d+; load those"):
+    with pytest.raises(
+        StaleWeightsError,
+        match=r"Newer weights are being written into /proc/\d+/fd/\d+; load those",
+    ):
         check_staged([late], 1, "cpu")
     publish(transport, 3)
-    with pytest.raises(StaleWeightsError, match="Weights of version 1 changed on their way: 4 of 5 tensors"):
+    with pytest.raises(
+        StaleWeightsError, match="Weights of version 1 changed on their way: 4 of 5 tensors"
+    ):
         check_staged([sent(late)], 1, "cpu")
 
 
-def test_memory_whose_owner_ends_at_any_moment_is_gone_by_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_whose_owner_ends_at_any_moment_is_gone_by_a_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     transport = SharedMemoryTransport()
     pages = sent(publish(transport, 1)).buckets[0].data
     gone = dataclasses.replace(pages, path="/proc/1073741823/fd/3")
@@ -134,7 +164,8 @@ def test_memory_whose_owner_ends_at_any_moment_is_gone_by_a_sentence(monkeypatch
     for each in (gone, another):
         assert not each._is_there()
         with pytest.raises(
-            WeightSyncError, match=r"memory of another process, /proc/.*, which ended or is not on this"
+            WeightSyncError,
+            match=r"memory of another process, /proc/.*, which ended or is not on this",
         ):
             np.asarray(each)
     monkeypatch.setattr(shared_memory, "_mapped", {gone: None})
@@ -166,26 +197,37 @@ def test_a_killed_reader_leaves_the_weights_to_the_next_and_the_memory_to_the_tr
     reader.start()
     assert ours.poll(60) and ours.recv() == 1
     publish(transport, 2)
-    assert export.buckets[0].data.path not in [bucket.data.path for bucket in publish(transport, 3).buckets]
+    assert export.buckets[0].data.path not in [
+        bucket.data.path for bucket in publish(transport, 3).buckets
+    ]
     os.kill(reader.pid, signal.SIGKILL)
     reader.join(30)
     after = sent(export)
     assert_arrived([after], 1)
     del after
-    assert export.buckets[0].data.path in [bucket.data.path for bucket in publish(transport, 4).buckets]
+    assert export.buckets[0].data.path in [
+        bucket.data.path for bucket in publish(transport, 4).buckets
+    ]
 
 
-def test_memory_of_a_process_that_ended_or_of_another_node_is_refused_and_nothing_is_left_behind() -> None:
+def test_memory_of_a_process_that_ended_or_of_another_node_is_refused_and_nothing_is_left_behind() -> (
+    None
+):
     before = set(os.listdir("/dev/shm"))
     with ProcessPoolExecutor(1, mp_context=PROCESSES) as pool:
         export = pool.submit(_publish_elsewhere).result(60)
-    with pytest.raises(WeightSyncError, match=r"which ended or is not on this node; .*weight_transport=gloo or obj"):
+    with pytest.raises(
+        WeightSyncError, match=r"which ended or is not on this node; .*weight_transport=gloo or obj"
+    ):
         check_staged([export], 1, "cpu")
     assert set(os.listdir("/dev/shm")) <= before
     transport = SharedMemoryTransport()
     mine = publish(transport, 1)
-    pages = dataclasses.replace(mine.buckets[0].data, name="/memfd:another (deleted)")  # the number was given again
-    wrong = dataclasses.replace(mine, buckets=(dataclasses.replace(mine.buckets[0], data=pages), *mine.buckets[1:]))
+    # The number was given again
+    pages = dataclasses.replace(mine.buckets[0].data, name="/memfd:another (deleted)")
+    wrong = dataclasses.replace(
+        mine, buckets=(dataclasses.replace(mine.buckets[0], data=pages), *mine.buckets[1:])
+    )
     with pytest.raises(WeightSyncError, match="ended or is not on this node"):
         check_staged([wrong], 1, "cpu")
 
@@ -196,7 +238,9 @@ def _publish_elsewhere() -> WeightExport:
 
 def _place(port: int, rank: int, world_size: int, local_rank: int = 0) -> Worker:
     places = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": local_rank, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in places.items()} | {"MASTER_ADDR": "127.0.0.1"})
+    os.environ.update(
+        {name: str(value) for name, value in places.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    )
     return Worker()
 
 
@@ -209,11 +253,13 @@ def train(connection: Connection, rank: int) -> None:
         connection.send(publish(transport, version, rank, 2))
 
 
-NODES = [gloo._BOOT_ID, gloo._BOOT_ID, Path("/proc/sys/kernel/ostype")]  # the third rank seems to be elsewhere
+# The third rank seems to be elsewhere
+NODES = [gloo._BOOT_ID, gloo._BOOT_ID, Path("/proc/sys/kernel/ostype")]
 
 
 def roll_out(connection: Connection, port: int, rank: int) -> None:
-    """A rank of a worker group of three on two nodes: receives what it is sent, and answers what came of it."""
+    """A rank of a worker group of three on two nodes: receives what it is sent, and answers what
+    came of it."""
     gloo._BUCKET_TIMEOUT, gloo._BOOT_ID = timedelta(seconds=5), NODES[rank]
     worker, transport = _place(port, rank, 3, local_rank=rank % 2), GlooTransport()
     while exports := connection.recv():
@@ -234,7 +280,10 @@ class Group:
         self.function, self.places = function, list(zip(*arguments, strict=True))
         self.connections = [ours for ours, _ in pipes]
         places = zip(pipes, self.places, strict=True)
-        self.processes = [PROCESSES.Process(target=function, args=(theirs, *place)) for (_, theirs), place in places]
+        self.processes = [
+            PROCESSES.Process(target=function, args=(theirs, *place))
+            for (_, theirs), place in places
+        ]
         for process in self.processes:
             process.start()
 
@@ -255,7 +304,9 @@ class Group:
         self.processes[index].kill()
         self.processes[index].join(30)
         self.connections[index], theirs = PROCESSES.Pipe()
-        self.processes[index] = PROCESSES.Process(target=self.function, args=(theirs, *self.places[index]))
+        self.processes[index] = PROCESSES.Process(
+            target=self.function, args=(theirs, *self.places[index])
+        )
         self.processes[index].start()
 
     def end(self) -> None:
@@ -265,7 +316,8 @@ class Group:
 
 
 def check_on_rank(connection: Connection, port: int, rank: int) -> None:
-    """A rank of two that load together: checks the export at its rank, and answers what came of it."""
+    """A rank of two that load together: checks the export at its rank, and answers what came of
+    it."""
     _place(port, rank, 2)
     dist.init_process_group("gloo")
     while exports := connection.recv():
@@ -294,7 +346,10 @@ def test_ranks_that_load_together_refuse_weights_that_are_stale_on_one_of_them()
 
 def memory(answers: list[Any]) -> list[list[str]]:
     """Of each rank, the names of the memory where its weights are."""
-    return [[bucket.data.name for export in received for bucket in export.buckets] for received, _ in answers]
+    return [
+        [bucket.data.name for export in received for bucket in export.buckets]
+        for received, _ in answers
+    ]
 
 
 @pytest.fixture
@@ -318,15 +373,21 @@ def test_gloo_brings_every_bucket_once_to_each_node(trainer: Group, rollouts: li
     num_segments = []
     for version in range(1, 7):
         exports = trainer.ask(version)
-        # Two after two: the first that asks receives, and its memory is that of the other, which has received before.
+        # Two after two: the first that asks receives, and its memory is that of the other, which
+        # has received before.
         first, second = (group.ask(exports) for group in rollouts[:: (-1) ** (version // 2)])
         node, same_node, other_node = memory(first)
-        assert len({*node}) == len({*other_node}) == exports[0].num_buckets and not {*node} & {*other_node}
+        assert len({*node}) == len({*other_node}) == exports[0].num_buckets and not {*node} & {
+            *other_node
+        }
         assert node == same_node and memory(second) == memory(first)
-        num_segments.append([sum(count for _, count in (first[rank], second[rank])) for rank in range(3)])
+        num_segments.append(
+            [sum(count for _, count in (first[rank], second[rank])) for rank in range(3)]
+        )
     num_buckets = exports[0].num_buckets
     assert num_segments[0] == [num_buckets, 0, num_buckets]
-    assert num_segments[1:] == [[2 * num_buckets, 0, 2 * num_buckets]] * 5  # the latest weights and those before
+    # The latest weights and those before
+    assert num_segments[1:] == [[2 * num_buckets, 0, 2 * num_buckets]] * 5
 
 
 def test_gloo_keeps_as_many_keys_in_its_stores_after_many_updates_as_after_few(
@@ -346,8 +407,8 @@ def test_gloo_keeps_as_many_keys_in_its_stores_after_many_updates_as_after_few(
     exports = trainer.ask(10)
     assert memory(rollouts[0].ask(exports)) == memory(rollouts[1].ask(exports))
     numbers.append([store.num_keys() for store in stores])
-    # Of each group its counter, six words, its two nodes, and three places where those who join meet; where the weights
-    # are on the two nodes; the number of requests.
+    # Of each group its counter, six words, its two nodes, and three places where those who join
+    # meet; where the weights are on the two nodes; the number of requests.
     assert max(max(each) for each in numbers) <= 2 * (1 + 6 + 2 + 3) + 2 + 1
 
 
@@ -374,7 +435,8 @@ def test_a_worker_group_receives_by_gloo_itself_what_a_killed_process_has_staged
     with pytest.raises(WeightSyncError, match="ended or is not on this node"):
         late[0].buckets[0].data.held()
     exports = trainer.ask(2)
-    assert memory(second.ask(exports)) == memory(first.ask(exports))  # the second has joined the trainer
+    # The second has joined the trainer
+    assert memory(second.ask(exports)) == memory(first.ask(exports))
     exports = trainer.ask(3)
     before = memory(first.ask(exports))
     first.replace(0)
@@ -392,7 +454,10 @@ def test_gloo_serves_the_next_after_receivers_that_died_and_refuses_weights_that
     assert len(rollouts[0].ask(old)) == 3
     latest = trainer.ask(4)
     store = dist.TCPStore(*latest[0].address, is_master=False)
-    store.set(f"request/{store.add('requests', 1)}", json.dumps(["of receivers that have died", "their group", 4]))
+    store.set(
+        f"request/{store.add('requests', 1)}",
+        json.dumps(["of receivers that have died", "their group", 4]),
+    )
     rollouts[0].replace(2)  # the next in its place cannot use what the others have kept
     assert memory(rollouts[0].ask(latest)) == memory(rollouts[1].ask(latest))
     message = "Version 3 of the weights was asked for, but the trainer has 4 by now."
@@ -409,7 +474,8 @@ def test_weights_that_gloo_has_promised_stay_as_they_are_while_newer_ones_are_pu
     store = dist.TCPStore(*export.address, is_master=False)
     store.set("request/1", json.dumps(["an update", "a group", 1]))
     assert store.get("an update/turn") == b""
-    for version in (2, 3):  # while the trainer waits for the receiver; the third goes where the first was
+    # While the trainer waits for the receiver; the third goes where the first was
+    for version in (2, 3):
         publish(transport, version)
     arrays = [np.empty(bucket.data.nbytes, np.uint8) for bucket in export.buckets]
     rank = store.add("an update/receivers", 1)

@@ -30,7 +30,9 @@ def ended_soon(thread: threading.Thread) -> bool:
     return not thread.is_alive()
 
 
-def test_makers_load_between_steps_one_after_the_other_and_the_next_step_waits_for_those_that_asked() -> None:
+def test_makers_load_between_steps_one_after_the_other_and_the_next_step_waits_for_those_that_asked() -> (
+    None
+):
     turns, events = WeightTurns("trainer_0", limit_s=60), []
     turns.begin_step()
 
@@ -69,7 +71,10 @@ def test_a_maker_that_was_started_again_takes_the_turn_of_the_process_that_died_
     other = started(lambda: turns.begin_loading("maker_1.1"))
     assert not ended_soon(other)
     assert ended(started(lambda: turns.begin_loading("maker_0.2")))
-    with pytest.raises(CallTimeout, match=r"the turn of maker_0\.1, which is over"), turns.loading("maker_0.1"):
+    with (
+        pytest.raises(CallTimeout, match=r"the turn of maker_0\.1, which is over"),
+        turns.loading("maker_0.1"),
+    ):
         pass
     with turns.loading("maker_0.2"):
         pass
@@ -117,7 +122,10 @@ def test_a_transfer_that_fails_ends_all_that_comes_after_it_with_its_error() -> 
             errors.append(str(error))
 
     waiting = started(begin_loading)
-    with pytest.raises(RuntimeError, match="a peer is gone"), turns.loading("maker_0.1", ends=False):
+    with (
+        pytest.raises(RuntimeError, match="a peer is gone"),
+        turns.loading("maker_0.1", ends=False),
+    ):
         raise RuntimeError("a peer is gone")
     assert ended(waiting) and errors == ["a peer is gone"]
     for call in (turns.begin_step, turns.raise_failure, begin_loading):
@@ -132,9 +140,13 @@ def test_a_transfer_that_fails_ends_all_that_comes_after_it_with_its_error() -> 
 def test_who_does_not_end_a_turn_is_named() -> None:
     turns = WeightTurns("trainer_0", limit_s=0.05)
     turns.begin_loading("maker_3.1")
-    with pytest.raises(CallTimeout, match=r"trainer_0\.fit .* waiting for maker_3\.1 to load the weights"):
+    with pytest.raises(
+        CallTimeout, match=r"trainer_0\.fit .* waiting for maker_3\.1 to load the weights"
+    ):
         turns.begin_step()
-    with pytest.raises(CallTimeout, match=r"trainer_0\.hold_weights .* waiting for the turn of maker_1\.1"):
+    with pytest.raises(
+        CallTimeout, match=r"trainer_0\.hold_weights .* waiting for the turn of maker_1\.1"
+    ):
         turns.begin_loading("maker_1.1")
     with turns.loading("maker_3.1"):
         pass

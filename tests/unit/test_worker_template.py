@@ -30,8 +30,16 @@ def script(tmp_path: Path) -> Path:
 
 def run(command: str, script: Path) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"GIVEN": "a worker's"}
-    arguments = {"capture_output": True, "text": True, "timeout": 60, "cwd": script.parent, "env": environment}
-    return subprocess.run(f"exec {command} {script} --rank 3", shell=True, input="typed", **arguments)
+    arguments = {
+        "capture_output": True,
+        "text": True,
+        "timeout": 60,
+        "cwd": script.parent,
+        "env": environment,
+    }
+    return subprocess.run(
+        f"exec {command} {script} --rank 3", shell=True, input="typed", **arguments
+    )
 
 
 def test_a_fork_has_the_arguments_environment_folder_and_streams_of_its_command_line(script: Path):
@@ -43,16 +51,26 @@ def test_a_fork_has_the_arguments_environment_folder_and_streams_of_its_command_
     for answer in answers:
         assert answer.stderr == "an error"
         assert json.loads(answer.stdout) == {
-            "arguments": ["--rank", "3"], "given": "a worker's", "folder": str(script.parent), "input": "typed",
-            "parent": template.process.pid, "preloaded": True, "name": "__main__", "interrupt": True,
-        }  # fmt: skip
+            "arguments": ["--rank", "3"],
+            "given": "a worker's",
+            "folder": str(script.parent),
+            "input": "typed",
+            "parent": template.process.pid,
+            "preloaded": True,
+            "name": "__main__",
+            "interrupt": True,
+        }
 
 
 def test_without_its_template_a_worker_starts_as_any_process(script: Path):
     template = worker_template.start(["statistics"])
     template.close()
     answer = json.loads(run(template.command, script).stdout)
-    assert answer["preloaded"] is False and answer["given"] == "a worker's" and answer["arguments"] == ["--rank", "3"]
+    assert (
+        answer["preloaded"] is False
+        and answer["given"] == "a worker's"
+        and answer["arguments"] == ["--rank", "3"]
+    )
 
 
 def test_a_template_ends_without_the_last_words_of_what_it_imported(tmp_path: Path):
@@ -64,18 +82,23 @@ def test_a_template_ends_without_the_last_words_of_what_it_imported(tmp_path: Pa
         "assert template.process.wait(timeout=60) == 0\n"
     )
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=120
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 @pytest.fixture
 def short_path() -> Iterator[Path]:
-    """A folder for sockets, whose paths have at most 107 characters; pytest's folder may be one of many."""
+    """A folder for sockets, whose paths have at most 107 characters; pytest's folder may be one of
+    many."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         yield Path(folder)
 
 
-def test_a_template_ends_with_the_process_that_started_it_and_its_folder_goes_when_the_next_starts(short_path: Path):
+def test_a_template_ends_with_the_process_that_started_it_and_its_folder_goes_when_the_next_starts(
+    short_path: Path,
+):
     program = (
         "from verl_like.trainer.run import worker_template\n"
         "template = worker_template.start([])\n"
@@ -91,15 +114,26 @@ def test_a_template_ends_with_the_process_that_started_it_and_its_folder_goes_wh
     (left,) = short_path.glob("verl_like_*")
     worker_gone = subprocess.run(["tail", "--pid", str(pid), "-f", "/dev/null"], timeout=60)
     assert worker_gone.returncode == 0
-    subprocess.run([sys.executable, "-c", program], input="", env=env, check=False, capture_output=True, timeout=60)
+    subprocess.run(
+        [sys.executable, "-c", program],
+        input="",
+        env=env,
+        check=False,
+        capture_output=True,
+        timeout=60,
+    )
     assert not left.exists()
 
 
 def test_what_is_imported_before_workers_are_forked_does_not_import_ray():
-    """A fork of a process that has Ray's library dies as it starts, and Ray starts another one, for ever."""
+    """A fork of a process that has Ray's library dies as it starts, and Ray starts another one, for
+    ever."""
     modules = [
-        f"verl_like.workers.{role}" for role in ("actor", "reference", "rollout_worker", "critic", "reward_model")
+        f"verl_like.workers.{role}"
+        for role in ("actor", "reference", "rollout_worker", "critic", "reward_model")
     ]
     program = f"import sys, {', '.join(modules)}; print('ray' in sys.modules)"
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert result.stdout.strip() == "False"

@@ -60,7 +60,11 @@ def files_of_at_most(num_bytes: int) -> Iterator[None]:
 @pytest.mark.parametrize("offload", [False, True])
 def test_steps_while_a_checkpoint_is_written_do_not_change_it(offload: bool, tmp_path: Path):
     config = policy_config(write_model(tmp_path / "model"), fsdp={"optimizer_offload": offload})
-    group, loaded, data = local_group(ActorWorker, config), local_group(ActorWorker, config), make_batch()
+    group, loaded, data = (
+        local_group(ActorWorker, config),
+        local_group(ActorWorker, config),
+        make_batch(),
+    )
     engine, memory = group.workers[0].engine, set()
     for path in (tmp_path / "first", tmp_path / "second"):
         group.update_actor(data).get()
@@ -68,7 +72,9 @@ def test_steps_while_a_checkpoint_is_written_do_not_change_it(offload: bool, tmp
         with writing_is_held_up(group):
             group.save_checkpoint(str(path), wait=False)
             group.update_actor(data).get()
-            assert group.save_result(wait=False).get() == [None] and not list(path.glob("*.safetensors"))
+            assert group.save_result(wait=False).get() == [None] and not list(
+                path.glob("*.safetensors")
+            )
         (files,) = group.save_result(wait=True).get()
         assert [*files] == [file.name for file in path.glob("*.safetensors")]
         for name, digest in files.items():
@@ -100,7 +106,8 @@ def test_a_rank_that_has_no_tensor_or_one_writes_its_file(num_tensors: int, tmp_
     threads: list[str] = []
     writer.begin(state, tmp_path / "saved", lambda: threads.append(threading.current_thread().name))
     assert writer.result(wait=True).keys() == {"rank_00000.safetensors"}
-    assert len(threads) == 1 and threads[0].startswith("checkpoint_")  # as a listing of the threads shows it
+    # As a listing of the threads shows it
+    assert len(threads) == 1 and threads[0].startswith("checkpoint_")
     written = load_file(tmp_path / "saved/rank_00000.safetensors")
     assert {name: tensor.tolist() for name, tensor in written.items()} == {
         name: tensor.tolist() for name, tensor in state.items()
@@ -112,44 +119,64 @@ def test_the_settings_that_a_thread_writes_leave_the_model_as_it_is(tmp_path: Pa
     before = engine.model.hf.config.to_dict()
     save_settings(engine.model.hf, engine.tokenizer, torch.bfloat16, str(tmp_path / "written"))
     assert json.loads((tmp_path / "written/config.json").read_text())["dtype"] == "bfloat16"
-    assert engine.model.hf.config.to_dict() == before and engine.model.hf.config.dtype == torch.float32
+    assert (
+        engine.model.hf.config.to_dict() == before and engine.model.hf.config.dtype == torch.float32
+    )
 
 
 def test_settings_of_which_some_are_in_folders_are_written_where_they_were(tmp_path: Path):
     group = actor_group(tmp_path / "base")
     tokenizer = group.workers[0].engine.tokenizer
-    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}  # the second in a folder
+    # The second in a folder
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
     group.save_checkpoint(str(tmp_path / "saved"))
-    assert (tmp_path / "saved/additional_chat_templates/tool_use.jinja").read_text() == "{{ tools }}"
+    assert (
+        tmp_path / "saved/additional_chat_templates/tool_use.jinja"
+    ).read_text() == "{{ tools }}"
 
 
-def test_a_file_that_cannot_be_written_is_named_and_removed_and_the_next_save_writes_it(tmp_path: Path):
+def test_a_file_that_cannot_be_written_is_named_and_removed_and_the_next_save_writes_it(
+    tmp_path: Path,
+):
     group = actor_group(tmp_path / "model")
     before = parameters_of(group.workers[0])
     with files_of_at_most(10_000):
         group.save_checkpoint(str(tmp_path / "checkpoint"), wait=False)
         for wait in (True, False):
-            message = "worker rank 0 .* failed in save_result: OSError: .*/checkpoint/rank_00000.safetensors cannot be"
+            message = (
+                "worker rank 0 .* failed in save_result: OSError: "
+                ".*/checkpoint/rank_00000.safetensors cannot be"
+            )
             with pytest.raises(WorkerError, match=message):
                 group.save_result(wait=wait).get()
     assert not list((tmp_path / "checkpoint").glob("*.safetensors"))
     group.save_checkpoint(str(tmp_path / "checkpoint"))
     group.update_actor(make_batch()).get()
     group.load_checkpoint(str(tmp_path / "checkpoint"))
-    assert all(torch.equal(tensor, before[name]) for name, tensor in parameters_of(group.workers[0]).items())
+    assert all(
+        torch.equal(tensor, before[name])
+        for name, tensor in parameters_of(group.workers[0]).items()
+    )
 
 
-def test_a_checkpoint_of_another_model_is_refused_by_the_first_tensor_that_does_not_fit(tmp_path: Path):
+def test_a_checkpoint_of_another_model_is_refused_by_the_first_tensor_that_does_not_fit(
+    tmp_path: Path,
+):
     actor_group(tmp_path / "model", tie=True).save_checkpoint(str(tmp_path / "checkpoint"))
     other = actor_group(tmp_path / "other")
-    with pytest.raises(WorkerError, match=r"another model: model\.lm_head\.weight is None there, and \[\d+, 32\] here"):
+    with pytest.raises(
+        WorkerError,
+        match=r"another model: model\.lm_head\.weight is None there, and \[\d+, 32\] here",
+    ):
         other.load_checkpoint(str(tmp_path / "checkpoint"))
 
 
 def test_a_checkpoint_with_a_further_tensor_is_of_another_model(tmp_path: Path):
     actor_group(tmp_path / "model").save_checkpoint(str(tmp_path / "checkpoint"))
     other = actor_group(tmp_path / "other", tie=True)
-    with pytest.raises(WorkerError, match=r"model\.lm_head\.weight is \[\d+, 32\] there, and None here"):
+    with pytest.raises(
+        WorkerError, match=r"model\.lm_head\.weight is \[\d+, 32\] there, and None here"
+    ):
         other.load_checkpoint(str(tmp_path / "checkpoint"))
 
 

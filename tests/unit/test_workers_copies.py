@@ -1,4 +1,5 @@
-"""Forward-only copies of the actor and the critic compute what the trained models compute, or refuse to."""
+"""Forward-only copies of the actor and the critic compute what the trained models compute, or
+refuse to."""
 
 import dataclasses
 import multiprocessing
@@ -9,7 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tiny_worker_models import critic_config, local_group, make_batch, parameters_of, policy_config, write_model
+from tiny_worker_models import (
+    critic_config,
+    local_group,
+    make_batch,
+    parameters_of,
+    policy_config,
+    write_model,
+)
 
 from verl_like.protocol import DataProto
 from verl_like.protocol.row_ops import deep_equal
@@ -30,9 +38,13 @@ LAYER = "model.layers.1.self_attn."
 
 
 def settings(role: str, path: str) -> dict[str, Any]:
-    """Arguments that the trained worker and its copy have in common: 8 rows are micro-batches of 3, 3 and 2."""
+    """Arguments that the trained worker and its copy have in common: 8 rows are micro-batches of 3,
+    3 and 2."""
     if role == "critic":
-        return {"config": critic_config(path, micro=3, forward_micro_batch_size_per_gpu=3), "seed": 5}
+        return {
+            "config": critic_config(path, micro=3, forward_micro_batch_size_per_gpu=3),
+            "seed": 5,
+        }
     config = policy_config(path, micro=3)
     rollout = config.rollout.model_copy(update={"dtype": "float32"})
     return {"config": config.model_copy(update={"rollout": rollout}), "with_sum_pi_squared": True}
@@ -53,7 +65,8 @@ def model_path(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def trained(model_path) -> dict[str, tuple[Any, DataProto, list[WeightExport]]]:
-    """By role: a group that was trained for one step, what it computes, and its weights as version 4."""
+    """By role: a group that was trained for one step, what it computes, and its weights as version
+    4."""
     found = {}
     for role, (worker_class, _) in ROLES.items():
         group = local_group(worker_class, **settings(role, model_path))
@@ -83,7 +96,9 @@ def exchanged(right: WeightExport, first: str, second: str) -> WeightExport:
 def corrupted(right: WeightExport, name: str) -> WeightExport:
     """The export `right` with one bit of the last element of a parameter turned over."""
     (bucket,) = right.buckets
-    end = 4 * sum(torch.Size(shape).numel() for shape in bucket.shapes[: bucket.names.index(name) + 1])
+    end = 4 * sum(
+        torch.Size(shape).numel() for shape in bucket.shapes[: bucket.names.index(name) + 1]
+    )
     data = bucket.data.copy()
     data[end - 4] ^= 1
     return dataclasses.replace(right, buckets=(dataclasses.replace(bucket, data=data),))
@@ -130,7 +145,10 @@ def test_a_copy_computes_bit_for_bit_what_the_trained_model_computes(role, copy,
 def test_the_critic_travels_in_the_dtype_of_its_layers_and_the_actor_in_the_rollouts(model_path):
     wide = critic_config(model_path)
     narrow = CriticWorker(
-        wide.model_copy(update={"model": wide.model.model_copy(update={"fsdp_config": bfloat16()})}), 1
+        wide.model_copy(
+            update={"model": wide.model.model_copy(update={"fsdp_config": bfloat16()})}
+        ),
+        1,
     )
     actor = ActorWorker(policy_config(model_path))
     for worker in (narrow, actor):
@@ -146,7 +164,10 @@ def bfloat16() -> Any:
 
 def test_layers_in_bfloat16_compute_the_same_from_weights_that_are_stored_in_it(model_path):
     config = policy_config(model_path, fsdp={"dtype": "bfloat16", "param_offload": True})
-    actor, copy = (local_group(worker_class, config, with_sum_pi_squared=True) for worker_class in ROLES["actor"])
+    actor, copy = (
+        local_group(worker_class, config, with_sum_pi_squared=True)
+        for worker_class in ROLES["actor"]
+    )
     actor.update_actor(make_batch()).get()
     copy.load_weights(actor.export_weights(version=1), version=1)
     assert {p.dtype for p in parameters_of(copy.workers[0]).values()} == {torch.bfloat16}
@@ -157,25 +178,36 @@ def test_layers_in_bfloat16_compute_the_same_from_weights_that_are_stored_in_it(
     ("damage", "names"),
     [(corrupted, [NORM]), (exchanged, [f"{LAYER}k_proj.weight", f"{LAYER}v_proj.weight"])],
 )
-def test_parameters_that_are_corrupt_or_traded_places_are_named_and_change_nothing(role, copy, trained, damage, names):
+def test_parameters_that_are_corrupt_or_traded_places_are_named_and_change_nothing(
+    role, copy, trained, damage, names
+):
     before, (export,) = compute(copy, role), trained[role][2]
-    message = f"version 4 changed on their way: {len(names)} of .* tensors differ from .*: {', '.join(names)}"
+    message = (
+        f"version 4 changed on their way: {len(names)} of .* tensors differ from .*: "
+        f"{', '.join(names)}"
+    )
     with pytest.raises(WorkerError, match=rf"{message}\."):
         copy.load_weights([damage(export, *names)], version=4)
     assert not any(changed(before, compute(copy, role), role))
 
 
 def lose_a_write(worker: Any) -> None:
-    """From now on what is written into `model.norm.weight` at the next load does not reach the engine."""
+    """From now on what is written into `model.norm.weight` at the next load does not reach the
+    engine."""
     found = dict(worker.engine.named_parameters())
     lost = iter([(found | {NORM: found[NORM].clone()}).items()])
     worker.engine.named_parameters = lambda: next(lost, found.items())
 
 
-def test_a_parameter_that_was_not_written_is_named_and_the_copy_refuses_until_a_load_succeeds(role, copy, trained):
+def test_a_parameter_that_was_not_written_is_named_and_the_copy_refuses_until_a_load_succeeds(
+    role, copy, trained
+):
     _, expected, exports = trained[role]
     lose_a_write(copy.workers[0])
-    with pytest.raises(WorkerError, match=rf"version 4 did not arrive at the copy: 1 of .* differ from .*: {NORM}\."):
+    with pytest.raises(
+        WorkerError,
+        match=rf"version 4 did not arrive at the copy: 1 of .* differ from .*: {NORM}\.",
+    ):
         copy.load_weights(exports, version=4)
     with pytest.raises(WorkerError, match="no verified weights; call load_weights"):
         compute(copy, role)
@@ -189,7 +221,10 @@ def without(right: WeightExport, name: str) -> WeightExport:
     assert bucket.names[-1] == name
     size = 4 * torch.Size(bucket.shapes[-1]).numel()
     shorter = dataclasses.replace(
-        bucket, names=bucket.names[:-1], shapes=bucket.shapes[:-1], data=bucket.data[: len(bucket.data) - size]
+        bucket,
+        names=bucket.names[:-1],
+        shapes=bucket.shapes[:-1],
+        data=bucket.data[: len(bucket.data) - size],
     )
     return dataclasses.replace(right, buckets=(shorter,), num_tensors=right.num_tensors - 1)
 
@@ -197,7 +232,9 @@ def without(right: WeightExport, name: str) -> WeightExport:
 def test_exports_of_another_model_name_what_differs_and_change_nothing(role, copy, trained):
     before, (export,) = compute(copy, role), trained[role][2]
     name = export.buckets[0].names[-1]
-    with pytest.raises(WorkerError, match=rf"version 4 are not of the model .*: 1 of .* differ from .*: {name}\."):
+    with pytest.raises(
+        WorkerError, match=rf"version 4 are not of the model .*: 1 of .* differ from .*: {name}\."
+    ):
         copy.load_weights([without(export, name)], version=4)
     assert not any(changed(before, compute(copy, role), role))
 
@@ -210,7 +247,9 @@ def test_an_incomplete_set_of_exports_changes_nothing(role, copy, trained):
     assert not any(changed(expected, compute(copy, role), role))
 
 
-def test_a_load_after_a_pass_that_failed_leaves_right_weights_or_a_copy_that_refuses(role, copy, trained):
+def test_a_load_after_a_pass_that_failed_leaves_right_weights_or_a_copy_that_refuses(
+    role, copy, trained
+):
     def stop(*_: Any) -> None:
         raise MemoryError("in the middle of the pass")
 
@@ -226,7 +265,8 @@ def test_a_load_after_a_pass_that_failed_leaves_right_weights_or_a_copy_that_ref
 
 def test_copies_have_no_updates_no_optimizer_and_no_gradients(role, copy):
     methods = set(registered_methods(ROLES[role][1])) - set(registered_methods(Worker))
-    # The reference is the model without its adapter; the comparison at the start is with the actor's copy.
+    # The reference is the model without its adapter; the comparison at the start is with the
+    # actor's copy.
     of_actor = {"compute_ref_log_prob", "score_greedy"} if role == "actor" else set()
     assert methods == {"load_weights", COMPUTE[role]} | of_actor
     assert not hasattr(copy, f"update_{role}") and not hasattr(copy.workers[0], f"update_{role}")
@@ -240,7 +280,12 @@ def half(rank: int, seed: int = 0) -> DataProto:
 
 
 def copies_on_rank(rank: int, port: int, sent: dict[str, Any]) -> dict[str, Any]:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank)}
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": "2",
+        "RANK": str(rank),
+    }
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
     for role, (worker_class, copy_class) in ROLES.items():
@@ -282,7 +327,9 @@ def test_a_copy_on_two_ranks_computes_what_one_rank_trained(role, two_ranks, tra
     _, expected, _ = trained[role]
     got = DataProto.concat([found[f"{role} of one rank"] for found in two_ranks])
     for name in COLUMNS[role]:
-        torch.testing.assert_close(got.batch[name].values(), expected.batch[name].values(), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(
+            got.batch[name].values(), expected.batch[name].values(), rtol=1e-6, atol=1e-6
+        )
 
 
 def test_a_copy_on_two_ranks_computes_what_two_ranks_trained(role, two_ranks):

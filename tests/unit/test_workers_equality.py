@@ -1,6 +1,8 @@
-"""The same update in every layout: rows a pass, tokens a pass, ranks, sharding, sequence parallelism, offload.
+"""The same update in every layout: rows a pass, tokens a pass, ranks, sharding, sequence
+parallelism, offload.
 
-Processes start once: four of them run the layouts of four ranks, then two of these the layouts of two.
+Processes start once: four of them run the layouts of four ranks, then two of these the layouts of
+two.
 """
 
 import json
@@ -41,13 +43,22 @@ BUDGET = {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 20}
 REPLICATED = {"fsdp": {"strategy": "ddp"}}
 WHOLE = {"fsdp": {"strategy": "zero1"}}
 BFLOAT16 = {"fsdp": {"model_dtype": "bfloat16"}}
-OFFLOAD = {"fsdp": {"param_offload": True, "optimizer_offload": True}, "model": {"enable_activation_offload": True}}
+OFFLOAD = {
+    "fsdp": {"param_offload": True, "optimizer_offload": True},
+    "model": {"enable_activation_offload": True},
+}
 SHARED_BY_2 = {"ulysses_sequence_parallel_size": 2}
 UNEVEN = {"shares": (0, 1, 10, 5)}
 """Rows of each rank, or of those that share them; equally many where a layout does not say."""
 
 ACTORS = {
-    1: {"all rows": {}, "3 rows": {"micro": 3}, "1 row": {"micro": 1}, "budget": BUDGET, "offload": OFFLOAD},
+    1: {
+        "all rows": {},
+        "3 rows": {"micro": 3},
+        "1 row": {"micro": 1},
+        "budget": BUDGET,
+        "offload": OFFLOAD,
+    },
     2: {
         "sharded": {},
         "sequences shared": SHARED_BY_2,
@@ -70,7 +81,9 @@ ACTORS = {
         "sequences shared by 2, 1 row": {**SHARED_BY_2, "micro": 1},
         "sequences shared by 2, budget": {**SHARED_BY_2, **BUDGET},
         "sequences shared by 2, replicated": {**SHARED_BY_2, **REPLICATED},
-        "sequences shared by 4, which are more than the key heads": {"ulysses_sequence_parallel_size": 4},
+        "sequences shared by 4, which are more than the key heads": {
+            "ulysses_sequence_parallel_size": 4
+        },
         "gemma2, sequences shared by 2": SHARED_BY_2,
         "uneven": UNEVEN,
         "uneven, 1 row": {"micro": 1, **UNEVEN},
@@ -126,19 +139,34 @@ class CountCollectives(TorchDispatchMode):
 
 
 SIZES = {
-    "vocab_size": len(VOCABULARY), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.1,
-    "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1,
-}  # fmt: skip
+    "vocab_size": len(VOCABULARY),
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "initializer_range": 0.1,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 1,
+}
 MODELS = {
     "llama": LlamaConfig(**SIZES),
-    "gemma2": Gemma2Config(**SIZES, sliding_window=4, attn_logit_softcapping=2.0, final_logit_softcapping=None),
+    "gemma2": Gemma2Config(
+        **SIZES, sliding_window=4, attn_logit_softcapping=2.0, final_logit_softcapping=None
+    ),
     # Its attention is latent: values have another size than keys.
     "minicpm3": MiniCPM3Config(
-        **SIZES | {"head_dim": 4, "num_key_value_heads": 4}, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8,
-        qk_rope_head_dim=4, v_head_dim=8, dim_model_base=32,
+        **SIZES | {"head_dim": 4, "num_key_value_heads": 4},
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+        v_head_dim=8,
+        dim_model_base=32,
     ),
-}  # fmt: skip
+}
 
 
 def model_of(layout):
@@ -149,18 +177,24 @@ def model_of(layout):
 
 def make_actor(folder, layout, *, model=(), **settings):
     config = policy_config(
-        str(Path(folder, model_of(layout))), prompts=ROWS, **{"micro": ROWS, **OBJECTIVE, **settings}
+        str(Path(folder, model_of(layout))),
+        prompts=ROWS,
+        **{"micro": ROWS, **OBJECTIVE, **settings},
     )
     config = config.model_copy(update={"model": config.model.model_copy(update=dict(model))})
     return ActorWorker(config, with_sum_pi_squared=True)
 
 
 def make_critic(folder, layout, **settings):
-    return CriticWorker(critic_config(str(Path(folder, "llama")), prompts=ROWS, **{"micro": ROWS, **settings}), seed=1)
+    return CriticWorker(
+        critic_config(str(Path(folder, "llama")), prompts=ROWS, **{"micro": ROWS, **settings}),
+        seed=1,
+    )
 
 
 def samples_of_one_or_two_rows():
-    """Rows of ten samples. Some tokens of the responses are not scored, among them all of one sample."""
+    """Rows of ten samples. Some tokens of the responses are not scored, among them all of one
+    sample."""
     rows = make_batch(rows=ROWS)
     rows.batch["sample_id"] = torch.tensor(SAMPLE_IDS)
     mask, starts = jagged_parts(rows.batch["response_mask"])
@@ -170,19 +204,27 @@ def samples_of_one_or_two_rows():
 
 
 def run(worker, mesh, rows, shares, output_path):
-    """Scores and trains on this rank's shard, as the driver would send it; writes what its result is collected from."""
+    """Scores and trains on this rank's shard, as the driver would send it; writes what its result
+    is collected from."""
     worker.init_model()
     shard, is_collect = worker.query_dispatch_collect_info(mesh)
     first = sum(shares[:shard])
     rows = rows.select_idxs(list(range(first, first + shares[shard])))
-    infer, train = ("compute_log_prob", "update_actor") if mesh == "actor" else ("compute_values", "update_critic")
+    infer, train = (
+        ("compute_log_prob", "update_actor")
+        if mesh == "actor"
+        else ("compute_values", "update_critic")
+    )
     output = getattr(worker, infer)(rows)
     beside = rows.select(batch_keys=["prompts", "responses"]).union(output)
     scores = padded(beside, names=list(output.tensors())).batch
     with CountCollectives() as communication:
         gradients, output = gradients_of(worker, lambda: getattr(worker, train)(rows))
     if is_collect:
-        metrics = {name: (m.value, m.reduction, m.weight) for name, m in output.meta_info["metrics"].items()}
+        metrics = {
+            name: (m.value, m.reduction, m.weight)
+            for name, m in output.meta_info["metrics"].items()
+        }
         tensors = {f"score {name}": score for name, score in scores.items()} | gradients
         save_file(
             tensors,
@@ -202,7 +244,11 @@ def run_layouts(rank, ranks, folder):
         for layout, settings in layouts.items():
             num_shards = ranks // settings.get("ulysses_sequence_parallel_size", 1)
             shares = settings.get("shares", [ROWS // num_shards] * num_shards)
-            worker = make(folder, layout, **{name: value for name, value in settings.items() if name != "shares"})
+            worker = make(
+                folder,
+                layout,
+                **{name: value for name, value in settings.items() if name != "shares"},
+            )
             run(worker, mesh, rows, shares, Path(folder, f"{role} {ranks} {layout}"))
 
 
@@ -234,22 +280,39 @@ def collected(folder, role, ranks, layout):
     """Scores of all rows, gradients, merged metrics and calls of collectives of one layout."""
     files = [safe_open(path, "pt") for path in sorted(folder.glob(f"{role} {ranks} {layout}_?"))]
     names = set(files[0].keys())
-    scores = {n.removeprefix("score "): torch.cat([f.get_tensor(n) for f in files]) for n in names if "score " in n}
+    scores = {
+        n.removeprefix("score "): torch.cat([f.get_tensor(n) for f in files])
+        for n in names
+        if "score " in n
+    }
     gradients = {name: files[0].get_tensor(name) for name in names if "score " not in name}
     parts = [json.loads(file.metadata()["metrics"]) for file in files]
     metrics = merge_metrics([{name: Metric(*part[name]) for name in part} for part in parts])
-    return scores, gradients, metric_values(metrics), json.loads(files[0].metadata()["communication"])
+    return (
+        scores,
+        gradients,
+        metric_values(metrics),
+        json.loads(files[0].metadata()["communication"]),
+    )
 
 
 @pytest.fixture(scope="module", params=MODELS)
 def padded_reference(request, folder):
-    """Model, loss, gradients and scores by column of transformers' own padded pass; Llama's in float64."""
+    """Model, loss, gradients and scores by column of transformers' own padded pass; Llama's in
+    float64."""
     rows = dict(padded(make_batch(ROWS)).batch.items())
     if request.param == "llama":
-        hf = AutoModelForCausalLM.from_pretrained(folder / request.param, attn_implementation="sdpa").double()
-        rows = {name: rows[name].double() if rows[name].is_floating_point() else rows[name] for name in rows}
+        hf = AutoModelForCausalLM.from_pretrained(
+            folder / request.param, attn_implementation="sdpa"
+        ).double()
+        rows = {
+            name: rows[name].double() if rows[name].is_floating_point() else rows[name]
+            for name in rows
+        }
     else:  # only eager bounds attention logits, and its softmax is in float32
-        hf = AutoModelForCausalLM.from_pretrained(folder / request.param, attn_implementation="eager")
+        hf = AutoModelForCausalLM.from_pretrained(
+            folder / request.param, attn_implementation="eager"
+        )
     inputs = {name: rows[name] for name in ("input_ids", "attention_mask", "position_ids")}
     responses = rows["response_mask"].size(1)
     log_probs_BRV = torch.log_softmax(hf(**inputs).logits[:, -responses - 1 : -1] / 0.7, dim=-1)
@@ -258,18 +321,33 @@ def padded_reference(request, folder):
     ratio, advantage = (log_prob - rows["old_log_probs"]).exp(), rows["advantages"]
     surrogate = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))
     surrogate = torch.where(advantage < 0, torch.minimum(surrogate, -3 * advantage), surrogate)
-    kl = ((rows["ref_log_prob"] - log_prob).exp() - (rows["ref_log_prob"] - log_prob) - 1).clamp(-10, 10)
+    kl = ((rows["ref_log_prob"] - log_prob).exp() - (rows["ref_log_prob"] - log_prob) - 1).clamp(
+        -10, 10
+    )
     mask = rows["response_mask"]
     loss = ((surrogate - 0.01 * entropy + 0.1 * kl) * mask).sum() / mask.sum()
     loss.backward()
     gradients = {name: parameter.grad for name, parameter in hf.named_parameters()}
-    scores = {"old_log_probs": log_prob, "entropys": entropy, "sum_pi_squared": log_probs_BRV.exp().square().sum(-1)}
-    return request.param, loss.item(), gradients, {name: (score * mask).detach() for name, score in scores.items()}
+    scores = {
+        "old_log_probs": log_prob,
+        "entropys": entropy,
+        "sum_pi_squared": log_probs_BRV.exp().square().sum(-1),
+    }
+    return (
+        request.param,
+        loss.item(),
+        gradients,
+        {name: (score * mask).detach() for name, score in scores.items()},
+    )
 
 
-def test_every_layout_of_the_actor_has_loss_gradient_and_scores_of_a_padded_pass(folder, padded_reference):
+def test_every_layout_of_the_actor_has_loss_gradient_and_scores_of_a_padded_pass(
+    folder, padded_reference
+):
     model, loss, gradients, expected_scores = padded_reference
-    layouts = [(ranks, layout) for ranks in ACTORS for layout in ACTORS[ranks] if "bfloat16" not in layout]
+    layouts = [
+        (ranks, layout) for ranks in ACTORS for layout in ACTORS[ranks] if "bfloat16" not in layout
+    ]
     for ranks, layout in layouts:
         if model_of(layout) != model:
             continue
@@ -291,7 +369,11 @@ def test_every_layout_reports_the_same_metrics(folder, role, layouts):
         _, _, metrics, _ = collected(folder, role, ranks, layout)
         assert metrics.keys() == expected.keys()
         for name in [name for name in expected if "perf/" not in name]:
-            assert metrics[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-6), (ranks, layout, name)
+            assert metrics[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-6), (
+                ranks,
+                layout,
+                name,
+            )
 
 
 def test_every_layout_of_the_critic_has_the_same_gradient_and_values(folder):
@@ -303,8 +385,8 @@ def test_every_layout_of_the_critic_has_the_same_gradient_and_values(folder):
 
 
 def loss_of_samples(hf, data, loss_mode):
-    """The actor's objective by the book, row by row without padding: the mean over the samples with scored tokens of
-    the mean over the tokens of all their rows."""
+    """The actor's objective by the book, row by row without padding: the mean over the samples with
+    scored tokens of the mean over the tokens of all their rows."""
     rows, means = padded(data).batch, []
     for sample in sorted(set(SAMPLE_IDS)):
         terms = []
@@ -314,7 +396,10 @@ def loss_of_samples(hf, data, loss_mode):
             log_probs_all = torch.log_softmax(hf(tokens).logits[0, -count - 1 : -1] / 0.7, dim=-1)
             log_prob = log_probs_all.gather(-1, tokens[0, -count:, None])[:, 0]
             entropy = -(log_probs_all.exp() * log_probs_all).sum(-1)
-            given = [rows[name][row, :count].double() for name in ("old_log_probs", "ref_log_prob", "advantages")]
+            given = [
+                rows[name][row, :count].double()
+                for name in ("old_log_probs", "ref_log_prob", "advantages")
+            ]
             is_scored = rows["response_mask"][row, :count].bool()
             terms.append([column[is_scored] for column in (log_prob, entropy, *given)])
         log_prob, entropy, old, ref, advantage = map(torch.cat, zip(*terms, strict=True))
@@ -326,7 +411,9 @@ def loss_of_samples(hf, data, loss_mode):
             ratio = (log_prob - old).exp()
         surrogate = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))
         if loss_mode == "vanilla":
-            surrogate = torch.where(advantage < 0, torch.minimum(surrogate, -3 * advantage), surrogate)
+            surrogate = torch.where(
+                advantage < 0, torch.minimum(surrogate, -3 * advantage), surrogate
+            )
         kl = ((ref - log_prob).exp() - (ref - log_prob) - 1).clamp(-10, 10)
         means.append((surrogate - 0.01 * entropy + 0.1 * kl).mean())
     return torch.stack(means).mean()
@@ -339,7 +426,9 @@ def test_the_tokens_of_all_rows_of_a_sample_are_one_sequence_of_the_loss(folder,
     loss = loss_of_samples(hf, data, loss_mode)
     loss.backward()
     expected = {name: parameter.grad for name, parameter in hf.named_parameters()}
-    for ranks, layout in ((number, layout) for number in SAMPLES for layout in SAMPLES[number] if loss_mode in layout):
+    for ranks, layout in (
+        (number, layout) for number in SAMPLES for layout in SAMPLES[number] if loss_mode in layout
+    ):
         _, gradients, metrics, _ = collected(folder, "samples", ranks, layout)
         assert metrics["actor/loss"] == pytest.approx(loss.item(), rel=0, abs=1e-6), (ranks, layout)
         # The reference is in float64; in float32 processors differ from it by 0.6e-6 to 1.1e-6.
@@ -354,7 +443,9 @@ def test_the_tokens_of_all_rows_of_a_sample_are_one_sequence_of_the_loss(folder,
 
 @pytest.mark.parametrize("passes", [{"micro": 2}, {**BUDGET, "ppo_max_token_len_per_gpu": 22}])
 def test_mini_batches_are_of_samples_none_of_which_is_divided(folder, passes):
-    config = policy_config(str(folder / "llama"), prompts=4, ppo_epochs=2, **{**OBJECTIVE, **passes})
+    config = policy_config(
+        str(folder / "llama"), prompts=4, ppo_epochs=2, **{**OBJECTIVE, **passes}
+    )
     group = local_group(ActorWorker, config)
     engine, steps = group.workers[0].engine, [[]]
     pack, take_step = engine.pack, engine.step
@@ -372,7 +463,9 @@ def test_mini_batches_are_of_samples_none_of_which_is_divided(folder, passes):
     assert any(len(set(of_pass)) > 1 for of_step in steps for of_pass in of_step)
 
 
-def test_gradients_travel_once_a_step_where_they_may_stay_whole_and_else_in_each_micro_batch(folder):
+def test_gradients_travel_once_a_step_where_they_may_stay_whole_and_else_in_each_micro_batch(
+    folder,
+):
     def communication(layout):
         return Counter(collected(folder, "actor", 4, layout)[3])
 
@@ -382,23 +475,34 @@ def test_gradients_travel_once_a_step_where_they_may_stay_whole_and_else_in_each
     assert many["_reduce_scatter_base_"] == 4 * units  # in each of the 4 micro-batches
     assert many["_allgather_base_"] == 4 * once["_allgather_base_"]
     assert whole["_allgather_base_"] == units
-    # Copies gather nothing; their gradients are added, like the counts of the mini-batch and the squared norm. Before,
-    # the ranks agree on the numbers of mini-batches and of passes.
-    assert communication("replicated") == communication("replicated, 1 row") == {"allreduce_": units + 4}
+    # Copies gather nothing; their gradients are added, like the counts of the mini-batch and the
+    # squared norm. Before, the ranks agree on the numbers of mini-batches and of passes.
+    assert (
+        communication("replicated")
+        == communication("replicated, 1 row")
+        == {"allreduce_": units + 4}
+    )
     assert communication("two copies, 1 row")["_reduce_scatter_base_"] == 4 * units
     assert communication("two copies, 1 row")["allreduce_"] == units + 4
 
 
 def test_micro_batches_are_added_in_float32_where_parameters_are_stored_in_bfloat16(folder):
-    (_, once, _, _), (_, many, _, _) = (collected(folder, "actor", 2, name) for name in ("bfloat16", "bfloat16, 1 row"))
-    # One rounding of the sum to bfloat16 differs where the two sums lie on both sides of a boundary; a rounding of
-    # each of the 8 micro-batches would differ nearly everywhere, by about 2**-9.
+    (_, once, _, _), (_, many, _, _) = (
+        collected(folder, "actor", 2, name) for name in ("bfloat16", "bfloat16, 1 row")
+    )
+    # One rounding of the sum to bfloat16 differs where the two sums lie on both sides of a
+    # boundary; a rounding of each of the 8 micro-batches would differ nearly everywhere, by about
+    # 2**-9.
     assert relative_error(many, once) < 2e-4
 
 
 def test_ranks_or_heads_that_do_not_divide_into_groups_are_refused(folder, monkeypatch):
     worker = make_actor(folder, "llama", ulysses_sequence_parallel_size=2)
-    with pytest.raises(ValueError, match="ulysses_sequence_parallel_size=2 does not divide the 1 ranks of the pool"):
+    with pytest.raises(
+        ValueError, match="ulysses_sequence_parallel_size=2 does not divide the 1 ranks of the pool"
+    ):
         worker.init_model()
-    with pytest.raises(ValueError, match="ulysses_sequence_parallel_size=3 does not divide the 4 attention heads"):
+    with pytest.raises(
+        ValueError, match="ulysses_sequence_parallel_size=3 does not divide the 4 attention heads"
+    ):
         require_shares_of_heads(MODELS["llama"], 3, key="ulysses_sequence_parallel_size")

@@ -32,7 +32,8 @@ TINY = {
 
 
 def counted(config, length):
-    """What torch counts: its attention computes all length x length pairs, half of which causality hides."""
+    """What torch counts: its attention computes all length x length pairs, half of which causality
+    hides."""
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.arange(length)[None], use_cache=False)
@@ -41,7 +42,11 @@ def counted(config, length):
 
 @pytest.mark.parametrize(
     "config",
-    [LlamaConfig(**TINY), LlamaConfig(**TINY, tie_word_embeddings=True), Qwen3Config(**TINY, head_dim=16)],
+    [
+        LlamaConfig(**TINY),
+        LlamaConfig(**TINY, tie_word_embeddings=True),
+        Qwen3Config(**TINY, head_dim=16),
+    ],
     ids=["llama", "tied", "qwen3"],
 )
 def test_flops_of_dense_models_are_those_that_torch_counts(config):
@@ -54,7 +59,13 @@ def test_flops_of_dense_models_are_those_that_torch_counts(config):
 
 
 def test_a_token_pays_for_the_experts_it_is_routed_to():
-    sizes = {**TINY, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+    sizes = {
+        **TINY,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "head_dim": 8,
+    }
     attention = 32 * (4 + 2 + 2) * 8 + 4 * 8 * 32
     experts = 2 * 3 * 32 * 16 + 6 * 32  # two of gate, up and down, and the router
     assert ModelCost.of(Qwen3MoeConfig(**sizes)).per_token == 2 * 3 * (attention + experts)
@@ -70,7 +81,10 @@ def test_attention_counts_each_token_with_those_before_within_the_window():
 def test_sliding_layers_are_read_from_the_configuration():
     pair = 4.0 * 4 * 8
     gemma = Gemma2Config(**TINY, head_dim=8, sliding_window=7)
-    assert {window: flops for flops, window in ModelCost.of(gemma).per_pair} == {7: 2 * pair, None: pair}
+    assert {window: flops for flops, window in ModelCost.of(gemma).per_pair} == {
+        7: 2 * pair,
+        None: pair,
+    }
     mistral = MistralConfig(**TINY, head_dim=8, sliding_window=5)
     assert ModelCost.of(mistral).per_pair == ((3 * pair, 5),)
 
@@ -78,7 +92,9 @@ def test_sliding_layers_are_read_from_the_configuration():
 def test_heads_whose_size_differs_between_layers_are_counted_layer_by_layer():
     kinds = ["sliding_attention", "sliding_attention", "full_attention"]
     sizes = {**TINY, "vocab_size_per_layer_input": 50, "hidden_size_per_layer_input": 8}
-    config = Gemma4TextConfig(**sizes, layer_types=kinds, sliding_window=7, head_dim=8, global_head_dim=16)
+    config = Gemma4TextConfig(
+        **sizes, layer_types=kinds, sliding_window=7, head_dim=8, global_head_dim=16
+    )
     assert ModelCost.of(config).per_pair == ((2 * 4.0 * 4 * 8, 7), (4.0 * 4 * 16, None))
 
 
@@ -89,13 +105,20 @@ def test_of_a_model_that_also_sees_images_the_language_model_counts():
 
 def test_a_model_with_code_of_its_own_is_counted_where_that_code_may_run(tmp_path):
     (tmp_path / "configuration_own.py").write_text(
-        "from transformers import LlamaConfig\n\n\nclass OwnConfig(LlamaConfig):\n    model_type = 'own_llama'\n"
+        "from transformers import LlamaConfig\n\n\nclass OwnConfig(LlamaConfig):\n    model_type = "
+        "'own_llama'\n"
     )
     (tmp_path / "modeling_own.py").write_text(
-        "from transformers import LlamaForCausalLM\n\nfrom .configuration_own import OwnConfig\n\n\n"
+        "from transformers import LlamaForCausalLM\n\nfrom .configuration_own import "
+        "OwnConfig\n\n\n"
         "class OwnForCausalLM(LlamaForCausalLM):\n    config_class = OwnConfig\n"
     )
-    classes = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
-    (tmp_path / "config.json").write_text(json.dumps({**TINY, "model_type": "own_llama", "auto_map": classes}))
+    classes = {
+        "AutoConfig": "configuration_own.OwnConfig",
+        "AutoModelForCausalLM": "modeling_own.OwnForCausalLM",
+    }
+    (tmp_path / "config.json").write_text(
+        json.dumps({**TINY, "model_type": "own_llama", "auto_map": classes})
+    )
     config = load_hf_config(ModelConfig(path=str(tmp_path), trust_remote_code=True), key="m")
     assert ModelCost.of(config) == ModelCost.of(LlamaConfig(**TINY))

@@ -1,4 +1,5 @@
-"""The head computed in chunks of the vocabulary, against the formulas in float64 over the full logits."""
+"""The head computed in chunks of the vocabulary, against the formulas in float64 over the full
+logits."""
 
 import numpy as np
 import pytest
@@ -44,11 +45,17 @@ def use_chunks(monkeypatch, columns, rows):
 
 
 @pytest.mark.parametrize("columns, rows", [(V, M), (40, 7), (1, 1)])
-@pytest.mark.parametrize("changes", [{}, {"temperature": 0.7, "scale": 0.5}, {"temperature": 0.7, "softcap": 3.0}])
-def test_values_and_gradients_are_those_of_float64_whatever_the_chunks(monkeypatch, columns, rows, changes):
+@pytest.mark.parametrize(
+    "changes", [{}, {"temperature": 0.7, "scale": 0.5}, {"temperature": 0.7, "softcap": 3.0}]
+)
+def test_values_and_gradients_are_those_of_float64_whatever_the_chunks(
+    monkeypatch, columns, rows, changes
+):
     use_chunks(monkeypatch, columns, rows)
     hidden, weight, labels = inputs()
-    hidden_64, weight_64 = (tensor.detach().double().requires_grad_() for tensor in (hidden, weight))
+    hidden_64, weight_64 = (
+        tensor.detach().double().requires_grad_() for tensor in (hidden, weight)
+    )
     log_probs, entropies = linear_log_prob(hidden, weight, labels, **changes, with_entropy=True)
     log_probs_64, entropies_64 = in_float64(hidden_64, weight_64, labels, **changes)
     assert_close(log_probs, log_probs_64, 1e-6)
@@ -61,7 +68,9 @@ def test_values_and_gradients_are_those_of_float64_whatever_the_chunks(monkeypat
     ]:
         got, expected = (
             torch.autograd.grad(loss, tensors, retain_graph=True)
-            for loss, tensors in zip(losses, [(hidden, weight), (hidden_64, weight_64)], strict=True)
+            for loss, tensors in zip(
+                losses, [(hidden, weight), (hidden_64, weight_64)], strict=True
+            )
         )
         assert_close(got[0], expected[0], 1e-5)
         assert_close(got[1], expected[1], 1e-5)
@@ -81,8 +90,12 @@ def test_entropy_keeps_its_digits_where_the_logits_are_large(monkeypatch):
 def test_bfloat16_loses_only_what_its_products_lose(monkeypatch):
     use_chunks(monkeypatch, 40, 7)
     hidden, weight, labels = inputs(torch.bfloat16)
-    hidden_64, weight_64 = (tensor.detach().double().requires_grad_() for tensor in (hidden, weight))
-    log_probs, entropies = linear_log_prob(hidden, weight, labels, temperature=2.0, with_entropy=True)
+    hidden_64, weight_64 = (
+        tensor.detach().double().requires_grad_() for tensor in (hidden, weight)
+    )
+    log_probs, entropies = linear_log_prob(
+        hidden, weight, labels, temperature=2.0, with_entropy=True
+    )
     log_probs_64, entropies_64 = in_float64(hidden_64, weight_64, labels, temperature=2.0)
     assert log_probs.dtype == entropies.dtype == torch.float32
     assert_close(log_probs, log_probs_64, 1e-2)
@@ -97,16 +110,22 @@ def test_bfloat16_loses_only_what_its_products_lose(monkeypatch):
 def test_a_weight_that_is_used_twice_gets_both_gradients():
     hidden, weight, labels = inputs()
     once = [
-        torch.autograd.grad(linear_log_prob(part, weight, labels)[0].sum(), weight)[0] for part in (hidden, -hidden)
+        torch.autograd.grad(linear_log_prob(part, weight, labels)[0].sum(), weight)[0]
+        for part in (hidden, -hidden)
     ]
-    twice = linear_log_prob(hidden, weight, labels)[0].sum() + linear_log_prob(-hidden, weight, labels)[0].sum()
+    twice = (
+        linear_log_prob(hidden, weight, labels)[0].sum()
+        + linear_log_prob(-hidden, weight, labels)[0].sum()
+    )
     torch.testing.assert_close(torch.autograd.grad(twice, weight)[0], once[0] + once[1])
 
 
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_what_is_frozen_gets_no_gradient_and_changes_no_other(frozen):
     tensors = list(inputs())
-    expected = torch.autograd.grad(weighted(*linear_log_prob(*tensors, with_entropy=True)), tensors[1 - frozen])[0]
+    expected = torch.autograd.grad(
+        weighted(*linear_log_prob(*tensors, with_entropy=True)), tensors[1 - frozen]
+    )[0]
     tensors[frozen] = tensors[frozen].detach()
     weighted(*linear_log_prob(*tensors, with_entropy=True)).backward()
     assert tensors[frozen].grad is None
@@ -121,25 +140,42 @@ def test_entropy_is_computed_only_when_asked_for():
 
 
 @pytest.mark.parametrize("columns, rows", [(V, M), (40, 7), (1, 1)])
-@pytest.mark.parametrize("changes", [{}, {"temperature": 0.7, "scale": 0.5}, {"temperature": 0.7, "softcap": 3.0}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"temperature": 0.7, "scale": 0.5}, {"temperature": 0.7, "softcap": 3.0}]
+)
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 5e-6), (torch.bfloat16, 4e-2)])
-def test_sums_of_squared_probabilities_are_those_of_numpy(monkeypatch, columns, rows, changes, dtype, tolerance):
+def test_sums_of_squared_probabilities_are_those_of_numpy(
+    monkeypatch, columns, rows, changes, dtype, tolerance
+):
     use_chunks(monkeypatch, columns, rows)
     hidden, weight, labels = inputs(dtype)
-    logits = changes.get("scale", 1.0) * hidden.detach().double().numpy() @ weight.detach().double().numpy().T
+    logits = (
+        changes.get("scale", 1.0)
+        * hidden.detach().double().numpy()
+        @ weight.detach().double().numpy().T
+    )
     if "softcap" in changes:
         logits = changes["softcap"] * np.tanh(logits / changes["softcap"])
     powers = np.exp(logits / changes.get("temperature", 1.0))
     expected = ((powers / powers.sum(-1, keepdims=True)) ** 2).sum(-1)
     alone = linear_log_prob(hidden, weight, labels, **changes, with_sum_pi_squared=True)
-    for got in (alone, linear_log_prob(hidden, weight, labels, **changes, with_entropy=True, with_sum_pi_squared=True)):
+    for got in (
+        alone,
+        linear_log_prob(
+            hidden, weight, labels, **changes, with_entropy=True, with_sum_pi_squared=True
+        ),
+    ):
         np.testing.assert_allclose(got[-1].numpy(), expected, rtol=tolerance)
         assert got[-1].dtype == torch.float32 and got[0].requires_grad and not got[-1].requires_grad
     (log_probs,) = linear_log_prob(hidden, weight, labels, **changes)
     log_probs.sum().backward()
     expected_gradient, weight.grad = weight.grad, None
     alone[0].sum().backward()
-    assert len(alone) == 2 and torch.equal(alone[0], log_probs) and torch.equal(weight.grad, expected_gradient)
+    assert (
+        len(alone) == 2
+        and torch.equal(alone[0], log_probs)
+        and torch.equal(weight.grad, expected_gradient)
+    )
 
 
 def test_a_batch_without_scored_tokens_has_a_gradient_of_zero():

@@ -1,4 +1,5 @@
-"""Low-rank adapters: what is trained, what travels, and what is written, against transformers and peft alone."""
+"""Low-rank adapters: what is trained, what travels, and what is written, against transformers and
+peft alone."""
 
 import dataclasses
 import multiprocessing
@@ -13,8 +14,20 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from tiny_worker_models import critic_config, local_group, make_batch, parameters_of, policy_config, write_model
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, GPTNeoXConfig, GPTNeoXForCausalLM
+from tiny_worker_models import (
+    critic_config,
+    local_group,
+    make_batch,
+    parameters_of,
+    policy_config,
+    write_model,
+)
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+)
 
 from verl_like.export import export
 from verl_like.protocol import DataProto
@@ -47,7 +60,9 @@ def with_adapter(config: Any, **settings: Any) -> Any:
 
 def policy(path: str, micro: int = 3, **settings: Any) -> Any:
     config = with_adapter(policy_config(path, micro=micro), **settings)
-    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"dtype": "float32", "name": "hf"})})
+    return config.model_copy(
+        update={"rollout": config.rollout.model_copy(update={"dtype": "float32", "name": "hf"})}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +81,9 @@ def actor(path: str) -> LocalWorkerGroup:
 
 def by_peft(path: str, adapter: dict[str, torch.Tensor]) -> PeftModel:
     """The same model, made by peft from an adapter's values, in float64."""
-    settings = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(TARGETS), task_type="CAUSAL_LM")
+    settings = LoraConfig(
+        r=RANK, lora_alpha=ALPHA, target_modules=list(TARGETS), task_type="CAUSAL_LM"
+    )
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(path), settings).double()
     parameters = dict(model.named_parameters())
     with torch.no_grad():
@@ -79,29 +96,41 @@ def by_peft(path: str, adapter: dict[str, torch.Tensor]) -> PeftModel:
 def log_probs_of(model: Any, data: DataProto) -> torch.Tensor:
     """Log-probabilities of all response tokens, by transformers, one row at a time."""
     found = []
-    for prompt, response in zip(data.batch["prompts"].unbind(), data.batch["responses"].unbind(), strict=True):
-        logits = model(input_ids=torch.cat([prompt, response])[None]).logits[0, -len(response) - 1 : -1]
+    for prompt, response in zip(
+        data.batch["prompts"].unbind(), data.batch["responses"].unbind(), strict=True
+    ):
+        logits = model(input_ids=torch.cat([prompt, response])[None]).logits[
+            0, -len(response) - 1 : -1
+        ]
         log_probs = (logits.double() / TEMPERATURE).log_softmax(-1)
         found.append(log_probs.gather(-1, response[:, None])[:, 0])
     return torch.cat(found)
 
 
-def test_only_the_adapter_is_trained_and_the_model_computes_as_by_peft(actor: LocalWorkerGroup, path: str):
+def test_only_the_adapter_is_trained_and_the_model_computes_as_by_peft(
+    actor: LocalWorkerGroup, path: str
+):
     adapter = parameters_of(actor.workers[0])
     assert len(adapter) == 2 * len(TARGETS) * 2 and all(".lora_" in name for name in adapter)
     assert all(value.abs().max() > 1e-4 for value in adapter.values())
     before = dict(AutoModelForCausalLM.from_pretrained(path).named_parameters())
-    frozen = {name.replace(".base_layer.", "."): p for name, p in actor.workers[0].engine.model.hf.named_parameters()}
+    frozen = {
+        name.replace(".base_layer.", "."): p
+        for name, p in actor.workers[0].engine.model.hf.named_parameters()
+    }
     assert all(torch.equal(frozen[name].full_tensor(), value) for name, value in before.items())
     model, data = by_peft(path, adapter), make_batch()
     log_probs = actor.compute_log_prob(data).get().batch["old_log_probs"].values().double()
     torch.testing.assert_close(log_probs, log_probs_of(model, data), atol=2e-5, rtol=0)
-    assert (log_probs - log_probs_of(model.get_base_model(), data)).abs().max() < 2e-5  # injected in place
+    # Injected in place
+    assert (log_probs - log_probs_of(model.get_base_model(), data)).abs().max() < 2e-5
     with model.disable_adapter():
         assert (log_probs - log_probs_of(model, data)).abs().max() > 0.01
 
 
-def test_the_reference_is_the_actor_without_its_adapter_bit_for_bit(actor: LocalWorkerGroup, path: str):
+def test_the_reference_is_the_actor_without_its_adapter_bit_for_bit(
+    actor: LocalWorkerGroup, path: str
+):
     data = make_batch()
     reference = local_group(ReferenceWorker, policy(path))
     expected = reference.compute_ref_log_prob(data).get().batch["ref_log_prob"]
@@ -130,16 +159,22 @@ def test_checkpoint_and_export_have_the_adapter_and_the_merged_model(
     for group in (actor, other):
         group.update_actor(data).get()
     after = parameters_of(actor.workers[0])
-    assert all(torch.equal(after[name], value) for name, value in parameters_of(other.workers[0]).items())
+    assert all(
+        torch.equal(after[name], value) for name, value in parameters_of(other.workers[0]).items()
+    )
     for group in (actor, other):
         group.load_checkpoint(str(tmp_path / "actor/checkpoint"))
     num_values = sum(value.numel() for value in adapter.values())
     files = list((tmp_path / "actor/checkpoint").glob("*.safetensors"))
-    assert sum(file.stat().st_size for file in files) < 3 * 4 * num_values + 20_000  # with two moments each
+    # With two moments each
+    assert sum(file.stat().st_size for file in files) < 3 * 4 * num_values + 20_000
 
     actor.save_hf(str(tmp_path / "written"))
     export(tmp_path / "actor", tmp_path / "exported")
-    written, base = load_file(tmp_path / "written/model.safetensors"), load_file(f"{path}/model.safetensors")
+    written, base = (
+        load_file(tmp_path / "written/model.safetensors"),
+        load_file(f"{path}/model.safetensors"),
+    )
     exported = load_file(tmp_path / "exported/model.safetensors")
     assert exported.keys() == written.keys() == base.keys()
     assert all(torch.equal(exported[name], value) for name, value in written.items())
@@ -159,11 +194,17 @@ def test_the_layers_with_an_adapter_alone_are_told_to_leave_it_out(actor: LocalW
     hf = actor.workers[0].engine.model.hf
 
     def told() -> set[str]:
-        return {name for name, module in hf.named_modules() if getattr(module, "_disable_adapters", False)}
+        return {
+            name
+            for name, module in hf.named_modules()
+            if getattr(module, "_disable_adapters", False)
+        }
 
     with without_adapter(hf):
         layers = [f"model.layers.{layer}" for layer in (0, 1)]
-        assert told() == {f"{layer}.{name}" for layer in layers for name in ("self_attn.q_proj", "mlp.down_proj")}
+        assert told() == {
+            f"{layer}.{name}" for layer in layers for name in ("self_attn.q_proj", "mlp.down_proj")
+        }
     assert told() == set()
 
 
@@ -171,7 +212,10 @@ def test_an_adapter_whose_model_is_gone_is_not_exported(path: str, tmp_path: Pat
     model = shutil.copytree(path, tmp_path / "model")
     local_group(ActorWorker, policy(str(model))).save_checkpoint(str(tmp_path / "actor/checkpoint"))
     shutil.rmtree(model)
-    message = rf"actor/checkpoint has an adapter of {model}, which cannot be read \(.*\): put that model there"
+    message = (
+        rf"actor/checkpoint has an adapter of {model}, which cannot be read \(.*\): put that "
+        r"model there"
+    )
     with pytest.raises(ValueError, match=message):
         export(tmp_path / "actor", tmp_path / "exported")
     assert not (tmp_path / "exported").exists()
@@ -196,20 +240,27 @@ def test_an_adapter_and_its_model_are_merged_in_float32_and_rounded_once(path: s
         expected = weight + ALPHA / RANK * (b @ a)
         for merged in files:
             assert merged[name].dtype == torch.bfloat16
-            # The order of the product's sums may move a number over the middle between two of bfloat16.
+            # The order of the product's sums may move a number over the middle between two of
+            # bfloat16.
             assert (merged[name] != expected.bfloat16()).float().mean() < 0.005, name
         num_merged += 1
     assert num_merged == 2 * len(TARGETS)
 
 
 def engine_of(config: Any) -> RolloutEngine:
-    return get_rollout_engine("hf")(config.rollout, config.model, rank=0, world_size=1, seed=5, device="cpu")
+    return get_rollout_engine("hf")(
+        config.rollout, config.model, rank=0, world_size=1, seed=5, device="cpu"
+    )
 
 
 def complete(engine: RolloutEngine) -> list[tuple[list[int], list[float]]]:
     """Tokens and log-probabilities of two responses."""
-    sampling = Sampling(temperature=TEMPERATURE, top_k=-1, top_p=1.0, max_tokens=6, stop_token_ids=())
-    requests = [GenerationRequest(f"r{i}", ids, i, sampling) for i, ids in enumerate([[5, 9, 12], [7]])]
+    sampling = Sampling(
+        temperature=TEMPERATURE, top_k=-1, top_p=1.0, max_tokens=6, stop_token_ids=()
+    )
+    requests = [
+        GenerationRequest(f"r{i}", ids, i, sampling) for i, ids in enumerate([[5, 9, 12], [7]])
+    ]
     engine.submit(requests)
     ended = sorted((pair for pairs in engine.stream() for pair in pairs), key=lambda pair: pair[0])
     return [(each.token_ids.tolist(), each.log_probs.tolist()) for _, each in ended]
@@ -222,22 +273,38 @@ def test_an_engine_has_the_frozen_model_and_gets_the_adapter_or_says_that_it_did
     exported = actor.export_weights(version=4).get()
     fingerprint = engine.load_weights(exported, 4)
     adapter = parameters_of(actor.workers[0])
-    assert sum(each.num_bytes for each in exported) == 4 * sum(value.numel() for value in adapter.values())
+    assert sum(each.num_bytes for each in exported) == 4 * sum(
+        value.numel() for value in adapter.values()
+    )
     model = by_peft(path, adapter)
     for prompt, (tokens, log_probs) in zip([[5, 9, 12], [7]], complete(engine), strict=True):
-        logits = model(input_ids=torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
+        logits = (
+            model(input_ids=torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+            / TEMPERATURE
+        )
         expected = logits.log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
-        torch.testing.assert_close(torch.tensor(log_probs, dtype=torch.float64), expected, atol=2e-5, rtol=0)
+        torch.testing.assert_close(
+            torch.tensor(log_probs, dtype=torch.float64), expected, atol=2e-5, rtol=0
+        )
 
-    first, second = (f"model.layers.{layer}.mlp.down_proj.lora_B.default.weight" for layer in (0, 1))
+    first, second = (
+        f"model.layers.{layer}.mlp.down_proj.lora_B.default.weight" for layer in (0, 1)
+    )
     load = engine._load
     engine._load = lambda exports, version: None
     actor.update_actor(make_batch(seed=3)).get()
     newer = actor.export_weights(version=5).get()
-    with pytest.raises(WeightSyncError, match=r"Weights of version 5 did not arrive at rollout rank 0: 8 of 8 tensors"):
+    with pytest.raises(
+        WeightSyncError,
+        match=r"Weights of version 5 did not arrive at rollout rank 0: 8 of 8 tensors",
+    ):
         engine.load_weights(newer, 5)  # the adapter of version 4 is still there
-    engine._load = lambda exports, version: load([swapped(each, first, second) for each in exports], version)
-    with pytest.raises(WeightSyncError, match=f"2 of 8 tensors differ from the trainer's: {first}, {second}"):
+    engine._load = lambda exports, version: load(
+        [swapped(each, first, second) for each in exports], version
+    )
+    with pytest.raises(
+        WeightSyncError, match=f"2 of 8 tensors differ from the trainer's: {first}, {second}"
+    ):
         engine.load_weights(newer, 5)
     engine._load = load
     assert engine.load_weights(newer, 5) != fingerprint
@@ -259,11 +326,16 @@ def test_a_copy_of_the_actor_computes_what_the_actor_does_with_the_adapter_and_w
     with pytest.raises(WorkerError, match="no verified weights"):
         copy.compute_ref_log_prob(data).get()
     copy.load_weights(actor.export_weights(version=7).get(), version=7)
-    pairs = [(group.compute_log_prob(data).get(), group.compute_ref_log_prob(data).get()) for group in (actor, copy)]
+    pairs = [
+        (group.compute_log_prob(data).get(), group.compute_ref_log_prob(data).get())
+        for group in (actor, copy)
+    ]
     for (one, one_reference), (other, other_reference) in [pairs]:
         of_both = [each.batch["old_log_probs"].values() for each in (one, other)]
         torch.testing.assert_close(*of_both, atol=1e-5, rtol=0)
-        assert deep_equal(one_reference.batch["ref_log_prob"], other_reference.batch["ref_log_prob"])
+        assert deep_equal(
+            one_reference.batch["ref_log_prob"], other_reference.batch["ref_log_prob"]
+        )
 
 
 def test_the_critic_trains_an_adapter_and_its_new_head(path: str, tmp_path: Path):
@@ -276,7 +348,9 @@ def test_the_critic_trains_an_adapter_and_its_new_head(path: str, tmp_path: Path
     names = {name.split(".lora_")[0] for name in parameters_of(critic.workers[0])}
     head = {f"score.modules_to_save.default.{leaf}" for leaf in ("weight", "bias")}
     assert names == head | {
-        f"model.layers.{layer}.{name}" for layer in (0, 1) for name in ("self_attn.q_proj", "mlp.down_proj")
+        f"model.layers.{layer}.{name}"
+        for layer in (0, 1)
+        for name in ("self_attn.q_proj", "mlp.down_proj")
     }
     copy.load_weights(critic.export_weights(version=1).get(), version=1)
     values = critic.compute_values(data).get().batch["values"]
@@ -288,7 +362,9 @@ def test_the_critic_trains_an_adapter_and_its_new_head(path: str, tmp_path: Path
     export(tmp_path / "critic", tmp_path / "exported")
     model = AutoModelForTokenClassification.from_pretrained(tmp_path / "exported")
     prompt, response = (data.batch[name][0] for name in ("prompts", "responses"))
-    expected = model(input_ids=torch.cat([prompt, response])[None]).logits[0, -len(response) - 1 : -1, 0]
+    expected = model(input_ids=torch.cat([prompt, response])[None]).logits[
+        0, -len(response) - 1 : -1, 0
+    ]
     torch.testing.assert_close(values[0], expected, atol=2e-5, rtol=0)
 
 
@@ -296,7 +372,9 @@ def test_the_critic_trains_an_adapter_and_its_new_head(path: str, tmp_path: Path
 def test_a_critics_new_head_is_trained_by_any_name(targets: Any, path: str, tmp_path: Path):
     shutil.copytree(path, tmp_path / "model")  # for its tokenizer
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
-    GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, num_hidden_layers=2)).save_pretrained(tmp_path / "model")
+    GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, num_hidden_layers=2)).save_pretrained(
+        tmp_path / "model"
+    )
     config = with_adapter(critic_config(str(tmp_path / "model")), target_modules=targets)
     critic = local_group(CriticWorker, config, seed=3)
     name = "classifier.modules_to_save.default.weight"
@@ -306,11 +384,14 @@ def test_a_critics_new_head_is_trained_by_any_name(targets: Any, path: str, tmp_
     assert len(before) == 2 + 2 * 2 * (1 if targets != "all-linear" else 4)
 
 
-def test_the_model_under_an_adapter_is_named_by_its_whole_path(path: str, monkeypatch: pytest.MonkeyPatch):
+def test_the_model_under_an_adapter_is_named_by_its_whole_path(
+    path: str, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.chdir(Path(path).parent)
     hf = empty_model(policy("./model").model, AutoModelForCausalLM, key="m")
     assert hf.peft_config["default"].base_model_name_or_path == path
-    assert lora_config(hf, policy("some/name").model).base_model_name_or_path == "some/name"  # of the hub
+    # Of the hub
+    assert lora_config(hf, policy("some/name").model).base_model_name_or_path == "some/name"
 
 
 def test_ranks_that_read_weights_and_ranks_that_get_them_store_an_adapter_alike(path: str):
@@ -331,9 +412,17 @@ def test_a_teacher_has_no_adapter(path: str):
     assert (teacher.path, teacher.lora_rank) == ("elsewhere", 0)
 
 
-def trained_on_rank(rank: int, port: int, path: str, folder: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """What the `actor` above does, as one of two ranks; its adapter, and its half of the reference's log-probs."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank)}
+def trained_on_rank(
+    rank: int, port: int, path: str, folder: str
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """What the `actor` above does, as one of two ranks; its adapter, and its half of the
+    reference's log-probs."""
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": "2",
+        "RANK": str(rank),
+    }
     torch.set_num_threads(1)
     worker = ActorWorker(policy(path, micro=1))
     worker.init_model()
@@ -370,16 +459,33 @@ def test_two_ranks_train_the_adapter_that_one_rank_trains(path: str, tmp_path: P
 @pytest.mark.parametrize(
     ("targets", "message"),
     [
-        (("q_proj", "w_proj"), r"LlamaForCausalLM has no layer w_proj; give some of down_proj, gate_proj, k_proj"),
-        (("w_proj",), r"Target modules \{'w_proj'\} not found in the base model.*give some of down_proj, gate_proj"),
+        (
+            ("q_proj", "w_proj"),
+            r"LlamaForCausalLM has no layer w_proj; give some of down_proj, gate_proj, k_proj",
+        ),
+        (
+            ("w_proj",),
+            r"Target modules \{'w_proj'\} not found in the base model.*give some of down_proj, "
+            r"gate_proj",
+        ),
         (r".*\.x_proj", r"Target modules .*x_proj not found in the base model.*or all-linear"),
-        (("q_proj", "lm_head"), r"lm_head cannot have an adapter, only decoder layers can; give some of down_proj"),
-        (("self_attn",), r"(.|\n)*LlamaAttention(.|\n)*Linear layers get adapters: give some of down_proj"),
+        (
+            ("q_proj", "lm_head"),
+            r"lm_head cannot have an adapter, only decoder layers can; give some of down_proj",
+        ),
+        (
+            ("self_attn",),
+            r"(.|\n)*LlamaAttention(.|\n)*Linear layers get adapters: give some of down_proj",
+        ),
     ],
 )
-def test_targets_that_match_nothing_or_no_decoder_layer_are_refused(path: str, targets: Any, message: str):
+def test_targets_that_match_nothing_or_no_decoder_layer_are_refused(
+    path: str, targets: Any, message: str
+):
     with pytest.raises(ValueError, match=rf"^actor_rollout_ref.model.target_modules=.*{message}"):
-        ModelSize.of(policy(path, target_modules=targets).model, "actor_rollout_ref.model", PolicyModel)
+        ModelSize.of(
+            policy(path, target_modules=targets).model, "actor_rollout_ref.model", PolicyModel
+        )
 
 
 def test_adapters_do_not_travel_where_they_could_not_be_checked(path: str):

@@ -36,7 +36,12 @@ def model_path(tmp_path_factory):
 def policy(path, *, checkpointing):
     config = policy_config(path)
     hf = load_pretrained(
-        AutoModelForCausalLM, config.model, config.actor.fsdp_config, key="m", device="cpu", weights=True
+        AutoModelForCausalLM,
+        config.model,
+        config.actor.fsdp_config,
+        key="m",
+        device="cpu",
+        weights=True,
     )
     if checkpointing:
         hf.gradient_checkpointing_enable({"use_reentrant": False})
@@ -57,7 +62,9 @@ class Recorder(ActivationOffload):
 
 
 @pytest.mark.parametrize("checkpointing", [True, False])
-def test_activations_come_back_from_host_memory_as_they_were(model_path, monkeypatch, checkpointing):
+def test_activations_come_back_from_host_memory_as_they_were(
+    model_path, monkeypatch, checkpointing
+):
     monkeypatch.setattr(activation_offload, "SMALLEST_BYTES", 1)
     packed, results = pack(Rows.of(make_batch())), []
     for saving in (None, Recorder()):
@@ -107,14 +114,22 @@ def test_the_copy_of_the_layer_before_is_issued_as_the_backward_pass_needs_a_lay
             super()._issue(saved)
 
     offload = Issuing()
-    for start in (1.5, 2.0):  # of the second pass the first layer has none before it: the pass before is over
+    # Of the second pass the first layer has none before it: the pass before is over
+    for start in (1.5, 2.0):
         x = torch.tensor([start], requires_grad=True)
         with offload:
             y = Square.apply(Square.apply(Square.apply(x)))
         y.backward()
         assert x.grad.item() == pytest.approx(8 * start**7)
     assert events == [
-        *("copy 5.062", "copy 2.25", "compute with 5.062", "copy 1.5", "compute with 2.25", "compute with 1.5"),
+        *(
+            "copy 5.062",
+            "copy 2.25",
+            "compute with 5.062",
+            "copy 1.5",
+            "compute with 2.25",
+            "compute with 1.5",
+        ),
         *("copy 16", "copy 4", "compute with 16", "copy 2", "compute with 4", "compute with 2"),
     ]
 
@@ -138,14 +153,17 @@ def test_compiled_layers_have_the_gradient_of_eager_ones(model_path):
         one_layer = {"override_config": {"num_hidden_layers": 1}, "use_torch_compile": compiled}
         model = config.model.model_copy(update=one_layer)
         group = local_group(ActorWorker, config.model_copy(update={"model": model}))
-        gradients, _ = gradients_of(group.workers[0], lambda group=group: group.update_actor(make_batch()).get())
+        gradients, _ = gradients_of(
+            group.workers[0], lambda group=group: group.update_actor(make_batch()).get()
+        )
         results.append(gradients)
     assert relative_error(results[1], results[0]) < 2e-6
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
 
 
 def test_layers_are_not_compiled_again_for_every_number_of_sequences(model_path, monkeypatch):
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # graphs without a C++ compiler
+    # Graphs without a C++ compiler
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     torch._dynamo.reset()
     model = policy(model_path, checkpointing=False)
     compile_layers(model.hf)
@@ -157,7 +175,9 @@ def test_layers_are_not_compiled_again_for_every_number_of_sequences(model_path,
 
 
 @pytest.mark.parametrize("shares_device", [True, False])
-def test_cached_memory_is_handed_back_only_where_an_engine_shares_the_device(model_path, monkeypatch, shares_device):
+def test_cached_memory_is_handed_back_only_where_an_engine_shares_the_device(
+    model_path, monkeypatch, shares_device
+):
     config = policy_config(model_path)
     group = local_group(ActorWorker, config, shares_device=shares_device)
     engine, calls = group.workers[0].engine, []
@@ -167,21 +187,32 @@ def test_cached_memory_is_handed_back_only_where_an_engine_shares_the_device(mod
     assert len(calls) == shares_device
 
 
-@pytest.mark.parametrize("switch", ["enable_gradient_checkpointing", "enable_activation_offload", "use_torch_compile"])
+@pytest.mark.parametrize(
+    "switch", ["enable_gradient_checkpointing", "enable_activation_offload", "use_torch_compile"]
+)
 def test_actor_and_critic_do_what_each_switch_says_and_nothing_else(tmp_path, model_path, switch):
-    switches = dict.fromkeys(("enable_gradient_checkpointing", "enable_activation_offload", "use_torch_compile"), False)
+    switches = dict.fromkeys(
+        ("enable_gradient_checkpointing", "enable_activation_offload", "use_torch_compile"), False
+    )
     value_path = write_model(tmp_path / "critic", LlamaForTokenClassification)
-    made = [(ActorWorker, policy_config(model_path), {}), (CriticWorker, critic_config(value_path), {"seed": 1})]
+    made = [
+        (ActorWorker, policy_config(model_path), {}),
+        (CriticWorker, critic_config(value_path), {"seed": 1}),
+    ]
     for worker_class, config, arguments in made:
         model = config.model.model_copy(update=switches | {switch: True})
         group = local_group(worker_class, config.model_copy(update={"model": model}), **arguments)
         engine = group.workers[0].engine
-        assert engine.model.hf.is_gradient_checkpointing == (switch == "enable_gradient_checkpointing")
+        assert engine.model.hf.is_gradient_checkpointing == (
+            switch == "enable_gradient_checkpointing"
+        )
         compiled = ["forward" in vars(layer) for layer in engine.units[:-1]]
         assert compiled == [switch == "use_torch_compile"] * 2
 
 
-def test_segments_of_memory_grow_on_a_gpu_unless_another_process_opens_them(monkeypatch: pytest.MonkeyPatch):
+def test_segments_of_memory_grow_on_a_gpu_unless_another_process_opens_them(
+    monkeypatch: pytest.MonkeyPatch,
+):
     def stop(*_: object) -> None:
         raise InterruptedError("before anything needs a GPU")
 

@@ -34,10 +34,22 @@ def refusal(model: Path, read: Callable = load_hf_config, **overrides: Any) -> s
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_hidden_layers": -1}, "num_hidden_layers=-1 in the model's configuration, expected a positive number"),
-        ({"num_attention_heads": -4}, "num_attention_heads=-4 in the model's configuration, expected a positive"),
-        ({"model_type": "nothing_like"}, "its config.json cannot be used (ValueError: .*model type `nothing_like`"),
-        ({"hidden_size": "many"}, "its config.json cannot be used (.*'hidden_size' expected int, got str"),
+        (
+            {"num_hidden_layers": -1},
+            "num_hidden_layers=-1 in the model's configuration, expected a positive number",
+        ),
+        (
+            {"num_attention_heads": -4},
+            "num_attention_heads=-4 in the model's configuration, expected a positive",
+        ),
+        (
+            {"model_type": "nothing_like"},
+            "its config.json cannot be used (ValueError: .*model type `nothing_like`",
+        ),
+        (
+            {"hidden_size": "many"},
+            "its config.json cannot be used (.*'hidden_size' expected int, got str",
+        ),
     ],
 )
 def test_a_configuration_with_a_value_that_cannot_be_names_the_key_and_the_value(
@@ -55,7 +67,9 @@ def test_a_configuration_with_a_value_that_cannot_be_names_the_key_and_the_value
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\x00", b"{", b"[]", b"[" * 100_000])
-def test_a_configuration_that_is_no_json_object_names_the_key_and_the_file(model: Path, content: bytes):
+def test_a_configuration_that_is_no_json_object_names_the_key_and_the_file(
+    model: Path, content: bytes
+):
     (model / "config.json").write_bytes(content)
     assert refusal(model).startswith(f"{KEY}.path={model}: its config.json cannot be used (")
 
@@ -65,14 +79,18 @@ def test_sizes_of_which_no_model_can_be_made_name_the_key(model: Path):
         empty_model(config, PolicyModel.auto_class, key=key)
 
     said = refusal(model, read, intermediate_size=-3)
-    assert said.startswith(f"{KEY}.path={model}: no model can be made of its config.json (RuntimeError: ")
+    assert said.startswith(
+        f"{KEY}.path={model}: no model can be made of its config.json (RuntimeError: "
+    )
 
 
 BAD = [b"", b"\xff\x00", b"[]", b"[" * 100_000]
 FILES = [("tokenizer.json", content) for content in (*BAD, b"{}")]
 
 
-@pytest.mark.parametrize(("name", "content"), [*FILES, *(("tokenizer_config.json", content) for content in BAD)])
+@pytest.mark.parametrize(
+    ("name", "content"), [*FILES, *(("tokenizer_config.json", content) for content in BAD)]
+)
 def test_a_tokenizer_that_cannot_be_read_is_named(model: Path, name: str, content: bytes):
     (model / name).write_bytes(content)
     with pytest.raises(ValueError) as error:
@@ -90,20 +108,28 @@ def online(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], N
 
     def use(endpoint: str) -> None:
         monkeypatch.setattr(constants, "ENDPOINT", endpoint)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", endpoint + "/{repo_id}/{revision}/{filename}")
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", endpoint + "/{repo_id}/{revision}/{filename}"
+        )
 
     return use
 
 
 @pytest.mark.parametrize("endpoint", ["http://127.0.0.1:1", "http://no-such-host.invalid"])
-def test_a_name_that_is_no_model_is_refused_where_the_hub_cannot_be_reached(online: Callable, endpoint: str):
+def test_a_name_that_is_no_model_is_refused_where_the_hub_cannot_be_reached(
+    online: Callable, endpoint: str
+):
     online(endpoint)
     said = refusal(Path("someone/nothing-like-this"))
-    assert said.startswith(f"{KEY}.path=someone/nothing-like-this: neither a folder, nor a model in this machine's cac")
+    assert said.startswith(
+        f"{KEY}.path=someone/nothing-like-this: neither a folder, nor a model in this machine's cac"
+    )
     assert endpoint in said
 
 
-def test_a_hub_that_does_not_answer_is_not_waited_for(online: Callable, monkeypatch: pytest.MonkeyPatch):
+def test_a_hub_that_does_not_answer_is_not_waited_for(
+    online: Callable, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(hub, "_ANSWER_S", 0.5)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
@@ -113,7 +139,8 @@ def test_a_hub_that_does_not_answer_is_not_waited_for(online: Callable, monkeypa
 
 
 def put_into_the_cache(cache: Path, file: str, text: str) -> None:
-    """A file of the model `someone/cached`, where the hub's library looks for one that it has downloaded."""
+    """A file of the model `someone/cached`, where the hub's library looks for one that it has
+    downloaded."""
     cached = cache / "models--someone--cached"
     (cached / "snapshots/abc").mkdir(parents=True)
     (cached / "refs").mkdir()
@@ -129,23 +156,33 @@ def test_a_model_of_the_cache_needs_no_hub(online: Callable, model: Path, tmp_pa
         hub.require_hub_model("someone/other", "the model")
 
 
-def test_a_tokenizer_that_the_hub_does_not_give_is_refused_without_a_wait(online: Callable, model: Path):
+def test_a_tokenizer_that_the_hub_does_not_give_is_refused_without_a_wait(
+    online: Callable, model: Path
+):
     online("http://127.0.0.1:1")
     config = PolicyModelConfig(path=str(model), tokenizer_path="someone/nothing-like-this")
-    with pytest.raises(ValueError, match=r"model.tokenizer_path=someone/nothing-like-this: neither a folder"):
+    with pytest.raises(
+        ValueError, match=r"model.tokenizer_path=someone/nothing-like-this: neither a folder"
+    ):
         load_tokenizer(config)
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
-def test_a_tokenizer_of_the_cache_needs_no_hub_whichever_files_it_has(online: Callable, tmp_path: Path, file: str):
+def test_a_tokenizer_of_the_cache_needs_no_hub_whichever_files_it_has(
+    online: Callable, tmp_path: Path, file: str
+):
     online("http://127.0.0.1:1")
     put_into_the_cache(tmp_path / "cache", file, "{}")
-    hub.require_hub_model("someone/cached", "the tokenizer", "tokenizer.json", "tokenizer_config.json")
+    hub.require_hub_model(
+        "someone/cached", "the tokenizer", "tokenizer.json", "tokenizer_config.json"
+    )
     with pytest.raises(ValueError, match="the model: neither a folder"):
         hub.require_hub_model("someone/cached", "the model")
 
 
 def test_a_model_of_a_script_that_the_hub_does_not_give_is_named(online: Callable):
     online("http://127.0.0.1:1")
-    with pytest.raises(ValueError, match=r"^Actor\(pretrained='someone/nothing-like-this'\): neither a folder"):
+    with pytest.raises(
+        ValueError, match=r"^Actor\(pretrained='someone/nothing-like-this'\): neither a folder"
+    ):
         Actor(pretrained="someone/nothing-like-this")

@@ -1,4 +1,5 @@
-"""The models over packed sequences, against transformers' own unpadded forward and a float64 reference."""
+"""The models over packed sequences, against transformers' own unpadded forward and a float64
+reference."""
 
 import copy
 import importlib.util
@@ -35,13 +36,24 @@ from verl_like.workers.models import linear_log_prob
 from verl_like.workers.models.attention import Sequences, choose_attention, packed_varlen
 from verl_like.workers.models.packed_models import PolicyModel, RewardModel, ValueModel
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS, Rows, pack
-from verl_like.workers.models.pretrained import check_sequence_length, load_hf_config, load_pretrained
+from verl_like.workers.models.pretrained import (
+    check_sequence_length,
+    load_hf_config,
+    load_pretrained,
+)
 
 FLOAT32 = ForwardFsdpConfig(dtype="float32")
 TINY = {
-    "vocab_size": len(VOCABULARY), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "initializer_range": 0.3, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1,
-}  # fmt: skip
+    "vocab_size": len(VOCABULARY),
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 1,
+}
 
 
 @pytest.fixture(scope="module")
@@ -65,20 +77,27 @@ def by_row(rows, packed, scored):
 
 def unpadded(rows, row):
     """(1, length) token ids of one row, and the number of its response tokens."""
-    return torch.cat([rows["prompts"][row], rows["responses"][row]])[None], int(rows["response_mask"][row].sum())
+    return torch.cat([rows["prompts"][row], rows["responses"][row]])[None], int(
+        rows["response_mask"][row].sum()
+    )
 
 
 def reference_scores(hf, rows, row, temperature):
-    """Log-probabilities and entropies of one row's response tokens, by the model's own forward, without padding."""
+    """Log-probabilities and entropies of one row's response tokens, by the model's own forward,
+    without padding."""
     tokens, count = unpadded(rows, row)
     log_probs = torch.log_softmax(hf(tokens).logits[0] / temperature, dim=-1)[-count - 1 : -1]
-    return log_probs.gather(-1, tokens[0, -count:, None])[:, 0], -(log_probs.exp() * log_probs).sum(-1)
+    return log_probs.gather(-1, tokens[0, -count:, None])[:, 0], -(log_probs.exp() * log_probs).sum(
+        -1
+    )
 
 
 def test_packed_log_probs_and_entropies_are_those_of_single_unpadded_sequences(model_path):
     rows = rows_of(make_batch(rows=6))
     packed = pack(rows)
-    log_probs, entropies = PolicyModel(load(AutoModelForCausalLM, model_path))(packed, 0.7, with_entropy=True)
+    log_probs, entropies = PolicyModel(load(AutoModelForCausalLM, model_path))(
+        packed, 0.7, with_entropy=True
+    )
     log_probs_BR, entropies_BR = by_row(rows, packed, log_probs), by_row(rows, packed, entropies)
     hf = AutoModelForCausalLM.from_pretrained(model_path, attn_implementation="eager")
     for row in range(6):
@@ -103,7 +122,10 @@ def test_gradients_of_log_probs_and_entropy_agree_with_float64(model_path):
     for row in range(4):
         log_prob, entropy = reference_scores(hf, rows, row, temperature=0.7)
         count = len(log_prob)
-        total = total + (log_prob * weights_BR[row, :count] + entropy * weights_BR.flip(0)[row, :count]).sum()
+        total = (
+            total
+            + (log_prob * weights_BR[row, :count] + entropy * weights_BR.flip(0)[row, :count]).sum()
+        )
     total.backward()
     expected = dict(hf.named_parameters())
     for name, parameter in policy.hf.named_parameters():
@@ -111,14 +133,21 @@ def test_gradients_of_log_probs_and_entropy_agree_with_float64(model_path):
         assert error < 2e-6, f"{name}: relative error {error}"
 
 
-def test_chunks_of_the_vocabulary_projection_change_neither_values_nor_gradients(model_path, monkeypatch):
+def test_chunks_of_the_vocabulary_projection_change_neither_values_nor_gradients(
+    model_path, monkeypatch
+):
     packed = pack(rows_of(make_batch(rows=4)))
 
     def run():
         policy = PolicyModel(load(AutoModelForCausalLM, model_path))
         log_probs, entropies = policy(packed, 1.0, with_entropy=True)
         (log_probs.sum() + 2 * entropies.sum()).backward()
-        return log_probs, entropies, policy.hf.lm_head.weight.grad, policy.hf.model.embed_tokens.weight.grad
+        return (
+            log_probs,
+            entropies,
+            policy.hf.lm_head.weight.grad,
+            policy.hf.model.embed_tokens.weight.grad,
+        )
 
     whole = run()
     monkeypatch.setattr(linear_log_prob, "LOGITS_PER_CHUNK", {"cpu": 3 * len(packed.labels)})
@@ -130,26 +159,46 @@ SHORT, LONG = [1.0, 1.5, 2.0, 2.5], [2.0, 4.0, 6.0, 8.0]
 ROPES = {  # both are fixed functions for up to 11 tokens, the longest rows of `make_batch`
     "dynamic": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 3.0},
     "longrope": {
-        "rope_type": "longrope", "rope_theta": 100.0, "short_factor": SHORT, "long_factor": LONG, "factor": 4.0,
+        "rope_type": "longrope",
+        "rope_theta": 100.0,
+        "short_factor": SHORT,
+        "long_factor": LONG,
+        "factor": 4.0,
         "original_max_position_embeddings": 11,
     },
-}  # fmt: skip
+}
 FAMILIES = {
-    "llama, dynamic": LlamaConfig(**TINY, max_position_embeddings=11, rope_parameters=ROPES["dynamic"]),
-    "llama, longrope": LlamaConfig(**TINY, max_position_embeddings=44, rope_parameters=ROPES["longrope"]),
+    "llama, dynamic": LlamaConfig(
+        **TINY, max_position_embeddings=11, rope_parameters=ROPES["dynamic"]
+    ),
+    "llama, longrope": LlamaConfig(
+        **TINY, max_position_embeddings=44, rope_parameters=ROPES["longrope"]
+    ),
     "llama": LlamaConfig(**TINY, num_key_value_heads=2),
-    "qwen2": Qwen2Config(**TINY, num_key_value_heads=2, sliding_window=3, use_sliding_window=True, max_window_layers=1),
+    "qwen2": Qwen2Config(
+        **TINY,
+        num_key_value_heads=2,
+        sliding_window=3,
+        use_sliding_window=True,
+        max_window_layers=1,
+    ),
     "qwen3": Qwen3Config(**TINY, num_key_value_heads=2, head_dim=16),
     "mistral": MistralConfig(**TINY, num_key_value_heads=2, sliding_window=3),
     "gemma": GemmaConfig(**TINY, num_key_value_heads=1, head_dim=8),
     "gemma2": Gemma2Config(
-        **TINY, num_key_value_heads=2, head_dim=8, sliding_window=3, attn_logit_softcapping=0.5,
+        **TINY,
+        num_key_value_heads=2,
+        head_dim=8,
+        sliding_window=3,
+        attn_logit_softcapping=0.5,
         final_logit_softcapping=2.0,
     ),
-    "gemma3": Gemma3TextConfig(**TINY, num_key_value_heads=2, head_dim=8, sliding_window=3, sliding_window_pattern=2),
+    "gemma3": Gemma3TextConfig(
+        **TINY, num_key_value_heads=2, head_dim=8, sliding_window=3, sliding_window_pattern=2
+    ),
     "granite": GraniteConfig(**TINY, num_key_value_heads=2, logits_scaling=3.0),
     "cohere": CohereConfig(**TINY, num_key_value_heads=2, logit_scale=0.3),
-}  # fmt: skip
+}
 
 
 def reference_and_packed(config):
@@ -201,28 +250,37 @@ def test_values_are_read_at_the_token_before_each_response_token(model_path):
     hf.eval()
     for row in range(4):
         tokens, count = unpadded(rows, row)
-        torch.testing.assert_close(values_BR[row, :count], hf(tokens).logits[0, -count - 1 : -1, 0], rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            values_BR[row, :count], hf(tokens).logits[0, -count - 1 : -1, 0], rtol=0, atol=1e-5
+        )
 
 
 def test_a_reward_model_scores_the_last_token(tmp_path):
     path = write_reward_model(tmp_path / "reward")
     rows = rows_of(make_batch(rows=4))
     scores = RewardModel(load(AutoModelForSequenceClassification, path))(pack(rows))
-    hf = AutoModelForSequenceClassification.from_pretrained(path, attn_implementation="eager", num_labels=1)
+    hf = AutoModelForSequenceClassification.from_pretrained(
+        path, attn_implementation="eager", num_labels=1
+    )
     for row in range(4):
-        torch.testing.assert_close(scores[row], hf(unpadded(rows, row)[0]).logits[0, 0], rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            scores[row], hf(unpadded(rows, row)[0]).logits[0, 0], rtol=0, atol=1e-5
+        )
 
 
 def test_a_row_without_a_prompt_is_refused():
     rows = rows_of(make_batch(rows=2))
     prompts = jagged_from_lists([rows["prompts"][0].tolist(), []], torch.int64)
-    with pytest.raises(ValueError, match=rf"every row needs a prompt token, but .* \[{len(prompts[0])}, 0\]"):
+    with pytest.raises(
+        ValueError, match=rf"every row needs a prompt token, but .* \[{len(prompts[0])}, 0\]"
+    ):
         pack(replace(rows, columns={**rows.columns, "prompts": prompts}))
 
 
 def test_padded_columns_are_refused_with_what_to_do():
     with pytest.raises(
-        ValueError, match=r"has padded columns, but .* take jagged ones: register the method .*jagged=True"
+        ValueError,
+        match=r"has padded columns, but .* take jagged ones: register the method .*jagged=True",
     ):
         Rows.of(padded(make_batch(rows=2)))
 
@@ -233,10 +291,15 @@ def test_response_tokens_that_are_not_scored_are_read_and_have_no_log_prob(model
     mask.values()[::2] = 0
     rows = rows_of(data)
     packed = pack(rows)
-    log_probs_BR = by_row(rows, packed, PolicyModel(load(AutoModelForCausalLM, model_path))(packed, 0.7)[0])
+    log_probs_BR = by_row(
+        rows, packed, PolicyModel(load(AutoModelForCausalLM, model_path))(packed, 0.7)[0]
+    )
     hf = AutoModelForCausalLM.from_pretrained(model_path, attn_implementation="eager")
     for row, is_scored in enumerate(mask):
-        tokens, count = torch.cat([data.batch["prompts"][row], data.batch["responses"][row]]), len(is_scored)
+        tokens, count = (
+            torch.cat([data.batch["prompts"][row], data.batch["responses"][row]]),
+            len(is_scored),
+        )
         log_probs = torch.log_softmax(hf(tokens[None]).logits[0] / 0.7, dim=-1)[-count - 1 : -1]
         expected = log_probs.gather(-1, tokens[-count:, None])[:, 0] * is_scored
         torch.testing.assert_close(log_probs_BR[row, :count], expected, rtol=0, atol=1e-5)
@@ -248,8 +311,12 @@ def test_a_path_without_a_model_is_refused_without_asking_the_hub(tmp_path):
 
 
 def test_layers_that_would_mix_packed_sequences_are_refused(tmp_path):
-    Qwen3NextConfig(**TINY, layer_types=["full_attention", "linear_attention"]).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="has layers of linear_attention, which packed sequences do not support"):
+    Qwen3NextConfig(**TINY, layer_types=["full_attention", "linear_attention"]).save_pretrained(
+        tmp_path
+    )
+    with pytest.raises(
+        ValueError, match="has layers of linear_attention, which packed sequences do not support"
+    ):
         load_hf_config(ModelConfig(path=str(tmp_path)), key="m")
 
 
@@ -257,20 +324,37 @@ def test_layers_that_would_mix_packed_sequences_are_refused(tmp_path):
 def test_positions_that_depend_on_the_length_of_a_sequence_are_refused(kind):
     config = FAMILIES[f"llama, {kind}"]
     check_sequence_length(config, 11, "the model", "")
-    which = " before rope_type=longrope changes them by the longest .* pass" if kind == "longrope" else ""
-    with pytest.raises(ValueError, match=f"^m.path=p has 11 positions{which}; lower it, or choose another model"):
+    which = (
+        " before rope_type=longrope changes them by the longest .* pass"
+        if kind == "longrope"
+        else ""
+    )
+    with pytest.raises(
+        ValueError, match=f"^m.path=p has 11 positions{which}; lower it, or choose another model"
+    ):
         check_sequence_length(config, 12, "m.path=p", "lower it")
-    nested, later = copy.deepcopy(config), ROPES["longrope"] | {"original_max_position_embeddings": 30}
+    nested, later = (
+        copy.deepcopy(config),
+        ROPES["longrope"] | {"original_max_position_embeddings": 30},
+    )
     for others in ({"rope_type": "default"}, later):
         nested.rope_parameters = {"full_attention": ROPES[kind], "sliding_attention": others}
         with pytest.raises(ValueError, match=f"11 positions{which};"):
             check_sequence_length(nested, 50, "m.path=p", "lower it")
-    check_sequence_length(LlamaConfig(**TINY, max_position_embeddings=12), 12, "m.path=p", "lower it")
+    check_sequence_length(
+        LlamaConfig(**TINY, max_position_embeddings=12), 12, "m.path=p", "lower it"
+    )
 
 
-def test_a_model_that_trains_with_dropout_is_refused_with_the_overrides_that_switch_it_off(tmp_path):
-    GPT2Config(resid_pdrop=0.0).save_pretrained(tmp_path)  # attn_pdrop, embd_pdrop and a head's dropout are 0.1
-    with pytest.raises(ValueError, match=r"set m\.override_config\.\w+_pdrop=0\.0 and m\.override_config\.\w+=0\.0\.$"):
+def test_a_model_that_trains_with_dropout_is_refused_with_the_overrides_that_switch_it_off(
+    tmp_path,
+):
+    # Attn_pdrop, embd_pdrop and a head's dropout are 0.1
+    GPT2Config(resid_pdrop=0.0).save_pretrained(tmp_path)
+    with pytest.raises(
+        ValueError,
+        match=r"set m\.override_config\.\w+_pdrop=0\.0 and m\.override_config\.\w+=0\.0\.$",
+    ):
         load_hf_config(PolicyModelConfig(path=str(tmp_path)), key="m")
     off = {"attn_pdrop": 0.0, "embd_pdrop": 0.0}
     load_hf_config(PolicyModelConfig(path=str(tmp_path), override_config=off), key="m")
@@ -296,7 +380,10 @@ def test_a_reward_model_without_a_trained_head_is_refused(model_path):
 
 
 def test_a_new_value_head_depends_on_the_seed_alone(model_path):
-    heads = [load(AutoModelForTokenClassification, model_path, new_head_seed=seed).score.weight for seed in (1, 1, 2)]
+    heads = [
+        load(AutoModelForTokenClassification, model_path, new_head_seed=seed).score.weight
+        for seed in (1, 1, 2)
+    ]
     assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
 
 
@@ -338,7 +425,9 @@ def test_models_that_change_their_logits_in_unknown_ways_are_refused():
 
 def test_the_bound_of_logits_is_that_of_the_language_model_in_a_model_that_also_sees_images():
     with torch.device("meta"):
-        hf = AutoModelForCausalLM.from_config(Gemma4Config(text_config={**TINY, "final_logit_softcapping": 2.0}))
+        hf = AutoModelForCausalLM.from_config(
+            Gemma4Config(text_config={**TINY, "final_logit_softcapping": 2.0})
+        )
     assert PolicyModel(hf).softcap == 2.0
 
 

@@ -23,7 +23,12 @@ def test_linear_decay_reaches_0_at_the_end_and_stays_there():
 
 
 def test_a_decay_of_one_step_after_the_warm_up_ends_at_0():
-    assert rates(range(4), lr_scheduler_type="linear", lr_warmup_steps=2, total_steps=3) == [1.0, 2.0, 2.0, 0.0]
+    assert rates(range(4), lr_scheduler_type="linear", lr_warmup_steps=2, total_steps=3) == [
+        1.0,
+        2.0,
+        2.0,
+        0.0,
+    ]
 
 
 def test_cosine_decay_is_half_a_cosine_from_the_peak_to_0():

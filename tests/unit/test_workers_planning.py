@@ -1,4 +1,5 @@
-"""Micro-batches cover every row within their budget; shares of work are even; mini-batches fit any number of ranks."""
+"""Micro-batches cover every row within their budget; shares of work are even; mini-batches fit any
+number of ranks."""
 
 import numpy as np
 import pytest
@@ -28,18 +29,23 @@ def rows_of(parts):
 
 @settings(deadline=None)
 @given(LENGTHS, st.integers(100, 400), st.integers(1, 70))
-def test_micro_batches_hold_every_row_once_within_the_budget_in_no_more_bins_than_first_fit(lengths, budget, at_least):
+def test_micro_batches_hold_every_row_once_within_the_budget_in_no_more_bins_than_first_fit(
+    lengths, budget, at_least
+):
     micro_batches = pack_into_micro_batches(lengths, budget, at_least=at_least)
     tokens = [sum(lengths[row] for row in rows) for rows in micro_batches]
     assert rows_of(micro_batches) == list(range(len(lengths)))
     assert all(rows for rows in micro_batches) and max(tokens) <= budget
-    assert len(micro_batches) == min(max(first_fit_decreasing(lengths, budget), at_least), len(lengths))
+    assert len(micro_batches) == min(
+        max(first_fit_decreasing(lengths, budget), at_least), len(lengths)
+    )
     assert tokens == sorted(tokens, reverse=True)
 
 
 def packed_lengths(lengths, budget, at_least=1):
     return [
-        sorted(lengths[row] for row in rows) for rows in pack_into_micro_batches(lengths, budget, at_least=at_least)
+        sorted(lengths[row] for row in rows)
+        for rows in pack_into_micro_batches(lengths, budget, at_least=at_least)
     ]
 
 
@@ -68,7 +74,9 @@ def test_more_micro_batches_can_be_asked_for_up_to_one_a_row():
 
 
 def test_a_row_longer_than_the_budget_is_named():
-    with pytest.raises(ValueError, match=r"row 2 has 12 tokens, more than the 10 .*max_token_len_per_gpu"):
+    with pytest.raises(
+        ValueError, match=r"row 2 has 12 tokens, more than the 10 .*max_token_len_per_gpu"
+    ):
         pack_into_micro_batches([3, 9, 12], 10)
 
 
@@ -98,14 +106,17 @@ def test_shares_of_many_rows_are_even(law, rows, num_parts):
     work = {
         "lognormal": draw.lognormal(6.5, 1, rows).clip(max=8192),
         "uniform": draw.uniform(64, 8192, rows),
-        "bimodal": np.where(draw.random(rows) < 0.8, draw.uniform(100, 600, rows), draw.uniform(5000, 8192, rows)),
+        "bimodal": np.where(
+            draw.random(rows) < 0.8, draw.uniform(100, 600, rows), draw.uniform(5000, 8192, rows)
+        ),
     }[law]
     shares = np.array([work[part].sum() for part in balance(work, num_parts)])
     assert shares.max() / shares.mean() < 1.0005
 
 
 def test_exchanges_improve_on_both_starts():
-    # 1 + 8 and 4 + 5 are even; the longest first gives 8 + 1 too, and differencing pairs (8, 5) and (4, 1).
+    # 1 + 8 and 4 + 5 are even; the longest first gives 8 + 1 too, and differencing pairs (8, 5) and
+    # (4, 1).
     assert [part.tolist() for part in balance([8, 5, 4, 1], 2)] == [[0, 3], [1, 2]]
 
 
@@ -113,7 +124,9 @@ def test_exchanges_improve_on_both_starts():
 @given(st.data())
 def test_a_mini_batch_has_the_same_rows_on_any_number_of_ranks_which_have_about_as_many(data):
     num_rows, size = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 24))
-    work = data.draw(st.none() | st.lists(st.integers(0, 1000), min_size=num_rows, max_size=num_rows))
+    work = data.draw(
+        st.none() | st.lists(st.integers(0, 1000), min_size=num_rows, max_size=num_rows)
+    )
     for num_ranks in (1, 2, 3, 5):
         shares = rank_shares(num_rows, size, num_ranks, work)
         assert len(shares) == num_ranks and rows_of(shares) == list(range(num_rows))
@@ -127,12 +140,14 @@ def test_a_mini_batch_has_the_same_rows_on_any_number_of_ranks_which_have_about_
 
 
 def test_ranks_get_about_the_same_work_in_every_mini_batch():
-    # Two long rows and two short ones in each half: taken as they come, one rank would have both long ones.
+    # Two long rows and two short ones in each half: taken as they come, one rank would have both
+    # long ones.
     work = [100, 90, 1, 2, 3, 70, 4, 80]
     assert [share.tolist() for share in rank_shares(8, 4, 2)] == [[0, 1, 4, 5], [2, 3, 6, 7]]
     shares = rank_shares(8, 4, 2, work)
     assert all(share.dtype == np.int64 for share in shares)
-    loads = np.asarray(work)[np.stack(shares)].reshape(2, 2, 2).sum(-1).T.tolist()  # of the ranks, by mini-batch
+    # Of the ranks, by mini-batch
+    loads = np.asarray(work)[np.stack(shares)].reshape(2, 2, 2).sum(-1).T.tolist()
     assert sorted(loads[0]) == [92, 101] and sorted(loads[1]) == [74, 83]
 
 

@@ -1,8 +1,10 @@
-"""Every policy loss through the actor's own update: the same for any micro-batches, packing and number of ranks.
+"""Every policy loss through the actor's own update: the same for any micro-batches, packing and
+number of ranks.
 
-A pass holds the whole mini-batch, or a single sequence, or, on two ranks, as many as fit a budget of tokens. The batch
-is as the driver makes it, after corrections that weight tokens and remove tokens and responses. The driver has also
-computed advantages by then, so that estimators see the whole batch for any number of ranks.
+A pass holds the whole mini-batch, or a single sequence, or, on two ranks, as many as fit a budget
+of tokens. The batch is as the driver makes it, after corrections that weight tokens and remove
+tokens and responses. The driver has also computed advantages by then, so that estimators see the
+whole batch for any number of ranks.
 """
 
 import json
@@ -27,7 +29,9 @@ from tiny_worker_models import (
 
 from verl_like.algorithms.aggregation import LOSS_AGG_MODES
 from verl_like.algorithms.corrections import RolloutCorrectionConfig
-from verl_like.algorithms.corrections.correction import compute_rollout_correction_and_rejection_mask
+from verl_like.algorithms.corrections.correction import (
+    compute_rollout_correction_and_rejection_mask,
+)
 from verl_like.algorithms.policy_losses import POLICY_LOSSES
 from verl_like.protocol import DataProto, Metric, merge_metrics, metric_values
 from verl_like.protocol.padded import padded, without_padding
@@ -36,28 +40,45 @@ from verl_like.workers.actor import ActorWorker
 from verl_like.workers.planning.partition import rank_shares
 
 MODE = "seq-mean-token-mean"  # the only one that every loss is defined for
-CASES = [*((loss, MODE) for loss in POLICY_LOSSES.file_names()), *(("vanilla", m) for m in LOSS_AGG_MODES if m != MODE)]
+CASES = [
+    *((loss, MODE) for loss in POLICY_LOSSES.file_names()),
+    *(("vanilla", m) for m in LOSS_AGG_MODES if m != MODE),
+]
 OPTIONS = {"dro": {"dro_beta": 0.3}}
 ROWS = 16
 IN_ONE_PASS, SINGLE_ROWS, BY_TOKENS = {"micro": ROWS}, {"micro": 1}, {"budget": 24}
 CORRECTION = RolloutCorrectionConfig(
-    rollout_is="token", rollout_is_threshold=1.2, rollout_rs="token_k1,seq_max_k2", rollout_rs_threshold="0.6_1.6,0.3"
+    rollout_is="token",
+    rollout_is_threshold=1.2,
+    rollout_rs="token_k1,seq_max_k2",
+    rollout_rs_threshold="0.6_1.6,0.3",
 )
 
 
 def config_of(model: str, loss: str, mode: str, layout: dict):
-    """Two mini-batches; the steps are so small that rounding in the first does not show in the second."""
+    """Two mini-batches; the steps are so small that rounding in the first does not show in the
+    second."""
     options = {"loss_mode": loss} | OPTIONS.get(loss, {})
     terms = {"entropy_coeff": 0.01, "use_kl_loss": True} if loss == "vanilla" else {}
     return policy_config(
-        model, prompts=ROWS // 2, policy_loss=options, loss_agg_mode=mode, optim={"lr": 1e-7}, **terms, **layout
+        model,
+        prompts=ROWS // 2,
+        policy_loss=options,
+        loss_agg_mode=mode,
+        optim={"lr": 1e-7},
+        **terms,
+        **layout,
     )
 
 
-def update(worker: ActorWorker, data: DataProto) -> tuple[dict[str, torch.Tensor], dict[str, Metric]]:
+def update(
+    worker: ActorWorker, data: DataProto
+) -> tuple[dict[str, torch.Tensor], dict[str, Metric]]:
     """Gradients of the second mini-batch, and the metrics of both."""
     gradients, output = gradients_of(worker, lambda: worker.update_actor(data))
-    return gradients, {name: m for name, m in output.meta_info["metrics"].items() if "perf/" not in name}
+    return gradients, {
+        name: m for name, m in output.meta_info["metrics"].items() if "perf/" not in name
+    }
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +104,8 @@ def folder(tmp_path_factory) -> Path:
     )
     columns["response_mask"] = kept
     lost = sampled.sum(-1) - kept.sum(-1)
-    assert (kept.sum(-1) == 0).any() and ((lost > 0) & (kept.sum(-1) > 0)).any()  # of whole responses, and of parts
+    # Of whole responses, and of parts
+    assert (kept.sum(-1) == 0).any() and ((lost > 0) & (kept.sum(-1) > 0)).any()
     save_file(dict(columns.items()), folder / "batch")
     return folder
 
@@ -93,10 +115,17 @@ def read_batch(folder: Path) -> DataProto:
 
 
 def train_on_rank(rank: int, port: int, path: str) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank)}
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": "2",
+        "RANK": str(rank),
+    }
     torch.set_num_threads(1)
     folder = Path(path)
-    ordered = read_batch(folder).select_idxs(np.concatenate(rank_shares(ROWS, ROWS // 2, num_ranks=2)))
+    ordered = read_batch(folder).select_idxs(
+        np.concatenate(rank_shares(ROWS, ROWS // 2, num_ranks=2))
+    )
     half = ordered.select_idxs(range(ROWS // 2 * rank, ROWS // 2 * (rank + 1)))
     for loss, mode in CASES:
         worker = ActorWorker(config_of(str(folder / "model"), loss, mode, BY_TOKENS))
@@ -118,15 +147,21 @@ def two_ranks(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(("loss", "mode"), CASES)
-def test_an_update_is_the_same_for_any_micro_batches_packing_and_number_of_ranks(two_ranks, loss, mode):
+def test_an_update_is_the_same_for_any_micro_batches_packing_and_number_of_ranks(
+    two_ranks, loss, mode
+):
     def on_one_rank(layout: dict) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-        worker = local_group(ActorWorker, config_of(str(two_ranks / "model"), loss, mode, layout)).workers[0]
+        worker = local_group(
+            ActorWorker, config_of(str(two_ranks / "model"), loss, mode, layout)
+        ).workers[0]
         gradients, metrics = update(worker, read_batch(two_ranks))
         return gradients, metric_values(metrics)
 
     gradients, metrics = on_one_rank(IN_ONE_PASS)
     assert metrics["actor/grad_norm"] > 0 and metrics["actor/pg_loss"] != 0
-    parts = [json.loads((two_ranks / f"{loss} {mode} metrics {rank}").read_text()) for rank in (0, 1)]
+    parts = [
+        json.loads((two_ranks / f"{loss} {mode} metrics {rank}").read_text()) for rank in (0, 1)
+    ]
     merged = merge_metrics([{name: Metric(*part[name]) for name in part} for part in parts])
     on_two_ranks = load_file(two_ranks / f"{loss} {mode} gradients 0"), metric_values(merged)
     for other_gradients, other_metrics in (on_one_rank(SINGLE_ROWS), on_two_ranks):

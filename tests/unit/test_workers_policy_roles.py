@@ -1,4 +1,5 @@
-"""The policy's roles in one process: the actor's weights reach the rollout, whose samples the actor scores."""
+"""The policy's roles in one process: the actor's weights reach the rollout, whose samples the actor
+scores."""
 
 import importlib
 from pathlib import Path
@@ -67,21 +68,29 @@ def test_the_rollout_samples_from_the_weights_the_actor_exported(config, transpo
     batch = rollout.generate_sequences(prompts()).get()
     assert len(batch) == 6
     responses = batch.batch["responses"].unbind()
-    assert all(len(each) == RESPONSE or each[-1] in rollout.workers[0].rollout.eos_token_ids for each in responses)
+    assert all(
+        len(each) == RESPONSE or each[-1] in rollout.workers[0].rollout.eos_token_ids
+        for each in responses
+    )
     assert [spans[0][0] for spans in batch.non_tensor_batch["policy_version"]] == [3] * 6
     scored = actor.compute_log_prob(batch).get().batch["old_log_probs"]
-    torch.testing.assert_close(scored.values(), batch.batch["rollout_log_probs"].values(), rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        scored.values(), batch.batch["rollout_log_probs"].values(), rtol=0, atol=1e-4
+    )
 
 
 def actor_and_rollout_that_ends_early(config, worker_class=RolloutWorker):
-    """The groups, the rollout with the weights as version 3, and its responses, which every fourth token ends."""
+    """The groups, the rollout with the weights as version 3, and its responses, which every fourth
+    token ends."""
     actor, rollout = local_group(ActorWorker, config), local_group(worker_class, config, seed=1)
     rollout.load_weights(actor.export_weights(version=3), version=3)
     rollout.workers[0].rollout.eos_token_ids = tuple(range(3, 1000, 4))
     return actor, rollout, rollout.generate_sequences(prompts()).get()
 
 
-def test_prompts_that_come_one_by_one_get_the_same_responses_each_when_all_of_its_own_have_ended(config):
+def test_prompts_that_come_one_by_one_get_the_same_responses_each_when_all_of_its_own_have_ended(
+    config,
+):
     actor, rollout, whole = actor_and_rollout_that_ends_early(config)
     lengths = response_lengths(whole)
     last = [max(lengths[:3]), max(lengths[3:])]
@@ -108,7 +117,9 @@ def test_prompts_that_come_one_by_one_get_the_same_responses_each_when_all_of_it
     parts = DataProto.concat([ended[uid][1].select(meta_info_keys=[]) for uid in ("0-0", "0-1")])
     for name in ("responses", "response_mask", "prompts"):
         assert deep_equal(parts.batch[name], whole.batch[name]), name
-    early = [((3, 0, length),) if length <= 2 else ((3, 0, 2), (4, 2, length)) for length in lengths[:3]]
+    early = [
+        ((3, 0, length),) if length <= 2 else ((3, 0, 2), (4, 2, length)) for length in lengths[:3]
+    ]
     assert ended["0-0"][1].non_tensor_batch["policy_version"].tolist() == early
     late = [((4, 0, length),) for length in lengths[3:]]
     assert ended["0-1"][1].non_tensor_batch["policy_version"].tolist() == late
@@ -123,7 +134,9 @@ def test_responses_that_are_begun_again_are_drawn_with_the_new_weights_alone(con
     steps.advance(1)
     second = rollout.generate_sequences.remote(prompts()[1:])
     steps.wait_for(3)
-    assert min(lengths[3:]) == 2 < max(lengths[3:]) and max(lengths[:3]) > 3, "one of 0-1 ends before it is forgotten"
+    assert min(lengths[3:]) == 2 < max(lengths[3:]) and max(lengths[:3]) > 3, (
+        "one of 0-1 ends before it is forgotten"
+    )
     steps.advance(2)
     assert set(rollout.caller.ages().values()) == {2, 3}
     rollout.load_weights(actor.export_weights(version=4), version=4, drain=False)  # of equal values
@@ -134,9 +147,13 @@ def test_responses_that_are_begun_again_are_drawn_with_the_new_weights_alone(con
     steps.advance(RESPONSE)
     told = [request.index for part in second.stream() for request, _ in part]
     assert sorted(told) == [0, 1, 2], "each once"
-    rows = DataProto.concat([call.get(timeout=60).select(meta_info_keys=[]) for call in (first, second)])
+    rows = DataProto.concat(
+        [call.get(timeout=60).select(meta_info_keys=[]) for call in (first, second)]
+    )
     assert deep_equal(rows.batch["responses"], whole.batch["responses"])
-    spans = [((3, 0, length),) if length <= 3 else ((3, 0, 3), (4, 3, length)) for length in lengths[:3]]
+    spans = [
+        ((3, 0, length),) if length <= 3 else ((3, 0, 3), (4, 3, length)) for length in lengths[:3]
+    ]
     spans += [((4, 0, length),) for length in lengths[3:]]
     assert rows.non_tensor_batch["policy_version"].tolist() == spans
 
@@ -154,7 +171,9 @@ def test_nothing_is_told_of_padding_rows(config, worker_class):
     assert (rollout.generate_sequences.call_fn is None) == (worker_class is OwnRollout)
     is_pad = DataProto.from_dict(tensors={"is_pad": torch.tensor([False, True])})
     generation = rollout.generate_sequences.remote(prompts().union(is_pad))
-    told = sorted((request.uid, request.index) for part in generation.stream() for request, _ in part)
+    told = sorted(
+        (request.uid, request.index) for part in generation.stream() for request, _ in part
+    )
     assert told == [("0-0", 0), ("0-0", 1), ("0-0", 2)]
     assert deep_equal(generation.get().batch["responses"], whole.batch["responses"])
 
@@ -163,7 +182,8 @@ def test_a_rank_that_is_not_collected_draws_the_same_and_tells_and_keeps_nothing
     actor, rollout, whole = actor_and_rollout_that_ends_early(config)
     (worker,) = rollout.workers
     thread, engine = worker.engine_thread, worker.rollout
-    engine.agreed = lambda _: thread._num_ready(engine)  # as if the first rank were asked for the same
+    # As if the first rank were asked for the same
+    engine.agreed = lambda _: thread._num_ready(engine)
     engine.is_collect = False  # as all but the first rank of a replica
     generation = worker.generate_sequences(prompts())
     with pytest.raises(StopIteration) as end:
@@ -178,11 +198,16 @@ def test_exporting_leaves_the_actor_as_it_is(config):
     actor = local_group(ActorWorker, config)
     before = parameters_of(actor.workers[0])
     actor.export_weights(version=0).get()
-    assert all(torch.equal(value, before[name]) for name, value in parameters_of(actor.workers[0]).items())
+    assert all(
+        torch.equal(value, before[name]) for name, value in parameters_of(actor.workers[0]).items()
+    )
 
 
 def test_a_role_has_the_methods_of_what_it_is_and_no_others():
-    methods = {role: set(registered_methods(role)) - set(registered_methods(Worker)) for role in POLICY_ROLES}
+    methods = {
+        role: set(registered_methods(role)) - set(registered_methods(Worker))
+        for role in POLICY_ROLES
+    }
     assert methods == {
         ActorWorker: {
             *("compute_log_prob", "compute_ref_log_prob", "update_actor", "export_weights"),
@@ -193,11 +218,18 @@ def test_a_role_has_the_methods_of_what_it_is_and_no_others():
         RolloutWorker: {
             "generate_sequences",
             "draw_greedily",
-            *("request_rules", "submit_requests", "collect_completions", "abort_requests", "request_ages"),
+            *(
+                "request_rules",
+                "submit_requests",
+                "collect_completions",
+                "abort_requests",
+                "request_ages",
+            ),
             *("load_weights", "sleep", "wake"),
         },
     }
-    assert all(issubclass(role, ActorRolloutRefWorker) for role in POLICY_ROLES)  # the base has verl's name
+    # The base has verl's name
+    assert all(issubclass(role, ActorRolloutRefWorker) for role in POLICY_ROLES)
 
 
 def test_ranks_that_share_sequences_get_the_same_rows_of_a_role_like_the_examples(monkeypatch):
@@ -212,9 +244,14 @@ def test_ranks_that_share_sequences_get_the_same_rows_of_a_role_like_the_example
 
         def annotate(self, data):
             self.tokens = data.select(batch_keys=["prompts", "responses"])
-            return DataProto.from_dict(tensors={"likelihood_scores": data.batch["response_mask"].float()})
+            return DataProto.from_dict(
+                tensors={"likelihood_scores": data.batch["response_mask"].float()}
+            )
 
-    group, data = LocalWorkerGroup(ClassWithInitArgs(RecordingRole), world_size=4), make_batch(rows=8)
+    group, data = (
+        LocalWorkerGroup(ClassWithInitArgs(RecordingRole), world_size=4),
+        make_batch(rows=8),
+    )
     scores = group.annotate(data).get().batch["likelihood_scores"]
     assert deep_equal(scores, data.batch["response_mask"].float())
     for worker, first in zip(group.workers, (0, 0, 4, 4), strict=True):
@@ -222,12 +259,16 @@ def test_ranks_that_share_sequences_get_the_same_rows_of_a_role_like_the_example
             assert deep_equal(rows, data[first : first + 4].batch[name])
 
 
-def test_every_role_reads_weights_on_the_first_rank_alone_and_a_new_value_head_from_the_seed(config, tmp_path):
+def test_every_role_reads_weights_on_the_first_rank_alone_and_a_new_value_head_from_the_seed(
+    config, tmp_path
+):
     rewards = reward_config(write_reward_model(tmp_path / "judge"))
     made = [ActorWorker(config), ReferenceWorker(config)]
     critics = [CriticWorker(critic_config(config.model.path), seed=seed) for seed in (3, 3, 4)]
     for worker in (*made, critics[0], RewardModelWorker(rewards)):
-        first, other = (list(worker.build_model(with_weights).parameters()) for with_weights in (True, False))
+        first, other = (
+            list(worker.build_model(with_weights).parameters()) for with_weights in (True, False)
+        )
         assert {parameter.device.type for parameter in first} == {"cpu"}
         assert {parameter.device.type for parameter in other} == {"meta"}
     heads = [critic.build_model(True).hf.score.weight for critic in critics]
@@ -253,7 +294,9 @@ class RecordingActor(ActorWorker):
         self.register_mesh("actor", 1)
 
     def tell(self, data):
-        written = dict.fromkeys(("old_log_probs", "entropys", "ref_log_prob", "values"), torch.zeros(len(data), 1))
+        written = dict.fromkeys(
+            ("old_log_probs", "entropys", "ref_log_prob", "values"), torch.zeros(len(data), 1)
+        )
         return DataProto.from_dict(tensors=written, meta_info={"columns": set(data.batch.keys())})
 
     compute_log_prob = update_actor = tell
@@ -275,7 +318,9 @@ class RecordingCritic(CriticWorker):
 
 def test_methods_are_sent_the_columns_that_they_read_and_no_others():
     classes = (RecordingActor, RecordingReference, RecordingCritic)
-    actor, reference, critic = (LocalWorkerGroup(ClassWithInitArgs(worker_class)) for worker_class in classes)
+    actor, reference, critic = (
+        LocalWorkerGroup(ClassWithInitArgs(worker_class)) for worker_class in classes
+    )
     data = make_batch(rows=2)
     data.batch["own_column"] = torch.ones(2, 1)
     sequence = {"prompts", "responses", "response_mask"}
@@ -304,7 +349,9 @@ def test_a_method_that_does_not_write_what_it_declares_is_an_error():
             return DataProto.from_dict(tensors={})
 
     classes = (SilentActor, SilentReference, SilentCritic)
-    actor, reference, critic = (LocalWorkerGroup(ClassWithInitArgs(worker_class)) for worker_class in classes)
+    actor, reference, critic = (
+        LocalWorkerGroup(ClassWithInitArgs(worker_class)) for worker_class in classes
+    )
     for method, missing in {
         actor.compute_log_prob: "entropys",
         reference.compute_ref_log_prob: "ref_log_prob",

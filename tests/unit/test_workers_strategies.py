@@ -1,4 +1,5 @@
-"""Every strategy on real processes: what each rank holds at which time and where, and that all learn the same."""
+"""Every strategy on real processes: what each rank holds at which time and where, and that all
+learn the same."""
 
 import json
 import os
@@ -36,7 +37,9 @@ DEVICE = "cpu:0"  # for torch another place than "cpu": tensors are copied betwe
 
 def numbers_in(tensors: Iterable[Any]) -> int:
     """How many of their numbers this process holds."""
-    return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).numel() for tensor in tensors)
+    return sum(
+        (tensor.to_local() if isinstance(tensor, DTensor) else tensor).numel() for tensor in tensors
+    )
 
 
 class Watch:
@@ -55,7 +58,10 @@ class Watch:
                 self.look("between micro-batches")
 
         def moves(tensor: torch.Tensor, place: str) -> None:
-            for what, tensors in (("parameters", engine.model.parameters()), ("Adam", self.moments())):
+            for what, tensors in (
+                ("parameters", engine.model.parameters()),
+                ("Adam", self.moments()),
+            ):
                 if any(tensor is other for other in tensors):
                     self.place[what] = place
 
@@ -72,14 +78,25 @@ class Watch:
         engine.optimizer.register_step_pre_hook(lambda *_: self.look("optimizer step"))
 
     def moments(self) -> list[torch.Tensor]:
-        return [moment for state in self.engine.optimizer.state.values() for moment in state.values() if moment.ndim]
+        return [
+            moment
+            for state in self.engine.optimizer.state.values()
+            for moment in state.values()
+            if moment.ndim
+        ]
 
     def look(self, when: str) -> None:
-        parameters = {id(p): p for p in (*self.engine.model.parameters(), *self.engine.parameters)}.values()
+        parameters = {
+            id(p): p for p in (*self.engine.model.parameters(), *self.engine.parameters)
+        }.values()
         gradients = [p.grad for p in parameters if p.grad is not None]
         # Shards of which the copies are not yet added up are not yet the parameters' own.
         groups = [unit._get_fsdp_state()._fsdp_param_group for unit in self.engine.units]
-        gradients += [group._partial_reduce_output for group in groups if group._partial_reduce_output is not None]
+        gradients += [
+            group._partial_reduce_output
+            for group in groups
+            if group._partial_reduce_output is not None
+        ]
         self.holds[when] = {
             "parameters": numbers_in(self.engine.model.parameters()),
             "gradients": numbers_in(gradients),
@@ -89,29 +106,51 @@ class Watch:
 
 
 def train_on_rank(rank: int, ranks: int, port: int, folder: str) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "RANK": str(rank)}
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(ranks),
+        "RANK": str(rank),
+    }
     torch.set_num_threads(1)
     # In each of the two mini-batches the same rows as one rank has.
     own = torch.arange(8).view(2, ranks, -1)[:, rank].flatten().tolist()
     move, keep = torch.Tensor.to, HostMemory.to_host
     for strategy in [name for name, its_ranks in STRATEGIES.items() if its_ranks == ranks]:
         for offload, keys in OFFLOADS.items():
-            settings = {"prompts": 4, "micro": 1, "optim": {"lr": 1e-3}, "grad_clip": 0.5, "use_kl_loss": True}
+            settings = {
+                "prompts": 4,
+                "micro": 1,
+                "optim": {"lr": 1e-3},
+                "grad_clip": 0.5,
+                "use_kl_loss": True,
+            }
             fsdp = {"strategy": strategy, **keys}
             actor = ActorWorker(policy_config(str(Path(folder, "model")), fsdp=fsdp, **settings))
             actor.init_model()
             watch = Watch(actor.engine)
-            updates = [actor.update_actor(make_batch(rows=8, seed=seed).select_idxs(own)) for seed in range(2)]
+            updates = [
+                actor.update_actor(make_batch(rows=8, seed=seed).select_idxs(own))
+                for seed in range(2)
+            ]
             watch.look("between calls")
             torch.Tensor.to, HostMemory.to_host = move, keep
-            layers = [parameter.numel() for layer in actor.engine.units[:-1] for parameter in layer.parameters()]
+            layers = [
+                parameter.numel()
+                for layer in actor.engine.units[:-1]
+                for parameter in layer.parameters()
+            ]
             told = {
                 "metrics": [
-                    [(n, m.value, m.reduction, m.weight) for n, m in u.meta_info["metrics"].items()] for u in updates
+                    [(n, m.value, m.reduction, m.weight) for n, m in u.meta_info["metrics"].items()]
+                    for u in updates
                 ],
                 "holds": watch.holds,
                 "places": watch.places,
-                "model": {"layers": sum(layers), "all": sum(p.numel() for p in actor.engine.parameters)},
+                "model": {
+                    "layers": sum(layers),
+                    "all": sum(p.numel() for p in actor.engine.parameters),
+                },
             }
             save_file(parameters_of(actor), Path(folder, f"{strategy} {offload} {rank}"))
             Path(folder, f"{strategy} {offload} {rank}.json").write_text(json.dumps(told))
@@ -132,13 +171,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def told_by_ranks(folder: Path, strategy: str, offload: str) -> list[dict[str, Any]]:
     return [
-        json.loads((folder / f"{strategy} {offload} {rank}.json").read_text()) for rank in range(STRATEGIES[strategy])
+        json.loads((folder / f"{strategy} {offload} {rank}.json").read_text())
+        for rank in range(STRATEGIES[strategy])
     ]
 
 
 def page_rows() -> dict[str, list[str]]:
     """The cells of the page's table, by strategy."""
-    lines = [line for line in PAGE.read_text().splitlines() if line.startswith(tuple(f"| `{s}`" for s in STRATEGIES))]
+    lines = [
+        line
+        for line in PAGE.read_text().splitlines()
+        if line.startswith(tuple(f"| `{s}`" for s in STRATEGIES))
+    ]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return {name.strip("`"): row for name, *row in cells}
 
@@ -160,7 +204,11 @@ def test_the_ranks_hold_what_the_page_says(folder: Path, strategy: str, offload:
     model = ranks[0]["model"]
     outer = model["all"] - model["layers"]
     whole, share = len(ranks) * model["all"], model["all"]
-    expected = {"whole": whole, "1/N": share, "1/N of the layers": len(ranks) * outer + model["layers"]}
+    expected = {
+        "whole": whole,
+        "1/N": share,
+        "1/N of the layers": len(ranks) * outer + model["layers"],
+    }
     for (what, when), cell in zip(COLUMNS, page_rows()[strategy], strict=True):
         held = sum(of_rank["holds"][when][what] for of_rank in ranks)
         # Shards of a buffer of several tensors are as long as the longest one.
@@ -170,7 +218,8 @@ def test_the_ranks_hold_what_the_page_says(folder: Path, strategy: str, offload:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_what_is_offloaded_lies_in_host_memory_outside_of_its_use(folder: Path, strategy: str):
     for of_rank in told_by_ranks(folder, strategy, "nothing"):
-        assert {place for at in of_rank["places"].values() for place in at.values()} == {""}  # nothing is moved
+        # Nothing is moved
+        assert {place for at in of_rank["places"].values() for place in at.values()} == {""}
     for of_rank in told_by_ranks(folder, strategy, "Adam"):
         adam = {when: at["Adam"] for when, at in of_rank["places"].items()}
         assert adam.pop("optimizer step") == DEVICE and set(adam.values()) == {"cpu"}
@@ -183,14 +232,23 @@ def test_what_is_offloaded_lies_in_host_memory_outside_of_its_use(folder: Path, 
 @pytest.mark.parametrize("offload", OFFLOADS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_strategy_learns_the_same(folder: Path, strategy: str, offload: str):
-    start, single = load_file(folder / "model/model.safetensors"), load_file(folder / "single nothing 0")
+    start, single = (
+        load_file(folder / "model/model.safetensors"),
+        load_file(folder / "single nothing 0"),
+    )
     learned = load_file(folder / f"{strategy} {offload} 0")
     for name, expected in single.items():
         torch.testing.assert_close(learned[name], expected, rtol=0, atol=1e-5)
         assert (expected - start[name]).abs().max() > 1e-3  # four optimizer steps of up to 1e-3
-    (alone,), ranks = (told_by_ranks(folder, *of) for of in (("single", "nothing"), (strategy, offload)))
+    (alone,), ranks = (
+        told_by_ranks(folder, *of) for of in (("single", "nothing"), (strategy, offload))
+    )
     for update, of_alone in enumerate(alone["metrics"]):
-        of_ranks = [{name: Metric(*of) for name, *of in of_rank["metrics"][update]} for of_rank in ranks]
+        of_ranks = [
+            {name: Metric(*of) for name, *of in of_rank["metrics"][update]} for of_rank in ranks
+        ]
         metrics = metric_values(merge_metrics(of_ranks))
         for name, value, *_ in of_alone:
-            assert "perf/" in name or metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
+            assert "perf/" in name or metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-5), (
+                name
+            )

@@ -29,7 +29,9 @@ def test_every_pass_reports_its_speed(actor):
     cost = actor.workers[0].engine.cost
     columns = padded(data).batch
     lengths_B, num_scored_B = columns["attention_mask"].sum(-1), columns["response_mask"].sum(-1)
-    flops_per_token = 6 * cost.forward(lengths_B, num_scored_B).sum().item() / lengths_B.sum().item()
+    flops_per_token = (
+        6 * cost.forward(lengths_B, num_scored_B).sum().item() / lengths_B.sum().item()
+    )
     ratio = train["perf/mfu/actor"] / train["perf/tokens_per_s/actor"]
     assert ratio == pytest.approx(flops_per_token / peak_flops("cpu", "float32"), rel=1e-6)
 
@@ -44,7 +46,8 @@ def test_rows_that_only_fill_a_rank_up_count_nothing(actor):
 
 
 def test_the_groups_mfu_is_all_ranks_flops_by_all_ranks_time(actor, monkeypatch):
-    peak, times = peak_flops("cpu", "float32"), iter([10.0, 12.0, 20.0, 24.0])  # passes of 2 and 4 seconds
+    # Passes of 2 and 4 seconds
+    peak, times = peak_flops("cpu", "float32"), iter([10.0, 12.0, 20.0, 24.0])
     clock = SimpleNamespace(perf_counter=lambda: next(times))
     monkeypatch.setattr("verl_like.workers.engine.throughput.time", clock)
     parts = []

@@ -1,4 +1,5 @@
-"""Actor and critic on one rank: losses and gradients against float64, invariances, skipped steps, saving."""
+"""Actor and critic on one rank: losses and gradients against float64, invariances, skipped steps,
+saving."""
 
 import math
 
@@ -61,7 +62,8 @@ def padded_output(data, output):
 
 
 def reference_policy_loss(hf, data, entropy_coeff=0.0, kl_coef=0.0):
-    """The actor's objective by the book, row by row without padding: token-mean of clipped surrogate, entropy, k3."""
+    """The actor's objective by the book, row by row without padding: token-mean of clipped
+    surrogate, entropy, k3."""
     rows, total = padded(data).batch, 0.0
     for row in range(len(data)):
         tokens = rows["input_ids"][row][rows["attention_mask"][row].bool()][None]
@@ -70,7 +72,8 @@ def reference_policy_loss(hf, data, entropy_coeff=0.0, kl_coef=0.0):
         log_prob = log_probs_all.gather(-1, tokens[0, -count:, None])[:, 0]
         entropy = -(log_probs_all.exp() * log_probs_all).sum(-1)
         old, ref, advantage = (
-            rows[name][row, :count].double() for name in ("old_log_probs", "ref_log_prob", "advantages")
+            rows[name][row, :count].double()
+            for name in ("old_log_probs", "ref_log_prob", "advantages")
         )
         ratio = (log_prob - old).exp()
         surrogate = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))
@@ -122,7 +125,13 @@ def test_the_gradient_is_the_same_for_every_micro_batch_size_and_token_budget(mo
         results.append(gradients_of(group.workers[0], lambda group=group: update(group, data)))
     for gradients, metrics in results[1:]:
         assert relative_error(gradients, results[0][0]) < 2e-6
-        for name in ("actor/pg_loss", "actor/pg_clipfrac", "actor/ppo_kl", "actor/entropy_loss", "actor/grad_norm"):
+        for name in (
+            "actor/pg_loss",
+            "actor/pg_clipfrac",
+            "actor/ppo_kl",
+            "actor/entropy_loss",
+            "actor/grad_norm",
+        ):
             assert metrics[name] == pytest.approx(results[0][1][name], rel=1e-5)
 
 
@@ -135,8 +144,14 @@ def test_scores_come_back_in_the_order_of_the_rows_whatever_the_budget(model_pat
         reference = local_group(ReferenceWorker, policy_config(model_path, budget=budget))
         critic = critic_group(model_path, **settings)
         reward_model = local_group(RewardModelWorker, reward_config(reward_path, **settings))
-        calls = (reference.compute_ref_log_prob, critic.compute_values, reward_model.compute_rm_score)
-        return [column for call in calls for column in padded_output(data, call(data).get()).values()]
+        calls = (
+            reference.compute_ref_log_prob,
+            critic.compute_values,
+            reward_model.compute_rm_score,
+        )
+        return [
+            column for call in calls for column in padded_output(data, call(data).get()).values()
+        ]
 
     for column, expected in zip(scores(11, **by_tokens), scores(None), strict=True):
         torch.testing.assert_close(column, expected, rtol=1e-6, atol=1e-6)
@@ -148,7 +163,12 @@ def test_a_sample_of_several_rows_that_is_longer_than_a_pass_may_be_has_one_of_i
     first_three = Rows.of(batch).lengths_B[:3].sum()
     assert first_three > 11
     norms = [
-        metric_values(actor_group(model_path, budget=budget, prompts=2).update_actor(batch).get().meta_info["metrics"])
+        metric_values(
+            actor_group(model_path, budget=budget, prompts=2)
+            .update_actor(batch)
+            .get()
+            .meta_info["metrics"]
+        )
         for budget in (11, 100)
     ]
     assert norms[0]["actor/grad_norm"] == pytest.approx(norms[1]["actor/grad_norm"], rel=1e-5)
@@ -174,7 +194,9 @@ def test_a_loss_sees_the_columns_of_samples():
     assert columns["weight"].tolist() == [0.5, 2.5, 3.5], "of the first row of each"
     advantages = [row.tolist() for row in data.tensors()["advantages"].unbind()]
     expected = with_zeros([advantages[0] + advantages[1], advantages[2], advantages[3]])
-    assert columns["advantages"].tolist() == micro.of_samples(micro["advantages"]).tolist() == expected
+    assert (
+        columns["advantages"].tolist() == micro.of_samples(micro["advantages"]).tolist() == expected
+    )
 
 
 def test_a_loss_sees_rows_padded_to_the_same_width_and_what_was_put_in_beside_them():
@@ -199,15 +221,24 @@ def test_what_a_model_returns_of_tokens_is_padded_by_row_and_by_sample_and_nothi
     rows = [part.tolist() for part in values.split(lengths)]
     assert micro.of_rows(values).tolist() == with_zeros(rows)
     by_sample = with_zeros([rows[0] + rows[1], rows[2], rows[3]])
-    assert micro.of_samples(values).tolist() == micro.of_samples(micro.of_rows(values)).tolist() == by_sample
-    assert torch.equal(micro.of_tokens(values), values) and torch.equal(micro.of_tokens(micro.of_rows(values)), values)
-    with pytest.raises(ValueError, match=rf"have shape \(4,\): give one for each of these, \({sum(lengths)},\)"):
+    assert (
+        micro.of_samples(values).tolist()
+        == micro.of_samples(micro.of_rows(values)).tolist()
+        == by_sample
+    )
+    assert torch.equal(micro.of_tokens(values), values) and torch.equal(
+        micro.of_tokens(micro.of_rows(values)), values
+    )
+    with pytest.raises(
+        ValueError, match=rf"have shape \(4,\): give one for each of these, \({sum(lengths)},\)"
+    ):
         micro.of_samples(torch.zeros(4))
 
 
 @pytest.fixture
 def moved(monkeypatch):
-    """The names of the columns of each micro-batch that were brought to the device, of each copy to it."""
+    """The names of the columns of each micro-batch that were brought to the device, of each copy to
+    it."""
     copies = []
 
     def to_device(tensors, device):
@@ -229,7 +260,9 @@ def test_a_pass_without_gradients_brings_no_column_to_the_device_and_an_update_a
     assert moved == []
     update(actor, data)
     update(critic, data)
-    assert moved == 2 * [{"responses", "response_mask", "advantages"}] + 2 * [{"responses", "response_mask", "returns"}]
+    assert moved == 2 * [{"responses", "response_mask", "advantages"}] + 2 * [
+        {"responses", "response_mask", "returns"}
+    ]
 
 
 class PaddedActor(ActorWorker):
@@ -242,7 +275,10 @@ class PaddedActor(ActorWorker):
 def test_a_subclass_may_return_padded_rows(model_path):
     data = make_batch()
     data.batch["sample_id"] = torch.tensor([0, 0, 1, 2, 3, 4, 5, 5])
-    groups = [local_group(worker, policy_config(model_path, micro=3)) for worker in (ActorWorker, PaddedActor)]
+    groups = [
+        local_group(worker, policy_config(model_path, micro=3))
+        for worker in (ActorWorker, PaddedActor)
+    ]
     one, other = (padded_output(data, group.compute_log_prob(data).get()) for group in groups)
     assert all(torch.equal(one[name], other[name]) for name in one.keys() | other.keys())
     metrics = [update(group, data) for group in groups]
@@ -250,11 +286,14 @@ def test_a_subclass_may_return_padded_rows(model_path):
 
 
 class SequenceActor(ActorWorker):
-    """A user's subclass whose objective sums over the tokens of each response, written for padded rows."""
+    """A user's subclass whose objective sums over the tokens of each response, written for padded
+    rows."""
 
     def policy_loss(self, micro, mini_batch):
         log_prob_bR, *_ = self._score(micro, with_entropy=False)
-        return -(log_prob_bR.sum(-1) * micro["advantages"].sum(-1)).sum() / mini_batch.num_sequences, {}
+        return -(
+            log_prob_bR.sum(-1) * micro["advantages"].sum(-1)
+        ).sum() / mini_batch.num_sequences, {}
 
 
 class SequenceCritic(CriticWorker):
@@ -265,36 +304,62 @@ class SequenceCritic(CriticWorker):
         return (error_b**2).sum() / mini_batch.num_sequences, {}
 
 
-@pytest.mark.parametrize(("worker", "config"), [(SequenceActor, policy_config), (SequenceCritic, critic_config)])
-def test_an_objective_of_a_subclass_that_is_written_for_padded_rows_gets_them(worker, config, model_path):
+@pytest.mark.parametrize(
+    ("worker", "config"), [(SequenceActor, policy_config), (SequenceCritic, critic_config)]
+)
+def test_an_objective_of_a_subclass_that_is_written_for_padded_rows_gets_them(
+    worker, config, model_path
+):
     data = make_batch()
     seed = {"seed": 1} if worker is SequenceCritic else {}
-    norms = [update(local_group(worker, config(model_path, micro=m), **seed), data) for m in (8, 2, 1)]
+    norms = [
+        update(local_group(worker, config(model_path, micro=m), **seed), data) for m in (8, 2, 1)
+    ]
     key = "actor/grad_norm" if worker is SequenceActor else "critic/grad_norm"
-    assert norms[0][key] > 0 and all(norm[key] == pytest.approx(norms[0][key], rel=1e-4) for norm in norms)
+    assert norms[0][key] > 0 and all(
+        norm[key] == pytest.approx(norms[0][key], rel=1e-4) for norm in norms
+    )
 
 
 def test_the_objective_by_sequence_is_that_of_the_model_row_by_row(model_path):
     data = make_batch()
     rows = MicroBatch(Rows.of(data), "cpu")
     worker = local_group(SequenceActor, policy_config(model_path)).workers[0]
-    mini_batch = MiniBatch([], num_tokens=40.0, num_sequences=8.0, share=1.0, response_length=RESPONSE)
+    mini_batch = MiniBatch(
+        [], num_tokens=40.0, num_sequences=8.0, share=1.0, response_length=RESPONSE
+    )
     loss, _ = worker.policy_loss(rows, mini_batch)
     log_prob_BR, *_ = map(rows.of_rows, worker.score_tokens(rows, with_entropy=False))
     by_row = [log_prob_BR[row].sum() * rows["advantages"][row].sum() for row in range(8)]
-    assert loss.item() == pytest.approx(-sum(by_row).item() / 8, rel=1e-6) and log_prob_BR.shape == (8, RESPONSE)
+    assert loss.item() == pytest.approx(
+        -sum(by_row).item() / 8, rel=1e-6
+    ) and log_prob_BR.shape == (8, RESPONSE)
 
 
 @pytest.mark.parametrize(
     ("base", "name", "message"),
     [
-        (ActorWorker, "_score", "has its own _score, which nothing calls any more: override score_tokens, which ret"),
+        (
+            ActorWorker,
+            "_score",
+            "has its own _score, which nothing calls any more: override score_tokens, which ret",
+        ),
         (ReferenceWorker, "_score", "has its own _score, .*: override score_tokens"),
-        (CriticWorker, "_predict", "has its own _predict, .*: override values_of_tokens, which returns"),
-        (RewardModelWorker, "_score", "has a method _score, .*: override score_rows, which returns the score of each"),
+        (
+            CriticWorker,
+            "_predict",
+            "has its own _predict, .*: override values_of_tokens, which returns",
+        ),
+        (
+            RewardModelWorker,
+            "_score",
+            "has a method _score, .*: override score_rows, which returns the score of each",
+        ),
     ],
 )
-def test_a_subclass_with_a_pass_of_earlier_versions_is_refused_by_what_to_override(base, name, message):
+def test_a_subclass_with_a_pass_of_earlier_versions_is_refused_by_what_to_override(
+    base, name, message
+):
     with pytest.raises(ValueError, match=message):
         type("Old", (base,), {name: lambda self, micro: None})
 
@@ -302,7 +367,9 @@ def test_a_subclass_with_a_pass_of_earlier_versions_is_refused_by_what_to_overri
 def test_what_unpacked_to_padded_rows_says_what_does_now(model_path):
     rows = Rows.of(make_batch())
     packed = actor_group(model_path).workers[0].engine.pack(rows)
-    message = r"packed.of_tokens\(values\) has one number for each response token, and micro.of_rows"
+    message = (
+        r"packed.of_tokens\(values\) has one number for each response token, and micro.of_rows"
+    )
     with pytest.raises(ValueError, match=message):
         packed.unpack(torch.zeros(len(packed.scored)))
 
@@ -326,7 +393,9 @@ def test_no_micro_batch_has_more_tokens_than_its_budget(model_path):
     data = make_batch()
     group = actor_group(model_path, budget=14)
     pack, tokens = group.workers[0].engine.pack, []
-    group.workers[0].engine.pack = lambda rows: tokens.append(int(rows.lengths_B.sum())) or pack(rows)
+    group.workers[0].engine.pack = lambda rows: (
+        tokens.append(int(rows.lengths_B.sum())) or pack(rows)
+    )
     update(group, data)
     assert sum(tokens) == padded(data).batch["attention_mask"].sum() and 11 < max(tokens) <= 14
 
@@ -339,7 +408,9 @@ def test_padding_rows_change_neither_gradient_nor_metrics(model_path):
     results = []
     for batch, micro in ((data, 6), (filled, 2)):
         group = actor_group(model_path, micro=micro)
-        results.append(gradients_of(group.workers[0], lambda group=group, batch=batch: update(group, batch)))
+        results.append(
+            gradients_of(group.workers[0], lambda group=group, batch=batch: update(group, batch))
+        )
     (gradients, metrics), (filled_gradients, filled_metrics) = results
     assert relative_error(filled_gradients, gradients) < 2e-6
     assert filled_metrics["actor/pg_loss"] == pytest.approx(metrics["actor/pg_loss"], rel=1e-5)
@@ -359,7 +430,9 @@ def test_a_batch_without_rows_has_scores_of_no_row_and_takes_no_step(model_path,
     update(group, data)
     data.batch["mini_batch"] = torch.zeros(0, dtype=torch.int64)
     update(group, data)
-    assert all(torch.equal(value, before[name]) for name, value in parameters_of(group.workers[0]).items())
+    assert all(
+        torch.equal(value, before[name]) for name, value in parameters_of(group.workers[0]).items()
+    )
 
 
 def test_a_batch_without_any_response_token_takes_no_step(model_path):
@@ -368,11 +441,15 @@ def test_a_batch_without_any_response_token_takes_no_step(model_path):
     group = actor_group(model_path)
     before = parameters_of(group.workers[0])
     update(group, data)
-    assert all(torch.equal(value, before[name]) for name, value in parameters_of(group.workers[0]).items())
+    assert all(
+        torch.equal(value, before[name]) for name, value in parameters_of(group.workers[0]).items()
+    )
 
 
 @pytest.mark.parametrize("num_parts", [1, 2])
-def test_the_loss_of_a_training_step_is_the_mean_over_the_mini_batches_with_tokens(model_path, num_parts):
+def test_the_loss_of_a_training_step_is_the_mean_over_the_mini_batches_with_tokens(
+    model_path, num_parts
+):
     data, optim = make_batch(rows=16), {"lr": 1e-30}  # which moves no weight
     mask, starts = jagged_parts(data.batch["response_mask"])
     mask[starts[12] :] = 0
@@ -381,7 +458,9 @@ def test_the_loss_of_a_training_step_is_the_mean_over_the_mini_batches_with_toke
     for number, part in enumerate(parts, start=1):
         part.meta_info["part_of_step"] = (number, num_parts)
     metrics = merge_metrics([group.update_actor(part).get().meta_info["metrics"] for part in parts])
-    alone = [update(actor_group(model_path, prompts=4, optim=optim), data[i : i + 4]) for i in (0, 4, 8)]
+    alone = [
+        update(actor_group(model_path, prompts=4, optim=optim), data[i : i + 4]) for i in (0, 4, 8)
+    ]
     for name in ("actor/loss", "actor/pg_loss"):
         assert metrics[name].value == pytest.approx(sum(each[name] for each in alone) / 3, rel=1e-5)
 
@@ -397,11 +476,19 @@ def test_epochs_and_mini_batches_each_take_a_step(model_path):
 
 def test_gradients_are_clipped_to_the_configured_norm(model_path):
     data = make_batch()
-    free = gradients_of((group := actor_group(model_path)).workers[0], lambda: update(group, data))[0]
+    free = gradients_of((group := actor_group(model_path)).workers[0], lambda: update(group, data))[
+        0
+    ]
     group = actor_group(model_path, grad_clip=0.01)
-    clipped, metrics = gradients_of(group.workers[0], lambda: update(group, data), after_clipping=True)
-    assert math.sqrt(sum(g.square().sum().item() for g in clipped.values())) == pytest.approx(0.01, rel=1e-5)
-    assert metrics["actor/grad_norm"] == pytest.approx(math.sqrt(sum(g.square().sum().item() for g in free.values())))
+    clipped, metrics = gradients_of(
+        group.workers[0], lambda: update(group, data), after_clipping=True
+    )
+    assert math.sqrt(sum(g.square().sum().item() for g in clipped.values())) == pytest.approx(
+        0.01, rel=1e-5
+    )
+    assert metrics["actor/grad_norm"] == pytest.approx(
+        math.sqrt(sum(g.square().sum().item() for g in free.values()))
+    )
 
 
 def test_tied_weights_stay_tied_and_get_both_gradients(tmp_path):
@@ -412,7 +499,10 @@ def test_tied_weights_stay_tied_and_get_both_gradients(tmp_path):
     hf = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").double()
     reference_policy_loss(hf, data).backward()
     assert "lm_head.weight" not in gradients
-    assert relative_error(gradients, {name: p.grad.float() for name, p in hf.named_parameters()}) < 1e-5
+    assert (
+        relative_error(gradients, {name: p.grad.float() for name, p in hf.named_parameters()})
+        < 1e-5
+    )
 
 
 def test_a_non_finite_gradient_skips_the_step_and_is_counted(model_path):
@@ -423,7 +513,9 @@ def test_a_non_finite_gradient_skips_the_step_and_is_counted(model_path):
     before = parameters_of(group.workers[0])
     metrics = update(group, broken)
     assert metrics["actor/skipped_steps"] == 1
-    assert all(torch.equal(value, before[name]) for name, value in parameters_of(group.workers[0]).items())
+    assert all(
+        torch.equal(value, before[name]) for name, value in parameters_of(group.workers[0]).items()
+    )
     assert update(group, data)["actor/skipped_steps"] == 0
     for _ in range(3):
         update(group, broken)
@@ -447,7 +539,9 @@ def test_steps_that_were_skipped_before_a_resume_count_after_it(model_path, tmp_
 def test_offloading_changes_no_number(model_path):
     data, results = make_batch(), []
     for offload in (False, True):
-        group = actor_group(model_path, fsdp={"param_offload": offload, "optimizer_offload": offload})
+        group = actor_group(
+            model_path, fsdp={"param_offload": offload, "optimizer_offload": offload}
+        )
         update(group, data)
         update(group, data)
         results.append(parameters_of(group.workers[0]))
@@ -463,7 +557,9 @@ def test_parameters_that_stay_gathered_are_never_stale(model_path, tmp_path):
     gradients, _ = gradients_of(group.workers[0], lambda: update(group, data))
     expected, _ = gradients_of(reference.workers[0], lambda: update(reference, data))
     assert relative_error(gradients, expected) < 2e-6
-    assert not torch.equal(group.compute_log_prob(data).get().batch["old_log_probs"].values(), before)
+    assert not torch.equal(
+        group.compute_log_prob(data).get().batch["old_log_probs"].values(), before
+    )
     group.load_checkpoint(path)
     assert torch.equal(group.compute_log_prob(data).get().batch["old_log_probs"].values(), before)
 
@@ -492,18 +588,26 @@ def test_log_probs_of_a_fresh_actor_and_the_reference_are_the_same(model_path):
     data = make_batch()
     reference = local_group(ReferenceWorker, policy_config(model_path))
     actor = actor_group(model_path, micro=3)
-    output, of_reference = actor.compute_log_prob(data).get(), reference.compute_ref_log_prob(data).get()
+    output, of_reference = (
+        actor.compute_log_prob(data).get(),
+        reference.compute_ref_log_prob(data).get(),
+    )
     scores, columns = padded_output(data, output), padded(data).batch
     ref_log_prob = padded_output(data, of_reference)["ref_log_prob"]
     torch.testing.assert_close(scores["old_log_probs"], ref_log_prob, rtol=0, atol=1e-5)
     mask = columns["response_mask"].bool()
     entropy = metric_values(output.meta_info["metrics"])["actor/entropy"]
     assert entropy == pytest.approx(scores["entropys"][mask].mean().item(), rel=1e-5)
-    # A ratio of 1 everywhere: the loss is minus the mean advantage, nothing is clipped, the KL is 0.
+    # A ratio of 1 everywhere: the loss is minus the mean advantage, nothing is clipped, the KL is
+    # 0.
     data.batch["old_log_probs"] = of_reference.batch["ref_log_prob"]
     metrics = update(actor, data)
-    assert metrics["actor/pg_loss"] == pytest.approx(-columns["advantages"][mask].mean().item(), rel=1e-4)
-    assert metrics["actor/pg_clipfrac"] == 0 and metrics["actor/ppo_kl"] == pytest.approx(0, abs=1e-6)
+    assert metrics["actor/pg_loss"] == pytest.approx(
+        -columns["advantages"][mask].mean().item(), rel=1e-4
+    )
+    assert metrics["actor/pg_clipfrac"] == 0 and metrics["actor/ppo_kl"] == pytest.approx(
+        0, abs=1e-6
+    )
 
 
 def test_an_update_of_one_step_finds_the_old_log_probs_itself(model_path):
@@ -516,15 +620,21 @@ def test_an_update_of_one_step_finds_the_old_log_probs_itself(model_path):
     without = data.select(batch_keys=sorted(set(data.batch.keys()) - {"old_log_probs"}))
     without.batch["rollout_log_probs"] = computed + 0.1
     group = actor_group(model_path, micro=3)
-    gradients_without, metrics_without = gradients_of(group.workers[0], lambda: update(group, without))
+    gradients_without, metrics_without = gradients_of(
+        group.workers[0], lambda: update(group, without)
+    )
     assert relative_error(gradients_without, gradients) < 1e-6
     assert metrics_without["actor/pg_loss"] == pytest.approx(metrics["actor/pg_loss"], rel=1e-5)
     # What `compute_log_prob` and the driver would have told about the batch.
     entropy = metric_values(output.meta_info["metrics"])["actor/entropy"]
     assert metrics_without["actor/entropy"] == pytest.approx(entropy, rel=1e-5)
     difference = computed.values().exp() * (math.exp(0.1) - 1)
-    assert metrics_without["training/rollout_probs_diff_mean"] == pytest.approx(difference.mean().item(), rel=1e-4)
-    assert metrics_without["training/rollout_probs_diff_max"] == pytest.approx(difference.max().item(), rel=1e-4)
+    assert metrics_without["training/rollout_probs_diff_mean"] == pytest.approx(
+        difference.mean().item(), rel=1e-4
+    )
+    assert metrics_without["training/rollout_probs_diff_max"] == pytest.approx(
+        difference.max().item(), rel=1e-4
+    )
 
 
 @pytest.mark.parametrize("schedule", [{"ppo_epochs": 2}, {"prompts": 4}])
@@ -532,7 +642,9 @@ def test_an_update_of_several_steps_needs_old_log_probs(model_path, schedule):
     data = make_batch()
     without = data.select(batch_keys=sorted(set(data.batch.keys()) - {"old_log_probs"}))
     with pytest.raises(
-        ValueError, match=r"no old_log_probs for 2 optimizer steps \(. epoch\(s\) in mini-batches of [48] responses\)"
+        ValueError,
+        match=r"no old_log_probs for 2 optimizer steps \(. epoch\(s\) in mini-batches of [48] "
+        r"responses\)",
     ):
         actor_group(model_path, **schedule).workers[0].update_actor(without)
 
@@ -552,7 +664,10 @@ def test_the_exported_policy_reloads_with_the_same_logits(model_path, tmp_path):
     log_probs_BR = padded_output(data, group.compute_log_prob(data).get())["old_log_probs"]
     hf = AutoModelForCausalLM.from_pretrained(target, attn_implementation="eager")
     assert hf.dtype == torch.float32
-    tokens, count = torch.cat([data.batch["prompts"][0], data.batch["responses"][0]]), len(data.batch["responses"][0])
+    tokens, count = (
+        torch.cat([data.batch["prompts"][0], data.batch["responses"][0]]),
+        len(data.batch["responses"][0]),
+    )
     expected = torch.log_softmax(hf(tokens[None]).logits[0, -count - 1 : -1] / 0.7, -1).gather(
         -1, tokens[-count:, None]
     )
@@ -571,13 +686,19 @@ def test_the_exported_critic_reloads_with_its_head(model_path, tmp_path):
 
 
 @pytest.mark.parametrize(("offloaded", "offloads"), [(False, False), (False, True), (True, False)])
-def test_training_goes_on_bit_for_bit_after_a_checkpoint(model_path, tmp_path, offloaded: bool, offloads: bool):
+def test_training_goes_on_bit_for_bit_after_a_checkpoint(
+    model_path, tmp_path, offloaded: bool, offloads: bool
+):
     data, path = make_batch(), str(tmp_path / "checkpoint")
     settings = {"optim": {"lr": 1e-2, "lr_scheduler_type": "linear"}}
     straight, resumed = (
         local_group(
             ActorWorker,
-            policy_config(model_path, **settings, fsdp={"param_offload": offload, "optimizer_offload": offload}),
+            policy_config(
+                model_path,
+                **settings,
+                fsdp={"param_offload": offload, "optimizer_offload": offload},
+            ),
             total_training_steps=5,
         )
         for offload in (offloaded, offloads)
@@ -587,7 +708,10 @@ def test_training_goes_on_bit_for_bit_after_a_checkpoint(model_path, tmp_path, o
     resumed.load_checkpoint(path)
     assert update(straight, data)["actor/lr"] == update(resumed, data)["actor/lr"] == 8e-3
     expected = parameters_of(straight.workers[0])
-    assert all(torch.equal(value, expected[name]) for name, value in parameters_of(resumed.workers[0]).items())
+    assert all(
+        torch.equal(value, expected[name])
+        for name, value in parameters_of(resumed.workers[0]).items()
+    )
 
 
 def test_a_checkpoint_before_the_first_step_changes_nothing_that_follows(model_path, tmp_path):
@@ -603,7 +727,10 @@ def test_a_checkpoint_before_the_first_step_changes_nothing_that_follows(model_p
         update(group, data)
     expected = parameters_of(straight.workers[0])
     for group in (saved, resumed):
-        assert all(torch.equal(value, expected[name]) for name, value in parameters_of(group.workers[0]).items())
+        assert all(
+            torch.equal(value, expected[name])
+            for name, value in parameters_of(group.workers[0]).items()
+        )
     assert {state["step"].item() for state in engine.optimizer.state.values()} == {2}
 
 
@@ -620,7 +747,8 @@ def test_exported_weights_hold_every_parameter_once(model_path):
 
 def test_the_reward_models_score_lies_on_the_last_response_token(tmp_path):
     group = local_group(
-        RewardModelWorker, reward_config(write_reward_model(tmp_path / "reward"), micro_batch_size_per_gpu=3)
+        RewardModelWorker,
+        reward_config(write_reward_model(tmp_path / "reward"), micro_batch_size_per_gpu=3),
     )
     data = make_batch()
     scores_BR = padded_output(data, group.compute_rm_score(data).get())["rm_scores"]
@@ -645,7 +773,8 @@ def test_a_subclass_changes_the_objective(model_path):
 
 
 class CountReads(TorchDispatchMode):
-    """Counts the numbers that Python reads out of tensors; on a GPU each would wait for the device."""
+    """Counts the numbers that Python reads out of tensors; on a GPU each would wait for the
+    device."""
 
     reads = 0
 
@@ -656,18 +785,27 @@ class CountReads(TorchDispatchMode):
 
 @pytest.mark.parametrize("rows_of_sample", [1, 2])
 @pytest.mark.parametrize("role", ["actor", "critic"])
-def test_an_objective_reads_no_number_from_the_device(model_path, role, rows_of_sample, monkeypatch):
+def test_an_objective_reads_no_number_from_the_device(
+    model_path, role, rows_of_sample, monkeypatch
+):
     data = make_batch()
     data.batch["sample_id"] = torch.arange(8) // rows_of_sample
     rows = MicroBatch(Rows.of(data), "cpu")
-    mini_batch = MiniBatch([], num_tokens=40.0, num_sequences=8.0, share=0.5, response_length=RESPONSE)
+    mini_batch = MiniBatch(
+        [], num_tokens=40.0, num_sequences=8.0, share=0.5, response_length=RESPONSE
+    )
     if role == "actor":
         worker = actor_group(model_path, entropy_coeff=0.1, use_kl_loss=True).workers[0]
         objective, pass_of_the_model = worker.policy_loss, "score_tokens"
         del rows["old_log_probs"]
         rows["rollout_log_probs"] = rows["ref_log_prob"]
         outputs = worker.score_tokens(rows, with_entropy=True)
-        expected = {"actor/pg_loss", "actor/entropy_loss", "actor/kl_loss", "training/rollout_probs_diff_max"}
+        expected = {
+            "actor/pg_loss",
+            "actor/entropy_loss",
+            "actor/kl_loss",
+            "training/rollout_probs_diff_max",
+        }
     else:
         worker = critic_group(model_path).workers[0]
         objective, pass_of_the_model = worker.value_loss, "values_of_tokens"
@@ -687,12 +825,24 @@ SEQUENCE = ("prompts", "responses", "response_mask")
 @pytest.mark.parametrize(
     ("role", "method", "reads", "writes"),
     [
-        (ActorWorker, "compute_log_prob", SEQUENCE, ("old_log_probs", "entropys", "sum_pi_squared?")),
+        (
+            ActorWorker,
+            "compute_log_prob",
+            SEQUENCE,
+            ("old_log_probs", "entropys", "sum_pi_squared?"),
+        ),
         (ReferenceWorker, "compute_ref_log_prob", SEQUENCE, ("ref_log_prob",)),
         (CriticWorker, "compute_values", SEQUENCE, ("values",)),
-        (CriticWorker, "update_critic", (*SEQUENCE, "values", "returns", "sample_id?", "mini_batch?"), None),
+        (
+            CriticWorker,
+            "update_critic",
+            (*SEQUENCE, "values", "returns", "sample_id?", "mini_batch?"),
+            None,
+        ),
     ],
 )
-def test_a_method_declares_the_columns_that_it_is_sent_and_those_that_it_returns(role, method, reads, writes):
+def test_a_method_declares_the_columns_that_it_is_sent_and_those_that_it_returns(
+    role, method, reads, writes
+):
     spec = registered_methods(role)[method]
     assert (spec.reads, spec.writes) == (reads, writes)

@@ -1,4 +1,5 @@
-"""Two real gloo processes against one: sharded and replicated, same gradients, log-probabilities and checkpoints."""
+"""Two real gloo processes against one: sharded and replicated, same gradients, log-probabilities
+and checkpoints."""
 
 import json
 import math
@@ -35,7 +36,11 @@ from verl_like.single_controller.worker import reserve_port
 from verl_like.single_controller.worker_group import ClassWithInitArgs
 from verl_like.workers.actor import ActorWorker
 from verl_like.workers.config.joint_trainer import JointTrainer
-from verl_like.workers.config.supervised import DPOTrainingConfig, ILQLTrainingConfig, SupervisedModelConfig
+from verl_like.workers.config.supervised import (
+    DPOTrainingConfig,
+    ILQLTrainingConfig,
+    SupervisedModelConfig,
+)
 from verl_like.workers.critic import CriticWorker
 from verl_like.workers.planning.partition import pack_into_micro_batches, rank_shares
 from verl_like.workers.supervised import DPOWorker, ILQLWorker
@@ -63,7 +68,9 @@ def log_probs_of(data: DataProto, output: DataProto) -> torch.Tensor:
 
 def filled_half(data: DataProto, rank: int) -> DataProto:
     """One rank's half of 7 rows: 4 and 3, the latter filled up with a marked copy of row 0."""
-    rows = DataProto.concat([data, data.select_idxs([0])]).select_idxs(list(range(4 * rank, 4 * rank + 4)))
+    rows = DataProto.concat([data, data.select_idxs([0])]).select_idxs(
+        list(range(4 * rank, 4 * rank + 4))
+    )
     rows.batch["is_pad"] = torch.tensor([False, False, False, rank == 1])
     return rows
 
@@ -92,7 +99,9 @@ def pairs() -> DataProto:
         "response_mask": [[0] + [1] * (length - 2) for length in lengths],
     }
     tensors = {name: jagged_from_lists(rows, torch.int64) for name, rows in columns.items()}
-    return DataProto.from_dict(tensors | {"sample_id": torch.arange(8) // 2}, meta_info={"padding": (1, 8, 0)})
+    return DataProto.from_dict(
+        tensors | {"sample_id": torch.arange(8) // 2}, meta_info={"padding": (1, 8, 0)}
+    )
 
 
 def dpo_arguments(path: str, **training: Any) -> tuple[Any, ...]:
@@ -111,10 +120,18 @@ def scored_rows() -> DataProto:
 def ilql_arguments(path: str, **training: Any) -> tuple[Any, ...]:
     """Of a worker that takes the six conversations in a step."""
     model = SupervisedModelConfig(path=path, fsdp_config={"dtype": "float32"})
-    return model, ILQLTrainingConfig(polyak=0.5, awac_beta=0.3, grad_clip=1e6, **SMALL_STEPS, **training), 6, 3, 0
+    return (
+        model,
+        ILQLTrainingConfig(polyak=0.5, awac_beta=0.3, grad_clip=1e6, **SMALL_STEPS, **training),
+        6,
+        3,
+        0,
+    )
 
 
-def receive_by_ipc(exports: list[WeightExport], rank: int, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+def receive_by_ipc(
+    exports: list[WeightExport], rank: int, buffer: torch.Tensor
+) -> dict[str, torch.Tensor]:
     """What the engine beside this rank would load from its buffer."""
     from vllm.distributed.utils import StatelessProcessGroup
 
@@ -122,7 +139,11 @@ def receive_by_ipc(exports: list[WeightExport], rank: int, buffer: torch.Tensor)
     address = place["master_address"], place["master_port"]
     loaded: dict[str, torch.Tensor] = {}
     group = StatelessProcessGroup.create(*address, place["rank_offset"], place["world_size"])
-    receive_chunks(group, lambda message: loaded.update(load_chunk(message, f"GPU-{rank}", buffer)), buffer.zero_)
+    receive_chunks(
+        group,
+        lambda message: loaded.update(load_chunk(message, f"GPU-{rank}", buffer)),
+        buffer.zero_,
+    )
     return loaded
 
 
@@ -133,7 +154,9 @@ def send_by_ipc(worker: ActorWorker, rank: int) -> dict[str, torch.Tensor]:
     dist.all_gather_object(exports, worker.export_weights(version=1))
     buffer = torch.zeros(7000, dtype=torch.uint8)  # the largest parameter has 50 * 32 * 2 bytes
     loaded: list[dict[str, torch.Tensor]] = []
-    receiver = threading.Thread(target=lambda: loaded.append(receive_by_ipc(exports, rank, buffer)), daemon=True)
+    receiver = threading.Thread(
+        target=lambda: loaded.append(receive_by_ipc(exports, rank, buffer)), daemon=True
+    )
     receiver.start()
     with worker.weight_transport.joined(rank, num_receivers=2):
         whole = gather(in_order(worker.engine.named_parameters(), torch.bfloat16, []))
@@ -144,46 +167,73 @@ def send_by_ipc(worker: ActorWorker, rank: int) -> dict[str, torch.Tensor]:
 
 
 def train_on_rank(rank: int, port: int, folder: str) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank)}
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": "2",
+        "RANK": str(rank),
+    }
     torch.set_num_threads(1)
     out, model = Path(folder), str(Path(folder, "model"))
-    data, ptx = filled_half(make_batch(rows=7), rank), make_batch(rows=10, seed=2)[slice(5 * rank, 5 * rank + 5)]
+    data, ptx = (
+        filled_half(make_batch(rows=7), rank),
+        make_batch(rows=10, seed=2)[slice(5 * rank, 5 * rank + 5)],
+    )
     for layout, strategy in LAYOUTS.items():
-        worker = ActorWorker(policy_config(model, micro=3, fsdp={"strategy": strategy}, **OBJECTIVE))
+        worker = ActorWorker(
+            policy_config(model, micro=3, fsdp={"strategy": strategy}, **OBJECTIVE)
+        )
         worker.init_model()
         log_probs = log_probs_of(data, worker.compute_log_prob(data))
-        gradients, output = gradients_of(worker, lambda worker=worker: worker.update_actor(data, ptx))
+        gradients, output = gradients_of(
+            worker, lambda worker=worker: worker.update_actor(data, ptx)
+        )
         export = worker.export_weights(version=1)
         worker.weight_transport = NcclTransport()
         announced = worker.export_weights(version=1)
         assert announced.fingerprints == export.fingerprints and announced.num_bytes == 0
         if rank == 0:  # what it would broadcast
             save_file(
-                dict(gather(in_order(worker.engine.named_parameters(), torch.bfloat16, []))), out / f"{layout}_gathered"
+                dict(gather(in_order(worker.engine.named_parameters(), torch.bfloat16, []))),
+                out / f"{layout}_gathered",
             )
         else:
             worker.send_weights(num_receivers=1)
         save_file(send_by_ipc(worker, rank), out / f"{layout}_read_{rank}")
         save_file(gradients, out / f"{layout}_gradients_{rank}")
         save_file({"log_probs": log_probs} | parameters_of(worker), out / f"{layout}_state_{rank}")
-        values = {name: (m.value, m.reduction, m.weight) for name, m in output.meta_info["metrics"].items()}
+        values = {
+            name: (m.value, m.reduction, m.weight)
+            for name, m in output.meta_info["metrics"].items()
+        }
         (out / f"{layout}_metrics_{rank}.json").write_text(json.dumps(values))
-        (out / f"{layout}_exported_{rank}.json").write_text(json.dumps([n for b in export.buckets for n in b.names]))
+        (out / f"{layout}_exported_{rank}.json").write_text(
+            json.dumps([n for b in export.buckets for n in b.names])
+        )
         worker.save_checkpoint(str(out / f"{layout}/checkpoint"))
         worker.save_hf(str(out / f"{layout}/huggingface"))
     ordered = make_batch(rows=8).select_idxs(np.concatenate(rank_shares(8, 4, num_ranks=2)))
     worker = ActorWorker(policy_config(model, prompts=4, micro=1, **SMALL_STEPS))
     worker.init_model()
-    gradients, _ = gradients_of(worker, lambda: worker.update_actor(ordered.select_idxs(range(4 * rank, 4 * rank + 4))))
+    gradients, _ = gradients_of(
+        worker, lambda: worker.update_actor(ordered.select_idxs(range(4 * rank, 4 * rank + 4)))
+    )
     save_file(gradients, out / f"second_gradients_{rank}")
     worker = ActorWorker(policy_config(model, micro=3, **OBJECTIVE))
     worker.init_model()
-    halves, one_row = make_batch(rows=7).select_idxs([[0, 1, 2, 3], [4, 5, 6]][rank]), make_batch(rows=10, seed=2)
-    gradients, output = gradients_of(worker, lambda: worker.update_actor(halves, one_row.select_idxs([[0], []][rank])))
+    halves, one_row = (
+        make_batch(rows=7).select_idxs([[0, 1, 2, 3], [4, 5, 6]][rank]),
+        make_batch(rows=10, seed=2),
+    )
+    gradients, output = gradients_of(
+        worker, lambda: worker.update_actor(halves, one_row.select_idxs([[0], []][rank]))
+    )
     save_file(gradients, out / f"one_ptx_row_{rank}")
     worker = DPOWorker(*dpo_arguments(model, use_dynamic_bsz=False, micro_batch_size_per_gpu=1))
     worker.init_model()
-    gradients, _ = gradients_of(worker, lambda: worker.update_model(pairs().select_idxs([[], range(8)][rank])))
+    gradients, _ = gradients_of(
+        worker, lambda: worker.update_model(pairs().select_idxs([[], range(8)][rank]))
+    )
     save_file(gradients, out / f"uneven_dpo_{rank}")
     if rank:
         metrics = metric_values(worker.evaluate(pairs()).meta_info["metrics"])
@@ -201,12 +251,17 @@ def train_on_rank(rank: int, port: int, folder: str) -> None:
     half = long_and_short_rows().select_idxs(range(4 * rank, 4 * rank + 4))
     log_probs = log_probs_of(half, worker.compute_log_prob(half))
     gradients, _ = gradients_of(worker, lambda: worker.update_actor(half))
-    save_file({"log_probs": log_probs, "passes": torch.tensor(len(passes))} | gradients, out / f"budget_{rank}")
+    save_file(
+        {"log_probs": log_probs, "passes": torch.tensor(len(passes))} | gradients,
+        out / f"budget_{rank}",
+    )
     worker = ActorWorker(policy_config(model, fsdp={"dtype": "bfloat16"}))
     worker.init_model()
     gradients, _ = gradients_of(worker, lambda: worker.update_actor(data))
     save_file(gradients, out / f"bfloat16_gradients_{rank}")
-    worker = DPOWorker(*dpo_arguments(model, ulysses_sequence_parallel_size=2, max_token_len_per_gpu=12))
+    worker = DPOWorker(
+        *dpo_arguments(model, ulysses_sequence_parallel_size=2, max_token_len_per_gpu=12)
+    )
     worker.init_model()
     passes = []
     worker.engine.model.register_forward_pre_hook(lambda *_: passes.append(rank))
@@ -269,8 +324,12 @@ def test_two_ranks_have_the_gradient_of_one(two_ranks, one_rank, layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_ranks_report_the_metrics_of_one(two_ranks, one_rank, layout):
-    parts = [json.loads((two_ranks / f"{layout}_metrics_{rank}.json").read_text()) for rank in (0, 1)]
-    merged = metric_values(merge_metrics([{name: Metric(*part[name]) for name in part} for part in parts]))
+    parts = [
+        json.loads((two_ranks / f"{layout}_metrics_{rank}.json").read_text()) for rank in (0, 1)
+    ]
+    merged = metric_values(
+        merge_metrics([{name: Metric(*part[name]) for name in part} for part in parts])
+    )
     for name in [name for name in merged if "perf/" not in name]:
         assert merged[name] == pytest.approx(one_rank["metrics"][name], rel=1e-5), name
 
@@ -307,12 +366,22 @@ def test_a_checkpoint_of_two_ranks_loads_on_one_and_training_goes_on(two_ranks, 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_rank_of_two_writes_its_share_of_a_checkpoint_and_nothing_twice(two_ranks, layout):
-    first, second = (load_file(two_ranks / f"{layout}/checkpoint/rank_0000{rank}.safetensors") for rank in (0, 1))
-    shapes = {name: p.shape for name, p in load_file(two_ranks / f"{layout}_state_0").items() if name != "log_probs"}
+    first, second = (
+        load_file(two_ranks / f"{layout}/checkpoint/rank_0000{rank}.safetensors") for rank in (0, 1)
+    )
+    shapes = {
+        name: p.shape
+        for name, p in load_file(two_ranks / f"{layout}_state_0").items()
+        if name != "log_probs"
+    }
     num_written = sum(tensor.numel() for tensor in [*first.values(), *second.values()])
-    # Parameters, two moments and an average; a count of steps for each parameter, and those of steps done and skipped.
+    # Parameters, two moments and an average; a count of steps for each parameter, and those of
+    # steps done and skipped.
     assert num_written == 4 * sum(shape.numel() for shape in shapes.values()) + len(shapes) + 2
-    assert all(sum(tensor.numel() for tensor in part.values()) > num_written / 4 for part in (first, second))
+    assert all(
+        sum(tensor.numel() for tensor in part.values()) > num_written / 4
+        for part in (first, second)
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -324,7 +393,9 @@ def test_two_ranks_write_one_complete_model_folder(two_ranks, layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_checkpoint_of_two_ranks_is_exported_as_the_model_folder_that_they_write(two_ranks, layout, tmp_path):
+def test_a_checkpoint_of_two_ranks_is_exported_as_the_model_folder_that_they_write(
+    two_ranks, layout, tmp_path
+):
     export(two_ranks / layout, tmp_path / "model")
     written = two_ranks / layout / "huggingface"
     assert {f.name: f.read_bytes() for f in (tmp_path / "model").iterdir()} == {
@@ -343,7 +414,11 @@ def test_a_checkpoint_that_lacks_the_file_of_a_rank_is_not_exported(two_ranks, r
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_ranks_exports_together_hold_every_parameter_once(two_ranks, one_rank, layout):
-    names = [n for rank in (0, 1) for n in json.loads((two_ranks / f"{layout}_exported_{rank}.json").read_text())]
+    names = [
+        n
+        for rank in (0, 1)
+        for n in json.loads((two_ranks / f"{layout}_exported_{rank}.json").read_text())
+    ]
     assert sorted(names) == sorted(one_rank["parameters"])
 
 
@@ -360,13 +435,19 @@ def test_the_engine_beside_each_rank_reads_whole_parameters_in_that_ranks_buffer
     gathered = load_file(two_ranks / f"{layout}_gathered")
     for rank in (0, 1):
         read = load_file(two_ranks / f"{layout}_read_{rank}")
-        assert read.keys() == gathered.keys() and all(torch.equal(read[name], gathered[name]) for name in read)
+        assert read.keys() == gathered.keys() and all(
+            torch.equal(read[name], gathered[name]) for name in read
+        )
 
 
-def test_ranks_that_need_different_numbers_of_micro_batches_run_as_many_and_compute_the_same(two_ranks):
+def test_ranks_that_need_different_numbers_of_micro_batches_run_as_many_and_compute_the_same(
+    two_ranks,
+):
     rows = long_and_short_rows()
     lengths = padded(rows).batch["attention_mask"].sum(-1).tolist()
-    long, short = (len(pack_into_micro_batches(half, BUDGET)) for half in (lengths[:4], lengths[4:]))
+    long, short = (
+        len(pack_into_micro_batches(half, BUDGET)) for half in (lengths[:4], lengths[4:])
+    )
     assert long > short
     config = policy_config(str(two_ranks / "model"))
     group = local_group(ActorWorker, config)
@@ -374,7 +455,9 @@ def test_ranks_that_need_different_numbers_of_micro_batches_run_as_many_and_comp
     gradients, _ = gradients_of(group.workers[0], lambda: group.update_actor(rows).get())
     halves = [load_file(two_ranks / f"budget_{rank}") for rank in (0, 1)]
     assert [int(half.pop("passes")) for half in halves] == [2 * long, 2 * long]
-    torch.testing.assert_close(torch.cat([half.pop("log_probs") for half in halves]), log_probs, rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        torch.cat([half.pop("log_probs") for half in halves]), log_probs, rtol=0, atol=1e-6
+    )
     for half in halves:
         assert relative_error(half, gradients) < 2e-6
 
@@ -389,7 +472,9 @@ def test_two_ranks_have_the_critic_gradient_of_one(two_ranks, one_rank):
 
 def test_trainers_of_a_model_that_get_different_numbers_of_rows_have_the_gradient_of_one(two_ranks):
     group = local_group(CriticWorker, critic_config(str(two_ranks / "model")), seed=1)
-    gradients, _ = gradients_of(group.workers[0], lambda: group.update_critic(make_batch(rows=7)).get())
+    gradients, _ = gradients_of(
+        group.workers[0], lambda: group.update_critic(make_batch(rows=7)).get()
+    )
     for rank in (0, 1):
         assert relative_error(load_file(two_ranks / f"joint_gradients_{rank}"), gradients) < 1e-6
 
@@ -397,13 +482,17 @@ def test_trainers_of_a_model_that_get_different_numbers_of_rows_have_the_gradien
 def test_rows_of_a_language_model_loss_may_be_fewer_than_ranks(two_ranks):
     group = local_group(ActorWorker, policy_config(str(two_ranks / "model"), **OBJECTIVE))
     ptx = make_batch(rows=10, seed=2).select_idxs([0])
-    gradients, _ = gradients_of(group.workers[0], lambda: group.update_actor(make_batch(rows=7), ptx).get())
+    gradients, _ = gradients_of(
+        group.workers[0], lambda: group.update_actor(make_batch(rows=7), ptx).get()
+    )
     for rank in (0, 1):
         assert relative_error(load_file(two_ranks / f"one_ptx_row_{rank}"), gradients) < 2e-6
 
 
 def test_a_rank_without_pairs_leaves_the_gradient_and_the_metrics_of_the_others(two_ranks):
-    arguments = dpo_arguments(str(two_ranks / "model"), use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
+    arguments = dpo_arguments(
+        str(two_ranks / "model"), use_dynamic_bsz=False, micro_batch_size_per_gpu=1
+    )
     group = LocalWorkerGroup(ClassWithInitArgs(DPOWorker, *arguments))
     group.init_model()
     gradients, _ = gradients_of(group.workers[0], lambda: group.update_model(pairs()).get())
@@ -418,20 +507,27 @@ def test_ranks_of_which_one_has_no_row_of_a_step_train_two_epochs_as_one_rank_do
     group = local_group(ActorWorker, policy_config(str(two_ranks / "model"), **TWO_EPOCHS))
     start = parameters_of(group.workers[0])
     group.update_actor(in_uneven_steps()).get()
-    expected = {name: value - start[name] for name, value in parameters_of(group.workers[0]).items()}
+    expected = {
+        name: value - start[name] for name, value in parameters_of(group.workers[0]).items()
+    }
     for rank in (0, 1):
         trained = load_file(two_ranks / f"two_epochs_{rank}")
         moved = {name: trained[name] - start[name] for name in trained}
         assert relative_error(moved, expected) < 1e-4  # of four steps of Adam in float32
 
 
-def test_two_ranks_that_share_packed_pairs_have_the_loss_and_gradient_of_one_pair_after_the_other(two_ranks):
-    arguments = dpo_arguments(str(two_ranks / "model"), use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
+def test_two_ranks_that_share_packed_pairs_have_the_loss_and_gradient_of_one_pair_after_the_other(
+    two_ranks,
+):
+    arguments = dpo_arguments(
+        str(two_ranks / "model"), use_dynamic_bsz=False, micro_batch_size_per_gpu=1
+    )
     group = LocalWorkerGroup(ClassWithInitArgs(DPOWorker, *arguments))
     group.init_model()
     gradients, _ = gradients_of(group.workers[0], lambda: group.update_model(pairs()).get())
     expected = metric_values(group.evaluate(pairs()).get().meta_info["metrics"])
-    assert expected["loss"] != pytest.approx(math.log(2), rel=1e-3)  # no longer that of the reference
+    # No longer that of the reference
+    assert expected["loss"] != pytest.approx(math.log(2), rel=1e-3)
     for rank in (0, 1):
         shared = load_file(two_ranks / f"dpo_{rank}")
         assert shared.pop("passes") == 2  # of two pairs each
@@ -441,8 +537,12 @@ def test_two_ranks_that_share_packed_pairs_have_the_loss_and_gradient_of_one_pai
 
 
 @pytest.mark.parametrize("sharing", [1, 2])
-def test_two_ranks_move_all_heads_of_ilql_as_one_does_whether_they_share_sequences_or_not(two_ranks, sharing):
-    group = LocalWorkerGroup(ClassWithInitArgs(ILQLWorker, *ilql_arguments(str(two_ranks / "model"))))
+def test_two_ranks_move_all_heads_of_ilql_as_one_does_whether_they_share_sequences_or_not(
+    two_ranks, sharing
+):
+    group = LocalWorkerGroup(
+        ClassWithInitArgs(ILQLWorker, *ilql_arguments(str(two_ranks / "model")))
+    )
     group.init_model()
     (worker,), before = group.workers, parameters_of(group.workers[0])
     group.update_model(scored_rows()).get()
@@ -450,15 +550,21 @@ def test_two_ranks_move_all_heads_of_ilql_as_one_does_whether_they_share_sequenc
     assert not torch.equal(expected["heads.target_q1.2.weight"], before["heads.target_q1.2.weight"])
     for rank in (0, 1):
         found = load_file(two_ranks / f"ilql_{sharing}_{rank}")
-        changes = ({name: state[name] - before[name] for name in expected} for state in (found, expected))
-        assert relative_error(*changes) < 1e-2  # rounding may turn a first step of Adam whose gradient is nearly 0
+        changes = (
+            {name: state[name] - before[name] for name in expected} for state in (found, expected)
+        )
+        # Rounding may turn a first step of Adam whose gradient is nearly 0
+        assert relative_error(*changes) < 1e-2
 
 
 def test_ordered_rows_make_the_same_mini_batches_on_two_ranks_as_on_one(two_ranks):
     config = policy_config(str(two_ranks / "model"), prompts=4, **SMALL_STEPS)
     group = local_group(ActorWorker, config)
-    gradients, _ = gradients_of(group.workers[0], lambda: group.update_actor(make_batch(rows=8)).get())
-    # Of the second step: a difference of rounding in the first may move a weight by up to the learning rate.
+    gradients, _ = gradients_of(
+        group.workers[0], lambda: group.update_actor(make_batch(rows=8)).get()
+    )
+    # Of the second step: a difference of rounding in the first may move a weight by up to the
+    # learning rate.
     assert relative_error(load_file(two_ranks / "second_gradients_0"), gradients) < 1e-3
 
 

@@ -10,9 +10,16 @@ import torch
 from verl_like.algorithms.masked import masked_sum
 
 Aggregate = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""(loss_mat (B, R), loss_mask (B, R)) -> scalar: `agg_loss` with its mode and its counts already bound."""
+"""(loss_mat (B, R), loss_mask (B, R)) -> scalar: `agg_loss` with its mode and its counts already
+bound."""
 
-LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
+LOSS_AGG_MODES = (
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-sum-norm",
+    "seq-mean-token-mean",
+)
 
 
 def agg_loss(
@@ -25,10 +32,12 @@ def agg_loss(
     loss_scale_factor: float | None = None,
     scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """This micro-batch's share of the mini-batch loss: summed over all micro-batches and ranks it *is* that loss.
+    """This micro-batch's share of the mini-batch loss: summed over all micro-batches and ranks it
+    *is* that loss.
 
-    The counts are those of the whole mini-batch, over every rank and micro-batch, so its rows may be spread in any way
-    (a row itself is never split). Left out, they are those of `loss_mask`, as for a mini-batch in one piece.
+    The counts are those of the whole mini-batch, over every rank and micro-batch, so its rows may
+    be spread in any way (a row itself is never split). Left out, they are those of `loss_mask`, as
+    for a mini-batch in one piece.
 
     | mode | mini-batch loss |
     |---|---|
@@ -42,33 +51,25 @@ def agg_loss(
         loss_mat: (B, R) float, loss per token.
         loss_mask: (B, R) bool or 0/1, the tokens that count.
         loss_agg_mode: one of LOSS_AGG_MODES.
-        dp_size: factor of the result: the number of ranks where an engine averages gradients over them. This one adds
-            them up, so it is 1.
+        dp_size: factor of the result: the number of ranks where an engine averages gradients over
+            them. This one adds them up, so it is 1.
         batch_num_tokens: tokens with mask 1 in the mini-batch.
         global_batch_size: rows with at least one such token in the mini-batch.
-        loss_scale_factor: the constant of seq-mean-token-sum-norm, which no other mode reads: in a run
-            `data.max_response_length`.
-        scale: (B, R) float, factor of the loss of each token, such as an importance weight; None = 1.
+        loss_scale_factor: the constant of seq-mean-token-sum-norm, which no other mode reads: in a
+            run `data.max_response_length`.
+        scale: (B, R) float, factor of the loss of each token, such as an importance weight; None =
+            1.
 
     Returns:
-        Scalar. 0, with zero gradient, when the mini-batch has no token at all (every sample skipped).
+        Scalar. 0, with zero gradient, when the mini-batch has no token at all (every sample
+        skipped).
 
     Raises:
-        ValueError: unknown mode; no counts for several ranks; seq-mean-token-sum-norm without a loss_scale_factor; a
-            count or loss_scale_factor that is not positive although the mask selects tokens.
+        ValueError: unknown mode; no counts for several ranks; seq-mean-token-sum-norm without a
+            loss_scale_factor; a count or loss_scale_factor that is not positive although the mask
+            selects tokens.
     """
-    if loss_agg_mode not in LOSS_AGG_MODES:
-        raise ValueError(f"unknown loss_agg_mode {loss_agg_mode!r}: choose one of {', '.join(LOSS_AGG_MODES)}")
-    if dp_size > 1 and (batch_num_tokens is None or global_batch_size is None):
-        raise ValueError(
-            f"agg_loss got dp_size={dp_size}, batch_num_tokens={batch_num_tokens}, global_batch_size="
-            f"{global_batch_size}: one rank cannot count the mini-batch of several; pass both counts"
-        )
-    if loss_agg_mode == "seq-mean-token-sum-norm" and loss_scale_factor is None:
-        raise ValueError(
-            "loss_agg_mode 'seq-mean-token-sum-norm' got no loss_scale_factor, by which it divides: pass "
-            "data.max_response_length, which config.global_batch_info has"
-        )
+    _check_counts(loss_agg_mode, dp_size, batch_num_tokens, global_batch_size, loss_scale_factor)
     loss_mat = loss_mat if scale is None else loss_mat * scale
     if loss_agg_mode == "seq-mean-token-mean":
         tokens_per_row = loss_mask.bool().sum(dim=-1).clamp(min=1)
@@ -79,7 +80,9 @@ def agg_loss(
     if loss_agg_mode == "token-sum":
         return total * dp_size
     if loss_agg_mode == "token-mean":
-        denominator = float(loss_mask.bool().sum()) if batch_num_tokens is None else batch_num_tokens
+        denominator = (
+            float(loss_mask.bool().sum()) if batch_num_tokens is None else batch_num_tokens
+        )
     else:
         rows = loss_mask.bool().any(dim=-1)
         denominator = float(rows.sum()) if global_batch_size is None else global_batch_size
@@ -90,8 +93,34 @@ def agg_loss(
         return total / denominator * dp_size
     if bool(loss_mask.bool().any()):
         raise ValueError(
-            f"loss_agg_mode {loss_agg_mode!r} divides by {denominator} (batch_num_tokens={batch_num_tokens}, "
-            f"global_batch_size={global_batch_size}, loss_scale_factor={loss_scale_factor}) but the mask selects "
-            "tokens: pass the counts of the whole mini-batch and a positive loss_scale_factor"
+            f"loss_agg_mode {loss_agg_mode!r} divides by {denominator} "
+            f"(batch_num_tokens={batch_num_tokens}, global_batch_size={global_batch_size}, "
+            f"loss_scale_factor={loss_scale_factor}) but the mask selects tokens: pass the counts "
+            "of the whole mini-batch and a positive loss_scale_factor"
         )
     return total
+
+
+def _check_counts(
+    loss_agg_mode: str,
+    dp_size: int,
+    batch_num_tokens: float | None,
+    global_batch_size: float | None,
+    loss_scale_factor: float | None,
+) -> None:
+    if loss_agg_mode not in LOSS_AGG_MODES:
+        raise ValueError(
+            f"unknown loss_agg_mode {loss_agg_mode!r}: choose one of {', '.join(LOSS_AGG_MODES)}"
+        )
+    if dp_size > 1 and (batch_num_tokens is None or global_batch_size is None):
+        raise ValueError(
+            f"agg_loss got dp_size={dp_size}, batch_num_tokens={batch_num_tokens}, "
+            "global_batch_size="
+            f"{global_batch_size}: one rank cannot count the mini-batch of several; pass both "
+            "counts"
+        )
+    if loss_agg_mode == "seq-mean-token-sum-norm" and loss_scale_factor is None:
+        raise ValueError(
+            "loss_agg_mode 'seq-mean-token-sum-norm' got no loss_scale_factor, by which it "
+            "divides: pass data.max_response_length, which config.global_batch_info has"
+        )

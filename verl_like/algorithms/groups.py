@@ -11,11 +11,13 @@ from verl_like.algorithms.masked import few_rows, zero_masked
 
 @dataclass(frozen=True)
 class PromptGroups:
-    """The total rewards of B responses, grouped by prompt. Statistics are (B,) float64: each row has its group's value.
+    """The total rewards of B responses, grouped by prompt. Statistics are (B,) float64: each row
+    has its group's value.
 
-    A row without any response token was skipped: its score is 0 and counts in no statistic. In float64 the mean of
-    equal float32 scores is exact, so that they deviate from it by exactly 0; in float32 the rounding error of the mean,
-    divided by a small number, would become a visible advantage.
+    A row without any response token was skipped: its score is 0 and counts in no statistic. In
+    float64 the mean of equal float32 scores is exact, so that they deviate from it by exactly 0; in
+    float32 the rounding error of the mean, divided by a small number, would become a visible
+    advantage.
     """
 
     scores: torch.Tensor
@@ -29,7 +31,9 @@ class PromptGroups:
     num_groups: int
 
     @classmethod
-    def of(cls, token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: np.ndarray) -> "PromptGroups":
+    def of(
+        cls, token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: np.ndarray
+    ) -> "PromptGroups":
         """The groups of rows with equal entries in `index` (B,), of (B, R) rewards and mask."""
         valid = response_mask.bool()
         scores = token_level_rewards.new_zeros(len(valid), dtype=torch.float64)
@@ -38,7 +42,11 @@ class PromptGroups:
         codes: dict[Hashable, int] = {}
         group = [codes.setdefault(key, len(codes)) for key in index]
         return cls(
-            scores, valid, valid.any(dim=-1), torch.tensor(group, dtype=torch.long, device=scores.device), len(codes)
+            scores,
+            valid,
+            valid.any(dim=-1),
+            torch.tensor(group, dtype=torch.long, device=scores.device),
+            len(codes),
         )
 
     @property
@@ -53,10 +61,11 @@ class PromptGroups:
 
     @property
     def has_baseline(self) -> torch.Tensor:
-        """(B,) bool, the scored rows with another scored row in their group, or that are a group of one by design.
+        """(B,) bool, the scored rows with another scored row in their group, or that are a group of
+        one by design.
 
-        The only scored row of a larger group has lost its baseline: its raw score is on another scale than the
-        advantages of the other rows, so its advantage is 0.
+        The only scored row of a larger group has lost its baseline: its raw score is on another
+        scale than the advantages of the other rows, so its advantage is 0.
         """
         return self.scored & (self.is_single | (self.num_scored > 1))
 
@@ -69,14 +78,17 @@ class PromptGroups:
         return self.largest(self.scores, self.scored) > -self.largest(-self.scores, self.scored)
 
     def largest(self, row_values: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
-        """The largest of `row_values` (B,) among the `candidates` (B,) bool of the group; -infinity without one."""
+        """The largest of `row_values` (B,) among the `candidates` (B,) bool of the group; -infinity
+        without one."""
         values = row_values.masked_fill(~candidates, -torch.inf)
         found = values.new_full((self.num_groups,), -torch.inf)
         return found.scatter_reduce_(0, self.group, values, "amax")[self.group]
 
     def sum(self, row_values: torch.Tensor) -> torch.Tensor:
         """The sum of `row_values` (B,) over the scored rows of the group."""
-        totals = self.scores.new_zeros(self.num_groups).index_add_(0, self.group, zero_masked(row_values, self.scored))
+        totals = self.scores.new_zeros(self.num_groups).index_add_(
+            0, self.group, zero_masked(row_values, self.scored)
+        )
         return totals[self.group]
 
     def mean(self) -> torch.Tensor:
@@ -84,12 +96,16 @@ class PromptGroups:
         return self.sum(self.scores) / self.num_scored.clamp(min=1)
 
     def std(self) -> torch.Tensor:
-        """The unbiased standard deviation of the scores; 1 for a group of one by design, 0 where one row is scored."""
+        """The unbiased standard deviation of the scores; 1 for a group of one by design, 0 where
+        one row is scored."""
         squares = self.sum((self.scores - self.mean()) ** 2)
-        return torch.where(self.is_single, 1.0, torch.sqrt(squares / (self.num_scored - 1).clamp(min=1)))
+        return torch.where(
+            self.is_single, 1.0, torch.sqrt(squares / (self.num_scored - 1).clamp(min=1))
+        )
 
     def scores_above(self, baseline: torch.Tensor) -> torch.Tensor:
-        """Score - `baseline` (B,); the score itself for a group of one by design, 0 without `has_baseline`."""
+        """Score - `baseline` (B,); the score itself for a group of one by design, 0 without
+        `has_baseline`."""
         return zero_masked(self.scores - zero_masked(baseline, ~self.is_single), self.has_baseline)
 
     def on_tokens(self, row_values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

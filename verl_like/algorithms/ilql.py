@@ -1,8 +1,9 @@
-"""ILQL: what a language model and its Q and V heads learn from scored conversations (Snell et al. 2022,
-arXiv:2206.11871).
+"""ILQL: what a language model and its Q and V heads learn from scored conversations (Snell et al.
+2022, arXiv:2206.11871).
 
-B rows, R padded response length. A state h is the text before a learned token, the action a is the token, and h' the
-state before the next learned token of the row. The score r of a row is the reward of its last one.
+B rows, R padded response length. A state h is the text before a learned token, the action a is the
+token, and h' the state before the next learned token of the row. The score r of a row is the reward
+of its last one.
 """
 
 import torch
@@ -31,13 +32,15 @@ def ilql_losses(
 ) -> dict[str, torch.Tensor]:
     """The four terms of the loss of each learned token, (B, R).
 
-    td: sum over both heads of (Q(h, a) - r - gamma V(h'))^2, where V is 0 after the last token and has no gradient.
-    value: |expectile - 1(u < 0)| u^2 with u = Q^(h, a) - V(h), where Q^ is the lesser of the target heads.
-    cql: sum over both heads of log sum_a' exp Q(h, a') - Q(h, a).
-    lm: -w log pi(a | h), where w = exp(awac_beta u), at most 100, has no gradient; awac_beta = 0 is behaviour cloning.
+    td: sum over both heads of (Q(h, a) - r - gamma V(h'))^2, where V is 0 after the last token and
+    has no gradient. value: |expectile - 1(u < 0)| u^2 with u = Q^(h, a) - V(h), where Q^ is the
+    lesser of the target heads. cql: sum over both heads of log sum_a' exp Q(h, a') - Q(h, a). lm:
+    -w log pi(a | h), where w = exp(awac_beta u), at most 100, has no gradient; awac_beta = 0 is
+    behaviour cloning.
 
     Args:
-        log_probs, q1, q2, target_q: (B, R) float, of the tokens; 0 where `mask` is, as are the next three.
+        log_probs, q1, q2, target_q: (B, R) float, of the tokens; 0 where `mask` is, as are the next
+            three.
         log_softmax_q1, log_softmax_q2: (B, R) float, the log-softmax of Q over the vocabulary.
         values: (B, R) float, V of the state before each token.
         scores: (B,) float.

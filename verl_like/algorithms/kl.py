@@ -1,4 +1,5 @@
-"""KL divergence: per-token estimators, the penalty inside the reward, and the controllers of its coefficient.
+"""KL divergence: per-token estimators, the penalty inside the reward, and the controllers of its
+coefficient.
 
 B rows, R padded response length.
 """
@@ -15,7 +16,8 @@ KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 
 
 def kl_penalty(logprob: torch.Tensor, ref_logprob: torch.Tensor, kl_penalty: str) -> torch.Tensor:
-    """Per-token estimate of KL(policy || reference) from samples of the policy (Schulman 2020, "Approximating KL").
+    """Per-token estimate of KL(policy || reference) from samples of the policy (Schulman 2020,
+    "Approximating KL").
 
     With d = logprob - ref_logprob:
 
@@ -26,8 +28,9 @@ def kl_penalty(logprob: torch.Tensor, ref_logprob: torch.Tensor, kl_penalty: str
     | mse, k2 | d^2 / 2 |
     | low_var_kl, k3 | exp(-d) + d - 1, with d clamped to [-20, 20] and the result to [-10, 10] |
 
-    k1 and k3 are unbiased in value, but the gradient of their mean is not the gradient of the KL; k2's is. The suffix
-    "+" (for example "k3+") keeps the named value and takes k2's gradient (straight-through).
+    k1 and k3 are unbiased in value, but the gradient of their mean is not the gradient of the KL;
+    k2's is. The suffix "+" (for example "k3+") keeps the named value and takes k2's gradient
+    (straight-through).
 
     Args:
         logprob, ref_logprob: same shape, float, log-probabilities of the sampled tokens.
@@ -40,8 +43,8 @@ def kl_penalty(logprob: torch.Tensor, ref_logprob: torch.Tensor, kl_penalty: str
     if estimator not in KL_ESTIMATORS:
         reason = " (it needs the logits of the whole vocabulary)" if estimator == "full" else ""
         raise ValueError(
-            f"unknown KL estimator {kl_penalty!r}{reason}: choose one of {', '.join(KL_ESTIMATORS)}, "
-            "each also with the suffix '+' for the gradient of k2"
+            f"unknown KL estimator {kl_penalty!r}{reason}: choose one of "
+            f"{', '.join(KL_ESTIMATORS)}, each also with the suffix '+' for the gradient of k2"
         )
     difference = logprob - ref_logprob
     if estimator in ("kl", "k1"):
@@ -77,8 +80,9 @@ def apply_kl_penalty(
         estimator: name for `kl_penalty`.
 
     Returns:
-        token_level_rewards (B, R), 0 outside the mask, and the KL to report and to give to the controller's `update`:
-        the mean over rows of the row's token mean; rows without any response token do not count.
+        token_level_rewards (B, R), 0 outside the mask, and the KL to report and to give to the
+        controller's `update`: the mean over rows of the row's token mean; rows without any response
+        token do not count.
     """
     with torch.no_grad():
         kl = zero_masked(kl_penalty(old_log_probs, ref_log_prob, estimator), response_mask)
@@ -99,7 +103,8 @@ class FixedKLController:
 
 
 class AdaptiveKLController:
-    """Steers the coefficient so that the measured KL approaches a target (Ziegler et al., arXiv 1909.08593).
+    """Steers the coefficient so that the measured KL approaches a target (Ziegler et al., arXiv
+    1909.08593).
 
     value <- value * (1 + clip(current_kl / target_kl - 1, -0.2, 0.2) * n_steps / horizon)
 
@@ -110,8 +115,8 @@ class AdaptiveKLController:
     def __init__(self, init_kl_coef: float, target_kl: float, horizon: float = 10_000.0) -> None:
         if target_kl <= 0 or horizon <= 0:
             raise ValueError(
-                f"adaptive KL control got target_kl={target_kl}, horizon={horizon}: both are divisors and must be "
-                "positive; set them so or use type 'fixed'"
+                f"adaptive KL control got target_kl={target_kl}, horizon={horizon}: both are "
+                "divisors and must be positive; set them so or use type 'fixed'"
             )
         self.value = init_kl_coef
         self.target = target_kl
@@ -121,12 +126,14 @@ class AdaptiveKLController:
         """Moves the coefficient after a step that measured `current_kl` over `n_steps` samples.
 
         Raises:
-            ValueError: current_kl is not finite, which would spoil the coefficient for the rest of the run.
+            ValueError: current_kl is not finite, which would spoil the coefficient for the rest of
+                the run.
         """
         if not math.isfinite(current_kl):
             raise ValueError(
-                f"measured KL is {current_kl}, expected a finite number: the coefficient would stay broken for the "
-                "rest of the run; look for non-finite old_log_probs or ref_log_prob"
+                f"measured KL is {current_kl}, expected a finite number: the coefficient would "
+                "stay broken for the rest of the run; look for non-finite old_log_probs or "
+                "ref_log_prob"
             )
         proportional_error = min(max(current_kl / self.target - 1, -0.2), 0.2)
         self.value *= 1 + proportional_error * n_steps / self.horizon
@@ -136,7 +143,8 @@ KLController = FixedKLController | AdaptiveKLController
 
 
 def get_kl_controller(kl_ctrl: Any) -> KLController:
-    """The controller that `kl_ctrl.type` names, "fixed" or "adaptive"; `kl_ctrl` is the block `algorithm.kl_ctrl`.
+    """The controller that `kl_ctrl.type` names, "fixed" or "adaptive"; `kl_ctrl` is the block
+    `algorithm.kl_ctrl`.
 
     Raises:
         ValueError: any other type.

@@ -1,7 +1,8 @@
 """Sums, means and whitening over the positions a mask selects, and a row's value on its last one.
 
-Masks are bool or 0/1 of any dtype. Whatever stands at a masked-out position, NaN and infinity included, never reaches a
-result or a gradient: positions are selected with `torch.where`, never by multiplication.
+Masks are bool or 0/1 of any dtype. Whatever stands at a masked-out position, NaN and infinity
+included, never reaches a result or a gradient: positions are selected with `torch.where`, never by
+multiplication.
 """
 
 import torch
@@ -12,37 +13,45 @@ _TOKENS_IN_CACHE = 1 << 19
 def zero_masked(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """`values` with 0 at every position where `mask` is 0; `mask` broadcasts to `values`.
 
-    A loss passes the tensor it differentiates through this before anything else: the gradient then stops at the mask.
-    Blanking only the result is not enough, since a zero gradient times the derivative at NaN is still NaN.
+    A loss passes the tensor it differentiates through this before anything else: the gradient then
+    stops at the mask. Blanking only the result is not enough, since a zero gradient times the
+    derivative at NaN is still NaN.
     """
     return torch.where(mask.bool(), values, 0.0)
 
 
-def masked_sum(values: torch.Tensor, mask: torch.Tensor, axis: int | tuple[int, ...] | None = None) -> torch.Tensor:
+def masked_sum(
+    values: torch.Tensor, mask: torch.Tensor, axis: int | tuple[int, ...] | None = None
+) -> torch.Tensor:
     """Sum of the selected `values`, over `axis` (None = all axes)."""
     selected = zero_masked(values, mask)
     return selected.sum() if axis is None else selected.sum(dim=axis)
 
 
-def masked_mean(values: torch.Tensor, mask: torch.Tensor, axis: int | tuple[int, ...] | None = None) -> torch.Tensor:
+def masked_mean(
+    values: torch.Tensor, mask: torch.Tensor, axis: int | tuple[int, ...] | None = None
+) -> torch.Tensor:
     """Mean of the selected `values`, over `axis` (None = all axes); 0 where nothing is selected."""
     valid = mask.bool().expand_as(values)
     count = valid.sum() if axis is None else valid.sum(dim=axis)
     return masked_sum(values, valid, axis) / count.clamp(min=1)
 
 
-def masked_whiten(values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = True) -> torch.Tensor:
+def masked_whiten(
+    values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = True
+) -> torch.Tensor:
     """(values - mean) / sqrt(var + 1e-8) over the selected values; masked-out positions become 0.
 
-    The variance is the unbiased one. A single selected value has no spread and whitens to 0, and an empty mask gives
-    all zeros, so a batch in which every sample was skipped stays harmless.
+    The variance is the unbiased one. A single selected value has no spread and whitens to 0, and an
+    empty mask gives all zeros, so a batch in which every sample was skipped stays harmless.
 
     Args:
         shift_mean: False adds the mean back, so that only the scale changes.
     """
     valid = mask.bool().expand_as(values)
     count = int(valid.sum())
-    # Few and in-place passes: in a batch of long responses each new tensor costs more than the arithmetic.
+    # Few and in-place passes: in a batch of long responses each new tensor costs more than the
+    # arithmetic.
     deviation = zero_masked(values, valid)
     mean = deviation.sum() / max(count, 1)
     deviation = deviation.sub_(mean).masked_fill_(~valid, 0.0)
@@ -53,13 +62,15 @@ def masked_whiten(values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = T
 
 
 def on_last_token(row_values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """(B,) values of rows as a (B, R) matrix: each on the last selected position of its row, 0 elsewhere."""
+    """(B,) values of rows as a (B, R) matrix: each on the last selected position of its row, 0
+    elsewhere."""
     valid = mask.bool()
     is_last = valid & (valid.flip(-1).cumsum(-1).flip(-1) == 1)
     return zero_masked(row_values.unsqueeze(-1), is_last)
 
 
 def few_rows(matrix: torch.Tensor) -> list[slice]:
-    """Slices of the rows of (B, R), few enough at a time that what is computed for them stays in the cache."""
+    """Slices of the rows of (B, R), few enough at a time that what is computed for them stays in
+    the cache."""
     at_once = max(1, _TOKENS_IN_CACHE // max(1, matrix.size(-1)))
     return [slice(start, start + at_once) for start in range(0, len(matrix), at_once)]

@@ -1,7 +1,7 @@
 """Losses and metrics of answers in pairs, of which one is preferred.
 
-B pairs. In the model of Bradley and Terry the answer of reward r_c is preferred to that of r_r with the probability
-sigmoid(r_c - r_r).
+B pairs. In the model of Bradley and Terry the answer of reward r_c is preferred to that of r_r with
+the probability sigmoid(r_c - r_r).
 """
 
 from collections.abc import Callable
@@ -11,22 +11,30 @@ from torch.nn.functional import logsigmoid
 
 
 def pairwise_loss(difference: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
-    """-(1 - e) log sigmoid(d) - e log sigmoid(-d), (B,): e is the probability that a label is wrong.
+    """-(1 - e) log sigmoid(d) - e log sigmoid(-d), (B,): e is the probability that a label is
+    wrong.
 
-    With d = r_c - r_r it trains a reward model (arXiv:2203.02155, eq. 1), less a margin that a pair may have
-    (arXiv:2307.09288, eq. 2). With d = beta h, and h = log(pi(c) / ref(c)) - log(pi(r) / ref(r)), it is DPO
-    (arXiv:2305.18290, eq. 7), and where e > 0 conservative DPO (Mitchell 2023).
+    With d = r_c - r_r it trains a reward model (arXiv:2203.02155, eq. 1), less a margin that a pair
+    may have (arXiv:2307.09288, eq. 2). With d = beta h, and h = log(pi(c) / ref(c)) - log(pi(r) /
+    ref(r)), it is DPO (arXiv:2305.18290, eq. 7), and where e > 0 conservative DPO (Mitchell 2023).
     """
-    return -(1 - label_smoothing) * logsigmoid(difference) - label_smoothing * logsigmoid(-difference)
+    return -(1 - label_smoothing) * logsigmoid(difference) - label_smoothing * logsigmoid(
+        -difference
+    )
 
 
-def ipo_loss(log_ratio_difference: torch.Tensor, beta: float, label_smoothing: float) -> torch.Tensor:
-    """(h - 1 / (2 beta))^2, (B,): IPO (arXiv:2310.12036, eq. 17), whose tau is beta; no label is smoothed."""
+def ipo_loss(
+    log_ratio_difference: torch.Tensor, beta: float, label_smoothing: float
+) -> torch.Tensor:
+    """(h - 1 / (2 beta))^2, (B,): IPO (arXiv:2310.12036, eq. 17), whose tau is beta; no label is
+    smoothed."""
     return (log_ratio_difference - 1 / (2 * beta)) ** 2
 
 
 DPO_LOSSES: dict[str, Callable[[torch.Tensor, float, float], torch.Tensor]] = {
-    "dpo": lambda log_ratio_difference, beta, smoothing: pairwise_loss(beta * log_ratio_difference, smoothing),
+    "dpo": lambda log_ratio_difference, beta, smoothing: pairwise_loss(
+        beta * log_ratio_difference, smoothing
+    ),
     "ipo": ipo_loss,
 }
 """By `training.loss_type`: (h (B,), beta, label_smoothing) -> (B,)."""
@@ -35,8 +43,8 @@ DPO_LOSSES: dict[str, Callable[[torch.Tensor, float, float], torch.Tensor]] = {
 def preference_metrics(chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, torch.Tensor]:
     """What the rewards (B,) of both answers say of each pair, (B,) float.
 
-    With p = sigmoid(r_c - r_r): `confidence` is max(p, 1 - p), whose mean is that of `accuracy` where the rewards are
-    calibrated, and `brier` is (1 - p)^2, the Brier score.
+    With p = sigmoid(r_c - r_r): `confidence` is max(p, 1 - p), whose mean is that of `accuracy`
+    where the rewards are calibrated, and `brier` is (1 - p)^2, the Brier score.
     """
     margin = chosen - rejected
     return {

@@ -1,7 +1,9 @@
-"""How an algorithm is found, what it needs, and how it is called. Loads no torch: the configuration is checked with it.
+"""How an algorithm is found, what it needs, and how it is called. Loads no torch: the configuration
+is checked with it.
 
-An algorithm is a function in a file of its own, `<package>/<name>.py`, decorated with the name of the file. Its inputs
-are given by parameter name, so the parameters without a default are what it needs from the run.
+An algorithm is a function in a file of its own, `<package>/<name>.py`, decorated with the name of
+the file. Its inputs are given by parameter name, so the parameters without a default are what it
+needs from the run.
 """
 
 import difflib
@@ -22,7 +24,8 @@ AlgorithmT = TypeVar("AlgorithmT", bound=Algorithm)
 
 
 class AlgorithmOptions(ConfigModel):
-    """Base of an algorithm's own options. Its fields are keys of `section`, each with a default and a docstring.
+    """Base of an algorithm's own options. Its fields are keys of `section`, each with a default and
+    a docstring.
 
     A function takes them as its parameter `options`, annotated with the class.
     """
@@ -36,16 +39,21 @@ class Registry:
 
     Args:
         kind: what they are called in messages.
-        package: the package that holds the files; a name that starts with an underscore is no algorithm.
+        package: the package that holds the files; a name that starts with an underscore is no
+            algorithm.
         decorator: the name of the decorator, for messages.
         inputs: the parameters that a run can provide.
     """
 
     def __init__(self, kind: str, package: str, decorator: str, inputs: frozenset[str]) -> None:
-        self.kind, self.package, self.decorator, self.inputs = kind, package, decorator, inputs
+        self.kind = kind
+        self.package = package
+        self.decorator = decorator
+        self.inputs = inputs
         self.functions: dict[str, Algorithm] = {}
         self.over_batch: set[str] = set()
-        """Those of them that compare the rows of a batch with each other, beyond the responses to a prompt."""
+        """Those of them that compare the rows of a batch with each other, beyond the responses to a
+        prompt."""
 
     def file_names(self) -> list[str]:
         """The algorithms that have a file here."""
@@ -53,9 +61,11 @@ class Registry:
         return sorted(file.name for file in files if not file.name.startswith("_"))
 
     def may_declare(self, name: str, option: str) -> bool:
-        """Whether `name` may have an option like `option`, without importing its file, which loads torch.
+        """Whether `name` may have an option like `option`, without importing its file, which loads
+        torch.
 
-        True for what a plugin registers, and where the text of the file annotates a name close to the option's.
+        True for what a plugin registers, and where the text of the file annotates a name close to
+        the option's.
         """
         if name not in self.file_names():
             return True
@@ -64,18 +74,28 @@ class Registry:
         return bool(difflib.get_close_matches(option, fields, 1, cutoff=0.7))
 
     def name_with_option(self, key: str) -> str | None:
-        """The algorithm with a file here whose options have the configuration key `key`, if there is one."""
+        """The algorithm with a file here whose options have the configuration key `key`, if there
+        is one."""
         for name in self.file_names():
-            declared = options_class(self.get(name)) if self.may_declare(name, key.rpartition(".")[2]) else None
-            if declared and key in [f"{declared.section}.{option}" for option in declared.model_fields]:
+            declared = (
+                options_class(self.get(name))
+                if self.may_declare(name, key.rpartition(".")[2])
+                else None
+            )
+            if declared and key in [
+                f"{declared.section}.{option}" for option in declared.model_fields
+            ]:
                 return name
         return None
 
-    def register(self, name: str, *, over_batch: bool = False) -> Callable[[AlgorithmT], AlgorithmT]:
+    def register(
+        self, name: str, *, over_batch: bool = False
+    ) -> Callable[[AlgorithmT], AlgorithmT]:
         """Decorator: makes a function known as `name`.
 
         Args:
-            over_batch: it takes statistics, such as the mean, of all rows of a batch, of which there have to be many.
+            over_batch: it takes statistics, such as the mean, of all rows of a batch, of which
+                there have to be many.
 
         Raises:
             ValueError: the name is taken, or a parameter without a default is none of the inputs.
@@ -83,14 +103,20 @@ class Registry:
 
         def decorate(function: AlgorithmT) -> AlgorithmT:
             own_file = f"{self.package}.{name}"
-            if name in self.functions or (name in self.file_names() and function.__module__ != own_file):
+            if name in self.functions or (
+                name in self.file_names() and function.__module__ != own_file
+            ):
                 raise ValueError(f"{self.kind} {name!r} is already registered: choose another name")
             for parameter in required_inputs(function) - self.inputs:
                 nearest = difflib.get_close_matches(parameter, self.inputs, 1)
-                hint = f"; did you mean {nearest[0]}?" if nearest else f", which are {', '.join(sorted(self.inputs))}"
+                hint = (
+                    f"; did you mean {nearest[0]}?"
+                    if nearest
+                    else f", which are {', '.join(sorted(self.inputs))}"
+                )
                 raise ValueError(
-                    f"{self.kind} {name!r} requires the parameter {parameter!r}, which is none of the inputs of an "
-                    f"{self.kind}: give it a default or another name{hint}"
+                    f"{self.kind} {name!r} requires the parameter {parameter!r}, which is none of "
+                    f"the inputs of an {self.kind}: give it a default or another name{hint}"
                 )
             self.functions[name] = function
             if over_batch:
@@ -110,19 +136,25 @@ class Registry:
         if name not in self.functions:
             known = sorted({*self.file_names(), *self.functions})
             # Another first letter makes another acronym: dapo is no sapo.
-            nearest = difflib.get_close_matches(name, [each for each in known if each[:1] == name[:1]], 1)
+            nearest = difflib.get_close_matches(
+                name, [each for each in known if each[:1] == name[:1]], 1
+            )
             raise ValueError(
-                f"unknown {self.kind} {name!r}{f'; did you mean {nearest[0]}?' if nearest else '.'} Known are "
+                f"unknown {self.kind} "
+                f"{name!r}{f'; did you mean {nearest[0]}?' if nearest else '.'} Known are "
                 f"{', '.join(known)}; a plugin adds one with @{self.decorator}"
             )
         return self.functions[name]
 
 
 def required_inputs(function: Algorithm) -> frozenset[str]:
-    """The parameters without a default, but for `config` and `options`, which every algorithm may have."""
+    """The parameters without a default, but for `config` and `options`, which every algorithm may
+    have."""
     parameters = inspect.signature(function).parameters.values()
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    required = {each.name for each in parameters if each.default is each.empty and each.kind not in variadic}
+    required = {
+        each.name for each in parameters if each.default is each.empty and each.kind not in variadic
+    }
     return frozenset(required - {"config", "options"})
 
 
@@ -131,12 +163,15 @@ def options_class(function: Algorithm) -> type[AlgorithmOptions] | None:
     if "options" not in inspect.signature(function).parameters:
         return None
     found = get_type_hints(function).get("options")
-    assert isinstance(found, type) and issubclass(found, AlgorithmOptions), f"{function} does not annotate options"
+    assert isinstance(found, type) and issubclass(found, AlgorithmOptions), (
+        f"{function} does not annotate options"
+    )
     return found
 
 
 def read_options(function: Algorithm, **blocks: ConfigModel) -> AlgorithmOptions | None:
-    """The function's own options as the configuration has them, with their defaults; None when it has none.
+    """The function's own options as the configuration has them, with their defaults; None when it
+    has none.
 
     Args:
         blocks: the blocks of the configuration at the start of `section`, by name.
@@ -147,11 +182,14 @@ def read_options(function: Algorithm, **blocks: ConfigModel) -> AlgorithmOptions
     first, *rest = declared.section.split(".")
     block = functools.reduce(getattr, rest, blocks[first])
     given = block.model_extra or {}
-    return declared.model_validate({name: given[name] for name in declared.model_fields if name in given})
+    return declared.model_validate(
+        {name: given[name] for name in declared.model_fields if name in given}
+    )
 
 
 def call_by_name(function: Algorithm, inputs: Mapping[str, Any]) -> Any:
-    """Calls `function` with those of `inputs` that it has parameters for; an input that is None is left out.
+    """Calls `function` with those of `inputs` that it has parameters for; an input that is None is
+    left out.
 
     Raises:
         ValueError: an input without a default is not there.
@@ -160,5 +198,7 @@ def call_by_name(function: Algorithm, inputs: Mapping[str, Any]) -> Any:
     given = {name: inputs[name] for name in parameters if inputs.get(name) is not None}
     missing = sorted(required_inputs(function) - given.keys())
     if missing:
-        raise ValueError(f"{function.__name__} needs {', '.join(missing)}, which this run does not provide")
+        raise ValueError(
+            f"{function.__name__} needs {', '.join(missing)}, which this run does not provide"
+        )
     return function(**given)

@@ -18,10 +18,11 @@ def compute_value_loss(
     *,
     aggregate: Aggregate,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Half the larger of the squared errors of the prediction and of the prediction clipped around the old value.
+    """Half the larger of the squared errors of the prediction and of the prediction clipped around
+    the old value.
 
-    A token's loss is max((v - R)^2, (clip(v, v_old - cliprange, v_old + cliprange) - R)^2) / 2, as in the PPO reference
-    implementation.
+    A token's loss is max((v - R)^2, (clip(v, v_old - cliprange, v_old + cliprange) - R)^2) / 2, as
+    in the PPO reference implementation.
 
     Args:
         vpreds: (B, R) float, the critic's present predictions; the gradient flows here.
@@ -32,8 +33,8 @@ def compute_value_loss(
         aggregate: `agg_loss` with its counts bound.
 
     Returns:
-        The scalar loss, and {"critic/vf_clipfrac": number of selected tokens whose loss was raised by clipping}, a
-        scalar on the device.
+        The scalar loss, and {"critic/vf_clipfrac": number of selected tokens whose loss was raised
+        by clipping}, a scalar on the device.
     """
     vpreds = zero_masked(vpreds, response_mask)
     clipped_vpreds = torch.clamp(vpreds, values - cliprange_value, values + cliprange_value)

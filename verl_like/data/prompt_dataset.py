@@ -18,9 +18,10 @@ _PORTION_CHARACTERS = 1 << 22
 class PromptDataset:
     """Rows in verl's schema with their prompts as token ids, none longer than `max_prompt_length`.
 
-    Prompts go through the tokenizer's chat template with a generation prompt. The rollout continues exactly these
-    tokens, and the length limit counts them. Arguments that are not listed are the keys of `data` in docs/config.md.
-    Raises ValueError, which names file, row and field, for files, rows or a tokenizer that cannot be used.
+    Prompts go through the tokenizer's chat template with a generation prompt. The rollout continues
+    exactly these tokens, and the length limit counts them. Arguments that are not listed are the
+    keys of `data` in docs/config.md. Raises ValueError, which names file, row and field, for files,
+    rows or a tokenizer that cannot be used.
 
     Args:
         files: Parquet, JSONL or JSON files, read in order.
@@ -48,14 +49,18 @@ class PromptDataset:
         max_samples: int = -1,
         apply_chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        self.max_prompt_length, self.max_response_length = max_prompt_length, max_response_length
+        self.max_prompt_length = max_prompt_length
+        self.max_response_length = max_response_length
         if not tokenizer.chat_template:
             raise ValueError(
-                f"the tokenizer {tokenizer.name_or_path!r} has no chat template: use an instruction-tuned model, or "
-                "set actor_rollout_ref.model.tokenizer_path to a tokenizer that has one"
+                f"the tokenizer {tokenizer.name_or_path!r} has no chat template: use an "
+                "instruction-tuned model, or set actor_rollout_ref.model.tokenizer_path to a "
+                "tokenizer that has one"
             )
         self.pad_token_id = padding_token(tokenizer)
-        rows = read_prompt_rows(files, prompt_key=prompt_key, reward_fn_key=reward_fn_key, max_samples=max_samples)
+        rows = read_prompt_rows(
+            files, prompt_key=prompt_key, reward_fn_key=reward_fn_key, max_samples=max_samples
+        )
         options = {**(apply_chat_template_kwargs or {}), "add_generation_prompt": True}
         texts = [render(tokenizer, row.raw_prompt, row.place, options) for row in rows]
         num_rows = len(rows)
@@ -64,35 +69,51 @@ class PromptDataset:
             fits = [not limit.is_exceeded(text) for text in texts]
             if not filter_overlong_prompts and not all(fits):
                 raise _overlong_text(rows[fits.index(False)], limit, texts[fits.index(False)])
-            rows, texts = list(itertools.compress(rows, fits)), list(itertools.compress(texts, fits))
+            rows = list(itertools.compress(rows, fits))
+            texts = list(itertools.compress(texts, fits))
         prompts = _tokenize(rows, texts, tokenizer)
-        overlong = [index for index, prompt in enumerate(prompts) if len(prompt) > max_prompt_length]
+        overlong = [
+            index for index, prompt in enumerate(prompts) if len(prompt) > max_prompt_length
+        ]
         self.num_filtered = num_rows - len(rows) + len(overlong) if filter_overlong_prompts else 0
         self.num_truncated = 0 if filter_overlong_prompts else len(overlong)
         if self.num_filtered:
-            rows = [row for row, prompt in zip(rows, prompts, strict=True) if len(prompt) <= max_prompt_length]
+            rows = [
+                row
+                for row, prompt in zip(rows, prompts, strict=True)
+                if len(prompt) <= max_prompt_length
+            ]
             prompts = [prompt for prompt in prompts if len(prompt) <= max_prompt_length]
             if not rows:
                 raise ValueError(
-                    f"all {self.num_filtered} prompts of {files} are longer than data.max_prompt_length="
-                    f"{max_prompt_length} and data.filter_overlong_prompts leaves none: raise data.max_prompt_length"
+                    f"all {self.num_filtered} prompts of {files} are longer than "
+                    "data.max_prompt_length="
+                    f"{max_prompt_length} and data.filter_overlong_prompts leaves none: raise "
+                    "data.max_prompt_length"
                 )
         elif overlong:
             if truncation == "error":
                 raise _overlong_error(rows, prompts, overlong, max_prompt_length)
-            num_first = {"left": 0, "middle": max_prompt_length // 2, "right": max_prompt_length}[truncation]
+            num_first = {"left": 0, "middle": max_prompt_length // 2, "right": max_prompt_length}[
+                truncation
+            ]
             for index in overlong:
                 prompt = prompts[index]
-                prompts[index] = prompt[:num_first] + prompt[len(prompt) - max_prompt_length + num_first :]
+                prompts[index] = (
+                    prompt[:num_first] + prompt[len(prompt) - max_prompt_length + num_first :]
+                )
         self._rows = rows
         self._prompts = prompts
-        self.highest_token = max((max(prompt), row.place) for row, prompt in zip(rows, prompts, strict=True))
+        self.highest_token = max(
+            (max(prompt), row.place) for row, prompt in zip(rows, prompts, strict=True)
+        )
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Row `index`: index, input_ids (list of token ids), raw_prompt, data_source, reward_model, extra_info."""
+        """Row `index`: index, input_ids (list of token ids), raw_prompt, data_source, reward_model,
+        extra_info."""
         row = self._rows[index]
         return {
             "index": range(len(self))[index],
@@ -107,33 +128,48 @@ class PromptDataset:
         """A batch of B rows.
 
         Returns:
-            prompts (B, *) int64, jagged; uid ("epoch-index"), data_source, reward_model, extra_info and raw_prompt as
-            object arrays of B; where `max_response_length` is known the meta entry `padding`.
+            prompts (B, *) int64, jagged; uid ("epoch-index"), data_source, reward_model, extra_info
+            and raw_prompt as object arrays of B; where `max_response_length` is known the meta
+            entry `padding`.
         """
         objects = {
-            key: [row[key] for row in rows] for key in ("data_source", "reward_model", "extra_info", "raw_prompt")
+            key: [row[key] for row in rows]
+            for key in ("data_source", "reward_model", "extra_info", "raw_prompt")
         }
         objects["uid"] = [f"{epoch}-{row['index']}" for row in rows]
         meta_info = {}
         if self.max_response_length is not None:
-            meta_info["padding"] = (self.max_prompt_length, self.max_response_length, self.pad_token_id)
+            meta_info["padding"] = (
+                self.max_prompt_length,
+                self.max_response_length,
+                self.pad_token_id,
+            )
         prompts = jagged_from_lists([row["input_ids"] for row in rows], torch.int64)
         return DataProto.from_dict({"prompts": prompts}, objects, meta_info)
 
 
-def _tokenize(rows: Sequence[PromptRow], texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+def _tokenize(
+    rows: Sequence[PromptRow], texts: Sequence[str], tokenizer: PreTrainedTokenizerBase
+) -> list[list[int]]:
     prompts: list[list[int]] = []
     for portion in _portions(texts):
-        # As apply_chat_template(tokenize=True) does, but for many rows: the template has the special tokens already.
-        prompts += tokenizer(portion, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+        # As apply_chat_template(tokenize=True) does, but for many rows: the template has the
+        # special tokens already.
+        prompts += tokenizer(portion, add_special_tokens=False, return_attention_mask=False)[
+            "input_ids"
+        ]
     for row, prompt in zip(rows, prompts, strict=True):
         if not prompt:
-            raise ValueError(f"{row.place}: the prompt has no tokens after the chat template, expected at least one")
+            raise ValueError(
+                f"{row.place}: the prompt has no tokens after the chat template, expected at least "
+                "one"
+            )
     return prompts
 
 
 def _portions(texts: Sequence[str]) -> Iterator[list[str]]:
-    """The texts in portions of some seconds for the tokenizer, within which no signal is handled."""
+    """The texts in portions of some seconds for the tokenizer, within which no signal is
+    handled."""
     portion: list[str] = []
     num_characters = 0
     for text in texts:
@@ -141,24 +177,30 @@ def _portions(texts: Sequence[str]) -> Iterator[list[str]]:
         num_characters += len(text)
         if num_characters > _PORTION_CHARACTERS:
             yield portion
-            portion, num_characters = [], 0
+            portion = []
+            num_characters = 0
     if portion:
         yield portion
 
 
 def _overlong_text(row: PromptRow, limit: TokenLimit, text: str) -> ValueError:
     return ValueError(
-        f"{row.place}: the prompt is longer than data.max_prompt_length={limit.max_tokens}: it has "
-        f"{limit.reason(text)}. Choose one: data.filter_overlong_prompts=True to leave such prompts out; "
-        "data.truncation=left (or middle) to keep their end; data.truncation=right to keep their beginning"
+        f"{row.place}: the prompt is longer than data.max_prompt_length={limit.max_tokens}: it "
+        f"has {limit.reason(text)}. Choose one: data.filter_overlong_prompts=True to leave such "
+        "prompts out; data.truncation=left (or middle) to keep their end; data.truncation=right "
+        "to keep their beginning"
     )
 
 
-def _overlong_error(rows: list[PromptRow], prompts: list[list[int]], overlong: list[int], limit: int) -> ValueError:
+def _overlong_error(
+    rows: list[PromptRow], prompts: list[list[int]], overlong: list[int], limit: int
+) -> ValueError:
     lengths = [len(prompts[index]) for index in overlong]
     return ValueError(
-        f"{rows[overlong[0]].place}: the prompt has {lengths[0]} tokens, more than data.max_prompt_length={limit} "
-        f"({len(overlong)} of {len(rows)} prompts are too long, the longest has {max(lengths)}). Choose one: "
-        f"data.max_prompt_length={max(lengths)} to keep them whole; data.filter_overlong_prompts=True to leave them "
-        "out; data.truncation=left (or middle) to keep their end; data.truncation=right to keep their beginning"
+        f"{rows[overlong[0]].place}: the prompt has {lengths[0]} tokens, more than "
+        f"data.max_prompt_length={limit} ({len(overlong)} of {len(rows)} prompts are too long, "
+        f"the longest has {max(lengths)}). Choose one: data.max_prompt_length={max(lengths)} to "
+        "keep them whole; data.filter_overlong_prompts=True to leave them out; "
+        "data.truncation=left (or middle) to keep their end; data.truncation=right to keep their "
+        "beginning"
     )

@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 _MESSAGES = 'a list of chat messages [{"role": "user", "content": "..."}]'
 _NOT_TEXT = ("image", "images", "video", "videos", "audio", "audios")
-"""Columns of other frameworks for what a prompt shows beside its text, which no model here is given."""
+"""Columns of other frameworks for what a prompt shows beside its text, which no model here is
+given."""
 
 _MAX_NESTING = 100
 """Lists and objects in each other in a row."""
@@ -24,7 +25,8 @@ _MAX_NESTING = 100
 class PromptRow:
     """One checked row and where it comes from."""
 
-    place: str  # names it in an error: the file and the row, counted from 0; in JSONL the line number less one
+    # Names it in an error: the file and the row, counted from 0; in JSONL the line number less one
+    place: str
     raw_prompt: list[dict[str, Any]]
     data_source: str
     reward_model: dict[str, Any]
@@ -32,25 +34,34 @@ class PromptRow:
 
 
 def read_prompt_rows(
-    files: str | list[str], *, prompt_key: str = "prompt", reward_fn_key: str = "data_source", max_samples: int = -1
+    files: str | list[str],
+    *,
+    prompt_key: str = "prompt",
+    reward_fn_key: str = "data_source",
+    max_samples: int = -1,
 ) -> list[PromptRow]:
-    """Reads and checks the rows of all files in order, the first `max_samples` of them if it is not negative.
+    """Reads and checks the rows of all files in order, the first `max_samples` of them if it is not
+    negative.
 
-    Raises ValueError if a file is missing, unreadable or of another format, a row breaks the schema, or there are none.
+    Raises ValueError if a file is missing, unreadable or of another format, a row breaks the
+    schema, or there are none.
     """
     files = [files] if isinstance(files, str) else list(files)
     records = read_records(files, max_samples)
     rows = [_check_record(record, place, prompt_key, reward_fn_key) for place, record in records]
     if not rows:
-        raise ValueError(f"no rows in {', '.join(files) or 'data files (none given)'}: give at least one prompt")
+        raise ValueError(
+            f"no rows in {', '.join(files) or 'data files (none given)'}: give at least one prompt"
+        )
     return rows
 
 
 def read_records(files: Sequence[str], max_samples: int = -1) -> list[tuple[str, Any]]:
-    """(place, row) of the rows of all files in order, the first `max_samples` of them if it is not negative.
+    """(place, row) of the rows of all files in order, the first `max_samples` of them if it is not
+    negative.
 
-    Raises ValueError for a file that is missing, unreadable or of another format, and for a row with an image, a video
-    or a sound.
+    Raises ValueError for a file that is missing, unreadable or of another format, and for a row
+    with an image, a video or a sound.
     """
     records: list[tuple[str, Any]] = []
     for file in files:
@@ -65,7 +76,9 @@ def _require_text_alone(record: Any, place: str) -> None:
     columns = _NOT_TEXT if isinstance(record, dict) else ()
     for name in columns:
         if record.get(name):
-            expected = "nothing, since the models here read text alone: leave the column out, or the row"
+            expected = (
+                "nothing, since the models here read text alone: leave the column out, or the row"
+            )
             raise bad_row(place, f"field {name!r}", record[name], expected)
 
 
@@ -84,15 +97,22 @@ def _read_file(file: str) -> list[tuple[int, Any]]:
             raise ValueError(f"{_first_unreadable(table, file)} cannot be read: {error}") from error
     if path.suffix == ".jsonl":
         lines = enumerate(path.read_bytes().split(b"\n"))
-        return [(index, _parse_json(line, f"{file}, row {index}")) for index, line in lines if line.strip()]
+        return [
+            (index, _parse_json(line, f"{file}, row {index}"))
+            for index, line in lines
+            if line.strip()
+        ]
     if path.suffix == ".json":
         records = _parse_json(path.read_bytes(), file)
         if not isinstance(records, list):
             raise ValueError(
-                f"data file {file} holds {_found(records)}, expected a list of rows; one row a line is .jsonl"
+                f"data file {file} holds {_found(records)}, expected a list of rows; one row a "
+                "line is .jsonl"
             )
         return list(enumerate(records))
-    raise ValueError(f"data file {file} ends in {path.suffix!r}, expected .parquet, .jsonl or .json")
+    raise ValueError(
+        f"data file {file} ends in {path.suffix!r}, expected .parquet, .jsonl or .json"
+    )
 
 
 def _first_unreadable(table: pa.Table, file: str) -> str:
@@ -119,7 +139,8 @@ def _parse_json(text: bytes, place: str) -> Any:
 
 
 def _require_shallow(value: Any, place: str) -> None:
-    """Raises ValueError for what later steps, which go down by recursion, could not send or compare."""
+    """Raises ValueError for what later steps, which go down by recursion, could not send or
+    compare."""
     level = [value]
     for _ in range(_MAX_NESTING):
         below: list[Any] = []
@@ -135,7 +156,9 @@ def _require_shallow(value: Any, place: str) -> None:
 
 
 def _too_deep(place: str) -> ValueError:
-    return ValueError(f"{place}: lists or objects are nested deeper than {_MAX_NESTING} levels; correct the row")
+    return ValueError(
+        f"{place}: lists or objects are nested deeper than {_MAX_NESTING} levels; correct the row"
+    )
 
 
 def _check_record(record: Any, place: str, prompt_key: str, reward_fn_key: str) -> PromptRow:
@@ -143,25 +166,35 @@ def _check_record(record: Any, place: str, prompt_key: str, reward_fn_key: str) 
         raise bad_row(place, "the row", record, "an object with named fields")
     messages = record.get(prompt_key)
     if not isinstance(messages, list) or not messages:
-        fields = f"; the row has {', '.join(record)}: set data.prompt_key" if messages is None else ""
+        fields = (
+            f"; the row has {', '.join(record)}: set data.prompt_key" if messages is None else ""
+        )
         raise bad_row(place, f"field {prompt_key!r}", messages, _MESSAGES + fields)
     messages = check_messages(messages, prompt_key, place)
     data_source = record.get(reward_fn_key)
     if not isinstance(data_source, str) or not data_source:
-        raise bad_row(place, f"field {reward_fn_key!r}", data_source, "a string that names the data set")
+        raise bad_row(
+            place, f"field {reward_fn_key!r}", data_source, "a string that names the data set"
+        )
     require_characters(data_source, f"field {reward_fn_key!r}", place)  # metrics have its name
     reward_model = record.get("reward_model")
     if not isinstance(reward_model, dict):
-        raise bad_row(place, "field 'reward_model'", reward_model, '{"style": "rule", "ground_truth": ...}')
+        raise bad_row(
+            place, "field 'reward_model'", reward_model, '{"style": "rule", "ground_truth": ...}'
+        )
     if reward_model.get("ground_truth") is None and reward_model.get("style") != "model":
         expected = 'the right answer (or "style": "model" in reward_model)'
         raise bad_row(place, "field reward_model['ground_truth']", None, expected)
     if _has_nan(reward_model.get("ground_truth")):
         expected = "the right answer, since no answer equals NaN: correct the row, or leave it out"
-        raise bad_row(place, "field reward_model['ground_truth']", reward_model["ground_truth"], expected)
+        raise bad_row(
+            place, "field reward_model['ground_truth']", reward_model["ground_truth"], expected
+        )
     extra_info = record.get("extra_info")
     if extra_info is not None and not isinstance(extra_info, dict):
-        raise bad_row(place, "field 'extra_info'", extra_info, "an object with named fields, or nothing")
+        raise bad_row(
+            place, "field 'extra_info'", extra_info, "an object with named fields, or nothing"
+        )
     return PromptRow(place, messages, data_source, reward_model, extra_info or {})
 
 
@@ -176,7 +209,8 @@ def _has_nan(value: Any) -> bool:
 def check_messages(messages: Sequence[Any], field: str, place: str) -> list[dict[str, Any]]:
     """The messages, of which each has the texts `role` and `content`, without keys that are null.
 
-    Parquet fills the keys that only other messages have with null. Raises ValueError for anything else.
+    Parquet fills the keys that only other messages have with null. Raises ValueError for anything
+    else.
     """
     for position, message in enumerate(messages):
         name = f"field {field}[{position}]"
@@ -184,42 +218,58 @@ def check_messages(messages: Sequence[Any], field: str, place: str) -> list[dict
             raise bad_row(place, name, message, 'a chat message {"role": "user", "content": "..."}')
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
-                raise bad_row(place, f"{name}[{key!r}]", message.get(key), 'a text, which beside tool_calls may be ""')
+                raise bad_row(
+                    place,
+                    f"{name}[{key!r}]",
+                    message.get(key),
+                    'a text, which beside tool_calls may be ""',
+                )
             require_characters(message[key], f"{name}[{key!r}]", place)
-    return [{key: value for key, value in message.items() if value is not None} for message in messages]
+    return [
+        {key: value for key, value in message.items() if value is not None} for message in messages
+    ]
 
 
 def require_characters(text: str, field: str, place: str) -> str:
-    """The text. Raises ValueError where it has a lone surrogate, which JSON can write and no tokenizer reads."""
+    """The text. Raises ValueError where it has a lone surrogate, which JSON can write and no
+    tokenizer reads."""
     if found := re.search("[\ud800-\udfff]", text):
         code = f"\\u{ord(found[0]):04x}"
         raise ValueError(
-            f"{place}: {field} has {code} at character {found.start()}, which is half of a character; expected text "
-            "that can be written in UTF-8"
+            f"{place}: {field} has {code} at character {found.start()}, which is half of a "
+            "character; expected text that can be written in UTF-8"
         )
     return text
 
 
 def render(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], place: str, options: Mapping[str, Any]
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    place: str,
+    options: Mapping[str, Any],
 ) -> str:
-    """The text that the chat template makes of messages; raises ValueError, which names the row, where it fails."""
+    """The text that the chat template makes of messages; raises ValueError, which names the row,
+    where it fails."""
     chat: Any = list(messages)
     try:
         text = str(tokenizer.apply_chat_template(chat, tokenize=False, **options))
     except Exception as error:  # a template may raise anything
         raise ValueError(
-            f"{place}: the chat template of the tokenizer {tokenizer.name_or_path!r} fails on roles "
-            f"{[message['role'] for message in messages]}: {type(error).__name__}: {error}"
+            f"{place}: the chat template of the tokenizer {tokenizer.name_or_path!r} fails on "
+            f"roles {[message['role'] for message in messages]}: {type(error).__name__}: {error}"
         ) from error
     return require_characters(text, "the text of the chat template", place)
 
 
 def padding_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The padding token, or where there is none the end-of-sequence token; raises ValueError without either."""
+    """The padding token, or where there is none the end-of-sequence token; raises ValueError
+    without either."""
     token = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     if token is None:
-        raise ValueError(f"the tokenizer {tokenizer.name_or_path!r} has neither a padding nor an end-of-sequence token")
+        raise ValueError(
+            f"the tokenizer {tokenizer.name_or_path!r} has neither a padding nor an "
+            "end-of-sequence token"
+        )
     return token
 
 

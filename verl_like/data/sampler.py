@@ -6,18 +6,23 @@ import numpy as np
 class EpochSampler:
     """Splits each epoch's order of the rows into batches and drops the last incomplete one.
 
-    It keeps no state, so a resumed run needs only the number of the step. `seed`, below 2**32, and the epoch decide the
-    order; without `shuffle` it is that of the dataset. Raises ValueError if there are fewer rows than one batch takes,
-    which `key`_files and `key`_batch_size set.
+    It keeps no state, so a resumed run needs only the number of the step. `seed`, below 2**32, and
+    the epoch decide the order; without `shuffle` it is that of the dataset. Raises ValueError if
+    there are fewer rows than one batch takes, which `key`_files and `key`_batch_size set.
     """
 
     def __init__(
-        self, num_rows: int, batch_size: int, seed: int = 0, shuffle: bool = True, key: str = "data.train"
+        self,
+        num_rows: int,
+        batch_size: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        key: str = "data.train",
     ) -> None:
         if num_rows < batch_size:
             raise ValueError(
-                f"{key}_files has {num_rows} rows, fewer than {key}_batch_size={batch_size}: add rows, or lower "
-                f"{key}_batch_size"
+                f"{key}_files has {num_rows} rows, fewer than {key}_batch_size={batch_size}: add "
+                f"rows, or lower {key}_batch_size"
             )
         self.num_rows = num_rows
         self.batch_size = batch_size
@@ -30,7 +35,8 @@ class EpochSampler:
         epoch, position = divmod(step, self.num_batches_per_epoch)
         order = np.arange(self.num_rows)
         if self.shuffle:
-            # RandomState, not Generator: NumPy guarantees that its stream never changes between versions.
+            # RandomState, not Generator: NumPy guarantees that its stream never changes between
+            # versions.
             order = np.random.RandomState([self.seed, epoch]).permutation(self.num_rows)
         start = position * self.batch_size
         return epoch, order[start : start + self.batch_size].tolist()

@@ -1,4 +1,5 @@
-"""Finds texts that are longer than a limit in tokens by their characters alone: to tokenise megabytes takes minutes."""
+"""Finds texts that are longer than a limit in tokens by their characters alone: to tokenise
+megabytes takes minutes."""
 
 import json
 from collections.abc import Iterator
@@ -7,20 +8,42 @@ from typing import Any
 from tokenizers import models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase
 
-# What keeps every character but blanks. The normalizer itself is run; a pattern may do something else in a part.
-_NORMALIZERS = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "Prepend", "Replace", "Strip", "ByteLevel"}
-_SPLITTERS = {"ByteLevel", "Metaspace", "Split", "Digits", "Punctuation", "Whitespace", "WhitespaceSplit"}
+# What keeps every character but blanks. The normalizer itself is run; a pattern may do something
+# else in a part.
+_NORMALIZERS = {
+    "NFC",
+    "NFD",
+    "NFKC",
+    "NFKD",
+    "Lowercase",
+    "StripAccents",
+    "Prepend",
+    "Replace",
+    "Strip",
+    "ByteLevel",
+}
+_SPLITTERS = {
+    "ByteLevel",
+    "Metaspace",
+    "Split",
+    "Digits",
+    "Punctuation",
+    "Whitespace",
+    "WhitespaceSplit",
+}
 
 
 class TokenLimit:
     """Says of a text that it has more than `max_tokens` tokens, where its characters show it.
 
-    A tokenizer of byte pairs that knows every byte leaves out nothing but blanks. So every other character of the
-    normalised text is in a token, and no token has more characters than the longest one of the vocabulary:
+    A tokenizer of byte pairs that knows every byte leaves out nothing but blanks. So every other
+    character of the normalised text is in a token, and no token has more characters than the
+    longest one of the vocabulary:
 
         tokens >= (characters that are not blank) / (characters of the longest token)
 
-    Of other tokenizers, whose token for unknown text may stand for any number of characters, it says nothing.
+    Of other tokenizers, whose token for unknown text may stand for any number of characters, it
+    says nothing.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> None:
@@ -47,7 +70,10 @@ class TokenLimit:
 
     def reason(self, text: str) -> str:
         """Why a text has too many tokens."""
-        return f"{len(text):,} characters, which no {self.max_tokens} tokens of at most {self.longest_token} can be"
+        return (
+            f"{len(text):,} characters, which no {self.max_tokens} tokens of at most "
+            f"{self.longest_token} can be"
+        )
 
 
 def _keeps_all_characters(backend: Any) -> bool:
@@ -61,8 +87,14 @@ def _keeps_all_characters(backend: Any) -> bool:
     if model.byte_fallback:
         knows_all_bytes = all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
     else:
-        knows_all_bytes = in_bytes and all(byte in vocabulary for byte in pre_tokenizers.ByteLevel.alphabet())
-    removes = [part for part in splitters if part["type"] not in _SPLITTERS or part.get("behavior") == "Removed"]
+        knows_all_bytes = in_bytes and all(
+            byte in vocabulary for byte in pre_tokenizers.ByteLevel.alphabet()
+        )
+    removes = [
+        part
+        for part in splitters
+        if part["type"] not in _SPLITTERS or part.get("behavior") == "Removed"
+    ]
     changes = [part for part in normalizers if part["type"] not in _NORMALIZERS]
     return knows_all_bytes and not removes and not changes
 

@@ -1,4 +1,5 @@
-"""The columns of a batch: how they are checked, compared, described, pickled and written to a file."""
+"""The columns of a batch: how they are checked, compared, described, pickled and written to a
+file."""
 
 import os
 from collections.abc import Callable, Container, Mapping
@@ -26,14 +27,15 @@ State = tuple[int | None, dict[str, WireTensor], dict[str, np.ndarray], dict[str
 
 @dataclass(eq=False, repr=False)
 class Batch:
-    """The columns of some rows: tensors in `batch` (one batch dimension), objects in `non_tensor_batch`, and
-    `meta_info`, which is about the batch and not about a row.
+    """The columns of some rows: tensors in `batch` (one batch dimension), objects in
+    `non_tensor_batch`, and `meta_info`, which is about the batch and not about a row.
 
-    Tensors may be jagged (torch.nested, layout=torch.jagged, ragged in dim 1). Every operation makes
-    those whose rows have the same lengths share one offsets tensor, so that torch computes between them.
+    Tensors may be jagged (torch.nested, layout=torch.jagged, ragged in dim 1). Every operation
+    makes those whose rows have the same lengths share one offsets tensor, so that torch computes
+    between them.
 
-    Containers are never shared between two batches; columns are values: replace them (`data.batch["x"] = ...`), never
-    write into them.
+    Containers are never shared between two batches; columns are values: replace them
+    (`data.batch["x"] = ...`), never write into them.
     """
 
     batch: TensorDict | None = None
@@ -43,17 +45,21 @@ class Batch:
     def __post_init__(self) -> None:
         self.check_consistency()
         if self.batch is not None:
-            self.batch = TensorDict(share_offsets(self.tensors()), self.batch.batch_size, device=self.batch.device)
+            self.batch = TensorDict(
+                share_offsets(self.tensors()), self.batch.batch_size, device=self.batch.device
+            )
         self.non_tensor_batch = dict(self.non_tensor_batch)
         self.meta_info = map_leaves(lambda leaf: leaf, self.meta_info)
 
     def check_consistency(self) -> None:
         """Raise ValueError unless every column has the same number of rows and a supported type."""
-        if self.batch is not None and not (isinstance(self.batch, TensorDict) and self.batch.batch_dims == 1):
+        if self.batch is not None and not (
+            isinstance(self.batch, TensorDict) and self.batch.batch_dims == 1
+        ):
             raise ValueError(
                 f"DataProto.batch is a {type(self.batch).__name__} with batch_size "
-                f"{getattr(self.batch, 'batch_size', None)}; it must be a TensorDict with one batch dimension, as "
-                "DataProto.from_dict makes it."
+                f"{getattr(self.batch, 'batch_size', None)}; it must be a TensorDict with one "
+                "batch dimension, as DataProto.from_dict makes it."
             )
         if not isinstance(self.non_tensor_batch, dict) or not isinstance(self.meta_info, dict):
             raise ValueError("DataProto.non_tensor_batch and DataProto.meta_info must be dicts.")
@@ -62,14 +68,19 @@ class Batch:
         for name, array in self.non_tensor_batch.items():
             if not isinstance(array, np.ndarray) or array.ndim == 0:
                 raise ValueError(
-                    f"DataProto.non_tensor_batch[{name!r}] is a {type(array).__name__}, not an array with rows; "
-                    "give an array or, to DataProto.from_dict(non_tensors=...), a list with one element per row."
+                    f"DataProto.non_tensor_batch[{name!r}] is a {type(array).__name__}, not an "
+                    "array with rows; give an array or, to DataProto.from_dict(non_tensors=...), "
+                    "a list with one element per row."
                 )
-        wrong = {name: array.shape[0] for name, array in self.non_tensor_batch.items() if array.shape[0] != len(self)}
+        wrong = {
+            name: array.shape[0]
+            for name, array in self.non_tensor_batch.items()
+            if array.shape[0] != len(self)
+        }
         if wrong:
             raise ValueError(
-                f"DataProto has {len(self)} rows but non_tensor_batch has columns with another number: {wrong}; "
-                "every column must have the same number of rows."
+                f"DataProto has {len(self)} rows but non_tensor_batch has columns with another "
+                f"number: {wrong}; every column must have the same number of rows."
             )
 
     def __len__(self) -> int:
@@ -92,17 +103,22 @@ class Batch:
         arrays: dict[str, np.ndarray],
         meta_info: dict[str, Any],
     ) -> Self:
-        """A batch of columns that fit, unchecked, on this one's device; without `batch` where this one has none."""
+        """A batch of columns that fit, unchecked, on this one's device; without `batch` where this
+        one has none."""
         data = type(self).__new__(type(self))
         data.batch = None
         if self.batch is not None:
-            data.batch = TensorDict(share_offsets(tensors), batch_size=[num_rows], device=self.batch.device)
+            data.batch = TensorDict(
+                share_offsets(tensors), batch_size=[num_rows], device=self.batch.device
+            )
         data.non_tensor_batch, data.meta_info = arrays, map_leaves(lambda leaf: leaf, meta_info)
         return data
 
     def map_columns(self, num_rows: int, operation: Callable[[Any], Any]) -> Self:
-        """The same columns and meta_info with `operation` done on every column, which then has `num_rows` rows."""
-        self.check_consistency()  # the containers are open: a column of another length may have been put in
+        """The same columns and meta_info with `operation` done on every column, which then has
+        `num_rows` rows."""
+        # The containers are open: a column of another length may have been put in
+        self.check_consistency()
         tensors, arrays = (
             {name: operation(column) for name, column in columns.items()}
             for columns in (self.tensors(), self.non_tensor_batch)
@@ -110,7 +126,8 @@ class Batch:
         return self.with_columns(num_rows, tensors, arrays, self.meta_info)
 
     def equal(self, other: "Batch") -> bool:
-        """Same columns, dtypes, values (NaN equals NaN) and meta_info, whatever the device and the order of columns."""
+        """Same columns, dtypes, values (NaN equals NaN) and meta_info, whatever the device and the
+        order of columns."""
         return (
             len(self) == len(other)
             and deep_equal(self.tensors(), other.tensors())
@@ -119,7 +136,8 @@ class Batch:
         )
 
     def column_versions(self) -> dict[str, int]:
-        """The `write_count` of each tensor column: a column was written into in place if its count has changed."""
+        """The `write_count` of each tensor column: a column was written into in place if its count
+        has changed."""
         return {name: write_count(tensor) for name, tensor in self.tensors().items()}
 
     def get_data_info(self) -> str:
@@ -129,31 +147,50 @@ class Batch:
         for name, tensor in self.tensors().items():
             size = (jagged_parts(tensor)[0] if is_jagged(tensor) else tensor).nbytes
             total += size
-            lines.append(f"  {name}: {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}, {size / 2**20:.2f} MiB")
+            lines.append(
+                f"  {name}: {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}, "
+                f"{size / 2**20:.2f} MiB"
+            )
         for name, array in self.non_tensor_batch.items():
             total += array.nbytes
             lines.append(f"  {name}: {array.shape} array of {array.dtype}")
-        lines += [f"  meta_info[{name!r}]: {type(value).__name__}" for name, value in self.meta_info.items()]
+        lines += [
+            f"  meta_info[{name!r}]: {type(value).__name__}"
+            for name, value in self.meta_info.items()
+        ]
         lines[0] += f", {total / 2**20:.2f} MiB"
         return "\n".join(lines)
 
     __repr__ = get_data_info
 
     def __getstate__(self, left_out: Container[str] = ()) -> State:
-        """Tensors not `left_out`, as views in NumPy arrays, which pickle protocol 5 passes on out of band, uncopied."""
+        """Tensors not `left_out`, as views in NumPy arrays, which pickle protocol 5 passes on out
+        of band, uncopied."""
         self.check_consistency()
-        meta_info = map_leaves(lambda leaf: to_wire(leaf) if isinstance(leaf, torch.Tensor) else leaf, self.meta_info)
-        tensors = {name: to_wire(tensor) for name, tensor in self.tensors().items() if name not in left_out}
-        return None if self.batch is None else len(self), tensors, dict(self.non_tensor_batch), meta_info
+        meta_info = map_leaves(
+            lambda leaf: to_wire(leaf) if isinstance(leaf, torch.Tensor) else leaf, self.meta_info
+        )
+        tensors = {
+            name: to_wire(tensor) for name, tensor in self.tensors().items() if name not in left_out
+        }
+        return (
+            None if self.batch is None else len(self),
+            tensors,
+            dict(self.non_tensor_batch),
+            meta_info,
+        )
 
     def __setstate__(self, state: State) -> None:
-        """Tensors on the CPU, wherever they were. On shared memory they are read-only by agreement."""
+        """Tensors on the CPU, wherever they were. On shared memory they are read-only by
+        agreement."""
         num_rows, tensors, self.non_tensor_batch, meta_info = state
         self.batch = None
         if num_rows is not None:
             columns = share_offsets({name: from_wire(tensor) for name, tensor in tensors.items()})
             self.batch = TensorDict(columns, batch_size=[num_rows])
-        self.meta_info = map_leaves(lambda leaf: from_wire(leaf) if isinstance(leaf, WireTensor) else leaf, meta_info)
+        self.meta_info = map_leaves(
+            lambda leaf: from_wire(leaf) if isinstance(leaf, WireTensor) else leaf, meta_info
+        )
 
     @classmethod
     def from_state(cls, *state: Any) -> Self:
@@ -163,8 +200,8 @@ class Batch:
         return data
 
     def save_to_disk(self, path: str | os.PathLike[str]) -> None:
-        """Write everything to one safetensors file, without pickle. Raises ValueError naming a value of an unknown
-        type."""
+        """Write everything to one safetensors file, without pickle. Raises ValueError naming a
+        value of an unknown type."""
         self.check_consistency()
         num_rows = None if self.batch is None else len(self)
         columns = {"batch": self.tensors(), "non_tensor_batch": self.non_tensor_batch}
@@ -174,6 +211,7 @@ class Batch:
     def load_from_disk(cls, path: str | os.PathLike[str]) -> Self:
         """A batch written by `save_to_disk`, on the CPU."""
         contents = read_file(path)
-        num_rows, columns = contents["rows"], share_offsets(contents["batch"])
+        num_rows = contents["rows"]
+        columns = share_offsets(contents["batch"])
         batch = None if num_rows is None else TensorDict(columns, batch_size=[num_rows])
         return cls(batch, contents["non_tensor_batch"], contents["meta_info"])

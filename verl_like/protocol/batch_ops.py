@@ -12,16 +12,22 @@ from verl_like.protocol.row_ops import is_jagged
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
-    """Copy of `data` with rows added until `size_divisor` divides their number, and how many were added.
+    """Copy of `data` with rows added until `size_divisor` divides their number, and how many were
+    added.
 
-    The added rows wrap around the real ones (0, 1, 2 -> 0, 1, 2, 0, 1, 2, 0, 1) and are True in the bool column
-    "is_pad", which is there only if rows were added. Raises ValueError for a batch without rows.
+    The added rows wrap around the real ones (0, 1, 2 -> 0, 1, 2, 0, 1, 2, 0, 1) and are True in the
+    bool column "is_pad", which is there only if rows were added. Raises ValueError for a batch
+    without rows.
     """
     if size_divisor <= 0:
-        raise ValueError(f"pad_dataproto_to_divisor: the divisor must be positive, got {size_divisor}.")
+        raise ValueError(
+            f"pad_dataproto_to_divisor: the divisor must be positive, got {size_divisor}."
+        )
     num_rows = len(data)
     if num_rows == 0:
-        raise ValueError("pad_dataproto_to_divisor: the batch has no rows, so there is none to pad with.")
+        raise ValueError(
+            "pad_dataproto_to_divisor: the batch has no rows, so there is none to pad with."
+        )
     pad_size = -num_rows % size_divisor
     if pad_size == 0:
         return data.slice(), 0
@@ -36,18 +42,23 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
 
 
 def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
-    """Copy of `data` without its last `pad_size` rows, and without the column "is_pad" once no row of it is True.
+    """Copy of `data` without its last `pad_size` rows, and without the column "is_pad" once no row
+    of it is True.
 
     Raises ValueError when "is_pad" says that a row to be dropped is a real one.
     """
     if not 0 <= pad_size <= len(data):
         raise ValueError(f"unpad_dataproto: cannot drop {pad_size} of {len(data)} rows.")
-    num_kept, is_pad = len(data) - pad_size, data.tensors().get(PAD_COLUMN)
+    num_kept = len(data) - pad_size
+    is_pad = data.tensors().get(PAD_COLUMN)
     result = data.slice(0, num_kept)
     if is_pad is None:
         return result
     if not bool(is_pad[num_kept:].all()):
-        raise ValueError(f"unpad_dataproto: the last {pad_size} rows are not all padding, says column {PAD_COLUMN!r}.")
+        raise ValueError(
+            f"unpad_dataproto: the last {pad_size} rows are not all padding, says column "
+            f"{PAD_COLUMN!r}."
+        )
     if not bool(is_pad[:num_kept].any()):
         result.pop([PAD_COLUMN])
     return result
@@ -64,13 +75,21 @@ def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
 
 
 def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
-    """Copy with the first `batch_dims` dimensions of every column made one: the inverse of `fold_batch_dim`.
+    """Copy with the first `batch_dims` dimensions of every column made one: the inverse of
+    `fold_batch_dim`.
 
     Raises ValueError if the columns differ in these dimensions, and for jagged columns.
     """
     shapes = {name: tuple(column.shape[:batch_dims]) for name, column in data.columns().items()}
-    if batch_dims < 1 or len(set(shapes.values())) > 1 or any(len(shape) < batch_dims for shape in shapes.values()):
-        raise ValueError(f"unfold_batch_dim: the columns do not share their first {batch_dims} dimensions: {shapes}.")
+    if (
+        batch_dims < 1
+        or len(set(shapes.values())) > 1
+        or any(len(shape) < batch_dims for shape in shapes.values())
+    ):
+        raise ValueError(
+            f"unfold_batch_dim: the columns do not share their first {batch_dims} dimensions: "
+            f"{shapes}."
+        )
     num_rows = math.prod(next(iter(shapes.values()), (len(data),)))
     return _reshape(data, "unfold_batch_dim", batch_dims, (num_rows,))
 
@@ -78,5 +97,9 @@ def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
 def _reshape(data: DataProto, caller: str, old_dims: int, new_dims: tuple[int, ...]) -> DataProto:
     """Copy with the first `old_dims` dimensions of every column replaced by `new_dims`."""
     if jagged := [name for name, column in data.columns().items() if is_jagged(column)]:
-        raise ValueError(f"{caller}: {names(jagged)} are jagged and cannot be reshaped; pop or pad them first.")
-    return data.slice().map_columns(new_dims[0], lambda column: column.reshape(*new_dims, *column.shape[old_dims:]))
+        raise ValueError(
+            f"{caller}: {names(jagged)} are jagged and cannot be reshaped; pop or pad them first."
+        )
+    return data.slice().map_columns(
+        new_dims[0], lambda column: column.reshape(*new_dims, *column.shape[old_dims:])
+    )

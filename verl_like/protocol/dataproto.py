@@ -26,8 +26,8 @@ class DataProtoItem:
 class DataProto(Batch):
     """A batch, see `Batch`, and how batches are made, split, joined and combined.
 
-    Operations on rows (indexing, chunk, repeat, concat, ...) copy the rows, though not what the elements of object
-    arrays refer to; `select` and `union` share the columns.
+    Operations on rows (indexing, chunk, repeat, concat, ...) copy the rows, though not what the
+    elements of object arrays refer to; `select` and `union` share the columns.
     """
 
     @staticmethod
@@ -36,7 +36,8 @@ class DataProto(Batch):
         non_tensors: Mapping[str, np.ndarray | Sequence[Any]] | None = None,
         meta_info: dict[str, Any] | None = None,
     ) -> "DataProto":
-        """Columns by name. A list or tuple of non-tensors becomes a 1-D object array, one element per row."""
+        """Columns by name. A list or tuple of non-tensors becomes a 1-D object array, one element
+        per row."""
         batch = None
         if tensors:
             for name, tensor in tensors.items():
@@ -44,16 +45,23 @@ class DataProto(Batch):
             sizes = {name: tensor.size(0) for name, tensor in tensors.items()}
             if len(set(sizes.values())) > 1:
                 raise ValueError(f"from_dict: the tensors differ in their number of rows: {sizes}.")
-            batch = TensorDict(row_ops.share_offsets(tensors), batch_size=[next(iter(sizes.values()))])
+            batch = TensorDict(
+                row_ops.share_offsets(tensors), batch_size=[next(iter(sizes.values()))]
+            )
         arrays = {
-            name: row_ops.object_array(value) if isinstance(value, (list, tuple)) else cast(np.ndarray, value)
+            name: row_ops.object_array(value)
+            if isinstance(value, (list, tuple))
+            else cast(np.ndarray, value)
             for name, value in (non_tensors or {}).items()
         }
         return DataProto(batch, arrays, meta_info or {})
 
     @staticmethod
-    def from_single_dict(data: Mapping[str, Any], meta_info: dict[str, Any] | None = None) -> "DataProto":
-        """Tensors go to `batch`, NumPy arrays to `non_tensor_batch`; anything else raises ValueError."""
+    def from_single_dict(
+        data: Mapping[str, Any], meta_info: dict[str, Any] | None = None
+    ) -> "DataProto":
+        """Tensors go to `batch`, NumPy arrays to `non_tensor_batch`; anything else raises
+        ValueError."""
         tensors = {name: value for name, value in data.items() if isinstance(value, torch.Tensor)}
         arrays = {name: value for name, value in data.items() if name not in tensors}
         return DataProto(DataProto.from_dict(tensors).batch, arrays, meta_info or {})
@@ -67,81 +75,103 @@ class DataProto(Batch):
         if isinstance(index, (int, np.integer)) and not isinstance(index, bool):
             row = self.select_idxs([int(index)])
             batch = None if row.batch is None else row.batch[0]
-            return DataProtoItem(batch, {name: a[0] for name, a in row.non_tensor_batch.items()}, row.meta_info)
+            return DataProtoItem(
+                batch, {name: a[0] for name, a in row.non_tensor_batch.items()}, row.meta_info
+            )
         if isinstance(index, slice):
             return self.slice(index.start, index.stop, index.step)
         if isinstance(index, (list, tuple, np.ndarray, torch.Tensor)):
             return self.select_idxs(index)
         raise TypeError(
-            f"DataProto is indexed by an int, a slice, a list, an array or a tensor, not {type(index).__name__}."
+            "DataProto is indexed by an int, a slice, a list, an array or a tensor, not "
+            f"{type(index).__name__}."
         )
 
-    def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> "DataProto":
+    def slice(
+        self, start: int | None = None, end: int | None = None, step: int | None = None
+    ) -> "DataProto":
         """Copy of the rows start:end:step, with Python's rules for slices."""
         return self.select_idxs(list(range(len(self))[start:end:step]))
 
     def rows(self, start: int, stop: int) -> "DataProto":
-        """Rows start..stop-1 as a VIEW of the same memory, for code that only moves rows; else use `slice`."""
+        """Rows start..stop-1 as a VIEW of the same memory, for code that only moves rows; else use
+        `slice`."""
         if self.columns() and not 0 <= start <= stop <= len(self):
             raise ValueError(f"rows({start}, {stop}) is not a range of the {len(self)} rows.")
         return self.map_columns(stop - start, lambda column: row_ops.view_rows(column, start, stop))
 
     def select_idxs(self, idxs: row_ops.RowIndices) -> "DataProto":
-        """Copy of the rows at `idxs`: integers (negative: from the end; repeats allowed) or one bool per row."""
+        """Copy of the rows at `idxs`: integers (negative: from the end; repeats allowed) or one
+        bool per row."""
         indices = row_ops.row_indices(idxs, len(self))
         return self.map_columns(len(indices), row_ops.RowTaker(indices))
 
     def reorder(self, indices: torch.Tensor) -> None:
-        """In place: row i becomes the old row indices[i]. Raises ValueError unless `indices` is a permutation."""
+        """In place: row i becomes the old row indices[i]. Raises ValueError unless `indices` is a
+        permutation."""
         order = row_ops.row_indices(indices, len(self))
         if not torch.equal(order.sort().values, torch.arange(len(self))):
             raise ValueError(
-                f"reorder: the {len(order)} indices are not a permutation of the {len(self)} rows; use select_idxs."
+                f"reorder: the {len(order)} indices are not a permutation of the {len(self)} rows; "
+                "use select_idxs."
             )
         reordered = self.select_idxs(order)
-        self.batch, self.non_tensor_batch = reordered.batch, reordered.non_tensor_batch
+        self.batch = reordered.batch
+        self.non_tensor_batch = reordered.non_tensor_batch
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> "DataProto":
         """Every row `repeat_times` times: AABB if `interleave`, else ABAB."""
         if repeat_times < 0:
             raise ValueError(f"repeat: repeat_times must not be negative, got {repeat_times}.")
         idxs = torch.arange(len(self))
-        return self.select_idxs(idxs.repeat_interleave(repeat_times) if interleave else idxs.repeat(repeat_times))
+        return self.select_idxs(
+            idxs.repeat_interleave(repeat_times) if interleave else idxs.repeat(repeat_times)
+        )
 
-    def sample_level_repeat(self, repeat_times: Sequence[int] | np.ndarray | torch.Tensor) -> "DataProto":
+    def sample_level_repeat(
+        self, repeat_times: Sequence[int] | np.ndarray | torch.Tensor
+    ) -> "DataProto":
         """Row i is repeated repeat_times[i] times, its copies side by side."""
         counts = torch.as_tensor(repeat_times, dtype=torch.int64).cpu()
         if counts.shape != (len(self),) or bool((counts < 0).any()):
             raise ValueError(
-                f"sample_level_repeat: needs one count >= 0 for each of the {len(self)} rows, got {counts.tolist()}."
+                f"sample_level_repeat: needs one count >= 0 for each of the {len(self)} rows, got "
+                f"{counts.tolist()}."
             )
         return self.select_idxs(torch.arange(len(self)).repeat_interleave(counts))
 
     def chunk(self, chunks: int) -> list["DataProto"]:
-        """Split into `chunks` equal parts; without columns: `chunks` copies. ValueError if it does not divide."""
+        """Split into `chunks` equal parts; without columns: `chunks` copies. ValueError if it does
+        not divide."""
         if chunks <= 0:
             raise ValueError(f"chunk: the number of chunks must be positive, got {chunks}.")
         if len(self) % chunks:
             raise ValueError(
-                f"chunk: {len(self)} rows do not divide into {chunks} equal chunks; pad a copy with "
-                f"pad_dataproto_to_divisor(data, {chunks}), or use split(split_size), whose last piece may be short."
+                f"chunk: {len(self)} rows do not divide into {chunks} equal chunks; pad a copy "
+                f"with pad_dataproto_to_divisor(data, {chunks}), or use split(split_size), whose "
+                "last piece may be short."
             )
         size = len(self) // chunks
         return [self.slice(index * size, (index + 1) * size) for index in range(chunks)]
 
     def split(self, split_size: int) -> list["DataProto"]:
-        """Pieces of `split_size` rows, the last one may be short; one empty piece if there are no rows."""
+        """Pieces of `split_size` rows, the last one may be short; one empty piece if there are no
+        rows."""
         if split_size <= 0:
             raise ValueError(f"split: split_size must be positive, got {split_size}.")
-        return [self.slice(start, start + split_size) for start in range(0, max(len(self), 1), split_size)]
+        return [
+            self.slice(start, start + split_size)
+            for start in range(0, max(len(self), 1), split_size)
+        ]
 
     @staticmethod
     def concat(data: Sequence["DataProto"]) -> "DataProto":
-        """The rows of all parts, one part after the other. A part without rows adds only its meta_info.
+        """The rows of all parts, one part after the other. A part without rows adds only its
+        meta_info.
 
-        meta_info is merged by key: "metrics" by `merge_metrics`, "timing" (seconds by name) into lists, anything else
-        must be equal wherever it is present. Raises ValueError for an empty list, and for columns or meta_info that
-        differ.
+        meta_info is merged by key: "metrics" by `merge_metrics`, "timing" (seconds by name) into
+        lists, anything else must be equal wherever it is present. Raises ValueError for an empty
+        list, and for columns or meta_info that differ.
         """
         if not data:
             raise ValueError("concat got an empty list; there is no batch to return.")
@@ -164,25 +194,33 @@ class DataProto(Batch):
     ) -> Iterator["DataProto"]:
         """Mini-batches of `mini_batch_size` rows, `epochs` times over, each with the meta_info.
 
-        `dataloader_kwargs` go to torch's DataLoader, e.g. {"shuffle": True}, which needs a `seed`: the order is then
-        another one in each epoch and depends on nothing but the seed. Raises ValueError (at the call, not at the first
-        item) if the rows do not divide or if shuffle has no seed.
+        `dataloader_kwargs` go to torch's DataLoader, e.g. {"shuffle": True}, which needs a `seed`:
+        the order is then another one in each epoch and depends on nothing but the seed. Raises
+        ValueError (at the call, not at the first item) if the rows do not divide or if shuffle has
+        no seed.
         """
         options = dict(dataloader_kwargs or {})
         if mini_batch_size <= 0 or len(self) % mini_batch_size:
             raise ValueError(
-                f"make_iterator: {len(self)} rows do not divide into mini-batches of {mini_batch_size}; choose a "
-                "mini-batch size that divides the rows of one rank."
+                f"make_iterator: {len(self)} rows do not divide into mini-batches of "
+                f"{mini_batch_size}; choose a mini-batch size that divides the rows of one rank."
             )
         if options.get("shuffle") and seed is None:
-            raise ValueError("make_iterator: shuffle without a seed cannot be reproduced; pass seed=.")
+            raise ValueError(
+                "make_iterator: shuffle without a seed cannot be reproduced; pass seed=."
+            )
         if len(self) == 0:
             return iter(())
-        # Always its own generator: a DataLoader draws from torch's global one even when it does not shuffle.
+        # Always its own generator: a DataLoader draws from torch's global one even when it does not
+        # shuffle.
         generator = torch.Generator().manual_seed(0 if seed is None else seed)
         # `__getitems__` gives a mini-batch as a whole, so there is nothing to collate.
         loader: DataLoader[Any] = DataLoader(
-            cast(Any, self), mini_batch_size, collate_fn=lambda rows: rows, generator=generator, **options
+            cast(Any, self),
+            mini_batch_size,
+            collate_fn=lambda rows: rows,
+            generator=generator,
+            **options,
         )
         return (mini_batch for _ in range(epochs) for mini_batch in loader)
 
@@ -202,7 +240,9 @@ class DataProto(Batch):
         """
         self.check_consistency()
         tensors = merge.pick_keys("select", "batch", self.tensors(), batch_keys)
-        arrays = merge.pick_keys("select", "non_tensor_batch", self.non_tensor_batch, non_tensor_batch_keys)
+        arrays = merge.pick_keys(
+            "select", "non_tensor_batch", self.non_tensor_batch, non_tensor_batch_keys
+        )
         meta = merge.pick_keys("select", "meta_info", self.meta_info, meta_info_keys)
         return self.with_columns(len(self), tensors, arrays, meta)
 
@@ -217,13 +257,17 @@ class DataProto(Batch):
         Raises ValueError naming a key that does not exist, and then removes nothing.
         """
         tensors = merge.pick_keys("pop", "batch", self.tensors(), batch_keys or ())
-        arrays = merge.pick_keys("pop", "non_tensor_batch", self.non_tensor_batch, non_tensor_batch_keys or ())
+        arrays = merge.pick_keys(
+            "pop", "non_tensor_batch", self.non_tensor_batch, non_tensor_batch_keys or ()
+        )
         meta = merge.pick_keys("pop", "meta_info", self.meta_info, meta_info_keys or ())
         result = DataProto.from_dict(tensors, arrays, meta)
         if tensors:
             assert self.batch is not None
             self.batch = self.batch.exclude(*tensors)
-        self.non_tensor_batch = {name: array for name, array in self.non_tensor_batch.items() if name not in arrays}
+        self.non_tensor_batch = {
+            name: array for name, array in self.non_tensor_batch.items() if name not in arrays
+        }
         self.meta_info = {name: value for name, value in self.meta_info.items() if name not in meta}
         return result
 
@@ -239,7 +283,8 @@ class DataProto(Batch):
         renamed = {new_names.get(name, name): tensor for name, tensor in tensors.items()}
         if len(renamed) != len(tensors):
             raise ValueError(
-                f"rename: {merge.names(new)} would overwrite a column of {merge.names(tensors)}; pop that one first."
+                f"rename: {merge.names(new)} would overwrite a column of {merge.names(tensors)}; "
+                "pop that one first."
             )
         if self.batch is not None:
             self.batch = TensorDict(renamed, batch_size=[len(self)], device=self.batch.device)
@@ -250,19 +295,36 @@ class DataProto(Batch):
         if self.batch is not None:
             moved = self.batch.to(torch.device(device))
             tensors = cast(dict[str, torch.Tensor], dict(moved.items()))
-            self.batch = TensorDict(row_ops.share_offsets(tensors), moved.batch_size, device=moved.device)
+            self.batch = TensorDict(
+                row_ops.share_offsets(tensors), moved.batch_size, device=moved.device
+            )
         return self
 
     def union(self, other: "DataProto") -> "DataProto":
         """New DataProto with the columns and meta_info of both, sharing the columns.
 
-        What both have must be equal (NaN equals NaN); the meta_info entries "metrics" and "timing" are joined name by
-        name. Raises ValueError naming the key that differs, or when the numbers of rows differ.
+        What both have must be equal (NaN equals NaN); the meta_info entries "metrics" and "timing"
+        are joined name by name. Raises ValueError naming the key that differs, or when the numbers
+        of rows differ.
         """
-        if len({len(data) for data in (self, other) if data.batch is not None or data.non_tensor_batch}) > 1:
-            raise ValueError(f"union: {len(self)} rows and {len(other)} rows; select the same rows of both first.")
+        if (
+            len(
+                {
+                    len(data)
+                    for data in (self, other)
+                    if data.batch is not None or data.non_tensor_batch
+                }
+            )
+            > 1
+        ):
+            raise ValueError(
+                f"union: {len(self)} rows and {len(other)} rows; select the same rows of both "
+                "first."
+            )
         batches = [data.batch for data in (self, other) if data.batch is not None]
-        batch = merge.union_tensor_dict(*batches) if len(batches) == 2 else next(iter(batches), None)
+        batch = (
+            merge.union_tensor_dict(*batches) if len(batches) == 2 else next(iter(batches), None)
+        )
         arrays = merge.union_numpy_dict(self.non_tensor_batch, other.non_tensor_batch)
         meta_info = merge.union_meta_info(self.meta_info, other.meta_info)
         return DataProto(batch, arrays, meta_info)

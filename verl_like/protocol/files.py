@@ -1,4 +1,5 @@
-"""Files that somebody else may have written: read as regular files alone, and compared with what they were."""
+"""Files that somebody else may have written: read as regular files alone, and compared with what
+they were."""
 
 import hashlib
 import io
@@ -11,7 +12,8 @@ from pydantic_core import from_json
 
 
 def open_regular(path: Path) -> io.BufferedReader:
-    """Opens a regular file for reading. Raises OSError for anything else: to open a FIFO waits for its writer."""
+    """Opens a regular file for reading. Raises OSError for anything else: to open a FIFO waits for
+    its writer."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -20,7 +22,8 @@ def open_regular(path: Path) -> io.BufferedReader:
 
 
 def read_text(path: Path, max_bytes: int) -> str:
-    """The text of a file. Raises OSError where it cannot be read or is longer, ValueError where it is not UTF-8."""
+    """The text of a file. Raises OSError where it cannot be read or is longer, ValueError where it
+    is not UTF-8."""
     with open_regular(path) as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
@@ -29,12 +32,14 @@ def read_text(path: Path, max_bytes: int) -> str:
 
 
 def read_json(path: Path, max_bytes: int) -> Any:
-    """The value of a JSON file. Raises as `read_text`, and ValueError for what is not JSON or nested too deeply."""
+    """The value of a JSON file. Raises as `read_text`, and ValueError for what is not JSON or
+    nested too deeply."""
     return from_json(read_text(path, max_bytes))
 
 
 def cut_file(path: Path, num_bytes: int) -> None:
-    """Shortens a regular file to at most `num_bytes`. Raises OSError for any other file, a link included."""
+    """Shortens a regular file to at most `num_bytes`. Raises OSError for any other file, a link
+    included."""
     descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         found = os.fstat(descriptor)

@@ -1,4 +1,5 @@
-"""Merging the parts of batches: columns of two batches over the same rows, and meta_info of many parts."""
+"""Merging the parts of batches: columns of two batches over the same rows, and meta_info of many
+parts."""
 
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,50 +22,63 @@ def names(keys: Iterable[str]) -> str:
     return ", ".join(sorted(map(repr, keys)))
 
 
-def pick_keys(caller: str, place: str, values: Mapping[str, V], keys: Sequence[str] | None) -> dict[str, V]:
-    """The entries at `keys` (None = all). Raises ValueError naming the keys that are missing or given twice."""
+def pick_keys(
+    caller: str, place: str, values: Mapping[str, V], keys: Sequence[str] | None
+) -> dict[str, V]:
+    """The entries at `keys` (None = all). Raises ValueError naming the keys that are missing or
+    given twice."""
     wanted = list(values) if keys is None else list(keys)
     missing = [key for key in wanted if key not in values]
     if missing:
-        raise ValueError(f"{caller}: {names(missing)} not in {place}, which has {names(values) or 'nothing'}.")
+        raise ValueError(
+            f"{caller}: {names(missing)} not in {place}, which has {names(values) or 'nothing'}."
+        )
     if len(set(wanted)) != len(wanted):
         raise ValueError(f"{caller}: a key of {names(wanted)} is given twice.")
     return {name: values[name] for name in wanted}
 
 
 def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> TensorDict:
-    """New TensorDict with the columns of both. ValueError where they differ, or the batch sizes do."""
+    """New TensorDict with the columns of both. ValueError where they differ, or the batch sizes
+    do."""
     sizes = tensor_dict1.batch_size, tensor_dict2.batch_size
     if sizes[0] != sizes[1]:
         raise ValueError(f"union: the batch sizes differ, {tuple(sizes[0])} and {tuple(sizes[1])}.")
-    columns = [cast(dict[str, torch.Tensor], dict(each.items())) for each in (tensor_dict1, tensor_dict2)]
+    columns = [
+        cast(dict[str, torch.Tensor], dict(each.items())) for each in (tensor_dict1, tensor_dict2)
+    ]
     united = share_offsets(union_columns("batch", *columns))
     # With a device, a TensorDict would move its columns there.
     device = tensor_dict1.device if tensor_dict1.device == tensor_dict2.device else None
     return TensorDict(united, sizes[0], device=device)
 
 
-def union_numpy_dict(left: Mapping[str, np.ndarray], right: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def union_numpy_dict(
+    left: Mapping[str, np.ndarray], right: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
     """New dict with the arrays of both. ValueError where they differ."""
     return union_columns("non_tensor_batch", left, right)
 
 
 def union_meta_info(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, Any]:
-    """New dict with the entries of both, "metrics" and "timing" joined name by name. ValueError where they differ."""
+    """New dict with the entries of both, "metrics" and "timing" joined name by name. ValueError
+    where they differ."""
     shared = [key for key in _PER_CALL if key in left and key in right]
     joined = {key: union_columns(f"meta_info[{key!r}]", left[key], right[key]) for key in shared}
     return union_columns("meta_info", {**left, **joined}, {**right, **joined})
 
 
 def union_columns(place: str, left: Mapping[str, V], right: Mapping[str, V]) -> dict[str, V]:
-    """New dict with the entries of both; ValueError unless an entry in both is equal (NaN equals NaN)."""
+    """New dict with the entries of both; ValueError unless an entry in both is equal (NaN equals
+    NaN)."""
     for key in left.keys() & right.keys():
         if not deep_equal(left[key], right[key]):
             raise ValueError(
-                f"union: {place} key {key!r} is in both and differs: {_short(left[key])} and {_short(right[key])}; "
-                "pop or rename it on one side."
+                f"union: {place} key {key!r} is in both and differs: {_short(left[key])} and "
+                f"{_short(right[key])}; pop or rename it on one side."
             )
-    # Left's own columns stay the very same tensors: those that are in an object store already are not put again.
+    # Left's own columns stay the very same tensors: those that are in an object store already are
+    # not put again.
     return {**left, **{key: value for key, value in right.items() if key not in left}}
 
 
@@ -77,8 +91,8 @@ def merge_meta_info(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 merged[key] = value
             elif key not in _PER_CALL and not deep_equal(merged[key], value):
                 raise ValueError(
-                    f"concat: meta_info[{key!r}] is {_short(value)} in part {index} but {_short(merged[key])} before; "
-                    "make it equal in all parts or pop it first."
+                    f"concat: meta_info[{key!r}] is {_short(value)} in part {index} but "
+                    f"{_short(merged[key])} before; make it equal in all parts or pop it first."
                 )
     if "metrics" in merged:
         merged["metrics"] = merge_metrics([part["metrics"] for part in parts if "metrics" in part])
@@ -86,23 +100,30 @@ def merge_meta_info(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         timing: dict[str, list[Any]] = {}
         for part in parts:
             for name, seconds in part.get("timing", {}).items():
-                timing.setdefault(name, []).extend(seconds if isinstance(seconds, list) else [seconds])
+                timing.setdefault(name, []).extend(
+                    seconds if isinstance(seconds, list) else [seconds]
+                )
         merged["timing"] = timing
     return merged
 
 
 def concat_parts(place: str, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Every column of `parts` concatenated by rows; ValueError unless all parts have the same, matching columns."""
+    """Every column of `parts` concatenated by rows; ValueError unless all parts have the same,
+    matching columns."""
     for index, part in enumerate(parts):
         differing = part.keys() ^ parts[0].keys()
         if differing:
             raise ValueError(
-                f"concat: {names(differing)} in {place} not in all parts (compare the non-empty parts 0 and {index}); "
-                "select or pop the same columns in every part."
+                f"concat: {names(differing)} in {place} not in all parts (compare the non-empty "
+                f"parts 0 and {index}); select or pop the same columns in every part."
             )
     return {name: concat_columns(name, [part[name] for part in parts]) for name in parts[0]}
 
 
 def _short(value: Any) -> str:
     shape = getattr(value, "shape", None)
-    return reprlib.repr(value) if shape is None else f"{type(value).__name__} {value.dtype} {tuple(shape)}"
+    return (
+        reprlib.repr(value)
+        if shape is None
+        else f"{type(value).__name__} {value.dtype} {tuple(shape)}"
+    )

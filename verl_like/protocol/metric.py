@@ -10,7 +10,8 @@ Reduction = Literal["mean", "sum", "max", "min"]
 
 @dataclass(frozen=True)
 class Metric:
-    """One number and its reduction. `weight` counts for "mean" only: what the mean was taken over (tokens, rows, ...).
+    """One number and its reduction. `weight` counts for "mean" only: what the mean was taken over
+    (tokens, rows, ...).
 
     Raises ValueError for an unknown reduction or a negative or non-finite weight.
     """
@@ -21,7 +22,9 @@ class Metric:
 
     def __post_init__(self) -> None:
         if self.reduction not in get_args(Reduction):
-            raise ValueError(f"Metric reduction {self.reduction!r} is unknown; use one of {get_args(Reduction)}.")
+            raise ValueError(
+                f"Metric reduction {self.reduction!r} is unknown; use one of {get_args(Reduction)}."
+            )
         if not (self.weight >= 0 and math.isfinite(self.weight)):
             raise ValueError(f"Metric weight must be finite and not negative, got {self.weight}.")
 
@@ -43,21 +46,26 @@ class Metric:
 
 
 def merge_metrics(parts: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Merge the metrics of several ranks or micro-batches key by key; a key may be missing in some parts.
+    """Merge the metrics of several ranks or micro-batches key by key; a key may be missing in some
+    parts.
 
-    Means are weighted by `weight` (a part of weight 0 does not count; if all weights are 0 the value is nan), sums are
-    added, and a nan among maxima or minima stays visible. Merging is associative up to float rounding.
-    Raises ValueError if a value is not a Metric or if one key has two reductions.
+    Means are weighted by `weight` (a part of weight 0 does not count; if all weights are 0 the
+    value is nan), sums are added, and a nan among maxima or minima stays visible. Merging is
+    associative up to float rounding. Raises ValueError if a value is not a Metric or if one key has
+    two reductions.
     """
     by_name: dict[str, list[Metric]] = {}
     for part in parts:
         if not isinstance(part, Mapping):
-            raise ValueError(f"metrics is a {type(part).__name__}; it must be a dict of Metric by name.")
+            raise ValueError(
+                f"metrics is a {type(part).__name__}; it must be a dict of Metric by name."
+            )
         for name, metric in part.items():
             if not isinstance(metric, Metric):
                 raise ValueError(
                     f"metrics[{name!r}] is a {type(metric).__name__}, not a Metric; "
-                    "say how it is reduced: Metric.mean(value, weight), Metric.sum(value), .max or .min."
+                    "say how it is reduced: Metric.mean(value, weight), Metric.sum(value), .max or "
+                    ".min."
                 )
             by_name.setdefault(name, []).append(metric)
     return {name: _merge_one(name, metrics) for name, metrics in by_name.items()}
@@ -66,7 +74,10 @@ def merge_metrics(parts: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
 def _merge_one(name: str, metrics: list[Metric]) -> Metric:
     reductions = {metric.reduction for metric in metrics}
     if len(reductions) > 1:
-        raise ValueError(f"Metric {name!r} is reduced as {sorted(reductions)}; every part must use the same reduction.")
+        raise ValueError(
+            f"Metric {name!r} is reduced as {sorted(reductions)}; every part must use the same "
+            "reduction."
+        )
     if len(metrics) == 1 and metrics[0].weight > 0:
         return metrics[0]
     reduction = metrics[0].reduction
@@ -77,7 +88,8 @@ def _merge_one(name: str, metrics: list[Metric]) -> Metric:
         return Metric.mean(total / weight if weight > 0 else math.nan, weight)
     if reduction == "sum":
         return Metric.sum(sum(values))
-    if any(math.isnan(value) for value in values):  # max() and min() would keep or lose a nan by its position
+    # Max() and min() would keep or lose a nan by its position
+    if any(math.isnan(value) for value in values):
         return Metric(math.nan, reduction)
     return Metric(max(values) if reduction == "max" else min(values), reduction)
 

@@ -19,7 +19,8 @@ VERL_COLUMNS = ("input_ids", "attention_mask", "position_ids")
 
 @dataclass(frozen=True)
 class Padding:
-    """How wide padded columns are, and the token that fills them; in meta_info as `padding`, a tuple of the three."""
+    """How wide padded columns are, and the token that fills them; in meta_info as `padding`, a
+    tuple of the three."""
 
     max_prompt_length: int
     max_response_length: int
@@ -30,8 +31,8 @@ class Padding:
         """Raises ValueError if the batch does not say."""
         if "padding" not in data.meta_info:
             raise ValueError(
-                "the batch has no meta_info['padding'], which says how wide padded columns are: set it to "
-                "(data.max_prompt_length, data.max_response_length, the padding token)"
+                "the batch has no meta_info['padding'], which says how wide padded columns are: "
+                "set it to (data.max_prompt_length, data.max_response_length, the padding token)"
             )
         return cls(*data.meta_info["padding"])
 
@@ -47,19 +48,24 @@ class RowPlaces:
         longest = int(lengths.max()) if len(lengths) else 0
         if longest > width:
             raise ValueError(
-                f"a row has {longest} tokens, but padded rows have {width}, as meta_info['padding'] says: raise "
-                "data.max_prompt_length or data.max_response_length"
+                f"a row has {longest} tokens, but padded rows have {width}, as "
+                "meta_info['padding'] says: raise data.max_prompt_length or "
+                "data.max_response_length"
             )
         self.shape = (len(lengths), width)
         first = torch.arange(len(lengths)) * width
         if at_end:
             first = first + width - lengths
-        self.of_values = torch.repeat_interleave(first - offsets[:-1], lengths) + torch.arange(int(offsets[-1]))
+        self.of_values = torch.repeat_interleave(first - offsets[:-1], lengths) + torch.arange(
+            int(offsets[-1])
+        )
 
     def pad(self, values: torch.Tensor, fill: int = 0) -> torch.Tensor:
         """(N, ...) -> (B, width, ...), with `fill` elsewhere."""
         padded = values.new_full((self.shape[0] * self.shape[1], *values.shape[1:]), fill)
-        return padded.index_copy_(0, self.of_values, values.detach()).view(*self.shape, *values.shape[1:])
+        return padded.index_copy_(0, self.of_values, values.detach()).view(
+            *self.shape, *values.shape[1:]
+        )
 
     def strip(self, padded: torch.Tensor) -> torch.Tensor:
         """(B, width, ...) -> (N, ...): the inverse of `pad`, without what lies elsewhere."""
@@ -70,7 +76,8 @@ class PaddedColumns(MutableMapping[str, torch.Tensor]):
     """The columns of a batch in verl's layout, each padded when it is first read.
 
     Args:
-        data: jagged `prompts`, and `responses` or none yet; with the meta entry `padding`, see `Padding`.
+        data: jagged `prompts`, and `responses` or none yet; with the meta entry `padding`, see
+            `Padding`.
         by_sample: with a row for each sample, see `view_of_samples`.
     """
 
@@ -85,7 +92,9 @@ class PaddedColumns(MutableMapping[str, torch.Tensor]):
         if "responses" in self.columns:
             self.response_offsets = jagged_parts(self.columns["responses"])[1]
             starts = self.samples.starts if self.samples else None
-            self.response_places = places_of_samples(self.response_offsets, self.padding.max_response_length, starts)
+            self.response_places = places_of_samples(
+                self.response_offsets, self.padding.max_response_length, starts
+            )
         made = ("attention_mask",) if self.samples else VERL_COLUMNS
         hidden = ("prompts",) if self.samples else ()
         self.names = {*self.columns, *made} - {*hidden}
@@ -99,7 +108,8 @@ class PaddedColumns(MutableMapping[str, torch.Tensor]):
     def copy(self) -> "PaddedColumns":
         """Another view of the batch, in which what is put in or removed stays out of this one."""
         other = copy.copy(self)
-        other.written, other.removed = dict(self.written), {*self.removed}
+        other.written = dict(self.written)
+        other.removed = {*self.removed}
         return other
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -113,7 +123,9 @@ class PaddedColumns(MutableMapping[str, torch.Tensor]):
 
     def __setitem__(self, name: str, column: torch.Tensor) -> None:
         if name in (*VERL_COLUMNS, "prompts", "responses"):
-            raise ValueError(f"{name} was put into a padded view, which cannot change tokens: make another batch")
+            raise ValueError(
+                f"{name} was put into a padded view, which cannot change tokens: make another batch"
+            )
         self.written[name] = column
 
     def __delitem__(self, name: str) -> None:
@@ -134,7 +146,9 @@ class PaddedColumns(MutableMapping[str, torch.Tensor]):
     def __iter__(self) -> Iterator[str]:
         left = self.names - self.removed
         unread = sorted(left - self.read.keys() - self.written.keys())
-        return iter(dict.fromkeys([*unread, *(name for name in self.read if name in left), *self.written]))
+        return iter(
+            dict.fromkeys([*unread, *(name for name in self.read if name in left), *self.written])
+        )
 
     def __len__(self) -> int:
         """The number of rows, as of a TensorDict."""
@@ -150,7 +164,11 @@ class PaddedColumns(MutableMapping[str, torch.Tensor]):
         fill = self.padding.pad_token_id if name in ("prompts", "responses") else 0
         if name == "prompts":
             return RowPlaces(offsets, self.padding.max_prompt_length, at_end=True).pad(values, fill)
-        if self.response_places and self.response_offsets is not None and torch.equal(offsets, self.response_offsets):
+        if (
+            self.response_places
+            and self.response_offsets is not None
+            and torch.equal(offsets, self.response_offsets)
+        ):
             return self.response_places.pad(values, fill)
         assert not self.samples, f"{name} has no entry a response token"
         return column  # of another kind
@@ -169,14 +187,18 @@ class PaddedColumns(MutableMapping[str, torch.Tensor]):
             return _positions(is_prompt_BP, length)
         if self.response_places is None:
             return is_prompt_BP
-        is_response_BR = self.response_places.pad(torch.ones_like(jagged_parts(self.columns["responses"])[0]))
+        is_response_BR = self.response_places.pad(
+            torch.ones_like(jagged_parts(self.columns["responses"])[0])
+        )
         return is_response_BR if self.samples else torch.cat([is_prompt_BP, is_response_BR], dim=1)
 
 
 def places_of_samples(offsets: torch.Tensor, width: int, starts: torch.Tensor | None) -> RowPlaces:
-    """Where the values of response columns lie in (B, width); with the `starts` of samples of several rows in (S, W).
+    """Where the values of response columns lie in (B, width); with the `starts` of samples of
+    several rows in (S, W).
 
-    The tokens of a sample's rows then follow each other, and W is `width`, or more where a sample has more tokens.
+    The tokens of a sample's rows then follow each other, and W is `width`, or more where a sample
+    has more tokens.
     """
     if starts is None:
         return RowPlaces(offsets, width)
@@ -194,7 +216,9 @@ class PaddedView(DataProto):
         self.non_tensor_batch, self.meta_info = dict(data.non_tensor_batch), dict(data.meta_info)
         if columns.samples:
             first_rows = columns.samples.first_rows.numpy()
-            self.non_tensor_batch = {name: array[first_rows] for name, array in data.non_tensor_batch.items()}
+            self.non_tensor_batch = {
+                name: array[first_rows] for name, array in data.non_tensor_batch.items()
+            }
 
     def check_consistency(self) -> None:
         """What is in a view is not checked before `strip`."""
@@ -203,18 +227,22 @@ class PaddedView(DataProto):
 def padded(data: DataProto, names: Collection[str] | None = None) -> DataProto:
     """A batch of prompts and responses with padded columns, in verl's layout.
 
-    `prompts` are padded on the left to (B, P); `responses`, and all jagged columns whose rows are as long as theirs, on
-    the right to (B, R). `input_ids`, `attention_mask` and `position_ids` (B, T) are made of both, of prompts alone
-    before generation, where T = P. Positions go on counting behind a response, as in verl. Elsewhere columns are 0,
-    those of tokens `pad_token_id`. Columns that are not jagged stay as they are.
+    `prompts` are padded on the left to (B, P); `responses`, and all jagged columns whose rows are
+    as long as theirs, on the right to (B, R). `input_ids`, `attention_mask` and `position_ids` (B,
+    T) are made of both, of prompts alone before generation, where T = P. Positions go on counting
+    behind a response, as in verl. Elsewhere columns are 0, those of tokens `pad_token_id`. Columns
+    that are not jagged stay as they are.
 
     Args:
-        data: jagged `prompts`, and `responses` or none yet; with the meta entry `padding`, see `Padding`.
+        data: jagged `prompts`, and `responses` or none yet; with the meta entry `padding`, see
+            `Padding`.
         names: the columns that are wanted; None for all.
     """
     columns = PaddedColumns(data)
     wanted = [name for name in columns if names is None or name in names]
-    return DataProto.from_dict({name: columns[name] for name in wanted}, data.non_tensor_batch, data.meta_info)
+    return DataProto.from_dict(
+        {name: columns[name] for name in wanted}, data.non_tensor_batch, data.meta_info
+    )
 
 
 def _positions(prompt_mask_BP: torch.Tensor, length: int) -> torch.Tensor:
@@ -224,18 +252,21 @@ def _positions(prompt_mask_BP: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def view_of_samples(data: DataProto) -> PaddedView:
-    """What algorithms see of a batch: as of `padded(data)`, or where samples have several rows, a row for each sample.
+    """What algorithms see of a batch: as of `padded(data)`, or where samples have several rows, a
+    row for each sample.
 
-    Such a row has the response tokens of the sample's rows one after the other (see `places_of_samples`), an
-    `attention_mask` of them alone, and of other columns the entry of the sample's first row. Columns are padded when
-    they are read.
+    Such a row has the response tokens of the sample's rows one after the other (see
+    `places_of_samples`), an `attention_mask` of them alone, and of other columns the entry of the
+    sample's first row. Columns are padded when they are read.
     """
     return PaddedView(data)
 
 
 def view_with(view: DataProto, columns: Mapping[str, torch.Tensor]) -> DataProto:
-    """Another view with columns beside those of `view`, or in place of them; `view` stays as it is."""
-    other, of_batch = copy.copy(view), view.batch
+    """Another view with columns beside those of `view`, or in place of them; `view` stays as it
+    is."""
+    other = copy.copy(view)
+    of_batch = view.batch
     assert of_batch is not None
     other.batch = of_batch.copy()
     other.non_tensor_batch, other.meta_info = dict(view.non_tensor_batch), dict(view.meta_info)
@@ -245,23 +276,31 @@ def view_with(view: DataProto, columns: Mapping[str, torch.Tensor]) -> DataProto
 
 
 def strip(view: DataProto, data: DataProto) -> DataProto:
-    """What was done with a view of a batch, or with `padded(data)`, without padding: the batch with the columns that
-    were added or replaced.
+    """What was done with a view of a batch, or with `padded(data)`, without padding: the batch with
+    the columns that were added or replaced.
 
-    A column (B, R, ...) of the view is one by response token, unless the batch has one of this name that is not jagged.
-    A column of the view that was put in under another name as well stays one column.
+    A column (B, R, ...) of the view is one by response token, unless the batch has one of this name
+    that is not jagged. A column of the view that was put in under another name as well stays one
+    column.
     """
-    tensors, arrays = data.tensors(), dict(view.non_tensor_batch)
+    tensors = data.tensors()
+    arrays = dict(view.non_tensor_batch)
     columns: Any = view.batch
     if isinstance(columns, PaddedColumns):
-        written, samples, in_response = columns.written, columns.samples, columns.response_places
-        jagged_of = {id(column): tensors[name] for name, column in columns.read.items() if name in tensors}
+        written = columns.written
+        samples = columns.samples
+        in_response = columns.response_places
+        jagged_of = {
+            id(column): tensors[name] for name, column in columns.read.items() if name in tensors
+        }
         for name in columns.removed:
             tensors.pop(name, None)
     else:
         made = (*VERL_COLUMNS, "prompts", "responses")
         written = {name: column for name, column in view.tensors().items() if name not in made}
-        samples, jagged_of, in_response = None, {}, None
+        samples = None
+        jagged_of = {}
+        in_response = None
     offsets = jagged_parts(data.tensors()["responses"])[1]
     if in_response is None:
         in_response = RowPlaces(offsets, Padding.of(data).max_response_length)
@@ -269,8 +308,14 @@ def strip(view: DataProto, data: DataProto) -> DataProto:
         is_dense_before = name in tensors and not is_jagged(tensors[name])
         if id(column) not in jagged_of:
             stripped = column
-            if not column.is_nested and column.shape[:2] == in_response.shape and not is_dense_before:
-                stripped = torch.nested.nested_tensor_from_jagged(in_response.strip(column), offsets=offsets)
+            if (
+                not column.is_nested
+                and column.shape[:2] == in_response.shape
+                and not is_dense_before
+            ):
+                stripped = torch.nested.nested_tensor_from_jagged(
+                    in_response.strip(column), offsets=offsets
+                )
             elif not column.is_nested and samples:
                 stripped = column[samples.sample_of_row]
             jagged_of[id(column)] = stripped
@@ -282,24 +327,32 @@ def strip(view: DataProto, data: DataProto) -> DataProto:
 
 
 def without_padding(data: DataProto, pad_token_id: int) -> DataProto:
-    """The inverse of `padded`: a batch in verl's layout as jagged `prompts`, `responses` and columns by response token.
+    """The inverse of `padded`: a batch in verl's layout as jagged `prompts`, `responses` and
+    columns by response token.
 
-    Every dense column (B, R, ...) counts as one by response token. A response has the tokens that `attention_mask`
-    says, and `response_mask` 1 on all of them where the batch has none. The meta entry `padding` is that of the batch.
-    Raises ValueError for a batch without `input_ids` and `attention_mask`, and for padding between tokens.
+    Every dense column (B, R, ...) counts as one by response token. A response has the tokens that
+    `attention_mask` says, and `response_mask` 1 on all of them where the batch has none. The meta
+    entry `padding` is that of the batch. Raises ValueError for a batch without `input_ids` and
+    `attention_mask`, and for padding between tokens.
     """
     tensors = data.tensors()
     missing = [name for name in ("input_ids", "attention_mask") if name not in tensors]
     if missing:
-        raise ValueError(f"a batch in verl's layout has input_ids and attention_mask, this one lacks {missing}")
-    input_ids, attended = tensors.pop("input_ids"), tensors.pop("attention_mask").bool()
+        raise ValueError(
+            f"a batch in verl's layout has input_ids and attention_mask, this one lacks {missing}"
+        )
+    input_ids = tensors.pop("input_ids")
+    attended = tensors.pop("attention_mask").bool()
     tensors.pop("position_ids", None)
     response_length = tensors["responses"].size(1) if "responses" in tensors else 0
     prompt_length = input_ids.size(1) - response_length
     grows = attended[:, :prompt_length].int().diff(dim=1) >= 0
     falls = attended[:, prompt_length:].int().diff(dim=1) <= 0
     if not (grows.all() and falls.all()):
-        raise ValueError("verl's layout pads prompts on the left and responses on the right; here padding is between")
+        raise ValueError(
+            "verl's layout pads prompts on the left and responses on the right; here padding is "
+            "between"
+        )
     prompt_offsets = offsets_of(attended[:, :prompt_length].sum(-1))
     in_prompt = RowPlaces(prompt_offsets, prompt_length, at_end=True)
     prompts = in_prompt.strip(input_ids[:, :prompt_length])

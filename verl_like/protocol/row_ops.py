@@ -1,4 +1,5 @@
-"""Row operations on one column, which is a tensor, a jagged tensor or a NumPy array; rows are the first dimension."""
+"""Row operations on one column, which is a tensor, a jagged tensor or a NumPy array; rows are the
+first dimension."""
 
 import dataclasses
 import itertools
@@ -17,28 +18,36 @@ RowIndices = Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor
 
 def is_jagged(column: ColumnData) -> TypeGuard[torch.Tensor]:
     # The class is asked for first: torch takes 10 us for any property of a jagged tensor.
-    return isinstance(column, NestedTensor) or (isinstance(column, torch.Tensor) and column.is_nested)
+    return isinstance(column, NestedTensor) or (
+        isinstance(column, torch.Tensor) and column.is_nested
+    )
 
 
 def check_tensor_column(place: str, column: Any) -> None:
-    """Raise ValueError, naming the place, unless `column` is a tensor with rows, strided or ragged in dim 1."""
+    """Raise ValueError, naming the place, unless `column` is a tensor with rows, strided or ragged
+    in dim 1."""
     if not isinstance(column, torch.Tensor) or column.ndim == 0:
         raise ValueError(
-            f"{place} is a {type(column).__name__}, not a tensor with rows; put it in non_tensor_batch, one value per "
-            "row, or in meta_info."
+            f"{place} is a {type(column).__name__}, not a tensor with rows; put it in "
+            "non_tensor_batch, one value per row, or in meta_info."
         )
     if not column.is_nested:
         return
     if column.layout != torch.jagged:
-        raise ValueError(f"{place} is a nested tensor of layout {column.layout}; make it with layout=torch.jagged.")
+        raise ValueError(
+            f"{place} is a nested tensor of layout {column.layout}; make it with "
+            "layout=torch.jagged."
+        )
     ragged_dim = cast(Any, column)._ragged_idx
     if ragged_dim != 1:
-        raise ValueError(f"{place} is ragged in dim {ragged_dim}; transpose it to (rows, ragged, ...).")
+        raise ValueError(
+            f"{place} is ragged in dim {ragged_dim}; transpose it to (rows, ragged, ...)."
+        )
 
 
 def jagged_parts(column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(values (sum of lengths, ...), offsets (B + 1,)) of a jagged tensor (B, ragged, ...), as views of it where
-    it is contiguous."""
+    """(values (sum of lengths, ...), offsets (B + 1,)) of a jagged tensor (B, ragged, ...), as
+    views of it where it is contiguous."""
     parts = cast(NestedTensor, column)
     values: torch.Tensor = parts._values
     if parts._lengths is None and values.is_contiguous() and not values.requires_grad:
@@ -48,13 +57,16 @@ def jagged_parts(column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def offsets_of(lengths: torch.Tensor) -> torch.Tensor:
-    """(B + 1,) int64, where each row begins in the values, and the end of the last one, by row lengths (B,)."""
+    """(B + 1,) int64, where each row begins in the values, and the end of the last one, by row
+    lengths (B,)."""
     offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64, device=lengths.device)
     torch.cumsum(lengths, dim=0, out=offsets[1:])
     return offsets
 
 
-def jagged_from_lists(rows: Sequence[Sequence[Any] | np.ndarray], dtype: torch.dtype) -> torch.Tensor:
+def jagged_from_lists(
+    rows: Sequence[Sequence[Any] | np.ndarray], dtype: torch.dtype
+) -> torch.Tensor:
     """A jagged tensor of rows of numbers."""
     lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
     if rows and all(isinstance(row, np.ndarray) for row in rows):
@@ -66,11 +78,14 @@ def jagged_from_lists(rows: Sequence[Sequence[Any] | np.ndarray], dtype: torch.d
 
 
 def jagged_on_last_token(values_B: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """A column by response token: each row's value on its last token of the mask, 0 on the others and without one."""
+    """A column by response token: each row's value on its last token of the mask, 0 on the others
+    and without one."""
     marks, offsets = jagged_parts(mask)
     row_of_token = torch.repeat_interleave(torch.arange(len(values_B)), offsets.diff())
     places = marks.bool().nonzero().squeeze(1)
-    last_B = torch.full((len(values_B),), -1).scatter_reduce(0, row_of_token[places], places, "amax")
+    last_B = torch.full((len(values_B),), -1).scatter_reduce(
+        0, row_of_token[places], places, "amax"
+    )
     column = values_B.new_zeros(len(marks))
     column[last_B[last_B >= 0]] = values_B[last_B >= 0]
     return torch.nested.nested_tensor_from_jagged(column, offsets=offsets)
@@ -82,16 +97,22 @@ def jagged_from_lengths(values: torch.Tensor, lengths: torch.Tensor) -> torch.Te
 
 
 def share_offsets(columns: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The columns, of which jagged ones with rows of the same lengths share one offsets tensor, that of the first.
+    """The columns, of which jagged ones with rows of the same lengths share one offsets tensor,
+    that of the first.
 
-    torch computes only between jagged tensors that share it. A column that shares it already stays the same tensor.
+    torch computes only between jagged tensors that share it. A column that shares it already stays
+    the same tensor.
     """
     known: list[torch.Tensor] = []
-    return {name: _on_offsets(column, known) if is_jagged(column) else column for name, column in columns.items()}
+    return {
+        name: _on_offsets(column, known) if is_jagged(column) else column
+        for name, column in columns.items()
+    }
 
 
 def _on_offsets(column: torch.Tensor, known: list[torch.Tensor]) -> torch.Tensor:
-    """The jagged column on the one of the known offsets that are its own, which become known if there is none."""
+    """The jagged column on the one of the known offsets that are its own, which become known if
+    there is none."""
     values, offsets = jagged_parts(column)
     for each in known:
         if each is offsets:
@@ -104,13 +125,19 @@ def _on_offsets(column: torch.Tensor, known: list[torch.Tensor]) -> torch.Tensor
 
 
 def _are_equal(offsets: torch.Tensor, others: torch.Tensor) -> bool:
-    """Whether two offsets have the same values; without values, on the meta device, they have not."""
-    return offsets.device == others.device and offsets.device.type != "meta" and torch.equal(offsets, others)
+    """Whether two offsets have the same values; without values, on the meta device, they have
+    not."""
+    return (
+        offsets.device == others.device
+        and offsets.device.type != "meta"
+        and torch.equal(offsets, others)
+    )
 
 
 def write_count(tensor: torch.Tensor) -> int:
-    """torch's counter of in-place writes, which a jagged tensor shares with its values; -1 for inference-mode tensors,
-    which have none. torch does not count writes through `.numpy()` and `.data`."""
+    """torch's counter of in-place writes, which a jagged tensor shares with its values; -1 for
+    inference-mode tensors, which have none. torch does not count writes through `.numpy()` and
+    `.data`."""
     return -1 if tensor.is_inference() else tensor._version
 
 
@@ -126,13 +153,17 @@ def view_rows(column: ColumnData, start: int, stop: int) -> ColumnData:
 
 
 def row_indices(idxs: RowIndices, num_rows: int) -> torch.Tensor:
-    """Indices (negative ones count from the end) or a mask of bools, as int64 on CPU, each in 0..num_rows-1.
+    """Indices (negative ones count from the end) or a mask of bools, as int64 on CPU, each in
+    0..num_rows-1.
 
-    Raises IndexError outside the rows, ValueError for a mask of another length and for other types and shapes.
+    Raises IndexError outside the rows, ValueError for a mask of another length and for other types
+    and shapes.
     """
     indices = torch.as_tensor(np.asarray(idxs) if isinstance(idxs, (list, tuple)) else idxs).cpu()
     if indices.ndim != 1:
-        raise ValueError(f"select_idxs: the indices must be one-dimensional, got shape {tuple(indices.shape)}.")
+        raise ValueError(
+            f"select_idxs: the indices must be one-dimensional, got shape {tuple(indices.shape)}."
+        )
     if indices.dtype == torch.bool:
         if len(indices) != num_rows:
             raise ValueError(f"select_idxs: a mask of {len(indices)} values for {num_rows} rows.")
@@ -140,16 +171,20 @@ def row_indices(idxs: RowIndices, num_rows: int) -> torch.Tensor:
     if len(indices) == 0:
         return torch.zeros(0, dtype=torch.int64)
     if indices.is_floating_point() or indices.is_complex():
-        raise ValueError(f"select_idxs: the indices must be integers or bools, got {indices.dtype}.")
+        raise ValueError(
+            f"select_idxs: the indices must be integers or bools, got {indices.dtype}."
+        )
     indices = indices.to(torch.int64)
-    low, high = int(indices.min()), int(indices.max())
+    low = int(indices.min())
+    high = int(indices.max())
     if low < -num_rows or high >= num_rows:
         raise IndexError(f"select_idxs: indices {low}..{high} are outside the {num_rows} rows.")
     return torch.where(indices < 0, indices + num_rows, indices)
 
 
 class RowTaker:
-    """Copies rows of columns: `indices` (int64 on CPU), each of them a row of every column, repeats allowed.
+    """Copies rows of columns: `indices` (int64 on CPU), each of them a row of every column, repeats
+    allowed.
 
     Jagged columns that share their offsets share the copies' offsets, too.
     """
@@ -157,10 +192,13 @@ class RowTaker:
     def __init__(self, indices: torch.Tensor) -> None:
         self.indices = indices
         self._jagged: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-        """Offsets of jagged columns; where in their values the copies' values lie; the offsets of the copies."""
+        """Offsets of jagged columns; where in their values the copies' values lie; the offsets of
+        the copies."""
 
     def __call__(self, column: ColumnData) -> ColumnData:
-        return column[self.indices.numpy()] if isinstance(column, np.ndarray) else self.tensor(column)
+        return (
+            column[self.indices.numpy()] if isinstance(column, np.ndarray) else self.tensor(column)
+        )
 
     def tensor(self, column: torch.Tensor) -> torch.Tensor:
         """Copies rows of a tensor."""
@@ -170,7 +208,9 @@ class RowTaker:
             return torch.index_select(column.detach(), 0, indices, out=_empty(column, len(indices)))
         values, offsets = jagged_parts(column)
         places, new_offsets = self._of_jagged(offsets)
-        return torch.nested.nested_tensor_from_jagged(values.detach().index_select(0, places), offsets=new_offsets)
+        return torch.nested.nested_tensor_from_jagged(
+            values.detach().index_select(0, places), offsets=new_offsets
+        )
 
     def _of_jagged(self, offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         for known, places, new_offsets in self._jagged:
@@ -179,20 +219,24 @@ class RowTaker:
         lengths = offsets.diff()[self.indices.to(offsets.device)]
         new_offsets = offsets_of(lengths)
         # A copied value lies as far from the start of its row as before.
-        shift = torch.repeat_interleave(offsets[:-1][self.indices.to(offsets.device)] - new_offsets[:-1], lengths)
+        shift = torch.repeat_interleave(
+            offsets[:-1][self.indices.to(offsets.device)] - new_offsets[:-1], lengths
+        )
         places = shift.add_(torch.arange(len(shift), device=shift.device))
         self._jagged.append((offsets, places, new_offsets))
         return places, new_offsets
 
 
 def concat_columns(name: str, parts: Sequence[Any]) -> ColumnData:
-    """Rows of all parts in new memory, one part after the other. ValueError naming the column if they do not match."""
+    """Rows of all parts in new memory, one part after the other. ValueError naming the column if
+    they do not match."""
     signatures = [_signature(part) for part in parts]
     for index, signature in enumerate(signatures):
         if signature != signatures[0]:
             raise ValueError(
-                f"concat: column {name!r} is {signatures[0]} in part 0 but {signature} in part {index}; "
-                "give every part the same type and width (pad to a common width, or use a jagged column)."
+                f"concat: column {name!r} is {signatures[0]} in part 0 but {signature} in part "
+                f"{index}; give every part the same type and width (pad to a common width, or use "
+                "a jagged column)."
             )
     if isinstance(parts[0], np.ndarray):
         return np.concatenate(parts, axis=0)
@@ -204,10 +248,11 @@ def concat_columns(name: str, parts: Sequence[Any]) -> ColumnData:
 
 
 def _empty(like: torch.Tensor, num_rows: int) -> torch.Tensor | None:
-    """Uninitialised memory for a large column of `num_rows` rows; None where torch may as well allocate it itself.
+    """Uninitialised memory for a large column of `num_rows` rows; None where torch may as well
+    allocate it itself.
 
-    NumPy asks the system for huge pages, which torch does not: new memory of some megabytes is filled four to ten times
-    as fast.
+    NumPy asks the system for huge pages, which torch does not: new memory of some megabytes is
+    filled four to ten times as fast.
     """
     shape = (num_rows, *like.shape[1:])
     num_bytes = math.prod(shape) * like.element_size()
@@ -220,15 +265,20 @@ def _empty(like: torch.Tensor, num_rows: int) -> torch.Tensor | None:
 def _signature(column: ColumnData) -> str:
     """What must agree for two columns to be concatenated, in words."""
     if isinstance(column, np.ndarray):
-        dtype = "str" if column.dtype.kind == "U" else str(column.dtype)  # NumPy widens strings without loss
+        # NumPy widens strings without loss
+        dtype = "str" if column.dtype.kind == "U" else str(column.dtype)
         return f"an array of {dtype} with rows of shape {column.shape[1:]}"
     if column.is_nested:
-        return f"a jagged tensor of {column.dtype} with row entries of shape {tuple(jagged_parts(column)[0].shape[1:])}"
+        return (
+            f"a jagged tensor of {column.dtype} with row entries of shape "
+            f"{tuple(jagged_parts(column)[0].shape[1:])}"
+        )
     return f"a tensor of {column.dtype} with rows of shape {tuple(column.shape[1:])}"
 
 
 def object_array(values: Sequence[Any]) -> np.ndarray:
-    """A 1-D object array with one element per row; np.array would turn equally long lists into a second dimension."""
+    """A 1-D object array with one element per row; np.array would turn equally long lists into a
+    second dimension."""
     array = np.empty(len(values), dtype=object)
     for index, value in enumerate(values):
         array[index] = value
@@ -236,14 +286,19 @@ def object_array(values: Sequence[Any]) -> np.ndarray:
 
 
 def deep_equal(left: Any, right: Any) -> bool:
-    """Equality by value: NaN equals NaN, dtype and shape count, tensors and arrays may be nested in containers."""
+    """Equality by value: NaN equals NaN, dtype and shape count, tensors and arrays may be nested in
+    containers."""
     if left is right:
         return True
     for kind in (torch.Tensor, np.ndarray):
         if isinstance(left, kind) or isinstance(right, kind):
-            return isinstance(left, kind) and isinstance(right, kind) and _columns_equal(left, right)
+            return (
+                isinstance(left, kind) and isinstance(right, kind) and _columns_equal(left, right)
+            )
     if isinstance(left, dict) and isinstance(right, dict):
-        return left.keys() == right.keys() and all(deep_equal(left[key], right[key]) for key in left)
+        return left.keys() == right.keys() and all(
+            deep_equal(left[key], right[key]) for key in left
+        )
     if isinstance(left, (list, tuple)) and type(left) is type(right):
         return len(left) == len(right) and all(map(deep_equal, left, right))
     if dataclasses.is_dataclass(left) and type(left) is type(right):
@@ -257,7 +312,8 @@ def _columns_equal(left: Any, right: Any) -> bool:
     if left.dtype != right.dtype or is_jagged(left) != is_jagged(right):
         return False
     if is_jagged(left):
-        return all(map(_columns_equal, jagged_parts(left)[::-1], jagged_parts(right)[::-1]))  # first where rows begin
+        # First where rows begin
+        return all(map(_columns_equal, jagged_parts(left)[::-1], jagged_parts(right)[::-1]))
     if left.shape != right.shape:
         return False
     if left.dtype == object:

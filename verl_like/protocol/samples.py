@@ -35,7 +35,8 @@ class SampleRows:
 
     @classmethod
     def of(cls, data: DataProto) -> "SampleRows":
-        """Those of a batch: rows that follow each other with the same `sample_id`; without that column each row."""
+        """Those of a batch: rows that follow each other with the same `sample_id`; without that
+        column each row."""
         return cls(sample_starts(data.tensors(), len(data)))
 
     @property
@@ -56,7 +57,8 @@ def select_samples(data: DataProto, start: int, stop: int) -> DataProto:
 
 
 def concat_samples(parts: Sequence[DataProto]) -> DataProto:
-    """`DataProto.concat`, with `sample_id` numbered through: the same number in two parts is two samples."""
+    """`DataProto.concat`, with `sample_id` numbered through: the same number in two parts is two
+    samples."""
     whole = DataProto.concat(parts)
     if SAMPLE_COLUMN not in whole.tensors() or not len(whole):
         return whole

@@ -15,7 +15,11 @@ from verl_like.protocol.row_ops import jagged_parts, object_array
 
 _FILE_STRUCTURE = "verl_like.DataProto/2"
 # NumPy has no such types: they travel as integers of the same width.
-_VIEWED_AS = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8}
+_VIEWED_AS = {
+    torch.bfloat16: torch.int16,
+    torch.float8_e4m3fn: torch.uint8,
+    torch.float8_e5m2: torch.uint8,
+}
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,8 @@ class WireTensor:
 
 
 def to_wire(tensor: torch.Tensor) -> WireTensor:
-    """View of a CPU tensor (a GPU tensor is copied to the CPU, a non-contiguous one is made contiguous)."""
+    """View of a CPU tensor (a GPU tensor is copied to the CPU, a non-contiguous one is made
+    contiguous)."""
     tensor = tensor.detach()
     offsets = None
     if tensor.is_nested:
@@ -41,8 +46,10 @@ def to_wire(tensor: torch.Tensor) -> WireTensor:
 
 
 def from_wire(wire: WireTensor) -> torch.Tensor:
-    """CPU tensor on the memory of the arrays. Memory that came from another process is read-only by agreement."""
-    # from_dlpack, unlike from_numpy, takes a read-only array; writes are found by DataProto.column_versions().
+    """CPU tensor on the memory of the arrays. Memory that came from another process is read-only by
+    agreement."""
+    # from_dlpack, unlike from_numpy, takes a read-only array; writes are found by
+    # DataProto.column_versions().
     tensor = torch.from_dlpack(wire.array).view(getattr(torch, wire.dtype))
     if wire.offsets is None:
         return tensor
@@ -50,10 +57,11 @@ def from_wire(wire: WireTensor) -> torch.Tensor:
 
 
 def write_file(path: str | os.PathLike[str], contents: dict[str, Any]) -> None:
-    """Write nested containers of numbers, text, arrays, tensors and metrics as one safetensors file, all or nothing.
+    """Write nested containers of numbers, text, arrays, tensors and metrics as one safetensors
+    file, all or nothing.
 
-    Each array is an entry of the file, and one more entry holds everything else as JSON. Raises ValueError with the
-    place and type of a value that is none of these.
+    Each array is an entry of the file, and one more entry holds everything else as JSON. Raises
+    ValueError with the place and type of a value that is none of these.
     """
     arrays: dict[str, np.ndarray] = {}
     structure = json.dumps(_encode(contents, "", arrays))
@@ -66,13 +74,18 @@ def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The contents given to `write_file`. Raises ValueError if the file was not written by it."""
     with safetensors.safe_open(path, framework="numpy") as file:
         if _FILE_STRUCTURE not in file.keys():  # noqa: SIM118  it is no dict
-            raise ValueError(f"{path} was not written by save_to_disk: it has no entry {_FILE_STRUCTURE!r}.")
+            raise ValueError(
+                f"{path} was not written by save_to_disk: it has no entry {_FILE_STRUCTURE!r}."
+            )
     arrays = safetensors.numpy.load_file(path)
-    return json.loads(arrays[_FILE_STRUCTURE].tobytes(), object_hook=functools.partial(_decode, arrays))
+    return json.loads(
+        arrays[_FILE_STRUCTURE].tobytes(), object_hook=functools.partial(_decode, arrays)
+    )
 
 
 def _encode(value: Any, place: str, arrays: dict[str, np.ndarray]) -> Any:
-    """JSON form of `value`: {kind: content} for what JSON does not know. Arrays of numbers are added to `arrays`."""
+    """JSON form of `value`: {kind: content} for what JSON does not know. Arrays of numbers are
+    added to `arrays`."""
 
     def encode_all(items: Any) -> list[Any]:
         return [_encode(item, f"{place}[{index}]", arrays) for index, item in enumerate(items)]
@@ -86,7 +99,10 @@ def _encode(value: Any, place: str, arrays: dict[str, np.ndarray]) -> Any:
     if type(value) is tuple:
         return {"tuple": encode_all(value)}
     if type(value) is dict:
-        pairs = [(_encode(k, f"{place} key", arrays), _encode(v, f"{place}[{k!r}]", arrays)) for k, v in value.items()]
+        pairs = [
+            (_encode(k, f"{place} key", arrays), _encode(v, f"{place}[{k!r}]", arrays))
+            for k, v in value.items()
+        ]
         return {"dict": pairs}
     if isinstance(value, Metric):
         return {"metric": [value.value, value.reduction, value.weight]}
@@ -95,7 +111,12 @@ def _encode(value: Any, place: str, arrays: dict[str, np.ndarray]) -> Any:
         return {"tensor": encode_all((wire.array, wire.dtype, wire.offsets))}
     if isinstance(value, np.generic):
         return {"scalar": _encode(np.asarray(value), place, arrays)}
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" and value.dtype.isnative and value.itemsize <= 8:
+    if (
+        isinstance(value, np.ndarray)
+        and value.dtype.kind in "biuf"
+        and value.dtype.isnative
+        and value.itemsize <= 8
+    ):
         name = str(len(arrays))
         arrays[name] = np.ascontiguousarray(value).reshape(value.shape)
         return {"array": name}
@@ -103,8 +124,8 @@ def _encode(value: Any, place: str, arrays: dict[str, np.ndarray]) -> Any:
         return {"objects": [encode_all(value.ravel().tolist()), list(value.shape), value.dtype.str]}
     kind = f"array of {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__
     raise ValueError(
-        f"save_to_disk: {place} is a {kind}, which a file without pickle cannot hold; turn it into numbers, text, "
-        "lists, dicts, arrays or tensors, or pop it first."
+        f"save_to_disk: {place} is a {kind}, which a file without pickle cannot hold; turn it "
+        "into numbers, text, lists, dicts, arrays or tensors, or pop it first."
     )
 
 

@@ -1,7 +1,8 @@
-"""Says what a training command needs of each GPU: `python -m verl_like.rehearse --gpu H100-80 key=value ...`.
+"""Says what a training command needs of each GPU: `python -m verl_like.rehearse --gpu H100-80
+key=value ...`.
 
-The overrides are those of the command; nothing is trained. Ranks of each role run at their real size on the null GPU,
-which counts memory and computes nothing.
+The overrides are those of the command; nothing is trained. Ranks of each role run at their real
+size on the null GPU, which counts memory and computes nothing.
 """
 
 import argparse
@@ -20,15 +21,21 @@ from verl_like.trainer.memory.pools import planned_pools
 def main(arguments: list[str]) -> int:
     """0 where all phases fit, 1 where one does not, 2 where the command cannot run."""
     parser = argparse.ArgumentParser(prog="python -m verl_like.rehearse", allow_abbrev=False)
-    parser.add_argument("--gpu", required=True, help=f"{', '.join(GPU_BYTES)}, or a size such as 85.5GB")
-    parser.add_argument("--command", default="main_ppo", choices=COMMANDS, help="the command; main_ppo if not given")
+    parser.add_argument(
+        "--gpu", required=True, help=f"{', '.join(GPU_BYTES)}, or a size such as 85.5GB"
+    )
+    parser.add_argument(
+        "--command", default="main_ppo", choices=COMMANDS, help="the command; main_ppo if not given"
+    )
     parser.add_argument("--config-dir", help="folder of custom YAML files")
     parser.add_argument("--config-name", help="the YAML file to start from")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     options = parser.parse_intermixed_args(arguments)
     try:
         device_bytes = bytes_of_gpu(options.gpu)
-        config = config_of(options.command, options.overrides, options.config_name, options.config_dir)
+        config = config_of(
+            options.command, options.overrides, options.config_name, options.config_dir
+        )
         null_gpu = NullGpu()
     except (ConfigError, ValueError) as error:
         parser.exit(2, f"{error}\n")
@@ -44,7 +51,8 @@ def main(arguments: list[str]) -> int:
     for pool, planned_pool in zip(pools, planned, strict=True):
         for each in most_at_once(pool):
             if each.total > device_bytes and Role.Rollout not in each.process.roles:
-                room, rank = int(device_bytes - each.beside), each.process.rank
+                room = int(device_bytes - each.beside)
+                rank = each.process.rank
                 refused = refusal_at(null_gpu, command, planned_pool, rank, room)
                 refusals[pool.name, each.process.name] = refused
     text, fits = report(pools, device_bytes, refusals)

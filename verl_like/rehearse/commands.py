@@ -8,7 +8,13 @@ from verl_like.trainer.config.detached import DetachedConfig, broken_detached_ru
 from verl_like.trainer.config.rules import broken_rules
 from verl_like.trainer.config.run_config import RunConfig
 from verl_like.trainer.config.schema import PPOConfig
-from verl_like.trainer.config.supervised import DPOConfig, ILQLConfig, RMConfig, SFTConfig, broken_supervised_rules
+from verl_like.trainer.config.supervised import (
+    DPOConfig,
+    ILQLConfig,
+    RMConfig,
+    SFTConfig,
+    broken_supervised_rules,
+)
 
 COMMANDS: dict[str, tuple[type[RunConfig], Callable[[Any], Iterable[str]]]] = {
     "main_ppo": (PPOConfig, broken_rules),
@@ -21,7 +27,10 @@ COMMANDS: dict[str, tuple[type[RunConfig], Callable[[Any], Iterable[str]]]] = {
 
 
 def config_of(
-    command: str, overrides: Sequence[str], config_name: str | None = None, config_dir: str | None = None
+    command: str,
+    overrides: Sequence[str],
+    config_name: str | None = None,
+    config_dir: str | None = None,
 ) -> RunConfig:
     """The checked configuration of `python -m verl_like.trainer.<command>`; raises ConfigError."""
     schema, rules = COMMANDS[command]

@@ -1,4 +1,5 @@
-"""Measures the rollout engine of a run on the null GPU: vLLM starts, sleeps, takes weights and generates."""
+"""Measures the rollout engine of a run on the null GPU: vLLM starts, sleeps, takes weights and
+generates."""
 
 import contextlib
 import ctypes
@@ -49,26 +50,36 @@ class Device:
         yield parts
         most = self.library.null_gpu_most(0)
         self.measured.append(
-            Measured(name, allocated=most, reserved=most, parts=parts, heap=heap_bytes(), pinned=pinned_bytes())
+            Measured(
+                name,
+                allocated=most,
+                reserved=most,
+                parts=parts,
+                heap=heap_bytes(),
+                pinned=pinned_bytes(),
+            )
         )
 
 
 class RealSizeEngine(VllmEngine):
-    """The run's engine with weights that nobody reads, and without the graphs that only a GPU can capture."""
+    """The run's engine with weights that nobody reads, and without the graphs that only a GPU can
+    capture."""
 
     def _make(self, **arguments: Any) -> Any:
         return super()._make(**arguments | {"load_format": "dummy", "enforce_eager": True})
 
 
 def replace_what_needs_numbers() -> None:
-    """Triton's kernels, which need a compiler for a GPU, and the tokenizer, which the model's folder may lack."""
+    """Triton's kernels, which need a compiler for a GPU, and the tokenizer, which the model's
+    folder may lack."""
     from triton.runtime.jit import JITFunction
     from vllm.distributed.device_communicators import cuda_wrapper
 
     jit_function: Any = JITFunction
     jit_function.run = lambda *_, **options: None
     wrapper: Any = cuda_wrapper
-    # vLLM calls the runtime by ctypes, and would find NVIDIA's among the files that torch has loaded.
+    # vLLM calls the runtime by ctypes, and would find NVIDIA's among the files that torch has
+    # loaded.
     wrapper.find_loaded_library = lambda name: "libcuda.so.1"
     engine: Any = base
     engine.load_tokenizer = lambda config: None
@@ -78,7 +89,8 @@ def replace_what_needs_numbers() -> None:
 def weights_of(model: TrainedModelConfig, dtype: str) -> WeightExport:
     """An export of the whole policy, a bucket for each tensor, in memory that nobody has written.
 
-    Here it counts nowhere: the run has it in the object store or in the actor's memory, once on a node.
+    Here it counts nowhere: the run has it in the object store or in the actor's memory, once on a
+    node.
     """
     policy = PolicyModel(empty_model(model, PolicyModel.auto_class, key=POLICY_PATH))
     buffers = model_buffers(policy.hf)
@@ -102,7 +114,9 @@ def measure(config: PPOConfig, device: Device) -> str:
     # An actor that sends while the engine loads is not there: the same weights come staged.
     settings = policy.rollout.model_copy(update={"weight_transport": "object_store"})
     with device.phase("rollout start") as of_start:
-        engine = RealSizeEngine(settings, policy.model, rank=0, world_size=1, seed=config.trainer.seed, device="cuda")
+        engine = RealSizeEngine(
+            settings, policy.model, rank=0, world_size=1, seed=config.trainer.seed, device="cuda"
+        )
         of_start |= parts_of(engine)
     device.engine = engine
     if settings.free_cache_engine:
@@ -123,7 +137,9 @@ def measure(config: PPOConfig, device: Device) -> str:
 
 def generate(engine: VllmEngine, prompt_length: int) -> None:
     """Some tokens after a prompt of full length; they are numbers that nobody computed."""
-    sampling = Sampling(temperature=1.0, top_k=-1, top_p=1.0, max_tokens=NUM_STEPS, stop_token_ids=())
+    sampling = Sampling(
+        temperature=1.0, top_k=-1, top_p=1.0, max_tokens=NUM_STEPS, stop_token_ids=()
+    )
     engine._submit([GenerationRequest("rehearsed", [0] * prompt_length, 1, sampling)])
     for _ in range(NUM_STEPS):
         engine.llm.llm_engine.step()
@@ -134,7 +150,10 @@ def parts_of(engine: VllmEngine) -> dict[str, int]:
     runner = engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner
     model = runner.get_model()
     weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    storages = {cache.untyped_storage().data_ptr(): cache.untyped_storage().nbytes() for cache in runner.kv_caches}
+    storages = {
+        cache.untyped_storage().data_ptr(): cache.untyped_storage().nbytes()
+        for cache in runner.kv_caches
+    }
     return {"weights": weights, "cache": sum(storages.values())}
 
 
@@ -142,7 +161,10 @@ def about_cache(engine: VllmEngine) -> str:
     cache = engine.llm.llm_engine.vllm_config.cache_config
     num_tokens = cache.num_gpu_blocks * cache.block_size
     longest = engine.config.prompt_length + engine.config.response_length
-    room = f"Its cache has room for {num_tokens:,} tokens: {num_tokens // longest} sequences of full length."
+    room = (
+        f"Its cache has room for {num_tokens:,} tokens: {num_tokens // longest} sequences of "
+        "full length."
+    )
     return room if engine.config.enforce_eager else f"{room} Captured graphs are not counted."
 
 
@@ -156,7 +178,9 @@ def main() -> None:
     replace_what_needs_numbers()
     device = Device()
     note = measure(config, device)
-    sys.stdout.write(json.dumps({"phases": [asdict(each) for each in device.measured], "note": note}) + "\n")
+    sys.stdout.write(
+        json.dumps({"phases": [asdict(each) for each in device.measured], "note": note}) + "\n"
+    )
     sys.stdout.flush()
     os._exit(0)  # without the end of the engine
 

@@ -12,10 +12,13 @@ GPU_BYTES = {
 
 
 def bytes_of_gpu(name: str) -> int:
-    """Of a name in `GPU_BYTES`, or of a number of gigabytes (10^9 bytes) such as 85.5GB. Raises ValueError."""
+    """Of a name in `GPU_BYTES`, or of a number of gigabytes (10^9 bytes) such as 85.5GB. Raises
+    ValueError."""
     if name in GPU_BYTES:
         return int(GPU_BYTES[name])
     number = re.fullmatch(r"(\d+(\.\d+)?)GB", name)
     if not number or not float(number[1]):
-        raise ValueError(f"--gpu {name}: give one of {', '.join(GPU_BYTES)}, or a size such as 85.5GB.")
+        raise ValueError(
+            f"--gpu {name}: give one of {', '.join(GPU_BYTES)}, or a size such as 85.5GB."
+        )
     return int(float(number[1]) * 1e9)

@@ -1,4 +1,5 @@
-"""The host memory of a measuring process, of which this machine may have less: nobody writes most of it."""
+"""The host memory of a measuring process, of which this machine may have less: nobody writes most
+of it."""
 
 import ctypes
 import mmap
@@ -55,7 +56,9 @@ def leave_unreserved() -> None:
     """Has places in host memory made without the memory, and each counted once."""
     places: Any = pinned_memory
     shared: Any = shared_memory
-    places.np, places.pin, shared.pin = Unreserved(), pin_unreserved, pin_shared
+    places.np = Unreserved()
+    places.pin = pin_unreserved
+    shared.pin = pin_shared
 
 
 class _MallInfo(ctypes.Structure):
@@ -63,12 +66,16 @@ class _MallInfo(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd")),
-        *((name, ctypes.c_size_t) for name in ("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")),
+        *(
+            (name, ctypes.c_size_t)
+            for name in ("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+        ),
     ]
 
 
 def heap_bytes() -> int:
-    """What malloc has given out, also where nobody has written: a model in host memory counts as one that was read."""
+    """What malloc has given out, also where nobody has written: a model in host memory counts as
+    one that was read."""
     mallinfo = ctypes.CDLL(None).mallinfo2
     mallinfo.restype = _MallInfo
     info = mallinfo()
@@ -83,7 +90,8 @@ def pinned_bytes() -> int:
 
 
 def shared_bytes() -> int:
-    """Memory without a name that other processes may map, as `weight_transport=shared_memory` has it."""
+    """Memory without a name that other processes may map, as `weight_transport=shared_memory` has
+    it."""
     total = 0
     for line in Path("/proc/self/maps").read_text().splitlines():
         if "/memfd:" in line and "null_gpu" not in line:

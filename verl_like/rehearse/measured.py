@@ -1,4 +1,5 @@
-"""What a measuring process answers: its phases, of which the last is what it keeps while other processes work."""
+"""What a measuring process answers: its phases, of which the last is what it keeps while other
+processes work."""
 
 from dataclasses import dataclass
 
@@ -15,7 +16,8 @@ class Measured:
     parts: dict[str, int]
     """Of `allocated`: what lies there longer than the phase."""
     heap: int = 0
-    """Of the host, at its end or with a whole model that is loaded: what malloc has given out, written or not."""
+    """Of the host, at its end or with a whole model that is loaded: what malloc has given out,
+    written or not."""
     pinned: int = 0
     """Of the host, at its end: what CUDA has given out or was shown, without what is shared."""
     shared: int = 0

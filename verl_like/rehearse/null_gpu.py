@@ -16,7 +16,9 @@ GPU_ENVIRONMENT = ROOT / "build" / "gpu_env" / ".venv"
 LIMIT_S = 1800
 UNLIMITED = 4 * 10**12
 """Bytes of a device on which everything fits; torch reserves as many addresses, several times."""
-_HAS_CUDA = "import torch, sysconfig; assert torch.version.cuda; print(sysconfig.get_path('purelib'))"
+_HAS_CUDA = (
+    "import torch, sysconfig; assert torch.version.cuda; print(sysconfig.get_path('purelib'))"
+)
 
 
 class NullGpu:
@@ -28,8 +30,8 @@ class NullGpu:
     def __init__(self) -> None:
         if not SOURCES.is_dir():
             raise ValueError(
-                f"The null GPU is not part of the installed package: {SOURCES} does not exist; run this in a clone of "
-                "the repository."
+                f"The null GPU is not part of the installed package: {SOURCES} does not exist; "
+                "run this in a clone of the repository."
             )
         self.python, site_packages = _python_with_cuda()
         state = b"".join(path.read_bytes() for path in sorted(SOURCES.glob("*.[chp]*")))
@@ -37,13 +39,21 @@ class NullGpu:
         self.folder = ROOT / "build" / "null_gpus" / name
         self.library = self.folder / "libnullgpu.so"
         if not self.library.exists():
-            command = [sys.executable, str(SOURCES / "build.py"), str(self.folder), str(site_packages)]
+            command = [
+                sys.executable,
+                str(SOURCES / "build.py"),
+                str(self.folder),
+                str(site_packages),
+            ]
             done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
             if done.returncode:
-                raise ValueError(f"The null GPU was not built: {done.stderr.strip().splitlines()[-1]}")
+                raise ValueError(
+                    f"The null GPU was not built: {done.stderr.strip().splitlines()[-1]}"
+                )
 
     def run(self, module: str, task: Mapping[str, Any], device_bytes: int) -> Any:
-        """What `python -m module` answers to a task, on a device of its own; RuntimeError has its last lines."""
+        """What `python -m module` answers to a task, on a device of its own; RuntimeError has its
+        last lines."""
         name = f"rehearse_{uuid.uuid4().hex}"
         variables = {
             "LD_PRELOAD": str(self.library),
@@ -60,7 +70,12 @@ class NullGpu:
         command = [str(self.python), "-m", module, json.dumps(task)]
         try:
             done = subprocess.run(
-                command, env=os.environ | variables, capture_output=True, text=True, timeout=LIMIT_S, check=False
+                command,
+                env=os.environ | variables,
+                capture_output=True,
+                text=True,
+                timeout=LIMIT_S,
+                check=False,
             )
         finally:
             for file in Path("/dev/shm").glob(f"null_gpu.{name}.*"):
@@ -74,10 +89,12 @@ def _python_with_cuda() -> tuple[Path, Path]:
     """A Python whose torch is built for CUDA, this one if it is, and its site-packages."""
     for python in (Path(sys.executable), GPU_ENVIRONMENT / "bin" / "python"):
         if python.exists():
-            done = subprocess.run([python, "-c", _HAS_CUDA], capture_output=True, text=True, timeout=300)
+            done = subprocess.run(
+                [python, "-c", _HAS_CUDA], capture_output=True, text=True, timeout=300
+            )
             if not done.returncode:
                 return python, Path(done.stdout.strip())
     raise ValueError(
-        "The rehearsal runs the CUDA build of torch, which neither this Python nor build/gpu_env has: "
-        "`make gpu-environment` installs it (9 GB, no GPU needed)."
+        "The rehearsal runs the CUDA build of torch, which neither this Python nor build/gpu_env "
+        "has: `make gpu-environment` installs it (9 GB, no GPU needed)."
     )

@@ -55,13 +55,19 @@ class Pool:
 
 
 def measure_run(
-    null_gpu: NullGpu, command: Mapping[str, Any], pools: Sequence[PlannedPool], device_bytes: int | None = None
+    null_gpu: NullGpu,
+    command: Mapping[str, Any],
+    pools: Sequence[PlannedPool],
+    device_bytes: int | None = None,
 ) -> list[Pool]:
-    """Runs two ranks of each training process on a device on which everything fits, and an engine on one of its size.
+    """Runs two ranks of each training process on a device on which everything fits, and an engine
+    on one of its size.
 
     Without `device_bytes` engines are counted, as are those that the null GPU does not run.
     """
-    ranks = [(pool, rank) for pool in pools if pool.models for rank in sorted({0, sum(pool.nodes) - 1})]
+    ranks = [
+        (pool, rank) for pool in pools if pool.models for rank in sorted({0, sum(pool.nodes) - 1})
+    ]
 
     def measured_rank(of: tuple[PlannedPool, int]) -> Process:
         pool, rank = of
@@ -71,7 +77,9 @@ def measure_run(
         ran = list(two_at_a_time.map(measured_rank, ranks))
     measured = []
     for pool in pools:
-        processes = [process for (its_pool, _), process in zip(ranks, ran, strict=True) if its_pool is pool]
+        processes = [
+            process for (its_pool, _), process in zip(ranks, ran, strict=True) if its_pool is pool
+        ]
         if pool.rollout:
             if device_bytes is not None and can_run(pool.config):
                 processes.append(measure_engine(null_gpu, command, pool, device_bytes))
@@ -84,9 +92,11 @@ def measure_run(
 def measure_rank(
     null_gpu: NullGpu, command: Mapping[str, Any], pool: PlannedPool, rank: int, device_bytes: int
 ) -> Process:
-    """Runs a rank of the training process of a pool. Raises RuntimeError, with its last lines, if it ends early."""
+    """Runs a rank of the training process of a pool. Raises RuntimeError, with its last lines, if
+    it ends early."""
     began = time.monotonic()
-    num_ranks, roles = sum(pool.nodes), tuple(model.name for model in pool.models)
+    num_ranks = sum(pool.nodes)
+    roles = tuple(model.name for model in pool.models)
     task = {**command, "pool": pool.name, "rank": rank, "world_size": num_ranks}
     measured = null_gpu.run(TRAINING, task, device_bytes)
     process = Process(roles, rank, num_ranks, tuple(Measured(**phase) for phase in measured))
@@ -101,13 +111,16 @@ def can_run(config: Any) -> bool:
     return is_built_in and rollout.name != "hf" and rollout.tensor_model_parallel_size == 1
 
 
-def measure_engine(null_gpu: NullGpu, command: Mapping[str, Any], pool: PlannedPool, device_bytes: int) -> Process:
+def measure_engine(
+    null_gpu: NullGpu, command: Mapping[str, Any], pool: PlannedPool, device_bytes: int
+) -> Process:
     """Runs the rollout engine of a pool on a GPU of the real size, of which it takes a share.
 
     Raises RuntimeError, with its last lines, if it ends early for another reason than memory.
     """
     began = time.monotonic()
-    roles, num_ranks = (Role.Rollout,), sum(pool.nodes)
+    roles = (Role.Rollout,)
+    num_ranks = sum(pool.nodes)
     try:
         answer = null_gpu.run(ENGINE, command, device_bytes)
     except RuntimeError as error:
@@ -122,7 +135,9 @@ def measure_engine(null_gpu: NullGpu, command: Mapping[str, Any], pool: PlannedP
     return process
 
 
-def refusal_at(null_gpu: NullGpu, command: Mapping[str, Any], pool: PlannedPool, rank: int, room: int) -> str:
+def refusal_at(
+    null_gpu: NullGpu, command: Mapping[str, Any], pool: PlannedPool, rank: int, room: int
+) -> str:
     """What torch says where a rank has only that many bytes of its GPU; empty where it runs."""
     try:
         measure_rank(null_gpu, command, pool, rank, max(1, room))
@@ -133,7 +148,8 @@ def refusal_at(null_gpu: NullGpu, command: Mapping[str, Any], pool: PlannedPool,
 
 
 def counted_engine(pool: PlannedPool) -> Process:
-    """The rollout engine by the plan: its share while it generates, and what it keeps meanwhile others work."""
+    """The rollout engine by the plan: its share while it generates, and what it keeps meanwhile
+    others work."""
     assert pool.rollout
     sizes = {"rollout generation": pool.rollout.working, "between calls": pool.rollout.resting}
     totals = {phase: int(sum(parts.values())) for phase, parts in sizes.items()}

@@ -1,4 +1,5 @@
-"""Measures a training process of a run on the null GPU: one rank at its real size, with a group that is not there."""
+"""Measures a training process of a run on the null GPU: one rank at its real size, with a group
+that is not there."""
 
 import contextlib
 import functools
@@ -57,7 +58,8 @@ class Phases:
         self.end(phase)
 
     def begin(self) -> None:
-        """Torch gives what it keeps of freed memory back before it says that memory is short: so does each phase."""
+        """Torch gives what it keeps of freed memory back before it says that memory is short: so
+        does each phase."""
         if torch.cuda.is_initialized():  # the worker sets what the allocator reads when it starts
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
@@ -95,13 +97,16 @@ def parts_of(engine: fsdp.FsdpEngine) -> dict[str, int]:
     state = engine.optimizer.state.values() if engine.optimizer else ()
     return {
         "weights": on_device([*engine.model.parameters(), *engine.model.buffers()]),
-        "optimizer": on_device([value for of_parameter in state for value in of_parameter.values()]),
+        "optimizer": on_device(
+            [value for of_parameter in state for value in of_parameter.values()]
+        ),
         "gradients": on_device([parameter.grad for parameter in engine.parameters]),
     }
 
 
 def empty_weights(model_class: Any, config: Any, settings: Any, **options: Any) -> Any:
-    """In the place of `load_pretrained`: on rank 0 a model in host memory that nobody has written, and so not there."""
+    """In the place of `load_pretrained`: on rank 0 a model in host memory that nobody has written,
+    and so not there."""
     with_weights = options.pop("weights")
     model = _load_pretrained(model_class, config, settings, weights=False, **options)
     return model.to_empty(device="cpu") if with_weights else model
@@ -123,9 +128,11 @@ class NoKernels:
 
 
 def begin_nothing(writer: Any, state: Mapping[str, torch.Tensor], *_: Any) -> None:
-    """In the place of `ShardWriter.begin`: memory for a copy of the state, which is neither copied nor written.
+    """In the place of `ShardWriter.begin`: memory for a copy of the state, which is neither copied
+    nor written.
 
-    What is offloaded would be copied within the host, which would write the memory that nobody has written.
+    What is offloaded would be copied within the host, which would write the memory that nobody has
+    written.
     """
     if not writer.buffers:
         writer._allocate(state)
@@ -134,11 +141,15 @@ def begin_nothing(writer: Any, state: Mapping[str, torch.Tensor], *_: Any) -> No
 
 def read_ones(parts: Sequence[mini_batches.MicroMetrics]) -> list[dict[str, Metric]]:
     """As `read_metrics`, which would refuse numbers that nobody computed."""
-    return [{name: metric.finish(*[1.0] * len(metric.numbers)) for name, metric in part.items()} for part in parts]
+    return [
+        {name: metric.finish(*[1.0] * len(metric.numbers)) for name, metric in part.items()}
+        for part in parts
+    ]
 
 
 class NobodyElse:
-    """`torch.distributed` for an engine whose other ranks are not there: what rank 0 would send stays as it is."""
+    """`torch.distributed` for an engine whose other ranks are not there: what rank 0 would send
+    stays as it is."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(dist, name)
@@ -148,7 +159,8 @@ class NobodyElse:
 
 
 def distribute_nothing(model: Any, weights: Any, options: Any) -> None:
-    """In the place of `set_model_state_dict`: each weight comes to the device, whole and one at a time."""
+    """In the place of `set_model_state_dict`: each weight comes to the device, whole and one at a
+    time."""
     for value in model.state_dict().values():
         torch.empty(value.shape, dtype=value.dtype, device="cuda")
 
@@ -168,8 +180,8 @@ def join_nobody(rank: int, world_size: int, phases: Phases) -> None:
 
 
 def replace_what_needs_numbers() -> None:
-    """Weights that nobody reads, the head's Triton kernels, metrics, the limit of steps without a norm, files, and
-    host memory."""
+    """Weights that nobody reads, the head's Triton kernels, metrics, the limit of steps without a
+    norm, files, and host memory."""
     modules: tuple[Any, ...] = (model_worker, linear_log_prob, fsdp, mini_batches, ShardWriter)
     workers, head, engine, updates, writer = modules
     workers.load_pretrained = empty_weights
@@ -182,15 +194,26 @@ def replace_what_needs_numbers() -> None:
 
 def rows_of_ppo(config: PPOConfig, num_rows: int) -> DataProto:
     """Prompts and responses of full length, with all columns that a role reads."""
-    prompt, response = config.data.max_prompt_length, config.data.max_response_length
-    by_token = ("advantages", "returns", "values", "old_log_probs", "ref_log_prob", "rollout_log_probs")
+    prompt = config.data.max_prompt_length
+    response = config.data.max_response_length
+    by_token = (
+        "advantages",
+        "returns",
+        "values",
+        "old_log_probs",
+        "ref_log_prob",
+        "rollout_log_probs",
+    )
     tensors = full_rows(num_rows, prompt, response)
-    tensors |= {name: torch.zeros_like(tensors["responses"], dtype=torch.float32) for name in by_token}
+    tensors |= {
+        name: torch.zeros_like(tensors["responses"], dtype=torch.float32) for name in by_token
+    }
     return DataProto.from_dict(tensors, meta_info={"padding": (prompt, response, 0)})
 
 
 def rows_of_examples(config: SupervisedConfig, num_examples: int, example_length: int) -> DataProto:
-    """Conversations of full length, one an example or a pair of them, all of whose tokens but the first are learned."""
+    """Conversations of full length, one an example or a pair of them, all of whose tokens but the
+    first are learned."""
     length = config.data.max_length
     of_each = example_length // length
     num_rows = num_examples * of_each
@@ -213,7 +236,9 @@ def full_rows(num_rows: int, prompt_length: int, response_length: int) -> dict[s
 
 def rows_of(config: RunConfig, model: PlannedModel, passes: MicroBatching) -> DataProto:
     """Those of `NUM_MICRO_BATCHES` passes."""
-    per_pass = max(1, passes.max_tokens // model.sequence_length) if passes.by_tokens else passes.num_rows
+    per_pass = (
+        max(1, passes.max_tokens // model.sequence_length) if passes.by_tokens else passes.num_rows
+    )
     num_rows = NUM_MICRO_BATCHES * per_pass
     if isinstance(config, SupervisedConfig):
         return rows_of_examples(config, num_rows, model.sequence_length)
@@ -232,18 +257,30 @@ METHODS = {
 
 
 def workers_of(pool: PlannedPool) -> dict[str, Callable[[], Any]]:
-    """What makes the worker of each role of the pool's training process, custom roles among them."""
+    """What makes the worker of each role of the pool's training process, custom roles among
+    them."""
     config = pool.config
     if isinstance(config, SupervisedConfig):
         kind = KINDS[type(config)]
         return {"model": lambda: kind.worker(*worker_arguments(config))}
     assert isinstance(config, PPOConfig)
-    own_classes = {role: import_worker_class(role, path) for role, path in config.worker_classes.items()}
+    own_classes = {
+        role: import_worker_class(role, path) for role, path in config.worker_classes.items()
+    }
     mapping = build_role_worker_mapping(config, own_classes)
     copies = maker_models(config, mapping) if isinstance(config, DetachedConfig) else mapping
-    made = {model.name: (mapping if model.is_trained else copies)[model.name] for model in pool.models}
-    made |= {role: mapping[role] for role in config.custom_roles if config.role_mapping[role] == pool.name}
-    return {role: functools.partial(built.cls, *built.args, **built.kwargs) for role, built in made.items()}
+    made = {
+        model.name: (mapping if model.is_trained else copies)[model.name] for model in pool.models
+    }
+    made |= {
+        role: mapping[role]
+        for role in config.custom_roles
+        if config.role_mapping[role] == pool.name
+    }
+    return {
+        role: functools.partial(built.cls, *built.args, **built.kwargs)
+        for role, built in made.items()
+    }
 
 
 def measure(pool: PlannedPool, rank: int, world_size: int) -> list[Measured]:
@@ -267,24 +304,29 @@ def measure(pool: PlannedPool, rank: int, world_size: int) -> list[Measured]:
             measure_training(phases, model, worker, getattr(worker, update), pool.config)
     with phases("between calls"):
         pass
-    return list({each.phase: each for each in phases.measured}.values())  # of the two updates the second
+    # Of the two updates the second
+    return list({each.phase: each for each in phases.measured}.values())
 
 
 def with_plans(workers: Mapping[str, Any], pool: PlannedPool) -> list[tuple[Any, PlannedModel]]:
     """Each worker that is called, with the plan of its model.
 
-    A custom role has none: what its calls take is not known. A plan may have no worker of its own: that of DPO's trains
-    and holds the reference.
+    A custom role has none: what its calls take is not known. A plan may have no worker of its own:
+    that of DPO's trains and holds the reference.
     """
     models = {model.name: model for model in pool.models}
     return [(worker, models[role]) for role, worker in workers.items() if role in models]
 
 
 def measure_training(
-    phases: Phases, model: PlannedModel, worker: TrainedWorker, update: Callable[[DataProto], Any], config: Any
+    phases: Phases,
+    model: PlannedModel,
+    worker: TrainedWorker,
+    update: Callable[[DataProto], Any],
+    config: Any,
 ) -> None:
-    """Two updates, since the first makes the optimizer's state; the optimizer step is a phase of its own. Then what
-    sends and saves the weights."""
+    """Two updates, since the first makes the optimizer's state; the optimizer step is a phase of
+    its own. Then what sends and saves the weights."""
     passes = worker.schedule.micro_batching
     rows = rows_of(config, model, passes)
     worker.schedule = mini_batches.UpdateSchedule(count_samples(rows), passes, epochs=1)

@@ -22,9 +22,11 @@ class RewardFunctionSpec:
     """Which reward function to load; the defaults mean the rewards by data source."""
 
     path: str | None = None
-    """A Python file, `pkg://module`, the URL of a reward server, or None for the rewards registered by data source."""
+    """A Python file, `pkg://module`, the URL of a reward server, or None for the rewards registered
+    by data source."""
     name: str = "compute_score"
-    """The function in it: `f(data_source, solution_str, ground_truth, extra_info, **reward_kwargs)`, sync or async."""
+    """The function in it: `f(data_source, solution_str, ground_truth, extra_info,
+    **reward_kwargs)`, sync or async."""
     reward_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Further keyword arguments of the function."""
     plugins: tuple[str, ...] = ()
@@ -33,35 +35,45 @@ class RewardFunctionSpec:
     """Hash of the file behind `path`, see `as_it_is_now`; None takes any."""
 
     def as_it_is_now(self) -> Self:
-        """With the hash of the file, so that a process that is started later does not load another one."""
+        """With the hash of the file, so that a process that is started later does not load another
+        one."""
         file = Path(self.path or "").expanduser()
         return replace(self, sha256=_hash_of(file)) if file.is_file() else self
 
 
 def score_by_data_source(data_source: str, **arguments: Any) -> Any:
-    """The default reward function: calls the reward that is registered for the sample's data source."""
+    """The default reward function: calls the reward that is registered for the sample's data
+    source."""
     return get_reward_fn(data_source)(data_source=data_source, **arguments)
 
 
 def takes_raw_prompt(reward_fn: Callable[..., Any]) -> bool:
-    """Whether a function is called with the prompt's chat messages too: it has a parameter of that name."""
+    """Whether a function is called with the prompt's chat messages too: it has a parameter of that
+    name."""
     return "raw_prompt" in inspect.signature(reward_fn).parameters
 
 
-def load_reward_function(spec: RewardFunctionSpec, timeout_s: float = 30.0) -> functools.partial[Any]:
-    """Loads a reward function, which has `timeout_s` seconds for a sample, and binds `reward_kwargs` to it.
+def load_reward_function(
+    spec: RewardFunctionSpec, timeout_s: float = 30.0
+) -> functools.partial[Any]:
+    """Loads a reward function, which has `timeout_s` seconds for a sample, and binds
+    `reward_kwargs` to it.
 
-    Raises ValueError if file, module or function is missing, or cannot be called with these arguments.
+    Raises ValueError if file, module or function is missing, or cannot be called with these
+    arguments.
     """
-    path, name, reward_kwargs = spec.path, spec.name, spec.reward_kwargs
+    path = spec.path
+    name = spec.name
+    reward_kwargs = spec.reward_kwargs
     if path is None:
         import_plugins(spec.plugins)
         return functools.partial(score_by_data_source, **reward_kwargs)
     if path.startswith(("http://", "https://")):
         if spec != RewardFunctionSpec(path, plugins=spec.plugins):
             raise ValueError(
-                f"custom_reward_function.name={name} and reward_kwargs={dict(reward_kwargs)} do not reach the server "
-                f"{path}: remove them, and choose the function where the server is started"
+                f"custom_reward_function.name={name} and reward_kwargs={dict(reward_kwargs)} do "
+                f"not reach the server {path}: remove them, and choose the function where the "
+                "server is started"
             )
         return functools.partial(RemoteReward(path, timeout_s))
     module = _import_module(path, spec.sha256)
@@ -69,18 +81,24 @@ def load_reward_function(spec: RewardFunctionSpec, timeout_s: float = 30.0) -> f
     if not callable(reward_fn):
         functions = sorted(n for n, value in vars(module).items() if inspect.isfunction(value))
         raise ValueError(
-            f"custom_reward_function.path={path} has no function {name!r} (it has: {', '.join(functions) or 'none'}): "
-            "set custom_reward_function.name"
+            f"custom_reward_function.path={path} has no function {name!r} (it has: "
+            f"{', '.join(functions) or 'none'}): set custom_reward_function.name"
         )
     try:
         further: dict[str, Any] = {"raw_prompt": []} if takes_raw_prompt(reward_fn) else {}
         inspect.signature(reward_fn).bind(
-            data_source="", solution_str="", ground_truth="", extra_info={}, **further, **reward_kwargs
+            data_source="",
+            solution_str="",
+            ground_truth="",
+            extra_info={},
+            **further,
+            **reward_kwargs,
         )
     except TypeError as error:
         raise ValueError(
-            f"{name}{inspect.signature(reward_fn)} in {path} cannot be called as a reward function ({error}): it takes "
-            "data_source, solution_str, ground_truth, extra_info and the keys of custom_reward_function.reward_kwargs "
+            f"{name}{inspect.signature(reward_fn)} in {path} cannot be called as a reward "
+            f"function ({error}): it takes data_source, solution_str, ground_truth, extra_info "
+            "and the keys of custom_reward_function.reward_kwargs "
             f"({', '.join(reward_kwargs) or 'none set'})"
         ) from error
     return functools.partial(reward_fn, **reward_kwargs)
@@ -98,21 +116,25 @@ def _import_module(path: str, sha256: str | None) -> ModuleType:
             return importlib.import_module(module_name)
         except ModuleNotFoundError as error:
             raise ValueError(
-                f"custom_reward_function.path={path} cannot be imported ({error}): install the module, put its folder "
-                "on PYTHONPATH, or give the path of a file"
+                f"custom_reward_function.path={path} cannot be imported ({error}): install the "
+                "module, put its folder on PYTHONPATH, or give the path of a file"
             ) from error
     file = Path(path).expanduser().resolve()
     if not file.is_file():
         raise ValueError(f"custom_reward_function.path={path}: there is no file {file}")
     if sha256 not in (None, _hash_of(file)):
         raise ValueError(
-            f"custom_reward_function.path={path} is not the file any more that the run began with, so samples would be "
-            "scored in two ways: restore it, and the same command continues the run"
+            f"custom_reward_function.path={path} is not the file any more that the run began "
+            "with, so samples would be scored in two ways: restore it, and the same command "
+            "continues the run"
         )
     module_name = f"custom_reward_function_{file.stem}"
     spec = importlib.util.spec_from_file_location(module_name, file)
     if spec is None or spec.loader is None:
-        raise ValueError(f"custom_reward_function.path={path} is not a Python file: give a .py file or pkg://module")
+        raise ValueError(
+            f"custom_reward_function.path={path} is not a Python file: give a .py file or "
+            "pkg://module"
+        )
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module  # dataclasses and pickling look their module up by name
     spec.loader.exec_module(module)

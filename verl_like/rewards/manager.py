@@ -1,4 +1,5 @@
-"""Scores samples in reward processes: isolated from the driver, with a deadline for every sample."""
+"""Scores samples in reward processes: isolated from the driver, with a deadline for every
+sample."""
 
 import functools
 import logging
@@ -24,7 +25,8 @@ logger = logging.getLogger(__name__)
 _RESTART_S = 5.0  # what replacing a process takes on average beside loading the function
 _ATTEMPTS = 3
 _MAX_ERROR_CHARS = 4_000
-_IDLE_BYTES = 64 << 20  # what a process and its supervisor have resident before they load the function
+# What a process and its supervisor have resident before they load the function
+_IDLE_BYTES = 64 << 20
 _POLICIES = "reward.on_error=skip (leave the sample out) or reward.on_error=score (score it 0)"
 
 
@@ -60,7 +62,9 @@ class RewardResult:
         for key in dict.fromkeys(key for answer in self.answers for key in answer.extra):
             values = [answer.extra.get(key) for answer in self.answers]
             if all(value is None or isinstance(value, bool | int | float) for value in values):
-                columns[key] = np.array([math.nan if value is None else value for value in values], dtype=np.float64)
+                columns[key] = np.array(
+                    [math.nan if value is None else value for value in values], dtype=np.float64
+                )
             else:
                 columns[key] = np.fromiter(values, dtype=object, count=len(values))
         return columns
@@ -72,7 +76,8 @@ class RewardResult:
 
     @property
     def num_timeouts(self) -> int:
-        """Samples without an answer within timeout_s or with a TimeoutError; not in `num_errors`."""
+        """Samples without an answer within timeout_s or with a TimeoutError; not in
+        `num_errors`."""
         return sum(bool(answer.error) and answer.timed_out for answer in self.answers)
 
     @property
@@ -86,12 +91,14 @@ class RewardError(RuntimeError):
 
 
 class RewardManager:
-    """Runs one reward function in `num_workers` processes that load it once, and score one sample at a time.
+    """Runs one reward function in `num_workers` processes that load it once, and score one sample
+    at a time.
 
-    A process that dies, takes longer than `timeout_s` (seconds), or uses more than `max_memory_gb` (10^9 bytes, with
-    the programs that it starts) is replaced; `on_error` says what becomes of its sample: "fail" raises `RewardError`
-    from `get`, "skip" marks it as skipped, "score" scores it 0. `redacted` masks secrets in what a function raises.
-    Raises ValueError if the function cannot be loaded, or the machine has no memory for so many processes.
+    A process that dies, takes longer than `timeout_s` (seconds), or uses more than `max_memory_gb`
+    (10^9 bytes, with the programs that it starts) is replaced; `on_error` says what becomes of its
+    sample: "fail" raises `RewardError` from `get`, "skip" marks it as skipped, "score" scores it 0.
+    `redacted` masks secrets in what a function raises. Raises ValueError if the function cannot be
+    loaded, or the machine has no memory for so many processes.
     """
 
     def __init__(
@@ -105,12 +112,14 @@ class RewardManager:
     ) -> None:
         if num_workers < 1 or not timeout_s > 0:
             raise ValueError(
-                f"reward.num_workers={num_workers} and reward.timeout_s={timeout_s} must be at least 1 and above 0"
+                f"reward.num_workers={num_workers} and reward.timeout_s={timeout_s} must be at "
+                "least 1 and above 0"
             )
         if num_workers > (most := most_workers()):
             raise ValueError(
-                f"reward.num_workers={num_workers} processes take more than half of this machine's memory, with "
-                f"{_IDLE_BYTES >> 20} MiB for each before it loads its function: set at most {most}"
+                f"reward.num_workers={num_workers} processes take more than half of this "
+                f"machine's memory, with {_IDLE_BYTES >> 20} MiB for each before it loads its "
+                f"function: set at most {most}"
             )
         self.num_workers = num_workers
         self.timeout_s = timeout_s
@@ -119,13 +128,17 @@ class RewardManager:
         self._is_closed = False
         self._futures: list[Future[Answer]] = []
         loaded = reward_fn.as_it_is_now()
-        self._processes = [RewardProcess(loaded, timeout_s, max_memory_gb) for _ in range(num_workers)]
+        self._processes = [
+            RewardProcess(loaded, timeout_s, max_memory_gb) for _ in range(num_workers)
+        ]
         self._free: queue.SimpleQueue[RewardProcess] = queue.SimpleQueue()
         for process in self._processes:
             self._free.put(process)
         # The processes inherit the mask: Ctrl-C is for the driver, which then stops them.
         self._threads = ThreadPoolExecutor(
-            num_workers, initializer=signal.pthread_sigmask, initargs=(signal.SIG_BLOCK, {signal.SIGINT})
+            num_workers,
+            initializer=signal.pthread_sigmask,
+            initargs=(signal.SIG_BLOCK, {signal.SIGINT}),
         )
         started = time.monotonic()
         loading = [self._threads.submit(process.start) for process in self._processes]
@@ -135,8 +148,8 @@ class RewardManager:
         except ProcessDied as error:
             self.close()
             raise ValueError(
-                f"custom_reward_function.path={reward_fn.path}: the worker process did not survive loading it "
-                f"({error}): load the file with python to see why"
+                f"custom_reward_function.path={reward_fn.path}: the worker process did not "
+                f"survive loading it ({error}): load the file with python to see why"
             ) from error
         except ValueError as error:
             self.close()
@@ -161,12 +174,18 @@ class RewardManager:
     def check(self, samples: list[RewardSample]) -> dict[str, np.ndarray]:
         """Scores samples with an example response before training.
 
-        Returns what the function returned beside the scores, as in `RewardResult.extra`. Raises RewardError if one
-        fails; under on_error="skip", where the run would leave such samples out, only if all fail, and else warns.
+        Returns what the function returned beside the scores, as in `RewardResult.extra`. Raises
+        RewardError if one fails; under on_error="skip", where the run would leave such samples out,
+        only if all fail, and else warns.
         """
         answers = list(self.submit(samples).answers())
         errors = [answer.error for answer in answers if answer.error]
-        message = "\n".join([f"the check of the reward function failed for {len(errors)} of {len(samples)}:", *errors])
+        message = "\n".join(
+            [
+                f"the check of the reward function failed for {len(errors)} of {len(samples)}:",
+                *errors,
+            ]
+        )
         if errors and (self.on_error != "skip" or len(errors) == len(samples)):
             raise RewardError(f"{message}\nFix the function or the rows' data_source.")
         if errors:
@@ -183,11 +202,12 @@ class RewardManager:
             process.stop()
 
     def schedule(self, sample: RewardSample) -> "Future[Answer]":
-        """Scores one sample as soon as a process is free. Raises ValueError for a subclass of RewardSample."""
+        """Scores one sample as soon as a process is free. Raises ValueError for a subclass of
+        RewardSample."""
         if type(sample) is not RewardSample:
             raise ValueError(
-                f"{type(sample).__name__} is no RewardSample, whose fields alone reach the function: put further ones "
-                "into its extra_info"
+                f"{type(sample).__name__} is no RewardSample, whose fields alone reach the "
+                "function: put further ones into its extra_info"
             )
         future = self._threads.submit(self._score, sample)
         self._futures.append(future)
@@ -205,16 +225,23 @@ class RewardManager:
                 raise CancelledError from error
             return Answer(error=f"{failed}its worker process is gone: {error}")
         except TimeoutError:
-            cause = f"no answer within reward.timeout_s={self.timeout_s:g} s, its process was killed"
-            return Answer(error=f"{failed}{cause} (standard error says where it hung)", timed_out=True)
+            cause = (
+                f"no answer within reward.timeout_s={self.timeout_s:g} s, its process was killed"
+            )
+            return Answer(
+                error=f"{failed}{cause} (standard error says where it hung)", timed_out=True
+            )
         finally:
             self._free.put(process)
         if not answer.error:
             return answer
-        return answer.model_copy(update={"error": failed + clipped(self.redacted(answer.error), _MAX_ERROR_CHARS)})
+        return answer.model_copy(
+            update={"error": failed + clipped(self.redacted(answer.error), _MAX_ERROR_CHARS)}
+        )
 
     def _begin(self, process: RewardProcess, sample: RewardSample) -> None:
-        """Hands the sample to a process; one that died while it was idle, or dies while it loads, is replaced."""
+        """Hands the sample to a process; one that died while it was idle, or dies while it loads,
+        is replaced."""
         causes = []
         for _ in range(_ATTEMPTS):
             try:
@@ -223,12 +250,19 @@ class RewardManager:
                 if self._is_closed:
                     raise
                 causes.append(str(error))
-                logger.warning("a reward process ended while it was idle or loading: %s; another one is started", error)
+                logger.warning(
+                    "a reward process ended while it was idle or loading: %s; another one is "
+                    "started",
+                    error,
+                )
             except ValueError as error:
-                raise RewardError(f"the reward function cannot be loaded any more: {error}") from error
+                raise RewardError(
+                    f"the reward function cannot be loaded any more: {error}"
+                ) from error
         raise RewardError(
-            f"{_ATTEMPTS} reward processes in a row ended before they began a sample ({'; '.join(causes)}): the "
-            "machine may be out of memory, or the function's module ends its process"
+            f"{_ATTEMPTS} reward processes in a row ended before they began a sample "
+            f"({'; '.join(causes)}): the machine may be out of memory, or the function's module "
+            "ends its process"
         )
 
 
@@ -254,8 +288,8 @@ class PendingRewards:
     def get(self) -> RewardResult:
         """Waits for all samples, at most as long as it takes if every one of them hangs.
 
-        Raises RewardError for the first sample in order that could not be scored, if on_error="fail"; under any, if no
-        process can be started any more or the deadline passes.
+        Raises RewardError for the first sample in order that could not be scored, if
+        on_error="fail"; under any, if no process can be started any more or the deadline passes.
         """
         manager = self._manager
         answers = []
@@ -267,7 +301,10 @@ class PendingRewards:
                 raise RewardError(f"{answer.error}\nFix the function, or set {_POLICIES}.")
         errors = [answer for answer in answers if answer.error]
         if errors and manager.on_error == "score":
-            answers = [answer.model_copy(update={"score": 0.0}) if answer.error else answer for answer in answers]
+            answers = [
+                answer.model_copy(update={"score": 0.0}) if answer.error else answer
+                for answer in answers
+            ]
         if errors:
             logger.warning(
                 "%d of %d samples could not be scored (reward.on_error=%s), the first: %s",
@@ -276,17 +313,21 @@ class PendingRewards:
         return RewardResult(answers)
 
     def answers(self) -> Iterator[Answer]:
-        """Yields every sample's outcome in order, each when it is known; raises as `get` does under any `on_error`."""
+        """Yields every sample's outcome in order, each when it is known; raises as `get` does under
+        any `on_error`."""
         deadline = time.monotonic() + self._longest_s
         assert not self.missing(), "a sample was never submitted"
         for _, (sample, future) in sorted(self._submitted.items()):
             try:
                 yield future.result(timeout=max(0.0, deadline - time.monotonic()))
             except CancelledError:
-                raise RuntimeError(f"{sample.name} was not scored: the manager was closed") from None
+                raise RuntimeError(
+                    f"{sample.name} was not scored: the manager was closed"
+                ) from None
             except TimeoutError:
                 num_missing = sum(not future.done() for _, future in self._submitted.values())
                 raise RewardError(
-                    f"{num_missing} of {self._num_samples} samples were not scored within {self._longest_s:.0f} s, "
-                    f"the first is {sample.name}: raise reward.num_workers, or lower reward.timeout_s"
+                    f"{num_missing} of {self._num_samples} samples were not scored within "
+                    f"{self._longest_s:.0f} s, the first is {sample.name}: raise "
+                    "reward.num_workers, or lower reward.timeout_s"
                 ) from None

@@ -1,4 +1,5 @@
-"""One reward process with its own socket to the driver, so that a failure affects no other process."""
+"""One reward process with its own socket to the driver, so that a failure affects no other
+process."""
 
 import contextlib
 import json
@@ -32,7 +33,8 @@ class ProcessDied(RuntimeError):
 class Answer(BaseModel):
     """What came of a sample: its score, or None to leave it out, or the error that it ended with.
 
-    A reward process sends it as JSON text. The driver makes it for a sample whose process ended without one.
+    A reward process sends it as JSON text. The driver makes it for a sample whose process ended
+    without one.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -41,18 +43,21 @@ class Answer(BaseModel):
     extra: dict[str, Any] = {}
     error: str = ""
     timed_out: bool = False
-    ran: Annotated[tuple[int, float, float], Strict(False)] | None = None  # JSON has lists, and no tuples
+    # JSON has lists, and no tuples
+    ran: Annotated[tuple[int, float, float], Strict(False)] | None = None
     """Process id, and start and end as of time.time(); None without an answer of the process."""
 
 
 class RewardProcess:
     """A reward process, and its replacement after it ended.
 
-    It is a new interpreter that imports none of the driver's modules, `__main__` included. One thread at a time uses
-    it; `kill` may be called from any thread.
+    It is a new interpreter that imports none of the driver's modules, `__main__` included. One
+    thread at a time uses it; `kill` may be called from any thread.
     """
 
-    def __init__(self, reward_fn: RewardFunctionSpec, timeout_s: float, max_memory_gb: float) -> None:
+    def __init__(
+        self, reward_fn: RewardFunctionSpec, timeout_s: float, max_memory_gb: float
+    ) -> None:
         self.reward_fn = reward_fn
         self.timeout_s = timeout_s
         self.max_memory_gb = max_memory_gb
@@ -63,7 +68,8 @@ class RewardProcess:
     def start(self) -> None:
         """Starts it, unless it runs, and waits until it has loaded the reward function.
 
-        Raises ProcessDied if it ended or took too long, ValueError if the function cannot be loaded.
+        Raises ProcessDied if it ended or took too long, ValueError if the function cannot be
+        loaded.
         """
         if self._popen is not None:
             return
@@ -72,7 +78,9 @@ class RewardProcess:
         try:
             loaded = self._receive(START_S)
         except TimeoutError:
-            raise ProcessDied(f"it did not load the reward function within {START_S:.0f} s") from None
+            raise ProcessDied(
+                f"it did not load the reward function within {START_S:.0f} s"
+            ) from None
         problem = loaded.get("load_error")
         if loaded.keys() != {"load_error"} or not isinstance(problem, str | None):
             raise self._no_answer(loaded)
@@ -95,8 +103,8 @@ class RewardProcess:
             raise self._no_answer(begun)
 
     def answer(self) -> Answer:
-        """What came of the sample that was begun. Raises ProcessDied, or TimeoutError if it scored for longer than
-        `timeout_s` and was stopped.
+        """What came of the sample that was begun. Raises ProcessDied, or TimeoutError if it scored
+        for longer than `timeout_s` and was stopped.
         """
         message = self._receive(self.timeout_s)
         try:
@@ -108,19 +116,22 @@ class RewardProcess:
         return answer
 
     def kill(self) -> None:
-        """Ends the process for good, also while a thread waits for it. Call `stop` afterwards, when no thread does."""
+        """Ends the process for good, also while a thread waits for it. Call `stop` afterwards, when
+        no thread does."""
         with self._lock:
             self._is_killed = True
             if self._popen is not None:
                 self._popen.send_signal(signal.SIGTERM)
-                self._socket.shutdown(socket.SHUT_RDWR)  # children of the function may hold the other end open
+                # Children of the function may hold the other end open
+                self._socket.shutdown(socket.SHUT_RDWR)
 
     def stop(self) -> int:
         """Ends it if it runs; returns its exit code."""
         with self._lock:
             if self._popen is None:
                 return 0
-            self._popen.send_signal(signal.SIGTERM)  # to the supervisor, which ends all programs below it
+            # To the supervisor, which ends all programs below it
+            self._popen.send_signal(signal.SIGTERM)
             try:
                 exit_code = self._popen.wait(timeout=_EXIT_S)
             except subprocess.TimeoutExpired:  # the supervisor is stopped
@@ -165,7 +176,8 @@ class RewardProcess:
             raise self._died() from error
 
     def _receive(self, limit_s: float) -> dict[str, Any]:
-        """The next message; without one within `limit_s` the process is stopped and TimeoutError raised."""
+        """The next message; without one within `limit_s` the process is stopped and TimeoutError
+        raised."""
         if not self._connection.poll(limit_s):
             self.stop()
             raise TimeoutError
@@ -182,9 +194,13 @@ class RewardProcess:
         return message
 
     def _no_answer(self, message: object) -> ProcessDied:
-        """The process is stopped, because what it sent next could be taken for the answer to another sample."""
+        """The process is stopped, because what it sent next could be taken for the answer to
+        another sample."""
         self.stop()
-        return ProcessDied(f"it sent what is no answer, {repr(message)[:100]}, and was stopped: its code writes there")
+        return ProcessDied(
+            f"it sent what is no answer, {repr(message)[:100]}, and was stopped: its code writes "
+            "there"
+        )
 
     def _died(self) -> ProcessDied:
         """The other end of the socket is closed: the process has ended or is about to."""
@@ -194,5 +210,7 @@ class RewardProcess:
         exit_code = self.stop()
         if exit_code == MEMORY_EXIT_CODE:
             limit = f"reward.max_memory_gb={self.max_memory_gb:g}"
-            return ProcessDied(f"it used more memory than {limit} and was ended; use less, or raise that")
+            return ProcessDied(
+                f"it used more memory than {limit} and was ended; use less, or raise that"
+            )
         return ProcessDied(f"it died with exit code {exit_code}")

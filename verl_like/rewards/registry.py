@@ -11,7 +11,8 @@ _REWARD_FNS: dict[str, RewardFn] = {}
 
 
 def register_reward(*data_sources: str) -> Callable[[RewardFn], RewardFn]:
-    """Registers a reward function for data sources; a name may be a shell pattern such as `lighteval/*`.
+    """Registers a reward function for data sources; a name may be a shell pattern such as
+    `lighteval/*`.
 
     Raises ValueError if one of the names is registered already.
     """
@@ -20,8 +21,9 @@ def register_reward(*data_sources: str) -> Callable[[RewardFn], RewardFn]:
         for data_source in data_sources:
             if data_source in _REWARD_FNS:
                 raise ValueError(
-                    f"data source {data_source!r} has the reward {_REWARD_FNS[data_source].__module__} already: "
-                    f"register {reward_fn.__module__} under another name"
+                    f"data source {data_source!r} has the reward "
+                    f"{_REWARD_FNS[data_source].__module__} already: register "
+                    f"{reward_fn.__module__} under another name"
                 )
             _REWARD_FNS[data_source] = reward_fn
         return reward_fn
@@ -30,7 +32,8 @@ def register_reward(*data_sources: str) -> Callable[[RewardFn], RewardFn]:
 
 
 def get_reward_fn(data_source: str) -> RewardFn:
-    """The reward function of a data source: its exact name first, else the first registered pattern that matches.
+    """The reward function of a data source: its exact name first, else the first registered pattern
+    that matches.
 
     Raises ValueError if there is none.
     """
@@ -40,6 +43,7 @@ def get_reward_fn(data_source: str) -> RewardFn:
         if fnmatchcase(data_source, pattern):
             return reward_fn
     raise ValueError(
-        f"no reward is registered for data_source {data_source!r} (registered: {', '.join(sorted(_REWARD_FNS))}): "
-        "set custom_reward_function.path and custom_reward_function.name, or correct the rows' data_source"
+        f"no reward is registered for data_source {data_source!r} (registered: "
+        f"{', '.join(sorted(_REWARD_FNS))}): set custom_reward_function.path and "
+        "custom_reward_function.name, or correct the rows' data_source"
     )

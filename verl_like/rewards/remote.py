@@ -1,4 +1,5 @@
-"""A reward behind a URL: each sample is a POST of JSON, tried again within the sample's deadline."""
+"""A reward behind a URL: each sample is a POST of JSON, tried again within the sample's
+deadline."""
 
 import contextlib
 import http.client
@@ -12,12 +13,15 @@ from urllib.parse import urlsplit
 from verl_like.rewards.registry import MAX_SCORE
 
 TOKEN_VARIABLE = "VERL_LIKE_REWARD_TOKEN"
-_SHARE_OF_TIMEOUT = 0.8  # so that the client, which knows the cause, gives up before its process is killed
+# So that the client, which knows the cause, gives up before its process is killed
+_SHARE_OF_TIMEOUT = 0.8
 _FIRST_PAUSE_S = 0.1
 _URL = re.compile(r"https?://([\w.-]+|\[[\da-fA-F:]+\])(:\d{1,5})?([/?][!-~]*)?", re.ASCII)
 _MAX_REPLY_BYTES = 64 * 1024
 _EXCERPT_CHARS = 200
-_WHAT_IS_EXPECTED = 'a finite number, null, or a flat object {"score": number or null, "name": number or text, ...}'
+_WHAT_IS_EXPECTED = (
+    'a finite number, null, or a flat object {"score": number or null, "name": number or text, ...}'
+)
 
 
 class RewardServerError(RuntimeError):
@@ -25,44 +29,59 @@ class RewardServerError(RuntimeError):
 
 
 class RemoteReward:
-    """A reward function that asks a server: its arguments are the body of a POST to `url`, the reply is the score.
+    """A reward function that asks a server: its arguments are the body of a POST to `url`, the
+    reply is the score.
 
-    A failed connection and a status of 5xx are tried again until 80% of `timeout_s` (seconds) have passed; any other
-    status but 2xx is an error at once. The token of docs/rewards.md is sent along, and blotted out where a server
-    repeats it. Raises ValueError if the URL or the token cannot be sent.
+    A failed connection and a status of 5xx are tried again until 80% of `timeout_s` (seconds) have
+    passed; any other status but 2xx is an error at once. The token of docs/rewards.md is sent
+    along, and blotted out where a server repeats it. Raises ValueError if the URL or the token
+    cannot be sent.
     """
 
     def __init__(self, url: str, timeout_s: float) -> None:
         if not _URL.fullmatch(url):
             raise ValueError(
-                f"custom_reward_function.path={re.sub('//.*@', '//', url)!r} is not the URL of a server: give "
-                f"http://host:port/path or https://..., and a token in {TOKEN_VARIABLE}, not in the URL"
+                f"custom_reward_function.path={re.sub('//.*@', '//', url)!r} is not the URL of a "
+                "server: give http://host:port/path or https://..., and a token in "
+                f"{TOKEN_VARIABLE}, not in the URL"
             )
         parts = urlsplit(url)
         token = os.environ.get(TOKEN_VARIABLE, "")
         if not all("!" <= char <= "~" for char in token):
-            raise ValueError(f"{TOKEN_VARIABLE} has white space or characters beyond ASCII: set it to the token alone")
-        self._url, self._limit_s = url, _SHARE_OF_TIMEOUT * timeout_s
-        self._class = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._host, self._port = parts.hostname or "", parts.port
+            raise ValueError(
+                f"{TOKEN_VARIABLE} has white space or characters beyond ASCII: set it to the token "
+                "alone"
+            )
+        self._url = url
+        self._limit_s = _SHARE_OF_TIMEOUT * timeout_s
+        self._class = (
+            http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        )
+        self._host = parts.hostname or ""
+        self._port = parts.port
         self._target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         self._headers = {"Content-Type": "application/json"}
-        self._token = token or "\0"  # no text has this character, where there is no token to blot out
+        # No text has this character, where there is no token to blot out
+        self._token = token or "\0"
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
 
     def __call__(self, raw_prompt: list[dict[str, Any]] | None, **arguments: Any) -> dict[str, Any]:
         """The server's reply to the arguments of a reward function, with the key `score`.
 
-        Raises RewardServerError if there is none or it is no score, TimeoutError if there is none within the deadline.
+        Raises RewardServerError if there is none or it is no score, TimeoutError if there is none
+        within the deadline.
         """
         body = json.dumps(arguments | {"raw_prompt": raw_prompt}, allow_nan=False).encode()
-        deadline, pause_s = time.monotonic() + self._limit_s, _FIRST_PAUSE_S
+        deadline = time.monotonic() + self._limit_s
+        pause_s = _FIRST_PAUSE_S
         while True:
             try:
                 status, reply = self._post(body, max(0.01, deadline - time.monotonic()))
             except TimeoutError:
-                raise TimeoutError(f"{self._url} gave no answer within {self._limit_s:g} s") from None
+                raise TimeoutError(
+                    f"{self._url} gave no answer within {self._limit_s:g} s"
+                ) from None
             except (OSError, http.client.HTTPException) as error:
                 problem = self._error(f"cannot be reached ({type(error).__name__}: {error})")
             else:
@@ -79,7 +98,8 @@ class RemoteReward:
             connection.request("POST", self._target, body, self._headers)
             response = connection.getresponse()
             reply = response.read(_MAX_REPLY_BYTES + 1)
-            if response.length and len(reply) <= _MAX_REPLY_BYTES:  # "12" cut short would be the number 1
+            # "12" cut short would be the number 1
+            if response.length and len(reply) <= _MAX_REPLY_BYTES:
                 raise http.client.IncompleteRead(reply, response.length)
             return response.status, reply
 
@@ -90,22 +110,30 @@ class RemoteReward:
             raise self._error(f"replied with more than {_MAX_REPLY_BYTES} bytes", reply)
         try:
             value = json.loads(
-                self._redacted(reply.decode()), parse_float=_number, parse_int=_number, parse_constant=_number
+                self._redacted(reply.decode()),
+                parse_float=_number,
+                parse_int=_number,
+                parse_constant=_number,
             )
-            json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair cannot be written to any file
+            # Half a surrogate pair cannot be written to any file
+            json.dumps(value, ensure_ascii=False).encode()
         except (ValueError, RecursionError):
             value = []
         fields = value if isinstance(value, dict) else {"score": value}
-        is_flat = all(field is None or isinstance(field, str | float | bool) for field in fields.values())
+        is_flat = all(
+            field is None or isinstance(field, str | float | bool) for field in fields.values()
+        )
         if not is_flat or isinstance(fields.get("score", ""), str):
             raise self._error(f"did not reply with {_WHAT_IS_EXPECTED}", reply)
         return fields
 
     def _error(self, problem: str, reply: bytes | None = None) -> RewardServerError:
-        start = "" if reply is None else self._redacted(reply.decode(errors="replace"))[:_EXCERPT_CHARS]
+        start = (
+            "" if reply is None else self._redacted(reply.decode(errors="replace"))[:_EXCERPT_CHARS]
+        )
         return RewardServerError(
-            f"{self._url} {self._redacted(problem)}{f': {start!r}' if start else ''}; correct the server, "
-            f"custom_reward_function.path, or the token in {TOKEN_VARIABLE}"
+            f"{self._url} {self._redacted(problem)}{f': {start!r}' if start else ''}; correct the "
+            f"server, custom_reward_function.path, or the token in {TOKEN_VARIABLE}"
         )
 
     def _redacted(self, text: str) -> str:

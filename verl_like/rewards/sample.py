@@ -1,4 +1,5 @@
-"""What is scored. The driver makes it and a reward process reads it, so this file imports nothing heavy."""
+"""What is scored. The driver makes it and a reward process reads it, so this file imports nothing
+heavy."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,7 @@
 """What runs in a reward process: load the function once, then score one sample at a time.
 
-Answers and errors travel to the driver as JSON text, so the driver unpickles no object of custom code. Their length is
-bounded, whatever the function returns or raises.
+Answers and errors travel to the driver as JSON text, so the driver unpickles no object of custom
+code. Their length is bounded, whatever the function returns or raises.
 """
 
 import asyncio
@@ -23,22 +23,28 @@ MAX_ANSWER_BYTES = 1 << 20
 """A longer message of a reward process is refused unread; none that this module makes is."""
 _MAX_EXTRA_BYTES = 64 * 1024
 _MAX_ERROR_CHARS = 64_000
-"""What the driver is given of an error's text. It masks secrets and then shows far less, so that no part of a secret
-is left where this is cut."""
+"""What the driver is given of an error's text. It masks secrets and then shows far less, so that no
+part of a secret is left where this is cut."""
 _STANDARD_ERROR = 2
-_WHAT_IS_EXPECTED = 'a finite number, {"score": finite number, ...}, or None to leave the sample out'
-_CALLERS = (__file__, loader.__file__, registry.__file__, remote.__file__)  # only find and call the function
+_WHAT_IS_EXPECTED = (
+    'a finite number, {"score": finite number, ...}, or None to leave the sample out'
+)
+# Only find and call the function
+_CALLERS = (__file__, loader.__file__, registry.__file__, remote.__file__)
 
 
 def serve(socket_fd: int, parent_pid: int, max_memory_bytes: int) -> None:
-    """Runs a reward process: loads the function named in the first message, then scores one sample per message.
+    """Runs a reward process: loads the function named in the first message, then scores one sample
+    per message.
 
-    It answers whether the function could be loaded. For each sample it answers that it begins, and then the score.
-    A process above this one, its supervisor, ends it and the programs that it started, at the latest with the driver.
+    It answers whether the function could be loaded. For each sample it answers that it begins, and
+    then the score. A process above this one, its supervisor, ends it and the programs that it
+    started, at the latest with the driver.
     """
     supervise(parent_pid, max_memory_bytes)
     os.set_inheritable(socket_fd, False)
-    connection, loop = Connection(socket_fd), asyncio.new_event_loop()
+    connection = Connection(socket_fd)
+    loop = asyncio.new_event_loop()
     spec, timeout_s = connection.recv()
     problem = None
     try:
@@ -46,8 +52,13 @@ def serve(socket_fd: int, parent_pid: int, max_memory_bytes: int) -> None:
     except ValueError as error:
         problem = str(error)
     except BaseException as error:
-        problem = f"custom_reward_function.path={spec.path} fails on import: {type(error).__name__}: {error}"
-    connection.send_bytes(json.dumps({"load_error": problem and clipped(problem, _MAX_ERROR_CHARS)}).encode())
+        problem = (
+            f"custom_reward_function.path={spec.path} fails on import: "
+            f"{type(error).__name__}: {error}"
+        )
+    connection.send_bytes(
+        json.dumps({"load_error": problem and clipped(problem, _MAX_ERROR_CHARS)}).encode()
+    )
     while problem is None:
         try:
             sample: RewardSample = connection.recv()
@@ -63,7 +74,9 @@ def serve(socket_fd: int, parent_pid: int, max_memory_bytes: int) -> None:
         connection.send_bytes(json.dumps(answer | ran).encode())
 
 
-def _score(reward_fn: functools.partial[Any], loop: asyncio.AbstractEventLoop, sample: RewardSample) -> dict[str, Any]:
+def _score(
+    reward_fn: functools.partial[Any], loop: asyncio.AbstractEventLoop, sample: RewardSample
+) -> dict[str, Any]:
     """The fields of the sample's `Answer`, but the time that it took."""
     further = {"raw_prompt": sample.raw_prompt} if loader.takes_raw_prompt(reward_fn) else {}
     try:
@@ -79,11 +92,15 @@ def _score(reward_fn: functools.partial[Any], loop: asyncio.AbstractEventLoop, s
         return _checked(result)
     except BaseException as error:  # custom code: even SystemExit is an error of this sample
         problem = f"{type(error).__name__}: {error}{_place(error, reward_fn)}"
-        return {"error": clipped(problem, _MAX_ERROR_CHARS), "timed_out": isinstance(error, TimeoutError)}
+        return {
+            "error": clipped(problem, _MAX_ERROR_CHARS),
+            "timed_out": isinstance(error, TimeoutError),
+        }
 
 
 def _checked(result: Any) -> dict[str, Any]:
-    """Turns what a reward function returned into a score and extra metrics, or into the error that it is."""
+    """Turns what a reward function returned into a score and extra metrics, or into the error that
+    it is."""
     extra: dict[str, Any] = {}
     score = _plain(result)
     if isinstance(score, dict):
@@ -104,7 +121,8 @@ def _checked(result: Any) -> dict[str, Any]:
 
 
 def _problem_of_extra(value: Any) -> str:
-    """What is wrong with the value of an extra metric; empty if nothing is. NaN is a missing number."""
+    """What is wrong with the value of an extra metric; empty if nothing is. NaN is a missing
+    number."""
     if isinstance(value, int | float) and abs(value) > registry.MAX_SCORE:
         return f"is {float(value)}"
     try:
@@ -134,9 +152,14 @@ def _bad_return(result: Any, found: str) -> dict[str, Any]:
 
 
 def _place(error: BaseException, reward_fn: functools.partial[Any]) -> str:
-    """The last line of the function's own file that led to the error, or else the last one below its call."""
+    """The last line of the function's own file that led to the error, or else the last one below
+    its call."""
     code = getattr(inspect.unwrap(reward_fn.func), "__code__", None)  # None for a callable object
-    frames = [each for each in traceback.extract_tb(error.__traceback__) if each.filename not in _CALLERS]
+    frames = [
+        each for each in traceback.extract_tb(error.__traceback__) if each.filename not in _CALLERS
+    ]
     own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
     last = (own or frames)[-1:]
-    return "".join(f"\n  at {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in last)
+    return "".join(
+        f"\n  at {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in last
+    )

@@ -1,7 +1,9 @@
-"""The parent of a reward process: when that ends, or has to, every program that it started ends too.
+"""The parent of a reward process: when that ends, or has to, every program that it started ends
+too.
 
-It is a fork of the reward process that runs none of its custom code. Programs whose own parent has ended become its
-children (PR_SET_CHILD_SUBREAPER), so it finds also those that have a session of their own.
+It is a fork of the reward process that runs none of its custom code. Programs whose own parent has
+ended become its children (PR_SET_CHILD_SUBREAPER), so it finds also those that have a session of
+their own.
 """
 
 import contextlib
@@ -26,9 +28,9 @@ _SIGNALS = {signal.SIGTERM, signal.SIGCHLD}
 def supervise(parent_pid: int, max_memory_bytes: int) -> None:
     """Forks: the child returns and goes on, the parent watches over it and never returns.
 
-    The parent ends as its child does, with `MEMORY_EXIT_CODE` if the child and its programs used more than
-    `max_memory_bytes`, or by SIGTERM, which the driver sends and which comes when the driver, `parent_pid`, has died.
-    Only Linux has what this needs; elsewhere nothing is supervised.
+    The parent ends as its child does, with `MEMORY_EXIT_CODE` if the child and its programs used
+    more than `max_memory_bytes`, or by SIGTERM, which the driver sends and which comes when the
+    driver, `parent_pid`, has died. Only Linux has what this needs; elsewhere nothing is supervised.
     """
     if sys.platform != "linux":
         return
@@ -60,7 +62,8 @@ def descendants(pid: int) -> list[int]:
 
 
 def _watch(child: int, max_memory_bytes: int) -> int:
-    """Waits until the child has ended or has to end; its exit code, or minus the number of the signal."""
+    """Waits until the child has ended or has to end; its exit code, or minus the number of the
+    signal."""
     while True:
         received = signal.sigtimedwait(_SIGNALS, _LOOK_S)
         if received and received.si_signo == signal.SIGTERM:
@@ -81,7 +84,8 @@ def _resident_bytes(pid: int) -> int:
 
 
 def _end_descendants() -> None:
-    """Kills all processes below this one, also those that they start meanwhile; gives up after `_END_S`."""
+    """Kills all processes below this one, also those that they start meanwhile; gives up after
+    `_END_S`."""
     deadline = time.monotonic() + _END_S
     with contextlib.suppress(ChildProcessError):  # none is left
         while time.monotonic() < deadline:

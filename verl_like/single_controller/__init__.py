@@ -1,4 +1,5 @@
-"""Calls from one controller to groups of workers. Backends: verl_like.single_controller.ray and .local."""
+"""Calls from one controller to groups of workers. Backends: verl_like.single_controller.ray and
+.local."""
 
 from verl_like.single_controller.decorator import Execute, register
 from verl_like.single_controller.dispatch import (

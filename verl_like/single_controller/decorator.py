@@ -28,7 +28,8 @@ class Execute(enum.Enum):
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """What `@register` says about a method. A name in `reads` or `writes` that ends in "?" is optional."""
+    """What `@register` says about a method. A name in `reads` or `writes` that ends in "?" is
+    optional."""
 
     name: str
     dispatch_mode: DispatchMode
@@ -48,7 +49,8 @@ class MethodSpec:
 
     @property
     def sent_columns(self) -> tuple[str, ...] | None:
-        """The columns that travel to the worker: those that are read, and those that padded ones are made of."""
+        """The columns that travel to the worker: those that are read, and those that padded ones
+        are made of."""
         if self.read_columns is None or self.jagged:
             return self.read_columns
         return (*self.read_columns, "prompts", "responses")
@@ -65,40 +67,50 @@ def register(
 ) -> Callable[[_Method], _Method]:
     """Make a worker's method callable on its group; works for `def` and `async def`.
 
-    A method that yields is a stream: `future.stream()` gives the driver what the ranks yield, as it comes, and
-    `future.get()` what they return at their end. A combination that cannot work raises ValueError when the class is
-    defined.
+    A method that yields is a stream: `future.stream()` gives the driver what the ranks yield, as it
+    comes, and `future.get()` what they return at their end. A combination that cannot work raises
+    ValueError when the class is defined.
 
     Args:
-        dispatch_mode: how arguments are split and results collected; or a dict with `dispatch_fn` and `collect_fn`,
-            called as `register_dispatch_mode` says.
+        dispatch_mode: how arguments are split and results collected; or a dict with `dispatch_fn`
+            and `collect_fn`, called as `register_dispatch_mode` says.
         execute_mode: which ranks run it.
-        blocking: whether `group.method(...)` waits. `group.method.remote(...)` returns a future either way.
-        reads: the only columns that the batch arguments carry to the worker; checked on the driver before the call.
+        blocking: whether `group.method(...)` waits. `group.method.remote(...)` returns a future
+            either way.
+        reads: the only columns that the batch arguments carry to the worker; checked on the driver
+            before the call.
         writes: the columns that the returned DataProto must have.
-        jagged: the method takes batches without padding, with jagged `prompts`, `responses` and columns by response
-            token, and returns such columns. Otherwise it gets and returns padded ones in verl's layout, with
-            `input_ids`, `attention_mask` and `position_ids` (docs/columns.md).
+        jagged: the method takes batches without padding, with jagged `prompts`, `responses` and
+            columns by response token, and returns such columns. Otherwise it gets and returns
+            padded ones in verl's layout, with `input_ids`, `attention_mask` and `position_ids`
+            (docs/columns.md).
         is_recorded: whether its calls stand in the timeline of the run.
     """
     mode = dispatch_mode
     if isinstance(mode, dict) and {"dispatch_fn", "collect_fn"} <= set(mode):
         mode = DispatchMode(**{"name": "custom", **mode})
     if not isinstance(mode, DispatchMode):
-        raise ValueError(f"dispatch_mode is a Dispatch.<NAME> or a dict with dispatch_fn and collect_fn, got {mode!r}")
+        raise ValueError(
+            "dispatch_mode is a Dispatch.<NAME> or a dict with dispatch_fn and collect_fn, got "
+            f"{mode!r}"
+        )
     if not isinstance(execute_mode, Execute):
         raise ValueError(f"execute_mode is Execute.ALL or Execute.RANK_ZERO, got {execute_mode!r}")
     whole_argument_modes = (Dispatch.RANK_ZERO, Dispatch.ONE_TO_ALL, Dispatch.ALL_TO_ALL)
     if execute_mode is Execute.RANK_ZERO and mode not in whole_argument_modes:
         raise ValueError(
-            f"{mode.name} splits its arguments over all ranks, so it cannot run with Execute.RANK_ZERO: "
-            "use Dispatch.RANK_ZERO, or Execute.ALL"
+            f"{mode.name} splits its arguments over all ranks, so it cannot run with "
+            "Execute.RANK_ZERO: use Dispatch.RANK_ZERO, or Execute.ALL"
         )
-    mode = mode if execute_mode is Execute.ALL else Dispatch.RANK_ZERO  # on one rank these modes are the same
+    # On one rank these modes are the same
+    mode = mode if execute_mode is Execute.ALL else Dispatch.RANK_ZERO
 
     def decorate(method: _Method) -> _Method:
         if inspect.isasyncgenfunction(method):
-            raise ValueError(f"{method.__qualname__} is an async generator, which returns no value: use def and yield")
+            raise ValueError(
+                f"{method.__qualname__} is an async generator, which returns no value: use def and "
+                "yield"
+            )
         spec = MethodSpec(
             name=method.__name__,
             dispatch_mode=mode,
@@ -110,14 +122,16 @@ def register(
             is_recorded=is_recorded,
         )
         setattr(method, _SPEC_ATTRIBUTE, spec)
-        setattr(method, _FUNCTION_ATTRIBUTE, method)  # functools.wraps copies attributes to another function
+        # Functools.wraps copies attributes to another function
+        setattr(method, _FUNCTION_ATTRIBUTE, method)
         return method
 
     return decorate
 
 
 def registered_methods(cls: type) -> dict[str, MethodSpec]:
-    """The registered methods of a worker class. An override without its own `@register` keeps the inherited one."""
+    """The registered methods of a worker class. An override without its own `@register` keeps the
+    inherited one."""
     specs: dict[str, MethodSpec] = {}
     for base in reversed(cls.__mro__):
         for name, attribute in vars(base).items():
@@ -127,7 +141,8 @@ def registered_methods(cls: type) -> dict[str, MethodSpec]:
 
 
 def is_registered(method: Callable[..., Any]) -> bool:
-    """Whether this very function was registered; an override without `@register` of its own was not."""
+    """Whether this very function was registered; an override without `@register` of its own was
+    not."""
     return getattr(method, _FUNCTION_ATTRIBUTE, None) is method
 
 
@@ -143,8 +158,13 @@ def check_reads(role: str, spec: MethodSpec, batches: Sequence[DataProto]) -> No
         if name.endswith("?") or name in present:
             continue
         column = COLUMNS.get(name)
-        writer = f"written by: {column.writer}" if column else "a custom column, not in docs/columns.md"
-        raise ValueError(f"{role}.{spec.name} reads {name!r}, not in its batch ({writer}). Present: {sorted(present)}")
+        writer = (
+            f"written by: {column.writer}" if column else "a custom column, not in docs/columns.md"
+        )
+        raise ValueError(
+            f"{role}.{spec.name} reads {name!r}, not in its batch ({writer}). Present: "
+            f"{sorted(present)}"
+        )
 
 
 def check_writes(role: str, spec: MethodSpec, result: Any) -> None:
@@ -152,16 +172,24 @@ def check_writes(role: str, spec: MethodSpec, result: Any) -> None:
     if spec.writes is None:
         return
     if not isinstance(result, DataProto):
-        raise ValueError(f"{role}.{spec.name} declares writes={spec.writes} but returned {type(result).__name__}")
+        raise ValueError(
+            f"{role}.{spec.name} declares writes={spec.writes} but returned {type(result).__name__}"
+        )
     present = {*result.columns(), *result.meta_info}
     missing = [name for name in spec.writes if not name.endswith("?") and name not in present]
     if missing:
-        raise ValueError(f"{role}.{spec.name} declares to write {missing} but returned only {sorted(present)}")
+        raise ValueError(
+            f"{role}.{spec.name} declares to write {missing} but returned only {sorted(present)}"
+        )
 
 
-def _as_names(argument: str, method: Callable[..., Any], names: Sequence[str] | None) -> tuple[str, ...] | None:
+def _as_names(
+    argument: str, method: Callable[..., Any], names: Sequence[str] | None
+) -> tuple[str, ...] | None:
     if names is None:
         return None
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"{argument} of {method.__qualname__} is a list of column names, got {names!r}")
+        raise ValueError(
+            f"{argument} of {method.__qualname__} is a list of column names, got {names!r}"
+        )
     return tuple(names)

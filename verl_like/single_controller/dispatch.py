@@ -1,4 +1,5 @@
-"""How a call's arguments are split over the ranks of a group and how their results become one value."""
+"""How a call's arguments are split over the ranks of a group and how their results become one
+value."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,7 +8,8 @@ from typing import Any, Protocol
 from verl_like.protocol import DataProto
 from verl_like.single_controller.shard import BatchShard, Splittable
 
-# (group, *args, **kwargs) -> (one list per argument, one list per keyword), each list with one entry per rank.
+# (group, *args, **kwargs) -> (one list per argument, one list per keyword), each list with one
+# entry per rank.
 DispatchFn = Callable[..., tuple[tuple[list[Any], ...], dict[str, list[Any]]]]
 CollectFn = Callable[..., Any]  # (group, outputs of the collected ranks) -> the caller's value
 
@@ -24,14 +26,19 @@ class Mesh:
         return len(self.collect_ranks)
 
     @classmethod
-    def from_coordinates(cls, role: str, mesh_name: str, coordinates: Sequence[tuple[int, bool]]) -> "Mesh":
+    def from_coordinates(
+        cls, role: str, mesh_name: str, coordinates: Sequence[tuple[int, bool]]
+    ) -> "Mesh":
         """Raises ValueError unless exactly one rank of every dp_rank is collected."""
         dp_ranks = [dp_rank for dp_rank, _ in coordinates]
-        collected = sorted((dp_rank, rank) for rank, (dp_rank, is_collect) in enumerate(coordinates) if is_collect)
+        collected = sorted(
+            (dp_rank, rank) for rank, (dp_rank, is_collect) in enumerate(coordinates) if is_collect
+        )
         if [dp_rank for dp_rank, _ in collected] != list(range(len(set(dp_ranks)))):
             raise ValueError(
-                f"mesh {mesh_name!r} of {role}: dp_ranks must count up from 0 without gaps, and exactly one rank of "
-                f"each must be collected, got (dp_rank, is_collect) by rank {list(coordinates)}"
+                f"mesh {mesh_name!r} of {role}: dp_ranks must count up from 0 without gaps, and "
+                "exactly one rank of each must be collected, got (dp_rank, is_collect) by rank "
+                f"{list(coordinates)}"
             )
         return cls(dp_ranks, [rank for _, rank in collected])
 
@@ -51,13 +58,14 @@ class WorkerGroupLike(Protocol):
 class DispatchMode:
     """A named pair of dispatch and collect function.
 
-    `collect_ranks(group)` is set for modes whose result is one batch: it lists, in row order, the ranks that hold it,
-    and makes the future of a call a DataProtoFuture. In other modes all ranks are collected.
+    `collect_ranks(group)` is set for modes whose result is one batch: it lists, in row order, the
+    ranks that hold it, and makes the future of a call a DataProtoFuture. In other modes all ranks
+    are collected.
 
-    `call_fn(method, *args, **kwargs)` is set for modes that make a call out of other calls, or prepare it: it returns
-    the future. `method` is the group's; `method.send` runs it on the ranks. It is not asked where a subclass has a
-    method of its own in the place of the registered one, nor for a batch that is Ordered or the future of one: there
-    the method runs on the ranks.
+    `call_fn(method, *args, **kwargs)` is set for modes that make a call out of other calls, or
+    prepare it: it returns the future. `method` is the group's; `method.send` runs it on the ranks.
+    It is not asked where a subclass has a method of its own in the place of the registered one, nor
+    for a batch that is Ordered or the future of one: there the method runs on the ranks.
     """
 
     name: str
@@ -75,10 +83,13 @@ class PerRank:
 
 
 def dispatch_each(spread: Callable[[WorkerGroupLike, Any], Sequence[Any]]) -> DispatchFn:
-    """The dispatch function that gives `spread(group, value)`, one entry per rank, of every argument."""
+    """The dispatch function that gives `spread(group, value)`, one entry per rank, of every
+    argument."""
 
     def dispatch(group: WorkerGroupLike, *args: Any, **kwargs: Any) -> Any:
-        return tuple(spread(group, value) for value in args), {k: spread(group, v) for k, v in kwargs.items()}
+        return tuple(spread(group, value) for value in args), {
+            k: spread(group, v) for k, v in kwargs.items()
+        }
 
     return dispatch
 
@@ -88,8 +99,13 @@ def replicate(group: WorkerGroupLike, value: Any) -> list[Any]:
 
 
 def split_batch(group: WorkerGroupLike, value: Any) -> list[Any]:
-    """Split a batch, or the future of one, over the ranks; anything else is given to every rank whole."""
-    return group.split(value, group.world_size) if isinstance(value, Splittable) else replicate(group, value)
+    """Split a batch, or the future of one, over the ranks; anything else is given to every rank
+    whole."""
+    return (
+        group.split(value, group.world_size)
+        if isinstance(value, Splittable)
+        else replicate(group, value)
+    )
 
 
 def unwrap_per_rank(group: WorkerGroupLike, value: Any) -> Sequence[Any]:
@@ -97,7 +113,8 @@ def unwrap_per_rank(group: WorkerGroupLike, value: Any) -> Sequence[Any]:
         return replicate(group, value)
     if len(value.values) != group.world_size:
         raise ValueError(
-            f"got {len(value.values)} values for the {group.world_size} ranks of {group.role}: give one for each rank"
+            f"got {len(value.values)} values for the {group.world_size} ranks of {group.role}: "
+            "give one for each rank"
         )
     return value.values
 
@@ -105,18 +122,23 @@ def unwrap_per_rank(group: WorkerGroupLike, value: Any) -> Sequence[Any]:
 def one_element_per_rank(group: WorkerGroupLike, value: Any) -> Sequence[Any]:
     if not isinstance(value, list | tuple):
         raise ValueError(
-            f"DP_COMPUTE takes a list or tuple with one element for each of {group.world_size} ranks of {group.role}, "
-            f"got {type(value).__name__}; ONE_TO_ALL gives every rank the same value"
+            f"DP_COMPUTE takes a list or tuple with one element for each of {group.world_size} "
+            f"ranks of {group.role}, got {type(value).__name__}; ONE_TO_ALL gives every rank the "
+            "same value"
         )
     return unwrap_per_rank(group, PerRank(value))
 
 
-dispatch_one_to_all, dispatch_dp_compute_proto = dispatch_each(replicate), dispatch_each(split_batch)
+dispatch_one_to_all = dispatch_each(replicate)
+dispatch_dp_compute_proto = dispatch_each(split_batch)
 
 
 def dispatch_dp_compute_proto_with_func(group: WorkerGroupLike, *args: Any, **kwargs: Any) -> Any:
     if not args or not callable(args[0]):
-        raise ValueError(f"DP_COMPUTE_PROTO_WITH_FUNC takes a callable first, got {args[0] if args else 'nothing'!r}")
+        raise ValueError(
+            "DP_COMPUTE_PROTO_WITH_FUNC takes a callable first, got "
+            f"{args[0] if args else 'nothing'!r}"
+        )
     return dispatch_dp_compute_proto(group, *args, **kwargs)
 
 
@@ -132,8 +154,9 @@ def collect_batch(group: Any, outputs: list[Any]) -> DataProto:
     for rank, output in enumerate(outputs):
         if not isinstance(output, DataProto):
             raise ValueError(
-                f"rank {rank} of {group.role} returned {type(output).__name__}, but this dispatch mode concatenates "
-                "DataProtos: return one, or register the method with DP_COMPUTE_METRIC (a list of per-rank results)"
+                f"rank {rank} of {group.role} returned {type(output).__name__}, but this dispatch "
+                "mode concatenates DataProtos: return one, or register the method with "
+                "DP_COMPUTE_METRIC (a list of per-rank results)"
             )
     return DataProto.concat(outputs)
 
@@ -143,9 +166,11 @@ def all_ranks(group: WorkerGroupLike) -> list[int]:
 
 
 def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> dict[str, Any]:
-    """Dispatch over the data-parallel dimension of the mesh that the workers registered under `mesh_name`.
+    """Dispatch over the data-parallel dimension of the mesh that the workers registered under
+    `mesh_name`.
 
-    Ranks with the same dp_rank receive the same shard; the results of the ranks with is_collect are concatenated.
+    Ranks with the same dp_rank receive the same shard; the results of the ranks with is_collect are
+    concatenated.
     """
 
     def spread(group: WorkerGroupLike, value: Any) -> list[Any]:
@@ -170,22 +195,28 @@ class Dispatch:
     ONE_TO_ALL = DispatchMode("ONE_TO_ALL", dispatch_one_to_all, collect_list)
     ALL_TO_ALL = DispatchMode("ALL_TO_ALL", dispatch_each(unwrap_per_rank), collect_list)
     DP_COMPUTE = DispatchMode("DP_COMPUTE", dispatch_each(one_element_per_rank), collect_list)
-    DP_COMPUTE_PROTO = DispatchMode("DP_COMPUTE_PROTO", dispatch_dp_compute_proto, collect_batch, all_ranks)
+    DP_COMPUTE_PROTO = DispatchMode(
+        "DP_COMPUTE_PROTO", dispatch_dp_compute_proto, collect_batch, all_ranks
+    )
     DP_COMPUTE_PROTO_WITH_FUNC = DispatchMode(
         "DP_COMPUTE_PROTO_WITH_FUNC", dispatch_dp_compute_proto_with_func, collect_batch, all_ranks
     )
     DP_COMPUTE_METRIC = DispatchMode("DP_COMPUTE_METRIC", dispatch_dp_compute_proto, collect_list)
 
 
-def register_dispatch_mode(name: str, dispatch_fn: DispatchFn, collect_fn: CollectFn) -> DispatchMode:
+def register_dispatch_mode(
+    name: str, dispatch_fn: DispatchFn, collect_fn: CollectFn
+) -> DispatchMode:
     """Add `Dispatch.<name>`.
 
-    `dispatch_fn(group, *args, **kwargs)` returns one list per argument with one entry per rank (`group.world_size`,
-    `group.split(batch, count)`); `collect_fn(group, outputs)` turns the results of all ranks into the caller's value,
-    and sees only `group.role` and `group.world_size`.
+    `dispatch_fn(group, *args, **kwargs)` returns one list per argument with one entry per rank
+    (`group.world_size`, `group.split(batch, count)`); `collect_fn(group, outputs)` turns the
+    results of all ranks into the caller's value, and sees only `group.role` and `group.world_size`.
     """
     if not name.isidentifier() or name != name.upper():
-        raise ValueError(f"a dispatch mode is named in capitals like Dispatch.ONE_TO_ALL, got {name!r}")
+        raise ValueError(
+            f"a dispatch mode is named in capitals like Dispatch.ONE_TO_ALL, got {name!r}"
+        )
     if hasattr(Dispatch, name):
         raise ValueError(f"Dispatch.{name} exists already: choose another name")
     mode = DispatchMode(name, dispatch_fn, collect_fn)

@@ -8,14 +8,26 @@ from verl_like.single_controller.shortage import Shortage
 class WorkerError(RuntimeError):
     """A worker's method raised.
 
-    Attributes: role, rank, node (address), pid, method, cause (the worker's traceback, as text) and shortage (None
-    unless memory was short).
+    Attributes: role, rank, node (address), pid, method, cause (the worker's traceback, as text) and
+    shortage (None unless memory was short).
     """
 
     def __init__(
-        self, role: str, rank: int, node: str, pid: int, method: str, cause: str, shortage: Shortage | None = None
+        self,
+        role: str,
+        rank: int,
+        node: str,
+        pid: int,
+        method: str,
+        cause: str,
+        shortage: Shortage | None = None,
     ) -> None:
-        self.role, self.rank, self.node, self.pid, self.method, self.cause = role, rank, node, pid, method, cause
+        self.role = role
+        self.rank = rank
+        self.node = node
+        self.pid = pid
+        self.method = method
+        self.cause = cause
         self.shortage = shortage
         table = f"\n{shortage.processes}" if shortage else ""
         super().__init__(f"{self.headline()}\n{cause.rstrip()}{table}")
@@ -27,7 +39,8 @@ class WorkerError(RuntimeError):
     def in_method(self, method: str) -> "WorkerError":
         """The same failure, named after the method that the failed one was a part of."""
         make, arguments = self.__reduce__()
-        place, (_, *rest) = arguments[:4], arguments[4:]
+        place = arguments[:4]
+        (_, *rest) = arguments[4:]
         renamed = make(*place, method, *rest)
         renamed.__cause__ = self.__cause__
         for note in getattr(self, "__notes__", ()):
@@ -46,7 +59,8 @@ class WorkerError(RuntimeError):
 
 
 class WorkerDied(WorkerError):
-    """A worker's process died; the other processes of its group have been killed. `cause` holds its last log lines."""
+    """A worker's process died; the other processes of its group have been killed. `cause` holds its
+    last log lines."""
 
     def headline(self) -> str:
         died = f"{self.where()} died during {self.method}{self.reason()}"
@@ -54,7 +68,8 @@ class WorkerDied(WorkerError):
 
 
 class WorkerStopped(WorkerDied):
-    """A worker's process, or one that it started, was stopped, such as by SIGSTOP; the group has been killed."""
+    """A worker's process, or one that it started, was stopped, such as by SIGSTOP; the group has
+    been killed."""
 
     def headline(self) -> str:
         stopped = f"{self.where()} was stopped, such as by SIGSTOP, during {self.method}"
@@ -65,12 +80,18 @@ class CallTimeout(TimeoutError):
     """A call, or the start of a group, did not finish in time. The workers are left as they are."""
 
     def __init__(self, role: str, method: str, seconds: float, waiting_for: str) -> None:
-        self.role, self.method, self.seconds, self.waiting_for = role, method, seconds, waiting_for
-        super().__init__(f"{role}.{method} did not finish within {seconds:.3g} s: waiting for {waiting_for}")
+        self.role = role
+        self.method = method
+        self.seconds = seconds
+        self.waiting_for = waiting_for
+        super().__init__(
+            f"{role}.{method} did not finish within {seconds:.3g} s: waiting for {waiting_for}"
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.role, self.method, self.seconds, self.waiting_for)
 
 
 class PlacementError(ValueError):
-    """The cluster cannot hold the resource pools; the message has a table of requested against available resources."""
+    """The cluster cannot hold the resource pools; the message has a table of requested against
+    available resources."""

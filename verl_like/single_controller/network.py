@@ -1,4 +1,5 @@
-"""Where processes listen: at the address of their node, which is the loopback address where a run has one machine."""
+"""Where processes listen: at the address of their node, which is the loopback address where a run
+has one machine."""
 
 import os
 import socket
@@ -9,28 +10,39 @@ from torch.distributed import TCPStore
 
 
 def open_store(host: str, port: int = 0, **options: Any) -> TCPStore:
-    """A store that listens at `host` alone, with port 0 at a free port; TCPStore itself listens at all addresses.
+    """A store that listens at `host` alone, with port 0 at a free port; TCPStore itself listens at
+    all addresses.
 
     It lives as long as the object. `options` are those of TCPStore.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, port), family=family)
     port = listener.getsockname()[1]
-    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), **options)
+    return TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+        **options,
+    )
 
 
 def address_towards(host: str) -> str:
     """The address of this node at which `host` reaches it."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing: asks for the way
+    # Sends nothing: asks for the way
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 1))
         address: str = probe.getsockname()[0]
         return address
 
 
 def listen_at(address: str) -> None:
-    """Has the libraries of this process listen at an address of this node, unless the environment says otherwise.
+    """Has the libraries of this process listen at an address of this node, unless the environment
+    says otherwise.
 
-    Left alone, gloo takes the address of the host's name, and NCCL and vLLM that of the first interface.
+    Left alone, gloo takes the address of the host's name, and NCCL and vLLM that of the first
+    interface.
     """
     os.environ.setdefault("VLLM_HOST_IP", address)
     for interface, addresses in psutil.net_if_addrs().items():

@@ -1,4 +1,5 @@
-"""The share of a batch that one rank works on, described by references and resolved on the worker."""
+"""The share of a batch that one rank works on, described by references and resolved on the
+worker."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,15 +10,17 @@ import torch
 
 from verl_like.protocol import PAD_COLUMN, DataProto, DataProtoFuture, Part
 
-# Turns references into values, in order; anything that is not a reference of the backend passes through.
+# Turns references into values, in order; anything that is not a reference of the backend passes
+# through.
 Fetch = Callable[[list[Any]], list[Any]]
 
 
 class Ordered:
-    """A batch of which rank i of a group gets the i-th slice of `order`, instead of the i-th slice of its rows.
+    """A batch of which rank i of a group gets the i-th slice of `order`, instead of the i-th slice
+    of its rows.
 
-    The result comes back in the batch's own order. The batch itself, or the future of one, is not copied: each rank
-    gathers its rows.
+    The result comes back in the batch's own order. The batch itself, or the future of one, is not
+    copied: each rank gathers its rows.
 
     Args:
         batch: of B rows.
@@ -31,18 +34,29 @@ class Ordered:
         order: Sequence[int] | np.ndarray | torch.Tensor,
         sizes: Sequence[int] | None = None,
     ) -> None:
-        self.batch, self.sizes = batch, sizes
+        self.batch = batch
+        self.sizes = sizes
         self.order = np.asarray(order, dtype=np.int64)
         # A future has its number of rows only where its ranks worked in another order.
-        known = batch if isinstance(batch, DataProto) else self.order if batch.order is None else batch.order
+        known = (
+            batch
+            if isinstance(batch, DataProto)
+            else self.order
+            if batch.order is None
+            else batch.order
+        )
         num_rows = len(known)
-        if self.order.shape != (num_rows,) or not np.array_equal(np.sort(self.order), np.arange(num_rows)):
+        if self.order.shape != (num_rows,) or not np.array_equal(
+            np.sort(self.order), np.arange(num_rows)
+        ):
             raise ValueError(
-                f"the order of an Ordered batch names each of its {num_rows} rows once, got {self.order.shape} "
-                f"numbers: {self.order[:20].tolist()}"
+                f"the order of an Ordered batch names each of its {num_rows} rows once, got "
+                f"{self.order.shape} numbers: {self.order[:20].tolist()}"
             )
         if sizes is not None and (min(sizes, default=0) < 0 or sum(sizes) != num_rows):
-            raise ValueError(f"the sizes of an Ordered batch add up to its {num_rows} rows, got {list(sizes)}")
+            raise ValueError(
+                f"the sizes of an Ordered batch add up to its {num_rows} rows, got {list(sizes)}"
+            )
 
 
 # What a dispatch mode can split over the ranks.
@@ -61,11 +75,12 @@ class ResolvedShard:
 class BatchShard:
     """Shard `index` of `num_shards` of the batch that `parts` make up in row order.
 
-    Shards are consecutive rows; the first ones have one row more where the rows do not divide, and the last ones none
-    where there are fewer rows than shards. A shard without rows has the batch's columns.
+    Shards are consecutive rows; the first ones have one row more where the rows do not divide, and
+    the last ones none where there are fewer rows than shards. A shard without rows has the batch's
+    columns.
 
-    `row_numbers` int64 are the rows of this shard, for a batch of `num_batch_rows` rows; None: the index-th slice.
-    `ordered`: see ResolvedShard. `columns`: the only ones to keep, None for all.
+    `row_numbers` int64 are the rows of this shard, for a batch of `num_batch_rows` rows; None: the
+    index-th slice. `ordered`: see ResolvedShard. `columns`: the only ones to keep, None for all.
     """
 
     parts: tuple[Part, ...]
@@ -81,7 +96,11 @@ class BatchShard:
 
         def payloads(numbers: Sequence[int]) -> list[DataProto]:
             batches = fetch([self.parts[number].payload for number in numbers])
-            return batches if self.columns is None else [select_columns(batch, self.columns) for batch in batches]
+            return (
+                batches
+                if self.columns is None
+                else [select_columns(batch, self.columns) for batch in batches]
+            )
 
         sizes = [header.num_rows for header in fetch([part.header for part in self.parts])]
         total = sum(sizes)
@@ -92,17 +111,20 @@ class BatchShard:
             row_numbers = np.array_split(np.arange(total), self.num_shards)[self.index]
         elif total != self.num_batch_rows:
             raise ValueError(
-                f"an order of {self.num_batch_rows} rows was given for a future of {total} rows: order all of them"
+                f"an order of {self.num_batch_rows} rows was given for a future of {total} rows: "
+                "order all of them"
             )
         data = gather_rows(sizes, row_numbers, payloads)
         for array in data.non_tensor_batch.values():
-            array.flags.writeable = False  # a view of shared rows: NumPy itself refuses to write into it
+            # A view of shared rows: NumPy itself refuses to write into it
+            array.flags.writeable = False
         return ResolvedShard(data, self.ordered)
 
 
 @dataclass(frozen=True)
 class ForwardedFuture:
-    """A future given as an argument: references to its ranks' results, collected where they are used."""
+    """A future given as an argument: references to its ranks' results, collected where they are
+    used."""
 
     parts: tuple[Part, ...]
     collect: Callable[[list[Any]], Any]
@@ -125,7 +147,9 @@ def split_order(order: np.ndarray, sizes: Sequence[int] | None, count: int) -> l
     if sizes is None:
         return np.array_split(order, count)
     if len(sizes) != count:
-        raise ValueError(f"an Ordered batch has sizes for {len(sizes)} ranks, but is split over {count}")
+        raise ValueError(
+            f"an Ordered batch has sizes for {len(sizes)} ranks, but is split over {count}"
+        )
     return np.split(order, np.cumsum(sizes)[:-1])
 
 
@@ -134,8 +158,9 @@ def gather_rows(
 ) -> DataProto:
     """The rows `row_numbers`, in this order, of the batch that parts of `sizes` rows make up.
 
-    `fetch` is called once, with the numbers of the parts that hold these rows, and returns the parts. Contiguous rows
-    of one part are a view, others are copies. No rows are those of a part that has some, which has all columns.
+    `fetch` is called once, with the numbers of the parts that hold these rows, and returns the
+    parts. Contiguous rows of one part are a view, others are copies. No rows are those of a part
+    that has some, which has all columns.
     """
     if not len(row_numbers):
         filled = [part for part, size in enumerate(sizes) if size]
@@ -144,14 +169,23 @@ def gather_rows(
         return payload.rows(0, 0)
     ends = np.cumsum(sizes)
     starts = ends - sizes
-    order = [((row_numbers >= a) & (row_numbers < b)).nonzero()[0] for a, b in zip(starts, ends, strict=True)]
-    needed, taken = [part for part, places in enumerate(order) if len(places)], []
+    order = [
+        ((row_numbers >= a) & (row_numbers < b)).nonzero()[0]
+        for a, b in zip(starts, ends, strict=True)
+    ]
+    needed = [part for part, places in enumerate(order) if len(places)]
+    taken = []
     for part, payload in zip(needed, fetch(needed), strict=True):
         rows = row_numbers[order[part]] - starts[part]
-        taken.append(payload.rows(int(rows[0]), int(rows[-1]) + 1) if _is_range(rows) else payload.select_idxs(rows))
+        taken.append(
+            payload.rows(int(rows[0]), int(rows[-1]) + 1)
+            if _is_range(rows)
+            else payload.select_idxs(rows)
+        )
     if len(taken) == 1:
         return taken[0]
-    joined, whole_order = DataProto.concat(taken), np.concatenate(order)
+    joined = DataProto.concat(taken)
+    whole_order = np.concatenate(order)
     return joined if _is_range(whole_order) else joined.select_idxs(whole_order.argsort())
 
 

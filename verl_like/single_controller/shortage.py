@@ -12,25 +12,32 @@ import torch
 NUM_SHOWN = 12
 _TITLES_OF_A_RUN = ("ray::", "VLLM::")
 # Where torch raises a plain RuntimeError.
-_HOST_TEXTS = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
+_HOST_TEXTS = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",
+)
 _DEVICE_TEXTS = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 @dataclass(frozen=True)
 class Shortage:
-    """The memory of a node, or of a device, did not suffice. `processes` is a table, see `largest_processes`."""
+    """The memory of a node, or of a device, did not suffice. `processes` is a table, see
+    `largest_processes`."""
 
     memory: Literal["host", "device"]
     processes: str
 
 
 def shortage_of(error: BaseException) -> Shortage | None:
-    """What an exception says of memory, with the processes of this node as they are now; None if it says nothing."""
+    """What an exception says of memory, with the processes of this node as they are now; None if it
+    says nothing."""
     for each in _chain(error):
         text = str(each)
         if isinstance(each, torch.OutOfMemoryError) or any(part in text for part in _DEVICE_TEXTS):
             return Shortage("device", largest_processes())
-        no_memory = isinstance(each, MemoryError) or (isinstance(each, OSError) and each.errno == errno.ENOMEM)
+        no_memory = isinstance(each, MemoryError) or (
+            isinstance(each, OSError) and each.errno == errno.ENOMEM
+        )
         if no_memory or any(part in text for part in _HOST_TEXTS):
             return Shortage("host", largest_processes())
     return None
@@ -46,13 +53,17 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def largest_processes() -> str:
-    """The resident bytes of the processes of this node that hold most, and of all workers, with id and title."""
+    """The resident bytes of the processes of this node that hold most, and of all workers, with id
+    and title."""
     rows: list[tuple[int, int, str]] = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             rows.append((process.memory_info().rss, process.pid, title_of(process)))
     memory = psutil.virtual_memory()
-    lines = [f"Resident memory of the largest processes, with {_gib(memory.available)} of {_gib(memory.total)} left:"]
+    lines = [
+        f"Resident memory of the largest processes, with {_gib(memory.available)} of "
+        f"{_gib(memory.total)} left:"
+    ]
     for place, (resident, pid, title) in enumerate(sorted(rows, reverse=True)):
         if place < NUM_SHOWN or title.startswith(_TITLES_OF_A_RUN):
             lines.append(f"  {_gib(resident):>11}  pid {pid:<8} {title[:80]}")

@@ -12,7 +12,8 @@ from verl_like.single_controller.shard import select_columns
 def argument_of(spec: MethodSpec, data: DataProto) -> DataProto:
     """The batch as the method reads it: with padded columns, unless it takes jagged ones.
 
-    Raises ValueError for jagged prompts without the meta entry `padding`, which says how wide padded columns are.
+    Raises ValueError for jagged prompts without the meta entry `padding`, which says how wide
+    padded columns are.
     """
     columns = spec.read_columns
     if spec.jagged or not _has_jagged_prompts(data):
@@ -23,8 +24,8 @@ def argument_of(spec: MethodSpec, data: DataProto) -> DataProto:
 def result_of(spec: MethodSpec, result: DataProto, data: DataProto) -> DataProto:
     """What a method returned for a batch, without padding.
 
-    Returned prompts and responses in verl's layout become jagged, as do columns (B, R, ...) beside the responses of the
-    batch.
+    Returned prompts and responses in verl's layout become jagged, as do columns (B, R, ...) beside
+    the responses of the batch.
     """
     if spec.jagged or not _has_jagged_prompts(data):
         return result
@@ -40,11 +41,13 @@ def result_of(spec: MethodSpec, result: DataProto, data: DataProto) -> DataProto
         columns["responses"], padded(data, ["responses"]).tensors()["responses"]
     ):
         raise ValueError(
-            f"{spec.name} returned other responses than it was given: return input_ids and attention_mask with them, "
-            "which say how long they are"
+            f"{spec.name} returned other responses than it was given: return input_ids and "
+            "attention_mask with them, which say how long they are"
         )
     beside = data.select(batch_keys=["prompts", "responses"], non_tensor_batch_keys=[])
-    return strip(result, beside).select(batch_keys=[name for name in columns if name not in VERL_COLUMNS])
+    return strip(result, beside).select(
+        batch_keys=[name for name in columns if name not in VERL_COLUMNS]
+    )
 
 
 def _has_jagged_prompts(data: DataProto) -> bool:

@@ -12,12 +12,13 @@ from verl_like.single_controller.dispatch import Dispatch
 class Worker:
     """One rank of a worker group. Registered methods (`@register`) can be called on the group.
 
-    Rank and sizes come from the environment (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT,
-    VERL_LIKE_DEVICE), which the group sets before the worker is made.
+    Rank and sizes come from the environment (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
+    MASTER_ADDR, MASTER_PORT, VERL_LIKE_DEVICE), which the group sets before the worker is made.
     """
 
     reward_columns: ClassVar[Mapping[str, float]] = {}
-    """The columns (B R) that this worker writes and that make up the reward, each with its weight in the sum."""
+    """The columns (B R) that this worker writes and that make up the reward, each with its weight
+    in the sum."""
 
     rank: int
     world_size: int
@@ -28,7 +29,10 @@ class Worker:
     # In __new__, so that a subclass that does not call super().__init__() has its rank as well.
     def __new__(cls, *args: Any, **kwargs: Any) -> "Worker":
         worker = super().__new__(cls)
-        worker.rank, worker.world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        worker.rank, worker.world_size = (
+            int(os.environ.get("RANK", "0")),
+            int(os.environ.get("WORLD_SIZE", "1")),
+        )
         worker.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         worker.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         worker._mesh_coordinates = {}
@@ -40,21 +44,29 @@ class Worker:
         return os.environ.get("VERL_LIKE_DEVICE", "cpu")
 
     def get_master_addr_port(self) -> tuple[str, int]:
-        """Where rank 0 of the group may open its store; the port stays reserved as long as the group lives."""
+        """Where rank 0 of the group may open its store; the port stays reserved as long as the
+        group lives."""
         return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
-    def _register_dispatch_collect_info(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
-        """Say which shard of a batch this rank works on, and whether its result is collected, under mesh dispatch."""
+    def _register_dispatch_collect_info(
+        self, mesh_name: str, dp_rank: int, is_collect: bool
+    ) -> None:
+        """Say which shard of a batch this rank works on, and whether its result is collected, under
+        mesh dispatch."""
         if mesh_name in self._mesh_coordinates:
-            raise ValueError(f"mesh {mesh_name!r} is registered already on rank {self.rank}: register it once")
+            raise ValueError(
+                f"mesh {mesh_name!r} is registered already on rank {self.rank}: register it once"
+            )
         self._mesh_coordinates[mesh_name] = (dp_rank, is_collect)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Loads what the worker computes with, before its other methods are called; nothing where it is inherited."""
+        """Loads what the worker computes with, before its other methods are called; nothing where
+        it is inherited."""
 
     def close(self) -> None:
-        """Ends what the worker has started in its process, such as threads; a process of its own ends with them."""
+        """Ends what the worker has started in its process, such as threads; a process of its own
+        ends with them."""
         return
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -62,14 +74,19 @@ class Worker:
         """This rank's (dp_rank, is_collect) in a mesh."""
         if mesh_name not in self._mesh_coordinates:
             raise ValueError(
-                f"mesh {mesh_name!r} is not registered on rank {self.rank} (known: {sorted(self._mesh_coordinates)}): "
-                "call self._register_dispatch_collect_info(mesh_name, dp_rank, is_collect) in init_model"
+                f"mesh {mesh_name!r} is not registered on rank {self.rank} (known: "
+                f"{sorted(self._mesh_coordinates)}): call "
+                "self._register_dispatch_collect_info(mesh_name, dp_rank, is_collect) in "
+                "init_model"
             )
         return self._mesh_coordinates[mesh_name]
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
-    def execute_with_func_generator(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run func(worker, *args, **kwargs) on every rank, batches split over the ranks; it returns a DataProto."""
+    def execute_with_func_generator(
+        self, func: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run func(worker, *args, **kwargs) on every rank, batches split over the ranks; it returns
+        a DataProto."""
         return func(self, *args, **kwargs)
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL, execute_mode=Execute.RANK_ZERO)
@@ -78,17 +95,25 @@ class Worker:
         return func(*args, **kwargs)
 
 
-def rank_environment(rank: int, world_size: int, local_rank: int, local_world_size: int, device: str) -> dict[str, str]:
+def rank_environment(
+    rank: int, world_size: int, local_rank: int, local_world_size: int, device: str
+) -> dict[str, str]:
     """The environment variables by which a worker knows its place, but for the master's address."""
-    numbers = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_world_size}
+    numbers = {
+        "RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_RANK": local_rank,
+        "LOCAL_WORLD_SIZE": local_world_size,
+    }
     return {**{name: str(number) for name, number in numbers.items()}, "VERL_LIKE_DEVICE": device}
 
 
 def reserve_port() -> tuple[socket.socket, int]:
-    """A free TCP port, and the socket that keeps the system from giving it to anyone else until it is closed.
+    """A free TCP port, and the socket that keeps the system from giving it to anyone else until it
+    is closed.
 
-    The socket is bound with SO_REUSEADDR but does not listen: a server that sets SO_REUSEADDR, as torch's TCPStore
-    does, can listen on the port meanwhile.
+    The socket is bound with SO_REUSEADDR but does not listen: a server that sets SO_REUSEADDR, as
+    torch's TCPStore does, can listen on the port meanwhile.
     """
     holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

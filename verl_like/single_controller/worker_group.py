@@ -1,4 +1,5 @@
-"""The driver's handle on the ranks of one role: registered methods become callables of the group."""
+"""The driver's handle on the ranks of one role: registered methods become callables of the
+group."""
 
 import abc
 import functools
@@ -13,7 +14,12 @@ import numpy as np
 from verl_like.plugins import import_plugins
 from verl_like.protocol import CallHeader, DataProto, DataProtoFuture, Future, Part, PendingCall
 from verl_like.single_controller import shard
-from verl_like.single_controller.decorator import MethodSpec, check_reads, is_registered, registered_methods
+from verl_like.single_controller.decorator import (
+    MethodSpec,
+    check_reads,
+    is_registered,
+    registered_methods,
+)
 from verl_like.single_controller.dispatch import Dispatch, DispatchMode, Mesh, PerRank, all_ranks
 from verl_like.single_controller.shard import BatchShard, Ordered, Splittable
 from verl_like.single_controller.worker import Worker
@@ -44,7 +50,8 @@ class ClassWithInitArgs:
         # verl passes ray.remote(WorkerClass); the class inside is what its process builds.
         metadata = getattr(cls, "__ray_metadata__", None)
         self.cls: Any = cls if metadata is None else metadata.modified_class.__ray_actor_class__
-        self.args, self.kwargs = args, kwargs
+        self.args = args
+        self.kwargs = kwargs
         self.plugins: tuple[str, ...] = ()
         """Modules that the worker's process imports first."""
 
@@ -55,40 +62,55 @@ class ClassWithInitArgs:
 
 @dataclass(frozen=True)
 class WorkerGroupFacts:
-    """What a collect function may ask of the group. It may run on a worker of another group, so it gets no more."""
+    """What a collect function may ask of the group. It may run on a worker of another group, so it
+    gets no more."""
 
     role: str
     world_size: int
 
 
 class WorkerGroup(abc.ABC):
-    """Base of the Ray and the local backend; `group.method(...)` and `group.method.remote(...)` call the ranks."""
+    """Base of the Ray and the local backend; `group.method(...)` and `group.method.remote(...)`
+    call the ranks."""
 
     deadline_s: float = math.inf
     """How long a call may take, in seconds."""
     runs_at_once: bool = False
     """A call runs in the thread that submits it, and others wait meanwhile."""
 
-    def __init__(self, worker_cls: type | None, role: str, world_size: int, pool: str, on_call: OnCall | None) -> None:
-        self.role, self.world_size, self.pool, self.on_call = role, world_size, pool, on_call
+    def __init__(
+        self, worker_cls: type | None, role: str, world_size: int, pool: str, on_call: OnCall | None
+    ) -> None:
+        self.role = role
+        self.world_size = world_size
+        self.pool = pool
+        self.on_call = on_call
         self._meshes: dict[str, Mesh] = {}
         self._unrecorded: set[str] = set()
         self.caller: Any = None
-        """What a dispatch mode's `call_fn` keeps of this group, such as the router of its requests."""
+        """What a dispatch mode's `call_fn` keeps of this group, such as the router of its
+        requests."""
         if worker_cls is None:  # several roles, before spawn()
             return
         if not issubclass(worker_cls, Worker):
-            raise ValueError(f"{worker_cls.__name__} of role {role} is not a Worker: subclass Worker")
+            raise ValueError(
+                f"{worker_cls.__name__} of role {role} is not a Worker: subclass Worker"
+            )
         for name, spec in registered_methods(worker_cls).items():
             if hasattr(self, name):
-                raise ValueError(f"{worker_cls.__name__}.{name} has the name of a worker group's attribute: rename it")
+                raise ValueError(
+                    f"{worker_cls.__name__}.{name} has the name of a worker group's attribute: "
+                    "rename it"
+                )
             setattr(self, name, BoundMethod(self, spec, getattr(worker_cls, name)))
             if not spec.is_recorded:
                 self._unrecorded.add(name)
 
     def __getattr__(self, name: str) -> "BoundMethod":
         # Registered methods are attributes; this is called for names that are none.
-        raise AttributeError(f"the worker group {self.__dict__.get('role', '')!r} has no registered method {name!r}")
+        raise AttributeError(
+            f"the worker group {self.__dict__.get('role', '')!r} has no registered method {name!r}"
+        )
 
     @abc.abstractmethod
     def put(self, data: DataProto) -> Part:
@@ -96,11 +118,15 @@ class WorkerGroup(abc.ABC):
 
     @abc.abstractmethod
     def submit(
-        self, spec: MethodSpec, calls: list[tuple[list[Any], dict[str, Any]]], collect_ranks: list[int]
+        self,
+        spec: MethodSpec,
+        calls: list[tuple[list[Any], dict[str, Any]]],
+        collect_ranks: list[int],
     ) -> PendingCall:
         """Start the method on ranks 0, 1, ... with their arguments.
 
-        The pending call waits for all of them; its outputs and its parts are those of `collect_ranks`, in this order.
+        The pending call waits for all of them; its outputs and its parts are those of
+        `collect_ranks`, in this order.
         """
 
     @abc.abstractmethod
@@ -108,15 +134,17 @@ class WorkerGroup(abc.ABC):
         """Stop the ranks; the group is of no use afterwards."""
 
     def look_for_stopped(self, method: str) -> None:
-        """Raises WorkerStopped if a process of the driver's groups is found stopped, such as by SIGSTOP.
+        """Raises WorkerStopped if a process of the driver's groups is found stopped, such as by
+        SIGSTOP.
 
         For a caller that waits for `method` without a call of its own, every `LOOK_S` seconds.
         """
         return  # a backend without processes has nothing to look for
 
     def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> Future[list[Any]]:
-        """Call a registered method by its name on every rank, whatever its dispatch mode: arguments as in
-        Dispatch.ALL_TO_ALL; the future's value is the list of results, by rank. Raises ValueError for other names."""
+        """Call a registered method by its name on every rank, whatever its dispatch mode: arguments
+        as in Dispatch.ALL_TO_ALL; the future's value is the list of results, by rank. Raises
+        ValueError for other names."""
         return self._method(method_name, Dispatch.ALL_TO_ALL).remote(*args, **kwargs)
 
     def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
@@ -138,9 +166,13 @@ class WorkerGroup(abc.ABC):
         return BoundMethod(self, replace(bound.spec, dispatch_mode=mode), bound.method)
 
     def split(self, data: Splittable, count: int) -> list[BatchShard]:
-        """`count` shards, of as equal numbers of rows as possible unless an Ordered batch says how many; a DataProto is
-        put into the backend's store once."""
-        batch, order, sizes = (data.batch, data.order, data.sizes) if isinstance(data, Ordered) else (data, None, None)
+        """`count` shards, of as equal numbers of rows as possible unless an Ordered batch says how
+        many; a DataProto is put into the backend's store once."""
+        batch, order, sizes = (
+            (data.batch, data.order, data.sizes)
+            if isinstance(data, Ordered)
+            else (data, None, None)
+        )
         if isinstance(batch, DataProto):
             parts = [self.put(batch)]
         else:
@@ -150,7 +182,10 @@ class WorkerGroup(abc.ABC):
                 order = part_rows if order is None else part_rows[order]
         slices = [None] * count if order is None else shard.split_order(order, sizes, count)
         of_batch = 0 if order is None else len(order), isinstance(data, Ordered)
-        return [BatchShard(tuple(parts), index, count, None, rows, *of_batch) for index, rows in enumerate(slices)]
+        return [
+            BatchShard(tuple(parts), index, count, None, rows, *of_batch)
+            for index, rows in enumerate(slices)
+        ]
 
     def mesh(self, mesh_name: str) -> Mesh:
         """The coordinates that the ranks registered, asked for once."""
@@ -166,14 +201,18 @@ class WorkerGroup(abc.ABC):
     def report(self, method: str, rank: int, header: CallHeader) -> None:
         """Report a finished call of one rank to `on_call`."""
         if self.on_call is not None and method not in self._unrecorded:
-            self.on_call(CallEvent(self.pool, self.role, method, rank, header.started, header.finished))
+            self.on_call(
+                CallEvent(self.pool, self.role, method, rank, header.started, header.finished)
+            )
 
 
 class BoundMethod:
     """A registered method of a group."""
 
     def __init__(self, group: WorkerGroup, spec: MethodSpec, method: Callable[..., Any]) -> None:
-        self.group, self.spec, self.method = group, spec, method
+        self.group = group
+        self.spec = spec
+        self.method = method
         self._signature = inspect.signature(method)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -184,7 +223,9 @@ class BoundMethod:
     def remote(self, *args: Any, **kwargs: Any) -> Future:
         """Submit the call and return its future."""
         self._signature.bind(None, *args, **kwargs)
-        is_plain = not any(isinstance(value, DataProtoFuture | Ordered) for value in (*args, *kwargs.values()))
+        is_plain = not any(
+            isinstance(value, DataProtoFuture | Ordered) for value in (*args, *kwargs.values())
+        )
         if self.call_fn is not None and is_plain:
             self._check((*args, *kwargs.values()))
             return self.call_fn(self, *args, **kwargs)
@@ -192,9 +233,11 @@ class BoundMethod:
 
     def send(self, *args: Any, **kwargs: Any) -> Future:
         """Submit the call to the ranks, and return its future."""
-        group, spec = self.group, self.spec
+        group = self.group
+        spec = self.spec
         order = self._check((*args, *kwargs.values()))
-        args, kwargs = tuple(self._selected(v) for v in args), {k: self._selected(v) for k, v in kwargs.items()}
+        args = tuple(self._selected(v) for v in args)
+        kwargs = {k: self._selected(v) for k, v in kwargs.items()}
         sent: dict[int, Any] = {}  # an argument that several ranks get is prepared (and put) once
         calls = [
             (
@@ -206,30 +249,44 @@ class BoundMethod:
         mode = spec.dispatch_mode
         collect = functools.partial(mode.collect_fn, WorkerGroupFacts(group.role, group.world_size))
         if mode.collect_ranks is not None:
-            return DataProtoFuture(group.submit(spec, calls, mode.collect_ranks(group)), collect, order)
+            return DataProtoFuture(
+                group.submit(spec, calls, mode.collect_ranks(group)), collect, order
+            )
         ranks = [0] if mode is Dispatch.RANK_ZERO else all_ranks(group)
         return Future(group.submit(spec, calls, ranks), collect)
 
     @property
     def call_fn(self) -> Callable[..., Future] | None:
-        """What makes the call out of other calls, where that is not left to the ranks: see DispatchMode."""
+        """What makes the call out of other calls, where that is not left to the ranks: see
+        DispatchMode."""
         return self.spec.dispatch_mode.call_fn if is_registered(self.method) else None
 
     def _check(self, values: Sequence[Any]) -> np.ndarray | None:
-        """Raise ValueError for batches that the method cannot take. Returns the order of the first Ordered batch, which
-        is that of the result, or None."""
+        """Raise ValueError for batches that the method cannot take. Returns the order of the first
+        Ordered batch, which is that of the result, or None."""
         batches = [value for value in values if isinstance(value, Splittable)]
         plain = [value.batch if isinstance(value, Ordered) else value for value in batches]
         if not any(isinstance(batch, DataProtoFuture) for batch in plain):
-            check_reads(self.group.role, self.spec, [batch for batch in plain if isinstance(batch, DataProto)])
+            check_reads(
+                self.group.role,
+                self.spec,
+                [batch for batch in plain if isinstance(batch, DataProto)],
+            )
         ordered = [value for value in batches if isinstance(value, Ordered)]
         if not ordered:
             return None
-        where, mode = f"{self.group.role}.{self.spec.name}", self.spec.dispatch_mode
+        where = f"{self.group.role}.{self.spec.name}"
+        mode = self.spec.dispatch_mode
         if len(ordered) < len(batches):
-            raise ValueError(f"{where} got an Ordered batch beside another one: join them with union, or order both")
+            raise ValueError(
+                f"{where} got an Ordered batch beside another one: join them with union, or order "
+                "both"
+            )
         if mode.collect_ranks is None and mode is not Dispatch.DP_COMPUTE_METRIC:
-            raise ValueError(f"{where} got an Ordered batch, but {mode.name} does not split batches: give the batch")
+            raise ValueError(
+                f"{where} got an Ordered batch, but {mode.name} does not split batches: give the "
+                "batch"
+            )
         return ordered[0].order
 
     def _selected(self, value: Any) -> Any:
@@ -237,24 +294,37 @@ class BoundMethod:
         columns = self.spec.sent_columns
         if isinstance(value, Ordered):
             return Ordered(self._selected(value.batch), value.order, value.sizes)
-        return shard.select_columns(value, columns) if isinstance(value, DataProto) and columns is not None else value
+        return (
+            shard.select_columns(value, columns)
+            if isinstance(value, DataProto) and columns is not None
+            else value
+        )
 
-    def _dispatch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[list[Any], dict[str, Any]]]:
+    def _dispatch(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[tuple[list[Any], dict[str, Any]]]:
         """The arguments of each rank that runs."""
-        group, spec = self.group, self.spec
+        group = self.group
+        spec = self.spec
         if spec.dispatch_mode is Dispatch.RANK_ZERO:
             if any(isinstance(value, PerRank) for value in (*args, *kwargs.values())):
-                raise ValueError(f"{group.role}.{spec.name} runs on rank 0 only: PerRank needs Execute.ALL")
+                raise ValueError(
+                    f"{group.role}.{spec.name} runs on rank 0 only: PerRank needs Execute.ALL"
+                )
             return [(list(args), kwargs)]
         rank_args, rank_kwargs = spec.dispatch_mode.dispatch_fn(group, *args, **kwargs)
         for values in (*rank_args, *rank_kwargs.values()):
             if not isinstance(values, list | tuple) or len(values) != group.world_size:
                 raise ValueError(
-                    f"the dispatch function of {group.role}.{spec.name} must return one list per argument "
-                    f"with one entry for each of {group.world_size} ranks, got {type(values).__name__}"
+                    f"the dispatch function of {group.role}.{spec.name} must return one list per "
+                    f"argument with one entry for each of {group.world_size} ranks, got "
+                    f"{type(values).__name__}"
                 )
         return [
-            ([values[rank] for values in rank_args], {name: values[rank] for name, values in rank_kwargs.items()})
+            (
+                [values[rank] for values in rank_args],
+                {name: values[rank] for name, values in rank_kwargs.items()},
+            )
             for rank in range(group.world_size)
         ]
 
@@ -266,4 +336,8 @@ class BoundMethod:
             return sent[id(value)]
         if isinstance(value, BatchShard) and self.spec.sent_columns is not None:
             return replace(value, columns=self.spec.sent_columns)
-        return shard.ForwardedFuture(tuple(value.parts), value.collect) if isinstance(value, Future) else value
+        return (
+            shard.ForwardedFuture(tuple(value.parts), value.collect)
+            if isinstance(value, Future)
+            else value
+        )

@@ -1,4 +1,5 @@
-"""The policy that is trained: its log-probabilities, its updates, and its weights for the rollout."""
+"""The policy that is trained: its log-probabilities, its updates, and its weights for the
+rollout."""
 
 from collections import ChainMap
 from functools import partial
@@ -12,7 +13,11 @@ from verl_like.algorithms.policy_losses import get_policy_loss_fn
 from verl_like.algorithms.registry import call_by_name, read_options, required_inputs
 from verl_like.protocol import DataProto, Metric
 from verl_like.protocol.row_ops import jagged_parts
-from verl_like.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl_like.single_controller.decorator import (
+    Dispatch,
+    make_nd_compute_dataproto_dispatch_fn,
+    register,
+)
 from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
 from verl_like.workers.config.roles import ActorRolloutRefConfig
 from verl_like.workers.engine.mini_batches import (
@@ -40,7 +45,10 @@ class ScoringWorker(ActorRolloutRefWorker):
     """
 
     def __init__(
-        self, config: ActorRolloutRefConfig, shares_device: bool = False, with_sum_pi_squared: bool = False
+        self,
+        config: ActorRolloutRefConfig,
+        shares_device: bool = False,
+        with_sum_pi_squared: bool = False,
     ) -> None:
         super().__init__(config, shares_device)
         self.with_sum_pi_squared = with_sum_pi_squared
@@ -55,20 +63,35 @@ class ScoringWorker(ActorRolloutRefWorker):
         jagged=True,
     )
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """Log-probability and entropy of each response token under the present policy, jagged float32."""
+        """Log-probability and entropy of each response token under the present policy, jagged
+        float32."""
         output = self.infer(
             data,
-            ["old_log_probs", "entropys", *(["sum_pi_squared"] if self.with_sum_pi_squared else [])],
+            [
+                "old_log_probs",
+                "entropys",
+                *(["sum_pi_squared"] if self.with_sum_pi_squared else []),
+            ],
             log_prob_micro_batching(self.config.rollout),
-            lambda micro: self.score_tokens(micro, with_entropy=True, with_sum_pi_squared=self.with_sum_pi_squared),
+            lambda micro: self.score_tokens(
+                micro, with_entropy=True, with_sum_pi_squared=self.with_sum_pi_squared
+            ),
             phase="actor_infer",
         )
         total = jagged_parts(output.batch["entropys"])[0].sum(dtype=torch.float64).item()
         num_tokens = Rows.of(data).num_scored_B.sum().item()
-        output.meta_info["metrics"]["actor/entropy"] = Metric.mean(total / max(num_tokens, 1), weight=num_tokens)
+        output.meta_info["metrics"]["actor/entropy"] = Metric.mean(
+            total / max(num_tokens, 1), weight=num_tokens
+        )
         return output
 
-    @register(dispatch_mode=BY_SHARD, blocking=False, reads=SEQUENCE_COLUMNS, writes=["old_log_probs"], jagged=True)
+    @register(
+        dispatch_mode=BY_SHARD,
+        blocking=False,
+        reads=SEQUENCE_COLUMNS,
+        writes=["old_log_probs"],
+        jagged=True,
+    )
     def score_greedy(self, data: DataProto) -> DataProto:
         """Log-probability of each response token at temperature 1, jagged float32."""
 
@@ -81,15 +104,23 @@ class ScoringWorker(ActorRolloutRefWorker):
         (of_tokens,) = forward(self.engine, Rows.of(data), passes, log_probs)
         return DataProto.from_dict(tensors={"old_log_probs": of_tokens})
 
-    @register(dispatch_mode=BY_SHARD, blocking=False, reads=SEQUENCE_COLUMNS, writes=["ref_log_prob"], jagged=True)
+    @register(
+        dispatch_mode=BY_SHARD,
+        blocking=False,
+        reads=SEQUENCE_COLUMNS,
+        writes=["ref_log_prob"],
+        jagged=True,
+    )
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        """`ReferenceWorker.compute_ref_log_prob`: without its adapter the model is the reference policy."""
+        """`ReferenceWorker.compute_ref_log_prob`: without its adapter the model is the reference
+        policy."""
         with self.engine.without_adapter():
             return self.infer_log_probs(data, "ref_log_prob", phase="ref")
 
 
 class ActorWorker(ScoringWorker, TrainedWorker):
-    """One rank of the trained policy. Subclasses change the model in `build_model` and the objective in `policy_loss`.
+    """One rank of the trained policy. Subclasses change the model in `build_model` and the
+    objective in `policy_loss`.
 
     `total_training_steps` are those that train the actor.
     """
@@ -111,36 +142,48 @@ class ActorWorker(ScoringWorker, TrainedWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Loads the model."""
-        actor, n = self.config.actor, self.config.rollout.n
+        actor = self.config.actor
+        n = self.config.rollout.n
         self.start_training_engine("actor", actor, samples_per_prompt=n)
 
     @register(
         dispatch_mode=BY_SHARD,
         blocking=False,
         reads=[
-            *(*SEQUENCE_COLUMNS, "sample_id?", "old_log_probs?", "rollout_log_probs?", "advantages", "ref_log_prob?"),
-            *("teacher_log_prob?", "rollout_is_weights?", "selected_tokens?"),  # of some policy losses
+            *(
+                *SEQUENCE_COLUMNS,
+                "sample_id?",
+                "old_log_probs?",
+                "rollout_log_probs?",
+                "advantages",
+                "ref_log_prob?",
+            ),
+            # Of some policy losses
+            *("teacher_log_prob?", "rollout_is_weights?", "selected_tokens?"),
             "mini_batch?",
         ],
         jagged=True,
     )
     def update_actor(self, data: DataProto, ptx: DataProto | None = None) -> DataProto:
-        """Trains the policy on the batch, in `ppo_epochs` passes of mini-batches; returns the metrics.
+        """Trains the policy on the batch, in `ppo_epochs` passes of mini-batches; returns the
+        metrics.
 
-        Each mini-batch adds `ptx_loss` of an equal part of the rows `ptx`, or of those that its `mini_batch` says.
+        Each mini-batch adds `ptx_loss` of an equal part of the rows `ptx`, or of those that its
+        `mini_batch` says.
 
-        A batch that is one optimizer step needs no `old_log_probs`: the policy is still the one that they belong to.
-        Raises ValueError for several steps without them.
+        A batch that is one optimizer step needs no `old_log_probs`: the policy is still the one
+        that they belong to. Raises ValueError for several steps without them.
         """
         rows = Rows.of(data)
 
         def check_steps(num_steps: int) -> None:
             if "old_log_probs" not in rows and num_steps > 1:
                 raise ValueError(
-                    f"update_actor got no old_log_probs for {num_steps} optimizer steps ({self.schedule.epochs} "
-                    f"epoch(s) in mini-batches of {self.schedule.num_mini_batch_samples} responses): from the second "
-                    "step on the policy is another one; call compute_log_prob before and add what it returns to the "
-                    "batch."
+                    f"update_actor got no old_log_probs for {num_steps} optimizer steps "
+                    f"({self.schedule.epochs} epoch(s) in mini-batches of "
+                    f"{self.schedule.num_mini_batch_samples} responses): from the second step on "
+                    "the policy is another one; call compute_log_prob before and add what it "
+                    "returns to the batch."
                 )
 
         part = data.meta_info.get("part_of_step", (1, 1))
@@ -159,26 +202,35 @@ class ActorWorker(ScoringWorker, TrainedWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def send_weights(self, num_receivers: int, receivers: str = "") -> None:
-        """With `rollout.sends_directly`: sends the weights to all processes that load the last export.
+        """With `rollout.sends_directly`: sends the weights to all processes that load the last
+        export.
 
         Where several rollout groups load them, one after the other, `receivers` names the group.
         """
         assert isinstance(self.weight_transport, DirectTransport)
-        with self.weight_transport.joined(self.rank, num_receivers, receivers), self.engine.on_device():
+        with (
+            self.weight_transport.joined(self.rank, num_receivers, receivers),
+            self.engine.on_device(),
+        ):
             dtype = getattr(torch, self.export_dtype)
             # No name keeps the weights on the device.
             self.weight_transport.send(
-                in_order(self.engine.named_parameters(), dtype, self.engine.named_buffers()), self.rank
+                in_order(self.engine.named_parameters(), dtype, self.engine.named_buffers()),
+                self.rank,
             )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def address_for(self, receivers: str) -> tuple[str, int] | None:
-        """With `rollout.sends_directly`: where rank 0 waits for these receivers; None on other ranks."""
+        """With `rollout.sends_directly`: where rank 0 waits for these receivers; None on other
+        ranks."""
         assert isinstance(self.weight_transport, DirectTransport)
         return self.weight_transport.address(self.rank, receivers)
 
-    def policy_loss(self, micro: MicroBatch, mini_batch: MiniBatch) -> tuple[torch.Tensor, MicroMetrics]:
-        """The share of some rows in their mini-batch's loss: the configured policy loss - entropy bonus + KL loss.
+    def policy_loss(
+        self, micro: MicroBatch, mini_batch: MiniBatch
+    ) -> tuple[torch.Tensor, MicroMetrics]:
+        """The share of some rows in their mini-batch's loss: the configured policy loss - entropy
+        bonus + KL loss.
 
         Returns the loss, and metrics that merge exactly over micro-batches and ranks.
 
@@ -186,33 +238,44 @@ class ActorWorker(ScoringWorker, TrainedWorker):
             micro: the columns that `update_actor` reads, b rows.
             mini_batch: counts of the whole mini-batch over all ranks, by which the loss divides.
         """
-        actor, columns = self.config.actor, micro.by_sample()
+        actor = self.config.actor
+        columns = micro.by_sample()
         mask_BR = columns["response_mask"]
         aggregate = mini_batch.aggregate(actor.loss_agg_mode)
         old_log_prob_BR = columns.get("old_log_probs")
-        with_entropy = actor.entropy_coeff != 0 or old_log_prob_BR is None or "entropy" in self.loss_inputs
-        log_prob_BR, *entropy_BR = map(micro.of_samples, self.score_tokens(micro, with_entropy=with_entropy))
+        with_entropy = (
+            actor.entropy_coeff != 0 or old_log_prob_BR is None or "entropy" in self.loss_inputs
+        )
+        log_prob_BR, *entropy_BR = map(
+            micro.of_samples, self.score_tokens(micro, with_entropy=with_entropy)
+        )
         if old_log_prob_BR is None:
             old_log_prob_BR = log_prob_BR.detach()
         inputs: dict[str, Any] = {"old_log_prob": old_log_prob_BR, "log_prob": log_prob_BR}
         inputs |= {"entropy": entropy_BR[0]} if with_entropy else {}
         inputs |= {"loss_agg_mode": actor.loss_agg_mode, "options": self.loss_options}
-        inputs["config"] = actor.model_copy(update={"global_batch_info": mini_batch.global_batch_info})
+        inputs["config"] = actor.model_copy(
+            update={"global_batch_info": mini_batch.global_batch_info}
+        )
         loss, values = call_by_name(self.policy_loss_fn, ChainMap(inputs, columns))
         token_mean = partial(DeviceMetric.token_mean, num_tokens=mask_BR.sum())
         metrics = {name: DeviceMetric.of(name, value, mask_BR) for name, value in values.items()}
         metrics["actor/pg_loss"] = DeviceMetric.loss(loss, mini_batch)
-        if "old_log_probs" not in columns:  # otherwise `compute_log_prob` and the driver report these
+        # Otherwise `compute_log_prob` and the driver report these
+        if "old_log_probs" not in columns:
             metrics["actor/entropy"] = token_mean(entropy_BR[0].sum())
         if "rollout_log_probs" in columns:
             log_ratio_BR = zero_masked(log_prob_BR.detach() - columns["rollout_log_probs"], mask_BR)
             ratio_BR = zero_masked(log_ratio_BR.clamp(-20.0, 20.0).exp(), mask_BR)
             metrics["actor/rollout_kl"] = token_mean(-log_ratio_BR.sum())
-            # The driver makes the effective sample size of these two, which unlike it merge exactly.
+            # The driver makes the effective sample size of these two, which unlike it merge
+            # exactly.
             metrics["actor/rollout_ratio"] = token_mean(ratio_BR.sum())
             metrics["actor/rollout_ratio_square"] = token_mean(ratio_BR.square().sum())
         if "old_log_probs" not in columns and "rollout_log_probs" in columns:
-            difference_BR = zero_masked(columns["rollout_log_probs"].exp() - old_log_prob_BR.exp(), mask_BR).abs()
+            difference_BR = zero_masked(
+                columns["rollout_log_probs"].exp() - old_log_prob_BR.exp(), mask_BR
+            ).abs()
             metrics["training/rollout_probs_diff_mean"] = token_mean(difference_BR.sum())
             metrics["training/rollout_probs_diff_max"] = DeviceMetric.max(difference_BR.max())
         if actor.entropy_coeff != 0:
@@ -220,16 +283,23 @@ class ActorWorker(ScoringWorker, TrainedWorker):
             loss = loss - actor.entropy_coeff * entropy_loss
             metrics["actor/entropy_loss"] = DeviceMetric.loss(entropy_loss, mini_batch)
         if actor.use_kl_loss:
-            kl_loss = aggregate(kl_penalty(log_prob_BR, columns["ref_log_prob"], actor.kl_loss_type), mask_BR)
+            kl_loss = aggregate(
+                kl_penalty(log_prob_BR, columns["ref_log_prob"], actor.kl_loss_type), mask_BR
+            )
             loss = loss + actor.kl_loss_coef * kl_loss
             metrics["actor/kl_loss"] = DeviceMetric.loss(kl_loss, mini_batch)
             metrics["actor/kl_coef"] = DeviceMetric((), lambda: Metric.mean(actor.kl_loss_coef))
         return loss, metrics
 
-    def ptx_loss(self, micro: MicroBatch, mini_batch: MiniBatch) -> tuple[torch.Tensor, MicroMetrics]:
-        """The share of some rows in -ptx_coef / N sum log p(token | those before), over the N learned tokens that the
-        mini-batch has of such rows (PPO-ptx, Ouyang et al. 2022, arXiv:2203.02155, eq. 2)."""
+    def ptx_loss(
+        self, micro: MicroBatch, mini_batch: MiniBatch
+    ) -> tuple[torch.Tensor, MicroMetrics]:
+        """The share of some rows in -ptx_coef / N sum log p(token | those before), over the N
+        learned tokens that the mini-batch has of such rows (PPO-ptx, Ouyang et al. 2022,
+        arXiv:2203.02155, eq. 2)."""
         packed = self.engine.pack(micro.on_host)
         (log_probs,) = self.engine.run(packed, 1.0)  # whatever temperature the rollout has
         loss = -micro.of_rows(packed.of_tokens(log_probs)).sum() / max(mini_batch.num_tokens, 1)
-        return self.config.actor.ptx_coef * loss, {"actor/ptx_loss": DeviceMetric.loss(loss, mini_batch)}
+        return self.config.actor.ptx_coef * loss, {
+            "actor/ptx_loss": DeviceMetric.loss(loss, mini_batch)
+        }

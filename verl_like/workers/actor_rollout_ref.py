@@ -15,7 +15,8 @@ from verl_like.workers.planning.partition import log_prob_micro_batching
 
 
 class ActorRolloutRefWorker(ModelWorker):
-    """One rank of the policy: `ActorWorker`, `ReferenceWorker` or `RolloutWorker`; `config` has the settings of all."""
+    """One rank of the policy: `ActorWorker`, `ReferenceWorker` or `RolloutWorker`; `config` has the
+    settings of all."""
 
     model_class = PolicyModel
     model_key = "actor_rollout_ref.model"
@@ -26,16 +27,22 @@ class ActorRolloutRefWorker(ModelWorker):
         self.model_config = config.model
 
     def __init_subclass__(cls, **arguments: Any) -> None:
-        """Raises ValueError for a subclass with a pass of earlier versions, which nothing would call."""
+        """Raises ValueError for a subclass with a pass of earlier versions, which nothing would
+        call."""
         super().__init_subclass__(**arguments)
-        refuse_overridden(cls, ActorRolloutRefWorker, {"_score": "override score_tokens, which returns (K,) each"})
+        refuse_overridden(
+            cls, ActorRolloutRefWorker, {"_score": "override score_tokens, which returns (K,) each"}
+        )
 
     def score_tokens(
         self, micro: MicroBatch, *, with_entropy: bool, with_sum_pi_squared: bool = False
     ) -> tuple[torch.Tensor, ...]:
-        """Log-probabilities of the response tokens and what is asked for, see `linear_log_prob`: (K,) each."""
+        """Log-probabilities of the response tokens and what is asked for, see `linear_log_prob`:
+        (K,) each."""
         packed = self.engine.pack(micro.on_host)
-        scores = self.engine.run(packed, self.config.rollout.temperature, with_entropy, with_sum_pi_squared)
+        scores = self.engine.run(
+            packed, self.config.rollout.temperature, with_entropy, with_sum_pi_squared
+        )
         return tuple(map(packed.of_tokens, scores))
 
     def _score(self, micro: MicroBatch, **options: bool) -> tuple[torch.Tensor, ...]:
@@ -43,7 +50,8 @@ class ActorRolloutRefWorker(ModelWorker):
         return tuple(map(micro.of_rows, self.score_tokens(micro, **options)))
 
     def infer_log_probs(self, data: DataProto, column: str, phase: str) -> DataProto:
-        """`column`: the log-probability of each response token, jagged float32, in passes as of the reference."""
+        """`column`: the log-probability of each response token, jagged float32, in passes as of the
+        reference."""
         micro_batching = log_prob_micro_batching(self.config.ref)
         log_probs = partial(self.score_tokens, with_entropy=False)
         return self.infer(data, [column], micro_batching, log_probs, phase)

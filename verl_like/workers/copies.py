@@ -1,4 +1,5 @@
-"""Copies of the trained actor and critic that are only run forward, with weights that the trainer sends."""
+"""Copies of the trained actor and critic that are only run forward, with weights that the trainer
+sends."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -27,7 +28,8 @@ from verl_like.workers.weight_transfer import WeightTransport
 
 
 class CopyWorker(ModelWorker):
-    """One rank of a copy of a trained model. It starts with the weights that the trained model starts with."""
+    """One rank of a copy of a trained model. It starts with the weights that the trained model
+    starts with."""
 
     model_config: TrainedModelConfig
     version: int | None = 0
@@ -35,31 +37,41 @@ class CopyWorker(ModelWorker):
     weight_transport: WeightTransport
 
     def start_copy(self, mesh_name: str, sequence_parallel_size: int) -> None:
-        """Makes the engine, sharded over all ranks of the copy and stored in the dtype that the layers compute in."""
-        trained, self.model_config = self.fsdp_config, self.model_config.with_scaled_adapter()
-        self.fsdp_config = ForwardFsdpConfig(param_offload=trained.param_offload, dtype=trained.dtype)
+        """Makes the engine, sharded over all ranks of the copy and stored in the dtype that the
+        layers compute in."""
+        trained = self.fsdp_config
+        self.model_config = self.model_config.with_scaled_adapter()
+        self.fsdp_config = ForwardFsdpConfig(
+            param_offload=trained.param_offload, dtype=trained.dtype
+        )
         self.register_mesh(mesh_name, sequence_parallel_size)
         self.start_engine(sequence_parallel_size)
 
     def infer(self, *args: Any, **kwargs: Any) -> DataProto:
         """`ModelWorker.infer`; raises RuntimeError if the last load failed."""
         if self.version is None:
-            raise RuntimeError(f"{type(self).__name__} has no verified weights; call load_weights before computing.")
+            raise RuntimeError(
+                f"{type(self).__name__} has no verified weights; call load_weights before "
+                "computing."
+            )
         return super().infer(*args, **kwargs)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What the trained model sends, by name: parameters, this rank's shards of them, and buffers."""
+        """What the trained model sends, by name: parameters, this rank's shards of them, and
+        buffers."""
         yield from self.engine.named_parameters()
         yield from self.engine.named_buffers()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_weights(self, exported: list[WeightExport], version: int) -> str:
-        """Writes what all ranks of the trained model exported into this rank's shard, and proves that it arrived.
+        """Writes what all ranks of the trained model exported into this rank's shard, and proves
+        that it arrived.
 
-        Each tensor is written where it lies, offloaded or not; a buffer gets the dtype that it has there. Returns one
-        fingerprint of all weights together, see `check_arrival`. Raises WeightSyncError if the exports are incomplete,
-        corrupt or of another model, and goes on with the weights it has; or if it ended up with other weights, and
-        refuses to compute until a later load succeeds.
+        Each tensor is written where it lies, offloaded or not; a buffer gets the dtype that it has
+        there. Returns one fingerprint of all weights together, see `check_arrival`. Raises
+        WeightSyncError if the exports are incomplete, corrupt or of another model, and goes on with
+        the weights it has; or if it ended up with other weights, and refuses to compute until a
+        later load succeeds.
         """
         what = f"Weights of version {version}"
         received = self.weight_transport.receive(exported, self)
@@ -75,11 +87,18 @@ class CopyWorker(ModelWorker):
             if name in buffers:
                 weight.data = tensor.to(weight.device, copy=True)
                 continue
-            assert isinstance(weight, DTensor), "a pass that failed left whole parameters, which the next one drops"
-            own_part = distribute_tensor(tensor, weight.device_mesh, weight.placements, src_data_rank=None)
+            assert isinstance(weight, DTensor), (
+                "a pass that failed left whole parameters, which the next one drops"
+            )
+            own_part = distribute_tensor(
+                tensor, weight.device_mesh, weight.placements, src_data_rank=None
+            )
             weight.to_local().copy_(own_part.to_local())
         parts = read_fingerprints(
-            {name: local_fingerprint(name, weight, self.rank) for name, weight in self.named_weights()}
+            {
+                name: local_fingerprint(name, weight, self.rank)
+                for name, weight in self.named_weights()
+            }
         )
         # Sums modulo 2**64: of signed numbers they have the same bits.
         sums = torch.from_numpy(np.array(list(parts.values()), dtype=np.uint64).view(np.int64))
@@ -95,7 +114,8 @@ class ActorCopyWorker(ScoringWorker, CopyWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Loads the model. Its dtype holds values of `rollout.dtype`, as the actor exports; a rule checks that."""
+        """Loads the model. Its dtype holds values of `rollout.dtype`, as the actor exports; a rule
+        checks that."""
         self.start_copy("actor", self.config.actor.ulysses_sequence_parallel_size)
 
 
@@ -104,5 +124,6 @@ class CriticCopyWorker(ValueWorker, CopyWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Loads the model; a value head that the checkpoint lacks is that of the trained critic with the same seed."""
+        """Loads the model; a value head that the checkpoint lacks is that of the trained critic
+        with the same seed."""
         self.start_copy("critic", self.config.ulysses_sequence_parallel_size)

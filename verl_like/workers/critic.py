@@ -7,9 +7,19 @@ import torch
 from verl_like.algorithms.value_loss import compute_value_loss
 from verl_like.plugins import refuse_overridden
 from verl_like.protocol import DataProto
-from verl_like.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl_like.single_controller.decorator import (
+    Dispatch,
+    make_nd_compute_dataproto_dispatch_fn,
+    register,
+)
 from verl_like.workers.config.roles import CriticConfig
-from verl_like.workers.engine.mini_batches import DeviceMetric, MicroBatch, MicroMetrics, MiniBatch, update
+from verl_like.workers.engine.mini_batches import (
+    DeviceMetric,
+    MicroBatch,
+    MicroMetrics,
+    MiniBatch,
+    update,
+)
 from verl_like.workers.model_worker import ModelWorker, TrainedWorker
 from verl_like.workers.models.packed_models import ValueModel
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS, Rows
@@ -29,7 +39,11 @@ class ValueWorker(ModelWorker):
     model_key = "critic.model"
 
     def __init__(
-        self, config: CriticConfig, seed: int, shares_device: bool = False, weight_transport: str = "object_store"
+        self,
+        config: CriticConfig,
+        seed: int,
+        shares_device: bool = False,
+        weight_transport: str = "object_store",
     ) -> None:
         super().__init__(shares_device)
         self.config = config
@@ -39,13 +53,23 @@ class ValueWorker(ModelWorker):
         self.weight_transport = WEIGHT_TRANSPORTS[weight_transport]()
 
     def __init_subclass__(cls, **arguments: Any) -> None:
-        """Raises ValueError for a subclass with a pass of earlier versions, which nothing would call."""
+        """Raises ValueError for a subclass with a pass of earlier versions, which nothing would
+        call."""
         super().__init_subclass__(**arguments)
-        refuse_overridden(cls, ValueWorker, {"_predict": "override values_of_tokens, which returns (K,)"})
+        refuse_overridden(
+            cls, ValueWorker, {"_predict": "override values_of_tokens, which returns (K,)"}
+        )
 
-    @register(dispatch_mode=BY_SHARD, blocking=False, reads=SEQUENCE_COLUMNS, writes=["values"], jagged=True)
+    @register(
+        dispatch_mode=BY_SHARD,
+        blocking=False,
+        reads=SEQUENCE_COLUMNS,
+        writes=["values"],
+        jagged=True,
+    )
     def compute_values(self, data: DataProto) -> DataProto:
-        """Estimated return from each response token, jagged float32: read at the token before it."""
+        """Estimated return from each response token, jagged float32: read at the token before
+        it."""
         micro_batching = MicroBatching(
             self.config.forward_micro_batch_size_per_gpu,
             self.config.forward_max_token_len_per_gpu,
@@ -63,12 +87,14 @@ class ValueWorker(ModelWorker):
         return packed.of_tokens(self.engine.run(packed))
 
     def _predict(self, micro: MicroBatch) -> torch.Tensor:
-        """`values_of_tokens` padded to (b, R), for objectives of subclasses that are written for it."""
+        """`values_of_tokens` padded to (b, R), for objectives of subclasses that are written for
+        it."""
         return micro.of_rows(self.values_of_tokens(micro))
 
 
 class CriticWorker(ValueWorker, TrainedWorker):
-    """One rank of the critic. Subclasses change the model in `build_model` and the objective in `value_loss`.
+    """One rank of the critic. Subclasses change the model in `build_model` and the objective in
+    `value_loss`.
 
     `rollout_n` are the responses to each prompt of a mini-batch.
     """
@@ -99,15 +125,20 @@ class CriticWorker(ValueWorker, TrainedWorker):
         jagged=True,
     )
     def update_critic(self, data: DataProto) -> DataProto:
-        """Trains the critic on the batch, in `ppo_epochs` passes of mini-batches; returns the metrics."""
+        """Trains the critic on the batch, in `ppo_epochs` passes of mini-batches; returns the
+        metrics."""
         rows = Rows.of(data)
         part = data.meta_info.get("part_of_step", (1, 1))
-        metrics = update(self.engine, rows, self.schedule, self.value_loss, prefix="critic", part=part)
+        metrics = update(
+            self.engine, rows, self.schedule, self.value_loss, prefix="critic", part=part
+        )
         return DataProto.from_dict(tensors={}, meta_info={"metrics": metrics})
 
-    def value_loss(self, micro: MicroBatch, mini_batch: MiniBatch) -> tuple[torch.Tensor, MicroMetrics]:
-        """The share of some rows in their mini-batch's clipped squared error; arguments and result as of the actor's
-        `policy_loss`."""
+    def value_loss(
+        self, micro: MicroBatch, mini_batch: MiniBatch
+    ) -> tuple[torch.Tensor, MicroMetrics]:
+        """The share of some rows in their mini-batch's clipped squared error; arguments and result
+        as of the actor's `policy_loss`."""
         columns = micro.by_sample()
         mask_BR = columns["response_mask"]
         num_tokens = mask_BR.sum()
@@ -120,7 +151,9 @@ class CriticWorker(ValueWorker, TrainedWorker):
             self.config.cliprange_value,
             aggregate=mini_batch.aggregate(self.config.loss_agg_mode),
         )
-        metrics = {name: DeviceMetric.token_mean(total, num_tokens) for name, total in token_sums.items()}
+        metrics = {
+            name: DeviceMetric.token_mean(total, num_tokens) for name, total in token_sums.items()
+        }
         metrics["critic/vf_loss"] = DeviceMetric.loss(loss, mini_batch)
         metrics["critic/vpred_mean"] = DeviceMetric.token_mean(vpreds_BR.sum(), num_tokens)
         return loss, metrics

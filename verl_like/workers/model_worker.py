@@ -1,4 +1,5 @@
-"""What the workers around a model have in common: the engine that runs it, checkpoints and export."""
+"""What the workers around a model have in common: the engine that runs it, checkpoints and
+export."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -67,19 +68,30 @@ class ModelWorker(Worker):
     def register_mesh(self, mesh_name: str, sequence_parallel_size: int) -> None:
         """Names the shard of a batch that this rank works on.
 
-        `sequence_parallel_size` neighbouring ranks share one, and the first of them gives the result. Raises ValueError
-        if it does not divide the ranks.
+        `sequence_parallel_size` neighbouring ranks share one, and the first of them gives the
+        result. Raises ValueError if it does not divide the ranks.
         """
-        num_groups(sequence_parallel_size, self.world_size, "ranks of the pool", key="ulysses_sequence_parallel_size")
+        num_groups(
+            sequence_parallel_size,
+            self.world_size,
+            "ranks of the pool",
+            key="ulysses_sequence_parallel_size",
+        )
         shard, rank_in_shard = divmod(self.rank, sequence_parallel_size)
         self._register_dispatch_collect_info(mesh_name, shard, rank_in_shard == 0)
 
     def start_engine(
-        self, sequence_parallel_size: int = 1, training: ActorConfig | CriticConfig | TrainingConfig | None = None
+        self,
+        sequence_parallel_size: int = 1,
+        training: ActorConfig | CriticConfig | TrainingConfig | None = None,
     ) -> None:
-        """Joins the ranks of the group and makes `engine`, which trains where there are settings for it."""
-        if self.device == "cuda" and not isinstance(getattr(self, "weight_transport", None), IpcTransport):
-            # Segments that grow have less between tensors. Memory that another process opens is left as it is.
+        """Joins the ranks of the group and makes `engine`, which trains where there are settings
+        for it."""
+        if self.device == "cuda" and not isinstance(
+            getattr(self, "weight_transport", None), IpcTransport
+        ):
+            # Segments that grow have less between tensors. Memory that another process opens is
+            # left as it is.
             os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         init_process_group(self.device, self.rank, self.world_size)
         self.engine = FsdpEngine(
@@ -101,8 +113,8 @@ class ModelWorker(Worker):
         compute: Callable[[MicroBatch], tuple[torch.Tensor, ...]],
         phase: str,
     ) -> DataProto:
-        """Runs the model over all rows without gradients; `compute` maps a micro-batch of b rows to the values of
-        `columns`, one for each of the K response tokens, (K,), or padded (b, R)."""
+        """Runs the model over all rows without gradients; `compute` maps a micro-batch of b rows to
+        the values of `columns`, one for each of the K response tokens, (K,), or padded (b, R)."""
         rows = Rows.of(data)
         stopwatch = Stopwatch(self.engine, rows, phase, passes=1)
         values = forward(self.engine, rows, micro_batching, compute)
@@ -123,13 +135,15 @@ class TrainedWorker(ModelWorker):
     def start_training_engine(
         self, mesh_name: str, settings: ActorConfig | CriticConfig, *, samples_per_prompt: int
     ) -> None:
-        """Makes the engine and the schedule of its updates. Raises ValueError if ranks or attention heads do not divide
-        as the settings ask."""
+        """Makes the engine and the schedule of its updates. Raises ValueError if ranks or attention
+        heads do not divide as the settings ask."""
         self.register_mesh(mesh_name, settings.ulysses_sequence_parallel_size)
         self.schedule = UpdateSchedule(
             num_mini_batch_samples=settings.ppo_mini_batch_size * samples_per_prompt,
             micro_batching=MicroBatching(
-                settings.ppo_micro_batch_size_per_gpu, settings.ppo_max_token_len_per_gpu, settings.use_dynamic_bsz
+                settings.ppo_micro_batch_size_per_gpu,
+                settings.ppo_max_token_len_per_gpu,
+                settings.use_dynamic_bsz,
             ),
             epochs=settings.ppo_epochs,
         )
@@ -137,11 +151,11 @@ class TrainedWorker(ModelWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str, wait: bool = True) -> None:
-        """Writes parameters, buffers, optimizer state and step count to the folder `path`, which all ranks see, and the
-        model's configuration and tokenizer.
+        """Writes parameters, buffers, optimizer state and step count to the folder `path`, which
+        all ranks see, and the model's configuration and tokenizer.
 
-        Without `wait` it returns when the state is copied, and `save_result` says when the copy is written: before the
-        next save.
+        Without `wait` it returns when the state is copied, and `save_result` says when the copy is
+        written: before the next save.
         """
         self.engine.save(path)
         if wait:
@@ -151,26 +165,28 @@ class TrainedWorker(ModelWorker):
     def save_result(self, wait: bool) -> dict[str, dict[str, Any]] | None:
         """The files of the last `save_checkpoint` that this rank wrote, by name: bytes and sha256.
 
-        None while they are being written, unless `wait`. Raises OSError, naming the file that cannot be written.
+        None while they are being written, unless `wait`. Raises OSError, naming the file that
+        cannot be written.
         """
         return self.engine.saved_files(wait=wait)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str, optimizer_only: bool = False) -> list[str]:
-        """Reads what `save_checkpoint` wrote, on any number of ranks, or the optimizer's state alone; ValueError if
-        nothing is at `path`. Returns what the user should know."""
+        """Reads what `save_checkpoint` wrote, on any number of ranks, or the optimizer's state
+        alone; ValueError if nothing is at `path`. Returns what the user should know."""
         with self.engine.on_device():  # the optimizer's state is loaded to where the parameters are
             return self.engine.load(path, optimizer_only)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_hf(self, path: str) -> None:
-        """Writes the model as a Hugging Face folder, in the dtype the layers compute in; rank 0 writes."""
+        """Writes the model as a Hugging Face folder, in the dtype the layers compute in; rank 0
+        writes."""
         self.engine.save_hf(path)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def export_weights(self, version: int) -> WeightExport:
-        """This rank's part of the weights for rollout engines and copies as version `version`: parameters in
-        `export_dtype`, and the model's buffers."""
+        """This rank's part of the weights for rollout engines and copies as version `version`:
+        parameters in `export_dtype`, and the model's buffers."""
         with self.engine.on_device():
             export = collect_weights(
                 with_scale(self.engine.named_parameters(), self.model_config),

@@ -19,12 +19,13 @@ _READ_ONLY = 0x08
 
 
 def pin(memory: np.ndarray, *, read_only: bool = False) -> None:
-    """Pins the memory of an array until the array is freed. Raises torch.cuda.CudaError if CUDA refuses it.
+    """Pins the memory of an array until the array is freed. Raises torch.cuda.CudaError if CUDA
+    refuses it.
 
     `read_only` memory is that which this process may not write, which not every driver pins.
 
-    CUDA takes an address that is still registered for the old memory: a later allocation there fails with "resource
-    already mapped". So the registration ends before the memory does.
+    CUDA takes an address that is still registered for the old memory: a later allocation there
+    fails with "resource already mapped". So the registration ends before the memory does.
     """
     runtime = torch.cuda.cudart()
     address = memory.ctypes.data
@@ -45,20 +46,26 @@ def _forget_last_error() -> None:
 
 
 def to_device(tensors: Mapping[Name, torch.Tensor], device: str) -> dict[Name, torch.Tensor]:
-    """Tensors of the host on a device. To a GPU all of them go in one copy, which nobody waits for."""
+    """Tensors of the host on a device. To a GPU all of them go in one copy, which nobody waits
+    for."""
     if device == "cpu":
         return dict(tensors)
     sizes = _padded_sizes(tensors)
     staged = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.startswith("cuda"))
     for tensor, piece in zip(tensors.values(), staged.split(sizes), strict=True):
         _as(tensor, piece).copy_(tensor)
-    moved = staged.to(device, non_blocking=True)  # torch keeps what is staged until the copy is done
+    # Torch keeps what is staged until the copy is done
+    moved = staged.to(device, non_blocking=True)
     pieces = moved.split(sizes)
-    return {name: _as(tensor, piece) for (name, tensor), piece in zip(tensors.items(), pieces, strict=True)}
+    return {
+        name: _as(tensor, piece)
+        for (name, tensor), piece in zip(tensors.items(), pieces, strict=True)
+    }
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the host itself; of a GPU a pinned copy, with one wait for all that the GPU has to do before."""
+    """A tensor of the host itself; of a GPU a pinned copy, with one wait for all that the GPU has
+    to do before."""
     if not tensor.is_cuda:
         return tensor
     copy = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
@@ -76,7 +83,10 @@ def host_places(tensors: Mapping[Name, torch.Tensor]) -> dict[Name, torch.Tensor
     if memory.nbytes and any(tensor.is_cuda for tensor in tensors.values()):
         pin(memory)
     pieces = torch.from_numpy(memory).split(sizes)
-    return {name: _as(tensor, piece) for (name, tensor), piece in zip(tensors.items(), pieces, strict=True)}
+    return {
+        name: _as(tensor, piece)
+        for (name, tensor), piece in zip(tensors.items(), pieces, strict=True)
+    }
 
 
 def _padded_sizes(tensors: Mapping[Name, torch.Tensor]) -> list[int]:

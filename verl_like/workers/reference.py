@@ -1,7 +1,11 @@
 """The frozen reference policy."""
 
 from verl_like.protocol import DataProto
-from verl_like.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl_like.single_controller.decorator import (
+    Dispatch,
+    make_nd_compute_dataproto_dispatch_fn,
+    register,
+)
 from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
 from verl_like.workers.config.roles import ActorRolloutRefConfig
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS
@@ -10,7 +14,8 @@ BY_SHARD = make_nd_compute_dataproto_dispatch_fn(mesh_name="ref")
 
 
 class ReferenceWorker(ActorRolloutRefWorker):
-    """One rank of the reference policy, which is only run forward. Subclasses change the model in `build_model`."""
+    """One rank of the reference policy, which is only run forward. Subclasses change the model in
+    `build_model`."""
 
     def __init__(self, config: ActorRolloutRefConfig, shares_device: bool = False) -> None:
         super().__init__(config, shares_device)
@@ -24,7 +29,13 @@ class ReferenceWorker(ActorRolloutRefWorker):
         self.register_mesh("ref", sequence_parallel_size)
         self.start_engine(sequence_parallel_size)
 
-    @register(dispatch_mode=BY_SHARD, blocking=False, reads=SEQUENCE_COLUMNS, writes=["ref_log_prob"], jagged=True)
+    @register(
+        dispatch_mode=BY_SHARD,
+        blocking=False,
+        reads=SEQUENCE_COLUMNS,
+        writes=["ref_log_prob"],
+        jagged=True,
+    )
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Log-probability of each response token under the reference policy, jagged float32."""
         return self.infer_log_probs(data, "ref_log_prob", phase="ref")

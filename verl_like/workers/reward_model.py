@@ -23,7 +23,10 @@ class RewardModelWorker(ModelWorker):
     reward_columns: ClassVar = {"rm_scores": 1.0}
 
     def __init__(
-        self, config: RewardModelConfig, shares_device: bool = False, model_key: str = "reward_model.model"
+        self,
+        config: RewardModelConfig,
+        shares_device: bool = False,
+        model_key: str = "reward_model.model",
     ) -> None:
         super().__init__(shares_device)
         self.model_key = model_key
@@ -32,9 +35,12 @@ class RewardModelWorker(ModelWorker):
         self.fsdp_config = config.model.fsdp_config
 
     def __init_subclass__(cls, **arguments: Any) -> None:
-        """Raises ValueError for a subclass with a pass of earlier versions, which nothing would call."""
+        """Raises ValueError for a subclass with a pass of earlier versions, which nothing would
+        call."""
         super().__init_subclass__(**arguments)
-        instead = "override score_rows, which returns the score of each row, (b,), or compute_rm_score"
+        instead = (
+            "override score_rows, which returns the score of each row, (b,), or compute_rm_score"
+        )
         refuse_replaced(cls, {"_score": instead})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -52,11 +58,15 @@ class RewardModelWorker(ModelWorker):
     def compute_rm_score(self, data: DataProto) -> DataProto:
         """Score of each sequence, jagged float32: on the last response token, 0 elsewhere."""
         micro_batching = MicroBatching(
-            self.config.micro_batch_size_per_gpu, self.config.forward_max_token_len_per_gpu, self.config.use_dynamic_bsz
+            self.config.micro_batch_size_per_gpu,
+            self.config.forward_max_token_len_per_gpu,
+            self.config.use_dynamic_bsz,
         )
         rows = Rows.of(data)
         (scores_B,) = forward(self.engine, rows, micro_batching, self.score_rows, by_token=False)
-        return DataProto.from_dict(tensors={"rm_scores": jagged_on_last_token(scores_B, rows["response_mask"])})
+        return DataProto.from_dict(
+            tensors={"rm_scores": jagged_on_last_token(scores_B, rows["response_mask"])}
+        )
 
     def score_rows(self, micro: MicroBatch) -> tuple[torch.Tensor]:
         """The score of each row, (b,)."""

@@ -6,7 +6,11 @@ from typing import Any
 
 from verl_like.plugins import refuse_replaced
 from verl_like.protocol import DataProto
-from verl_like.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl_like.single_controller.decorator import (
+    Dispatch,
+    make_nd_compute_dataproto_dispatch_fn,
+    register,
+)
 from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
 from verl_like.workers.config.roles import ActorRolloutRefConfig
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS
@@ -25,7 +29,8 @@ AFTER_REQUESTS = replace(Dispatch.ONE_TO_ALL, name="AFTER_REQUESTS", call_fn=aft
 
 _REPLACED = {
     "submit_prompts": "generate_sequences of some prompts may be called while others are generated",
-    "advance_sequences": "the engine computes by itself; the future of generate_sequences says when responses ended",
+    "advance_sequences": "the engine computes by itself; the future of generate_sequences says "
+    "when responses ended",
     "restart_sequences": "the driver begins the requests of a call again (RequestCall.begin_again)",
 }
 
@@ -59,7 +64,9 @@ class RolloutWorker(ActorRolloutRefWorker):
             )
         )
         self.rollout = self.engine_thread.engine
-        self._register_dispatch_collect_info("rollout", self.rollout.dp_rank, self.rollout.is_collect)
+        self._register_dispatch_collect_info(
+            "rollout", self.rollout.dp_rank, self.rollout.is_collect
+        )
 
     def close(self) -> None:
         if "engine_thread" in vars(self):  # else there is no model yet
@@ -74,33 +81,47 @@ class RolloutWorker(ActorRolloutRefWorker):
         address: tuple[str, int] | None = None,
         drain: bool = True,
     ) -> str:
-        """Takes what all ranks of the actor exported into the rollout engine; samples then carry `version`.
+        """Takes what all ranks of the actor exported into the rollout engine; samples then carry
+        `version`.
 
-        `checks_first`: see `RolloutEngine.load_weights`. `address` is where the actor's rank 0 waits for this group, if
-        not where its export says. With `drain` the responses of all calls that were made before are drawn with the
-        weights that are there, and without it those that are unfinished go on with the new ones.
+        `checks_first`: see `RolloutEngine.load_weights`. `address` is where the actor's rank 0
+        waits for this group, if not where its export says. With `drain` the responses of all calls
+        that were made before are drawn with the weights that are there, and without it those that
+        are unfinished go on with the new ones.
         """
         if address:
-            exported = [replace(export, address=None if export.rank else address) for export in exported]
+            exported = [
+                replace(export, address=None if export.rank else address) for export in exported
+            ]
         received = self.weight_transport.receive(exported, self)
-        return self.engine_thread.load_weights(received, version, checks_first=checks_first, drain=drain)
+        return self.engine_thread.load_weights(
+            received, version, checks_first=checks_first, drain=drain
+        )
 
     @register(
-        dispatch_mode={**make_nd_compute_dataproto_dispatch_fn(mesh_name="rollout"), "call_fn": call_by_requests},
+        dispatch_mode={
+            **make_nd_compute_dataproto_dispatch_fn(mesh_name="rollout"),
+            "call_fn": call_by_requests,
+        },
         blocking=False,
         reads=PROMPT_COLUMNS,
         writes=[*SEQUENCE_COLUMNS, "rollout_log_probs", "policy_version"],
         jagged=True,
     )
-    def generate_sequences(self, prompts: DataProto) -> Generator[list[FinishedRequest], None, DataProto]:
-        """n responses to each of the B prompts, the responses to one prompt next to each other: (B * n) rows.
+    def generate_sequences(
+        self, prompts: DataProto
+    ) -> Generator[list[FinishedRequest], None, DataProto]:
+        """n responses to each of the B prompts, the responses to one prompt next to each other: (B
+        * n) rows.
 
-        Yields lists of those that are finished while others are still generated, but for padding rows. The driver makes
-        requests of the prompts, and a batch of the completions; this method, which does the same on a rank, is for a
-        subclass's own.
+        Yields lists of those that are finished while others are still generated, but for padding
+        rows. The driver makes requests of the prompts, and a batch of the completions; this method,
+        which does the same on a rank, is for a subclass's own.
         """
         self.num_calls += 1
-        requests = self.rollout.rules().requests_of(prompts, f"call {self.num_calls} of rank {self.rank}")
+        requests = self.rollout.rules().requests_of(
+            prompts, f"call {self.num_calls} of rank {self.rank}"
+        )
         told = names_of_real(prompts, requests) if self.rollout.is_collect else set()
         completions: dict[str, Completion] = {}
         for finished in self.engine_thread.stream(requests):
@@ -116,13 +137,14 @@ class RolloutWorker(ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL, is_recorded=False)
     def submit_requests(self, requests: Sequence[GenerationRequest]) -> None:
-        """Takes requests in, beside those that are unfinished. All ranks of a replica get the same ones."""
+        """Takes requests in, beside those that are unfinished. All ranks of a replica get the same
+        ones."""
         self.engine_thread.submit(requests)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, is_recorded=False)
     def collect_completions(self, wait_s: float) -> tuple[dict[str, Completion], int]:
-        """The responses that have ended since the call before, see `EngineThread.collect`, and how many requests the
-        rank still has.
+        """The responses that have ended since the call before, see `EngineThread.collect`, and how
+        many requests the rank still has.
 
         There are none on ranks that are not collected.
         """
@@ -143,10 +165,12 @@ class RolloutWorker(ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, reads=PROMPT_COLUMNS, jagged=True)
     def draw_greedily(self, prompts: DataProto, num_tokens: int) -> DataProto | None:
-        """The likeliest `num_tokens` tokens after each of the B prompts, also after one that ends a response, and
-        their log-probabilities at temperature 1: (B, ...) rows as of `generate_sequences`.
+        """The likeliest `num_tokens` tokens after each of the B prompts, also after one that ends a
+        response, and their log-probabilities at temperature 1: (B, ...) rows as of
+        `generate_sequences`.
 
-        Every replica answers all prompts, beside what is in flight. None on ranks that are not collected.
+        Every replica answers all prompts, beside what is in flight. None on ranks that are not
+        collected.
         """
         requests = greedy_requests(prompts, min(num_tokens, self.config.rollout.response_length))
         completions: dict[str, Completion] = {}
@@ -158,7 +182,8 @@ class RolloutWorker(ActorRolloutRefWorker):
 
     @register(dispatch_mode=AFTER_REQUESTS)
     def sleep(self) -> None:
-        """Frees the device for training where `rollout.free_cache_engine` says so; `load_weights` wakes the engine."""
+        """Frees the device for training where `rollout.free_cache_engine` says so; `load_weights`
+        wakes the engine."""
         self.engine_thread.sleep()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

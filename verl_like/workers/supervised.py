@@ -1,5 +1,5 @@
-"""Models that learn from examples: a language model from conversations, a reward model and DPO's policy from pairs, and
-ILQL's model from scored conversations."""
+"""Models that learn from examples: a language model from conversations, a reward model and DPO's
+policy from pairs, and ILQL's model from scored conversations."""
 
 from dataclasses import replace
 from typing import ClassVar
@@ -10,7 +10,11 @@ from verl_like.algorithms.ilql import ilql_losses
 from verl_like.algorithms.masked import zero_masked
 from verl_like.algorithms.preferences import DPO_LOSSES, pairwise_loss, preference_metrics
 from verl_like.protocol import DataProto, Metric, merge_metrics
-from verl_like.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl_like.single_controller.decorator import (
+    Dispatch,
+    make_nd_compute_dataproto_dispatch_fn,
+    register,
+)
 from verl_like.workers.config.engine import ForwardFsdpConfig
 from verl_like.workers.config.supervised import (
     DPOTrainingConfig,
@@ -60,10 +64,16 @@ class SupervisedWorker(TrainedWorker):
         seed: int,
     ) -> None:
         super().__init__()
-        self.model_config, self.fsdp_config, self.training = model, model.fsdp_config, training
-        self.batch_size, self.total_training_steps, self.new_head_seed = batch_size, total_training_steps, seed
+        self.model_config = model
+        self.fsdp_config = model.fsdp_config
+        self.training = training
+        self.batch_size = batch_size
+        self.total_training_steps = total_training_steps
+        self.new_head_seed = seed
         self.micro_batching = MicroBatching(
-            training.micro_batch_size_per_gpu, training.max_token_len_per_gpu, training.use_dynamic_bsz
+            training.micro_batch_size_per_gpu,
+            training.max_token_len_per_gpu,
+            training.use_dynamic_bsz,
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -76,12 +86,20 @@ class SupervisedWorker(TrainedWorker):
     @register(dispatch_mode=BY_SHARD, blocking=False, reads=COLUMNS_READ, jagged=True)
     def update_model(self, data: DataProto) -> DataProto:
         """One optimizer step on the batch; returns the metrics."""
-        metrics = update(self.engine, self.rows_of(data), self.schedule, self.loss, prefix=self.prefix, part=(1, 1))
+        metrics = update(
+            self.engine,
+            self.rows_of(data),
+            self.schedule,
+            self.loss,
+            prefix=self.prefix,
+            part=(1, 1),
+        )
         return DataProto.from_dict(tensors={}, meta_info={"metrics": metrics})
 
     @register(dispatch_mode=BY_SHARD, blocking=False, reads=COLUMNS_READ, jagged=True)
     def evaluate(self, data: DataProto) -> DataProto:
-        """The metrics of the batch under the present model: `loss`, and those of an update without their prefix."""
+        """The metrics of the batch under the present model: `loss`, and those of an update without
+        their prefix."""
         parts: list[MicroMetrics] = []
 
         def measure(micro: MicroBatch) -> tuple[()]:
@@ -90,31 +108,40 @@ class SupervisedWorker(TrainedWorker):
             return ()
 
         forward(self.engine, self.rows_of(data), self.micro_batching, measure, by_token=False)
-        return DataProto.from_dict(tensors={}, meta_info={"metrics": merge_metrics(read_metrics(parts))})
+        return DataProto.from_dict(
+            tensors={}, meta_info={"metrics": merge_metrics(read_metrics(parts))}
+        )
 
     def rows_of(self, data: DataProto) -> Rows:
         """The batch, with what the loss needs besides."""
         return Rows.of(data, self.rows_of_sample)
 
     def loss(self, micro: MicroBatch, mini_batch: MiniBatch) -> tuple[torch.Tensor, MicroMetrics]:
-        """The share of some rows in the mean of `losses` over the learned tokens, or the rows, of the whole batch."""
+        """The share of some rows in the mean of `losses` over the learned tokens, or the rows, of
+        the whole batch."""
         losses, values = self.losses(micro)
-        by_token, by_sample = micro["response_mask"].shape, (len(micro.samples.first_rows),)
+        by_token = micro["response_mask"].shape
+        by_sample = (len(micro.samples.first_rows),)
         if losses.shape not in (by_token, by_sample):
             raise ValueError(
-                f"{type(self).__name__}.losses returned the shape {tuple(losses.shape)}: give one for each token, "
-                f"{tuple(by_token)}, to which micro.of_rows pads what PackedBatch.of_tokens makes, or one for each "
-                f"sample, {by_sample}"
+                f"{type(self).__name__}.losses returned the shape {tuple(losses.shape)}: give one "
+                f"for each token, {tuple(by_token)}, to which micro.of_rows pads what "
+                f"PackedBatch.of_tokens makes, or one for each sample, {by_sample}"
             )
         count = mini_batch.num_tokens if losses.ndim == 2 else mini_batch.num_sequences
         if losses.ndim == 1:  # a pair without a learned token fills up a pass
             losses = zero_masked(losses, _mask(losses, micro).bool().any(-1))
-        metrics = {f"{self.prefix}/{name}": metric for name, metric in _means(values, micro).items()}
-        metrics[f"{self.prefix}/num_tokens"] = DeviceMetric((micro["response_mask"].sum(),), Metric.sum)
+        metrics = {
+            f"{self.prefix}/{name}": metric for name, metric in _means(values, micro).items()
+        }
+        metrics[f"{self.prefix}/num_tokens"] = DeviceMetric(
+            (micro["response_mask"].sum(),), Metric.sum
+        )
         return losses.sum() / count, metrics
 
     def losses(self, micro: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The loss of each learned token, (b, R) and 0 elsewhere, or of each row, (b,); and metrics of that shape."""
+        """The loss of each learned token, (b, R) and 0 elsewhere, or of each row, (b,); and metrics
+        of that shape."""
         raise NotImplementedError
 
 
@@ -130,21 +157,24 @@ class SFTWorker(SupervisedWorker):
 
 
 class RMWorker(SupervisedWorker):
-    """One rank of a reward model, which is trained on pairs of conversations as `PreferenceDataset` collates them."""
+    """One rank of a reward model, which is trained on pairs of conversations as `PreferenceDataset`
+    collates them."""
 
     model_class = RewardModel
     prefix = "rm"
     rows_of_sample = 2
 
     def losses(self, micro: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """-log sigmoid(r_c - r_r - margin) of each pair, (b,); a reward is read at a conversation's last token."""
+        """-log sigmoid(r_c - r_r - margin) of each pair, (b,); a reward is read at a conversation's
+        last token."""
         chosen, rejected = self.engine.run(self.engine.pack(micro.on_host)).view(-1, 2).unbind(1)
         margin = micro["margin"].view(-1, 2)[:, 0]
         return pairwise_loss(chosen - rejected - margin), preference_metrics(chosen, rejected)
 
 
 class DPOWorker(SupervisedWorker):
-    """One rank of a policy that is trained on pairs, and of its reference: the model as it was at the start."""
+    """One rank of a policy that is trained on pairs, and of its reference: the model as it was at
+    the start."""
 
     model_class = PolicyModel
     prefix = "dpo"
@@ -153,15 +183,19 @@ class DPOWorker(SupervisedWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Loads the model, and unless it has an adapter the reference, in the data type in which layers compute."""
+        """Loads the model, and unless it has an adapter the reference, in the data type in which
+        layers compute."""
         if self.model_config.lora_rank:
             super().init_model()
             self.reference = self.engine
             return
         trained = self.fsdp_config
-        self.fsdp_config = ForwardFsdpConfig(dtype=trained.dtype, param_offload=trained.param_offload)
+        self.fsdp_config = ForwardFsdpConfig(
+            dtype=trained.dtype, param_offload=trained.param_offload
+        )
         self.start_engine(self.training.ulysses_sequence_parallel_size)
-        self.reference, self.fsdp_config = self.engine, trained
+        self.reference = self.engine
+        self.fsdp_config = trained
         super().init_model()
 
     def rows_of(self, data: DataProto) -> Rows:
@@ -178,10 +212,12 @@ class DPOWorker(SupervisedWorker):
         return replace(rows, columns={**rows.columns, "reference_log_probs": log_probs_B})
 
     def losses(self, micro: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The loss `training.loss_type` of each pair, (b,). The reward of an answer is beta log(pi / reference)."""
+        """The loss `training.loss_type` of each pair, (b,). The reward of an answer is beta log(pi
+        / reference)."""
         log_ratios = _answer_log_probs(self.engine, micro) - micro["reference_log_probs"]
         chosen_B, rejected_B = log_ratios.view(-1, 2).unbind(1)
-        beta, loss = self.training.beta, DPO_LOSSES[self.training.loss_type]
+        beta = self.training.beta
+        loss = DPO_LOSSES[self.training.loss_type]
         losses_B = loss(chosen_B - rejected_B, beta, self.training.label_smoothing)
         return losses_B, preference_metrics(beta * chosen_B, beta * rejected_B)
 
@@ -201,18 +237,23 @@ class ILQLWorker(SupervisedWorker):
 
     @register(dispatch_mode=BY_SHARD, blocking=False, reads=COLUMNS_READ, jagged=True)
     def update_model(self, data: DataProto) -> DataProto:
-        """An optimizer step, after which the target heads move towards the others by `training.polyak` of the way."""
+        """An optimizer step, after which the target heads move towards the others by
+        `training.polyak` of the way."""
         result = super().update_model(data)
         parameters = dict(self.engine.named_parameters())
         with torch.no_grad():
             for name, target in parameters.items():
                 if name.startswith("heads.target_"):
-                    target.add_(parameters[name.replace("target_", "")] - target, alpha=self.training.polyak)
+                    target.add_(
+                        parameters[name.replace("target_", "")] - target, alpha=self.training.polyak
+                    )
         return result
 
     def losses(self, micro: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Of each learned token, (b, R), the sum of `ilql_losses` with the weights of the configuration."""
-        settings, packed = self.training, self.engine.pack(micro.on_host)
+        """Of each learned token, (b, R), the sum of `ilql_losses` with the weights of the
+        configuration."""
+        settings = self.training
+        packed = self.engine.pack(micro.on_host)
         columns = [micro.of_rows(packed.of_tokens(scored)) for scored in self.engine.run(packed)]
         terms = ilql_losses(
             *columns,
@@ -222,17 +263,25 @@ class ILQLWorker(SupervisedWorker):
             expectile=settings.expectile,
             awac_beta=settings.awac_beta,
         )
-        losses = terms["td"] + terms["value"] + settings.cql_coef * terms["cql"] + settings.lm_coef * terms["lm"]
+        losses = (
+            terms["td"]
+            + terms["value"]
+            + settings.cql_coef * terms["cql"]
+            + settings.lm_coef * terms["lm"]
+        )
         metrics = {f"{name}_loss": term for name, term in terms.items()}
         return losses, metrics | dict(zip(("target_q", "value"), columns[-2:], strict=True))
 
 
 def _means(values: dict[str, torch.Tensor], micro: MicroBatch) -> MicroMetrics:
-    return {name: DeviceMetric.of(name, value, _mask(value, micro)) for name, value in values.items()}
+    return {
+        name: DeviceMetric.of(name, value, _mask(value, micro)) for name, value in values.items()
+    }
 
 
 def _mask(values: torch.Tensor | float, micro: MicroBatch) -> torch.Tensor:
-    """The learned tokens of each row, (b, R), or for a value of each pair those of both its conversations."""
+    """The learned tokens of each row, (b, R), or for a value of each pair those of both its
+    conversations."""
     mask_bR = micro["response_mask"]
     if isinstance(values, torch.Tensor) and values.ndim == 1:
         return mask_bR.reshape(len(values), -1)

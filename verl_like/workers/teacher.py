@@ -9,7 +9,8 @@ from verl_like.workers.reference import BY_SHARD, ReferenceWorker
 
 
 class TeacherWorker(ReferenceWorker):
-    """One rank of the teacher: run as the reference policy is, with the model `actor.policy_loss.teacher_path`."""
+    """One rank of the teacher: run as the reference policy is, with the model
+    `actor.policy_loss.teacher_path`."""
 
     model_key = TEACHER_PATH
 
@@ -17,7 +18,13 @@ class TeacherWorker(ReferenceWorker):
         assert config.teacher_model, "a run without teacher_path has no teacher"
         super().__init__(config.model_copy(update={"model": config.teacher_model}), shares_device)
 
-    @register(dispatch_mode=BY_SHARD, blocking=False, reads=SEQUENCE_COLUMNS, writes=["teacher_log_prob"], jagged=True)
+    @register(
+        dispatch_mode=BY_SHARD,
+        blocking=False,
+        reads=SEQUENCE_COLUMNS,
+        writes=["teacher_log_prob"],
+        jagged=True,
+    )
     def compute_teacher_log_prob(self, data: DataProto) -> DataProto:
         """Log-probability of each response token under the teacher, jagged float32."""
         return self.infer_log_probs(data, "teacher_log_prob", phase="teacher")

@@ -1,4 +1,5 @@
-"""Faults that a rehearsal has to find: NULL_GPU_CONTROL names the one that the processes of a run make.
+"""Faults that a rehearsal has to find: NULL_GPU_CONTROL names the one that the processes of a run
+make.
 
 Each changes one thing in a module of the project or of vLLM, right after the module was imported.
 """
@@ -14,7 +15,8 @@ from typing import Any
 HELD_BYTES = 1_000_000_000
 _HOLD = """
 import ctypes, sys, time
-error = ctypes.CDLL("libcuda.so.1").cudaMalloc(ctypes.byref(ctypes.c_void_p()), ctypes.c_size_t(int(sys.argv[1])))
+malloc = ctypes.CDLL("libcuda.so.1").cudaMalloc
+error = malloc(ctypes.byref(ctypes.c_void_p()), ctypes.c_size_t(int(sys.argv[1])))
 print(error, flush=True)
 time.sleep(600)
 """
@@ -35,13 +37,17 @@ def flipped_weight(weight_sync: ModuleType) -> None:
 def wrong_device(packing: ModuleType) -> None:
     """The labels of a packed batch stay on the CPU."""
     on = packing.PackedBatch.on
-    packing.PackedBatch.on = lambda batch, device: dataclasses.replace(on(batch, device), labels=batch.labels)
+    packing.PackedBatch.on = lambda batch, device: dataclasses.replace(
+        on(batch, device), labels=batch.labels
+    )
 
 
 def memory_of_another(gpu_worker: ModuleType) -> None:
-    """Another process holds memory of the device when vLLM first measures what is free, and ends while it profiles."""
+    """Another process holds memory of the device when vLLM first measures what is free, and ends
+    while it profiles."""
     worker = gpu_worker.Worker
-    init_device, profile = worker.init_device, worker.determine_available_memory
+    init_device = worker.init_device
+    profile = worker.determine_available_memory
 
     def init_beside_a_holder(self: Any) -> None:
         command = [sys.executable, "-c", _HOLD, str(HELD_BYTES)]
@@ -54,16 +60,20 @@ def memory_of_another(gpu_worker: ModuleType) -> None:
         self.holder.wait(60)
         return profile(self)
 
-    worker.init_device, worker.determine_available_memory = init_beside_a_holder, profile_while_the_holder_ends
+    worker.init_device = init_beside_a_holder
+    worker.determine_available_memory = profile_while_the_holder_ends
 
 
 def stopped_receiver(pynccl: ModuleType) -> None:
-    """An engine's process stands still when the weights reach it for the second time, and NCCL waits for it."""
+    """An engine's process stands still when the weights reach it for the second time, and NCCL
+    waits for it."""
     os.environ["NULL_GPU_WAITS_FOR_LOST_RANKS"] = "1"
     os.environ["NULL_GPU_DEADLINE"] = "3600"
     broadcast = pynccl.PyNcclCommunicator.broadcast
 
-    def stop_in_the_second(self: Any, tensor: Any, src: int, *arguments: Any, **options: Any) -> None:
+    def stop_in_the_second(
+        self: Any, tensor: Any, src: int, *arguments: Any, **options: Any
+    ) -> None:
         if self.rank != src:
             self.number = getattr(self, "number", 0) + 1
             if self.number == 2:

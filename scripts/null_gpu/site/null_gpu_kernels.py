@@ -1,7 +1,8 @@
 """Real numbers on the null GPU: aten's CUDA kernels are answered by the CPU's, on the same memory.
 
-The memory of a null GPU is host memory. So a CUDA tensor is also a CPU tensor, `on_host`, and a kernel's answer is the
-CPU kernel of the same name. What has no answer is launched as ever, and the null GPU refuses the launch by name.
+The memory of a null GPU is host memory. So a CUDA tensor is also a CPU tensor, `on_host`, and a
+kernel's answer is the CPU kernel of the same name. What has no answer is launched as ever, and the
+null GPU refuses the launch by name.
 """
 
 import ctypes
@@ -14,11 +15,27 @@ import torch
 
 # Kernels that make, resize or describe tensors and compute nothing: they run as they are.
 _AS_THEY_ARE = {
-    "empty.memory_format", "empty_strided", "resize_", "set_", "set_.source_Storage", "is_set_to", "record_stream",
-    "set_.source_Storage_storage_offset", "set_.source_Tensor", "_local_scalar_dense", "_cudnn_init_dropout_state",
-}  # fmt: skip
+    "empty.memory_format",
+    "empty_strided",
+    "resize_",
+    "set_",
+    "set_.source_Storage",
+    "is_set_to",
+    "record_stream",
+    "set_.source_Storage_storage_offset",
+    "set_.source_Tensor",
+    "_local_scalar_dense",
+    "_cudnn_init_dropout_state",
+}
 # CUDA takes tensors of the CPU here: indices, and lists that are copied.
-_ANY_DEVICE = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_foreach_copy_"}
+_ANY_DEVICE = {
+    "index",
+    "index_put",
+    "index_put_",
+    "_index_put_impl_",
+    "_unsafe_index",
+    "_foreach_copy_",
+}
 _PHILOX_STEP = 4  # a generator's offset is a multiple of it
 
 _library = torch.library.Library("aten", "IMPL")
@@ -34,7 +51,9 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
     memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
     host = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
-    view = torch.empty(0, dtype=tensor.dtype).set_(host, tensor.storage_offset(), tensor.size(), tensor.stride())
+    view = torch.empty(0, dtype=tensor.dtype).set_(
+        host, tensor.storage_offset(), tensor.size(), tensor.stride()
+    )
     view = torch._conj(view) if tensor.is_conj() else view
     return torch._neg_view(view) if tensor.is_neg() else view
 
@@ -46,7 +65,9 @@ def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor
 
 
-def register(name: str, kernel: Callable[..., Any], library: torch.library.Library = _library) -> None:
+def register(
+    name: str, kernel: Callable[..., Any], library: torch.library.Library = _library
+) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a kernel is overridden
         library.impl(name, kernel, "CUDA", allow_override=True)
@@ -56,7 +77,8 @@ class _Call:
     """One call of a kernel: its CUDA tensors on the host, and back."""
 
     def __init__(self, name: str, arguments: tuple, keywords: dict) -> None:
-        self.hosts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id of the CUDA tensor: it, and on the host
+        # By id of the CUDA tensor: it, and on the host
+        self.hosts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.device = keywords.get("device")
         any_device = name.partition(".")[0] in _ANY_DEVICE
         for tensor in _tensors([arguments, list(keywords.values())]):
@@ -64,7 +86,9 @@ class _Call:
                 self.hosts[id(tensor)] = (tensor, on_host(tensor))
                 self.device = tensor.device
         devices = {
-            t.device for t in _tensors([arguments, list(keywords.values())]) if t.is_cuda or (t.dim() and self.hosts)
+            t.device
+            for t in _tensors([arguments, list(keywords.values())])
+            if t.is_cuda or (t.dim() and self.hosts)
         }
         if len(devices) > 1 and not any_device:
             raise RuntimeError(
@@ -85,7 +109,11 @@ class _Call:
         if isinstance(value, torch.Tensor):
             own = next((tensor for tensor, host in self.hosts.values() if host is value), None)
             return to_device(value, self.device or torch.device("cuda")) if own is None else own
-        return type(value)(self.to_device(item) for item in value) if isinstance(value, list | tuple) else value
+        return (
+            type(value)(self.to_device(item) for item in value)
+            if isinstance(value, list | tuple)
+            else value
+        )
 
     def resize_outputs(self) -> None:
         """An `out` that the CPU kernel has resized, and with that moved, takes the values."""
@@ -104,8 +132,13 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _host_generator(generator: torch.Generator | None) -> torch.Generator:
-    """A CPU generator that follows from the CUDA generator's seed and offset, which moves on as after a kernel."""
-    generator = torch.cuda.default_generators[torch.cuda.current_device()] if generator is None else generator
+    """A CPU generator that follows from the CUDA generator's seed and offset, which moves on as
+    after a kernel."""
+    generator = (
+        torch.cuda.default_generators[torch.cuda.current_device()]
+        if generator is None
+        else generator
+    )
     if generator.device.type != "cuda":
         return generator
     seed = hash((generator.initial_seed(), generator.get_offset())) % 2**63
@@ -116,17 +149,26 @@ def _host_generator(generator: torch.Generator | None) -> torch.Generator:
 def _answer(name: str, operator: torch._ops.OpOverload) -> Callable[..., Any]:
     arguments_of_schema = operator._schema.arguments
     random = any(argument.name == "generator" for argument in arguments_of_schema)
-    # A number where the schema has a tensor: Python gives its own to the CPU kernel only as a tensor.
-    tensor_places = [str(argument.type) in ("Tensor", "Optional[Tensor]") for argument in arguments_of_schema]
+    # A number where the schema has a tensor: Python gives its own to the CPU kernel only as a
+    # tensor.
+    tensor_places = [
+        str(argument.type) in ("Tensor", "Optional[Tensor]") for argument in arguments_of_schema
+    ]
 
     def kernel(*arguments: Any, **keywords: Any) -> Any:
         call = _Call(name, arguments, keywords)
         host_arguments = [
-            torch.tensor(value) if place and isinstance(value, bool | int | float) else call.to_host(value)
+            torch.tensor(value)
+            if place and isinstance(value, bool | int | float)
+            else call.to_host(value)
             for value, place in zip(arguments, tensor_places, strict=False)
         ]
         host_keywords = {key: call.to_host(value) for key, value in keywords.items()}
-        if random and len(host_arguments) < len(arguments_of_schema) and host_keywords.get("generator") is None:
+        if (
+            random
+            and len(host_arguments) < len(arguments_of_schema)
+            and host_keywords.get("generator") is None
+        ):
             host_keywords["generator"] = _host_generator(None)
         with torch._C._AutoDispatchBelowAutograd():
             result = operator(*host_arguments, **host_keywords)
@@ -137,12 +179,22 @@ def _answer(name: str, operator: torch._ops.OpOverload) -> Callable[..., Any]:
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    """aten::copy_. Between host and device it is the runtime's own copy, which counts, where torch would use that."""
+    """aten::copy_. Between host and device it is the runtime's own copy, which counts, where torch
+    would use that."""
     with torch._C._AutoDispatchBelowAutograd():
-        same = target.dtype == source.dtype and target.size() == source.size() and target.numel() > 0
-        if target.is_cuda != source.is_cuda and same and target.is_contiguous() and source.is_contiguous():
+        same = (
+            target.dtype == source.dtype and target.size() == source.size() and target.numel() > 0
+        )
+        if (
+            target.is_cuda != source.is_cuda
+            and same
+            and target.is_contiguous()
+            and source.is_contiguous()
+        ):
             pointers = ctypes.c_void_p(target.data_ptr()), ctypes.c_void_p(source.data_ptr())
-            _runtime.cudaMemcpyAsync(*pointers, ctypes.c_size_t(target.numel() * target.element_size()), 4, None)
+            _runtime.cudaMemcpyAsync(
+                *pointers, ctypes.c_size_t(target.numel() * target.element_size()), 4, None
+            )
             if not non_blocking:
                 _runtime.cudaStreamSynchronize(None)
         else:
@@ -165,7 +217,10 @@ def install() -> None:
             continue  # a view
         register(name, _answer(name, operator))
     register("copy_", _copy)
-    for fused in (torch.backends.cuda.enable_flash_sdp, torch.backends.cuda.enable_mem_efficient_sdp):
+    for fused in (
+        torch.backends.cuda.enable_flash_sdp,
+        torch.backends.cuda.enable_mem_efficient_sdp,
+    ):
         fused(False)  # dense attention is then made of other kernels
     torch.backends.cuda.enable_cudnn_sdp(False)
     register("_flash_attention_forward", null_gpu_attention.forward)

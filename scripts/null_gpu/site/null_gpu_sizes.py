@@ -1,7 +1,9 @@
-"""A whole run of a model that is too large to have numbers here: memory is given out and never filled.
+"""A whole run of a model that is too large to have numbers here: memory is given out and never
+filled.
 
-Kernels do nothing, so what is read from a device is whatever lies there. Each replacement says why there has to be one;
-nothing else is replaced. NULL_GPU_SIZES=1 installs them in every process of a run.
+Kernels do nothing, so what is read from a device is whatever lies there. Each replacement says why
+there has to be one; nothing else is replaced. NULL_GPU_SIZES=1 installs them in every process of a
+run.
 """
 
 from collections.abc import Callable
@@ -103,28 +105,49 @@ def _triton_without_a_compiler(jit: ModuleType) -> None:
 
 
 REPLACED: dict[str, tuple[Callable[[ModuleType], None], str]] = {
-    "verl_like.workers.models.pretrained": (_models_without_weights, "weights are allocated and never filled"),
-    "verl_like.workers.models.linear_log_prob": (_heads_without_kernels, "the head has Triton kernels, too"),
-    "verl_like.workers.engine.mini_batches": (_metrics_of_one, "metrics of garbage may be no numbers"),
+    "verl_like.workers.models.pretrained": (
+        _models_without_weights,
+        "weights are allocated and never filled",
+    ),
+    "verl_like.workers.models.linear_log_prob": (
+        _heads_without_kernels,
+        "the head has Triton kernels, too",
+    ),
+    "verl_like.workers.engine.mini_batches": (
+        _metrics_of_one,
+        "metrics of garbage may be no numbers",
+    ),
     "verl_like.workers.engine.fsdp": (
         _steps_without_a_norm_and_models_without_files,
         "a norm of garbage may be no number, for ever; a model's folder would be 14 GB of zeros",
     ),
     "verl_like.workers.weight_sync": (_fingerprints_of_zero, "fingerprints of garbage differ"),
     "verl_like.workers.rollout.vllm_engine": (_finite_log_probs, "log-probabilities are garbage"),
-    "vllm.v1.worker.gpu.async_utils": (
-        _one_token_a_step,
-        "so are tokens and their number",
+    "vllm.v1.worker.gpu.async_utils": (_one_token_a_step, "so are tokens and their number"),
+    "verl_like.workers.rollout.base": (
+        _any_end_of_a_response,
+        "a response ends where garbage is the last token",
     ),
-    "verl_like.workers.rollout.base": (_any_end_of_a_response, "a response ends where garbage is the last token"),
-    "verl_like.trainer.ppo.engine_check": (_engines_that_are_not_compared, "log-probabilities of garbage differ"),
-    "verl_like.workers.model_worker": (_finite_values, "values and log-probabilities may be no numbers"),
-    "verl_like.workers.engine.shard_writer": (_checkpoints_without_tensors, "a checkpoint would be 80 GB of garbage"),
+    "verl_like.trainer.ppo.engine_check": (
+        _engines_that_are_not_compared,
+        "log-probabilities of garbage differ",
+    ),
+    "verl_like.workers.model_worker": (
+        _finite_values,
+        "values and log-probabilities may be no numbers",
+    ),
+    "verl_like.workers.engine.shard_writer": (
+        _checkpoints_without_tensors,
+        "a checkpoint would be 80 GB of garbage",
+    ),
     "verl_like.workers.pinned_memory": (
         _places_that_nobody_writes,
         "80 GB of a checkpoint are not there",
     ),
-    "triton.runtime.jit": (_triton_without_a_compiler, "Triton's kernels need a compiler for a GPU"),
+    "triton.runtime.jit": (
+        _triton_without_a_compiler,
+        "Triton's kernels need a compiler for a GPU",
+    ),
     "vllm.distributed.device_communicators.cuda_wrapper": (
         use_null_runtime,
         "vLLM would find NVIDIA's runtime among the files that torch has loaded",

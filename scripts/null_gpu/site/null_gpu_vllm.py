@@ -1,4 +1,5 @@
-"""The CUDA kernels of vLLM that a Llama needs, on the memory of the null GPU: norms, activation, positions, cache.
+"""The CUDA kernels of vLLM that a Llama needs, on the memory of the null GPU: norms, activation,
+positions, cache.
 
 vLLM's own Triton kernels need no answer but those for adapters: TRITON_INTERPRET=1 runs them.
 """
@@ -17,11 +18,15 @@ def _normalized(values: torch.Tensor, weight: torch.Tensor | None, epsilon: floa
     return rounded if weight is None else rounded * on_host(weight)
 
 
-def rms_norm(out: torch.Tensor, values: torch.Tensor, weight: torch.Tensor | None, epsilon: float) -> None:
+def rms_norm(
+    out: torch.Tensor, values: torch.Tensor, weight: torch.Tensor | None, epsilon: float
+) -> None:
     on_host(out).copy_(_normalized(on_host(values), weight, epsilon))
 
 
-def fused_add_rms_norm(values: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float) -> None:
+def fused_add_rms_norm(
+    values: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
+) -> None:
     """`residual` takes the sum of both, and `values` the norm of it."""
     on_host(residual).add_(on_host(values))
     on_host(values).copy_(_normalized(on_host(residual), weight, epsilon))
@@ -41,7 +46,8 @@ def rotary_embedding(
     is_neox: bool,
     *unused: object,
 ) -> None:
-    """Turns pairs of each head by the angle of its position: with neox the halves, else neighbours."""
+    """Turns pairs of each head by the angle of its position: with neox the halves, else
+    neighbours."""
     cos, sin = on_host(cos_and_sin)[on_host(positions).flatten()].float()[:, None].chunk(2, -1)
     width = 2 * cos.size(-1)
     for tensor in (query, key):
@@ -63,9 +69,12 @@ def reshape_and_cache_flash(
     dtype: str,
     *scales: torch.Tensor,
 ) -> None:
-    """Writes each token's key and value into its slot of (blocks, slots of a block, heads, values); -1 is padding."""
+    """Writes each token's key and value into its slot of (blocks, slots of a block, heads, values);
+    -1 is padding."""
     if dtype != "auto":
-        raise NotImplementedError(f"The null GPU answers caches in the dtype of the model, not {dtype}.")
+        raise NotImplementedError(
+            f"The null GPU answers caches in the dtype of the model, not {dtype}."
+        )
     slot = on_host(slots)
     kept = (slot >= 0).nonzero().squeeze(1)
     place = (slot[kept] // key_cache.size(1), slot[kept] % key_cache.size(1))
@@ -83,15 +92,23 @@ def vocab_parallel_embedding(
     added_start: int,
     added_end: int,
 ) -> None:
-    """A rank's rows of an embedding, 0 for the tokens that others have; its added tokens follow its own and padding."""
+    """A rank's rows of an embedding, 0 for the tokens that others have; its added tokens follow its
+    own and padding."""
     token = on_host(tokens)
-    is_own, is_added = (token >= start) & (token < end), (token >= added_start) & (token < added_end)
+    is_own = (token >= start) & (token < end)
+    is_added = (token >= added_start) & (token < added_end)
     row = torch.where(is_own, token - start, token - added_start + (end - start) + num_padding)
     row = torch.where(is_own | is_added, row, 0)
     on_host(out).copy_(on_host(weight)[row.long()] * (is_own | is_added)[:, None])
 
 
 def install() -> None:
-    for kernel in (rms_norm, fused_add_rms_norm, silu_and_mul, rotary_embedding, vocab_parallel_embedding):
+    for kernel in (
+        rms_norm,
+        fused_add_rms_norm,
+        silu_and_mul,
+        rotary_embedding,
+        vocab_parallel_embedding,
+    ):
         register(kernel.__name__, kernel, _library)
     register("reshape_and_cache_flash", reshape_and_cache_flash, _cache_library)

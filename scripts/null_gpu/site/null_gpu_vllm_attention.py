@@ -23,12 +23,15 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The output and, unread by vLLM without cascades, zeros for the sums.
 
-    query: (tokens of all sequences, heads, values). *_cache: (blocks, slots of a block, heads, values). starts: where
-    each sequence's queries begin, and their end. lengths: keys of each sequence. blocks: of each sequence, in order.
+    query: (tokens of all sequences, heads, values). *_cache: (blocks, slots of a block, heads,
+    values). starts: where each sequence's queries begin, and their end. lengths: keys of each
+    sequence. blocks: of each sequence, in order.
     """
     out = torch.empty_like(query) if out is None else out
     q, k, v, o = map(on_host, (query, key_cache, value_cache, out))
-    bounds, num_keys, tables = on_host(starts).tolist(), on_host(lengths).tolist(), on_host(blocks)
+    bounds = on_host(starts).tolist()
+    num_keys = on_host(lengths).tolist()
+    tables = on_host(blocks)
     for row, (first, last) in enumerate(pairwise(bounds)):
         if last == first or not num_keys[row]:
             continue
@@ -46,18 +49,62 @@ def _refuse(**given: object) -> None:
 
 
 def version_2(
-    q, k, v, out, starts_q, starts_k, used_k, left_padding, blocks, alibi, max_q, max_k, dropout, scale, zero, causal,
-    left, right, softcap, *unused,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    out,
+    starts_q,
+    starts_k,
+    used_k,
+    left_padding,
+    blocks,
+    alibi,
+    max_q,
+    max_k,
+    dropout,
+    scale,
+    zero,
+    causal,
+    left,
+    right,
+    softcap,
+    *unused,
+):
     _refuse(left_padding=left_padding, alibi=alibi, dropout=dropout, softcap=softcap)
     return _attend(q, k, v, out, starts_q, used_k, blocks, scale, causal or right == 0, left)
 
 
 def version_3(
-    q, k, v, new_k, new_v, q_v, out, starts_q, starts_k, starts_new, used_q, used_k, max_q, max_k, blocks, batch_index,
-    left_padding, cos, sin, rotary_lengths, q_scale, k_scale, v_scale, scale, causal, left, right, chunk_or_softcap,
+    q,
+    k,
+    v,
+    new_k,
+    new_v,
+    q_v,
+    out,
+    starts_q,
+    starts_k,
+    starts_new,
+    used_q,
+    used_k,
+    max_q,
+    max_k,
+    blocks,
+    batch_index,
+    left_padding,
+    cos,
+    sin,
+    rotary_lengths,
+    q_scale,
+    k_scale,
+    v_scale,
+    scale,
+    causal,
+    left,
+    right,
+    chunk_or_softcap,
     *unused,
-):  # fmt: skip
+):
     _refuse(new_k=new_k, q_v=q_v, left_padding=left_padding, cos=cos, softcap=chunk_or_softcap)
     out, sums = _attend(q, k, v, out, starts_q, used_k, blocks, scale, causal or right == 0, left)
     return out, sums, sums.new_zeros(0), sums.new_zeros(0)

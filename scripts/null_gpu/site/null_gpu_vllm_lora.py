@@ -60,7 +60,8 @@ def lora_expand(
     offset_start: int = 0,
     add_inputs: bool = False,
 ) -> None:
-    """out[token, columns of the slice] = B[slice] x[slice, token], rounded, added to what is there if so asked."""
+    """out[token, columns of the slice] = B[slice] x[slice, token], rounded, added to what is there
+    if so asked."""
     if has_none.item():
         return
     for adapter, rows in _rows_of_adapters(adapter_of_token):

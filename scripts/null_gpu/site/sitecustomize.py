@@ -1,7 +1,8 @@
-"""Python imports this in each process that has this folder in PYTHONPATH, also in Ray's: numbers on the null GPU.
+"""Python imports this in each process that has this folder in PYTHONPATH, also in Ray's: numbers on
+the null GPU.
 
-Where NULL_GPU_NUMBERS=1, CUDA's kernels are answered as soon as the module is imported that brings them. Where
-NULL_GPU_SIZES=1, what cannot be done with garbage is replaced, see null_gpu_sizes.py.
+Where NULL_GPU_NUMBERS=1, CUDA's kernels are answered as soon as the module is imported that brings
+them. Where NULL_GPU_SIZES=1, what cannot be done with garbage is replaced, see null_gpu_sizes.py.
 """
 
 import importlib

@@ -1,12 +1,14 @@
-"""Dr. GRPO (arXiv 2503.20783): the score above the group's mean. Rows with the same `uid` form a group.
+"""Dr. GRPO (arXiv 2503.20783): the score above the group's mean. Rows with the same `uid` form a
+group.
 
     score_i = sum of the token rewards of row i
     A_i     = score_i - mean of the group      every token of row i gets A_i
 
-The paper does not divide by the standard deviation, which favours prompts that are nearly always or nearly never
-solved, and not by the length of the response: set `actor.loss_agg_mode` to `seq-mean-token-sum-norm` with it. The
-numbers are those of `grpo` with `algorithm.norm_adv_by_std_in_grpo=False`. Groups of one, of equal scores and with
-skipped rows are treated as there.
+The paper does not divide by the standard deviation, which favours prompts that are nearly always or
+nearly never solved, and not by the length of the response: set `actor.loss_agg_mode` to
+`seq-mean-token-sum-norm` with it. The numbers are those of `grpo` with
+`algorithm.norm_adv_by_std_in_grpo=False`. Groups of one, of equal scores and with skipped rows are
+treated as there.
 
 Keys: `actor_rollout_ref.rollout.n`.
 """
@@ -23,7 +25,8 @@ from verl_like.algorithms.groups import PromptGroups
 def compute_dr_grpo_outcome_advantage(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: np.ndarray
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One advantage (B, R) for each response, at every one of its tokens, twice: there are no separate returns."""
+    """One advantage (B, R) for each response, at every one of its tokens, twice: there are no
+    separate returns."""
     groups = PromptGroups.of(token_level_rewards, response_mask, index)
     advantages = groups.on_tokens(groups.scores_above(groups.mean()), token_level_rewards.dtype)
     return advantages, advantages

@@ -7,9 +7,9 @@ With the reward r_t and the critic's value V_t of response token t:
     returns_t    = A_t + V_t
     advantages_t = (A_t - mean) / sqrt(var + 1e-8)
 
-V and A are 0 after the last response token. Mean and unbiased variance of A run over all response tokens of the batch.
-`t + 1` is the next token with mask 1: a hole in the mask, such as a tool's output, takes no discount, and its rewards
-and values are not read.
+V and A are 0 after the last response token. Mean and unbiased variance of A run over all response
+tokens of the batch. `t + 1` is the next token with mask 1: a hole in the mask, such as a tool's
+output, takes no discount, and its rewards and values are not read.
 
 Keys: `algorithm.gamma`, `algorithm.lam`.
 """
@@ -29,10 +29,12 @@ def compute_gae_advantage_return(
     gamma: float,
     lam: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whitened advantages, and returns, (B, R) float each; `gamma` is the discount per token, `lam` lambda."""
+    """Whitened advantages, and returns, (B, R) float each; `gamma` is the discount per token, `lam`
+    lambda."""
     with torch.no_grad():
         valid = response_mask.bool()
-        advantages, returns = torch.empty_like(values), torch.empty_like(values)
+        advantages = torch.empty_like(values)
+        returns = torch.empty_like(values)
         for rows in few_rows(valid):
             # The same numbers as `gae_recurrence`, for long responses many times faster.
             advantages[rows], returns[rows] = gae_in_blocks(
@@ -44,8 +46,10 @@ def compute_gae_advantage_return(
 def gae_recurrence(
     rewards: torch.Tensor, values: torch.Tensor, valid: torch.Tensor, gamma: float, lam: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The definition: advantages before whitening, and returns, (B, R), token by token from the last to the first."""
-    advantages, returns = torch.zeros_like(values), torch.zeros_like(values)
+    """The definition: advantages before whitening, and returns, (B, R), token by token from the
+    last to the first."""
+    advantages = torch.zeros_like(values)
+    returns = torch.zeros_like(values)
     next_advantage = next_value = values.new_zeros(len(values))
     for t in reversed(range(values.shape[1])):
         delta = rewards[:, t] + gamma * next_value - values[:, t]

@@ -1,18 +1,21 @@
 """GDPO (arXiv 2601.05242): several rewards, each normalised in its group before they are added up.
 
-    A_ik = (r_ik - mean_k) / (std_k + 1e-6)     reward k of row i; mean and unbiased std over the group
+    A_ik = (r_ik - mean_k) / (std_k + 1e-6)     reward k of row i; mean and unbiased std of group
     S_i  = sum_k w_k A_ik                       at every token of row i
-    A_i  = (S_i - mean) / sqrt(var + 1e-8)      mean and unbiased variance over the response tokens of the batch
+    A_i  = (S_i - mean) / sqrt(var + 1e-8)      mean, unbiased variance over all response tokens
 
-`grpo` normalises the sum of the rewards, in which one with a large spread outweighs the others. Here each counts by its
-weight w_k. `algorithm.norm_adv_by_std_in_grpo=False` leaves the first division out. Groups of one, of equal scores and
-with skipped rows are treated as in `grpo` before the last step; a row that lost its baseline is left out of it and gets
-0. Where a row lacks reward k, a number that the reward function did not return for it, the row is as if it were skipped
-for that reward alone: A_ik is 0, and mean_k and std_k are those of the other rows. `algorithm.use_kl_in_reward` and
-`reward.overlong_buffer` change the sum of the rewards, which is not read: they are refused. verl ignores the KL
-penalty, and falls back to the sum of the rewards where the keys are not given.
+`grpo` normalises the sum of the rewards, in which one with a large spread outweighs the others.
+Here each counts by its weight w_k. `algorithm.norm_adv_by_std_in_grpo=False` leaves the first
+division out. Groups of one, of equal scores and with skipped rows are treated as in `grpo` before
+the last step; a row that lost its baseline is left out of it and gets 0. Where a row lacks reward
+k, a number that the reward function did not return for it, the row is as if it were skipped for
+that reward alone: A_ik is 0, and mean_k and std_k are those of the other rows.
+`algorithm.use_kl_in_reward` and `reward.overlong_buffer` change the sum of the rewards, which is
+not read: they are refused. verl ignores the KL penalty, and falls back to the sum of the rewards
+where the keys are not given.
 
-Keys: `algorithm.gdpo_reward_keys`, `algorithm.gdpo_reward_weights`, `algorithm.norm_adv_by_std_in_grpo`.
+Keys: `algorithm.gdpo_reward_keys`, `algorithm.gdpo_reward_weights`,
+`algorithm.norm_adv_by_std_in_grpo`.
 """
 
 from collections.abc import Collection
@@ -33,33 +36,39 @@ class GDPOOptions(AdvantageOptions):
     section: ClassVar[str] = "algorithm"
 
     gdpo_reward_keys: Annotated[tuple[str, ...], Strict(False)] = ()
-    """The names of the rewards: their columns, such as rule_scores, or of numbers that the reward function returns."""
+    """The names of the rewards: their columns, such as rule_scores, or of numbers that the reward
+    function returns."""
     gdpo_reward_weights: Annotated[tuple[float, ...], Strict(False)] = ()
     """One weight for each of gdpo_reward_keys; empty: each weighs 1."""
 
     @model_validator(mode="after")
     def _rewards_are_named_once_with_a_weight_each(self) -> Self:
-        keys, weights = self.gdpo_reward_keys, self.gdpo_reward_weights
+        keys = self.gdpo_reward_keys
+        weights = self.gdpo_reward_weights
         if not keys:
             raise ValueError(
-                "algorithm.gdpo_reward_keys is empty, but the estimator gdpo adds up several rewards: name them, e.g. "
-                "[rule_scores,format] where the reward function returns a number named format"
+                "algorithm.gdpo_reward_keys is empty, but the estimator gdpo adds up several "
+                "rewards: name them, e.g. [rule_scores,format] where the reward function returns "
+                "a number named format"
             )
         if weights and len(weights) != len(keys):
             raise ValueError(
-                f"algorithm.gdpo_reward_weights has {len(weights)} weights for the {len(keys)} rewards of "
-                "algorithm.gdpo_reward_keys: give one weight for each, in the same order"
+                f"algorithm.gdpo_reward_weights has {len(weights)} weights for the {len(keys)} "
+                "rewards of algorithm.gdpo_reward_keys: give one weight for each, in the same "
+                "order"
             )
         if len(set(keys)) < len(keys):
-            raise ValueError(f"algorithm.gdpo_reward_keys={list(keys)} names a reward twice: use a weight of 2")
+            raise ValueError(
+                f"algorithm.gdpo_reward_keys={list(keys)} names a reward twice: use a weight of 2"
+            )
         return self
 
     def require_rewards(self, names: Collection[str]) -> None:
         unknown = [key for key in self.gdpo_reward_keys if key not in names]
         if unknown:
             raise ValueError(
-                f"algorithm.gdpo_reward_keys names {', '.join(unknown)}, but the rewards of this run are "
-                f"{', '.join(names)}: name those"
+                f"algorithm.gdpo_reward_keys names {', '.join(unknown)}, but the rewards of this "
+                f"run are {', '.join(names)}: name those"
             )
 
 
@@ -73,10 +82,11 @@ def compute_gdpo_outcome_advantage(
     epsilon: float = 1e-6,
     norm_adv_by_std_in_grpo: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One advantage (B, R) for each response, at every one of its tokens, twice: there are no separate returns.
+    """One advantage (B, R) for each response, at every one of its tokens, twice: there are no
+    separate returns.
 
-    `epsilon` is added to each standard deviation. A score is NaN where a row lacks the reward. Raises ValueError for a
-    reward that the run does not have.
+    `epsilon` is added to each standard deviation. A score is NaN where a row lacks the reward.
+    Raises ValueError for a reward that the run does not have.
     """
     keys = options.gdpo_reward_keys
     options.require_rewards(scores_by_reward)
@@ -88,7 +98,9 @@ def compute_gdpo_outcome_advantage(
         has_score = ~zero_masked(scores, valid).isnan().any(dim=-1, keepdim=True)
         groups = PromptGroups.of(scores, valid & has_score, index)
         deviations = groups.scores_above(groups.mean())
-        summed += weight * (deviations / (groups.std() + epsilon) if norm_adv_by_std_in_grpo else deviations)
+        summed += weight * (
+            deviations / (groups.std() + epsilon) if norm_adv_by_std_in_grpo else deviations
+        )
         is_compared |= groups.has_baseline
     compared = valid & is_compared.unsqueeze(-1)
     tokens = zero_masked(summed.to(scores_by_reward[keys[0]].dtype).unsqueeze(-1), compared)

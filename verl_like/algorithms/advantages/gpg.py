@@ -1,13 +1,15 @@
-"""Group policy gradient (arXiv 2504.02546): the score above the group's mean, corrected for groups without a gradient.
+"""Group policy gradient (arXiv 2504.02546): the score above the group's mean, corrected for groups
+without a gradient.
 
     score_i = sum of the token rewards of row i
     A_i     = alpha (score_i - mean of the group) / f_norm      every token of row i gets A_i
     alpha   = scored rows of the batch / those of them in a group whose scores differ
 
-A group of equal scores has no gradient but counts in the denominator of the loss; alpha makes up for that. Groups of
-one and with skipped rows are treated as in `grpo`. f_norm is an argument of the function; in a run it is 1. verl
-divides by the number of rows whose score is not 0 instead, so that wrong responses with reward 0 raise alpha although
-they have a gradient, and it ignores its argument `alpha`.
+A group of equal scores has no gradient but counts in the denominator of the loss; alpha makes up
+for that. Groups of one and with skipped rows are treated as in `grpo`. f_norm is an argument of the
+function; in a run it is 1. verl divides by the number of rows whose score is not 0 instead, so that
+wrong responses with reward 0 raise alpha although they have a gradient, and it ignores its argument
+`alpha`.
 
 Keys: `actor_rollout_ref.rollout.n`. The loss that belongs to it is `gpg`.
 """
@@ -30,10 +32,11 @@ def compute_gpg_outcome_advantage(
     alpha: float | None = None,
     config: object = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One advantage (B, R) for each response, at every one of its tokens, twice: there are no separate returns.
+    """One advantage (B, R) for each response, at every one of its tokens, twice: there are no
+    separate returns.
 
-    `f_norm` divides the advantages; None computes `alpha` from the batch. verl has `epsilon` and `config`, which are
-    not read.
+    `f_norm` divides the advantages; None computes `alpha` from the batch. verl has `epsilon` and
+    `config`, which are not read.
     """
     groups = PromptGroups.of(token_level_rewards, response_mask, index)
     row_advantages = groups.scores_above(groups.mean()) / f_norm

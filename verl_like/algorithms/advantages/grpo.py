@@ -1,15 +1,17 @@
-"""Group-relative policy optimization (DeepSeekMath, arXiv 2402.03300). Rows with the same `uid` form a group.
+"""Group-relative policy optimization (DeepSeekMath, arXiv 2402.03300). Rows with the same `uid`
+form a group.
 
     score_i = sum of the token rewards of row i
-    A_i     = (score_i - mean) / (std + 1e-6)  mean and unbiased std over the group; every token of row i gets A_i
+    A_i     = (score_i - mean) / (std + 1e-6)     mean and unbiased std over the group
 
-`algorithm.norm_adv_by_std_in_grpo=False` leaves the division out (Dr. GRPO, arXiv 2503.20783). Special groups:
+Every token of row i gets A_i. `algorithm.norm_adv_by_std_in_grpo=False` leaves the division out
+(Dr. GRPO, arXiv 2503.20783). Special groups:
 
 | group | advantage |
 |---|---|
 | a row without response tokens (skipped) | 0; it does not enter the group's mean and std |
 | one row by design (`rollout.n=1`) | the score itself (mean 0, std 1), as in verl |
-| several rows, one of them scored | 0: the baseline is lost, and a raw score is on another scale than an advantage |
+| several rows, one of them scored | 0: the baseline is lost, and a raw score has another scale |
 | all scores equal | exactly 0 (the statistics are computed in float64) |
 
 For the third line the skipped rows have to be in the batch that is passed in.
@@ -34,12 +36,15 @@ def compute_grpo_outcome_advantage(
     norm_adv_by_std_in_grpo: bool = True,
     config: object = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One advantage (B, R) for each response, at every one of its tokens, twice: there are no separate returns.
+    """One advantage (B, R) for each response, at every one of its tokens, twice: there are no
+    separate returns.
 
     `epsilon` is added to the standard deviation. verl has `config`, which is not read.
     """
     groups = PromptGroups.of(token_level_rewards, response_mask, index)
     deviations = groups.scores_above(groups.mean())
-    row_advantages = deviations / (groups.std() + epsilon) if norm_adv_by_std_in_grpo else deviations
+    row_advantages = (
+        deviations / (groups.std() + epsilon) if norm_adv_by_std_in_grpo else deviations
+    )
     advantages = groups.on_tokens(row_advantages, token_level_rewards.dtype)
     return advantages, advantages

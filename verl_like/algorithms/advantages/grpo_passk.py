@@ -1,12 +1,16 @@
-"""Pass@k (arXiv 2503.19595): only the best response of a group is rewarded, for what it adds to the group's best.
+"""Pass@k (arXiv 2503.19595): only the best response of a group is rewarded, for what it adds to the
+group's best.
 
     score_i = sum of the token rewards of row i
-    A_i     = (largest score - second largest score) / (std + 1e-6)    for the best row, at every one of its tokens
+    A_i     = (largest score - second largest score) / (std + 1e-6)    for the best row
     A_i     = 0                                                        for the others
 
-`algorithm.norm_adv_by_std_in_grpo=False` leaves out the division by the group's unbiased standard deviation. Where two
-rows share the largest score, no row adds anything: all are 0. Groups of one and groups with skipped rows are treated as
-in `grpo`; verl refuses a group of one, and reads the key from `config` whatever the argument says.
+Every token of row i gets A_i.
+
+`algorithm.norm_adv_by_std_in_grpo=False` leaves out the division by the group's unbiased standard
+deviation. Where two rows share the largest score, no row adds anything: all are 0. Groups of one
+and groups with skipped rows are treated as in `grpo`; verl refuses a group of one, and reads the
+key from `config` whatever the argument says.
 
 Keys: `algorithm.norm_adv_by_std_in_grpo`, `actor_rollout_ref.rollout.n`.
 """
@@ -29,7 +33,8 @@ def compute_grpo_passk_outcome_advantage(
     norm_adv_by_std_in_grpo: bool = True,
     config: object = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One advantage (B, R) for each response, at every one of its tokens, twice: there are no separate returns.
+    """One advantage (B, R) for each response, at every one of its tokens, twice: there are no
+    separate returns.
 
     `epsilon` is added to the standard deviation. verl has `config`, which is not read.
     """

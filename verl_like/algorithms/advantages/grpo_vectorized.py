@@ -1,4 +1,5 @@
-"""`grpo` under verl's name for its computation without a loop over the groups; `grpo` has no such loop here.
+"""`grpo` under verl's name for its computation without a loop over the groups; `grpo` has no such
+loop here.
 
 In verl the two differ in the last digits; here they are the same function.
 """

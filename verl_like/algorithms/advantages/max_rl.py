@@ -3,10 +3,11 @@
     score_i = sum of the token rewards of row i, at least 0
     A_i     = (score_i - mean) / mean     mean over the group; every token of row i gets A_i
 
-With rewards of 0 and 1 the mean estimates the probability of success p, and the gradient of p divided by p is that of
-log p: rarely solved prompts weigh more than in `grpo`. It needs no epsilon: with scores of at least 0 an advantage lies
-between -1 and the size of the group - 1. A group without any success has mean 0 and gives 0. Groups of one and with
-skipped rows are treated as in `grpo`. verl has no such estimator.
+With rewards of 0 and 1 the mean estimates the probability of success p, and the gradient of p
+divided by p is that of log p: rarely solved prompts weigh more than in `grpo`. It needs no epsilon:
+with scores of at least 0 an advantage lies between -1 and the size of the group - 1. A group
+without any success has mean 0 and gives 0. Groups of one and with skipped rows are treated as in
+`grpo`. verl has no such estimator.
 
 Keys: `actor_rollout_ref.rollout.n`.
 """
@@ -23,18 +24,21 @@ from verl_like.algorithms.groups import PromptGroups
 def compute_max_rl_outcome_advantage(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: np.ndarray
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One advantage (B, R) for each response, at every one of its tokens, twice: there are no separate returns.
+    """One advantage (B, R) for each response, at every one of its tokens, twice: there are no
+    separate returns.
 
     Raises ValueError for a score below 0: a mean below 0 would turn the advantages' signs round.
     """
     groups = PromptGroups.of(token_level_rewards, response_mask, index)
     if (groups.scores < 0).any():
         raise ValueError(
-            f"the advantage estimator 'max_rl' divides by the mean score of a prompt's responses, and the batch has a "
-            f"score of {groups.scores.min():.6g}: give rewards of at least 0, without a KL penalty in them "
-            "(algorithm.use_kl_in_reward=False), or choose 'grpo'"
+            "the advantage estimator 'max_rl' divides by the mean score of a prompt's responses, "
+            f"and the batch has a score of {groups.scores.min():.6g}: give rewards of at least 0, "
+            "without a KL penalty in them (algorithm.use_kl_in_reward=False), or choose 'grpo'"
         )
     mean = groups.mean()
-    row_advantages = groups.scores_above(mean) / torch.where(groups.is_single | (mean == 0), 1.0, mean)
+    row_advantages = groups.scores_above(mean) / torch.where(
+        groups.is_single | (mean == 0), 1.0, mean
+    )
     advantages = groups.on_tokens(row_advantages, token_level_rewards.dtype)
     return advantages, advantages

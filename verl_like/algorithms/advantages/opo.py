@@ -1,10 +1,14 @@
-"""On-policy RL with optimal reward baseline (arXiv 2505.23585): the baseline weighs long responses more.
+"""On-policy RL with optimal reward baseline (arXiv 2505.23585): the baseline weighs long responses
+more.
 
     score_i = sum of the token rewards of row i,  len_i = its number of response tokens
-    A_i     = score_i - sum_j len_j score_j / sum_j len_j     over the group; every token of row i gets A_i
+    A_i     = score_i - sum_j len_j score_j / sum_j len_j     over the group
 
-The baseline of least variance weighs a score with the squared norm of the response's gradient, which is taken to be
-proportional to the length. Groups of one, of equal scores and with skipped rows are treated as in `grpo`.
+Every token of row i gets A_i.
+
+The baseline of least variance weighs a score with the squared norm of the response's gradient,
+which is taken to be proportional to the length. Groups of one, of equal scores and with skipped
+rows are treated as in `grpo`.
 
 Keys: `actor_rollout_ref.rollout.n`.
 """
@@ -25,7 +29,8 @@ def compute_opo_outcome_advantage(
     epsilon: float = 1e-6,
     config: object = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One advantage (B, R) for each response, at every one of its tokens, twice: there are no separate returns.
+    """One advantage (B, R) for each response, at every one of its tokens, twice: there are no
+    separate returns.
 
     verl has `epsilon` and `config`, which are not read.
     """

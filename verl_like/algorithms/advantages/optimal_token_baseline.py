@@ -1,15 +1,18 @@
-"""Optimal token baseline (arXiv 2602.07078): a baseline of least variance for each position of the response.
+"""Optimal token baseline (arXiv 2602.07078): a baseline of least variance for each position of the
+response.
 
-With the reward r_t of token t, its probability pi_t under `old_log_probs`, the sum q_t of the squared probabilities of
-the vocabulary there, and its importance weight rho_t (1 without `algorithm.rollout_correction.rollout_is`):
+With the reward r_t of token t, its probability pi_t under `old_log_probs`, the sum q_t of the
+squared probabilities of the vocabulary there, and its importance weight rho_t (1 without
+`algorithm.rollout_correction.rollout_is`):
 
     G_t = r_t + r_{t+1} + ...                        over the row's response tokens
     w_t = (1 - 2 pi_t + q_t) rho_t^2
     W_t = w_1 + ... + w_t + 1e-8                     over the row's response tokens
-    B_t = sum_i W_it G_it / sum_i W_it               over the rows i of the group that have a token at position t
+    B_t = sum_i W_it G_it / sum_i W_it               over the group's rows i with a token at t
     A_t = G_t - B_t
 
-1 - 2 pi_t + q_t is the squared norm of the gradient of log pi_t by the logits. The returns are G. Special cases:
+1 - 2 pi_t + q_t is the squared norm of the gradient of log pi_t by the logits. The returns are G.
+Special cases:
 
 | position | advantage |
 |---|---|
@@ -18,12 +21,13 @@ the vocabulary there, and its importance weight rho_t (1 without `algorithm.roll
 | the only scored row of a larger group, see `grpo` | 0 |
 | equal scores, each on the last token | exactly 0 |
 
-Differences from verl: it adds 1e-8 to the sum of the weights, so its baseline is 0 where the policy was certain of
-every token up to t; here the weights are equal then. It finds the tail of the longest row by the number of tokens,
-which is wrong in masks with holes, and its returns are not 0 in holes.
+Differences from verl: it adds 1e-8 to the sum of the weights, so its baseline is 0 where the policy
+was certain of every token up to t; here the weights are equal then. It finds the tail of the
+longest row by the number of tokens, which is wrong in masks with holes, and its returns are not 0
+in holes.
 
-The actor computes `sum_pi_squared` with `old_log_probs` before the update, so `bypass_mode` of the old
-log-probabilities is refused.
+The actor computes `sum_pi_squared` with `old_log_probs` before the update, so `bypass_mode` of the
+old log-probabilities is refused.
 
 Keys: none.
 """
@@ -50,7 +54,8 @@ def compute_optimal_token_baseline_advantage(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Advantages and returns, (B, R) float each; `epsilon` is added to each weight W.
 
-    With `handle_zero_tail` there is no baseline at a position where no other row of the group has a token.
+    With `handle_zero_tail` there is no baseline at a position where no other row of the group has a
+    token.
     """
     groups = PromptGroups.of(token_level_rewards, response_mask, index)
     valid = groups.valid
@@ -62,7 +67,9 @@ def compute_optimal_token_baseline_advantage(
 
     def group_sum(columns: torch.Tensor) -> torch.Tensor:
         """The sum of `columns` (B, R) over the rows of the group, (B, R)."""
-        return columns.new_zeros(groups.num_groups, columns.size(1)).index_add_(0, groups.group, columns)[groups.group]
+        return columns.new_zeros(groups.num_groups, columns.size(1)).index_add_(
+            0, groups.group, columns
+        )[groups.group]
 
     returns = zero_masked(token_level_rewards, valid).double().flip(-1).cumsum(-1).flip(-1)
     # Counted from the mean score, equal returns are exactly 0, and so is their weighted mean.
@@ -72,4 +79,6 @@ def compute_optimal_token_baseline_advantage(
     has_no_baseline = groups.is_single | ((groups.num_scored > 1) & handle_zero_tail)
     alone_returns = zero_masked(returns, has_no_baseline.unsqueeze(-1))
     advantages = zero_masked(torch.where(is_alone, alone_returns, centred - baselines), valid)
-    return advantages.to(token_level_rewards.dtype), zero_masked(returns, valid).to(token_level_rewards.dtype)
+    return advantages.to(token_level_rewards.dtype), zero_masked(returns, valid).to(
+        token_level_rewards.dtype
+    )

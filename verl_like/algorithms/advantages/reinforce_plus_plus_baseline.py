@@ -1,13 +1,14 @@
-"""REINFORCE++ with a baseline (arXiv 2501.03262): the score above the group's mean, whitened over the whole batch.
+"""REINFORCE++ with a baseline (arXiv 2501.03262): the score above the group's mean, whitened over
+the whole batch.
 
     score_i = sum of the token rewards of row i
     d_i     = score_i - mean of the group          at every token of row i
-    A_i     = (d_i - mean) / sqrt(var + 1e-8)      mean and unbiased variance over the response tokens of the batch
+    A_i     = (d_i - mean) / sqrt(var + 1e-8)      mean, unbiased variance over all response tokens
 
-The deviation over the batch replaces that over the group, which is a poor estimate from few samples. A group of equal
-scores has d = 0, and A = 0 if d is 0 on average over the tokens of the batch. A row that lost its baseline (see `grpo`)
-is left out of the whitening and gets 0. The paper adds a KL term to the loss: `actor.use_kl_loss=True`,
-`actor.kl_loss_type=k2`.
+The deviation over the batch replaces that over the group, which is a poor estimate from few
+samples. A group of equal scores has d = 0, and A = 0 if d is 0 on average over the tokens of the
+batch. A row that lost its baseline (see `grpo`) is left out of the whitening and gets 0. The paper
+adds a KL term to the loss: `actor.use_kl_loss=True`, `actor.kl_loss_type=k2`.
 
 Keys: `actor_rollout_ref.rollout.n`.
 """
@@ -29,7 +30,8 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
     epsilon: float = 1e-6,
     config: object = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One advantage (B, R) for each response, at every one of its tokens, twice: there are no separate returns.
+    """One advantage (B, R) for each response, at every one of its tokens, twice: there are no
+    separate returns.
 
     verl has `epsilon` and `config`, which are not read.
     """

@@ -1,11 +1,13 @@
-"""ReMax (arXiv 2310.10505): the sum of the rewards from a token on, minus that of a greedy response to the prompt.
+"""ReMax (arXiv 2310.10505): the sum of the rewards from a token on, minus that of a greedy response
+to the prompt.
 
 With the reward r_t of response token t:
 
     returns_t = r_t + r_{t+1} + ...          over the row's response tokens
     A_t       = returns_t - total reward of the greedy response
 
-A hole in the mask, such as a tool's output, is left out. Returns are 0 where the mask is 0; verl's are not in holes.
+A hole in the mask, such as a tool's output, is left out. Returns are 0 where the mask is 0; verl's
+are not in holes.
 
 Keys: none. Each step also generates one greedy response to every prompt.
 """
@@ -30,6 +32,8 @@ def compute_remax_outcome_advantage(
     """
     valid = response_mask.bool()
     rewards = zero_masked(token_level_rewards, valid)
-    returns = zero_masked(rewards.flip(-1).cumsum(-1, dtype=torch.float64).flip(-1).to(rewards.dtype), valid)
+    returns = zero_masked(
+        rewards.flip(-1).cumsum(-1, dtype=torch.float64).flip(-1).to(rewards.dtype), valid
+    )
     baselines = reward_baselines.unsqueeze(-1)
     return zero_masked(returns - baselines, valid & ~baselines.isnan()), returns

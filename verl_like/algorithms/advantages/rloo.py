@@ -1,10 +1,13 @@
-"""REINFORCE leave-one-out (arXiv 2402.14740): the score above the mean of the other responses to the same prompt.
+"""REINFORCE leave-one-out (arXiv 2402.14740): the score above the mean of the other responses to
+the same prompt.
 
     score_i = sum of the token rewards of row i
-    A_i     = score_i - mean of the scores of the group's other rows      every token of row i gets A_i
+    A_i     = score_i - mean of the scores of the group's other rows
 
-The baseline does not contain the row itself, so the gradient is unbiased. Groups of one, of equal scores and with
-skipped rows are treated as in `grpo`.
+Every token of row i gets A_i.
+
+The baseline does not contain the row itself, so the gradient is unbiased. Groups of one, of equal
+scores and with skipped rows are treated as in `grpo`.
 
 Keys: `actor_rollout_ref.rollout.n`.
 """
@@ -25,11 +28,14 @@ def compute_rloo_outcome_advantage(
     epsilon: float = 1e-6,
     config: object = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One advantage (B, R) for each response, at every one of its tokens, twice: there are no separate returns.
+    """One advantage (B, R) for each response, at every one of its tokens, twice: there are no
+    separate returns.
 
     verl has `epsilon` and `config`, which are not read.
     """
     groups = PromptGroups.of(token_level_rewards, response_mask, index)
-    mean_of_others = (groups.sum(groups.scores) - groups.scores) / (groups.num_scored - 1).clamp(min=1)
+    mean_of_others = (groups.sum(groups.scores) - groups.scores) / (groups.num_scored - 1).clamp(
+        min=1
+    )
     advantages = groups.on_tokens(groups.scores_above(mean_of_others), token_level_rewards.dtype)
     return advantages, advantages

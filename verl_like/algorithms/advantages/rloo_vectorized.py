@@ -1,6 +1,8 @@
-"""`rloo` under verl's name for its computation without a loop over the groups; `rloo` has no such loop here.
+"""`rloo` under verl's name for its computation without a loop over the groups; `rloo` has no such
+loop here.
 
-verl gives a group of one row its score under one of the two names and 0 under the other; here it is the score.
+verl gives a group of one row its score under one of the two names and 0 under the other; here it is
+the score.
 """
 
 import numpy as np
@@ -19,4 +21,6 @@ def compute_rloo_vectorized_outcome_advantage(
     config: object = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`compute_rloo_outcome_advantage` of the same arguments."""
-    return compute_rloo_outcome_advantage(token_level_rewards, response_mask, index, epsilon, config)
+    return compute_rloo_outcome_advantage(
+        token_level_rewards, response_mask, index, epsilon, config
+    )

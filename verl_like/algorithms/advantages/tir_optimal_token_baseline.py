@@ -1,8 +1,9 @@
-"""`optimal_token_baseline` (arXiv 2602.07078) for responses with tool outputs: positions count response tokens alone.
+"""`optimal_token_baseline` (arXiv 2602.07078) for responses with tool outputs: positions count
+response tokens alone.
 
-The n-th response token of a row is compared with the n-th response tokens of its group's other rows, wherever tool
-outputs stand between them; `optimal_token_baseline` compares equal positions of the padded response. Formula, special
-cases and differences from verl are the same.
+The n-th response token of a row is compared with the n-th response tokens of its group's other
+rows, wherever tool outputs stand between them; `optimal_token_baseline` compares equal positions of
+the padded response. Formula, special cases and differences from verl are the same.
 
 Keys: none.
 """
@@ -11,7 +12,9 @@ import numpy as np
 import torch
 
 from verl_like.algorithms.advantages import register_adv_est
-from verl_like.algorithms.advantages.optimal_token_baseline import compute_optimal_token_baseline_advantage
+from verl_like.algorithms.advantages.optimal_token_baseline import (
+    compute_optimal_token_baseline_advantage,
+)
 
 
 @register_adv_est("tir_optimal_token_baseline")
@@ -26,7 +29,8 @@ def compute_multi_turn_optimal_token_baseline_advantage(
     handle_zero_tail: bool = True,
     epsilon: float = 1e-8,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`compute_optimal_token_baseline_advantage` of the same arguments, the response tokens moved to the left."""
+    """`compute_optimal_token_baseline_advantage` of the same arguments, the response tokens moved
+    to the left."""
     tokens_first = (~response_mask.bool()).byte().argsort(dim=-1, stable=True)
 
     def aligned(column: torch.Tensor) -> torch.Tensor:

@@ -15,9 +15,9 @@ def compute_rollout_correction_and_rejection_mask(
 ) -> tuple[torch.Tensor | None, torch.Tensor, dict[str, float]]:
     """The weights (B, R) or None, the narrower mask (B, R), and the metrics, under `rollout_corr/`.
 
-    Weights and rejection are both made from the whole mask, and the metrics are means over it. verl's function of this
-    name takes the fields of `config` one by one, returns the weights in a DataProto, and adds the metrics of
-    off_policy_metrics.py, which here every step has.
+    Weights and rejection are both made from the whole mask, and the metrics are means over it.
+    verl's function of this name takes the fields of `config` one by one, returns the weights in a
+    DataProto, and adds the metrics of off_policy_metrics.py, which here every step has.
 
     Args:
         old_log_prob: (B, R) float, the trainer's log-probabilities before the update.
@@ -25,7 +25,9 @@ def compute_rollout_correction_and_rejection_mask(
         response_mask: (B, R) bool or 0/1.
         config: the block `algorithm.rollout_correction`.
     """
-    log_ratio, weights, kept = old_log_prob - rollout_log_prob, None, response_mask
+    log_ratio = old_log_prob - rollout_log_prob
+    weights = None
+    kept = response_mask
     metrics: dict[str, float] = {}
     if config.rollout_is:
         weights, of_weights = compute_rollout_correction_weights(

@@ -1,28 +1,29 @@
-"""Importance weights of tokens or responses, truncated above (TIS) or set to 0 outside a band (IcePop).
+"""Importance weights of tokens or responses, truncated above (TIS) or set to 0 outside a band
+(IcePop).
 
 With `d = old_log_probs - rollout_log_probs` of a token, and each exponent clamped to [-20, 20]:
 
     w = exp(d)                             rollout_is=token: biased, low variance
-    w = exp(sum of d over the response)    rollout_is=sequence: unbiased before it is truncated, high variance
+    w = exp(sum of d over the response)    rollout_is=sequence: unbiased until truncated
     w = min(w, C)                          rollout_is_threshold=C
     w = w where a <= w <= b, else 0        rollout_is_threshold=a_b
-    w = w / mean(w)                        rollout_is_batch_normalize=True: over the batch's tokens or responses
+    w = w / mean(w)                        rollout_is_batch_normalize=True: over the batch
 
 The loss of each token is multiplied by w, which has no gradient.
 
 | metric | meaning |
 |---|---|
-| `rollout_corr/rollout_is_mean`, `_std` | of the weights that are applied, over tokens, before they are normalized |
+| `rollout_corr/rollout_is_mean`, `_std` | of the applied weights over tokens, not normalized |
 | `rollout_corr/rollout_is_max`, `_min` | of the weights before they are truncated |
-| `rollout_corr/rollout_is_eff_sample_size` | effective sample size / number of tokens, mean(w)^2 / mean(w^2) |
-| `rollout_corr/rollout_is_ratio_fraction_high` | share of tokens or responses whose weight was above C or b |
-| `rollout_corr/rollout_is_ratio_fraction_low` | share of tokens or responses whose weight was below 1 / C or a |
+| `rollout_corr/rollout_is_eff_sample_size` | effective samples / tokens: mean(w)^2 / mean(w^2) |
+| `rollout_corr/rollout_is_ratio_fraction_high` | share of weights that were above C or b |
+| `rollout_corr/rollout_is_ratio_fraction_low` | share of weights that were below 1 / C or a |
 | `rollout_corr/rollout_is_oob_ratio` | share of tokens outside the band, whose weight is 0 |
 | `rollout_corr/rollout_is_batch_norm_factor` | the mean by which the weights were divided |
 
-The effective sample size falls before a run collapses (arXiv 2602.17616). Truncation: Yao et al. 2025, "Your Efficient
-RL Framework Secretly Brings You Off-Policy RL Training". Band: IcePop, arXiv 2510.18855. verl's max and min of token
-weights are those after the truncation.
+The effective sample size falls before a run collapses (arXiv 2602.17616). Truncation: Yao et al.
+2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training". Band: IcePop, arXiv
+2510.18855. verl's max and min of token weights are those after the truncation.
 """
 
 import torch
@@ -38,14 +39,16 @@ def compute_rollout_correction_weights(
     rollout_is_threshold: float | str = 2.0,
     rollout_is_batch_normalize: bool = False,
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """The weights (B, R), 0 where the mask is 0 and without a gradient, and their metrics without the prefix.
+    """The weights (B, R), 0 where the mask is 0 and without a gradient, and their metrics without
+    the prefix.
 
     Args:
         log_ratio: (B, R) float, log-probabilities of the trainer minus those of the rollout.
         response_mask: (B, R) bool or 0/1.
         rollout_is: "token" or "sequence".
         rollout_is_threshold: the largest weight, or a band "lower_upper".
-        rollout_is_batch_normalize: whether the weights are divided by their mean over tokens or responses.
+        rollout_is_batch_normalize: whether the weights are divided by their mean over tokens or
+            responses.
     """
     assert rollout_is in ("token", "sequence"), rollout_is
     lower, upper = read_band(rollout_is_threshold, "rollout_is_threshold")
@@ -62,15 +65,21 @@ def compute_rollout_correction_weights(
 
         def units(values: torch.Tensor) -> torch.Tensor:
             """What has a weight of its own: the tokens, or one number for each response."""
-            return values[mask] if rollout_is == "token" else masked_mean(values, mask, axis=-1)[mask.any(-1)]
+            return (
+                values[mask]
+                if rollout_is == "token"
+                else masked_mean(values, mask, axis=-1)[mask.any(-1)]
+            )
 
-        mean, mean_square = weights[mask].mean(), weights[mask].square().mean()
+        mean = weights[mask].mean()
+        mean_square = weights[mask].square().mean()
         metrics = {
             "rollout_is_mean": mean,
             "rollout_is_std": (mean_square - mean.square()).clamp(min=0.0).sqrt(),
             "rollout_is_max": raw[mask].max(),
             "rollout_is_min": raw[mask].min(),
-            "rollout_is_eff_sample_size": mean.square() / mean_square.clamp(min=torch.finfo(mean.dtype).tiny),
+            "rollout_is_eff_sample_size": mean.square()
+            / mean_square.clamp(min=torch.finfo(mean.dtype).tiny),
             "rollout_is_ratio_fraction_high": (units(raw) > upper).float().mean(),
             "rollout_is_ratio_fraction_low": (units(raw) < (lower or 1 / upper)).float().mean(),
         }

@@ -6,14 +6,14 @@ With `d = old_log_probs - rollout_log_probs` and `r = exp(d)` of a token:
 |---|---|
 | `rollout_corr/kl`, `k3_kl` | KL of the rollout to the trainer: mean of -d, and of r - d - 1 |
 | `rollout_corr/training_ppl`, `rollout_ppl` | mean over responses of the perplexity under each |
-| `rollout_corr/log_ppl_diff`, `_abs_diff` | mean over responses of mean(-d), and of its absolute value |
+| `rollout_corr/log_ppl_diff`, `_abs_diff` | mean over responses of mean(-d), and of abs(mean(-d)) |
 | `rollout_corr/ppl_ratio` | mean over responses of exp(mean(-d)) |
 | `rollout_corr/chi2_token` | mean over tokens of r^2 - 1 |
 | `rollout_corr/chi2_seq` | mean over responses of (product of r)^2 - 1 |
 | `rollout_corr/drift_p50`, `drift_p99`, `drift_max` | quantiles of abs(d) over tokens |
 
-The two chi2 are the variances of untruncated weights, of tokens and of responses. For them d, and its sum over a
-response, are clamped to [-20, 20].
+The two chi2 are the variances of untruncated weights, of tokens and of responses. For them d, and
+its sum over a response, are clamped to [-20, 20].
 """
 
 import numpy as np
@@ -37,7 +37,8 @@ def compute_offpolicy_metrics(
         return {}
     with torch.no_grad():
         d = zero_masked(old_log_prob - rollout_log_prob, mask)
-        rows, of_tokens = mask.any(-1), d[mask]
+        rows = mask.any(-1)
+        of_tokens = d[mask]
 
         def row_mean(values: torch.Tensor) -> torch.Tensor:
             return masked_mean(values, mask, axis=-1)[rows]
@@ -52,7 +53,8 @@ def compute_offpolicy_metrics(
             "log_ppl_abs_diff": log_ppl_diff.abs().mean(),
             "ppl_ratio": log_ppl_diff.exp().mean(),
             "chi2_token": (2 * of_tokens.clamp(-20.0, 20.0)).exp().mean() - 1,
-            "chi2_seq": (2 * masked_sum(d, mask, axis=-1)[rows].clamp(-20.0, 20.0)).exp().mean() - 1,
+            "chi2_seq": (2 * masked_sum(d, mask, axis=-1)[rows].clamp(-20.0, 20.0)).exp().mean()
+            - 1,
         }
         p50, p99, largest = np.quantile(of_tokens.abs().numpy(force=True), [0.5, 0.99, 1.0])
     found = {name: float(value) for name, value in metrics.items()}

@@ -1,34 +1,37 @@
 """Rejection: tokens or whole responses leave the loss where rollout and trainer differ too much.
 
-With `d = old_log_probs - rollout_log_probs` of a token, clamped to [-20, 20], the ending of a statistic's name says
-what is computed for each token, and how it is compared with `rollout_rs_threshold`:
+With `d = old_log_probs - rollout_log_probs` of a token, clamped to [-20, 20], the ending of a
+statistic's name says what is computed for each token, and how it is compared with
+`rollout_rs_threshold`:
 
-    k1 = -d                    kept where a <= exp(statistic) <= b    rollout_rs_threshold=a_b, or b alone for 1/b_b
+    k1 = -d                    kept where a <= exp(statistic) <= b    rollout_rs_threshold=a_b or b
     k2 = d^2 / 2               kept where statistic <= b              rollout_rs_threshold=b
     k3 = exp(d) - d - 1        kept where statistic <= b              rollout_rs_threshold=b
 
-exp(k1) is the ratio of the rollout's probability to the trainer's. The beginning of the name says over which tokens:
+exp(k1) is the ratio of the rollout's probability to the trainer's. The beginning of the name says
+over which tokens:
 
 | beginning | statistic | what leaves |
 |---|---|---|
 | `token_` | of the token | the token |
-| `seq_sum_` | sum over the response; exp(`seq_sum_k1`) is the ratio of its probabilities | the response |
-| `seq_mean_` | mean over the response; exp(`seq_mean_k1`) is the geometric mean of its ratios | the response |
+| `seq_sum_` | sum over the response; exp(`seq_sum_k1`) is its probability ratio | the response |
+| `seq_mean_` | mean over the response; exp(`seq_mean_k1`) is a geometric mean | the response |
 | `seq_max_` | the largest of the response; not with k1 | the response |
 
-A token is kept where every statistic of `rollout_rs` keeps it. `response_mask` becomes 0 elsewhere, and the
-denominators of the loss count what is kept. Advantages are computed before, so that a rejected response still counts in
-its group.
+A token is kept where every statistic of `rollout_rs` keeps it. `response_mask` becomes 0 elsewhere,
+and the denominators of the loss count what is kept. Advantages are computed before, so that a
+rejected response still counts in its group.
 
 | metric | meaning |
 |---|---|
 | `rollout_corr/rollout_rs_<statistic>_mean`, `_max`, `_min` | of the statistic over tokens |
 | `rollout_corr/rollout_rs_<statistic>_masked_fraction` | share of tokens that it removes |
-| `rollout_corr/rollout_rs_<statistic>_seq_masked_fraction` | share of responses of which it removes tokens |
-| `rollout_corr/rollout_rs_masked_fraction`, `_seq_masked_fraction` | the same of all statistics together |
+| `rollout_corr/rollout_rs_<statistic>_seq_masked_fraction` | share of responses that lose tokens |
+| `rollout_corr/rollout_rs_masked_fraction`, `_seq_masked_fraction` | the same of all together |
 
-Tokens: IcePop (arXiv 2510.18855), whose weights are those of importance_sampling.py. Responses: Liu et al. 2025, "When
-Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch".
+Tokens: IcePop (arXiv 2510.18855), whose weights are those of importance_sampling.py. Responses: Liu
+et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference
+Mismatch".
 """
 
 import math
@@ -63,7 +66,10 @@ def compute_rollout_rejection_mask(
 
     def shares_removed(kept: torch.Tensor, prefix: str) -> dict[str, float]:
         removed = {"masked": (~kept)[mask], "seq_masked": (mask & ~kept).any(-1)[mask.any(-1)]}
-        return {f"{prefix}_{what}_fraction": float(each.float().mean()) for what, each in removed.items()}
+        return {
+            f"{prefix}_{what}_fraction": float(each.float().mean())
+            for what, each in removed.items()
+        }
 
     with torch.no_grad():
         d = zero_masked(log_ratio, mask).clamp(-20.0, 20.0)
@@ -78,13 +84,18 @@ def compute_rollout_rejection_mask(
             elif level == "seq_mean":
                 values = masked_mean(values, mask, axis=-1).unsqueeze(-1).expand_as(d)
             elif level == "seq_max":
-                values = values.amax(-1, keepdim=True).expand_as(d)  # k2 and k3 are 0 where the mask is, and never less
+                # K2 and k3 are 0 where the mask is, and never less
+                values = values.amax(-1, keepdim=True).expand_as(d)
             if lower is None:
                 keeps = values <= upper
             else:
                 keeps = (values >= math.log(lower)) & (values <= math.log(upper))
             kept &= keeps
-            prefix, counted = f"rollout_rs_{name}", values[mask]
-            metrics |= {f"{prefix}_mean": float(counted.mean()), f"{prefix}_max": float(counted.max())}
+            prefix = f"rollout_rs_{name}"
+            counted = values[mask]
+            metrics |= {
+                f"{prefix}_mean": float(counted.mean()),
+                f"{prefix}_max": float(counted.max()),
+            }
             metrics |= {f"{prefix}_min": float(counted.min()), **shares_removed(keeps, prefix)}
     return kept.to(response_mask.dtype), metrics | shares_removed(kept, "rollout_rs")

@@ -1,6 +1,8 @@
-"""Clipped importance weights under which every token keeps its gradient (CISPO, MiniMax-M1, arXiv 2506.13585).
+"""Clipped importance weights under which every token keeps its gradient (CISPO, MiniMax-M1, arXiv
+2506.13585).
 
-With `r = exp(log_prob - old_log_prob)`, the exponent clamped to [-20, 20], and sg, which stops the gradient:
+With `r = exp(log_prob - old_log_prob)`, the exponent clamped to [-20, 20], and sg, which stops the
+gradient:
 
     L = -sg[clip(r, 1 - clip_ratio_low, 1 + clip_ratio_high)] A log_prob
 
@@ -9,8 +11,9 @@ With `r = exp(log_prob - old_log_prob)`, the exponent clamped to [-20, 20], and 
 | `actor/pg_clipfrac` | share of tokens whose weight was clipped |
 | `actor/ppo_kl` | mean of `old_log_prob - log_prob` |
 
-Keys under `actor_rollout_ref.actor`: `clip_ratio`, `clip_ratio_low`, `clip_ratio_high`. The paper sets no lower
-bound: `clip_ratio_low=1`. verl also reports `actor/pg_clipfrac_lower`, which is always 0.
+Keys under `actor_rollout_ref.actor`: `clip_ratio`, `clip_ratio_low`, `clip_ratio_high`. The paper
+sets no lower bound: `clip_ratio_low=1`. verl also reports `actor/pg_clipfrac_lower`, which is
+always 0.
 """
 
 import torch
@@ -30,7 +33,8 @@ def compute_policy_loss_cispo(
     config: LossConfig | None = None,
     rollout_is_weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss of a micro-batch, and its metrics by token, (B, R), of arguments as `INPUTS` describes them."""
+    """The loss of a micro-batch, and its metrics by token, (B, R), of arguments as `INPUTS`
+    describes them."""
     assert config is not None
     log_prob = zero_masked(log_prob, response_mask)
     log_ratio = (log_prob - old_log_prob).detach().clamp(-20.0, 20.0)
@@ -39,4 +43,6 @@ def compute_policy_loss_cispo(
     losses = -clipped * advantages * log_prob
 
     metrics = {"actor/pg_clipfrac": ratio != clipped, "actor/ppo_kl": -log_ratio}
-    return agg_loss(losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **config.global_batch_info), metrics
+    return agg_loss(
+        losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **config.global_batch_info
+    ), metrics

@@ -1,11 +1,13 @@
-"""PPO's clipped surrogate without some of the tokens that lower the entropy most (Clip-Cov, arXiv 2505.22617).
+"""PPO's clipped surrogate without some of the tokens that lower the entropy most (Clip-Cov, arXiv
+2505.22617).
 
-Before the update, over the N response tokens of the whole batch, with the log-probabilities of the policy before it:
+Before the update, over the N response tokens of the whole batch, with the log-probabilities of the
+policy before it:
 
     cov = (A - mean(A)) (old_log_prob - mean(old_log_prob))
 
-Of the tokens with clip_cov_lb < cov < clip_cov_ub, `max(1, floor(clip_cov_ratio N))` are drawn at random. With
-`r = exp(log_prob - old_log_prob)`, the exponent clamped to [-20, 20]:
+Of the tokens with clip_cov_lb < cov < clip_cov_ub, `max(1, floor(clip_cov_ratio N))` are drawn at
+random. With `r = exp(log_prob - old_log_prob)`, the exponent clamped to [-20, 20]:
 
     L = max(-A r, -A clip(r, 1 - clip_ratio_low, 1 + clip_ratio_high))
     L = 0                                  on drawn tokens whose loss the clip range did not raise
@@ -15,9 +17,10 @@ Of the tokens with clip_cov_lb < cov < clip_cov_ub, `max(1, floor(clip_cov_ratio
 | `actor/pg_clipfrac` | share of tokens whose loss was set to 0 |
 | `actor/ppo_kl` | mean of `old_log_prob - log_prob` |
 
-Keys under `actor_rollout_ref.actor`: `clip_ratio`, `clip_ratio_low`, `clip_ratio_high`. verl computes means, count and
-draw in each micro-batch from the policy that is trained, so its loss depends on the size of the micro-batches. This
-form gives the same loss for every size; until the first optimizer step both have the same log-probabilities.
+Keys under `actor_rollout_ref.actor`: `clip_ratio`, `clip_ratio_low`, `clip_ratio_high`. verl
+computes means, count and draw in each micro-batch from the policy that is trained, so its loss
+depends on the size of the micro-batches. This form gives the same loss for every size; until the
+first optimizer step both have the same log-probabilities.
 """
 
 from typing import Annotated
@@ -50,7 +53,11 @@ class ClipCovOptions(PolicyLossOptions):
         """The drawn tokens of a whole batch, (B, R) bool."""
         deviation = advantages - masked_mean(advantages, response_mask)
         covariances = deviation * (old_log_probs - masked_mean(old_log_probs, response_mask))
-        in_band = (covariances > self.clip_cov_lb) & (covariances < self.clip_cov_ub) & response_mask.bool()
+        in_band = (
+            (covariances > self.clip_cov_lb)
+            & (covariances < self.clip_cov_ub)
+            & response_mask.bool()
+        )
         candidates = in_band.flatten().nonzero().squeeze(-1)
         num_drawn = max(1, int(self.clip_cov_ratio * int(response_mask.sum())))
         drawn = candidates[torch.randperm(len(candidates), generator=generator)[:num_drawn]]
@@ -72,7 +79,8 @@ def compute_policy_loss_clip_cov(
     selected_tokens: torch.Tensor,
     options: ClipCovOptions,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss of a micro-batch, and its metrics by token, (B, R), of arguments as `INPUTS` describes them."""
+    """The loss of a micro-batch, and its metrics by token, (B, R), of arguments as `INPUTS`
+    describes them."""
     assert config is not None
     log_ratio = (zero_masked(log_prob, response_mask) - old_log_prob).clamp(-20.0, 20.0)
     ratio = torch.exp(log_ratio)
@@ -82,4 +90,6 @@ def compute_policy_loss_clip_cov(
     losses = torch.maximum(unclipped, clipped) * ~left_out
 
     metrics = {"actor/pg_clipfrac": left_out, "actor/ppo_kl": -log_ratio.detach()}
-    return agg_loss(losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **config.global_batch_info), metrics
+    return agg_loss(
+        losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **config.global_batch_info
+    ), metrics

@@ -1,8 +1,9 @@
-"""On-policy distillation: PPO whose advantage is how much likelier the teacher finds each token than the policy.
+"""On-policy distillation: PPO whose advantage is how much likelier the teacher finds each token
+than the policy.
 
-thinkingmachines.ai/blog/on-policy-distillation; the supervised form is arXiv 2306.13649. With
-`k = log_prob - teacher_log_prob`, without its gradient, which estimates KL(policy || teacher), and with the loss
-`vanilla` of the advantages A:
+thinkingmachines.ai/blog/on-policy-distillation; the supervised form is arXiv 2306.13649. With `k =
+log_prob - teacher_log_prob`, without its gradient, which estimates KL(policy || teacher), and with
+the loss `vanilla` of the advantages A:
 
     L = distillation_loss_coef vanilla(-clip(k, -loss_max_clamp, loss_max_clamp))
     L = L + vanilla(A)                            with use_task_rewards
@@ -11,15 +12,16 @@ thinkingmachines.ai/blog/on-policy-distillation; the supervised form is arXiv 23
 |---|---|
 | `distillation/abs_loss` | mean of `abs(k)` |
 | `distillation/kl` | mean of k |
-| `distillation/pg_clipfrac`, `distillation/pg_clipfrac_lower` | as in `vanilla`, of the first line |
+| `distillation/pg_clipfrac`, `_lower` | as in `vanilla`, of the first line |
 | `actor/...` | those of `vanilla`, of the second line |
 | `actor/ppo_kl` | mean of `old_log_prob - log_prob` |
 
-Keys under `actor_rollout_ref.actor`: those of `vanilla`. The teacher shares the tokenizer of the policy and runs in
-the role `teacher`; a custom role that writes `teacher_log_prob` may take its place. In verl these options stand in the
-block `distillation.distillation_loss`, and this is its `loss_mode=k1` with `use_policy_gradient`; there
-distillation_loss_coef counts only with use_task_rewards. A KL to another model as a term of the loss, with the
-estimators k2 and k3, is `actor.use_kl_loss`.
+Keys under `actor_rollout_ref.actor`: those of `vanilla`. The teacher shares the tokenizer of the
+policy and runs in the role `teacher`; a custom role that writes `teacher_log_prob` may take its
+place. In verl these options stand in the block `distillation.distillation_loss`, and this is its
+`loss_mode=k1` with `use_policy_gradient`; there distillation_loss_coef counts only with
+use_task_rewards. A KL to another model as a term of the loss, with the estimators k2 and k3, is
+`actor.use_kl_loss`.
 """
 
 from typing import Annotated
@@ -58,21 +60,33 @@ def compute_policy_loss_distillation(
     teacher_log_prob: torch.Tensor,
     options: DistillationOptions,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss of a micro-batch, and its metrics by token, (B, R), of arguments as `INPUTS` describes them."""
+    """The loss of a micro-batch, and its metrics by token, (B, R), of arguments as `INPUTS`
+    describes them."""
 
     def surrogate(advantages: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         return compute_policy_loss_vanilla(
-            old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights
+            old_log_prob,
+            log_prob,
+            advantages,
+            response_mask,
+            loss_agg_mode,
+            config,
+            rollout_is_weights,
         )
 
     reverse_kl = zero_masked(log_prob.detach() - teacher_log_prob, response_mask)
     bound = options.loss_max_clamp
-    loss, teacher_metrics = surrogate(-(reverse_kl if bound is None else reverse_kl.clamp(-bound, bound)))
+    loss, teacher_metrics = surrogate(
+        -(reverse_kl if bound is None else reverse_kl.clamp(-bound, bound))
+    )
     loss = options.distillation_loss_coef * loss
-    metrics = {name.replace("actor/", "distillation/"): value for name, value in teacher_metrics.items()}
+    metrics = {
+        name.replace("actor/", "distillation/"): value for name, value in teacher_metrics.items()
+    }
     metrics["actor/ppo_kl"] = metrics.pop("distillation/ppo_kl")
     metrics |= {"distillation/abs_loss": reverse_kl.abs(), "distillation/kl": reverse_kl}
     if options.use_task_rewards:
         task_loss, task_metrics = surrogate(advantages)
-        loss, metrics = loss + task_loss, metrics | task_metrics
+        loss = loss + task_loss
+        metrics = metrics | task_metrics
     return loss, metrics

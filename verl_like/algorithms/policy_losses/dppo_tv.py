@@ -1,7 +1,8 @@
-"""Divergence PPO: a token leaves the loss where its probability moved too far (DPPO-Binary-TV, arXiv 2602.04879).
+"""Divergence PPO: a token leaves the loss where its probability moved too far (DPPO-Binary-TV,
+arXiv 2602.04879).
 
-With `p = exp(log_prob)`, `p_old = exp(old_log_prob)`, `r = exp(log_prob - old_log_prob)`, the exponent clamped to
-[-20, 20], and sg, which stops the gradient:
+With `p = exp(log_prob)`, `p_old = exp(old_log_prob)`, `r = exp(log_prob - old_log_prob)`, the
+exponent clamped to [-20, 20], and sg, which stops the gradient:
 
     L = -sg[min(r, clip_ratio_c)] A log_prob
     L = 0              where A > 0 and p - p_old > clip_ratio_high, or
@@ -15,9 +16,10 @@ abs(p - p_old) is the total variation between the policies for two events: this 
 | `actor/pg_clipfrac_lower` | share of tokens in the loss whose ratio was truncated |
 | `actor/ppo_kl` | mean of `old_log_prob - log_prob` |
 
-Keys under `actor_rollout_ref.actor`: `clip_ratio`, `clip_ratio_low` and `clip_ratio_high` are the thresholds, as
-differences of probabilities. `clip_ratio_c` bounds the ratio; the paper takes 20 (section 5.4), the key's default is 3:
-set it. A token whose advantage is 0 counts in the metrics as if it were negative; its loss is 0.
+Keys under `actor_rollout_ref.actor`: `clip_ratio`, `clip_ratio_low` and `clip_ratio_high` are the
+thresholds, as differences of probabilities. `clip_ratio_c` bounds the ratio; the paper takes 20
+(section 5.4), the key's default is 3: set it. A token whose advantage is 0 counts in the metrics as
+if it were negative; its loss is 0.
 """
 
 import torch
@@ -37,13 +39,16 @@ def compute_policy_loss_dppo_tv(
     config: LossConfig | None = None,
     rollout_is_weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss of a micro-batch, and its metrics by token, (B, R), of arguments as `INPUTS` describes them."""
+    """The loss of a micro-batch, and its metrics by token, (B, R), of arguments as `INPUTS`
+    describes them."""
     assert config is not None
     log_prob = zero_masked(log_prob, response_mask)
     log_ratio = (log_prob - old_log_prob).detach().clamp(-20.0, 20.0)
     ratio = torch.exp(log_ratio)
     moved = log_prob.detach().exp() - old_log_prob.exp()
-    is_valid = torch.where(advantages > 0, moved <= config.clip_ratio_high, moved >= -config.clip_ratio_low)
+    is_valid = torch.where(
+        advantages > 0, moved <= config.clip_ratio_high, moved >= -config.clip_ratio_low
+    )
     losses = -ratio.clamp(max=config.clip_ratio_c) * advantages * log_prob * is_valid
 
     metrics = {
@@ -51,4 +56,6 @@ def compute_policy_loss_dppo_tv(
         "actor/ppo_kl": -log_ratio,
         "actor/pg_clipfrac_lower": is_valid & (ratio > config.clip_ratio_c),
     }
-    return agg_loss(losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **config.global_batch_info), metrics
+    return agg_loss(
+        losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **config.global_batch_info
+    ), metrics

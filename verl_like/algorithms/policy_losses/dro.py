@@ -1,4 +1,5 @@
-"""Direct reward optimization: the policy gradient with a quadratic penalty on the log-ratio (DRO, arXiv 2405.19107).
+"""Direct reward optimization: the policy gradient with a quadratic penalty on the log-ratio (DRO,
+arXiv 2405.19107).
 
     L = -(A log_prob - (dro_beta / 2) (log_prob - old_log_prob)^2)
 
@@ -6,8 +7,8 @@
 |---|---|
 | `actor/ppo_kl` | mean of `old_log_prob - log_prob` |
 
-The paper learns a value function beside it; here the advantage estimator takes its place, as in verl. The penalty
-is on the distance from the policy before the update.
+The paper learns a value function beside it; here the advantage estimator takes its place, as in
+verl. The penalty is on the distance from the policy before the update.
 """
 
 from typing import Annotated
@@ -29,7 +30,10 @@ class DroOptions(PolicyLossOptions):
     @model_validator(mode="after")
     def beta_is_set(self) -> "DroOptions":
         if self.dro_beta is None:
-            raise ValueError("loss_mode=dro needs dro_beta, the weight of its penalty; set it to a positive number")
+            raise ValueError(
+                "loss_mode=dro needs dro_beta, the weight of its penalty; set it to a positive "
+                "number"
+            )
         return self
 
 
@@ -45,7 +49,8 @@ def compute_policy_loss_dro(
     *,
     options: DroOptions,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss of a micro-batch, and its metrics by token, (B, R), of arguments as `INPUTS` describes them."""
+    """The loss of a micro-batch, and its metrics by token, (B, R), of arguments as `INPUTS`
+    describes them."""
     assert config is not None
     log_prob = zero_masked(log_prob, response_mask)
     log_ratio = log_prob - old_log_prob
@@ -53,4 +58,6 @@ def compute_policy_loss_dro(
     losses = 0.5 * options.dro_beta * log_ratio.square() - advantages * log_prob
 
     metrics = {"actor/ppo_kl": -log_ratio.detach()}
-    return agg_loss(losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **config.global_batch_info), metrics
+    return agg_loss(
+        losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **config.global_batch_info
+    ), metrics

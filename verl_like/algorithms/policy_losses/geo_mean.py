@@ -1,9 +1,11 @@
-"""Geometric-mean policy optimization: a response's ratio is the geometric mean of its tokens' (GMPO, arXiv 2507.20673).
+"""Geometric-mean policy optimization: a response's ratio is the geometric mean of its tokens'
+(GMPO, arXiv 2507.20673).
 
-With `d = log_prob - old_log_prob`, clamped to [-20, 20], and `d_clip = clip(d, -clip_ratio_low, clip_ratio_high)`:
+With `d = log_prob - old_log_prob`, clamped to [-20, 20], and `d_clip = clip(d, -clip_ratio_low,
+clip_ratio_high)`:
 
     m = min(d, d_clip) where A > 0,  max(d, d_clip) where A < 0,  0 where A = 0
-    L = -mean(A) exp(mean(m))            means over the tokens of the row; each of its tokens has this loss
+    L = -mean(A) exp(mean(m))            means over the tokens of the row, which all have this loss
 
 | metric | meaning |
 |---|---|
@@ -11,13 +13,14 @@ With `d = log_prob - old_log_prob`, clamped to [-20, 20], and `d_clip = clip(d, 
 | `actor/pg_clipfrac_lower` | share of tokens out of the range whose advantage is negative |
 | `actor/ppo_kl` | mean of `old_log_prob - log_prob` |
 
-Keys under `actor_rollout_ref.actor`: `clip_ratio`, `clip_ratio_low` and `clip_ratio_high` bound the logarithm of the
-ratio; the paper takes 0.4. The loss is one number per response: `actor.loss_agg_mode` is seq-mean-token-mean with it,
-and another mode is refused; verl takes the mean over the responses of a micro-batch, skipped ones included, whatever
-the key says, and does not clamp d. The paper has one advantage per response; of advantages that differ by token, as
-with `gae`, the mean is taken, as in verl. A response's weight is the geometric mean of `rollout_is_weights`, each plus
-1e-10, so that one token of weight 0 does not remove the response. Tokens that a tool wrote or a correction removed
-enter none of the means.
+Keys under `actor_rollout_ref.actor`: `clip_ratio`, `clip_ratio_low` and `clip_ratio_high` bound the
+logarithm of the ratio; the paper takes 0.4. The loss is one number per response:
+`actor.loss_agg_mode` is seq-mean-token-mean with it, and another mode is refused; verl takes the
+mean over the responses of a micro-batch, skipped ones included, whatever the key says, and does not
+clamp d. The paper has one advantage per response; of advantages that differ by token, as with
+`gae`, the mean is taken, as in verl. A response's weight is the geometric mean of
+`rollout_is_weights`, each plus 1e-10, so that one token of weight 0 does not remove the response.
+Tokens that a tool wrote or a correction removed enter none of the means.
 """
 
 from typing import Literal
@@ -39,15 +42,21 @@ def compute_policy_loss_geo_mean(
     config: LossConfig | None = None,
     rollout_is_weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss of a micro-batch, and its metrics by token, (B, R), of arguments as `INPUTS` describes them."""
+    """The loss of a micro-batch, and its metrics by token, (B, R), of arguments as `INPUTS`
+    describes them."""
     assert config is not None
     log_ratio = (zero_masked(log_prob, response_mask) - old_log_prob).clamp(-20.0, 20.0)
     in_range = log_ratio.clamp(-config.clip_ratio_low, config.clip_ratio_high)
     sign = advantages.sign()
     limited = sign * torch.minimum(sign * log_ratio, sign * in_range)
-    losses_B = -masked_mean(advantages, response_mask, axis=-1) * masked_mean(limited, response_mask, axis=-1).exp()
+    losses_B = (
+        -masked_mean(advantages, response_mask, axis=-1)
+        * masked_mean(limited, response_mask, axis=-1).exp()
+    )
     if rollout_is_weights is not None:
-        losses_B = losses_B * masked_mean((rollout_is_weights + 1e-10).log(), response_mask, axis=-1).exp()
+        losses_B = (
+            losses_B * masked_mean((rollout_is_weights + 1e-10).log(), response_mask, axis=-1).exp()
+        )
     losses = losses_B.unsqueeze(-1).expand_as(log_ratio)
 
     with torch.no_grad():

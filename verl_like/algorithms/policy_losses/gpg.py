@@ -1,4 +1,5 @@
-"""Group policy gradient: the plain policy gradient, without ratio, clip or KL (GPG, arXiv 2504.02546).
+"""Group policy gradient: the plain policy gradient, without ratio, clip or KL (GPG, arXiv
+2504.02546).
 
     L = -A log_prob
 
@@ -22,7 +23,10 @@ def compute_policy_loss_gpg(
     config: LossConfig | None = None,
     rollout_is_weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss of a micro-batch, and its metrics by token, (B, R), of arguments as `INPUTS` describes them."""
+    """The loss of a micro-batch, and its metrics by token, (B, R), of arguments as `INPUTS`
+    describes them."""
     assert config is not None
     losses = -advantages * zero_masked(log_prob, response_mask)
-    return agg_loss(losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **config.global_batch_info), {}
+    return agg_loss(
+        losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **config.global_batch_info
+    ), {}

@@ -1,4 +1,5 @@
-"""Group sequence policy optimization: the ratio and its clip are those of the whole response (GSPO, arXiv 2507.18071).
+"""Group sequence policy optimization: the ratio and its clip are those of the whole response (GSPO,
+arXiv 2507.18071).
 
 With sg, which stops the gradient:
 
@@ -13,11 +14,12 @@ With sg, which stops the gradient:
 
 s_t has the value of s and the gradient of token t alone (GSPO-token, section 4.3).
 
-Keys under `actor_rollout_ref.actor`: `clip_ratio`, `clip_ratio_low`, `clip_ratio_high`. The ratio of a whole response
-moves far less than a token's: the paper takes 3e-4 and 4e-4. The paper's loss is the mean over responses of the mean
-over tokens, which is what `loss_agg_mode` is with this loss where it is not set: seq-mean-token-mean. Another mode that
-is set is computed, with a warning when the run starts. In verl the key is token-mean also for this loss, unless it is
-set; early versions took the paper's mean whatever it said. Tokens that a tool wrote or a correction removed enter
+Keys under `actor_rollout_ref.actor`: `clip_ratio`, `clip_ratio_low`, `clip_ratio_high`. The ratio
+of a whole response moves far less than a token's: the paper takes 3e-4 and 4e-4. The paper's loss
+is the mean over responses of the mean over tokens, which is what `loss_agg_mode` is with this loss
+where it is not set: seq-mean-token-mean. Another mode that is set is computed, with a warning when
+the run starts. In verl the key is token-mean also for this loss, unless it is set; early versions
+took the paper's mean whatever it said. Tokens that a tool wrote or a correction removed enter
 neither the ratio nor the length. verl also reports `actor/pg_clipfrac_lower`, always 0.
 """
 
@@ -38,7 +40,8 @@ def compute_policy_loss_gspo(
     config: LossConfig | None = None,
     rollout_is_weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss of a micro-batch, and its metrics by token, (B, R), of arguments as `INPUTS` describes them."""
+    """The loss of a micro-batch, and its metrics by token, (B, R), of arguments as `INPUTS`
+    describes them."""
     assert config is not None
     log_prob = zero_masked(log_prob, response_mask)
     log_ratio = log_prob - old_log_prob
@@ -50,4 +53,6 @@ def compute_policy_loss_gspo(
     losses = torch.maximum(unclipped, clipped)
 
     metrics = {"actor/pg_clipfrac": clipped > unclipped, "actor/ppo_kl": -log_ratio.detach()}
-    return agg_loss(losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **config.global_batch_info), metrics
+    return agg_loss(
+        losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **config.global_batch_info
+    ), metrics

@@ -1,11 +1,13 @@
-"""Policy gradient with a KL penalty on the tokens that lower the entropy most (KL-Cov, arXiv 2505.22617).
+"""Policy gradient with a KL penalty on the tokens that lower the entropy most (KL-Cov, arXiv
+2505.22617).
 
-Before the update, over the N response tokens of the whole batch, with the log-probabilities of the policy before it:
+Before the update, over the N response tokens of the whole batch, with the log-probabilities of the
+policy before it:
 
     cov = (A - mean(A)) (old_log_prob - mean(old_log_prob))
 
-The `max(1, floor(kl_cov_ratio N))` tokens of the largest covariance are selected. With `d = log_prob - old_log_prob`,
-clamped to [-20, 20]:
+The `max(1, floor(kl_cov_ratio N))` tokens of the largest covariance are selected. With `d =
+log_prob - old_log_prob`, clamped to [-20, 20]:
 
     L = -A exp(d)                          on other tokens
     L = -A exp(d) + ppo_kl_coef |d|        on selected tokens
@@ -14,9 +16,9 @@ clamped to [-20, 20]:
 |---|---|
 | `actor/ppo_kl` | mean of `abs(old_log_prob - log_prob)` |
 
-There is no clip. verl selects the tokens in each micro-batch from the policy that is trained, so its loss depends on
-the size of the micro-batches. This form gives the same loss for every size; until the first optimizer step both have
-the same log-probabilities.
+There is no clip. verl selects the tokens in each micro-batch from the policy that is trained, so
+its loss depends on the size of the micro-batches. This form gives the same loss for every size;
+until the first optimizer step both have the same log-probabilities.
 """
 
 from typing import Annotated
@@ -44,12 +46,18 @@ class KlCovOptions(PolicyLossOptions):
         response_mask: torch.Tensor,
         generator: torch.Generator | None = None,
     ) -> torch.Tensor:
-        """The tokens of a whole batch that take the penalty, (B, R) bool; `generator` is not used."""
+        """The tokens of a whole batch that take the penalty, (B, R) bool; `generator` is not
+        used."""
         deviation = advantages - masked_mean(advantages, response_mask)
         covariances = deviation * (old_log_probs - masked_mean(old_log_probs, response_mask))
         num_tokens = int(response_mask.sum())
         num_selected = min(max(1, int(self.kl_cov_ratio * num_tokens)), num_tokens)
-        largest = covariances.masked_fill(~response_mask.bool(), -torch.inf).flatten().topk(num_selected).indices
+        largest = (
+            covariances.masked_fill(~response_mask.bool(), -torch.inf)
+            .flatten()
+            .topk(num_selected)
+            .indices
+        )
         selected = torch.zeros_like(response_mask, dtype=torch.bool).flatten()
         selected[largest] = True
         return selected.view_as(response_mask)
@@ -68,11 +76,12 @@ def compute_policy_loss_kl_cov(
     selected_tokens: torch.Tensor,
     options: KlCovOptions,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss of a micro-batch, and its metrics by token, (B, R), of arguments as `INPUTS` describes them."""
+    """The loss of a micro-batch, and its metrics by token, (B, R), of arguments as `INPUTS`
+    describes them."""
     assert config is not None
     log_ratio = (zero_masked(log_prob, response_mask) - old_log_prob).clamp(-20.0, 20.0)
     distance = log_ratio.abs()
     losses = options.ppo_kl_coef * distance * selected_tokens - advantages * torch.exp(log_ratio)
-    return agg_loss(losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **config.global_batch_info), {
-        "actor/ppo_kl": distance.detach()
-    }
+    return agg_loss(
+        losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **config.global_batch_info
+    ), {"actor/ppo_kl": distance.detach()}

@@ -1,4 +1,5 @@
-"""REINFORCE: the plain policy gradient, without ratio, clip or KL (Williams 1992; arXiv 2402.14740).
+"""REINFORCE: the plain policy gradient, without ratio, clip or KL (Williams 1992; arXiv
+2402.14740).
 
     L = -A log_prob
 
@@ -6,10 +7,10 @@
 |---|---|
 | `actor/ppo_kl` | mean of `old_log_prob - log_prob` |
 
-It differs from `gpg` in its metric. With `algorithm.rollout_correction.rollout_is` it is the policy gradient with
-truncated importance weights. The papers take the mean over responses of the sum over tokens,
-`loss_agg_mode=seq-mean-token-sum`; the gradient of token-mean points the same way. In verl the function has no name for
-`loss_mode`, and its first parameter is called rollout_log_prob.
+It differs from `gpg` in its metric. With `algorithm.rollout_correction.rollout_is` it is the policy
+gradient with truncated importance weights. The papers take the mean over responses of the sum over
+tokens, `loss_agg_mode=seq-mean-token-sum`; the gradient of token-mean points the same way. In verl
+the function has no name for `loss_mode`, and its first parameter is called rollout_log_prob.
 """
 
 import torch
@@ -29,10 +30,13 @@ def compute_policy_loss_reinforce(
     config: LossConfig | None = None,
     rollout_is_weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss of a micro-batch, and its metrics by token, (B, R), of arguments as `INPUTS` describes them."""
+    """The loss of a micro-batch, and its metrics by token, (B, R), of arguments as `INPUTS`
+    describes them."""
     assert config is not None
     log_prob = zero_masked(log_prob, response_mask)
     losses = -advantages * log_prob
 
     metrics = {"actor/ppo_kl": (old_log_prob - log_prob).detach()}
-    return agg_loss(losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **config.global_batch_info), metrics
+    return agg_loss(
+        losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **config.global_batch_info
+    ), metrics

@@ -1,6 +1,7 @@
 """Soft adaptive policy optimization: a smooth gate in place of the clip (SAPO, arXiv 2511.20347).
 
-With `r = exp(log_prob - old_log_prob)`, the exponent clamped to [-20, 20], and tau = tau_pos where A > 0, else tau_neg:
+With `r = exp(log_prob - old_log_prob)`, the exponent clamped to [-20, 20], and tau = tau_pos where
+A > 0, else tau_neg:
 
     L = -A (4 / tau) sigmoid(tau (r - 1))
 
@@ -10,9 +11,9 @@ The gate's slope is 1 at r = 1 and goes to 0 on both sides.
 |---|---|
 | `actor/ppo_kl` | mean of `old_log_prob - log_prob` |
 
-The loss is defined as the mean over responses of the mean over tokens: `actor.loss_agg_mode` is seq-mean-token-mean
-with it, and another mode is refused; verl uses that mode whatever the key says. verl also reports `actor/pg_clipfrac`
-and `actor/pg_clipfrac_lower`, which are always 0.
+The loss is defined as the mean over responses of the mean over tokens: `actor.loss_agg_mode` is
+seq-mean-token-mean with it, and another mode is refused; verl uses that mode whatever the key says.
+verl also reports `actor/pg_clipfrac` and `actor/pg_clipfrac_lower`, which are always 0.
 """
 
 from typing import Annotated, ClassVar, Literal
@@ -48,11 +49,14 @@ def compute_policy_loss_sapo(
     *,
     options: SapoOptions,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss of a micro-batch, and its metrics by token, (B, R), of arguments as `INPUTS` describes them."""
+    """The loss of a micro-batch, and its metrics by token, (B, R), of arguments as `INPUTS`
+    describes them."""
     assert config is not None
     log_ratio = (zero_masked(log_prob, response_mask) - old_log_prob).clamp(-20.0, 20.0)
     tau = torch.full_like(advantages, options.tau_neg).masked_fill(advantages > 0, options.tau_pos)
     losses = -advantages * torch.sigmoid(tau * (torch.exp(log_ratio) - 1)) * (4 / tau)
 
     metrics = {"actor/ppo_kl": -log_ratio.detach()}
-    return agg_loss(losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **config.global_batch_info), metrics
+    return agg_loss(
+        losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **config.global_batch_info
+    ), metrics

@@ -1,4 +1,5 @@
-"""Clipped surrogate of PPO (Schulman et al., arXiv 1707.06347) with dual clip (Ye et al., arXiv 1912.09729).
+"""Clipped surrogate of PPO (Schulman et al., arXiv 1707.06347) with dual clip (Ye et al., arXiv
+1912.09729).
 
 With `r = exp(log_prob - old_log_prob)`, the exponent clamped to [-20, 20]:
 
@@ -11,7 +12,8 @@ With `r = exp(log_prob - old_log_prob)`, the exponent clamped to [-20, 20]:
 | `actor/pg_clipfrac_lower` | share of tokens whose loss the dual clip bounded |
 | `actor/ppo_kl` | mean of `old_log_prob - log_prob` |
 
-Keys under `actor_rollout_ref.actor`: `clip_ratio`, `clip_ratio_low`, `clip_ratio_high`, `clip_ratio_c`.
+Keys under `actor_rollout_ref.actor`: `clip_ratio`, `clip_ratio_low`, `clip_ratio_high`,
+`clip_ratio_c`.
 """
 
 import torch
@@ -31,7 +33,8 @@ def compute_policy_loss_vanilla(
     config: LossConfig | None = None,
     rollout_is_weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss of a micro-batch, and its metrics by token, (B, R), of arguments as `INPUTS` describes them."""
+    """The loss of a micro-batch, and its metrics by token, (B, R), of arguments as `INPUTS`
+    describes them."""
     assert config is not None
     log_ratio = (zero_masked(log_prob, response_mask) - old_log_prob).clamp(-20.0, 20.0)
     ratio = torch.exp(log_ratio)
@@ -48,4 +51,6 @@ def compute_policy_loss_vanilla(
             "actor/ppo_kl": -log_ratio,
             "actor/pg_clipfrac_lower": (surrogate > bound) & (advantages < 0),
         }
-    return agg_loss(losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **config.global_batch_info), metrics
+    return agg_loss(
+        losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **config.global_batch_info
+    ), metrics

@@ -19,12 +19,12 @@ _RUNNING = threading.RLock()
 
 
 class LocalWorkerGroup(WorkerGroup):
-    """The ranks are objects in this process. A call runs when it is submitted, rank after rank. Where several threads
-    submit calls, of whatever groups, one runs at a time.
+    """The ranks are objects in this process. A call runs when it is submitted, rank after rank.
+    Where several threads submit calls, of whatever groups, one runs at a time.
 
-    Ranks cannot wait for each other, so workers that use torch.distributed need world_size 1. The method's own
-    exception is the `__cause__` of the WorkerError. A call that is given the future of a failed call raises its error
-    at once.
+    Ranks cannot wait for each other, so workers that use torch.distributed need world_size 1. The
+    method's own exception is the `__cause__` of the WorkerError. A call that is given the future of
+    a failed call raises its error at once.
     """
 
     runs_at_once = True
@@ -51,7 +51,10 @@ class LocalWorkerGroup(WorkerGroup):
         return Part(CallHeader(len(data)), data.select())
 
     def submit(
-        self, spec: MethodSpec, calls: list[tuple[list[Any], dict[str, Any]]], collect_ranks: list[int]
+        self,
+        spec: MethodSpec,
+        calls: list[tuple[list[Any], dict[str, Any]]],
+        collect_ranks: list[int],
     ) -> "LocalCall":
         yielded: list[Any] = []
         results: list[tuple[CallHeader, Any]] = []
@@ -79,7 +82,10 @@ class LocalWorkerGroup(WorkerGroup):
     @contextlib.contextmanager
     def _environment(self, rank: int) -> Iterator[None]:
         """The environment a rank's process would have."""
-        values = {**rank_environment(rank, self.world_size, rank, self.world_size, "cpu"), **self._env}
+        values = {
+            **rank_environment(rank, self.world_size, rank, self.world_size, "cpu"),
+            **self._env,
+        }
         before = {name: os.environ.get(name) for name in values}
         os.environ.update(values)
         try:
@@ -93,10 +99,13 @@ class LocalWorkerGroup(WorkerGroup):
 
 
 class LocalCall(PendingCall):
-    """A call that has run: what its ranks yielded and returned, or the error of the one that failed."""
+    """A call that has run: what its ranks yielded and returned, or the error of the one that
+    failed."""
 
     def __init__(self, yielded: list[Any], results: list[Part], error: WorkerError | None) -> None:
-        self.yielded, self.results, self.error = yielded, results, error
+        self.yielded = yielded
+        self.results = results
+        self.error = error
 
     def wait(self, timeout: float | None) -> list[Any]:
         if self.error is not None:
@@ -105,7 +114,8 @@ class LocalCall(PendingCall):
 
     def stream(self) -> Iterator[Any]:
         self.wait(None)
-        yielded, self.yielded = self.yielded, []
+        yielded = self.yielded
+        self.yielded = []
         return iter(yielded)
 
     def finish(self) -> None:

@@ -1,4 +1,5 @@
-"""Calls in flight on the Ray backend, and the record of those that were not reported as finished yet."""
+"""Calls in flight on the Ray backend, and the record of those that were not reported as finished
+yet."""
 
 import logging
 import threading
@@ -20,14 +21,16 @@ _log = logging.getLogger(__name__)
 
 
 class UnreportedCalls:
-    """The calls of a worker group that were not reported as finished yet. It keeps references to their headers alone,
-    so that results are freed with the calls' futures."""
+    """The calls of a worker group that were not reported as finished yet. It keeps references to
+    their headers alone, so that results are freed with the calls' futures."""
 
     def __init__(self, role: str, report: Callable[[str, int, CallHeader], None]) -> None:
-        self.role, self.report = role, report
+        self.role = role
+        self.report = report
         self._calls: dict[Any, tuple[str, int]] = {}  # header reference -> (method, rank)
         self._changing = threading.RLock()  # threads of the driver call the same group
-        self.waited_for: set[Any] = set()  # headers; a failure is raised by the wait, so it is not logged
+        # Headers; a failure is raised by the wait, so it is not logged
+        self.waited_for: set[Any] = set()
 
     def add(self, method: str, headers: Sequence[Any]) -> None:
         with self._changing:
@@ -39,19 +42,23 @@ class UnreportedCalls:
             self.waited_for.update(headers)
 
     def report_finished(self, known: dict[Any, CallHeader]) -> None:
-        """Report the calls that have finished, also those whose futures nobody waits for; `known` headers are not
-        fetched again."""
+        """Report the calls that have finished, also those whose futures nobody waits for; `known`
+        headers are not fetched again."""
         with self._changing:
             for reference, header in known.items():
                 self._report(reference, header)
             waiting = list(self._calls)
-            for reference in ray.wait(waiting, num_returns=len(waiting), timeout=0)[0] if waiting else []:
+            for reference in (
+                ray.wait(waiting, num_returns=len(waiting), timeout=0)[0] if waiting else []
+            ):
                 try:
                     self._report(reference, unpack(ray.get(reference, timeout=READY_S)))
                 except RayError as error:
                     method, _ = self._calls.pop(reference)
                     if reference not in self.waited_for:
-                        _log.error("%s.%s failed and nobody waited for it: %s", self.role, method, error)
+                        _log.error(
+                            "%s.%s failed and nobody waited for it: %s", self.role, method, error
+                        )
             self.waited_for &= self._calls.keys()
 
     def _report(self, reference: Any, header: CallHeader) -> None:
@@ -63,10 +70,19 @@ class _CallOnRanks(PendingCall):
     """What calls in flight have in common: where they run and how long they may take."""
 
     def __init__(
-        self, processes: ProcessHandles, unreported: UnreportedCalls, method: str, deadline_s: float, ranks: list[int]
+        self,
+        processes: ProcessHandles,
+        unreported: UnreportedCalls,
+        method: str,
+        deadline_s: float,
+        ranks: list[int],
     ) -> None:
-        self.processes, self.unreported, self.role = processes, unreported, unreported.role
-        self.method, self.deadline_s, self.collect_ranks = method, deadline_s, ranks
+        self.processes = processes
+        self.unreported = unreported
+        self.role = unreported.role
+        self.method = method
+        self.deadline_s = deadline_s
+        self.collect_ranks = ranks
 
 
 class RayCall(_CallOnRanks):
@@ -91,22 +107,29 @@ class RayCall(_CallOnRanks):
         self.unreported.wait_for(self.headers)
         self.processes.wait_until_started(timeout)  # a failed start is the first thing to report
         try:
-            values = self.processes.wait(self.headers, self.role, self.method, deadline - time.monotonic(), collected)
+            values = self.processes.wait(
+                self.headers, self.role, self.method, deadline - time.monotonic(), collected
+            )
         except RayError as error:
-            raise RuntimeError(f"{self.role}.{self.method} finished, but its results were lost: {error}") from error
+            raise RuntimeError(
+                f"{self.role}.{self.method} finished, but its results were lost: {error}"
+            ) from error
         values = [unpack(value) for value in values]
         self.unreported.report_finished(dict(zip(self.headers, values, strict=False)))
         return values[len(self.headers) :]
 
     def done(self) -> bool:
-        return len(ray.wait(self.headers, num_returns=len(self.headers), timeout=0)[0]) == len(self.headers)
+        return len(ray.wait(self.headers, num_returns=len(self.headers), timeout=0)[0]) == len(
+            self.headers
+        )
 
     def parts(self) -> list[Part]:
         return [Part(self.headers[rank], self.payloads[rank]) for rank in self.collect_ranks]
 
 
 class RayStream(_CallOnRanks):
-    """A call in flight, with a generator of references per rank: what the method yields, its header, its result."""
+    """A call in flight, with a generator of references per rank: what the method yields, its
+    header, its result."""
 
     def __init__(self, generators: list[Any], *call: Any) -> None:
         super().__init__(*call)
@@ -140,7 +163,8 @@ class RayStream(_CallOnRanks):
                         self.unreported.report(self.method, rank, self._headers[rank])
 
     def _next(self, rank: int) -> Iterator[Any]:
-        """The next thing of a rank, which is ready, if the method yielded it; header and result are kept."""
+        """The next thing of a rank, which is ready, if the method yielded it; header and result are
+        kept."""
         reference = next(self.generators[rank], None)
         if reference is None:
             del self._running[rank]

@@ -1,4 +1,5 @@
-"""Resources of the nodes of the Ray cluster, and the choice of a node for each entry of the resource pools."""
+"""Resources of the nodes of the Ray cluster, and the choice of a node for each entry of the
+resource pools."""
 
 import math
 
@@ -9,10 +10,11 @@ Resources = dict[str, float]
 
 
 def assign(entries: list[Resources], nodes: dict[str, Resources]) -> list[str] | None:
-    """A node for each entry, such that all of them fit at once; None if they do not. No entry is split over nodes.
+    """A node for each entry, such that all of them fit at once; None if they do not. No entry is
+    split over nodes.
 
-    Entries are multiples of one bundle, and a node counts by how many bundles fit on it: nodes with equally many GPUs
-    count the same, however many of their CPUs are free.
+    Entries are multiples of one bundle, and a node counts by how many bundles fit on it: nodes with
+    equally many GPUs count the same, however many of their CPUs are free.
     """
     if not entries:
         return []
@@ -23,13 +25,22 @@ def assign(entries: list[Resources], nodes: dict[str, Resources]) -> list[str] |
 
     sizes = list(map(bundles, entries))
     largest_first = sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)
-    chosen = _assign([sizes[i] for i in largest_first], [bundles(node) for node in nodes.values()], set())
+    chosen = _assign(
+        [sizes[i] for i in largest_first], [bundles(node) for node in nodes.values()], set()
+    )
     names = list(nodes)
-    return None if chosen is None else [names[i] for _, i in sorted(zip(largest_first, chosen, strict=True))]
+    return (
+        None
+        if chosen is None
+        else [names[i] for _, i in sorted(zip(largest_first, chosen, strict=True))]
+    )
 
 
-def _assign(sizes: list[int], capacities: list[int], failed: set[tuple[int, ...]]) -> list[int] | None:
-    """The index of a capacity for each size; `failed` holds (number of sizes, capacities) without one."""
+def _assign(
+    sizes: list[int], capacities: list[int], failed: set[tuple[int, ...]]
+) -> list[int] | None:
+    """The index of a capacity for each size; `failed` holds (number of sizes, capacities) without
+    one."""
     if not sizes:
         return []
     state = len(sizes), *sorted(capacities)
@@ -63,12 +74,19 @@ def placement_table(requests: dict[str, list[Resources]]) -> str:
     lines = [f"  {'requested by':<40} {'GPU':>9} {'CPU':>9}"]
     for pool, entries in requests.items():
         for index, entry in enumerate(entries):
-            lines.append(f"  {f'{pool}, node {index}':<40} {entry.get('GPU', 0):>9g} {entry.get('CPU', 0):>9g}")
-    free, everything = node_resources(total=False), node_resources(total=True)
+            lines.append(
+                f"  {f'{pool}, node {index}':<40} {entry.get('GPU', 0):>9g} "
+                f"{entry.get('CPU', 0):>9g}"
+            )
+    free = node_resources(total=False)
+    everything = node_resources(total=True)
     lines.append(f"  {'node':<40} {'GPU':>9} {'CPU':>9}   (free / all)")
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     for name, node in everything.items():
         gpu, cpu = (f"{free.get(name, {}).get(k, 0):g} / {node[k]:g}" for k in ("GPU", "CPU"))
         lines.append(f"  {f'{addresses[name]} ({name[:6]})':<40} {gpu:>9} {cpu:>9}")
-    lines.append("  fix: smaller entries in resource_pool_spec, fewer groups per pool, or more or larger nodes")
+    lines.append(
+        "  fix: smaller entries in resource_pool_spec, fewer groups per pool, or more or larger "
+        "nodes"
+    )
     return "\n".join(lines)

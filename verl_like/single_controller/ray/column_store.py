@@ -1,4 +1,5 @@
-"""The columns that a driver has put into Ray's object store: each of them once, as long as its tensor lives."""
+"""The columns that a driver has put into Ray's object store: each of them once, as long as its
+tensor lives."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +9,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from verl_like.protocol import DataProto
 from verl_like.protocol.row_ops import write_count
-from verl_like.single_controller.ray.message import INLINE_BYTES, StoredBatch, pack_column, pack_state
+from verl_like.single_controller.ray.message import (
+    INLINE_BYTES,
+    StoredBatch,
+    pack_column,
+    pack_state,
+)
 
 
 @dataclass(frozen=True)
@@ -21,10 +27,10 @@ class _Column:
 class ColumnStore:
     """Puts batches so that a tensor's bytes leave the driver once.
 
-    The columns of a batch that are not in the store yet become one object, a segment. A tensor is known by its identity
-    and torch's counter of in-place writes, so one that was written into is put again (torch does not count writes
-    through `.numpy()` or `.data`). An entry goes with its tensor, and Ray frees a segment once no entry and no call in
-    flight refers to it.
+    The columns of a batch that are not in the store yet become one object, a segment. A tensor is
+    known by its identity and torch's counter of in-place writes, so one that was written into is
+    put again (torch does not count writes through `.numpy()` or `.data`). An entry goes with its
+    tensor, and Ray frees a segment once no entry and no call in flight refers to it.
     """
 
     def __init__(self) -> None:
@@ -32,17 +38,25 @@ class ColumnStore:
         self._ray = ""
 
     def put(self, data: DataProto) -> StoredBatch:
-        """References to the columns; small ones and meta_info are in the result itself. Arrays are put anew in each
-        call, because writes into them are not counted."""
+        """References to the columns; small ones and meta_info are in the result itself. Arrays are
+        put anew in each call, because writes into them are not counted."""
         context = ray.get_runtime_context()
-        # The first driver of every cluster has the same id, and every driver on a node the same node.
+        # The first driver of every cluster has the same id, and every driver on a node the same
+        # node.
         this_ray = context.get_node_id() + context.get_worker_id()
-        if this_ray != self._ray:  # references are of no use to another Ray than the one they came from
+        # References are of no use to another Ray than the one they came from
+        if this_ray != self._ray:
             self._columns.clear()
             self._ray = this_ray
         tensors = data.tensors()
-        known: dict[str, _Column | None] = {name: self._columns.get(tensor) for name, tensor in tensors.items()}
-        stored = {name: each for name, each in known.items() if each and each.write_count == write_count(tensors[name])}
+        known: dict[str, _Column | None] = {
+            name: self._columns.get(tensor) for name, tensor in tensors.items()
+        }
+        stored = {
+            name: each
+            for name, each in known.items()
+            if each and each.write_count == write_count(tensors[name])
+        }
         num_rows, fresh, arrays, meta_info = data.__getstate__(left_out=stored)
         if sum(wire.array.nbytes for wire in fresh.values()) > INLINE_BYTES:
             segment = ray.put([pack_column(wire) for wire in fresh.values()])
@@ -53,7 +67,9 @@ class ColumnStore:
             fresh = {}
         rest: Any = pack_state(num_rows, fresh, arrays, meta_info)
         segments = list({column.segment for column in stored.values()})
-        locations = {name: [segments.index(column.segment), column.index] for name, column in stored.items()}
+        locations = {
+            name: [segments.index(column.segment), column.index] for name, column in stored.items()
+        }
         return StoredBatch(segments, locations, ray.put(rest) if arrays else rest)
 
 

@@ -1,7 +1,8 @@
 """What travels between the driver and the processes of the workers: plain lists and references.
 
-Ray sends plain values (dicts, lists, text, bytes, numbers) without pickling them, which takes longer than all the rest
-of a small call. Whatever else stands among them Ray pickles, large arrays without a copy.
+Ray sends plain values (dicts, lists, text, bytes, numbers) without pickling them, which takes
+longer than all the rest of a small call. Whatever else stands among them Ray pickles, large arrays
+without a copy.
 """
 
 import struct
@@ -19,16 +20,19 @@ from verl_like.single_controller.failure import WorkerError
 from verl_like.single_controller.shard import BatchShard
 
 INLINE_BYTES = 16 * 1024
-"""Larger arrays go through the object store. Smaller ones are read faster from the message than from the store."""
+"""Larger arrays go through the object store. Smaller ones are read faster from the message than
+from the store."""
 _HEADER = struct.Struct("<qdd")  # the fields of CallHeader; Ray sends bytes as they are
 
 
 @dataclass(frozen=True)
 class StoredBatch:
-    """A batch as the driver sends it: references to the columns that are in the object store, and the rest.
+    """A batch as the driver sends it: references to the columns that are in the object store, and
+    the rest.
 
-    `segments` are references to lists of packed columns; `locations` says of each stored column in which segment and
-    where in its list it is; `rest` is the packed state without the stored columns, or a reference to it.
+    `segments` are references to lists of packed columns; `locations` says of each stored column in
+    which segment and where in its list it is; `rest` is the packed state without the stored
+    columns, or a reference to it.
     """
 
     segments: list[Any]
@@ -39,11 +43,14 @@ class StoredBatch:
         rest, *segments = _get([self.rest, *self.segments], timeout)
         num_rows, columns, arrays, meta_info = rest
         stored = {name: segments[number][index] for name, (number, index) in self.locations.items()}
-        return DataProto.from_state(num_rows, unpack_columns({**columns, **stored}), arrays, meta_info)
+        return DataProto.from_state(
+            num_rows, unpack_columns({**columns, **stored}), arrays, meta_info
+        )
 
 
 def pack(value: Any) -> list[Any] | bytes:
-    """The bytes of a header, [kind, plain lists] of a batch or a shard of one; any other value stays as it is."""
+    """The bytes of a header, [kind, plain lists] of a batch or a shard of one; any other value
+    stays as it is."""
     if isinstance(value, DataProto):
         return ["batch", pack_state(*value.__getstate__())]
     if isinstance(value, CallHeader):
@@ -59,7 +66,8 @@ def pack(value: Any) -> list[Any] | bytes:
 
 
 def unpack(packed: list[Any] | bytes) -> Any:
-    """The inverse of `pack`. Small columns get memory of their own; large ones are read-only by agreement."""
+    """The inverse of `pack`. Small columns get memory of their own; large ones are read-only by
+    agreement."""
     if isinstance(packed, bytes):
         return CallHeader(*_HEADER.unpack(packed))
     kind, content = packed
@@ -70,17 +78,27 @@ def unpack(packed: list[Any] | bytes) -> Any:
         return StoredBatch(*content)
     if kind == "shard":
         parts, *rest = content
-        return BatchShard(tuple(Part(unpack(header), unpack(payload)) for header, payload in parts), *rest)
+        return BatchShard(
+            tuple(Part(unpack(header), unpack(payload)) for header, payload in parts), *rest
+        )
     return content
 
 
-def pack_state(num_rows: int | None, tensors: dict[str, WireTensor], arrays: Any, meta_info: Any) -> list[Any]:
+def pack_state(
+    num_rows: int | None, tensors: dict[str, WireTensor], arrays: Any, meta_info: Any
+) -> list[Any]:
     """The state of a batch (see `Batch.__getstate__`) with packed columns."""
-    return [num_rows, {name: pack_column(tensor) for name, tensor in tensors.items()}, arrays, meta_info]
+    return [
+        num_rows,
+        {name: pack_column(tensor) for name, tensor in tensors.items()},
+        arrays,
+        meta_info,
+    ]
 
 
 def pack_column(column: WireTensor) -> list[Any]:
-    """[torch dtype, array, offsets or None], arrays of up to INLINE_BYTES as [NumPy dtype, shape, bytes]."""
+    """[torch dtype, array, offsets or None], arrays of up to INLINE_BYTES as [NumPy dtype, shape,
+    bytes]."""
     return [column.dtype, *(_pack_array(array) for array in (column.array, column.offsets))]
 
 
@@ -134,4 +152,7 @@ def _get(references: Sequence[Any], timeout: float) -> list[Any]:
         raise TimeoutError(
             f"the results of earlier calls, which are the input here, took more than {timeout:g} s"
         ) from None
-    return [next(values) if isinstance(reference, ray.ObjectRef) else reference for reference in references]
+    return [
+        next(values) if isinstance(reference, ray.ObjectRef) else reference
+        for reference in references
+    ]

@@ -1,4 +1,5 @@
-"""Looks at worker processes on their nodes: which are stopped, and who held how much memory before one was killed."""
+"""Looks at worker processes on their nodes: which are stopped, and who held how much memory before
+one was killed."""
 
 import contextlib
 import os
@@ -19,7 +20,8 @@ from verl_like.single_controller.shortage import Shortage, largest_processes, ti
 from verl_like.single_controller.worker_group import LOOK_S
 
 _ANSWER_S = 5.0  # a node that takes longer is looked at the next time
-_OOM_COUNTERS = ("/sys/fs/cgroup/memory.events", "/proc/vmstat")  # of the container, or else of the machine
+# Of the container, or else of the machine
+_OOM_COUNTERS = ("/sys/fs/cgroup/memory.events", "/proc/vmstat")
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,8 @@ class Look:
     """What was found on a node."""
 
     stopped: Mapping[int, Mapping[int, str]]
-    """By the id of a worker's process: the stopped ones among it and those that it started, with their titles."""
+    """By the id of a worker's process: the stopped ones among it and those that it started, with
+    their titles."""
     memory: str
     """See `largest_processes`."""
     num_oom_kills: int
@@ -43,7 +46,11 @@ class NodeAgent:
         for pid in pids:
             with contextlib.suppress(psutil.NoSuchProcess):
                 family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-                titles = {each.pid: title_of(each) for each in family if each.status() == psutil.STATUS_STOPPED}
+                titles = {
+                    each.pid: title_of(each)
+                    for each in family
+                    if each.status() == psutil.STATUS_STOPPED
+                }
                 if titles:
                     stopped[pid] = titles
         return Look(stopped, largest_processes(), _num_oom_kills())
@@ -56,7 +63,8 @@ class NodeAgent:
 
 
 class NodeWatch:
-    """What a driver has seen of its processes. It looks at its own node by itself, at others through an agent."""
+    """What a driver has seen of its processes. It looks at its own node by itself, at others
+    through an agent."""
 
     def __init__(self, own_node: str) -> None:
         self.own_node, self.own_agent = own_node, NodeAgent()
@@ -73,9 +81,11 @@ class NodeWatch:
         """At the last look; on the driver's node also as the run began."""
 
     def end_stopped(self, places: Sequence[ProcessInfo]) -> dict[ProcessInfo, str]:
-        """Kills those of the workers that are stopped, as they were one look before, and says what was found.
+        """Kills those of the workers that are stopped, as they were one look before, and says what
+        was found.
 
-        One look alone may see a job that is just being continued. Threads that look at the same time look in turn.
+        One look alone may see a job that is just being continued. Threads that look at the same
+        time look in turn.
         """
         with self.looking:
             return self._end_stopped(places)
@@ -84,7 +94,8 @@ class NodeWatch:
         pids: dict[str, list[int]] = {}
         for place in places:
             pids.setdefault(place.node_id, []).append(place.pid)
-        before, self.stopped_since = self.stopped_since, {}
+        before = self.stopped_since
+        self.stopped_since = {}
         found = {}
         for node, look in self.look(pids).items():
             self.memory[node] = look.memory
@@ -94,13 +105,19 @@ class NodeWatch:
                 since = self.stopped_since[node, pid] = before.get((node, pid), now)
                 if now - since > LOOK_S / 2:
                     (place,) = [each for each in places if (each.node_id, each.pid) == (node, pid)]
-                    processes = ", ".join(f"process {stopped} ({title})" for stopped, title in titles.items())
-                    found[place] = f"{processes} was stopped for at least {now - since:.0f} s, so it was killed"
+                    processes = ", ".join(
+                        f"process {stopped} ({title})" for stopped, title in titles.items()
+                    )
+                    found[place] = (
+                        f"{processes} was stopped for at least {now - since:.0f} s, so it was "
+                        "killed"
+                    )
                     self.kill(node, [*titles, pid])
         return found
 
     def look(self, pids: Mapping[str, Sequence[int]]) -> dict[str, Look]:
-        """What is found of the processes of each node, by its id; nodes that do not answer are left out."""
+        """What is found of the processes of each node, by its id; nodes that do not answer are left
+        out."""
         looks = {}
         for node, its_pids in pids.items():
             if node == self.own_node:
@@ -108,7 +125,11 @@ class NodeWatch:
             elif node not in self.asked:
                 self.asked[node] = self.agent(node).look.remote(its_pids)
         node_of = {reference: node for node, reference in self.asked.items()}
-        answered = ray.wait(list(node_of), num_returns=len(node_of), timeout=_ANSWER_S)[0] if node_of else []
+        answered = (
+            ray.wait(list(node_of), num_returns=len(node_of), timeout=_ANSWER_S)[0]
+            if node_of
+            else []
+        )
         for reference in answered:
             node = node_of[reference]
             del self.asked[node]
@@ -122,7 +143,9 @@ class NodeWatch:
         """The agent of another node, which is started once."""
         if node not in self.agents:
             there = NodeAffinitySchedulingStrategy(node, soft=False)
-            self.agents[node] = ray.remote(NodeAgent).options(num_cpus=0, scheduling_strategy=there).remote()
+            self.agents[node] = (
+                ray.remote(NodeAgent).options(num_cpus=0, scheduling_strategy=there).remote()
+            )
         return self.agents[node]
 
     def kill(self, node: str, pids: Sequence[int]) -> None:
@@ -133,7 +156,8 @@ class NodeWatch:
             ray.wait([self.agent(node).kill.remote(pids)], timeout=_ANSWER_S)
 
     def shortage(self, node: str, pid: int) -> Shortage | None:
-        """Tells, after the process `pid` of the node has died, whether the kernel killed one there for want of memory.
+        """Tells, after the process `pid` of the node has died, whether the kernel killed one there
+        for want of memory.
 
         The table is of the last look if the process was there then, and else of now.
         """
@@ -153,7 +177,9 @@ def of_memory_monitor(error: ray.exceptions.OutOfMemoryError) -> tuple[str, Shor
     reason = message.partition("OOM kill reason: ")[2].partition("\n")[0]
     used = message.partition("Memory on the node ")[2].partition("\n")[0]
     table = message.partition("Top 10 memory users: ")[2].partition("\nRefer to")[0]
-    shortage = Shortage("host", f"Memory of the node {used}, and of its largest processes:\n{table}")
+    shortage = Shortage(
+        "host", f"Memory of the node {used}, and of its largest processes:\n{table}"
+    )
     return f"Ray's memory monitor killed it. {reason}", shortage
 
 

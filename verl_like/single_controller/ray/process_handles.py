@@ -1,4 +1,5 @@
-"""The processes of a worker group as the driver sees them: started, waited for with a deadline, killed together."""
+"""The processes of a worker group as the driver sees them: started, waited for with a deadline,
+killed together."""
 
 import functools
 import os
@@ -26,13 +27,15 @@ from verl_like.single_controller.worker_group import LOOK_S, ClassWithInitArgs
 START_DEADLINE_S = 300.0  # process start, imports and constructors; models are loaded in init_model
 READY_S = 30.0  # for fetching what is ready
 _POLL_S = 0.5
-# When a rank dies its peers often fail first ("connection closed by peer"): the death follows within this time.
+# When a rank dies its peers often fail first ("connection closed by peer"): the death follows
+# within this time.
 _DEATH_GRACE_S = 2.0
 _LOG_LINES = 20
 
 
 class ProcessHandles:
-    """The Ray actors of a pool, one per rank, shared by colocated roles. They start in the background."""
+    """The Ray actors of a pool, one per rank, shared by colocated roles. They start in the
+    background."""
 
     def __init__(
         self,
@@ -42,19 +45,26 @@ class ProcessHandles:
         name_prefix: str | None,
         worker_env: dict[str, str],
     ) -> None:
-        self.role, self.pool = role, pool
+        self.role = role
+        self.pool = pool
         self.watch = _watch_of_driver(ray.get_runtime_context().get_node_id())
         self._infos: list[ProcessInfo] | None = None
         self.submitting = threading.Lock()
         self.stopping = threading.Lock()
-        """Held while a call is submitted: all ranks get the calls of several threads in one order."""
+        """Held while a call is submitted: all ranks get the calls of several threads in one
+        order."""
         self.stopped: Exception | None = None  # why the actors are gone; later calls raise it
         device = "cuda" if pool.use_gpu else "cpu"
         places = zip(pool.local_rank_list(), pool.local_world_size_list(), strict=True)
-        environments = [rank_environment(rank, pool.world_size, *place, device) for rank, place in enumerate(places)]
+        environments = [
+            rank_environment(rank, pool.world_size, *place, device)
+            for rank, place in enumerate(places)
+        ]
         clash = sorted(worker_env.keys() & {*environments[0], "MASTER_ADDR", "MASTER_PORT"})
         if clash:
-            raise ValueError(f"worker_env of {role} sets {clash}, which the group sets itself: leave them out")
+            raise ValueError(
+                f"worker_env of {role} sets {clash}, which the group sets itself: leave them out"
+            )
         self.bundles = bundles = pool.take()
         prefix = name_prefix or f"{role}-{secrets.token_hex(3)}"
         self.names = [f"{prefix}_{rank}" for rank in range(pool.world_size)]
@@ -67,7 +77,9 @@ class ProcessHandles:
                 "name": self.names[rank],
                 "num_cpus": 1,
                 "num_gpus": 1 / pool.max_colocate_count if pool.use_gpu else 0,
-                "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                    group, placement_group_bundle_index=index
+                ),
                 "runtime_env": {"env_vars": env},
             }
             self.actors.append(process_class.options(**options).remote())
@@ -78,23 +90,33 @@ class ProcessHandles:
     def wait_until_started(self, timeout: float = START_DEADLINE_S) -> list[ProcessInfo]:
         """Where each rank runs. Raises WorkerError if a constructor failed."""
         if self._infos is None:
-            self._infos = self.wait(self._started, self.role, "__init__", min(timeout, START_DEADLINE_S))
+            self._infos = self.wait(
+                self._started, self.role, "__init__", min(timeout, START_DEADLINE_S)
+            )
         return self._infos
 
     def wait(
-        self, references: Sequence[Any], role: str, method: str, timeout: float, results: Sequence[Any] = ()
+        self,
+        references: Sequence[Any],
+        role: str,
+        method: str,
+        timeout: float,
+        results: Sequence[Any] = (),
     ) -> list[Any]:
-        """The values of one reference per rank (of the first ranks), each of them small, and then of `results`.
+        """The values of one reference per rank (of the first ranks), each of them small, and then
+        of `results`.
 
-        Raises WorkerError, WorkerDied (after which no process of the group is left) or CallTimeout, and RayError if
-        only results were lost. Raises WorkerStopped for any group of this driver, as this one may wait for its results.
+        Raises WorkerError, WorkerDied (after which no process of the group is left) or CallTimeout,
+        and RayError if only results were lost. Raises WorkerStopped for any group of this driver,
+        as this one may wait for its results.
         """
         deadline = time.monotonic() + timeout
         is_late = False
         while not is_late:
             left = max(0.0, deadline - time.monotonic())  # Ray aborts if it is negative
             try:
-                # Ends at the first failure of any rank, also while others still run or wait for it in a collective.
+                # Ends at the first failure of any rank, also while others still run or wait for it
+                # in a collective.
                 return ray.get([*references, *results], timeout=min(LOOK_S, left))
             except GetTimeoutError:
                 is_late = left <= LOOK_S
@@ -121,18 +143,27 @@ class ProcessHandles:
                 give_up = min(give_up, now + _DEATH_GRACE_S)
                 died = any(not isinstance(error, RayTaskError) for error in failures.values())
                 if died or not pending or now >= give_up:
-                    raise self._as_worker_error(role, method, failures, [rank_of[reference] for reference in pending])
+                    raise self._as_worker_error(
+                        role, method, failures, [rank_of[reference] for reference in pending]
+                    )
             elif pending and now >= deadline:
                 late = sorted(rank_of[reference] for reference in pending)
                 raise CallTimeout(role, method, timeout, f"rank(s) {late} of {len(references)}")
-        return [values[rank] for rank in range(len(references))] + ray.get(list(results), timeout=READY_S)
+        return [values[rank] for rank in range(len(references))] + ray.get(
+            list(results), timeout=READY_S
+        )
 
     def end_stopped(self, method: str) -> None:
-        """Raises WorkerStopped if a process of this driver's groups is found stopped, after it killed that group.
+        """Raises WorkerStopped if a process of this driver's groups is found stopped, after it
+        killed that group.
 
         `method` is what this group runs. A caller that waits asks every `LOOK_S` seconds.
         """
-        running = {info: (group, rank) for group in list(_RUNNING) for rank, info in group._known_places().items()}
+        running = {
+            info: (group, rank)
+            for group in list(_RUNNING)
+            for rank, info in group._known_places().items()
+        }
         for info, what in self.watch.end_stopped(list(running)).items():
             group, rank = running[info]
             its_method = method if group is self else "its call"
@@ -152,11 +183,14 @@ class ProcessHandles:
             ray.kill(actor, no_restart=True)
         self.pool.give_back(self.bundles)
 
-    def _as_worker_error(self, role: str, method: str, failures: dict[int, RayError], running: list[int]) -> Exception:
+    def _as_worker_error(
+        self, role: str, method: str, failures: dict[int, RayError], running: list[int]
+    ) -> Exception:
         deaths = [rank for rank, error in failures.items() if not isinstance(error, RayTaskError)]
         if deaths:
             if self.stopped is None:
-                rank, info = deaths[0], self._info(deaths[0])
+                rank = deaths[0]
+                info = self._info(deaths[0])
                 reason, shortage = self._cause_of_death(failures[rank], info)
                 text = f"{reason}\n{_last_log_lines(info)}"
                 self.stop(WorkerDied(role, rank, info.node, info.pid, method, text, shortage))
@@ -173,12 +207,14 @@ class ProcessHandles:
             cause.add_note(f"rank(s) {others} failed as well")
         if running:
             cause.add_note(
-                f"rank(s) {sorted(running)} are still in {method}; if they wait for rank {rank}, shut the group down"
+                f"rank(s) {sorted(running)} are still in {method}; if they wait for rank {rank}, "
+                "shut the group down"
             )
         return cause
 
     def _cause_of_death(self, error: RayError, info: ProcessInfo) -> tuple[str, Shortage | None]:
-        """Why a process died, in a line, and if it was killed because memory was short, who held it."""
+        """Why a process died, in a line, and if it was killed because memory was short, who held
+        it."""
         if isinstance(error, OutOfMemoryError):
             return of_memory_monitor(error)
         reason = str(error).strip().rsplit("\n", 1)[-1].split(" Some common causes")[0]
@@ -216,7 +252,8 @@ def _watch_of_driver(node: str) -> NodeWatch:
 
 
 def _threads_per_rank(bundles: Sequence[Bundle]) -> list[int]:
-    """Each process's share of its node's cores, among the bundles of all pools that are reserved there.
+    """Each process's share of its node's cores, among the bundles of all pools that are reserved
+    there.
 
     Processes with more threads together than there are cores wait for each other at every barrier.
     """
@@ -227,7 +264,9 @@ def _threads_per_rank(bundles: Sequence[Bundle]) -> list[int]:
         if table["state"] == "CREATED"
         for node in table["bundles_to_node_id"].values()
     )
-    nodes: list[str] = [tables[group.id.hex()]["bundles_to_node_id"][index] for group, index in bundles]
+    nodes: list[str] = [
+        tables[group.id.hex()]["bundles_to_node_id"][index] for group, index in bundles
+    ]
     cores = {node["NodeID"]: int(node["Resources"].get("CPU", 1)) for node in ray.nodes()}
     here = ray.get_runtime_context().get_node_id()
     # Ray's number of CPUs may be set higher than what this machine has, to fit more processes.
@@ -244,6 +283,10 @@ def _last_log_lines(info: ProcessInfo) -> str:
     lines: list[str] = []
     for path in sorted(Path(info.logs_dir).glob(f"worker-*-{info.pid}.*")):
         # Lines that start with ":" are Ray's own marks.
-        lines += [line[:200] for line in path.read_text(errors="replace").splitlines() if not line.startswith(":")]
+        lines += [
+            line[:200]
+            for line in path.read_text(errors="replace").splitlines()
+            if not line.startswith(":")
+        ]
     shown = "\n".join(lines[-_LOG_LINES:]) or "(empty)"
     return f"last lines of {info.logs_dir}/{pattern} and .out:\n{shown}"

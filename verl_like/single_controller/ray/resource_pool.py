@@ -9,7 +9,12 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from verl_like.single_controller.failure import PlacementError
-from verl_like.single_controller.ray.cluster import Resources, assign, node_resources, placement_table
+from verl_like.single_controller.ray.cluster import (
+    Resources,
+    assign,
+    node_resources,
+    placement_table,
+)
 from verl_like.single_controller.resource_pool import ResourcePool
 
 PLACEMENT_DEADLINE_S = 10.0
@@ -20,14 +25,15 @@ Bundle = tuple[PlacementGroup, int]  # a placement group and the index of one of
 
 
 class RayResourcePool(ResourcePool):
-    """Processes on the nodes of a Ray cluster, reserved by ResourcePoolManager or when the first worker group starts.
+    """Processes on the nodes of a Ray cluster, reserved by ResourcePoolManager or when the first
+    worker group starts.
 
     Args:
         process_on_nodes: see `ResourcePool`; all processes of an entry are on one node.
         use_gpu: one GPU per process; otherwise CPUs only.
         name_prefix: the pool's name in messages and in Ray.
-        max_colocate_count: see `ResourcePool`; each group has its own processes. A bundle has that many CPUs, and each
-            group takes one CPU and 1/max_colocate_count of the GPU.
+        max_colocate_count: see `ResourcePool`; each group has its own processes. A bundle has that
+            many CPUs, and each group takes one CPU and 1/max_colocate_count of the GPU.
     """
 
     def __init__(
@@ -38,7 +44,8 @@ class RayResourcePool(ResourcePool):
         max_colocate_count: int = 1,
     ) -> None:
         super().__init__(process_on_nodes, max_colocate_count)
-        self.name, self.use_gpu = name_prefix or f"pool-{secrets.token_hex(3)}", use_gpu
+        self.name = name_prefix or f"pool-{secrets.token_hex(3)}"
+        self.use_gpu = use_gpu
         self._placement_groups: list[PlacementGroup] | None = None
         self._num_groups = 0  # worker groups that hold the pool
 
@@ -48,24 +55,32 @@ class RayResourcePool(ResourcePool):
 
     def node_requests(self) -> list[Resources]:
         """What the processes of each node entry together ask of their node."""
-        return [{kind: v * n for kind, v in self.bundle_resources().items()} for n in self.process_on_nodes]
+        return [
+            {kind: v * n for kind, v in self.bundle_resources().items()}
+            for n in self.process_on_nodes
+        ]
 
     def get_placement_groups(self, timeout_s: float = PLACEMENT_DEADLINE_S) -> list[PlacementGroup]:
-        """One placement group per node entry, reserved on the first call, which raises what `reserve` raises."""
+        """One placement group per node entry, reserved on the first call, which raises what
+        `reserve` raises."""
         if self._placement_groups is None:
             reserve([self], timeout_s)
         assert self._placement_groups is not None
         return self._placement_groups
 
     def take(self) -> list[Bundle]:
-        """Each rank's bundle, for one more worker group. Raises ValueError if max_colocate_count groups hold them."""
+        """Each rank's bundle, for one more worker group. Raises ValueError if max_colocate_count
+        groups hold them."""
         if self._num_groups == self.max_colocate_count:
             raise ValueError(
-                f"pool {self.name} already holds {self.max_colocate_count} worker group(s): raise max_colocate_count, "
-                "shut one down, or colocate the roles in one process (create_colocated_worker_cls)"
+                f"pool {self.name} already holds {self.max_colocate_count} worker group(s): raise "
+                "max_colocate_count, shut one down, or colocate the roles in one process "
+                "(create_colocated_worker_cls)"
             )
         groups = zip(self.get_placement_groups(), self.process_on_nodes, strict=True)
-        bundles = [(group, index) for group, num_processes in groups for index in range(num_processes)]
+        bundles = [
+            (group, index) for group, num_processes in groups for index in range(num_processes)
+        ]
         self._num_groups += 1
         return bundles
 
@@ -75,24 +90,28 @@ class RayResourcePool(ResourcePool):
             self._num_groups -= 1
 
     def release(self) -> None:
-        """Give the reservation back to the cluster; whatever still runs on the pool is killed by Ray."""
+        """Give the reservation back to the cluster; whatever still runs on the pool is killed by
+        Ray."""
         for group in self._placement_groups or ():
             remove_placement_group(group)
-        self._placement_groups, self._num_groups = None, 0
+        self._placement_groups = None
+        self._num_groups = 0
 
 
 def reserve(pools: Sequence[RayResourcePool], timeout_s: float = PLACEMENT_DEADLINE_S) -> None:
     """Reserve every pool that is not, all of them or none, on nodes that have room for all at once.
 
-    Resources of groups that were just shut down come back within moments, hence the wait. Raises PlacementError with a
-    table of requested against available resources: at once if the cluster is too small, after `timeout_s` if others
-    hold what is missing.
+    Resources of groups that were just shut down come back within moments, hence the wait. Raises
+    PlacementError with a table of requested against available resources: at once if the cluster is
+    too small, after `timeout_s` if others hold what is missing.
     """
     pools = [pool for pool in pools if pool._placement_groups is None]
     requests = {pool.name: pool.node_requests() for pool in pools}
     entries = [entry for pool in requests.values() for entry in pool]
     if assign(entries, node_resources(total=True)) is None:
-        raise PlacementError(f"the cluster is too small for the resource pools\n{placement_table(requests)}")
+        raise PlacementError(
+            f"the cluster is too small for the resource pools\n{placement_table(requests)}"
+        )
     deadline = time.monotonic() + timeout_s
     while True:
         if (chosen := assign(entries, node_resources(total=False))) is not None:
@@ -107,7 +126,9 @@ def reserve(pools: Sequence[RayResourcePool], timeout_s: float = PLACEMENT_DEADL
                     remove_placement_group(group)
         if time.monotonic() > deadline:
             table = placement_table(requests)
-            raise PlacementError(f"the resource pools were not free within {timeout_s:g} s\n{table}")
+            raise PlacementError(
+                f"the resource pools were not free within {timeout_s:g} s\n{table}"
+            )
         time.sleep(_POLL_S)
     for pool in pools:
         pool._placement_groups = groups[pool.name]
@@ -120,7 +141,8 @@ def _placement_groups(pool: RayResourcePool, nodes: Iterator[str]) -> list[Place
             bundles=[pool.bundle_resources()] * num_processes,
             strategy="STRICT_PACK",
             name=f"{pool.name}:{index}",
-            # Left to itself, Ray takes the emptiest node for each group, and no room may be left for a larger one.
+            # Left to itself, Ray takes the emptiest node for each group, and no room may be left
+            # for a larger one.
             bundle_label_selector=[{"ray.io/node-id": next(nodes)}] * num_processes,
         )
         for index, num_processes in enumerate(pool.process_on_nodes)
@@ -131,7 +153,8 @@ def _placement_groups(pool: RayResourcePool, nodes: Iterator[str]) -> list[Place
 class ResourcePoolManager:
     """The pools of a run and the pool of each role.
 
-    `resource_pool_spec` maps a pool's name to its processes per node, `mapping` a role to a pool's name.
+    `resource_pool_spec` maps a pool's name to its processes per node, `mapping` a role to a pool's
+    name.
     """
 
     resource_pool_spec: dict[str, list[int]]
@@ -153,7 +176,8 @@ class ResourcePoolManager:
         }
 
     def create_resource_pool(self) -> None:
-        """Reserve the pools; raises PlacementError with a table, within 10 s, unless the cluster holds all."""
+        """Reserve the pools; raises PlacementError with a table, within 10 s, unless the cluster
+        holds all."""
         reserve(list(self.resource_pool_dict.values()))
 
     def get_resource_pool(self, role: str) -> RayResourcePool:

@@ -14,8 +14,12 @@ import ray
 import ray._private.worker
 from ray._common.utils import get_default_ray_temp_dir
 from ray._private import ray_constants
-from ray._private.authentication.authentication_token_generator import generate_new_authentication_token
-from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
+from ray._private.authentication.authentication_token_generator import (
+    generate_new_authentication_token,
+)
+from ray._private.authentication.authentication_token_setup import (
+    maybe_enable_token_auth_if_token_available,
+)
 from ray._private.services import canonicalize_bootstrap_address
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
 
@@ -31,20 +35,23 @@ _claims: dict[Path, TextIO] = {}
 
 
 def cluster_address(configured: str | None) -> str | None:
-    """The cluster that a run joins: the configured one, or that of RAY_ADDRESS; None if it starts a new one."""
+    """The cluster that a run joins: the configured one, or that of RAY_ADDRESS; None if it starts a
+    new one."""
     address = configured or os.environ.get("RAY_ADDRESS")
     return None if address == "local" else address or None
 
 
 def require_cluster(address: str) -> None:
-    """Raises PlacementError unless a Ray answers at `address` within 10 s; `ray.init` itself waits for minutes."""
+    """Raises PlacementError unless a Ray answers at `address` within 10 s; `ray.init` itself waits
+    for minutes."""
     answer: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
 
     def ask() -> None:
         try:
             found = canonicalize_bootstrap_address(address)
             assert found is not None
-            if address == "auto":  # as ray.init does: other addresses are not sent this machine's token unasked
+            # As ray.init does: other addresses are not sent this machine's token unasked
+            if address == "auto":
                 maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
             host, _, port = found.rpartition(":")
             # Fails at once if nothing listens.
@@ -61,14 +68,15 @@ def require_cluster(address: str) -> None:
         error = TimeoutError(f"no answer within {ANSWER_DEADLINE_S:g} s")
     if error is not None:
         raise PlacementError(
-            f"no Ray cluster can be joined at {address} ({error}), which ray_kwargs.ray_init.address or RAY_ADDRESS "
-            "names: give host:port of a running one, or neither of the two to start Ray on this machine."
+            f"no Ray cluster can be joined at {address} ({error}), which "
+            "ray_kwargs.ray_init.address or RAY_ADDRESS names: give host:port of a running one, "
+            "or neither of the two to start Ray on this machine."
         )
 
 
 def make_auth_token(path: Path) -> None:
-    """Makes the token of a Ray that is started here, unless there is one, for its owner alone: Ray's own file is
-    readable for others."""
+    """Makes the token of a Ray that is started here, unless there is one, for its owner alone:
+    Ray's own file is readable for others."""
     is_given = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
     if is_given or os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
         return
@@ -80,11 +88,12 @@ def make_auth_token(path: Path) -> None:
 
 
 def start_ray(address: str | None, num_cpus: int | None, worker_command: str | None = None) -> None:
-    """Joins the cluster at `address`; without one it starts a new Ray, even if another one runs on this machine.
+    """Joins the cluster at `address`; without one it starts a new Ray, even if another one runs on
+    this machine.
 
-    `worker_command` takes the place of Python in the command line of that Ray's workers. The folders of Rays whose
-    driver was killed are removed. Raises PlacementError if there is no cluster at the address, or this machine is not
-    a part of it.
+    `worker_command` takes the place of Python in the command line of that Ray's workers. The
+    folders of Rays whose driver was killed are removed. Raises PlacementError if there is no
+    cluster at the address, or this machine is not a part of it.
     """
     if not address:
         remove_abandoned(Path(get_default_ray_temp_dir()), "session_*")
@@ -95,8 +104,9 @@ def start_ray(address: str | None, num_cpus: int | None, worker_command: str | N
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     # Ray's handler of failures takes SIGTERM for one and aborts the driver 3 s later.
     os.environ["RAY_DISABLE_FAILURE_SIGNAL_HANDLER"] = "1"
-    # To a Ray that is started here this machine is 127.0.0.1, and so its processes listen there alone. Ray has this
-    # setting for macOS, and takes the machine's address in the network otherwise, also where it is told 127.0.0.1.
+    # To a Ray that is started here this machine is 127.0.0.1, and so its processes listen there
+    # alone. Ray has this setting for macOS, and takes the machine's address in the network
+    # otherwise, also where it is told 127.0.0.1.
     before = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = bool(address)
     local: dict[str, Any] = {"num_cpus": num_cpus, "include_dashboard": False}
@@ -106,7 +116,10 @@ def start_ray(address: str | None, num_cpus: int | None, worker_command: str | N
         make_auth_token(Path.home() / ".ray" / "auth_token")
     try:
         ray.init(
-            address=address or "local", log_to_driver=False, logging_level=logging.ERROR, **({} if address else local)
+            address=address or "local",
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            **({} if address else local),
         )
         if not address:
             node: Any = ray._private.worker._global_node
@@ -114,8 +127,8 @@ def start_ray(address: str | None, num_cpus: int | None, worker_command: str | N
             _claims[session] = claim(session)
     except ConnectionError as error:
         raise PlacementError(
-            f"the Ray cluster at {address} cannot be joined from this machine ({error.__cause__ or error}): start the "
-            "run on one of its nodes."
+            f"the Ray cluster at {address} cannot be joined from this machine "
+            f"({error.__cause__ or error}): start the run on one of its nodes."
         ) from error
     except SystemExit:  # what Ray makes of SIGTERM
         raise KeyboardInterrupt from None
@@ -125,7 +138,8 @@ def start_ray(address: str | None, num_cpus: int | None, worker_command: str | N
 
 
 def end_ray(keep_logs: bool) -> None:
-    """Ends the Ray that was started, with its folder unless the logs are kept, or leaves the one that was joined.
+    """Ends the Ray that was started, with its folder unless the logs are kept, or leaves the one
+    that was joined.
 
     Kept logs are removed when the next Ray starts.
     """

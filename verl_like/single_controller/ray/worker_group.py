@@ -15,7 +15,9 @@ from verl_like.single_controller.worker_group import ClassWithInitArgs, OnCall, 
 RayClassWithInitArgs = ClassWithInitArgs  # verl's name
 
 
-def create_colocated_worker_cls(class_dict: dict[str, ClassWithInitArgs]) -> dict[str, ClassWithInitArgs]:
+def create_colocated_worker_cls(
+    class_dict: dict[str, ClassWithInitArgs],
+) -> dict[str, ClassWithInitArgs]:
     """One process per rank that holds a worker of each role; their calls run one at a time.
 
     `RayWorkerGroup.spawn` gives a group for each role.
@@ -25,24 +27,28 @@ def create_colocated_worker_cls(class_dict: dict[str, ClassWithInitArgs]) -> dic
     return class_dict
 
 
-create_colocated_worker_raw_cls = create_colocated_worker_cls  # in verl the class without ray.remote, none here
+# In verl the class without ray.remote, none here
+create_colocated_worker_raw_cls = create_colocated_worker_cls
 
 
 class RayWorkerGroup(WorkerGroup):
     """The workers of one role on a resource pool.
 
-    Construction reserves the pool and starts the processes without waiting for them; the first result that is waited
-    for also reports a failed start.
+    Construction reserves the pool and starts the processes without waiting for them; the first
+    result that is waited for also reports a failed start.
 
     Args:
         resource_pool: where the processes run, one per rank.
-        ray_cls_with_init: the worker class, or the result of create_colocated_worker_cls, to be followed by `spawn`.
+        ray_cls_with_init: the worker class, or the result of create_colocated_worker_cls, to be
+            followed by `spawn`.
         role: name in messages, events and actor names.
-        name_prefix: actor names are `{name_prefix}_{rank}`; by default the role and a random suffix.
+        name_prefix: actor names are `{name_prefix}_{rank}`; by default the role and a random
+            suffix.
         worker_env: further environment variables of the processes.
-        deadline_s: how long a call may take, in seconds, where `.get(timeout)` does not say otherwise.
-        on_call: gets the CallEvent of every finished call of every rank, at the latest on shutdown; of a stream, when
-            it was read to its end.
+        deadline_s: how long a call may take, in seconds, where `.get(timeout)` does not say
+            otherwise.
+        on_call: gets the CallEvent of every finished call of every rank, at the latest on shutdown;
+            of a stream, when it was read to its end.
     """
 
     def __init__(
@@ -56,23 +62,38 @@ class RayWorkerGroup(WorkerGroup):
         deadline_s: float = 3600.0,
         on_call: OnCall | None = None,
     ) -> None:
-        classes = ray_cls_with_init if isinstance(ray_cls_with_init, dict) else {role: ray_cls_with_init}
+        classes = (
+            ray_cls_with_init if isinstance(ray_cls_with_init, dict) else {role: ray_cls_with_init}
+        )
         role = "+".join(classes)
         processes = ProcessHandles(role, resource_pool, classes, name_prefix, worker_env or {})
-        self._attach(processes, {name: cls.cls for name, cls in classes.items()}, role, deadline_s, on_call)
+        self._attach(
+            processes, {name: cls.cls for name, cls in classes.items()}, role, deadline_s, on_call
+        )
 
     def _attach(
-        self, processes: ProcessHandles, classes: dict[str, type], role: str, deadline_s: float, on_call: OnCall | None
+        self,
+        processes: ProcessHandles,
+        classes: dict[str, type],
+        role: str,
+        deadline_s: float,
+        on_call: OnCall | None,
     ) -> None:
-        self.processes, self._classes, self.deadline_s = processes, classes, deadline_s
+        self.processes = processes
+        self._classes = classes
+        self.deadline_s = deadline_s
         self._unreported = UnreportedCalls(role, self.report)
-        super().__init__(classes.get(role), role, len(processes.actors), processes.pool.name, on_call)
+        super().__init__(
+            classes.get(role), role, len(processes.actors), processes.pool.name, on_call
+        )
 
     def spawn(self, roles: Sequence[str]) -> dict[str, "RayWorkerGroup"]:
         """A group for each of the colocated roles, on the same processes."""
         unknown = sorted(set(roles) - set(self._classes))
         if unknown:
-            raise ValueError(f"roles {unknown} are not on these processes, which hold {sorted(self._classes)}")
+            raise ValueError(
+                f"roles {unknown} are not on these processes, which hold {sorted(self._classes)}"
+            )
         groups = {}
         for role in roles:
             groups[role] = RayWorkerGroup.__new__(RayWorkerGroup)
@@ -101,14 +122,20 @@ class RayWorkerGroup(WorkerGroup):
         return Part(CallHeader(len(data)), COLUMN_STORE.put(data))
 
     def submit(
-        self, spec: MethodSpec, calls: list[tuple[list[Any], dict[str, Any]]], collect_ranks: list[int]
+        self,
+        spec: MethodSpec,
+        calls: list[tuple[list[Any], dict[str, Any]]],
+        collect_ranks: list[int],
     ) -> PendingCall:
         if self.processes.stopped is not None:
             raise self.processes.stopped
         references = []
         with self.processes.submitting:
             for rank, (actor, (args, kwargs)) in enumerate(zip(self.workers, calls, strict=False)):
-                packed = [pack(value) for value in args], {name: pack(value) for name, value in kwargs.items()}
+                packed = (
+                    [pack(value) for value in args],
+                    {name: pack(value) for name, value in kwargs.items()},
+                )
                 message = [self.role, spec.name, *packed, self.deadline_s, rank in collect_ranks]
                 references.append((actor.stream if spec.streams else actor.call).remote(message))
         call = (self.processes, self._unreported, spec.name, self.deadline_s, collect_ranks)

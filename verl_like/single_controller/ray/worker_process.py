@@ -19,12 +19,13 @@ from verl_like.single_controller.shortage import shortage_of
 from verl_like.single_controller.worker import Worker, reserve_port
 from verl_like.single_controller.worker_group import ClassWithInitArgs
 
-# [role, method, packed args, packed kwargs, deadline in seconds, whether the result is collected]: one list, for Ray
-# packs each argument of a call on its own.
+# [role, method, packed args, packed kwargs, deadline in seconds, whether the result is collected]:
+# one list, for Ray packs each argument of a call on its own.
 Message = list[Any]
 
 _LONGEST_FOLDER = 70
-"""Characters of a folder for temporary files. The path of a socket has at most 107, and vLLM's names have 36."""
+"""Characters of a folder for temporary files. The path of a socket has at most 107, and vLLM's
+names have 36."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ class WorkerProcess:
         self.start_error: WorkerError | None = None
 
     def reserve_master(self) -> tuple[str, int]:
-        """Address and port for the store of the group's process group. The port is reserved as long as this runs."""
+        """Address and port for the store of the group's process group. The port is reserved as long
+        as this runs."""
         self.port_socket, port = reserve_port()
         return self.node, port
 
@@ -56,7 +58,8 @@ class WorkerProcess:
         """Make the workers, once the group's master address is known."""
         _keep_temporary_files_with_the_session()
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = master[0], str(master[1])
-        type(self).__name__ = f"{'+'.join(classes)} rank {os.environ['RANK']}"  # what Ray shows in `ps` between calls
+        # What Ray shows in `ps` between calls
+        type(self).__name__ = f"{'+'.join(classes)} rank {os.environ['RANK']}"
         for role, class_with_args in classes.items():
             try:
                 self.workers[role] = class_with_args()
@@ -68,20 +71,24 @@ class WorkerProcess:
                 raise self.start_error from error
         ray_node: Any = ray._private.worker._global_node
         return ProcessInfo(
-            os.getpid(), self.node, ray.get_runtime_context().get_node_id(), ray_node.get_logs_dir_path()
+            os.getpid(),
+            self.node,
+            ray.get_runtime_context().get_node_id(),
+            ray_node.get_logs_dir_path(),
         )
 
     @ray.method(num_returns=2)
     def call(self, message: Message) -> tuple[Any, Any]:
-        """Run a method of a role: its header and its result, packed. References in the arguments are fetched within
-        the deadline."""
+        """Run a method of a role: its header and its result, packed. References in the arguments
+        are fetched within the deadline."""
         *_, header, result = self._run(message)
         is_collected = message[-1]
         return pack(header), pack(result if is_collected else None)
 
     @ray.method(num_returns="streaming")
     def stream(self, message: Message) -> Iterator[Any]:
-        """Like `call`, for a method that yields: what it yields, as it comes, then the header, then the result."""
+        """Like `call`, for a method that yields: what it yields, as it comes, then the header, then
+        the result."""
         for output in self._run(message):
             yield pack(output)
 
@@ -91,14 +98,20 @@ class WorkerProcess:
             raise self.start_error
         worker = self.workers[role]
         setproctitle(f"ray::{role} rank {worker.rank} {method}")  # until the call ends
-        args, kwargs = [unpack(value) for value in args], {name: unpack(value) for name, value in kwargs.items()}
-        return self.invoker.run(role, worker, method, args, kwargs, lambda references: fetch(references, deadline_s))
+        args = [unpack(value) for value in args]
+        kwargs = {name: unpack(value) for name, value in kwargs.items()}
+        return self.invoker.run(
+            role, worker, method, args, kwargs, lambda references: fetch(references, deadline_s)
+        )
 
 
 def _keep_temporary_files_with_the_session() -> None:
-    """What libraries leave behind when they are killed, such as vLLM its rendezvous, goes with Ray's session folder."""
+    """What libraries leave behind when they are killed, such as vLLM its rendezvous, goes with
+    Ray's session folder."""
     # Compiled code outlives a session.
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
+    os.environ.setdefault(
+        "TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
+    )
     ray_node: Any = ray._private.worker._global_node
     folder = f"{ray_node.get_session_dir_path()}/tmp"
     if len(folder) > _LONGEST_FOLDER:

@@ -7,19 +7,22 @@ from verl_like.trainer.config.schema import PPOConfig
 
 
 def ptx_rows_have_a_weight(config: PPOConfig) -> Iterator[str]:
-    actor, files = config.actor_rollout_ref.actor, list(config.data.ptx_files)
+    actor = config.actor_rollout_ref.actor
+    files = list(config.data.ptx_files)
     if bool(actor.ptx_coef) != bool(files):
         yield (
-            f"actor_rollout_ref.actor.ptx_coef={actor.ptx_coef} weighs the loss on data.ptx_files={files}: give both "
-            "or neither"
+            f"actor_rollout_ref.actor.ptx_coef={actor.ptx_coef} weighs the loss on "
+            f"data.ptx_files={files}: give both or neither"
         )
 
 
 def a_reference_in_the_actor_computes_as_the_actor(config: PPOConfig) -> Iterator[str]:
     policy = config.actor_rollout_ref
-    dtype, own = policy.actor.fsdp_config.dtype, policy.ref.fsdp_config.dtype
+    dtype = policy.actor.fsdp_config.dtype
+    own = policy.ref.fsdp_config.dtype
     if config.role_of_reference == Role.Actor and own != dtype:
         yield (
-            f"actor_rollout_ref.ref.fsdp_config.dtype={own}: with model.lora_rank={policy.model.lora_rank} the "
-            f"reference is the actor without its adapter, which computes in {dtype}; set it to that"
+            f"actor_rollout_ref.ref.fsdp_config.dtype={own}: with "
+            f"model.lora_rank={policy.model.lora_rank} the reference is the actor without its "
+            f"adapter, which computes in {dtype}; set it to that"
         )

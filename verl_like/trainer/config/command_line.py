@@ -19,11 +19,16 @@ def config_from_command_line(
     prog: str | None = None,
     description: str | None = None,
 ) -> Schema:
-    """The checked configuration; exits with code 2 and the reason if there is none, with 0 after --print-config."""
+    """The checked configuration; exits with code 2 and the reason if there is none, with 0 after
+    --print-config."""
     parser = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)
     parser.add_argument("--config-dir", help="folder of custom YAML files")
-    parser.add_argument("--config-name", default=schema.base_name, help="the YAML file to start from")
-    parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and exit")
+    parser.add_argument(
+        "--config-name", default=schema.base_name, help="the YAML file to start from"
+    )
+    parser.add_argument(
+        "--print-config", action="store_true", help="print the resolved configuration and exit"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     options = parser.parse_intermixed_args(arguments)
     name = options.config_name.removesuffix(".yaml")

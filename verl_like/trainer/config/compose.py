@@ -1,8 +1,9 @@
 """From presets, YAML files and command-line overrides to one checked configuration of any schema.
 
-Hydra composes and OmegaConf resolves. The models of the schema then decide which keys and values exist, so an unknown
-key is refused however it is written (`a.b=1`, `+a.b=1`, `++a.b=1` or YAML). Then the plugins and the chosen algorithms
-are imported, whose own options are keys too, and the rules are checked.
+Hydra composes and OmegaConf resolves. The models of the schema then decide which keys and values
+exist, so an unknown key is refused however it is written (`a.b=1`, `+a.b=1`, `++a.b=1` or YAML).
+Then the plugins and the chosen algorithms are imported, whose own options are keys too, and the
+rules are checked.
 """
 
 import difflib
@@ -47,7 +48,13 @@ from verl_like.trainer.config.run_config import RunConfig
 Model = TypeVar("Model", bound=ConfigModel)
 Schema = TypeVar("Schema", bound=RunConfig)
 
-for resolver in (whole_cluster, half_cluster, float_of_device, aggregation_of_loss, default_routing):
+for resolver in (
+    whole_cluster,
+    half_cluster,
+    float_of_device,
+    aggregation_of_loss,
+    default_routing,
+):
     OmegaConf.register_new_resolver(resolver.__name__, resolver, replace=True)
 
 
@@ -60,26 +67,37 @@ def load_config(
 ) -> Schema:
     """Composes and checks the configuration of a run.
 
-    Raises ConfigError for an unknown key, a value of the wrong type, a missing key or a broken rule; the text names
-    each of them in full and says what to do.
+    Raises ConfigError for an unknown key, a value of the wrong type, a missing key or a broken
+    rule; the text names each of them in full and says what to do.
 
     Args:
         schema: the model of the whole configuration; it holds every default.
         rules: what joins several keys; yields a sentence for each broken rule.
         overrides: Hydra overrides, e.g. `["placement=split", "trainer.nnodes=2"]`.
-        config_name: the YAML file to start from, without its ending; None starts from the schema's defaults.
-        config_dir: folder of the user's YAML files, which start with `defaults: [<schema.base_name>, _self_]`.
+        config_name: the YAML file to start from, without its ending; None starts from the schema's
+            defaults.
+        config_dir: folder of the user's YAML files, which start with `defaults:
+            [<schema.base_name>, _self_]`.
     """
     composed = compose_tree(schema, overrides, config_name, config_dir)
     raw: Any = OmegaConf.to_container(composed, resolve=False)
-    names = {key: OmegaConf.select(composed, key, throw_on_resolution_failure=False) for key in schema.algorithm_keys}
+    names = {
+        key: OmegaConf.select(composed, key, throw_on_resolution_failure=False)
+        for key in schema.algorithm_keys
+    }
 
     def may_be_an_option(path: str, block: type[ConfigModel]) -> bool:
         option = path.rpartition(".")[2]
         algorithms = ((registry, names[key]) for key, registry in schema.algorithm_keys.items())
-        return issubclass(block, OpenConfigModel) and any(registry.may_declare(n, option) for registry, n in algorithms)
+        return issubclass(block, OpenConfigModel) and any(
+            registry.may_declare(n, option) for registry, n in algorithms
+        )
 
-    missing = [f"{'.'.join(key)}: this key has no default, set it" for key, value in _values_of(raw) if value == "???"]
+    missing = [
+        f"{'.'.join(key)}: this key has no default, set it"
+        for key, value in _values_of(raw)
+        if value == "???"
+    ]
     _raise_if_any([*_unknown_keys(schema, raw, may_be_an_option), *missing])
     resolved = _resolved(composed)
     _raise_if_any(
@@ -87,7 +105,8 @@ def load_config(
         for key, value in _values_of(resolved)
         if has_mask(value)
     )
-    config = _validated(schema, resolved, schema.base_name)  # first without the algorithms, whose files load torch
+    # First without the algorithms, whose files load torch
+    config = _validated(schema, resolved, schema.base_name)
     options = _algorithm_options(schema, names, config.plugins)
     paths = [f"{declared.section}.{name}" for declared in options for name in declared.model_fields]
     _raise_if_any(list(_unknown_keys(schema, raw, lambda path, _: path in paths, paths)))
@@ -95,21 +114,28 @@ def load_config(
     for declared in options:
         block = functools.reduce(dict.__getitem__, declared.section.split("."), resolved)
         given = {name: block[name] for name in declared.model_fields if name in block}
-        block |= _validated(declared, given, schema.base_name, declared.section.split(".")).model_dump()
-    config = _validated(schema, resolved, schema.base_name).with_secret_paths(_secret_paths(raw, resolved))
+        block |= _validated(
+            declared, given, schema.base_name, declared.section.split(".")
+        ).model_dump()
+    config = _validated(schema, resolved, schema.base_name).with_secret_paths(
+        _secret_paths(raw, resolved)
+    )
     _raise_if_any(list(rules(config)))
     return config
 
 
 def _secret_paths(raw: Any, resolved: Any) -> frozenset[tuple[str, ...]]:
-    """Keys of values that are others where variables with the name of a secret have another text."""
+    """Keys of values that are others where variables with the name of a secret have another
+    text."""
     without = without_secret_variables(raw)
     if without == raw:
         return frozenset()
     try:
         other = OmegaConf.to_container(OmegaConf.create(without), resolve=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"a variable with the name of a secret is no text here: {error}") from error
+        raise ConfigError(
+            f"a variable with the name of a secret is no text here: {error}"
+        ) from error
     return frozenset(differing_paths(resolved, other))
 
 
@@ -125,7 +151,8 @@ def _algorithm_options(
     schema: type[RunConfig], names: Mapping[str, str], plugins: Sequence[str]
 ) -> list[type[AlgorithmOptions]]:
     """Imports the plugins and the chosen algorithms; returns the classes of their own options."""
-    key, found = "", []
+    key = ""
+    found = []
     try:
         import_plugins(plugins)
         for key, registry in schema.algorithm_keys.items():
@@ -144,12 +171,14 @@ def _validated(model: type[Model], values: Any, base: str, path: Sequence[str] =
 
 
 def to_yaml(config: RunConfig) -> str:
-    """The resolved configuration as YAML, which `load_config` reads back but for secrets, for which `***` stands."""
+    """The resolved configuration as YAML, which `load_config` reads back but for secrets, for which
+    `***` stands."""
     return OmegaConf.to_yaml(OmegaConf.create(config.shown()))
 
 
 def default_tree(model: Any) -> dict[str, Any]:
-    """The defaults of the models as plain data: values, the keys that are followed, Hydra's mark for missing."""
+    """The defaults of the models as plain data: values, the keys that are followed, Hydra's mark
+    for missing."""
     tree: dict[str, Any] = {}
     for name, field in model.model_fields.items():
         if isinstance(field.default, ConfigModel):
@@ -157,7 +186,9 @@ def default_tree(model: Any) -> dict[str, Any]:
         elif _is_model(field.annotation):
             tree[name] = default_tree(field.annotation)
         else:
-            followed = next((entry.keys for entry in field.metadata if isinstance(entry, Follows)), None)
+            followed = next(
+                (entry.keys for entry in field.metadata if isinstance(entry, Follows)), None
+            )
             default = "???" if field.is_required() else field.default
             tree[name] = default if followed is None else followed
     return tree
@@ -173,24 +204,35 @@ def leaves(model: Any, prefix: str = "") -> Iterator[tuple[str, type[ConfigModel
 
 
 def compose_tree(
-    schema: type[RunConfig], overrides: Sequence[str], config_name: str | None = None, config_dir: str | None = None
+    schema: type[RunConfig],
+    overrides: Sequence[str],
+    config_name: str | None = None,
+    config_dir: str | None = None,
 ) -> DictConfig:
     """The composed tree before it is resolved and checked."""
-    OmegaConf.register_new_resolver("name_of_trainer", lambda: schema.base_name.removesuffix("_trainer"), replace=True)
-    store, presets = ConfigStore.instance(), [{name: default} for name, default in schema.presets.items()]
-    store.store(name=schema.base_name, node={"defaults": ["_self_", *presets], **default_tree(schema)})
-    # Hydra opens the first file before it reads the search path, so the first file is ours and names the user's.
+    OmegaConf.register_new_resolver(
+        "name_of_trainer", lambda: schema.base_name.removesuffix("_trainer"), replace=True
+    )
+    store = ConfigStore.instance()
+    presets = [{name: default} for name, default in schema.presets.items()]
+    store.store(
+        name=schema.base_name, node={"defaults": ["_self_", *presets], **default_tree(schema)}
+    )
+    # Hydra opens the first file before it reads the search path, so the first file is ours and
+    # names the user's.
     store.store(name="run", node={"defaults": [config_name or schema.base_name, "_self_"]})
     search_path = _search_path(schema.base_name, config_name or schema.base_name, config_dir)
     try:
         with initialize_config_module("verl_like.trainer.config", version_base="1.3"):
             loader = GlobalHydra.instance().config_loader()
             parsed = OverridesParser.create(config_loader=loader).parse_overrides(list(overrides))
-            return compose("run", [*search_path, *(_as_forced(override, schema) for override in parsed)])
+            return compose(
+                "run", [*search_path, *(_as_forced(override, schema) for override in parsed)]
+            )
     except OverrideParseException as error:
         raise ConfigError(
-            f"{_shown_override(str(error.override))}: expected key=value; a value with characters such as ~ = or , is "
-            "quoted for Hydra and for the shell: 'key=\"~/a,b\"'"
+            f"{_shown_override(str(error.override))}: expected key=value; a value with characters "
+            "such as ~ = or , is quoted for Hydra and for the shell: 'key=\"~/a,b\"'"
         ) from error
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise _config_error(error) from error
@@ -199,31 +241,46 @@ def compose_tree(
 def _search_path(base: str, config_name: str, config_dir: str | None) -> list[str]:
     if config_dir is None:
         if config_name != base:
-            raise ConfigError(f"--config-name {config_name} needs --config-dir, the folder of {config_name}.yaml")
+            raise ConfigError(
+                f"--config-name {config_name} needs --config-dir, the folder of {config_name}.yaml"
+            )
         return []
     folder = Path(config_dir).expanduser().absolute()
     if not folder.is_dir():
         raise ConfigError(f"--config-dir {config_dir}: there is no such folder")
     if (folder / f"{base}.yaml").exists():
-        raise ConfigError(f"{folder / base}.yaml has the name of the base configuration; give the file another name")
+        raise ConfigError(
+            f"{folder / base}.yaml has the name of the base configuration; give the file another "
+            "name"
+        )
     if config_name != base and not (folder / f"{config_name}.yaml").is_file():
         found = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
-        raise ConfigError(f"--config-name {config_name}: {folder} has no {config_name}.yaml; it has {found or 'none'}")
+        raise ConfigError(
+            f"--config-name {config_name}: {folder} has no {config_name}.yaml; it has "
+            f"{found or 'none'}"
+        )
     return [f"hydra.searchpath=[{json.dumps(f'file://{folder}')}]"]
 
 
 def _as_forced(override: Override, schema: type[RunConfig]) -> str:
-    """The override in the form with which Hydra accepts an unknown key, so that `_unknown_keys` reports it."""
-    line, key, presets = override.input_line, override.key_or_group, schema.presets
+    """The override in the form with which Hydra accepts an unknown key, so that `_unknown_keys`
+    reports it."""
+    line = override.input_line
+    key = override.key_or_group
+    presets = schema.presets
     assert line is not None and override.config_loader is not None
     value = line.partition("=")[2].strip()
     if key == "hydra" or key.startswith("hydra."):
-        raise ConfigError(f"{line}: Hydra's own settings have no effect here; set trainer.default_local_dir instead")
+        raise ConfigError(
+            f"{line}: Hydra's own settings have no effect here; set trainer.default_local_dir "
+            "instead"
+        )
     if override.is_sweep_override():
         value = value if line == _shown_override(line) else MASK
         raise ConfigError(
-            f"{_shown_override(line)}: a comma separates several values and this key takes one: quote it for Hydra and "
-            f"for the shell, '{key}=\"{value}\"', or write a list, '{key}=[{value}]'"
+            f"{_shown_override(line)}: a comma separates several values and this key takes one: "
+            f"quote it for Hydra and for the shell, '{key}=\"{value}\"', or write a list, "
+            f"'{key}=[{value}]'"
         )
     if override.is_delete():
         return line
@@ -234,24 +291,32 @@ def _as_forced(override: Override, schema: type[RunConfig]) -> str:
         return line.lstrip("+")
     if options and (Path(__file__).parent / key).is_dir():  # a preset of other trainers
         raise ConfigError(f"{line}: there is no such key{_suggestion(schema, key, ())}")
-    annotations = {path: model.model_fields[name].annotation for path, model, name in leaves(schema)}
+    annotations = {
+        path: model.model_fields[name].annotation for path, model, name in leaves(schema)
+    }
     takes_text = str in (annotations.get(key), *get_args(annotations.get(key)))
     if takes_text and "_" in value and isinstance(override.value(), int | float):
         return f'++{key}="{value}"'  # 0.5_5 is a band, not the number 0.55 as in YAML
-    return line if options else "++" + line.lstrip("+")  # options: a config group in a custom folder
+    # Options: a config group in a custom folder
+    return line if options else "++" + line.lstrip("+")
 
 
 def _shown_override(line: str) -> str:
-    """The override as messages show it: without its value where the key has the name of a secret."""
+    """The override as messages show it: without its value where the key has the name of a
+    secret."""
     key, sign, value = line.partition("=")
     is_secret = any(map(is_secret_name, key.split(".")))
     return f"{key}{sign}{MASK if is_secret else with_masked_urls(value)}"
 
 
 def _unknown_keys(
-    schema: type[RunConfig], tree: Any, is_option: Callable[[str, Any], bool], options: Sequence[str] = ()
+    schema: type[RunConfig],
+    tree: Any,
+    is_option: Callable[[str, Any], bool],
+    options: Sequence[str] = (),
 ) -> Iterator[str]:
-    """What is wrong with keys that neither the schema nor an algorithm, by `is_option`(path, block), declares."""
+    """What is wrong with keys that neither the schema nor an algorithm, by `is_option`(path,
+    block), declares."""
     for names, value in _values_of(tree):
         path = ".".join(names)
         block: Any = schema
@@ -282,35 +347,59 @@ def _suggestion(schema: type[RunConfig], path: str, options: Sequence[str]) -> s
         return f"; set {successor}, which replaces it"
     for key, registry in schema.algorithm_keys.items():
         if name := registry.name_with_option(path):
-            return f"; it is an option of the {registry.kind} {name}: set {key}={name}, or remove the option"
+            return (
+                f"; it is an option of the {registry.kind} {name}: set {key}={name}, or remove "
+                "the option"
+            )
     known = [*schema.presets, *(leaf for leaf, _, _ in leaves(schema)), *options]
     # By the last part of their names, because keys of one section share all the others.
     names = {leaf: leaf.rpartition(".")[2] for leaf in known}
-    close = difflib.get_close_matches(path.rpartition(".")[2], set(names.values()), len(known), cutoff=0.7)
+    close = difflib.get_close_matches(
+        path.rpartition(".")[2], set(names.values()), len(known), cutoff=0.7
+    )
     likeness = {leaf: _likeness(path, leaf) for leaf in known}
     candidates = [leaf for leaf in known if names[leaf] in close or likeness[leaf][0] > 0.9]
     likest = max(candidates, key=likeness.__getitem__, default=None)
-    return f"; did you mean {likest}?" if likest else f"; {schema.keys_are_listed_by} lists all keys"
+    return (
+        f"; did you mean {likest}?" if likest else f"; {schema.keys_are_listed_by} lists all keys"
+    )
 
 
 def _likeness(path: str, known: str) -> tuple[float, float]:
-    """How well each word of the last part of `path` is found in that of `known`, then how alike the paths are."""
+    """How well each word of the last part of `path` is found in that of `known`, then how alike the
+    paths are."""
     words, known_words = (name.rpartition(".")[2].split("_") for name in (path, known))
-    found = [max(difflib.SequenceMatcher(None, word, other).ratio() for other in known_words) for word in words]
+    found = [
+        max(difflib.SequenceMatcher(None, word, other).ratio() for other in known_words)
+        for word in words
+    ]
     return sum(found) / len(found), difflib.SequenceMatcher(None, path, known).ratio()
 
 
 def _explain(detail: Any, base: str, prefix: Sequence[str]) -> str:
     path = ".".join([*prefix, *map(str, detail["loc"])]) or "configuration"
     if detail["type"] == "missing":
-        return f"{path}: this key is not set; set it, or start the YAML file with 'defaults: [{base}, _self_]'"
+        return (
+            f"{path}: this key is not set; set it, or start the YAML file with 'defaults: "
+            f"[{base}, _self_]'"
+        )
     if detail["type"] == "extra_forbidden":
         return f"{path}: there is no such key"
     if detail["type"] == "value_error":
         problem = str(detail["ctx"]["error"])
-        return f"{path}: {problem}" if isinstance(detail["input"], dict) else f"{path}={detail['input']}: {problem}"
-    expected = detail["msg"].replace("Input should be", "expected", 1).replace("valid tuple", "valid list")
-    hint = "; put it in quotes" if detail["type"] == "string_type" and isinstance(detail["input"], int | float) else ""
+        return (
+            f"{path}: {problem}"
+            if isinstance(detail["input"], dict)
+            else f"{path}={detail['input']}: {problem}"
+        )
+    expected = (
+        detail["msg"].replace("Input should be", "expected", 1).replace("valid tuple", "valid list")
+    )
+    hint = (
+        "; put it in quotes"
+        if detail["type"] == "string_type" and isinstance(detail["input"], int | float)
+        else ""
+    )
     return f"{path}={json.dumps(detail['input'], default=str)}: {expected}{hint}"
 
 
@@ -318,7 +407,8 @@ def _config_error(error: Exception) -> ConfigError:
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, ConfigError):
         cause = cause.__cause__ or cause.__context__
-    if cause is not None:  # a resolver of the presets raised it, and OmegaConf wrapped it in its own words
+    # A resolver of the presets raised it, and OmegaConf wrapped it in its own words
+    if cause is not None:
         return cause
     if isinstance(error, OmegaConfBaseException) and error.full_key:
         return ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}")

@@ -1,4 +1,5 @@
-"""The configuration of detached training: that of PPO and a few keys more, and what of it each side reads."""
+"""The configuration of detached training: that of PPO and a few keys more, and what of it each side
+reads."""
 
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
@@ -14,7 +15,11 @@ from verl_like.trainer.config.schema import PPOConfig
 
 TRAINED = (Role.Actor, Role.Critic)
 DIVIDED = (
-    *("data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size", "critic.ppo_mini_batch_size"),
+    *(
+        "data.train_batch_size",
+        "actor_rollout_ref.actor.ppo_mini_batch_size",
+        "critic.ppo_mini_batch_size",
+    ),
     "data.ptx_batch_size",
 )
 """Numbers of prompts, or of other rows, of which each trainer has an equal part."""
@@ -24,26 +29,32 @@ class DetachedBlock(ConfigModel):
     """Makers, which generate and score, beside trainers, which learn."""
 
     num_makers: PositiveInt = 1
-    """Experience makers. Each has pools of its own, of the sizes of the pool of rollout and of every other role that is
-    not trained."""
+    """Experience makers. Each has pools of its own, of the sizes of the pool of rollout and of
+    every other role that is not trained."""
     num_trainers: PositiveInt = 1
-    """Trainers of the one model. Each has pools of its own, of the sizes of the pools of actor and critic, and an equal
-    part of every batch."""
+    """Trainers of the one model. Each has pools of its own, of the sizes of the pools of actor and
+    critic, and an equal part of every batch."""
     experience_batch_size: PositiveInt | None = None
-    """PROMPTS that a maker has in flight; null means an equal part of data.train_batch_size for each maker."""
+    """PROMPTS that a maker has in flight; null means an equal part of data.train_batch_size for
+    each maker."""
     update_steps: PositiveInt = 1
-    """Training steps between two pushes of the weights to the makers, at most trainer.max_staleness + 1."""
+    """Training steps between two pushes of the weights to the makers, at most trainer.max_staleness
+    + 1."""
     update_in_flight: bool = False
-    """Whether a maker sends the responses to a prompt when they have ended, begins others in their place, and loads
-    newer weights in mid-response; otherwise it takes and sends the prompts of a step together."""
+    """Whether a maker sends the responses to a prompt when they have ended, begins others in their
+    place, and loads newer weights in mid-response; otherwise it takes and sends the prompts of a
+    step together."""
     restart_below: Annotated[int, Field(ge=0)] = 0
-    """Responses that began fewer steps of the engine ago when newer weights are loaded in mid-response are begun again,
-    once, so that they may take a step longer; 0 never. Short responses are then trained a little more often."""
+    """Responses that began fewer steps of the engine ago when newer weights are loaded in
+    mid-response are begun again, once, so that they may take a step longer; 0 never. Short
+    responses are then trained a little more often."""
     min_effective_sample_size: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Brake: after a step whose actor/eff_sample_size was below this share in any trainer, makers start nothing that
-    would be older than update_steps - 1, until a step is above it again; 0 never brakes."""
+    """Brake: after a step whose actor/eff_sample_size was below this share in any trainer, makers
+    start nothing that would be older than update_steps - 1, until a step is above it again; 0 never
+    brakes."""
     routing: Literal["round_robin", "least_loaded"] = "round_robin"
-    """Which trainer the samples of the next prompt go to: each in turn, or the one with the fewest."""
+    """Which trainer the samples of the next prompt go to: each in turn, or the one with the
+    fewest."""
     max_attempts: PositiveInt = 3
     """Times that a prompt is given out; it is dropped when that many makers died over it."""
     max_restarts: Annotated[int, Field(ge=0)] = 3
@@ -61,16 +72,25 @@ class DetachedConfig(PPOConfig):
 
     @property
     def num_parts_of_step(self) -> int:
-        """In how many parts a trainer takes a step: its mini-batches where `max_staleness` says so, else 1.
+        """In how many parts a trainer takes a step: its mini-batches where `max_staleness` says so,
+        else 1.
 
-        Where makers load weights between two steps alone, none waits for the end of a step that waits for its samples.
+        Where makers load weights between two steps alone, none waits for the end of a step that
+        waits for its samples.
         """
-        actor, critic = self.actor_rollout_ref.actor, self.critic
+        actor = self.actor_rollout_ref.actor
+        critic = self.critic
         if self.actor_rollout_ref.rollout.sends_directly:
             return 1
-        is_one_schedule = critic.ppo_mini_batch_size == actor.ppo_mini_batch_size and critic.ppo_epochs == 1
+        is_one_schedule = (
+            critic.ppo_mini_batch_size == actor.ppo_mini_batch_size and critic.ppo_epochs == 1
+        )
         is_same = actor.ppo_epochs == 1 and (is_one_schedule or not self.needs_critic)
-        return self.data.train_batch_size // actor.ppo_mini_batch_size if self.trainer.max_staleness and is_same else 1
+        return (
+            self.data.train_batch_size // actor.ppo_mini_batch_size
+            if self.trainer.max_staleness and is_same
+            else 1
+        )
 
     @property
     def maker_names(self) -> list[str]:
@@ -97,7 +117,8 @@ class DetachedConfig(PPOConfig):
         return self.detached.experience_batch_size or -(-self.data.train_batch_size // num_makers)
 
     def of_maker(self, name: str) -> Self:
-        """What this maker reads. Copies of actor and critic run where the rollout does; the engine never sleeps."""
+        """What this maker reads. Copies of actor and critic run where the rollout does; the engine
+        never sleeps."""
         on_rollout_pool = dict.fromkeys(TRAINED, self.role_mapping[Role.Rollout])
         key = "actor_rollout_ref.rollout.free_cache_engine"
         config = self.updated({"role_mapping": self.role_mapping | on_rollout_pool, key: False})
@@ -109,7 +130,8 @@ class DetachedConfig(PPOConfig):
         return self.updated(parts)._with_own_pools(name, self.trainer_roles)
 
     def with_all_pools(self) -> Self:
-        """With the pools of all makers and trainers, by which they are checked against a machine."""
+        """With the pools of all makers and trainers, by which they are checked against a
+        machine."""
         sides = [self.of_maker(name) for name in self.maker_names]
         sides += [self.of_trainer(name) for name in self.trainer_names]
         pools = {pool: size for side in sides for pool, size in side.resource_pool_spec.items()}
@@ -126,105 +148,177 @@ class DetachedConfig(PPOConfig):
 
 def broken_detached_rules(config: DetachedConfig) -> Iterator[str]:
     """A sentence for each rule that the configuration breaks."""
-    if config.actor_rollout_ref.rollout.weight_transport == "ipc":  # before a rule that advises to share a pool
+    # Before a rule that advises to share a pool
+    if config.actor_rollout_ref.rollout.weight_transport == "ipc":
         yield (
-            "actor_rollout_ref.rollout.weight_transport=ipc opens memory of one GPU, but makers and trainers have GPUs "
-            "of their own; set nccl, gloo or shared_memory"
+            "actor_rollout_ref.rollout.weight_transport=ipc opens memory of one GPU, but makers "
+            "and trainers have GPUs of their own; set nccl, gloo or shared_memory"
         )
         return
     if problems := list(broken_rules(config)):
         yield from problems
         return
-    detached, algorithm, max_staleness = config.detached, config.algorithm, config.trainer.max_staleness
+    yield from makers_can_follow(config)
+    yield from updates_in_flight_fit(config)
+    yield from makers_have_the_trained_model(config)
+    yield from pushes_fit_the_staleness(config)
+    yield from makers_and_trainers_are_apart(config)
+
+
+def makers_can_follow(config: DetachedConfig) -> Iterator[str]:
+    algorithm = config.algorithm
+    max_staleness = config.trainer.max_staleness
     if config.trainer.best_ckpt_metric is not None:
-        yield "trainer.best_ckpt_metric is of the synchronous trainer: here validations come after saves; set null"
+        yield (
+            "trainer.best_ckpt_metric is of the synchronous trainer: here validations come after "
+            "saves; set null"
+        )
     if algorithm.filter_groups.enable:
-        yield "algorithm.filter_groups.enable=true replaces prompts, which detached makers cannot yet; set it to false"
+        yield (
+            "algorithm.filter_groups.enable=true replaces prompts, which detached makers cannot "
+            "yet; set it to false"
+        )
     correction = algorithm.rollout_correction
     if max_staleness and not (correction.rollout_is or correction.bypass_mode):
         yield (
-            f"trainer.max_staleness={max_staleness} trains on responses that older weights drew, and nothing "
-            "accounts for the difference; set algorithm.rollout_correction.rollout_is=token, or bypass_mode=true"
+            f"trainer.max_staleness={max_staleness} trains on responses that older weights drew, "
+            "and nothing accounts for the difference; set "
+            "algorithm.rollout_correction.rollout_is=token, or bypass_mode=true"
         )
-    yield from updates_in_flight_fit(config)
+
+
+def makers_have_the_trained_model(config: DetachedConfig) -> Iterator[str]:
     for role in {*TRAINED} & config.worker_classes.keys():
-        yield f"worker_classes.{role}: makers run a copy of the built-in worker, which would compute other numbers"
-    if config.actor_rollout_ref.rollout.weight_transport == "nccl" and Role.Actor in config.maker_roles:
         yield (
-            "actor_rollout_ref.rollout.weight_transport=nccl loads engines alone, but a maker has a copy of the actor "
-            "for old log-probabilities; set algorithm.rollout_correction.bypass_mode=true, as many prompts in "
+            f"worker_classes.{role}: makers run a copy of the built-in worker, which would "
+            "compute other numbers"
+        )
+    if (
+        config.actor_rollout_ref.rollout.weight_transport == "nccl"
+        and Role.Actor in config.maker_roles
+    ):
+        yield (
+            "actor_rollout_ref.rollout.weight_transport=nccl loads engines alone, but a maker has "
+            "a copy of the actor for old log-probabilities; set "
+            "algorithm.rollout_correction.bypass_mode=true, as many prompts in "
             "actor_rollout_ref.actor.ppo_mini_batch_size as in data.train_batch_size, or gloo"
         )
+
+
+def pushes_fit_the_staleness(config: DetachedConfig) -> Iterator[str]:
+    detached = config.detached
+    max_staleness = config.trainer.max_staleness
     if detached.update_steps > max_staleness + 1:
         yield (
             f"detached.update_steps={detached.update_steps} pushes too rarely for "
-            f"trainer.max_staleness={max_staleness}: makers would wait for weights for ever; set it to at "
-            f"most {max_staleness + 1}"
+            f"trainer.max_staleness={max_staleness}: makers would wait for weights for ever; set "
+            f"it to at most {max_staleness + 1}"
         )
     if detached.min_effective_sample_size and detached.update_steps == max_staleness + 1:
         yield (
-            f"detached.min_effective_sample_size={detached.min_effective_sample_size} has no effect: with "
-            f"trainer.max_staleness={max_staleness} and detached.update_steps={detached.update_steps} makers "
-            "wait for the newest weights anyway; set it to 0, or max_staleness higher"
+            f"detached.min_effective_sample_size={detached.min_effective_sample_size} has no "
+            f"effect: with trainer.max_staleness={max_staleness} and "
+            f"detached.update_steps={detached.update_steps} makers wait for the newest weights "
+            "anyway; set it to 0, or max_staleness higher"
         )
+
+
+def makers_and_trainers_are_apart(config: DetachedConfig) -> Iterator[str]:
+    detached = config.detached
+    algorithm = config.algorithm
     trained = {config.role_mapping[role] for role in config.active_roles if role in TRAINED}
-    shared = {role for role in config.active_roles if role not in TRAINED and config.role_mapping[role] in trained}
+    shared = {
+        role
+        for role in config.active_roles
+        if role not in TRAINED and config.role_mapping[role] in trained
+    }
     if shared:
         yield (
-            f"{', '.join(sorted(shared))} and a trained role share a pool, but makers and trainers are apart: give "
-            "actor and critic pools of their own, e.g. placement=detached"
+            f"{', '.join(sorted(shared))} and a trained role share a pool, but makers and "
+            "trainers are apart: give actor and critic pools of their own, e.g. placement=detached"
         )
     if (
         Role.Actor in config.maker_roles
         and (policy := config.actor_rollout_ref).rollout.dtype != policy.actor.fsdp_config.dtype
     ):
         yield (
-            f"actor_rollout_ref.rollout.dtype={policy.rollout.dtype}, in which weights travel, is not "
-            f"actor_rollout_ref.actor.fsdp_config.dtype={policy.actor.fsdp_config.dtype}: a maker's copy of the actor "
-            "would compute other log-probabilities; give both the same"
+            f"actor_rollout_ref.rollout.dtype={policy.rollout.dtype}, in which weights travel, is "
+            f"not actor_rollout_ref.actor.fsdp_config.dtype={policy.actor.fsdp_config.dtype}: a "
+            "maker's copy of the actor would compute other log-probabilities; give both the same"
         )
-    if algorithm.use_kl_in_reward and algorithm.kl_ctrl.type == "adaptive" and detached.num_makers > 1:
-        yield "algorithm.kl_ctrl.type=adaptive follows the KL of all samples, and a maker sees only its own; set fixed"
-    is_used = {"critic.ppo_mini_batch_size": config.needs_critic, "data.ptx_batch_size": bool(config.data.ptx_files)}
+    if (
+        algorithm.use_kl_in_reward
+        and algorithm.kl_ctrl.type == "adaptive"
+        and detached.num_makers > 1
+    ):
+        yield (
+            "algorithm.kl_ctrl.type=adaptive follows the KL of all samples, and a maker sees "
+            "only its own; set fixed"
+        )
+    is_used = {
+        "critic.ppo_mini_batch_size": config.needs_critic,
+        "data.ptx_batch_size": bool(config.data.ptx_files),
+    }
     used = [key for key in DIVIDED if is_used.get(key, True)]
-    uneven = {key: number for key in used if (number := attrgetter(key)(config)) % detached.num_trainers}
+    uneven = {
+        key: number for key in used if (number := attrgetter(key)(config)) % detached.num_trainers
+    }
     for key, number in uneven.items():
-        yield f"{key}={number} does not divide by detached.num_trainers={detached.num_trainers}; make it a multiple"
+        yield (
+            f"{key}={number} does not divide by detached.num_trainers={detached.num_trainers}; "
+            "make it a multiple"
+        )
 
 
 def updates_in_flight_fit(config: DetachedConfig) -> Iterator[str]:
-    detached, algorithm, max_staleness = config.detached, config.algorithm, config.trainer.max_staleness
-    if detached.update_in_flight and not (max_staleness and algorithm.rollout_correction.bypass_mode):
+    detached = config.detached
+    algorithm = config.algorithm
+    max_staleness = config.trainer.max_staleness
+    if detached.update_in_flight and not (
+        max_staleness and algorithm.rollout_correction.bypass_mode
+    ):
         yield (
-            "detached.update_in_flight=true makes responses of which each token may be of other weights: it needs "
-            "algorithm.rollout_correction.bypass_mode=true, since only the engine knows the log-probabilities that "
-            "they were drawn with, and trainer.max_staleness of at least 1"
+            "detached.update_in_flight=true makes responses of which each token may be of other "
+            "weights: it needs algorithm.rollout_correction.bypass_mode=true, since only the "
+            "engine knows the log-probabilities that they were drawn with, and "
+            "trainer.max_staleness of at least 1"
         )
     if detached.restart_below and not detached.update_in_flight:
-        yield f"detached.restart_below={detached.restart_below} has no effect without detached.update_in_flight=true"
+        yield (
+            f"detached.restart_below={detached.restart_below} has no effect without "
+            "detached.update_in_flight=true"
+        )
     if detached.update_in_flight and "reward_baselines" in config.estimator_needs:
         yield (
-            f"algorithm.adv_estimator={algorithm.adv_estimator} compares with a greedy response of the same weights, "
-            "which there is not with detached.update_in_flight=true; set it to false"
+            f"algorithm.adv_estimator={algorithm.adv_estimator} compares with a greedy response "
+            "of the same weights, which there is not with detached.update_in_flight=true; set it "
+            "to false"
         )
-    estimator, loss = algorithm.adv_estimator, config.actor_rollout_ref.actor.policy_loss.loss_mode
+    estimator = algorithm.adv_estimator
+    loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
     for key, name, is_over_batch in (
         ("algorithm.adv_estimator", estimator, estimator in ADVANTAGE_ESTIMATORS.over_batch),
-        ("actor_rollout_ref.actor.policy_loss.loss_mode", loss, "selected_tokens" in config.loss_needs),
+        (
+            "actor_rollout_ref.actor.policy_loss.loss_mode",
+            loss,
+            "selected_tokens" in config.loss_needs,
+        ),
     ):
         if detached.update_in_flight and is_over_batch:
             yield (
-                f"{key}={name} compares the rows of a batch, and with detached.update_in_flight=true a maker has only "
-                "the few that ended together; set it to false, or take one that compares the responses to a prompt"
+                f"{key}={name} compares the rows of a batch, and with "
+                "detached.update_in_flight=true a maker has only the few that ended together; set "
+                "it to false, or take one that compares the responses to a prompt"
             )
     if detached.restart_below and config.actor_rollout_ref.rollout.name == "vllm_async":
         yield (
-            f"detached.restart_below={detached.restart_below} counts steps of the engine, and those of "
-            "actor_rollout_ref.rollout.name=vllm_async are no tokens; set rollout.name=vllm, or restart_below=0"
+            f"detached.restart_below={detached.restart_below} counts steps of the engine, and "
+            "those of actor_rollout_ref.rollout.name=vllm_async are no tokens; set "
+            "rollout.name=vllm, or restart_below=0"
         )
     if detached.update_in_flight and config.actor_rollout_ref.rollout.routing == "fixed":
         yield (
             "actor_rollout_ref.rollout.routing=fixed divides the prompts of a call, and with "
-            "detached.update_in_flight=true a call has one prompt, which the first engine would get each time; set "
-            "least_loaded"
+            "detached.update_in_flight=true a call has one prompt, which the first engine would "
+            "get each time; set least_loaded"
         )

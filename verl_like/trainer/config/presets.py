@@ -1,4 +1,5 @@
-"""Values that follow other keys, such as `${half_cluster:${trainer.nnodes},${trainer.n_gpus_per_node}}`."""
+"""Values that follow other keys, such as
+`${half_cluster:${trainer.nnodes},${trainer.n_gpus_per_node}}`."""
 
 import inspect
 from collections.abc import Mapping
@@ -15,7 +16,8 @@ def whole_cluster(nnodes: int, n_gpus_per_node: int) -> list[int]:
 
 
 def half_cluster(nnodes: int, n_gpus_per_node: int) -> list[int]:
-    """Processes per node of each of the two pools of placement=split: half of one node, or half of the nodes.
+    """Processes per node of each of the two pools of placement=split: half of one node, or half of
+    the nodes.
 
     Raises ConfigError if there are no two equal halves.
     """
@@ -24,10 +26,13 @@ def half_cluster(nnodes: int, n_gpus_per_node: int) -> list[int]:
         return [n_gpus_per_node // 2]
     if nnodes > 1 and nnodes % 2 == 0:
         return [n_gpus_per_node] * (nnodes // 2)
-    key, odd = ("trainer.n_gpus_per_node", n_gpus_per_node) if nnodes == 1 else ("trainer.nnodes", nnodes)
+    key, odd = (
+        ("trainer.n_gpus_per_node", n_gpus_per_node) if nnodes == 1 else ("trainer.nnodes", nnodes)
+    )
     problem = (
-        f"placement=split gives the policy and the critic half of the devices each, but trainer.nnodes={nnodes} x "
-        f"trainer.n_gpus_per_node={n_gpus_per_node} has no two equal halves: several nodes are halved as whole nodes."
+        "placement=split gives the policy and the critic half of the devices each, but "
+        f"trainer.nnodes={nnodes} x trainer.n_gpus_per_node={n_gpus_per_node} has no two equal "
+        "halves: several nodes are halved as whole nodes."
     )
     if odd == 1:
         raise ConfigError(f"{problem} Set {key}=2 or more, or placement=colocated.")
@@ -35,7 +40,8 @@ def half_cluster(nnodes: int, n_gpus_per_node: int) -> list[int]:
     policy, critic = ([size] if nnodes == 1 else [n_gpus_per_node] * size for size in sizes)
     raise ConfigError(
         f"{problem} Set {key}={odd - 1} or {key}={odd + 1}, or size the pools yourself, e.g. "
-        f"'resource_pool_spec.actor_rollout_ref_pool={policy}' 'resource_pool_spec.critic_pool={critic}'."
+        f"'resource_pool_spec.actor_rollout_ref_pool={policy}' "
+        f"'resource_pool_spec.critic_pool={critic}'."
     )
 
 
@@ -45,13 +51,15 @@ def float_of_device(device: str) -> str:
 
 
 def default_routing(device: str, max_staleness: int, *, _root_: Mapping[str, Any]) -> str:
-    """`rollout.routing`: fixed on a CPU, unless makers may be ahead. `_root_` is the whole configuration."""
+    """`rollout.routing`: fixed on a CPU, unless makers may be ahead. `_root_` is the whole
+    configuration."""
     is_ahead = "detached" in _root_ and max_staleness != 0
     return "fixed" if device == "cpu" and not is_ahead else "least_loaded"
 
 
 def aggregation_of_loss(loss_mode: str) -> str:
-    """The aggregation that a policy loss is defined with: the default of its parameter `loss_agg_mode`.
+    """The aggregation that a policy loss is defined with: the default of its parameter
+    `loss_agg_mode`.
 
     token-mean for a loss without such a default, and as long as its file is not imported.
     """

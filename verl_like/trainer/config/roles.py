@@ -23,8 +23,9 @@ def reward_model_key(role: str) -> str:
 def process_groups(role_mapping: dict[str, str]) -> list[tuple[str, list[str]]]:
     """Which roles share a process: `[(pool, roles), ...]`, one entry a worker group.
 
-    Training roles of a pool share one process per device. A rollout engine manages device memory and threads of
-    its own, so `rollout` always has its own process, next to theirs when it is mapped to the same pool.
+    Training roles of a pool share one process per device. A rollout engine manages device memory
+    and threads of its own, so `rollout` always has its own process, next to theirs when it is
+    mapped to the same pool.
     """
     groups: dict[tuple[str, bool], list[str]] = defaultdict(list)
     for role, pool in role_mapping.items():

@@ -1,4 +1,5 @@
-"""Rules that join several keys. Each is a function named after what it demands and yields what is wrong, with the sum.
+"""Rules that join several keys. Each is a function named after what it demands and yields what is
+wrong, with the sum.
 
 They are checked after the chosen algorithms are imported, whose needs decide which roles there are.
 """
@@ -8,15 +9,20 @@ import re
 from collections.abc import Iterator
 from operator import attrgetter
 
-from verl_like.trainer.config.actor_rules import a_reference_in_the_actor_computes_as_the_actor, ptx_rows_have_a_weight
+from verl_like.trainer.config.actor_rules import (
+    a_reference_in_the_actor_computes_as_the_actor,
+    ptx_rows_have_a_weight,
+)
 from verl_like.trainer.config.roles import Role
 from verl_like.trainer.config.schema import PPOConfig
 
 
 def broken_rules(config: PPOConfig) -> Iterator[str]:
-    """One sentence for each broken rule. A placement rule is checked only if those before it hold, and batch sizes only
-    if all placement rules do."""
-    broken_placement = next((problems for rule in PLACEMENT_RULES if (problems := list(rule(config)))), [])
+    """One sentence for each broken rule. A placement rule is checked only if those before it hold,
+    and batch sizes only if all placement rules do."""
+    broken_placement = next(
+        (problems for rule in PLACEMENT_RULES if (problems := list(rule(config)))), []
+    )
     yield from broken_placement
     for rule in OTHER_RULES if broken_placement else (*BATCH_RULES, *OTHER_RULES):
         yield from rule(config)
@@ -33,17 +39,20 @@ def every_role_has_a_worker(config: PPOConfig) -> Iterator[str]:
     for role in config.role_mapping:
         if role not in (*built_in, *config.worker_classes, *config.reward_models):
             yield (
-                f"role_mapping.{role}: the built-in roles are {', '.join(built_in)}; a custom role also "
-                f"needs worker_classes.{role}=package.module.Class, a reward model reward_models.{role}.path"
-                f"{_nearest(role, built_in)}"
+                f"role_mapping.{role}: the built-in roles are {', '.join(built_in)}; a custom "
+                f"role also needs worker_classes.{role}=package.module.Class, a reward model "
+                f"reward_models.{role}.path{_nearest(role, built_in)}"
             )
     for role, path in config.worker_classes.items():
         if role not in config.role_mapping:
-            yield f"worker_classes.{role}={path}: the role has no pool; add role_mapping.{role}=<pool>"
+            yield (
+                f"worker_classes.{role}={path}: the role has no pool; add "
+                f"role_mapping.{role}=<pool>"
+            )
         if role == Role.Teacher and not config.needs_teacher:
             yield (
-                f"worker_classes.{role}={path}: teacher is the built-in role of a policy loss with teacher_path, and "
-                "this run has no such loss; give a custom role another name"
+                f"worker_classes.{role}={path}: teacher is the built-in role of a policy loss "
+                "with teacher_path, and this run has no such loss; give a custom role another name"
             )
         if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", path):
             yield f"worker_classes.{role}={path}: expected an import path, package.module.Class"
@@ -53,8 +62,8 @@ def reward_models_have_names_of_their_own(config: PPOConfig) -> Iterator[str]:
     for name in config.reward_models:
         if name in (*Role, *config.worker_classes):
             yield (
-                f"reward_models.{name}: {name} is a role already, built-in or of worker_classes; give the reward model "
-                "another name"
+                f"reward_models.{name}: {name} is a role already, built-in or of worker_classes; "
+                "give the reward model another name"
             )
 
 
@@ -65,13 +74,18 @@ def every_role_has_a_pool(config: PPOConfig) -> Iterator[str]:
         Role.Teacher: "the policy loss learns from a teacher",
         Role.Critic: "the advantage estimator needs values",
         Role.RewardModel: "reward_model.enable is true",
-        **{name: f"reward_models.{name} is a reward model of this run" for name in config.reward_models},
+        **{
+            name: f"reward_models.{name} is a reward model of this run"
+            for name in config.reward_models
+        },
     }
     for role in config.active_roles:
         pool = config.role_mapping.get(role)
         if pool is None:
             reason = reasons.get(role, "every run needs it")
-            yield f"role_mapping.{role} is not set, but {reason}; set it to one of the pools {pools}"
+            yield (
+                f"role_mapping.{role} is not set, but {reason}; set it to one of the pools {pools}"
+            )
         elif pool not in pools:
             yield (
                 f"role_mapping.{role}={pool}: there is no such pool, only {pools}; size it, e.g. "
@@ -84,59 +98,100 @@ def every_pool_has_a_role(config: PPOConfig) -> Iterator[str]:
     for pool, processes_per_node in config.resource_pool_spec.items():
         if pool not in used:
             yield (
-                f"resource_pool_spec.{pool}={list(processes_per_node)} has none of this run's roles, which are "
-                f"{', '.join(config.active_roles)}; remove it with '~resource_pool_spec.{pool}', or use "
-                "placement=colocated, which has one pool"
+                f"resource_pool_spec.{pool}={list(processes_per_node)} has none of this run's "
+                f"roles, which are {', '.join(config.active_roles)}; remove it with "
+                f"'~resource_pool_spec.{pool}', or use placement=colocated, which has one pool"
             )
 
 
 def sizes_divide_the_pool(config: PPOConfig) -> Iterator[str]:
     """Engines, shards of parameters, and ranks that share a sequence leave no process over."""
-    rollout, actor, critic = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor, config.critic
+    rollout = config.actor_rollout_ref.rollout
+    actor = config.actor_rollout_ref.actor
+    critic = config.critic
     sizes: list[tuple[str, str, str, int]] = [
-        (Role.Rollout, "", "actor_rollout_ref.rollout.tensor_model_parallel_size", rollout.tensor_model_parallel_size),
-        (Role.Actor, "", "actor_rollout_ref.actor.fsdp_config.fsdp_size", actor.fsdp_config.fsdp_size),
+        (
+            Role.Rollout,
+            "",
+            "actor_rollout_ref.rollout.tensor_model_parallel_size",
+            rollout.tensor_model_parallel_size,
+        ),
+        (
+            Role.Actor,
+            "",
+            "actor_rollout_ref.actor.fsdp_config.fsdp_size",
+            actor.fsdp_config.fsdp_size,
+        ),
         (Role.Critic, "", "critic.model.fsdp_config.fsdp_size", critic.model.fsdp_config.fsdp_size),
         *((role, f" ({role})", *sequence_parallel(config, role)) for role in config.active_roles),
     ]
     for role, shown_role, key, size in sizes:
-        if role in config.active_roles and size > 0 and (processes := config.num_processes(role)) % size:
+        if (
+            role in config.active_roles
+            and size > 0
+            and (processes := config.num_processes(role)) % size
+        ):
             yield (
-                f"{key}={size} does not divide the {processes} processes of the pool {config.role_mapping[role]}"
+                f"{key}={size} does not divide the {processes} processes of the pool "
+                f"{config.role_mapping[role]}"
                 f"{shown_role}; possible are {_divisors(processes)}"
             )
 
 
 def a_single_device_is_one_process(config: PPOConfig) -> Iterator[str]:
-    actor, critic = config.actor_rollout_ref.actor, config.critic.model
-    for role, key, part in ((Role.Actor, "actor_rollout_ref.actor", actor), (Role.Critic, "critic.model", critic)):
-        if role in config.active_roles and part.fsdp_config.strategy == "single" and config.num_processes(role) > 1:
+    actor = config.actor_rollout_ref.actor
+    critic = config.critic.model
+    for role, key, part in (
+        (Role.Actor, "actor_rollout_ref.actor", actor),
+        (Role.Critic, "critic.model", critic),
+    ):
+        if (
+            role in config.active_roles
+            and part.fsdp_config.strategy == "single"
+            and config.num_processes(role) > 1
+        ):
             yield (
-                f"{key}.fsdp_config.strategy=single is for one process, and the pool {config.role_mapping[role]} has "
-                f"{config.num_processes(role)}; set ddp for a whole copy on each, or zero1, zero2 or zero3 to shard"
+                f"{key}.fsdp_config.strategy=single is for one process, and the pool "
+                f"{config.role_mapping[role]} has {config.num_processes(role)}; set ddp for a "
+                "whole copy on each, or zero1, zero2 or zero3 to shard"
             )
 
 
 def mini_batches_divide_the_batch(config: PPOConfig) -> Iterator[str]:
     """Every optimizer step has as many prompts. Their responses need not divide by the ranks."""
-    batch, actor, critic = config.data.train_batch_size, config.actor_rollout_ref.actor, config.critic
+    batch = config.data.train_batch_size
+    actor = config.actor_rollout_ref.actor
+    critic = config.critic
     sizes = {"actor_rollout_ref.actor": actor.ppo_mini_batch_size}
     if config.needs_critic and critic.ppo_mini_batch_size != actor.ppo_mini_batch_size:
         sizes["critic"] = critic.ppo_mini_batch_size
     for key, size in sizes.items():
         if batch % size:
             yield (
-                f"{key}.ppo_mini_batch_size={size} does not divide data.train_batch_size={batch} (both count prompts); "
-                f"nearest possible values: {_around(size, _divisors(batch))}"
+                f"{key}.ppo_mini_batch_size={size} does not divide data.train_batch_size={batch} "
+                f"(both count prompts); nearest possible values: {_around(size, _divisors(batch))}"
             )
 
 
-# Of a micro-batch by tokens: (key of the budget, key beside it that switches it on, role whose passes it limits).
+# Of a micro-batch by tokens: (key of the budget, key beside it that switches it on, role whose
+# passes it limits).
 TOKEN_BUDGETS = (
     ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu", "use_dynamic_bsz", Role.Actor),
-    ("actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu", "log_prob_use_dynamic_bsz", Role.Actor),
-    ("actor_rollout_ref.ref.log_prob_max_token_len_per_gpu", "log_prob_use_dynamic_bsz", Role.RefPolicy),
-    ("actor_rollout_ref.ref.log_prob_max_token_len_per_gpu", "log_prob_use_dynamic_bsz", Role.Teacher),
+    (
+        "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu",
+        "log_prob_use_dynamic_bsz",
+        Role.Actor,
+    ),
+    (
+        "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
+        "log_prob_use_dynamic_bsz",
+        Role.RefPolicy,
+    ),
+    (
+        "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
+        "log_prob_use_dynamic_bsz",
+        Role.Teacher,
+    ),
     ("critic.ppo_max_token_len_per_gpu", "use_dynamic_bsz", Role.Critic),
     ("critic.forward_max_token_len_per_gpu", "use_dynamic_bsz", Role.Critic),
     ("reward_model.forward_max_token_len_per_gpu", "use_dynamic_bsz", Role.RewardModel),
@@ -145,52 +200,77 @@ TOKEN_BUDGETS = (
 
 def token_budgets_hold_the_longest_sequence(config: PPOConfig) -> Iterator[str]:
     """Budgets that follow one another are reported once."""
-    prompt, response = config.data.max_prompt_length, config.data.max_response_length
+    prompt = config.data.max_prompt_length
+    response = config.data.max_response_length
     reported: set[tuple[int, int]] = set()
     for key, switch, role in TOKEN_BUDGETS:
-        is_active = config.reward_models_by_role if role == Role.RewardModel else role in config.active_roles
+        is_active = (
+            config.reward_models_by_role
+            if role == Role.RewardModel
+            else role in config.active_roles
+        )
         is_used = is_active and attrgetter(f"{key.rpartition('.')[0]}.{switch}")(config)
         budget: int = attrgetter(key)(config)
         sequence_parallel_key, shared_by = sequence_parallel(config, role)
-        if not is_used or budget * shared_by >= prompt + response or (budget, shared_by) in reported:
+        if (
+            not is_used
+            or budget * shared_by >= prompt + response
+            or (budget, shared_by) in reported
+        ):
             continue
         reported.add((budget, shared_by))
-        times = f" x {sequence_parallel_key}={shared_by} = {budget * shared_by}" if shared_by > 1 else ""
+        times = (
+            f" x {sequence_parallel_key}={shared_by} = {budget * shared_by}"
+            if shared_by > 1
+            else ""
+        )
         yield (
-            f"{key}={budget}{times} tokens cannot hold the longest sequence, data.max_prompt_length + "
-            f"data.max_response_length = {prompt} + {response} = {prompt + response}; set it to at least "
-            f"{-(-(prompt + response) // shared_by)}"
+            f"{key}={budget}{times} tokens cannot hold the longest sequence, "
+            f"data.max_prompt_length + data.max_response_length = {prompt} + {response} = "
+            f"{prompt + response}; set it to at least {-(-(prompt + response) // shared_by)}"
         )
 
 
 def groups_have_several_responses(config: PPOConfig) -> Iterator[str]:
     compares = {
-        f"algorithm.adv_estimator={config.algorithm.adv_estimator}": "index" in config.estimator_needs,
+        f"algorithm.adv_estimator={config.algorithm.adv_estimator}": "index"
+        in config.estimator_needs,
         "algorithm.filter_groups.enable=true": config.algorithm.filter_groups.enable,
     }
     for key, is_used in compares.items():
         if is_used and config.actor_rollout_ref.rollout.n == 1:
-            yield f"{key} compares the responses to one prompt, but actor_rollout_ref.rollout.n=1; set n to 2 or more"
+            yield (
+                f"{key} compares the responses to one prompt, but actor_rollout_ref.rollout.n=1; "
+                "set n to 2 or more"
+            )
 
 
 def needed_values_have_a_critic(config: PPOConfig) -> Iterator[str]:
     name = config.algorithm.adv_estimator
     if "values" in config.estimator_needs and config.critic.enable is False:
-        yield f"critic.enable=false, but algorithm.adv_estimator={name} needs values; set null or another estimator"
+        yield (
+            f"critic.enable=false, but algorithm.adv_estimator={name} needs values; set null or "
+            "another estimator"
+        )
 
 
 def dynamic_sampling_compares_what_rules_score(config: PPOConfig) -> Iterator[str]:
     if config.algorithm.filter_groups.enable and config.reward_models_by_role:
         yield (
-            "algorithm.filter_groups.enable=true drops prompts before the reward model scores the batch, so it would "
-            "not see those scores; set filter_groups.enable=false, or reward_model.enable=false and no reward_models"
+            "algorithm.filter_groups.enable=true drops prompts before the reward model scores the "
+            "batch, so it would not see those scores; set filter_groups.enable=false, or "
+            "reward_model.enable=false and no reward_models"
         )
 
 
 def the_overlong_buffer_lies_within_the_response(config: PPOConfig) -> Iterator[str]:
-    buffer, longest = config.reward.overlong_buffer, config.data.max_response_length
+    buffer = config.reward.overlong_buffer
+    longest = config.data.max_response_length
     if buffer.enable and not 1 <= buffer.len <= longest:
-        yield f"reward.overlong_buffer.len={buffer.len} must be between 1 and data.max_response_length={longest}"
+        yield (
+            f"reward.overlong_buffer.len={buffer.len} must be between 1 and "
+            f"data.max_response_length={longest}"
+        )
 
 
 def the_estimator_reads_the_sum_that_a_penalty_is_in(config: PPOConfig) -> Iterator[str]:
@@ -201,8 +281,9 @@ def the_estimator_reads_the_sum_that_a_penalty_is_in(config: PPOConfig) -> Itera
     ignored = [key for key, is_on in penalties.items() if is_on]
     if ignored and "token_level_rewards" not in config.estimator_needs:
         yield (
-            f"algorithm.adv_estimator={config.algorithm.adv_estimator} reads each reward by itself and would not see "
-            f"the penalty of {', '.join(ignored)}; set it to false, or choose an estimator of their sum, such as grpo"
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator} reads each reward by "
+            f"itself and would not see the penalty of {', '.join(ignored)}; set it to false, or "
+            "choose an estimator of their sum, such as grpo"
         )
 
 
@@ -211,15 +292,16 @@ def bypass_leaves_out_nothing_that_is_needed(config: PPOConfig) -> Iterator[str]
         return
     if config.algorithm.use_kl_in_reward:
         yield (
-            "algorithm.rollout_correction.bypass_mode=true has only the rollout engine's log-probabilities: with "
-            "algorithm.use_kl_in_reward=true their rounding would count as distance from the reference; set "
-            "actor_rollout_ref.actor.use_kl_loss=true instead, or bypass_mode=false"
+            "algorithm.rollout_correction.bypass_mode=true has only the rollout engine's "
+            "log-probabilities: with algorithm.use_kl_in_reward=true their rounding would count "
+            "as distance from the reference; set actor_rollout_ref.actor.use_kl_loss=true "
+            "instead, or bypass_mode=false"
         )
     if "sum_pi_squared" in config.estimator_needs:
         yield (
-            "algorithm.rollout_correction.bypass_mode=true leaves out the actor's pass before the update, in which "
-            f"algorithm.adv_estimator={config.algorithm.adv_estimator} gets sum_pi_squared; set bypass_mode=false or "
-            "another estimator"
+            "algorithm.rollout_correction.bypass_mode=true leaves out the actor's pass before the "
+            f"update, in which algorithm.adv_estimator={config.algorithm.adv_estimator} gets "
+            "sum_pi_squared; set bypass_mode=false or another estimator"
         )
 
 
@@ -228,37 +310,51 @@ def generation_ahead_has_its_own_pool_and_a_correction(config: PPOConfig) -> Ite
         return
     if config.trainer.max_staleness > 1:
         yield (
-            f"trainer.max_staleness={config.trainer.max_staleness} is of main_detached, where makers run several steps "
-            "ahead; main_ppo takes 0 or 1"
+            f"trainer.max_staleness={config.trainer.max_staleness} is of main_detached, where "
+            "makers run several steps ahead; main_ppo takes 0 or 1"
         )
-    pool, correction = config.role_mapping.get(Role.Rollout), config.algorithm.rollout_correction
-    sharing = [role for role in config.active_roles if role != Role.Rollout and config.role_mapping.get(role) == pool]
+    pool = config.role_mapping.get(Role.Rollout)
+    correction = config.algorithm.rollout_correction
+    sharing = [
+        role
+        for role in config.active_roles
+        if role != Role.Rollout and config.role_mapping.get(role) == pool
+    ]
     if sharing:
         yield (
-            f"trainer.max_staleness=1 generates while other roles compute, but {', '.join(sharing)} and rollout share "
-            f"the pool {pool}; give rollout a pool of its own, e.g. +resource_pool_spec.rollout_pool=[1] "
-            "role_mapping.rollout=rollout_pool"
+            "trainer.max_staleness=1 generates while other roles compute, but "
+            f"{', '.join(sharing)} and rollout share the pool {pool}; give rollout a pool of its "
+            "own, e.g. +resource_pool_spec.rollout_pool=[1] role_mapping.rollout=rollout_pool"
         )
     if not (correction.rollout_is or correction.bypass_mode):
         yield (
-            "trainer.max_staleness=1 trains on responses that weights one version older drew, and nothing accounts "
-            "for the difference; set algorithm.rollout_correction.rollout_is=token, or bypass_mode=true"
+            "trainer.max_staleness=1 trains on responses that weights one version older drew, and "
+            "nothing accounts for the difference; set "
+            "algorithm.rollout_correction.rollout_is=token, or bypass_mode=true"
         )
 
 
 def a_quantised_engine_is_corrected(config: PPOConfig) -> Iterator[str]:
-    rollout, correction = config.actor_rollout_ref.rollout, config.algorithm.rollout_correction
+    rollout = config.actor_rollout_ref.rollout
+    correction = config.algorithm.rollout_correction
     if rollout.quantization is None:
         return
     key = f"actor_rollout_ref.rollout.quantization={rollout.quantization}"
     if rollout.name == "hf":
-        yield f"{key} is of vLLM, but actor_rollout_ref.rollout.name=hf; set name=vllm, or quantization=null"
+        yield (
+            f"{key} is of vLLM, but actor_rollout_ref.rollout.name=hf; set name=vllm, or "
+            "quantization=null"
+        )
     if rollout.dtype == "float32":
-        yield f"{key}: vLLM does not quantise actor_rollout_ref.rollout.dtype=float32; set bfloat16 or float16"
+        yield (
+            f"{key}: vLLM does not quantise actor_rollout_ref.rollout.dtype=float32; set "
+            "bfloat16 or float16"
+        )
     if not (correction.rollout_is or correction.bypass_mode):
         yield (
-            f"{key} draws responses from another distribution than the trainer's, and nothing accounts for the "
-            "difference; set algorithm.rollout_correction.rollout_is=token, or bypass_mode=true"
+            f"{key} draws responses from another distribution than the trainer's, and nothing "
+            "accounts for the difference; set algorithm.rollout_correction.rollout_is=token, or "
+            "bypass_mode=true"
         )
 
 
@@ -268,31 +364,42 @@ def nccl_joins_gpus_of_two_pools_and_ipc_processes_of_one(config: PPOConfig) -> 
     if not rollout.sends_directly:
         return
     if config.trainer.device != "cuda":
-        yield f"{key} is of GPUs, but trainer.device={config.trainer.device}; set shared_memory or object_store"
+        yield (
+            f"{key} is of GPUs, but trainer.device={config.trainer.device}; set shared_memory or "
+            "object_store"
+        )
     if rollout.name != "vllm":
-        yield f"{key} is of vLLM, but actor_rollout_ref.rollout.name={rollout.name}; set name=vllm, or gloo"
-    pool, actor_pool = config.role_mapping.get(Role.Rollout), config.role_mapping.get(Role.Actor)
+        yield (
+            f"{key} is of vLLM, but actor_rollout_ref.rollout.name={rollout.name}; set "
+            "name=vllm, or gloo"
+        )
+    pool = config.role_mapping.get(Role.Rollout)
+    actor_pool = config.role_mapping.get(Role.Actor)
     if rollout.weight_transport == "ipc" and pool != actor_pool:
         yield (
-            f"{key} opens memory of the same GPU, but actor is on the pool {actor_pool} and rollout on {pool}; set "
-            f"role_mapping.rollout={actor_pool}, or weight_transport=gloo"
+            f"{key} opens memory of the same GPU, but actor is on the pool {actor_pool} and "
+            f"rollout on {pool}; set role_mapping.rollout={actor_pool}, or weight_transport=gloo"
         )
     if rollout.weight_transport == "nccl" and pool == actor_pool:
         yield (
-            f"{key}, which takes no two processes of one GPU, but actor and rollout share the pool {pool}; set "
-            "shared_memory, or a pool for rollout: +resource_pool_spec.rollout_pool=[1] "
-            "role_mapping.rollout=rollout_pool"
+            f"{key}, which takes no two processes of one GPU, but actor and rollout share the "
+            f"pool {pool}; set shared_memory, or a pool for rollout: "
+            "+resource_pool_spec.rollout_pool=[1] role_mapping.rollout=rollout_pool"
         )
 
 
 def critic_warmup_leaves_steps_for_the_actor(config: PPOConfig) -> Iterator[str]:
-    warmup, total = config.trainer.critic_warmup, config.trainer.total_training_steps
+    warmup = config.trainer.critic_warmup
+    total = config.trainer.total_training_steps
     if warmup and not config.needs_critic:
-        yield f"trainer.critic_warmup={warmup} would hold the actor back, but this run has no critic; set it to 0"
+        yield (
+            f"trainer.critic_warmup={warmup} would hold the actor back, but this run has no "
+            "critic; set it to 0"
+        )
     elif total is not None and warmup >= total:
         yield (
-            f"trainer.critic_warmup={warmup} is not less than the {total} training steps: the actor would never be "
-            "updated; lower it, or train for longer"
+            f"trainer.critic_warmup={warmup} is not less than the {total} training steps: the "
+            "actor would never be updated; lower it, or train for longer"
         )
 
 
@@ -300,17 +407,22 @@ def the_best_checkpoint_has_validations(config: PPOConfig) -> Iterator[str]:
     trainer = config.trainer
     if trainer.best_ckpt_metric is not None and trainer.test_freq == -1:
         yield (
-            f"trainer.best_ckpt_metric={trainer.best_ckpt_metric} is a metric of the validation, and with "
-            "trainer.test_freq=-1 no step is followed by one; set test_freq to 1 or more, or best_ckpt_metric=null"
+            f"trainer.best_ckpt_metric={trainer.best_ckpt_metric} is a metric of the validation, "
+            "and with trainer.test_freq=-1 no step is followed by one; set test_freq to 1 or "
+            "more, or best_ckpt_metric=null"
         )
 
 
 def reward_settings_have_a_model_or_a_function(config: PPOConfig) -> Iterator[str]:
-    model, function = config.reward_model, config.custom_reward_function
+    model = config.reward_model
+    function = config.custom_reward_function
     if model.enable and model.model.path is None:
         yield "reward_model.enable=true needs reward_model.model.path"
     if function.path is None and function.reward_kwargs:
-        yield f"custom_reward_function.reward_kwargs={function.reward_kwargs} needs custom_reward_function.path"
+        yield (
+            f"custom_reward_function.reward_kwargs={function.reward_kwargs} needs "
+            "custom_reward_function.path"
+        )
 
 
 def loggers_are_named_once(config: PPOConfig) -> Iterator[str]:
@@ -367,5 +479,6 @@ def _divisors(number: int) -> list[int]:
 
 def _around(value: int, possible: list[int]) -> str:
     """The nearest possible values below and above `value`."""
-    below, above = [p for p in possible if p < value], [p for p in possible if p > value]
+    below = [p for p in possible if p < value]
+    above = [p for p in possible if p > value]
     return " and ".join(str(p) for p in [*below[-1:], *above[:1]])

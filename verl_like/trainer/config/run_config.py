@@ -1,4 +1,5 @@
-"""What the configuration of every trainer holds: where a run is recorded, and the Ray that it runs on."""
+"""What the configuration of every trainer holds: where a run is recorded, and the Ray that it runs
+on."""
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -24,30 +25,39 @@ class RecordConfig(ConfigModel):
     project_name: str = "verl_like"
     """Groups runs in trackers and in the output folder."""
     experiment_name: Annotated[str, Follows("${name_of_trainer:}")]
-    """Names the run in trackers and in the output folder: by default ppo, detached, sft, rm, dpo or ilql."""
-    logger: Annotated[tuple[Logger, ...], BeforeValidator(list_of_one), Strict(False)] = ("console",)
-    """Trackers of the metrics: tensorboard, wandb, mlflow, trackio. console and metrics.jsonl are always on."""
-    default_local_dir: Annotated[str, Follows("outputs/${trainer.project_name}/${trainer.experiment_name}")]
+    """Names the run in trackers and in the output folder: by default ppo, detached, sft, rm, dpo or
+    ilql."""
+    logger: Annotated[tuple[Logger, ...], BeforeValidator(list_of_one), Strict(False)] = (
+        "console",
+    )
+    """Trackers of the metrics: tensorboard, wandb, mlflow, trackio. console and metrics.jsonl are
+    always on."""
+    default_local_dir: Annotated[
+        str, Follows("outputs/${trainer.project_name}/${trainer.experiment_name}")
+    ]
     """Folder of the run's metrics, report and checkpoints."""
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
-    """Which run continues from its newest checkpoint: the newest unfinished one in default_local_dir with the same
-    settings (auto), none (disable), or the one in resume_from_path."""
+    """Which run continues from its newest checkpoint: the newest unfinished one in
+    default_local_dir with the same settings (auto), none (disable), or the one in
+    resume_from_path."""
     resume_from_path: str | None = None
     """Folder of the run that continues, for resume_mode=resume_path."""
     damaged_ckpt: Literal["skip", "refuse"] = "skip"
-    """What a checkpoint does that is not as it was written: the one before it is taken, or the run does not start."""
+    """What a checkpoint does that is not as it was written: the one before it is taken, or the run
+    does not start."""
     max_ckpt_to_keep: PositiveInt = 3
     """Newest checkpoints that are kept; older ones are removed after a newer one is complete."""
     best_ckpt_metric: str | None = None
-    """Metric of the validation, e.g. val-core/openai/gsm8k/acc/mean@1: a step after which it is higher than ever before
-    (lower, where its name ends in loss or brier) has a checkpoint, and the last such one is kept besides. null means
-    that validation makes no checkpoint."""
+    """Metric of the validation, e.g. val-core/openai/gsm8k/acc/mean@1: a step after which it is
+    higher than ever before (lower, where its name ends in loss or brier) has a checkpoint, and the
+    last such one is kept besides. null means that validation makes no checkpoint."""
 
     @model_validator(mode="after")
     def a_run_to_resume_is_named(self) -> "RecordConfig":
         if (self.resume_mode == "resume_path") != (self.resume_from_path is not None):
             raise ValueError(
-                f"resume_mode={self.resume_mode} and trainer.resume_from_path={self.resume_from_path}: the folder of a "
+                f"resume_mode={self.resume_mode} and "
+                f"trainer.resume_from_path={self.resume_from_path}: the folder of a "
                 "run goes with trainer.resume_mode=resume_path, and that needs one"
             )
         return self
@@ -57,7 +67,8 @@ class LoopConfig(RecordConfig):
     """A run of training steps."""
 
     device: Literal["cuda", "cpu"] = "cuda"
-    """Where workers compute. The preset device=cpu of PPO sets it together with everything else a CPU needs."""
+    """Where workers compute. The preset device=cpu of PPO sets it together with everything else a
+    CPU needs."""
     nnodes: PositiveInt = 1
     """Nodes of the run, which the placement presets of PPO divide into pools."""
     n_gpus_per_node: PositiveInt = 1
@@ -67,22 +78,25 @@ class LoopConfig(RecordConfig):
     total_training_steps: PositiveInt | None = None
     """Training steps; null means total_epochs of them."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
-    """The one seed: order of the data, sampling, new heads. Below 2^32, as the order of the data needs it."""
+    """The one seed: order of the data, sampling, new heads. Below 2^32, as the order of the data
+    needs it."""
     val_before_train: bool = True
     """Validate before the first step."""
     test_freq: MinusOneOrPositive = -1
-    """Training steps between validations, the last of which follows the last step; -1 means none, or in training on
-    examples only that one."""
+    """Training steps between validations, the last of which follows the last step; -1 means none,
+    or in training on examples only that one."""
     save_freq: MinusOneOrPositive = -1
-    """Training steps between checkpoints; -1 means only after the last step, and when SIGTERM ends the run. Only then
-    the models are written in Hugging Face format, too."""
+    """Training steps between checkpoints; -1 means only after the last step, and when SIGTERM ends
+    the run. Only then the models are written in Hugging Face format, too."""
     balance_batch: bool = True
-    """Give the ranks rows of about equal work, attention included; the rows of a mini-batch stay the same."""
+    """Give the ranks rows of about equal work, attention included; the rows of a mini-batch stay
+    the same."""
     call_timeout_s: Annotated[float, Field(gt=0)] = 3600.0
-    """Seconds one call of a worker group may take before the run stops. In detached training a trainer waits twice as
-    long: at first for a maker's start, the validation before the first step and the experience of a whole batch, later
-    for a push, a validation and that experience. A maker waits three times as long: for the start of a trainer, later
-    for update_steps training steps and their checkpoints. Both begin anew when a maker is started again."""
+    """Seconds one call of a worker group may take before the run stops. In detached training a
+    trainer waits twice as long: at first for a maker's start, the validation before the first step
+    and the experience of a whole batch, later for a push, a validation and that experience. A maker
+    waits three times as long: for the start of a trainer, later for update_steps training steps and
+    their checkpoints. Both begin anew when a maker is started again."""
 
 
 class RayInitConfig(ConfigModel):
@@ -91,7 +105,8 @@ class RayInitConfig(ConfigModel):
     num_cpus: PositiveInt | None = None
     """CPU slots of a Ray started here; null means the machine's cores."""
     address: str | None = None
-    """Address of a running cluster, or auto; null means that of RAY_ADDRESS, or without it a new Ray."""
+    """Address of a running cluster, or auto; null means that of RAY_ADDRESS, or without it a new
+    Ray."""
 
 
 class RayKwargsConfig(ConfigModel):
@@ -106,13 +121,14 @@ class RunConfig(ConfigModel):
     base_name: ClassVar[str]
     """Name of the schema's defaults in a YAML file: `defaults: [<base_name>, _self_]`."""
     presets: ClassVar[dict[str, str]] = {}
-    """Groups of YAML files below verl_like/trainer/config that set several keys, and the file that is the default."""
+    """Groups of YAML files below verl_like/trainer/config that set several keys, and the file that
+    is the default."""
     keys_are_listed_by: ClassVar[str] = "--print-config"
     algorithm_keys: ClassVar[dict[str, Registry]] = {}
     """Keys that name an algorithm, and where it is found. Its own options become keys too."""
     replaced_keys: ClassVar[dict[str, str]] = {}
-    """Keys of earlier versions with their successors, which a refusal names; an old run's record may have them, and of
-    several with one successor the last counts."""
+    """Keys of earlier versions with their successors, which a refusal names; an old run's record
+    may have them, and of several with one successor the last counts."""
 
     plugins: Strings = ()
     """Modules, package.module, that register algorithms, rewards, rollout engines or a trainer."""
@@ -138,7 +154,8 @@ class RunConfig(ConfigModel):
 
     @property
     def num_steps_of_run(self) -> int:
-        """Training steps after which a run is done and is not resumed; 0 as long as they are not known."""
+        """Training steps after which a run is done and is not resumed; 0 as long as they are not
+        known."""
         return getattr(self.trainer, "total_training_steps", None) or 0
 
     @property

@@ -1,4 +1,5 @@
-"""The whole configuration of a PPO run: what the trainer reads, around what the workers read (workers/config)."""
+"""The whole configuration of a PPO run: what the trainer reads, around what the workers read
+(workers/config)."""
 
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -8,7 +9,13 @@ from verl_like.algorithms.advantages import ADVANTAGE_ESTIMATORS, get_adv_estima
 from verl_like.algorithms.corrections import RolloutCorrectionConfig
 from verl_like.algorithms.policy_losses import POLICY_LOSSES, get_policy_loss_fn
 from verl_like.algorithms.registry import Registry, required_inputs
-from verl_like.config_model import ConfigModel, Follows, MinusOneOrPositive, OpenConfigModel, PositiveInt
+from verl_like.config_model import (
+    ConfigModel,
+    Follows,
+    MinusOneOrPositive,
+    OpenConfigModel,
+    PositiveInt,
+)
 from verl_like.trainer.config.roles import Role
 from verl_like.trainer.config.run_config import LoopConfig, RunConfig, Strings
 from verl_like.workers.config.roles import (
@@ -40,7 +47,8 @@ class DataConfig(ConfigModel):
     train_batch_size: PositiveInt = 1024
     """PROMPTS of one training step; each brings actor_rollout_ref.rollout.n responses."""
     shuffle: bool = True
-    """Draw the training prompts of an epoch in random order, a function of trainer.seed and the epoch."""
+    """Draw the training prompts of an epoch in random order, a function of trainer.seed and the
+    epoch."""
     train_max_samples: MinusOneOrPositive = -1
     """Use only the first training prompts; -1 means all."""
     val_max_samples: MinusOneOrPositive = -1
@@ -48,14 +56,17 @@ class DataConfig(ConfigModel):
     filter_overlong_prompts: bool = False
     """Drop prompts longer than max_prompt_length; how many is reported."""
     truncation: Literal["error", "left", "right", "middle"] = "error"
-    """What happens to a longer prompt that is not dropped: error, or tokens are cut left, right or in the middle."""
+    """What happens to a longer prompt that is not dropped: error, or tokens are cut left, right or
+    in the middle."""
     apply_chat_template_kwargs: dict[str, Any] = Field(default={})
     """Further arguments of the tokenizer's chat template, e.g. {enable_thinking: false}."""
     ptx_files: Strings = ()
-    """Rows for the loss of actor.ptx_coef: one file or a list of files (parquet, JSON, JSONL), whose rows have text, of
-    which all is learned, or conversations as those of main_sft. What is longer than the longest prompt and response
-    together is cut at its end."""
-    ptx_batch_size: Annotated[PositiveInt, Follows("${actor_rollout_ref.actor.ppo_mini_batch_size}")]
+    """Rows for the loss of actor.ptx_coef: one file or a list of files (parquet, JSON, JSONL),
+    whose rows have text, of which all is learned, or conversations as those of main_sft. What is
+    longer than the longest prompt and response together is cut at its end."""
+    ptx_batch_size: Annotated[
+        PositiveInt, Follows("${actor_rollout_ref.actor.ppo_mini_batch_size}")
+    ]
     """Rows of data.ptx_files in each optimizer step of the actor, over all ranks."""
 
 
@@ -63,8 +74,8 @@ class CustomRewardFunctionConfig(ConfigModel):
     """A custom reward function."""
 
     path: str | None = None
-    """Python file, or pkg://package.module, that holds the function; or the URL of a reward server; null means the
-    built-in rewards by data source."""
+    """Python file, or pkg://package.module, that holds the function; or the URL of a reward server;
+    null means the built-in rewards by data source."""
     name: str = "compute_score"
     """Name of the function: name(data_source, solution_str, ground_truth, extra_info)."""
     reward_kwargs: dict[str, Any] = Field(default={})
@@ -72,8 +83,8 @@ class CustomRewardFunctionConfig(ConfigModel):
 
 
 class OverlongBufferConfig(ConfigModel):
-    """Soft overlong punishment (DAPO, arXiv:2503.14476) of responses close to data.max_response_length; of a sample of
-    several rows the tokens of all count."""
+    """Soft overlong punishment (DAPO, arXiv:2503.14476) of responses close to
+    data.max_response_length; of a sample of several rows the tokens of all count."""
 
     enable: bool = False
     """Add the penalty to the score of every training response."""
@@ -91,9 +102,11 @@ class RewardConfig(ConfigModel):
     timeout_s: Annotated[float, Field(gt=0)] = 30.0
     """Seconds one response may take to score; a process that takes longer is replaced."""
     max_memory_gb: Annotated[float, Field(gt=0)] = 4.0
-    """Memory of one such process with the programs that it starts, in 10^9 bytes; one that uses more is replaced."""
+    """Memory of one such process with the programs that it starts, in 10^9 bytes; one that uses
+    more is replaced."""
     on_error: Literal["fail", "skip", "score"] = "fail"
-    """What an exception, a timeout or a process that ends does: fail the run, skip the response, or score it 0."""
+    """What an exception, a timeout or a process that ends does: fail the run, skip the response, or
+    score it 0."""
     overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
 
 
@@ -109,14 +122,18 @@ class KlControlConfig(ConfigModel):
 
 
 class FilterGroupsConfig(ConfigModel):
-    """Dynamic sampling (DAPO, arXiv:2503.14476): prompts whose responses are all equally good are replaced."""
+    """Dynamic sampling (DAPO, arXiv:2503.14476): prompts whose responses are all equally good are
+    replaced."""
 
     enable: bool = False
-    """Generate for further prompts until the batch is full of prompts whose responses differ in the metric."""
+    """Generate for further prompts until the batch is full of prompts whose responses differ in the
+    metric."""
     metric: str = "reward"
-    """What has to differ: reward (the rules' score), or a number that the reward function returns beside it."""
+    """What has to differ: reward (the rules' score), or a number that the reward function returns
+    beside it."""
     max_num_gen_batches: PositiveInt = 10
-    """Most batches of prompts that one step generates for; what is missing then is filled with replaced prompts."""
+    """Most batches of prompts that one step generates for; what is missing then is filled with
+    replaced prompts."""
 
 
 class EstimatorOptions(OpenConfigModel):
@@ -127,15 +144,18 @@ class AlgorithmConfig(OpenConfigModel):
     """From scores to advantages."""
 
     adv_estimator: str = "gae"
-    """Advantage estimator: one of docs/algorithms.md, or of a plugin. Critic, reference and groups follow from it."""
+    """Advantage estimator: one of docs/algorithms.md, or of a plugin. Critic, reference and groups
+    follow from it."""
     gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Discount per token."""
     lam: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Lambda of GAE: 0 is low variance, 1 low bias."""
     norm_adv_by_std_in_grpo: bool = True
-    """Divide GRPO's advantages by the standard deviation of the group; false is Dr.GRPO (arXiv:2503.20783)."""
+    """Divide GRPO's advantages by the standard deviation of the group; false is Dr.GRPO
+    (arXiv:2503.20783)."""
     use_kl_in_reward: bool = False
-    """Subtract the KL divergence to the reference policy from the reward (PPO), with or without actor.use_kl_loss."""
+    """Subtract the KL divergence to the reference policy from the reward (PPO), with or without
+    actor.use_kl_loss."""
     kl_penalty: KlPenalty = "kl"
     """Per-token KL estimator in the reward: kl (k1), abs, mse (k2) or low_var_kl (k3)."""
     kl_ctrl: KlControlConfig = KlControlConfig()
@@ -152,12 +172,14 @@ class TrainerConfig(LoopConfig):
     total_epochs: PositiveInt = 30
     """Passes over the training prompts."""
     critic_warmup: Annotated[int, Field(ge=0)] = 0
-    """First training steps in which only the critic is updated; the actor's schedule counts the others."""
+    """First training steps in which only the critic is updated; the actor's schedule counts the
+    others."""
     max_staleness: Annotated[int, Field(ge=0)] = 0
-    """Most training steps between the weights that drew a token and those that are trained on it. With 0 a batch is
-    drawn with the weights that it trains. With 1 main_ppo generates the next responses while a step trains; the rollout
-    then needs a pool of its own. main_detached takes any number, and above 0 its trainers train each mini-batch as it
-    arrives, where ppo_epochs is 1 and the mini-batches of actor and critic are equally large."""
+    """Most training steps between the weights that drew a token and those that are trained on it.
+    With 0 a batch is drawn with the weights that it trains. With 1 main_ppo generates the next
+    responses while a step trains; the rollout then needs a pool of its own. main_detached takes any
+    number, and above 0 its trainers train each mini-batch as it arrives, where ppo_epochs is 1 and
+    the mini-batches of actor and critic are equally large."""
     log_val_generations: Annotated[int, Field(ge=0)] = 3
     """Validation responses that are shown with their scores."""
 
@@ -184,18 +206,24 @@ class PPOConfig(RunConfig):
     critic: CriticConfig
     reward_model: RewardModelConfig
     reward_models: dict[str, FurtherRewardModelConfig] = Field(default={})
-    """Further reward models by name, each a role with a place in role_mapping: reward_models.<name>.path and .weight, 1
-    by default. Their other settings are those of reward_model, which may be off."""
+    """Further reward models by name, each a role with a place in role_mapping:
+    reward_models.<name>.path and .weight, 1 by default. Their other settings are those of
+    reward_model, which may be off."""
     custom_reward_function: CustomRewardFunctionConfig = CustomRewardFunctionConfig()
     reward: RewardConfig = RewardConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     trainer: TrainerConfig
-    resource_pool_spec: dict[str, Annotated[tuple[PositiveInt, ...], Strict(False)]] = Field(default={})
-    """Pools by name, each a list of processes per node, e.g. {actor_pool: [8, 8]}. The placement preset fills it."""
+    resource_pool_spec: dict[str, Annotated[tuple[PositiveInt, ...], Strict(False)]] = Field(
+        default={}
+    )
+    """Pools by name, each a list of processes per node, e.g. {actor_pool: [8, 8]}. The placement
+    preset fills it."""
     role_mapping: dict[str, str] = Field(default={})
-    """Pool of each role, those of worker_classes included. The placement preset fills it for the built-in roles."""
+    """Pool of each role, those of worker_classes included. The placement preset fills it for the
+    built-in roles."""
     worker_classes: dict[str, str] = Field(default={})
-    """Import path, package.module.Class, of the worker of a new role, or of a subclass that replaces a built-in one."""
+    """Import path, package.module.Class, of the worker of a new role, or of a subclass that
+    replaces a built-in one."""
 
     @property
     def estimator_needs(self) -> frozenset[str]:
@@ -205,39 +233,59 @@ class PPOConfig(RunConfig):
     @property
     def loss_needs(self) -> frozenset[str]:
         """What the policy loss cannot do without."""
-        return required_inputs(get_policy_loss_fn(self.actor_rollout_ref.actor.policy_loss.loss_mode))
+        return required_inputs(
+            get_policy_loss_fn(self.actor_rollout_ref.actor.policy_loss.loss_mode)
+        )
 
     @property
     def needs_critic(self) -> bool:
-        """Whether values are estimated: `critic.enable`, or where that is null, if the estimator needs them."""
-        return "values" in self.estimator_needs if self.critic.enable is None else self.critic.enable
+        """Whether values are estimated: `critic.enable`, or where that is null, if the estimator
+        needs them."""
+        return (
+            "values" in self.estimator_needs if self.critic.enable is None else self.critic.enable
+        )
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a KL term, the estimator or the loss compares the policy with the reference policy."""
+        """Whether a KL term, the estimator or the loss compares the policy with the reference
+        policy."""
         uses_kl = self.algorithm.use_kl_in_reward or self.actor_rollout_ref.actor.use_kl_loss
         return uses_kl or "ref_log_prob" in self.estimator_needs | self.loss_needs
 
     @property
     def role_of_reference(self) -> str | None:
-        """The role that computes the reference's log-probabilities: the actor, if it has an adapter to take off."""
-        is_in_actor = self.actor_rollout_ref.model.lora_rank and Role.RefPolicy not in self.worker_classes
+        """The role that computes the reference's log-probabilities: the actor, if it has an adapter
+        to take off."""
+        is_in_actor = (
+            self.actor_rollout_ref.model.lora_rank and Role.RefPolicy not in self.worker_classes
+        )
         return (Role.Actor if is_in_actor else Role.RefPolicy) if self.needs_reference else None
 
     @property
     def needs_teacher(self) -> bool:
-        """Whether the loss learns from the model `teacher_path`. A custom role may be the teacher instead."""
-        return "teacher_log_prob" in self.loss_needs and self.actor_rollout_ref.teacher_model is not None
+        """Whether the loss learns from the model `teacher_path`. A custom role may be the teacher
+        instead."""
+        return (
+            "teacher_log_prob" in self.loss_needs
+            and self.actor_rollout_ref.teacher_model is not None
+        )
 
     @property
     def needs_old_log_probs(self) -> bool:
-        """Whether log-probabilities are computed before the update. If a batch is one optimizer step of the actor, its
-        forward pass gives them, unless the KL penalty in the reward, rollout corrections, an algorithm or a custom
-        actor class needs them before."""
-        actor, correction = self.actor_rollout_ref.actor, self.algorithm.rollout_correction
-        is_one_step = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size == self.data.train_batch_size
-        is_compared = self.algorithm.use_kl_in_reward or bool(correction.rollout_is or correction.rollout_rs)
-        inputs = {"old_log_probs", "sum_pi_squared", "selected_tokens"} & (self.estimator_needs | self.loss_needs)
+        """Whether log-probabilities are computed before the update. If a batch is one optimizer
+        step of the actor, its forward pass gives them, unless the KL penalty in the reward, rollout
+        corrections, an algorithm or a custom actor class needs them before."""
+        actor = self.actor_rollout_ref.actor
+        correction = self.algorithm.rollout_correction
+        is_one_step = (
+            actor.ppo_epochs == 1 and actor.ppo_mini_batch_size == self.data.train_batch_size
+        )
+        is_compared = self.algorithm.use_kl_in_reward or bool(
+            correction.rollout_is or correction.rollout_rs
+        )
+        inputs = {"old_log_probs", "sum_pi_squared", "selected_tokens"} & (
+            self.estimator_needs | self.loss_needs
+        )
         is_needed = is_compared or inputs or not is_one_step or Role.Actor in self.worker_classes
         return bool(is_needed) and not correction.bypass_mode
 
@@ -257,7 +305,8 @@ class PPOConfig(RunConfig):
 
     @property
     def active_roles(self) -> tuple[str, ...]:
-        """Roles that this run starts, built-in ones first; `role_mapping` may also hold built-in roles it does not."""
+        """Roles that this run starts, built-in ones first; `role_mapping` may also hold built-in
+        roles it does not."""
         needed = {
             Role.Actor: True,
             Role.Rollout: True,

@@ -1,4 +1,5 @@
-"""The configuration of training on examples: data, one model, and how a batch becomes an optimizer step."""
+"""The configuration of training on examples: data, one model, and how a batch becomes an optimizer
+step."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
@@ -19,14 +20,16 @@ class ExamplesConfig(ConfigModel):
     """Conversations, or pairs of them: where they are and how they become batches."""
 
     train_files: Annotated[Strings, Field(min_length=1)]
-    """Training rows: one file or a list of files (parquet, JSON, JSONL). Conversations have messages, or prompt and
-    response, for ILQL also score; pairs have prompt, chosen and rejected."""
+    """Training rows: one file or a list of files (parquet, JSON, JSONL). Conversations have
+    messages, or prompt and response, for ILQL also score; pairs have prompt, chosen and
+    rejected."""
     val_files: Strings = ()
     """Validation rows: one file or a list of files; none means no validation."""
     max_length: PositiveInt = 2048
     """Longest conversation in tokens."""
     overlong: Literal["error", "drop", "truncate"] = "error"
-    """What a row with a longer one does: error, it is left out, or what is too long is cut at its end."""
+    """What a row with a longer one does: error, it is left out, or what is too long is cut at its
+    end."""
     train_batch_size: PositiveInt = 64
     """Rows of one training step, which is one optimizer step, over all ranks."""
     shuffle: bool = True
@@ -85,15 +88,29 @@ def broken_supervised_rules(config: SupervisedConfig) -> Iterator[str]:
     metric = config.trainer.best_ckpt_metric
     if metric is not None and not config.data.val_files:
         yield f"trainer.best_ckpt_metric={metric} is a metric of the validation; set data.val_files"
-    ranks, shared = config.num_processes_of_run, config.training.ulysses_sequence_parallel_size
+    ranks = config.num_processes_of_run
+    shared = config.training.ulysses_sequence_parallel_size
     if config.model.fsdp_config.strategy == "single" and ranks > 1:
-        yield f"model.fsdp_config.strategy=single is for one process, and the run has {ranks} ranks; set ddp, or shard"
+        yield (
+            f"model.fsdp_config.strategy=single is for one process, and the run has {ranks} "
+            "ranks; set ddp, or shard"
+        )
     if ranks % shared:
         yield (
-            f"training.ulysses_sequence_parallel_size={shared} does not divide the {ranks} ranks (trainer.nnodes x "
-            "trainer.n_gpus_per_node)"
+            f"training.ulysses_sequence_parallel_size={shared} does not divide the {ranks} ranks "
+            "(trainer.nnodes x trainer.n_gpus_per_node)"
         )
     if shared > 1 and isinstance(config, RMConfig):
-        yield f"training.ulysses_sequence_parallel_size={shared}: a reward model reads whole sequences; set it to 1"
-    if isinstance(config, DPOConfig) and config.training.loss_type == "ipo" and config.training.label_smoothing:
-        yield f"training.label_smoothing={config.training.label_smoothing} has no effect on ipo: set it to 0"
+        yield (
+            f"training.ulysses_sequence_parallel_size={shared}: a reward model reads whole "
+            "sequences; set it to 1"
+        )
+    if (
+        isinstance(config, DPOConfig)
+        and config.training.loss_type == "ipo"
+        and config.training.label_smoothing
+    ):
+        yield (
+            f"training.label_smoothing={config.training.label_smoothing} has no effect on ipo: "
+            "set it to 0"
+        )

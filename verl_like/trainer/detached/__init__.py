@@ -1,1 +1,2 @@
-"""Makers and trainers that run detached; between them are the ledger, the buffers and the weights."""
+"""Makers and trainers that run detached; between them are the ledger, the buffers and the
+weights."""

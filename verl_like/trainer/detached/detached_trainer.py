@@ -20,7 +20,15 @@ from verl_like.trainer.config.roles import Role
 from verl_like.trainer.detached.buffer import ExperienceBuffer
 from verl_like.trainer.detached.comparisons import Comparisons
 from verl_like.trainer.detached.ledger import Ticket
-from verl_like.trainer.detached.side import EnvInfo, ModelFn, PushedWeights, Side, SideRecorder, remote, side_named
+from verl_like.trainer.detached.side import (
+    EnvInfo,
+    ModelFn,
+    PushedWeights,
+    Side,
+    SideRecorder,
+    remote,
+    side_named,
+)
 from verl_like.trainer.detached.weight_turns import WeightTurns
 from verl_like.trainer.loop.balancing import RowWork
 from verl_like.trainer.loop.experience import Experience, Update
@@ -29,7 +37,11 @@ from verl_like.trainer.ppo import engine_check
 from verl_like.trainer.ppo.inputs import load_ptx_dataset
 from verl_like.trainer.ppo.learner import Learner
 from verl_like.trainer.ppo.metrics import batch_metrics
-from verl_like.trainer.ppo.workers import build_resource_pools, build_role_worker_mapping, start_groups
+from verl_like.trainer.ppo.workers import (
+    build_resource_pools,
+    build_role_worker_mapping,
+    start_groups,
+)
 from verl_like.trainer.run.run_recorder import placement_rows
 from verl_like.trainer.state.checkpoint import Checkpoint, partial_of_step
 from verl_like.workers.config.joint_trainer import JointTrainer
@@ -39,12 +51,13 @@ from verl_like.workers.planning.flops import ModelCost
 
 @remote(concurrency_groups={"buffer": 32, "status": 1, "weights": 1, "turns": 32})
 class DetachedPPOTrainer(Side, TrainingLoop):
-    """The driver of one trainer, a named Ray actor, which pushes weights if it is the first of its model.
+    """The driver of one trainer, a named Ray actor, which pushes weights if it is the first of its
+    model.
 
     Its loop is that of every trainer. Its experience comes out of the buffer, and makers validate.
 
-    `experience_maker_holder_name_list` are the makers that get them; `env_info` says which of the trainers of the model
-    this is, and where they meet. The other arguments are those of `Side`.
+    `experience_maker_holder_name_list` are the makers that get them; `env_info` says which of the
+    trainers of the model this is, and where they meet. The other arguments are those of `Side`.
     """
 
     recorder: SideRecorder
@@ -60,7 +73,8 @@ class DetachedPPOTrainer(Side, TrainingLoop):
         fingerprints: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(config, model_fn, env_info, pools, fingerprints)
-        self.config, self.maker_names = config.of_trainer(self.name), experience_maker_holder_name_list
+        self.config = config.of_trainer(self.name)
+        self.maker_names = experience_maker_holder_name_list
         self.pushing = threading.Lock()
         room = self.config.data.train_batch_size * (config.trainer.max_staleness + 1)
         makers = () if self.index else experience_maker_holder_name_list
@@ -83,21 +97,26 @@ class DetachedPPOTrainer(Side, TrainingLoop):
         train_epochs: int | None = None,
         resumed: Checkpoint | None = None,
     ) -> int:
-        """Trains for `total_steps`, with a push of the weights after every `update_steps` and after the last.
+        """Trains for `total_steps`, with a push of the weights after every `update_steps` and after
+        the last.
 
-        The steps are by default `trainer.total_training_steps`, and `train_epochs`, the passes over one batch,
-        `ppo_epochs`. `resumed` goes on after its step. Returns the version of the weights.
+        The steps are by default `trainer.total_training_steps`, and `train_epochs`, the passes over
+        one batch, `ppo_epochs`. `resumed` goes on after its step. Returns the version of the
+        weights.
         """
         self.ends_after = self.total_steps = total_steps or self.config.num_steps_of_run
         self.update_steps = update_steps
         if train_epochs is not None:
-            epochs = {f"{part}.ppo_epochs": train_epochs for part in ("actor_rollout_ref.actor", "critic")}
+            epochs = {
+                f"{part}.ppo_epochs": train_epochs for part in ("actor_rollout_ref.actor", "critic")
+            }
             self.config = self.config.updated(epochs)
         with self.recorder.timer("starting"):
             self.start()
             if resumed:
                 self.recorder.notes += self.learner.restore(resumed.folder, resumed.step)
-        self.trained, self.global_step = self.learner.trained, self.learner.version
+        self.trained = self.learner.trained
+        self.global_step = self.learner.version
         self.push()
         return super().fit()
 
@@ -111,10 +130,12 @@ class DetachedPPOTrainer(Side, TrainingLoop):
         self.turns.end_step()  # now that no call of the workers is under way
 
     def take(self) -> Iterator[Experience]:
-        """The groups of the present step out of the buffer; mini-batch by mini-batch where that is the same."""
+        """The groups of the present step out of the buffer; mini-batch by mini-batch where that is
+        the same."""
         num_parts = self.config.num_parts_of_step
         num_groups = self.config.data.train_batch_size // num_parts
-        self.numbers, self.batches = [], []
+        self.numbers = []
+        self.batches = []
         for part in range(1, num_parts + 1):
             with self.recorder.timer("waiting for experience"):  # nothing trains meanwhile
                 numbers, batch = self.wait_for_groups(num_groups, version=self.global_step - 1)
@@ -129,8 +150,10 @@ class DetachedPPOTrainer(Side, TrainingLoop):
                 self.update.finish()
 
     def wait_for_groups(self, num_groups: int, version: int) -> tuple[list[int], DataProto]:
-        """Waits for what the step after `version` trains next, and then until the weights may change."""
-        # Longer than a call of a maker may take, so that a maker whose call hangs is given up first.
+        """Waits for what the step after `version` trains next, and then until the weights may
+        change."""
+        # Longer than a call of a maker may take, so that a maker whose call hangs is given up
+        # first.
         deadline_s = 2 * self.config.trainer.call_timeout_s
         taken = self.buffer.take(num_groups, version, deadline_s, self.turns.raise_failure)
         self.begin_step(version)
@@ -141,7 +164,8 @@ class DetachedPPOTrainer(Side, TrainingLoop):
         return self.update
 
     def metrics_of(self, experience: Experience) -> dict[str, Metric]:
-        """Those of the whole step when its last part is there, and what makers measured of the groups until then."""
+        """Those of the whole step when its last part is there, and what makers measured of the
+        groups until then."""
         part, num_parts = experience.batch.meta_info["part_of_step"]
         if part < num_parts:
             return {}
@@ -163,7 +187,8 @@ class DetachedPPOTrainer(Side, TrainingLoop):
         return {f"detached/{name}": Metric.max(count) for name, count in counts.items()}
 
     def hand_on(self) -> None:
-        """Pushes the weights, if it is their turn. Then makers may compare themselves with the actor again."""
+        """Pushes the weights, if it is their turn. Then makers may compare themselves with the
+        actor again."""
         if self.global_step % self.update_steps == 0 or self.global_step == self.total_steps:
             with self.recorder.timer("export_weights"):
                 self.push()
@@ -173,15 +198,18 @@ class DetachedPPOTrainer(Side, TrainingLoop):
         raise AssertionError("the first maker validates, with the versions that it has")
 
     def new_folder(self) -> Path:
-        """The folder of the run's checkpoint, into which other trainers may have written their parts."""
+        """The folder of the run's checkpoint, into which other trainers may have written their
+        parts."""
         return partial_of_step(self.recorder.run_dir, self.global_step)
 
     def state(self) -> dict[str, Any]:
-        """The ledger's when the step was done, from the last trainer that has done it; None from the others."""
+        """The ledger's when the step was done, from the last trainer that has done it; None from
+        the others."""
         return {"ledger": self.state_of_ledger}
 
     def begin_step(self, version: int) -> None:
-        """Before a step changes the weights, waits for makers whose engines are to be compared with them."""
+        """Before a step changes the weights, waits for makers whose engines are to be compared with
+        them."""
         if self.comparisons.in_step:
             return
         if self.comparisons.awaited and self.pushed and self.pushed.version < version:
@@ -190,8 +218,11 @@ class DetachedPPOTrainer(Side, TrainingLoop):
         self.turns.begin_step()  # makers load the weights before they are compared
 
     @ray.method(concurrency_group="weights")
-    def score_greedy(self, maker: str, version: int, drawn: list[DataProto]) -> list[torch.Tensor] | None:
-        """The actor's log-probabilities of what a maker's replicas drew with the weights of a version.
+    def score_greedy(
+        self, maker: str, version: int, drawn: list[DataProto]
+    ) -> list[torch.Tensor] | None:
+        """The actor's log-probabilities of what a maker's replicas drew with the weights of a
+        version.
 
         None if the actor has other weights by now.
         """
@@ -204,7 +235,8 @@ class DetachedPPOTrainer(Side, TrainingLoop):
 
     @ray.method(concurrency_group="turns")
     def hold_weights(self, maker: str) -> PushedWeights:
-        """The newest weights for a maker, by its name in the ledger; they stay as they are until `send_weights`.
+        """The newest weights for a maker, by its name in the ledger; they stay as they are until
+        `send_weights`.
 
         Waits until no step runs and no other maker loads. With `rollout.weight_transport=nccl`.
         """
@@ -218,18 +250,21 @@ class DetachedPPOTrainer(Side, TrainingLoop):
 
     @ray.method(concurrency_group="turns")
     def send_weights(self, maker: str, num_receivers: int) -> None:
-        """Sends the weights to the maker that holds them, whose `num_receivers` processes load them meanwhile."""
+        """Sends the weights to the maker that holds them, whose `num_receivers` processes load them
+        meanwhile."""
         with self.turns.loading(maker):
             self.groups[Role.Actor].send_weights.remote(num_receivers, maker).get()
 
     def start(self) -> None:
         """Starts the workers and loads the models."""
         config = self.config
-        synchronous = build_role_worker_mapping(config, own_classes={})  # of TRAINED there are no other classes
+        # Of TRAINED there are no other classes
+        synchronous = build_role_worker_mapping(config, own_classes={})
         built_in = {role: synchronous[role] for role in config.trainer_roles}
         mapping = dict(self.model_fn(config)) if self.model_fn else built_in
         pools = self.pools or build_resource_pools(config, list(mapping))
-        joint, world_size = None, int(self.env_info["world_size"])
+        joint = None
+        world_size = int(self.env_info["world_size"])
         if world_size > 1:
             address = str(self.env_info["master_addr"]), int(self.env_info["master_port"])
             joint = JointTrainer(self.index, world_size, *address)
@@ -244,32 +279,44 @@ class DetachedPPOTrainer(Side, TrainingLoop):
         self.require_same_inputs(config)
 
     @ray.method(concurrency_group="buffer")
-    def extend(self, maker: str, tickets: Sequence[Ticket], batch: DataProto, metrics: dict[str, Metric]) -> None:
+    def extend(
+        self, maker: str, tickets: Sequence[Ticket], batch: DataProto, metrics: dict[str, Metric]
+    ) -> None:
         """Takes the experience of some tickets, n rows each."""
         self.buffer.extend(maker, tickets, batch, metrics)
 
     def push(self) -> None:
-        """The first trainer exports the weights, of which each has whole copies, and gives all makers references."""
+        """The first trainer exports the weights, of which each has whole copies, and gives all
+        makers references."""
         if self.index:
             return
         self.export()
         for name in self.maker_names:
-            with contextlib.suppress(WorkerDied):  # when it was started again, it asks for what was pushed last
+            # When it was started again, it asks for what was pushed last
+            with contextlib.suppress(WorkerDied):
                 side_named(name).update_experience_maker.remote(self.pushed)
 
     def export(self) -> None:
         """Has the weights exported, for whoever asks for the newest ones."""
         version = self.learner.version
         with self.pushing:
-            futures = {role: group.export_weights.remote(version=version) for role, group in self.groups.items()}
-            exports = {role: ForwardedFuture(tuple(future.parts), future.collect) for role, future in futures.items()}
-            for future in futures.values():  # what is pushed has been exported; it stays with the workers
+            futures = {
+                role: group.export_weights.remote(version=version)
+                for role, group in self.groups.items()
+            }
+            exports = {
+                role: ForwardedFuture(tuple(future.parts), future.collect)
+                for role, future in futures.items()
+            }
+            # What is pushed has been exported; it stays with the workers
+            for future in futures.values():
                 future.finish()
             self.pushed = PushedWeights(version, exports)
         self.learner.actor.report_finished_calls()
 
     @ray.method(concurrency_group="weights")
     def newest_weights(self) -> PushedWeights | None:
-        """What was pushed last, for a maker that was started again or came too late; waits for a push that runs."""
+        """What was pushed last, for a maker that was started again or came too late; waits for a
+        push that runs."""
         with self.pushing:
             return self.pushed

@@ -1,4 +1,5 @@
-"""A maker of detached training: prompts in, experience out to the trainers, with the weights that they push."""
+"""A maker of detached training: prompts in, experience out to the trainers, with the weights that
+they push."""
 
 import contextlib
 import inspect
@@ -55,7 +56,8 @@ LOAD_TRIES = 3
 def maker_models(
     config: DetachedConfig, mapping: Mapping[str, RayClassWithInitArgs]
 ) -> dict[str, RayClassWithInitArgs]:
-    """The workers of a maker: of those of the synchronous run its roles, with copies in place of actor and critic."""
+    """The workers of a maker: of those of the synchronous run its roles, with copies in place of
+    actor and critic."""
     copies: dict[str, type] = {Role.Actor: ActorCopyWorker, Role.Critic: CriticCopyWorker}
     own = {role: mapping[role] for role in config.maker_roles}
     for role in own.keys() & copies.keys():
@@ -67,17 +69,24 @@ def maker_models(
 
 
 def check_maker(config: DetachedConfig, maker: type[ExperienceMaker], rollout: WorkerGroup) -> None:
-    """Raises ValueError for a plugin's maker, or rollout worker, of which a method would not be called."""
-    own = [name for name in ("make", "begin") if getattr(maker, name) is not getattr(ExperienceMaker, name)]
+    """Raises ValueError for a plugin's maker, or rollout worker, of which a method would not be
+    called."""
+    own = [
+        name
+        for name in ("make", "begin")
+        if getattr(maker, name) is not getattr(ExperienceMaker, name)
+    ]
     if own and config.detached.update_in_flight:
         raise ValueError(
-            f"the plugin's maker {maker.__name__} has its own {', '.join(own)}, which detached.update_in_flight=true "
-            "does not call, since it has the responses generated itself; set it to false"
+            f"the plugin's maker {maker.__name__} has its own {', '.join(own)}, which "
+            "detached.update_in_flight=true does not call, since it has the responses generated "
+            "itself; set it to false"
         )
     if config.detached.update_in_flight and rollout.generate_sequences.call_fn is None:
         raise ValueError(
-            f"the worker of {rollout.role} has its own generate_sequences, which detached.update_in_flight=true does "
-            "not call, since it sends requests; set it to false"
+            f"the worker of {rollout.role} has its own generate_sequences, which "
+            "detached.update_in_flight=true does not call, since it sends requests; set it to "
+            "false"
         )
 
 
@@ -92,7 +101,8 @@ class InFlight:
     """They were begun again."""
 
     def age(self, ages: Mapping[str, int]) -> float:
-        """Steps of the engine since the first of them was begun, infinite for a group that is not to be begun again.
+        """Steps of the engine since the first of them was begun, infinite for a group that is not
+        to be begun again.
 
         `ages` has those of unfinished responses.
         """
@@ -113,13 +123,16 @@ class PromptLoader:
         return cls(prompts, prompt_sampler(config, prompts))
 
     def load(self, tickets: Sequence[Ticket]) -> list[tuple[list[Ticket], DataProto]]:
-        """The prompts of some tickets, (B,) for those of each training step, whose number seeds the sampling."""
+        """The prompts of some tickets, (B,) for those of each training step, whose number seeds the
+        sampling."""
         batches = []
         size = self.sampler.batch_size
         for step, of_step in itertools.groupby(tickets, key=lambda ticket: ticket.number // size):
             its_tickets = list(of_step)
             epoch, rows = self.sampler.batch(step)
-            prompts = self.dataset.collate([self.dataset[rows[ticket.number % size]] for ticket in its_tickets], epoch)
+            prompts = self.dataset.collate(
+                [self.dataset[rows[ticket.number % size]] for ticket in its_tickets], epoch
+            )
             prompts.meta_info |= {"epoch": epoch, "global_steps": step + 1}
             batches.append((its_tickets, prompts))
         return batches
@@ -132,7 +145,8 @@ class ExperienceMakerHolder(Side):
     Args:
         detached_trainer_name_list: the trainers that get the experience, by the index in a ticket.
         env_info: which of the makers this is; the first one validates, see `trainer.test_freq`.
-        start: how often it has been started; with the number it has a name of its own in the ledger.
+        start: how often it has been started; with the number it has a name of its own in the
+            ledger.
         validated: the version that the maker whose place it takes validated last.
     """
 
@@ -148,11 +162,13 @@ class ExperienceMakerHolder(Side):
         fingerprints: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(config, model_fn, env_info, pools, fingerprints)
-        self.config, self.trainer_names = config.of_maker(self.name), detached_trainer_name_list
+        self.config = config.of_maker(self.name)
+        self.trainer_names = detached_trainer_name_list
         self.name_in_ledger = f"{self.name}.{start}"
         self.cleanup = contextlib.ExitStack()
         self.version = -1
-        """Of the weights that generate; -1 before the first push, and while the workers have not all the same."""
+        """Of the weights that generate; -1 before the first push, and while the workers have not
+        all the same."""
         self.validated = validated
         """The version that was validated last."""
         self.is_compared = False
@@ -180,13 +196,17 @@ class ExperienceMakerHolder(Side):
         self.require_same_inputs(self.config)
         return PromptLoader.of(self.config, inputs.train_dataset)
 
-    def workingloop(self, data_loader: PromptLoader | None = None, num_steps: int | None = None) -> int:
-        """Makes experience until the ledger has no prompt left, or `num_steps` times; returns how often."""
+    def workingloop(
+        self, data_loader: PromptLoader | None = None, num_steps: int | None = None
+    ) -> int:
+        """Makes experience until the ledger has no prompt left, or `num_steps` times; returns how
+        often."""
         with self.recorder.timer("starting"):
             loader = self.start()
         deadline_s = self.config.trainer.call_timeout_s
         patience_s = 3 * deadline_s  # longer than a trainer's, which may wait for another maker
-        done, waiting_since = 0, time.monotonic()
+        done = 0
+        waiting_since = time.monotonic()
         if newest := ask(self.trainer_names[0], "newest_weights", timeout=deadline_s):
             self.keep_newest(newest)
         while self.in_flight or num_steps is None or done < num_steps:
@@ -217,8 +237,13 @@ class ExperienceMakerHolder(Side):
                 done += self.advance()
             elif tickets:
                 done += 1
-            elif time.monotonic() - waiting_since > patience_s and self.ledger.seconds_since_loss() > patience_s:
-                waited_for = f"weights newer than version {self.version}, from {self.trainer_names[0]}"
+            elif (
+                time.monotonic() - waiting_since > patience_s
+                and self.ledger.seconds_since_loss() > patience_s
+            ):
+                waited_for = (
+                    f"weights newer than version {self.version}, from {self.trainer_names[0]}"
+                )
                 raise CallTimeout(self.name, "workingloop", patience_s, waited_for)
             else:
                 with self.recorder.timer("waiting for weights"), self.has_pushed:
@@ -229,11 +254,13 @@ class ExperienceMakerHolder(Side):
         return done
 
     def compare_engines(self) -> None:
-        """Raises EngineMismatch unless replicas, and the copy of the actor, compute the model of the first trainer.
+        """Raises EngineMismatch unless replicas, and the copy of the actor, compute the model of
+        the first trainer.
 
         Where that has other weights by now, they are compared with the next ones.
         """
-        groups, config = self.run.groups, self.config
+        groups = self.run.groups
+        config = self.config
         drawn = engine_check.draw(groups[Role.Rollout], self.run.train_dataset)
         if not drawn:
             self.recorder.say(engine_check.UNKNOWN_ROLLOUT)
@@ -253,14 +280,21 @@ class ExperienceMakerHolder(Side):
     def submit(self, tickets: Sequence[Ticket], prompts: DataProto) -> None:
         """Has the responses to (B,) prompts generated beside those in flight."""
         router = router_of(self.run.groups[Role.Rollout])
-        for row, (ticket, uid) in enumerate(zip(tickets, prompts.non_tensor_batch["uid"], strict=True)):
+        for row, (ticket, uid) in enumerate(
+            zip(tickets, prompts.non_tensor_batch["uid"], strict=True)
+        ):
             prompt = prompts.rows(row, row + 1)
             self.in_flight[uid] = InFlight(ticket, prompt, router.call(prompt))
 
     def restart_young(self) -> None:
-        """Begins the youngest of the responses in flight again with the weights just loaded, each once at most."""
+        """Begins the youngest of the responses in flight again with the weights just loaded, each
+        once at most."""
         ages = router_of(self.run.groups[Role.Rollout]).ages()
-        young = [group for group in self.in_flight.values() if group.age(ages) < self.config.detached.restart_below]
+        young = [
+            group
+            for group in self.in_flight.values()
+            if group.age(ages) < self.config.detached.restart_below
+        ]
         for group in young:
             group.responses.call.begin_again()
             group.is_renewed = True
@@ -268,11 +302,13 @@ class ExperienceMakerHolder(Side):
         self.ledger.renew(self.name_in_ledger, tickets, self.version)
 
     def advance(self) -> int:
-        """Makes experience of the responses in flight that have ended, and sends it. Returns how often it made some.
+        """Makes experience of the responses in flight that have ended, and sends it. Returns how
+        often it made some.
 
         The engine goes on meanwhile. Where none has ended, this waits for a moment.
         """
-        router, maker = router_of(self.run.groups[Role.Rollout]), self.run.maker
+        router = router_of(self.run.groups[Role.Rollout])
+        maker = self.run.maker
         with self.recorder.timer("making experience"):
             router.wait_for_any([group.responses.call for group in self.in_flight.values()], POLL_S)
             uids = [uid for uid, group in self.in_flight.items() if group.responses.done()]
@@ -282,8 +318,13 @@ class ExperienceMakerHolder(Side):
             prompts = DataProto.concat([group.prompt.select(meta_info_keys=[]) for group in ended])
             prompts.meta_info = dict(ended[0].prompt.meta_info)
             responses = concat_samples([group.responses.get() for group in ended])
-            generation = Future(LocalCall([], [Part(None, responses)], None), lambda outputs: outputs[0])
-            self.send([group.ticket for group in ended], maker.complete(maker.sample(prompts, None, generation)))
+            generation = Future(
+                LocalCall([], [Part(None, responses)], None), lambda outputs: outputs[0]
+            )
+            self.send(
+                [group.ticket for group in ended],
+                maker.complete(maker.sample(prompts, None, generation)),
+            )
         return 1
 
     def send(self, tickets: Sequence[Ticket], experience: Experience) -> None:
@@ -292,7 +333,8 @@ class ExperienceMakerHolder(Side):
         if self.config.algorithm.use_kl_in_reward:
             self.ledger.keep_kl_coef(self.version, self.run.maker.kl_controller.value)
         n = self.config.actor_rollout_ref.rollout.n
-        # What a reward function returns beside the score may differ from call to call, and nothing learns from it.
+        # What a reward function returns beside the score may differ from call to call, and nothing
+        # learns from it.
         batch = experience.batch.select(non_tensor_batch_keys=["uid", "policy_version"])
         if self.config.algorithm.rollout_correction.bypass_mode:
             batch.batch.pop("old_log_probs")  # the trainer has them as rollout_log_probs
@@ -304,7 +346,11 @@ class ExperienceMakerHolder(Side):
                 is_its_own = np.isin(samples.sample_of_row.numpy() // n, places)
                 its_rows = batch if is_its_own.all() else batch.select_idxs(is_its_own)
                 its_tickets = [tickets[place] for place in places]
-                self.sent[side_named(name).extend.remote(self.name_in_ledger, its_tickets, its_rows, metrics)] = name
+                self.sent[
+                    side_named(name).extend.remote(
+                        self.name_in_ledger, its_tickets, its_rows, metrics
+                    )
+                ] = name
                 metrics = {}  # they count once
 
     def wait_for_sent(self) -> None:
@@ -316,7 +362,9 @@ class ExperienceMakerHolder(Side):
                 try:
                     ray.get(reference, timeout=max(0.0, deadline - time.monotonic()))
                 except ray.exceptions.GetTimeoutError:
-                    raise CallTimeout(self.name, "send", deadline_s, f"its experience to arrive at {name}") from None
+                    raise CallTimeout(
+                        self.name, "send", deadline_s, f"its experience to arrive at {name}"
+                    ) from None
                 except GONE as error:
                     raise side_died(name, "extend", error) from None
         self.sent = {}
@@ -335,9 +383,9 @@ class ExperienceMakerHolder(Side):
     def load_newest_weights(self) -> None:
         """Takes what was pushed last to the engines and the copies, all under one version.
 
-        Where a trainer that died has taken a part of it along, the maker stays on the version that it has. Where a part
-        was overwritten by newer weights, the maker takes those, all of them. Raises WorkerError if a part is lost, or
-        overwritten each of `LOAD_TRIES` times.
+        Where a trainer that died has taken a part of it along, the maker stays on the version that
+        it has. Where a part was overwritten by newer weights, the maker takes those, all of them.
+        Raises WorkerError if a part is lost, or overwritten each of `LOAD_TRIES` times.
         """
         deadline_s = self.config.trainer.call_timeout_s
         for tries_left in reversed(range(LOAD_TRIES)):
@@ -346,24 +394,34 @@ class ExperienceMakerHolder(Side):
             with self.recorder.timer("update_weights"):
                 if self.config.actor_rollout_ref.rollout.sends_directly:
                     weights = self.hold_weights()
-                headers = [part.header for export in weights.exports.values() for part in export.parts]
+                headers = [
+                    part.header for export in weights.exports.values() for part in export.parts
+                ]
                 try:
                     ray.get(headers, timeout=deadline_s)
                 except ray.exceptions.GetTimeoutError:
-                    waited_for = f"weights of version {weights.version}, from {self.trainer_names[0]}"
-                    raise CallTimeout(self.name, "load_newest_weights", deadline_s, waited_for) from None
+                    waited_for = (
+                        f"weights of version {weights.version}, from {self.trainer_names[0]}"
+                    )
+                    raise CallTimeout(
+                        self.name, "load_newest_weights", deadline_s, waited_for
+                    ) from None
                 except ray.exceptions.RayError:  # the run ends anyway, because a trainer has died
                     return
                 try:
                     drain = {"drain": False} if self.config.detached.update_in_flight else {}
                     self.run.maker.load_weights(self.weights_of_actor(weights), **drain)
                     for role in self.run.groups.keys() & set(TRAINED):
-                        self.run.groups[role].load_weights(weights.exports[role], version=weights.version)
+                        self.run.groups[role].load_weights(
+                            weights.exports[role], version=weights.version
+                        )
                 except WorkerError as error:
                     self.version = -1  # some workers may have the new weights and others not
                     if not tries_left or StaleWeightsError.__name__ not in error.headline():
                         raise
-                    newest: PushedWeights = ask(self.trainer_names[0], "newest_weights", timeout=deadline_s)
+                    newest: PushedWeights = ask(
+                        self.trainer_names[0], "newest_weights", timeout=deadline_s
+                    )
                     if newest.version == weights.version:
                         raise
                     self.keep_newest(newest)
@@ -373,24 +431,35 @@ class ExperienceMakerHolder(Side):
 
     def hold_weights(self) -> PushedWeights:
         """The newest weights, which the first trainer does not change before it has sent them."""
-        deadline_s = 3 * self.config.trainer.call_timeout_s  # a step of the trainer may be under way
+        # A step of the trainer may be under way
+        deadline_s = 3 * self.config.trainer.call_timeout_s
         return ask(self.trainer_names[0], "hold_weights", self.name_in_ledger, timeout=deadline_s)
 
     def weights_of_actor(self, weights: PushedWeights) -> Weights:
-        """What the engines load; where the trainer waits for them, it sends the values meanwhile."""
+        """What the engines load; where the trainer waits for them, it sends the values
+        meanwhile."""
 
         def send(num_receivers: int) -> Question:
             arguments = self.name_in_ledger, num_receivers
             deadline_s = self.config.trainer.call_timeout_s
-            return Question.asked(self.trainer_names[0], "send_weights", *arguments, timeout=deadline_s)
+            return Question.asked(
+                self.trainer_names[0], "send_weights", *arguments, timeout=deadline_s
+            )
 
         return Weights(weights.exports[Role.Actor], weights.version, send, weights.address)
 
     def validation_is_due(self) -> bool:
-        """Whether this maker is to validate: before training, and with the first version after every `test_freq`."""
-        trainer, version = self.config.trainer, self.version
-        passed = trainer.test_freq > 0 and version // trainer.test_freq > max(0, self.validated) // trainer.test_freq
-        return self.index == 0 and (passed if version > 0 else trainer.val_before_train and self.validated < version)
+        """Whether this maker is to validate: before training, and with the first version after
+        every `test_freq`."""
+        trainer = self.config.trainer
+        version = self.version
+        passed = (
+            trainer.test_freq > 0
+            and version // trainer.test_freq > max(0, self.validated) // trainer.test_freq
+        )
+        return self.index == 0 and (
+            passed if version > 0 else trainer.val_before_train and self.validated < version
+        )
 
     def validate(self) -> None:
         """Validates with the weights that this maker has, for the next report."""

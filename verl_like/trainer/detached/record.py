@@ -1,4 +1,5 @@
-"""The record of a detached run: what makers and trainers report is written in the order of the training steps."""
+"""The record of a detached run: what makers and trainers report is written in the order of the
+training steps."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -12,10 +13,12 @@ from verl_like.trainer.state.checkpoint import PendingCheckpoint, partial_of_ste
 
 
 class DetachedRecord:
-    """Writes a step when all trainers have done it, a validation after its step, and completes checkpoints."""
+    """Writes a step when all trainers have done it, a validation after its step, and completes
+    checkpoints."""
 
     def __init__(self, config: DetachedConfig, recorder: RunRecorder) -> None:
-        self.config, self.recorder = config, recorder
+        self.config = config
+        self.recorder = recorder
         resumed = recorder.resumed.checkpoint if recorder.resumed else None
         self.rows: dict[int, list[tuple[Mapping[str, Metric], float]]] = defaultdict(list)
         """What the trainers that have done a step reported of it, see `SideRecorder.rows`."""
@@ -54,8 +57,11 @@ class DetachedRecord:
 
     def log(self) -> None:
         """Writes what is complete, after makers too have said how long they waited until then."""
-        for step in [step for step, rows in self.rows.items() if len(rows) == len(self.config.trainer_names)]:
-            self.commit_checkpoint()  # the one before, which trainers wait for before they save again
+        for step in [
+            step for step, rows in self.rows.items() if len(rows) == len(self.config.trainer_names)
+        ]:
+            # The one before, which trainers wait for before they save again
+            self.commit_checkpoint()
             self.log_validations(step - 1)
             self.log_step(step)
             if states := self.states.pop(step, []):
@@ -73,36 +79,49 @@ class DetachedRecord:
         """Writes the metrics of a step, which all trainers have done."""
         rows, ended = zip(*self.rows.pop(step), strict=True)
         values = metric_values(merge_metrics(rows))
-        values |= {"training/global_step": step} | self.idle_shares(max(ended), values["timing_s/step"])
+        values |= {"training/global_step": step} | self.idle_shares(
+            max(ended), values["timing_s/step"]
+        )
         self.recorder.timeline.start_step(step)
         self.recorder.tracking.log(values, step)
         self.recorder.console.show_step(step, self.config.num_steps_of_run, values)
         self.step = step
 
     def begin_checkpoint(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Keeps the state of the step written last, which the trainers saved, until their files are written."""
+        """Keeps the state of the step written last, which the trainers saved, until their files are
+        written."""
         (ledger,) = [each["ledger"] for each in states if each["ledger"]]
         state = {"ledger": ledger, "validated": self.validated} | self.recorder.state_of_record()
         # Not with the recorder: a run that ends now would complete it.
-        self.begun = PendingCheckpoint(partial_of_step(self.recorder.run_dir, self.step), self.step, state, {})
+        self.begun = PendingCheckpoint(
+            partial_of_step(self.recorder.run_dir, self.step), self.step, state, {}
+        )
 
     def commit_checkpoint(self) -> None:
         """Makes what was begun a checkpoint, if all trainers have written their files."""
         if self.begun and len(self.files[self.begun.step]) == len(self.config.trainer_names):
             parts = self.files.pop(self.begun.step)
             self.begun.written = {name: digest for files in parts for name, digest in files.items()}
-            self.recorder.pending, self.begun = self.begun, None
+            self.recorder.pending = self.begun
+            self.begun = None
             self.recorder.commit_checkpoint(wait=True)
 
     def renew_checkpoint(self) -> None:
         """Adds the validations since then to the checkpoint of the step written last."""
-        self.recorder.renew_checkpoint(self.step, {"validated": self.validated} | self.recorder.state_of_record())
+        self.recorder.renew_checkpoint(
+            self.step, {"validated": self.validated} | self.recorder.state_of_record()
+        )
 
     def idle_shares(self, ended: float, seconds: float) -> dict[str, float]:
         """In which share of a step's `seconds`, until it `ended`, each side waited for others."""
         shares = {}
         for name, waits in self.waits.items():
-            self.waits[name] = within = {start: end for start, end in waits.items() if end > ended - seconds}
-            waited_s = sum(max(0.0, min(end, ended) - max(start, ended - seconds)) for start, end in within.items())
+            self.waits[name] = within = {
+                start: end for start, end in waits.items() if end > ended - seconds
+            }
+            waited_s = sum(
+                max(0.0, min(end, ended) - max(start, ended - seconds))
+                for start, end in within.items()
+            )
             shares[f"detached/idle/{name}"] = waited_s / seconds
         return shares

@@ -1,4 +1,5 @@
-"""Detached training for the run shell: starts makers and trainers, collects their record, replaces makers that fail."""
+"""Detached training for the run shell: starts makers and trainers, collects their record, replaces
+makers that fail."""
 
 import contextlib
 import os
@@ -49,7 +50,10 @@ DISPLAY = replace(
         ("idle maker", ("detached/idle/maker_0",), "{:.0%}"),
         ("idle trainer", ("detached/idle/trainer_0",), "{:.0%}"),
     ),
-    charts=(*PPO_DISPLAY.charts, ("Waiting for others, and the brake", ("detached/idle/", "detached/brake"), "share")),
+    charts=(
+        *PPO_DISPLAY.charts,
+        ("Waiting for others, and the brake", ("detached/idle/", "detached/brake"), "share"),
+    ),
     phases=("waiting_for_experience", "update", "export_weights", "save_checkpoint"),
 )
 """What PPO shows, with the phases of a trainer, and which side waits for the other."""
@@ -70,51 +74,77 @@ def check_detached_inputs(config: DetachedConfig, cleanup: contextlib.ExitStack)
     with contextlib.ExitStack() as until_checked:
         inputs = check_inputs(config.with_all_pools(), until_checked)
     steps = inputs.config.trainer.total_training_steps
-    return replace(inputs, config=config.updated({"trainer.total_training_steps": steps}), scorer=None)
+    return replace(
+        inputs, config=config.updated({"trainer.total_training_steps": steps}), scorer=None
+    )
 
 
 def check_trainer(trainer: type[RayPPOTrainer]) -> None:
     """Raises ValueError for a plugin's trainer, which detached training has no use for.
 
-    One that changes only what a MakerDriver has is accepted where the plugin has a driver, too: that is for the makers,
-    and the trainer for main_ppo.
+    One that changes only what a MakerDriver has is accepted where the plugin has a driver, too:
+    that is for the makers, and the trainer for main_ppo.
     """
     if trainer is RayPPOTrainer:
         return
-    names = [name for name in dir(RayPPOTrainer) if not name.startswith("_") or name in ("__init__", "__post_init__")]
-    own = [name for name in names if getattr_static(trainer, name) is not getattr_static(RayPPOTrainer, name)]
+    names = [
+        name
+        for name in dir(RayPPOTrainer)
+        if not name.startswith("_") or name in ("__init__", "__post_init__")
+    ]
+    own = [
+        name
+        for name in names
+        if getattr_static(trainer, name) is not getattr_static(RayPPOTrainer, name)
+    ]
     of_makers = [name for name in own if name in OF_MAKERS]
     if get_maker_driver() is not MakerDriver and own == of_makers:
         return
     driver = (
-        "a subclass of MakerDriver that is registered with register_maker_driver of verl_like.trainer.ppo.maker_driver"
+        "a subclass of MakerDriver that is registered with register_maker_driver of "
+        "verl_like.trainer.ppo.maker_driver"
     )
-    what = f"the plugin's trainer {trainer.__name__}" + (f", which has its own {', '.join(own)}" if own else "")
+    what = f"the plugin's trainer {trainer.__name__}" + (
+        f", which has its own {', '.join(own)}" if own else ""
+    )
     advice = f"give {', '.join(of_makers)} to {driver}, too, " if of_makers else ""
-    raise ValueError(f"detached training does not call {what}: {advice}train with main_ppo, or without the plugin")
+    raise ValueError(
+        f"detached training does not call {what}: {advice}train with main_ppo, or without the "
+        "plugin"
+    )
 
 
 def check_shared_memory(pools: Sequence[RayResourcePool]) -> None:
-    """Raises PlacementError unless all processes of the pools, which are reserved, are on one node."""
+    """Raises PlacementError unless all processes of the pools, which are reserved, are on one
+    node."""
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-    groups = {pool.name: map(ray.util.placement_group_table, pool.get_placement_groups()) for pool in pools}
+    groups = {
+        pool.name: map(ray.util.placement_group_table, pool.get_placement_groups())
+        for pool in pools
+    }
     nodes = {
         name: {addresses[node] for table in tables for node in table["bundles_to_node_id"].values()}
         for name, tables in groups.items()
     }
     if len(set().union(*nodes.values())) > 1:
-        places = "; ".join(f"{name} on {', '.join(sorted(its_nodes))}" for name, its_nodes in nodes.items())
+        places = "; ".join(
+            f"{name} on {', '.join(sorted(its_nodes))}" for name, its_nodes in nodes.items()
+        )
         raise PlacementError(
-            f"actor_rollout_ref.rollout.weight_transport=shared_memory is for one node, but there are {places}: set "
-            "gloo or object_store"
+            "actor_rollout_ref.rollout.weight_transport=shared_memory is for one node, but there "
+            f"are {places}: set gloo or object_store"
         )
 
 
 def fit(inputs: PPOInputs, recorder: RunRecorder) -> None:
     """Trains to the end."""
-    # Makers check their inputs again. With the address they leave out what is of a Ray that is started on this machine.
+    # Makers check their inputs again. With the address they leave out what is of a Ray that is
+    # started on this machine.
     address = ray.get_runtime_context().gcs_address
-    values = {"trainer.default_local_dir": str(recorder.run_dir), "ray_kwargs.ray_init.address": address}
+    values = {
+        "trainer.default_local_dir": str(recorder.run_dir),
+        "ray_kwargs.ray_init.address": address,
+    }
     config: Any = inputs.config.updated(values)
     run = DetachedRun(config, recorder)
     run.start()
@@ -133,18 +163,26 @@ def fit(inputs: PPOInputs, recorder: RunRecorder) -> None:
 
 
 class DetachedRun:
-    """The processes of a run. Experience and weights travel between them; this process sees numbers and metrics."""
+    """The processes of a run. Experience and weights travel between them; this process sees numbers
+    and metrics."""
 
     def __init__(self, config: DetachedConfig, recorder: RunRecorder) -> None:
-        self.config, self.recorder = config, recorder
+        self.config = config
+        self.recorder = recorder
         self.fingerprints = read_fingerprints(recorder.run_dir)
         makers = {name: (config.of_maker(name), config.maker_roles) for name in config.maker_names}
-        trainers = {name: (config.of_trainer(name), config.trainer_roles) for name in config.trainer_names}
-        self.pools = {name: build_resource_pools(*side) for name, side in (trainers | makers).items()}
+        trainers = {
+            name: (config.of_trainer(name), config.trainer_roles) for name in config.trainer_names
+        }
+        self.pools = {
+            name: build_resource_pools(*side) for name, side in (trainers | makers).items()
+        }
         self.actors: dict[str, Any] = {}
         self.loops: dict[str, Any] = {}
         """The reference to each maker's and trainer's loop, as long as it runs."""
-        self.restarts_left = Counter(dict.fromkeys(config.maker_names, config.detached.max_restarts))
+        self.restarts_left = Counter(
+            dict.fromkeys(config.maker_names, config.detached.max_restarts)
+        )
         self.starts: Counter[str] = Counter()
         """How often each maker was started."""
         self.reports: dict[str, SideRecorder] = {}
@@ -154,14 +192,18 @@ class DetachedRun:
         self.last_step = -1
         """The step after which a run ends that SIGTERM ends; -1 before."""
         self.failure: Exception | None = None
-        """Of a maker, when all steps were trained; it ends the run after the trainers have written their files."""
+        """Of a maker, when all steps were trained; it ends the run after the trainers have written
+        their files."""
 
     def start(self) -> None:
         """Starts ledger, trainers and makers, and their loops."""
-        config, detached = self.config, self.config.detached
+        config = self.config
+        detached = self.config.detached
         steps = config.trainer.total_training_steps
         # Together, because one side could take the only node that has room for another.
-        reserve([pool for pools in self.pools.values() for pool in pools.resource_pool_dict.values()])
+        reserve(
+            [pool for pools in self.pools.values() for pool in pools.resource_pool_dict.values()]
+        )
         ledger_class: Any = ray.remote(PromptLedger)
         self.actors[LEDGER] = ledger_class.options(name=LEDGER, num_cpus=0).remote(
             steps,
@@ -171,12 +213,19 @@ class DetachedRun:
             max_staleness=config.trainer.max_staleness,
         )
         trainer_class: Any = DetachedPPOTrainer
-        host, port, count = ray.util.get_node_ip_address(), 0, detached.num_trainers
+        host = ray.util.get_node_ip_address()
+        port = 0
+        count = detached.num_trainers
         if count > 1:  # where the processes of all trainers meet; it lives as long as this object
             self.store = open_store(host)
             port = self.store.port
         for index, name in enumerate(config.trainer_names):
-            env_info = {"rank": index, "world_size": count, "master_addr": host, "master_port": port}
+            env_info = {
+                "rank": index,
+                "world_size": count,
+                "master_addr": host,
+                "master_port": port,
+            }
             actor = trainer_class.options(name=name, num_cpus=0).remote(
                 config,
                 config.maker_names,
@@ -194,7 +243,10 @@ class DetachedRun:
     def start_maker(self, name: str) -> None:
         """Starts a maker and its loop; the first one validates."""
         self.starts[name] += 1
-        env_info = {"rank": self.config.maker_names.index(name), "world_size": len(self.config.maker_names)}
+        env_info = {
+            "rank": self.config.maker_names.index(name),
+            "world_size": len(self.config.maker_names),
+        }
         maker_class: Any = ExperienceMakerHolder
         self.pools[name].create_resource_pool()
         if self.config.actor_rollout_ref.rollout.weight_transport == "shared_memory":
@@ -213,8 +265,8 @@ class DetachedRun:
         self.loops[name] = actor.workingloop.remote()
 
     def watch(self) -> None:
-        """Until all loops have ended. Raises what ended a trainer, or a maker more often than `max_restarts`; where all
-        steps are trained then, after the last checkpoint is complete."""
+        """Until all loops have ended. Raises what ended a trainer, or a maker more often than
+        `max_restarts`; where all steps are trained then, after the last checkpoint is complete."""
         while self.loops:
             ended, _ = ray.wait(list(self.loops.values()), timeout=POLL_S)
             names = {loop: name for name, loop in self.loops.items()}
@@ -232,16 +284,24 @@ class DetachedRun:
             raise self.failure
 
     def end_early(self) -> None:
-        """SIGTERM came: ends the run after the first step that no trainer has done, or after its last validation."""
+        """SIGTERM came: ends the run after the first step that no trainer has done, or after its
+        last validation."""
         self.last_step = ask(LEDGER, "end", timeout=ANSWER_S)
         if self.record.step == self.last_step:
-            said = "SIGTERM: the run has its last checkpoint and ends after its last validation; a second one ends it."
+            said = (
+                "SIGTERM: the run has its last checkpoint and ends after its last validation; a "
+                "second one ends it."
+            )
         else:
-            said = f"SIGTERM: the run ends with the checkpoint of step {self.last_step}; a second one ends it without."
+            said = (
+                f"SIGTERM: the run ends with the checkpoint of step {self.last_step}; a second "
+                "one ends it without."
+            )
         self.recorder.say(said)
 
     def counts(self) -> Any:
-        """What became of every prompt, by its name. Raises CallTimeout or WorkerDied if the ledger does not answer."""
+        """What became of every prompt, by its name. Raises CallTimeout or WorkerDied if the ledger
+        does not answer."""
         try:
             return ask(LEDGER, "counts", timeout=ANSWER_S)
         except (CallTimeout, WorkerDied) as error:
@@ -262,7 +322,10 @@ class DetachedRun:
             if isinstance(cause, RewardError | EngineMismatch):
                 self.give_up(name, cause)
                 return
-            if isinstance(cause, WorkerDied | CallTimeout) and cause.role in {*self.config.trainer_names, LEDGER}:
+            if isinstance(cause, WorkerDied | CallTimeout) and cause.role in {
+                *self.config.trainer_names,
+                LEDGER,
+            }:
                 name = cause.role  # another side, which is dead or does not answer, ended the loop
             if not isinstance(cause, WorkerError | CallTimeout):
                 cause = WorkerError(name, 0, *self.place_of(name), "its loop", str(error))
@@ -283,7 +346,9 @@ class DetachedRun:
             return
         self.reports[name] = report
         placement = [row for each in self.reports.values() for row in each.placement]
-        is_placed = len(self.reports) == len(self.pools) and all(each.placement for each in self.reports.values())
+        is_placed = len(self.reports) == len(self.pools) and all(
+            each.placement for each in self.reports.values()
+        )
         if is_placed and placement != self.recorder.placement:
             self.recorder.show_placement(placement)
         self.record.add(name, report)
@@ -299,9 +364,14 @@ class DetachedRun:
         Raises the error, which ends the run, for other sides, and where the maker would fail again.
         """
         if isinstance(error, WorkerDied) and error.role == name:
-            error = WorkerDied(name, 0, *self.place_of(name), error.method, error.cause, error.shortage)
-        # Memory that was short for an allocation, where nothing was killed, is short again for the same prompts.
-        stays = type(error) is WorkerError and bool(error.method in WOULD_FAIL_AGAIN or error.shortage)
+            error = WorkerDied(
+                name, 0, *self.place_of(name), error.method, error.cause, error.shortage
+            )
+        # Memory that was short for an allocation, where nothing was killed, is short again for the
+        # same prompts.
+        stays = type(error) is WorkerError and bool(
+            error.method in WOULD_FAIL_AGAIN or error.shortage
+        )
         if stays or not self.restarts_left[name]:
             error.add_note(f"This ended {name}.")
             self.give_up(name, error)
@@ -314,7 +384,9 @@ class DetachedRun:
         with contextlib.suppress(ValueError):  # there is no actor of this name any more
             while ray.get_actor(name):
                 if time.monotonic() > deadline:
-                    error.add_note(f"{name} was killed, but its process did not end within {ANSWER_S:g} s.")
+                    error.add_note(
+                        f"{name} was killed, but its process did not end within {ANSWER_S:g} s."
+                    )
                     raise error
                 time.sleep(POLL_S)
         self.loops.pop(name, None)
@@ -323,8 +395,11 @@ class DetachedRun:
         self.start_maker(name)
 
     def give_up(self, name: str, error: Exception) -> None:
-        """Raises the error; that of a maker when all steps are trained is left to the end of `watch`."""
-        if name not in self.config.maker_names or not ask(LEDGER, "has_trained_all", timeout=ANSWER_S):
+        """Raises the error; that of a maker when all steps are trained is left to the end of
+        `watch`."""
+        if name not in self.config.maker_names or not ask(
+            LEDGER, "has_trained_all", timeout=ANSWER_S
+        ):
             raise error from None
         self.failure = self.failure or error
         self.loops.pop(name, None)
@@ -346,12 +421,14 @@ class DetachedRun:
         return "".join(found)
 
     def remove(self, name: str) -> None:
-        """Stops what is left of a side, and by freeing its pools its workers, which Ray would stop later."""
+        """Stops what is left of a side, and by freeing its pools its workers, which Ray would stop
+        later."""
         ray.kill(self.actors[name])
         node, pid = self.place_of(name)
         if node == ray.util.get_node_ip_address():
             with contextlib.suppress(OSError):  # it has ended
-                # If it is stopped, it ends as it goes on: Ray's own kill may miss the fork of a `WorkerTemplate`.
+                # If it is stopped, it ends as it goes on: Ray's own kill may miss the fork of a
+                # `WorkerTemplate`.
                 os.kill(pid, signal.SIGCONT)
         for pool in self.pools[name].resource_pool_dict.values() if name in self.pools else ():
             pool.release()
@@ -364,6 +441,7 @@ class DetachedRun:
             starts = Counter(self.starts)
             self.loops = {name: self.actors[name].finish.remote(steps) for name in left}
             self.watch()
-            # One that failed meanwhile was started again, for which its working loop has ended, but not `finish`.
+            # One that failed meanwhile was started again, for which its working loop has ended, but
+            # not `finish`.
             left = [name for name in left if self.starts[name] > starts[name]]
         self.record.renew_checkpoint()

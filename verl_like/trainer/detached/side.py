@@ -1,4 +1,5 @@
-"""What makers and trainers have in common: how they are found, what they send each other, and what they record."""
+"""What makers and trainers have in common: how they are found, what they send each other, and what
+they record."""
 
 import functools
 import os
@@ -39,13 +40,15 @@ remote: Any = ray.remote  # whose type does not know concurrency groups
 ModelFn = Callable[[DetachedConfig], Mapping[str, RayClassWithInitArgs]]
 """(configuration) -> the worker class of each role that a maker or a trainer runs."""
 EnvInfo = Mapping[str, str | int]
-"""`rank` and `world_size`: which of the makers, or of the trainers, a side is, and how many there are. Several trainers
-meet in the store at `master_addr` and `master_port`, see `JointTrainer`; makers do not meet."""
+"""`rank` and `world_size`: which of the makers, or of the trainers, a side is, and how many there
+are. Several trainers meet in the store at `master_addr` and `master_port`, see `JointTrainer`;
+makers do not meet."""
 
 
 @dataclass(frozen=True)
 class PushedWeights:
-    """The weights of one version: what each trained role exported, as an argument of any driver's worker groups."""
+    """The weights of one version: what each trained role exported, as an argument of any driver's
+    worker groups."""
 
     version: int
     exports: Mapping[str, ForwardedFuture]
@@ -63,14 +66,17 @@ class SideRecorder:
     name: str
     events: deque[CallEvent] = field(default_factory=deque)
     rows: deque[tuple[int, Mapping[str, Metric], float]] = field(default_factory=deque)
-    """(training step, metrics, when it ended) of a trainer, (version, metrics, when) of a maker's validations."""
+    """(training step, metrics, when it ended) of a trainer, (version, metrics, when) of a maker's
+    validations."""
     states: deque[tuple[int, Mapping[str, Any]]] = field(default_factory=deque)
-    """(training step, what a trainer saved of it beside its files), see `DetachedPPOTrainer.state`. It is reported with
-    the row of the step, or before."""
+    """(training step, what a trainer saved of it beside its files), see `DetachedPPOTrainer.state`.
+    It is reported with the row of the step, or before."""
     files: deque[tuple[int, Mapping[str, Any]]] = field(default_factory=deque)
-    """(training step, the files that the ranks of a trainer wrote of its checkpoint, see `PendingCheckpoint`)."""
+    """(training step, the files that the ranks of a trainer wrote of its checkpoint, see
+    `PendingCheckpoint`)."""
     waits: deque[tuple[float, float]] = field(default_factory=deque)
-    """(start, end) of waits for other sides. One that lasts is reported until now, and again in the next report."""
+    """(start, end) of waits for other sides. One that lasts is reported until now, and again in the
+    next report."""
     notes: deque[str] = field(default_factory=deque)
     """What the user should know."""
     seconds: dict[str, float] = field(default_factory=dict)
@@ -107,7 +113,8 @@ class SideRecorder:
     @contextmanager
     def timer(self, phase: str) -> Iterator[None]:
         """Adds the seconds of a phase, which is the side's status meanwhile."""
-        before, started = self.doing, time.time()
+        before = self.doing
+        started = time.time()
         self.doing, self.thread = (phase, started), threading.get_ident()
         yield
         self.doing = before
@@ -126,13 +133,18 @@ class SideRecorder:
         self.seconds = {}
 
         def log(metrics: Mapping[str, Metric | float]) -> None:
-            assert all(isinstance(metric, Metric) for metric in metrics.values()), "rows of several trainers are merged"
+            assert all(isinstance(metric, Metric) for metric in metrics.values()), (
+                "rows of several trainers are merged"
+            )
             given.append(metrics)
 
         yield log
         ended = time.time()
         seconds = {"step": ended - started} | self.seconds
-        timings = {f"timing_s/{name.replace(' ', '_')}": Metric.max(value) for name, value in seconds.items()}
+        timings = {
+            f"timing_s/{name.replace(' ', '_')}": Metric.max(value)
+            for name, value in seconds.items()
+        }
         self.rows.append((step, merge_metrics([*given, timings]), ended))
 
     def validation(self) -> AbstractContextManager[None]:
@@ -141,7 +153,9 @@ class SideRecorder:
 
     def log_validation(self, metrics: dict[str, float], step: int = 0) -> None:
         """Adds a row for the validation of a version."""
-        self.rows.append((step, {name: Metric.mean(value) for name, value in metrics.items()}, time.time()))
+        self.rows.append(
+            (step, {name: Metric.mean(value) for name, value in metrics.items()}, time.time())
+        )
 
     def is_best(self, step: int, metrics: dict[str, float]) -> bool:
         """No: in detached training validations come after saves."""
@@ -150,13 +164,15 @@ class SideRecorder:
     def begin_checkpoint(
         self, partial: Path, step: int, state: dict[str, Any], groups: Mapping[str, WorkerGroup]
     ) -> None:
-        """Keeps what the run saves of a step, until `commit_checkpoint` finds the files of this trainer written."""
+        """Keeps what the run saves of a step, until `commit_checkpoint` finds the files of this
+        trainer written."""
         assert self.pending is None
         self.states.append((step, state))
         self.pending = PendingCheckpoint(partial, step, state, groups)
 
     def commit_checkpoint(self, wait: bool) -> None:
-        """Reports the files of the checkpoint that is being written, if they are written or with `wait`."""
+        """Reports the files of the checkpoint that is being written, if they are written or with
+        `wait`."""
         if self.pending and (files := self.pending.files(wait)) is not None:
             self.files.append((self.pending.step, files))
             self.pending = None
@@ -165,7 +181,11 @@ class SideRecorder:
         """Nothing: the run does when the makers have validated."""
 
     def show_generations(
-        self, step: int, num_rows: int, generation_of_row: Callable[[int], dict[str, str]], num_shown: int
+        self,
+        step: int,
+        num_rows: int,
+        generation_of_row: Callable[[int], dict[str, str]],
+        num_shown: int,
     ) -> None:
         """Shows nothing: of a validation the run shows the metrics alone."""
 
@@ -174,8 +194,10 @@ class SideRecorder:
         # The loop may add to them meanwhile.
         events = deque(self.events.popleft() for _ in range(len(self.events)))
         rows = deque(self.rows.popleft() for _ in range(len(self.rows)))
-        states = deque(self.states.popleft() for _ in range(len(self.states)))  # those of the rows among them
-        files = deque(self.files.popleft() for _ in range(len(self.files)))  # those from before the rows among them
+        # Those of the rows among them
+        states = deque(self.states.popleft() for _ in range(len(self.states)))
+        # Those from before the rows among them
+        files = deque(self.files.popleft() for _ in range(len(self.files)))
         notes = deque(self.notes.popleft() for _ in range(len(self.notes)))
         phase, since = self.doing
         waits = deque([(since, time.time())] if phase.startswith("waiting") else [])
@@ -193,7 +215,8 @@ class SideRecorder:
         )
 
     def status_and_stack(self) -> str:
-        """What the side does, or what it waits for, since when, and the innermost calls of its loop."""
+        """What the side does, or what it waits for, since when, and the innermost calls of its
+        loop."""
         frame = sys._current_frames().get(self.thread)
         stack = traceback.format_stack(frame, limit=12) if frame else ["  Its loop has ended.\n"]
         phase, since = self.doing
@@ -201,7 +224,8 @@ class SideRecorder:
 
 
 def side_named(name: str) -> Any:
-    """The actor of a maker, a trainer or the ledger. Raises WorkerDied if there is none any more."""
+    """The actor of a maker, a trainer or the ledger. Raises WorkerDied if there is none any
+    more."""
     try:
         return ray.get_actor(name)
     except ValueError as error:
@@ -230,7 +254,8 @@ class Question:
         return cls(name, method, getattr(side_named(name), method).remote(*args), timeout)
 
     def get(self) -> Any:
-        """The answer. Raises WorkerDied, or CallTimeout if it takes more than `timeout` seconds from now on."""
+        """The answer. Raises WorkerDied, or CallTimeout if it takes more than `timeout` seconds
+        from now on."""
         try:
             return ray.get(self.answer, timeout=self.timeout)
         except ray.exceptions.GetTimeoutError:
@@ -240,7 +265,8 @@ class Question:
 
 
 def ask(name: str, method: str, *args: Any, timeout: float) -> Any:
-    """The answer of another side. Raises WorkerDied, or CallTimeout if it takes more than `timeout` seconds."""
+    """The answer of another side. Raises WorkerDied, or CallTimeout if it takes more than `timeout`
+    seconds."""
     return Question.asked(name, method, *args, timeout=timeout).get()
 
 
@@ -255,11 +281,13 @@ class LedgerHandle:
 
 
 class Side:
-    """What makers and trainers do alike. Each is a named Ray actor with the concurrency group `status`.
+    """What makers and trainers do alike. Each is a named Ray actor with the concurrency group
+    `status`.
 
-    `config` is that of the run, `model_fn` gives the worker class of each role that this side runs, by default those of
-    the configuration, and `pools` are what its workers run on; by default it reserves those of the configuration.
-    `fingerprints` are those of the files that the run began with, with which this side compares what it has read.
+    `config` is that of the run, `model_fn` gives the worker class of each role that this side runs,
+    by default those of the configuration, and `pools` are what its workers run on; by default it
+    reserves those of the configuration. `fingerprints` are those of the files that the run began
+    with, with which this side compares what it has read.
     """
 
     def __init__(
@@ -274,21 +302,24 @@ class Side:
         self.name = ray.get_runtime_context().get_actor_name()
         self.env_info = env_info or {"rank": 0, "world_size": 1}
         self.index = int(self.env_info["rank"])
-        self.model_fn, self.pools, self.fingerprints = model_fn, pools, fingerprints
+        self.model_fn = model_fn
+        self.pools = pools
+        self.fingerprints = fingerprints
         self.recorder = SideRecorder(self.name, run_dir=Path(config.trainer.default_local_dir))
         self.ledger = LedgerHandle(config.trainer.call_timeout_s)
         self.pushed: PushedWeights | None = None
 
     def require_same_inputs(self, config: DetachedConfig) -> None:
-        """Raises ValueError if data, models or the reward function are not those that the run began with.
+        """Raises ValueError if data, models or the reward function are not those that the run began
+        with.
 
         It is called after they were read, because they may change meanwhile.
         """
         if self.fingerprints is not None and (changed := changed_inputs(self.fingerprints, config)):
             raise ValueError(
-                f"{self.name} read other files than the run began with: {', '.join(changed)}. They changed during the "
-                "run, or are not the same on every node. Restore them, and the same command continues the run from "
-                "its newest checkpoint."
+                f"{self.name} read other files than the run began with: {', '.join(changed)}. "
+                "They changed during the run, or are not the same on every node. Restore them, "
+                "and the same command continues the run from its newest checkpoint."
             )
 
     @ray.method(concurrency_group="status")

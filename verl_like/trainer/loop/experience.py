@@ -13,8 +13,8 @@ class Experience:
     """A batch to learn from."""
 
     batch: DataProto
-    """Of PPO (B * n,) responses, the n of a prompt next to each other, with `advantages` and `returns`; of training on
-    examples their rows."""
+    """Of PPO (B * n,) responses, the n of a prompt next to each other, with `advantages` and
+    `returns`; of training on examples their rows."""
     work: RowWork
     """By which the rows are divided among ranks."""
     metrics: Mapping[str, Metric]
@@ -27,7 +27,8 @@ class Update:
 
     pending: Sequence[Future[Any]]
     metrics: Mapping[str, Metric]
-    """What is known before they end: how evenly the ranks are loaded, and how old the responses are."""
+    """What is known before they end: how evenly the ranks are loaded, and how old the responses
+    are."""
 
     @classmethod
     def of_parts(cls, parts: Sequence["Update"]) -> "Update":
@@ -42,7 +43,9 @@ class Update:
 
     def get(self) -> dict[str, Metric]:
         """Waits for the updates; returns their metrics and `metrics`."""
-        metrics = merge_metrics([self.metrics, *(future.get().meta_info.get("metrics", {}) for future in self.pending)])
+        metrics = merge_metrics(
+            [self.metrics, *(future.get().meta_info.get("metrics", {}) for future in self.pending)]
+        )
         if ratio := metrics.get("actor/rollout_ratio"):
             size = ratio.value**2 / metrics["actor/rollout_ratio_square"].value
             metrics["actor/eff_sample_size"] = Metric.mean(size, ratio.weight)

@@ -14,8 +14,8 @@ from verl_like.trainer.state.resume import ResumedRun
 class Recorder(Protocol):
     """Takes down what happens while experience is made and learned from.
 
-    `RunRecorder` writes it to the files of the run. A maker or a trainer of detached training has a `SideRecorder`,
-    whose reports the run collects.
+    `RunRecorder` writes it to the files of the run. A maker or a trainer of detached training has a
+    `SideRecorder`, whose reports the run collects.
     """
 
     def record(self, event: CallEvent) -> None:
@@ -31,7 +31,11 @@ class Recorder(Protocol):
         """Shows where the workers are, see `placement_rows`, in place of what was shown before."""
 
     def show_generations(
-        self, step: int, num_rows: int, generation_of_row: Callable[[int], dict[str, str]], num_shown: int
+        self,
+        step: int,
+        num_rows: int,
+        generation_of_row: Callable[[int], dict[str, str]],
+        num_shown: int,
     ) -> None:
         """Shows `num_shown` rows of a validation batch, other ones each time."""
 
@@ -60,7 +64,8 @@ class LoopRecorder(Recorder, Protocol):
         """Adds a row for a validation by itself."""
 
     def is_best(self, step: int, metrics: dict[str, float]) -> bool:
-        """Whether the validation after a step is the best so far, for which its checkpoint is kept."""
+        """Whether the validation after a step is the best so far, for which its checkpoint is
+        kept."""
 
     def begin_checkpoint(
         self, partial: Path, step: int, state: dict[str, Any], groups: Mapping[str, WorkerGroup]

@@ -1,4 +1,5 @@
-"""The loop of every trainer: steps, validations and checkpoints, and an end by SIGTERM that loses no step."""
+"""The loop of every trainer: steps, validations and checkpoints, and an end by SIGTERM that loses
+no step."""
 
 import abc
 import inspect
@@ -17,7 +18,8 @@ from verl_like.trainer.state.run_state import LAST_ROW
 Log = Callable[[Mapping[str, Metric | float]], None]
 """Adds metrics to the row of a step."""
 _REPLACED = {
-    "next_step": "override step, which takes its batch itself, or take, which gives what a step trains on",
+    "next_step": "override step, which takes its batch itself, or take, which gives what a step "
+    "trains on",
     "one_step": "override run_step, which is every step with its row, validation and checkpoint",
 }
 """Methods of earlier versions, and what takes their place."""
@@ -27,36 +29,43 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 class TrainingLoop(abc.ABC):
     """Takes experience of a version, learns from it, hands on the weights, validates and saves.
 
-    A subclass says where experience comes from (`take`): its own maker, the buffer of detached training, or batches of
-    data. It says how that is learned from (`learn`), and who gets the weights (`hand_on`).
+    A subclass says where experience comes from (`take`): its own maker, the buffer of detached
+    training, or batches of data. It says how that is learned from (`learn`), and who gets the
+    weights (`hand_on`).
     """
 
     config: Any
     """A RunConfig whose `trainer` says when to validate and to save."""
     recorder: LoopRecorder
     val_dataset: Any
-    """None, or empty, where the loop validates nothing. The makers of detached training report theirs themselves."""
+    """None, or empty, where the loop validates nothing. The makers of detached training report
+    theirs themselves."""
     trained: Mapping[str, WorkerGroup]
     """The groups whose models are trained, by the names of their folders in a checkpoint."""
     global_step: int = 0
 
     def __init_subclass__(cls, **arguments: Any) -> None:
-        """Raises ValueError for a subclass with a step of earlier versions, which got its batches as arguments."""
+        """Raises ValueError for a subclass with a step of earlier versions, which got its batches
+        as arguments."""
         super().__init_subclass__(**arguments)
         refuse_replaced(cls, _REPLACED)
         name = f"{cls.__module__}.{cls.__name__}"
         _, *others = inspect.signature(cls.step).parameters.values()
         # Ray adds an argument to the methods of an actor, whose name has an underscore.
-        given = [each.name for each in others if each.kind not in _VARIADIC and not each.name.startswith("_")]
+        given = [
+            each.name
+            for each in others
+            if each.kind not in _VARIADIC and not each.name.startswith("_")
+        ]
         if given:
             raise ValueError(
-                f"{name}.step has the arguments {', '.join(given)}, and a step takes its batch itself: leave them out, "
-                "and override take or learn to change what is trained"
+                f"{name}.step has the arguments {', '.join(given)}, and a step takes its batch "
+                "itself: leave them out, and override take or learn to change what is trained"
             )
         if callable(cls.last_step):
             raise ValueError(
-                f"{name}.last_step is a method, and it is the number of the last step: make it a property, and "
-                "override run_step to change what is done in a step"
+                f"{name}.last_step is a method, and it is the number of the last step: make it a "
+                "property, and override run_step to change what is done in a step"
             )
 
     @abc.abstractmethod
@@ -75,7 +84,8 @@ class TrainingLoop(abc.ABC):
         return {}
 
     def account(self, learned: Mapping[str, Metric]) -> Mapping[str, Metric]:
-        """Tells the source of the experience that the step is learned, with its metrics; returns the source's metrics.
+        """Tells the source of the experience that the step is learned, with its metrics; returns
+        the source's metrics.
 
         Afterwards `last_step` may be an earlier one.
         """
@@ -95,7 +105,8 @@ class TrainingLoop(abc.ABC):
         return int(self.config.num_steps_of_run)
 
     def fit(self) -> int:
-        """Trains to the last step, validating before and every `test_freq`, and saves the end. Returns that step."""
+        """Trains to the last step, validating before and every `test_freq`, and saves the end.
+        Returns that step."""
         self.begin()
         while self.global_step < self.last_step:
             self.recorder.saves_when_ended = True
@@ -104,11 +115,13 @@ class TrainingLoop(abc.ABC):
         return self.global_step
 
     def step(self) -> dict[str, Metric]:
-        """Takes experience of a version, learns from it and hands on the weights; returns the step's metrics."""
+        """Takes experience of a version, learns from it and hands on the weights; returns the
+        step's metrics."""
         updates: list[Update] = []
         metrics: list[Mapping[str, Metric]] = []
         for experience in self.take():
-            updates.append(self.learn(experience))  # submitted: what follows, here and in `take`, runs meanwhile
+            # The update is submitted: what follows, here and in `take`, runs meanwhile.
+            updates.append(self.learn(experience))
             self.recorder.commit_checkpoint(wait=False)
             metrics += [experience.metrics, self.metrics_of(experience)]
         metrics.append(Update.of_parts(updates).get())
@@ -120,8 +133,9 @@ class TrainingLoop(abc.ABC):
     def run_step(self) -> None:
         """A step with its row, its validation and its checkpoint.
 
-        The last step is saved before it is validated, so that whatever ends the run in the validation costs nothing
-        but that. An earlier one is validated first, because the best one is saved.
+        The last step is saved before it is validated, so that whatever ends the run in the
+        validation costs nothing but that. An earlier one is validated first, because the best one
+        is saved.
         """
         recorder = self.recorder
         folder: Path | None = None
@@ -157,12 +171,15 @@ class TrainingLoop(abc.ABC):
     def end_run(self, folder: Path | None) -> None:
         """SIGTERM came: ends the run with the checkpoint of this step and its models.
 
-        `folder` is that of the checkpoint, or None where SIGTERM came after the step, which is not saved.
+        `folder` is that of the checkpoint, or None where SIGTERM came after the step, which is not
+        saved.
         """
         if folder is None:
             self.save_step()
         else:
-            not_written = [role for role in self.trained if not (folder / role / "huggingface").exists()]
+            not_written = [
+                role for role in self.trained if not (folder / role / "huggingface").exists()
+            ]
             save_models({role: self.trained[role] for role in not_written}, folder)
         self.recorder.commit_checkpoint(wait=True)
         raise KeyboardInterrupt
@@ -174,7 +191,8 @@ class TrainingLoop(abc.ABC):
         return bool(save_freq > 0 and self.global_step % save_freq == 0)
 
     def save_step(self, is_last: bool = False) -> Path:
-        """Saves the step: training goes on while workers write, and `commit_checkpoint` makes it a checkpoint.
+        """Saves the step: training goes on while workers write, and `commit_checkpoint` makes it a
+        checkpoint.
 
         If the run ends with this step, the models are written too. Returns the folder.
         """
@@ -186,7 +204,8 @@ class TrainingLoop(abc.ABC):
         return partial
 
     def validate_in_step(self, log: Log) -> bool:
-        """Validates if that is due before the last step; returns whether it did, and it is the best one so far."""
+        """Validates if that is due before the last step; returns whether it did, and it is the best
+        one so far."""
         if not (self.val_dataset and self.validation_is_due(is_last=False)):
             return False
         metrics = self.timed_validation()
@@ -199,8 +218,8 @@ class TrainingLoop(abc.ABC):
             return self.validate()
 
     def last_validation(self) -> dict[str, float]:
-        """The metrics after the last step, if they are due. SIGTERM ends the run at once: its checkpoint is complete,
-        and the validation is done again when it goes on."""
+        """The metrics after the last step, if they are due. SIGTERM ends the run at once: its
+        checkpoint is complete, and the validation is done again when it goes on."""
         if not (self.val_dataset and self.validation_is_due(is_last=True)):
             return {}
         recorder = self.recorder
@@ -209,17 +228,20 @@ class TrainingLoop(abc.ABC):
             recorder.say("SIGTERM: all steps are saved; the same command validates the last one.")
             raise KeyboardInterrupt
         metrics = self.timed_validation()
-        recorder.saves_when_ended = True  # from here on SIGTERM changes nothing: the run is about to end
+        # From here on SIGTERM changes nothing: the run is about to end
+        recorder.saves_when_ended = True
         recorder.is_best(self.global_step, metrics)
         return metrics
 
     def validation_is_due(self, is_last: bool) -> bool:
-        """Whether this step is followed by a validation: every `test_freq`, and then the last one too."""
+        """Whether this step is followed by a validation: every `test_freq`, and then the last one
+        too."""
         freq = self.config.trainer.test_freq
         return freq > 0 and (is_last or self.global_step % freq == 0)
 
     def save(self) -> Path:
-        """Copies the training state, which is written while training goes on; returns the folder of a checkpoint."""
+        """Copies the training state, which is written while training goes on; returns the folder of
+        a checkpoint."""
         self.recorder.commit_checkpoint(wait=True)  # the one before
         folder = self.new_folder()
         save_training(self.trained, folder)

@@ -1,4 +1,5 @@
-"""The configuration keys that lower the memory of a role, for the error of one that had too little."""
+"""The configuration keys that lower the memory of a role, for the error of one that had too
+little."""
 
 from dataclasses import dataclass
 
@@ -23,20 +24,28 @@ OF_ROLE = {
         "actor_rollout_ref.model",
     ),
     Role.RefPolicy: MemoryKeys(
-        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu", "actor_rollout_ref.ref.fsdp_config"
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
+        "actor_rollout_ref.ref.fsdp_config",
     ),
     Role.Teacher: MemoryKeys(
-        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu", "actor_rollout_ref.ref.fsdp_config"
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
+        "actor_rollout_ref.ref.fsdp_config",
     ),
-    Role.Critic: MemoryKeys("critic.ppo_micro_batch_size_per_gpu", "critic.model.fsdp_config", "critic.model"),
-    Role.RewardModel: MemoryKeys("reward_model.micro_batch_size_per_gpu", "reward_model.model.fsdp_config"),
-    "model": MemoryKeys("training.micro_batch_size_per_gpu", "model.fsdp_config", "model"),  # trained on examples
+    Role.Critic: MemoryKeys(
+        "critic.ppo_micro_batch_size_per_gpu", "critic.model.fsdp_config", "critic.model"
+    ),
+    Role.RewardModel: MemoryKeys(
+        "reward_model.micro_batch_size_per_gpu", "reward_model.model.fsdp_config"
+    ),
+    # Trained on examples
+    "model": MemoryKeys("training.micro_batch_size_per_gpu", "model.fsdp_config", "model"),
 }
 ENGINE_SHARE = "actor_rollout_ref.rollout.gpu_memory_utilization"
 
 
 def keys_that_lower(memory: str, roles: str) -> str:
-    """A sentence with the keys that lower the `memory`, host or device, of `roles`, joined by a plus sign."""
+    """A sentence with the keys that lower the `memory`, host or device, of `roles`, joined by a
+    plus sign."""
     of_roles = [OF_ROLE[role] for role in roles.split("+") if role in OF_ROLE]
     trained = [keys for keys in of_roles if keys.trained_model]
     offload = "true" if memory == "device" else "false"
@@ -49,5 +58,11 @@ def keys_that_lower(memory: str, roles: str) -> str:
     if memory == "device":
         advice.append("more processes by trainer.n_gpus_per_node")
     else:
-        advice += ["a smaller data.train_batch_size", "fewer processes on a node by trainer.n_gpus_per_node"]
-    return f"What lowers the memory of the {memory}: {'; '.join(dict.fromkeys(advice))}. See docs/memory.md."
+        advice += [
+            "a smaller data.train_batch_size",
+            "fewer processes on a node by trainer.n_gpus_per_node",
+        ]
+    return (
+        f"What lowers the memory of the {memory}: {'; '.join(dict.fromkeys(advice))}. See "
+        "docs/memory.md."
+    )

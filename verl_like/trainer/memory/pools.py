@@ -30,7 +30,8 @@ POLICY_PATH = "actor_rollout_ref.model"
 
 
 def planned_pools(config: RunConfig, device_bytes: float) -> list[PlannedPool]:
-    """The pools of a run of any entry point, on GPUs of `device_bytes`; of makers and trainers those of the first ones.
+    """The pools of a run of any entry point, on GPUs of `device_bytes`; of makers and trainers
+    those of the first ones.
 
     Custom roles are not counted.
     """
@@ -40,7 +41,8 @@ def planned_pools(config: RunConfig, device_bytes: float) -> list[PlannedPool]:
         return [PlannedPool("model_pool", config, nodes, _models_of_examples(config))]
     assert isinstance(config, PPOConfig)
     if isinstance(config, DetachedConfig):
-        of_trainer, of_maker = config.of_trainer(config.trainer_names[0]), config.of_maker(config.maker_names[0])
+        of_trainer = config.of_trainer(config.trainer_names[0])
+        of_maker = config.of_maker(config.maker_names[0])
         pools = _pools_of(of_trainer, config.trainer_roles, device_bytes)
         return pools + _pools_of(of_maker, config.maker_roles, device_bytes, copied=TRAINED)
     return _pools_of(config, config.active_roles, device_bytes)
@@ -54,14 +56,17 @@ def memory_phases(config: RunConfig, device_bytes: float) -> list[Phase]:
 def check_memory(config: RunConfig) -> list[str]:
     """What a GPU of each pool holds at most, where the run starts on a machine that has GPUs.
 
-    Raises ValueError if what is certain does not fit. On a cluster that the run joins, the driver cannot see the GPUs.
+    Raises ValueError if what is certain does not fit. On a cluster that the run joins, the driver
+    cannot see the GPUs.
     """
     if not isinstance(config, PPOConfig | SupervisedConfig):  # of somebody's own trainer
         return []
     joins_cluster = cluster_address(config.ray_kwargs.ray_init.address)
     if config.trainer.device != "cuda" or not torch.cuda.is_available() or joins_cluster:
         return []
-    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    devices = [
+        torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())
+    ]
     device_bytes = min(device.total_memory for device in devices)
     return [require_memory(planned_pools(config, device_bytes), device_bytes)]
 
@@ -70,24 +75,32 @@ def _pools_of(
     config: PPOConfig, roles: Sequence[str], device_bytes: float, copied: Sequence[str] = ()
 ) -> list[PlannedPool]:
     """The pools of these roles, with copies in place of those of `copied`."""
-    models = {role: _model_of(config, role, is_copy=role in copied) for role in roles if _has_model(config, role)}
+    models = {
+        role: _model_of(config, role, is_copy=role in copied)
+        for role in roles
+        if _has_model(config, role)
+    }
     pools = []
     for name in dict.fromkeys(config.role_mapping[role] for role in roles):
         its_roles = [role for role in roles if config.role_mapping[role] == name]
         rollout = _rollout_share(config, device_bytes) if Role.Rollout in its_roles else None
         its_models = [models[role] for role in its_roles if role in models]
         if its_models or rollout:  # not of custom roles alone
-            pools.append(PlannedPool(name, config, config.resource_pool_spec[name], its_models, rollout))
+            pools.append(
+                PlannedPool(name, config, config.resource_pool_spec[name], its_models, rollout)
+            )
     return pools
 
 
 def _rollout_share(config: PPOConfig, device_bytes: float) -> RolloutShare:
     rollout = config.actor_rollout_ref.rollout
-    working, asleep = {"engine's share": rollout.gpu_memory_utilization * device_bytes}, {"sleeping engine*": ASLEEP}
+    working = {"engine's share": rollout.gpu_memory_utilization * device_bytes}
+    asleep = {"sleeping engine*": ASLEEP}
     if rollout.name == "hf":  # has a whole model, reserves nothing, and sleeps in host memory
         policy = ModelSize.of(config.actor_rollout_ref.model, POLICY_PATH, PolicyModel)
         weights = policy.parameters * getattr(torch, rollout.dtype).itemsize + policy.buffers
-        working, asleep = {"engine's weights": weights}, {}
+        working = {"engine's weights": weights}
+        asleep = {}
     return RolloutShare(working, asleep if rollout.free_cache_engine else working)
 
 
@@ -99,7 +112,9 @@ def _has_model(config: PPOConfig, role: str) -> bool:
 
 
 def _model_of(config: PPOConfig, role: str, is_copy: bool) -> PlannedModel:
-    policy, critic, data = config.actor_rollout_ref, config.critic, config.data
+    policy = config.actor_rollout_ref
+    critic = config.critic
+    data = config.data
     lengths: dict[str, Any] = {
         "sequence_length": data.max_prompt_length + data.max_response_length,
         "scored_length": data.max_response_length,
@@ -107,7 +122,9 @@ def _model_of(config: PPOConfig, role: str, is_copy: bool) -> PlannedModel:
     ranks = config.num_processes(role)
     if role == Role.Critic:
         forward_passes = MicroBatching(
-            critic.forward_micro_batch_size_per_gpu, critic.forward_max_token_len_per_gpu, critic.use_dynamic_bsz
+            critic.forward_micro_batch_size_per_gpu,
+            critic.forward_max_token_len_per_gpu,
+            critic.use_dynamic_bsz,
         )
         return _planned(
             role,
@@ -124,11 +141,15 @@ def _model_of(config: PPOConfig, role: str, is_copy: bool) -> PlannedModel:
     if role in config.reward_models_by_role:
         reward = config.reward_models_by_role[role]
         forward_passes = MicroBatching(
-            reward.micro_batch_size_per_gpu, reward.forward_max_token_len_per_gpu, reward.use_dynamic_bsz
+            reward.micro_batch_size_per_gpu,
+            reward.forward_max_token_len_per_gpu,
+            reward.use_dynamic_bsz,
         )
         size = ModelSize.of(reward.model, reward_model_key(role), RewardModel)
         fsdp = reward.model.fsdp_config
-        return _planned(role, size, reward.model, fsdp, ranks, forward_passes=forward_passes, **lengths)
+        return _planned(
+            role, size, reward.model, fsdp, ranks, forward_passes=forward_passes, **lengths
+        )
     lengths["ranks_of_sequence"] = policy.actor.ulysses_sequence_parallel_size
     if role == Role.Actor:
         return _planned(
@@ -144,21 +165,43 @@ def _model_of(config: PPOConfig, role: str, is_copy: bool) -> PlannedModel:
             export_dtype=policy.rollout.dtype,
             **lengths,
         )
-    model, key = (policy.model, POLICY_PATH) if role == Role.RefPolicy else (policy.teacher_model, TEACHER_PATH)
+    model, key = (
+        (policy.model, POLICY_PATH)
+        if role == Role.RefPolicy
+        else (policy.teacher_model, TEACHER_PATH)
+    )
     assert model
-    size, fsdp = ModelSize.of(model, key, PolicyModel), policy.ref.fsdp_config
-    return _planned(role, size, model, fsdp, ranks, forward_passes=log_prob_micro_batching(policy.ref), **lengths)
+    size = ModelSize.of(model, key, PolicyModel)
+    fsdp = policy.ref.fsdp_config
+    return _planned(
+        role,
+        size,
+        model,
+        fsdp,
+        ranks,
+        forward_passes=log_prob_micro_batching(policy.ref),
+        **lengths,
+    )
 
 
 def _passes_of_updates(settings: Any) -> MicroBatching:
     """Of an actor or a critic."""
     return MicroBatching(
-        settings.ppo_micro_batch_size_per_gpu, settings.ppo_max_token_len_per_gpu, settings.use_dynamic_bsz
+        settings.ppo_micro_batch_size_per_gpu,
+        settings.ppo_max_token_len_per_gpu,
+        settings.use_dynamic_bsz,
     )
 
 
 def _planned(
-    name: str, size: ModelSize, model: Any, fsdp: Any, ranks: int, *, is_copy: bool = False, **more: Any
+    name: str,
+    size: ModelSize,
+    model: Any,
+    fsdp: Any,
+    ranks: int,
+    *,
+    is_copy: bool = False,
+    **more: Any,
 ) -> PlannedModel:
     """A model of a role on that many ranks. A copy is not trained, and stored as it computes."""
     if is_copy:
@@ -170,10 +213,14 @@ def _planned(
 
 def _models_of_examples(config: SupervisedConfig) -> list[PlannedModel]:
     """The model that learns, and before it DPO's reference."""
-    training, model, length = config.training, config.model, config.data.max_length
+    training = config.training
+    model = config.model
+    length = config.data.max_length
     classes: dict[type, type[PackedModel]] = {RMConfig: RewardModel, ILQLConfig: ILQLModel}
     is_of_pairs = isinstance(config, RMConfig | DPOConfig)
-    passes = MicroBatching(training.micro_batch_size_per_gpu, training.max_token_len_per_gpu, training.use_dynamic_bsz)
+    passes = MicroBatching(
+        training.micro_batch_size_per_gpu, training.max_token_len_per_gpu, training.use_dynamic_bsz
+    )
     shared: dict[str, Any] = {
         "forward_passes": passes,
         "sequence_length": 2 * length if is_of_pairs else length,
@@ -187,4 +234,7 @@ def _models_of_examples(config: SupervisedConfig) -> list[PlannedModel]:
     trained = _planned("model", size, model, model.fsdp_config, ranks, **own)
     if not has_reference:
         return [trained]
-    return [_planned("reference", size, model, model.fsdp_config, ranks, is_copy=True, **shared), trained]
+    return [
+        _planned("reference", size, model, model.fsdp_config, ranks, is_copy=True, **shared),
+        trained,
+    ]

@@ -1,9 +1,10 @@
 """How much memory a model takes on a GPU: a sum for each phase, made before anything starts.
 
-Weights, Adam, gradients and the engine's share are exact. FSDP2 gathers, computes and reduces in three streams. Memory
-that one of them has had is not another's, so what they take at most adds up, though not at one time. Activations are
-the tensors that autograd saves in a layer of Llama and Qwen3. `python -m verl_like.rehearse` measures what is added up
-here. CONTEXT and ASLEEP are assumptions. `pools.py` says which models lie on the GPUs of a run.
+Weights, Adam, gradients and the engine's share are exact. FSDP2 gathers, computes and reduces in
+three streams. Memory that one of them has had is not another's, so what they take at most adds up,
+though not at one time. Activations are the tensors that autograd saves in a layer of Llama and
+Qwen3. `python -m verl_like.rehearse` measures what is added up here. CONTEXT and ASLEEP are
+assumptions. `pools.py` says which models lie on the GPUs of a run.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,7 +38,8 @@ WORKSPACES = 0.15 * GB
 STREAMS = 0.1 * GB
 """Of a pass: the ends of its streams' segments."""
 WITHOUT_LOGITS = 0.25 * GB
-"""Updates of a model with a head of one number have so much more between tensors, by measurement; why is not known."""
+"""Updates of a model with a head of one number have so much more between tensors, by measurement;
+why is not known."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +63,12 @@ class ModelSize:
     has_adapter: bool
     hidden: int
     activations_per_token: int
-    """Values that autograd saves for a token in one decoder layer, without checkpointing: in Llama 13 hidden sizes and
-    4 intermediate ones, and with norms of queries and keys, as in Qwen3, up to 19."""
+    """Values that autograd saves for a token in one decoder layer, without checkpointing: in Llama
+    13 hidden sizes and 4 intermediate ones, and with norms of queries and keys, as in Qwen3, up to
+    19."""
     live_per_token: int
-    """Values that are there at once for a token in a decoder layer without gradients: in Llama 4 hidden sizes and 3
-    intermediate ones, and with an adapter one more."""
+    """Values that are there at once for a token in a decoder layer without gradients: in Llama 4
+    hidden sizes and 3 intermediate ones, and with an adapter one more."""
     head: int
     """Parameters of the language-model head; 0 where there is none."""
     further_heads: int = 0
@@ -76,7 +79,8 @@ class ModelSize:
         """Counts the parameters of a model that is made without memory."""
         model = model_class(empty_model(config, model_class.auto_class, key=key))
         hf = model.hf
-        text, head = hf.config.get_text_config(), hf.get_output_embeddings()
+        text = hf.config.get_text_config()
+        head = hf.get_output_embeddings()
         intermediate = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
         layers = [sum(p.numel() for p in layer.parameters()) for layer in decoder_layers(hf)]
         total = sum(p.numel() for p in model.parameters())
@@ -122,7 +126,9 @@ class Phase:
         return sum(size for part, size in self.parts.items() if not part.endswith("*"))
 
     def __str__(self) -> str:
-        parts = " + ".join(f"{part} {size / GB:.1f}" for part, size in self.parts.items() if size >= GB / 20)
+        parts = " + ".join(
+            f"{part} {size / GB:.1f}" for part, size in self.parts.items() if size >= GB / 20
+        )
         return f"{self.pool}, {self.name}: {parts} = {self.total / GB:.1f} GB"
 
 
@@ -174,7 +180,8 @@ class PlannedModel:
 
     @property
     def adam(self) -> float:
-        """Two moments of each trained parameter, in the parameters' data type, and with it the average in float32."""
+        """Two moments of each trained parameter, in the parameters' data type, and with it the
+        average in float32."""
         average = self.size.trained / self.shards * torch.float32.itemsize if self.has_ema else 0.0
         return 2 * self.stored_trained + average if self.is_trained else 0.0
 
@@ -198,41 +205,56 @@ class PlannedModel:
         return getattr(torch, self.fsdp.dtype).itemsize
 
     def tokens_of(self, passes: MicroBatching) -> float:
-        """Of one rank in a pass. A budget of tokens is a rank's, and rows are those of all ranks that share them."""
+        """Of one rank in a pass. A budget of tokens is a rank's, and rows are those of all ranks
+        that share them."""
         if passes.by_tokens:
             return passes.max_tokens
         return passes.num_rows * self.sequence_length / self.ranks_of_sequence
 
     def load(self) -> dict[str, float]:
-        """One whole parameter after the other comes to the device, and then Adam is made; what is offloaded leaves."""
+        """One whole parameter after the other comes to the device, and then Adam is made; what is
+        offloaded leaves."""
         largest = self.size.largest * self.model_itemsize
-        beside = {f"{self.name} Adam": self.adam} if self.adam > largest else {"a whole parameter": largest}
+        beside = (
+            {f"{self.name} Adam": self.adam}
+            if self.adam > largest
+            else {"a whole parameter": largest}
+        )
         return with_fragments({f"{self.name} weights": self.stored} | beside)
 
     def gathered(self, computed: float, gathering: float) -> dict[str, float]:
-        """The parameters that a pass computes with, and the buffers into which they are gathered: of so many at once,
-        where not all are kept."""
-        computed, gathering = (min(self.size.parameters, number) for number in (computed, gathering))
+        """The parameters that a pass computes with, and the buffers into which they are gathered:
+        of so many at once, where not all are kept."""
+        computed, gathering = (
+            min(self.size.parameters, number) for number in (computed, gathering)
+        )
         cast = gathering / self.shards if self.fsdp.dtype != self.fsdp.model_dtype else 0.0
         num_models = 2 if self.runs_reference else 1  # each has streams of its own
         return {
-            "gathered layers": (self.size.parameters if self.gathers_whole else computed) * self.num_bytes,
+            "gathered layers": (self.size.parameters if self.gathers_whole else computed)
+            * self.num_bytes,
             "gathering*": num_models * (gathering + cast) * self.num_bytes,
         }
 
     def head_working(self, tokens: float, passes: MicroBatching) -> float:
-        """Of the scored tokens: a chunk of logits twice, and hidden states with their gradient in float32."""
+        """Of the scored tokens: a chunk of logits twice, and hidden states with their gradient in
+        float32."""
         size = self.size
         scored = tokens if passes.by_tokens else tokens * self.scored_length / self.sequence_length
-        chunk = min(LOGITS_PER_CHUNK["cuda"], scored * size.head / size.hidden) * 2 * REDUCTION_BYTES
-        return chunk + scored * size.hidden * (self.num_bytes + REDUCTION_BYTES) if size.head else 0.0
+        chunk = (
+            min(LOGITS_PER_CHUNK["cuda"], scored * size.head / size.hidden) * 2 * REDUCTION_BYTES
+        )
+        return (
+            chunk + scored * size.hidden * (self.num_bytes + REDUCTION_BYTES) if size.head else 0.0
+        )
 
     def forward(self) -> dict[str, float]:
         """A pass without gradients, in addition to `at_rest`."""
         tokens = self.tokens_of(self.forward_passes)
         layer = self.size.live_per_token * self.num_bytes * tokens
         activations = {"activations*": max(layer, self.head_working(tokens, self.forward_passes))}
-        # Layers are short without gradients: one is gathered, and another is there, while one is computed.
+        # Layers are short without gradients: one is gathered, and another is there, while one is
+        # computed.
         two_layers = 2 * self.size.layer
         gathered = self.gathered(self.size.outer + two_layers, max(self.size.outer, two_layers))
         return self.moved() | with_fragments(gathered | activations, of_streams=STREAMS)
@@ -243,26 +265,40 @@ class PlannedModel:
 
     def update(self) -> dict[str, float]:
         """The forward and backward passes of a model that is trained, in addition to `at_rest`."""
-        assert isinstance(self.fsdp, TrainedFsdpConfig) and isinstance(self.model, TrainedModelConfig)
+        assert isinstance(self.fsdp, TrainedFsdpConfig) and isinstance(
+            self.model, TrainedModelConfig
+        )
         assert self.update_passes
-        size, itemsize, tokens = self.size, self.num_bytes, self.tokens_of(self.update_passes)
+        size = self.size
+        itemsize = self.num_bytes
+        tokens = self.tokens_of(self.update_passes)
         trained = size.trained / size.parameters  # all, or an adapter's small part
-        # The float32 sum over micro-batches, and the copy in `model_dtype` that the optimizer reads. A model that is
-        # gathered whole frees its layers while it makes the copy, which then takes no further memory.
+        # The float32 sum over micro-batches, and the copy in `model_dtype` that the optimizer
+        # reads. A model that is gathered whole frees its layers while it makes the copy, which then
+        # takes no further memory.
         sums_whole = self.fsdp.strategy in ("zero1", "ddp", "single")
         gradients = size.trained * REDUCTION_BYTES / (1 if sums_whole else self.shards)
-        gradients += 0.0 if self.gathers_whole or self.fsdp.model_dtype == "float32" else self.stored_trained
-        # In the stream that reduces: the shard of the largest unit, or of all of them where they are reduced once.
-        reduced = (size.trained if sums_whole else trained * max(size.outer, size.layer)) / self.shards
+        gradients += (
+            0.0 if self.gathers_whole or self.fsdp.model_dtype == "float32" else self.stored_trained
+        )
+        # In the stream that reduces: the shard of the largest unit, or of all of them where they
+        # are reduced once.
+        reduced = (
+            size.trained if sums_whole else trained * max(size.outer, size.layer)
+        ) / self.shards
         layer = size.activations_per_token * itemsize * tokens
-        backward = layer + 6 * size.hidden * itemsize * tokens  # of one layer, with gradients of its activations
-        kept = size.hidden * itemsize * tokens if self.model.enable_gradient_checkpointing else layer
+        # Of one layer, with gradients of its activations
+        backward = layer + 6 * size.hidden * itemsize * tokens
+        kept = (
+            size.hidden * itemsize * tokens if self.model.enable_gradient_checkpointing else layer
+        )
         # Of those in host memory, some are on their way there or back.
         kept *= min(5, size.num_layers) if self.model.enable_activation_offload else size.num_layers
         computed = kept + max(backward, self.head_working(tokens, self.update_passes))
         of_heads = (trained * size.head + size.further_heads) * itemsize
         computed += trained * size.layer * (itemsize + REDUCTION_BYTES) + of_heads
-        # At the end of the backward pass the activations are gone, and the outermost unit is reduced.
+        # At the end of the backward pass the activations are gone, and the outermost unit is
+        # reduced.
         at_the_end = trained * size.outer * (itemsize + REDUCTION_BYTES)
         two_units = size.outer + size.layer
         parts = {"gradients": gradients} | self.gathered(two_units, two_units)
@@ -277,14 +313,17 @@ class PlannedModel:
         parts = {
             f"{self.name} Adam": self.adam,
             "gradients": self.stored_trained,
-            "weights for their average": self.size.trained / self.shards * REDUCTION_BYTES if in_float32 else 0.0,
+            "weights for their average": self.size.trained / self.shards * REDUCTION_BYTES
+            if in_float32
+            else 0.0,
             # Of an adapter nothing is reduced at the end, which would free the head.
             "gathered layers": self.size.head * self.num_bytes if self.size.has_adapter else 0.0,
         }
         return self.moved() | parts
 
     def export(self) -> dict[str, float]:
-        """One bucket of weights is gathered at a time, and put together from its shards, in addition to `at_rest`."""
+        """One bucket of weights is gathered at a time, and put together from its shards, in
+        addition to `at_rest`."""
         itemsize = getattr(torch, self.export_dtype or self.fsdp.dtype).itemsize
         largest = self.size.largest_trained * itemsize
         bucket = max(largest, min(DEFAULT_BUCKET_BYTES, self.size.trained * itemsize))
@@ -308,7 +347,8 @@ class RolloutShare:
 
 @dataclass(frozen=True)
 class PlannedPool:
-    """What lies on each GPU of a pool: models that share a process, in the order in which they load, and an engine."""
+    """What lies on each GPU of a pool: models that share a process, in the order in which they
+    load, and an engine."""
 
     name: str
     config: RunConfig
@@ -330,7 +370,9 @@ class PlannedPool:
         overhead |= {"workspaces*": workspaces} if self.models else {}
         beside: Mapping[str, float] = {}
         if self.rollout:
-            phases.append(Phase(self.name, "generation", {**rest, **self.rollout.working, **overhead}))
+            phases.append(
+                Phase(self.name, "generation", {**rest, **self.rollout.working, **overhead})
+            )
             beside = self.rollout.resting
         for model in self.models:
             working = {"forward pass": model.forward()}
@@ -339,12 +381,17 @@ class PlannedPool:
                 working |= {"export": model.export()} if model.export_dtype else {}
                 working |= {"save": {}}
             for name, parts in working.items():
-                phases.append(Phase(self.name, f"{model.name} {name}", {**rest, **parts, **beside, **overhead}))
+                phases.append(
+                    Phase(
+                        self.name, f"{model.name} {name}", {**rest, **parts, **beside, **overhead}
+                    )
+                )
         return phases
 
 
 def require_memory(pools: Sequence[PlannedPool], device_bytes: float) -> str:
-    """The sum of each pool's largest phase, one line each, beside the memory of a GPU, `device_bytes`.
+    """The sum of each pool's largest phase, one line each, beside the memory of a GPU,
+    `device_bytes`.
 
     Raises ValueError if what is certain does not fit.
     """
@@ -354,11 +401,17 @@ def require_memory(pools: Sequence[PlannedPool], device_bytes: float) -> str:
         for phase in phases:
             if phase.certain > device_bytes:
                 raise ValueError(
-                    f"a GPU has {device_bytes / GB:.1f} GB, and this does not fit ({phase}): use more GPUs, set "
-                    "param_offload and optimizer_offload of an fsdp_config, or, if the engine's share is in the sum, "
-                    "lower actor_rollout_ref.rollout.gpu_memory_utilization (docs/memory.md has the sums)."
+                    f"a GPU has {device_bytes / GB:.1f} GB, and this does not fit ({phase}): use "
+                    "more GPUs, set param_offload and optimizer_offload of an fsdp_config, or, if "
+                    "the engine's share is in the sum, lower "
+                    "actor_rollout_ref.rollout.gpu_memory_utilization (docs/memory.md has the "
+                    "sums)."
                 )
         largest = max(phases, key=lambda phase: phase.total)
-        over = " - may not fit: smaller micro-batches or offload may be needed" if largest.total > device_bytes else ""
+        over = (
+            " - may not fit: smaller micro-batches or offload may be needed"
+            if largest.total > device_bytes
+            else ""
+        )
         lines.append(f"  {largest}{over}")
     return "\n".join(lines)

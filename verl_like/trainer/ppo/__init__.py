@@ -1,1 +1,2 @@
-"""PPO: a maker, which turns prompts into experience, and a learner, which turns experience into weights."""
+"""PPO: a maker, which turns prompts into experience, and a learner, which turns experience into
+weights."""

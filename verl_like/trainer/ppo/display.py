@@ -18,7 +18,17 @@ PPO_DISPLAY = Display(
         ("overlap", ("perf/overlap",), "{:.0%}"),
     ),
     phases=(
-        *("gen", "reward", "old_log_prob", "ref", "teacher", "values", "adv", "reward_model", "annotate"),
+        *(
+            "gen",
+            "reward",
+            "old_log_prob",
+            "ref",
+            "teacher",
+            "values",
+            "adv",
+            "reward_model",
+            "annotate",
+        ),
         *("update_critic", "update_actor", "update_weights", "testing", "save_checkpoint"),
     ),
     # verl's timer names.
@@ -43,11 +53,19 @@ PPO_DISPLAY = Display(
     charts=(
         ("Validation", ("val-core/",), "score"),
         ("Reward", ("critic/score/mean", "critic/rewards/mean"), "mean per sample"),
-        ("Rewards by name", ("reward/rule_scores/", "reward/rm_scores/", "reward/acc/"), "mean per sample"),
+        (
+            "Rewards by name",
+            ("reward/rule_scores/", "reward/rm_scores/", "reward/acc/"),
+            "mean per sample",
+        ),
         ("KL", ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl"), "nats per token"),
         ("Response length", ("response_length/mean", "response_length/max"), "tokens"),
         ("Entropy", ("actor/entropy",), "nats per token"),
-        ("Log-prob drift, engine against trainer", ("training/rollout_probs_diff_mean",), "mean |p - q|"),
+        (
+            "Log-prob drift, engine against trainer",
+            ("training/rollout_probs_diff_mean",),
+            "mean |p - q|",
+        ),
         ("Gradient norm", ("actor/grad_norm", "critic/grad_norm"), ""),
         ("Seconds a step", ("timing_s/step",), "s"),
         ("Critical path / time of a step", ("perf/overlap",), ""),
@@ -55,7 +73,11 @@ PPO_DISPLAY = Display(
     histograms=(
         ("Staleness of the responses", "training/staleness/share_", "training steps"),
         ("Effective sample size", "actor/eff_sample_size", "share of the tokens of a step"),
-        ("Drift of the policy from the engine", "actor/rollout_kl", "nats per token, mean of a step"),
+        (
+            "Drift of the policy from the engine",
+            "actor/rollout_kl",
+            "nats per token, mean of a step",
+        ),
     ),
 )
 

@@ -27,13 +27,17 @@ MEAN_IF_QUANTISED = 0.2
 
 
 UNKNOWN_ACTOR = "The actor has no score_greedy, so the engine is not compared with it."
-UNKNOWN_ROLLOUT = "The rollout worker has no draw_greedily, so its engine is not compared with the actor."
+UNKNOWN_ROLLOUT = (
+    "The rollout worker has no draw_greedily, so its engine is not compared with the actor."
+)
 
 
 def draw(rollout: WorkerGroup, dataset: PromptDataset) -> list[DataProto]:
-    """What each replica answers greedily to the first prompts: (B, ...) rows with `rollout_log_probs`.
+    """What each replica answers greedily to the first prompts: (B, ...) rows with
+    `rollout_log_probs`.
 
-    No random number is drawn. Empty for a rollout worker that is not of `RolloutWorker`, whose engine is not known.
+    No random number is drawn. Empty for a rollout worker that is not of `RolloutWorker`, whose
+    engine is not known.
     """
     if not hasattr(rollout, RolloutWorker.draw_greedily.__name__):
         return []
@@ -43,12 +47,17 @@ def draw(rollout: WorkerGroup, dataset: PromptDataset) -> list[DataProto]:
 
 
 def log_probs_of(actor: WorkerGroup, drawn: list[DataProto]) -> list[torch.Tensor]:
-    """The log-probabilities of the tokens by the actor or a copy of it, float32 for each replica, at temperature 1."""
+    """The log-probabilities of the tokens by the actor or a copy of it, float32 for each replica,
+    at temperature 1."""
     if not drawn:
         return []
-    scored = actor.score_greedy(DataProto.concat([each.select(meta_info_keys=[]) for each in drawn])).get()
+    scored = actor.score_greedy(
+        DataProto.concat([each.select(meta_info_keys=[]) for each in drawn])
+    ).get()
     ends = np.cumsum([len(each) for each in drawn]).tolist()
-    return [of_tokens(scored.rows(start, end), "old_log_probs") for start, end in pairwise([0, *ends])]
+    return [
+        of_tokens(scored.rows(start, end), "old_log_probs") for start, end in pairwise([0, *ends])
+    ]
 
 
 def of_tokens(batch: DataProto, name: str) -> torch.Tensor:
@@ -56,8 +65,11 @@ def of_tokens(batch: DataProto, name: str) -> torch.Tensor:
     return jagged_parts(batch.tensors()[name])[0]
 
 
-def require_one_model(config: PPOConfig, side: str, drawn: list[DataProto], log_probs: list[torch.Tensor]) -> None:
-    """Raises EngineMismatch unless each replica's log-probabilities are the actor's; `side` says whose engine it is."""
+def require_one_model(
+    config: PPOConfig, side: str, drawn: list[DataProto], log_probs: list[torch.Tensor]
+) -> None:
+    """Raises EngineMismatch unless each replica's log-probabilities are the actor's; `side` says
+    whose engine it is."""
     quantization = config.actor_rollout_ref.rollout.quantization
     for replica, (batch, of_actor) in enumerate(zip(drawn, log_probs, strict=True)):
         what = f"rollout replica {replica}{side}"
@@ -71,24 +83,33 @@ def require_close(
     of_actor: torch.Tensor,
     quantization: str | None = None,
 ) -> None:
-    """Raises EngineMismatch unless the log-probabilities of `what` are the actor's up to the rounding of the dtypes."""
+    """Raises EngineMismatch unless the log-probabilities of `what` are the actor's up to the
+    rounding of the dtypes."""
     policy = config.actor_rollout_ref
     dtypes = {policy.rollout.dtype, policy.actor.fsdp_config.dtype}
     differences = (own - of_actor).abs()
-    largest, mean = differences.max().item(), differences.mean().item()
-    kind, value, limit = "largest", largest, LARGEST_IN_FLOAT32
+    largest = differences.max().item()
+    mean = differences.mean().item()
+    kind = "largest"
+    value = largest
+    limit = LARGEST_IN_FLOAT32
     if dtypes != {"float32"}:
-        kind, value, limit = "mean", mean, MEAN_OTHERWISE
+        kind = "mean"
+        value = mean
+        limit = MEAN_OTHERWISE
     if quantization:
-        kind, value, limit = "mean", mean, MEAN_IF_QUANTISED
+        kind = "mean"
+        value = mean
+        limit = MEAN_IF_QUANTISED
     if value <= limit:  # not so for NaN
         return
     worst = int(differences.nan_to_num(torch.inf).argmax())
     raise EngineMismatch(
-        f"{what} does not compute the actor's model, though its weights are the actor's: of {len(own)} tokens drawn "
-        f"greedily at the start the {kind} difference of log-probabilities is {value:.3g}, and at most {limit:g} is "
-        f"rounding ({policy.rollout.name} computes in {quantization or policy.rollout.dtype}, the actor in "
-        f"{policy.actor.fsdp_config.dtype}). Where they differ most it has {own[worst]:.6f} and the actor "
-        f"{of_actor[worst]:.6f}. Compare how both read {policy.model.path}/config.json, such as rope and norms, or set "
-        "actor_rollout_ref.rollout.name=hf."
+        f"{what} does not compute the actor's model, though its weights are the actor's: of "
+        f"{len(own)} tokens drawn greedily at the start the {kind} difference of "
+        f"log-probabilities is {value:.3g}, and at most {limit:g} is rounding "
+        f"({policy.rollout.name} computes in {quantization or policy.rollout.dtype}, the actor in "
+        f"{policy.actor.fsdp_config.dtype}). Where they differ most it has {own[worst]:.6f} and "
+        f"the actor {of_actor[worst]:.6f}. Compare how both read {policy.model.path}/config.json, "
+        "such as rope and norms, or set actor_rollout_ref.rollout.name=hf."
     )

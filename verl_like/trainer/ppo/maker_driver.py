@@ -1,4 +1,5 @@
-"""What drives a maker: it starts the worker groups, builds the maker on them, and validates with it."""
+"""What drives a maker: it starts the worker groups, builds the maker on them, and validates with
+it."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -28,15 +29,16 @@ RecorderT = TypeVar("RecorderT", bound=Recorder)
 
 @dataclass(eq=False)
 class MakerDriver(Generic[RecorderT]):
-    """The driver of a maker. It trains nothing: a maker of detached training has this, and `RayPPOTrainer` is one.
+    """The driver of a maker. It trains nothing: a maker of detached training has this, and
+    `RayPPOTrainer` is one.
 
-    A subclass makes its own maker in `build_maker`; for detached training a plugin registers it with
-    `register_maker_driver`.
+    A subclass makes its own maker in `build_maker`; for detached training a plugin registers it
+    with `register_maker_driver`.
 
-    `role_worker_mapping` says which worker class plays each role, `resource_pool_manager` where it runs. A custom role
-    takes part through its registered method `annotate`. It is called with the generated batch, next to the reference
-    and the critic, and the columns it writes join the batch. Those in its class's `reward_columns` are added to the
-    reward, in validation too.
+    `role_worker_mapping` says which worker class plays each role, `resource_pool_manager` where it
+    runs. A custom role takes part through its registered method `annotate`. It is called with the
+    generated batch, next to the reference and the critic, and the columns it writes join the batch.
+    Those in its class's `reward_columns` are added to the reward, in validation too.
     """
 
     config: PPOConfig
@@ -50,7 +52,9 @@ class MakerDriver(Generic[RecorderT]):
     recorder: RecorderT
 
     @classmethod
-    def of(cls, inputs: PPOInputs, recorder: RecorderT, pools: ResourcePoolManager | None = None) -> Self:
+    def of(
+        cls, inputs: PPOInputs, recorder: RecorderT, pools: ResourcePoolManager | None = None
+    ) -> Self:
         """Of checked inputs, on the pools of their configuration unless others are given."""
         mapping = inputs.role_worker_mapping
         pools = pools or build_resource_pools(inputs.config, list(mapping))
@@ -84,14 +88,17 @@ class MakerDriver(Generic[RecorderT]):
             config=config,
             groups=self.groups,
             rule_scorer=self.rule_scorer,
-            reward_columns=reward_columns(worker_classes, config.reward_models_by_role, self.rule_scorer is not None),
+            reward_columns=reward_columns(
+                worker_classes, config.reward_models_by_role, self.rule_scorer is not None
+            ),
             kl_controller=get_kl_controller(config.algorithm.kl_ctrl),
             model_cost=ModelCost.of(model),
             timer=self.recorder.timer,
         )
 
     def validate(self) -> dict[str, float]:
-        """Scores the validation set with `rollout.val_kwargs` and shows a few generations; `val-core/...` metrics."""
+        """Scores the validation set with `rollout.val_kwargs` and shows a few generations;
+        `val-core/...` metrics."""
         prompts = self.val_dataset.collate(list(self.val_dataset), epoch=0)
         prompts.meta_info |= {"validate": True, "global_steps": self.global_step}
         num_samples = self.config.actor_rollout_ref.rollout.val_kwargs.n
@@ -111,10 +118,12 @@ _DRIVERS: list[type[MakerDriver[Any]]] = [MakerDriver]
 
 
 def register_maker_driver(driver: type[MakerDriver[Any]]) -> type[MakerDriver[Any]]:
-    """Decorator of a plugin: its subclass of MakerDriver drives the makers of detached training. Raises ValueError for
-    a second one."""
+    """Decorator of a plugin: its subclass of MakerDriver drives the makers of detached training.
+    Raises ValueError for a second one."""
     if len(_DRIVERS) > 1:
-        raise ValueError(f"{driver} cannot drive makers, for {_DRIVERS[-1]} is registered: name one such plugin")
+        raise ValueError(
+            f"{driver} cannot drive makers, for {_DRIVERS[-1]} is registered: name one such plugin"
+        )
     _DRIVERS.append(driver)
     return driver
 

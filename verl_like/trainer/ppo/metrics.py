@@ -13,16 +13,24 @@ from verl_like.protocol.samples import SampleRows
 from verl_like.trainer.ppo.scoring import extra_numbers
 
 
-def batch_metrics(batch: DataProto, max_prompt_length: int, max_response_length: int) -> dict[str, Metric]:
+def batch_metrics(
+    batch: DataProto, max_prompt_length: int, max_response_length: int
+) -> dict[str, Metric]:
     """Scores, rewards, advantages, lengths and log-prob drift of the samples of one training batch.
 
-    `batch` holds by response token `response_mask`, `token_level_scores`, `token_level_rewards`, `advantages`,
-    `returns` and, when there is a critic, `values`.
+    `batch` holds by response token `response_mask`, `token_level_scores`, `token_level_rewards`,
+    `advantages`, `returns` and, when there is a critic, `values`.
     """
-    samples, tensors = SampleRows.of(batch), batch.tensors()
-    prompt_lengths_B, lengths_B = (jagged_parts(tensors[name])[1].diff() for name in ("prompts", "responses"))
-    # Under bypass the rollout's log-probabilities stand for the trainer's, and there is nothing to compare.
-    has_drift = "old_log_probs" in tensors and tensors["old_log_probs"] is not tensors["rollout_log_probs"]
+    samples = SampleRows.of(batch)
+    tensors = batch.tensors()
+    prompt_lengths_B, lengths_B = (
+        jagged_parts(tensors[name])[1].diff() for name in ("prompts", "responses")
+    )
+    # Under bypass the rollout's log-probabilities stand for the trainer's, and there is nothing to
+    # compare.
+    has_drift = (
+        "old_log_probs" in tensors and tensors["old_log_probs"] is not tensors["rollout_log_probs"]
+    )
     view = view_of_samples(batch).batch
     mask_name = "sampled_mask" if "sampled_mask" in view else "response_mask"
     counted_S = view[mask_name].any(-1)  # not the samples that were skipped
@@ -51,7 +59,8 @@ def batch_metrics(batch: DataProto, max_prompt_length: int, max_response_length:
     if has_drift:
         metrics |= _drift(column("rollout_log_probs"), column("old_log_probs"), mask)
     if "values" in view and mask.any():
-        returns, values = column("returns")[mask], column("values")[mask]
+        returns = column("returns")[mask]
+        values = column("values")[mask]
         metrics |= _mean_max_min("critic/values", values)
         unexplained = (returns - values).var(unbiased=False) / (returns.var(unbiased=False) + 1e-5)
         metrics["critic/vf_explained_var"] = Metric.mean(1.0 - unexplained.item())
@@ -59,16 +68,20 @@ def batch_metrics(batch: DataProto, max_prompt_length: int, max_response_length:
 
 
 def validation_metrics(batch: DataProto, scores_B: torch.Tensor) -> dict[str, float]:
-    """`val-core/{data_source}/{variable}/mean@N` over prompts of N samples each, and `best@N/mean` when N > 1.
+    """`val-core/{data_source}/{variable}/mean@N` over prompts of N samples each, and `best@N/mean`
+    when N > 1.
 
-    The variables of the (B,) responses are "reward", their rewards `scores_B`, and the numbers that the reward function
-    added. The core variable of a data source is "acc" where its reward function reports that, else "reward"; the other
-    variables go to `val-aux/`. In a sample without it, such as one that was skipped, the core variable counts 0; the
-    others are means over the samples that have them.
+    The variables of the (B,) responses are "reward", their rewards `scores_B`, and the numbers that
+    the reward function added. The core variable of a data source is "acc" where its reward function
+    reports that, else "reward"; the other variables go to `val-aux/`. In a sample without it, such
+    as one that was skipped, the core variable counts 0; the others are means over the samples that
+    have them.
     """
-    prompts, numbers = batch.non_tensor_batch["uid"], extra_numbers(batch)
+    prompts = batch.non_tensor_batch["uid"]
+    numbers = extra_numbers(batch)
     values = [
-        {"reward": score} | {name: float(added[i]) for name, added in numbers.items() if not np.isnan(added[i])}
+        {"reward": score}
+        | {name: float(added[i]) for name, added in numbers.items() if not np.isnan(added[i])}
         for i, score in enumerate(scores_B.tolist())
     ]
     rows_of_source: dict[str, list[int]] = defaultdict(list)
@@ -85,7 +98,9 @@ def validation_metrics(batch: DataProto, scores_B: torch.Tensor) -> dict[str, fl
                 if name == core or name in values[i]:
                     values_of_prompt[prompts[i]].append(values[i].get(name, 0.0))
             prefix = f"{'val-core' if name == core else 'val-aux'}/{source}/{name}"
-            metrics[f"{prefix}/mean@{num_samples}"] = float(np.mean([np.mean(v) for v in values_of_prompt.values()]))
+            metrics[f"{prefix}/mean@{num_samples}"] = float(
+                np.mean([np.mean(v) for v in values_of_prompt.values()])
+            )
             if num_samples > 1:
                 best = [max(v) for v in values_of_prompt.values()]
                 metrics[f"{prefix}/best@{num_samples}/mean"] = float(np.mean(best))
@@ -93,7 +108,8 @@ def validation_metrics(batch: DataProto, scores_B: torch.Tensor) -> dict[str, fl
 
 
 def _mean(values: torch.Tensor) -> Metric:
-    return Metric.mean(values.float().mean().item(), weight=values.numel())  # of no values NaN, which weighs nothing
+    # Of no values NaN, which weighs nothing
+    return Metric.mean(values.float().mean().item(), weight=values.numel())
 
 
 def _mean_max_min(name: str, values: torch.Tensor) -> dict[str, Metric]:
@@ -106,12 +122,16 @@ def _mean_max_min(name: str, values: torch.Tensor) -> dict[str, Metric]:
     }
 
 
-def _drift(rollout_log_probs: torch.Tensor, old_log_probs: torch.Tensor, mask_BR: torch.Tensor) -> dict[str, Metric]:
+def _drift(
+    rollout_log_probs: torch.Tensor, old_log_probs: torch.Tensor, mask_BR: torch.Tensor
+) -> dict[str, Metric]:
     """How far the engine's token probabilities are from the trainer's, on the very same weights."""
-    rollout, actor = rollout_log_probs[mask_BR].exp(), old_log_probs[mask_BR].exp()
+    rollout = rollout_log_probs[mask_BR].exp()
+    actor = old_log_probs[mask_BR].exp()
     if rollout.numel() < 2:
         return {}
-    difference, correlation = (rollout - actor).abs(), torch.corrcoef(torch.stack([rollout, actor]))[0, 1]
+    difference = (rollout - actor).abs()
+    correlation = torch.corrcoef(torch.stack([rollout, actor]))[0, 1]
     off_policy = compute_offpolicy_metrics(old_log_probs, rollout_log_probs, mask_BR)
     return {
         **{f"rollout_corr/{name}": Metric.mean(value) for name, value in off_policy.items()},

@@ -4,7 +4,11 @@ import shutil
 
 import torch
 from ray._common.utils import get_default_system_temp_dir
-from ray._private.utils import estimate_available_memory, get_shared_memory_bytes, resolve_object_store_memory
+from ray._private.utils import (
+    estimate_available_memory,
+    get_shared_memory_bytes,
+    resolve_object_store_memory,
+)
 
 from verl_like.protocol.columns import COLUMNS
 from verl_like.protocol.padded import VERL_COLUMNS
@@ -23,7 +27,8 @@ def step_bytes(config: PPOConfig) -> dict[str, int]:
     data = config.data
     length = {"P": data.max_prompt_length, "R": data.max_response_length, "B": 1}
     size = {"int64": 8, "float32": 4, "bool": 1}
-    correction, loss_needs = config.algorithm.rollout_correction, config.loss_needs
+    correction = config.algorithm.rollout_correction
+    loss_needs = config.loss_needs
     times_made = {
         "compute_values": config.needs_critic,
         "compute_ref_log_prob": config.needs_reference,
@@ -35,48 +40,71 @@ def step_bytes(config: PPOConfig) -> dict[str, int]:
         "driver, by the policy loss": "selected_tokens" in loss_needs,
         "compute_teacher_log_prob, or a custom role": "teacher_log_prob" in loss_needs,
     }
-    columns = [column for column in COLUMNS.values() if column.kind == "tensor" and column.name not in VERL_COLUMNS]
-    row_bytes = sum(times_made.get(c.writer, 1) * size[c.dtype] * length[c.dims[-1]] for c in columns)
+    columns = [
+        column
+        for column in COLUMNS.values()
+        if column.kind == "tensor" and column.name not in VERL_COLUMNS
+    ]
+    row_bytes = sum(
+        times_made.get(c.writer, 1) * size[c.dtype] * length[c.dims[-1]] for c in columns
+    )
     num_rows = data.train_batch_size * config.actor_rollout_ref.rollout.n
     needed = {f"2 * {num_rows} rows of at most {row_bytes:,} bytes": 2 * num_rows * row_bytes}
-    rollout, critic = config.actor_rollout_ref.rollout, config.critic.model
+    rollout = config.actor_rollout_ref.rollout
+    critic = config.critic.model
     if rollout.weight_transport == "object_store":
-        policy = ModelSize.of(config.actor_rollout_ref.model, "actor_rollout_ref.model", PolicyModel)
+        policy = ModelSize.of(
+            config.actor_rollout_ref.model, "actor_rollout_ref.model", PolicyModel
+        )
         needed |= _exported("policy", policy, rollout.dtype)
     has_copy = isinstance(config, DetachedConfig) and config.needs_critic
     if has_copy and transport_to_copies(config) == "object_store":
-        needed |= _exported("critic", ModelSize.of(critic, "critic.model", ValueModel), critic.fsdp_config.dtype)
+        needed |= _exported(
+            "critic", ModelSize.of(critic, "critic.model", ValueModel), critic.fsdp_config.dtype
+        )
     return needed
 
 
 def _exported(role: str, model: ModelSize, dtype: str) -> dict[str, int]:
     """The bytes of a model's export, by what they are."""
-    what, number = ("adapter", model.trained) if model.has_adapter else ("weights", model.parameters)
+    what, number = (
+        ("adapter", model.trained) if model.has_adapter else ("weights", model.parameters)
+    )
     return {f"{what} of the {role}, {dtype}": number * getattr(torch, dtype).itemsize}
 
 
 def check_object_store(needed: dict[str, int]) -> str | None:
-    """A warning, or None; raises ValueError with the sum if `needed`, bytes by what they are, does not fit.
+    """A warning, or None; raises ValueError with the sum if `needed`, bytes by what they are, does
+    not fit.
 
-    Ray makes its store a share of the memory, in /dev/shm if that has room for it, else in a folder on disk.
+    Ray makes its store a share of the memory, in /dev/shm if that has room for it, else in a folder
+    on disk.
     """
-    size, shared = resolve_object_store_memory(estimate_available_memory()), get_shared_memory_bytes()
+    size = resolve_object_store_memory(estimate_available_memory())
+    shared = get_shared_memory_bytes()
     folder = get_default_system_temp_dir()
     on_disk = shared < size
     room = min(size, shutil.disk_usage(folder).free) if on_disk else size
     total = sum(needed.values())
-    where = f"{folder}, for /dev/shm has {_gib(shared)}" if on_disk else f"/dev/shm, which has {_gib(shared)}"
+    where = (
+        f"{folder}, for /dev/shm has {_gib(shared)}"
+        if on_disk
+        else f"/dev/shm, which has {_gib(shared)}"
+    )
     if total > room:
         terms = "\n".join(f"  {what:<60} {_gib(amount):>12}" for what, amount in needed.items())
         raise ValueError(
-            f"the data of a step does not fit into Ray's object store:\n{terms}\n  {'together':<60} {_gib(total):>12}\n"
+            f"the data of a step does not fit into Ray's object store:\n{terms}\n  "
+            f"{'together':<60} {_gib(total):>12}\n"
             f"  {'room in ' + where:<60} {_gib(room):>12}\n"
-            "Give the container a larger /dev/shm (docker run --shm-size), or lower data.train_batch_size."
+            "Give the container a larger /dev/shm (docker run --shm-size), or lower "
+            "data.train_batch_size."
         )
     if on_disk:
         return (
-            f"Warning: /dev/shm has only {_gib(shared)}, so Ray keeps its objects in {folder}, which may be slower; a "
-            f"step has at most {_gib(total)} of them. In a container: docker run --shm-size={1.1 * size / 2**30:.2f}g."
+            f"Warning: /dev/shm has only {_gib(shared)}, so Ray keeps its objects in {folder}, "
+            f"which may be slower; a step has at most {_gib(total)} of them. In a container: "
+            f"docker run --shm-size={1.1 * size / 2**30:.2f}g."
         )
     return None
 

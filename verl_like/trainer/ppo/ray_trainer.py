@@ -26,24 +26,28 @@ from verl_like.trainer.state.checkpoint import Checkpoint
 from verl_like.workers.actor import ScoringWorker
 
 _GENERATED = "generated.safetensors"
-"""File of a checkpoint with the responses of the next step, and the entry of its meta_info with their metrics."""
+"""File of a checkpoint with the responses of the next step, and the entry of its meta_info with
+their metrics."""
 _METRICS = "metrics_of_generation"
 
 
 @dataclass(eq=False)
 class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
-    """Proximal policy optimisation (Schulman et al. 2017, arXiv:1707.06347) of a language model, for every placement.
+    """Proximal policy optimisation (Schulman et al. 2017, arXiv:1707.06347) of a language model,
+    for every placement.
 
-    It drives its maker and its learner in one process. A custom role with a state of its own registers
-    `save_checkpoint` and `load_checkpoint`. A subclass changes a phase by making its own maker or learner in
-    `build_maker` or `build_learner`.
+    It drives its maker and its learner in one process. A custom role with a state of its own
+    registers `save_checkpoint` and `load_checkpoint`. A subclass changes a phase by making its own
+    maker or learner in `build_maker` or `build_learner`.
     """
 
     recorder: RunRecorder
     ptx_dataset: ConversationDataset | None = None
 
     @classmethod
-    def of(cls, inputs: PPOInputs, recorder: RunRecorder, pools: ResourcePoolManager | None = None) -> Self:
+    def of(
+        cls, inputs: PPOInputs, recorder: RunRecorder, pools: ResourcePoolManager | None = None
+    ) -> Self:
         """Of checked inputs, on the pools of their configuration unless others are given."""
         trainer = super().of(inputs, recorder, pools)
         trainer.ptx_dataset = inputs.ptx_dataset
@@ -74,8 +78,10 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
         self.compare_engines()
 
     def compare_engines(self) -> None:
-        """Raises EngineMismatch unless every replica computes the actor's model with the weights that it was given."""
-        config, actor = self.config, self.groups[Role.Actor]
+        """Raises EngineMismatch unless every replica computes the actor's model with the weights
+        that it was given."""
+        config = self.config
+        actor = self.groups[Role.Actor]
         if not hasattr(actor, ScoringWorker.score_greedy.__name__):
             self.recorder.say(engine_check.UNKNOWN_ACTOR)
             return
@@ -83,7 +89,8 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
         if not drawn:
             self.recorder.say(engine_check.UNKNOWN_ROLLOUT)
             return
-        # On a GPU that they share, the actor computes when the engine sleeps, which then has no weights.
+        # On a GPU that they share, the actor computes when the engine sleeps, which then has no
+        # weights.
         is_shared = config.trainer.device == "cuda" and not config.trainer.max_staleness
         sleeps = is_shared and config.actor_rollout_ref.rollout.free_cache_engine
         if sleeps:
@@ -99,7 +106,8 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
     def take(self) -> Iterator[Experience]:
         """Experience of the next batch of prompts, made with the newest weights.
 
-        With `trainer.max_staleness=1` the responses of the next step are generated beside it, with the same weights.
+        With `trainer.max_staleness=1` the responses of the next step are generated beside it, with
+        the same weights.
         """
         prompts = self.prompts_of(self.upcoming_batch) if self.generated else self.next_prompts()
         self.upcoming_batch = self.num_prompt_batches
@@ -107,16 +115,21 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
         upcoming = of_step(self.next_prompts(), self.global_step + 1) if is_ahead else None
         epoch = {"training/epoch": Metric(prompts.meta_info["epoch"], "max")}
 
-        generated = self.generated or self.maker.sample(of_step(prompts, self.global_step), self.next_prompts)
-        generation = self.maker.begin(upcoming) if upcoming else None  # submitted: the rest of this step runs meanwhile
+        prompts = of_step(prompts, self.global_step)
+        generated = self.generated or self.maker.sample(prompts, self.next_prompts)
+        # The generation of the next step runs while the rest of this one does.
+        generation = self.maker.begin(upcoming) if upcoming else None
         experience = self.maker.complete(generated)
         yield replace(experience, metrics=merge_metrics([experience.metrics, epoch]))
-        self.generated = self.maker.sample(upcoming, self.next_prompts, generation) if upcoming else None
+        self.generated = None
+        if upcoming:
+            self.generated = self.maker.sample(upcoming, self.next_prompts, generation)
 
     def learn(self, experience: Experience) -> Update:
         """Submits the updates of critic and actor, and the export behind the actor's.
 
-        On pools of their own they overlap, on a shared one they queue, and the numbers are the same.
+        On pools of their own they overlap, on a shared one they queue, and the numbers are the
+        same.
         """
         update = self.learner.learn(experience)
         self.exported = self.learner.export_weights()
@@ -130,7 +143,8 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
         """Takes the weights to the maker."""
         assert self.exported, "they are exported behind the update"
         weights = self.exported
-        self.exported = None  # else the host memory that they are in would stay until the next ones are there
+        # Else the host memory that they are in would stay until the next ones are there
+        self.exported = None
         with self.recorder.timer("update_weights"):
             self.load_weights(weights)
 
@@ -175,7 +189,11 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
 
     def state(self) -> dict[str, Any]:
         counts = {name: getattr(self, name) for name in ("num_prompt_batches", "upcoming_batch")}
-        return super().state() | counts | {"version": self.learner.version, "kl_coef": self.maker.kl_controller.value}
+        return (
+            super().state()
+            | counts
+            | {"version": self.learner.version, "kl_coef": self.maker.kl_controller.value}
+        )
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Goes on after the step of a checkpoint."""
@@ -199,7 +217,8 @@ def of_step(prompts: DataProto, step: int) -> DataProto:
 
 
 def read_generated(path: Path, pad_token_id: int) -> Generated:
-    """Responses that a checkpoint holds, also one of an earlier version, whose batches were padded."""
+    """Responses that a checkpoint holds, also one of an earlier version, whose batches were
+    padded."""
     batch = DataProto.load_from_disk(path)
     if not is_jagged(batch.tensors()["prompts"]):
         batch = without_padding(batch, pad_token_id)
@@ -211,9 +230,12 @@ _TRAINERS: list[type[RayPPOTrainer]] = [RayPPOTrainer]
 
 
 def register_trainer(trainer: type[RayPPOTrainer]) -> type[RayPPOTrainer]:
-    """Decorator of a plugin: its subclass of RayPPOTrainer trains. Raises ValueError for a second one."""
+    """Decorator of a plugin: its subclass of RayPPOTrainer trains. Raises ValueError for a second
+    one."""
     if len(_TRAINERS) > 1:
-        raise ValueError(f"{trainer} cannot train, for {_TRAINERS[-1]} is registered: name one such plugin")
+        raise ValueError(
+            f"{trainer} cannot train, for {_TRAINERS[-1]} is registered: name one such plugin"
+        )
     _TRAINERS.append(trainer)
     return trainer
 
@@ -224,11 +246,12 @@ def get_trainer() -> type[RayPPOTrainer]:
 
 
 def require_trainer_of_driver() -> None:
-    """Raises ValueError for a plugin that has a driver of makers alone, which only detached training would call."""
+    """Raises ValueError for a plugin that has a driver of makers alone, which only detached
+    training would call."""
     driver = get_maker_driver()
     if driver is not MakerDriver and get_trainer() is RayPPOTrainer:
         raise ValueError(
-            f"the plugin's {driver.__name__} drives makers of detached training, and here nothing would call it: give "
-            "its methods to a subclass of RayPPOTrainer, too, and register that with register_trainer of "
-            "verl_like.trainer.ppo.ray_trainer"
+            f"the plugin's {driver.__name__} drives makers of detached training, and here nothing "
+            "would call it: give its methods to a subclass of RayPPOTrainer, too, and register "
+            "that with register_trainer of verl_like.trainer.ppo.ray_trainer"
         )

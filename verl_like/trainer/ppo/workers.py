@@ -27,9 +27,11 @@ from verl_like.workers.teacher import TeacherWorker
 def build_role_worker_mapping(
     config: PPOConfig, own_classes: dict[str, type[Worker]]
 ) -> dict[str, RayClassWithInitArgs]:
-    """The worker class of each active role and its arguments; a custom role gets the whole configuration."""
+    """The worker class of each active role and its arguments; a custom role gets the whole
+    configuration."""
     seed = config.trainer.seed
-    steps, n = config.trainer.total_training_steps, config.actor_rollout_ref.rollout.n
+    steps = config.trainer.total_training_steps
+    n = config.actor_rollout_ref.rollout.n
     # The actor's schedule counts the steps that train it: those after the critic's warm-up.
     actor_steps = steps and steps - config.trainer.critic_warmup
     policy = {"config": config.actor_rollout_ref}
@@ -46,50 +48,60 @@ def build_role_worker_mapping(
     }
     for role, model in config.reward_models_by_role.items():
         key = {} if role == Role.RewardModel else {"model_key": reward_model_key(role)}
-        built_in[role] = own_classes.get(Role.RewardModel, RewardModelWorker), {"config": model} | key
+        built_in[role] = (
+            own_classes.get(Role.RewardModel, RewardModelWorker),
+            {"config": model} | key,
+        )
     mapping = {}
     for role in config.active_roles:
         worker_class, arguments = built_in.get(role, (Worker, {"config": config}))
         if role in built_in and role != Role.Rollout:
-            arguments["shares_device"] = config.role_mapping[role] == config.role_mapping[Role.Rollout]
+            arguments["shares_device"] = (
+                config.role_mapping[role] == config.role_mapping[Role.Rollout]
+            )
         mapping[role] = RayClassWithInitArgs(own_classes.get(role, worker_class), **arguments)
         mapping[role].plugins = config.plugins
     return mapping
 
 
 def transport_to_copies(config: PPOConfig) -> str:
-    """How weights reach a detached maker's copies: as they reach engines, unless they go straight into these."""
+    """How weights reach a detached maker's copies: as they reach engines, unless they go straight
+    into these."""
     rollout = config.actor_rollout_ref.rollout
     return "object_store" if rollout.sends_directly else rollout.weight_transport
 
 
 def import_worker_class(role: str, path: str) -> type[Worker]:
-    """The class at `package.module.Class`. Raises ValueError if it cannot be imported, is not a Worker, or is that of a
-    custom role without `annotate`."""
+    """The class at `package.module.Class`. Raises ValueError if it cannot be imported, is not a
+    Worker, or is that of a custom role without `annotate`."""
     try:
         worker_class = pkgutil.resolve_name(":".join(path.rsplit(".", 1)))
     except (Exception, SystemExit) as error:  # the module may raise anything
         problem = f"{type(error).__name__}: {error}"
         raise ValueError(
-            f"worker_classes.{role}={path} cannot be imported ({problem}): give package.module.Class, with the package "
-            "on PYTHONPATH."
+            f"worker_classes.{role}={path} cannot be imported ({problem}): give "
+            "package.module.Class, with the package on PYTHONPATH."
         ) from error
     if not (isinstance(worker_class, type) and issubclass(worker_class, Worker)):
         raise ValueError(
-            f"worker_classes.{role}={path} is not a Worker: subclass verl_like.single_controller.worker.Worker."
+            f"worker_classes.{role}={path} is not a Worker: subclass "
+            "verl_like.single_controller.worker.Worker."
         )
     if role not in set(Role) and "annotate" not in registered_methods(worker_class):
         raise ValueError(
-            f"worker_classes.{role}={path} has no registered method annotate, by which a custom role adds columns to "
-            "the batch: add one, or correct the name of the role."
+            f"worker_classes.{role}={path} has no registered method annotate, by which a custom "
+            "role adds columns to the batch: add one, or correct the name of the role."
         )
     return worker_class
 
 
-def build_resource_pools(config: PPOConfig, roles: Sequence[str] | None = None) -> ResourcePoolManager:
+def build_resource_pools(
+    config: PPOConfig, roles: Sequence[str] | None = None
+) -> ResourcePoolManager:
     """The pools of the configuration for its active roles or only some of them.
 
-    Training roles of a pool are one worker group, since they share a process, and the rollout engine is another.
+    Training roles of a pool are one worker group, since they share a process, and the rollout
+    engine is another.
     """
     mapping = {role: config.role_mapping[role] for role in roles or config.active_roles}
     pools = [pool for pool, _ in process_groups(mapping)]
@@ -108,8 +120,8 @@ def start_groups(
     on_call: OnCall,
     joint_trainer: JointTrainer | None = None,
 ) -> tuple[dict[str, WorkerGroup], list[tuple[str, list[str], RayWorkerGroup]]]:
-    """A worker group for each role, and the processes: (pool, roles, group). Training roles of one pool share their
-    processes. Reserves the pools, unless that was done."""
+    """A worker group for each role, and the processes: (pool, roles, group). Training roles of one
+    pool share their processes. Reserves the pools, unless that was done."""
     pools.create_resource_pool()
     groups: dict[str, WorkerGroup] = {}
     placement = []
@@ -127,9 +139,11 @@ def start_groups(
 
 
 def load_models(groups: Mapping[str, WorkerGroup], device: str) -> None:
-    """Loads the models of all groups, at the same time but for the rollout on a GPU, which comes after the others.
+    """Loads the models of all groups, at the same time but for the rollout on a GPU, which comes
+    after the others.
 
-    vLLM takes its share of the memory that is free, and asserts that nobody gives memory back while it measures that.
+    vLLM takes its share of the memory that is free, and asserts that nobody gives memory back while
+    it measures that.
     """
     rollout = [group for role, group in groups.items() if role == Role.Rollout]
     others = [group for role, group in groups.items() if role != Role.Rollout]

@@ -1,1 +1,2 @@
-"""What every run has: its start and end, its record, report and trackers, and the processes it starts."""
+"""What every run has: its start and end, its record, report and trackers, and the processes it
+starts."""

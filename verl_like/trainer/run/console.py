@@ -1,4 +1,5 @@
-"""What a person sees of a run: the placement table, a progress bar, one line a step, sampled generations."""
+"""What a person sees of a run: the placement table, a progress bar, one line a step, sampled
+generations."""
 
 import io
 import math
@@ -7,20 +8,29 @@ from collections.abc import Callable
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from verl_like.trainer.run.display import Display, printable
 
 
 class RunConsole:
-    """Prints to standard output; on a terminal a progress bar with the time left stays at the bottom."""
+    """Prints to standard output; on a terminal a progress bar with the time left stays at the
+    bottom."""
 
     def __init__(self, display: Display, redacted: Callable[[str], str]) -> None:
         self.display = display
         self.redacted = redacted
         """Masks the secrets in a text."""
-        if isinstance(sys.stdout, io.TextIOWrapper):  # the encoding of a terminal may lack a character
+        # The encoding of a terminal may lack a character
+        if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="backslashreplace")
         self.console = Console(soft_wrap=True, highlight=False)
         self.progress = Progress(
@@ -32,7 +42,8 @@ class RunConsole:
             TextColumn("left"),
             TimeRemainingColumn(),
             console=self.console,
-            speed_estimate_period=3600,  # seconds; a step of a large model takes minutes, and rich forgets after 30 s
+            # Seconds; a step of a large model takes minutes, and rich forgets after 30 s
+            speed_estimate_period=3600,
         )
         self.task = self.progress.add_task("training", total=None, start=False)
 
@@ -58,7 +69,9 @@ class RunConsole:
                 shown.append(f"{label} {template.format(value)}")
         total = metrics["timing_s/step"]
         times = {phase: metrics.get(f"timing_s/{phase}", 0.0) for phase in self.display.phases}
-        seconds = [f"{phase} {seconds:.2f}" for phase, seconds in times.items() if seconds > 0.02 * total]
+        seconds = [
+            f"{phase} {seconds:.2f}" for phase, seconds in times.items() if seconds > 0.02 * total
+        ]
         validation = [
             f"[bold]{escape(printable(name))} {value:.3f}[/]"
             for name, value in metrics.items()

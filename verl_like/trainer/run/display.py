@@ -1,4 +1,5 @@
-"""What a trainer shows of its metrics and its worker calls, as data that the trainer gives to the record of a run."""
+"""What a trainer shows of its metrics and its worker calls, as data that the trainer gives to the
+record of a run."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,15 +19,17 @@ class Display:
     phase_of_method: Mapping[str, str] = field(default_factory=dict)
     """The phase that calls of a worker method belong to; of any other method, its own name."""
     stages: tuple[tuple[str, ...], ...] = ((),)
-    """Methods of each stage of a step; a stage needs all results of the one before. The one that is empty has all
-    other methods."""
+    """Methods of each stage of a step; a stage needs all results of the one before. The one that is
+    empty has all other methods."""
     process_of_role: Mapping[str, str] = field(default_factory=dict)
     """Kind of the processes of a role that does not share those of all others."""
     charts: tuple[tuple[str, tuple[str, ...], str], ...] = ()
-    """Of the report: title, names of metrics (one that ends in "/" stands for all that begin with it), y label."""
+    """Of the report: title, names of metrics (one that ends in "/" stands for all that begin with
+    it), y label."""
     histograms: tuple[tuple[str, str, str], ...] = ()
-    """Of the report: title, name of a metric, x label. A name that ends in "_" stands for all that begin with it: each
-    says in its last part a number, and in its value the share of it in a step."""
+    """Of the report: title, name of a metric, x label. A name that ends in "_" stands for all that
+    begin with it: each says in its last part a number, and in its value the share of it in a
+    step."""
 
 
 def printable(text: str) -> str:
@@ -34,4 +37,6 @@ def printable(text: str) -> str:
 
     The former could steer a terminal, and no file or figure takes the latter. Line breaks stay.
     """
-    return "".join(character if character.isprintable() or character == "\n" else " " for character in text)
+    return "".join(
+        character if character.isprintable() or character == "\n" else " " for character in text
+    )

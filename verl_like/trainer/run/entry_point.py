@@ -14,10 +14,14 @@ Schema = TypeVar("Schema", bound=RunConfig)
 
 @contextmanager
 def entry_point(
-    schema: type[Schema], rules: Callable[[Schema], Iterable[str]], name: str, usage: str, workers: Sequence[str]
+    schema: type[Schema],
+    rules: Callable[[Schema], Iterable[str]],
+    name: str,
+    usage: str,
+    workers: Sequence[str],
 ) -> Iterator[tuple[Schema, worker_template.WorkerTemplate | None]]:
-    """Around a run of `python -m verl_like.trainer.<name>`: its configuration, and on a CPU a template of the modules
-    `workers`. An interrupt ends the process with code 130."""
+    """Around a run of `python -m verl_like.trainer.<name>`: its configuration, and on a CPU a
+    template of the modules `workers`. An interrupt ends the process with code 130."""
     try:
         command = f"python -m verl_like.trainer.{name}"
         config: Any = config_from_command_line(schema, rules, sys.argv[1:], command, usage)

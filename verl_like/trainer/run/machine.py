@@ -9,12 +9,16 @@ from verl_like.single_controller.ray.cluster import assign
 from verl_like.single_controller.ray.resource_pool import RayResourcePool
 
 
-def check_machine(pools: Sequence[RayResourcePool], device: str, num_cpus: int | None, *, keys: str) -> None:
-    """Raises ValueError, with the sums, unless this machine has the processes and devices; `keys` set the pools."""
+def check_machine(
+    pools: Sequence[RayResourcePool], device: str, num_cpus: int | None, *, keys: str
+) -> None:
+    """Raises ValueError, with the sums, unless this machine has the processes and devices; `keys`
+    set the pools."""
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError(
-            "trainer.device=cuda, but this machine has no CUDA device: give trainer.device=cpu (of PPO: device=cpu) to "
-            "compute on the CPU, or ray_kwargs.ray_init.address to use a cluster that has GPUs."
+            "trainer.device=cuda, but this machine has no CUDA device: give trainer.device=cpu "
+            "(of PPO: device=cpu) to compute on the CPU, or ray_kwargs.ray_init.address to use a "
+            "cluster that has GPUs."
         )
     node: dict[str, float] = {
         "CPU": num_cpus or os.cpu_count() or 1,
@@ -27,7 +31,8 @@ def check_machine(pools: Sequence[RayResourcePool], device: str, num_cpus: int |
     sizes = "\n".join(f"  {pool.name:<32} {pool.process_on_nodes} processes" for pool in pools)
     raise ValueError(
         f"the resource pools do not fit on this machine:\n{sizes}\n"
-        f"  each process takes {pools[0].bundle_resources()}, together {needed}; this machine has {node}\n"
-        f"Make the pools smaller ({keys}), set ray_kwargs.ray_init.num_cpus to have more processes than cores, or give "
-        "ray_kwargs.ray_init.address of a cluster."
+        f"  each process takes {pools[0].bundle_resources()}, together {needed}; this machine has "
+        f"{node}\n"
+        f"Make the pools smaller ({keys}), set ray_kwargs.ray_init.num_cpus to have more "
+        "processes than cores, or give ray_kwargs.ray_init.address of a cluster."
     )

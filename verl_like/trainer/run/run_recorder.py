@@ -1,4 +1,5 @@
-"""Keeps the record of a run: its folder, metrics, timeline, console output and the report at the end."""
+"""Keeps the record of a run: its folder, metrics, timeline, console output and the report at the
+end."""
 
 import contextlib
 import json
@@ -49,16 +50,22 @@ class UnknownMetric(ValueError):
 
 
 class RunRecorder:
-    """Everything of one run is in `run_dir`, a new folder below `trainer.default_local_dir`; nothing is overwritten.
+    """Everything of one run is in `run_dir`, a new folder below `trainer.default_local_dir`;
+    nothing is overwritten.
 
     A resumed run goes on in its folder, where what it wrote after its checkpoint is cut off.
     """
 
-    def __init__(self, config: RunConfig, display: Display, resumed: ResumedRun | None = None) -> None:
+    def __init__(
+        self, config: RunConfig, display: Display, resumed: ResumedRun | None = None
+    ) -> None:
         trainer = config.trainer
-        self.config, self.display, self.resumed = config, display, resumed
+        self.config = config
+        self.display = display
+        self.resumed = resumed
         if resumed:
-            self.run_dir, self.lock = resumed.run_dir, resumed.lock
+            self.run_dir = resumed.run_dir
+            self.lock = resumed.lock
             remove_partial(self.run_dir)
             set_aside(self.run_dir, after=resumed.checkpoint.step)
             for name in RECORDS:
@@ -74,7 +81,11 @@ class RunRecorder:
         self.redacted = config.redaction()
         self.console = RunConsole(display, self.redacted)
         self.tracking = Tracking(
-            trainer.logger, self.run_dir, trainer.project_name, trainer.experiment_name, config.shown()
+            trainer.logger,
+            self.run_dir,
+            trainer.project_name,
+            trainer.experiment_name,
+            config.shown(),
         )
         shown: dict[str, Any] = resumed.checkpoint.state["shown"] if resumed else {}
         self.generations: list[dict[str, Any]] = shown.get("generations", [])
@@ -82,7 +93,8 @@ class RunRecorder:
         best: dict[str, Any] = resumed.checkpoint.state.get("best", {}) if resumed else {}
         is_there = best.get("step") in steps(self.run_dir)
         self.best = best if is_there and best["metric"] == trainer.best_ckpt_metric else {}
-        """The step with the best validation so far, its metric, and the value it was compared by; or empty."""
+        """The step with the best validation so far, its metric, and the value it was compared by;
+        or empty."""
         self.has_best_metric = False
         """Whether a validation reported `trainer.best_ckpt_metric`."""
         self.placement: list[dict[str, str]] = []
@@ -134,7 +146,8 @@ class RunRecorder:
     def step(
         self, step: int, total_steps: int, row: dict[str, float] | None = None
     ) -> Iterator[Callable[[Mapping[str, Metric | float]], None]]:
-        """Times a step; metrics given to the yielded function are written when the step is complete.
+        """Times a step; metrics given to the yielded function are written when the step is
+        complete.
 
         `row` is what `row_so_far` was, where a run goes on within a step.
         """
@@ -152,28 +165,40 @@ class RunRecorder:
         self.add_record()
         self.console.show_step(step, total_steps, metrics)
         if self.is_ending:
-            self.say("SIGTERM: the run ends with the checkpoint of this step; a second one ends it without.")
+            self.say(
+                "SIGTERM: the run ends with the checkpoint of this step; a second one ends it "
+                "without."
+            )
 
     def log(self, metrics: Mapping[str, Metric | float]) -> None:
         """Adds metrics to the row of the present step."""
-        numbers = {name: each.value if isinstance(each, Metric) else each for name, each in metrics.items()}
+        numbers = {
+            name: each.value if isinstance(each, Metric) else each for name, each in metrics.items()
+        }
         self.metrics |= numbers
 
     def row_so_far(self) -> dict[str, float]:
         """The metrics of the present step with its times until now."""
-        seconds = self.timeline.phase_seconds() | self.seconds | {"step": time.time() - self.step_started}
+        seconds = (
+            self.timeline.phase_seconds() | self.seconds | {"step": time.time() - self.step_started}
+        )
         metrics = self.metrics | _timings(seconds)
         metrics["perf/time_per_step"] = seconds["step"]
-        training_seconds = seconds["step"] - seconds.get("testing", 0.0) - seconds.get("save_checkpoint", 0.0)
+        training_seconds = (
+            seconds["step"] - seconds.get("testing", 0.0) - seconds.get("save_checkpoint", 0.0)
+        )
         if "perf/total_num_tokens" in metrics:
             metrics["perf/total_throughput"] = metrics["perf/total_num_tokens"] / training_seconds
-            metrics["perf/throughput"] = metrics["perf/total_throughput"] / self.config.num_processes_of_run
+            metrics["perf/throughput"] = (
+                metrics["perf/total_throughput"] / self.config.num_processes_of_run
+            )
         if critical_path_seconds := self.timeline.critical_path_seconds():
             metrics["perf/overlap"] = critical_path_seconds / training_seconds
         return metrics
 
     def log_validation(self, metrics: dict[str, float], step: int = 0) -> None:
-        """A validation by itself, such as that before the first step, of which there is no checkpoint."""
+        """A validation by itself, such as that before the first step, of which there is no
+        checkpoint."""
         self._value_of(metrics)
         self.tracking.log(metrics, step)
         self.console.show_validation(step, metrics)
@@ -181,8 +206,8 @@ class RunRecorder:
     def is_best(self, step: int, metrics: dict[str, float]) -> bool:
         """Whether this validation, after the step, has the best `trainer.best_ckpt_metric` so far.
 
-        The step's checkpoint is then kept until another one is better. Raises UnknownMetric if the first
-        validation does not report it.
+        The step's checkpoint is then kept until another one is better. Raises UnknownMetric if the
+        first validation does not report it.
         """
         value = self._value_of(metrics)
         if not value > self.best.get("value", -math.inf):
@@ -191,34 +216,44 @@ class RunRecorder:
         return True
 
     def _value_of(self, metrics: dict[str, float]) -> float:
-        """`trainer.best_ckpt_metric` of a validation, its negative where less is better; NaN where there is none."""
+        """`trainer.best_ckpt_metric` of a validation, its negative where less is better; NaN where
+        there is none."""
         name = self.config.trainer.best_ckpt_metric
         if name is None:
             return math.nan
         if name not in metrics and not self.has_best_metric:
             raise UnknownMetric(
-                f"trainer.best_ckpt_metric={name} is not what the validation reports; name one of these: "
-                f"{', '.join(sorted(metrics))}."
+                f"trainer.best_ckpt_metric={name} is not what the validation reports; name one of "
+                f"these: {', '.join(sorted(metrics))}."
             )
         self.has_best_metric = True
         value = metrics.get(name, math.nan)
         return -value if name.endswith(("loss", "brier")) else value
 
     def show_generations(
-        self, step: int, num_rows: int, generation_of_row: Callable[[int], dict[str, str]], num_shown: int
+        self,
+        step: int,
+        num_rows: int,
+        generation_of_row: Callable[[int], dict[str, str]],
+        num_shown: int,
     ) -> None:
-        """Shows `num_shown` rows of a validation batch, other ones each time, here and in the report."""
+        """Shows `num_shown` rows of a validation batch, other ones each time, here and in the
+        report."""
         num_shown = min(num_shown, num_rows)
         first = self.num_validations * num_shown
         self.num_validations += 1
         chosen = [generation_of_row((first + k) % num_rows) for k in range(num_shown)]
         rows = [{name: _shown(self.redacted(text)) for name, text in row.items()} for row in chosen]
         if rows:
-            self.generations = [*self.generations[:num_shown], *({"step": step} | row for row in rows)]
+            self.generations = [
+                *self.generations[:num_shown],
+                *({"step": step} | row for row in rows),
+            ]
             self.console.show_table(f"Generations at step {step}", rows)
 
     def terminate(self, number: int, frame: Any) -> None:
-        """Handles SIGTERM, which ends a pre-empted run: after a checkpoint where the trainer saves, or else now."""
+        """Handles SIGTERM, which ends a pre-empted run: after a checkpoint where the trainer saves,
+        or else now."""
         if not self.saves_when_ended or self.is_ending:
             self.begun = self.pending = None
             raise KeyboardInterrupt
@@ -229,14 +264,15 @@ class RunRecorder:
     ) -> None:
         """Keeps the state of a step until `commit_checkpoint` finds its files written.
 
-        Within a step it becomes the state at the step's end. Where it is committed before, the checkpoint has the row
-        so far, with which a run that goes on finishes the step.
+        Within a step it becomes the state at the step's end. Where it is committed before, the
+        checkpoint has the row so far, with which a run that goes on finishes the step.
         """
         assert self.pending is None and self.begun is None
         self.begun = PendingCheckpoint(partial, step, state, groups)
 
     def add_record(self) -> None:
-        """Adds the record so far to the state that was begun, with the row of the step if it is not written."""
+        """Adds the record so far to the state that was begun, with the row of the step if it is not
+        written."""
         if not self.begun:
             return
         state = self.begun.state | self.state_of_record()
@@ -264,14 +300,17 @@ class RunRecorder:
         return {"files": files, "shown": shown, "best": self.best}
 
     def commit_checkpoint(self, wait: bool, timeout_s: float | None = None) -> None:
-        """Makes what was begun a checkpoint, if it is written or with `wait`; removes the oldest that are too many.
+        """Makes what was begun a checkpoint, if it is written or with `wait`; removes the oldest
+        that are too many.
 
-        The best one stays. Raises WorkerError, CallTimeout or OSError, and leaves earlier checkpoints as they are.
+        The best one stays. Raises WorkerError, CallTimeout or OSError, and leaves earlier
+        checkpoints as they are.
         """
         self.add_record()
         if self.pending is None or (files := self.pending.files(wait, timeout_s)) is None:
             return
-        pending, self.pending = self.pending, None
+        pending = self.pending
+        self.pending = None
         commit(pending.partial, pending.step, pending.state, files)
         self._remove_old_checkpoints(pending.state["best"])
 
@@ -287,7 +326,8 @@ class RunRecorder:
     def _close(self, outcome: str) -> None:
         self.begun = None  # of a step that has not ended
         try:
-            self.commit_checkpoint(wait=True, timeout_s=LAST_WAIT_S)  # the run was interrupted or failed meanwhile
+            # The run was interrupted or failed meanwhile
+            self.commit_checkpoint(wait=True, timeout_s=LAST_WAIT_S)
         except (WorkerError, CallTimeout, OSError) as error:
             self.say(f"The checkpoint that was being written is lost: {str(error).splitlines()[0]}")
         remove_partial(self.run_dir)  # first: what follows needs room on the disk
@@ -297,10 +337,13 @@ class RunRecorder:
         metrics = _readable_rows(self.run_dir / "metrics.jsonl")
         try:
             self._write_report(outcome, metrics)
-        except Exception as error:  # names and texts of data and model are drawn; the run itself is complete
+        # Names and texts of data and model are drawn; the run itself is complete
+        except Exception as error:
             self.say(f"The report is not written: {type(error).__name__}: {error}")
         self.say(f"\n{outcome}")
-        for name in dict.fromkeys(name for row in metrics for name in row if name.startswith("val-core/")):
+        for name in dict.fromkeys(
+            name for row in metrics for name in row if name.startswith("val-core/")
+        ):
             values = [row[name] for row in metrics if name in row]
             if len(values) > 1:
                 self.say(f"  {name}: {values[0]:.3f} at first, {values[-1]:.3f} at last")
@@ -310,7 +353,9 @@ class RunRecorder:
             files[f"global_step_{self.best['step']}"] = f"best {self.best['metric']}"
         for step in steps(self.run_dir):  # not those of checkpoints that are set aside
             for model in sorted(folder_of_step(self.run_dir, step).glob("*/huggingface")):
-                files[str(model.relative_to(self.run_dir))] = f"{model.parent.name}, Hugging Face format"
+                files[str(model.relative_to(self.run_dir))] = (
+                    f"{model.parent.name}, Hugging Face format"
+                )
         for sentence in missing:
             self.say(f"  {sentence}")
         self.say(f"  in {self.run_dir}:")
@@ -322,8 +367,12 @@ class RunRecorder:
     def _write_report(self, outcome: str, metrics: list[dict[str, float]]) -> None:
         write_report(
             self.run_dir / "report.html",
-            title=self.redacted(f"{self.config.trainer.project_name} / {self.config.trainer.experiment_name}"),
-            summary=self.redacted(f"{outcome} {len(metrics)} rows of metrics, {time.time() - self.started:.0f} s."),
+            title=self.redacted(
+                f"{self.config.trainer.project_name} / {self.config.trainer.experiment_name}"
+            ),
+            summary=self.redacted(
+                f"{outcome} {len(metrics)} rows of metrics, {time.time() - self.started:.0f} s."
+            ),
             metrics=metrics,
             steps=self.timeline.last_steps(),
             placement=self.placement,
@@ -338,7 +387,8 @@ def _timings(seconds: dict[str, float]) -> dict[str, float]:
 
 
 def _readable_rows(file: Path) -> list[dict[str, float]]:
-    """The rows of `metrics.jsonl`; of a run that was continued, an older one may be damaged, and is left out."""
+    """The rows of `metrics.jsonl`; of a run that was continued, an older one may be damaged, and is
+    left out."""
     rows = []
     for line in file.read_bytes().splitlines():
         with contextlib.suppress(ValueError, RecursionError):
@@ -349,14 +399,20 @@ def _readable_rows(file: Path) -> list[dict[str, float]]:
 
 
 def placement_rows(groups: list[tuple[str, list[str], RayWorkerGroup]]) -> list[dict[str, str]]:
-    """Pool, roles and processes of each worker group, a row a node; waits until they have started."""
+    """Pool, roles and processes of each worker group, a row a node; waits until they have
+    started."""
     rows = []
     for pool, roles, group in groups:
         nodes = group.worker_nodes
         for node in dict.fromkeys(nodes):
             ranks = [rank for rank, its_node in enumerate(nodes) if its_node == node]
             pids = ", ".join(str(group.worker_pids[rank]) for rank in ranks)
-            row = {"pool": pool, "node": node, "ranks": ", ".join(map(str, ranks)), "processes": pids}
+            row = {
+                "pool": pool,
+                "node": node,
+                "ranks": ", ".join(map(str, ranks)),
+                "processes": pids,
+            }
             rows.append(row | {"roles": " + ".join(roles)})
     return rows
 
@@ -371,7 +427,8 @@ def _shown(text: str, max_length: int = 240) -> str:
 def _new_run_dir(parent: Path) -> Path:
     """Makes `parent/<date>_<time>`, numbered when two runs start in one second."""
     stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    run_dir, number = parent / stamp, 1
+    run_dir = parent / stamp
+    number = 1
     while run_dir.exists():
         number += 1
         run_dir = parent / f"{stamp}_{number}"

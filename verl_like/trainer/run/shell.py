@@ -1,6 +1,7 @@
 """Runs any trainer: checks its inputs, records the run, starts Ray, trains, and ends every process.
 
-A trainer is a schema and its rules (trainer/config), its `check_inputs`, its `fit`, and its `Display`.
+A trainer is a schema and its rules (trainer/config), its `check_inputs`, its `fit`, and its
+`Display`.
 """
 
 import contextlib
@@ -10,7 +11,12 @@ from typing import Any
 
 from verl_like.rewards.manager import RewardError
 from verl_like.single_controller.failure import CallTimeout, PlacementError, WorkerError
-from verl_like.single_controller.ray.start import cluster_address, end_ray, require_cluster, start_ray
+from verl_like.single_controller.ray.start import (
+    cluster_address,
+    end_ray,
+    require_cluster,
+    start_ray,
+)
 from verl_like.trainer.config.run_config import RunConfig
 from verl_like.trainer.memory.keys import keys_that_lower
 from verl_like.trainer.memory.pools import check_memory
@@ -33,22 +39,24 @@ def run(
     template: WorkerTemplate | None = None,
     state_schema: type[RecordState] = RecordState,
 ) -> int:
-    """Runs a trainer and returns the exit code: 0 done, 1 a part of the run failed, 2 input refused, 130 interrupted.
+    """Runs a trainer and returns the exit code: 0 done, 1 a part of the run failed, 2 input
+    refused, 130 interrupted.
 
-    All input is checked before Ray starts. However the run ends, the processes it started are gone and what it wrote
-    so far is valid.
+    All input is checked before Ray starts. However the run ends, the processes it started are gone
+    and what it wrote so far is valid.
 
     Args:
         config: a configuration that keeps its rules.
-        check_inputs: returns what the trainer needs, with `config` to record, in which is filled in what depends on the
-            data, and `notes` for the start of the run; raises ValueError or RewardError for wrong input. The stack
-            stops what it starts.
+        check_inputs: returns what the trainer needs, with `config` to record, in which is filled in
+            what depends on the data, and `notes` for the start of the run; raises ValueError or
+            RewardError for wrong input. The stack stops what it starts.
         fit: trains to the end, after Ray was started.
         display: what the record shows.
         template: the workers of a Ray that is started here are forks of it.
         state_schema: what the trainer keeps in a checkpoint beside the models.
     """
-    # SIGTERM, which ends a pre-empted run, is an interrupt too. A shell's background jobs ignore interrupts by default.
+    # SIGTERM, which ends a pre-empted run, is an interrupt too. A shell's background jobs ignore
+    # interrupts by default.
     handle_signals(signal.default_int_handler)
     with contextlib.ExitStack() as cleanup:
         if template:
@@ -64,7 +72,9 @@ def run(
                 recorder = RunRecorder(inputs.config, display, resumed)
             except OSError as error:
                 folder = f"trainer.default_local_dir={inputs.config.trainer.default_local_dir}"
-                raise ValueError(f"{folder} cannot be written ({error}): make room there, or give another.") from error
+                raise ValueError(
+                    f"{folder} cannot be written ({error}): make room there, or give another."
+                ) from error
         except (ValueError, RewardError, OSError) as error:
             return say(config.redaction()(str(error)), 2)
         except KeyboardInterrupt:
@@ -75,7 +85,10 @@ def run(
 
 
 def train(
-    inputs: Any, fit: Callable[[Any, RunRecorder], None], recorder: RunRecorder, template: WorkerTemplate | None = None
+    inputs: Any,
+    fit: Callable[[Any, RunRecorder], None],
+    recorder: RunRecorder,
+    template: WorkerTemplate | None = None,
 ) -> int:
     """Starts Ray and trains to the end; returns the exit code."""
     outcome = "Failed with an unexpected error; standard error has the traceback."
@@ -83,7 +96,11 @@ def train(
     try:
         recorder.say("Starting Ray and the workers ...")
         ray_init = inputs.config.ray_kwargs.ray_init
-        start_ray(cluster_address(ray_init.address), ray_init.num_cpus, template.command if template else None)
+        start_ray(
+            cluster_address(ray_init.address),
+            ray_init.num_cpus,
+            template.command if template else None,
+        )
         signal.signal(signal.SIGTERM, recorder.terminate)
         fit(inputs, recorder)
         outcome = f"Done: {recorder.timeline.step} training steps."
@@ -93,17 +110,30 @@ def train(
         outcome = "Interrupted; what was written so far is valid."
         has_failed = False
         return 130
-    except (WorkerError, CallTimeout, EngineMismatch, RewardError, PlacementError, UnknownMetric) as error:
+    except (
+        WorkerError,
+        CallTimeout,
+        EngineMismatch,
+        RewardError,
+        PlacementError,
+        UnknownMetric,
+    ) as error:
         outcome = f"Stopped: {error.headline() if isinstance(error, WorkerError) else error}"
         advice = []
         if isinstance(error, WorkerError) and error.shortage:
             advice.append(keys_that_lower(error.shortage.memory, error.role))
-        return say(recorder.redacted("\n".join([str(error), *advice, *getattr(error, "__notes__", [])])), 1)
+        return say(
+            recorder.redacted("\n".join([str(error), *advice, *getattr(error, "__notes__", [])])), 1
+        )
     except OSError as error:  # a full disk, above all
-        outcome = f"Stopped in step {recorder.timeline.step}: {error}. Earlier checkpoints are as they were."
+        outcome = (
+            f"Stopped in step {recorder.timeline.step}: {error}. Earlier checkpoints are as "
+            "they were."
+        )
         return say(recorder.redacted(f"{outcome} They are in {recorder.run_dir}."), 1)
     finally:
-        # A second signal must not stop the report. During Ray's shutdown SIGTERM ends the process, so it comes last.
+        # A second signal must not stop the report. During Ray's shutdown SIGTERM ends the process,
+        # so it comes last.
         handle_signals(signal.SIG_IGN)
         try:
             recorder.close(outcome)

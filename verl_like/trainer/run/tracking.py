@@ -1,6 +1,8 @@
-"""Sends the metrics of each step to the trackers of `trainer.logger`; none holds up a step, or stops the run.
+"""Sends the metrics of each step to the trackers of `trainer.logger`; none holds up a step, or
+stops the run.
 
-A resumed run goes on in the run that each tracker had begun for it: `trackers.json` in its folder has their ids.
+A resumed run goes on in the run that each tracker had begun for it: `trackers.json` in its folder
+has their ids.
 """
 
 import functools
@@ -82,7 +84,8 @@ class TrackerThread:
         self.rows.put(None)
 
     def missing(self, deadline: float) -> str | None:
-        """Waits until `deadline`, by time.monotonic(), for the tracker's end, and says what it lacks, if anything.
+        """Waits until `deadline`, by time.monotonic(), for the tracker's end, and says what it
+        lacks, if anything.
 
         A tracker that has not ended by then is left alone: its thread ends with the process.
         """
@@ -92,8 +95,8 @@ class TrackerThread:
             return None
         problem = self.problem or f"it did not end within {FINISH_S:g} s"
         return (
-            f"Tracker {self.name} lacks {num_missing} of {self.num_given} rows of metrics ({problem}); metrics.jsonl "
-            "has all of them."
+            f"Tracker {self.name} lacks {num_missing} of {self.num_given} rows of metrics "
+            f"({problem}); metrics.jsonl has all of them."
         )
 
     def _run(self) -> None:
@@ -107,14 +110,24 @@ class TrackerThread:
             tracker.finish()
         except (Exception, SystemExit) as error:  # whatever it is, the run goes on
             self.problem = f"{type(error).__name__}: {error}"
-            logger.warning("Tracker %s %s and is off for the rest of the run: %s", self.name, what, self.problem)
+            logger.warning(
+                "Tracker %s %s and is off for the rest of the run: %s",
+                self.name,
+                what,
+                self.problem,
+            )
 
 
 class Tracking:
     """Appends every step to `metrics.jsonl` and passes it on to the named trackers."""
 
     def __init__(
-        self, backends: Sequence[str], run_dir: Path, project: str, experiment: str, config: dict[str, Any]
+        self,
+        backends: Sequence[str],
+        run_dir: Path,
+        project: str,
+        experiment: str,
+        config: dict[str, Any],
     ) -> None:
         self.jsonl = open(run_dir / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115  (line buffered: a killed run keeps its lines)
         self.ids_file = run_dir / IDS
@@ -124,7 +137,9 @@ class Tracking:
         self.trackers: list[TrackerThread] = []
         for name in backends:
             if name in TRACKERS:
-                run = TrackedRun(run_dir, project, experiment, config, self.ids.get(name), next_step)
+                run = TrackedRun(
+                    run_dir, project, experiment, config, self.ids.get(name), next_step
+                )
                 self.trackers.append(TrackerThread(name, functools.partial(self._start, name, run)))
 
     def _start(self, name: str, run: TrackedRun) -> Tracker:
@@ -137,7 +152,8 @@ class Tracking:
         return tracker
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        """Writes a row of metrics to the file and hands it to the trackers; waits for none of them."""
+        """Writes a row of metrics to the file and hands it to the trackers; waits for none of
+        them."""
         # JSON has no NaN; a metric that is not a number in a step has none there.
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         self.jsonl.write(json.dumps({"step": step} | finite) + "\n")
@@ -155,7 +171,8 @@ class Tracking:
 
 
 def _read_ids(file: Path) -> dict[str, str]:
-    """The ids of the trackers' runs; none, with a warning, from a file that is not as it was written."""
+    """The ids of the trackers' runs; none, with a warning, from a file that is not as it was
+    written."""
     if not file.exists():
         return {}
     try:
@@ -208,7 +225,8 @@ def _wandb(run: TrackedRun) -> Tracker:
 def _trackio(run: TrackedRun) -> Tracker:
     import trackio
 
-    name = run.run_id or f"{run.experiment} {run.run_dir.name}"  # it finds a run by this; an experiment has several
+    # It finds a run by this; an experiment has several
+    name = run.run_id or f"{run.experiment} {run.run_dir.name}"
     begun = trackio.init(project=run.project, name=name, config=run.config, resume="allow")
     return Tracker(lambda metrics, step: begun.log(metrics, step=step), begun.finish, name)
 
@@ -221,7 +239,9 @@ def _mlflow(run: TrackedRun) -> Tracker:
 
     def log(metrics: dict[str, float], step: int) -> None:
         # MLflow refuses "@" in a metric's name, which validation metrics have (mean@1).
-        mlflow.log_metrics({name.replace("@", "_at_"): value for name, value in metrics.items()}, step=step)
+        mlflow.log_metrics(
+            {name.replace("@", "_at_"): value for name, value in metrics.items()}, step=step
+        )
 
     return Tracker(log, mlflow.end_run, begun.info.run_id)
 

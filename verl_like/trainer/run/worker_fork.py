@@ -1,6 +1,8 @@
-"""The script that Ray starts in place of a worker: it asks a `WorkerTemplate` for a fork, and ends when the fork does.
+"""The script that Ray starts in place of a worker: it asks a `WorkerTemplate` for a fork, and ends
+when the fork does.
 
-It sends its arguments, environment and standard streams. It imports the standard library alone, to start at once.
+It sends its arguments, environment and standard streams. It imports the standard library alone, to
+start at once.
 """
 
 import contextlib
@@ -12,7 +14,8 @@ import sys
 
 
 def ask_for_fork(path: str, arguments: list[str]) -> None:
-    """Has the template at `path` run a script, and waits for its end; without a template, runs it here."""
+    """Has the template at `path` run a script, and waits for its end; without a template, runs it
+    here."""
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.connect(path)

@@ -1,7 +1,9 @@
-"""A process that has imported what workers need. Each worker of a Ray that is started here is a fork of it.
+"""A process that has imported what workers need. Each worker of a Ray that is started here is a
+fork of it.
 
-The imports take seconds of CPU time in each process; a fork takes milliseconds. Ray starts a worker with the command
-line `WorkerTemplate.command`, the script `worker_fork.py`, which asks the template for a fork and ends when that does.
+The imports take seconds of CPU time in each process; a fork takes milliseconds. Ray starts a worker
+with the command line `WorkerTemplate.command`, the script `worker_fork.py`, which asks the template
+for a fork and ends when that does.
 """
 
 import gc
@@ -37,7 +39,9 @@ class WorkerTemplate:
     @property
     def command(self) -> str:
         """What Ray starts workers with in place of Python."""
-        return shlex.join([sys.executable, "-S", "-E", worker_fork.__file__, f"{self.folder.name}/socket"])
+        return shlex.join(
+            [sys.executable, "-S", "-E", worker_fork.__file__, f"{self.folder.name}/socket"]
+        )
 
     def close(self) -> None:
         """Ends the template; the workers live on."""
@@ -48,11 +52,13 @@ class WorkerTemplate:
 
 
 def start(modules: Sequence[str]) -> WorkerTemplate:
-    """Starts a template that imports these modules, and returns at once. The template ends with this process.
+    """Starts a template that imports these modules, and returns at once. The template ends with
+    this process.
 
     What templates of killed processes left is removed.
 
-    No module may import Ray, which reads the environment when it is imported: each worker has another environment.
+    No module may import Ray, which reads the environment when it is imported: each worker has
+    another environment.
     """
     remove_abandoned(Path(tempfile.gettempdir()), "verl_like_*")
     folder = tempfile.TemporaryDirectory(prefix="verl_like_")
@@ -60,15 +66,24 @@ def start(modules: Sequence[str]) -> WorkerTemplate:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"{folder.name}/socket")  # only this user can open the folder
         listener.listen(128)
-        command = [sys.executable, "-m", "verl_like.trainer.run.worker_template", str(listener.fileno()), *modules]
+        command = [
+            sys.executable,
+            "-m",
+            "verl_like.trainer.run.worker_template",
+            str(listener.fileno()),
+            *modules,
+        ]
         # Libraries read the number of threads when they are loaded; a fork sets its own.
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], env=environment)
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], env=environment
+        )
     return WorkerTemplate(process, folder, mark)
 
 
 def serve(listener: socket.socket, modules: Sequence[str]) -> None:
-    """Imports, then forks a worker for each connection until standard input ends. Returns in workers alone."""
+    """Imports, then forks a worker for each connection until standard input ends. Returns in
+    workers alone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles an interrupt of the terminal
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks that end leave no zombie
     for module in modules:
@@ -81,7 +96,8 @@ def serve(listener: socket.socket, modules: Sequence[str]) -> None:
             _become_worker(connection)
             return
         connection.close()
-    # Without the end of Python, in which libraries list on the terminal of a killed driver what they still hold.
+    # Without the end of Python, in which libraries list on the terminal of a killed driver what
+    # they still hold.
     os._exit(0)
 
 
@@ -102,7 +118,8 @@ def _become_worker(connection: socket.socket) -> None:
     os.chdir(request["folder"])
     sys.argv[:] = request["arguments"]
     if (torch := sys.modules.get("torch")) and "OMP_NUM_THREADS" in os.environ:
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # which torch read as it was imported
+        # Which torch read as it was imported
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 

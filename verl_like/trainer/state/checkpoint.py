@@ -1,10 +1,11 @@
-"""Checkpoints of a run: a folder is there complete with its manifest, or not at all, and the newest is found again.
+"""Checkpoints of a run: a folder is there complete with its manifest, or not at all, and the newest
+is found again.
 
-`global_step_N/` holds the training state of the roles, which their workers write while training goes on, and
-`manifest.json`:
+`global_step_N/` holds the training state of the roles, which their workers write while training
+goes on, and `manifest.json`:
 
-    {"format": 2, "step": N, "created": "<UTC>", "state": {...}, "files": {"actor/...": {"bytes": ..., "sha256": ...}},
-     "sha256": <of the JSON of the rest>}
+    {"format": 2, "step": N, "created": "<UTC>", "state": {...}, "files": {"actor/...": {"bytes":
+     ..., "sha256": ...}}, "sha256": <of the JSON of the rest>}
 
 Nothing in a checkpoint is a pickle: tensors are safetensors, the rest is JSON.
 """
@@ -98,7 +99,9 @@ def save_training(groups: Mapping[str, WorkerGroup], folder: Path) -> None:
     """Every rank copies what the training of its model needs to continue, and writes its part to
     `folder/<role>/checkpoint` while training goes on: see PendingCheckpoint."""
     paths = {role: str(folder / role / "checkpoint") for role in groups}
-    for future in [group.save_checkpoint.remote(paths[role], wait=False) for role, group in groups.items()]:
+    for future in [
+        group.save_checkpoint.remote(paths[role], wait=False) for role, group in groups.items()
+    ]:
         future.get()
 
 
@@ -122,13 +125,16 @@ class PendingCheckpoint:
     """What the ranks of each group answer to the question whether they have written."""
 
     def files(self, wait: bool, timeout_s: float | None = None) -> dict[str, dict[str, Any]] | None:
-        """`file_digest` of each file of the workers, by its path in the folder, once all of them are on the disk.
+        """`file_digest` of each file of the workers, by its path in the folder, once all of them
+        are on the disk.
 
-        Without `wait`, None before that: it asks the workers, and takes their answers where they have come already.
-        Raises the WorkerError of a rank that cannot write, or CallTimeout.
+        Without `wait`, None before that: it asks the workers, and takes their answers where they
+        have come already. Raises the WorkerError of a rank that cannot write, or CallTimeout.
         """
         if wait or not self._asked:
-            self._asked = {role: group.save_result.remote(wait) for role, group in self.groups.items()}
+            self._asked = {
+                role: group.save_result.remote(wait) for role, group in self.groups.items()
+            }
         if not wait and not all(future.done() for future in self._asked.values()):
             return None
         answers = {role: future.get(timeout_s) for role, future in self._asked.items()}
@@ -142,19 +148,24 @@ class PendingCheckpoint:
         return files
 
 
-def commit(partial: Path, step: int, state: dict[str, Any], written: Mapping[str, dict[str, Any]]) -> Checkpoint:
+def commit(
+    partial: Path, step: int, state: dict[str, Any], written: Mapping[str, dict[str, Any]]
+) -> Checkpoint:
     """Makes what is in `partial` the checkpoint of the step, on the disk before it has its name.
 
-    `written` are the `file_digest`s of files that are on the disk already, by their path in `partial`. A checkpoint
-    that is there already is replaced. Raises OSError, and leaves earlier checkpoints as they are.
+    `written` are the `file_digest`s of files that are on the disk already, by their path in
+    `partial`. A checkpoint that is there already is replaced. Raises OSError, and leaves earlier
+    checkpoints as they are.
     """
     names = {str(path.relative_to(partial)) for path in partial.rglob("*") if path.is_file()}
     if missing := sorted(written.keys() - names):
         raise OSError(
-            f"a worker wrote {partial / missing[0]}, which is not seen from here: all nodes have to see "
-            "trainer.default_local_dir."
+            f"a worker wrote {partial / missing[0]}, which is not seen from here: all nodes have "
+            "to see trainer.default_local_dir."
         )
-    files = {name: written.get(name) or file_digest(partial / name, sync=True) for name in sorted(names)}
+    files = {
+        name: written.get(name) or file_digest(partial / name, sync=True) for name in sorted(names)
+    }
     created = datetime.now(UTC).isoformat(timespec="seconds")
     manifest = {"format": FORMAT, "step": step, "created": created, "state": state, "files": files}
     for path in filter(Path.is_dir, partial.rglob("*")):
@@ -170,7 +181,8 @@ def commit(partial: Path, step: int, state: dict[str, Any], written: Mapping[str
 
 
 def renew(folder: Path, changes: dict[str, Any]) -> None:
-    """Changes keys in the state of a complete checkpoint, which has the one or the other at any moment.
+    """Changes keys in the state of a complete checkpoint, which has the one or the other at any
+    moment.
 
     Raises OSError.
     """
@@ -191,16 +203,20 @@ def write(path: Path, text: str) -> None:
     _sync_folder(path.parent)
 
 
-def read(folder: Path, *, hashes: bool = True, state_schema: type[BaseModel] | None = None) -> Checkpoint:
+def read(
+    folder: Path, *, hashes: bool = True, state_schema: type[BaseModel] | None = None
+) -> Checkpoint:
     """Reads and checks a checkpoint, without `hashes` by the sizes of its files alone.
 
-    `state_schema` is what the state has to be, where it is used. Raises DamagedCheckpoint, naming the first file that
-    is not as it was written.
+    `state_schema` is what the state has to be, where it is used. Raises DamagedCheckpoint, naming
+    the first file that is not as it was written.
     """
     path = folder / MANIFEST
     manifest = _read_manifest(path)
     if manifest.get("format") != FORMAT:
-        raise DamagedCheckpoint(f"{path} has format {manifest.get('format')}; this version reads format {FORMAT}.")
+        raise DamagedCheckpoint(
+            f"{path} has format {manifest.get('format')}; this version reads format {FORMAT}."
+        )
     is_whole = manifest.pop("sha256", None) == _digest(manifest)
     if not is_whole or folder.name != folder_of_step(folder, manifest.get("step", -1)).name:
         raise DamagedCheckpoint(f"{path} is not as it was written, or of another folder.")
@@ -216,8 +232,9 @@ def read(folder: Path, *, hashes: bool = True, state_schema: type[BaseModel] | N
             raise DamagedCheckpoint(f"{path} cannot be read ({error}).") from error
         if found != expected:
             raise DamagedCheckpoint(
-                f"{path} is not as it was written: {found['bytes']} bytes with sha256 {found['sha256'][:12]}..., the "
-                f"manifest says {expected['bytes']} with {expected['sha256'][:12]}..."
+                f"{path} is not as it was written: {found['bytes']} bytes with sha256 "
+                f"{found['sha256'][:12]}..., the manifest says {expected['bytes']} with "
+                f"{expected['sha256'][:12]}..."
             )
     for path in folder.rglob("*.safetensors"):  # a load would take it in
         if str(path.relative_to(folder)) not in files:
@@ -237,23 +254,29 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _require(schema: type[BaseModel], values: Any, path: Path) -> None:
-    """Raises DamagedCheckpoint, with the first key that is wrong, unless the values of the manifest fit the schema."""
+    """Raises DamagedCheckpoint, with the first key that is wrong, unless the values of the manifest
+    fit the schema."""
     try:
         schema.model_validate_json(json.dumps(values))
     except ValidationError as error:
         problem = error.errors(include_input=False, include_url=False)[0]
         key = ".".join(map(str, problem["loc"]))
-        raise DamagedCheckpoint(f"{path} is not what a run of this kind writes: {key}: {problem['msg']}.") from error
+        raise DamagedCheckpoint(
+            f"{path} is not what a run of this kind writes: {key}: {problem['msg']}."
+        ) from error
 
 
 def newest(
     run_dir: Path, *, hashes: bool = True, state_schema: type[BaseModel] | None = None
 ) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint of a run that is as it was written, by `read`, and what is wrong with newer ones."""
+    """The newest checkpoint of a run that is as it was written, by `read`, and what is wrong with
+    newer ones."""
     damages: list[str] = []
     for step in reversed(steps(run_dir)):
         try:
-            return read(folder_of_step(run_dir, step), hashes=hashes, state_schema=state_schema), damages
+            return read(
+                folder_of_step(run_dir, step), hashes=hashes, state_schema=state_schema
+            ), damages
         except DamagedCheckpoint as damage:
             damages.append(str(damage))
     return None, damages
@@ -261,12 +284,16 @@ def newest(
 
 def steps(run_dir: Path) -> list[int]:
     """The steps of a run that have a checkpoint with a manifest, rising."""
-    return sorted(int(path.parent.name.rpartition("_")[2]) for path in run_dir.glob(f"global_step_*/{MANIFEST}")
-                  if path.parent.name.rpartition("_")[2].isdecimal())  # fmt: skip
+    return sorted(
+        int(path.parent.name.rpartition("_")[2])
+        for path in run_dir.glob(f"global_step_*/{MANIFEST}")
+        if path.parent.name.rpartition("_")[2].isdecimal()
+    )
 
 
 def keep(run_dir: Path, num_newest: int, others: Iterable[int] = ()) -> None:
-    """Removes all checkpoints but the newest ones and those of the steps `others`; warns of one that stays."""
+    """Removes all checkpoints but the newest ones and those of the steps `others`; warns of one
+    that stays."""
     kept = {*steps(run_dir)[-num_newest:], *others}
     for step in steps(run_dir):
         if step not in kept:
@@ -277,7 +304,8 @@ def keep(run_dir: Path, num_newest: int, others: Iterable[int] = ()) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Removes a checkpoint, which loses its name first: `remove_partial` takes what a killed run leaves of it."""
+    """Removes a checkpoint, which loses its name first: `remove_partial` takes what a killed run
+    leaves of it."""
     partial = folder.with_name(f"{folder.name}.old.partial")
     shutil.rmtree(partial, ignore_errors=True)
     os.rename(folder, partial)
@@ -291,7 +319,8 @@ def remove_partial(run_dir: Path) -> None:
 
 
 def set_aside(run_dir: Path, after: int) -> None:
-    """Renames the checkpoints after a step to `global_step_N.damaged`, so that they are not counted."""
+    """Renames the checkpoints after a step to `global_step_N.damaged`, so that they are not
+    counted."""
     for folder in [folder_of_step(run_dir, step) for step in steps(run_dir) if step > after]:
         damaged = folder.with_name(f"{folder.name}.damaged")
         shutil.rmtree(damaged, ignore_errors=True)

@@ -28,18 +28,20 @@ from verl_like.trainer.state.run_state import IS_COMPLETE, LAST_ROW, RecordState
 FINGERPRINTS = "inputs.json"
 """File of a run's folder with what `fingerprints_of` returned when it began."""
 _FREE_KEYS = """
-trainer.project_name trainer.experiment_name trainer.logger trainer.default_local_dir trainer.call_timeout_s
+trainer.project_name trainer.experiment_name trainer.logger trainer.default_local_dir
+trainer.call_timeout_s
 trainer.nnodes trainer.n_gpus_per_node trainer.total_epochs trainer.total_training_steps
 trainer.val_before_train trainer.test_freq trainer.save_freq trainer.log_val_generations
 trainer.resume_* trainer.damaged_ckpt trainer.max_ckpt_to_keep trainer.best_ckpt_metric
-resource_pool_spec* role_mapping* ray_kwargs.* reward.num_workers reward.timeout_s data.*_files *.path *_path
+resource_pool_spec* role_mapping* ray_kwargs.*
+reward.num_workers reward.timeout_s data.*_files *.path *_path
 *.fsdp_size *.strategy *.enable_gradient_checkpointing *_offload *.ulysses_sequence_parallel_size
 *micro_batch_size_per_gpu *max_token_len_per_gpu *use_dynamic_bsz *.tensor_model_parallel_size
 *.gpu_memory_utilization *.max_num_seqs *.max_num_batched_tokens *.enforce_eager *.free_cache_engine
 *.weight_transport reward.max_memory_gb detached.max_attempts detached.max_restarts
 """.split()  # noqa: SIM905  a list would have a line for each
-"""Keys that a resumed run may change: names, paths, frequencies, placement, and in how many pieces what is computed.
-The files behind a path are compared by their fingerprint."""
+"""Keys that a resumed run may change: names, paths, frequencies, placement, and in how many pieces
+what is computed. The files behind a path are compared by their fingerprint."""
 
 _MAX_FILE_BYTES = 1 << 20
 _MAX_YAML_DEPTH = 50
@@ -58,14 +60,18 @@ class ResumedRun:
     """The lock of the folder, held."""
 
 
-def find_run(config: RunConfig, state_schema: type[RecordState] = RecordState) -> tuple[ResumedRun | None, list[str]]:
-    """The run that goes on, as `trainer.resume_mode` says, or None for a new one; and notes for the user.
+def find_run(
+    config: RunConfig, state_schema: type[RecordState] = RecordState
+) -> tuple[ResumedRun | None, list[str]]:
+    """The run that goes on, as `trainer.resume_mode` says, or None for a new one; and notes for the
+    user.
 
     `state_schema` is what the state of a checkpoint has to be.
 
     Raises:
-        ValueError: the run is live, a checkpoint is damaged where that is refused, the run has other numbers or read
-            other files, or the one that is named has no checkpoint or all steps.
+        ValueError: the run is live, a checkpoint is damaged where that is refused, the run has
+            other numbers or read other files, or the one that is named has no checkpoint or all
+            steps.
     """
     trainer = config.trainer
     is_named = trainer.resume_mode == "resume_path"
@@ -75,17 +81,30 @@ def find_run(config: RunConfig, state_schema: type[RecordState] = RecordState) -
     if is_named:
         run_dirs = [Path(trainer.resume_from_path or "").expanduser().resolve()]
     for run_dir in run_dirs if trainer.resume_mode != "disable" else ():
-        whole, _ = checkpoint.newest(run_dir, hashes=False)  # a finished run is not hashed at every start
+        # A finished run is not hashed at every start
+        whole, _ = checkpoint.newest(run_dir, hashes=False)
         why_not = advice = ""
         if not checkpoint.steps(run_dir):
-            why_not, advice = f"has no checkpoint (global_step_N/{checkpoint.MANIFEST})", "name a run that saved one"
-        elif whole and whole.step >= (steps := config.num_steps_of_run) and not lacks_validation(whole, steps):
-            why_not, advice = f"already has {whole.step} of {steps} steps", "raise trainer.total_training_steps"
+            why_not = f"has no checkpoint (global_step_N/{checkpoint.MANIFEST})"
+            advice = "name a run that saved one"
+        elif (
+            whole
+            and whole.step >= (steps := config.num_steps_of_run)
+            and not lacks_validation(whole, steps)
+        ):
+            why_not = f"already has {whole.step} of {steps} steps"
+            advice = "raise trainer.total_training_steps"
         elif differing := differing_keys(config, run_dir):
-            why_not, advice = f"has {'; '.join(differing)}", "give what changes numbers as it was"
-            notes += [] if is_named else [f"{run_dir} is unfinished and is not continued: it {why_not}."]
+            why_not = f"has {'; '.join(differing)}"
+            advice = "give what changes numbers as it was"
+            notes += (
+                [] if is_named else [f"{run_dir} is unfinished and is not continued: it {why_not}."]
+            )
         if why_not and is_named:
-            raise ValueError(f"trainer.resume_from_path={run_dir} {why_not}: {advice}, or trainer.resume_mode=disable.")
+            raise ValueError(
+                f"trainer.resume_from_path={run_dir} {why_not}: {advice}, or "
+                "trainer.resume_mode=disable."
+            )
         if not why_not and (run := go_on(config, run_dir, notes, state_schema)):
             return run, notes
     return None, notes
@@ -98,14 +117,18 @@ def lacks_validation(newest: Checkpoint, num_steps: int) -> bool:
 
 
 def remove_remains(parent: Path) -> list[str]:
-    """Removes what runs in a folder were saving when they were killed; returns a note for each checkpoint.
+    """Removes what runs in a folder were saving when they were killed; returns a note for each
+    checkpoint.
 
     A run is known to be dead by its lock, which nobody holds.
     """
     notes: list[str] = []
-    for run_dir in [path.parent for path in sorted(parent.glob("*/.lock")) if not path.parent.is_symlink()]:
+    for run_dir in [
+        path.parent for path in sorted(parent.glob("*/.lock")) if not path.parent.is_symlink()
+    ]:
         if partials := sorted(run_dir.glob("global_step_*.partial")):
-            with contextlib.suppress(ValueError), lock_run(run_dir):  # it is alive, or cannot be locked
+            # It is alive, or cannot be locked
+            with contextlib.suppress(ValueError), lock_run(run_dir):
                 checkpoint.remove_partial(run_dir)
             gone = [partial for partial in partials if not partial.exists()]
             notes += [f"Removed {partial}, which a killed run left." for partial in gone]
@@ -113,40 +136,52 @@ def remove_remains(parent: Path) -> list[str]:
 
 
 def go_on(
-    config: RunConfig, run_dir: Path, notes: list[str], state_schema: type[RecordState] = RecordState
+    config: RunConfig,
+    run_dir: Path,
+    notes: list[str],
+    state_schema: type[RecordState] = RecordState,
 ) -> ResumedRun | None:
-    """Locks the run and reads its newest checkpoint; adds to `notes` what is damaged and what goes on.
+    """Locks the run and reads its newest checkpoint; adds to `notes` what is damaged and what goes
+    on.
 
     None where all checkpoints are damaged and that is not refused. Raises ValueError as `find_run`.
     """
     if changed := changed_inputs(read_fingerprints(run_dir), config):
         raise ValueError(
-            f"{run_dir} read other files than there are now: {', '.join(changed)}. Restore them, or set "
-            "trainer.resume_mode=disable for a new run."
+            f"{run_dir} read other files than there are now: {', '.join(changed)}. Restore them, "
+            "or set trainer.resume_mode=disable for a new run."
         )
     lock = lock_run(run_dir)
     newest, damages = checkpoint.newest(run_dir, state_schema=state_schema)
     is_named = config.trainer.resume_mode == "resume_path"
-    is_refused = damages and (config.trainer.damaged_ckpt == "refuse" or (is_named and newest is None))
+    is_refused = damages and (
+        config.trainer.damaged_ckpt == "refuse" or (is_named and newest is None)
+    )
     if is_refused or newest is None:
         lock.close()
     if is_refused:
-        raise ValueError(f"{' '.join(damages)} Remove it, or set trainer.damaged_ckpt=skip for the one before.")
+        raise ValueError(
+            f"{' '.join(damages)} Remove it, or set trainer.damaged_ckpt=skip for the one before."
+        )
     notes += [f"Skipped a damaged checkpoint: {damage}" for damage in damages]
     if newest is None:
         return None
     notes.append(f"Continuing {run_dir} after step {newest.step}.")
     num_steps = OmegaConf.select(read_config(run_dir), "trainer.total_training_steps")
     if num_steps != config.num_steps_of_run:
-        notes.append(f"It was to have {num_steps} training steps: a schedule of the learning rate may now be another.")
+        notes.append(
+            f"It was to have {num_steps} training steps: a schedule of the learning rate may now "
+            "be another."
+        )
     return ResumedRun(run_dir, newest, lock)
 
 
 def differing_keys(config: RunConfig, run_dir: Path) -> list[str]:
-    """`key=there (here: value)` of each key that changes numbers and differs from the run's configuration.
+    """`key=there (here: value)` of each key that changes numbers and differs from the run's
+    configuration.
 
-    A key that the run did not have, as of an earlier version, has its default there, but not those of a whole block,
-    which is another trainer's.
+    A key that the run did not have, as of an earlier version, has its default there, but not those
+    of a whole block, which is another trainer's.
     """
     try:
         read_fingerprints(run_dir)
@@ -156,19 +191,22 @@ def differing_keys(config: RunConfig, run_dir: Path) -> list[str]:
         tree = OmegaConf.to_container(merged, resolve=True)
     except (OSError, ValueError, OmegaConfBaseException) as error:
         return [f"no config.yaml and {FINGERPRINTS} that can be read ({error})"]
-    tree = hidden_as(config.shown(), masked(tree))  # secrets are those of the new command, and are not compared
+    # Secrets are those of the new command, and are not compared
+    tree = hidden_as(config.shown(), masked(tree))
     values = _values(tree)
     there = {key: value for key, value in values if key.split(".")[0] in saved}
     here = dict(_values(hidden_as(tree, config.shown())))
     return [
         f"{key}={there.get(key)} (here: {here.get(key)})"
         for key in sorted({*there, *here})
-        if there.get(key) != here.get(key) and not any(fnmatchcase(key, free) for free in _FREE_KEYS)
+        if there.get(key) != here.get(key)
+        and not any(fnmatchcase(key, free) for free in _FREE_KEYS)
     ]
 
 
 def rename_keys(saved: DictConfig, replaced: Mapping[str, str]) -> None:
-    """Gives the keys of a run of an earlier version, some of which have successors, their names of today."""
+    """Gives the keys of a run of an earlier version, some of which have successors, their names of
+    today."""
     for key, successor in replaced.items():
         section, _, name = key.rpartition(".")
         if section in saved and name in saved[section]:
@@ -176,7 +214,8 @@ def rename_keys(saved: DictConfig, replaced: Mapping[str, str]) -> None:
 
 
 def read_fingerprints(run_dir: Path) -> dict[str, str]:
-    """What `fingerprints_of` returned when the run began. Raises OSError or ValueError for another file."""
+    """What `fingerprints_of` returned when the run began. Raises OSError or ValueError for another
+    file."""
     values = read_json(run_dir / FINGERPRINTS, _MAX_FILE_BYTES)
     return TypeAdapter(dict[str, str]).validate_python(values, strict=True)
 
@@ -201,26 +240,35 @@ def _check_yaml(text: str) -> None:
     for event in yaml.parse(text):
         if isinstance(event, yaml.AliasEvent):  # OmegaConf copies what it stands for
             raise ValueError("it has an alias")
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
+            event, yaml.CollectionEndEvent
+        )
         if depth > _MAX_YAML_DEPTH:
             raise ValueError(f"it is nested more than {_MAX_YAML_DEPTH} levels deep")
 
 
 def lock_run(run_dir: Path) -> TextIO:
-    """Locks a run's folder until the process ends. Raises ValueError, naming the process, if a live run holds it."""
+    """Locks a run's folder until the process ends. Raises ValueError, naming the process, if a live
+    run holds it."""
     path = run_dir / ".lock"
-    if path in _locks and not _locks[path].closed:  # a second lock of a process would replace its first
-        raise ValueError(f"{run_dir} is being written by this process: wait for the end of that run.")
+    # A second lock of a process would replace its first
+    if path in _locks and not _locks[path].closed:
+        raise ValueError(
+            f"{run_dir} is being written by this process: wait for the end of that run."
+        )
     try:
         lock = open(path, "a+")  # noqa: SIM115  held as long as the run
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not flock: a fork of this process must not hold it
+        # Not flock: a fork of this process must not hold it
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ValueError(
-            f"{run_dir} is being written by another run ({path.read_text().strip()}): wait for its end, or set "
-            "trainer.resume_mode=disable for a run of its own."
+            f"{run_dir} is being written by another run ({path.read_text().strip()}): wait for "
+            "its end, or set trainer.resume_mode=disable for a run of its own."
         ) from None
     except OSError as error:
-        raise ValueError(f"{run_dir} cannot be locked ({error}): give another trainer.default_local_dir.") from error
+        raise ValueError(
+            f"{run_dir} cannot be locked ({error}): give another trainer.default_local_dir."
+        ) from error
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     lock.flush()
@@ -231,13 +279,17 @@ def lock_run(run_dir: Path) -> TextIO:
 def fingerprints_of(config: RunConfig) -> dict[str, str]:
     """A hash of what is behind each path of the configuration.
 
-    A file counts whole; of those in a folder, as of a model, names, sizes, and first and last MiB; and by its name what
-    is not on the disk: a model of the hub, a module, a URL.
+    A file counts whole; of those in a folder, as of a model, names, sizes, and first and last MiB;
+    and by its name what is not on the disk: a model of the hub, a module, a URL.
     """
     fingerprints = {}
     for key, value in _values(config.model_dump(mode="json")):
         paths = [value] if isinstance(value, str) else value
-        if not paths or not key.endswith((".path", "_path", "_files")) or key.startswith("trainer."):
+        if (
+            not paths
+            or not key.endswith((".path", "_path", "_files"))
+            or key.startswith("trainer.")
+        ):
             continue
         digest = hashlib.sha256()
         for name in paths:
@@ -260,13 +312,15 @@ def fingerprints_of(config: RunConfig) -> dict[str, str]:
 
 
 def changed_inputs(saved: Mapping[str, str], config: RunConfig) -> list[str]:
-    """The keys of paths behind which there is something else now than what `saved` are the fingerprints of."""
+    """The keys of paths behind which there is something else now than what `saved` are the
+    fingerprints of."""
     here = fingerprints_of(config)
     return [key for key in sorted({*saved, *here}) if saved.get(key) != here.get(key)]
 
 
 def _values(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(key, value) of every setting; a list is a value, and so are the reward's arguments, whose names mean nothing."""
+    """(key, value) of every setting; a list is a value, and so are the reward's arguments, whose
+    names mean nothing."""
     if not isinstance(tree, dict) or not tree or prefix.endswith(".reward_kwargs"):
         yield prefix, tree
         return

@@ -1,4 +1,5 @@
-"""What the `state` in the manifest of a checkpoint holds, by the kind of run; anything else is refused.
+"""What the `state` in the manifest of a checkpoint holds, by the kind of run; anything else is
+refused.
 
 The manifest is JSON that anybody can write: its hash says that it is whole, not who wrote it.
 """
@@ -10,7 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field
 Count = Annotated[int, Field(ge=0)]
 
 LAST_ROW = "last_row"
-"""In the state of a run's last step, which is that before its last validation: the metrics of the step until then."""
+"""In the state of a run's last step, which is that before its last validation: the metrics of the
+step until then."""
 IS_COMPLETE = "is_complete"
 """In the same state, as soon as the validation is recorded."""
 
@@ -44,7 +46,8 @@ class Best(StateModel):
 
 
 class RecordState(StateModel):
-    """The part of the record, which every run has; a trainer outside the package may add its own keys."""
+    """The part of the record, which every run has; a trainer outside the package may add its own
+    keys."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 

@@ -14,7 +14,13 @@ from verl_like.data.sampler import EpochSampler
 from verl_like.single_controller.ray.resource_pool import RayResourcePool
 from verl_like.single_controller.ray.start import cluster_address
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs, RayWorkerGroup
-from verl_like.trainer.config.supervised import DPOConfig, ILQLConfig, RMConfig, SFTConfig, SupervisedConfig
+from verl_like.trainer.config.supervised import (
+    DPOConfig,
+    ILQLConfig,
+    RMConfig,
+    SFTConfig,
+    SupervisedConfig,
+)
 from verl_like.trainer.run.display import Display
 from verl_like.trainer.run.machine import check_machine
 from verl_like.trainer.run.run_recorder import RunRecorder, placement_rows
@@ -33,7 +39,13 @@ from verl_like.workers.models.pretrained import (
 )
 from verl_like.workers.planning.partition import require_shares_of_heads
 from verl_like.workers.rollout.base import special_token_ids
-from verl_like.workers.supervised import DPOWorker, ILQLWorker, RMWorker, SFTWorker, SupervisedWorker
+from verl_like.workers.supervised import (
+    DPOWorker,
+    ILQLWorker,
+    RMWorker,
+    SFTWorker,
+    SupervisedWorker,
+)
 
 
 def display_of(prefix: str, unit: str) -> Display:
@@ -51,8 +63,18 @@ def display_of(prefix: str, unit: str) -> Display:
         charts=(
             ("Validation", ("val-core/",), ""),
             ("Loss", (f"{prefix}/loss",), unit),
-            ("Rewards", tuple(f"{prefix}/{name}" for name in ("chosen_reward", "rejected_reward", "margin")), ""),
-            ("Terms of the loss", tuple(f"{prefix}/{name}_loss" for name in ("td", "value", "cql", "lm")), unit),
+            (
+                "Rewards",
+                tuple(
+                    f"{prefix}/{name}" for name in ("chosen_reward", "rejected_reward", "margin")
+                ),
+                "",
+            ),
+            (
+                "Terms of the loss",
+                tuple(f"{prefix}/{name}_loss" for name in ("td", "value", "cql", "lm")),
+                unit,
+            ),
             ("Q and V", (f"{prefix}/target_q", f"{prefix}/value"), "score"),
             ("Accuracy", (f"{prefix}/accuracy", f"{prefix}/confidence"), "share"),
             ("Gradient norm", (f"{prefix}/grad_norm",), ""),
@@ -96,7 +118,8 @@ def run_supervised(config: SupervisedConfig, template: WorkerTemplate | None = N
 def check_inputs(config: SupervisedConfig, cleanup: contextlib.ExitStack) -> SupervisedInputs:
     """Checks model and data and fills in the number of training steps; raises ValueError."""
     if not cluster_address(config.ray_kwargs.ray_init.address):
-        num_cpus, keys = config.ray_kwargs.ray_init.num_cpus, "trainer.nnodes and trainer.n_gpus_per_node"
+        num_cpus = config.ray_kwargs.ray_init.num_cpus
+        keys = "trainer.nnodes and trainer.n_gpus_per_node"
         check_machine([pool_of(config)], config.trainer.device, num_cpus, keys=keys)
     require_flash_attention(config.model.attn_implementation, "model")
     kind = KINDS[type(config)]
@@ -105,8 +128,11 @@ def check_inputs(config: SupervisedConfig, cleanup: contextlib.ExitStack) -> Sup
     size = config.training.ulysses_sequence_parallel_size
     require_shares_of_heads(hf_config, size, "training.ulysses_sequence_parallel_size")
     model_class = kind.worker.model_class
-    check_model(config.model, model_class, files, key="model", makes_head=True, sequence_parallel_size=size)
-    data, dataset = config.data, kind.dataset
+    check_model(
+        config.model, model_class, files, key="model", makes_head=True, sequence_parallel_size=size
+    )
+    data = config.data
+    dataset = kind.dataset
     tokenizer = load_tokenizer(config.model)
     load = partial(
         dataset,
@@ -123,17 +149,26 @@ def check_inputs(config: SupervisedConfig, cleanup: contextlib.ExitStack) -> Sup
     first_rows = [train.token_ids(row)[0].tolist() for row in range(min(16, len(train)))]
     check_tokenizer(tokenizer, config.model, tokenizer.batch_decode(first_rows), key="model")
     if isinstance(config, RMConfig):
-        config = with_padding_token(config, hf_config, tokenizer, set.union(*(one.last_tokens for one in datasets)))
+        config = with_padding_token(
+            config, hf_config, tokenizer, set.union(*(one.last_tokens for one in datasets))
+        )
     sampler = EpochSampler(len(train), data.train_batch_size)
-    steps = config.trainer.total_training_steps or sampler.num_batches_per_epoch * config.trainer.total_epochs
+    steps = (
+        config.trainer.total_training_steps
+        or sampler.num_batches_per_epoch * config.trainer.total_epochs
+    )
     config = config.updated({"trainer.total_training_steps": steps})
     too_long = f" ({train.num_dropped} too long and left out, {train.num_truncated} cut)"
-    notes = [f"{len(train):,} training {dataset.what}s{too_long if train.num_dropped or train.num_truncated else ''}"]
+    notes = [
+        f"{len(train):,} training "
+        f"{dataset.what}s{too_long if train.num_dropped or train.num_truncated else ''}"
+    ]
     notes += [f"{len(val):,} validation {dataset.what}s"] if val else []
     if not train.learns_to_end:
         notes.append(
-            "Warning: no training row has an end-of-sequence token where it is learned, so the model does not learn to "
-            "end: the chat template writes none behind an answer, or rows are cut; change the template."
+            "Warning: no training row has an end-of-sequence token where it is learned, so the "
+            "model does not learn to end: the chat template writes none behind an answer, or rows "
+            "are cut; change the template."
         )
     return SupervisedInputs(config, train, val, tuple(notes))
 
@@ -141,14 +176,17 @@ def check_inputs(config: SupervisedConfig, cleanup: contextlib.ExitStack) -> Sup
 def check_lengths(
     config: SupervisedConfig, hf_config: PretrainedConfig, datasets: Sequence[ConversationDataset]
 ) -> None:
-    """Raises ValueError for a conversation that the model does not read, and a row that is more than a pass."""
+    """Raises ValueError for a conversation that the model does not read, and a row that is more
+    than a pass."""
     token, place = max(one.highest_token for one in datasets)
     if token >= hf_config.vocab_size:
         raise ValueError(
-            f"{place}: token {token} ({datasets[0].tokenizer.decode([token])!r}) is none of the {hf_config.vocab_size} "
-            f"of the model at model.path={config.model.path}: set model.tokenizer_path to the model's own tokenizer."
+            f"{place}: token {token} ({datasets[0].tokenizer.decode([token])!r}) is none of the "
+            f"{hf_config.vocab_size} of the model at model.path={config.model.path}: set "
+            "model.tokenizer_path to the model's own tokenizer."
         )
-    training, shorter = config.training, "lower data.max_length, with data.overlong=drop or truncate"
+    training = config.training
+    shorter = "lower data.max_length, with data.overlong=drop or truncate"
     longest, place = max(one.longest for one in datasets)
     advice = f"{place}: the conversation has {longest} tokens: {shorter}"
     check_sequence_length(hf_config, longest, f"model.path={config.model.path}", advice)
@@ -157,15 +195,19 @@ def check_lengths(
     room = training.max_token_len_per_gpu * ranks
     if training.use_dynamic_bsz and tokens > room:
         raise ValueError(
-            f"{place}: the {datasets[0].what} has {tokens} tokens, more than the {room} of a pass: raise "
-            f"training.max_token_len_per_gpu, or {shorter}."
+            f"{place}: the {datasets[0].what} has {tokens} tokens, more than the {room} of a "
+            f"pass: raise training.max_token_len_per_gpu, or {shorter}."
         )
 
 
 def with_padding_token(
-    config: RMConfig, hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, last_tokens: set[int]
+    config: RMConfig,
+    hf_config: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    last_tokens: set[int],
 ) -> RMConfig:
-    """Names the padding token in the model's configuration, behind which transformers looks for the last token.
+    """Names the padding token in the model's configuration, behind which transformers looks for the
+    last token.
 
     Raises ValueError for one that conversations end with, or that the model does not have.
     """
@@ -174,8 +216,9 @@ def with_padding_token(
     size = hf_config.get_text_config().vocab_size
     if pad_token_id is not None and (pad_token_id in last_tokens or not 0 <= pad_token_id < size):
         raise ValueError(
-            f"the padding token {pad_token_id} of model.path={config.model.path} ends conversations, or is none of the "
-            f"model's {size} tokens: transformers would read the reward at another token, or not load the model; set "
+            f"the padding token {pad_token_id} of model.path={config.model.path} ends "
+            f"conversations, or is none of the model's {size} tokens: transformers would read the "
+            "reward at another token, or not load the model; set "
             "model.override_config.pad_token_id to one of its tokens that ends no conversation."
         )
     override = {**config.model.override_config, "pad_token_id": pad_token_id}
@@ -184,10 +227,15 @@ def with_padding_token(
 
 def fit(inputs: SupervisedInputs, recorder: RunRecorder) -> None:
     """Starts the workers and trains to the end."""
-    config, trainer = inputs.config, inputs.config.trainer
+    config = inputs.config
+    trainer = inputs.config.trainer
     worker = RayClassWithInitArgs(KINDS[type(config)].worker, *worker_arguments(config))
     group = RayWorkerGroup(
-        pool_of(config), worker, role="model", deadline_s=trainer.call_timeout_s, on_call=recorder.record
+        pool_of(config),
+        worker,
+        role="model",
+        deadline_s=trainer.call_timeout_s,
+        on_call=recorder.record,
     )
     recorder.show_placement(placement_rows([("model_pool", ["model"], group)]))
     training = SupervisedTrainer(config, inputs.train_dataset, inputs.val_dataset, group, recorder)
@@ -198,10 +246,13 @@ def fit(inputs: SupervisedInputs, recorder: RunRecorder) -> None:
 def pool_of(config: SupervisedConfig) -> RayResourcePool:
     """The processes of the model, one a device."""
     trainer = config.trainer
-    return RayResourcePool([trainer.n_gpus_per_node] * trainer.nnodes, trainer.device == "cuda", "model_pool")
+    return RayResourcePool(
+        [trainer.n_gpus_per_node] * trainer.nnodes, trainer.device == "cuda", "model_pool"
+    )
 
 
 def worker_arguments(config: SupervisedConfig) -> tuple[Any, ...]:
     """Of the constructor of every `SupervisedWorker`."""
-    steps, seed = config.num_steps_of_run, config.trainer.seed
+    steps = config.num_steps_of_run
+    seed = config.trainer.seed
     return config.model, config.training, config.data.train_batch_size, steps, seed

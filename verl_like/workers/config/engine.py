@@ -18,7 +18,8 @@ class FsdpConfig(ConfigModel):
 
 
 class ForwardFsdpConfig(FsdpConfig):
-    """A model that is only run forward is stored in its computing data type and sharded over all ranks."""
+    """A model that is only run forward is stored in its computing data type and sharded over all
+    ranks."""
 
     strategy: ClassVar[str] = "zero3"
     num_shards: ClassVar[int] = -1
@@ -29,22 +30,25 @@ class ForwardFsdpConfig(FsdpConfig):
 
 
 class TrainedFsdpConfig(FsdpConfig):
-    """A trained model also has stored weights of higher precision, an optimizer state and a backward pass."""
+    """A trained model also has stored weights of higher precision, an optimizer state and a
+    backward pass."""
 
     optimizer_offload: bool = False
     """Keep the optimizer state in host memory except during the optimizer step."""
     strategy: Literal["single", "ddp", "zero1", "zero2", "zero3"] = "zero3"
-    """What each rank holds. single: all there is, on a pool of one process. ddp: whole parameters, gradients and
-    optimizer state on every rank. zero1, zero2 and zero3 shard the optimizer state and, between the calls, the
-    parameters, which zero1 and zero2 keep whole from the first forward pass of an optimizer step to its last backward
-    pass; zero1 keeps the gradients whole so long too, so that they travel once. zero3 gathers a layer for each pass."""
+    """What each rank holds. single: all there is, on a pool of one process. ddp: whole parameters,
+    gradients and optimizer state on every rank. zero1, zero2 and zero3 shard the optimizer state
+    and, between the calls, the parameters, which zero1 and zero2 keep whole from the first forward
+    pass of an optimizer step to its last backward pass; zero1 keeps the gradients whole so long
+    too, so that they travel once. zero3 gathers a layer for each pass."""
     fsdp_size: MinusOneOrPositive = -1
-    """Ranks one copy of the parameters is sharded over with zero1, zero2 and zero3; -1 means all ranks of the pool. It
-    divides the pool's size."""
+    """Ranks one copy of the parameters is sharded over with zero1, zero2 and zero3; -1 means all
+    ranks of the pool. It divides the pool's size."""
     model_dtype: TrainingDtype = "float32"
-    """Data type in which the parameters and AdamW's two averages are stored: float32 or bfloat16 (fp32 and bf16 mean
-    the same). In bfloat16 a change below 1/512 of a number is rounded away: weights stay where they are with a small
-    learning rate, and the average of squared gradients does not fall."""
+    """Data type in which the parameters and AdamW's two averages are stored: float32 or bfloat16
+    (fp32 and bf16 mean the same). In bfloat16 a change below 1/512 of a number is rounded away:
+    weights stay where they are with a small learning rate, and the average of squared gradients
+    does not fall."""
 
     @property
     def num_shards(self) -> int:
@@ -55,9 +59,9 @@ class TrainedFsdpConfig(FsdpConfig):
     def fsdp_size_is_of_what_is_sharded(self) -> "TrainedFsdpConfig":
         if self.fsdp_size != -1 and self.num_shards == 1:
             raise ValueError(
-                f"strategy={self.strategy} with fsdp_size={self.fsdp_size}: single and ddp have a whole copy on every "
-                "rank, zero1, zero2 and zero3 shard one over 2 or more; set strategy=ddp and leave fsdp_size at -1, "
-                "or set one of the three and more ranks"
+                f"strategy={self.strategy} with fsdp_size={self.fsdp_size}: single and ddp have a "
+                "whole copy on every rank, zero1, zero2 and zero3 shard one over 2 or more; set "
+                "strategy=ddp and leave fsdp_size at -1, or set one of the three and more ranks"
             )
         return self
 
@@ -70,7 +74,8 @@ class OptimConfig(ConfigModel):
     weight_decay: NonNegativeFloat = 0.01
     """Decoupled weight decay."""
     lr_scheduler_type: Literal["constant", "cosine", "linear"] = "constant"
-    """Learning rate after the warm-up: constant, or cosine or linear decay to 0 at the end of the run."""
+    """Learning rate after the warm-up: constant, or cosine or linear decay to 0 at the end of the
+    run."""
     lr_warmup_steps: Annotated[int, Field(ge=-1)] = -1
     """Training steps of linear warm-up; -1 means lr_warmup_steps_ratio decides."""
     lr_warmup_steps_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -80,7 +85,8 @@ class OptimConfig(ConfigModel):
     def warm_up_is_given_once(self) -> "OptimConfig":
         if self.lr_warmup_steps >= 0 and self.lr_warmup_steps_ratio > 0:
             raise ValueError(
-                f"lr_warmup_steps={self.lr_warmup_steps} and lr_warmup_steps_ratio={self.lr_warmup_steps_ratio} both "
-                "set the warm-up; give one of them (lr_warmup_steps=-1 or lr_warmup_steps_ratio=0 switches one off)"
+                f"lr_warmup_steps={self.lr_warmup_steps} and "
+                f"lr_warmup_steps_ratio={self.lr_warmup_steps_ratio} both set the warm-up; give "
+                "one of them (lr_warmup_steps=-1 or lr_warmup_steps_ratio=0 switches one off)"
             )
         return self

@@ -15,7 +15,9 @@ def _spell_out_dtype(value: object) -> object:
 
 # The names are torch's, so a worker turns one into a dtype with getattr(torch, name).
 TrainingDtype = Annotated[Literal["float32", "bfloat16"], BeforeValidator(_spell_out_dtype)]
-RolloutDtype = Annotated[Literal["float32", "bfloat16", "float16"], BeforeValidator(_spell_out_dtype)]
+RolloutDtype = Annotated[
+    Literal["float32", "bfloat16", "float16"], BeforeValidator(_spell_out_dtype)
+]
 
 
 class ModelConfig(ConfigModel):
@@ -24,11 +26,12 @@ class ModelConfig(ConfigModel):
     path: str
     """Folder or hub name of the pretrained model."""
     trust_remote_code: bool = False
-    """Whether code that ships with the model may run on this machine. Keep it off for models you have not read."""
+    """Whether code that ships with the model may run on this machine. Keep it off for models you
+    have not read."""
     override_config: dict[str, Any] = Field(default={})
-    """Attributes that replace those of the model's own configuration, e.g. {attention_dropout: 0.0}; and
-    attn_implementation, the attention over packed sequences: sdpa, varlen (torch) or flash_attention_2, by default the
-    fastest there is."""
+    """Attributes that replace those of the model's own configuration, e.g. {attention_dropout:
+    0.0}; and attn_implementation, the attention over packed sequences: sdpa, varlen (torch) or
+    flash_attention_2, by default the fastest there is."""
 
     @property
     def attn_implementation(self) -> str | None:
@@ -38,7 +41,11 @@ class ModelConfig(ConfigModel):
     @property
     def hf_overrides(self) -> dict[str, Any]:
         """`override_config` without the choice of attention, which is ours and not the model's."""
-        return {name: value for name, value in self.override_config.items() if name != "attn_implementation"}
+        return {
+            name: value
+            for name, value in self.override_config.items()
+            if name != "attn_implementation"
+        }
 
     @field_validator("override_config")
     @classmethod
@@ -46,7 +53,9 @@ class ModelConfig(ConfigModel):
         choices = ("sdpa", "varlen", "flash_attention_2")
         requested = value.get("attn_implementation")
         if requested not in (None, *choices):
-            raise ValueError(f"attn_implementation={requested}: expected {', '.join(choices)} or none")
+            raise ValueError(
+                f"attn_implementation={requested}: expected {', '.join(choices)} or none"
+            )
         return value
 
 
@@ -54,19 +63,22 @@ class TrainedModelConfig(ModelConfig):
     """A pretrained model that is also trained and saved."""
 
     enable_gradient_checkpointing: bool = True
-    """Recompute activations in the backward pass: about a third more compute for far less memory."""
+    """Recompute activations in the backward pass: about a third more compute for far less
+    memory."""
     enable_activation_offload: bool = False
     """Keep what the backward pass needs of each layer in host memory until it is needed."""
     use_torch_compile: bool = False
     """Compile the layers with torch.compile: a slow first step, then fewer and larger kernels."""
     lora_rank: Annotated[int, Field(ge=0)] = 0
-    """Rank of a low-rank adapter (LoRA, arXiv:2106.09685), which alone is trained, beside a head that is new; 0 trains
-    the whole model."""
+    """Rank of a low-rank adapter (LoRA, arXiv:2106.09685), which alone is trained, beside a head
+    that is new; 0 trains the whole model."""
     lora_alpha: PositiveInt = 16
     """The adapter's product is multiplied by lora_alpha / lora_rank."""
-    target_modules: str | Annotated[tuple[str, ...], Strict(False), Field(min_length=1)] = "all-linear"
-    """Linear layers of the decoder that get an adapter: all-linear, a list of names, e.g. [q_proj, v_proj], or a
-    regular expression that matches whole names."""
+    target_modules: str | Annotated[tuple[str, ...], Strict(False), Field(min_length=1)] = (
+        "all-linear"
+    )
+    """Linear layers of the decoder that get an adapter: all-linear, a list of names, e.g. [q_proj,
+    v_proj], or a regular expression that matches whole names."""
 
     @property
     def tokenizer(self) -> str:

@@ -28,7 +28,8 @@ class TrainingConfig(ConfigModel):
     micro_batch_size_per_gpu: PositiveInt = 8
     """Rows per forward and backward pass on one rank."""
     use_dynamic_bsz: bool = True
-    """Fill passes by tokens, up to max_token_len_per_gpu, instead of by rows, with the same loss."""
+    """Fill passes by tokens, up to max_token_len_per_gpu, instead of by rows, with the same
+    loss."""
     max_token_len_per_gpu: PositiveInt = 16384
     """Most tokens, without padding, of a pass on one rank, with use_dynamic_bsz."""
     ulysses_sequence_parallel_size: PositiveInt = 1
@@ -43,7 +44,8 @@ class DPOTrainingConfig(TrainingConfig):
 
     optim: OptimConfig = OptimConfig(lr=1e-6)
     loss_type: Literal["dpo", "ipo"] = "dpo"
-    """Loss of a pair: dpo (arXiv:2305.18290; conservative DPO with label_smoothing) or ipo (arXiv:2310.12036)."""
+    """Loss of a pair: dpo (arXiv:2305.18290; conservative DPO with label_smoothing) or ipo
+    (arXiv:2310.12036)."""
     beta: Annotated[float, Field(gt=0)] = 0.1
     """How near the policy stays to the reference: beta of DPO, tau of IPO."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
@@ -56,12 +58,15 @@ class ILQLTrainingConfig(TrainingConfig):
     gamma: Annotated[float, Field(ge=0, le=1)] = 0.99
     """Discount from a learned token to the next."""
     expectile: Annotated[float, Field(gt=0, lt=1)] = 0.7
-    """Which expectile of Q over the tokens of the data V is, tau in the paper: 0.5 is the mean, near 1 the greatest."""
+    """Which expectile of Q over the tokens of the data V is, tau in the paper: 0.5 is the mean,
+    near 1 the greatest."""
     polyak: Annotated[float, Field(gt=0, le=1)] = 0.005
     """Part of the way that the target heads move in a training step."""
     cql_coef: NonNegativeFloat = 0.1
-    """Weight of the term that lowers Q of the tokens that are not in the data (CQL, arXiv:2006.04779)."""
+    """Weight of the term that lowers Q of the tokens that are not in the data (CQL,
+    arXiv:2006.04779)."""
     lm_coef: NonNegativeFloat = 1.0
     """Weight of the language-model loss."""
     awac_beta: NonNegativeFloat = 0.0
-    """A token's language-model loss weighs exp(awac_beta (Q - V)) (AWAC, arXiv:2006.09359); 0 is behaviour cloning."""
+    """A token's language-model loss weighs exp(awac_beta (Q - V)) (AWAC, arXiv:2006.09359); 0 is
+    behaviour cloning."""

@@ -19,18 +19,21 @@ class Offloaded:
     host: torch.Tensor
     device: torch.device
     before: "weakref.ref[Offloaded] | None"
-    """What was saved before it, if that is still needed. The backward pass needs it after this one."""
+    """What was saved before it, if that is still needed. The backward pass needs it after this
+    one."""
     fetched: torch.Tensor | None = None
     """On the device again, once its copy was issued."""
     arrived: torch.cuda.Event | None = None
 
 
 class ActivationOffload(torch.autograd.graph.saved_tensors_hooks):
-    """Within it, large tensors that autograd saves go to host memory, from which the backward pass fetches them.
+    """Within it, large tensors that autograd saves go to host memory, from which the backward pass
+    fetches them.
 
-    Parameters stay where they are. With gradient checkpointing the saved tensors are the inputs of the decoder layers.
-    On CUDA the copies run beside the computation, both ways: when the backward pass needs the input of a layer, the
-    copy of the input of the layer before it is issued, which comes while the layer is computed.
+    Parameters stay where they are. With gradient checkpointing the saved tensors are the inputs of
+    the decoder layers. On CUDA the copies run beside the computation, both ways: when the backward
+    pass needs the input of a layer, the copy of the input of the layer before it is issued, which
+    comes while the layer is computed.
     """
 
     def __init__(self) -> None:
@@ -46,7 +49,8 @@ class ActivationOffload(torch.autograd.graph.saved_tensors_hooks):
         with self._beside_computation(tensor.device):
             host.copy_(tensor, non_blocking=tensor.is_cuda)
         if tensor.is_cuda:
-            tensor.record_stream(self.side_stream)  # its memory is not given away before the copy is done
+            # Its memory is not given away before the copy is done
+            tensor.record_stream(self.side_stream)
         saved = Offloaded(host, tensor.device, self.newest)
         self.newest = weakref.ref(saved)
         return saved
@@ -58,7 +62,8 @@ class ActivationOffload(torch.autograd.graph.saved_tensors_hooks):
         before = saved.before and saved.before()
         if before is not None:
             self._issue(before)
-        tensor, saved.fetched = saved.fetched, None
+        tensor = saved.fetched
+        saved.fetched = None
         if saved.arrived is not None:
             torch.cuda.current_stream().wait_event(saved.arrived)
             tensor.record_stream(torch.cuda.current_stream())

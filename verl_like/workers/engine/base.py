@@ -13,8 +13,8 @@ from verl_like.workers.planning.flops import ModelCost
 class TrainingEngine(Protocol):
     """One model over the ranks of a worker group, and its optimizer if it is trained.
 
-    Every rank calls every method, with the same number of micro-batches: the methods communicate. Gradients of the
-    ranks are added, not averaged, so a loss divides by counts over all ranks.
+    Every rank calls every method, with the same number of micro-batches: the methods communicate.
+    Gradients of the ranks are added, not averaged, so a loss divides by counts over all ranks.
     """
 
     device: str
@@ -45,34 +45,39 @@ class TrainingEngine(Protocol):
         """What the model computes for a packed batch."""
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
-        """Adds the loss's gradient; the sum over all ranks is complete after the call with `is_last`, before `step`."""
+        """Adds the loss's gradient; the sum over all ranks is complete after the call with
+        `is_last`, before `step`."""
 
     def step(self) -> float:
-        """One optimizer step on the gradients added since the last one; returns their norm before clipping.
+        """One optimizer step on the gradients added since the last one; returns their norm before
+        clipping.
 
-        Where the norm is not finite, the step is skipped: the parameters stay as they were. Too many such steps in a
-        row raise FloatingPointError.
+        Where the norm is not finite, the step is skipped: the parameters stay as they were. Too
+        many such steps in a row raise FloatingPointError.
         """
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name in the Hugging Face model, full tensor or DTensor); tied parameters once. With an adapter only what is
-        trained."""
+        """(name in the Hugging Face model, full tensor or DTensor); tied parameters once. With an
+        adapter only what is trained."""
 
     def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name in the Hugging Face model, tensor) of the buffers that belong to the model, see `model_buffers`. Every
-        rank has all of them whole."""
+        """(name in the Hugging Face model, tensor) of the buffers that belong to the model, see
+        `model_buffers`. Every rank has all of them whole."""
 
     def save(self, path: str) -> None:
-        """Copies parameters, buffers, optimizer and step count; the copy is written to `path` while training goes on,
-        with what makes a Hugging Face folder of it. The last copy is written before the next is made."""
+        """Copies parameters, buffers, optimizer and step count; the copy is written to `path` while
+        training goes on, with what makes a Hugging Face folder of it. The last copy is written
+        before the next is made."""
 
     def saved_files(self, *, wait: bool) -> dict[str, dict[str, Any]] | None:
-        """`file_digest` of the files that `save` wrote on this rank, by name. None while they are being written, unless
-        `wait`; raises OSError, naming the file that cannot be written."""
+        """`file_digest` of the files that `save` wrote on this rank, by name. None while they are
+        being written, unless `wait`; raises OSError, naming the file that cannot be written."""
 
     def load(self, path: str, optimizer_only: bool = False) -> list[str]:
-        """Reads what `save` wrote, on any number of ranks, or the optimizer's state alone, without the step count, for
-        a schedule that begins anew; ValueError if none is there. Returns what the user should know."""
+        """Reads what `save` wrote, on any number of ranks, or the optimizer's state alone, without
+        the step count, for a schedule that begins anew; ValueError if none is there. Returns what
+        the user should know."""
 
     def save_hf(self, path: str) -> None:
-        """Writes the model, in the dtype the layers compute in, and its tokenizer as a Hugging Face folder."""
+        """Writes the model, in the dtype the layers compute in, and its tokenizer as a Hugging Face
+        folder."""

@@ -1,4 +1,5 @@
-"""Trains a model that is sharded over all ranks (FSDP2): gradient steps, full parameters, checkpoints."""
+"""Trains a model that is sharded over all ranks (FSDP2): gradient steps, full parameters,
+checkpoints."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +28,12 @@ from verl_like.workers.engine.host_memory import HostMemory
 from verl_like.workers.engine.mesh import build_mesh
 from verl_like.workers.engine.optimizer import build_optimizer, learning_rate
 from verl_like.workers.engine.shard_writer import ShardWriter
-from verl_like.workers.models.lora import merged_weights, model_buffers, trained_parameters, without_adapter
+from verl_like.workers.models.lora import (
+    merged_weights,
+    model_buffers,
+    trained_parameters,
+    without_adapter,
+)
 from verl_like.workers.models.packed_models import PackedModel
 from verl_like.workers.models.packing import PackedBatch, Rows, pack
 from verl_like.workers.models.pretrained import (
@@ -42,22 +48,25 @@ from verl_like.workers.planning.flops import ModelCost
 from verl_like.workers.planning.partition import require_shares_of_heads
 
 MAX_SKIPPED_STEPS = 3
-"""Consecutive optimizer steps that may be skipped for a gradient that is not finite before the run stops."""
+"""Consecutive optimizer steps that may be skipped for a gradient that is not finite before the run
+stops."""
 
 
 class FsdpEngine(TrainingEngine):
-    """The engine by FSDP2: one model, sharded over the ranks, and its optimizer if it is trained. Raises ValueError if
-    ranks or attention heads do not divide as the settings ask.
+    """The engine by FSDP2: one model, sharded over the ranks, and its optimizer if it is trained.
+    Raises ValueError if ranks or attention heads do not divide as the settings ask.
 
     Args:
-        build_model: makes the model; called with True (with weights) on rank 0, False (on the meta device) elsewhere.
+        build_model: makes the model; called with True (with weights) on rank 0, False (on the meta
+            device) elsewhere.
         config: how its layers compute.
         fsdp: sharding, dtypes and offload.
         device: `cpu` or `cuda`.
         training: optimizer, its schedule and clipping; None for a model that is only run forward.
         total_training_steps: training steps of the run, for a learning rate that depends on them.
         sequence_parallel_size: ranks that share each packed batch.
-        shares_device: whether a rollout engine in another process takes memory of the device in turn.
+        shares_device: whether a rollout engine in another process takes memory of the device in
+            turn.
     """
 
     def __init__(
@@ -92,7 +101,9 @@ class FsdpEngine(TrainingEngine):
         self.adapter_settings = getattr(hf, "peft_config", {}).get("default")
         self.exchange = None
         if batch_mesh is not None:
-            require_shares_of_heads(hf.config, sequence_parallel_size, key="ulysses_sequence_parallel_size")
+            require_shares_of_heads(
+                hf.config, sequence_parallel_size, key="ulysses_sequence_parallel_size"
+            )
             self.exchange = SequenceExchange(batch_mesh["sequence"])
         self.cost = ModelCost.of(hf.config, with_head=hf.get_output_embeddings() is not None)
         if isinstance(config, TrainedModelConfig):
@@ -102,32 +113,41 @@ class FsdpEngine(TrainingEngine):
                 compile_layers(hf)
             if training and config.enable_gradient_checkpointing:
                 hf.gradient_checkpointing_enable({"use_reentrant": False})
-        self.units: list[Any] = [*decoder_layers(hf), self.model]  # fully_shard makes them FSDPModules
+        # Fully_shard makes them FSDPModules
+        self.units: list[Any] = [*decoder_layers(hf), self.model]
         self._shard(self.model)
-        self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.parameters = [
+            parameter for parameter in self.model.parameters() if parameter.requires_grad
+        ]
         self.ema_decay = training.ema_decay if isinstance(training, ActorConfig) else None
         with_ema = self.ema_decay is not None
-        self.optimizer = build_optimizer(self.parameters, training.optim, with_ema) if training else None
+        self.optimizer = (
+            build_optimizer(self.parameters, training.optim, with_ema) if training else None
+        )
         self.training_steps = 0
         self.consecutive_skips = 0
         self.writer = ShardWriter(dist.get_rank(), self.mesh)
         self._offload()
 
     def _shard(self, model: PackedModel) -> None:
-        """Makes every decoder layer, and all the rest together, a unit of sharding; rank 0's weights go to all."""
+        """Makes every decoder layer, and all the rest together, a unit of sharding; rank 0's
+        weights go to all."""
         weights = model.state_dict() if dist.get_rank() == 0 else {}
         buffers = dict(model.named_buffers()) if dist.get_rank() == 0 else {}
         dtypes = [[buffer.dtype for buffer in model.buffers()]]
-        precision = MixedPrecisionPolicy(param_dtype=getattr(torch, self.fsdp.dtype), reduce_dtype=torch.float32)
+        precision = MixedPrecisionPolicy(
+            param_dtype=getattr(torch, self.fsdp.dtype), reduce_dtype=torch.float32
+        )
         model.to("meta")
         model.hf.tie_weights()  # moving to another device unties
         for unit in self.units:
-            # The backward pass starts with the outermost unit: freeing that after the forward pass would gain nothing.
+            # The backward pass starts with the outermost unit: freeing that after the forward pass
+            # would gain nothing.
             reshard = self.frees_layers and unit is not model
             fully_shard(unit, mesh=self.mesh, mp_policy=precision, reshard_after_forward=reshard)
         model.to_empty(device=self.device)
-        # transformers keeps some buffers in float32 in a model that it reads from a file, and not in one that it makes
-        # without memory.
+        # transformers keeps some buffers in float32 in a model that it reads from a file, and not
+        # in one that it makes without memory.
         dist.broadcast_object_list(dtypes, src=0)
         for buffer, dtype in zip(model.buffers(), dtypes[0], strict=True):
             buffer.data = buffer.data.to(dtype)
@@ -135,7 +155,9 @@ class FsdpEngine(TrainingEngine):
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
         set_model_state_dict(
-            model, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=True)
+            model,
+            weights,
+            options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=True),
         )
         # Those that no checkpoint holds, such as the rotary frequencies, are not among the weights.
         for name, buffer in model.named_buffers():
@@ -181,7 +203,9 @@ class FsdpEngine(TrainingEngine):
     @cached_property
     def _optimizer_places(self) -> HostMemory:
         states = self.optimizer.state.items()
-        return HostMemory({(id(p), name): value for p, state in states for name, value in state.items()})
+        return HostMemory(
+            {(id(p), name): value for p, state in states for name, value in state.items()}
+        )
 
     def _optimizer_to_host(self) -> None:
         for parameter, state in self.optimizer.state.items():
@@ -208,8 +232,8 @@ class FsdpEngine(TrainingEngine):
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
         """`TrainingEngine.backward`.
 
-        With zero2 and zero3 each call leaves a rank its shard of the gradients, in float32. Otherwise they fit on every
-        rank, and stay there until the last call.
+        With zero2 and zero3 each call leaves a rank its shard of the gradients, in float32.
+        Otherwise they fit on every rank, and stay there until the last call.
         """
         outermost = self.units[-1]
         outermost.set_requires_gradient_sync(is_last or self.shards_gradients)
@@ -224,9 +248,10 @@ class FsdpEngine(TrainingEngine):
             self.consecutive_skips += 1
             if self.consecutive_skips > MAX_SKIPPED_STEPS:
                 raise FloatingPointError(
-                    f"The gradient norm was not finite ({grad_norm}) in {self.consecutive_skips} optimizer steps in a "
-                    f"row; {MAX_SKIPPED_STEPS} may be skipped. The weights are those before these steps; look at the "
-                    "last steps' advantages, log-probabilities and learning rate."
+                    f"The gradient norm was not finite ({grad_norm}) in {self.consecutive_skips} "
+                    f"optimizer steps in a row; {MAX_SKIPPED_STEPS} may be skipped. The weights "
+                    "are those before these steps; look at the last steps' advantages, "
+                    "log-probabilities and learning rate."
                 )
         else:
             self.consecutive_skips = 0
@@ -243,8 +268,11 @@ class FsdpEngine(TrainingEngine):
         return grad_norm
 
     def _clip_gradients(self) -> float:
-        """Scales the gradients to a norm of at most `grad_clip`; returns their norm over all ranks."""
-        gradients = [cast(DTensor, p.grad).to_local() for p in self.parameters if p.grad is not None]
+        """Scales the gradients to a norm of at most `grad_clip`; returns their norm over all
+        ranks."""
+        gradients = [
+            cast(DTensor, p.grad).to_local() for p in self.parameters if p.grad is not None
+        ]
         # Of no gradients the norm is float32, on other ranks it may be bfloat16.
         squared = torch.nn.utils.get_total_norm(gradients).float().square()
         dist.all_reduce(squared, group=self.mesh.get_group("shard"))
@@ -256,10 +284,14 @@ class FsdpEngine(TrainingEngine):
     @torch.no_grad()
     def _average(self, weight: float) -> None:
         """Moves the average of the weights by `weight` of the way to the weights."""
-        averages = [cast(DTensor, self.optimizer.state[parameter]["ema"]).to_local() for parameter in self.parameters]
+        averages = [
+            cast(DTensor, self.optimizer.state[parameter]["ema"]).to_local()
+            for parameter in self.parameters
+        ]
         weights = [cast(DTensor, parameter).to_local() for parameter in self.parameters]
         if self.fsdp.model_dtype != "float32":
-            stored, weights = weights, [torch.empty_like(each, dtype=torch.float32) for each in weights]
+            stored = weights
+            weights = [torch.empty_like(each, dtype=torch.float32) for each in weights]
             torch._foreach_copy_(weights, stored)
         torch._foreach_lerp_(averages, weights, weight)
 
@@ -282,7 +314,8 @@ class FsdpEngine(TrainingEngine):
 
     @cached_property
     def settings_files(self) -> dict[str, bytes]:
-        """The files of configuration and tokenizer, by name. To make them takes long under Python's lock."""
+        """The files of configuration and tokenizer, by name. To make them takes long under Python's
+        lock."""
         with TemporaryDirectory() as folder:
             save_settings(self.model.hf, self.tokenizer, getattr(torch, self.dtype), folder)
             if self.adapter_settings:
@@ -296,7 +329,8 @@ class FsdpEngine(TrainingEngine):
                 Path(path, name).parent.mkdir(exist_ok=True)
                 Path(path, name).write_bytes(content)
 
-        # What is offloaded is copied from where it is, so that a rollout engine keeps its share of the device.
+        # What is offloaded is copied from where it is, so that a rollout engine keeps its share of
+        # the device.
         self.writer.begin(self._state(), Path(path), write_settings)
 
     def saved_files(self, *, wait: bool) -> dict[str, dict[str, Any]] | None:
@@ -306,7 +340,8 @@ class FsdpEngine(TrainingEngine):
     def load(self, path: str, optimizer_only: bool = False) -> list[str]:
         if not any(Path(path).glob("*.safetensors")):
             raise ValueError(f"There is no checkpoint at {path}: it has no safetensors file.")
-        reader, state = HuggingFaceStorageReader(path), self._state()
+        reader = HuggingFaceStorageReader(path)
+        state = self._state()
         saved: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
         there = {name: list(tensor.size) for name, tensor in saved.items()}
         lacking = [name for name, _ in self.named_buffers() if f"model.{name}" not in saved]
@@ -316,31 +351,47 @@ class FsdpEngine(TrainingEngine):
         for name in sorted({*there, *here}):
             if there.get(name) != here.get(name):
                 raise ValueError(
-                    f"{path} is a checkpoint of another model: {name} is {there.get(name)} there, and "
-                    f"{here.get(name)} here; give the model of that run."
+                    f"{path} is a checkpoint of another model: {name} is {there.get(name)} there, "
+                    f"and {here.get(name)} here; give the model of that run."
                 )
             chunks = {(chunk.offsets, chunk.sizes) for chunk in saved[name].chunks}
             if sum(sizes.numel() for _, sizes in chunks) < math.prod(here[name]):
-                raise ValueError(f"{path} has only a part of {name}: give a default_local_dir that all nodes see.")
-        loaded = {name: value for name, value in state.items() if name.startswith("optimizer.") or not optimizer_only}
+                raise ValueError(
+                    f"{path} has only a part of {name}: give a default_local_dir that all nodes "
+                    "see."
+                )
+        loaded = {
+            name: value
+            for name, value in state.items()
+            if name.startswith("optimizer.") or not optimizer_only
+        }
         dcp.load(loaded, storage_reader=reader)  # into the tensors that there are
-        self.training_steps, self.consecutive_skips = int(state["training_steps"]), int(state["skipped_steps"])
-        what = f"{path} is of an earlier version and lacks the buffers {', '.join(lacking)}: they are those of"
+        self.training_steps = int(state["training_steps"])
+        self.consecutive_skips = int(state["skipped_steps"])
+        what = (
+            f"{path} is of an earlier version and lacks the buffers {', '.join(lacking)}: they "
+            "are those of"
+        )
         return [f"{what} {self.config.path}."] if lacking else []
 
     def save_hf(self, path: str) -> None:
-        dtype, settings, kept = getattr(torch, self.dtype), self.adapter_settings, {}
-        # Gathering is collective: every rank takes part, one parameter at a time, and rank 0 keeps them. It happens in
-        # host memory, for a rollout engine may have its share of the device.
+        dtype = getattr(torch, self.dtype)
+        settings = self.adapter_settings
+        kept = {}
+        # Gathering is collective: every rank takes part, one parameter at a time, and rank 0 keeps
+        # them. It happens in host memory, for a rollout engine may have its share of the device.
         for name, parameter in self.named_parameters():
-            gathered = cast(DTensor, parameter.detach().to("cpu", None if settings else dtype)).full_tensor()
+            gathered = cast(
+                DTensor, parameter.detach().to("cpu", None if settings else dtype)
+            ).full_tensor()
             if dist.get_rank() == 0:
                 kept[name] = gathered
         kept |= {name: buffer.to("cpu") for name, buffer in self.named_buffers()}
         if dist.get_rank() == 0:
             kept = merged_weights(self.model.hf, settings, kept, dtype) if settings else kept
             save_weights(self.model.hf, kept, Path(path))
-            save_settings(self.model.hf, self.tokenizer, dtype, path)  # last: transformers writes the dtype of `hf`
+            # Last: transformers writes the dtype of `hf`
+            save_settings(self.model.hf, self.tokenizer, dtype, path)
 
     def _state(self) -> dict[str, torch.Tensor]:
         """The training state: tensors that `load` writes into, and two counts."""

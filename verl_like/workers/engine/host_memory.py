@@ -33,7 +33,9 @@ class HostMemory:
     def to_host(self, name: Hashable, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor's place, to which its values are copied unless it lies there."""
         place = self.places[name]
-        lies_there = not tensor.is_cuda and local_part(tensor).data_ptr() == local_part(place).data_ptr()
+        lies_there = (
+            not tensor.is_cuda and local_part(tensor).data_ptr() == local_part(place).data_ptr()
+        )
         return tensor if lies_there else place.copy_(tensor, non_blocking=True)
 
 

@@ -13,11 +13,14 @@ from verl_like.workers.pinned_memory import to_device
 
 # Legend: b rows, R response length, K response tokens, s samples of at most W of these.
 
-_IN_ROWS, _IN_SAMPLES, _FIRST_ROWS = "places in rows", "places in samples", "first rows of samples"
+_IN_ROWS = "places in rows"
+_IN_SAMPLES = "places in samples"
+_FIRST_ROWS = "first rows of samples"
 
 
 class ColumnViews(MutableMapping[str, torch.Tensor]):
-    """Columns that are made when they are first read; others may be put in beside them or in their place."""
+    """Columns that are made when they are first read; others may be put in beside them or in their
+    place."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._columns: dict[str, torch.Tensor | None] = dict.fromkeys(names)
@@ -48,26 +51,36 @@ class ColumnViews(MutableMapping[str, torch.Tensor]):
 
 
 class MicroBatch(ColumnViews):
-    """The columns of some rows on the device, those by response token padded to (b, R) when they are first read.
+    """The columns of some rows on the device, those by response token padded to (b, R) when they
+    are first read.
 
-    `on_host` has the rows on the host, where they are packed without a wait. Losses are of samples: `by_sample` has
-    their columns, and `of_samples` brings what a model returns of rows into that form.
+    `on_host` has the rows on the host, where they are packed without a wait. Losses are of samples:
+    `by_sample` has their columns, and `of_samples` brings what a model returns of rows into that
+    form.
 
     What is read first, a column or a place, brings all to the device, in one copy.
     """
 
     def __init__(self, rows: Rows, device: str) -> None:
         super().__init__(name for name in rows.columns if name != "prompts")
-        self.on_host, self.device = rows, device
+        self.on_host = rows
+        self.device = device
         self.samples = SampleRows(rows.sample_starts)
         self.in_rows = rows.response_places()
-        self.in_samples = self.in_rows if self.samples.is_plain else rows.response_places(self.samples.starts)
+        self.in_samples = (
+            self.in_rows if self.samples.is_plain else rows.response_places(self.samples.starts)
+        )
 
     @cached_property
     def moved(self) -> dict[str, torch.Tensor]:
         """The columns as they are, (K, ...) by response token, and places."""
-        columns = {name: column for name, column in self.on_host.columns.items() if name != "prompts"}
-        values = {name: jagged_parts(each)[0] if is_jagged(each) else each for name, each in columns.items()}
+        columns = {
+            name: column for name, column in self.on_host.columns.items() if name != "prompts"
+        }
+        values = {
+            name: jagged_parts(each)[0] if is_jagged(each) else each
+            for name, each in columns.items()
+        }
         values[_IN_ROWS] = self.in_rows.of_values
         if not self.samples.is_plain:
             values |= {_IN_SAMPLES: self.in_samples.of_values, _FIRST_ROWS: self.samples.first_rows}
@@ -81,13 +94,14 @@ class MicroBatch(ColumnViews):
         num_rows, _ = self.in_rows.shape
         if len(column) != num_rows:
             raise ValueError(
-                f"micro[{name!r}] is given the shape {tuple(column.shape)}, and has {num_rows} rows: pad what a model "
-                "returns of tokens by micro.of_rows"
+                f"micro[{name!r}] is given the shape {tuple(column.shape)}, and has {num_rows} "
+                "rows: pad what a model returns of tokens by micro.of_rows"
             )
         super().__setitem__(name, column)
 
     def of_tokens(self, values: torch.Tensor) -> torch.Tensor:
-        """(K,), what a model returns of the response tokens, as it is; of padded (b, R, ...) the tokens, (K, ...).
+        """(K,), what a model returns of the response tokens, as it is; of padded (b, R, ...) the
+        tokens, (K, ...).
 
         Raises ValueError for another shape.
         """
@@ -96,8 +110,9 @@ class MicroBatch(ColumnViews):
             return values.flatten(0, 1).index_select(0, self.moved[_IN_ROWS])
         if values.shape != (num_tokens,):
             raise ValueError(
-                f"values of response tokens have shape {tuple(values.shape)}: give one for each of these, "
-                f"({num_tokens},), as PackedBatch.of_tokens makes them, or padded to {tuple(self.in_rows.shape)}"
+                f"values of response tokens have shape {tuple(values.shape)}: give one for each "
+                f"of these, ({num_tokens},), as PackedBatch.of_tokens makes them, or padded to "
+                f"{tuple(self.in_rows.shape)}"
             )
         return values
 
@@ -110,7 +125,8 @@ class MicroBatch(ColumnViews):
         return self._padded_by_sample(self.of_tokens(values))
 
     def by_sample(self) -> ColumnViews:
-        """The columns with a row for each sample: (s, W) by response token, of others the entry of its first row."""
+        """The columns with a row for each sample: (s, W) by response token, of others the entry of
+        its first row."""
         return _OfSamples(self)
 
     def column_of_samples(self, name: str) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""How fast a pass over a batch was: tokens per second, and MFU, the share of the device's peak (arXiv:2204.02311)."""
+"""How fast a pass over a batch was: tokens per second, and MFU, the share of the device's peak
+(arXiv:2204.02311)."""
 
 import time
 from functools import lru_cache
@@ -25,14 +26,17 @@ _DENSE_BFLOAT16_PEAKS = {
 class Stopwatch:
     """Measures one pass over `rows` from its making to `metrics`, which `phase` names.
 
-    It costs `passes` forward passes: 1, or 3 for each epoch of training, whose backward costs two. Tokens count without
-    padding, of the head's FLOPs those for response tokens, of attention's those within the sequence, and none for
-    recomputed layers or the optimizer.
+    It costs `passes` forward passes: 1, or 3 for each epoch of training, whose backward costs two.
+    Tokens count without padding, of the head's FLOPs those for response tokens, of attention's
+    those within the sequence, and none for recomputed layers or the optimizer.
     """
 
     def __init__(self, engine: TrainingEngine, rows: Rows, phase: str, *, passes: int) -> None:
-        self.engine, self.phase, self.passes = engine, phase, passes
-        self.tokens, self.flops = 0, 0.0
+        self.engine = engine
+        self.phase = phase
+        self.passes = passes
+        self.tokens = 0
+        self.flops = 0.0
         self.count(rows)
         self.start = time.perf_counter()
 
@@ -41,17 +45,21 @@ class Stopwatch:
         tokens_B = rows.lengths_B
         flops_B = self.engine.cost.forward(tokens_B, rows.num_scored_B)
         if PAD_COLUMN in rows:
-            tokens_B, flops_B = tokens_B[~rows[PAD_COLUMN]], flops_B[~rows[PAD_COLUMN]]
+            tokens_B = tokens_B[~rows[PAD_COLUMN]]
+            flops_B = flops_B[~rows[PAD_COLUMN]]
         self.tokens += int(tokens_B.sum())
         self.flops += self.passes * float(flops_B.sum())
 
     def metrics(self, num_parts: int = 1) -> dict[str, Metric]:
-        """`perf/tokens_per_s/<phase>`: sum of ranks, mean of `num_parts`; `perf/mfu/<phase>` over ranks and time.
+        """`perf/tokens_per_s/<phase>`: sum of ranks, mean of `num_parts`; `perf/mfu/<phase>` over
+        ranks and time.
 
         The host has read what the pass computed last, so that the device has nothing more to do.
         """
         seconds = time.perf_counter() - self.start
-        peak = peak_flops(self.engine.device, self.engine.dtype) * self.engine.sequence_parallel_size
+        peak = (
+            peak_flops(self.engine.device, self.engine.dtype) * self.engine.sequence_parallel_size
+        )
         return {
             f"perf/tokens_per_s/{self.phase}": Metric.sum(self.tokens / seconds / num_parts),
             f"perf/mfu/{self.phase}": Metric.mean(self.flops / (seconds * peak), weight=seconds),
@@ -60,9 +68,11 @@ class Stopwatch:
 
 @lru_cache
 def peak_flops(device: str, dtype: str) -> float:
-    """FLOP/s of matrix products in `dtype`: the data sheet's for known GPUs in bfloat16, else measured, once a process.
+    """FLOP/s of matrix products in `dtype`: the data sheet's for known GPUs in bfloat16, else
+    measured, once a process.
 
-    The measurement is the best of a few products, on a CPU with this process's threads; it takes less than 0.2 s.
+    The measurement is the best of a few products, on a CPU with this process's threads; it takes
+    less than 0.2 s.
     """
     if device == "cuda" and dtype == "bfloat16":
         name = torch.cuda.get_device_name()

@@ -1,6 +1,8 @@
-"""Triton kernels of `linear_log_prob`: the statistics of a chunk of logits, and its gradient, in one pass each.
+"""Triton kernels of `linear_log_prob`: the statistics of a chunk of logits, and its gradient, in
+one pass each.
 
-Triton comes with torch's builds for CUDA, so this module is imported only where there are tensors on a GPU.
+Triton comes with torch's builds for CUDA, so this module is imported only where there are tensors
+on a GPU.
 """
 
 import torch
@@ -13,7 +15,8 @@ TILE = 4096
 """Columns that a program loads at a time."""
 
 NUM_WARPS = 8
-"""Of 32 threads each; a thread has 16 columns of a tile, which are two loads of 16 bytes in bfloat16."""
+"""Of 32 threads each; a thread has 16 columns of a tile, which are two loads of 16 bytes in
+bfloat16."""
 
 
 def statistics(
@@ -21,7 +24,8 @@ def statistics(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As `linear_log_prob` defines it."""
     lse_M = x_MC.new_empty(len(x_MC), dtype=torch.float32)
-    entropy_M, norm_M = torch.empty_like(lse_M), torch.empty_like(lse_M)
+    entropy_M = torch.empty_like(lse_M)
+    norm_M = torch.empty_like(lse_M)
     with torch.cuda.device_of(x_MC):
         _statistics_kernel[(len(x_MC),)](
             x_MC,
@@ -48,9 +52,11 @@ def to_gradient(
     entropy_M: torch.Tensor | None,
     grad_entropy_M: torch.Tensor | None,
 ) -> None:
-    """Overwrites a chunk of x by dz/dx (at_label grad_log_prob - p (grad_log_prob + grad_entropy (z - lse + entropy))).
+    """Overwrites a chunk of x by dz/dx (at_label grad_log_prob - p (grad_log_prob + grad_entropy (z
+    - lse + entropy))).
 
-    p = exp(z - lse), and at_label is 1 in column `column_M` of a row, which may be outside the chunk.
+    p = exp(z - lse), and at_label is 1 in column `column_M` of a row, which may be outside the
+    chunk.
     """
     has_entropy = grad_entropy_M is not None
     with torch.cuda.device_of(x_MC):
@@ -72,7 +78,8 @@ def to_gradient(
 
 @triton.jit
 def _logits(x: tl.tensor, cap: tl.tensor, HAS_CAP: tl.constexpr) -> tl.tensor:
-    """x in float32, or cap * tanh(x); of numbers <= 0 alone is exp taken, so that nothing overflows."""
+    """x in float32, or cap * tanh(x); of numbers <= 0 alone is exp taken, so that nothing
+    overflows."""
     z = x.to(tl.float32)
     if HAS_CAP:
         power = tl.exp(-2.0 * tl.abs(z))
@@ -94,7 +101,8 @@ def _statistics_kernel(
     WITH_NORM: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """A row for each program. With d = z - largest of the columns so far, it sums exp(d), exp(d) d and exp(2 d)."""
+    """A row for each program. With d = z - largest of the columns so far, it sums exp(d), exp(d) d
+    and exp(2 d)."""
     row = tl.program_id(0).to(tl.int64)
     x_C = x_MC + row * C
     largest = _logits(tl.load(x_C), cap, HAS_CAP)

@@ -1,4 +1,5 @@
-"""Asks the hub whether it has a model, with a deadline: transformers tries for a minute where nothing answers."""
+"""Asks the hub whether it has a model, with a deadline: transformers tries for a minute where
+nothing answers."""
 
 import queue
 import threading
@@ -10,10 +11,11 @@ _ANSWER_S = 8.0
 
 
 def require_hub_model(name: str, setting: str, *files: str) -> None:
-    """Raises ValueError unless a model is in this machine's cache, or the hub says within 10 s that it has it.
+    """Raises ValueError unless a model is in this machine's cache, or the hub says within 10 s that
+    it has it.
 
-    `setting` is the key and its value, for the message. `files` are those of a tokenizer, of which one is in the cache,
-    or which the hub may lack; else it is asked for `config.json`.
+    `setting` is the key and its value, for the message. `files` are those of a tokenizer, of which
+    one is in the cache, or which the hub may lack; else it is asked for `config.json`.
     """
     if constants.HF_HUB_OFFLINE:
         return  # the loader then looks into the cache alone
@@ -38,6 +40,7 @@ def require_hub_model(name: str, setting: str, *files: str) -> None:
     if error is not None:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(
-            f"{setting}: neither a folder, nor a model in this machine's cache, nor one that {constants.ENDPOINT} "
-            f"gives ({reason}); give the folder of a model, correct the name, or download it first: hf download."
+            f"{setting}: neither a folder, nor a model in this machine's cache, nor one that "
+            f"{constants.ENDPOINT} gives ({reason}); give the folder of a model, correct the "
+            "name, or download it first: hf download."
         ) from error

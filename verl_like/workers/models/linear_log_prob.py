@@ -1,4 +1,5 @@
-"""The language-model head and its softmax in one: log-probabilities and the like without the full logits."""
+"""The language-model head and its softmax in one: log-probabilities and the like without the full
+logits."""
 
 from collections.abc import Iterator
 from types import ModuleType
@@ -7,17 +8,20 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-# Legend: M scored tokens, D hidden size, V vocabulary, C vocabulary entries of a chunk, S chunks, R rows of a block.
+# Legend: M scored tokens, D hidden size, V vocabulary, C vocabulary entries of a chunk, S chunks, R
+# rows of a block.
 
 LOGITS_PER_CHUNK = {"cpu": 1 << 24, "cuda": 1 << 27}
-"""Largest number of logits that exist at a time, by device: 64 MiB in float32, 256 MiB in bfloat16. On a GPU each chunk
-reads and writes the whole gradient of the hidden states, so few are faster."""
+"""Largest number of logits that exist at a time, by device: 64 MiB in float32, 256 MiB in bfloat16.
+On a GPU each chunk reads and writes the whole gradient of the hidden states, so few are faster."""
 
 COLUMNS_PER_CHUNK = {"cpu": 1, "cuda": 64}
-"""A chunk but the last has a multiple of so many, by device: a GPU is faster where rows begin at whole 16 bytes."""
+"""A chunk but the last has a multiple of so many, by device: a GPU is faster where rows begin at
+whole 16 bytes."""
 
 LOGITS_PER_BLOCK = 1 << 18
-"""Logits that an elementwise pass on a CPU works on: few enough that the next pass finds them in the cache."""
+"""Logits that an elementwise pass on a CPU works on: few enough that the next pass finds them in
+the cache."""
 
 
 def linear_log_prob(
@@ -31,11 +35,13 @@ def linear_log_prob(
     with_entropy: bool = False,
     with_sum_pi_squared: bool = False,
 ) -> tuple[torch.Tensor, ...]:
-    """Log-probability of each label under softmax(logits / temperature), and more of that distribution.
+    """Log-probability of each label under softmax(logits / temperature), and more of that
+    distribution.
 
-    logits = x, or softcap * tanh(x / softcap) where there is a cap (Gemma 2, arXiv 2408.00118), with
-    x = scale * hidden @ weight.T. A chunk of the vocabulary is computed at a time, for all tokens, and again in the
-    backward pass; only the last chunk is kept. Products are in the dtype of the inputs, all else in float32.
+    logits = x, or softcap * tanh(x / softcap) where there is a cap (Gemma 2, arXiv 2408.00118),
+    with x = scale * hidden @ weight.T. A chunk of the vocabulary is computed at a time, for all
+    tokens, and again in the backward pass; only the last chunk is kept. Products are in the dtype
+    of the inputs, all else in float32.
 
     Args:
         hidden_MD: (M, D) outputs of the backbone.
@@ -44,24 +50,27 @@ def linear_log_prob(
         temperature: > 0, as is a `softcap`.
 
     Returns:
-        (M,) float32 each: log-probabilities; entropies in nats and sums of squared probabilities where they are asked
-        for. The first two can be differentiated once.
+        (M,) float32 each: log-probabilities; entropies in nats and sums of squared probabilities
+        where they are asked for. The first two can be differentiated once.
     """
     factor = scale / temperature if softcap is None else scale / softcap
     cap = None if softcap is None else softcap / temperature
-    scores = _LinearLogProb.apply(hidden_MD, weight_VD, labels_M, factor, cap, with_entropy, with_sum_pi_squared)
+    scores = _LinearLogProb.apply(
+        hidden_MD, weight_VD, labels_M, factor, cap, with_entropy, with_sum_pi_squared
+    )
     return tuple(score_M for score_M in scores if score_M is not None)
 
 
 class _LinearLogProb(torch.autograd.Function):
-    """With x = factor * hidden @ weight.T and z = x, or z = cap * tanh(x): lse = log(sum_v exp(z_v)).
+    """With x = factor * hidden @ weight.T and z = x, or z = cap * tanh(x): lse = log(sum_v
+    exp(z_v)).
 
     log p_y = z_y - lse, so d log p_y / d z_v = [v = y] - p_v.
     H = -sum_v p_v log p_v with log p_v = z_v - lse, so d H / d z_v = -p_v (z_v - lse + H).
 
-    A chunk c has the share w_c = exp(lse_c - lse) of the probability, and H_c is the entropy of its own softmax:
-    H = sum_c w_c (H_c - log w_c), which stays exact where lse is large and H small. Likewise
-    sum_v p_v^2 = sum_c w_c^2 (sum of the squares of its own softmax).
+    A chunk c has the share w_c = exp(lse_c - lse) of the probability, and H_c is the entropy of its
+    own softmax: H = sum_c w_c (H_c - log w_c), which stays exact where lse is large and H small.
+    Likewise sum_v p_v^2 = sum_c w_c^2 (sum of the squares of its own softmax).
     """
 
     @staticmethod
@@ -78,22 +87,31 @@ class _LinearLogProb(torch.autograd.Function):
         chunks = _chunks(hidden_MD, weight_VD)
         buffer = hidden_MD.new_empty(len(hidden_MD) * chunks[0][1])
         lse_SM = hidden_MD.new_empty(len(chunks), len(hidden_MD), dtype=torch.float32)
-        entropy_SM, norm_SM = torch.empty_like(lse_SM), torch.empty_like(lse_SM)
+        entropy_SM = torch.empty_like(lse_SM)
+        norm_SM = torch.empty_like(lse_SM)
         label_logit_M = torch.zeros_like(lse_SM[0])
         for index, (start, end) in enumerate(chunks):
             x_MC = _product(hidden_MD, weight_VD[start:end], factor, buffer)
-            lse_SM[index], entropy_SM[index], norm_SM[index] = _statistics(x_MC, cap, with_entropy, with_sum_pi_squared)
+            lse_SM[index], entropy_SM[index], norm_SM[index] = _statistics(
+                x_MC, cap, with_entropy, with_sum_pi_squared
+            )
             column_M1, is_here_M1 = _find(labels_M, start, end)
             label_logit_M += (_logits(x_MC.gather(1, column_M1), cap) * is_here_M1).squeeze(1)
         lse_M = lse_SM.logsumexp(0)
         log_share_SM = lse_SM - lse_M
-        entropy_M = (log_share_SM.exp() * (entropy_SM - log_share_SM)).sum(0) if with_entropy else None
-        sum_squares_M = (log_share_SM.exp() * norm_SM).square().sum(0) if with_sum_pi_squared else None
+        entropy_M = (
+            (log_share_SM.exp() * (entropy_SM - log_share_SM)).sum(0) if with_entropy else None
+        )
+        sum_squares_M = (
+            (log_share_SM.exp() * norm_SM).square().sum(0) if with_sum_pi_squared else None
+        )
         if sum_squares_M is not None:
             ctx.mark_non_differentiable(sum_squares_M)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden_MD, weight_VD, labels_M, log_share_SM, lse_M, entropy_M)
-        ctx.factor, ctx.cap, ctx.buffer = factor, cap, buffer
+        ctx.factor = factor
+        ctx.cap = cap
+        ctx.buffer = buffer
         return label_logit_M - lse_M, entropy_M, sum_squares_M
 
     @staticmethod
@@ -103,14 +121,20 @@ class _LinearLogProb(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         hidden_MD, weight_VD, labels_M, log_share_SM, lse_M, entropy_M = ctx.saved_tensors
         chunks = _chunks(hidden_MD, weight_VD)
-        # The buffer still holds the last chunk, unless this is a second backward pass through a retained graph.
-        buffer, ctx.buffer = ctx.buffer, None
+        # The buffer still holds the last chunk, unless this is a second backward pass through a
+        # retained graph.
+        buffer = ctx.buffer
+        ctx.buffer = None
         computed = len(chunks) - 1 if buffer is not None else None
         if buffer is None:
             buffer = hidden_MD.new_empty(len(hidden_MD) * chunks[0][1])
-        grad_log_prob_M = torch.zeros_like(lse_M) if grad_log_prob_M is None else ctx.factor * grad_log_prob_M
+        grad_log_prob_M = (
+            torch.zeros_like(lse_M) if grad_log_prob_M is None else ctx.factor * grad_log_prob_M
+        )
         grad_entropy_M = None if grad_entropy_M is None else ctx.factor * grad_entropy_M
-        grad_hidden_MD = torch.zeros_like(hidden_MD, dtype=torch.float32) if ctx.needs_input_grad[0] else None
+        grad_hidden_MD = (
+            torch.zeros_like(hidden_MD, dtype=torch.float32) if ctx.needs_input_grad[0] else None
+        )
         grad_weight_VD = torch.empty_like(weight_VD) if ctx.needs_input_grad[1] else None
         for index, (start, end) in reversed(list(enumerate(chunks))):
             x_MC = _view(buffer, len(hidden_MD), end - start)
@@ -140,7 +164,8 @@ class _LinearLogProb(torch.autograd.Function):
 def _statistics(
     x_MC: torch.Tensor, cap: float | None, with_entropy: bool, with_sum_pi_squared: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(M,) float32 each, of the softmax of z over a chunk alone: lse, entropy, and root of the sum of its squares.
+    """(M,) float32 each, of the softmax of z over a chunk alone: lse, entropy, and root of the sum
+    of its squares.
 
     The last two are left without values where they are not asked for.
     """
@@ -159,10 +184,12 @@ def _to_gradient(
     entropy_M: torch.Tensor | None,
     grad_entropy_M: torch.Tensor | None,
 ) -> None:
-    """Overwrites a chunk of x by the gradient by hidden @ weight.T, which is factor times that by x.
+    """Overwrites a chunk of x by the gradient by hidden @ weight.T, which is factor times that by
+    x.
 
-    The two gradients that it starts from are multiplied by factor; lse and entropy are the whole vocabulary's.
-    `column_M` has the label's column, which may be outside the chunk, log_share_M the log of the chunk's probability.
+    The two gradients that it starts from are multiplied by factor; lse and entropy are the whole
+    vocabulary's. `column_M` has the label's column, which may be outside the chunk, log_share_M the
+    log of the chunk's probability.
     """
     kernels = _kernels(x_MC)
     if kernels is not None:
@@ -174,7 +201,9 @@ def _to_gradient(
     if grad_entropy_M is not None:
         entropy_terms = ((entropy_M - lse_M).unsqueeze(1), grad_entropy_M.unsqueeze(1) * -share_M1)
     column_M1, is_here_M1 = _find(column_M, 0, x_MC.size(1))
-    _to_gradient_in_blocks(x_MC, cap, offset_M1 * -share_M1, entropy_terms, column_M1, offset_M1 * is_here_M1)
+    _to_gradient_in_blocks(
+        x_MC, cap, offset_M1 * -share_M1, entropy_terms, column_M1, offset_M1 * is_here_M1
+    )
 
 
 def _kernels(x_MC: torch.Tensor) -> ModuleType | None:
@@ -190,12 +219,14 @@ def _statistics_in_blocks(
     x_MC: torch.Tensor, cap: float | None, with_entropy: bool, with_sum_pi_squared: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     lse_M = x_MC.new_empty(len(x_MC), dtype=torch.float32)
-    entropy_M, norm_M = torch.empty_like(lse_M), torch.empty_like(lse_M)
+    entropy_M = torch.empty_like(lse_M)
+    norm_M = torch.empty_like(lse_M)
     for rows, x_RC, probs_RC in _blocks(x_MC):
         logits_RC = _logits(x_RC, cap)
         torch.softmax(logits_RC, -1, out=probs_RC)
         # The largest logit's probability is 1 / sum(exp(logits - largest)).
-        largest_R1, log_prob_R1 = logits_RC.amax(-1, keepdim=True), probs_RC.amax(-1, keepdim=True).log()
+        largest_R1 = logits_RC.amax(-1, keepdim=True)
+        log_prob_R1 = probs_RC.amax(-1, keepdim=True).log()
         lse_M[rows] = (largest_R1 - log_prob_R1).squeeze(1)
         if with_sum_pi_squared:
             norm_M[rows] = torch.linalg.vector_norm(probs_RC, dim=-1)
@@ -213,7 +244,8 @@ def _to_gradient_in_blocks(
     column_M1: torch.Tensor,
     at_label_M1: torch.Tensor,
 ) -> None:
-    """Overwrites a chunk of x by dz/dx (softmax(z) (offset + slope (z + centre)) + at_label in one column of each row).
+    """Overwrites a chunk of x by dz/dx (softmax(z) (offset + slope (z + centre)) + at_label in one
+    column of each row).
 
     `entropy_terms` are (centre, slope).
     """
@@ -245,13 +277,16 @@ def _view(buffer: torch.Tensor, num_rows: int, num_columns: int) -> torch.Tensor
     return buffer[: num_rows * num_columns].view(num_rows, num_columns)
 
 
-def _product(hidden_MD: torch.Tensor, weight_CD: torch.Tensor, factor: float, buffer: torch.Tensor) -> torch.Tensor:
+def _product(
+    hidden_MD: torch.Tensor, weight_CD: torch.Tensor, factor: float, buffer: torch.Tensor
+) -> torch.Tensor:
     x_MC = _view(buffer, len(hidden_MD), len(weight_CD))
     return x_MC.addmm_(hidden_MD, weight_CD.t(), beta=0, alpha=factor)
 
 
 def _blocks(x_MC: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-    """Cuts a chunk into blocks of rows; yields the rows, the block, and a float32 block to work in."""
+    """Cuts a chunk into blocks of rows; yields the rows, the block, and a float32 block to work
+    in."""
     size = max(1, LOGITS_PER_BLOCK // max(x_MC.size(1), 1))
     scratch = x_MC.new_empty(min(size, len(x_MC)), x_MC.size(1), dtype=torch.float32)
     for start in range(0, len(x_MC), size):
@@ -265,6 +300,7 @@ def _logits(x: torch.Tensor, cap: float | None) -> torch.Tensor:
 
 
 def _find(labels_M: torch.Tensor, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(M, 1) each: the label's column in a chunk, any column if it is not there, and whether it is there."""
+    """(M, 1) each: the label's column in a chunk, any column if it is not there, and whether it is
+    there."""
     labels_M1 = labels_M.unsqueeze(1)
     return (labels_M1 - start).clamp(0, end - start - 1), (labels_M1 >= start) & (labels_M1 < end)

@@ -1,5 +1,6 @@
-"""Checks a model before a run starts, without its weights: whether its files fit its configuration, and whether its
-layers compute packed sequences. All of it happens on torch's meta device, without memory."""
+"""Checks a model before a run starts, without its weights: whether its files fit its configuration,
+and whether its layers compute packed sequences. All of it happens on torch's meta device, without
+memory."""
 
 import inspect
 import json
@@ -43,8 +44,8 @@ def check_model(
     makes_head: bool = False,
     sequence_parallel_size: int = 1,
 ) -> None:
-    """Raises ValueError for weights that do not fit the model's configuration, a head or layers that are not supported,
-    and as `empty_model`.
+    """Raises ValueError for weights that do not fit the model's configuration, a head or layers
+    that are not supported, and as `empty_model`.
 
     Args:
         config: path, overrides of the model's own configuration, adapter.
@@ -59,14 +60,19 @@ def check_model(
     is_own_code = config.trust_remote_code and getattr(hf_config, "auto_map", None)
     if type(hf_config) not in model_class.auto_class._model_mapping and not is_own_code:
         task = model_class.auto_class.__name__.removeprefix("AutoModelFor")
-        raise ValueError(f"{what} is a {hf_config.model_type}, of which transformers has no model for {task}.")
+        raise ValueError(
+            f"{what} is a {hf_config.model_type}, of which transformers has no model for {task}."
+        )
     hf = empty_model(config, model_class.auto_class, key=key)
-    if all(file.suffix == ".safetensors" for file in files):  # others are pickles, which only transformers reads
+    # Others are pickles, which only transformers reads
+    if all(file.suffix == ".safetensors" for file in files):
         hf, report = load_shapes(type(hf), hf.config, files)
         check_shapes(report, hf, config, key=key, makes_head=makes_head)
         add_adapter(hf, decoder_layers(hf), config, key)
     if "position_ids" not in inspect.signature(hf.base_model.forward).parameters:
-        raise ValueError(f"{what}: {type(hf.base_model).__name__} takes no position ids, {_NOT_PACKED}.")
+        raise ValueError(
+            f"{what}: {type(hf.base_model).__name__} takes no position ids, {_NOT_PACKED}."
+        )
     if isinstance(config, TrainedModelConfig) and config.enable_gradient_checkpointing:
         require_checkpointing(hf, what, model_setting(key, "enable_gradient_checkpointing"))
     try:
@@ -78,7 +84,8 @@ def check_model(
 def load_shapes(
     hf_class: type[PreTrainedModel], hf_config: PretrainedConfig, files: Sequence[Path]
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """The model that transformers loads from the files, without values, and what it reports about them."""
+    """The model that transformers loads from the files, without values, and what it reports about
+    them."""
     shapes: dict[str, torch.Tensor] = {}
     for file in files_that_are_loaded(files):
         with safe_open(file, "pt") as content:
@@ -97,7 +104,8 @@ def load_shapes(
 
 
 def files_that_are_loaded(files: Sequence[Path]) -> list[Path]:
-    """Those that transformers reads: some folders have the same weights a second time, in another format."""
+    """Those that transformers reads: some folders have the same weights a second time, in another
+    format."""
     index = files[0].parent / SAFE_WEIGHTS_INDEX_NAME
     if index.is_file():
         names = set(json.loads(index.read_text())["weight_map"].values())
@@ -109,26 +117,31 @@ def files_that_are_loaded(files: Sequence[Path]) -> list[Path]:
 def check_shapes(
     report: dict[str, Any], hf: PreTrainedModel, config: ModelConfig, *, key: str, makes_head: bool
 ) -> None:
-    """Raises ValueError for tensors that have other shapes than the configuration says, or are missing."""
+    """Raises ValueError for tensors that have other shapes than the configuration says, or are
+    missing."""
     for name, in_files, expected in sorted(report["mismatched_keys"]):
         raise ValueError(
-            f"{model_setting(key, 'path')}={config.path} does not fit its configuration: {name} is {list(in_files)} in "
-            f"its files, and {list(expected)} by its config.json with {model_setting(key, 'override_config')}; "
-            "correct these."
+            f"{model_setting(key, 'path')}={config.path} does not fit its configuration: {name} "
+            f"is {list(in_files)} in its files, and {list(expected)} by its config.json with "
+            f"{model_setting(key, 'override_config')}; correct these."
         )
     require_weights(report["missing_keys"], hf, config, key=key, makes_head=makes_head)
 
 
 def require_checkpointing(hf: PreTrainedModel, what: str, setting: str) -> None:
-    """Raises ValueError where the model's class cannot compute activations again in the backward pass."""
+    """Raises ValueError where the model's class cannot compute activations again in the backward
+    pass."""
     if not hf.supports_gradient_checkpointing:
-        raise ValueError(f"{what}: {type(hf).__name__} has no gradient checkpointing; set {setting}=false.")
+        raise ValueError(
+            f"{what}: {type(hf).__name__} has no gradient checkpointing; set {setting}=false."
+        )
 
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
     """Within it transformers shows neither progress nor its table of weights that do not fit."""
-    verbosity, has_progress_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    verbosity = logging.get_verbosity()
+    has_progress_bar = logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     yield
@@ -142,7 +155,8 @@ _NOT_PACKED = "so packed sequences would change each other; choose another model
 
 
 class Trial:
-    """A pass of a model on the meta device, in which attention computes nothing and is counted in each layer."""
+    """A pass of a model on the meta device, in which attention computes nothing and is counted in
+    each layer."""
 
     def __init__(self, model: PackedModel) -> None:
         AttentionInterface.register(_ATTENTION, packed_attention(self._count))
@@ -150,7 +164,8 @@ class Trial:
         with _quiet_transformers():
             hf.set_attn_implementation(_ATTENTION)
         if type(hf)._can_set_experts_implementation():
-            hf.set_experts_implementation("batched_mm")  # the others look at which experts were chosen
+            # The others look at which experts were chosen
+            hf.set_experts_implementation("batched_mm")
         self.model = model.train()
         self.num_calls = 0
         self.num_before_layer = 0
@@ -163,7 +178,8 @@ class Trial:
     def run(self, sequence_parallel_size: int) -> None:
         """Raises ValueError unless packed attention computes all that the layers ask of it."""
         hf = self.model.hf
-        if hf.config._attn_implementation != _ATTENTION:  # transformers warns, and leaves it as it was
+        # Transformers warns, and leaves it as it was
+        if hf.config._attn_implementation != _ATTENTION:
             raise ValueError(f"{type(hf).__name__} {_NO_INTERFACE}, {_NOT_PACKED}.")
         try:
             self.model.hidden_states(_trial_batch(sequence_parallel_size))
@@ -172,12 +188,16 @@ class Trial:
         except Exception as error:  # the code of a model may raise anything
             if isinstance(error, NotImplementedError) or "meta" in str(error):
                 return  # it needs values; attention checks the same in the first pass that has them
-            raise ValueError(f"a pass over packed sequences fails ({type(error).__name__}: {error}).") from error
+            raise ValueError(
+                f"a pass over packed sequences fails ({type(error).__name__}: {error})."
+            ) from error
         if self.without_attention or not self.num_calls:
             names = ", ".join(sorted(self.without_attention)) or type(hf).__name__
             raise ValueError(f"{names} {_NO_INTERFACE}, {_NOT_PACKED}.")
 
-    def _count(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: Sequences) -> torch.Tensor:
+    def _count(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: Sequences
+    ) -> torch.Tensor:
         self.num_calls += 1
         return query.transpose(1, 2).contiguous()
 
@@ -204,7 +224,10 @@ def _trial_batch(sequence_parallel_size: int) -> PackedBatch:
     )
     if sequence_parallel_size > 1:
         batch = batch.shard(_NoExchange(sequence_parallel_size))
-    on_meta = {name: getattr(batch, name).to("meta") for name in ("input_ids", "position_ids", "cu_seqlens")}
+    on_meta = {
+        name: getattr(batch, name).to("meta")
+        for name in ("input_ids", "position_ids", "cu_seqlens")
+    }
     return replace(batch, **on_meta)
 
 

@@ -1,4 +1,5 @@
-"""The trained models: a Hugging Face backbone over packed sequences, and a head that reads only the scored tokens."""
+"""The trained models: a Hugging Face backbone over packed sequences, and a head that reads only the
+scored tokens."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
@@ -19,7 +20,8 @@ from verl_like.workers.models.packing import PackedBatch
 
 
 class PackedModel(nn.Module):
-    """A Hugging Face model with its head taken off: `hidden_states` runs the backbone over a packed batch."""
+    """A Hugging Face model with its head taken off: `hidden_states` runs the backbone over a packed
+    batch."""
 
     auto_class: ClassVar[Any]
     """transformers' class that loads it."""
@@ -28,7 +30,8 @@ class PackedModel(nn.Module):
         super().__init__()
         self.hf = hf
         self.heads = nn.ModuleDict()  # besides the model's own
-        self.saving: AbstractContextManager = nullcontext()  # where autograd keeps what the backbone's backward needs
+        # Where autograd keeps what the backbone's backward needs
+        self.saving: AbstractContextManager = nullcontext()
 
     def hidden_states(self, packed: PackedBatch) -> torch.Tensor:
         """(N, D) outputs of the backbone, after its final norm."""
@@ -38,7 +41,8 @@ class PackedModel(nn.Module):
                 position_ids=packed.position_ids,
                 use_cache=False,
                 cu_seqlens=packed.cu_seqlens,
-                # Not as a list: compiled layers would be compiled again for every other number of sequences.
+                # Not as a list: compiled layers would be compiled again for every other number of
+                # sequences.
                 sequence_lengths=torch.tensor(packed.sequence_lengths),
                 sequence_parallel=packed.exchange,
             )
@@ -46,7 +50,8 @@ class PackedModel(nn.Module):
 
 
 class PolicyModel(PackedModel):
-    """Log-probability of each response token, and more of its distribution; the full logits never exist."""
+    """Log-probability of each response token, and more of its distribution; the full logits never
+    exist."""
 
     auto_class = AutoModelForCausalLM
 
@@ -55,12 +60,19 @@ class PolicyModel(PackedModel):
         self.logit_scale, self.softcap = changes_of_logits(hf)
 
     def forward(
-        self, packed: PackedBatch, temperature: float, with_entropy: bool = False, with_sum_pi_squared: bool = False
+        self,
+        packed: PackedBatch,
+        temperature: float,
+        with_entropy: bool = False,
+        with_sum_pi_squared: bool = False,
     ) -> tuple[torch.Tensor, ...]:
-        """(M,) float32 each: what `linear_log_prob` computes for the response tokens at the rollout's temperature,
-        which is positive or raises ValueError."""
+        """(M,) float32 each: what `linear_log_prob` computes for the response tokens at the
+        rollout's temperature, which is positive or raises ValueError."""
         if temperature <= 0:
-            raise ValueError(f"temperature={temperature}: log-probabilities of a greedy policy do not exist; use > 0.")
+            raise ValueError(
+                f"temperature={temperature}: log-probabilities of a greedy policy do not exist; "
+                "use > 0."
+            )
         return linear_log_prob(
             self.hidden_states(packed)[packed.scored],
             self.hf.get_output_embeddings().weight,
@@ -78,16 +90,25 @@ def changes_of_logits(hf: PreTrainedModel) -> tuple[float, float | None]:
 
     Raises ValueError for a head that is not one matrix, or logits that are changed in another way.
     """
-    head, config = hf.get_output_embeddings(), hf.config.get_text_config()
+    head = hf.get_output_embeddings()
+    config = hf.config.get_text_config()
     if not isinstance(head, nn.Linear) or head.bias is not None:
-        raise ValueError(f"The head of {type(hf).__name__} is {head}; only one matrix without a bias is supported.")
+        raise ValueError(
+            f"The head of {type(hf).__name__} is {head}; only one matrix without a bias is "
+            "supported."
+        )
     unsupported = ["lm_head_multiplier", "output_multiplier", "logits_soft_cap"]
     if config.model_type == "hyperclovax":  # multiplies by what all others divide by
         unsupported.append("logits_scaling")
     found = {name: getattr(config, name, None) for name in unsupported}
     if any(value not in (None, 1) for value in found.values()):
-        raise ValueError(f"{type(hf).__name__} changes its logits after the head ({found}), which is not supported.")
-    scale = (getattr(config, "logit_scale", None) or 1) / (getattr(config, "logits_scaling", None) or 1)
+        raise ValueError(
+            f"{type(hf).__name__} changes its logits after the head ({found}), which is not "
+            "supported."
+        )
+    scale = (getattr(config, "logit_scale", None) or 1) / (
+        getattr(config, "logits_scaling", None) or 1
+    )
     return scale, getattr(config, "final_logit_softcapping", None)
 
 
@@ -103,8 +124,11 @@ class ValueModel(PackedModel):
 
     def forward(self, packed: PackedBatch) -> torch.Tensor:
         """(M,) float32."""
-        values = self.hf.get_submodule(head_name(self.hf))(self.hidden_states(packed)[packed.scored])
-        # copy: the hooks of FSDP2 on an output that is a view would be lost in an in-place operation.
+        values = self.hf.get_submodule(head_name(self.hf))(
+            self.hidden_states(packed)[packed.scored]
+        )
+        # copy: the hooks of FSDP2 on an output that is a view would be lost in an in-place
+        # operation.
         return values.squeeze(-1).to(torch.float32, copy=True)
 
 
@@ -116,4 +140,8 @@ class RewardModel(PackedModel):
     def forward(self, packed: PackedBatch) -> torch.Tensor:
         """(S,) float32."""
         last = packed.cu_seqlens[1:].long() - 1
-        return self.hf.get_submodule("score")(self.hidden_states(packed)[last]).squeeze(-1).to(torch.float32, copy=True)
+        return (
+            self.hf.get_submodule("score")(self.hidden_states(packed)[last])
+            .squeeze(-1)
+            .to(torch.float32, copy=True)
+        )

@@ -33,7 +33,13 @@ from verl_like.workers.models.lora import add_adapter
 TEACHER_PATH = "actor_rollout_ref.actor.policy_loss.teacher_path"
 """The key of the teacher's model: only its path is its own, its other settings are the policy's."""
 
-_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
+_SIZES = (
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+)
 
 HEADS_FILE = "heads/model.safetensors"
 """In a model's folder, the heads besides the model's own."""
@@ -44,7 +50,11 @@ def model_setting(key: str, name: str) -> str:
     if key == TEACHER_PATH:
         return TEACHER_PATH if name == "path" else f"actor_rollout_ref.model.{name}"
     # Of a further reward model only the path is its own.
-    return f"reward_model.model.{name}" if key.startswith("reward_models.") and name != "path" else f"{key}.{name}"
+    return (
+        f"reward_model.model.{name}"
+        if key.startswith("reward_models.") and name != "path"
+        else f"{key}.{name}"
+    )
 
 
 def load_pretrained(
@@ -57,10 +67,11 @@ def load_pretrained(
     weights: bool,
     new_head_seed: int | None = None,
 ) -> PreTrainedModel:
-    """Builds the model that `config.path` names, with packed attention and its adapter; heads other than a language
-    model's are scalar.
+    """Builds the model that `config.path` names, with packed attention and its adapter; heads other
+    than a language model's are scalar.
 
-    Raises ValueError as `load_hf_config` and `add_adapter`, and for weights that are missing at `config.path`.
+    Raises ValueError as `load_hf_config` and `add_adapter`, and for weights that are missing at
+    `config.path`.
 
     Args:
         auto_class: transformers' class for the task, e.g. `AutoModelForCausalLM`.
@@ -69,8 +80,8 @@ def load_pretrained(
         key: the configuration key of `config`, for messages, e.g. `critic.model`.
         device: device that the attention will run on.
         weights: True reads the weights; False makes a model on torch's meta device, without memory.
-        new_head_seed: seed of the head where `config.path` has none, and of an adapter; None means that there must be a
-            head, and an adapter's seed is 0.
+        new_head_seed: seed of the head where `config.path` has none, and of an adapter; None means
+            that there must be a head, and an adapter's seed is 0.
     """
     hf_config = load_hf_config(config, key=key)
     if auto_class is not AutoModelForCausalLM:
@@ -96,32 +107,43 @@ def load_pretrained(
             os.path.expanduser(config.path), config=hf_config, output_loading_info=True, **options
         )
         add_adapter(model, decoder_layers(model), config, key)
-    require_weights(report["missing_keys"], model, config, key=key, makes_head=new_head_seed is not None)
+    require_weights(
+        report["missing_keys"], model, config, key=key, makes_head=new_head_seed is not None
+    )
     require_finite(model, config, key=key)
     return model
 
 
 def require_weights(
-    missing: Collection[str], model: PreTrainedModel, config: ModelConfig, *, key: str, makes_head: bool
+    missing: Collection[str],
+    model: PreTrainedModel,
+    config: ModelConfig,
+    *,
+    key: str,
+    makes_head: bool,
 ) -> None:
-    """Raises ValueError for weights that the model's files lack, but for those of a head that the role makes."""
+    """Raises ValueError for weights that the model's files lack, but for those of a head that the
+    role makes."""
     new_head = ("score.", "classifier.") if makes_head else ()
     missing = sorted(name for name in missing if not name.startswith(new_head))
     if missing:
         raise ValueError(
-            f"{model_setting(key, 'path')}={config.path} lacks weights of {type(model).__name__}: {missing}; "
-            "give a model that was trained for this task."
+            f"{model_setting(key, 'path')}={config.path} lacks weights of {type(model).__name__}: "
+            f"{missing}; give a model that was trained for this task."
         )
 
 
 def require_finite(model: PreTrainedModel, config: ModelConfig, *, key: str) -> None:
-    """Raises ValueError for a weight that is NaN or infinite, with the file and the tensor that it is from.
+    """Raises ValueError for a weight that is NaN or infinite, with the file and the tensor that it
+    is from.
 
     A buffer may be infinite, as that of a mask is; one that no file has is not looked at.
     """
     bad = [name for name, parameter in model.named_parameters() if not _is_finite(parameter)]
     stored = model.state_dict().keys()
-    bad += [name for name, buffer in model.named_buffers() if name in stored and buffer.isnan().any()]
+    bad += [
+        name for name, buffer in model.named_buffers() if name in stored and buffer.isnan().any()
+    ]
     if not bad:
         return
     path = os.path.expanduser(config.path)
@@ -129,7 +151,9 @@ def require_finite(model: PreTrainedModel, config: ModelConfig, *, key: str) -> 
     places = []
     for file in sorted(Path(folder).glob("*.safetensors")):
         with safe_open(file, "pt") as content:
-            places += [f"{name} of {file}" for name in content.keys() if not _is_finite(content.get_tensor(name))]  # noqa: SIM118
+            names = list(content.keys())
+            bad_names = [name for name in names if not _is_finite(content.get_tensor(name))]
+            places += [f"{name} of {file}" for name in bad_names]
     raise ValueError(
         f"{model_setting(key, 'path')}={config.path} has weights that are NaN or infinite: "
         f"{', '.join(places or bad)}; give a model that is whole."
@@ -144,7 +168,8 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 
 
 def empty_model(config: ModelConfig, auto_class: Any, *, key: str) -> PreTrainedModel:
-    """The model, with its adapter, on torch's meta device; raises ValueError as `load_hf_config` and `add_adapter`."""
+    """The model, with its adapter, on torch's meta device; raises ValueError as `load_hf_config`
+    and `add_adapter`."""
     hf_config = load_hf_config(config, key=key)
     if auto_class is not AutoModelForCausalLM:
         hf_config.num_labels = 1
@@ -153,36 +178,43 @@ def empty_model(config: ModelConfig, auto_class: Any, *, key: str) -> PreTrained
             model = auto_class.from_config(hf_config, trust_remote_code=config.trust_remote_code)
         except Exception as error:  # sizes that do not go together may break its class anywhere
             path = f"{model_setting(key, 'path')}={config.path}"
-            raise ValueError(f"{path}: no model can be made of its config.json ({_said(error)}).") from error
+            raise ValueError(
+                f"{path}: no model can be made of its config.json ({_said(error)})."
+            ) from error
         add_adapter(model, decoder_layers(model), config, key)
     return model
 
 
 def load_hf_config(config: ModelConfig, *, key: str) -> PretrainedConfig:
-    """The model's own configuration with `override_config`; what looks like a path is never looked up on the hub.
+    """The model's own configuration with `override_config`; what looks like a path is never looked
+    up on the hub.
 
-    Raises ValueError for nothing at `config.path`, an override that the model's configuration does not have, layers
-    that do not compute packed sequences, or dropout in a model that is trained.
+    Raises ValueError for nothing at `config.path`, an override that the model's configuration does
+    not have, layers that do not compute packed sequences, or dropout in a model that is trained.
     """
-    path, path_key = os.path.expanduser(config.path), model_setting(key, "path")
+    path = os.path.expanduser(config.path)
+    path_key = model_setting(key, "path")
     overrides = model_setting(key, "override_config")
     looks_like_path = path.startswith(("/", ".")) or path.count("/") > 1
     if looks_like_path and not Path(path, "config.json").is_file():
         raise ValueError(
-            f"{path_key}={config.path}: there is no model ({Path(path).absolute() / 'config.json'} does not exist); "
-            "give the folder of a Hugging Face model, or a hub name such as Qwen/Qwen3-0.6B."
+            f"{path_key}={config.path}: there is no model "
+            f"({Path(path).absolute() / 'config.json'} does not exist); give the folder of a "
+            "Hugging Face model, or a hub name such as Qwen/Qwen3-0.6B."
         )
     if not Path(path).is_dir():
         require_hub_model(path, f"{path_key}={config.path}")
     try:
         hf_config = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
     except Exception as error:  # what is wrong in a file may break its reader anywhere
-        raise ValueError(f"{path_key}={config.path}: its config.json cannot be used ({_said(error)}).") from error
+        raise ValueError(
+            f"{path_key}={config.path}: its config.json cannot be used ({_said(error)})."
+        ) from error
     for name, value in config.hf_overrides.items():
         if not hasattr(hf_config, name):
             raise ValueError(
-                f"{overrides}.{name}={value!r}: {type(hf_config).__name__} has no attribute {name!r}; "
-                f"it has {sorted(hf_config.to_dict())}."
+                f"{overrides}.{name}={value!r}: {type(hf_config).__name__} has no attribute "
+                f"{name!r}; it has {sorted(hf_config.to_dict())}."
             )
         try:
             setattr(hf_config, name, value)
@@ -191,13 +223,19 @@ def load_hf_config(config: ModelConfig, *, key: str) -> PretrainedConfig:
     for name in _SIZES:
         size = getattr(hf_config.get_text_config(), name, None)
         if isinstance(size, int) and size < 1:
-            key = f"{overrides}.{name}" if name in config.hf_overrides else f"{path_key}={config.path}: {name}"
-            raise ValueError(f"{key}={size} in the model's configuration, expected a positive number.")
+            key = (
+                f"{overrides}.{name}"
+                if name in config.hf_overrides
+                else f"{path_key}={config.path}: {name}"
+            )
+            raise ValueError(
+                f"{key}={size} in the model's configuration, expected a positive number."
+            )
     kinds = getattr(hf_config.get_text_config(), "layer_types", None) or []
     if unsupported := sorted(set(kinds) - {"full_attention", "sliding_attention"}):
         raise ValueError(
-            f"{path_key}={config.path} has layers of {', '.join(unsupported)}, which packed sequences do not support; "
-            "choose a model with full or sliding attention."
+            f"{path_key}={config.path} has layers of {', '.join(unsupported)}, which packed "
+            "sequences do not support; choose a model with full or sliding attention."
         )
     # Heads of transformers' own, which have dropout of their own, are not run.
     noise = {
@@ -208,25 +246,32 @@ def load_hf_config(config: ModelConfig, *, key: str) -> PretrainedConfig:
     }
     if noise and isinstance(config, TrainedModelConfig):
         raise ValueError(
-            f"{path_key}={config.path} trains with {', '.join(f'{name}={value}' for name, value in noise.items())}: "
-            "random outputs make the probability ratio of a policy to itself differ from 1; set "
+            f"{path_key}={config.path} trains with "
+            f"{', '.join(f'{name}={value}' for name, value in noise.items())}: random outputs "
+            "make the probability ratio of a policy to itself differ from 1; set "
             f"{' and '.join(f'{overrides}.{name}=0.0' for name in noise)}."
         )
     return hf_config
 
 
-def check_sequence_length(hf_config: PretrainedConfig, length: int, model: str, advice: str) -> None:
-    """Raises ValueError unless the model has `length` positions, and the same ones in every sequence up to that length.
+def check_sequence_length(
+    hf_config: PretrainedConfig, length: int, model: str, advice: str
+) -> None:
+    """Raises ValueError unless the model has `length` positions, and the same ones in every
+    sequence up to that length.
 
-    With `longrope` they depend on whether the longest sequence of a pass has more than the original positions, so that
-    neighbours in a pack would change a sequence's log-probabilities. For the message `model` is key and path, and
-    `advice` says where `length` comes from and how to lower it.
+    With `longrope` they depend on whether the longest sequence of a pass has more than the original
+    positions, so that neighbours in a pack would change a sequence's log-probabilities. For the
+    message `model` is key and path, and `advice` says where `length` comes from and how to lower
+    it.
     """
     limits = [(getattr(hf_config, "max_position_embeddings", None) or length, "positions")]
     rope = getattr(hf_config, "rope_parameters", None) or {}
     for of_layers in [rope] if "rope_type" in rope else filter(None, rope.values()):
         if of_layers.get("rope_type") == "longrope":
-            kind = "positions before rope_type=longrope changes them by the longest sequence of a pass"
+            kind = (
+                "positions before rope_type=longrope changes them by the longest sequence of a pass"
+            )
             limits.append((of_layers.get("original_max_position_embeddings") or length, kind))
     limit, kind = min(limits)
     if length > limit:
@@ -234,17 +279,23 @@ def check_sequence_length(hf_config: PretrainedConfig, length: int, model: str, 
 
 
 def fetch_weights(config: ModelConfig, *, key: str) -> list[Path]:
-    """The files of a model's weights. One of the hub is downloaded into this machine's cache, so that no rank does it
-    while others wait for that rank.
+    """The files of a model's weights. One of the hub is downloaded into this machine's cache, so
+    that no rank does it while others wait for that rank.
 
     Raises ValueError if there are no weights, or a file that is cut.
     """
-    path, path_key = os.path.expanduser(config.path), model_setting(key, "path")
+    path = os.path.expanduser(config.path)
+    path_key = model_setting(key, "path")
     wanted = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
-    for weights in ("*.safetensors", "*model*.bin"):  # the second only where there are none of the first
+    # The second only where there are none of the first
+    for weights in ("*.safetensors", "*model*.bin"):
         try:
             is_folder = Path(path).is_dir()
-            folder = path if is_folder else snapshot_download(path, allow_patterns=wanted, ignore_patterns="*/*")
+            folder = (
+                path
+                if is_folder
+                else snapshot_download(path, allow_patterns=wanted, ignore_patterns="*/*")
+            )
         except OSError as error:
             raise ValueError(f"{path_key}={config.path} cannot be downloaded: {error}") from error
         if files := list(Path(folder).glob(weights)):
@@ -252,25 +303,34 @@ def fetch_weights(config: ModelConfig, *, key: str) -> list[Path]:
                 try:
                     safe_open(file, "pt")  # reads the header, which says how long the file is
                 except SafetensorError as error:
-                    raise ValueError(f"{path_key}={config.path}: {file} is damaged ({error}); copy it anew") from error
+                    raise ValueError(
+                        f"{path_key}={config.path}: {file} is damaged ({error}); copy it anew"
+                    ) from error
             return sorted(files)
         wanted = ["*.bin", "*.bin.index.json"]
     raise ValueError(
-        f"{path_key}={config.path}: {folder} has no weights (*.safetensors or *.bin); where the hub cannot be reached, "
-        "download the whole model first: hf download."
+        f"{path_key}={config.path}: {folder} has no weights (*.safetensors or *.bin); where the "
+        "hub cannot be reached, download the whole model first: hf download."
     )
 
 
 def load_tokenizer(config: TrainedModelConfig) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, or the one that the policy's `tokenizer_path` names, as its `tokenizer.json` has it.
+    """The model's tokenizer, or the one that the policy's `tokenizer_path` names, as its
+    `tokenizer.json` has it.
 
-    The classes of transformers build normalizer, pre-tokenizer and decoder anew, whatever the file says: a byte-level
-    tokenizer that is labelled `LlamaTokenizerFast`, as DeepSeek-LLM's is, loses its spaces. They are asked only where
-    there is no such file. Raises ValueError, which names file or folder, for files that are no tokenizer.
+    The classes of transformers build normalizer, pre-tokenizer and decoder anew, whatever the file
+    says: a byte-level tokenizer that is labelled `LlamaTokenizerFast`, as DeepSeek-LLM's is, loses
+    its spaces. They are asked only where there is no such file. Raises ValueError, which names file
+    or folder, for files that are no tokenizer.
     """
     path = os.path.expanduser(config.tokenizer)
     if config.tokenizer != config.path and not Path(path).is_dir():
-        require_hub_model(path, f"model.tokenizer_path={config.tokenizer}", "tokenizer.json", "tokenizer_config.json")
+        require_hub_model(
+            path,
+            f"model.tokenizer_path={config.tokenizer}",
+            "tokenizer.json",
+            "tokenizer_config.json",
+        )
     file = tokenizer_file(config)
     try:
         if file is None:
@@ -278,13 +338,14 @@ def load_tokenizer(config: TrainedModelConfig) -> PreTrainedTokenizerBase:
         return PreTrainedTokenizerFast.from_pretrained(path)
     except Exception as error:  # what is wrong in a file may break its reader anywhere
         raise ValueError(
-            f"{_unreadable(file) or path}: no tokenizer can be read there ({_said(error)}); copy it anew, or set "
-            "model.tokenizer_path to a folder with a tokenizer of this vocabulary."
+            f"{_unreadable(file) or path}: no tokenizer can be read there ({_said(error)}); copy "
+            "it anew, or set model.tokenizer_path to a folder with a tokenizer of this vocabulary."
         ) from error
 
 
 def _said(error: Exception) -> str:
-    """What an error of a library says, on one line. Its end is kept, which often says what to do."""
+    """What an error of a library says, on one line. Its end is kept, which often says what to
+    do."""
     text = " ".join(str(error).split())
     if len(text) > 600:
         text = f"{text[:300]} ... {text[-300:]}"
@@ -308,10 +369,14 @@ def tokenizer_file(config: TrainedModelConfig) -> str | None:
 
 
 def check_tokenizer(
-    tokenizer: PreTrainedTokenizerBase, config: TrainedModelConfig, texts: Sequence[str], *, key: str
+    tokenizer: PreTrainedTokenizerBase,
+    config: TrainedModelConfig,
+    texts: Sequence[str],
+    *,
+    key: str,
 ) -> None:
-    """Raises ValueError unless a run's tokenizer, and the one that it exports, read `texts` as `tokenizer.json` says:
-    the same token ids, and the same text after decoding."""
+    """Raises ValueError unless a run's tokenizer, and the one that it exports, read `texts` as
+    `tokenizer.json` says: the same token ids, and the same text after decoding."""
     file = tokenizer_file(config)
     if file is None:
         return
@@ -322,7 +387,8 @@ def check_tokenizer(
     reference.add_tokens([token for _, token in sorted(tokenizer.added_tokens_decoder.items())])
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
-        # Of some model types transformers reads a tokenizer by a class of its own, whatever the folder names.
+        # Of some model types transformers reads a tokenizer by a class of its own, whatever the
+        # folder names.
         load_hf_config(config, key=key).save_pretrained(folder)
         exported = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
     for text in texts:
@@ -330,28 +396,38 @@ def check_tokenizer(
         decoded = reference.decode(ids)
         for name, one in (("the run", tokenizer), ("an export of it", exported)):
             own_ids = one(text, add_special_tokens=False)["input_ids"]
-            own_decoded = one.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            own_decoded = one.decode(
+                ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
             if own_ids != ids or own_decoded != decoded:
                 raise ValueError(
-                    f"the tokenizer of {key}, as {name} reads it ({type(one).__name__}), is not that "
-                    f"of {file}: {text!r} becomes {own_ids}, not {ids}, and those are decoded as {own_decoded!r}, not "
-                    f"{decoded!r}. Training, or a program that loads its result, would read other text than the model "
-                    f"knows: set {key}.tokenizer_path to a folder that transformers reads as its "
+                    f"the tokenizer of {key}, as {name} reads it ({type(one).__name__}), is not "
+                    f"that of {file}: {text!r} becomes {own_ids}, not {ids}, and those are "
+                    f"decoded as {own_decoded!r}, not {decoded!r}. Training, or a program that "
+                    "loads its result, would read other text than the model knows: set "
+                    f"{key}.tokenizer_path to a folder that transformers reads as its "
                     "tokenizer.json says."
                 )
 
 
 def save_weights(hf: PreTrainedModel, weights: dict[str, torch.Tensor], folder: Path) -> None:
-    """Writes the weights for transformers and vLLM, and those of further heads to `HEADS_FILE`, which these leave."""
+    """Writes the weights for transformers and vLLM, and those of further heads to `HEADS_FILE`,
+    which these leave."""
     heads = {name: weights.pop(name) for name in list(weights) if name.startswith("heads.")}
     hf.save_pretrained(folder, state_dict=weights)
     if heads:
         (folder / HEADS_FILE).parent.mkdir(exist_ok=True)
-        save_file({name.removeprefix("heads."): weight for name, weight in heads.items()}, folder / HEADS_FILE)
+        save_file(
+            {name.removeprefix("heads."): weight for name, weight in heads.items()},
+            folder / HEADS_FILE,
+        )
 
 
-def save_settings(hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, path: str) -> None:
-    """Writes all of a model's folder but the weights: its configuration, with class and `dtype`, and tokenizer."""
+def save_settings(
+    hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, path: str
+) -> None:
+    """Writes all of a model's folder but the weights: its configuration, with class and `dtype`,
+    and tokenizer."""
     config = deepcopy(hf.config)  # a thread may write another folder, of another dtype
     config.dtype, config.architectures = dtype, [type(hf).__name__]
     config.save_pretrained(path)
@@ -367,6 +443,7 @@ def decoder_layers(hf: PreTrainedModel) -> list[nn.Module]:
 
 
 def compile_layers(hf: PreTrainedModel) -> None:
-    """Compiles the forward of each decoder layer for any number of tokens; packed attention stays outside the graph."""
+    """Compiles the forward of each decoder layer for any number of tokens; packed attention stays
+    outside the graph."""
     for layer in decoder_layers(hf):
         layer.forward = torch.compile(layer.forward, dynamic=True)

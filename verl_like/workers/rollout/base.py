@@ -22,7 +22,13 @@ from verl_like.workers.rollout.request import (
     Sampling,
     check_completion,
 )
-from verl_like.workers.weight_sync import WeightExport, WeightSyncError, check_arrival, check_exports, check_staged
+from verl_like.workers.weight_sync import (
+    WeightExport,
+    WeightSyncError,
+    check_arrival,
+    check_exports,
+    check_staged,
+)
 from verl_like.workers.weight_transfer.shared_memory import pin_pages
 
 CPU_NUM_SEQS = 256
@@ -32,25 +38,29 @@ CPU_NUM_SEQS = 256
 _REPLACED = {
     "stream_sequences": "the driver makes requests of a batch; submit and step take these",
     "requests_for": "requests of a batch follow from rules()",
-    "batch_of": "a batch is made of the completions that step returns, by assemble of verl_like.workers.rollout.batch",
+    "batch_of": "a batch is made of the completions that step returns, by assemble of "
+    "verl_like.workers.rollout.batch",
     "greedy_requests": "greedy_requests of verl_like.workers.rollout.batch makes them",
 }
 
 
 class RolloutEngine(ABC):
-    """Generates responses with the trainer's weights; engines differ in how they sample and how they take weights.
+    """Generates responses with the trainer's weights; engines differ in how they sample and how
+    they take weights.
 
-    Requests come at any time between two steps, and so do weights, also while responses are unfinished. The tokens of a
-    response are a function of its request and of the weights of each token, up to the rounding of the logits.
+    Requests come at any time between two steps, and so do weights, also while responses are
+    unfinished. The tokens of a response are a function of its request and of the weights of each
+    token, up to the rounding of the logits.
 
     An engine is made and used on one thread, see `EngineThread`.
 
-    `tensor_model_parallel_size` consecutive ranks, which are constructed at the same time, make up one replica. They
-    get the same calls in the same order and return the same responses; `dp_rank` numbers the replicas and `is_collect`
-    marks the rank of each whose result is used.
+    `tensor_model_parallel_size` consecutive ranks, which are constructed at the same time, make up
+    one replica. They get the same calls in the same order and return the same responses; `dp_rank`
+    numbers the replicas and `is_collect` marks the rank of each whose result is used.
 
-    An engine starts without weights. `load_weights` brings them and `policy_version` says which ones it has. Raises
-    ValueError for a setting that does not fit, ModuleNotFoundError for a missing package; both say what to do.
+    An engine starts without weights. `load_weights` brings them and `policy_version` says which
+    ones it has. Raises ValueError for a setting that does not fit, ModuleNotFoundError for a
+    missing package; both say what to do.
     """
 
     def __init_subclass__(cls, **arguments: Any) -> None:
@@ -58,10 +68,22 @@ class RolloutEngine(ABC):
         refuse_replaced(cls, _REPLACED)
 
     def __init__(
-        self, config: RolloutConfig, model: TrainedModelConfig, *, rank: int, world_size: int, seed: int, device: str
+        self,
+        config: RolloutConfig,
+        model: TrainedModelConfig,
+        *,
+        rank: int,
+        world_size: int,
+        seed: int,
+        device: str,
     ) -> None:
         size = config.tensor_model_parallel_size
-        num_groups(size, world_size, "processes of the rollout pool", key="rollout.tensor_model_parallel_size")
+        num_groups(
+            size,
+            world_size,
+            "processes of the rollout pool",
+            key="rollout.tensor_model_parallel_size",
+        )
         self.config = config
         self.model_config = model.with_scaled_adapter()
         self.rank = rank
@@ -73,7 +95,8 @@ class RolloutEngine(ABC):
         self.hf_config = load_hf_config(model, key="actor_rollout_ref.model")
         self.eos_token_ids, self.pad_token_id = special_token_ids(load_tokenizer(model), model.path)
         self.policy_version: int | None = None
-        """Version of the weights; None until weights were loaded and verified, and while the engine has none."""
+        """Version of the weights; None until weights were loaded and verified, and while the engine
+        has none."""
         self._newest_version = -1
         self._vocab_size = self.hf_config.get_text_config().vocab_size
         self._in_flight: dict[str, GenerationRequest] = {}
@@ -85,7 +108,8 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def _step(self) -> list[tuple[str, Completion]]:
-        """Computes the next token of every request that there is room for; returns those that ended, by name."""
+        """Computes the next token of every request that there is room for; returns those that
+        ended, by name."""
 
     @abstractmethod
     def _has_work(self) -> bool:
@@ -99,13 +123,14 @@ class RolloutEngine(ABC):
     def _load(self, exports: Sequence[WeightExport], version: int) -> None:
         """Overwrites the engine's weights with staged ones.
 
-        No request that is submitted from now on uses what was computed with the old ones, and those in flight do so as
-        `rollout.kv_after_update` says.
+        No request that is submitted from now on uses what was computed with the old ones, and those
+        in flight do so as `rollout.kv_after_update` says.
         """
 
     @abstractmethod
     def _fingerprints(self) -> dict[str, int]:
-        """Fingerprints (see weight_sync.py) of the weights that the engine computes with, by Hugging Face name."""
+        """Fingerprints (see weight_sync.py) of the weights that the engine computes with, by
+        Hugging Face name."""
 
     def _wake(self) -> None:  # noqa: B027  an engine whose memory `_sleep` leaves in place has nothing to do
         """Takes back the memory of the weights that `_sleep` gave."""
@@ -117,16 +142,19 @@ class RolloutEngine(ABC):
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Takes requests in, beside those in flight.
 
-        Raises RuntimeError if no weights were loaded; ValueError for an empty or over-long prompt, tokens outside of
-        the vocabulary, a longer response than the engine has room for, or the name of a request in flight. Then none of
-        the requests is taken in.
+        Raises RuntimeError if no weights were loaded; ValueError for an empty or over-long prompt,
+        tokens outside of the vocabulary, a longer response than the engine has room for, or the
+        name of a request in flight. Then none of the requests is taken in.
         """
         self._require_weights()
         names = set(self._in_flight)
         for request in requests:
             self._check_request(request)
             if request.name in names:
-                raise ValueError(f"A request named {request.name} is in flight; give every request a name of its own.")
+                raise ValueError(
+                    f"A request named {request.name} is in flight; give every request a name of "
+                    "its own."
+                )
             names.add(request.name)
         self._in_flight |= {request.name: request for request in requests}
         try:
@@ -136,52 +164,65 @@ class RolloutEngine(ABC):
             raise
 
     def _check_request(self, request: GenerationRequest) -> None:
-        prompt_ids, limit = request.prompt_ids, self.config.prompt_length
+        prompt_ids = request.prompt_ids
+        limit = self.config.prompt_length
         if not 0 < len(prompt_ids) <= limit:
             raise ValueError(
-                f"The prompt of {request.name} has {len(prompt_ids)} tokens, but 1 to rollout.prompt_length={limit} "
-                "are allowed; filter or truncate the dataset, or raise data.max_prompt_length."
+                f"The prompt of {request.name} has {len(prompt_ids)} tokens, but 1 to "
+                f"rollout.prompt_length={limit} are allowed; filter or truncate the dataset, or "
+                "raise data.max_prompt_length."
             )
         if not 0 <= min(prompt_ids) <= max(prompt_ids) < self._vocab_size:
             raise ValueError(
-                f"The prompt of {request.name} has tokens outside of the vocabulary of {self._vocab_size}: "
-                f"{list(prompt_ids)}; use the tokenizer of the model."
+                f"The prompt of {request.name} has tokens outside of the vocabulary of "
+                f"{self._vocab_size}: {list(prompt_ids)}; use the tokenizer of the model."
             )
         if request.sampling.max_tokens > self.config.response_length:
             raise ValueError(
-                f"{request.name} asks for {request.sampling.max_tokens} tokens, but the engine has room for "
-                f"rollout.response_length={self.config.response_length}; raise data.max_response_length."
+                f"{request.name} asks for {request.sampling.max_tokens} tokens, but the engine "
+                f"has room for rollout.response_length={self.config.response_length}; raise "
+                "data.max_response_length."
             )
 
     def step(self) -> list[tuple[str, Completion]]:
-        """Computes the next token of every request that the engine has room for; returns those that ended, by name.
+        """Computes the next token of every request that the engine has room for; returns those that
+        ended, by name.
 
-        A paused engine and one without requests do nothing. Raises RuntimeError if the last weights did not arrive;
-        RolloutError if the engine lost a request, or returned something that is not 1 to R known tokens with finite
-        log-probabilities. What else ended in this step is gone then too.
+        A paused engine and one without requests do nothing. Raises RuntimeError if the last weights
+        did not arrive; RolloutError if the engine lost a request, or returned something that is not
+        1 to R known tokens with finite log-probabilities. What else ended in this step is gone then
+        too.
         """
         if self._is_paused or not self._in_flight:
             return []
         self._require_weights()
         if not self._has_work():
-            raise RolloutError(f"The rollout engine lost {len(self._in_flight)} requests: {list(self._in_flight)[:5]}.")
+            raise RolloutError(
+                f"The rollout engine lost {len(self._in_flight)} requests: "
+                f"{list(self._in_flight)[:5]}."
+            )
         finished = self._step()
         requests = [self._in_flight.pop(name) for name, _ in finished]
         for request, (name, completion) in zip(requests, finished, strict=True):
-            check_completion(completion, f"The response to {name}", request.sampling, vocab_size=self._vocab_size)
+            check_completion(
+                completion, f"The response to {name}", request.sampling, vocab_size=self._vocab_size
+            )
         return finished
 
     @property
     def is_busy(self) -> bool:
-        """Whether requests are in flight and may be computed: the engine is not paused and has verified weights."""
+        """Whether requests are in flight and may be computed: the engine is not paused and has
+        verified weights."""
         return bool(self._in_flight) and not self._is_paused and self.policy_version is not None
 
     def agreed(self, number: int) -> int:
-        """The number that the first rank of the replica gives, for which the others wait. All of them call it."""
+        """The number that the first rank of the replica gives, for which the others wait. All of
+        them call it."""
         return number
 
     def stream(self) -> Generator[list[tuple[str, Completion]], None, None]:
-        """Steps until nothing is in flight; yields what ended in each step. RuntimeError while the engine is paused."""
+        """Steps until nothing is in flight; yields what ended in each step. RuntimeError while the
+        engine is paused."""
         while self._in_flight:
             if self._is_paused:
                 raise RuntimeError("The rollout engine is paused; resume it first.")
@@ -194,7 +235,8 @@ class RolloutEngine(ABC):
         return aborted
 
     def pause(self) -> None:
-        """Computes nothing until `resume`. What is in flight stays, and requests and weights are still taken in."""
+        """Computes nothing until `resume`. What is in flight stays, and requests and weights are
+        still taken in."""
         self._is_paused = True
 
     def resume(self) -> None:
@@ -202,16 +244,21 @@ class RolloutEngine(ABC):
         self._is_paused = False
 
     def sleep(self) -> None:
-        """Frees the device for training. The weights may be gone: load them again before generating.
+        """Frees the device for training. The weights may be gone: load them again before
+        generating.
 
         Raises RuntimeError if requests are in flight.
         """
         if self._in_flight:
-            raise RuntimeError(f"{len(self._in_flight)} requests are in flight; abort them before the engine sleeps.")
+            raise RuntimeError(
+                f"{len(self._in_flight)} requests are in flight; abort them before the engine "
+                "sleeps."
+            )
         self._sleep()
 
     def wake(self) -> None:
-        """Takes back the memory of the weights that `sleep` gave. `load_weights` does so too, and brings the weights.
+        """Takes back the memory of the weights that `sleep` gave. `load_weights` does so too, and
+        brings the weights.
 
         Raises ValueError if others hold that memory by now.
         """
@@ -222,30 +269,42 @@ class RolloutEngine(ABC):
 
     def _require_weights(self) -> None:
         if self.policy_version is None:
-            raise RuntimeError("The rollout engine has no verified weights; call load_weights before generating.")
+            raise RuntimeError(
+                "The rollout engine has no verified weights; call load_weights before generating."
+            )
 
-    def load_weights(self, exports: Sequence[WeightExport], version: int, *, checks_first: bool = True) -> str:
-        """Replaces the engine's weights and proves that they are the trainer's; requests in flight go on with them.
+    def load_weights(
+        self, exports: Sequence[WeightExport], version: int, *, checks_first: bool = True
+    ) -> str:
+        """Replaces the engine's weights and proves that they are the trainer's; requests in flight
+        go on with them.
 
-        `exports` are `collect_weights` of every trainer rank; `version` is not older than what the engine had before.
-        Returns one fingerprint of all parameters together, see `check_arrival`.
+        `exports` are `collect_weights` of every trainer rank; `version` is not older than what the
+        engine had before. Returns one fingerprint of all parameters together, see `check_arrival`.
 
-        Raises WeightSyncError if the exports are stale, incomplete or changed on their way, and goes on with the
-        weights it has; or if it ended up with other weights, and refuses to generate until a later `load_weights`
-        succeeds. So it does after any other error in the middle of an update.
+        Raises WeightSyncError if the exports are stale, incomplete or changed on their way, and
+        goes on with the weights it has; or if it ended up with other weights, and refuses to
+        generate until a later `load_weights` succeeds. So it does after any other error in the
+        middle of an update.
 
-        Without `checks_first` what changed in the object store is noticed after it was loaded, so that each byte is
-        read once. Memory that the trainer may write into is always checked before.
+        Without `checks_first` what changed in the object store is noticed after it was loaded, so
+        that each byte is read once. Memory that the trainer may write into is always checked
+        before.
         """
         if version < self._newest_version:
             raise WeightSyncError(
-                f"Stale weights: version {version} was sent to an engine that already had {self._newest_version}."
+                f"Stale weights: version {version} was sent to an engine that already had "
+                f"{self._newest_version}."
             )
         if self.device == "cuda":
             pin_pages(exports)
         is_written_by_trainer = self.config.weight_transport in ("shared_memory", "gloo")
         is_read_twice = is_written_by_trainer or (checks_first and not self.config.sends_directly)
-        expected = check_staged(exports, version, self.device) if is_read_twice else check_exports(exports, version)
+        expected = (
+            check_staged(exports, version, self.device)
+            if is_read_twice
+            else check_exports(exports, version)
+        )
         self.policy_version = None  # until the whole update has arrived
         self._wake()
         self._load(exports, version)
@@ -261,7 +320,8 @@ class RolloutEngine(ABC):
 
     def rules(self) -> RequestRules:
         """How batches of prompts become requests."""
-        config, val_kwargs = self.config, self.config.val_kwargs
+        config = self.config
+        val_kwargs = self.config.val_kwargs
         training = self._sampling(config)
         return RequestRules(
             seed=self.seed,
@@ -286,14 +346,15 @@ class RolloutEngine(ABC):
 
 
 def special_token_ids(tokenizer: PreTrainedTokenizerBase, path: str) -> tuple[tuple[int, ...], int]:
-    """The tokens that end a response (the tokenizer's, and those of generation_config.json) and the padding token.
+    """The tokens that end a response (the tokenizer's, and those of generation_config.json) and the
+    padding token.
 
     Raises ValueError if the tokenizer has no end-of-sequence token.
     """
     if tokenizer.eos_token_id is None:
         raise ValueError(
-            f"The tokenizer at {tokenizer.name_or_path} has no end-of-sequence token; add one to its "
-            "tokenizer_config.json."
+            f"The tokenizer at {tokenizer.name_or_path} has no end-of-sequence token; add one to "
+            "its tokenizer_config.json."
         )
     try:
         generation_eos = GenerationConfig.from_pretrained(os.path.expanduser(path)).eos_token_id

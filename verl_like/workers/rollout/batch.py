@@ -16,7 +16,8 @@ from verl_like.workers.rollout.request import Completion, GenerationRequest, Sam
 
 @dataclass(frozen=True)
 class RequestRules:
-    """How batches become requests, and which replica takes which. They are the same on every rank and on the driver."""
+    """How batches become requests, and which replica takes which. They are the same on every rank
+    and on the driver."""
 
     seed: int
     """Of the run."""
@@ -35,20 +36,21 @@ class RequestRules:
     def requests_of(self, prompts: DataProto, call: str) -> list[GenerationRequest]:
         """The requests of a batch, (B * n,): those for a prompt next to each other.
 
-        A request's seed follows from the run's seed, `global_steps`, `validate`, the prompt's uid and the number of the
-        response. The other rows and their order do not matter. `call` makes its name unlike that of requests of other
-        calls.
+        A request's seed follows from the run's seed, `global_steps`, `validate`, the prompt's uid
+        and the number of the response. The other rows and their order do not matter. `call` makes
+        its name unlike that of requests of other calls.
 
         Raises ValueError for a uid that two rows have, or without `global_steps` or `uid`.
 
         Args:
-            prompts: columns `prompts` (B, *) int64, jagged, and `uid`; meta `global_steps` (int), `validate` (bool,
-                default False) and `greedy` (bool, default False).
+            prompts: columns `prompts` (B, *) int64, jagged, and `uid`; meta `global_steps` (int),
+                `validate` (bool, default False) and `greedy` (bool, default False).
             call: a few words.
         """
         if "global_steps" not in prompts.meta_info:
             raise ValueError(
-                f"generate_sequences needs meta_info['global_steps'] to seed the engine; got {list(prompts.meta_info)}."
+                "generate_sequences needs meta_info['global_steps'] to seed the engine; got "
+                f"{list(prompts.meta_info)}."
             )
         step = int(prompts.meta_info["global_steps"])
         validate = bool(prompts.meta_info.get("validate", False))
@@ -77,8 +79,11 @@ class RequestRules:
 
 
 def greedy_requests(prompts: DataProto, max_tokens: int) -> list[GenerationRequest]:
-    """Requests for the `max_tokens` likeliest tokens after each prompt, also after one that ends a response."""
-    sampling = Sampling(temperature=0.0, top_k=-1, top_p=1.0, max_tokens=max_tokens, stop_token_ids=())
+    """Requests for the `max_tokens` likeliest tokens after each prompt, also after one that ends a
+    response."""
+    sampling = Sampling(
+        temperature=0.0, top_k=-1, top_p=1.0, max_tokens=max_tokens, stop_token_ids=()
+    )
     return [
         GenerationRequest(f"prompt {row}, drawn greedily", token_ids, seed=0, sampling=sampling)
         for row, token_ids in enumerate(prompt_tokens(prompts))
@@ -88,7 +93,8 @@ def greedy_requests(prompts: DataProto, max_tokens: int) -> list[GenerationReque
 def prompt_uids(prompts: DataProto) -> list[str]:
     """Each row's uid.
 
-    Raises ValueError without a column `uid`, or if two rows besides padding share one, so that they draw the same.
+    Raises ValueError without a column `uid`, or if two rows besides padding share one, so that they
+    draw the same.
     """
     if "uid" not in prompts.non_tensor_batch:
         raise ValueError(
@@ -99,8 +105,8 @@ def prompt_uids(prompts: DataProto) -> list[str]:
     counts = Counter(itertools.compress(uids, is_real(prompts)))
     if repeated := [uid for uid, count in counts.items() if count > 1]:
         raise ValueError(
-            f"generate_sequences got several rows of the prompts {repeated}, which would draw the same responses; give "
-            "each prompt once and rollout.n for the number of its responses."
+            f"generate_sequences got several rows of the prompts {repeated}, which would draw the "
+            "same responses; give each prompt once and rollout.n for the number of its responses."
         )
     return uids
 
@@ -124,16 +130,19 @@ def is_real(prompts: DataProto) -> torch.Tensor:
 
 
 def assemble(prompts: DataProto, completions: Sequence[Completion]) -> DataProto:
-    """N responses beside their B prompts, those to a prompt next to each other: the columns of `generate_sequences` in
-    docs/columns.md, without padding.
+    """N responses beside their B prompts, those to a prompt next to each other: the columns of
+    `generate_sequences` in docs/columns.md, without padding.
 
-    The log-probabilities are under the distribution that the tokens were drawn from (temperature, top-k, top-p).
+    The log-probabilities are under the distribution that the tokens were drawn from (temperature,
+    top-k, top-p).
     """
     n = len(completions) // max(1, len(prompts))
     repeated = RowTaker(torch.arange(len(prompts)).repeat_interleave(n))
     responses = jagged_from_lists([each.token_ids for each in completions], torch.int64)
     is_real_B = is_real(prompts)
-    num_cached = sum(each.num_cached_tokens for i, each in enumerate(completions) if is_real_B[i // n])
+    num_cached = sum(
+        each.num_cached_tokens for i, each in enumerate(completions) if is_real_B[i // n]
+    )
     lengths_B = jagged_parts(prompts.batch["prompts"])[1].diff()
     num_prompt_tokens = n * int(lengths_B[is_real_B].sum())
     hit_rate = Metric.mean(num_cached / max(1, num_prompt_tokens), weight=num_prompt_tokens)
@@ -142,7 +151,9 @@ def assemble(prompts: DataProto, completions: Sequence[Completion]) -> DataProto
             "prompts": repeated.tensor(prompts.batch["prompts"]),
             "responses": responses,
             "response_mask": torch.ones_like(responses),
-            "rollout_log_probs": jagged_from_lists([each.log_probs for each in completions], torch.float32),
+            "rollout_log_probs": jagged_from_lists(
+                [each.log_probs for each in completions], torch.float32
+            ),
         },
         non_tensors={"policy_version": [completion.versions for completion in completions]},
         meta_info={"metrics": {"rollout/prefix_cache_hit_rate": hit_rate}},

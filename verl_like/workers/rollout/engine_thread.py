@@ -1,4 +1,5 @@
-"""A rollout engine on a thread of its own: it takes requests and weights between two steps and computes meanwhile."""
+"""A rollout engine on a thread of its own: it takes requests and weights between two steps and
+computes meanwhile."""
 
 import atexit
 import threading
@@ -19,8 +20,8 @@ from verl_like.workers.weight_sync import WeightExport
 T = TypeVar("T")
 
 _IDLE_S = 2.0
-"""How long the thread waits for something to do, before it looks whether anybody can still ask. The other ranks of a
-replica wait for the first one, half an hour at most."""
+"""How long the thread waits for something to do, before it looks whether anybody can still ask. The
+other ranks of a replica wait for the first one, half an hour at most."""
 _CLOSING_S = 5.0
 _LONGEST_WAIT_S = 1.0
 """After which `stream` asks again for what has ended."""
@@ -41,14 +42,16 @@ class _Command:
 
 
 class EngineThread:
-    """Makes an engine on a thread of its own and steps it there; every method may be called on any other thread.
+    """Makes an engine on a thread of its own and steps it there; every method may be called on any
+    other thread.
 
-    What is asked of the engine is done between two steps, in the order in which it was asked. The ranks of a replica
-    are asked the same in the same order, each by one thread, and do it between the same two steps: the first one says
-    how much of it comes before the next step.
+    What is asked of the engine is done between two steps, in the order in which it was asked. The
+    ranks of a replica are asked the same in the same order, each by one thread, and do it between
+    the same two steps: the first one says how much of it comes before the next step.
 
-    If a step raises, so does whatever waits for the engine, and every later call. While the last weights did not arrive
-    no step is computed. `close` ends the thread; one whose EngineThread is not used any more ends by itself.
+    If a step raises, so does whatever waits for the engine, and every later call. While the last
+    weights did not arrive no step is computed. `close` ends the thread; one whose EngineThread is
+    not used any more ends by itself.
     """
 
     def __init__(self, make: Callable[[], RolloutEngine]) -> None:
@@ -66,7 +69,8 @@ class EngineThread:
         arguments = weakref.ref(self), [make], made, self._has_ended, torch.get_num_threads()
         threading.Thread(target=_run, args=arguments, name="rollout engine", daemon=True).start()
         made.result()
-        atexit.register(_close, weakref.ref(self))  # a thread in torch's code would abort the end of the process
+        # A thread in torch's code would abort the end of the process
+        atexit.register(_close, weakref.ref(self))
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Takes requests in; raises what `RolloutEngine.submit` raises."""
@@ -79,15 +83,21 @@ class EngineThread:
         self._ask(submit)
 
     def collect(self, wait_s: float, names: Collection[str] | None = None) -> dict[str, Completion]:
-        """The responses that have ended since they were asked for last, by the names of their requests.
+        """The responses that have ended since they were asked for last, by the names of their
+        requests.
 
-        Waits until one has ended, `wait_s` at most. While others are unfinished it waits for these too, until GATHER_S
-        have passed since the call. `names` are the only requests that are asked for.
+        Waits until one has ended, `wait_s` at most. While others are unfinished it waits for these
+        too, until GATHER_S have passed since the call. `names` are the only requests that are asked
+        for.
         """
         started = time.monotonic()
 
         def ended() -> list[str]:
-            return list(self._ended) if names is None else [name for name in names if name in self._ended]
+            return (
+                list(self._ended)
+                if names is None
+                else [name for name in names if name in self._ended]
+            )
 
         def is_over() -> bool:
             unfinished = self._ages if names is None else self._ages.keys() & set(names)
@@ -101,7 +111,9 @@ class EngineThread:
                 raise self._failure
             return {name: self._ended.pop(name) for name in ended()}
 
-    def stream(self, requests: Sequence[GenerationRequest]) -> Generator[list[FinishedRequest], None, None]:
+    def stream(
+        self, requests: Sequence[GenerationRequest]
+    ) -> Generator[list[FinishedRequest], None, None]:
         """Has requests drawn; gives lists of those that have ended, each once."""
         self.submit(requests)
         waiting = {request.name: request for request in requests}
@@ -140,11 +152,19 @@ class EngineThread:
             return len(self._ages) + len(self._ended)
 
     def load_weights(
-        self, exports: Sequence[WeightExport], version: int, *, checks_first: bool = True, drain: bool = True
+        self,
+        exports: Sequence[WeightExport],
+        version: int,
+        *,
+        checks_first: bool = True,
+        drain: bool = True,
     ) -> str:
-        """`RolloutEngine.load_weights`: with `drain` after the last unfinished response has ended, and without it
-        between two of its tokens."""
-        return self._ask(lambda: self.engine.load_weights(exports, version, checks_first=checks_first), drains=drain)
+        """`RolloutEngine.load_weights`: with `drain` after the last unfinished response has ended,
+        and without it between two of its tokens."""
+        return self._ask(
+            lambda: self.engine.load_weights(exports, version, checks_first=checks_first),
+            drains=drain,
+        )
 
     def sleep(self) -> None:
         """`RolloutEngine.sleep`."""
@@ -169,12 +189,14 @@ class EngineThread:
         return command.answer.result()
 
     def close(self) -> None:
-        """Ends the thread after the step that it computes, whatever is unfinished; what waits for the engine raises."""
+        """Ends the thread after the step that it computes, whatever is unfinished; what waits for
+        the engine raises."""
         self._fail(RuntimeError("The rollout engine was closed."))
         self._has_ended.wait(timeout=_CLOSING_S)
 
     def _serve(self) -> None:
-        """Does what was asked, and a step if requests are unfinished. Waits a while where there is neither."""
+        """Does what was asked, and a step if requests are unfinished. Waits a while where there is
+        neither."""
         engine = self.engine
         number = self._num_ready(engine) if engine.is_collect else 0
         for command in self._take(engine.agreed(number)):
@@ -186,24 +208,30 @@ class EngineThread:
             self._keep(engine.step())
 
     def _num_ready(self, engine: RolloutEngine) -> int:
-        """The commands to run before the next step. Waits for one where there is nothing to compute."""
+        """The commands to run before the next step. Waits for one where there is nothing to
+        compute."""
         with self._changed:
             if not engine.is_busy:
                 self._changed.wait_for(lambda: self._commands or self._failure, timeout=_IDLE_S)
                 if self._commands and self._commands[0].drains:
                     return 1
-            until_drained = [number for number, command in enumerate(self._commands) if command.drains]
+            until_drained = [
+                number for number, command in enumerate(self._commands) if command.drains
+            ]
             return until_drained[0] if until_drained else len(self._commands)
 
     def _take(self, number: int) -> list[_Command]:
         with self._changed:
-            self._changed.wait_for(lambda: len(self._commands) >= number or self._failure, timeout=_COMMAND_S)
+            self._changed.wait_for(
+                lambda: len(self._commands) >= number or self._failure, timeout=_COMMAND_S
+            )
             if self._failure:
                 raise self._failure
             if len(self._commands) < number:
                 raise TimeoutError(
-                    f"The first rank of this replica was asked for something {_COMMAND_S:g} s ago that this rank was "
-                    "not asked for; the ranks of a replica need the same calls in the same order."
+                    f"The first rank of this replica was asked for something {_COMMAND_S:g} s ago "
+                    "that this rank was not asked for; the ranks of a replica need the same calls "
+                    "in the same order."
                 )
             return [self._commands.popleft() for _ in range(number)]
 
@@ -233,7 +261,8 @@ def _run(
     has_ended: threading.Event,
     num_threads: int,
 ) -> None:
-    """The thread. It keeps the EngineThread alive only while it does something, and forgets what makes the engine.
+    """The thread. It keeps the EngineThread alive only while it does something, and forgets what
+    makes the engine.
 
     Neither the limit of CPU threads nor no_grad comes from the thread that started it.
     """

@@ -1,4 +1,5 @@
-"""Reference rollout engine: a token at a time with transformers, on a copy of the model. Small, slow, easy to debug."""
+"""Reference rollout engine: a token at a time with transformers, on a copy of the model. Small,
+slow, easy to debug."""
 
 import os
 from collections.abc import Collection, Sequence
@@ -21,7 +22,12 @@ from verl_like.workers.models.lora import add_adapter, model_buffers, trained_pa
 from verl_like.workers.models.pretrained import decoder_layers
 from verl_like.workers.rollout.base import CPU_NUM_SEQS, RolloutEngine
 from verl_like.workers.rollout.request import Completion, GenerationRequest, Sampling, VersionSpan
-from verl_like.workers.weight_sync import WeightExport, fingerprint_sum, iterate_weights, read_fingerprints
+from verl_like.workers.weight_sync import (
+    WeightExport,
+    fingerprint_sum,
+    iterate_weights,
+    read_fingerprints,
+)
 
 # Legend: b responses that are computed together, t their longest length so far, V the vocabulary.
 
@@ -39,14 +45,19 @@ class _Response:
 
     def has_ended(self) -> bool:
         sampling = self.request.sampling
-        return self.token_ids[-1] in sampling.stop_token_ids or len(self.token_ids) == sampling.max_tokens
+        return (
+            self.token_ids[-1] in sampling.stop_token_ids
+            or len(self.token_ids) == sampling.max_tokens
+        )
 
     def completion(self) -> Completion:
         spans: list[VersionSpan] = []
         for version, tokens in groupby(self.versions):
             start = spans[-1][2] if spans else 0
             spans.append((version, start, start + len(list(tokens))))
-        return Completion(np.array(self.token_ids, np.int64), np.array(self.log_probs, np.float32), tuple(spans))
+        return Completion(
+            np.array(self.token_ids, np.int64), np.array(self.log_probs, np.float32), tuple(spans)
+        )
 
 
 @dataclass
@@ -59,7 +70,8 @@ class _Batch:
     attention_mask: torch.Tensor
     """(b, t) int64."""
     cache: DynamicCache | None = None
-    """Keys and values of all but the last token; None while nothing was computed with the present weights."""
+    """Keys and values of all but the last token; None while nothing was computed with the present
+    weights."""
 
     def keep(self, rows: list[int]) -> None:
         """Drops all other rows."""
@@ -79,16 +91,22 @@ class HfEngine(RolloutEngine):
         super().__init__(*args, **kwargs)
         if self.config.tensor_model_parallel_size != 1:
             raise ValueError(
-                f"rollout.tensor_model_parallel_size={self.config.tensor_model_parallel_size} needs rollout.name=vllm; "
-                "the hf engine runs on one process."
+                f"rollout.tensor_model_parallel_size={self.config.tensor_model_parallel_size} "
+                "needs rollout.name=vllm; the hf engine runs on one process."
             )
         model = self.model_config
-        options = {"dtype": getattr(torch, self.config.dtype), "trust_remote_code": model.trust_remote_code}
+        options = {
+            "dtype": getattr(torch, self.config.dtype),
+            "trust_remote_code": model.trust_remote_code,
+        }
         if getattr(self.hf_config.get_text_config(), "attn_logit_softcapping", None):
-            options["attn_implementation"] = "eager"  # transformers' others do not bound attention logits
+            # Transformers' others do not bound attention logits
+            options["attn_implementation"] = "eager"
         if model.lora_rank:  # only the adapter travels
             path = os.path.expanduser(model.path)
-            self.model: Any = AutoModelForCausalLM.from_pretrained(path, config=self.hf_config, **options)
+            self.model: Any = AutoModelForCausalLM.from_pretrained(
+                path, config=self.hf_config, **options
+            )
             add_adapter(self.model, decoder_layers(self.model), model, "actor_rollout_ref.model")
         else:
             self.model = AutoModelForCausalLM.from_config(self.hf_config, **options)
@@ -106,13 +124,19 @@ class HfEngine(RolloutEngine):
     def _abort(self, names: Collection[str]) -> None:
         self._waiting = [request for request in self._waiting if request.name not in names]
         for batch in self._batches:
-            batch.keep([row for row, each in enumerate(batch.responses) if each.request.name not in names])
+            batch.keep(
+                [row for row, each in enumerate(batch.responses) if each.request.name not in names]
+            )
         self._batches = [batch for batch in self._batches if batch.responses]
 
     def _step(self) -> list[tuple[str, Completion]]:
-        room = (self.config.max_num_seqs or CPU_NUM_SEQS) - sum(len(batch.responses) for batch in self._batches)
+        room = (self.config.max_num_seqs or CPU_NUM_SEQS) - sum(
+            len(batch.responses) for batch in self._batches
+        )
         while self._waiting and room > 0:
-            requests = list(next(groupby(self._waiting[:room], key=lambda request: request.sampling))[1])
+            requests = list(
+                next(groupby(self._waiting[:room], key=lambda request: request.sampling))[1]
+            )
             del self._waiting[: len(requests)]
             self._batches.append(self._new_batch(requests))
             room -= len(requests)
@@ -124,9 +148,16 @@ class HfEngine(RolloutEngine):
         width = max(len(request.prompt_ids) for request in requests)
         padding = [width - len(request.prompt_ids) for request in requests]
         responses = [_Response(each, torch.Generator().manual_seed(each.seed)) for each in requests]
-        padded = [[self.pad_token_id] * p + [*each.prompt_ids] for p, each in zip(padding, requests, strict=True)]
+        padded = [
+            [self.pad_token_id] * p + [*each.prompt_ids]
+            for p, each in zip(padding, requests, strict=True)
+        ]
         mask = [[0] * p + [1] * (width - p) for p in padding]
-        return _Batch(responses, torch.tensor(padded, device=self.device), torch.tensor(mask, device=self.device))
+        return _Batch(
+            responses,
+            torch.tensor(padded, device=self.device),
+            torch.tensor(mask, device=self.device),
+        )
 
     @torch.no_grad()
     def _advance(self, batch: _Batch) -> list[_Response]:
@@ -147,7 +178,9 @@ class HfEngine(RolloutEngine):
         batch.input_ids = torch.cat([batch.input_ids, tokens_b1], dim=1)
         batch.attention_mask = torch.cat([batch.attention_mask, torch.ones_like(tokens_b1)], dim=1)
         assert self.policy_version is not None
-        for each, token, log_prob in zip(batch.responses, tokens_b1.tolist(), log_probs_b1.tolist(), strict=True):
+        for each, token, log_prob in zip(
+            batch.responses, tokens_b1.tolist(), log_probs_b1.tolist(), strict=True
+        ):
             each.token_ids += token
             each.log_probs += log_prob
             each.versions.append(self.policy_version)
@@ -157,7 +190,8 @@ class HfEngine(RolloutEngine):
 
     @torch.no_grad()
     def _load(self, exports: Sequence[WeightExport], version: int) -> None:
-        parameters, buffers = dict(trained_parameters(self.model)), dict(model_buffers(self.model))
+        parameters = dict(trained_parameters(self.model))
+        buffers = dict(model_buffers(self.model))
         for name, tensor in iterate_weights(exports):
             if name in buffers:
                 buffers[name].data = tensor.to(self.device, copy=True)  # in the trainer's dtype
@@ -183,10 +217,11 @@ class HfEngine(RolloutEngine):
 def _draw(
     logits_bV: torch.Tensor, sampling: Sampling, generators: list[torch.Generator]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draws a token for each row with the row's own generator; returns (b, 1) tokens and (b, 1) log-probabilities.
+    """Draws a token for each row with the row's own generator; returns (b, 1) tokens and (b, 1)
+    log-probabilities.
 
-    The maximum of log p - log E over the tokens, with E drawn from the exponential distribution, is a draw from p (the
-    Gumbel-max trick).
+    The maximum of log p - log E over the tokens, with E drawn from the exponential distribution, is
+    a draw from p (the Gumbel-max trick).
     """
     if sampling.temperature > 0:
         warpers: list[LogitsProcessor] = [TemperatureLogitsWarper(sampling.temperature)]
@@ -198,7 +233,9 @@ def _draw(
             logits_bV = warp(torch.empty(0, dtype=torch.int64), logits_bV)
     log_probs_bV = keys_bV = logits_bV.float().log_softmax(-1)
     if sampling.temperature > 0:
-        noise = torch.stack([torch.empty(logits_bV.shape[-1]).exponential_(generator=g) for g in generators])
+        noise = torch.stack(
+            [torch.empty(logits_bV.shape[-1]).exponential_(generator=g) for g in generators]
+        )
         keys_bV = log_probs_bV - noise.log().to(logits_bV.device)
     tokens_b1 = keys_bV.argmax(-1, keepdim=True)
     return tokens_b1, log_probs_bV.gather(-1, tokens_b1)

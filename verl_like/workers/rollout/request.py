@@ -16,7 +16,8 @@ class RolloutError(RuntimeError):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a response is drawn. Greedy decoding has temperature 0; its log-probabilities are those of temperature 1."""
+    """How a response is drawn. Greedy decoding has temperature 0; its log-probabilities are those
+    of temperature 1."""
 
     temperature: float
     top_k: int
@@ -24,7 +25,8 @@ class Sampling:
     top_p: float
     max_tokens: int
     stop_token_ids: tuple[int, ...]
-    """Tokens that end a response and belong to it; empty means that every response has `max_tokens` tokens."""
+    """Tokens that end a response and belong to it; empty means that every response has `max_tokens`
+    tokens."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,8 @@ class GenerationRequest:
 
 @dataclass(frozen=True, eq=False)
 class Completion:
-    """The response to a request: its tokens, the last of which may be a stop token, and their log-probabilities.
+    """The response to a request: its tokens, the last of which may be a stop token, and their
+    log-probabilities.
 
     Lists of tokens and log-probabilities become arrays.
     """
@@ -62,7 +65,10 @@ class Completion:
     def __post_init__(self) -> None:
         token_ids = np.asarray(self.token_ids)
         if token_ids.size and token_ids.dtype.kind not in "iu":
-            raise RolloutError(f"A response has token ids that are no whole numbers of 64 bits: {token_ids.tolist()}.")
+            raise RolloutError(
+                "A response has token ids that are no whole numbers of 64 bits: "
+                f"{token_ids.tolist()}."
+            )
         object.__setattr__(self, "token_ids", token_ids.astype(np.int64, copy=False))
         object.__setattr__(self, "log_probs", np.asarray(self.log_probs, np.float32))
 
@@ -72,28 +78,44 @@ FinishedRequest = tuple[GenerationRequest, Completion]
 
 
 def request_seed(seed: int, step: int, validate: bool, uid: str, sample: int) -> int:
-    """The seed of one response, 63 bits: the same for the same arguments in every process, unrelated for others."""
+    """The seed of one response, 63 bits: the same for the same arguments in every process,
+    unrelated for others."""
     key = repr((seed, step, validate, uid, sample)).encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest()) >> 1
 
 
-def check_completion(completion: Completion, who: str, sampling: Sampling, *, vocab_size: int) -> None:
-    """Raises RolloutError, which says `who`, unless it is 1 to R known tokens with finite log-probabilities and a
-    version each."""
+def check_completion(
+    completion: Completion, who: str, sampling: Sampling, *, vocab_size: int
+) -> None:
+    """Raises RolloutError, which says `who`, unless it is 1 to R known tokens with finite
+    log-probabilities and a version each."""
     length = len(completion.token_ids)
     if not 1 <= length <= sampling.max_tokens:
-        raise RolloutError(f"{who} has {length} tokens, but 1 to {sampling.max_tokens} are possible.")
+        raise RolloutError(
+            f"{who} has {length} tokens, but 1 to {sampling.max_tokens} are possible."
+        )
     if not 0 <= completion.token_ids.min() <= completion.token_ids.max() < vocab_size:
         token_ids = completion.token_ids.tolist()
-        raise RolloutError(f"{who} has tokens outside of the vocabulary of {vocab_size}: {token_ids}.")
+        raise RolloutError(
+            f"{who} has tokens outside of the vocabulary of {vocab_size}: {token_ids}."
+        )
     if length < sampling.max_tokens and completion.token_ids[-1] not in sampling.stop_token_ids:
         raise RolloutError(
-            f"{who} stops after {length} of {sampling.max_tokens} tokens at token {completion.token_ids[-1]}, "
-            f"which does not end a response (those that do: {sampling.stop_token_ids})."
+            f"{who} stops after {length} of {sampling.max_tokens} tokens at token "
+            f"{completion.token_ids[-1]}, which does not end a response (those that do: "
+            f"{sampling.stop_token_ids})."
         )
     if len(completion.log_probs) != length or not np.isfinite(completion.log_probs).all():
-        raise RolloutError(f"{who} has {length} tokens but log-probabilities {completion.log_probs.tolist()}.")
+        raise RolloutError(
+            f"{who} has {length} tokens but log-probabilities {completion.log_probs.tolist()}."
+        )
     starts = [start for _, start, _ in completion.versions]
     ends = [end for _, _, end in completion.versions]
-    if starts != [0, *ends[:-1]] or ends[-1] != length or any(start >= end for _, start, end in completion.versions):
-        raise RolloutError(f"{who} has {length} tokens but spans of versions {completion.versions}.")
+    if (
+        starts != [0, *ends[:-1]]
+        or ends[-1] != length
+        or any(start >= end for _, start, end in completion.versions)
+    ):
+        raise RolloutError(
+            f"{who} has {length} tokens but spans of versions {completion.versions}."
+        )

@@ -1,4 +1,5 @@
-"""Calls of a rollout group as requests: the driver sends them to replicas and collects what has ended."""
+"""Calls of a rollout group as requests: the driver sends them to replicas and collects what has
+ended."""
 
 import contextlib
 import math
@@ -13,12 +14,18 @@ from verl_like.single_controller.dispatch import PerRank
 from verl_like.single_controller.failure import CallTimeout, WorkerDied, WorkerError
 from verl_like.single_controller.worker_group import LOOK_S, BoundMethod, WorkerGroup
 from verl_like.workers.rollout.batch import RequestRules, assemble, names_of_real
-from verl_like.workers.rollout.request import Completion, FinishedRequest, GenerationRequest, RolloutError
+from verl_like.workers.rollout.request import (
+    Completion,
+    FinishedRequest,
+    GenerationRequest,
+    RolloutError,
+)
 from verl_like.workers.rollout.routing import RequestQueue
 
-COLLECT_S, LONGEST_COLLECT_S = 0.05, 0.4
-"""How long a replica waits for a response to end, at first and at most. The time is doubled each time that none has
-ended, and is the first again when one has, or when requests were sent."""
+COLLECT_S = 0.05
+LONGEST_COLLECT_S = 0.4
+"""How long a replica waits for a response to end, at first and at most. The time is doubled each
+time that none has ended, and is the first again when one has, or when requests were sent."""
 _LOCAL_PAUSE_S = 0.002
 """Between two looks for what has ended in this process, whose groups cannot wait for it."""
 METHOD = "generate_sequences"
@@ -30,8 +37,11 @@ def call_by_requests(method: BoundMethod, prompts: DataProto) -> "ResponsesFutur
     return router_of(method.group).call(prompts)
 
 
-def after_requests(method: BoundMethod, *args: Any, drain: bool = True, **kwargs: Any) -> Future[Any]:
-    """A call of the ranks; unless `drain` is False it waits until the requests of earlier calls were sent to them."""
+def after_requests(
+    method: BoundMethod, *args: Any, drain: bool = True, **kwargs: Any
+) -> Future[Any]:
+    """A call of the ranks; unless `drain` is False it waits until the requests of earlier calls
+    were sent to them."""
     if not drain:
         return method.send(*args, drain=False, **kwargs)
     if method.group.caller is not None:
@@ -48,9 +58,12 @@ class ResponsesFuture(DataProtoFuture):
 
 
 class RequestCall(PendingCall):
-    """A batch of prompts whose responses the replicas draw. `stream` and `wait` are for one thread of the driver."""
+    """A batch of prompts whose responses the replicas draw. `stream` and `wait` are for one thread
+    of the driver."""
 
-    def __init__(self, router: "RequestRouter", prompts: DataProto, requests: Sequence[GenerationRequest]) -> None:
+    def __init__(
+        self, router: "RequestRouter", prompts: DataProto, requests: Sequence[GenerationRequest]
+    ) -> None:
         self.router = router
         self.prompts = prompts.select()  # the caller may change its batch meanwhile
         self.requests = {request.name: request for request in requests}
@@ -66,7 +79,8 @@ class RequestCall(PendingCall):
         self.stored: Part | None = None
 
     def stream(self) -> Iterator[list[FinishedRequest]]:
-        """Lists of what has ended, as it comes. Raises WorkerError, or CallTimeout after the group's deadline."""
+        """Lists of what has ended, as it comes. Raises WorkerError, or CallTimeout after the
+        group's deadline."""
         deadline_s = self.router.group.deadline_s
         started = time.monotonic()
         while True:
@@ -107,7 +121,8 @@ class RequestCall(PendingCall):
 
 
 class RequestRouter:
-    """Sends the requests of a group's calls to its replicas. A thread of the driver does it while any are unfinished.
+    """Sends the requests of a group's calls to its replicas. A thread of the driver does it while
+    any are unfinished.
 
     Calls are made, waited for and begun again on other threads.
     """
@@ -167,10 +182,14 @@ class RequestRouter:
             self.thread = threading.Thread(target=self._run, name="requests", daemon=True)
             self.thread.start()
 
-    def wait_for_more(self, call: RequestCall, started: float, deadline_s: float) -> tuple[list[FinishedRequest], bool]:
-        """What has ended of a call since this was asked last, at least one unless all has, and whether all has.
+    def wait_for_more(
+        self, call: RequestCall, started: float, deadline_s: float
+    ) -> tuple[list[FinishedRequest], bool]:
+        """What has ended of a call since this was asked last, at least one unless all has, and
+        whether all has.
 
-        Raises the call's error, or CallTimeout `deadline_s` after `started`, a time of `time.monotonic()`.
+        Raises the call's error, or CallTimeout `deadline_s` after `started`, a time of
+        `time.monotonic()`.
         """
         with self.changed:
             left_s = max(0.0, started + deadline_s - time.monotonic())
@@ -179,7 +198,8 @@ class RequestRouter:
                 raise self._timeout(call, deadline_s)
             if call.error:
                 raise call.error
-            unread, call.unread = call.unread, []
+            unread = call.unread
+            call.unread = []
             return unread, call.done()
 
     def _timeout(self, call: RequestCall, deadline_s: float) -> CallTimeout:
@@ -205,7 +225,8 @@ class RequestRouter:
         return len(self.queue) - len(self.sent)
 
     def wait_for_any(self, calls: Collection[RequestCall], timeout_s: float) -> None:
-        """Until one of the calls is done, `timeout_s` at most. Raises CallTimeout for one past the group's deadline."""
+        """Until one of the calls is done, `timeout_s` at most. Raises CallTimeout for one past the
+        group's deadline."""
         deadline_s = self.group.deadline_s
         with self.changed:
             self.changed.wait_for(lambda: any(call.done() for call in calls), timeout=timeout_s)
@@ -216,7 +237,9 @@ class RequestRouter:
     def ages(self) -> dict[str, int]:
         """The steps of the engine since each unfinished request was submitted to it, by name."""
         by_rank = self.group.request_ages()
-        return {name: age for rank in self.mesh.collect_ranks for name, age in by_rank[rank].items()}
+        return {
+            name: age for rank in self.mesh.collect_ranks for name, age in by_rank[rank].items()
+        }
 
     def report(self, call: RequestCall) -> None:
         """Puts a call that has ended into the timeline."""
@@ -225,7 +248,8 @@ class RequestRouter:
                 self.group.report(METHOD, rank, CallHeader(0, *span))
 
     def close(self, timeout_s: float) -> None:
-        """Ends the thread, and waits for that, `timeout_s` at most; calls that are not done raise."""
+        """Ends the thread, and waits for that, `timeout_s` at most; calls that are not done
+        raise."""
         with self.changed:
             self.is_closing = True
             thread = self.thread
@@ -233,11 +257,13 @@ class RequestRouter:
             thread.join(timeout_s)
 
     def _run(self) -> None:
-        """The thread: until no request is unfinished. A failure of a replica is that of all calls."""
+        """The thread: until no request is unfinished. A failure of a replica is that of all
+        calls."""
         try:
             while self._exchange():
                 pass
-        except BaseException as error:  # whatever ends the thread is told to those who wait for calls
+        # Whatever ends the thread is told to those who wait for calls
+        except BaseException as error:
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
@@ -252,7 +278,8 @@ class RequestRouter:
             self.changed.notify_all()
             aborted = self.aborted
         if isinstance(error, WorkerError) and not isinstance(error, WorkerDied):  # the ranks answer
-            with contextlib.suppress(WorkerError):  # told already, and told again before the next requests
+            # Told already, and told again before the next requests
+            with contextlib.suppress(WorkerError):
                 self.group.abort_requests(aborted)
 
     def _named(self, error: BaseException) -> Exception:
@@ -270,10 +297,13 @@ class RequestRouter:
         return ended
 
     def _exchange(self) -> bool:
-        """Tells replicas what to forget and to take, and asks for what has ended. False if nothing is left."""
+        """Tells replicas what to forget and to take, and asks for what has ended. False if nothing
+        is left."""
         with self.changed:
             if self.is_closing:
-                raise RuntimeError(f"The run ended while {len(self.queue)} requests were unfinished.")
+                raise RuntimeError(
+                    f"The run ended while {len(self.queue)} requests were unfinished."
+                )
             aborted = list(self.aborted)
             taken = self.queue.take()
             if not (aborted or len(self.queue)):
@@ -303,11 +333,13 @@ class RequestRouter:
         with self.changed:
             del self.aborted[: len(aborted)]
             names = {request.name for requests in taken for request in requests}
-            self.sent |= (names & self.calls.keys()) - {*self.aborted}  # some may have been begun again meanwhile
+            # Some may have been begun again meanwhile
+            self.sent |= (names & self.calls.keys()) - {*self.aborted}
             self.changed.notify_all()
 
     def _collect(self) -> None:
-        """Asks replicas for what has ended. A group in this process, which cannot wait for it, is asked more often."""
+        """Asks replicas for what has ended. A group in this process, which cannot wait for it, is
+        asked more often."""
         is_local = self.group.runs_at_once
         by_rank = self.group.collect_completions(0.0 if is_local else self.collect_s)
         with self.changed:
@@ -317,8 +349,8 @@ class RequestRouter:
         self.collect_s = COLLECT_S if has_ended else min(2 * self.collect_s, LONGEST_COLLECT_S)
 
     def _take_in(self, answers: Sequence[tuple[Mapping[str, Completion], int]]) -> bool:
-        """Takes what has ended on each replica, which says how many requests it still has; returns whether anything
-        has. Raises RolloutError for a lost request."""
+        """Takes what has ended on each replica, which says how many requests it still has; returns
+        whether anything has. Raises RolloutError for a lost request."""
         for replica, (completions, _) in enumerate(answers):
             for name, completion in completions.items():
                 self._ended(replica, name, completion)
@@ -327,7 +359,9 @@ class RequestRouter:
             if num_left:
                 continue
             if lost := [name for name in self.sent if self.queue.replica_of[name] == replica]:
-                raise RolloutError(f"Replica {replica} of {self.group.role} lost {len(lost)} requests: {lost[:5]}.")
+                raise RolloutError(
+                    f"Replica {replica} of {self.group.role} lost {len(lost)} requests: {lost[:5]}."
+                )
         return any(completions for completions, _ in answers)
 
     def _ended(self, replica: int, name: str, completion: Completion) -> None:

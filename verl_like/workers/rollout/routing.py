@@ -13,11 +13,12 @@ from verl_like.workers.rollout.request import GenerationRequest
 class RequestQueue:
     """Requests on their way to replicas, each of which computes `num_slots` at once.
 
-    With the routing `fixed` a replica takes an equal part of the prompts of a call, consecutive ones, and those of a
-    call when the call before has ended: a function of the requests alone. With `least_loaded` requests wait in one
-    queue until a replica has a free place. The next one goes to the replica that has most of them; further samples of
-    the same prompt follow it, as long as there is room, because they share what is computed of the prompt. One replica
-    takes everything at once.
+    With the routing `fixed` a replica takes an equal part of the prompts of a call, consecutive
+    ones, and those of a call when the call before has ended: a function of the requests alone. With
+    `least_loaded` requests wait in one queue until a replica has a free place. The next one goes to
+    the replica that has most of them; further samples of the same prompt follow it, as long as
+    there is room, because they share what is computed of the prompt. One replica takes everything
+    at once.
     """
 
     def __init__(self, routing: str, num_replicas: int, num_slots: int) -> None:
@@ -35,14 +36,20 @@ class RequestQueue:
 
     def __len__(self) -> int:
         """The requests that have not ended."""
-        return len(self.waiting) + len(self.replica_of) + sum(len(each) for call in self.calls for each in call)
+        return (
+            len(self.waiting)
+            + len(self.replica_of)
+            + sum(len(each) for call in self.calls for each in call)
+        )
 
     def add(self, requests: Sequence[GenerationRequest], n: int) -> None:
         """Takes in the requests of a call, the n to a prompt next to each other."""
         if not self.is_fixed:
             self.waiting.extend(requests)
         elif requests:
-            self.calls.append([list(requests[start : start + n]) for start in range(0, len(requests), n)])
+            self.calls.append(
+                [list(requests[start : start + n]) for start in range(0, len(requests), n)]
+            )
             self._begin_next_call()
 
     def take(self) -> list[list[GenerationRequest]]:
@@ -85,10 +92,15 @@ class RequestQueue:
     def remove(self, names: Collection[str]) -> list[str]:
         """Forgets requests; returns the names of those that a replica may have."""
         self.waiting = deque(request for request in self.waiting if request.name not in names)
-        left = ([[each for each in prompt if each.name not in names] for prompt in call] for call in self.calls)
+        left = (
+            [[each for each in prompt if each.name not in names] for prompt in call]
+            for call in self.calls
+        )
         self.calls = deque(call for call in left if any(call))
         assigned = [name for name in names if name in self.replica_of]
         for name in assigned:
             self.ended(name)
-        self.assigned = [[request for request in share if request.name not in names] for share in self.assigned]
+        self.assigned = [
+            [request for request in share if request.name not in names] for share in self.assigned
+        ]
         return assigned

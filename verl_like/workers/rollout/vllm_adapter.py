@@ -1,7 +1,8 @@
 """The adapter in vLLM: the one that all requests have, and fingerprints of what its layers hold.
 
-Requests with an adapter never share a batch with requests without one, which vLLM computes wrongly on a CPU: it gives
-the adapter of the last slot to the latter. vLLM imports this module in the process of its worker; nothing else does.
+Requests with an adapter never share a batch with requests without one, which vLLM computes wrongly
+on a CPU: it gives the adapter of the last slot to the latter. vLLM imports this module in the
+process of its worker; nothing else does.
 """
 
 from collections.abc import Iterable
@@ -34,7 +35,9 @@ class Adapter:
         names = {name: name.replace(".default.", ".") for name in values}
         mapper = getattr(self.manager.model, "hf_to_vllm_mapper", None)
         mapper = mapper.get_rename_mapper() if mapper else None
-        self.sources = {parse_fine_tuned_lora_name(own, mapper): name for name, own in names.items()}
+        self.sources = {
+            parse_fine_tuned_lora_name(own, mapper): name for name, own in names.items()
+        }
         rank = next(len(value) for name, value in values.items() if ".lora_A." in name)
         adapter = LoRAModel.from_lora_tensors(
             ADAPTER_ID,
@@ -49,7 +52,8 @@ class Adapter:
         self.manager.activate_adapter(ADAPTER_ID)
 
     def fingerprints(self) -> dict[str, int]:
-        """Fingerprints by Hugging Face name of what the layers compute with; zeros, as in padding, add nothing."""
+        """Fingerprints by Hugging Face name of what the layers compute with; zeros, as in padding,
+        add nothing."""
         slot = self.manager.lora_index_to_id.index(ADAPTER_ID)
         found = {}
         for module_name, module in self.manager.modules.items():

@@ -1,4 +1,5 @@
-"""Rollout engine on vLLM's AsyncLLM, which computes in a process of its own beside the rollout's."""
+"""Rollout engine on vLLM's AsyncLLM, which computes in a process of its own beside the
+rollout's."""
 
 import asyncio
 import concurrent.futures
@@ -29,12 +30,16 @@ class _Calls:
             self.llm_engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         except RuntimeError as error:  # vLLM says only that it has printed the cause
             log = os.readlink("/proc/self/fd/2")
-            raise RuntimeError(f"vLLM's engine process did not start; the end of {log} says why.") from error
+            raise RuntimeError(
+                f"vLLM's engine process did not start; the end of {log} says why."
+            ) from error
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="calls to vLLM", daemon=True).start()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        return lambda *args, **kwargs: self.wait(getattr(self.llm_engine, name)(*args, **kwargs), name)
+        return lambda *args, **kwargs: self.wait(
+            getattr(self.llm_engine, name)(*args, **kwargs), name
+        )
 
     def wait(self, answer: Coroutine[Any, Any, Any], what: str) -> Any:
         """Raises TimeoutError, or vLLM's EngineDeadError."""
@@ -51,7 +56,8 @@ class _Calls:
 
 
 class VllmAsyncEngine(VllmEngine):
-    """The engine computes from `submit` on, except while it is paused; `step` waits a moment for responses to end."""
+    """The engine computes from `submit` on, except while it is paused; `step` waits a moment for
+    responses to end."""
 
     llm: _Calls
 
@@ -75,7 +81,9 @@ class VllmAsyncEngine(VllmEngine):
 
     def _step(self) -> list[tuple[str, Completion]]:
         async def next_ended() -> list[str]:
-            await asyncio.wait(self._answers.values(), timeout=_STEP_S, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                self._answers.values(), timeout=_STEP_S, return_when=asyncio.FIRST_COMPLETED
+            )
             return [name for name, answer in self._answers.items() if answer.done()]
 
         names = self.llm.wait(next_ended(), "the responses that have ended")
@@ -101,7 +109,9 @@ class VllmAsyncEngine(VllmEngine):
         if self.policy_version is not None and not self._is_paused:
             self.llm.resume_generation()
 
-    def load_weights(self, exports: Sequence[WeightExport], version: int, *, checks_first: bool = True) -> str:
+    def load_weights(
+        self, exports: Sequence[WeightExport], version: int, *, checks_first: bool = True
+    ) -> str:
         try:
             return super().load_weights(exports, version, checks_first=checks_first)
         finally:

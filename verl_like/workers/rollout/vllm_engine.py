@@ -1,4 +1,5 @@
-"""Rollout engine on vLLM, in this process: the CPU build on CPU, CUDA on GPU, tensor parallel over processes."""
+"""Rollout engine on vLLM, in this process: the CPU build on CPU, CUDA on GPU, tensor parallel over
+processes."""
 
 import importlib.util
 import os
@@ -26,7 +27,8 @@ _RENDEZVOUS_TIMEOUT = timedelta(seconds=120)
 
 
 class VllmEngine(RolloutEngine):
-    """One vLLM per process. The processes of a replica compute in lockstep: same prompts, seeds and result."""
+    """One vLLM per process. The processes of a replica compute in lockstep: same prompts, seeds and
+    result."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -35,8 +37,8 @@ class VllmEngine(RolloutEngine):
             self._check_head_size()
         if dist.is_initialized():
             raise RuntimeError(
-                "vLLM makes this process's torch.distributed groups, but another role made them already; give the "
-                "rollout role processes of its own."
+                "vLLM makes this process's torch.distributed groups, but another role made them "
+                "already; give the rollout role processes of its own."
             )
         self._has_no_weights = self._has_no_cache = False
         """What the engine gave back when it went to sleep."""
@@ -51,23 +53,28 @@ class VllmEngine(RolloutEngine):
             self._unlink_shared_memory()
 
     def _prepare_import(self) -> None:
-        """Checks that vLLM is installed, and sets what it reads from the environment as it is imported."""
+        """Checks that vLLM is installed, and sets what it reads from the environment as it is
+        imported."""
         if importlib.util.find_spec("vllm") is None:
             extra = "gpu" if self.device == "cuda" else "cpu"
             raise ModuleNotFoundError(
-                f"rollout.name=vllm needs the package vllm, which is not installed: pip install -e '.[{extra}]', or "
-                "set rollout.name=hf."
+                "rollout.name=vllm needs the package vllm, which is not installed: pip install -e "
+                f"'.[{extra}]', or set rollout.name=hf."
             )
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in this process
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        # FlashInfer's all-reduce adds in no fixed order, so that a run could not be repeated, and needs nvcc.
+        # FlashInfer's all-reduce adds in no fixed order, so that a run could not be repeated, and
+        # needs nvcc.
         os.environ.setdefault("VLLM_ALLREDUCE_USE_FLASHINFER", "0")
-        # Nor is symmetric memory tried, whose processes would look for each other's GPUs: each sees its own alone.
+        # Nor is symmetric memory tried, whose processes would look for each other's GPUs: each sees
+        # its own alone.
         os.environ.setdefault("VLLM_ALLREDUCE_USE_SYMM_MEM", "0")
         if self.device == "cpu":
-            os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # the process's share of the cores is set by its group
-            # vLLM compiles one tiny sampling helper even in eager mode, which takes longer than it ever saves on CPU.
+            # The process's share of the cores is set by its group
+            os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+            # vLLM compiles one tiny sampling helper even in eager mode, which takes longer than it
+            # ever saves on CPU.
             os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
     def _make(self, **arguments: Any) -> Any:
@@ -76,9 +83,11 @@ class VllmEngine(RolloutEngine):
         return vllm.LLM(**arguments)
 
     def _start(self, executor: str | type) -> Any:
-        config, on_cpu = self.config, self.device == "cpu"
+        config = self.config
+        on_cpu = self.device == "cpu"
         adapter: dict[str, Any] = {}
-        if rank := self.model_config.lora_rank:  # vLLM reads the frozen model itself, and only adapters travel
+        # VLLM reads the frozen model itself, and only adapters travel
+        if rank := self.model_config.lora_rank:
             from vllm.config.lora import MaxLoRARanks
 
             largest = min(size for size in get_args(MaxLoRARanks) if size >= rank)
@@ -96,12 +105,16 @@ class VllmEngine(RolloutEngine):
             seed=self.seed,
             tensor_parallel_size=config.tensor_model_parallel_size,
             distributed_executor_backend=executor,
-            disable_custom_all_reduce=True,  # that kernel looks its peers' devices up, and a process sees only its own
+            # That kernel looks its peers' devices up, and a process sees only its own
+            disable_custom_all_reduce=True,
             max_model_len=self._max_model_len,
             # None is vLLM's own number, which depends on the GPU.
             max_num_seqs=self._cpu_num_seqs if on_cpu else config.max_num_seqs,
-            # On CPU vLLM stops with an error at a part of a prompt whose request has a seed, so prompts stay whole.
-            max_num_batched_tokens=max(config.max_num_batched_tokens or _CPU_BATCHED_TOKENS, self._max_model_len)
+            # On CPU vLLM stops with an error at a part of a prompt whose request has a seed, so
+            # prompts stay whole.
+            max_num_batched_tokens=max(
+                config.max_num_batched_tokens or _CPU_BATCHED_TOKENS, self._max_model_len
+            )
             if on_cpu
             else config.max_num_batched_tokens,
             enable_chunked_prefill=not on_cpu,
@@ -109,7 +122,8 @@ class VllmEngine(RolloutEngine):
             enforce_eager=config.enforce_eager or on_cpu,
             enable_sleep_mode=config.free_cache_engine and not on_cpu,
             gpu_memory_utilization=config.gpu_memory_utilization,
-            # It has a step under way while weights are loaded, whose tokens would count as drawn by the new ones.
+            # It has a step under way while weights are loaded, whose tokens would count as drawn by
+            # the new ones.
             async_scheduling=False if config.kv_after_update == "keep" else None,
             kv_cache_memory_bytes=self._cpu_kv_cache_bytes() if on_cpu else None,
             logprobs_mode="processed_logprobs",  # under the distribution the tokens are drawn from
@@ -126,14 +140,17 @@ class VllmEngine(RolloutEngine):
         for heads in attention_heads(self.hf_config.get_text_config()):
             if heads.size not in supported:
                 raise ValueError(
-                    f"vLLM's CPU attention has no kernel for head_dim={heads.size} of {self.model_config.path}; it has "
-                    f"{supported}. Use a model with one of these, or rollout.name=hf."
+                    f"vLLM's CPU attention has no kernel for head_dim={heads.size} of "
+                    f"{self.model_config.path}; it has {supported}. Use a model with one of "
+                    "these, or rollout.name=hf."
                 )
 
     def _cpu_kv_cache_bytes(self) -> int:
-        """Cache for `max_num_seqs` sequences of full length, at most the configured share of the free memory.
+        """Cache for `max_num_seqs` sequences of full length, at most the configured share of the
+        free memory.
 
-        On CPU vLLM would otherwise take `gpu_memory_utilization` of the whole machine for each process.
+        On CPU vLLM would otherwise take `gpu_memory_utilization` of the whole machine for each
+        process.
         """
         config = self.config
         values_per_token = 0
@@ -144,14 +161,18 @@ class VllmEngine(RolloutEngine):
         blocks_per_sequence = -(-self._max_model_len // _CPU_KV_BLOCK_TOKENS)
         blocks = self._cpu_num_seqs * blocks_per_sequence + 1  # vLLM keeps one block for itself
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return min(blocks * _CPU_KV_BLOCK_TOKENS * bytes_per_token, int(config.gpu_memory_utilization * free))
+        return min(
+            blocks * _CPU_KV_BLOCK_TOKENS * bytes_per_token,
+            int(config.gpu_memory_utilization * free),
+        )
 
     def _replica_executor(self) -> type:
-        """vLLM's executor for processes that somebody else started, told where the processes of this replica meet."""
+        """vLLM's executor for processes that somebody else started, told where the processes of
+        this replica meet."""
         from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
-        # The replicas' first processes post their addresses at the group's. Kept for the engine's lifetime: the others
-        # may read after rank 0 has gone on.
+        # The replicas' first processes post their addresses at the group's. Kept for the engine's
+        # lifetime: the others may read after rank 0 has gone on.
         place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         if self.rank == 0:
             self._rendezvous = open_store(*place, timeout=_RENDEZVOUS_TIMEOUT)
@@ -162,12 +183,16 @@ class VllmEngine(RolloutEngine):
         key = f"rollout_replica_{self.dp_rank}"
         if self.tp_rank == 0:
             self._store_of_replica = open_store(address_towards(place[0]))
-            self._rendezvous.set(key, f"{self._store_of_replica.host}:{self._store_of_replica.port}")
+            self._rendezvous.set(
+                key, f"{self._store_of_replica.host}:{self._store_of_replica.port}"
+            )
         # torch then connects to this store, where it would open one that listens at all addresses.
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
         self._meeting_point = self._rendezvous.get(key).decode()
         # Where each process sees one GPU, that GPU is number 0 whatever the local rank is.
-        local_rank = 0 if torch.cuda.device_count() == 1 else int(os.environ.get("LOCAL_RANK", self.tp_rank))
+        local_rank = (
+            0 if torch.cuda.device_count() == 1 else int(os.environ.get("LOCAL_RANK", self.tp_rank))
+        )
         arguments = f"tcp://{self._meeting_point}", self.tp_rank, local_rank
 
         class ReplicaExecutor(ExecutorWithExternalLauncher):
@@ -177,9 +202,11 @@ class VllmEngine(RolloutEngine):
         return ReplicaExecutor
 
     def _unlink_shared_memory(self) -> None:
-        """Takes the names off the replica's shared memory, which all of its processes have mapped by now.
+        """Takes the names off the replica's shared memory, which all of its processes have mapped
+        by now.
 
-        Killed processes would leave the memory behind, and a later replica on the same port could not start.
+        Killed processes would leave the memory behind, and a later replica on the same port could
+        not start.
         """
         from vllm.distributed.parallel_state import get_tp_group
 
@@ -193,7 +220,8 @@ class VllmEngine(RolloutEngine):
                 named.unlink()
 
     def _submit(self, requests: Sequence[GenerationRequest]) -> None:
-        # A request a response: what vLLM makes of a request for n comes back together, with neighbouring seeds.
+        # A request a response: what vLLM makes of a request for n comes back together, with
+        # neighbouring seeds.
         for request in requests:
             self.llm.llm_engine.add_request(*self._vllm_request(request))
 
@@ -219,8 +247,13 @@ class VllmEngine(RolloutEngine):
             detokenize=False,
             output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
         )
-        # Every request has the adapter: see vllm_adapter.py. vLLM keys its prefix cache by the name.
-        adapter = LoRARequest(self._adapter_name, ADAPTER_ID, "by tensors") if self._adapter_name else None
+        # Every request has the adapter: see vllm_adapter.py. vLLM keys its prefix cache by the
+        # name.
+        adapter = (
+            LoRARequest(self._adapter_name, ADAPTER_ID, "by tensors")
+            if self._adapter_name
+            else None
+        )
         return request.name, prompt, parameters, None, adapter
 
     def _step(self) -> list[tuple[str, Completion]]:
@@ -231,7 +264,8 @@ class VllmEngine(RolloutEngine):
         return self.llm.llm_engine.has_unfinished_requests()
 
     def _abort(self, names: Collection[str]) -> None:
-        for name in names:  # of several at once vLLM frees the blocks in an order that differs between processes
+        # Of several at once vLLM frees the blocks in an order that differs between processes
+        for name in names:
             self.llm.llm_engine.abort_request([name])
 
     def forget_prompts(self) -> None:
@@ -246,12 +280,16 @@ class VllmEngine(RolloutEngine):
 
         if self.config.tensor_model_parallel_size == 1:
             return number
-        group, told = get_tp_group(), torch.tensor(number)
+        group = get_tp_group()
+        told = torch.tensor(number)
         dist.broadcast(told, src=group.first_rank, group=group.cpu_group)
         return int(told)
 
     def _load(self, exports: Sequence[WeightExport], version: int) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+        from vllm.distributed.weight_transfer.base import (
+            WeightTransferInitRequest,
+            WeightTransferUpdateRequest,
+        )
 
         if self.config.sends_directly and not self._has_joined:
             place = init_info(exports, self.rank - self.tp_rank, self.world_size)
@@ -274,7 +312,8 @@ class VllmEngine(RolloutEngine):
         if self.config.kv_after_update == "recompute":
             self.llm.reset_prefix_cache(reset_running_requests=True)
             return
-        # A request without a token yet has the old salt, by which it would find blocks of the old weights.
+        # A request without a token yet has the old salt, by which it would find blocks of the old
+        # weights.
         states = self.llm.llm_engine.output_processor.request_states.values()
         queued = [state.external_req_id for state in states if state.is_prefilling]
         self._abort(queued)
@@ -286,10 +325,11 @@ class VllmEngine(RolloutEngine):
 
     def _sleep(self) -> None:
         if self.config.free_cache_engine and self.device == "cuda":
-            # Level 2 drops the weights instead of copying them to the host: the next sync brings new ones, but not the
-            # frozen ones under an adapter.
+            # Level 2 drops the weights instead of copying them to the host: the next sync brings
+            # new ones, but not the frozen ones under an adapter.
             self.policy_version = None
-            torch.cuda.empty_cache()  # what torch has kept of freed memory is not what waking takes back
+            # What torch has kept of freed memory is not what waking takes back
+            torch.cuda.empty_cache()
             free_before, _ = torch.cuda.mem_get_info()
             self.llm.sleep(level=1 if self.model_config.lora_rank else 2)
             self._given_back = torch.cuda.mem_get_info()[0] - free_before
@@ -303,13 +343,16 @@ class VllmEngine(RolloutEngine):
 
 
 def require_room(free: int, total: int, needed: int) -> None:
-    """Raises ValueError unless `needed` bytes are free on a device of `total` bytes, so that the engine can wake up."""
+    """Raises ValueError unless `needed` bytes are free on a device of `total` bytes, so that the
+    engine can wake up."""
     if free < needed:
         raise ValueError(
-            f"The rollout engine cannot wake up: it needs the {needed / 1e9:.1f} GB that it gave back when it went to "
-            f"sleep, but only {free / 1e9:.1f} of the device's {total / 1e9:.1f} GB are free, since weights, optimizer "
-            f"state and the like hold {(total - free) / 1e9:.1f} GB. Lower rollout.gpu_memory_utilization by at least "
-            f"{(needed - free) / total:.2f}, use more GPUs, or set fsdp_config.optimizer_offload or param_offload."
+            f"The rollout engine cannot wake up: it needs the {needed / 1e9:.1f} GB that it gave "
+            f"back when it went to sleep, but only {free / 1e9:.1f} of the device's "
+            f"{total / 1e9:.1f} GB are free, since weights, optimizer state and the like hold "
+            f"{(total - free) / 1e9:.1f} GB. Lower rollout.gpu_memory_utilization by at least "
+            f"{(needed - free) / total:.2f}, use more GPUs, or set fsdp_config.optimizer_offload "
+            "or param_offload."
         )
 
 

@@ -1,4 +1,5 @@
-"""The model families of which vLLM is shown to compute what the trainer does, with weights that are checked."""
+"""The model families of which vLLM is shown to compute what the trainer does, with weights that are
+checked."""
 
 from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -42,14 +43,16 @@ SERVED = frozenset(
 
 
 def require_served(hf_config: PretrainedConfig, setting: str, model: str) -> None:
-    """Raises ValueError for a family of transformers that is not in `SERVED`; of others nothing is known before a run.
+    """Raises ValueError for a family of transformers that is not in `SERVED`; of others nothing is
+    known before a run.
 
     `setting` is the engine's key and value, `model` the model's, for the message.
     """
     model_type = hf_config.get_text_config().model_type
     if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and model_type not in SERVED:
         raise ValueError(
-            f"{setting}: {model} is a {model_type}, whose weights in vLLM cannot be checked, or of which vLLM makes "
-            "other log-probabilities than the trainer (docs/models.md, families): set "
-            "actor_rollout_ref.rollout.name=hf, or choose a model of another family."
+            f"{setting}: {model} is a {model_type}, whose weights in vLLM cannot be checked, or "
+            "of which vLLM makes other log-probabilities than the trainer (docs/models.md, "
+            "families): set actor_rollout_ref.rollout.name=hf, or choose a model of another "
+            "family."
         )

@@ -1,6 +1,8 @@
-"""vLLM's end of the weights: a transfer back end that reads staged updates, and fingerprints of what was loaded.
+"""vLLM's end of the weights: a transfer back end that reads staged updates, and fingerprints of
+what was loaded.
 
-vLLM imports this module in the process of its worker, where it registers the back end; nothing else imports it.
+vLLM imports this module in the process of its worker, where it registers the back end; nothing else
+imports it.
 """
 
 import ctypes
@@ -19,15 +21,26 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_
 from vllm.distributed.utils import StatelessProcessGroup
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine, IPCWeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.ipc_engine import (
+    IPCWeightTransferEngine,
+    IPCWeightTransferUpdateInfo,
+)
 from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLWeightTransferEngine,
     NCCLWeightTransferInitInfo,
     NCCLWeightTransferUpdateInfo,
 )
-from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearBase, QKVParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
 
 from verl_like.workers.rollout.vllm_adapter import Adapter
 from verl_like.workers.weight_sync import (
@@ -52,7 +65,10 @@ class StagedUpdate(WeightTransferUpdateInfo):
     def __post_init__(self) -> None:
         # A message between processes makes dictionaries of data classes.
         if isinstance(self.buckets[0], dict):
-            self.buckets = [WeightBucket(**each | {"data": SharedPages(**each["data"])}) for each in self.buckets]
+            self.buckets = [
+                WeightBucket(**each | {"data": SharedPages(**each["data"])})
+                for each in self.buckets
+            ]
 
 
 @dataclass(kw_only=True)
@@ -63,11 +79,13 @@ class DirectInitInfo(NCCLWeightTransferInitInfo):
 
 
 class IpcReceiver(IPCWeightTransferEngine):
-    """vLLM's engine for CUDA IPC, which is told of each chunk of an update through the trainer's store."""
+    """vLLM's engine for CUDA IPC, which is told of each chunk of an update through the trainer's
+    store."""
 
     def init_transfer_engine(self, init_info: Any) -> None:
         """Joins the trainer."""
-        self.packed, rank = init_info.packed, init_info.rank_offset + self.parallel_config.rank
+        self.packed = init_info.packed
+        rank = init_info.rank_offset + self.parallel_config.rank
         place = init_info.master_address, init_info.master_port, rank, init_info.world_size
         self._group = StatelessProcessGroup.create(*place)
 
@@ -81,12 +99,14 @@ class IpcReceiver(IPCWeightTransferEngine):
 
 
 class StagedTransfer(WeightTransferEngine[DirectInitInfo, StagedUpdate]):
-    """Loads updates, staged or sent, into a process's model, whose parameters are fused, sharded, or packed.
+    """Loads updates, staged or sent, into a process's model, whose parameters are fused, sharded,
+    or packed.
 
-    The CPU build packs the weights of a linear layer into a form that only its kernel can read and drops the original,
-    and `rollout.quantization` rounds them. So these fingerprints are taken after the layer was loaded and before that.
-    Otherwise CUDA's kernels read the parameters themselves, and vLLM loads into a copy of them: there only what lies in
-    the parameters in the end counts.
+    The CPU build packs the weights of a linear layer into a form that only its kernel can read and
+    drops the original, and `rollout.quantization` rounds them. So these fingerprints are taken
+    after the layer was loaded and before that. Otherwise CUDA's kernels read the parameters
+    themselves, and vLLM loads into a copy of them: there only what lies in the parameters in the
+    end counts.
     """
 
     init_info_cls = DirectInitInfo
@@ -106,10 +126,14 @@ class StagedTransfer(WeightTransferEngine[DirectInitInfo, StagedUpdate]):
                     name, method.process_weights_after_loading
                 )
 
-    def _fingerprint_then(self, module_name: str, pack: Callable[[Any], None]) -> Callable[[Any], None]:
+    def _fingerprint_then(
+        self, module_name: str, pack: Callable[[Any], None]
+    ) -> Callable[[Any], None]:
         def fingerprint_then_pack(layer: Any) -> None:
             loaded = dict(layer.named_parameters(prefix=module_name, recurse=False))
-            found = {name: self._fingerprints_of(name, parameter) for name, parameter in loaded.items()}
+            found = {
+                name: self._fingerprints_of(name, parameter) for name, parameter in loaded.items()
+            }
             pack(layer)
             for name, parameter in layer.named_parameters(prefix=module_name, recurse=False):
                 if parameter is not loaded.get(name):
@@ -118,7 +142,8 @@ class StagedTransfer(WeightTransferEngine[DirectInitInfo, StagedUpdate]):
         return fingerprint_then_pack
 
     def init_transfer_engine(self, init_info: DirectInitInfo) -> None:
-        """Joins the trainer, which from then on sends the values of each update while it is loaded."""
+        """Joins the trainer, which from then on sends the values of each update while it is
+        loaded."""
         receiver = NCCLWeightTransferEngine if init_info.transport == "nccl" else IpcReceiver
         self.direct = receiver(self.config, self.vllm_config, self.device, self.model)
         self.direct.init_transfer_engine(init_info)
@@ -129,34 +154,45 @@ class StagedTransfer(WeightTransferEngine[DirectInitInfo, StagedUpdate]):
             self.direct.shutdown()
 
     def start_weight_update(self) -> None:
-        """Gives the layers the tensors that they were built with, on which the model's `load_weights` works."""
-        # Ends what an update that failed in the middle has left open, whose layers would count the values of both
-        # updates, and be complete with a mixture. Otherwise it does nothing.
+        """Gives the layers the tensors that they were built with, on which the model's
+        `load_weights` works."""
+        # Ends what an update that failed in the middle has left open, whose layers would count the
+        # values of both updates, and be complete with a mixture. Otherwise it does nothing.
         finalize_layerwise_reload(self.model, self.model_config)
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: StagedUpdate) -> None:
-        """Overwrites the weights. All of them come in one call, since vLLM forgets an update that failed in it."""
+        """Overwrites the weights. All of them come in one call, since vLLM forgets an update that
+        failed in it."""
         buckets = sorted(update_info.buckets, key=lambda bucket: bucket.index)
-        shapes = dict(pair for bucket in buckets for pair in zip(bucket.names, bucket.shapes, strict=True))
-        self._sources = self._find_sources({name: torch.Size(shape) for name, shape in shapes.items()})
+        shapes = dict(
+            pair for bucket in buckets for pair in zip(bucket.names, bucket.shapes, strict=True)
+        )
+        self._sources = self._find_sources(
+            {name: torch.Size(shape) for name, shape in shapes.items()}
+        )
         if self.direct:
             dtypes = [bucket.dtype for bucket in buckets for _ in bucket.names]
-            self.direct.receive_weights(NCCLWeightTransferUpdateInfo([*shapes], dtypes, [*shapes.values()]))
+            self.direct.receive_weights(
+                NCCLWeightTransferUpdateInfo([*shapes], dtypes, [*shapes.values()])
+            )
         else:
             self.model.load_weights(iterate_buckets(buckets))
         finalize_layerwise_reload(self.model, self.model_config)
         head = getattr(self.model, "lm_head", None)
         if head is not None and self.model_config.hf_text_config.tie_word_embeddings:
-            # A tied head gets no weights of its own, so vLLM does not prepare it again; on CPU it would go on computing
-            # with the packed copy of the weights before.
+            # A tied head gets no weights of its own, so vLLM does not prepare it again; on CPU it
+            # would go on computing with the packed copy of the weights before.
             head.quant_method.process_weights_after_loading(head)
 
     def finish_weight_update(self) -> None:
         """Nothing is left to do."""
 
-    def _find_sources(self, shapes: dict[str, torch.Size]) -> dict[str, list[tuple[str, torch.Size]]]:
-        """By the name of a vLLM parameter or buffer the Hugging Face ones that it is made of, in their order there."""
+    def _find_sources(
+        self, shapes: dict[str, torch.Size]
+    ) -> dict[str, list[tuple[str, torch.Size]]]:
+        """By the name of a vLLM parameter or buffer the Hugging Face ones that it is made of, in
+        their order there."""
         mapper = getattr(self.model, "hf_to_vllm_mapper", None)
         rename = mapper.get_rename_mapper().map_name if mapper else str
         # Such as {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}.
@@ -172,39 +208,57 @@ class StagedTransfer(WeightTransferEngine[DirectInitInfo, StagedUpdate]):
                     if f".{part}." in renamed and name in known:
                         target = name, place
             places.setdefault(target[0], []).append((target[1], hf_name, shape))
-        return {name: [source[1:] for source in sorted(sources)] for name, sources in places.items()}
+        return {
+            name: [source[1:] for source in sorted(sources)] for name, sources in places.items()
+        }
 
     def fingerprints(self) -> dict[str, int]:
-        """Fingerprints by Hugging Face name of the weights that the replica's processes compute with together.
+        """Fingerprints by Hugging Face name of the weights that the replica's processes compute
+        with together.
 
-        Raises WeightSyncError if it is not known which Hugging Face parameters a parameter is made of.
+        Raises WeightSyncError if it is not known which Hugging Face parameters a parameter is made
+        of.
         """
         # Other buffers of vLLM's, such as tables of positions, are its own.
         buffers = [each for each in self.model.named_buffers() if each[0] in self._sources]
         tensors = [*self.model.named_parameters(), *buffers]  # lists tied parameters once
         # What vLLM has no place for is left out, and so it is missed, whatever its values are.
         sources = [self._sources.get(name, []) for name, _ in tensors]
-        totals: dict[str, torch.Tensor | int] = {hf_name: 0 for of_tensor in sources for hf_name, _ in of_tensor}
+        totals: dict[str, torch.Tensor | int] = {
+            hf_name: 0 for of_tensor in sources for hf_name, _ in of_tensor
+        }
         for name, parameter in tensors:
             is_packed = name in self._before_packing
-            found = self._before_packing[name] if is_packed else self._fingerprints_of(name, parameter)
+            found = (
+                self._before_packing[name] if is_packed else self._fingerprints_of(name, parameter)
+            )
             if found is None:
                 raise WeightSyncError(
-                    f"What was loaded into vLLM's parameter {name} ({type(self.model).__name__}) cannot be checked: it "
-                    f"is not made of {[hf_name for hf_name, _ in self._sources.get(name, [])]} alone, which is what "
-                    "the trainer has for it, or not in a way that is known here. Set rollout.name=hf."
+                    f"What was loaded into vLLM's parameter {name} ({type(self.model).__name__}) "
+                    "cannot be checked: it is not made of "
+                    f"{[hf_name for hf_name, _ in self._sources.get(name, [])]} alone, which is "
+                    "what the trainer has for it, or not in a way that is known here. Set "
+                    "rollout.name=hf."
                 )
             for hf_name, part in found.items():
                 totals[hf_name] = totals.get(hf_name, 0) + part
-        group, names, own = get_tp_group(), sorted(totals), read_fingerprints(totals)
-        signed = torch.tensor([(own[name] + 2**63) % 2**64 - 2**63 for name in names], dtype=torch.int64)
+        group = get_tp_group()
+        names = sorted(totals)
+        own = read_fingerprints(totals)
+        signed = torch.tensor(
+            [(own[name] + 2**63) % 2**64 - 2**63 for name in names], dtype=torch.int64
+        )
         if group.world_size > 1:
             dist.all_reduce(signed, group=group.cpu_group)  # wraps around modulo 2**64
         return {name: value % 2**64 for name, value in zip(names, signed.tolist(), strict=True)}
 
-    def _fingerprints_of(self, name: str, parameter: torch.Tensor) -> dict[str, torch.Tensor] | None:
+    def _fingerprints_of(
+        self, name: str, parameter: torch.Tensor
+    ) -> dict[str, torch.Tensor] | None:
         module_name, _, leaf = name.rpartition(".")
-        pieces = _cut(self.model.get_submodule(module_name), leaf, parameter, self._sources.get(name, []))
+        pieces = _cut(
+            self.model.get_submodule(module_name), leaf, parameter, self._sources.get(name, [])
+        )
         if pieces is None:
             return None
         found: dict[str, torch.Tensor] = {}
@@ -237,7 +291,8 @@ class WorkerExtension:
 
 WeightTransferEngineFactory.register_engine("staged", StagedTransfer)
 
-if starter := multiprocessing.parent_process():  # of an engine's own process, which the kernel ends with it (Linux)
+# Of an engine's own process, which the kernel ends with it (Linux)
+if starter := multiprocessing.parent_process():
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != starter.pid:  # it has ended already
         os._exit(1)
@@ -246,31 +301,52 @@ if starter := multiprocessing.parent_process():  # of an engine's own process, w
 def _cut(
     module: Any, leaf: str, parameter: torch.Tensor, sources: Sequence[tuple[str, torch.Size]]
 ) -> list[tuple[str, int, int, torch.Tensor]] | None:
-    """The pieces of `sources` in a vLLM parameter: (Hugging Face name, first row, first column, values).
+    """The pieces of `sources` in a vLLM parameter: (Hugging Face name, first row, first column,
+    values).
 
-    Only those that this process answers for: of the copies in a replica one counts. None if the sources do not add up
-    to the parameter.
+    Only those that this process answers for: of the copies in a replica one counts. None if the
+    sources do not add up to the parameter.
     """
     rank = get_tensor_model_parallel_rank()
-    by_rows = isinstance(module, ColumnParallelLinear | VocabParallelEmbedding)  # shards of whole outputs
+    # Shards of whole outputs
+    by_rows = isinstance(module, ColumnParallelLinear | VocabParallelEmbedding)
     by_columns = isinstance(module, RowParallelLinear) and leaf == "weight"
     size = module.tp_size if by_rows or by_columns else 1
-    num_rows, num_columns = math.prod(parameter.shape[:1]), math.prod(parameter.shape[1:])
-    if any(math.prod(shape[1:]) != num_columns * (size if by_columns else 1) for _, shape in sources):
+    num_rows = math.prod(parameter.shape[:1])
+    num_columns = math.prod(parameter.shape[1:])
+    if any(
+        math.prod(shape[1:]) != num_columns * (size if by_columns else 1) for _, shape in sources
+    ):
         return None
-    copies = [1, *[module.num_kv_head_replicas] * 2] if isinstance(module, QKVParallelLinear) else repeat(1)
-    outputs = [rows // c for rows, c in zip(getattr(module, "output_sizes", []), copies, strict=False)]
-    parts = [(hf_name, 0, math.prod(shape[:1])) for hf_name, shape in sources]  # name, first row, rows
+    copies = (
+        [1, *[module.num_kv_head_replicas] * 2]
+        if isinstance(module, QKVParallelLinear)
+        else repeat(1)
+    )
+    outputs = [
+        rows // c for rows, c in zip(getattr(module, "output_sizes", []), copies, strict=False)
+    ]
+    # Name, first row, rows
+    parts = [(hf_name, 0, math.prod(shape[:1])) for hf_name, shape in sources]
     if isinstance(module, VocabParallelEmbedding):
         parts = [(hf_name, 0, num_rows * size) for hf_name, _, _ in parts]  # padded with zeros
-    elif len(parts) == 1 and sum(outputs) == parts[0][2]:  # fused in Hugging Face's model too, such as Phi-3
-        parts = [(parts[0][0], end - rows, rows) for rows, end in zip(outputs, accumulate(outputs), strict=True)]
-    matrix, end, pieces = parameter.reshape(num_rows, num_columns), 0, []
+    # Fused in Hugging Face's model too, such as Phi-3
+    elif len(parts) == 1 and sum(outputs) == parts[0][2]:
+        parts = [
+            (parts[0][0], end - rows, rows)
+            for rows, end in zip(outputs, accumulate(outputs), strict=True)
+        ]
+    matrix = parameter.reshape(num_rows, num_columns)
+    end = 0
+    pieces = []
     for (hf_name, first, rows), c in zip(parts, copies, strict=False):
-        start, end = end, end + rows * c // (size if by_rows else 1)
+        start = end
+        end = end + rows * c // (size if by_rows else 1)
         if rank % c == 0:
             row = first + rank // c * (end - start) if by_rows else first
-            pieces.append((hf_name, row, rank * num_columns if by_columns else 0, matrix[start:end]))
+            pieces.append(
+                (hf_name, row, rank * num_columns if by_columns else 0, matrix[start:end])
+            )
     if end != num_rows:
         return None
     return pieces if size > 1 or rank == 0 else []

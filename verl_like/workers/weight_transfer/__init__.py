@@ -5,6 +5,10 @@ from verl_like.workers.weight_transfer.gloo import GlooTransport
 from verl_like.workers.weight_transfer.shared_memory import SharedMemoryTransport
 from verl_like.workers.weight_transfer.transport import WeightTransport
 
-WEIGHT_TRANSPORTS = {"object_store": WeightTransport, "shared_memory": SharedMemoryTransport, "gloo": GlooTransport}
+WEIGHT_TRANSPORTS = {
+    "object_store": WeightTransport,
+    "shared_memory": SharedMemoryTransport,
+    "gloo": GlooTransport,
+}
 """By `rollout.weight_transport`; each end makes one of its own."""
 WEIGHT_TRANSPORTS |= {"nccl": NcclTransport, "ipc": IpcTransport}

@@ -1,4 +1,5 @@
-"""Weights broadcast over the network with gloo: once to every node, whose processes then share the memory."""
+"""Weights broadcast over the network with gloo: once to every node, whose processes then share the
+memory."""
 
 import contextlib
 import itertools
@@ -20,7 +21,11 @@ import torch.distributed as dist
 from verl_like.single_controller.network import address_towards, open_store
 from verl_like.single_controller.worker import Worker
 from verl_like.workers.weight_sync import StaleWeightsError, WeightExport, WeightSyncError
-from verl_like.workers.weight_transfer.shared_memory import SharedMemoryTransport, SharedPages, with_data
+from verl_like.workers.weight_transfer.shared_memory import (
+    SharedMemoryTransport,
+    SharedPages,
+    with_data,
+)
 
 _TIMEOUT = timedelta(minutes=10)
 """For all of an update, behind those of other rollout groups."""
@@ -35,9 +40,10 @@ _log = logging.getLogger(__name__)
 class GlooTransport(SharedMemoryTransport):
     """Every rank of the trainer broadcasts its buckets to one process of each node.
 
-    The trainer goes on meanwhile: a thread of its process serves one worker group after the other. A process that
-    receives writes into memory that the other ranks of its node map, and the worker groups that are served later too.
-    Connections and process groups last from update to update, until one fails or others receive.
+    The trainer goes on meanwhile: a thread of its process serves one worker group after the other.
+    A process that receives writes into memory that the other ranks of its node map, and the worker
+    groups that are served later too. Connections and process groups last from update to update,
+    until one fails or others receive.
     """
 
     def __init__(self) -> None:
@@ -54,11 +60,15 @@ class GlooTransport(SharedMemoryTransport):
 
     def receive(self, exports: Sequence[WeightExport], worker: Worker) -> Sequence[WeightExport]:
         received: list[WeightExport] = []
-        links, self._links = self._links, {}
+        links = self._links
+        self._links = {}
         node = _BOOT_ID.read_text()
-        for export in exports:  # one after the other: two worker groups never wait for each other's trainer
+        # One after the other: two worker groups never wait for each other's trainer
+        for export in exports:
             assert export.address is not None, "published by a transport without a store"
-            link = links.get(export.address) or _Link(dist.TCPStore(*export.address, is_master=False, timeout=_TIMEOUT))
+            link = links.get(export.address) or _Link(
+                dist.TCPStore(*export.address, is_master=False, timeout=_TIMEOUT)
+            )
             staged = f"staged/{export.version}/{node}"
             key, pages = link.meet(export.version, worker, staged)
             if link.group:
@@ -69,42 +79,58 @@ class GlooTransport(SharedMemoryTransport):
                 for place in (staged, f"{key}/{node}"):
                     link.store.set(place, json.dumps([astuple(each) for each in pages]))
             else:
-                pages = [SharedPages(*address) for address in json.loads(link.store.get(f"{key}/{node}"))]
+                pages = [
+                    SharedPages(*address) for address in json.loads(link.store.get(f"{key}/{node}"))
+                ]
             if link.group:
-                link.group.barrier().wait(_BUCKET_TIMEOUT)  # what is staged is known before another group's turn
+                # What is staged is known before another group's turn
+                link.group.barrier().wait(_BUCKET_TIMEOUT)
             received.append(with_data(export, pages))
             self._links[export.address] = link
-        self._segments = [*self._latest, *self._written]  # the rest goes: another group has received since
-        self._latest, self._written, self._received = self._written, [], received
+        # The rest goes: another group has received since
+        self._segments = [*self._latest, *self._written]
+        self._latest = self._written
+        self._written = []
+        self._received = received
         return received
 
 
 @dataclass
 class _Link:
-    """What a rank of the rollout keeps of its way to a rank of the trainer, at whose store all ranks of it meet."""
+    """What a rank of the rollout keeps of its way to a rank of the trainer, at whose store all
+    ranks of it meet."""
 
     store: dist.Store
     group: Any = None
-    """Of the rank of the trainer and those that received from it at the last update; None on the others."""
+    """Of the rank of the trainer and those that received from it at the last update; None on the
+    others."""
 
-    def meet(self, version: int, worker: Worker, staged: str) -> tuple[str, list[SharedPages] | None]:
-        """The update's name, and in rank 0 of a node the pages where an earlier worker group has `staged` it there.
+    def meet(
+        self, version: int, worker: Worker, staged: str
+    ) -> tuple[str, list[SharedPages] | None]:
+        """The update's name, and in rank 0 of a node the pages where an earlier worker group has
+        `staged` it there.
 
-        Returns in the group's turn, with `group` where this rank is to receive. Raises StaleWeightsError if the trainer
-        has other weights by now.
+        Returns in the group's turn, with `group` where this rank is to receive. Raises
+        StaleWeightsError if the trainer has other weights by now.
         """
         rollout = "{}:{}".format(*worker.get_master_addr_port())
         # A failed update may be repeated: every rank comes once for each try.
         counter = f"{version}/{rollout}"
         key = f"{counter}/{(self.store.add(counter, 1) - 1) // worker.world_size}"
         if self.store.add(f"{key}/arrived", 1) == worker.world_size:
-            self.store.set(f"request/{self.store.add('requests', 1)}", json.dumps([key, rollout, version]))
+            self.store.set(
+                f"request/{self.store.add('requests', 1)}", json.dumps([key, rollout, version])
+            )
         if refusal := self.store.get(f"{key}/turn").decode():
             raise StaleWeightsError(refusal)
-        leads, pages = worker.local_rank == 0, None
+        leads = worker.local_rank == 0
+        pages = None
         with contextlib.suppress(WeightSyncError, OSError):  # the process that had them has ended
             if leads and self.store.check([staged]):
-                pages = [SharedPages(*address).held() for address in json.loads(self.store.get(staged))]
+                pages = [
+                    SharedPages(*address).held() for address in json.loads(self.store.get(staged))
+                ]
         receives = leads and pages is None
         rank = self.store.add(f"{key}/receivers", int(receives))
         self.store.add(f"{key}/changes", int(receives == (self.group is None)))
@@ -115,7 +141,8 @@ class _Link:
 
 
 class _Sender:
-    """A rank of the trainer: a store where receivers ask for weights, and a thread that broadcasts the latest."""
+    """A rank of the trainer: a store where receivers ask for weights, and a thread that broadcasts
+    the latest."""
 
     def __init__(self) -> None:
         host = address_towards(os.environ["MASTER_ADDR"])
@@ -134,27 +161,41 @@ class _Sender:
             self._delete_keys_before(key, rollout, version)
             try:
                 self._send(key, rollout, version)
-            except RuntimeError as error:  # a receiver has died, which its own side reports; the next may come
-                _log.warning("Weights of version %d did not reach all of %s: %s", version, key, error)
+            # A receiver has died, which its own side reports; the next may come
+            except RuntimeError as error:
+                _log.warning(
+                    "Weights of version %d did not reach all of %s: %s", version, key, error
+                )
 
     def _delete_keys_before(self, key: str, rollout: str, version: int) -> None:
-        """Deletes what the store has of earlier updates of a worker group, and where earlier weights are.
+        """Deletes what the store has of earlier updates of a worker group, and where earlier
+        weights are.
 
-        Nobody reads that any more: all ranks of the group have come for the update `key`, and wait for their turn.
+        Nobody reads that any more: all ranks of the group have come for the update `key`, and wait
+        for their turn.
         """
         for name in self.store.list_keys():
             first, *others = name.split("/")
-            is_of_group = others[:1] == [rollout] and not name.startswith(f"{key}/") and name != f"{version}/{rollout}"
+            is_of_group = (
+                others[:1] == [rollout]
+                and not name.startswith(f"{key}/")
+                and name != f"{version}/{rollout}"
+            )
             is_earlier_page = first == "staged" and others[0] != str(self.latest.version)
             if is_of_group or is_earlier_page:
                 self.store.delete_key(name)
 
     def _send(self, key: str, rollout: str, version: int) -> None:
-        export, arrays = self.latest, []
+        export = self.latest
+        arrays = []
         with contextlib.suppress(StaleWeightsError):  # it is not the latest any more
-            arrays = [np.asarray(bucket.data) for bucket in export.buckets]  # which stays as it is from here on
+            # Which stays as it is from here on
+            arrays = [np.asarray(bucket.data) for bucket in export.buckets]
         is_latest = version == export.version and export is self.latest
-        refusal = f"Version {version} of the weights was asked for, but the trainer has {self.latest.version} by now."
+        refusal = (
+            f"Version {version} of the weights was asked for, but the trainer has "
+            f"{self.latest.version} by now."
+        )
         group = self.groups.pop(rollout, None)  # until all has gone well
         self.store.add(f"{key}/changes", int(group is None))
         self.store.set(f"{key}/turn", "" if is_latest else refusal)
@@ -166,7 +207,8 @@ class _Sender:
 
 
 def _join(store: dist.Store, key: str, rank: int, group: Any) -> Any:
-    """The group of the trainer and those that receive, once all have decided: `group` if it is that."""
+    """The group of the trainer and those that receive, once all have decided: `group` if it is
+    that."""
     store.wait([f"{key}/members"], _BUCKET_TIMEOUT)
     if store.add(f"{key}/changes", 0):
         size = 1 + store.add(f"{key}/receivers", 0)

@@ -1,4 +1,5 @@
-"""Weights in memory that the processes of a node share: the trainer writes them once, the engines map its pages."""
+"""Weights in memory that the processes of a node share: the trainer writes them once, the engines
+map its pages."""
 
 import contextlib
 import fcntl
@@ -23,10 +24,12 @@ from verl_like.workers.weight_transfer.transport import WeightTransport
 
 @dataclass(frozen=True)
 class SharedPages:
-    """The address of memory that another process of this node owns; NumPy takes it for a (nbytes,) uint8 array.
+    """The address of memory that another process of this node owns; NumPy takes it for a (nbytes,)
+    uint8 array.
 
-    Only the address travels. The memory is mapped, read-only, at the first use by a process, and from each use locked
-    against its owner until the last array on it is gone, or the process, however it ended.
+    Only the address travels. The memory is mapped, read-only, at the first use by a process, and
+    from each use locked against its owner until the last array on it is gone, or the process,
+    however it ended.
     """
 
     path: str
@@ -48,7 +51,8 @@ class SharedPages:
             return False
 
     def held(self) -> "SharedPages":
-        """By an address in this process, for as long as the result is there: locked, and there without the owner."""
+        """By an address in this process, for as long as the result is there: locked, and there
+        without the owner."""
         locked = self._lock()
         pages = replace(self, path=f"/proc/{os.getpid()}/fd/{locked.fileno()}")
         weakref.finalize(pages, locked.close)
@@ -66,13 +70,16 @@ class SharedPages:
         try:
             fcntl.flock(locked, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise StaleWeightsError(f"Newer weights are being written into {self.path}; load those.") from None
+            raise StaleWeightsError(
+                f"Newer weights are being written into {self.path}; load those."
+            ) from None
         return locked
 
     def _is_gone(self) -> WeightSyncError:
         return WeightSyncError(
-            f"The weights are in memory of another process, {self.path}, which ended or is not on this node; use "
-            "actor_rollout_ref.rollout.weight_transport=gloo or object_store between nodes."
+            f"The weights are in memory of another process, {self.path}, which ended or is not on "
+            "this node; use actor_rollout_ref.rollout.weight_transport=gloo or object_store "
+            "between nodes."
         )
 
     @cached_property
@@ -81,7 +88,8 @@ class SharedPages:
         if self not in _mapped:
             for pages in [pages for pages in _mapped if not pages._is_there()]:
                 del _mapped[pages]
-            with open(f"/proc/self/fd/{locked.fileno()}", "rb") as file:  # without the lock, which goes with the array
+            # Without the lock, which goes with the array
+            with open(f"/proc/self/fd/{locked.fileno()}", "rb") as file:
                 memory = mmap.mmap(file.fileno(), self.nbytes, prot=mmap.PROT_READ)
             _mapped[replace(self)] = _Mapping(np.frombuffer(memory, dtype=np.uint8))
         array = _mapped[self].array.view()
@@ -99,14 +107,17 @@ class _Mapping:
 
 
 _mapped: dict[SharedPages, _Mapping] = {}
-"""What this process has mapped, while its owner has it: to find its pages again takes as long as to copy them."""
+"""What this process has mapped, while its owner has it: to find its pages again takes as long as to
+copy them."""
 
 
 def pin_pages(exports: Sequence[WeightExport]) -> None:
-    """Maps the shared memory of the exports in this process, and pins it there for copies to its GPU.
+    """Maps the shared memory of the exports in this process, and pins it there for copies to its
+    GPU.
 
-    It stays pinned as long as it is mapped. Memory that is gone or written anew is left to the check of the weights, in
-    which all ranks agree on it. A driver that does not pin what this process may only read is named by a warning.
+    It stays pinned as long as it is mapped. Memory that is gone or written anew is left to the
+    check of the weights, in which all ranks agree on it. A driver that does not pin what this
+    process may only read is named by a warning.
     """
     for pages in [bucket.data for export in exports for bucket in export.buckets]:
         if isinstance(pages, SharedPages):
@@ -122,11 +133,15 @@ def _pin_once(mapping: _Mapping) -> None:
     try:
         pin(mapping.array, read_only=True)
     except torch.cuda.CudaError as error:
-        warnings.warn(f"The driver does not pin shared weights ({error}): they are copied slowly.", stacklevel=2)
+        warnings.warn(
+            f"The driver does not pin shared weights ({error}): they are copied slowly.",
+            stacklevel=2,
+        )
 
 
 class _Segment:
-    """Memory that this process writes and others map. No file system knows it, so none is left behind by a kill."""
+    """Memory that this process writes and others map. No file system knows it, so none is left
+    behind by a kill."""
 
     def __init__(self, num_bytes: int, *, pinned: bool) -> None:
         self.descriptor = os.memfd_create(f"verl_like-weights-{uuid.uuid4().hex}")
@@ -155,10 +170,12 @@ class _Segment:
 
 
 class SharedMemoryTransport(WeightTransport):
-    """The trainer writes the weights into memory that all processes of its node map; only its address travels.
+    """The trainer writes the weights into memory that all processes of its node map; only its
+    address travels.
 
-    The memory of the latest weights is left alone, and so is what anybody has mapped; other memory, of the versions
-    before, is written again. So there are mostly two versions of the weights on a node.
+    The memory of the latest weights is left alone, and so is what anybody has mapped; other memory,
+    of the versions before, is written again. So there are mostly two versions of the weights on a
+    node.
     """
 
     def __init__(self) -> None:
@@ -168,7 +185,9 @@ class SharedMemoryTransport(WeightTransport):
 
     def allocate(self, num_bytes: int, pinned: bool) -> np.ndarray:
         taken = {*self._latest, *self._written}
-        fitting = (each for each in self._segments if each.array.nbytes == num_bytes and each not in taken)
+        fitting = (
+            each for each in self._segments if each.array.nbytes == num_bytes and each not in taken
+        )
         segment = next((each for each in fitting if each.lock()), None)
         if segment is None:
             segment = _Segment(num_bytes, pinned=pinned)
@@ -179,7 +198,8 @@ class SharedMemoryTransport(WeightTransport):
 
     def publish(self, export: WeightExport) -> WeightExport:
         pages = self._hand_out([bucket.data for bucket in export.buckets])
-        self._latest, self._written = self._written, []
+        self._latest = self._written
+        self._written = []
         return with_data(export, pages)
 
     def _hand_out(self, arrays: Sequence[np.ndarray]) -> list[SharedPages]:
