@@ -73,6 +73,8 @@ def answer_calls() -> None:
 
 
 if __name__ == "__main__":
+    # A background job of a shell ignores interrupts, and the end of the calls is one.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # A run handles signals, which only the main thread can, so calls are answered in another.
     threading.Thread(target=answer_calls, daemon=True).start()
     with contextlib.suppress(KeyboardInterrupt):  # the other side hung up

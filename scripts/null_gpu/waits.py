@@ -34,10 +34,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from verl_like.protocol import DataProto, Metric
 from verl_like.protocol.padded import without_padding
 from verl_like.rehearse.training_process import NoKernels
-from verl_like.trainer.config import load_ppo_config
+from verl_like.trainer.config import load_ppo_config, supervised
 from verl_like.trainer.config.compose import load_config
 from verl_like.trainer.ppo.workers import build_role_worker_mapping
-from verl_like.trainer.supervised import config as supervised
 from verl_like.trainer.supervised.run_supervised import KINDS, check_inputs, worker_arguments
 from verl_like.workers.engine import fsdp, mini_batches
 from verl_like.workers.models import linear_log_prob

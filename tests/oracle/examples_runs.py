@@ -17,9 +17,9 @@ from transformers import PreTrainedTokenizerFast
 from verl_like.protocol import metric_values
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
+from verl_like.trainer.config import supervised as schemas
 from verl_like.trainer.config.compose import load_config
 from verl_like.trainer.run.run_recorder import RunRecorder
-from verl_like.trainer.supervised import config as schemas
 from verl_like.trainer.supervised import run_supervised
 from verl_like.trainer.supervised.trainer import SupervisedTrainer
 from verl_like.workers.supervised import DPOWorker, ILQLWorker, RMWorker, SFTWorker
