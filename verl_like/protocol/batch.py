@@ -11,11 +11,14 @@ import torch
 from tensordict import TensorDict
 
 from verl_like.protocol.row_ops import (
+    RowIndices,
+    RowTaker,
     check_tensor_column,
     deep_equal,
     is_jagged,
     jagged_parts,
     map_leaves,
+    row_indices,
     share_offsets,
     write_count,
 )
@@ -124,6 +127,18 @@ class Batch:
             for columns in (self.tensors(), self.non_tensor_batch)
         )
         return self.with_columns(num_rows, tensors, arrays, self.meta_info)
+
+    def slice(
+        self, start: int | None = None, end: int | None = None, step: int | None = None
+    ) -> Self:
+        """Copy of the rows start:end:step, with Python's rules for slices."""
+        return self.select_idxs(list(range(len(self))[start:end:step]))
+
+    def select_idxs(self, idxs: RowIndices) -> Self:
+        """Copy of the rows at `idxs`: integers (negative: from the end; repeats allowed) or one
+        bool per row."""
+        indices = row_indices(idxs, len(self))
+        return self.map_columns(len(indices), RowTaker(indices))
 
     def equal(self, other: "Batch") -> bool:
         """Same columns, dtypes, values (NaN equals NaN) and meta_info, whatever the device and the

@@ -1,16 +1,15 @@
 """DataProto, the batch that travels between the driver and the workers."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast, overload
 
 import numpy as np
 import torch
 from tensordict import TensorDict
-from torch.utils.data import DataLoader
 
 from verl_like.protocol import merge, row_ops
-from verl_like.protocol.batch import Batch
+from verl_like.protocol.compat import VerlDataProto
 
 
 @dataclass(eq=False)
@@ -23,7 +22,7 @@ class DataProtoItem:
 
 
 @dataclass(eq=False, repr=False)
-class DataProto(Batch):
+class DataProto(VerlDataProto):
     """A batch, see `Batch`, and how batches are made, split, joined and combined.
 
     Operations on rows (indexing, chunk, repeat, concat, ...) copy the rows, though not what the
@@ -87,37 +86,12 @@ class DataProto(Batch):
             f"{type(index).__name__}."
         )
 
-    def slice(
-        self, start: int | None = None, end: int | None = None, step: int | None = None
-    ) -> "DataProto":
-        """Copy of the rows start:end:step, with Python's rules for slices."""
-        return self.select_idxs(list(range(len(self))[start:end:step]))
-
     def rows(self, start: int, stop: int) -> "DataProto":
         """Rows start..stop-1 as a VIEW of the same memory, for code that only moves rows; else use
         `slice`."""
         if self.columns() and not 0 <= start <= stop <= len(self):
             raise ValueError(f"rows({start}, {stop}) is not a range of the {len(self)} rows.")
         return self.map_columns(stop - start, lambda column: row_ops.view_rows(column, start, stop))
-
-    def select_idxs(self, idxs: row_ops.RowIndices) -> "DataProto":
-        """Copy of the rows at `idxs`: integers (negative: from the end; repeats allowed) or one
-        bool per row."""
-        indices = row_ops.row_indices(idxs, len(self))
-        return self.map_columns(len(indices), row_ops.RowTaker(indices))
-
-    def reorder(self, indices: torch.Tensor) -> None:
-        """In place: row i becomes the old row indices[i]. Raises ValueError unless `indices` is a
-        permutation."""
-        order = row_ops.row_indices(indices, len(self))
-        if not torch.equal(order.sort().values, torch.arange(len(self))):
-            raise ValueError(
-                f"reorder: the {len(order)} indices are not a permutation of the {len(self)} rows; "
-                "use select_idxs."
-            )
-        reordered = self.select_idxs(order)
-        self.batch = reordered.batch
-        self.non_tensor_batch = reordered.non_tensor_batch
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> "DataProto":
         """Every row `repeat_times` times: AABB if `interleave`, else ABAB."""
@@ -127,42 +101,6 @@ class DataProto(Batch):
         return self.select_idxs(
             idxs.repeat_interleave(repeat_times) if interleave else idxs.repeat(repeat_times)
         )
-
-    def sample_level_repeat(
-        self, repeat_times: Sequence[int] | np.ndarray | torch.Tensor
-    ) -> "DataProto":
-        """Row i is repeated repeat_times[i] times, its copies side by side."""
-        counts = torch.as_tensor(repeat_times, dtype=torch.int64).cpu()
-        if counts.shape != (len(self),) or bool((counts < 0).any()):
-            raise ValueError(
-                f"sample_level_repeat: needs one count >= 0 for each of the {len(self)} rows, got "
-                f"{counts.tolist()}."
-            )
-        return self.select_idxs(torch.arange(len(self)).repeat_interleave(counts))
-
-    def chunk(self, chunks: int) -> list["DataProto"]:
-        """Split into `chunks` equal parts; without columns: `chunks` copies. ValueError if it does
-        not divide."""
-        if chunks <= 0:
-            raise ValueError(f"chunk: the number of chunks must be positive, got {chunks}.")
-        if len(self) % chunks:
-            raise ValueError(
-                f"chunk: {len(self)} rows do not divide into {chunks} equal chunks; pad a copy "
-                f"with pad_dataproto_to_divisor(data, {chunks}), or use split(split_size), whose "
-                "last piece may be short."
-            )
-        size = len(self) // chunks
-        return [self.slice(index * size, (index + 1) * size) for index in range(chunks)]
-
-    def split(self, split_size: int) -> list["DataProto"]:
-        """Pieces of `split_size` rows, the last one may be short; one empty piece if there are no
-        rows."""
-        if split_size <= 0:
-            raise ValueError(f"split: split_size must be positive, got {split_size}.")
-        return [
-            self.slice(start, start + split_size)
-            for start in range(0, max(len(self), 1), split_size)
-        ]
 
     @staticmethod
     def concat(data: Sequence["DataProto"]) -> "DataProto":
@@ -184,49 +122,6 @@ class DataProto(Batch):
         tensors = merge.concat_parts("batch", [part.tensors() for part in filled])
         arrays = merge.concat_parts("non_tensor_batch", [part.non_tensor_batch for part in filled])
         return filled[0].with_columns(sum(map(len, filled)), tensors, arrays, meta_info)
-
-    def make_iterator(
-        self,
-        mini_batch_size: int,
-        epochs: int,
-        seed: int | None = None,
-        dataloader_kwargs: dict[str, Any] | None = None,
-    ) -> Iterator["DataProto"]:
-        """Mini-batches of `mini_batch_size` rows, `epochs` times over, each with the meta_info.
-
-        `dataloader_kwargs` go to torch's DataLoader, e.g. {"shuffle": True}, which needs a `seed`:
-        the order is then another one in each epoch and depends on nothing but the seed. Raises
-        ValueError (at the call, not at the first item) if the rows do not divide or if shuffle has
-        no seed.
-        """
-        options = dict(dataloader_kwargs or {})
-        if mini_batch_size <= 0 or len(self) % mini_batch_size:
-            raise ValueError(
-                f"make_iterator: {len(self)} rows do not divide into mini-batches of "
-                f"{mini_batch_size}; choose a mini-batch size that divides the rows of one rank."
-            )
-        if options.get("shuffle") and seed is None:
-            raise ValueError(
-                "make_iterator: shuffle without a seed cannot be reproduced; pass seed=."
-            )
-        if len(self) == 0:
-            return iter(())
-        # Always its own generator: a DataLoader draws from torch's global one even when it does not
-        # shuffle.
-        generator = torch.Generator().manual_seed(0 if seed is None else seed)
-        # `__getitems__` gives a mini-batch as a whole, so there is nothing to collate.
-        loader: DataLoader[Any] = DataLoader(
-            cast(Any, self),
-            mini_batch_size,
-            collate_fn=lambda rows: rows,
-            generator=generator,
-            **options,
-        )
-        return (mini_batch for _ in range(epochs) for mini_batch in loader)
-
-    def __getitems__(self, indices: list[int]) -> "DataProto":
-        """Rows for torch's DataLoader in one call instead of one by one."""
-        return self.select_idxs(indices)
 
     def select(
         self,
@@ -270,25 +165,6 @@ class DataProto(Batch):
         }
         self.meta_info = {name: value for name, value in self.meta_info.items() if name not in meta}
         return result
-
-    def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> "DataProto":
-        """Rename tensor columns in place (a swap works) and return self."""
-        old = [old_keys] if isinstance(old_keys, str) else list(old_keys)
-        new = [new_keys] if isinstance(new_keys, str) else list(new_keys)
-        if len(old) != len(new):
-            raise ValueError(f"rename: {len(old)} old keys but {len(new)} new keys.")
-        tensors = self.tensors()
-        merge.pick_keys("rename", "batch", tensors, old)
-        new_names = dict(zip(old, new, strict=True))
-        renamed = {new_names.get(name, name): tensor for name, tensor in tensors.items()}
-        if len(renamed) != len(tensors):
-            raise ValueError(
-                f"rename: {merge.names(new)} would overwrite a column of {merge.names(tensors)}; "
-                "pop that one first."
-            )
-        if self.batch is not None:
-            self.batch = TensorDict(renamed, batch_size=[len(self)], device=self.batch.device)
-        return self
 
     def to(self, device: str | torch.device | int) -> "DataProto":
         """Move the tensors in place and return self; non-tensors stay."""

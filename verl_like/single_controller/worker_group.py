@@ -14,6 +14,7 @@ import numpy as np
 from verl_like.plugins import import_plugins
 from verl_like.protocol import CallHeader, DataProto, DataProtoFuture, Future, Part, PendingCall
 from verl_like.single_controller import shard
+from verl_like.single_controller.compat import VerlWorkerGroup
 from verl_like.single_controller.decorator import (
     MethodSpec,
     check_reads,
@@ -69,7 +70,7 @@ class WorkerGroupFacts:
     world_size: int
 
 
-class WorkerGroup(abc.ABC):
+class WorkerGroup(VerlWorkerGroup):
     """Base of the Ray and the local backend; `group.method(...)` and `group.method.remote(...)`
     call the ranks."""
 
@@ -141,25 +142,7 @@ class WorkerGroup(abc.ABC):
         """
         return  # a backend without processes has nothing to look for
 
-    def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> Future[list[Any]]:
-        """Call a registered method by its name on every rank, whatever its dispatch mode: arguments
-        as in Dispatch.ALL_TO_ALL; the future's value is the list of results, by rank. Raises
-        ValueError for other names."""
-        return self._method(method_name, Dispatch.ALL_TO_ALL).remote(*args, **kwargs)
-
-    def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """The results of `execute_all_async`."""
-        return self.execute_all_async(method_name, *args, **kwargs).get()
-
-    def execute_rank_zero(self, method_name: str, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Like `execute_all_async`, on rank 0 alone; the future's value is its result."""
-        return self._method(method_name, Dispatch.RANK_ZERO).remote(*args, **kwargs)
-
-    def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        """The result of `execute_rank_zero`."""
-        return self.execute_rank_zero(method_name, *args, **kwargs).get()
-
-    def _method(self, name: str, mode: DispatchMode) -> "BoundMethod":
+    def dispatched_by(self, name: str, mode: DispatchMode) -> "BoundMethod":
         bound = getattr(self, name, None)
         if not isinstance(bound, BoundMethod):
             raise ValueError(f"{self.role} has no registered method {name!r}: put @register on it")
