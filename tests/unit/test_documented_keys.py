@@ -32,6 +32,7 @@ PAGES = [
     "trackers.md",
     "trouble.md",
     "install.md",
+    "tutorial.md",
 ]
 FIRST_NAMES = (
     "data|actor_rollout_ref|critic|reward|reward_model|algorithm|trainer|training|model|detached|"
@@ -40,7 +41,8 @@ FIRST_NAMES = (
 KEY = re.compile(rf"(?<![\w./<])((?:{FIRST_NAMES})(?:\.\w+)+)(?:=|(?![\w(/.]))")
 NOT_OF_A_SCHEMA = re.compile(
     r"actor_rollout_ref\.model\.override_config|custom_reward_function\.reward_kwargs|"
-    r"data\.apply_chat_template_kwargs|reward_model\.ground_truth|model\.safetensors"
+    r"data\.apply_chat_template_kwargs|reward_model\.ground_truth|model\.safetensors|"
+    r"algorithm\.options\.scal"
 )
 SUPERVISED = {"sft": SFTConfig, "rm": RMConfig, "dpo": DPOConfig, "ilql": ILQLConfig}
 
@@ -75,6 +77,22 @@ def own_text(page: str) -> str:
     if page != "from_verl_and_trl.md":
         return text
     return re.sub(r"^\|[^|]*\|", "|", text, flags=re.MULTILINE)
+
+
+@pytest.fixture
+def tutorial_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The modules of the tutorial, which its command names, can be imported."""
+    blocks = re.findall(
+        r"^```python\n# (my_run/my_\w+\.py)\n(.*?)^```",
+        (DOCS / "tutorial.md").read_text(),
+        re.MULTILINE | re.DOTALL,
+    )
+    assert len(blocks) == 2
+    for name, code in blocks:
+        file = tmp_path / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
 
 
 def commands(text: str) -> list[tuple[str, list[str]]]:
@@ -114,7 +132,9 @@ def test_every_key_that_a_page_names_exists(page: str):
 
 
 @pytest.mark.parametrize(("trainer", "arguments"), COMMANDS)
-def test_a_command_of_a_page_is_a_configuration_that_can_run(trainer: str, arguments: list[str]):
+def test_a_command_of_a_page_is_a_configuration_that_can_run(
+    trainer: str, arguments: list[str], tutorial_files: None
+):
     overrides = [each for each in arguments if not each.startswith("--")]
     if "--help" in arguments:
         return
