@@ -149,11 +149,10 @@ def _rows_of_all(pages: list[dict[str, dict[str, str]]]) -> dict[str, dict[str, 
     first, *others = pages
     common: dict[str, dict[str, str]] = {}
     for section, rows in first.items():
-        common[section] = {
-            name: row
-            for name, row in rows.items()
-            if all(page[section].get(name) == row for page in others)
-        }
+        shared = set(rows.items())
+        for page in others:
+            shared &= set(page[section].items())
+        common[section] = {name: row for name, row in rows.items() if (name, row) in shared}
     return common
 
 

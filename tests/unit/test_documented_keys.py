@@ -50,7 +50,9 @@ SUPERVISED = {"sft": SFTConfig, "rm": RMConfig, "dpo": DPOConfig, "ilql": ILQLCo
 def known_keys() -> set[str]:
     """Every key of every trainer, with the blocks that hold it and the options of algorithms."""
     schemas: list[type[ConfigModel]] = [DetachedConfig, *SUPERVISED.values()]
-    keys = {path for schema in schemas for path, _, _ in leaves(schema)}
+    keys: set[str] = set()
+    for schema in schemas:
+        keys |= {path for path, _, _ in leaves(schema)}
     for registry in (ADVANTAGE_ESTIMATORS, POLICY_LOSSES):
         for name in registry.file_names():
             if declared := options_class(registry.get(name)):
@@ -68,7 +70,7 @@ def named_keys(text: str) -> list[str]:
     blocks = [block for language, block in fenced if language in ("", "bash")]
     prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     quoted = re.findall(r"`([^`\n]+)`", prose)
-    return [key for part in [*blocks, *quoted] for key in KEY.findall(part)]
+    return KEY.findall("\n".join([*blocks, *quoted]))
 
 
 def own_text(page: str) -> str:
