@@ -5,7 +5,7 @@ from pathlib import Path
 
 from algorithms_page import render_algorithms_page
 from columns_page import render_columns_table
-from config_page import render_config_page
+from config_page import render_config_page, render_examples_page
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -14,3 +14,4 @@ if __name__ == "__main__":
     algorithms.write_text(render_algorithms_page(algorithms.read_text()))
     (DOCS / "columns.md").write_text(render_columns_table())
     (DOCS / "config.md").write_text(render_config_page())
+    (DOCS / "config_examples.md").write_text(render_examples_page())
