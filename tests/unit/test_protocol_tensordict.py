@@ -54,7 +54,9 @@ def test_a_batch_that_lacks_something_comes_back(batch: DataProto):
 
 def test_a_name_of_two_things_is_refused_with_what_to_do():
     batch = DataProto.from_dict({"score": torch.ones(2)}, meta_info={"score": 1.0})
-    with pytest.raises(ValueError, match=r"to_tensordict: .*score.* more than one .* rename or pop"):
+    with pytest.raises(
+        ValueError, match=r"to_tensordict: .*score.* more than one .* rename or pop"
+    ):
         batch.to_tensordict()
     data = DataProto.from_dict({"x": torch.ones(2)}, meta_info={"step": 1}).to_tensordict()
     with pytest.raises(ValueError, match=r"from_tensordict: .*step.* meta_info has, too"):
