@@ -14,8 +14,8 @@ import torch.distributed as dist
 from benchmarks.harness import sized
 from benchmarks.serve import serve, stopwatch
 from verl_like.single_controller.worker import Worker, reserve_port
-from verl_like.workers import weight_sync
-from verl_like.workers.weight_transfer import WEIGHT_TRANSPORTS
+from verl_like.workers.weights import WEIGHT_TRANSPORTS
+from verl_like.workers.weights import exports as weight_sync
 
 ROWS = sized(1 << 18, 1 << 12)
 COLUMNS = 1024

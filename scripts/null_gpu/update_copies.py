@@ -19,9 +19,9 @@ from verl_like.rehearse.engine_process import RealSizeEngine, replace_what_needs
 from verl_like.rehearse.gpu_size import bytes_of_gpu
 from verl_like.rehearse.null_gpu import NullGpu
 from verl_like.single_controller.worker import rank_environment
-from verl_like.workers import weight_sync
-from verl_like.workers.weight_sync import WeightExport, check_staged
-from verl_like.workers.weight_transfer.shared_memory import SharedMemoryTransport, pin_pages
+from verl_like.workers.weights import exports as weight_sync
+from verl_like.workers.weights.exports import WeightExport, check_staged
+from verl_like.workers.weights.shared_memory import SharedMemoryTransport, pin_pages
 
 COUNTERS = ("copies", "copied_bytes", "blocking_copies")
 

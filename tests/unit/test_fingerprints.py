@@ -18,11 +18,11 @@ from rollout_requests import (
 )
 from transformers import LlamaForCausalLM
 
-from verl_like.workers import weight_sync
 from verl_like.workers.config.models import TrainedModelConfig
 from verl_like.workers.config.rollout import RolloutConfig
 from verl_like.workers.rollout import RolloutEngine, get_rollout_engine
-from verl_like.workers.weight_sync import (
+from verl_like.workers.weights import exports as weight_sync
+from verl_like.workers.weights.exports import (
     WeightBucket,
     WeightExport,
     WeightSyncError,

@@ -40,7 +40,7 @@ from verl_like.workers.planning.partition import MicroBatching
 from verl_like.workers.reference import ReferenceWorker
 from verl_like.workers.rollout import get_rollout_engine
 from verl_like.workers.rollout_worker import RolloutWorker
-from verl_like.workers.weight_sync import (
+from verl_like.workers.weights.exports import (
     WeightSyncError,
     check_exports,
     collect_weights,

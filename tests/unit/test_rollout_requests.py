@@ -25,7 +25,7 @@ from verl_like.protocol.row_ops import deep_equal
 from verl_like.workers.config.models import TrainedModelConfig
 from verl_like.workers.config.rollout import RolloutConfig
 from verl_like.workers.rollout import Completion, RolloutEngine, RolloutError, get_rollout_engine
-from verl_like.workers.weight_sync import (
+from verl_like.workers.weights.exports import (
     StaleWeightsError,
     WeightExport,
     WeightSyncError,

@@ -23,7 +23,7 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from verl_like.single_controller.worker import reserve_port
-from verl_like.workers.weight_sync import (
+from verl_like.workers.weights.exports import (
     WeightExport,
     WeightSyncError,
     check_exports,

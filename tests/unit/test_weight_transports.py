@@ -22,7 +22,14 @@ import torch
 import torch.distributed as dist
 
 from verl_like.single_controller.worker import Worker, reserve_port
-from verl_like.workers.weight_sync import (
+from verl_like.workers.weights import (
+    GlooTransport,
+    SharedMemoryTransport,
+    WeightTransport,
+    gloo,
+    shared_memory,
+)
+from verl_like.workers.weights.exports import (
     StaleWeightsError,
     WeightExport,
     WeightSyncError,
@@ -30,17 +37,10 @@ from verl_like.workers.weight_sync import (
     collect_weights,
     iterate_weights,
 )
-from verl_like.workers.weight_transfer import (
-    GlooTransport,
-    SharedMemoryTransport,
-    WeightTransport,
-    gloo,
-    shared_memory,
-)
-from verl_like.workers.weight_transfer.shared_memory import with_data
+from verl_like.workers.weights.shared_memory import with_data
 
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["verl_like.workers.weight_transfer"])  # imports it once
+PROCESSES.set_forkserver_preload(["verl_like.workers.weights"])  # imports it once
 SHAPES = {
     "embed": (100, 40),
     "layer.0": (70, 30),

@@ -16,7 +16,8 @@ from verl_like.workers.config.engine import ForwardFsdpConfig
 from verl_like.workers.config.models import TrainedModelConfig
 from verl_like.workers.critic import ValueWorker
 from verl_like.workers.model_worker import ModelWorker
-from verl_like.workers.weight_sync import (
+from verl_like.workers.weights import WeightTransport
+from verl_like.workers.weights.exports import (
     WeightExport,
     check_arrival,
     check_staged,
@@ -24,7 +25,6 @@ from verl_like.workers.weight_sync import (
     local_fingerprint,
     read_fingerprints,
 )
-from verl_like.workers.weight_transfer import WeightTransport
 
 
 class CopyWorker(ModelWorker):

@@ -84,7 +84,7 @@ def stopped_receiver(pynccl: ModuleType) -> None:
 
 
 CONTROLS = {
-    "flipped_weight": ("verl_like.workers.weight_sync", flipped_weight),
+    "flipped_weight": ("verl_like.workers.weights.exports", flipped_weight),
     "wrong_device": ("verl_like.workers.models.packing", wrong_device),
     "memory_of_another": ("vllm.v1.worker.gpu_worker", memory_of_another),
     "stopped_receiver": ("vllm.distributed.device_communicators.pynccl", stopped_receiver),

@@ -22,7 +22,7 @@ from verl_like.workers.models.lora import add_adapter, model_buffers, trained_pa
 from verl_like.workers.models.pretrained import decoder_layers
 from verl_like.workers.rollout.base import CPU_NUM_SEQS, RolloutEngine
 from verl_like.workers.rollout.request import Completion, GenerationRequest, Sampling, VersionSpan
-from verl_like.workers.weight_sync import (
+from verl_like.workers.weights.exports import (
     WeightExport,
     fingerprint_sum,
     iterate_weights,

@@ -14,7 +14,7 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.utils import parse_fine_tuned_lora_name
 
 from verl_like.workers.rollout.vllm_engine import ADAPTER_ID
-from verl_like.workers.weight_sync import fingerprint_tensor
+from verl_like.workers.weights.exports import fingerprint_tensor
 
 
 class Adapter:

@@ -16,8 +16,8 @@ from verl_like.single_controller.network import address_towards, open_store
 from verl_like.workers.planning.flops import attention_heads
 from verl_like.workers.rollout.base import CPU_NUM_SEQS, RolloutEngine
 from verl_like.workers.rollout.request import Completion, GenerationRequest
-from verl_like.workers.weight_sync import WeightExport
-from verl_like.workers.weight_transfer.direct import init_info
+from verl_like.workers.weights.direct import init_info
+from verl_like.workers.weights.exports import WeightExport
 
 ADAPTER_ID = 1
 """vLLM's number for the policy's adapter, of whatever version."""

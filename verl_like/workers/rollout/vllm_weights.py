@@ -43,15 +43,15 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from verl_like.workers.rollout.vllm_adapter import Adapter
-from verl_like.workers.weight_sync import (
+from verl_like.workers.weights.direct import receive_chunks
+from verl_like.workers.weights.exports import (
     WeightBucket,
     WeightSyncError,
     fingerprint_sum,
     iterate_buckets,
     read_fingerprints,
 )
-from verl_like.workers.weight_transfer.direct import receive_chunks
-from verl_like.workers.weight_transfer.shared_memory import SharedPages
+from verl_like.workers.weights.shared_memory import SharedPages
 
 _PR_SET_PDEATHSIG = 1
 

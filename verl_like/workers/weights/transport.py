@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from verl_like.single_controller.worker import Worker
-from verl_like.workers.weight_sync import WeightExport, allocate_memory
+from verl_like.workers.weights.exports import WeightExport, allocate_memory
 
 
 class WeightTransport:

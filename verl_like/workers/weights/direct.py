@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from verl_like.single_controller.worker import reserve_port
-from verl_like.workers.weight_sync import DEFAULT_BUCKET_BYTES, WeightExport
-from verl_like.workers.weight_transfer.transport import WeightTransport
+from verl_like.workers.weights.exports import DEFAULT_BUCKET_BYTES, WeightExport
+from verl_like.workers.weights.transport import WeightTransport
 
 
 def init_info(

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from verl_like.workers.pinned_memory import pin
-from verl_like.workers.weight_sync import StaleWeightsError, WeightExport, WeightSyncError
-from verl_like.workers.weight_transfer.transport import WeightTransport
+from verl_like.workers.weights.exports import StaleWeightsError, WeightExport, WeightSyncError
+from verl_like.workers.weights.transport import WeightTransport
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,8 @@ import torch.distributed as dist
 
 from verl_like.single_controller.network import address_towards, open_store
 from verl_like.single_controller.worker import Worker
-from verl_like.workers.weight_sync import StaleWeightsError, WeightExport, WeightSyncError
-from verl_like.workers.weight_transfer.shared_memory import (
-    SharedMemoryTransport,
-    SharedPages,
-    with_data,
-)
+from verl_like.workers.weights.exports import StaleWeightsError, WeightExport, WeightSyncError
+from verl_like.workers.weights.shared_memory import SharedMemoryTransport, SharedPages, with_data
 
 _TIMEOUT = timedelta(minutes=10)
 """For all of an update, behind those of other rollout groups."""

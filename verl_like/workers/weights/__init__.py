@@ -1,9 +1,9 @@
 """Ways of the weights from the trainer to the engines."""
 
-from verl_like.workers.weight_transfer.direct import IpcTransport, NcclTransport
-from verl_like.workers.weight_transfer.gloo import GlooTransport
-from verl_like.workers.weight_transfer.shared_memory import SharedMemoryTransport
-from verl_like.workers.weight_transfer.transport import WeightTransport
+from verl_like.workers.weights.direct import IpcTransport, NcclTransport
+from verl_like.workers.weights.gloo import GlooTransport
+from verl_like.workers.weights.shared_memory import SharedMemoryTransport
+from verl_like.workers.weights.transport import WeightTransport
 
 WEIGHT_TRANSPORTS = {
     "object_store": WeightTransport,
