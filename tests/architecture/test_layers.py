@@ -27,7 +27,7 @@ LAYER = {
 OPTIONAL = {
     "vllm": {
         *("workers/rollout/vllm_engine.py", "workers/rollout/vllm_async_engine.py"),
-        *("workers/weights/direct.py", "rehearse/engine_process.py"),
+        *("workers/weights/nccl.py", "workers/weights/ipc.py", "rehearse/engine_process.py"),
     },
     "triton": {"rehearse/engine_process.py"},
     "peft": {"workers/models/lora.py"},

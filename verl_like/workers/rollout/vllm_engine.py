@@ -129,7 +129,7 @@ class VllmEngine(RolloutEngine):
             logprobs_mode="processed_logprobs",  # under the distribution the tokens are drawn from
             disable_log_stats=True,
             # vLLM's worker imports the module of the extension, which registers the back end.
-            worker_extension_cls="verl_like.workers.rollout.vllm_weights.WorkerExtension",
+            worker_extension_cls="verl_like.workers.weights.vllm_loading.WorkerExtension",
             weight_transfer_config={"backend": "staged"},
         )
 
@@ -247,8 +247,8 @@ class VllmEngine(RolloutEngine):
             detokenize=False,
             output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
         )
-        # Every request has the adapter: see vllm_adapter.py. vLLM keys its prefix cache by the
-        # name.
+        # Every request has the adapter: see weights/vllm_adapter.py. vLLM keys its prefix cache by
+        # the name.
         adapter = (
             LoRARequest(self._adapter_name, ADAPTER_ID, "by tensors")
             if self._adapter_name
@@ -298,7 +298,7 @@ class VllmEngine(RolloutEngine):
             self._has_joined = True
         buckets = [bucket for export in exports for bucket in export.buckets]
         if self.model_config.lora_rank:
-            self.llm.collective_rpc("load_adapter", args=(buckets,))
+            self.llm.collective_rpc("load_adapter", args=(buckets, ADAPTER_ID))
             self.llm.update_weight_version(str(version))
             self._adapter_name = f"policy-v{version}"
         else:

@@ -1,34 +1,18 @@
-"""Carries the trainer's weights to the rollout engines and checks that they arrived."""
+"""The trainer's weights as they leave it: buckets of whole tensors, with their fingerprints."""
 
-import hashlib
 import math
 import warnings
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from verl_like.workers.weights.fingerprints import local_fingerprint, read_fingerprints
+from verl_like.workers.weights.gathering import whole_tensors
 
 DEFAULT_BUCKET_BYTES = 256 << 20
-
-_MULTIPLIER, _SHIFT = 0x2C1B3C6D, 15  # of a value's bits
-_INDEX_MULTIPLIERS = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9
-# A chunk's temporaries stay in the cache of a CPU core
-_ELEMENTS_PER_CHUNK = {"cpu": 1 << 16, "cuda": 1 << 25}
-
-
-class WeightSyncError(RuntimeError):
-    """The engine's weights are not the trainer's."""
-
-
-class StaleWeightsError(WeightSyncError):
-    """What was sent is not there any more, as when newer weights took its place; the receiver keeps
-    what it has."""
 
 
 @dataclass(frozen=True)
@@ -83,77 +67,6 @@ class WeightExport:
 def allocate_memory(num_bytes: int, pinned: bool) -> np.ndarray:
     """(num_bytes,) uint8, uninitialised host memory of this process."""
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned).numpy()
-
-
-def fingerprint_tensor(tensor: torch.Tensor, first_row: int = 0, first_column: int = 0) -> int:
-    """The fingerprint of a tensor; of several `read_fingerprints` reads them in one go.
-
-    Sum over rows i and columns j of a_i * mix(x_ij, b_j), modulo 2**64, of the elements' float32
-    bits x_ij.
-
-    Dimension 0 is the rows, all others together are the columns. a_i and b_j are odd and
-    pseudo-random functions of the index; `first_row` and `first_column` say where a piece of a
-    parameter begins in it. So the fingerprints of the pieces add up to that of the parameter,
-    however it was sharded or fused with others. Zeros, as in a padded vocabulary, add nothing,
-    since mix keeps 0. Converting bfloat16 or float16 to float32 is exact, so a parameter kept in a
-    wider dtype has the same fingerprint too. Any change, such as of one bit or of two elements that
-    trade places, changes the fingerprint all but surely. Elements that float32 cannot hold, as of
-    int64, count as their 32-bit words.
-    """
-    return read_fingerprints({"": fingerprint_sum(tensor, first_row, first_column)})[""]
-
-
-def read_fingerprints(sums: Mapping[str, torch.Tensor | int]) -> dict[str, int]:
-    """The fingerprints of tensors by name, from their `fingerprint_sum`; waits once for each
-    device."""
-    read = {name: value for name, value in sums.items() if isinstance(value, int)}
-    on_device: dict[torch.device, dict[str, torch.Tensor]] = defaultdict(dict)
-    for name, value in sums.items():
-        if isinstance(value, torch.Tensor):
-            on_device[value.device][name] = value
-    for found in on_device.values():
-        read |= dict(zip(found, torch.stack(list(found.values())).tolist(), strict=True))
-    return {name: read[name] % 2**64 for name in sums}
-
-
-def fingerprint_sum(
-    tensor: torch.Tensor, first_row: int = 0, first_column: int = 0
-) -> torch.Tensor:
-    """() int64, the fingerprint of `fingerprint_tensor` as a signed number, still on the device of
-    the tensor."""
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    if tensor.numel() == 0:
-        return total
-    matrix = tensor.detach().reshape(math.prod(tensor.shape[:1]), -1)
-    if matrix.itemsize == 8:
-        matrix = matrix.view(torch.int32)
-    num_rows, num_columns = matrix.shape
-    chunk_elements = _ELEMENTS_PER_CHUNK[tensor.device.type]
-    width = min(num_columns, chunk_elements)
-    row_factors = _odd_factors(first_row, num_rows, tensor.device)
-    for left, block in zip(range(0, num_columns, width), matrix.split(width, dim=1), strict=True):
-        column_factors = (
-            _odd_factors(first_column + left, block.shape[1], tensor.device) >> 32
-        ).int() | 1
-        height = max(1, chunk_elements // width)
-        for chunk, factors in zip(block.split(height), row_factors.split(height), strict=True):
-            bits = chunk if chunk.dtype == torch.int32 else chunk.float().view(torch.int32)
-            mixed = bits * _MULTIPLIER  # wraps around modulo 2**32, as below
-            mixed ^= mixed >> _SHIFT
-            mixed *= column_factors
-            mixed ^= mixed >> _SHIFT
-            total += (mixed.sum(dim=1, dtype=torch.int64) * factors).sum()
-    return total
-
-
-def _odd_factors(first: int, count: int, device: torch.device) -> torch.Tensor:
-    """(count,) int64: a pseudo-random odd number for each index from `first`."""
-    first_multiplier, second_multiplier = _INDEX_MULTIPLIERS
-    mixed = torch.arange(first + 1, first + count + 1, device=device) * first_multiplier
-    mixed ^= mixed >> 32
-    mixed *= second_multiplier
-    mixed ^= mixed >> 29
-    return mixed | 1
 
 
 def in_order(
@@ -256,93 +169,6 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def local_fingerprint(name: str, tensor: torch.Tensor, rank: int) -> torch.Tensor | int:
-    """The `fingerprint_sum` of what this rank answers for: of several copies of a value, one
-    counts."""
-    if not isinstance(tensor, DTensor):
-        return fingerprint_sum(tensor) if rank == 0 else 0
-    if not all(p.is_replicate() or (type(p) is Shard and p.dim < 2) for p in tensor.placements):
-        raise ValueError(
-            f"Parameter {name} is placed as {tensor.placements}; only Replicate(), Shard(0) and "
-            "Shard(1) can be exported. Redistribute it before."
-        )
-    coordinate = tensor.device_mesh.get_coordinate()
-    assert coordinate is not None, f"rank {rank} exports {name} but is not part of its device mesh"
-    # Of several trainers of a model each exports on its own: what counts is the copy that its first
-    # rank has a part of.
-    first = (tensor.device_mesh.mesh == dist.get_rank() - rank).nonzero()[0].tolist()
-    if any(
-        p.is_replicate() and a != b
-        for p, a, b in zip(tensor.placements, coordinate, first, strict=True)
-    ):
-        return 0
-    _, offsets = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
-    row, column = (*offsets, 0, 0)[:2]
-    return fingerprint_sum(tensor.to_local(), row, column * math.prod(tensor.shape[2:]))
-
-
-def whole_tensors(tensors: Sequence[torch.Tensor], is_kept: bool = True) -> list[torch.Tensor]:
-    """The tensors, all of one dtype, of which DTensors are gathered: a collective call.
-
-    One call gathers all that lie in rows over the same ranks, as FSDP2 cuts parameters, and one
-    each of the others. Without `is_kept` this rank only takes part, and returns none.
-    """
-    in_rows: dict[tuple[Any, int], list[int]] = defaultdict(list)
-    whole: dict[int, torch.Tensor] = {}
-    for index, tensor in enumerate(tensors):
-        mesh_dim = _dim_of_rows(tensor)
-        if isinstance(tensor, DTensor) and mesh_dim is not None:
-            in_rows[tensor.device_mesh, mesh_dim].append(index)
-        else:
-            whole[index] = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    for (mesh, mesh_dim), indices in in_rows.items():
-        together = [tensors[index] for index in indices]
-        gathered = _gather_rows(together, mesh.get_group(mesh_dim), mesh.size(mesh_dim), is_kept)
-        whole |= dict(zip(indices, gathered, strict=is_kept))
-    return [whole[index] for index in range(len(tensors))] if is_kept else []
-
-
-def _dim_of_rows(tensor: torch.Tensor) -> int | None:
-    """The dimension of the mesh over which a DTensor's rows lie; None if they do not, or over
-    several."""
-    if not isinstance(tensor, DTensor):
-        return None
-    cut = [
-        (dim, placement)
-        for dim, placement in enumerate(tensor.placements)
-        if not placement.is_replicate()
-    ]
-    return cut[0][0] if len(cut) == 1 and type(cut[0][1]) is Shard and cut[0][1].dim == 0 else None
-
-
-def _gather_rows(
-    tensors: Sequence[Any], group: Any, num_ranks: int, is_kept: bool
-) -> list[torch.Tensor]:
-    """Whole tensors from the rows that each rank of the group has; none without `is_kept`."""
-    if num_ranks == 1:
-        return [tensor.to_local() for tensor in tensors] if is_kept else []
-    # A rank has as many rows as the others; the last ones may have fewer, or none, which are sent
-    # as they come.
-    rows = [-(-tensor.shape[0] // num_ranks) for tensor in tensors]
-    columns = [math.prod(tensor.shape[1:]) for tensor in tensors]
-    sizes = [count * width for count, width in zip(rows, columns, strict=True)]
-    local = [tensor.to_local().reshape(-1) for tensor in tensors]
-    sent = torch.empty(sum(sizes), dtype=local[0].dtype, device=local[0].device)
-    places = [place[: part.numel()] for place, part in zip(sent.split(sizes), local, strict=True)]
-    torch._foreach_copy_(places, local)
-    received = sent.new_empty(num_ranks * len(sent))
-    dist.all_gather_into_tensor(received, sent, group=group)
-    if not is_kept:
-        return []
-    parts = received.view(num_ranks, -1).split(sizes, dim=1)
-    return [
-        part.reshape(-1)[: tensor.numel()].view(tensor.shape)
-        for tensor, part in zip(tensors, parts, strict=True)
-    ]
-
-
 def _pack(
     tensors: Sequence[torch.Tensor], allocate: Callable[[int, bool], np.ndarray]
 ) -> np.ndarray:
@@ -360,97 +186,6 @@ def _pack(
     else:
         torch.cat(pieces, out=values)
     return data
-
-
-def check_exports(exports: Sequence[WeightExport], version: int) -> dict[str, int]:
-    """Checks that the exports are one complete set of version `version`; returns the fingerprint of
-    each parameter and buffer by name.
-
-    Raises WeightSyncError if a rank, bucket or parameter is missing or there twice, or versions or
-    dtypes differ.
-    """
-    if not exports:
-        raise WeightSyncError(f"Weights of version {version}: no rank exported anything.")
-    first = exports[0]
-    names = [name for export in exports for bucket in export.buckets for name in bucket.names]
-    shared = {
-        name: getattr(first, name) for name in ("world_size", "dtype", "num_tensors", "num_buckets")
-    }
-    shared["version"] = version
-    checks: list[tuple[str, Any, Any]] = [
-        *(
-            (f"{name} of rank {e.rank}", getattr(e, name), value)
-            for e in exports
-            for name, value in shared.items()
-        ),
-        ("ranks", sorted(export.rank for export in exports), list(range(first.world_size))),
-        (
-            "buckets",
-            sorted(b.index for export in exports for b in export.buckets),
-            list(range(first.num_buckets)),
-        ),
-        ("number of tensors", len(names), first.num_tensors),
-        ("number of different tensors", len(set(names)), first.num_tensors),
-    ]
-    for what, got, expected in checks:
-        if got != expected:
-            raise WeightSyncError(
-                f"Weights of version {version}, {what}: expected {expected}, got {got}."
-            )
-    return {
-        name: sum(export.fingerprints.get(name, 0) for export in exports) % 2**64 for name in names
-    }
-
-
-def check_arrival(
-    expected: Mapping[str, Any],
-    loaded: Mapping[str, Any],
-    failure: str,
-    error: type[Exception] = WeightSyncError,
-) -> str:
-    """One fingerprint of all weights together, 64 bits in hexadecimal, if the two are equal; else
-    raises `error`, which says `failure` and which parameters or buffers differ.
-    """
-    names = sorted(
-        name for name in {**expected, **loaded} if expected.get(name) != loaded.get(name)
-    )
-    if names:
-        more = ", ..." if len(names) > 5 else ""
-        raise error(
-            f"{failure}: {len(names)} of {len(expected)} tensors differ from the trainer's: "
-            f"{', '.join(names[:5])}{more}."
-        )
-    return hashlib.blake2b(repr(sorted(expected.items())).encode(), digest_size=8).hexdigest()
-
-
-def check_staged(exports: Sequence[WeightExport], version: int, device: str) -> dict[str, int]:
-    """The trainer's fingerprint of each tensor, by name, if the exports are complete and hold the
-    trainer's values.
-
-    `device` computes the fingerprints, of one tensor at a time. All ranks of a process group call
-    it, since they load together: what one of them refuses, all do. Raises WeightSyncError as
-    `check_exports` does, and StaleWeightsError if a value is not the trainer's.
-    """
-    expected = check_exports(exports, version)
-    stale = None
-    try:
-        staged = read_fingerprints(
-            {name: fingerprint_sum(tensor.to(device)) for name, tensor in iterate_weights(exports)}
-        )
-        check_arrival(
-            expected,
-            staged,
-            f"Weights of version {version} changed on their way",
-            StaleWeightsError,
-        )
-    except StaleWeightsError as error:
-        stale = error
-    num_stale = torch.tensor(float(stale is not None), device=device)
-    if dist.is_initialized():
-        dist.all_reduce(num_stale)
-    if num_stale:
-        raise stale or StaleWeightsError(f"Weights of version {version} are stale on another rank.")
-    return expected
 
 
 def iterate_weights(exports: Sequence[WeightExport]) -> Iterator[tuple[str, torch.Tensor]]:

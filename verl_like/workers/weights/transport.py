@@ -1,34 +1,47 @@
-"""The interface of the ways that weights take, which is also the simplest of them."""
+"""The interface of the transports, which carry weights from the trainer to the rollout engines."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 
 from verl_like.single_controller.worker import Worker
-from verl_like.workers.weights.exports import WeightExport, allocate_memory
+from verl_like.workers.weights.exports import WeightExport
 
 
-class WeightTransport:
-    """Weights travel with the call, through the object store, which has one copy of them on every
-    node.
+class WeightTransport(Protocol):
+    """What carries the weights of a trainer to rollout engines and to copies of its models.
 
-    Each rank of the trainer and of the rollout has an end. What `publish` returns goes to all ranks
-    of the rollout, where `receive` makes it whole again.
+    Every rank of the trainer and every rank of a receiving worker group has an instance of its own.
+    At each update every rank of the trainer fills memory of `allocate` (`collect_weights`) and
+    calls `publish`. The driver passes what all of them return to every rank of the receivers, and
+    each of those calls `receive` with it.
     """
 
-    def allocate(self, num_bytes: int, pinned: bool) -> np.ndarray:
-        """Host memory for a bucket of an export, see `collect_weights`."""
-        return allocate_memory(num_bytes, pinned)
+    @property
+    def allocate(self) -> Callable[[int, bool], np.ndarray] | None:
+        """On a rank of the trainer: the function that returns memory for a bucket of an export.
+
+        Its arguments are a number of bytes and whether the memory is to be pinned, as it is for
+        copies from a GPU. It returns a (bytes,) uint8 array without values. The array stays as it
+        is from `publish` to the next `publish` at least.
+
+        None if no host memory holds the values: then the buckets of an export are empty, and the
+        values travel while the engines load.
+        """
 
     def publish(self, export: WeightExport) -> WeightExport:
-        """On a rank of the trainer: what travels of its export, whose buckets are in memory of
-        `allocate`."""
-        return export
+        """On a rank of the trainer: makes an export available to the receivers.
+
+        The values of its buckets are in memory of `allocate`. Returns the export that the driver
+        passes on, in which values may have been replaced by where they are.
+        """
 
     def receive(self, exports: Sequence[WeightExport], worker: Worker) -> Sequence[WeightExport]:
-        """On all ranks of the rollout at the same time: the exports with their values in memory of
-        this node.
+        """On all ranks of a receiving worker group at the same time: brings the values of published
+        exports, one of each rank of the trainer, into memory of this node.
 
-        Raises StaleWeightsError if the trainer does not have them any more.
+        `worker` is this rank. Returns the exports with values that NumPy can read, if the
+        transport has an `allocate`. They may have been overwritten meanwhile, which `check_staged`
+        notices. Raises StaleWeightsError if the trainer has newer weights instead.
         """
-        return exports

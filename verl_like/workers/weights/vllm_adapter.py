@@ -13,15 +13,15 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.utils import parse_fine_tuned_lora_name
 
-from verl_like.workers.rollout.vllm_engine import ADAPTER_ID
-from verl_like.workers.weights.exports import fingerprint_tensor
+from verl_like.workers.weights.fingerprints import fingerprint_tensor
 
 
 class Adapter:
     """What was loaded last into vLLM's `manager` of a model's adapters."""
 
-    def __init__(self, manager: Any) -> None:
+    def __init__(self, manager: Any, adapter_id: int) -> None:
         self.manager = manager
+        self.adapter_id = adapter_id
         self.sources: dict[tuple[str, bool], str] = {}
         """The Hugging Face name of each tensor, by the name of vLLM's layer and whether it is A."""
 
@@ -40,21 +40,21 @@ class Adapter:
         }
         rank = next(len(value) for name, value in values.items() if ".lora_A." in name)
         adapter = LoRAModel.from_lora_tensors(
-            ADAPTER_ID,
+            self.adapter_id,
             {names[name]: value for name, value in values.items()},
             PEFTHelper(r=rank, lora_alpha=rank, target_modules=[]),
             device="cpu",
             dtype=self.manager.lora_config.lora_dtype,
             weights_mapper=mapper,
         )
-        self.manager.remove_adapter(ADAPTER_ID)
+        self.manager.remove_adapter(self.adapter_id)
         self.manager.add_adapter(adapter)
-        self.manager.activate_adapter(ADAPTER_ID)
+        self.manager.activate_adapter(self.adapter_id)
 
     def fingerprints(self) -> dict[str, int]:
         """Fingerprints by Hugging Face name of what the layers compute with; zeros, as in padding,
         add nothing."""
-        slot = self.manager.lora_index_to_id.index(ADAPTER_ID)
+        slot = self.manager.lora_index_to_id.index(self.adapter_id)
         found = {}
         for module_name, module in self.manager.modules.items():
             parts = self.manager.packed_modules.get(module_name, [module_name])

@@ -42,16 +42,12 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
-from verl_like.workers.rollout.vllm_adapter import Adapter
-from verl_like.workers.weights.direct import receive_chunks
-from verl_like.workers.weights.exports import (
-    WeightBucket,
-    WeightSyncError,
-    fingerprint_sum,
-    iterate_buckets,
-    read_fingerprints,
-)
+from verl_like.workers.weights.arrival import WeightSyncError
+from verl_like.workers.weights.exports import WeightBucket, iterate_buckets
+from verl_like.workers.weights.fingerprints import fingerprint_sum, read_fingerprints
+from verl_like.workers.weights.ipc import receive_chunks
 from verl_like.workers.weights.shared_memory import SharedPages
+from verl_like.workers.weights.vllm_adapter import Adapter
 
 _PR_SET_PDEATHSIG = 1
 
@@ -279,9 +275,9 @@ class WorkerExtension:
         """See `StagedTransfer.fingerprints`."""
         return self.weight_transfer_engine.fingerprints()
 
-    def load_adapter(self, buckets: list[Any]) -> None:
+    def load_adapter(self, buckets: list[Any], adapter_id: int) -> None:
         """See `Adapter.load` and `StagedUpdate`."""
-        self.adapter = Adapter(self.model_runner.get_model().lora_manager)
+        self.adapter = Adapter(self.model_runner.get_model().lora_manager, adapter_id)
         self.adapter.load(iterate_buckets(StagedUpdate(buckets).buckets))
 
     def adapter_fingerprints(self) -> dict[str, int]:
