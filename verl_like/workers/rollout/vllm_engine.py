@@ -17,7 +17,7 @@ from verl_like.workers.planning.flops import attention_heads
 from verl_like.workers.rollout.base import CPU_NUM_SEQS, RolloutEngine
 from verl_like.workers.rollout.request import Completion, GenerationRequest
 from verl_like.workers.weights.direct import init_info
-from verl_like.workers.weights.exports import WeightExport
+from verl_like.workers.weights.exports import WeightExport, buckets_of
 
 ADAPTER_ID = 1
 """vLLM's number for the policy's adapter, of whatever version."""
@@ -296,7 +296,7 @@ class VllmEngine(RolloutEngine):
             place["transport"] = self.config.weight_transport
             self.llm.init_weight_transfer_engine(WeightTransferInitRequest(place))
             self._has_joined = True
-        buckets = [bucket for export in exports for bucket in export.buckets]
+        buckets = buckets_of(exports)
         if self.model_config.lora_rank:
             self.llm.collective_rpc("load_adapter", args=(buckets, ADAPTER_ID))
             self.llm.update_weight_version(str(version))

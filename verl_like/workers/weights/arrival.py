@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from verl_like.workers.weights.exports import WeightExport, iterate_weights
+from verl_like.workers.weights.exports import WeightExport, buckets_of, iterate_weights
 from verl_like.workers.weights.fingerprints import fingerprint_sum, read_fingerprints
 
 
@@ -16,8 +16,8 @@ class WeightSyncError(RuntimeError):
 
 
 class StaleWeightsError(WeightSyncError):
-    """What was sent is not there any more, as when newer weights took its place; the receiver keeps
-    what it has."""
+    """What was sent is not there any more, for example because newer weights took its place. The
+    receiver keeps the weights it has."""
 
 
 def check_exports(exports: Sequence[WeightExport], version: int) -> dict[str, int]:
@@ -30,23 +30,25 @@ def check_exports(exports: Sequence[WeightExport], version: int) -> dict[str, in
     if not exports:
         raise WeightSyncError(f"Weights of version {version}: no rank exported anything.")
     first = exports[0]
-    names = [name for export in exports for bucket in export.buckets for name in bucket.names]
-    shared = {
-        name: getattr(first, name) for name in ("world_size", "dtype", "num_tensors", "num_buckets")
-    }
-    shared["version"] = version
-    checks: list[tuple[str, Any, Any]] = [
-        *(
-            (f"{name} of rank {e.rank}", getattr(e, name), value)
-            for e in exports
-            for name, value in shared.items()
-        ),
-        ("ranks", sorted(export.rank for export in exports), list(range(first.world_size))),
-        (
-            "buckets",
-            sorted(b.index for export in exports for b in export.buckets),
-            list(range(first.num_buckets)),
-        ),
+    ranks = sorted(export.rank for export in exports)
+    buckets = buckets_of(exports)
+    indices = sorted(bucket.index for bucket in buckets)
+    names: list[str] = []
+    for bucket in buckets:
+        names += bucket.names
+    checks: list[tuple[str, Any, Any]] = []
+    for export in exports:
+        of_rank = f"of rank {export.rank}"
+        checks += [
+            (f"world_size {of_rank}", export.world_size, first.world_size),
+            (f"dtype {of_rank}", export.dtype, first.dtype),
+            (f"num_tensors {of_rank}", export.num_tensors, first.num_tensors),
+            (f"num_buckets {of_rank}", export.num_buckets, first.num_buckets),
+            (f"version {of_rank}", export.version, version),
+        ]
+    checks += [
+        ("ranks", ranks, list(range(first.world_size))),
+        ("buckets", indices, list(range(first.num_buckets))),
         ("number of tensors", len(names), first.num_tensors),
         ("number of different tensors", len(set(names)), first.num_tensors),
     ]
@@ -55,9 +57,11 @@ def check_exports(exports: Sequence[WeightExport], version: int) -> dict[str, in
             raise WeightSyncError(
                 f"Weights of version {version}, {what}: expected {expected}, got {got}."
             )
-    return {
-        name: sum(export.fingerprints.get(name, 0) for export in exports) % 2**64 for name in names
-    }
+    fingerprints: dict[str, int] = {}
+    for name in names:
+        parts = [export.fingerprints.get(name, 0) for export in exports]
+        fingerprints[name] = sum(parts) % 2**64
+    return fingerprints
 
 
 def check_arrival(
@@ -66,24 +70,26 @@ def check_arrival(
     failure: str,
     error: type[Exception] = WeightSyncError,
 ) -> str:
-    """One fingerprint of all weights together, 64 bits in hexadecimal, if the two are equal; else
-    raises `error`, which says `failure` and which parameters or buffers differ.
+    """Checks that two mappings from the names of tensors are equal; returns one fingerprint of all
+    of `expected` together, 64 bits in hexadecimal.
+
+    Otherwise raises `error`, which says `failure` and which parameters or buffers differ.
     """
-    names = sorted(
-        name for name in {**expected, **loaded} if expected.get(name) != loaded.get(name)
-    )
-    if names:
-        more = ", ..." if len(names) > 5 else ""
+    names = sorted({**expected, **loaded})
+    different = [name for name in names if expected.get(name) != loaded.get(name)]
+    if different:
+        more = ", ..." if len(different) > 5 else ""
         raise error(
-            f"{failure}: {len(names)} of {len(expected)} tensors differ from the trainer's: "
-            f"{', '.join(names[:5])}{more}."
+            f"{failure}: {len(different)} of {len(expected)} tensors differ from the trainer's: "
+            f"{', '.join(different[:5])}{more}."
         )
-    return hashlib.blake2b(repr(sorted(expected.items())).encode(), digest_size=8).hexdigest()
+    all_together = repr(sorted(expected.items())).encode()
+    return hashlib.blake2b(all_together, digest_size=8).hexdigest()
 
 
 def check_staged(exports: Sequence[WeightExport], version: int, device: str) -> dict[str, int]:
-    """The trainer's fingerprint of each tensor, by name, if the exports are complete and hold the
-    trainer's values.
+    """Checks that the exports are complete and hold the trainer's values, before they are loaded;
+    returns the trainer's fingerprint of each tensor by name.
 
     `device` computes the fingerprints, of one tensor at a time. All ranks of a process group call
     it, since they load together: what one of them refuses, all do. Raises WeightSyncError as
@@ -92,15 +98,12 @@ def check_staged(exports: Sequence[WeightExport], version: int, device: str) -> 
     expected = check_exports(exports, version)
     stale = None
     try:
-        staged = read_fingerprints(
-            {name: fingerprint_sum(tensor.to(device)) for name, tensor in iterate_weights(exports)}
-        )
-        check_arrival(
-            expected,
-            staged,
-            f"Weights of version {version} changed on their way",
-            StaleWeightsError,
-        )
+        sums: dict[str, torch.Tensor | int] = {}
+        for name, tensor in iterate_weights(exports):
+            sums[name] = fingerprint_sum(tensor.to(device))
+        failure = f"Weights of version {version} changed on their way"
+        staged = read_fingerprints(sums)
+        check_arrival(expected, staged, failure, StaleWeightsError)
     except StaleWeightsError as error:
         stale = error
     num_stale = torch.tensor(float(stale is not None), device=device)

@@ -3,20 +3,15 @@
 import os
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-import torch
 from torch.distributed.tensor import DTensor
 
 from verl_like.single_controller.worker import Worker, reserve_port
-from verl_like.workers.weights.exports import WeightExport
-
-NamedWeight = tuple[str, torch.Tensor, torch.dtype]
-"""An entry of `in_order`: name, tensor, and the dtype in which it travels."""
+from verl_like.workers.weights.exports import Allocate, NamedTensor, OrderedWeight, WeightExport
 
 
 def init_info(
@@ -26,7 +21,8 @@ def init_info(
 
     `first_rank` is the rank among the receivers of the first process of the engine's replica.
     """
-    ((host, port),) = [export.address for export in exports if export.address]
+    addresses = [export.address for export in exports if export.address]
+    ((host, port),) = addresses  # rank 0 alone has one
     return {
         "master_address": host,
         "master_port": port,
@@ -36,19 +32,21 @@ def init_info(
     }
 
 
-def gather(weights: Iterable[NamedWeight]) -> Iterator[tuple[str, torch.Tensor]]:
+def gather(weights: Iterable[OrderedWeight]) -> Iterator[NamedTensor]:
     """Yields the names and whole tensors of `in_order`, one by one; a collective call when there
     are DTensors."""
     for name, weight, dtype in weights:
         tensor = weight.detach().to(dtype)
-        yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if isinstance(tensor, DTensor):
+            tensor = tensor.full_tensor()
+        yield name, tensor
 
 
 class DirectTransport(ABC):
     """An export says which parameters come and which fingerprints they must have; `send` brings the
     values while an engine loads them."""
 
-    allocate: Callable[[int, bool], np.ndarray] | None = None
+    allocate: Allocate | None = None
 
     def __init__(self) -> None:
         self._ports: dict[str, tuple[socket.socket, int]] = {}
@@ -94,6 +92,6 @@ class DirectTransport(ABC):
         """Returns vLLM's group of rank 0 and the receivers."""
 
     @abstractmethod
-    def send(self, weights: Sequence[NamedWeight], rank: int) -> None:
+    def send(self, weights: Sequence[OrderedWeight], rank: int) -> None:
         """On all ranks of the trainer: has the receivers load what was exported last, in the order
         of `in_order`; a collective call."""

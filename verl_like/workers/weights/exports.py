@@ -13,6 +13,13 @@ from verl_like.workers.weights.fingerprints import local_fingerprint, read_finge
 from verl_like.workers.weights.gathering import whole_tensors
 
 DEFAULT_BUCKET_BYTES = 256 << 20
+NamedTensor = tuple[str, torch.Tensor]
+"""A Hugging Face name, and the parameter or buffer that has it."""
+OrderedWeight = tuple[str, torch.Tensor, torch.dtype]
+"""Name, tensor, and the dtype in which it travels; see `in_order`."""
+Allocate = Callable[[int, bool], np.ndarray]
+"""Returns host memory of a number of bytes, (bytes,) uint8 without values; pinned if the second
+argument says so, as it does for copies from a GPU."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +55,12 @@ class WeightExport:
     """Name of the torch dtype of the parameters. A buffer has the dtype that it has in the
     trainer."""
     num_tensors: int
-    """Parameters and buffers of the model, over all ranks."""
+    """Number of parameters and buffers of the model, over all ranks."""
     num_buckets: int
-    """Of the model, over all ranks."""
+    """Number of buckets of the model, over all ranks."""
     fingerprints: dict[str, int]
-    """Of each tensor, by its name, the part that this rank answers for; the sum over ranks is the
-    tensor's."""
+    """By the name of each tensor the part of its fingerprint that this rank answers for; the sum
+    over ranks is the tensor's fingerprint."""
     buckets: tuple[WeightBucket, ...]
     """This rank's buckets: every `world_size`-th one."""
     address: tuple[str, int] | None = None
@@ -65,37 +72,35 @@ class WeightExport:
 
 
 def allocate_memory(num_bytes: int, pinned: bool) -> np.ndarray:
-    """(num_bytes,) uint8, uninitialised host memory of this process."""
+    """Returns uninitialised host memory of this process, (num_bytes,) uint8."""
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned).numpy()
 
 
 def in_order(
-    parameters: Iterable[tuple[str, torch.Tensor]],
-    dtype: torch.dtype,
-    buffers: Iterable[tuple[str, torch.Tensor]],
-) -> list[tuple[str, torch.Tensor, torch.dtype]]:
-    """(name, tensor, dtype in which it travels) in the order in which they do, that with the widest
-    elements first.
+    parameters: Iterable[NamedTensor], dtype: torch.dtype, buffers: Iterable[NamedTensor]
+) -> list[OrderedWeight]:
+    """Returns the weights in the order in which they travel: those with the widest elements first.
 
     Parameters are cast to `dtype`; buffers keep theirs. vLLM packs all of them into one piece of
     memory, in which each has to begin at a multiple of its elements' size.
     """
     weights = [(name, tensor, dtype) for name, tensor in parameters]
-    weights += [(name, tensor, tensor.dtype) for name, tensor in buffers]
+    for name, tensor in buffers:
+        weights.append((name, tensor, tensor.dtype))
     return sorted(weights, key=lambda weight: -weight[2].itemsize)
 
 
 @torch.no_grad()
 def collect_weights(
-    parameters: Iterable[tuple[str, torch.Tensor]],
-    buffers: Iterable[tuple[str, torch.Tensor]] = (),
+    parameters: Iterable[NamedTensor],
+    buffers: Iterable[NamedTensor] = (),
     *,
     dtype: torch.dtype,
     rank: int,
     world_size: int,
     version: int,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-    allocate: Callable[[int, bool], np.ndarray] | None = allocate_memory,
+    allocate: Allocate | None = allocate_memory,
 ) -> WeightExport:
     """Gathers a model's weights and keeps this rank's share of them; a collective call when there
     are DTensors.
@@ -114,73 +119,85 @@ def collect_weights(
         rank: this process among the `world_size` processes of a trainer that each export a share.
         version: which update of the policy these weights are.
         bucket_bytes: size at which a bucket is closed; a larger parameter gets a bucket of its own.
-        allocate: gives the (bytes,) uint8 host memory of a bucket, pinned where the second argument
-            says so. With None nothing is gathered, and the buckets have no values.
+        allocate: returns the memory of a bucket. With None nothing is gathered, and the buckets
+            have no values.
     """
     fingerprints: dict[str, torch.Tensor | int] = {}
     buckets: list[WeightBucket] = []
-    pending: list[tuple[str, torch.Tensor]] = []
-    pending_bytes = 0
-    pending_dtype = dtype
-    num_buckets = 0
-
-    def close_bucket() -> None:
-        nonlocal pending_bytes, num_buckets
-        is_kept = num_buckets % world_size == rank
-        names, tensors = zip(*pending, strict=True)
-        shapes = tuple(tuple(tensor.shape) for tensor in tensors)
-        whole = whole_tensors(tensors, is_kept) if allocate else []
+    weights = in_order(parameters, dtype, buffers)
+    groups = _in_buckets(weights, bucket_bytes)
+    for index, group in enumerate(groups):
+        tensors: dict[str, torch.Tensor] = {}
+        for name, weight, own_dtype in group:
+            if name in fingerprints:
+                raise ValueError(
+                    f"Parameter {name} is exported twice; pass named_parameters(), not a state "
+                    "dict."
+                )
+            # `to` takes 1 us to do nothing.
+            tensor = weight if weight.dtype == own_dtype else weight.to(own_dtype)
+            fingerprints[name] = local_fingerprint(name, tensor, rank)
+            tensors[name] = tensor
+        is_kept = index % world_size == rank
+        whole = whole_tensors([*tensors.values()], is_kept) if allocate else []
         if is_kept:
-            data = _pack(whole, allocate) if allocate else np.empty(0, np.uint8)
-            buckets.append(WeightBucket(num_buckets, names, shapes, _name(pending_dtype), data))
-        pending.clear()
-        pending_bytes = 0
-        num_buckets += 1
-
-    for name, weight, own_dtype in in_order(parameters, dtype, buffers):
-        if name in fingerprints:
-            raise ValueError(
-                f"Parameter {name} is exported twice; pass named_parameters(), not a state dict."
+            buckets.append(
+                WeightBucket(
+                    index,
+                    names=tuple(tensors),
+                    shapes=tuple(tuple(tensor.shape) for tensor in tensors.values()),
+                    dtype=_name(own_dtype),
+                    data=_pack(whole, allocate) if allocate else np.empty(0, np.uint8),
+                )
             )
-        # `to` takes 1 us to do nothing
-        tensor = weight if weight.dtype == own_dtype else weight.to(own_dtype)
-        fingerprints[name] = local_fingerprint(name, tensor, rank)
-        if pending and (pending_bytes + tensor.nbytes > bucket_bytes or pending_dtype != own_dtype):
-            close_bucket()
-        pending_dtype = own_dtype
-        pending.append((name, tensor))
-        pending_bytes += tensor.nbytes
+        del tensors, whole  # before the next bucket takes memory
     if not fingerprints:
         raise ValueError("There is no parameter to export; pass the model's named_parameters().")
-    close_bucket()
     return WeightExport(
         version=version,
         rank=rank,
         world_size=world_size,
         dtype=_name(dtype),
         num_tensors=len(fingerprints),
-        num_buckets=num_buckets,
+        num_buckets=len(groups),
         fingerprints=read_fingerprints(fingerprints),
         buckets=tuple(buckets),
     )
+
+
+def _in_buckets(weights: Iterable[OrderedWeight], bucket_bytes: int) -> list[list[OrderedWeight]]:
+    """Returns the weights of each bucket: neighbours of one dtype that have at most `bucket_bytes`
+    together, or one that has more."""
+    groups: list[list[OrderedWeight]] = []
+    num_bytes = 0  # of the last group
+    dtype = None
+    for weight in weights:
+        _, tensor, own_dtype = weight
+        own_bytes = tensor.numel() * own_dtype.itemsize
+        if own_dtype != dtype or num_bytes + own_bytes > bucket_bytes:
+            groups.append([])
+            num_bytes = 0
+            dtype = own_dtype
+        groups[-1].append(weight)
+        num_bytes += own_bytes
+    return groups
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _pack(
-    tensors: Sequence[torch.Tensor], allocate: Callable[[int, bool], np.ndarray]
-) -> np.ndarray:
-    """(bytes,) uint8 host memory with the values of tensors of one dtype, one after the other."""
-    pieces = list(map(torch.ravel, tensors))
+def _pack(tensors: Sequence[torch.Tensor], allocate: Allocate) -> np.ndarray:
+    """Copies tensors of one dtype, one after the other, into (bytes,) uint8 host memory."""
+    pieces = [tensor.ravel() for tensor in tensors]
     on_gpu = pieces[0].is_cuda
     sizes = [piece.numel() for piece in pieces]
-    # Always a copy: the trainer goes on writing into its parameters. One call for all, since a
+    # Always a copy: the trainer goes on writing into its parameters. One call copies all, since a
     # model has thousands.
-    data = allocate(sum(sizes) * pieces[0].itemsize, on_gpu)
+    num_bytes = sum(sizes) * pieces[0].itemsize
+    data = allocate(num_bytes, on_gpu)
     values = torch.from_numpy(data).view(pieces[0].dtype)
-    if on_gpu:  # pinned, so that the copies queue and are awaited once
+    if on_gpu:  # pinned memory, so that the copies queue and are awaited once
         torch._foreach_copy_(values.split(sizes), pieces, non_blocking=True)
         torch.cuda.synchronize()
     else:
@@ -188,22 +205,29 @@ def _pack(
     return data
 
 
-def iterate_weights(exports: Sequence[WeightExport]) -> Iterator[tuple[str, torch.Tensor]]:
-    """(Hugging Face name, whole parameter or buffer), in the trainer's order, as views of read-only
-    memory."""
-    return iterate_buckets(bucket for export in exports for bucket in export.buckets)
+def buckets_of(exports: Iterable[WeightExport]) -> list[WeightBucket]:
+    """Returns the buckets of all exports."""
+    buckets: list[WeightBucket] = []
+    for export in exports:
+        buckets += export.buckets
+    return buckets
 
 
-def iterate_buckets(buckets: Iterable[WeightBucket]) -> Iterator[tuple[str, torch.Tensor]]:
-    """What `iterate_weights` yields, of buckets."""
+def iterate_weights(exports: Sequence[WeightExport]) -> Iterator[NamedTensor]:
+    """Yields whole parameters and buffers, in the trainer's order, as views of read-only memory."""
+    return iterate_buckets(buckets_of(exports))
+
+
+def iterate_buckets(buckets: Iterable[WeightBucket]) -> Iterator[NamedTensor]:
+    """Yields the weights of buckets as `iterate_weights` does."""
     for bucket in sorted(buckets, key=lambda bucket: bucket.index):
         with warnings.catch_warnings():
             # Buffers in Ray's object store are read-only; nobody writes into these tensors.
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            flat = torch.from_numpy(np.asarray(bucket.data)).view(getattr(torch, bucket.dtype))
+            flat = torch.from_numpy(np.asarray(bucket.data))
+        flat = flat.view(getattr(torch, bucket.dtype))
         sizes = [math.prod(shape) for shape in bucket.shapes]
-        # Not Tensor.view, which first tries to read the shape as a dtype and so takes twice as
-        # long.
-        yield from zip(
-            bucket.names, map(torch.reshape, flat.split(sizes), bucket.shapes), strict=True
-        )
+        pieces = flat.split(sizes)
+        for name, piece, shape in zip(bucket.names, pieces, bucket.shapes, strict=True):
+            # Tensor.view first tries to read the shape as a dtype, and so takes twice as long.
+            yield name, torch.reshape(piece, shape)

@@ -1,4 +1,4 @@
-"""Fingerprints of tensors, by which weights are compared without being sent."""
+"""Fingerprints of tensors, by which the engine's weights are compared with the trainer's."""
 
 import math
 from collections import defaultdict
@@ -9,17 +9,21 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-_MULTIPLIER, _SHIFT = 0x2C1B3C6D, 15  # of a value's bits
-_INDEX_MULTIPLIERS = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9
-# A chunk's temporaries stay in the cache of a CPU core
+_MULTIPLIER = 0x2C1B3C6D
+_SHIFT = 15
+"""Of `mix`, which scrambles the bits of a value."""
+_FIRST_INDEX_MULTIPLIER = 0x1E3779B97F4A7C15
+_SECOND_INDEX_MULTIPLIER = 0x3F58476D1CE4E5B9
 _ELEMENTS_PER_CHUNK = {"cpu": 1 << 16, "cuda": 1 << 25}
+"""By the type of the device. On a CPU a chunk's temporaries stay in the cache of a core."""
 
 
 def fingerprint_tensor(tensor: torch.Tensor, first_row: int = 0, first_column: int = 0) -> int:
-    """The fingerprint of a tensor; of several `read_fingerprints` reads them in one go.
+    """Returns the fingerprint of a tensor. `read_fingerprints` reads those of several tensors with
+    one wait for the device.
 
-    Sum over rows i and columns j of a_i * mix(x_ij, b_j), modulo 2**64, of the elements' float32
-    bits x_ij.
+    It is the sum over rows i and columns j of a_i * mix(x_ij, b_j), modulo 2**64, where x_ij are
+    the bits of the elements as float32.
 
     Dimension 0 is the rows, all others together are the columns. a_i and b_j are odd and
     pseudo-random functions of the index; `first_row` and `first_column` say where a piece of a
@@ -30,84 +34,98 @@ def fingerprint_tensor(tensor: torch.Tensor, first_row: int = 0, first_column: i
     trade places, changes the fingerprint all but surely. Elements that float32 cannot hold, as of
     int64, count as their 32-bit words.
     """
-    return read_fingerprints({"": fingerprint_sum(tensor, first_row, first_column)})[""]
+    total = fingerprint_sum(tensor, first_row, first_column)
+    return read_fingerprints({"": total})[""]
 
 
 def read_fingerprints(sums: Mapping[str, torch.Tensor | int]) -> dict[str, int]:
-    """The fingerprints of tensors by name, from their `fingerprint_sum`; waits once for each
-    device."""
-    read = {name: value for name, value in sums.items() if isinstance(value, int)}
+    """Returns the fingerprints of tensors by name, from their `fingerprint_sum`; waits once for
+    each device."""
+    read: dict[str, int] = {}
     on_device: dict[torch.device, dict[str, torch.Tensor]] = defaultdict(dict)
     for name, value in sums.items():
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, int):
+            read[name] = value
+        else:
             on_device[value.device][name] = value
-    for found in on_device.values():
-        read |= dict(zip(found, torch.stack(list(found.values())).tolist(), strict=True))
+    for tensors in on_device.values():
+        values = torch.stack(list(tensors.values())).tolist()
+        read |= dict(zip(tensors, values, strict=True))
     return {name: read[name] % 2**64 for name in sums}
 
 
 def fingerprint_sum(
     tensor: torch.Tensor, first_row: int = 0, first_column: int = 0
 ) -> torch.Tensor:
-    """() int64, the fingerprint of `fingerprint_tensor` as a signed number, still on the device of
-    the tensor."""
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    """Returns the fingerprint of `fingerprint_tensor` as a signed number, () int64, on the device
+    of the tensor."""
+    device = tensor.device
+    total = torch.zeros((), dtype=torch.int64, device=device)
     if tensor.numel() == 0:
         return total
-    matrix = tensor.detach().reshape(math.prod(tensor.shape[:1]), -1)
+    num_rows = math.prod(tensor.shape[:1])
+    matrix = tensor.detach().reshape(num_rows, -1)
     if matrix.itemsize == 8:
         matrix = matrix.view(torch.int32)
-    num_rows, num_columns = matrix.shape
-    chunk_elements = _ELEMENTS_PER_CHUNK[tensor.device.type]
+    num_columns = matrix.shape[1]
+    chunk_elements = _ELEMENTS_PER_CHUNK[device.type]
     width = min(num_columns, chunk_elements)
-    row_factors = _odd_factors(first_row, num_rows, tensor.device)
-    for left, block in zip(range(0, num_columns, width), matrix.split(width, dim=1), strict=True):
-        column_factors = (
-            _odd_factors(first_column + left, block.shape[1], tensor.device) >> 32
-        ).int() | 1
-        height = max(1, chunk_elements // width)
-        for chunk, factors in zip(block.split(height), row_factors.split(height), strict=True):
+    height = max(1, chunk_elements // width)
+    row_factors = _odd_factors(first_row, num_rows, device).split(height)
+    for left in range(0, num_columns, width):
+        block = matrix[:, left : left + width]
+        wide_factors = _odd_factors(first_column + left, block.shape[1], device)
+        column_factors = (wide_factors >> 32).int() | 1
+        chunks = block.split(height)
+        for chunk, factors in zip(chunks, row_factors, strict=True):
             bits = chunk if chunk.dtype == torch.int32 else chunk.float().view(torch.int32)
             mixed = bits * _MULTIPLIER  # wraps around modulo 2**32, as below
             mixed ^= mixed >> _SHIFT
             mixed *= column_factors
             mixed ^= mixed >> _SHIFT
-            total += (mixed.sum(dim=1, dtype=torch.int64) * factors).sum()
+            row_sums = mixed.sum(dim=1, dtype=torch.int64)
+            total += (row_sums * factors).sum()
     return total
 
 
 def _odd_factors(first: int, count: int, device: torch.device) -> torch.Tensor:
-    """(count,) int64: a pseudo-random odd number for each index from `first`."""
-    first_multiplier, second_multiplier = _INDEX_MULTIPLIERS
-    mixed = torch.arange(first + 1, first + count + 1, device=device) * first_multiplier
+    """Returns a pseudo-random odd number for each of the indices from `first`, (count,) int64."""
+    indices = torch.arange(first + 1, first + count + 1, device=device)
+    mixed = indices * _FIRST_INDEX_MULTIPLIER
     mixed ^= mixed >> 32
-    mixed *= second_multiplier
+    mixed *= _SECOND_INDEX_MULTIPLIER
     mixed ^= mixed >> 29
     return mixed | 1
 
 
 def local_fingerprint(name: str, tensor: torch.Tensor, rank: int) -> torch.Tensor | int:
-    """The `fingerprint_sum` of what this rank answers for: of several copies of a value, one
-    counts."""
+    """Returns the `fingerprint_sum` of the part of a tensor that this rank answers for, such that
+    the sum over all ranks counts every value once.
+
+    Of several copies of a value one counts. Raises ValueError for a DTensor that is not cut along
+    whole rows or columns.
+    """
     if not isinstance(tensor, DTensor):
         return fingerprint_sum(tensor) if rank == 0 else 0
-    if not all(p.is_replicate() or (type(p) is Shard and p.dim < 2) for p in tensor.placements):
-        raise ValueError(
-            f"Parameter {name} is placed as {tensor.placements}; only Replicate(), Shard(0) and "
-            "Shard(1) can be exported. Redistribute it before."
-        )
-    coordinate = tensor.device_mesh.get_coordinate()
+    mesh = tensor.device_mesh
+    placements = tensor.placements
+    for placement in placements:
+        is_cut = type(placement) is Shard and placement.dim < 2
+        if not is_cut and not placement.is_replicate():
+            raise ValueError(
+                f"Parameter {name} is placed as {placements}; only Replicate(), Shard(0) and "
+                "Shard(1) can be exported. Redistribute it before."
+            )
+    coordinate = mesh.get_coordinate()
     assert coordinate is not None, f"rank {rank} exports {name} but is not part of its device mesh"
-    # Of several trainers of a model each exports on its own: what counts is the copy that its first
-    # rank has a part of.
-    first = (tensor.device_mesh.mesh == dist.get_rank() - rank).nonzero()[0].tolist()
-    if any(
-        p.is_replicate() and a != b
-        for p, a, b in zip(tensor.placements, coordinate, first, strict=True)
-    ):
-        return 0
-    _, offsets = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
-    row, column = (*offsets, 0, 0)[:2]
-    return fingerprint_sum(tensor.to_local(), row, column * math.prod(tensor.shape[2:]))
+    # Each of several trainers of a model exports on its own. The copy that counts is the one that
+    # the first rank of this trainer has a part of.
+    first_rank = dist.get_rank() - rank
+    first_coordinate = (mesh.mesh == first_rank).nonzero()[0].tolist()
+    for placement, own, of_first in zip(placements, coordinate, first_coordinate, strict=True):
+        if placement.is_replicate() and own != of_first:
+            return 0
+    _, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    first_row, first_column = (*offsets, 0, 0)[:2]  # there may be fewer dimensions
+    columns_per_index = math.prod(tensor.shape[2:])  # an index of dimension 1
+    return fingerprint_sum(tensor.to_local(), first_row, first_column * columns_per_index)

@@ -68,7 +68,8 @@ class GlooTransport(SharedMemoryTransport):
             link = links.get(export.address)
             if link is None:
                 host, port = export.address
-                link = _Link(dist.TCPStore(host, port, is_master=False, timeout=_TIMEOUT))
+                store = dist.TCPStore(host, port, is_master=False, timeout=_TIMEOUT)
+                link = _Link(store)
             pages = self._receive_from(link, export, worker)
             received.append(with_data(export, pages))
             self._links[export.address] = link
@@ -132,7 +133,8 @@ class _Link:
         num_arrived = self.store.add(f"{key}/arrived", 1)
         if num_arrived == worker.world_size:
             number = self.store.add("requests", 1)
-            self.store.set(f"request/{number}", json.dumps([key, rollout, version]))
+            request = json.dumps([key, rollout, version])
+            self.store.set(f"request/{number}", request)
         refusal = self.store.get(f"{key}/turn").decode()
         if refusal:
             raise StaleWeightsError(refusal)
@@ -149,12 +151,16 @@ class _Link:
         num_decided = self.store.add(f"{key}/decided", 1)
         if num_decided == worker.world_size:
             self.store.set(f"{key}/members", "")
-        self.group = _join(self.store, key, rank, self.group) if receives else None
+        if receives:
+            self.group = _join(self.store, key, rank, self.group)
+        else:
+            self.group = None
         return key, pages
 
 
 def _read_pages(store: dist.Store, key: str) -> list[SharedPages]:
-    return [SharedPages(*address) for address in json.loads(store.get(key))]
+    addresses = json.loads(store.get(key))
+    return [SharedPages(*address) for address in addresses]
 
 
 class _Sender:
@@ -168,13 +174,15 @@ class _Sender:
         self.latest: WeightExport
         self.groups: dict[str, Any] = {}
         """Process groups, each by the worker group that is in it."""
-        threading.Thread(target=self._serve, name="broadcast of weights", daemon=True).start()
+        thread = threading.Thread(target=self._serve, name="broadcast of weights", daemon=True)
+        thread.start()
 
     def _serve(self) -> None:
         for number in itertools.count(1):
             request = f"request/{number}"
             self.store.wait([request], _IDLE)
-            key, rollout, version = json.loads(self.store.get(request))
+            asked = self.store.get(request)
+            key, rollout, version = json.loads(asked)
             self.store.delete_key(request)
             self._delete_keys_before(key, rollout, version)
             try:
@@ -199,7 +207,8 @@ class _Sender:
                 and not name.startswith(f"{key}/")
                 and name != f"{version}/{rollout}"
             )
-            is_earlier_page = first == "staged" and others[0] != str(self.latest.version)
+            latest = str(self.latest.version)
+            is_earlier_page = first == "staged" and others[0] != latest
             if is_of_group or is_earlier_page:
                 self.store.delete_key(name)
 
@@ -245,7 +254,8 @@ def _broadcast(group: Any, arrays: Sequence[np.ndarray]) -> None:
     options.rootRank = options.rootTensor = 0
     pending: deque[dist.Work] = deque()
     for array in arrays:
-        pending.append(group.broadcast([torch.from_dlpack(array)], options))
+        tensor = torch.from_dlpack(array)
+        pending.append(group.broadcast([tensor], options))
         if len(pending) == 2:
             pending.popleft().wait(_BUCKET_TIMEOUT)
     for work in pending:

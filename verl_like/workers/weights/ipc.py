@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from verl_like.workers.weights.direct import DirectTransport, NamedWeight, gather
-from verl_like.workers.weights.exports import DEFAULT_BUCKET_BYTES
+from verl_like.workers.weights.direct import DirectTransport, gather
+from verl_like.workers.weights.exports import DEFAULT_BUCKET_BYTES, OrderedWeight
 
 
 class IpcTransport(DirectTransport):
@@ -33,14 +33,16 @@ class IpcTransport(DirectTransport):
             # The buffer is free before the engines take back the memory of their cache.
             self._barrier(rank)
 
-    def send(self, weights: Sequence[NamedWeight], rank: int) -> None:
+    def send(self, weights: Sequence[OrderedWeight], rank: int) -> None:
         from vllm.distributed.weight_transfer.packed_tensor import packed_ipc_producer
 
         device = torch.cuda.get_device_properties(torch.cuda.current_device())
-        largest = max(tensor.numel() * dtype.itemsize for _, tensor, dtype in weights)
-        buffer_bytes = max(DEFAULT_BUCKET_BYTES, largest)
+        sizes = [tensor.numel() * dtype.itemsize for _, tensor, dtype in weights]
         chunks = packed_ipc_producer(
-            gather(weights), str(device.uuid), operator.itemgetter(1), buffer_bytes
+            gather(weights),
+            str(device.uuid),
+            operator.itemgetter(1),
+            max(DEFAULT_BUCKET_BYTES, *sizes),
         )
         self.offer(chunks, rank)
         torch.cuda.ipc_collect()  # frees the buffer, which no engine has open any more

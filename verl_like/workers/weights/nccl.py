@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from verl_like.workers.weights.direct import DirectTransport, NamedWeight, gather
+from verl_like.workers.weights.direct import DirectTransport, gather
+from verl_like.workers.weights.exports import OrderedWeight
 
 
 class NcclTransport(DirectTransport):
@@ -17,7 +18,7 @@ class NcclTransport(DirectTransport):
 
         return trainer_init({"master_address": host, "master_port": port, "world_size": world_size})
 
-    def send(self, weights: Sequence[NamedWeight], rank: int) -> None:
+    def send(self, weights: Sequence[OrderedWeight], rank: int) -> None:
         whole = gather(weights)
         if rank > 0:
             for _ in whole:

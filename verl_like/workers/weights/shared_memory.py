@@ -20,7 +20,7 @@ import torch
 from verl_like.single_controller.worker import Worker
 from verl_like.workers.pinned_memory import pin
 from verl_like.workers.weights.arrival import StaleWeightsError, WeightSyncError
-from verl_like.workers.weights.exports import WeightExport
+from verl_like.workers.weights.exports import WeightExport, buckets_of
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,8 @@ class SharedPages:
             # The file is opened again: the mapping keeps it open, but must not keep the lock.
             with open(f"/proc/self/fd/{locked.fileno()}", "rb") as file:
                 memory = mmap.mmap(file.fileno(), self.nbytes, prot=mmap.PROT_READ)
-            _mapped[replace(self)] = _Mapping(np.frombuffer(memory, dtype=np.uint8))
+            whole = np.frombuffer(memory, dtype=np.uint8)
+            _mapped[replace(self)] = _Mapping(whole)
         array = _mapped[self].array.view()
         weakref.finalize(array, locked.close)
         return array
@@ -122,13 +123,12 @@ def pin_pages(exports: Sequence[WeightExport]) -> None:
     the check of the weights finds it, and there all ranks agree on it. If the driver does not pin
     memory that this process may only read, a warning says so.
     """
-    for export in exports:
-        for bucket in export.buckets:
-            pages = bucket.data
-            if isinstance(pages, SharedPages):
-                with contextlib.suppress(WeightSyncError):
-                    np.asarray(pages)  # maps them
-                    _pin_once(_mapped[pages])
+    for bucket in buckets_of(exports):
+        pages = bucket.data
+        if isinstance(pages, SharedPages):
+            with contextlib.suppress(WeightSyncError):
+                np.asarray(pages)  # maps them
+                _pin_once(_mapped[pages])
 
 
 def _pin_once(mapping: _Mapping) -> None:
@@ -151,7 +151,8 @@ class _Segment:
     def __init__(self, num_bytes: int, *, pinned: bool) -> None:
         self.descriptor = os.memfd_create(f"verl_like-weights-{uuid.uuid4().hex}")
         os.ftruncate(self.descriptor, num_bytes)
-        self.array = np.frombuffer(mmap.mmap(self.descriptor, num_bytes), dtype=np.uint8)
+        memory = mmap.mmap(self.descriptor, num_bytes)
+        self.array = np.frombuffer(memory, dtype=np.uint8)
         weakref.finalize(self, os.close, self.descriptor)
         if pinned:
             pin(self.array)
@@ -233,7 +234,7 @@ class SharedMemoryTransport:
 
 def with_data(export: WeightExport, data: Sequence[np.ndarray | SharedPages]) -> WeightExport:
     """Returns the export with other places of its buckets' values."""
-    buckets = [
-        replace(bucket, data=each) for bucket, each in zip(export.buckets, data, strict=True)
-    ]
+    buckets = []
+    for bucket, own_data in zip(export.buckets, data, strict=True):
+        buckets.append(replace(bucket, data=own_data))
     return replace(export, buckets=tuple(buckets))

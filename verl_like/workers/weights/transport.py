@@ -1,12 +1,10 @@
 """The interface of the transports, which carry weights from the trainer to the rollout engines."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
-import numpy as np
-
 from verl_like.single_controller.worker import Worker
-from verl_like.workers.weights.exports import WeightExport
+from verl_like.workers.weights.exports import Allocate, WeightExport
 
 
 class WeightTransport(Protocol):
@@ -19,12 +17,10 @@ class WeightTransport(Protocol):
     """
 
     @property
-    def allocate(self) -> Callable[[int, bool], np.ndarray] | None:
+    def allocate(self) -> Allocate | None:
         """On a rank of the trainer: the function that returns memory for a bucket of an export.
 
-        Its arguments are a number of bytes and whether the memory is to be pinned, as it is for
-        copies from a GPU. It returns a (bytes,) uint8 array without values. The array stays as it
-        is from `publish` to the next `publish` at least.
+        The values in this memory stay as they are from `publish` to the next `publish` at least.
 
         None if no host memory holds the values: then the buckets of an export are empty, and the
         values travel while the engines load.

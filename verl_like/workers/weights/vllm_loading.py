@@ -1,42 +1,29 @@
-"""vLLM's end of the weights: a transfer back end that reads staged updates, and fingerprints of
-what was loaded.
+"""vLLM's end of the weights: a transfer back end that loads updates, and fingerprints of what was
+loaded.
 
 vLLM imports this module in the process of its worker, where it registers the back end; nothing else
 imports it.
 """
 
 import ctypes
-import math
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import accumulate, repeat
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tp_group
-from vllm.distributed.utils import StatelessProcessGroup
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.distributed.weight_transfer.ipc_engine import (
-    IPCWeightTransferEngine,
-    IPCWeightTransferUpdateInfo,
-)
 from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLWeightTransferEngine,
-    NCCLWeightTransferInitInfo,
     NCCLWeightTransferUpdateInfo,
 )
-from vllm.model_executor.layers.linear import (
-    ColumnParallelLinear,
-    LinearBase,
-    QKVParallelLinear,
-    RowParallelLinear,
-)
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -45,10 +32,13 @@ from vllm.model_executor.model_loader.reload import (
 from verl_like.workers.weights.arrival import WeightSyncError
 from verl_like.workers.weights.exports import WeightBucket, iterate_buckets
 from verl_like.workers.weights.fingerprints import fingerprint_sum, read_fingerprints
-from verl_like.workers.weights.ipc import receive_chunks
 from verl_like.workers.weights.shared_memory import SharedPages
 from verl_like.workers.weights.vllm_adapter import Adapter
+from verl_like.workers.weights.vllm_direct import DirectInitInfo, IpcReceiver
+from verl_like.workers.weights.vllm_pieces import Source, cut_parameter
 
+Sums = dict[str, torch.Tensor]
+"""Each the `fingerprint_sum` of what a parameter has of a Hugging Face tensor, by its name."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -61,37 +51,12 @@ class StagedUpdate(WeightTransferUpdateInfo):
     def __post_init__(self) -> None:
         # A message between processes makes dictionaries of data classes.
         if isinstance(self.buckets[0], dict):
-            self.buckets = [
-                WeightBucket(**each | {"data": SharedPages(**each["data"])})
-                for each in self.buckets
-            ]
+            self.buckets = [_bucket_of(fields) for fields in self.buckets]
 
 
-@dataclass(kw_only=True)
-class DirectInitInfo(NCCLWeightTransferInitInfo):
-    """Where the trainer waits, and by which `rollout.weight_transport` it sends."""
-
-    transport: str
-
-
-class IpcReceiver(IPCWeightTransferEngine):
-    """vLLM's engine for CUDA IPC, which is told of each chunk of an update through the trainer's
-    store."""
-
-    def init_transfer_engine(self, init_info: Any) -> None:
-        """Joins the trainer."""
-        self.packed = init_info.packed
-        rank = init_info.rank_offset + self.parallel_config.rank
-        place = init_info.master_address, init_info.master_port, rank, init_info.world_size
-        self._group = StatelessProcessGroup.create(*place)
-
-    def receive_weights(self, update_info: Any) -> None:
-        """Loads all chunks; what `update_info` announces is in them."""
-        receive_chunks(self._group, self._load_chunk, self._packed_importer.close)
-
-    def _load_chunk(self, chunk: dict[str, Any]) -> None:
-        super().receive_weights(IPCWeightTransferUpdateInfo(**chunk))
-        torch.cuda.synchronize()  # it was read, so the trainer may write the next one
+def _bucket_of(fields: Mapping[str, Any]) -> WeightBucket:
+    pages = SharedPages(**fields["data"])
+    return WeightBucket(**{**fields, "data": pages})
 
 
 class StagedTransfer(WeightTransferEngine[DirectInitInfo, StagedUpdate]):
@@ -99,10 +64,9 @@ class StagedTransfer(WeightTransferEngine[DirectInitInfo, StagedUpdate]):
     or packed.
 
     The CPU build packs the weights of a linear layer into a form that only its kernel can read and
-    drops the original, and `rollout.quantization` rounds them. So these fingerprints are taken
-    after the layer was loaded and before that. Otherwise CUDA's kernels read the parameters
-    themselves, and vLLM loads into a copy of them: there only what lies in the parameters in the
-    end counts.
+    drops the original, and `rollout.quantization` rounds them. So the fingerprints of such a layer
+    are taken after it was loaded and before it is packed or rounded. All others are taken of the
+    model's parameters in the end: CUDA's kernels read those, and vLLM loads into a copy of them.
     """
 
     init_info_cls = DirectInitInfo
@@ -112,8 +76,11 @@ class StagedTransfer(WeightTransferEngine[DirectInitInfo, StagedUpdate]):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._sources: dict[str, list[tuple[str, torch.Size]]] = {}
-        self._before_packing: dict[str, dict[str, torch.Tensor] | None] = {}
+        self._sources: dict[str, list[Source]] = {}
+        """What a parameter or buffer of vLLM is made of, in the order there, by its name."""
+        self._before_packing: dict[str, Sums | None] = {}
+        """What `_fingerprints_of` returned for a parameter before it was packed or rounded, by the
+        name of the parameter."""
         is_changed = self.device.type == "cpu" or self.model_config.quantization is not None
         for name, module in self.model.named_modules():
             if is_changed and isinstance(module, LinearBase):
@@ -127,13 +94,14 @@ class StagedTransfer(WeightTransferEngine[DirectInitInfo, StagedUpdate]):
     ) -> Callable[[Any], None]:
         def fingerprint_then_pack(layer: Any) -> None:
             loaded = dict(layer.named_parameters(prefix=module_name, recurse=False))
-            found = {
-                name: self._fingerprints_of(name, parameter) for name, parameter in loaded.items()
-            }
+            found: dict[str, Sums | None] = {}
+            for name, parameter in loaded.items():
+                found[name] = self._fingerprints_of(name, parameter)
             pack(layer)
             for name, parameter in layer.named_parameters(prefix=module_name, recurse=False):
                 if parameter is not loaded.get(name):
-                    self._before_packing[name] = found.get(name, {})  # scales are vLLM's own
+                    # New parameters, such as scales, are made of no Hugging Face one.
+                    self._before_packing[name] = found.get(name, {})
 
         return fingerprint_then_pack
 
@@ -145,15 +113,16 @@ class StagedTransfer(WeightTransferEngine[DirectInitInfo, StagedUpdate]):
         self.direct.init_transfer_engine(init_info)
 
     def shutdown(self) -> None:
-        """Leaves the trainer. An update is only held while it is loaded."""
+        """Leaves the trainer. Nothing else is open, since an update is only held while it is
+        loaded."""
         if self.direct:
             self.direct.shutdown()
 
     def start_weight_update(self) -> None:
         """Gives the layers the tensors that they were built with, on which the model's
         `load_weights` works."""
-        # Ends what an update that failed in the middle has left open, whose layers would count the
-        # values of both updates, and be complete with a mixture. Otherwise it does nothing.
+        # Ends an update that failed in the middle. Otherwise its layers would count the values of
+        # both updates, and be complete with a mixture. If there is none, this does nothing.
         finalize_layerwise_reload(self.model, self.model_config)
         initialize_layerwise_reload(self.model)
 
@@ -161,17 +130,17 @@ class StagedTransfer(WeightTransferEngine[DirectInitInfo, StagedUpdate]):
         """Overwrites the weights. All of them come in one call, since vLLM forgets an update that
         failed in it."""
         buckets = sorted(update_info.buckets, key=lambda bucket: bucket.index)
-        shapes = dict(
-            pair for bucket in buckets for pair in zip(bucket.names, bucket.shapes, strict=True)
-        )
-        self._sources = self._find_sources(
-            {name: torch.Size(shape) for name, shape in shapes.items()}
-        )
+        names: list[str] = []
+        dtypes: list[str] = []
+        shapes: list[Any] = []
+        for bucket in buckets:
+            names += bucket.names
+            dtypes += [bucket.dtype] * len(bucket.names)
+            shapes += bucket.shapes
+        shape_of = dict(zip(names, shapes, strict=True))
+        self._sources = self._find_sources(shape_of)
         if self.direct:
-            dtypes = [bucket.dtype for bucket in buckets for _ in bucket.names]
-            self.direct.receive_weights(
-                NCCLWeightTransferUpdateInfo([*shapes], dtypes, [*shapes.values()])
-            )
+            self.direct.receive_weights(NCCLWeightTransferUpdateInfo(names, dtypes, shapes))
         else:
             self.model.load_weights(iterate_buckets(buckets))
         finalize_layerwise_reload(self.model, self.model_config)
@@ -184,84 +153,97 @@ class StagedTransfer(WeightTransferEngine[DirectInitInfo, StagedUpdate]):
     def finish_weight_update(self) -> None:
         """Nothing is left to do."""
 
-    def _find_sources(
-        self, shapes: dict[str, torch.Size]
-    ) -> dict[str, list[tuple[str, torch.Size]]]:
-        """By the name of a vLLM parameter or buffer the Hugging Face ones that it is made of, in
-        their order there."""
+    def _find_sources(self, shapes: Mapping[str, Any]) -> dict[str, list[Source]]:
+        """Returns `_sources`, from the shapes of the Hugging Face tensors by their names."""
         mapper = getattr(self.model, "hf_to_vllm_mapper", None)
         rename = mapper.get_rename_mapper().map_name if mapper else str
+        known = set(dict(self.model.named_parameters(remove_duplicate=False)))
+        placed: dict[str, list[tuple[int, Source]]] = defaultdict(list)
+        for hf_name, shape in shapes.items():
+            name, position = self._place_of(rename(hf_name), known)
+            source = Source(hf_name, torch.Size(shape))
+            placed[name].append((position, source))
+        sources: dict[str, list[Source]] = {}
+        for name, found in placed.items():
+            sources[name] = [source for _, source in sorted(found)]
+        return sources
+
+    def _place_of(self, renamed: str, known: set[str]) -> tuple[str, int]:
+        """Returns the vLLM parameter, one of `known` if it is fused, in which a tensor is, and the
+        tensor's position in it."""
+        place = renamed, 0
         # Such as {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}.
         fused = getattr(self.model, "packed_modules_mapping", {})
-        known = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
-        places: dict[str, list[tuple[int, str, torch.Size]]] = {}
-        for hf_name, shape in shapes.items():
-            renamed = rename(hf_name)
-            target = renamed, 0
-            for whole, parts in fused.items():
-                for place, part in enumerate(parts):
-                    name = renamed.replace(f".{part}.", f".{whole}.")
-                    if f".{part}." in renamed and name in known:
-                        target = name, place
-            places.setdefault(target[0], []).append((target[1], hf_name, shape))
-        return {
-            name: [source[1:] for source in sorted(sources)] for name, sources in places.items()
-        }
+        for whole, parts in fused.items():
+            for position, part in enumerate(parts):
+                name = renamed.replace(f".{part}.", f".{whole}.")
+                if f".{part}." in renamed and name in known:
+                    place = name, position
+        return place
 
     def fingerprints(self) -> dict[str, int]:
-        """Fingerprints by Hugging Face name of the weights that the replica's processes compute
-        with together.
+        """Returns fingerprints by Hugging Face name of the weights that the replica's processes
+        compute with together.
 
         Raises WeightSyncError if it is not known which Hugging Face parameters a parameter is made
         of.
         """
-        # Other buffers of vLLM's, such as tables of positions, are its own.
-        buffers = [each for each in self.model.named_buffers() if each[0] in self._sources]
-        tensors = [*self.model.named_parameters(), *buffers]  # lists tied parameters once
-        # What vLLM has no place for is left out, and so it is missed, whatever its values are.
-        sources = [self._sources.get(name, []) for name, _ in tensors]
-        totals: dict[str, torch.Tensor | int] = {
-            hf_name: 0 for of_tensor in sources for hf_name, _ in of_tensor
-        }
-        for name, parameter in tensors:
-            is_packed = name in self._before_packing
-            found = (
-                self._before_packing[name] if is_packed else self._fingerprints_of(name, parameter)
-            )
-            if found is None:
-                raise WeightSyncError(
-                    f"What was loaded into vLLM's parameter {name} ({type(self.model).__name__}) "
-                    "cannot be checked: it is not made of "
-                    f"{[hf_name for hf_name, _ in self._sources.get(name, [])]} alone, which is "
-                    "what the trainer has for it, or not in a way that is known here. Set "
-                    "rollout.name=hf."
-                )
-            for hf_name, part in found.items():
+        tensors = dict(self.model.named_parameters())  # lists tied parameters once
+        for name, buffer in self.model.named_buffers():
+            # Other buffers of vLLM's, such as tables of positions, are its own.
+            if name in self._sources:
+                tensors[name] = buffer
+        totals: dict[str, torch.Tensor | int] = {}
+        for name in tensors:
+            # What vLLM has no place for is left out, and so it is missed, whatever its values are.
+            for source in self._sources.get(name, []):
+                totals[source.hf_name] = 0
+        for name, tensor in tensors.items():
+            sums = self._fingerprints_in(name, tensor)
+            for hf_name, part in sums.items():
                 totals[hf_name] = totals.get(hf_name, 0) + part
-        group = get_tp_group()
         names = sorted(totals)
         own = read_fingerprints(totals)
-        signed = torch.tensor(
-            [(own[name] + 2**63) % 2**64 - 2**63 for name in names], dtype=torch.int64
-        )
+        signed = [(own[name] + 2**63) % 2**64 - 2**63 for name in names]
+        of_ranks = torch.tensor(signed, dtype=torch.int64)
+        group = get_tp_group()
         if group.world_size > 1:
-            dist.all_reduce(signed, group=group.cpu_group)  # wraps around modulo 2**64
-        return {name: value % 2**64 for name, value in zip(names, signed.tolist(), strict=True)}
+            dist.all_reduce(of_ranks, group=group.cpu_group)  # wraps around modulo 2**64
+        unsigned = [value % 2**64 for value in of_ranks.tolist()]
+        return dict(zip(names, unsigned, strict=True))
 
-    def _fingerprints_of(
-        self, name: str, parameter: torch.Tensor
-    ) -> dict[str, torch.Tensor] | None:
+    def _fingerprints_in(self, name: str, parameter: torch.Tensor) -> Sums:
+        """Returns `_fingerprints_of` what was loaded into a parameter; raises WeightSyncError if
+        there are none."""
+        if name in self._before_packing:
+            found = self._before_packing[name]
+        else:
+            found = self._fingerprints_of(name, parameter)
+        if found is None:
+            sources = [source.hf_name for source in self._sources.get(name, [])]
+            raise WeightSyncError(
+                f"What was loaded into vLLM's parameter {name} ({type(self.model).__name__}) "
+                f"cannot be checked: it is not made of {sources} alone, which is "
+                "what the trainer has for it, or not in a way that is known here. Set "
+                "rollout.name=hf."
+            )
+        return found
+
+    def _fingerprints_of(self, name: str, parameter: torch.Tensor) -> Sums | None:
+        """Returns the fingerprints of what this process answers for in a parameter; None if the
+        parameter's sources do not add up to it."""
         module_name, _, leaf = name.rpartition(".")
-        pieces = _cut(
-            self.model.get_submodule(module_name), leaf, parameter, self._sources.get(name, [])
-        )
+        module = self.model.get_submodule(module_name)
+        sources = self._sources.get(name, [])
+        pieces = cut_parameter(module, leaf, parameter, sources)
         if pieces is None:
             return None
-        found: dict[str, torch.Tensor] = {}
-        for hf_name, row, column, values in pieces:
-            piece = fingerprint_sum(values, row, column)
-            found[hf_name] = found[hf_name] + piece if hf_name in found else piece
-        return found
+        sums: Sums = {}
+        for piece in pieces:
+            hf_name = piece.hf_name
+            part = fingerprint_sum(piece.values, piece.first_row, piece.first_column)
+            sums[hf_name] = sums[hf_name] + part if hf_name in sums else part
+        return sums
 
 
 class WorkerExtension:
@@ -277,8 +259,10 @@ class WorkerExtension:
 
     def load_adapter(self, buckets: list[Any], adapter_id: int) -> None:
         """See `Adapter.load` and `StagedUpdate`."""
-        self.adapter = Adapter(self.model_runner.get_model().lora_manager, adapter_id)
-        self.adapter.load(iterate_buckets(StagedUpdate(buckets).buckets))
+        manager = self.model_runner.get_model().lora_manager
+        self.adapter = Adapter(manager, adapter_id)
+        update = StagedUpdate(buckets)
+        self.adapter.load(iterate_buckets(update.buckets))
 
     def adapter_fingerprints(self) -> dict[str, int]:
         """See `Adapter.fingerprints`."""
@@ -287,62 +271,8 @@ class WorkerExtension:
 
 WeightTransferEngineFactory.register_engine("staged", StagedTransfer)
 
-# Of an engine's own process, which the kernel ends with it (Linux)
+# An engine's own process is ended by the kernel when the process that started it ends (Linux).
 if starter := multiprocessing.parent_process():
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != starter.pid:  # it has ended already
         os._exit(1)
-
-
-def _cut(
-    module: Any, leaf: str, parameter: torch.Tensor, sources: Sequence[tuple[str, torch.Size]]
-) -> list[tuple[str, int, int, torch.Tensor]] | None:
-    """The pieces of `sources` in a vLLM parameter: (Hugging Face name, first row, first column,
-    values).
-
-    Only those that this process answers for: of the copies in a replica one counts. None if the
-    sources do not add up to the parameter.
-    """
-    rank = get_tensor_model_parallel_rank()
-    # Shards of whole outputs
-    by_rows = isinstance(module, ColumnParallelLinear | VocabParallelEmbedding)
-    by_columns = isinstance(module, RowParallelLinear) and leaf == "weight"
-    size = module.tp_size if by_rows or by_columns else 1
-    num_rows = math.prod(parameter.shape[:1])
-    num_columns = math.prod(parameter.shape[1:])
-    if any(
-        math.prod(shape[1:]) != num_columns * (size if by_columns else 1) for _, shape in sources
-    ):
-        return None
-    copies = (
-        [1, *[module.num_kv_head_replicas] * 2]
-        if isinstance(module, QKVParallelLinear)
-        else repeat(1)
-    )
-    outputs = [
-        rows // c for rows, c in zip(getattr(module, "output_sizes", []), copies, strict=False)
-    ]
-    # Name, first row, rows
-    parts = [(hf_name, 0, math.prod(shape[:1])) for hf_name, shape in sources]
-    if isinstance(module, VocabParallelEmbedding):
-        parts = [(hf_name, 0, num_rows * size) for hf_name, _, _ in parts]  # padded with zeros
-    # Fused in Hugging Face's model too, such as Phi-3
-    elif len(parts) == 1 and sum(outputs) == parts[0][2]:
-        parts = [
-            (parts[0][0], end - rows, rows)
-            for rows, end in zip(outputs, accumulate(outputs), strict=True)
-        ]
-    matrix = parameter.reshape(num_rows, num_columns)
-    end = 0
-    pieces = []
-    for (hf_name, first, rows), c in zip(parts, copies, strict=False):
-        start = end
-        end = end + rows * c // (size if by_rows else 1)
-        if rank % c == 0:
-            row = first + rank // c * (end - start) if by_rows else first
-            pieces.append(
-                (hf_name, row, rank * num_columns if by_columns else 0, matrix[start:end])
-            )
-    if end != num_rows:
-        return None
-    return pieces if size > 1 or rank == 0 else []
