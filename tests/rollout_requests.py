@@ -28,9 +28,9 @@ from verl_like.workers.rollout import (
 )
 from verl_like.workers.rollout.batch import assemble, greedy_requests
 from verl_like.workers.rollout.engine_thread import EngineThread
-from verl_like.workers.weight_sync import WeightBucket, WeightExport
-from verl_like.workers.weight_transfer.direct import IpcTransport, receive_chunks
-from verl_like.workers.weight_transfer.shared_memory import SharedPages
+from verl_like.workers.weights.exports import WeightBucket, WeightExport
+from verl_like.workers.weights.ipc import IpcTransport, receive_chunks
+from verl_like.workers.weights.shared_memory import SharedPages
 
 SAMPLING = Sampling(temperature=0.9, top_k=-1, top_p=1.0, max_tokens=20, stop_token_ids=(1,))
 

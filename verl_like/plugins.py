@@ -13,6 +13,7 @@ MOVED = {
     "verl_like.trainer.ppo_trainer": "verl_like.trainer.ppo.ray_trainer",
     "verl_like.trainer.run_ppo": "verl_like.trainer.ppo.run_ppo",
     "verl_like.trainer.training_loop": "verl_like.trainer.loop.training_loop",
+    "verl_like.workers.weight_sync": "verl_like.workers.weights",
 }
 """Modules that the documents once named, each with where its names are now."""
 

@@ -28,7 +28,9 @@ from verl_like.workers.actor import ActorWorker
 from verl_like.workers.config.roles import ActorRolloutRefConfig
 from verl_like.workers.models.attention import choose_attention
 from verl_like.workers.models.packed_models import PolicyModel
-from verl_like.workers.weight_sync import check_exports, fingerprint_tensor, iterate_weights
+from verl_like.workers.weights.arrival import check_exports
+from verl_like.workers.weights.exports import iterate_weights
+from verl_like.workers.weights.fingerprints import fingerprint_tensor
 
 ROUNDS = 3
 WARM_UP = 2

@@ -30,7 +30,7 @@ from verl_like.workers.config.rollout import RolloutConfig
 from verl_like.workers.rollout import GenerationRequest
 from verl_like.workers.rollout.batch import assemble
 from verl_like.workers.rollout.vllm_engine import VllmEngine
-from verl_like.workers.weight_sync import collect_weights
+from verl_like.workers.weights.exports import collect_weights
 
 state: dict[str, Any] = {}
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from benchmarks.harness import sized
 from benchmarks.serve import serve, stopwatch
 from verl_like.single_controller.worker import Worker, reserve_port
-from verl_like.workers import weight_sync
-from verl_like.workers.weight_transfer import WEIGHT_TRANSPORTS
+from verl_like.workers.weights import WEIGHT_TRANSPORTS, exports
+from verl_like.workers.weights.arrival import check_staged
 
 ROWS = sized(1 << 18, 1 << 12)
 COLUMNS = 1024
@@ -44,8 +44,8 @@ def engine(connection: Connection, port: int) -> None:
         if export:
             received = transports[way].receive([export], worker)
             if with_checks:
-                weight_sync.check_staged(received, export.version, "cpu")
-            tensors = dict(weight_sync.iterate_weights(received))
+                check_staged(received, export.version, "cpu")
+            tensors = dict(exports.iterate_weights(received))
             memory = [np.asarray(bucket.data) for each in received for bucket in each.buckets]
         else:
             tensors = cut(flat, num_tensors)
@@ -97,9 +97,9 @@ def sync(way: str, num_tensors: int, value: int, with_checks: bool = False) -> d
     with stopwatch() as seconds:
         if way in state["transports"]:
             transport = state["transports"][way]
-            without = mock.patch.object(weight_sync, "local_fingerprint", lambda *_: 0)
+            without = mock.patch.object(exports, "local_fingerprint", lambda *_: 0)
             with contextlib.nullcontext() if with_checks else without:
-                export = weight_sync.collect_weights(
+                export = exports.collect_weights(
                     tensors.items(),
                     dtype=torch.bfloat16,
                     rank=0,

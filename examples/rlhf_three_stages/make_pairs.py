@@ -23,7 +23,7 @@ from verl_like.trainer.config import PPOConfig, load_ppo_config
 from verl_like.trainer.ppo.inputs import load_dataset
 from verl_like.workers.models.pretrained import load_tokenizer
 from verl_like.workers.rollout import RolloutEngine, get_rollout_engine
-from verl_like.workers.weight_sync import collect_weights
+from verl_like.workers.weights.exports import collect_weights
 
 SAMPLING = [
     "reward_model.enable=false",  # there is none yet

@@ -19,9 +19,10 @@ from verl_like.rehearse.engine_process import RealSizeEngine, replace_what_needs
 from verl_like.rehearse.gpu_size import bytes_of_gpu
 from verl_like.rehearse.null_gpu import NullGpu
 from verl_like.single_controller.worker import rank_environment
-from verl_like.workers import weight_sync
-from verl_like.workers.weight_sync import WeightExport, check_staged
-from verl_like.workers.weight_transfer.shared_memory import SharedMemoryTransport, pin_pages
+from verl_like.workers.weights import arrival, fingerprints
+from verl_like.workers.weights.arrival import check_staged
+from verl_like.workers.weights.exports import WeightExport
+from verl_like.workers.weights.shared_memory import SharedMemoryTransport, pin_pages
 
 COUNTERS = ("copies", "copied_bytes", "blocking_copies")
 
@@ -51,8 +52,10 @@ def measure() -> list[tuple[str, dict[str, int]]]:
     policy = config.actor_rollout_ref
     os.environ |= rank_environment(0, 1, 0, 1, "cuda")
     replace_what_needs_numbers()
-    module: Any = weight_sync
-    module.read_fingerprints = lambda sums: dict.fromkeys(sums, 0)  # those of garbage differ
+    # Fingerprints of garbage differ. vLLM's end of the weights is not imported yet.
+    modules: tuple[Any, ...] = (arrival, fingerprints)
+    for module in modules:
+        module.read_fingerprints = lambda sums: dict.fromkeys(sums, 0)
     engine = RealSizeEngine(
         policy.rollout, policy.model, rank=0, world_size=1, seed=1, device="cuda"
     )

@@ -27,7 +27,7 @@ LAYER = {
 OPTIONAL = {
     "vllm": {
         *("workers/rollout/vllm_engine.py", "workers/rollout/vllm_async_engine.py"),
-        *("workers/weight_transfer/direct.py", "rehearse/engine_process.py"),
+        *("workers/weights/nccl.py", "workers/weights/ipc.py", "rehearse/engine_process.py"),
     },
     "triton": {"rehearse/engine_process.py"},
     "peft": {"workers/models/lora.py"},
@@ -142,7 +142,7 @@ def test_only_optional_engines_are_imported_inside_a_function():
 
 # Parts of the workers, each of which imports those below; all other files are roles.
 ROOMS = {
-    **{"config": 0, "pinned_memory": 0, "weight_sync": 0, "weight_transfer": 1},
+    **{"config": 0, "pinned_memory": 0, "weights": 1},
     **{"models": 1, "planning": 2, "engine": 3, "rollout": 3, "roles": 4},
 }
 

@@ -27,7 +27,7 @@ from verl_like.workers.models.model_check import check_model
 from verl_like.workers.models.packed_models import PolicyModel
 from verl_like.workers.models.pretrained import fetch_weights, load_hf_config
 from verl_like.workers.rollout import get_rollout_engine
-from verl_like.workers.weight_sync import WeightExport
+from verl_like.workers.weights.exports import WeightExport
 
 # Legend: K response tokens of all rows.
 

@@ -34,8 +34,8 @@ from transformers import LlamaForCausalLM
 from verl_like.workers.config.models import TrainedModelConfig
 from verl_like.workers.config.rollout import RolloutConfig
 from verl_like.workers.rollout import get_rollout_engine
-from verl_like.workers.weight_sync import WeightExport, collect_weights
-from verl_like.workers.weight_transfer import SharedMemoryTransport
+from verl_like.workers.weights.exports import WeightExport, collect_weights
+from verl_like.workers.weights.shared_memory import SharedMemoryTransport
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ray]
 

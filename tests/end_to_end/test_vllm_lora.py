@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from verl_like.workers.config.models import TrainedModelConfig
 from verl_like.workers.models.lora import trained_parameters, with_scale
-from verl_like.workers.weight_sync import WeightExport, collect_weights
-from verl_like.workers.weight_transfer import SharedMemoryTransport
+from verl_like.workers.weights.exports import WeightExport, collect_weights
+from verl_like.workers.weights.shared_memory import SharedMemoryTransport
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ray]
 

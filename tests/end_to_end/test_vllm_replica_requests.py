@@ -17,7 +17,7 @@ from verl_like.workers.config.models import TrainedModelConfig
 from verl_like.workers.config.rollout import RolloutConfig
 from verl_like.workers.rollout import Completion, GenerationRequest, get_rollout_engine
 from verl_like.workers.rollout.engine_thread import EngineThread
-from verl_like.workers.weight_sync import WeightExport
+from verl_like.workers.weights.exports import WeightExport
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ray]
 

@@ -21,7 +21,7 @@ from verl_like.workers.config.models import TrainedModelConfig
 from verl_like.workers.config.rollout import RolloutConfig, SamplingConfig
 from verl_like.workers.models.lora import model_buffers
 from verl_like.workers.rollout import GenerationRequest, get_rollout_engine
-from verl_like.workers.weight_sync import WeightExport, collect_weights
+from verl_like.workers.weights.exports import WeightExport, collect_weights
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ray]
 

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from verl_like.workers.models.lora import model_buffers
-from verl_like.workers.weight_sync import collect_weights
+from verl_like.workers.weights.exports import collect_weights
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ray]
 

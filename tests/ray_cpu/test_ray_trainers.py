@@ -26,7 +26,8 @@ from verl_like.workers.actor import ActorWorker
 from verl_like.workers.config.joint_trainer import JointTrainer
 from verl_like.workers.critic import CriticWorker
 from verl_like.workers.engine import mesh
-from verl_like.workers.weight_sync import check_exports, iterate_weights
+from verl_like.workers.weights.arrival import check_exports
+from verl_like.workers.weights.exports import iterate_weights
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 

@@ -33,7 +33,7 @@ from verl_like.trainer.ppo.inputs import PPOInputs
 from verl_like.trainer.ppo.maker_driver import MakerDriver
 from verl_like.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl_like.workers.rollout_worker import RolloutWorker
-from verl_like.workers.weight_sync import collect_weights
+from verl_like.workers.weights.exports import collect_weights
 
 
 def maker(**fields: Any) -> Any:

@@ -29,7 +29,7 @@ from verl_like.workers.actor import ActorWorker
 from verl_like.workers.config.roles import ActorRolloutRefConfig
 from verl_like.workers.copies import ActorCopyWorker
 from verl_like.workers.rollout_worker import RolloutWorker
-from verl_like.workers.weight_sync import fingerprint_tensor
+from verl_like.workers.weights.fingerprints import fingerprint_tensor
 
 OTHER_MODELS = {
     "norms": {"rms_norm_eps": 0.3},

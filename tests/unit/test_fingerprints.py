@@ -18,18 +18,13 @@ from rollout_requests import (
 )
 from transformers import LlamaForCausalLM
 
-from verl_like.workers import weight_sync
 from verl_like.workers.config.models import TrainedModelConfig
 from verl_like.workers.config.rollout import RolloutConfig
 from verl_like.workers.rollout import RolloutEngine, get_rollout_engine
-from verl_like.workers.weight_sync import (
-    WeightBucket,
-    WeightExport,
-    WeightSyncError,
-    check_arrival,
-    collect_weights,
-    fingerprint_tensor,
-)
+from verl_like.workers.weights import exports
+from verl_like.workers.weights.arrival import WeightSyncError, check_arrival
+from verl_like.workers.weights.exports import WeightBucket, WeightExport, collect_weights
+from verl_like.workers.weights.fingerprints import fingerprint_tensor
 
 
 def signed(value: int, bits: int) -> int:
@@ -248,14 +243,14 @@ def test_from_the_object_store_every_number_is_read_once_where_nothing_is_to_be_
     engine: RolloutEngine, model: ModelAndFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted: list[str] = []
-    count = weight_sync.iterate_buckets
+    count = exports.iterate_buckets
 
     def counted_buckets(buckets: Iterable[WeightBucket]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in count(buckets):
             counted.append(name)
             yield name, tensor
 
-    monkeypatch.setattr(weight_sync, "iterate_buckets", counted_buckets)
+    monkeypatch.setattr(exports, "iterate_buckets", counted_buckets)
     engine.load_weights([export(model[1], 8)], 8, checks_first=False)
     assert len(counted) == 21
     engine.load_weights([export(model[1], 9)], 9)

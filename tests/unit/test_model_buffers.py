@@ -40,12 +40,9 @@ from verl_like.workers.planning.partition import MicroBatching
 from verl_like.workers.reference import ReferenceWorker
 from verl_like.workers.rollout import get_rollout_engine
 from verl_like.workers.rollout_worker import RolloutWorker
-from verl_like.workers.weight_sync import (
-    WeightSyncError,
-    check_exports,
-    collect_weights,
-    fingerprint_tensor,
-)
+from verl_like.workers.weights.arrival import WeightSyncError, check_exports
+from verl_like.workers.weights.exports import collect_weights
+from verl_like.workers.weights.fingerprints import fingerprint_tensor
 
 SIZES: dict[str, Any] = {
     "vocab_size": len(VOCABULARY),

@@ -11,12 +11,8 @@ import torch
 from verl_like.workers import pinned_memory
 from verl_like.workers.engine.shard_writer import ShardWriter
 from verl_like.workers.pinned_memory import pin, to_device
-from verl_like.workers.weight_sync import WeightExport, collect_weights, iterate_weights
-from verl_like.workers.weight_transfer.shared_memory import (
-    SharedMemoryTransport,
-    pin_pages,
-    with_data,
-)
+from verl_like.workers.weights.exports import WeightExport, collect_weights, iterate_weights
+from verl_like.workers.weights.shared_memory import SharedMemoryTransport, pin_pages, with_data
 
 
 class Runtime:

@@ -26,7 +26,7 @@ from verl_like.workers.rollout import (
     engine_thread,
 )
 from verl_like.workers.rollout.engine_thread import EngineThread
-from verl_like.workers.weight_sync import WeightSyncError
+from verl_like.workers.weights.arrival import WeightSyncError
 
 ModelAndFolder = tuple[str, LlamaForCausalLM]
 REQUESTS = make_requests(

@@ -22,7 +22,8 @@ from verl_like.workers.rollout import RolloutEngine, RolloutError, get_rollout_e
 from verl_like.workers.rollout.batch import assemble
 from verl_like.workers.rollout.hf_engine import HfEngine
 from verl_like.workers.rollout.request import Completion, Sampling, check_completion, request_seed
-from verl_like.workers.weight_sync import WeightSyncError, collect_weights
+from verl_like.workers.weights.arrival import WeightSyncError
+from verl_like.workers.weights.exports import collect_weights
 
 PROMPTS = [[10, 11, 12], [20], [30, 31, 32, 33, 34]]
 WIDTH = 6

@@ -25,12 +25,8 @@ from verl_like.protocol.row_ops import deep_equal
 from verl_like.workers.config.models import TrainedModelConfig
 from verl_like.workers.config.rollout import RolloutConfig
 from verl_like.workers.rollout import Completion, RolloutEngine, RolloutError, get_rollout_engine
-from verl_like.workers.weight_sync import (
-    StaleWeightsError,
-    WeightExport,
-    WeightSyncError,
-    collect_weights,
-)
+from verl_like.workers.weights.arrival import StaleWeightsError, WeightSyncError
+from verl_like.workers.weights.exports import WeightExport, collect_weights
 
 PROMPTS = {"a": [10, 11, 12], "b": [20], "c": [30, 31, 32, 33, 34], "d": [10, 11, 12], "e": [7, 7]}
 ModelAndFolder = tuple[str, LlamaForCausalLM]

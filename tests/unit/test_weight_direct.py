@@ -24,15 +24,11 @@ from verl_like.trainer.ppo.experience_maker import ExperienceMaker, Weights
 from verl_like.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl_like.workers.actor import ActorWorker
 from verl_like.workers.engine.mesh import init_process_group
-from verl_like.workers.weight_sync import WeightExport, check_exports, collect_weights, in_order
-from verl_like.workers.weight_transfer.direct import (
-    DirectTransport,
-    IpcTransport,
-    NcclTransport,
-    gather,
-    init_info,
-    receive_chunks,
-)
+from verl_like.workers.weights.arrival import check_exports
+from verl_like.workers.weights.direct import DirectTransport, gather, init_info
+from verl_like.workers.weights.exports import WeightExport, collect_weights, in_order
+from verl_like.workers.weights.ipc import IpcTransport, receive_chunks
+from verl_like.workers.weights.nccl import NcclTransport
 
 KEY = "actor_rollout_ref.rollout.weight_transport"
 OWN_POOL = ["+resource_pool_spec.rollout_pool=[2]", "role_mapping.rollout=rollout_pool"]

@@ -23,14 +23,9 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from verl_like.single_controller.worker import reserve_port
-from verl_like.workers.weight_sync import (
-    WeightExport,
-    WeightSyncError,
-    check_exports,
-    collect_weights,
-    fingerprint_tensor,
-    iterate_weights,
-)
+from verl_like.workers.weights.arrival import WeightSyncError, check_exports
+from verl_like.workers.weights.exports import WeightExport, collect_weights, iterate_weights
+from verl_like.workers.weights.fingerprints import fingerprint_tensor
 
 
 def _parameters(seed: int = 0) -> list[tuple[str, torch.Tensor]]:

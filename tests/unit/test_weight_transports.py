@@ -22,25 +22,15 @@ import torch
 import torch.distributed as dist
 
 from verl_like.single_controller.worker import Worker, reserve_port
-from verl_like.workers.weight_sync import (
-    StaleWeightsError,
-    WeightExport,
-    WeightSyncError,
-    check_staged,
-    collect_weights,
-    iterate_weights,
-)
-from verl_like.workers.weight_transfer import (
-    GlooTransport,
-    SharedMemoryTransport,
-    WeightTransport,
-    gloo,
-    shared_memory,
-)
-from verl_like.workers.weight_transfer.shared_memory import with_data
+from verl_like.workers.weights import gloo, shared_memory
+from verl_like.workers.weights.arrival import StaleWeightsError, WeightSyncError, check_staged
+from verl_like.workers.weights.exports import WeightExport, collect_weights, iterate_weights
+from verl_like.workers.weights.gloo import GlooTransport
+from verl_like.workers.weights.shared_memory import SharedMemoryTransport, with_data
+from verl_like.workers.weights.transport import WeightTransport
 
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["verl_like.workers.weight_transfer"])  # imports it once
+PROCESSES.set_forkserver_preload(["verl_like.workers.weights"])  # imports it once
 SHAPES = {
     "embed": (100, 40),
     "layer.0": (70, 30),

@@ -28,7 +28,8 @@ from verl_like.workers.actor import ActorWorker
 from verl_like.workers.config.engine import ForwardFsdpConfig
 from verl_like.workers.copies import ActorCopyWorker, CriticCopyWorker
 from verl_like.workers.critic import CriticWorker
-from verl_like.workers.weight_sync import WeightExport, WeightSyncError
+from verl_like.workers.weights.arrival import WeightSyncError
+from verl_like.workers.weights.exports import WeightExport
 
 ROLES = {"actor": (ActorWorker, ActorCopyWorker), "critic": (CriticWorker, CriticCopyWorker)}
 COMPUTE = {"actor": "compute_log_prob", "critic": "compute_values"}

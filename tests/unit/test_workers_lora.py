@@ -46,7 +46,7 @@ from verl_like.workers.models.pretrained import empty_model, load_pretrained
 from verl_like.workers.reference import ReferenceWorker
 from verl_like.workers.rollout import RolloutEngine, get_rollout_engine
 from verl_like.workers.rollout.request import GenerationRequest, Sampling
-from verl_like.workers.weight_sync import WeightSyncError
+from verl_like.workers.weights.arrival import WeightSyncError
 
 RANK, ALPHA, TARGETS = 3, 5, ("q_proj", "down_proj")
 TEMPERATURE = 0.7  # of `policy_config`

@@ -25,7 +25,7 @@ from verl_like.workers.engine.activation_offload import ActivationOffload
 from verl_like.workers.models.packed_models import PolicyModel
 from verl_like.workers.models.packing import Rows, pack
 from verl_like.workers.models.pretrained import compile_layers, load_pretrained
-from verl_like.workers.weight_transfer.direct import IpcTransport
+from verl_like.workers.weights.ipc import IpcTransport
 
 
 @pytest.fixture(scope="module")

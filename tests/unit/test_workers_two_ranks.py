@@ -44,14 +44,10 @@ from verl_like.workers.config.supervised import (
 from verl_like.workers.critic import CriticWorker
 from verl_like.workers.planning.partition import pack_into_micro_batches, rank_shares
 from verl_like.workers.supervised import DPOWorker, ILQLWorker
-from verl_like.workers.weight_sync import WeightExport, in_order
-from verl_like.workers.weight_transfer.direct import (
-    IpcTransport,
-    NcclTransport,
-    gather,
-    init_info,
-    receive_chunks,
-)
+from verl_like.workers.weights.direct import gather, init_info
+from verl_like.workers.weights.exports import WeightExport, in_order
+from verl_like.workers.weights.ipc import IpcTransport, receive_chunks
+from verl_like.workers.weights.nccl import NcclTransport
 
 LAYOUTS = {"sharded": "zero3", "replicated": "ddp"}
 SMALL_STEPS = {"optim": {"lr": 1e-4}}

@@ -26,7 +26,7 @@ from verl_like.workers.models.pretrained import empty_model
 from verl_like.workers.rollout import base
 from verl_like.workers.rollout.request import GenerationRequest, Sampling
 from verl_like.workers.rollout.vllm_engine import VllmEngine
-from verl_like.workers.weight_sync import WeightBucket, WeightExport, in_order
+from verl_like.workers.weights.exports import WeightBucket, WeightExport, in_order
 
 NUM_STEPS = 3
 """Of a generation: a prompt, and tokens after it."""

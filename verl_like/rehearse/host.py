@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from verl_like.workers import pinned_memory
-from verl_like.workers.weight_transfer import shared_memory
+from verl_like.workers.weights import shared_memory
 
 _MAP_NORESERVE = 0x4000
 """Of Linux; Python's mmap does not name it."""

@@ -31,9 +31,9 @@ from verl_like.workers.engine.mini_batches import (
 from verl_like.workers.model_worker import TrainedWorker
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS, Rows
 from verl_like.workers.planning.partition import log_prob_micro_batching
-from verl_like.workers.weight_sync import in_order
-from verl_like.workers.weight_transfer import WEIGHT_TRANSPORTS
-from verl_like.workers.weight_transfer.direct import DirectTransport
+from verl_like.workers.weights import WEIGHT_TRANSPORTS
+from verl_like.workers.weights.direct import DirectTransport
+from verl_like.workers.weights.exports import in_order
 
 BY_SHARD = make_nd_compute_dataproto_dispatch_fn(mesh_name="actor")
 

@@ -16,15 +16,10 @@ from verl_like.workers.config.engine import ForwardFsdpConfig
 from verl_like.workers.config.models import TrainedModelConfig
 from verl_like.workers.critic import ValueWorker
 from verl_like.workers.model_worker import ModelWorker
-from verl_like.workers.weight_sync import (
-    WeightExport,
-    check_arrival,
-    check_staged,
-    iterate_weights,
-    local_fingerprint,
-    read_fingerprints,
-)
-from verl_like.workers.weight_transfer import WeightTransport
+from verl_like.workers.weights.arrival import check_arrival, check_staged
+from verl_like.workers.weights.exports import WeightExport, iterate_weights
+from verl_like.workers.weights.fingerprints import local_fingerprint, read_fingerprints
+from verl_like.workers.weights.transport import WeightTransport
 
 
 class CopyWorker(ModelWorker):

@@ -24,7 +24,7 @@ from verl_like.workers.model_worker import ModelWorker, TrainedWorker
 from verl_like.workers.models.packed_models import ValueModel
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS, Rows
 from verl_like.workers.planning.partition import MicroBatching
-from verl_like.workers.weight_transfer import WEIGHT_TRANSPORTS
+from verl_like.workers.weights import WEIGHT_TRANSPORTS
 
 BY_SHARD = make_nd_compute_dataproto_dispatch_fn(mesh_name="critic")
 

@@ -24,9 +24,9 @@ from verl_like.workers.models.packed_models import PackedModel
 from verl_like.workers.models.packing import Rows
 from verl_like.workers.models.pretrained import load_pretrained
 from verl_like.workers.planning.partition import MicroBatching, num_groups
-from verl_like.workers.weight_sync import WeightExport, collect_weights
-from verl_like.workers.weight_transfer import WeightTransport
-from verl_like.workers.weight_transfer.direct import IpcTransport
+from verl_like.workers.weights.exports import WeightExport, collect_weights
+from verl_like.workers.weights.ipc import IpcTransport
+from verl_like.workers.weights.transport import WeightTransport
 
 
 class ModelWorker(Worker):

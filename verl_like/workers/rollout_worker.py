@@ -19,8 +19,8 @@ from verl_like.workers.rollout.batch import RequestRules, assemble, greedy_reque
 from verl_like.workers.rollout.engine_thread import EngineThread
 from verl_like.workers.rollout.request import Completion, FinishedRequest, GenerationRequest
 from verl_like.workers.rollout.router import after_requests, call_by_requests
-from verl_like.workers.weight_sync import WeightExport
-from verl_like.workers.weight_transfer import WEIGHT_TRANSPORTS
+from verl_like.workers.weights import WEIGHT_TRANSPORTS
+from verl_like.workers.weights.exports import WeightExport
 
 PROMPT_COLUMNS = ["prompts", "uid"]
 AFTER_REQUESTS = replace(Dispatch.ONE_TO_ALL, name="AFTER_REQUESTS", call_fn=after_requests)

@@ -22,16 +22,16 @@ time.sleep(600)
 """
 
 
-def flipped_weight(weight_sync: ModuleType) -> None:
+def flipped_weight(exports: ModuleType) -> None:
     """A value of each bucket changes its sign after it was packed."""
-    pack = weight_sync._pack
+    pack = exports._pack
 
     def flip(*arguments: Any) -> Any:
         data = pack(*arguments)
         data[3:4] ^= 0x80  # the sign of the first float32, or of the second bfloat16
         return data
 
-    weight_sync._pack = flip
+    exports._pack = flip
 
 
 def wrong_device(packing: ModuleType) -> None:
@@ -84,7 +84,7 @@ def stopped_receiver(pynccl: ModuleType) -> None:
 
 
 CONTROLS = {
-    "flipped_weight": ("verl_like.workers.weight_sync", flipped_weight),
+    "flipped_weight": ("verl_like.workers.weights.exports", flipped_weight),
     "wrong_device": ("verl_like.workers.models.packing", wrong_device),
     "memory_of_another": ("vllm.v1.worker.gpu_worker", memory_of_another),
     "stopped_receiver": ("vllm.distributed.device_communicators.pynccl", stopped_receiver),

@@ -48,8 +48,8 @@ def _steps_without_a_norm_and_models_without_files(fsdp: ModuleType) -> None:
     fsdp.FsdpEngine.save_hf = lambda engine, path: Path(path).mkdir(parents=True, exist_ok=True)
 
 
-def _fingerprints_of_zero(weight_sync: ModuleType) -> None:
-    weight_sync.read_fingerprints = lambda sums: dict.fromkeys(sums, 0)
+def _fingerprints_of_zero(fingerprints: ModuleType) -> None:
+    fingerprints.read_fingerprints = lambda sums: dict.fromkeys(sums, 0)
 
 
 def _finite_log_probs(vllm_engine: ModuleType) -> None:
@@ -121,7 +121,10 @@ REPLACED: dict[str, tuple[Callable[[ModuleType], None], str]] = {
         _steps_without_a_norm_and_models_without_files,
         "a norm of garbage may be no number, for ever; a model's folder would be 14 GB of zeros",
     ),
-    "verl_like.workers.weight_sync": (_fingerprints_of_zero, "fingerprints of garbage differ"),
+    "verl_like.workers.weights.fingerprints": (
+        _fingerprints_of_zero,
+        "fingerprints of garbage differ",
+    ),
     "verl_like.workers.rollout.vllm_engine": (_finite_log_probs, "log-probabilities are garbage"),
     "vllm.v1.worker.gpu.async_utils": (_one_token_a_step, "so are tokens and their number"),
     "verl_like.workers.rollout.base": (

@@ -47,7 +47,7 @@ from verl_like.trainer.ppo.workers import load_models
 from verl_like.trainer.run.run_recorder import placement_rows
 from verl_like.workers.copies import ActorCopyWorker, CriticCopyWorker
 from verl_like.workers.rollout.router import ResponsesFuture, router_of
-from verl_like.workers.weight_sync import StaleWeightsError
+from verl_like.workers.weights.arrival import StaleWeightsError
 
 LOAD_TRIES = 3
 """Of the newest weights, where newer ones overwrite them meanwhile."""

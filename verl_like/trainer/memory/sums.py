@@ -20,7 +20,7 @@ from verl_like.workers.models.lora import model_buffers, trained_parameters
 from verl_like.workers.models.packed_models import PackedModel
 from verl_like.workers.models.pretrained import decoder_layers, empty_model
 from verl_like.workers.planning.partition import MicroBatching
-from verl_like.workers.weight_sync import DEFAULT_BUCKET_BYTES
+from verl_like.workers.weights.exports import DEFAULT_BUCKET_BYTES
 
 GB = 1e9
 CONTEXT = 1.0 * GB

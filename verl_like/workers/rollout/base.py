@@ -22,14 +22,14 @@ from verl_like.workers.rollout.request import (
     Sampling,
     check_completion,
 )
-from verl_like.workers.weight_sync import (
-    WeightExport,
+from verl_like.workers.weights.arrival import (
     WeightSyncError,
     check_arrival,
     check_exports,
     check_staged,
 )
-from verl_like.workers.weight_transfer.shared_memory import pin_pages
+from verl_like.workers.weights.exports import WeightExport
+from verl_like.workers.weights.shared_memory import pin_pages
 
 CPU_NUM_SEQS = 256
 """Sequences at once where neither the configuration nor vLLM's defaults for GPUs say how many."""
@@ -129,7 +129,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def _fingerprints(self) -> dict[str, int]:
-        """Fingerprints (see weight_sync.py) of the weights that the engine computes with, by
+        """Fingerprints (see `fingerprint_tensor`) of the weights that the engine computes with, by
         Hugging Face name."""
 
     def _wake(self) -> None:  # noqa: B027  an engine whose memory `_sleep` leaves in place has nothing to do

@@ -15,7 +15,7 @@ import torch
 
 from verl_like.workers.rollout.base import RolloutEngine
 from verl_like.workers.rollout.request import Completion, FinishedRequest, GenerationRequest
-from verl_like.workers.weight_sync import WeightExport
+from verl_like.workers.weights.exports import WeightExport
 
 T = TypeVar("T")
 

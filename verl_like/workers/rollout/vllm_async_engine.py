@@ -11,7 +11,7 @@ from typing import Any
 
 from verl_like.workers.rollout.request import Completion, GenerationRequest
 from verl_like.workers.rollout.vllm_engine import VllmEngine, completion
-from verl_like.workers.weight_sync import WeightExport
+from verl_like.workers.weights.exports import WeightExport
 
 _TIMEOUT_S = 1800.0
 """For an answer of the engine's process. That it died is noticed within a second."""

@@ -16,8 +16,8 @@ from verl_like.single_controller.network import address_towards, open_store
 from verl_like.workers.planning.flops import attention_heads
 from verl_like.workers.rollout.base import CPU_NUM_SEQS, RolloutEngine
 from verl_like.workers.rollout.request import Completion, GenerationRequest
-from verl_like.workers.weight_sync import WeightExport
-from verl_like.workers.weight_transfer.direct import init_info
+from verl_like.workers.weights.direct import init_info
+from verl_like.workers.weights.exports import WeightExport, buckets_of
 
 ADAPTER_ID = 1
 """vLLM's number for the policy's adapter, of whatever version."""
@@ -129,7 +129,7 @@ class VllmEngine(RolloutEngine):
             logprobs_mode="processed_logprobs",  # under the distribution the tokens are drawn from
             disable_log_stats=True,
             # vLLM's worker imports the module of the extension, which registers the back end.
-            worker_extension_cls="verl_like.workers.rollout.vllm_weights.WorkerExtension",
+            worker_extension_cls="verl_like.workers.weights.vllm_loading.WorkerExtension",
             weight_transfer_config={"backend": "staged"},
         )
 
@@ -247,8 +247,8 @@ class VllmEngine(RolloutEngine):
             detokenize=False,
             output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
         )
-        # Every request has the adapter: see vllm_adapter.py. vLLM keys its prefix cache by the
-        # name.
+        # Every request has the adapter: see weights/vllm_adapter.py. vLLM keys its prefix cache by
+        # the name.
         adapter = (
             LoRARequest(self._adapter_name, ADAPTER_ID, "by tensors")
             if self._adapter_name
@@ -296,9 +296,9 @@ class VllmEngine(RolloutEngine):
             place["transport"] = self.config.weight_transport
             self.llm.init_weight_transfer_engine(WeightTransferInitRequest(place))
             self._has_joined = True
-        buckets = [bucket for export in exports for bucket in export.buckets]
+        buckets = buckets_of(exports)
         if self.model_config.lora_rank:
-            self.llm.collective_rpc("load_adapter", args=(buckets,))
+            self.llm.collective_rpc("load_adapter", args=(buckets, ADAPTER_ID))
             self.llm.update_weight_version(str(version))
             self._adapter_name = f"policy-v{version}"
         else:

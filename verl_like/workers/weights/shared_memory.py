@@ -1,5 +1,5 @@
-"""Weights in memory that the processes of a node share: the trainer writes them once, the engines
-map its pages."""
+"""Weights in memory that the processes of a node share: the trainer writes them once, and the
+engines map its pages."""
 
 import contextlib
 import fcntl
@@ -17,25 +17,26 @@ from typing import Any
 import numpy as np
 import torch
 
+from verl_like.single_controller.worker import Worker
 from verl_like.workers.pinned_memory import pin
-from verl_like.workers.weight_sync import StaleWeightsError, WeightExport, WeightSyncError
-from verl_like.workers.weight_transfer.transport import WeightTransport
+from verl_like.workers.weights.arrival import StaleWeightsError, WeightSyncError
+from verl_like.workers.weights.exports import WeightExport, buckets_of
 
 
 @dataclass(frozen=True)
 class SharedPages:
-    """The address of memory that another process of this node owns; NumPy takes it for a (nbytes,)
+    """The address of memory that another process of this node owns. NumPy reads it as a (nbytes,)
     uint8 array.
 
-    Only the address travels. The memory is mapped, read-only, at the first use by a process, and
-    from each use locked against its owner until the last array on it is gone, or the process,
-    however it ended.
+    Only the address travels. A process maps the memory, read-only, when it first uses the address.
+    Each use holds a lock, which keeps the owner from writing, until the last array of that use is
+    gone or the process has ended in whatever way.
     """
 
     path: str
-    """Where the owner's descriptor is."""
+    """Path of the owner's file descriptor."""
     name: str
-    """Of the memory, which no other has."""
+    """Name of the memory, which no other memory has."""
     nbytes: int
 
     def __reduce__(self) -> Any:
@@ -47,12 +48,14 @@ class SharedPages:
     def _is_there(self) -> bool:
         try:
             return os.readlink(self.path) == self.name
-        except OSError:  # its owner has ended or closed it
+        except OSError:  # the owner has ended or closed it
             return False
 
     def held(self) -> "SharedPages":
-        """By an address in this process, for as long as the result is there: locked, and there
-        without the owner."""
+        """Returns an address of the same memory in this process.
+
+        While the result exists the memory is locked, and it is there without its owner.
+        """
         locked = self._lock()
         pages = replace(self, path=f"/proc/{os.getpid()}/fd/{locked.fileno()}")
         weakref.finalize(pages, locked.close)
@@ -63,7 +66,7 @@ class SharedPages:
             locked = io.FileIO(self.path)
         except OSError:
             raise self._is_gone() from None
-        # What is open stays what it is, while another file may be at the path by now.
+        # An open file stays the same, while the path may lead to another file by now.
         if os.readlink(f"/proc/self/fd/{locked.fileno()}") != self.name:
             locked.close()
             raise self._is_gone()
@@ -86,12 +89,14 @@ class SharedPages:
     def _array(self) -> np.ndarray:
         locked = self._lock()
         if self not in _mapped:
-            for pages in [pages for pages in _mapped if not pages._is_there()]:
+            gone = [pages for pages in _mapped if not pages._is_there()]
+            for pages in gone:
                 del _mapped[pages]
-            # Without the lock, which goes with the array
+            # The file is opened again: the mapping keeps it open, but must not keep the lock.
             with open(f"/proc/self/fd/{locked.fileno()}", "rb") as file:
                 memory = mmap.mmap(file.fileno(), self.nbytes, prot=mmap.PROT_READ)
-            _mapped[replace(self)] = _Mapping(np.frombuffer(memory, dtype=np.uint8))
+            whole = np.frombuffer(memory, dtype=np.uint8)
+            _mapped[replace(self)] = _Mapping(whole)
         array = _mapped[self].array.view()
         weakref.finalize(array, locked.close)
         return array
@@ -99,27 +104,27 @@ class SharedPages:
 
 @dataclass
 class _Mapping:
-    """Memory of another process, mapped in this one."""
+    """Memory of another process that is mapped in this one."""
 
     array: np.ndarray
     was_pinned: bool = False
-    """Whether CUDA was asked to pin it."""
+    """True if CUDA was asked to pin it."""
 
 
 _mapped: dict[SharedPages, _Mapping] = {}
-"""What this process has mapped, while its owner has it: to find its pages again takes as long as to
-copy them."""
+"""What this process has mapped. It is kept while the owner has the memory, since mapping it again
+takes as long as copying it."""
 
 
 def pin_pages(exports: Sequence[WeightExport]) -> None:
-    """Maps the shared memory of the exports in this process, and pins it there for copies to its
-    GPU.
+    """Maps the shared memory of the exports in this process and pins it for copies to its GPU.
 
-    It stays pinned as long as it is mapped. Memory that is gone or written anew is left to the
-    check of the weights, in which all ranks agree on it. A driver that does not pin what this
-    process may only read is named by a warning.
+    It stays pinned as long as it is mapped. Memory that is gone or written anew is no error here:
+    the check of the weights finds it, and there all ranks agree on it. If the driver does not pin
+    memory that this process may only read, a warning says so.
     """
-    for pages in [bucket.data for export in exports for bucket in export.buckets]:
+    for bucket in buckets_of(exports):
+        pages = bucket.data
         if isinstance(pages, SharedPages):
             with contextlib.suppress(WeightSyncError):
                 np.asarray(pages)  # maps them
@@ -140,25 +145,26 @@ def _pin_once(mapping: _Mapping) -> None:
 
 
 class _Segment:
-    """Memory that this process writes and others map. No file system knows it, so none is left
-    behind by a kill."""
+    """Memory that this process writes and others map. It is in no file system, so that a killed
+    process leaves none behind."""
 
     def __init__(self, num_bytes: int, *, pinned: bool) -> None:
         self.descriptor = os.memfd_create(f"verl_like-weights-{uuid.uuid4().hex}")
         os.ftruncate(self.descriptor, num_bytes)
-        self.array = np.frombuffer(mmap.mmap(self.descriptor, num_bytes), dtype=np.uint8)
+        memory = mmap.mmap(self.descriptor, num_bytes)
+        self.array = np.frombuffer(memory, dtype=np.uint8)
         weakref.finalize(self, os.close, self.descriptor)
         if pinned:
             pin(self.array)
 
     @property
     def address(self) -> SharedPages:
-        """Another object each time, since whoever uses it maps the memory with it."""
+        """A new object each time, since an address keeps the array of who used it."""
         path = f"/proc/{os.getpid()}/fd/{self.descriptor}"
         return SharedPages(path, os.readlink(path), self.array.nbytes)
 
     def lock(self) -> bool:
-        """Whether nobody reads it; nobody then can until `unlock`."""
+        """Returns whether nobody reads the memory; then nobody can until `unlock`."""
         try:
             fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -169,26 +175,24 @@ class _Segment:
         fcntl.flock(self.descriptor, fcntl.LOCK_UN)
 
 
-class SharedMemoryTransport(WeightTransport):
-    """The trainer writes the weights into memory that all processes of its node map; only its
+class SharedMemoryTransport:
+    """The trainer writes the weights into memory that all processes of its node map; only the
     address travels.
 
-    The memory of the latest weights is left alone, and so is what anybody has mapped; other memory,
-    of the versions before, is written again. So there are mostly two versions of the weights on a
+    Memory of the latest weights and memory that somebody reads is left alone. Other memory, which
+    has earlier versions, is written again. So there are mostly two versions of the weights on a
     node.
     """
 
     def __init__(self) -> None:
         self._segments: list[_Segment] = []
         self._latest: list[_Segment] = []
+        """Segments with the weights that were published last."""
         self._written: list[_Segment] = []
+        """Segments that were allocated since."""
 
     def allocate(self, num_bytes: int, pinned: bool) -> np.ndarray:
-        taken = {*self._latest, *self._written}
-        fitting = (
-            each for each in self._segments if each.array.nbytes == num_bytes and each not in taken
-        )
-        segment = next((each for each in fitting if each.lock()), None)
+        segment = self._free_segment(num_bytes)
         if segment is None:
             segment = _Segment(num_bytes, pinned=pinned)
             segment.lock()
@@ -196,21 +200,41 @@ class SharedMemoryTransport(WeightTransport):
         self._written.append(segment)
         return segment.array
 
+    def _free_segment(self, num_bytes: int) -> _Segment | None:
+        """Returns a segment of this size that may be written again, locked; None if there is
+        none."""
+        taken = {*self._latest, *self._written}
+        for segment in self._segments:
+            is_fitting = segment.array.nbytes == num_bytes and segment not in taken
+            if is_fitting and segment.lock():
+                return segment
+        return None
+
     def publish(self, export: WeightExport) -> WeightExport:
         pages = self._hand_out([bucket.data for bucket in export.buckets])
-        self._latest = self._written
-        self._written = []
+        self._keep_written()
         return with_data(export, pages)
 
+    def receive(self, exports: Sequence[WeightExport], worker: Worker) -> Sequence[WeightExport]:
+        return exports
+
     def _hand_out(self, arrays: Sequence[np.ndarray]) -> list[SharedPages]:
-        """The addresses of memory of `allocate`, which others can map from here on."""
+        """Returns the addresses of arrays of `allocate`, which others can map from here on."""
+        addresses = {}
         for segment in self._written:
             segment.unlock()
-        addresses = {id(segment.array): segment.address for segment in self._written}
+            addresses[id(segment.array)] = segment.address
         return [addresses[id(array)] for array in arrays]
+
+    def _keep_written(self) -> None:
+        """Makes the segments that were written the latest ones."""
+        self._latest = self._written
+        self._written = []
 
 
 def with_data(export: WeightExport, data: Sequence[np.ndarray | SharedPages]) -> WeightExport:
-    """The export with its buckets' values elsewhere."""
-    buckets = zip(export.buckets, data, strict=True)
-    return replace(export, buckets=tuple(replace(bucket, data=each) for bucket, each in buckets))
+    """Returns the export with other places of its buckets' values."""
+    buckets = []
+    for bucket, own_data in zip(export.buckets, data, strict=True):
+        buckets.append(replace(bucket, data=own_data))
+    return replace(export, buckets=tuple(buckets))

@@ -1,0 +1,114 @@
+"""Checks that the trainer's weights arrived."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from verl_like.workers.weights.exports import WeightExport, buckets_of, iterate_weights
+from verl_like.workers.weights.fingerprints import fingerprint_sum, read_fingerprints
+
+
+class WeightSyncError(RuntimeError):
+    """The engine's weights are not the trainer's."""
+
+
+class StaleWeightsError(WeightSyncError):
+    """What was sent is not there any more, for example because newer weights took its place. The
+    receiver keeps the weights it has."""
+
+
+def check_exports(exports: Sequence[WeightExport], version: int) -> dict[str, int]:
+    """Checks that the exports are one complete set of version `version`; returns the fingerprint of
+    each parameter and buffer by name.
+
+    Raises WeightSyncError if a rank, bucket or parameter is missing or there twice, or versions or
+    dtypes differ.
+    """
+    if not exports:
+        raise WeightSyncError(f"Weights of version {version}: no rank exported anything.")
+    first = exports[0]
+    ranks = sorted(export.rank for export in exports)
+    buckets = buckets_of(exports)
+    indices = sorted(bucket.index for bucket in buckets)
+    names: list[str] = []
+    for bucket in buckets:
+        names += bucket.names
+    checks: list[tuple[str, Any, Any]] = []
+    for export in exports:
+        of_rank = f"of rank {export.rank}"
+        checks += [
+            (f"world_size {of_rank}", export.world_size, first.world_size),
+            (f"dtype {of_rank}", export.dtype, first.dtype),
+            (f"num_tensors {of_rank}", export.num_tensors, first.num_tensors),
+            (f"num_buckets {of_rank}", export.num_buckets, first.num_buckets),
+            (f"version {of_rank}", export.version, version),
+        ]
+    checks += [
+        ("ranks", ranks, list(range(first.world_size))),
+        ("buckets", indices, list(range(first.num_buckets))),
+        ("number of tensors", len(names), first.num_tensors),
+        ("number of different tensors", len(set(names)), first.num_tensors),
+    ]
+    for what, got, expected in checks:
+        if got != expected:
+            raise WeightSyncError(
+                f"Weights of version {version}, {what}: expected {expected}, got {got}."
+            )
+    fingerprints: dict[str, int] = {}
+    for name in names:
+        parts = [export.fingerprints.get(name, 0) for export in exports]
+        fingerprints[name] = sum(parts) % 2**64
+    return fingerprints
+
+
+def check_arrival(
+    expected: Mapping[str, Any],
+    loaded: Mapping[str, Any],
+    failure: str,
+    error: type[Exception] = WeightSyncError,
+) -> str:
+    """Checks that two mappings from the names of tensors are equal; returns one fingerprint of all
+    of `expected` together, 64 bits in hexadecimal.
+
+    Otherwise raises `error`, which says `failure` and which parameters or buffers differ.
+    """
+    names = sorted({**expected, **loaded})
+    different = [name for name in names if expected.get(name) != loaded.get(name)]
+    if different:
+        more = ", ..." if len(different) > 5 else ""
+        raise error(
+            f"{failure}: {len(different)} of {len(expected)} tensors differ from the trainer's: "
+            f"{', '.join(different[:5])}{more}."
+        )
+    all_together = repr(sorted(expected.items())).encode()
+    return hashlib.blake2b(all_together, digest_size=8).hexdigest()
+
+
+def check_staged(exports: Sequence[WeightExport], version: int, device: str) -> dict[str, int]:
+    """Checks that the exports are complete and hold the trainer's values, before they are loaded;
+    returns the trainer's fingerprint of each tensor by name.
+
+    `device` computes the fingerprints, of one tensor at a time. All ranks of a process group call
+    it, since they load together: what one of them refuses, all do. Raises WeightSyncError as
+    `check_exports` does, and StaleWeightsError if a value is not the trainer's.
+    """
+    expected = check_exports(exports, version)
+    stale = None
+    try:
+        sums: dict[str, torch.Tensor | int] = {}
+        for name, tensor in iterate_weights(exports):
+            sums[name] = fingerprint_sum(tensor.to(device))
+        failure = f"Weights of version {version} changed on their way"
+        staged = read_fingerprints(sums)
+        check_arrival(expected, staged, failure, StaleWeightsError)
+    except StaleWeightsError as error:
+        stale = error
+    num_stale = torch.tensor(float(stale is not None), device=device)
+    if dist.is_initialized():
+        dist.all_reduce(num_stale)
+    if num_stale:
+        raise stale or StaleWeightsError(f"Weights of version {version} are stale on another rank.")
+    return expected

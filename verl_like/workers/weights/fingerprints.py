@@ -1,0 +1,131 @@
+"""Fingerprints of tensors, by which the engine's weights are compared with the trainer's."""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+_MULTIPLIER = 0x2C1B3C6D
+_SHIFT = 15
+"""Of `mix`, which scrambles the bits of a value."""
+_FIRST_INDEX_MULTIPLIER = 0x1E3779B97F4A7C15
+_SECOND_INDEX_MULTIPLIER = 0x3F58476D1CE4E5B9
+_ELEMENTS_PER_CHUNK = {"cpu": 1 << 16, "cuda": 1 << 25}
+"""By the type of the device. On a CPU a chunk's temporaries stay in the cache of a core."""
+
+
+def fingerprint_tensor(tensor: torch.Tensor, first_row: int = 0, first_column: int = 0) -> int:
+    """Returns the fingerprint of a tensor. `read_fingerprints` reads those of several tensors with
+    one wait for the device.
+
+    It is the sum over rows i and columns j of a_i * mix(x_ij, b_j), modulo 2**64, where x_ij are
+    the bits of the elements as float32.
+
+    Dimension 0 is the rows, all others together are the columns. a_i and b_j are odd and
+    pseudo-random functions of the index; `first_row` and `first_column` say where a piece of a
+    parameter begins in it. So the fingerprints of the pieces add up to that of the parameter,
+    however it was sharded or fused with others. Zeros, as in a padded vocabulary, add nothing,
+    since mix keeps 0. Converting bfloat16 or float16 to float32 is exact, so a parameter kept in a
+    wider dtype has the same fingerprint too. Any change, such as of one bit or of two elements that
+    trade places, changes the fingerprint all but surely. Elements that float32 cannot hold, as of
+    int64, count as their 32-bit words.
+    """
+    total = fingerprint_sum(tensor, first_row, first_column)
+    return read_fingerprints({"": total})[""]
+
+
+def read_fingerprints(sums: Mapping[str, torch.Tensor | int]) -> dict[str, int]:
+    """Returns the fingerprints of tensors by name, from their `fingerprint_sum`; waits once for
+    each device."""
+    read: dict[str, int] = {}
+    on_device: dict[torch.device, dict[str, torch.Tensor]] = defaultdict(dict)
+    for name, value in sums.items():
+        if isinstance(value, int):
+            read[name] = value
+        else:
+            on_device[value.device][name] = value
+    for tensors in on_device.values():
+        values = torch.stack(list(tensors.values())).tolist()
+        read |= dict(zip(tensors, values, strict=True))
+    return {name: read[name] % 2**64 for name in sums}
+
+
+def fingerprint_sum(
+    tensor: torch.Tensor, first_row: int = 0, first_column: int = 0
+) -> torch.Tensor:
+    """Returns the fingerprint of `fingerprint_tensor` as a signed number, () int64, on the device
+    of the tensor."""
+    device = tensor.device
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    if tensor.numel() == 0:
+        return total
+    num_rows = math.prod(tensor.shape[:1])
+    matrix = tensor.detach().reshape(num_rows, -1)
+    if matrix.itemsize == 8:
+        matrix = matrix.view(torch.int32)
+    num_columns = matrix.shape[1]
+    chunk_elements = _ELEMENTS_PER_CHUNK[device.type]
+    width = min(num_columns, chunk_elements)
+    height = max(1, chunk_elements // width)
+    row_factors = _odd_factors(first_row, num_rows, device).split(height)
+    for left in range(0, num_columns, width):
+        block = matrix[:, left : left + width]
+        wide_factors = _odd_factors(first_column + left, block.shape[1], device)
+        column_factors = (wide_factors >> 32).int() | 1
+        chunks = block.split(height)
+        for chunk, factors in zip(chunks, row_factors, strict=True):
+            bits = chunk if chunk.dtype == torch.int32 else chunk.float().view(torch.int32)
+            mixed = bits * _MULTIPLIER  # wraps around modulo 2**32, as below
+            mixed ^= mixed >> _SHIFT
+            mixed *= column_factors
+            mixed ^= mixed >> _SHIFT
+            row_sums = mixed.sum(dim=1, dtype=torch.int64)
+            total += (row_sums * factors).sum()
+    return total
+
+
+def _odd_factors(first: int, count: int, device: torch.device) -> torch.Tensor:
+    """Returns a pseudo-random odd number for each of the indices from `first`, (count,) int64."""
+    indices = torch.arange(first + 1, first + count + 1, device=device)
+    mixed = indices * _FIRST_INDEX_MULTIPLIER
+    mixed ^= mixed >> 32
+    mixed *= _SECOND_INDEX_MULTIPLIER
+    mixed ^= mixed >> 29
+    return mixed | 1
+
+
+def local_fingerprint(name: str, tensor: torch.Tensor, rank: int) -> torch.Tensor | int:
+    """Returns the `fingerprint_sum` of the part of a tensor that this rank answers for, such that
+    the sum over all ranks counts every value once.
+
+    Of several copies of a value one counts. Raises ValueError for a DTensor that is not cut along
+    whole rows or columns.
+    """
+    if not isinstance(tensor, DTensor):
+        return fingerprint_sum(tensor) if rank == 0 else 0
+    mesh = tensor.device_mesh
+    placements = tensor.placements
+    for placement in placements:
+        is_cut = type(placement) is Shard and placement.dim < 2
+        if not is_cut and not placement.is_replicate():
+            raise ValueError(
+                f"Parameter {name} is placed as {placements}; only Replicate(), Shard(0) and "
+                "Shard(1) can be exported. Redistribute it before."
+            )
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, f"rank {rank} exports {name} but is not part of its device mesh"
+    # Each of several trainers of a model exports on its own. The copy that counts is the one that
+    # the first rank of this trainer has a part of.
+    first_rank = dist.get_rank() - rank
+    first_coordinate = (mesh.mesh == first_rank).nonzero()[0].tolist()
+    for placement, own, of_first in zip(placements, coordinate, first_coordinate, strict=True):
+        if placement.is_replicate() and own != of_first:
+            return 0
+    _, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    first_row, first_column = (*offsets, 0, 0)[:2]  # there may be fewer dimensions
+    columns_per_index = math.prod(tensor.shape[2:])  # an index of dimension 1
+    return fingerprint_sum(tensor.to_local(), first_row, first_column * columns_per_index)

@@ -1,0 +1,86 @@
+"""Gathers whole tensors from the shards that the ranks of a trainer hold."""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+
+
+def whole_tensors(tensors: Sequence[torch.Tensor], is_kept: bool = True) -> list[torch.Tensor]:
+    """Returns the tensors, all of one dtype, with DTensors gathered: a collective call.
+
+    All that lie in rows over the same ranks, as FSDP2 cuts parameters, are gathered by one call,
+    and each of the others by a call of its own. Without `is_kept` this rank only takes part, and
+    the list is empty.
+    """
+    in_rows: dict[tuple[Any, int], list[int]] = defaultdict(list)
+    whole: dict[int, torch.Tensor] = {}
+    for index, tensor in enumerate(tensors):
+        if not isinstance(tensor, DTensor):
+            whole[index] = tensor
+            continue
+        mesh_dim = _dim_of_rows(tensor)
+        if mesh_dim is None:
+            whole[index] = tensor.full_tensor()
+        else:
+            in_rows[tensor.device_mesh, mesh_dim].append(index)
+    for (mesh, mesh_dim), indices in in_rows.items():
+        together = [tensors[index] for index in indices]
+        group = mesh.get_group(mesh_dim)
+        gathered = _gather_rows(together, group, mesh.size(mesh_dim), is_kept)
+        whole |= dict(zip(indices, gathered, strict=is_kept))
+    if not is_kept:
+        return []
+    return [whole[index] for index in range(len(tensors))]
+
+
+def _dim_of_rows(tensor: DTensor) -> int | None:
+    """Returns the dimension of the mesh over which a tensor's rows lie; None if they do not, or lie
+    over several."""
+    placements = tensor.placements
+    cut_dims = [dim for dim, each in enumerate(placements) if not each.is_replicate()]
+    if len(cut_dims) != 1:
+        return None
+    (dim,) = cut_dims
+    placement = placements[dim]
+    lies_in_rows = type(placement) is Shard and placement.dim == 0
+    return dim if lies_in_rows else None
+
+
+def _gather_rows(
+    tensors: Sequence[Any], group: Any, num_ranks: int, is_kept: bool
+) -> list[torch.Tensor]:
+    """Gathers whole tensors from the rows that each rank of the group has; returns none without
+    `is_kept`."""
+    if num_ranks == 1 and is_kept:
+        return [tensor.to_local() for tensor in tensors]
+    if num_ranks == 1:
+        return []
+    # Every rank sends as many rows as the first one has. The last ones may have fewer rows, or
+    # none; what they send after those is never read.
+    sizes = []
+    local = []
+    for tensor in tensors:
+        num_rows = -(-tensor.shape[0] // num_ranks)  # rounded up
+        num_columns = math.prod(tensor.shape[1:])
+        sizes.append(num_rows * num_columns)
+        local.append(tensor.to_local().reshape(-1))
+    sent = local[0].new_empty(sum(sizes))
+    places = []
+    for place, values in zip(sent.split(sizes), local, strict=True):
+        places.append(place[: len(values)])
+    torch._foreach_copy_(places, local)
+    received = sent.new_empty(num_ranks * len(sent))
+    dist.all_gather_into_tensor(received, sent, group=group)
+    if not is_kept:
+        return []
+    parts = received.view(num_ranks, -1).split(sizes, dim=1)
+    whole = []
+    for tensor, part in zip(tensors, parts, strict=True):
+        values = part.reshape(-1)[: tensor.numel()]
+        whole.append(values.view(tensor.shape))
+    return whole

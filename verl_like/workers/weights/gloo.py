@@ -1,0 +1,262 @@
+"""Weights broadcast over the network with gloo: once to every node, whose processes then share the
+memory."""
+
+import contextlib
+import itertools
+import json
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from verl_like.single_controller.network import address_towards, open_store
+from verl_like.single_controller.worker import Worker
+from verl_like.workers.weights.arrival import StaleWeightsError, WeightSyncError
+from verl_like.workers.weights.exports import WeightExport
+from verl_like.workers.weights.shared_memory import SharedMemoryTransport, SharedPages, with_data
+
+_TIMEOUT = timedelta(minutes=10)
+"""For a whole update, which waits for those of other rollout groups."""
+_BUCKET_TIMEOUT = timedelta(minutes=1)
+"""For a bucket, and for all to join once the trainer is ready."""
+_IDLE = timedelta(days=20)
+"""For the next request of weights; a wait at a store cannot be longer than 2**31 ms."""
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+"""What it holds is the same in all processes of a node, and differs between nodes."""
+_log = logging.getLogger(__name__)
+
+
+class GlooTransport(SharedMemoryTransport):
+    """Every rank of the trainer broadcasts its buckets to one process of each node.
+
+    The trainer goes on meanwhile: a thread of its process serves one worker group after the other.
+    A process that receives writes into memory that the other ranks of its node map, and that the
+    worker groups which are served later map too. Connections and process groups are kept from
+    update to update, until one fails or other processes receive.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sender: _Sender | None = None
+        self._links: dict[tuple[str, int], _Link] = {}
+        """The links to ranks of the trainer, by the address of their store."""
+        self._received: Sequence[WeightExport] = ()
+        """What was received last. It holds the pages that another process wrote."""
+
+    def publish(self, export: WeightExport) -> WeightExport:
+        self._sender = self._sender or _Sender()
+        published = super().publish(export)
+        self._sender.latest = replace(published, address=self._sender.address)
+        return self._sender.latest
+
+    def receive(self, exports: Sequence[WeightExport], worker: Worker) -> Sequence[WeightExport]:
+        received: list[WeightExport] = []
+        links = self._links
+        self._links = {}
+        # One after the other, so that two worker groups never wait for each other's trainer.
+        for export in exports:
+            assert export.address is not None, "published by a transport without a store"
+            link = links.get(export.address)
+            if link is None:
+                host, port = export.address
+                store = dist.TCPStore(host, port, is_master=False, timeout=_TIMEOUT)
+                link = _Link(store)
+            pages = self._receive_from(link, export, worker)
+            received.append(with_data(export, pages))
+            self._links[export.address] = link
+        # Segments of earlier updates are dropped where another group has received since.
+        self._segments = [*self._latest, *self._written]
+        self._keep_written()
+        self._received = received
+        return received
+
+    def _receive_from(
+        self, link: "_Link", export: WeightExport, worker: Worker
+    ) -> list[SharedPages]:
+        """Returns where on this node the buckets of an export are, which the trainer's rank at the
+        other end of the link has sent."""
+        node = _BOOT_ID.read_text()
+        staged = f"staged/{export.version}/{node}"
+        key, pages = link.meet(export.version, worker, staged)
+        pages_of_node = f"{key}/{node}"
+        if link.group:
+            arrays = [self.allocate(bucket.data.nbytes, False) for bucket in export.buckets]
+            _broadcast(link.group, arrays)
+            pages = self._hand_out(arrays)
+        if worker.local_rank == 0:
+            addresses = json.dumps([astuple(each) for each in pages])
+            link.store.set(staged, addresses)
+            link.store.set(pages_of_node, addresses)
+        else:
+            pages = _read_pages(link.store, pages_of_node)
+        if link.group:
+            # The trainer ends this group's turn when the pages are in its store.
+            link.group.barrier().wait(_BUCKET_TIMEOUT)
+        return pages
+
+
+@dataclass
+class _Link:
+    """What a rank of the rollout keeps for receiving from a rank of the trainer: the store of that
+    rank, at which all ranks of the rollout meet, and a process group."""
+
+    store: dist.Store
+    group: Any = None
+    """The group of the trainer's rank and those that received from it at the last update; None on
+    ranks that did not."""
+
+    def meet(
+        self, version: int, worker: Worker, staged: str
+    ) -> tuple[str, list[SharedPages] | None]:
+        """Waits for the turn of this worker group, and joins the trainer where this rank is to
+        receive: then `group` is set.
+
+        Returns the name of the update, and pages in which the weights are on this node already:
+        only in the node's rank 0, and only if an earlier worker group has left them at the key
+        `staged`. Raises StaleWeightsError if the trainer has other weights by now.
+        """
+        host, port = worker.get_master_addr_port()
+        rollout = f"{host}:{port}"
+        # A failed update may be repeated: every rank comes once for each try.
+        counter = f"{version}/{rollout}"
+        num_earlier_visits = self.store.add(counter, 1) - 1
+        key = f"{counter}/{num_earlier_visits // worker.world_size}"
+        num_arrived = self.store.add(f"{key}/arrived", 1)
+        if num_arrived == worker.world_size:
+            number = self.store.add("requests", 1)
+            request = json.dumps([key, rollout, version])
+            self.store.set(f"request/{number}", request)
+        refusal = self.store.get(f"{key}/turn").decode()
+        if refusal:
+            raise StaleWeightsError(refusal)
+        leads = worker.local_rank == 0
+        pages = None
+        # If the process that had the pages has ended, this rank receives them anew.
+        with contextlib.suppress(WeightSyncError, OSError):
+            if leads and self.store.check([staged]):
+                pages = [each.held() for each in _read_pages(self.store, staged)]
+        receives = leads and pages is None
+        rank = self.store.add(f"{key}/receivers", int(receives))
+        is_other_role = receives == (self.group is None)
+        self.store.add(f"{key}/changes", int(is_other_role))
+        num_decided = self.store.add(f"{key}/decided", 1)
+        if num_decided == worker.world_size:
+            self.store.set(f"{key}/members", "")
+        if receives:
+            self.group = _join(self.store, key, rank, self.group)
+        else:
+            self.group = None
+        return key, pages
+
+
+def _read_pages(store: dist.Store, key: str) -> list[SharedPages]:
+    addresses = json.loads(store.get(key))
+    return [SharedPages(*address) for address in addresses]
+
+
+class _Sender:
+    """A rank of the trainer: a store at which receivers ask for weights, and a thread that
+    broadcasts the latest ones to them."""
+
+    def __init__(self) -> None:
+        host = address_towards(os.environ["MASTER_ADDR"])
+        self.store = open_store(host, timeout=_TIMEOUT)
+        self.address = host, self.store.port
+        self.latest: WeightExport
+        self.groups: dict[str, Any] = {}
+        """Process groups, each by the worker group that is in it."""
+        thread = threading.Thread(target=self._serve, name="broadcast of weights", daemon=True)
+        thread.start()
+
+    def _serve(self) -> None:
+        for number in itertools.count(1):
+            request = f"request/{number}"
+            self.store.wait([request], _IDLE)
+            asked = self.store.get(request)
+            key, rollout, version = json.loads(asked)
+            self.store.delete_key(request)
+            self._delete_keys_before(key, rollout, version)
+            try:
+                self._send(key, rollout, version)
+            # A receiver has died, which its own driver reports; other groups are still served.
+            except RuntimeError as error:
+                _log.warning(
+                    "Weights of version %d did not reach all of %s: %s", version, key, error
+                )
+
+    def _delete_keys_before(self, key: str, rollout: str, version: int) -> None:
+        """Deletes what the store has of a worker group's updates before the update `key`, and where
+        earlier weights are.
+
+        Nobody reads that any more: all ranks of the group have come for the update `key`, and wait
+        for their turn.
+        """
+        for name in self.store.list_keys():
+            first, *others = name.split("/")
+            is_of_group = (
+                others[:1] == [rollout]
+                and not name.startswith(f"{key}/")
+                and name != f"{version}/{rollout}"
+            )
+            latest = str(self.latest.version)
+            is_earlier_page = first == "staged" and others[0] != latest
+            if is_of_group or is_earlier_page:
+                self.store.delete_key(name)
+
+    def _send(self, key: str, rollout: str, version: int) -> None:
+        export = self.latest
+        arrays = []
+        # Newer weights may be written into the pages already. What is mapped stays as it is.
+        with contextlib.suppress(StaleWeightsError):
+            arrays = [np.asarray(bucket.data) for bucket in export.buckets]
+        is_latest = version == export.version and export is self.latest
+        refusal = (
+            f"Version {version} of the weights was asked for, but the trainer has "
+            f"{self.latest.version} by now."
+        )
+        # The group is put back when all has gone well.
+        group = self.groups.pop(rollout, None)
+        self.store.add(f"{key}/changes", int(group is None))
+        self.store.set(f"{key}/turn", "" if is_latest else refusal)
+        if is_latest:
+            group = _join(self.store, key, 0, group)
+            _broadcast(group, arrays)
+            group.barrier().wait(_BUCKET_TIMEOUT)
+            self.groups[rollout] = group
+
+
+def _join(store: dist.Store, key: str, rank: int, group: Any) -> Any:
+    """Waits until all ranks have decided whether they receive; returns the group of the trainer and
+    those that do: `group` if it has the same members."""
+    store.wait([f"{key}/members"], _BUCKET_TIMEOUT)
+    num_changes = store.add(f"{key}/changes", 0)
+    if num_changes:
+        num_receivers = store.add(f"{key}/receivers", 0)
+        # Made by hand, since the default group of the process belongs to the engine.
+        group = dist.ProcessGroupGloo(
+            dist.PrefixStore(key, store), rank, 1 + num_receivers, _BUCKET_TIMEOUT
+        )
+    return group
+
+
+def _broadcast(group: Any, arrays: Sequence[np.ndarray]) -> None:
+    """Broadcasts from rank 0 to all others, with two buckets on their way at a time."""
+    options = dist.BroadcastOptions()
+    options.rootRank = options.rootTensor = 0
+    pending: deque[dist.Work] = deque()
+    for array in arrays:
+        tensor = torch.from_dlpack(array)
+        pending.append(group.broadcast([tensor], options))
+        if len(pending) == 2:
+            pending.popleft().wait(_BUCKET_TIMEOUT)
+    for work in pending:
+        work.wait(_BUCKET_TIMEOUT)

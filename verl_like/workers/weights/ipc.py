@@ -1,0 +1,87 @@
+"""Never run on a GPU: weights that engines read from the trainer's GPU memory by CUDA IPC."""
+
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from verl_like.workers.weights.direct import DirectTransport, gather
+from verl_like.workers.weights.exports import DEFAULT_BUCKET_BYTES, OrderedWeight
+
+
+class IpcTransport(DirectTransport):
+    """Each rank packs the weights, bucket by bucket, into one buffer, which the engine on its GPU
+    reads.
+
+    Trainer and engines wait for each other at a store of rank 0, each time for at most 5 minutes.
+    """
+
+    def _join(self, host: str, port: int, world_size: int) -> Any:
+        from vllm.distributed.utils import StatelessProcessGroup
+
+        return StatelessProcessGroup.create(host, port, 0, world_size)
+
+    @contextmanager
+    def joined(self, rank: int, num_receivers: int, receivers: str = "") -> Iterator[None]:
+        with super().joined(rank, num_receivers, receivers):
+            # The engines take back their memory before this trainer takes memory for the buffer.
+            self._barrier(rank)
+            yield
+            # The buffer is free before the engines take back the memory of their cache.
+            self._barrier(rank)
+
+    def send(self, weights: Sequence[OrderedWeight], rank: int) -> None:
+        from vllm.distributed.weight_transfer.packed_tensor import packed_ipc_producer
+
+        device = torch.cuda.get_device_properties(torch.cuda.current_device())
+        sizes = [tensor.numel() * dtype.itemsize for _, tensor, dtype in weights]
+        chunks = packed_ipc_producer(
+            gather(weights),
+            str(device.uuid),
+            operator.itemgetter(1),
+            max(DEFAULT_BUCKET_BYTES, *sizes),
+        )
+        self.offer(chunks, rank)
+        torch.cuda.ipc_collect()  # frees the buffer, which no engine has open any more
+
+    def offer(self, chunks: Iterable[Any], rank: int) -> None:
+        """Has the receivers read vLLM's chunks. A chunk is there on all ranks before it is
+        announced, and until all receivers have read it."""
+        for chunk in chunks:
+            handles: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(handles, chunk.ipc_handle)
+            if rank == 0:
+                handle_of_gpu: dict[Any, Any] = {}
+                for of_rank in handles:
+                    handle_of_gpu |= of_rank
+                message = dict(vars(chunk))
+                del message["ipc_handle"]
+                message["ipc_handles"] = handle_of_gpu
+                self._group.broadcast_obj(message, src=0)
+            self._barrier(rank)
+        if rank == 0:
+            self._group.broadcast_obj(None, src=0)
+        self._barrier(rank)
+
+    def _barrier(self, rank: int) -> None:
+        dist.barrier()
+        if rank == 0:
+            self._group.barrier()
+        dist.barrier()
+
+
+def receive_chunks(
+    group: Any, load: Callable[[dict[str, Any]], None], close: Callable[[], None]
+) -> None:
+    """A receiver's part in `IpcTransport`: `load` has read a chunk when it returns, `close` closes
+    the buffer."""
+    group.barrier()
+    while chunk := group.broadcast_obj(None, src=0):
+        load(chunk)
+        group.barrier()
+    close()
+    group.barrier()
+    group.barrier()

@@ -1,0 +1,278 @@
+"""vLLM's end of the weights: a transfer back end that loads updates, and fingerprints of what was
+loaded.
+
+vLLM imports this module in the process of its worker, where it registers the back end; nothing else
+imports it.
+"""
+
+import ctypes
+import multiprocessing
+import os
+import signal
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.nccl_engine import (
+    NCCLWeightTransferEngine,
+    NCCLWeightTransferUpdateInfo,
+)
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+
+from verl_like.workers.weights.arrival import WeightSyncError
+from verl_like.workers.weights.exports import WeightBucket, iterate_buckets
+from verl_like.workers.weights.fingerprints import fingerprint_sum, read_fingerprints
+from verl_like.workers.weights.shared_memory import SharedPages
+from verl_like.workers.weights.vllm_adapter import Adapter
+from verl_like.workers.weights.vllm_direct import DirectInitInfo, IpcReceiver
+from verl_like.workers.weights.vllm_pieces import Source, cut_parameter
+
+Sums = dict[str, torch.Tensor]
+"""Each the `fingerprint_sum` of what a parameter has of a Hugging Face tensor, by its name."""
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass
+class StagedUpdate(WeightTransferUpdateInfo):
+    """All buckets of an update that was staged and checked."""
+
+    buckets: list[Any]
+
+    def __post_init__(self) -> None:
+        # A message between processes makes dictionaries of data classes.
+        if isinstance(self.buckets[0], dict):
+            self.buckets = [_bucket_of(fields) for fields in self.buckets]
+
+
+def _bucket_of(fields: Mapping[str, Any]) -> WeightBucket:
+    pages = SharedPages(**fields["data"])
+    return WeightBucket(**{**fields, "data": pages})
+
+
+class StagedTransfer(WeightTransferEngine[DirectInitInfo, StagedUpdate]):
+    """Loads updates, staged or sent, into a process's model, whose parameters are fused, sharded,
+    or packed.
+
+    The CPU build packs the weights of a linear layer into a form that only its kernel can read and
+    drops the original, and `rollout.quantization` rounds them. So the fingerprints of such a layer
+    are taken after it was loaded and before it is packed or rounded. All others are taken of the
+    model's parameters in the end: CUDA's kernels read those, and vLLM loads into a copy of them.
+    """
+
+    init_info_cls = DirectInitInfo
+    update_info_cls = StagedUpdate
+    model: Any
+    direct: NCCLWeightTransferEngine | IpcReceiver | None = None
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._sources: dict[str, list[Source]] = {}
+        """What a parameter or buffer of vLLM is made of, in the order there, by its name."""
+        self._before_packing: dict[str, Sums | None] = {}
+        """What `_fingerprints_of` returned for a parameter before it was packed or rounded, by the
+        name of the parameter."""
+        is_changed = self.device.type == "cpu" or self.model_config.quantization is not None
+        for name, module in self.model.named_modules():
+            if is_changed and isinstance(module, LinearBase):
+                method: Any = module.quant_method
+                method.process_weights_after_loading = self._fingerprint_then(
+                    name, method.process_weights_after_loading
+                )
+
+    def _fingerprint_then(
+        self, module_name: str, pack: Callable[[Any], None]
+    ) -> Callable[[Any], None]:
+        def fingerprint_then_pack(layer: Any) -> None:
+            loaded = dict(layer.named_parameters(prefix=module_name, recurse=False))
+            found: dict[str, Sums | None] = {}
+            for name, parameter in loaded.items():
+                found[name] = self._fingerprints_of(name, parameter)
+            pack(layer)
+            for name, parameter in layer.named_parameters(prefix=module_name, recurse=False):
+                if parameter is not loaded.get(name):
+                    # New parameters, such as scales, are made of no Hugging Face one.
+                    self._before_packing[name] = found.get(name, {})
+
+        return fingerprint_then_pack
+
+    def init_transfer_engine(self, init_info: DirectInitInfo) -> None:
+        """Joins the trainer, which from then on sends the values of each update while it is
+        loaded."""
+        receiver = NCCLWeightTransferEngine if init_info.transport == "nccl" else IpcReceiver
+        self.direct = receiver(self.config, self.vllm_config, self.device, self.model)
+        self.direct.init_transfer_engine(init_info)
+
+    def shutdown(self) -> None:
+        """Leaves the trainer. Nothing else is open, since an update is only held while it is
+        loaded."""
+        if self.direct:
+            self.direct.shutdown()
+
+    def start_weight_update(self) -> None:
+        """Gives the layers the tensors that they were built with, on which the model's
+        `load_weights` works."""
+        # Ends an update that failed in the middle. Otherwise its layers would count the values of
+        # both updates, and be complete with a mixture. If there is none, this does nothing.
+        finalize_layerwise_reload(self.model, self.model_config)
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: StagedUpdate) -> None:
+        """Overwrites the weights. All of them come in one call, since vLLM forgets an update that
+        failed in it."""
+        buckets = sorted(update_info.buckets, key=lambda bucket: bucket.index)
+        names: list[str] = []
+        dtypes: list[str] = []
+        shapes: list[Any] = []
+        for bucket in buckets:
+            names += bucket.names
+            dtypes += [bucket.dtype] * len(bucket.names)
+            shapes += bucket.shapes
+        shape_of = dict(zip(names, shapes, strict=True))
+        self._sources = self._find_sources(shape_of)
+        if self.direct:
+            self.direct.receive_weights(NCCLWeightTransferUpdateInfo(names, dtypes, shapes))
+        else:
+            self.model.load_weights(iterate_buckets(buckets))
+        finalize_layerwise_reload(self.model, self.model_config)
+        head = getattr(self.model, "lm_head", None)
+        if head is not None and self.model_config.hf_text_config.tie_word_embeddings:
+            # A tied head gets no weights of its own, so vLLM does not prepare it again; on CPU it
+            # would go on computing with the packed copy of the weights before.
+            head.quant_method.process_weights_after_loading(head)
+
+    def finish_weight_update(self) -> None:
+        """Nothing is left to do."""
+
+    def _find_sources(self, shapes: Mapping[str, Any]) -> dict[str, list[Source]]:
+        """Returns `_sources`, from the shapes of the Hugging Face tensors by their names."""
+        mapper = getattr(self.model, "hf_to_vllm_mapper", None)
+        rename = mapper.get_rename_mapper().map_name if mapper else str
+        known = set(dict(self.model.named_parameters(remove_duplicate=False)))
+        placed: dict[str, list[tuple[int, Source]]] = defaultdict(list)
+        for hf_name, shape in shapes.items():
+            name, position = self._place_of(rename(hf_name), known)
+            source = Source(hf_name, torch.Size(shape))
+            placed[name].append((position, source))
+        sources: dict[str, list[Source]] = {}
+        for name, found in placed.items():
+            sources[name] = [source for _, source in sorted(found)]
+        return sources
+
+    def _place_of(self, renamed: str, known: set[str]) -> tuple[str, int]:
+        """Returns the vLLM parameter, one of `known` if it is fused, in which a tensor is, and the
+        tensor's position in it."""
+        place = renamed, 0
+        # Such as {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}.
+        fused = getattr(self.model, "packed_modules_mapping", {})
+        for whole, parts in fused.items():
+            for position, part in enumerate(parts):
+                name = renamed.replace(f".{part}.", f".{whole}.")
+                if f".{part}." in renamed and name in known:
+                    place = name, position
+        return place
+
+    def fingerprints(self) -> dict[str, int]:
+        """Returns fingerprints by Hugging Face name of the weights that the replica's processes
+        compute with together.
+
+        Raises WeightSyncError if it is not known which Hugging Face parameters a parameter is made
+        of.
+        """
+        tensors = dict(self.model.named_parameters())  # lists tied parameters once
+        for name, buffer in self.model.named_buffers():
+            # Other buffers of vLLM's, such as tables of positions, are its own.
+            if name in self._sources:
+                tensors[name] = buffer
+        totals: dict[str, torch.Tensor | int] = {}
+        for name in tensors:
+            # What vLLM has no place for is left out, and so it is missed, whatever its values are.
+            for source in self._sources.get(name, []):
+                totals[source.hf_name] = 0
+        for name, tensor in tensors.items():
+            sums = self._fingerprints_in(name, tensor)
+            for hf_name, part in sums.items():
+                totals[hf_name] = totals.get(hf_name, 0) + part
+        names = sorted(totals)
+        own = read_fingerprints(totals)
+        signed = [(own[name] + 2**63) % 2**64 - 2**63 for name in names]
+        of_ranks = torch.tensor(signed, dtype=torch.int64)
+        group = get_tp_group()
+        if group.world_size > 1:
+            dist.all_reduce(of_ranks, group=group.cpu_group)  # wraps around modulo 2**64
+        unsigned = [value % 2**64 for value in of_ranks.tolist()]
+        return dict(zip(names, unsigned, strict=True))
+
+    def _fingerprints_in(self, name: str, parameter: torch.Tensor) -> Sums:
+        """Returns `_fingerprints_of` what was loaded into a parameter; raises WeightSyncError if
+        there are none."""
+        if name in self._before_packing:
+            found = self._before_packing[name]
+        else:
+            found = self._fingerprints_of(name, parameter)
+        if found is None:
+            sources = [source.hf_name for source in self._sources.get(name, [])]
+            raise WeightSyncError(
+                f"What was loaded into vLLM's parameter {name} ({type(self.model).__name__}) "
+                f"cannot be checked: it is not made of {sources} alone, which is "
+                "what the trainer has for it, or not in a way that is known here. Set "
+                "rollout.name=hf."
+            )
+        return found
+
+    def _fingerprints_of(self, name: str, parameter: torch.Tensor) -> Sums | None:
+        """Returns the fingerprints of what this process answers for in a parameter; None if the
+        parameter's sources do not add up to it."""
+        module_name, _, leaf = name.rpartition(".")
+        module = self.model.get_submodule(module_name)
+        sources = self._sources.get(name, [])
+        pieces = cut_parameter(module, leaf, parameter, sources)
+        if pieces is None:
+            return None
+        sums: Sums = {}
+        for piece in pieces:
+            hf_name = piece.hf_name
+            part = fingerprint_sum(piece.values, piece.first_row, piece.first_column)
+            sums[hf_name] = sums[hf_name] + part if hf_name in sums else part
+        return sums
+
+
+class WorkerExtension:
+    """What vLLM's worker is given by `worker_extension_cls`."""
+
+    weight_transfer_engine: StagedTransfer
+    model_runner: Any
+    adapter: Adapter
+
+    def weight_fingerprints(self) -> dict[str, int]:
+        """See `StagedTransfer.fingerprints`."""
+        return self.weight_transfer_engine.fingerprints()
+
+    def load_adapter(self, buckets: list[Any], adapter_id: int) -> None:
+        """See `Adapter.load` and `StagedUpdate`."""
+        manager = self.model_runner.get_model().lora_manager
+        self.adapter = Adapter(manager, adapter_id)
+        update = StagedUpdate(buckets)
+        self.adapter.load(iterate_buckets(update.buckets))
+
+    def adapter_fingerprints(self) -> dict[str, int]:
+        """See `Adapter.fingerprints`."""
+        return self.adapter.fingerprints()
+
+
+WeightTransferEngineFactory.register_engine("staged", StagedTransfer)
+
+# An engine's own process is ended by the kernel when the process that started it ends (Linux).
+if starter := multiprocessing.parent_process():
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != starter.pid:  # it has ended already
+        os._exit(1)
