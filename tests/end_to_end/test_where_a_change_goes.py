@@ -193,8 +193,8 @@ TOUCHED = {
         ),
         (
             "verl_like/workers/rollout/__init__.py",
-            "_ENGINES: dict[str, type[RolloutEngine]] = {",
-            '"equal": EqualEngine, ',
+            '        "hf": HfEngine,\n',
+            '        "equal": EqualEngine,\n',
         ),
     ],
     "rule reward": [

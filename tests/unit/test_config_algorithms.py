@@ -73,7 +73,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         (POLICY_LOSSES, ["towards_reference", "with_a_rate"]),
     ):
         for name in names:
-            registry.functions.pop(name, None)
+            registry.entries.pop(name, None)
 
 
 def load(*overrides: str) -> PPOConfig:

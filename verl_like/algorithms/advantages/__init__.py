@@ -11,7 +11,12 @@ import inspect
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from verl_like.algorithms.registry import Algorithm, AlgorithmOptions, Registry, call_by_name
+from verl_like.algorithms.registry import (
+    Algorithm,
+    AlgorithmOptions,
+    AlgorithmRegistry,
+    call_by_name,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +47,7 @@ INPUTS = {
 """What an estimator may have as parameters, besides `config` (the `algorithm` block) and `options`
 (its own)."""
 
-ADVANTAGE_ESTIMATORS = Registry(
+ADVANTAGE_ESTIMATORS = AlgorithmRegistry(
     "advantage estimator", __name__, "register_adv_est", frozenset(INPUTS)
 )
 register_adv_est = ADVANTAGE_ESTIMATORS.register

@@ -12,7 +12,7 @@ docs/algorithms.md say what they are.
 from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol
 
-from verl_like.algorithms.registry import AlgorithmOptions, Registry
+from verl_like.algorithms.registry import AlgorithmOptions, AlgorithmRegistry
 
 INPUTS = {
     "old_log_prob": "(B, R) float, log-probabilities under the policy before the update",
@@ -35,7 +35,9 @@ INPUTS = {
 """What a loss may have as parameters, besides `config` (see `LossConfig`) and `options` (its
 own)."""
 
-POLICY_LOSSES = Registry("policy loss", __name__, "register_policy_loss", frozenset(INPUTS))
+POLICY_LOSSES = AlgorithmRegistry(
+    "policy loss", __name__, "register_policy_loss", frozenset(INPUTS)
+)
 register_policy_loss = POLICY_LOSSES.register
 get_policy_loss_fn = POLICY_LOSSES.get
 

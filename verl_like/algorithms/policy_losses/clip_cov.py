@@ -23,25 +23,16 @@ depends on the size of the micro-batches. This form gives the same loss for ever
 first optimizer step both have the same log-probabilities.
 """
 
-from typing import Annotated
-
 import torch
-from pydantic import Field
 
 from verl_like.algorithms.aggregation import agg_loss
 from verl_like.algorithms.masked import masked_mean, zero_masked
-from verl_like.algorithms.policy_losses import LossConfig, PolicyLossOptions, register_policy_loss
+from verl_like.algorithms.policy_losses import LossConfig, register_policy_loss
+from verl_like.algorithms.policy_losses.clip_cov_options import ClipCovKeys
 
 
-class ClipCovOptions(PolicyLossOptions):
-    """Which tokens are left out."""
-
-    clip_cov_ratio: Annotated[float, Field(gt=0, le=1)] = 0.0002
-    """Share of the batch's response tokens that are left out, at most."""
-    clip_cov_lb: float = 1.0
-    """Only tokens with a covariance above it are left out."""
-    clip_cov_ub: float = 5.0
-    """Only tokens with a covariance below it are left out."""
+class ClipCovOptions(ClipCovKeys):
+    """The keys, and the choice of tokens that they describe."""
 
     def select_tokens(
         self,

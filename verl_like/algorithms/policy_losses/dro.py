@@ -11,30 +11,12 @@ The paper learns a value function beside it; here the advantage estimator takes 
 verl. The penalty is on the distance from the policy before the update.
 """
 
-from typing import Annotated
-
 import torch
-from pydantic import Field, model_validator
 
 from verl_like.algorithms.aggregation import agg_loss
 from verl_like.algorithms.masked import zero_masked
-from verl_like.algorithms.policy_losses import LossConfig, PolicyLossOptions, register_policy_loss
-
-
-class DroOptions(PolicyLossOptions):
-    """The weight of the penalty."""
-
-    dro_beta: Annotated[float | None, Field(gt=0)] = None
-    """Weight of the quadratic penalty; it has no default value and must be set."""
-
-    @model_validator(mode="after")
-    def beta_is_set(self) -> "DroOptions":
-        if self.dro_beta is None:
-            raise ValueError(
-                "loss_mode=dro needs dro_beta, the weight of its penalty; set it to a positive "
-                "number"
-            )
-        return self
+from verl_like.algorithms.policy_losses import LossConfig, register_policy_loss
+from verl_like.algorithms.policy_losses.dro_options import DroOptions
 
 
 @register_policy_loss("dro")

@@ -21,23 +21,16 @@ its loss depends on the size of the micro-batches. This form gives the same loss
 until the first optimizer step both have the same log-probabilities.
 """
 
-from typing import Annotated
-
 import torch
-from pydantic import Field
 
 from verl_like.algorithms.aggregation import agg_loss
 from verl_like.algorithms.masked import masked_mean, zero_masked
-from verl_like.algorithms.policy_losses import LossConfig, PolicyLossOptions, register_policy_loss
+from verl_like.algorithms.policy_losses import LossConfig, register_policy_loss
+from verl_like.algorithms.policy_losses.kl_cov_options import KlCovKeys
 
 
-class KlCovOptions(PolicyLossOptions):
-    """Which tokens are held back, and how strongly."""
-
-    kl_cov_ratio: Annotated[float, Field(gt=0, le=1)] = 0.0002
-    """Share of the batch's response tokens that take the penalty."""
-    ppo_kl_coef: Annotated[float, Field(ge=0)] = 0.1
-    """Weight of the penalty."""
+class KlCovOptions(KlCovKeys):
+    """The keys, and the choice of tokens that they describe."""
 
     def select_tokens(
         self,

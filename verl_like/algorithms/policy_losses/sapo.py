@@ -16,25 +16,14 @@ seq-mean-token-mean with it, and another mode is refused; verl uses that mode wh
 verl also reports `actor/pg_clipfrac` and `actor/pg_clipfrac_lower`, which are always 0.
 """
 
-from typing import Annotated, ClassVar, Literal
+from typing import Literal
 
 import torch
-from pydantic import Field
 
 from verl_like.algorithms.aggregation import agg_loss
 from verl_like.algorithms.masked import zero_masked
-from verl_like.algorithms.policy_losses import LossConfig, PolicyLossOptions, register_policy_loss
-
-
-class SapoOptions(PolicyLossOptions):
-    """The temperatures of the gate."""
-
-    section: ClassVar[str] = "actor_rollout_ref.actor"
-
-    tau_pos: Annotated[float, Field(gt=0)] = 1.0
-    """Temperature of the gate where the advantage is positive; the larger, the narrower."""
-    tau_neg: Annotated[float, Field(gt=0)] = 1.05
-    """Temperature where it is not."""
+from verl_like.algorithms.policy_losses import LossConfig, register_policy_loss
+from verl_like.algorithms.policy_losses.sapo_options import SapoOptions
 
 
 @register_policy_loss("sapo")
