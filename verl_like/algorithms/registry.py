@@ -14,7 +14,8 @@ import inspect
 import pkgutil
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, get_type_hints
+from dataclasses import fields
+from typing import Annotated, Any, ClassVar, get_origin, get_type_hints
 
 from verl_like.config_model import ConfigModel
 from verl_like.registry import Registered, Registry
@@ -174,6 +175,16 @@ def required_inputs(function: Algorithm) -> frozenset[str]:
         each.name for each in parameters if each.default is each.empty and each.kind not in variadic
     }
     return frozenset(required - {"config", "options"})
+
+
+def described_fields(inputs: type[Any]) -> dict[str, str]:
+    """What the fields of a class of inputs are, by name: of those annotated with a text."""
+    annotations: dict[str, Any] = {each.name: each.type for each in fields(inputs)}
+    return {
+        name: annotation.__metadata__[0]
+        for name, annotation in annotations.items()
+        if get_origin(annotation) is Annotated
+    }
 
 
 def option_keys(declared: type[AlgorithmOptions]) -> list[str]:

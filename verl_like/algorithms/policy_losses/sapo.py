@@ -38,8 +38,8 @@ def compute_policy_loss_sapo(
     *,
     options: SapoOptions,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss of a micro-batch, and its metrics by token, (B, R), of arguments as `INPUTS`
-    describes them."""
+    """Returns the loss of a micro-batch, and its metrics by token, (B, R). The arguments are as in
+    `PolicyLossInputs`."""
     assert config is not None
     log_ratio = (zero_masked(log_prob, response_mask) - old_log_prob).clamp(-20.0, 20.0)
     tau = torch.full_like(advantages, options.tau_neg).masked_fill(advantages > 0, options.tau_pos)
