@@ -145,11 +145,12 @@ class AlgorithmRegistry(Registry[Algorithm]):
                 there have to be many.
         """
         register = super().register(name)
+        aliases = [alias for alias, own in self.aliases.items() if own == name]
 
         def decorate(function: Registered) -> Registered:
             register(function)
             if over_batch:
-                self.over_batch.add(name)
+                self.over_batch.update([name, *aliases])
             return function
 
         return decorate

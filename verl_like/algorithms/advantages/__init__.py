@@ -48,7 +48,12 @@ INPUTS = {
 (its own)."""
 
 ADVANTAGE_ESTIMATORS = AlgorithmRegistry(
-    "advantage estimator", __name__, "register_adv_est", frozenset(INPUTS)
+    "advantage estimator",
+    __name__,
+    "register_adv_est",
+    frozenset(INPUTS),
+    # In verl these compute the same without a loop over the groups.
+    aliases={"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"},
 )
 register_adv_est = ADVANTAGE_ESTIMATORS.register
 get_adv_estimator_fn = ADVANTAGE_ESTIMATORS.get

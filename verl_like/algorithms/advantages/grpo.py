@@ -16,6 +16,10 @@ Every token of row i gets A_i. `algorithm.norm_adv_by_std_in_grpo=False` leaves 
 
 For the third line the skipped rows have to be in the batch that is passed in.
 
+`grpo_vectorized` is another name of this estimator, and
+`compute_grpo_vectorized_outcome_advantage` of its function. In verl it is the computation without a
+loop over the groups, whose results differ in the last digits; here there is no such loop.
+
 Keys: `algorithm.norm_adv_by_std_in_grpo`, `actor_rollout_ref.rollout.n`.
 """
 
@@ -48,3 +52,6 @@ def compute_grpo_outcome_advantage(
     )
     advantages = groups.on_tokens(row_advantages, token_level_rewards.dtype)
     return advantages, advantages
+
+
+compute_grpo_vectorized_outcome_advantage = compute_grpo_outcome_advantage

@@ -9,6 +9,11 @@ Every token of row i gets A_i.
 The baseline does not contain the row itself, so the gradient is unbiased. Groups of one, of equal
 scores and with skipped rows are treated as in `grpo`.
 
+`rloo_vectorized` is another name of this estimator, and
+`compute_rloo_vectorized_outcome_advantage` of its function. In verl it is the computation without a
+loop over the groups, and a group of one row gets its score under one of the two names and 0 under
+the other; here it is the score.
+
 Keys: `actor_rollout_ref.rollout.n`.
 """
 
@@ -39,3 +44,6 @@ def compute_rloo_outcome_advantage(
     )
     advantages = groups.on_tokens(groups.scores_above(mean_of_others), token_level_rewards.dtype)
     return advantages, advantages
+
+
+compute_rloo_vectorized_outcome_advantage = compute_rloo_outcome_advantage
