@@ -12,7 +12,7 @@ from verl_like.algorithms.discounted_sums import gae_in_blocks
 from verl_like.algorithms.masked import on_last_token
 
 MAX_WEIGHT = 100.0
-"""Of a token in the language-model loss, as in IQL (arXiv:2110.06169)."""
+"""The largest weight of a token in the language-model loss, as in IQL (arXiv:2110.06169)."""
 
 
 def ilql_losses(
@@ -49,10 +49,12 @@ def ilql_losses(
     rewards = on_last_token(scores, mask)
     _, targets = gae_in_blocks(rewards, values.detach(), mask.bool(), gamma, lam=0.0)
     advantages = target_q.detach() - values
+    is_negative = (advantages < 0).to(advantages.dtype)
+    asymmetry = (expectile - is_negative).abs()
     weights = (awac_beta * advantages.detach()).exp().clamp(max=MAX_WEIGHT)
     return {
         "td": (q1 - targets) ** 2 + (q2 - targets) ** 2,
-        "value": (expectile - (advantages < 0).to(advantages.dtype)).abs() * advantages**2,
+        "value": asymmetry * advantages**2,
         "cql": -log_softmax_q1 - log_softmax_q2,
         "lm": -weights * log_probs,
     }

@@ -18,9 +18,9 @@ def pairwise_loss(difference: torch.Tensor, label_smoothing: float = 0.0) -> tor
     may have (arXiv:2307.09288, eq. 2). With d = beta h, and h = log(pi(c) / ref(c)) - log(pi(r) /
     ref(r)), it is DPO (arXiv:2305.18290, eq. 7), and where e > 0 conservative DPO (Mitchell 2023).
     """
-    return -(1 - label_smoothing) * logsigmoid(difference) - label_smoothing * logsigmoid(
-        -difference
-    )
+    right = (1 - label_smoothing) * logsigmoid(difference)
+    wrong = label_smoothing * logsigmoid(-difference)
+    return -right - wrong
 
 
 def ipo_loss(
@@ -37,7 +37,7 @@ DPO_LOSSES: dict[str, Callable[[torch.Tensor, float, float], torch.Tensor]] = {
     ),
     "ipo": ipo_loss,
 }
-"""By `training.loss_type`: (h (B,), beta, label_smoothing) -> (B,)."""
+"""The loss (h (B,), beta, label_smoothing) -> (B,) by `training.loss_type`."""
 
 
 def preference_metrics(chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, torch.Tensor]:

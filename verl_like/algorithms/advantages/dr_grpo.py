@@ -28,5 +28,6 @@ def compute_dr_grpo_outcome_advantage(
     """One advantage (B, R) for each response, at every one of its tokens, twice: there are no
     separate returns."""
     groups = PromptGroups.of(token_level_rewards, response_mask, index)
-    advantages = groups.on_tokens(groups.scores_above(groups.mean()), token_level_rewards.dtype)
+    row_advantages = groups.scores_above(groups.mean())
+    advantages = groups.on_tokens(row_advantages, token_level_rewards.dtype)
     return advantages, advantages

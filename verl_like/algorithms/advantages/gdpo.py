@@ -48,16 +48,18 @@ def compute_gdpo_outcome_advantage(
     valid = response_mask.bool()
     summed = torch.zeros(len(valid), dtype=torch.float64, device=valid.device)
     is_compared = torch.zeros(len(valid), dtype=torch.bool, device=valid.device)
-    for key, weight in zip(keys, options.gdpo_reward_weights or [1.0] * len(keys), strict=True):
+    weights = options.gdpo_reward_weights or [1.0] * len(keys)
+    for key, weight in zip(keys, weights, strict=True):
         scores = scores_by_reward[key]
-        has_score = ~zero_masked(scores, valid).isnan().any(dim=-1, keepdim=True)
-        groups = PromptGroups.of(scores, valid & has_score, index)
-        deviations = groups.scores_above(groups.mean())
-        summed += weight * (
-            deviations / (groups.std() + epsilon) if norm_adv_by_std_in_grpo else deviations
-        )
+        lacks_score = zero_masked(scores, valid).isnan().any(dim=-1, keepdim=True)
+        groups = PromptGroups.of(scores, valid & ~lacks_score, index)
+        row_advantages = groups.scores_above(groups.mean())
+        if norm_adv_by_std_in_grpo:
+            row_advantages = row_advantages / (groups.std() + epsilon)
+        summed += weight * row_advantages
         is_compared |= groups.has_baseline
     compared = valid & is_compared.unsqueeze(-1)
-    tokens = zero_masked(summed.to(scores_by_reward[keys[0]].dtype).unsqueeze(-1), compared)
-    advantages = masked_whiten(tokens, compared)
+    dtype = scores_by_reward[keys[0]].dtype
+    on_tokens = zero_masked(summed.to(dtype).unsqueeze(-1), compared)
+    advantages = masked_whiten(on_tokens, compared)
     return advantages, advantages

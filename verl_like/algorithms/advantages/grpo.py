@@ -46,10 +46,9 @@ def compute_grpo_outcome_advantage(
     `epsilon` is added to the standard deviation. verl has `config`, which is not read.
     """
     groups = PromptGroups.of(token_level_rewards, response_mask, index)
-    deviations = groups.scores_above(groups.mean())
-    row_advantages = (
-        deviations / (groups.std() + epsilon) if norm_adv_by_std_in_grpo else deviations
-    )
+    row_advantages = groups.scores_above(groups.mean())
+    if norm_adv_by_std_in_grpo:
+        row_advantages = row_advantages / (groups.std() + epsilon)
     advantages = groups.on_tokens(row_advantages, token_level_rewards.dtype)
     return advantages, advantages
 

@@ -36,6 +36,8 @@ def compute_opo_outcome_advantage(
     """
     groups = PromptGroups.of(token_level_rewards, response_mask, index)
     lengths = groups.valid.sum(dim=-1).double()
-    baseline = groups.sum(lengths * groups.scores) / groups.sum(lengths).clamp(min=1)
-    advantages = groups.on_tokens(groups.scores_above(baseline), token_level_rewards.dtype)
+    num_tokens = groups.sum(lengths).clamp(min=1)
+    baseline = groups.sum(lengths * groups.scores) / num_tokens
+    row_advantages = groups.scores_above(baseline)
+    advantages = groups.on_tokens(row_advantages, token_level_rewards.dtype)
     return advantages, advantages

@@ -36,6 +36,8 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
     verl has `epsilon` and `config`, which are not read.
     """
     groups = PromptGroups.of(token_level_rewards, response_mask, index)
-    deviations = groups.on_tokens(groups.scores_above(groups.mean()), token_level_rewards.dtype)
-    advantages = masked_whiten(deviations, groups.valid & groups.has_baseline.unsqueeze(-1))
+    row_deviations = groups.scores_above(groups.mean())
+    deviations = groups.on_tokens(row_deviations, token_level_rewards.dtype)
+    has_baseline = groups.valid & groups.has_baseline.unsqueeze(-1)
+    advantages = masked_whiten(deviations, has_baseline)
     return advantages, advantages

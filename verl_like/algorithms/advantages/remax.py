@@ -32,8 +32,9 @@ def compute_remax_outcome_advantage(
     """
     valid = response_mask.bool()
     rewards = zero_masked(token_level_rewards, valid)
-    returns = zero_masked(
-        rewards.flip(-1).cumsum(-1, dtype=torch.float64).flip(-1).to(rewards.dtype), valid
-    )
+    sums = rewards.flip(-1).cumsum(-1, dtype=torch.float64).flip(-1)
+    returns = zero_masked(sums.to(rewards.dtype), valid)
     baselines = reward_baselines.unsqueeze(-1)
-    return zero_masked(returns - baselines, valid & ~baselines.isnan()), returns
+    has_baseline = valid & ~baselines.isnan()
+    advantages = zero_masked(returns - baselines, has_baseline)
+    return advantages, returns

@@ -39,10 +39,10 @@ def compute_rloo_outcome_advantage(
     verl has `epsilon` and `config`, which are not read.
     """
     groups = PromptGroups.of(token_level_rewards, response_mask, index)
-    mean_of_others = (groups.sum(groups.scores) - groups.scores) / (groups.num_scored - 1).clamp(
-        min=1
-    )
-    advantages = groups.on_tokens(groups.scores_above(mean_of_others), token_level_rewards.dtype)
+    sum_of_others = groups.sum(groups.scores) - groups.scores
+    num_others = (groups.num_scored - 1).clamp(min=1)
+    row_advantages = groups.scores_above(sum_of_others / num_others)
+    advantages = groups.on_tokens(row_advantages, token_level_rewards.dtype)
     return advantages, advantages
 
 

@@ -49,6 +49,7 @@ def compute_policy_loss_distillation(
     `PolicyLossInputs`."""
 
     def surrogate(advantages: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Returns the loss `vanilla` of these advantages, and its metrics."""
         return compute_policy_loss_vanilla(
             old_log_prob,
             log_prob,
@@ -61,15 +62,15 @@ def compute_policy_loss_distillation(
 
     reverse_kl = zero_masked(log_prob.detach() - teacher_log_prob, response_mask)
     bound = options.loss_max_clamp
-    loss, teacher_metrics = surrogate(
-        -(reverse_kl if bound is None else reverse_kl.clamp(-bound, bound))
-    )
+    bounded_kl = reverse_kl if bound is None else reverse_kl.clamp(-bound, bound)
+    loss, teacher_metrics = surrogate(-bounded_kl)
     loss = options.distillation_loss_coef * loss
     metrics = {
         name.replace("actor/", "distillation/"): value for name, value in teacher_metrics.items()
     }
     metrics["actor/ppo_kl"] = metrics.pop("distillation/ppo_kl")
-    metrics |= {"distillation/abs_loss": reverse_kl.abs(), "distillation/kl": reverse_kl}
+    metrics["distillation/abs_loss"] = reverse_kl.abs()
+    metrics["distillation/kl"] = reverse_kl
     if options.use_task_rewards:
         task_loss, task_metrics = surrogate(advantages)
         loss = loss + task_loss

@@ -37,9 +37,10 @@ def compute_policy_loss_dro(
     log_prob = zero_masked(log_prob, response_mask)
     log_ratio = log_prob - old_log_prob
     assert options.dro_beta is not None
-    losses = 0.5 * options.dro_beta * log_ratio.square() - advantages * log_prob
+    penalty = 0.5 * options.dro_beta * log_ratio.square()
+    losses = penalty - advantages * log_prob
 
     metrics = {"actor/ppo_kl": -log_ratio.detach()}
-    return agg_loss(
-        losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **config.global_batch_info
-    ), metrics
+    counts = config.global_batch_info
+    loss = agg_loss(losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **counts)
+    return loss, metrics

@@ -27,6 +27,6 @@ def compute_policy_loss_gpg(
     `PolicyLossInputs`."""
     assert config is not None
     losses = -advantages * zero_masked(log_prob, response_mask)
-    return agg_loss(
-        losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **config.global_batch_info
-    ), {}
+    counts = config.global_batch_info
+    loss = agg_loss(losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **counts)
+    return loss, {}

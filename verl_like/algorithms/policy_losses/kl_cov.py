@@ -42,15 +42,13 @@ class KlCovOptions(KlCovKeys):
         """The tokens of a whole batch that take the penalty, (B, R) bool; `generator` is not
         used."""
         deviation = advantages - masked_mean(advantages, response_mask)
-        covariances = deviation * (old_log_probs - masked_mean(old_log_probs, response_mask))
+        log_prob_deviation = old_log_probs - masked_mean(old_log_probs, response_mask)
+        covariances = deviation * log_prob_deviation
         num_tokens = int(response_mask.sum())
-        num_selected = min(max(1, int(self.kl_cov_ratio * num_tokens)), num_tokens)
-        largest = (
-            covariances.masked_fill(~response_mask.bool(), -torch.inf)
-            .flatten()
-            .topk(num_selected)
-            .indices
-        )
+        num_wanted = max(1, int(self.kl_cov_ratio * num_tokens))
+        num_selected = min(num_wanted, num_tokens)
+        of_tokens = covariances.masked_fill(~response_mask.bool(), -torch.inf)
+        largest = of_tokens.flatten().topk(num_selected).indices
         selected = torch.zeros_like(response_mask, dtype=torch.bool).flatten()
         selected[largest] = True
         return selected.view_as(response_mask)
@@ -72,9 +70,11 @@ def compute_policy_loss_kl_cov(
     """Returns the loss of a micro-batch, and its metrics by token, (B, R). The arguments are as in
     `PolicyLossInputs`."""
     assert config is not None
-    log_ratio = (zero_masked(log_prob, response_mask) - old_log_prob).clamp(-20.0, 20.0)
+    log_prob = zero_masked(log_prob, response_mask)
+    log_ratio = (log_prob - old_log_prob).clamp(-20.0, 20.0)
     distance = log_ratio.abs()
-    losses = options.ppo_kl_coef * distance * selected_tokens - advantages * torch.exp(log_ratio)
-    return agg_loss(
-        losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **config.global_batch_info
-    ), {"actor/ppo_kl": distance.detach()}
+    penalty = options.ppo_kl_coef * distance * selected_tokens
+    losses = penalty - advantages * torch.exp(log_ratio)
+    counts = config.global_batch_info
+    loss = agg_loss(losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **counts)
+    return loss, {"actor/ppo_kl": distance.detach()}

@@ -37,6 +37,6 @@ def compute_policy_loss_reinforce(
     losses = -advantages * log_prob
 
     metrics = {"actor/ppo_kl": (old_log_prob - log_prob).detach()}
-    return agg_loss(
-        losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **config.global_batch_info
-    ), metrics
+    counts = config.global_batch_info
+    loss = agg_loss(losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **counts)
+    return loss, metrics

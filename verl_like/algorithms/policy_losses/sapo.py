@@ -41,11 +41,15 @@ def compute_policy_loss_sapo(
     """Returns the loss of a micro-batch, and its metrics by token, (B, R). The arguments are as in
     `PolicyLossInputs`."""
     assert config is not None
-    log_ratio = (zero_masked(log_prob, response_mask) - old_log_prob).clamp(-20.0, 20.0)
-    tau = torch.full_like(advantages, options.tau_neg).masked_fill(advantages > 0, options.tau_pos)
-    losses = -advantages * torch.sigmoid(tau * (torch.exp(log_ratio) - 1)) * (4 / tau)
+    log_prob = zero_masked(log_prob, response_mask)
+    log_ratio = (log_prob - old_log_prob).clamp(-20.0, 20.0)
+    ratio = torch.exp(log_ratio)
+    tau = torch.full_like(advantages, options.tau_neg)
+    tau = tau.masked_fill(advantages > 0, options.tau_pos)
+    gate = torch.sigmoid(tau * (ratio - 1))
+    losses = -advantages * gate * (4 / tau)
 
     metrics = {"actor/ppo_kl": -log_ratio.detach()}
-    return agg_loss(
-        losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **config.global_batch_info
-    ), metrics
+    counts = config.global_batch_info
+    loss = agg_loss(losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **counts)
+    return loss, metrics
