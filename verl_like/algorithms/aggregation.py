@@ -32,8 +32,8 @@ def agg_loss(
     loss_scale_factor: float | None = None,
     scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """This micro-batch's share of the mini-batch loss: summed over all micro-batches and ranks it
-    *is* that loss.
+    """Returns this micro-batch's share of the mini-batch loss: the sum of the shares of all
+    micro-batches and ranks *is* that loss.
 
     The counts are those of the whole mini-batch, over every rank and micro-batch, so its rows may
     be spread in any way (a row itself is never split). Left out, they are those of `loss_mask`, as

@@ -9,8 +9,8 @@ _BLOCK = 64
 def gae_in_blocks(
     rewards: torch.Tensor, values: torch.Tensor, valid: torch.Tensor, gamma: float, lam: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """GAE's advantages before whitening, and its returns, (B, R) float each; `valid` (B, R) is
-    bool."""
+    """Returns GAE's advantages before whitening, and its returns, (B, R) float each; `valid` (B, R)
+    is bool."""
     num_rows, length = values.shape
     # Each row's valid tokens move to the left of W positions. W is a multiple of the block and at
     # least R + 1. Position R takes what is not valid and is then cleared: zeros follow the last
@@ -37,13 +37,13 @@ def gae_in_blocks(
 
 
 def discounted_sums(terms: torch.Tensor, discount: float) -> torch.Tensor:
-    """S_t = sum over j >= t of discount^(j - t) terms_j along each row of terms (B, W); W divides
-    into blocks of 64.
+    """Returns S_t = sum over j >= t of discount^(j - t) terms_j along each row of terms (B, W),
+    where W is a multiple of 64.
 
-    Within a block that is a product with the triangular matrix of the powers; from block to block
-    only the first sum is carried: S_t += discount^(distance to the next block) S_(first of the next
-    block). The powers are at most the ones the sum itself contains, so nothing overflows that the
-    recurrence S_t = terms_t + discount S_(t+1) would not.
+    Within a block of 64 that is a product with the triangular matrix of the powers. From a block to
+    the one before it only the first sum is carried: S_t += discount^(distance to the next block)
+    S_(first of the next block). The powers are at most those in the sum itself, so nothing
+    overflows that the recurrence S_t = terms_t + discount S_(t+1) would not.
     """
     steps = torch.arange(_BLOCK + 1, dtype=torch.float64, device=terms.device)
     powers = (discount**steps).to(terms.dtype)  # 0^0 = 1

@@ -30,7 +30,7 @@ def ilql_losses(
     expectile: float,
     awac_beta: float,
 ) -> dict[str, torch.Tensor]:
-    """The four terms of the loss of each learned token, (B, R).
+    """Returns the four terms of the loss of each learned token, (B, R).
 
     td: sum over both heads of (Q(h, a) - r - gamma V(h'))^2, where V is 0 after the last token and
     has no gradient. value: |expectile - 1(u < 0)| u^2 with u = Q^(h, a) - V(h), where Q^ is the
@@ -39,8 +39,8 @@ def ilql_losses(
     behaviour cloning.
 
     Args:
-        log_probs, q1, q2, target_q: (B, R) float, of the tokens; 0 where `mask` is, as are the next
-            three.
+        log_probs, q1, q2, target_q: (B, R) float, of the tokens. They are 0 where `mask` is 0, as
+            are the next three.
         log_softmax_q1, log_softmax_q2: (B, R) float, the log-softmax of Q over the vocabulary.
         values: (B, R) float, V of the state before each token.
         scores: (B,) float.

@@ -11,8 +11,8 @@ from torch.nn.functional import logsigmoid
 
 
 def pairwise_loss(difference: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
-    """-(1 - e) log sigmoid(d) - e log sigmoid(-d), (B,): e is the probability that a label is
-    wrong.
+    """Returns -(1 - e) log sigmoid(d) - e log sigmoid(-d), (B,), where e is the probability that a
+    label is wrong.
 
     With d = r_c - r_r it trains a reward model (arXiv:2203.02155, eq. 1), less a margin that a pair
     may have (arXiv:2307.09288, eq. 2). With d = beta h, and h = log(pi(c) / ref(c)) - log(pi(r) /
@@ -26,8 +26,8 @@ def pairwise_loss(difference: torch.Tensor, label_smoothing: float = 0.0) -> tor
 def ipo_loss(
     log_ratio_difference: torch.Tensor, beta: float, label_smoothing: float
 ) -> torch.Tensor:
-    """(h - 1 / (2 beta))^2, (B,): IPO (arXiv:2310.12036, eq. 17), whose tau is beta; no label is
-    smoothed."""
+    """Returns (h - 1 / (2 beta))^2, (B,), of IPO (arXiv:2310.12036, eq. 17), whose tau is beta; no
+    label is smoothed."""
     return (log_ratio_difference - 1 / (2 * beta)) ** 2
 
 
@@ -41,7 +41,7 @@ DPO_LOSSES: dict[str, Callable[[torch.Tensor, float, float], torch.Tensor]] = {
 
 
 def preference_metrics(chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What the rewards (B,) of both answers say of each pair, (B,) float.
+    """Returns metrics of each pair, (B,) float, from the rewards (B,) of both answers.
 
     With p = sigmoid(r_c - r_r): `confidence` is max(p, 1 - p), whose mean is that of `accuracy`
     where the rewards are calibrated, and `brier` is (1 - p)^2, the Brier score.

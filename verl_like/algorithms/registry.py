@@ -168,8 +168,8 @@ class AlgorithmRegistry(Registry[Algorithm]):
 
 
 def required_inputs(function: Algorithm) -> frozenset[str]:
-    """The parameters without a default, but for `config` and `options`, which every algorithm may
-    have."""
+    """Returns the parameters without a default, but for `config` and `options`, which every
+    algorithm may have."""
     parameters = inspect.signature(function).parameters.values()
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     required = {
@@ -179,7 +179,7 @@ def required_inputs(function: Algorithm) -> frozenset[str]:
 
 
 def described_fields(inputs: type[Any]) -> dict[str, str]:
-    """What the fields of a class of inputs are, by name: of those annotated with a text."""
+    """Returns the texts with which the fields of a class of inputs are annotated, by name."""
     annotations: dict[str, Any] = {each.name: each.type for each in fields(inputs)}
     return {
         name: annotation.__metadata__[0]
@@ -189,12 +189,12 @@ def described_fields(inputs: type[Any]) -> dict[str, str]:
 
 
 def option_keys(declared: type[AlgorithmOptions]) -> list[str]:
-    """The keys of an algorithm's own options, as full paths in the configuration."""
+    """Returns the keys of an algorithm's own options, as full paths in the configuration."""
     return [f"{declared.section}.{name}" for name in declared.model_fields]
 
 
 def options_class(function: Algorithm) -> type[AlgorithmOptions] | None:
-    """The class of the function's own options; None when it has none."""
+    """Returns the class of the function's own options; None when it has none."""
     if "options" not in inspect.signature(function).parameters:
         return None
     found = get_type_hints(function).get("options")
@@ -205,8 +205,8 @@ def options_class(function: Algorithm) -> type[AlgorithmOptions] | None:
 
 
 def read_options(function: Algorithm, **blocks: ConfigModel) -> AlgorithmOptions | None:
-    """The function's own options as the configuration has them, with their defaults; None when it
-    has none.
+    """Reads the function's own options from the configuration, with their defaults; returns None
+    when it has none.
 
     Args:
         blocks: the blocks of the configuration at the start of `section`, by name.
@@ -216,15 +216,14 @@ def read_options(function: Algorithm, **blocks: ConfigModel) -> AlgorithmOptions
         return None
     first, *rest = declared.section.split(".")
     block = functools.reduce(getattr, rest, blocks[first])
-    given = block.model_extra or {}
-    return declared.model_validate(
-        {name: given[name] for name in declared.model_fields if name in given}
-    )
+    extra = block.model_extra or {}
+    given = {name: extra[name] for name in declared.model_fields if name in extra}
+    return declared.model_validate(given)
 
 
 def call_by_name(function: Algorithm, inputs: Mapping[str, Any]) -> Any:
-    """Calls `function` with those of `inputs` that it has parameters for; an input that is None is
-    left out.
+    """Calls `function` with those of `inputs` that it has parameters for, but for those that are
+    None.
 
     Raises:
         ValueError: an input without a default is not there.

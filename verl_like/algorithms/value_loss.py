@@ -38,8 +38,8 @@ def compute_value_loss(
     *,
     aggregate: Aggregate,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Half the larger of the squared errors of the prediction and of the prediction clipped around
-    the old value.
+    """Returns half the larger of the squared errors of the prediction and of the prediction clipped
+    around the old value.
 
     A token's loss is max((v - R)^2, (clip(v, v_old - cliprange, v_old + cliprange) - R)^2) / 2, as
     in the PPO reference implementation.

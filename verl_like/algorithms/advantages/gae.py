@@ -29,8 +29,8 @@ def compute_gae_advantage_return(
     gamma: float,
     lam: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whitened advantages, and returns, (B, R) float each; `gamma` is the discount per token, `lam`
-    lambda."""
+    """Returns whitened advantages, and returns, (B, R) float each. `gamma` is the discount per
+    token, `lam` is lambda."""
     with torch.no_grad():
         valid = response_mask.bool()
         advantages = torch.empty_like(values)

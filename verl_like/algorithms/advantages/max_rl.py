@@ -24,8 +24,8 @@ from verl_like.algorithms.groups import PromptGroups
 def compute_max_rl_outcome_advantage(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: np.ndarray
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One advantage (B, R) for each response, at every one of its tokens, twice: there are no
-    separate returns.
+    """Returns one advantage for each response, (B, R) at each of its tokens, as the advantages and
+    as the returns.
 
     Raises ValueError for a score below 0: a mean below 0 would turn the advantages' signs round.
     """

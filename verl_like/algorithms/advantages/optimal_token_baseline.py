@@ -52,7 +52,7 @@ def compute_optimal_token_baseline_advantage(
     handle_zero_tail: bool = True,
     epsilon: float = 1e-8,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advantages and returns, (B, R) float each; `epsilon` is added to each weight W.
+    """Returns advantages and returns, (B, R) float each; `epsilon` is added to each weight W.
 
     With `handle_zero_tail` there is no baseline at a position where no other row of the group has a
     token.

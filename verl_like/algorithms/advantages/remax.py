@@ -26,7 +26,8 @@ def compute_remax_outcome_advantage(
     response_mask: torch.Tensor,
     config: object = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advantages and returns, (B, R) float each. verl has `config`, which is not read.
+    """Returns advantages and returns, (B, R) float each. `config` is a parameter in verl and not
+    read.
 
     Where the greedy response was skipped, the baseline is NaN: the row's advantages are 0.
     """

@@ -29,8 +29,8 @@ def compute_multi_turn_optimal_token_baseline_advantage(
     handle_zero_tail: bool = True,
     epsilon: float = 1e-8,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`compute_optimal_token_baseline_advantage` of the same arguments, the response tokens moved
-    to the left."""
+    """Returns what `compute_optimal_token_baseline_advantage` returns when the response tokens of
+    each row are moved to the left."""
     is_other = ~response_mask.bool()
     tokens_first = is_other.byte().argsort(dim=-1, stable=True)
 
