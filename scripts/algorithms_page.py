@@ -10,7 +10,7 @@ from config_page import values_of
 from verl_like.algorithms import advantages, policy_losses
 from verl_like.algorithms.corrections.importance_sampling import compute_rollout_correction_weights
 from verl_like.algorithms.corrections.rejection import compute_rollout_rejection_mask
-from verl_like.algorithms.registry import Registry, options_class, required_inputs
+from verl_like.algorithms.registry import AlgorithmRegistry, options_class, required_inputs
 
 CORRECTIONS = (compute_rollout_correction_weights, compute_rollout_rejection_mask)
 
@@ -31,7 +31,7 @@ def render_algorithms_page(page: str) -> str:
     return page
 
 
-def _sections(registry: Registry, inputs: Mapping[str, str]) -> str:
+def _sections(registry: AlgorithmRegistry, inputs: Mapping[str, str]) -> str:
     rows = "".join(f"| `{name}` | {meaning} |\n" for name, meaning in inputs.items())
     return f"\n| input | what it is |\n|---|---|\n{rows}" + "".join(
         _section(registry.get(name)) for name in registry.file_names()

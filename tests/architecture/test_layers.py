@@ -13,6 +13,7 @@ LAYER = {
     "claims": 0,
     "config_model": 0,
     "plugins": 0,
+    "registry": 0,
     "secret_values": 0,
     "protocol": 0,
     "single_controller": 1,

@@ -76,7 +76,7 @@ def test_no_module_assigns_into_a_third_party_module():
 def test_only_its_own_file_and_the_defaults_of_keys_name_an_algorithm():
     """What a run needs follows from the inputs that an algorithm declares, so no other code asks
     for its name."""
-    names = {*ADVANTAGE_ESTIMATORS.file_names(), *POLICY_LOSSES.file_names()}
+    names = {*ADVANTAGE_ESTIMATORS.names(), *POLICY_LOSSES.names()}
     naming = {
         (relative(path), node.value)
         for path in python_files()

@@ -96,10 +96,10 @@ def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     (package / "others.py").write_text(OTHERS)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))
-    monkeypatch.setattr(registry, "_REWARD_FNS", dict(registry._REWARD_FNS))
-    monkeypatch.setattr(rollout, "_ENGINES", dict(rollout._ENGINES))
-    monkeypatch.setattr(ppo_trainer, "_TRAINERS", list(ppo_trainer._TRAINERS))
+    monkeypatch.setattr(registry.REWARD_FNS, "entries", dict(registry.REWARD_FNS.entries))
+    monkeypatch.setattr(rollout.ENGINES, "entries", dict(rollout.ENGINES.entries))
+    monkeypatch.setattr(ppo_trainer.TRAINERS, "entries", dict(ppo_trainer.TRAINERS.entries))
     yield "plugins=[of_a_user.rewards,of_a_user.others]"
     for module in [name for name in sys.modules if name.startswith("of_a_user")]:
         del sys.modules[module]
-    del ADVANTAGE_ESTIMATORS.functions["centred_by_plugin"], POLICY_LOSSES.functions["form_of_verl"]
+    del ADVANTAGE_ESTIMATORS.entries["centred_by_plugin"], POLICY_LOSSES.entries["form_of_verl"]

@@ -59,7 +59,7 @@ def test_an_estimator_and_a_loss_of_a_plugin_can_be_named(
         inputs = check_inputs(config, cleanup)
     assert inputs.role_worker_mapping["actor"].plugins == ("own_algorithms",)
     del sys.modules["own_algorithms"]
-    del ADVANTAGE_ESTIMATORS.functions["own_estimator"], POLICY_LOSSES.functions["own_loss"]
+    del ADVANTAGE_ESTIMATORS.entries["own_estimator"], POLICY_LOSSES.entries["own_loss"]
 
 
 def test_a_tokenizer_that_reads_the_prompts_otherwise_than_its_file_is_refused(

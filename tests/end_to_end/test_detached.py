@@ -178,7 +178,7 @@ def plugin_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     (tmp_path / "plugin_that_dies.py").write_text(DYING)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))
-    monkeypatch.setattr(maker_driver, "_DRIVERS", list(maker_driver._DRIVERS))
+    monkeypatch.setattr(maker_driver.DRIVERS, "entries", dict(maker_driver.DRIVERS.entries))
     yield "plugins=[plugin_that_dies]"
     del sys.modules["plugin_that_dies"]
 
@@ -349,7 +349,7 @@ def test_a_maker_sends_what_has_ended_and_begins_others_while_it_generates_and_l
     (tmp_path / "made").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))
-    monkeypatch.setattr(maker_driver, "_DRIVERS", list(maker_driver._DRIVERS))
+    monkeypatch.setattr(maker_driver.DRIVERS, "entries", dict(maker_driver.DRIVERS.entries))
     settings = [
         *tiny_run_settings(tmp_path, tiny_llama),
         *GRPO,

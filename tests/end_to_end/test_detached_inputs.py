@@ -23,7 +23,7 @@ from verl_like.trainer.detached.ledger import PromptLedger
 from verl_like.trainer.detached.maker_holder import ExperienceMakerHolder
 from verl_like.trainer.detached.side import SideRecorder
 from verl_like.trainer.ppo import maker_driver
-from verl_like.trainer.ppo.maker_driver import MakerDriver
+from verl_like.trainer.ppo.maker_driver import OF_PLUGIN, MakerDriver
 from verl_like.trainer.state import checkpoint
 from verl_like.trainer.state.resume import fingerprints_of
 
@@ -54,7 +54,7 @@ def test_a_maker_that_reads_another_file_than_the_run_began_with_is_refused(
     tmp_path: Path, tiny_llama: Callable, monkeypatch: pytest.MonkeyPatch
 ):
     driver = type("LocalDriver", (MakerDriver,), {"start_groups": LocalTrainer.start_groups})
-    monkeypatch.setattr(maker_driver, "_DRIVERS", [driver])
+    monkeypatch.setattr(maker_driver.DRIVERS, "entries", {OF_PLUGIN: driver})
     config = config_with_texts(tmp_path, tiny_llama)
     ledger = PromptLedger(
         2, batch_size=4, detached=config.detached, max_staleness=config.trainer.max_staleness

@@ -119,7 +119,7 @@ def test_responses_go_on_with_newer_weights_and_each_span_is_drawn_by_those_of_i
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))
     monkeypatch.delitem(sys.modules, "keeping_maker", raising=False)  # of another folder
-    monkeypatch.setattr(maker_driver, "_DRIVERS", list(maker_driver._DRIVERS))
+    monkeypatch.setattr(maker_driver.DRIVERS, "entries", dict(maker_driver.DRIVERS.entries))
     model, length = tiny_llama(), 160
     settings = [*GRPO, *AHEAD, "detached.update_in_flight=true", "plugins=[keeping_maker]"]
     settings += ["trainer.save_freq=1", "trainer.max_ckpt_to_keep=5"]

@@ -142,7 +142,7 @@ def test_overrides_reach_all_of_the_training(monkeypatch: pytest.MonkeyPatch):
     overrides += ["algorithm.use_kl_in_reward=false", "plugins=[own_plugin]"]
     Path("own_plugin.py").write_text(PLUGIN)
     monkeypatch.syspath_prepend(Path.cwd())
-    monkeypatch.setattr(ppo_trainer, "_TRAINERS", [ppo_trainer.RayPPOTrainer])
+    monkeypatch.setattr(ppo_trainer.TRAINERS, "entries", {})
     trainer = make_trainer(NaiveStrategy(), overrides=overrides)
     (row,) = trainer.fit(prompts, max_timesteps=1)
     assert row["actor/ptx_loss"] > 1.0  # nats per token: about log of the vocabulary's 15

@@ -19,14 +19,8 @@ ESTIMATOR = '''
 
 import torch
 
-from verl_like.algorithms.advantages import AdvantageOptions, register_adv_est
-
-
-class ShareOptions(AdvantageOptions):
-    """How much of the reward."""
-
-    share: float = 1.0
-    """Factor of the reward."""
+from verl_like.algorithms.advantages import register_adv_est
+from verl_like.algorithms.advantages.share_of_reward_options import ShareOptions
 
 
 @register_adv_est("share_of_reward")
@@ -35,6 +29,18 @@ def compute_share_of_reward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     advantages = options.share * token_level_rewards.sum(-1, keepdim=True) * response_mask
     return advantages, advantages
+'''
+ESTIMATOR_OPTIONS = '''
+"""The options of `share_of_reward`."""
+
+from verl_like.algorithms.advantages import AdvantageOptions
+
+
+class ShareOptions(AdvantageOptions):
+    """How much of the reward."""
+
+    share: float = 1.0
+    """Factor of the reward."""
 '''
 LOSS = '''
 """Twice the policy gradient."""
@@ -163,6 +169,7 @@ def test_a_step_uses_all_that_was_added(tmp_path, tiny_llama):
 NEW = {
     "advantage estimator or loss": {
         "verl_like/algorithms/advantages/share_of_reward.py": ESTIMATOR,
+        "verl_like/algorithms/advantages/share_of_reward_options.py": ESTIMATOR_OPTIONS,
         "verl_like/algorithms/policy_losses/doubled.py": LOSS,
     },
     "correction": {"verl_like/algorithms/corrections/scaling.py": CORRECTION},
@@ -193,7 +200,7 @@ TOUCHED = {
         ),
         (
             "verl_like/workers/rollout/__init__.py",
-            "_ENGINES: dict[str, type[RolloutEngine]] = {",
+            '    {"hf": HfEngine, ',
             '"equal": EqualEngine, ',
         ),
     ],

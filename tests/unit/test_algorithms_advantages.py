@@ -335,7 +335,7 @@ def test_an_unknown_estimator_lists_the_known_ones():
 
 def test_an_estimator_of_a_plugin_is_found_by_name_and_a_taken_name_is_refused(monkeypatch):
     # The copy keeps the library's own registry as it is.
-    monkeypatch.setattr(ADVANTAGE_ESTIMATORS, "functions", dict(ADVANTAGE_ESTIMATORS.functions))
+    monkeypatch.setattr(ADVANTAGE_ESTIMATORS, "entries", dict(ADVANTAGE_ESTIMATORS.entries))
 
     @register_adv_est("raw_reward")
     def raw_reward(token_level_rewards):
@@ -345,6 +345,20 @@ def test_an_estimator_of_a_plugin_is_found_by_name_and_a_taken_name_is_refused(m
     for taken in ("raw_reward", "grpo"):
         with pytest.raises(ValueError, match=f"'{taken}' is already registered"):
             register_adv_est(taken)(raw_reward)
+
+
+def test_two_names_of_verl_are_one_estimator_and_both_are_taken(monkeypatch):
+    for alias, name in (("grpo_vectorized", "grpo"), ("rloo_vectorized", "rloo")):
+        assert get_adv_estimator_fn(alias) is get_adv_estimator_fn(name)
+        with pytest.raises(ValueError, match=f"Known are .*{name}, .*{alias}, "):
+            get_adv_estimator_fn("unheard_of")
+        with pytest.raises(ValueError, match=f"'{alias}' is already registered"):
+            register_adv_est(alias)(lambda token_level_rewards: token_level_rewards)
+    monkeypatch.setattr(ADVANTAGE_ESTIMATORS, "entries", dict(ADVANTAGE_ESTIMATORS.entries))
+    monkeypatch.setattr(ADVANTAGE_ESTIMATORS, "over_batch", set())
+    monkeypatch.setattr(ADVANTAGE_ESTIMATORS, "aliases", {"other": "one"})
+    register_adv_est("one", over_batch=True)(lambda token_level_rewards: token_level_rewards)
+    assert ADVANTAGE_ESTIMATORS.over_batch == {"one", "other"}
 
 
 def test_a_required_parameter_that_nobody_provides_is_refused_where_it_is_registered():
@@ -364,7 +378,7 @@ def test_a_required_parameter_that_nobody_provides_is_refused_where_it_is_regist
 
 
 def test_an_estimator_of_a_plugin_that_compares_rows_is_known_as_one(monkeypatch):
-    for name in ("functions", "over_batch"):
+    for name in ("entries", "over_batch"):
         monkeypatch.setattr(ADVANTAGE_ESTIMATORS, name, getattr(ADVANTAGE_ESTIMATORS, name).copy())
     for name, over_batch in (("minus_the_mean", True), ("as_it_is", False)):
         register_adv_est(name, over_batch=over_batch)(

@@ -11,18 +11,18 @@ from hypothesis import strategies as st
 from verl_like.algorithms.advantages.dr_grpo import compute_dr_grpo_outcome_advantage
 from verl_like.algorithms.advantages.gdpo import GDPOOptions, compute_gdpo_outcome_advantage
 from verl_like.algorithms.advantages.gpg import compute_gpg_outcome_advantage
-from verl_like.algorithms.advantages.grpo import compute_grpo_outcome_advantage
-from verl_like.algorithms.advantages.grpo_passk import compute_grpo_passk_outcome_advantage
-from verl_like.algorithms.advantages.grpo_vectorized import (
+from verl_like.algorithms.advantages.grpo import (
+    compute_grpo_outcome_advantage,
     compute_grpo_vectorized_outcome_advantage,
 )
+from verl_like.algorithms.advantages.grpo_passk import compute_grpo_passk_outcome_advantage
 from verl_like.algorithms.advantages.max_rl import compute_max_rl_outcome_advantage
 from verl_like.algorithms.advantages.opo import compute_opo_outcome_advantage
 from verl_like.algorithms.advantages.reinforce_plus_plus_baseline import (
     compute_reinforce_plus_plus_baseline_outcome_advantage,
 )
-from verl_like.algorithms.advantages.rloo import compute_rloo_outcome_advantage
-from verl_like.algorithms.advantages.rloo_vectorized import (
+from verl_like.algorithms.advantages.rloo import (
+    compute_rloo_outcome_advantage,
     compute_rloo_vectorized_outcome_advantage,
 )
 

@@ -347,7 +347,7 @@ def test_the_aggregation_that_each_policy_loss_takes_unless_it_is_told_otherwise
 
 
 def test_policy_losses_are_found_by_name_and_a_taken_name_is_refused(monkeypatch):
-    monkeypatch.setattr(POLICY_LOSSES, "functions", dict(POLICY_LOSSES.functions))
+    monkeypatch.setattr(POLICY_LOSSES, "entries", dict(POLICY_LOSSES.entries))
 
     @register_policy_loss("my_loss")
     def my_loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config):

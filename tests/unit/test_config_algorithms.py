@@ -11,7 +11,7 @@ import pytest
 
 from verl_like.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from verl_like.algorithms.policy_losses import POLICY_LOSSES
-from verl_like.algorithms.registry import read_options
+from verl_like.algorithms.registry import option_keys, options_class, read_options
 from verl_like.trainer.config import ConfigError, PPOConfig, load_ppo_config, to_yaml
 
 REQUIRED = [
@@ -73,7 +73,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         (POLICY_LOSSES, ["towards_reference", "with_a_rate"]),
     ):
         for name in names:
-            registry.functions.pop(name, None)
+            registry.entries.pop(name, None)
 
 
 def load(*overrides: str) -> PPOConfig:
@@ -158,6 +158,22 @@ def test_an_option_of_an_algorithm_that_was_not_chosen_is_refused_with_its_name(
         f"{key}: there is no such key; it is an option of the {kind_and_name}: set {choice}, or "
         "remove the option"
     )
+
+
+def test_the_options_that_are_known_before_torch_is_loaded_are_those_that_the_functions_take():
+    for registry in (ADVANTAGE_ESTIMATORS, POLICY_LOSSES):
+        for name in registry.file_names():
+            taken = options_class(registry.get(name))
+            known = registry.file_options(name)
+            assert (known is None) == (taken is None), name
+            if taken:
+                assert option_keys(taken) == option_keys(known), name
+
+
+def test_both_names_of_an_estimator_have_its_options(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ADVANTAGE_ESTIMATORS, "aliases", {"several_rewards": "gdpo"})
+    message = refusal(f"{ESTIMATOR}=several_rewards", "algorithm.gdpo_reward_kys=[a]")
+    assert message.endswith("did you mean algorithm.gdpo_reward_keys?")
 
 
 def test_an_option_of_another_type_is_refused_by_its_path(plugin: str):

@@ -187,7 +187,7 @@ def test_the_roles_that_run_follow_from_the_algorithm(
     overrides: list[str], roles: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setitem(
-        ADVANTAGE_ESTIMATORS.functions, "my_own", lambda token_level_rewards, values=None: None
+        ADVANTAGE_ESTIMATORS.entries, "my_own", lambda token_level_rewards, values=None: None
     )
     assert small(*overrides).active_roles == roles
 

@@ -16,7 +16,7 @@ from verl_like.trainer.detached.run_detached import check_detached_inputs, check
 from verl_like.trainer.ppo import maker_driver
 from verl_like.trainer.ppo import ray_trainer as ppo_trainer
 from verl_like.trainer.ppo.experience_maker import ExperienceMaker
-from verl_like.trainer.ppo.maker_driver import MakerDriver
+from verl_like.trainer.ppo.maker_driver import OF_PLUGIN, MakerDriver
 from verl_like.trainer.ppo.ray_trainer import RayPPOTrainer, get_trainer, register_trainer
 from verl_like.trainer.ppo.run_ppo import check_ppo_inputs
 from verl_like.trainer.ppo.workers import build_role_worker_mapping
@@ -286,7 +286,7 @@ def test_responses_may_be_updated_in_flight_in_the_engine_that_computes_in_a_pro
 def test_a_plugins_trainer_whose_methods_no_maker_would_call_is_refused_before_its_inputs_are_read(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(ppo_trainer, "_TRAINERS", [RayPPOTrainer, TrainerOfOtherPrompts])
+    monkeypatch.setattr(ppo_trainer.TRAINERS, "entries", {OF_PLUGIN: TrainerOfOtherPrompts})
     message = (
         "call the plugin's trainer TrainerOfOtherPrompts, which has its own next_prompts, "
         "prompts_of, restore, st"
@@ -320,13 +320,13 @@ def test_a_plugins_trainer_whose_methods_no_maker_would_call_is_refused_before_i
 def test_a_plugin_with_the_same_maker_for_both_kinds_of_training_has_a_driver_and_a_trainer(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(maker_driver, "_DRIVERS", [MakerDriver, DriverOfAnotherMaker])
+    monkeypatch.setattr(maker_driver.DRIVERS, "entries", {OF_PLUGIN: DriverOfAnotherMaker})
     check_trainer(TrainerOfAnotherMaker)
     with pytest.raises(ValueError, match="TrainerOfOtherPrompts, which has its own next_prompts"):
         check_trainer(TrainerOfOtherPrompts)
-    monkeypatch.setattr(ppo_trainer, "_TRAINERS", [RayPPOTrainer, TrainerOfAnotherMaker])
+    monkeypatch.setattr(ppo_trainer.TRAINERS, "entries", {OF_PLUGIN: TrainerOfAnotherMaker})
     ppo_trainer.require_trainer_of_driver()
-    monkeypatch.setattr(ppo_trainer, "_TRAINERS", [RayPPOTrainer])
+    monkeypatch.setattr(ppo_trainer.TRAINERS, "entries", {})
     with (
         contextlib.ExitStack() as cleanup,
         pytest.raises(ValueError, match="DriverOfAnotherMaker drives makers of d"),
@@ -350,7 +350,7 @@ def test_the_script_for_gpus_has_four_for_each_side_and_breaks_no_rule():
 def test_a_second_plugin_with_a_trainer_is_refused_by_the_name_of_the_first(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(ppo_trainer, "_TRAINERS", [RayPPOTrainer])
+    monkeypatch.setattr(ppo_trainer.TRAINERS, "entries", {})
     assert get_trainer() is RayPPOTrainer
     assert register_trainer(TrainerOfAnotherMaker) is get_trainer() is TrainerOfAnotherMaker
     message = (
@@ -365,7 +365,7 @@ def test_a_second_plugin_with_a_trainer_is_refused_by_the_name_of_the_first(
 def test_a_plugins_driver_of_makers_is_that_of_detached_training_and_a_second_one_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(maker_driver, "_DRIVERS", [MakerDriver])
+    monkeypatch.setattr(maker_driver.DRIVERS, "entries", {})
     assert maker_driver.get_maker_driver() is MakerDriver
     assert maker_driver.register_maker_driver(DriverOfAnotherMaker) is DriverOfAnotherMaker
     message = (

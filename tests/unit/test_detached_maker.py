@@ -31,7 +31,6 @@ from verl_like.trainer.ppo import ray_trainer as ppo_trainer
 from verl_like.trainer.ppo.experience_maker import ExperienceMaker
 from verl_like.trainer.ppo.inputs import PPOInputs
 from verl_like.trainer.ppo.maker_driver import MakerDriver
-from verl_like.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl_like.workers.rollout_worker import RolloutWorker
 from verl_like.workers.weights.exports import collect_weights
 
@@ -175,7 +174,7 @@ def test_a_prompt_is_as_old_as_the_oldest_of_its_unfinished_responses_and_begun_
 def test_a_maker_has_a_driver_that_is_no_trainer_and_the_prompts_in_the_order_of_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(ppo_trainer, "_TRAINERS", [RayPPOTrainer])
+    monkeypatch.setattr(ppo_trainer.TRAINERS, "entries", {})
     config, rows = config_of("data.train_batch_size=12", "trainer.seed=3"), list(range(24))
     inputs = PPOInputs(config, None, rows, [], {}, None, (), None)
     side = SideRecorder("maker_0", node="")

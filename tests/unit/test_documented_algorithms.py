@@ -34,7 +34,7 @@ def example(page: str, start: str, folder: Path) -> ModuleType:
 @pytest.fixture(autouse=True)
 def nothing_stays_registered(monkeypatch: pytest.MonkeyPatch):
     for registry in (ADVANTAGE_ESTIMATORS, POLICY_LOSSES):
-        monkeypatch.setattr(registry, "functions", dict(registry.functions))
+        monkeypatch.setattr(registry, "entries", dict(registry.entries))
         monkeypatch.setattr(registry, "over_batch", set(registry.over_batch))
 
 

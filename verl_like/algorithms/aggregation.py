@@ -32,8 +32,8 @@ def agg_loss(
     loss_scale_factor: float | None = None,
     scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """This micro-batch's share of the mini-batch loss: summed over all micro-batches and ranks it
-    *is* that loss.
+    """Returns this micro-batch's share of the mini-batch loss: the sum of the shares of all
+    micro-batches and ranks *is* that loss.
 
     The counts are those of the whole mini-batch, over every rank and micro-batch, so its rows may
     be spread in any way (a row itself is never split). Left out, they are those of `loss_mask`, as
@@ -73,19 +73,20 @@ def agg_loss(
     loss_mat = loss_mat if scale is None else loss_mat * scale
     if loss_agg_mode == "seq-mean-token-mean":
         tokens_per_row = loss_mask.bool().sum(dim=-1).clamp(min=1)
-        total = (masked_sum(loss_mat, loss_mask, axis=-1) / tokens_per_row).sum()
+        row_means = masked_sum(loss_mat, loss_mask, axis=-1) / tokens_per_row
+        total = row_means.sum()
     else:
         total = masked_sum(loss_mat, loss_mask)
 
     if loss_agg_mode == "token-sum":
         return total * dp_size
     if loss_agg_mode == "token-mean":
-        denominator = (
-            float(loss_mask.bool().sum()) if batch_num_tokens is None else batch_num_tokens
-        )
+        num_tokens = batch_num_tokens
+        denominator = float(loss_mask.bool().sum()) if num_tokens is None else num_tokens
     else:
-        rows = loss_mask.bool().any(dim=-1)
-        denominator = float(rows.sum()) if global_batch_size is None else global_batch_size
+        num_rows = global_batch_size
+        has_tokens = loss_mask.bool().any(dim=-1)
+        denominator = float(has_tokens.sum()) if num_rows is None else num_rows
     if loss_agg_mode == "seq-mean-token-sum-norm":
         assert loss_scale_factor is not None
         denominator *= loss_scale_factor

@@ -1,5 +1,5 @@
-"""Sums over the later tokens of a row, in blocks: what a recurrence from the last token to the
-first gives, fast."""
+"""Discounted sums over the later tokens of a row, computed in blocks: faster than a recurrence from
+the last token to the first, which gives the same."""
 
 import torch
 
@@ -9,17 +9,20 @@ _BLOCK = 64
 def gae_in_blocks(
     rewards: torch.Tensor, values: torch.Tensor, valid: torch.Tensor, gamma: float, lam: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """GAE's advantages before whitening, and its returns, (B, R) float each; `valid` (B, R) is
-    bool."""
+    """Returns GAE's advantages before whitening, and its returns, (B, R) float each; `valid` (B, R)
+    is bool."""
     num_rows, length = values.shape
-    # Each row's valid tokens move to the left, W positions wide: a multiple of the block, at least
-    # R + 1. Position R takes what is not valid and is then cleared, so that zeros follow the last
-    # token and lie where masked tokens read.
-    width = (length // _BLOCK + 1) * _BLOCK
-    position = torch.where(valid, valid.cumsum(-1) - 1, length)
+    # Each row's valid tokens move to the left of W positions. W is a multiple of the block and at
+    # least R + 1. Position R takes what is not valid and is then cleared: zeros follow the last
+    # token, and masked tokens read a zero.
+    num_blocks = length // _BLOCK + 1
+    width = num_blocks * _BLOCK
+    num_before = valid.cumsum(-1) - 1
+    position = torch.where(valid, num_before, length)
 
     def left_aligned(columns: torch.Tensor) -> torch.Tensor:
-        aligned = columns.new_zeros(num_rows, width).scatter_(1, position, columns)
+        aligned = columns.new_zeros(num_rows, width)
+        aligned.scatter_(1, position, columns)
         aligned[:, length] = 0.0
         return aligned
 
@@ -28,22 +31,30 @@ def gae_in_blocks(
     delta_BW[:, :-1].add_(values_BW[:, 1:], alpha=gamma)
     advantages_BW = discounted_sums(delta_BW, gamma * lam)
     returns_BW = values_BW.add_(advantages_BW)
-    return advantages_BW.gather(1, position), returns_BW.gather(1, position)
+    advantages = advantages_BW.gather(1, position)
+    returns = returns_BW.gather(1, position)
+    return advantages, returns
 
 
 def discounted_sums(terms: torch.Tensor, discount: float) -> torch.Tensor:
-    """S_t = sum over j >= t of discount^(j - t) terms_j along each row of terms (B, W); W divides
-    into blocks of 64.
+    """Returns S_t = sum over j >= t of discount^(j - t) terms_j along each row of terms (B, W),
+    where W is a multiple of 64.
 
-    Within a block that is a product with the triangular matrix of the powers; from block to block
-    only the first sum is carried: S_t += discount^(distance to the next block) S_(first of the next
-    block). The powers are at most the ones the sum itself contains, so nothing overflows that the
-    recurrence S_t = terms_t + discount S_(t+1) would not.
+    Within a block of 64 that is a product with the triangular matrix of the powers. From a block to
+    the one before it only the first sum is carried: S_t += discount^(distance to the next block)
+    S_(first of the next block). The powers are at most those in the sum itself, so nothing
+    overflows that the recurrence S_t = terms_t + discount S_(t+1) would not.
     """
     steps = torch.arange(_BLOCK + 1, dtype=torch.float64, device=terms.device)
     powers = (discount**steps).to(terms.dtype)  # 0^0 = 1
-    distance = (steps[:-1].unsqueeze(1) - steps[:-1]).long()
-    sums = terms.view(len(terms), -1, _BLOCK) @ powers[distance.clamp(min=0)].tril()
-    for block in reversed(range(sums.size(1) - 1)):
-        sums[:, block].addr_(sums[:, block + 1, 0], powers[1:].flip(0))
+    in_block = steps[:-1]
+    distance = (in_block.unsqueeze(1) - in_block).long()
+    discounts = powers[distance.clamp(min=0)].tril()
+    blocks = terms.view(len(terms), -1, _BLOCK)
+    sums = blocks @ discounts
+    to_next_block = powers[1:].flip(0)
+    last_block = sums.size(1) - 1
+    for block in reversed(range(last_block)):
+        carried = sums[:, block + 1, 0]
+        sums[:, block].addr_(carried, to_next_block)
     return sums.view_as(terms)

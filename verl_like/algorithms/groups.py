@@ -34,25 +34,27 @@ class PromptGroups:
     def of(
         cls, token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: np.ndarray
     ) -> "PromptGroups":
-        """The groups of rows with equal entries in `index` (B,), of (B, R) rewards and mask."""
+        """Groups the rows with equal entries in `index` (B,), of (B, R) rewards and mask."""
         valid = response_mask.bool()
         scores = token_level_rewards.new_zeros(len(valid), dtype=torch.float64)
         for rows in few_rows(valid):
-            scores[rows] = zero_masked(token_level_rewards[rows], valid[rows]).sum(dim=-1)
-        codes: dict[Hashable, int] = {}
-        group = [codes.setdefault(key, len(codes)) for key in index]
+            rewards = zero_masked(token_level_rewards[rows], valid[rows])
+            scores[rows] = rewards.sum(dim=-1)
+        numbers: dict[Hashable, int] = {}
+        group_of_rows = [numbers.setdefault(key, len(numbers)) for key in index]
         return cls(
-            scores,
-            valid,
-            valid.any(dim=-1),
-            torch.tensor(group, dtype=torch.long, device=scores.device),
-            len(codes),
+            scores=scores,
+            valid=valid,
+            scored=valid.any(dim=-1),
+            group=torch.tensor(group_of_rows, dtype=torch.long, device=scores.device),
+            num_groups=len(numbers),
         )
 
     @property
     def is_single(self) -> torch.Tensor:
         """(B,) bool, the rows whose group has one row by design, skipped or not."""
-        return torch.bincount(self.group, minlength=self.num_groups)[self.group] == 1
+        sizes = torch.bincount(self.group, minlength=self.num_groups)
+        return sizes[self.group] == 1
 
     @property
     def num_scored(self) -> torch.Tensor:
@@ -75,20 +77,22 @@ class PromptGroups:
 
         Equal scores have equal extremes, exactly; their mean may be rounded to another number.
         """
-        return self.largest(self.scores, self.scored) > -self.largest(-self.scores, self.scored)
+        largest = self.largest(self.scores, self.scored)
+        smallest = -self.largest(-self.scores, self.scored)
+        return largest > smallest
 
     def largest(self, row_values: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
         """The largest of `row_values` (B,) among the `candidates` (B,) bool of the group; -infinity
         without one."""
         values = row_values.masked_fill(~candidates, -torch.inf)
         found = values.new_full((self.num_groups,), -torch.inf)
-        return found.scatter_reduce_(0, self.group, values, "amax")[self.group]
+        found.scatter_reduce_(0, self.group, values, "amax")
+        return found[self.group]
 
     def sum(self, row_values: torch.Tensor) -> torch.Tensor:
         """The sum of `row_values` (B,) over the scored rows of the group."""
-        totals = self.scores.new_zeros(self.num_groups).index_add_(
-            0, self.group, zero_masked(row_values, self.scored)
-        )
+        totals = self.scores.new_zeros(self.num_groups)
+        totals.index_add_(0, self.group, zero_masked(row_values, self.scored))
         return totals[self.group]
 
     def mean(self) -> torch.Tensor:
@@ -99,15 +103,16 @@ class PromptGroups:
         """The unbiased standard deviation of the scores; 1 for a group of one by design, 0 where
         one row is scored."""
         squares = self.sum((self.scores - self.mean()) ** 2)
-        return torch.where(
-            self.is_single, 1.0, torch.sqrt(squares / (self.num_scored - 1).clamp(min=1))
-        )
+        variance = squares / (self.num_scored - 1).clamp(min=1)
+        return torch.where(self.is_single, 1.0, torch.sqrt(variance))
 
     def scores_above(self, baseline: torch.Tensor) -> torch.Tensor:
         """Score - `baseline` (B,); the score itself for a group of one by design, 0 without
         `has_baseline`."""
-        return zero_masked(self.scores - zero_masked(baseline, ~self.is_single), self.has_baseline)
+        subtracted = zero_masked(baseline, ~self.is_single)
+        return zero_masked(self.scores - subtracted, self.has_baseline)
 
     def on_tokens(self, row_values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """(B, R): each row's value at every one of its response tokens, 0 elsewhere."""
-        return zero_masked(row_values.to(dtype).unsqueeze(-1), self.valid)
+        values = row_values.to(dtype).unsqueeze(-1)
+        return zero_masked(values, self.valid)

@@ -12,7 +12,7 @@ from verl_like.algorithms.discounted_sums import gae_in_blocks
 from verl_like.algorithms.masked import on_last_token
 
 MAX_WEIGHT = 100.0
-"""Of a token in the language-model loss, as in IQL (arXiv:2110.06169)."""
+"""The largest weight of a token in the language-model loss, as in IQL (arXiv:2110.06169)."""
 
 
 def ilql_losses(
@@ -30,7 +30,7 @@ def ilql_losses(
     expectile: float,
     awac_beta: float,
 ) -> dict[str, torch.Tensor]:
-    """The four terms of the loss of each learned token, (B, R).
+    """Returns the four terms of the loss of each learned token, (B, R).
 
     td: sum over both heads of (Q(h, a) - r - gamma V(h'))^2, where V is 0 after the last token and
     has no gradient. value: |expectile - 1(u < 0)| u^2 with u = Q^(h, a) - V(h), where Q^ is the
@@ -39,8 +39,8 @@ def ilql_losses(
     behaviour cloning.
 
     Args:
-        log_probs, q1, q2, target_q: (B, R) float, of the tokens; 0 where `mask` is, as are the next
-            three.
+        log_probs, q1, q2, target_q: (B, R) float, of the tokens. They are 0 where `mask` is 0, as
+            are the next three.
         log_softmax_q1, log_softmax_q2: (B, R) float, the log-softmax of Q over the vocabulary.
         values: (B, R) float, V of the state before each token.
         scores: (B,) float.
@@ -49,10 +49,12 @@ def ilql_losses(
     rewards = on_last_token(scores, mask)
     _, targets = gae_in_blocks(rewards, values.detach(), mask.bool(), gamma, lam=0.0)
     advantages = target_q.detach() - values
+    is_negative = (advantages < 0).to(advantages.dtype)
+    asymmetry = (expectile - is_negative).abs()
     weights = (awac_beta * advantages.detach()).exp().clamp(max=MAX_WEIGHT)
     return {
         "td": (q1 - targets) ** 2 + (q2 - targets) ** 2,
-        "value": (expectile - (advantages < 0).to(advantages.dtype)).abs() * advantages**2,
+        "value": asymmetry * advantages**2,
         "cql": -log_softmax_q1 - log_softmax_q2,
         "lm": -weights * log_probs,
     }

@@ -16,8 +16,8 @@ KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 
 
 def kl_penalty(logprob: torch.Tensor, ref_logprob: torch.Tensor, kl_penalty: str) -> torch.Tensor:
-    """Per-token estimate of KL(policy || reference) from samples of the policy (Schulman 2020,
-    "Approximating KL").
+    """Returns an estimate of KL(policy || reference) per token from samples of the policy (Schulman
+    2020, "Approximating KL").
 
     With d = logprob - ref_logprob:
 
@@ -71,7 +71,8 @@ def apply_kl_penalty(
     kl_coef: float,
     estimator: str,
 ) -> tuple[torch.Tensor, float]:
-    """Reward minus kl_coef times the KL estimate, per token (`algorithm.use_kl_in_reward`).
+    """Subtracts kl_coef times the KL estimate from the reward, per token
+    (`algorithm.use_kl_in_reward`).
 
     Args:
         token_level_scores, old_log_probs, ref_log_prob: (B, R) float.
@@ -143,8 +144,8 @@ KLController = FixedKLController | AdaptiveKLController
 
 
 def get_kl_controller(kl_ctrl: Any) -> KLController:
-    """The controller that `kl_ctrl.type` names, "fixed" or "adaptive"; `kl_ctrl` is the block
-    `algorithm.kl_ctrl`.
+    """Returns the controller that `kl_ctrl.type` names, "fixed" or "adaptive"; `kl_ctrl` is the
+    block `algorithm.kl_ctrl`.
 
     Raises:
         ValueError: any other type.

@@ -1,7 +1,7 @@
 """Sums, means and whitening over the positions a mask selects, and a row's value on its last one.
 
-Masks are bool or 0/1 of any dtype. Whatever stands at a masked-out position, NaN and infinity
-included, never reaches a result or a gradient: positions are selected with `torch.where`, never by
+Masks are bool or 0/1 of any dtype. A value at a masked-out position, NaN and infinity included,
+never reaches a result or a gradient: positions are selected with `torch.where`, never by
 multiplication.
 """
 
@@ -11,7 +11,7 @@ _TOKENS_IN_CACHE = 1 << 19
 
 
 def zero_masked(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """`values` with 0 at every position where `mask` is 0; `mask` broadcasts to `values`.
+    """Returns `values` with 0 at every position where `mask` is 0; `mask` broadcasts to `values`.
 
     A loss passes the tensor it differentiates through this before anything else: the gradient then
     stops at the mask. Blanking only the result is not enough, since a zero gradient times the
@@ -23,7 +23,7 @@ def zero_masked(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def masked_sum(
     values: torch.Tensor, mask: torch.Tensor, axis: int | tuple[int, ...] | None = None
 ) -> torch.Tensor:
-    """Sum of the selected `values`, over `axis` (None = all axes)."""
+    """Returns the sum of the selected `values`, over `axis` (None = all axes)."""
     selected = zero_masked(values, mask)
     return selected.sum() if axis is None else selected.sum(dim=axis)
 
@@ -31,7 +31,8 @@ def masked_sum(
 def masked_mean(
     values: torch.Tensor, mask: torch.Tensor, axis: int | tuple[int, ...] | None = None
 ) -> torch.Tensor:
-    """Mean of the selected `values`, over `axis` (None = all axes); 0 where nothing is selected."""
+    """Returns the mean of the selected `values`, over `axis` (None = all axes); 0 where nothing is
+    selected."""
     valid = mask.bool().expand_as(values)
     count = valid.sum() if axis is None else valid.sum(dim=axis)
     return masked_sum(values, valid, axis) / count.clamp(min=1)
@@ -40,7 +41,7 @@ def masked_mean(
 def masked_whiten(
     values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = True
 ) -> torch.Tensor:
-    """(values - mean) / sqrt(var + 1e-8) over the selected values; masked-out positions become 0.
+    """Returns (values - mean) / sqrt(var + 1e-8) over the selected values, and 0 elsewhere.
 
     The variance is the unbiased one. A single selected value has no spread and whitens to 0, and an
     empty mask gives all zeros, so a batch in which every sample was skipped stays harmless.
@@ -50,27 +51,30 @@ def masked_whiten(
     """
     valid = mask.bool().expand_as(values)
     count = int(valid.sum())
-    # Few and in-place passes: in a batch of long responses each new tensor costs more than the
+    # The passes are few and in place, because with long responses a new tensor costs more than the
     # arithmetic.
     deviation = zero_masked(values, valid)
     mean = deviation.sum() / max(count, 1)
     deviation = deviation.sub_(mean).masked_fill_(~valid, 0.0)
     row_norms = torch.linalg.vector_norm(deviation, dim=-1)
-    scale = torch.rsqrt(row_norms.square().sum() / (count - 1) + 1e-8) if count >= 2 else 1.0
+    variance = row_norms.square().sum() / max(count - 1, 1)
+    scale = torch.rsqrt(variance + 1e-8) if count >= 2 else 1.0
     whitened = deviation * scale
     return whitened if shift_mean else zero_masked(whitened + mean, valid)
 
 
 def on_last_token(row_values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """(B,) values of rows as a (B, R) matrix: each on the last selected position of its row, 0
-    elsewhere."""
+    """Returns a (B, R) matrix of the (B,) values of rows: each stands on the last selected position
+    of its row, with 0 elsewhere."""
     valid = mask.bool()
-    is_last = valid & (valid.flip(-1).cumsum(-1).flip(-1) == 1)
+    num_from_here = valid.flip(-1).cumsum(-1).flip(-1)
+    is_last = valid & (num_from_here == 1)
     return zero_masked(row_values.unsqueeze(-1), is_last)
 
 
 def few_rows(matrix: torch.Tensor) -> list[slice]:
-    """Slices of the rows of (B, R), few enough at a time that what is computed for them stays in
-    the cache."""
-    at_once = max(1, _TOKENS_IN_CACHE // max(1, matrix.size(-1)))
-    return [slice(start, start + at_once) for start in range(0, len(matrix), at_once)]
+    """Returns slices of the rows of (B, R), of so few rows each that what is computed for them
+    stays in the cache."""
+    num_rows, length = matrix.shape
+    at_once = max(1, _TOKENS_IN_CACHE // max(1, length))
+    return [slice(start, start + at_once) for start in range(0, num_rows, at_once)]

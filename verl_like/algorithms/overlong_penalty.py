@@ -9,9 +9,10 @@ def overlong_penalty(
     buffer_length: int,
     penalty_factor: float,
 ) -> torch.Tensor:
-    """What is added to the scores of long responses, (B,) float32, between -penalty_factor and 0.
+    """Returns what is added to the scores of long responses, (B,) float32, from -penalty_factor
+    to 0.
 
-    0 up to max_response_length - buffer_length tokens; from there it falls linearly to
+    It is 0 up to max_response_length - buffer_length tokens. From there it falls linearly to
     -penalty_factor at max_response_length, and stays there.
 
     Args:
@@ -21,5 +22,6 @@ def overlong_penalty(
             max_response_length.
         penalty_factor: the largest penalty.
     """
-    overlong = response_lengths - (max_response_length - buffer_length)
-    return -penalty_factor * overlong.clamp(min=0, max=buffer_length).float() / buffer_length
+    longest_free = max_response_length - buffer_length
+    overlong = (response_lengths - longest_free).clamp(min=0, max=buffer_length)
+    return -penalty_factor * overlong.float() / buffer_length

@@ -11,23 +11,23 @@ from torch.nn.functional import logsigmoid
 
 
 def pairwise_loss(difference: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
-    """-(1 - e) log sigmoid(d) - e log sigmoid(-d), (B,): e is the probability that a label is
-    wrong.
+    """Returns -(1 - e) log sigmoid(d) - e log sigmoid(-d), (B,), where e is the probability that a
+    label is wrong.
 
     With d = r_c - r_r it trains a reward model (arXiv:2203.02155, eq. 1), less a margin that a pair
     may have (arXiv:2307.09288, eq. 2). With d = beta h, and h = log(pi(c) / ref(c)) - log(pi(r) /
     ref(r)), it is DPO (arXiv:2305.18290, eq. 7), and where e > 0 conservative DPO (Mitchell 2023).
     """
-    return -(1 - label_smoothing) * logsigmoid(difference) - label_smoothing * logsigmoid(
-        -difference
-    )
+    right = (1 - label_smoothing) * logsigmoid(difference)
+    wrong = label_smoothing * logsigmoid(-difference)
+    return -right - wrong
 
 
 def ipo_loss(
     log_ratio_difference: torch.Tensor, beta: float, label_smoothing: float
 ) -> torch.Tensor:
-    """(h - 1 / (2 beta))^2, (B,): IPO (arXiv:2310.12036, eq. 17), whose tau is beta; no label is
-    smoothed."""
+    """Returns (h - 1 / (2 beta))^2, (B,), of IPO (arXiv:2310.12036, eq. 17), whose tau is beta; no
+    label is smoothed."""
     return (log_ratio_difference - 1 / (2 * beta)) ** 2
 
 
@@ -37,11 +37,11 @@ DPO_LOSSES: dict[str, Callable[[torch.Tensor, float, float], torch.Tensor]] = {
     ),
     "ipo": ipo_loss,
 }
-"""By `training.loss_type`: (h (B,), beta, label_smoothing) -> (B,)."""
+"""The loss (h (B,), beta, label_smoothing) -> (B,) by `training.loss_type`."""
 
 
 def preference_metrics(chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What the rewards (B,) of both answers say of each pair, (B,) float.
+    """Returns metrics of each pair, (B,) float, from the rewards (B,) of both answers.
 
     With p = sigmoid(r_c - r_r): `confidence` is max(p, 1 - p), whose mean is that of `accuracy`
     where the rewards are calibrated, and `brier` is (1 - p)^2, the Brier score.

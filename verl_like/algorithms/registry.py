@@ -3,7 +3,8 @@ is checked with it.
 
 An algorithm is a function in a file of its own, `<package>/<name>.py`, decorated with the name of
 the file. Its inputs are given by parameter name, so the parameters without a default are what it
-needs from the run.
+needs from the run. Its own options are a class in `<package>/<name>_options.py`, which loads no
+torch; a plugin's class may be anywhere.
 """
 
 import difflib
@@ -11,16 +12,17 @@ import functools
 import importlib
 import inspect
 import pkgutil
-import re
 import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any, ClassVar, TypeVar, get_type_hints
+from dataclasses import fields
+from typing import Annotated, Any, ClassVar, get_origin, get_type_hints
 
 from verl_like.config_model import ConfigModel
+from verl_like.registry import Registered, Registry
 
 Algorithm = Callable[..., Any]
-AlgorithmT = TypeVar("AlgorithmT", bound=Algorithm)
+_OPTIONS = "_options"
+"""How the name of a file ends that holds the options of an algorithm."""
 
 
 class AlgorithmOptions(ConfigModel):
@@ -34,122 +36,140 @@ class AlgorithmOptions(ConfigModel):
     """The block of the configuration that holds the keys."""
 
 
-class Registry:
+class AlgorithmRegistry(Registry[Algorithm]):
     """The algorithms of one kind: a file each in `package`, and those that plugins register.
 
     Args:
         kind: what they are called in messages.
-        package: the package that holds the files; a name that starts with an underscore is no
-            algorithm.
+        package: the package that holds the files; one whose name starts with an underscore or ends
+            in `_options` holds no algorithm.
         decorator: the name of the decorator, for messages.
         inputs: the parameters that a run can provide.
+        aliases: further names of algorithms that have a file, each with the name of the file.
     """
 
-    def __init__(self, kind: str, package: str, decorator: str, inputs: frozenset[str]) -> None:
-        self.kind = kind
+    def __init__(
+        self,
+        kind: str,
+        package: str,
+        decorator: str,
+        inputs: frozenset[str],
+        aliases: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(kind, decorator)
         self.package = package
-        self.decorator = decorator
         self.inputs = inputs
-        self.functions: dict[str, Algorithm] = {}
+        self.aliases = dict(aliases or {})
         self.over_batch: set[str] = set()
         """Those of them that compare the rows of a batch with each other, beyond the responses to a
         prompt."""
 
+    def modules(self) -> list[str]:
+        """The names of the files of the package."""
+        found = pkgutil.iter_modules(sys.modules[self.package].__path__)
+        return sorted(module.name for module in found)
+
     def file_names(self) -> list[str]:
         """The algorithms that have a file here."""
-        files = pkgutil.iter_modules(sys.modules[self.package].__path__)
-        return sorted(file.name for file in files if not file.name.startswith("_"))
+        return [
+            name
+            for name in self.modules()
+            if not name.startswith("_") and not name.endswith(_OPTIONS)
+        ]
+
+    def names(self) -> list[str]:
+        return sorted({*self.file_names(), *self.aliases, *self.entries})
+
+    def file_options(self, name: str) -> type[AlgorithmOptions] | None:
+        """The options of an algorithm that has a file here, without importing that file; None when
+        it has none."""
+        if name + _OPTIONS not in self.modules():
+            return None
+        module = importlib.import_module(f"{self.package}.{name}{_OPTIONS}")
+        classes = [each for each in vars(module).values() if isinstance(each, type)]
+        (declared,) = [each for each in classes if each.__module__ == module.__name__]
+        assert issubclass(declared, AlgorithmOptions), f"{declared} is no class of options"
+        return declared
 
     def may_declare(self, name: str, option: str) -> bool:
-        """Whether `name` may have an option like `option`, without importing its file, which loads
-        torch.
+        """Return whether `name` may have an option like `option`, without importing its file, which
+        loads torch.
 
-        True for what a plugin registers, and where the text of the file annotates a name close to
-        the option's.
+        True for what a plugin registers, and where the name of an option is close to `option`.
         """
+        name = self.aliases.get(name, name)
         if name not in self.file_names():
             return True
-        text = (Path(sys.modules[self.package].__path__[0]) / f"{name}.py").read_text()
-        fields = re.findall(r"^    (\w+): ", text, flags=re.MULTILINE)
-        return bool(difflib.get_close_matches(option, fields, 1, cutoff=0.7))
+        declared = self.file_options(name)
+        if declared is None:
+            return False
+        return bool(difflib.get_close_matches(option, declared.model_fields, 1, cutoff=0.7))
 
     def name_with_option(self, key: str) -> str | None:
         """The algorithm with a file here whose options have the configuration key `key`, if there
         is one."""
         for name in self.file_names():
-            declared = (
-                options_class(self.get(name))
-                if self.may_declare(name, key.rpartition(".")[2])
-                else None
-            )
-            if declared and key in [
-                f"{declared.section}.{option}" for option in declared.model_fields
-            ]:
+            declared = self.file_options(name)
+            if declared and key in option_keys(declared):
                 return name
         return None
 
+    def is_taken(self, name: str, entry: Algorithm) -> bool:
+        has_file = name in self.file_names()
+        is_of_other_file = has_file and entry.__module__ != f"{self.package}.{name}"
+        return name in self.entries or name in self.aliases or is_of_other_file
+
+    def check(self, name: str, entry: Algorithm) -> None:
+        """Raises ValueError if the name is taken, or a parameter without a default is none of the
+        inputs."""
+        super().check(name, entry)
+        for parameter in required_inputs(entry) - self.inputs:
+            nearest = difflib.get_close_matches(parameter, self.inputs, 1)
+            hint = (
+                f"; did you mean {nearest[0]}?"
+                if nearest
+                else f", which are {', '.join(sorted(self.inputs))}"
+            )
+            raise ValueError(
+                f"{self.kind} {name!r} requires the parameter {parameter!r}, which is none of "
+                f"the inputs of an {self.kind}: give it a default or another name{hint}"
+            )
+
     def register(
         self, name: str, *, over_batch: bool = False
-    ) -> Callable[[AlgorithmT], AlgorithmT]:
-        """Decorator: makes a function known as `name`.
+    ) -> Callable[[Registered], Registered]:
+        """Returns a decorator that makes a function known as `name`; it raises as `check` does.
 
         Args:
             over_batch: it takes statistics, such as the mean, of all rows of a batch, of which
                 there have to be many.
-
-        Raises:
-            ValueError: the name is taken, or a parameter without a default is none of the inputs.
         """
+        register = super().register(name)
+        aliases = [alias for alias, own in self.aliases.items() if own == name]
 
-        def decorate(function: AlgorithmT) -> AlgorithmT:
-            own_file = f"{self.package}.{name}"
-            if name in self.functions or (
-                name in self.file_names() and function.__module__ != own_file
-            ):
-                raise ValueError(f"{self.kind} {name!r} is already registered: choose another name")
-            for parameter in required_inputs(function) - self.inputs:
-                nearest = difflib.get_close_matches(parameter, self.inputs, 1)
-                hint = (
-                    f"; did you mean {nearest[0]}?"
-                    if nearest
-                    else f", which are {', '.join(sorted(self.inputs))}"
-                )
-                raise ValueError(
-                    f"{self.kind} {name!r} requires the parameter {parameter!r}, which is none of "
-                    f"the inputs of an {self.kind}: give it a default or another name{hint}"
-                )
-            self.functions[name] = function
+        def decorate(function: Registered) -> Registered:
+            register(function)
             if over_batch:
-                self.over_batch.add(name)
+                self.over_batch.update([name, *aliases])
             return function
 
         return decorate
 
     def get(self, name: str) -> Algorithm:
-        """The function registered as `name`; its file is imported first.
+        """Returns the function registered as `name`; its file is imported first.
 
         Raises:
             ValueError: there is none; the message lists the known ones.
         """
-        if name not in self.functions and name in self.file_names():
+        name = self.aliases.get(name, name)
+        if name not in self.entries and name in self.file_names():
             importlib.import_module(f"{self.package}.{name}")
-        if name not in self.functions:
-            known = sorted({*self.file_names(), *self.functions})
-            # Another first letter makes another acronym: dapo is no sapo.
-            nearest = difflib.get_close_matches(
-                name, [each for each in known if each[:1] == name[:1]], 1
-            )
-            raise ValueError(
-                f"unknown {self.kind} "
-                f"{name!r}{f'; did you mean {nearest[0]}?' if nearest else '.'} Known are "
-                f"{', '.join(known)}; a plugin adds one with @{self.decorator}"
-            )
-        return self.functions[name]
+        return super().get(name)
 
 
 def required_inputs(function: Algorithm) -> frozenset[str]:
-    """The parameters without a default, but for `config` and `options`, which every algorithm may
-    have."""
+    """Returns the parameters without a default, but for `config` and `options`, which every
+    algorithm may have."""
     parameters = inspect.signature(function).parameters.values()
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     required = {
@@ -158,8 +178,23 @@ def required_inputs(function: Algorithm) -> frozenset[str]:
     return frozenset(required - {"config", "options"})
 
 
+def described_fields(inputs: type[Any]) -> dict[str, str]:
+    """Returns the texts with which the fields of a class of inputs are annotated, by name."""
+    annotations: dict[str, Any] = {each.name: each.type for each in fields(inputs)}
+    return {
+        name: annotation.__metadata__[0]
+        for name, annotation in annotations.items()
+        if get_origin(annotation) is Annotated
+    }
+
+
+def option_keys(declared: type[AlgorithmOptions]) -> list[str]:
+    """Returns the keys of an algorithm's own options, as full paths in the configuration."""
+    return [f"{declared.section}.{name}" for name in declared.model_fields]
+
+
 def options_class(function: Algorithm) -> type[AlgorithmOptions] | None:
-    """The class of the function's own options; None when it has none."""
+    """Returns the class of the function's own options; None when it has none."""
     if "options" not in inspect.signature(function).parameters:
         return None
     found = get_type_hints(function).get("options")
@@ -170,8 +205,8 @@ def options_class(function: Algorithm) -> type[AlgorithmOptions] | None:
 
 
 def read_options(function: Algorithm, **blocks: ConfigModel) -> AlgorithmOptions | None:
-    """The function's own options as the configuration has them, with their defaults; None when it
-    has none.
+    """Reads the function's own options from the configuration, with their defaults; returns None
+    when it has none.
 
     Args:
         blocks: the blocks of the configuration at the start of `section`, by name.
@@ -181,15 +216,14 @@ def read_options(function: Algorithm, **blocks: ConfigModel) -> AlgorithmOptions
         return None
     first, *rest = declared.section.split(".")
     block = functools.reduce(getattr, rest, blocks[first])
-    given = block.model_extra or {}
-    return declared.model_validate(
-        {name: given[name] for name in declared.model_fields if name in given}
-    )
+    extra = block.model_extra or {}
+    given = {name: extra[name] for name in declared.model_fields if name in extra}
+    return declared.model_validate(given)
 
 
 def call_by_name(function: Algorithm, inputs: Mapping[str, Any]) -> Any:
-    """Calls `function` with those of `inputs` that it has parameters for; an input that is None is
-    left out.
+    """Calls `function` with those of `inputs` that it has parameters for, but for those that are
+    None.
 
     Raises:
         ValueError: an input without a default is not there.

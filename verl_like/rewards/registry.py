@@ -4,10 +4,20 @@ from collections.abc import Callable
 from fnmatch import fnmatchcase
 from typing import Any
 
+from verl_like.registry import Registry
+
 RewardFn = Callable[..., Any]
 MAX_SCORE = 3.4e38  # scores become float32
 
-_REWARD_FNS: dict[str, RewardFn] = {}
+REWARD_FNS: Registry[RewardFn] = Registry(
+    "reward",
+    "register_reward",
+    taken="data source {name!r} has the reward {present.__module__} already: register "
+    "{refused.__module__} under another name",
+    unknown="no reward is registered for data_source {name!r} (registered: {known}): set "
+    "custom_reward_function.path and custom_reward_function.name, or correct the rows' data_source",
+)
+"""The reward functions by data source or pattern, in the order in which they were registered."""
 
 
 def register_reward(*data_sources: str) -> Callable[[RewardFn], RewardFn]:
@@ -19,31 +29,20 @@ def register_reward(*data_sources: str) -> Callable[[RewardFn], RewardFn]:
 
     def decorate(reward_fn: RewardFn) -> RewardFn:
         for data_source in data_sources:
-            if data_source in _REWARD_FNS:
-                raise ValueError(
-                    f"data source {data_source!r} has the reward "
-                    f"{_REWARD_FNS[data_source].__module__} already: register "
-                    f"{reward_fn.__module__} under another name"
-                )
-            _REWARD_FNS[data_source] = reward_fn
+            REWARD_FNS.add(data_source, reward_fn)
         return reward_fn
 
     return decorate
 
 
 def get_reward_fn(data_source: str) -> RewardFn:
-    """The reward function of a data source: its exact name first, else the first registered pattern
-    that matches.
+    """Returns the reward function of a data source: that of its exact name, else that of the first
+    registered pattern that matches.
 
     Raises ValueError if there is none.
     """
-    if data_source in _REWARD_FNS:
-        return _REWARD_FNS[data_source]
-    for pattern, reward_fn in _REWARD_FNS.items():
-        if fnmatchcase(data_source, pattern):
-            return reward_fn
-    raise ValueError(
-        f"no reward is registered for data_source {data_source!r} (registered: "
-        f"{', '.join(sorted(_REWARD_FNS))}): set custom_reward_function.path and "
-        "custom_reward_function.name, or correct the rows' data_source"
-    )
+    if data_source not in REWARD_FNS.entries:
+        for pattern, reward_fn in REWARD_FNS.entries.items():
+            if fnmatchcase(data_source, pattern):
+                return reward_fn
+    return REWARD_FNS.get(data_source)

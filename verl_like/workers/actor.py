@@ -1,7 +1,6 @@
 """The policy that is trained: its log-probabilities, its updates, and its weights for the
 rollout."""
 
-from collections import ChainMap
 from functools import partial
 from typing import Any
 
@@ -9,7 +8,11 @@ import torch
 
 from verl_like.algorithms.kl import kl_penalty
 from verl_like.algorithms.masked import zero_masked
-from verl_like.algorithms.policy_losses import get_policy_loss_fn
+from verl_like.algorithms.policy_losses import (
+    PolicyLossInputs,
+    declared_columns,
+    get_policy_loss_fn,
+)
 from verl_like.algorithms.registry import call_by_name, read_options, required_inputs
 from verl_like.protocol import DataProto, Metric
 from verl_like.protocol.row_ops import jagged_parts
@@ -137,6 +140,7 @@ class ActorWorker(ScoringWorker, TrainedWorker):
         self.export_dtype = config.rollout.dtype
         self.policy_loss_fn = get_policy_loss_fn(config.actor.policy_loss.loss_mode)
         self.loss_inputs = required_inputs(self.policy_loss_fn)
+        self.loss_columns = declared_columns(self.policy_loss_fn)
         self.loss_options = read_options(self.policy_loss_fn, actor_rollout_ref=config)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -251,13 +255,20 @@ class ActorWorker(ScoringWorker, TrainedWorker):
         )
         if old_log_prob_BR is None:
             old_log_prob_BR = log_prob_BR.detach()
-        inputs: dict[str, Any] = {"old_log_prob": old_log_prob_BR, "log_prob": log_prob_BR}
-        inputs |= {"entropy": entropy_BR[0]} if with_entropy else {}
-        inputs |= {"loss_agg_mode": actor.loss_agg_mode, "options": self.loss_options}
-        inputs["config"] = actor.model_copy(
-            update={"global_batch_info": mini_batch.global_batch_info}
+        counts = {"global_batch_info": mini_batch.global_batch_info}
+        with_counts: Any = actor.model_copy(update=counts)
+        inputs = PolicyLossInputs(
+            old_log_prob=old_log_prob_BR,
+            log_prob=log_prob_BR,
+            response_mask=mask_BR,
+            loss_agg_mode=actor.loss_agg_mode,
+            entropy=entropy_BR[0] if with_entropy else None,
+            config=with_counts,
+            options=self.loss_options,
+            # A column is padded when it is read, so no other is.
+            **{name: columns[name] for name in self.loss_columns if name in columns},
         )
-        loss, values = call_by_name(self.policy_loss_fn, ChainMap(inputs, columns))
+        loss, values = call_by_name(self.policy_loss_fn, vars(inputs))
         token_mean = partial(DeviceMetric.token_mean, num_tokens=mask_BR.sum())
         metrics = {name: DeviceMetric.of(name, value, mask_BR) for name, value in values.items()}
         metrics["actor/pg_loss"] = DeviceMetric.loss(loss, mini_batch)

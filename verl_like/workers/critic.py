@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from verl_like.algorithms.value_loss import compute_value_loss
+from verl_like.algorithms.value_loss import ValueLossInputs, compute_value_loss
 from verl_like.plugins import refuse_overridden
 from verl_like.protocol import DataProto
 from verl_like.single_controller.decorator import (
@@ -143,14 +143,15 @@ class CriticWorker(ValueWorker, TrainedWorker):
         mask_BR = columns["response_mask"]
         num_tokens = mask_BR.sum()
         vpreds_BR = micro.of_samples(self.values_of_tokens(micro))
-        loss, token_sums = compute_value_loss(
-            vpreds_BR,
-            columns["returns"],
-            columns["values"],
-            mask_BR,
-            self.config.cliprange_value,
+        inputs = ValueLossInputs(
+            vpreds=vpreds_BR,
+            returns=columns["returns"],
+            values=columns["values"],
+            response_mask=mask_BR,
+            cliprange_value=self.config.cliprange_value,
             aggregate=mini_batch.aggregate(self.config.loss_agg_mode),
         )
+        loss, token_sums = compute_value_loss(**vars(inputs))
         metrics = {
             name: DeviceMetric.token_mean(total, num_tokens) for name, total in token_sums.items()
         }

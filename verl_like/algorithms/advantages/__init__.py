@@ -11,7 +11,12 @@ import inspect
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from verl_like.algorithms.registry import Algorithm, AlgorithmOptions, Registry, call_by_name
+from verl_like.algorithms.registry import (
+    Algorithm,
+    AlgorithmOptions,
+    AlgorithmRegistry,
+    call_by_name,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -42,8 +47,13 @@ INPUTS = {
 """What an estimator may have as parameters, besides `config` (the `algorithm` block) and `options`
 (its own)."""
 
-ADVANTAGE_ESTIMATORS = Registry(
-    "advantage estimator", __name__, "register_adv_est", frozenset(INPUTS)
+ADVANTAGE_ESTIMATORS = AlgorithmRegistry(
+    "advantage estimator",
+    __name__,
+    "register_adv_est",
+    frozenset(INPUTS),
+    # In verl these compute the same without a loop over the groups.
+    aliases={"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"},
 )
 register_adv_est = ADVANTAGE_ESTIMATORS.register
 get_adv_estimator_fn = ADVANTAGE_ESTIMATORS.get

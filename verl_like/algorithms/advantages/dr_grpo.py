@@ -25,8 +25,9 @@ from verl_like.algorithms.groups import PromptGroups
 def compute_dr_grpo_outcome_advantage(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: np.ndarray
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One advantage (B, R) for each response, at every one of its tokens, twice: there are no
-    separate returns."""
+    """Returns one advantage for each response, (B, R) at each of its tokens, as the advantages and
+    as the returns."""
     groups = PromptGroups.of(token_level_rewards, response_mask, index)
-    advantages = groups.on_tokens(groups.scores_above(groups.mean()), token_level_rewards.dtype)
+    row_advantages = groups.scores_above(groups.mean())
+    advantages = groups.on_tokens(row_advantages, token_level_rewards.dtype)
     return advantages, advantages

@@ -18,58 +18,13 @@ Keys: `algorithm.gdpo_reward_keys`, `algorithm.gdpo_reward_weights`,
 `algorithm.norm_adv_by_std_in_grpo`.
 """
 
-from collections.abc import Collection
-from typing import Annotated, ClassVar, Self
-
 import numpy as np
 import torch
-from pydantic import Strict, model_validator
 
-from verl_like.algorithms.advantages import AdvantageOptions, register_adv_est
+from verl_like.algorithms.advantages import register_adv_est
+from verl_like.algorithms.advantages.gdpo_options import GDPOOptions
 from verl_like.algorithms.groups import PromptGroups
 from verl_like.algorithms.masked import masked_whiten, zero_masked
-
-
-class GDPOOptions(AdvantageOptions):
-    """Which rewards, and their weights."""
-
-    section: ClassVar[str] = "algorithm"
-
-    gdpo_reward_keys: Annotated[tuple[str, ...], Strict(False)] = ()
-    """The names of the rewards: their columns, such as rule_scores, or of numbers that the reward
-    function returns."""
-    gdpo_reward_weights: Annotated[tuple[float, ...], Strict(False)] = ()
-    """One weight for each of gdpo_reward_keys; empty: each weighs 1."""
-
-    @model_validator(mode="after")
-    def _rewards_are_named_once_with_a_weight_each(self) -> Self:
-        keys = self.gdpo_reward_keys
-        weights = self.gdpo_reward_weights
-        if not keys:
-            raise ValueError(
-                "algorithm.gdpo_reward_keys is empty, but the estimator gdpo adds up several "
-                "rewards: name them, e.g. [rule_scores,format] where the reward function returns "
-                "a number named format"
-            )
-        if weights and len(weights) != len(keys):
-            raise ValueError(
-                f"algorithm.gdpo_reward_weights has {len(weights)} weights for the {len(keys)} "
-                "rewards of algorithm.gdpo_reward_keys: give one weight for each, in the same "
-                "order"
-            )
-        if len(set(keys)) < len(keys):
-            raise ValueError(
-                f"algorithm.gdpo_reward_keys={list(keys)} names a reward twice: use a weight of 2"
-            )
-        return self
-
-    def require_rewards(self, names: Collection[str]) -> None:
-        unknown = [key for key in self.gdpo_reward_keys if key not in names]
-        if unknown:
-            raise ValueError(
-                f"algorithm.gdpo_reward_keys names {', '.join(unknown)}, but the rewards of this "
-                f"run are {', '.join(names)}: name those"
-            )
 
 
 @register_adv_est("gdpo", over_batch=True)
@@ -82,8 +37,8 @@ def compute_gdpo_outcome_advantage(
     epsilon: float = 1e-6,
     norm_adv_by_std_in_grpo: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One advantage (B, R) for each response, at every one of its tokens, twice: there are no
-    separate returns.
+    """Returns one advantage for each response, (B, R) at each of its tokens, as the advantages and
+    as the returns.
 
     `epsilon` is added to each standard deviation. A score is NaN where a row lacks the reward.
     Raises ValueError for a reward that the run does not have.
@@ -93,16 +48,18 @@ def compute_gdpo_outcome_advantage(
     valid = response_mask.bool()
     summed = torch.zeros(len(valid), dtype=torch.float64, device=valid.device)
     is_compared = torch.zeros(len(valid), dtype=torch.bool, device=valid.device)
-    for key, weight in zip(keys, options.gdpo_reward_weights or [1.0] * len(keys), strict=True):
+    weights = options.gdpo_reward_weights or [1.0] * len(keys)
+    for key, weight in zip(keys, weights, strict=True):
         scores = scores_by_reward[key]
-        has_score = ~zero_masked(scores, valid).isnan().any(dim=-1, keepdim=True)
-        groups = PromptGroups.of(scores, valid & has_score, index)
-        deviations = groups.scores_above(groups.mean())
-        summed += weight * (
-            deviations / (groups.std() + epsilon) if norm_adv_by_std_in_grpo else deviations
-        )
+        lacks_score = zero_masked(scores, valid).isnan().any(dim=-1, keepdim=True)
+        groups = PromptGroups.of(scores, valid & ~lacks_score, index)
+        row_advantages = groups.scores_above(groups.mean())
+        if norm_adv_by_std_in_grpo:
+            row_advantages = row_advantages / (groups.std() + epsilon)
+        summed += weight * row_advantages
         is_compared |= groups.has_baseline
     compared = valid & is_compared.unsqueeze(-1)
-    tokens = zero_masked(summed.to(scores_by_reward[keys[0]].dtype).unsqueeze(-1), compared)
-    advantages = masked_whiten(tokens, compared)
+    dtype = scores_by_reward[keys[0]].dtype
+    on_tokens = zero_masked(summed.to(dtype).unsqueeze(-1), compared)
+    advantages = masked_whiten(on_tokens, compared)
     return advantages, advantages

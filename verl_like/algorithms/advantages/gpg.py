@@ -32,15 +32,17 @@ def compute_gpg_outcome_advantage(
     alpha: float | None = None,
     config: object = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One advantage (B, R) for each response, at every one of its tokens, twice: there are no
-    separate returns.
+    """Returns one advantage for each response, (B, R) at each of its tokens, as the advantages and
+    as the returns.
 
-    `f_norm` divides the advantages; None computes `alpha` from the batch. verl has `epsilon` and
-    `config`, which are not read.
+    `f_norm` divides the advantages; None computes `alpha` from the batch. `epsilon` and
+    `config` are parameters in verl and not read.
     """
     groups = PromptGroups.of(token_level_rewards, response_mask, index)
     row_advantages = groups.scores_above(groups.mean()) / f_norm
-    has_gradient = groups.scored & (groups.differ | (groups.is_single & (groups.scores != 0)))
-    scale = groups.scored.sum() / has_gradient.sum().clamp(min=1) if alpha is None else alpha
+    is_single_with_score = groups.is_single & (groups.scores != 0)
+    has_gradient = groups.scored & (groups.differ | is_single_with_score)
+    num_with_gradient = has_gradient.sum().clamp(min=1)
+    scale = groups.scored.sum() / num_with_gradient if alpha is None else alpha
     advantages = groups.on_tokens(scale * row_advantages, token_level_rewards.dtype)
     return advantages, advantages

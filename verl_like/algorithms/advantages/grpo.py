@@ -16,6 +16,10 @@ Every token of row i gets A_i. `algorithm.norm_adv_by_std_in_grpo=False` leaves 
 
 For the third line the skipped rows have to be in the batch that is passed in.
 
+`grpo_vectorized` is another name of this estimator, and
+`compute_grpo_vectorized_outcome_advantage` of its function. In verl it is the computation without a
+loop over the groups, whose results differ in the last digits; here there is no such loop.
+
 Keys: `algorithm.norm_adv_by_std_in_grpo`, `actor_rollout_ref.rollout.n`.
 """
 
@@ -36,15 +40,17 @@ def compute_grpo_outcome_advantage(
     norm_adv_by_std_in_grpo: bool = True,
     config: object = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One advantage (B, R) for each response, at every one of its tokens, twice: there are no
-    separate returns.
+    """Returns one advantage for each response, (B, R) at each of its tokens, as the advantages and
+    as the returns.
 
-    `epsilon` is added to the standard deviation. verl has `config`, which is not read.
+    `epsilon` is added to the standard deviation. `config` is a parameter in verl and not read.
     """
     groups = PromptGroups.of(token_level_rewards, response_mask, index)
-    deviations = groups.scores_above(groups.mean())
-    row_advantages = (
-        deviations / (groups.std() + epsilon) if norm_adv_by_std_in_grpo else deviations
-    )
+    row_advantages = groups.scores_above(groups.mean())
+    if norm_adv_by_std_in_grpo:
+        row_advantages = row_advantages / (groups.std() + epsilon)
     advantages = groups.on_tokens(row_advantages, token_level_rewards.dtype)
     return advantages, advantages
+
+
+compute_grpo_vectorized_outcome_advantage = compute_grpo_outcome_advantage

@@ -33,16 +33,19 @@ def compute_grpo_passk_outcome_advantage(
     norm_adv_by_std_in_grpo: bool = True,
     config: object = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One advantage (B, R) for each response, at every one of its tokens, twice: there are no
-    separate returns.
+    """Returns one advantage for each response, (B, R) at each of its tokens, as the advantages and
+    as the returns.
 
-    `epsilon` is added to the standard deviation. verl has `config`, which is not read.
+    `epsilon` is added to the standard deviation. `config` is a parameter in verl and not read.
     """
     groups = PromptGroups.of(token_level_rewards, response_mask, index)
-    is_best = groups.scored & (groups.scores == groups.largest(groups.scores, groups.scored))
-    alone_best = is_best & (groups.sum(is_best.double()) == 1)
+    best = groups.largest(groups.scores, groups.scored)
+    is_best = groups.scored & (groups.scores == best)
+    num_best = groups.sum(is_best.double())
     second_best = groups.largest(groups.scores, groups.scored & ~is_best)
-    margin = zero_masked(groups.scores_above(second_best), alone_best)
-    row_advantages = margin / (groups.std() + epsilon) if norm_adv_by_std_in_grpo else margin
+    margin = groups.scores_above(second_best)
+    row_advantages = zero_masked(margin, is_best & (num_best == 1))
+    if norm_adv_by_std_in_grpo:
+        row_advantages = row_advantages / (groups.std() + epsilon)
     advantages = groups.on_tokens(row_advantages, token_level_rewards.dtype)
     return advantages, advantages

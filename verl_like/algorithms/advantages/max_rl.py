@@ -24,8 +24,8 @@ from verl_like.algorithms.groups import PromptGroups
 def compute_max_rl_outcome_advantage(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: np.ndarray
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One advantage (B, R) for each response, at every one of its tokens, twice: there are no
-    separate returns.
+    """Returns one advantage for each response, (B, R) at each of its tokens, as the advantages and
+    as the returns.
 
     Raises ValueError for a score below 0: a mean below 0 would turn the advantages' signs round.
     """
@@ -37,8 +37,7 @@ def compute_max_rl_outcome_advantage(
             "without a KL penalty in them (algorithm.use_kl_in_reward=False), or choose 'grpo'"
         )
     mean = groups.mean()
-    row_advantages = groups.scores_above(mean) / torch.where(
-        groups.is_single | (mean == 0), 1.0, mean
-    )
+    divisor = torch.where(groups.is_single | (mean == 0), 1.0, mean)
+    row_advantages = groups.scores_above(mean) / divisor
     advantages = groups.on_tokens(row_advantages, token_level_rewards.dtype)
     return advantages, advantages

@@ -29,13 +29,15 @@ def compute_opo_outcome_advantage(
     epsilon: float = 1e-6,
     config: object = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One advantage (B, R) for each response, at every one of its tokens, twice: there are no
-    separate returns.
+    """Returns one advantage for each response, (B, R) at each of its tokens, as the advantages and
+    as the returns.
 
-    verl has `epsilon` and `config`, which are not read.
+    `epsilon` and `config` are parameters in verl and not read.
     """
     groups = PromptGroups.of(token_level_rewards, response_mask, index)
     lengths = groups.valid.sum(dim=-1).double()
-    baseline = groups.sum(lengths * groups.scores) / groups.sum(lengths).clamp(min=1)
-    advantages = groups.on_tokens(groups.scores_above(baseline), token_level_rewards.dtype)
+    num_tokens = groups.sum(lengths).clamp(min=1)
+    baseline = groups.sum(lengths * groups.scores) / num_tokens
+    row_advantages = groups.scores_above(baseline)
+    advantages = groups.on_tokens(row_advantages, token_level_rewards.dtype)
     return advantages, advantages

@@ -52,33 +52,36 @@ def compute_optimal_token_baseline_advantage(
     handle_zero_tail: bool = True,
     epsilon: float = 1e-8,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advantages and returns, (B, R) float each; `epsilon` is added to each weight W.
+    """Returns advantages and returns, (B, R) float each; `epsilon` is added to each weight W.
 
     With `handle_zero_tail` there is no baseline at a position where no other row of the group has a
     token.
     """
     groups = PromptGroups.of(token_level_rewards, response_mask, index)
     valid = groups.valid
-    # Not below 0 for probabilities; the inputs are rounded.
+    # For probabilities it is at least 0, but the inputs are rounded.
     squared_norms = (1 - 2 * old_log_probs.exp() + sum_pi_squared).clamp(min=0)
     if rollout_is_weights is not None:
         squared_norms = squared_norms * rollout_is_weights**2
-    weights = zero_masked(zero_masked(squared_norms, valid).double().cumsum(-1) + epsilon, valid)
+    norms_so_far = zero_masked(squared_norms, valid).double().cumsum(-1)
+    weights = zero_masked(norms_so_far + epsilon, valid)
 
     def group_sum(columns: torch.Tensor) -> torch.Tensor:
         """The sum of `columns` (B, R) over the rows of the group, (B, R)."""
-        return columns.new_zeros(groups.num_groups, columns.size(1)).index_add_(
-            0, groups.group, columns
-        )[groups.group]
+        totals = columns.new_zeros(groups.num_groups, columns.size(1))
+        totals.index_add_(0, groups.group, columns)
+        return totals[groups.group]
 
-    returns = zero_masked(token_level_rewards, valid).double().flip(-1).cumsum(-1).flip(-1)
-    # Counted from the mean score, equal returns are exactly 0, and so is their weighted mean.
+    rewards = zero_masked(token_level_rewards, valid).double()
+    returns = rewards.flip(-1).cumsum(-1).flip(-1)
+    # Equal returns less the mean score are exactly 0, and so is their weighted mean.
     centred = zero_masked(returns - groups.mean().unsqueeze(-1), valid)
     baselines = group_sum(weights * centred) / group_sum(weights)
     is_alone = group_sum(valid.double()) == 1
     has_no_baseline = groups.is_single | ((groups.num_scored > 1) & handle_zero_tail)
     alone_returns = zero_masked(returns, has_no_baseline.unsqueeze(-1))
-    advantages = zero_masked(torch.where(is_alone, alone_returns, centred - baselines), valid)
-    return advantages.to(token_level_rewards.dtype), zero_masked(returns, valid).to(
-        token_level_rewards.dtype
-    )
+    advantages = torch.where(is_alone, alone_returns, centred - baselines)
+    advantages = zero_masked(advantages, valid)
+    returns = zero_masked(returns, valid)
+    dtype = token_level_rewards.dtype
+    return advantages.to(dtype), returns.to(dtype)

@@ -26,9 +26,9 @@ from verl_like.algorithms.advantages.gae import compute_gae_advantage_return
 def compute_reinforce_plus_plus_outcome_advantage(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, config: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advantages and returns, (B, R) float each; of `config`, the `algorithm` block, `gamma` is
-    read."""
-    # GAE with V = 0 and lam = 1.
+    """Returns advantages and returns, (B, R) float each. Of `config`, the block `algorithm`, it
+    reads `gamma`."""
+    # This is GAE with V = 0 and lam = 1.
     no_values = torch.zeros_like(token_level_rewards)
     return compute_gae_advantage_return(
         token_level_rewards, no_values, response_mask, config.gamma, lam=1.0

@@ -30,12 +30,14 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
     epsilon: float = 1e-6,
     config: object = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One advantage (B, R) for each response, at every one of its tokens, twice: there are no
-    separate returns.
+    """Returns one advantage for each response, (B, R) at each of its tokens, as the advantages and
+    as the returns.
 
-    verl has `epsilon` and `config`, which are not read.
+    `epsilon` and `config` are parameters in verl and not read.
     """
     groups = PromptGroups.of(token_level_rewards, response_mask, index)
-    deviations = groups.on_tokens(groups.scores_above(groups.mean()), token_level_rewards.dtype)
-    advantages = masked_whiten(deviations, groups.valid & groups.has_baseline.unsqueeze(-1))
+    row_deviations = groups.scores_above(groups.mean())
+    deviations = groups.on_tokens(row_deviations, token_level_rewards.dtype)
+    has_baseline = groups.valid & groups.has_baseline.unsqueeze(-1)
+    advantages = masked_whiten(deviations, has_baseline)
     return advantages, advantages

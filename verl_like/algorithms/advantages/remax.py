@@ -26,14 +26,16 @@ def compute_remax_outcome_advantage(
     response_mask: torch.Tensor,
     config: object = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advantages and returns, (B, R) float each. verl has `config`, which is not read.
+    """Returns advantages and returns, (B, R) float each. `config` is a parameter in verl and not
+    read.
 
     Where the greedy response was skipped, the baseline is NaN: the row's advantages are 0.
     """
     valid = response_mask.bool()
     rewards = zero_masked(token_level_rewards, valid)
-    returns = zero_masked(
-        rewards.flip(-1).cumsum(-1, dtype=torch.float64).flip(-1).to(rewards.dtype), valid
-    )
+    sums = rewards.flip(-1).cumsum(-1, dtype=torch.float64).flip(-1)
+    returns = zero_masked(sums.to(rewards.dtype), valid)
     baselines = reward_baselines.unsqueeze(-1)
-    return zero_masked(returns - baselines, valid & ~baselines.isnan()), returns
+    has_baseline = valid & ~baselines.isnan()
+    advantages = zero_masked(returns - baselines, has_baseline)
+    return advantages, returns

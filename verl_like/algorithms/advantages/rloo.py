@@ -9,6 +9,11 @@ Every token of row i gets A_i.
 The baseline does not contain the row itself, so the gradient is unbiased. Groups of one, of equal
 scores and with skipped rows are treated as in `grpo`.
 
+`rloo_vectorized` is another name of this estimator, and
+`compute_rloo_vectorized_outcome_advantage` of its function. In verl it is the computation without a
+loop over the groups, and a group of one row gets its score under one of the two names and 0 under
+the other; here it is the score.
+
 Keys: `actor_rollout_ref.rollout.n`.
 """
 
@@ -28,14 +33,17 @@ def compute_rloo_outcome_advantage(
     epsilon: float = 1e-6,
     config: object = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One advantage (B, R) for each response, at every one of its tokens, twice: there are no
-    separate returns.
+    """Returns one advantage for each response, (B, R) at each of its tokens, as the advantages and
+    as the returns.
 
-    verl has `epsilon` and `config`, which are not read.
+    `epsilon` and `config` are parameters in verl and not read.
     """
     groups = PromptGroups.of(token_level_rewards, response_mask, index)
-    mean_of_others = (groups.sum(groups.scores) - groups.scores) / (groups.num_scored - 1).clamp(
-        min=1
-    )
-    advantages = groups.on_tokens(groups.scores_above(mean_of_others), token_level_rewards.dtype)
+    sum_of_others = groups.sum(groups.scores) - groups.scores
+    num_others = (groups.num_scored - 1).clamp(min=1)
+    row_advantages = groups.scores_above(sum_of_others / num_others)
+    advantages = groups.on_tokens(row_advantages, token_level_rewards.dtype)
     return advantages, advantages
+
+
+compute_rloo_vectorized_outcome_advantage = compute_rloo_outcome_advantage

@@ -29,11 +29,13 @@ def compute_multi_turn_optimal_token_baseline_advantage(
     handle_zero_tail: bool = True,
     epsilon: float = 1e-8,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`compute_optimal_token_baseline_advantage` of the same arguments, the response tokens moved
-    to the left."""
-    tokens_first = (~response_mask.bool()).byte().argsort(dim=-1, stable=True)
+    """Returns what `compute_optimal_token_baseline_advantage` returns when the response tokens of
+    each row are moved to the left."""
+    is_other = ~response_mask.bool()
+    tokens_first = is_other.byte().argsort(dim=-1, stable=True)
 
     def aligned(column: torch.Tensor) -> torch.Tensor:
+        """Moves the response tokens of each row to the left."""
         return column.gather(1, tokens_first)
 
     advantages, returns = compute_optimal_token_baseline_advantage(
@@ -46,7 +48,9 @@ def compute_multi_turn_optimal_token_baseline_advantage(
         handle_zero_tail,
         epsilon,
     )
-    return (
-        torch.empty_like(advantages).scatter_(1, tokens_first, advantages),
-        torch.empty_like(returns).scatter_(1, tokens_first, returns),
-    )
+
+    def moved_back(column: torch.Tensor) -> torch.Tensor:
+        """Moves what was aligned to where it was."""
+        return torch.empty_like(column).scatter_(1, tokens_first, column)
+
+    return moved_back(advantages), moved_back(returns)

@@ -78,16 +78,15 @@ class RolloutCorrectionConfig(ConfigModel):
 
 
 def read_band(threshold: float | str, key: str) -> tuple[float | None, float]:
-    """(lower, upper) bound from the value of `key`; lower is None where it gives one number alone.
+    """Reads (lower, upper) from the value of `key`; lower is None where that is one number alone.
 
     Raises:
         ValueError: not a positive number, nor two with an underscore between them, the smaller
             first.
     """
     match = re.fullmatch(rf"(?:({_NUMBER})_)?({_NUMBER})", str(threshold))
-    lower, upper = (
-        (float(part) if part else None for part in match.groups()) if match else (None, None)
-    )
+    upper = float(match[2]) if match else 0.0
+    lower = float(match[1]) if match and match[1] else None
     if not upper or lower == 0 or (lower is not None and lower > upper):
         raise ValueError(
             f"{key}={threshold}: expected a positive number, or a band of two such as 0.5_2.0, the "
@@ -99,7 +98,7 @@ def read_band(threshold: float | str, key: str) -> tuple[float | None, float]:
 def rejection_bounds(
     statistics: str, threshold: float | str | None
 ) -> dict[str, tuple[float | None, float]]:
-    """(lower, upper) of each statistic of `rollout_rs`; lower is None for those with one bound.
+    """Reads (lower, upper) of each statistic of `rollout_rs`; lower is None where it has one.
 
     Raises:
         ValueError: an unknown statistic, or bounds that do not fit it.
@@ -119,8 +118,9 @@ def rejection_bounds(
             f"rollout_rs_threshold={threshold} has {len(given)} bounds for the {len(names)} "
             f"statistics of rollout_rs={statistics}; give one for all or one for each"
         )
+    bounds = given * len(names) if len(given) == 1 else given
     found = {}
-    for name, bound in zip(names, given * len(names) if len(given) == 1 else given, strict=True):
+    for name, bound in zip(names, bounds, strict=True):
         lower, upper = read_band(bound.strip(), "rollout_rs_threshold")
         if name.endswith("k1"):
             lower = 1 / upper if lower is None else lower

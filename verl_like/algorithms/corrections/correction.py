@@ -13,7 +13,8 @@ def compute_rollout_correction_and_rejection_mask(
     response_mask: torch.Tensor,
     config: RolloutCorrectionConfig,
 ) -> tuple[torch.Tensor | None, torch.Tensor, dict[str, float]]:
-    """The weights (B, R) or None, the narrower mask (B, R), and the metrics, under `rollout_corr/`.
+    """Returns the weights (B, R) or None, the narrower mask (B, R), and the metrics, under
+    `rollout_corr/`.
 
     Weights and rejection are both made from the whole mask, and the metrics are means over it.
     verl's function of this name takes the fields of `config` one by one, returns the weights in a

@@ -39,15 +39,15 @@ def compute_rollout_correction_weights(
     rollout_is_threshold: float | str = 2.0,
     rollout_is_batch_normalize: bool = False,
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """The weights (B, R), 0 where the mask is 0 and without a gradient, and their metrics without
-    the prefix.
+    """Returns the weights (B, R), 0 where the mask is 0 and without a gradient, and their metrics
+    without the prefix.
 
     Args:
         log_ratio: (B, R) float, log-probabilities of the trainer minus those of the rollout.
         response_mask: (B, R) bool or 0/1.
         rollout_is: "token" or "sequence".
         rollout_is_threshold: the largest weight, or a band "lower_upper".
-        rollout_is_batch_normalize: whether the weights are divided by their mean over tokens or
+        rollout_is_batch_normalize: True divides the weights by their mean over tokens or
             responses.
     """
     assert rollout_is in ("token", "sequence"), rollout_is
@@ -57,31 +57,34 @@ def compute_rollout_correction_weights(
         log_weights = zero_masked(log_ratio, mask)
         if rollout_is == "sequence":
             log_weights = log_weights.sum(-1, keepdim=True).expand_as(log_ratio)
-        raw = zero_masked(log_weights.clamp(-20.0, 20.0).exp(), mask)
-        outside = (raw > upper) | (raw < (lower or 0.0))
+        raw = log_weights.clamp(-20.0, 20.0).exp()
+        raw = zero_masked(raw, mask)
+        is_below = raw < (lower or 0.0)
+        outside = (raw > upper) | is_below
         weights = raw.clamp(max=upper) if lower is None else raw.masked_fill(outside, 0.0)
         if not mask.any():
             return weights, {}
 
         def units(values: torch.Tensor) -> torch.Tensor:
-            """What has a weight of its own: the tokens, or one number for each response."""
-            return (
-                values[mask]
-                if rollout_is == "token"
-                else masked_mean(values, mask, axis=-1)[mask.any(-1)]
-            )
+            """The values of what has a weight of its own: tokens, or one number a response."""
+            if rollout_is == "token":
+                return values[mask]
+            return masked_mean(values, mask, axis=-1)[mask.any(-1)]
 
         mean = weights[mask].mean()
         mean_square = weights[mask].square().mean()
+        variance = mean_square - mean.square()
+        divisor = mean_square.clamp(min=torch.finfo(mean.dtype).tiny)
+        is_high = units(raw) > upper
+        is_low = units(raw) < (lower or 1 / upper)
         metrics = {
             "rollout_is_mean": mean,
-            "rollout_is_std": (mean_square - mean.square()).clamp(min=0.0).sqrt(),
+            "rollout_is_std": variance.clamp(min=0.0).sqrt(),
             "rollout_is_max": raw[mask].max(),
             "rollout_is_min": raw[mask].min(),
-            "rollout_is_eff_sample_size": mean.square()
-            / mean_square.clamp(min=torch.finfo(mean.dtype).tiny),
-            "rollout_is_ratio_fraction_high": (units(raw) > upper).float().mean(),
-            "rollout_is_ratio_fraction_low": (units(raw) < (lower or 1 / upper)).float().mean(),
+            "rollout_is_eff_sample_size": mean.square() / divisor,
+            "rollout_is_ratio_fraction_high": is_high.float().mean(),
+            "rollout_is_ratio_fraction_low": is_low.float().mean(),
         }
         if lower is not None:
             metrics["rollout_is_oob_ratio"] = outside[mask].float().mean()

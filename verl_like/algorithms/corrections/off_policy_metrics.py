@@ -39,23 +39,31 @@ def compute_offpolicy_metrics(
         d = zero_masked(old_log_prob - rollout_log_prob, mask)
         rows = mask.any(-1)
         of_tokens = d[mask]
+        of_rows = masked_sum(d, mask, axis=-1)[rows]
 
         def row_mean(values: torch.Tensor) -> torch.Tensor:
             return masked_mean(values, mask, axis=-1)[rows]
 
+        def mean_square_ratio(log_ratios: torch.Tensor) -> torch.Tensor:
+            doubled = 2 * log_ratios.clamp(-20.0, 20.0)
+            return doubled.exp().mean()
+
         log_ppl_diff = row_mean(-d)
+        k3 = of_tokens.exp() - of_tokens - 1
         metrics = {
             "kl": -of_tokens.mean(),
-            "k3_kl": (of_tokens.exp() - of_tokens - 1).mean(),
+            "k3_kl": k3.mean(),
             "training_ppl": row_mean(-old_log_prob).exp().mean(),
             "rollout_ppl": row_mean(-rollout_log_prob).exp().mean(),
             "log_ppl_diff": log_ppl_diff.mean(),
             "log_ppl_abs_diff": log_ppl_diff.abs().mean(),
             "ppl_ratio": log_ppl_diff.exp().mean(),
-            "chi2_token": (2 * of_tokens.clamp(-20.0, 20.0)).exp().mean() - 1,
-            "chi2_seq": (2 * masked_sum(d, mask, axis=-1)[rows].clamp(-20.0, 20.0)).exp().mean()
-            - 1,
+            "chi2_token": mean_square_ratio(of_tokens) - 1,
+            "chi2_seq": mean_square_ratio(of_rows) - 1,
         }
-        p50, p99, largest = np.quantile(of_tokens.abs().numpy(force=True), [0.5, 0.99, 1.0])
+        drift = of_tokens.abs().numpy(force=True)
     found = {name: float(value) for name, value in metrics.items()}
-    return found | {"drift_p50": float(p50), "drift_p99": float(p99), "drift_max": float(largest)}
+    quantiles = np.quantile(drift, [0.5, 0.99, 1.0])
+    for name, quantile in zip(("p50", "p99", "max"), quantiles, strict=True):
+        found[f"drift_{name}"] = float(quantile)
+    return found

@@ -48,7 +48,8 @@ def compute_rollout_rejection_mask(
     rollout_rs: str = "token_k1",
     rollout_rs_threshold: float | str | None = None,
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """response_mask (B, R) without what is rejected, in its dtype, and metrics without the prefix.
+    """Returns response_mask (B, R) without what is rejected, in its dtype, and metrics without the
+    prefix.
 
     Args:
         log_ratio: (B, R) float, log-probabilities of the trainer minus those of the rollout.
@@ -65,10 +66,13 @@ def compute_rollout_rejection_mask(
     metrics: dict[str, float] = {}
 
     def shares_removed(kept: torch.Tensor, prefix: str) -> dict[str, float]:
-        removed = {"masked": (~kept)[mask], "seq_masked": (mask & ~kept).any(-1)[mask.any(-1)]}
+        """The shares of the tokens, and of the responses, that lose something."""
+        removed = mask & ~kept
+        of_tokens = removed[mask].float().mean()
+        of_rows = removed.any(-1)[mask.any(-1)].float().mean()
         return {
-            f"{prefix}_{what}_fraction": float(each.float().mean())
-            for what, each in removed.items()
+            f"{prefix}_masked_fraction": float(of_tokens),
+            f"{prefix}_seq_masked_fraction": float(of_rows),
         }
 
     with torch.no_grad():
@@ -80,11 +84,13 @@ def compute_rollout_rejection_mask(
             level, _, ending = name.rpartition("_")
             values = divergences[ending]
             if level == "seq_sum":
-                values = masked_sum(values, mask, axis=-1).unsqueeze(-1).expand_as(d)
+                row_sums = masked_sum(values, mask, axis=-1)
+                values = row_sums.unsqueeze(-1).expand_as(d)
             elif level == "seq_mean":
-                values = masked_mean(values, mask, axis=-1).unsqueeze(-1).expand_as(d)
+                row_means = masked_mean(values, mask, axis=-1)
+                values = row_means.unsqueeze(-1).expand_as(d)
             elif level == "seq_max":
-                # K2 and k3 are 0 where the mask is, and never less
+                # k2 and k3 are never below 0, which they are where the mask is 0.
                 values = values.amax(-1, keepdim=True).expand_as(d)
             if lower is None:
                 keeps = values <= upper
@@ -93,9 +99,9 @@ def compute_rollout_rejection_mask(
             kept &= keeps
             prefix = f"rollout_rs_{name}"
             counted = values[mask]
-            metrics |= {
-                f"{prefix}_mean": float(counted.mean()),
-                f"{prefix}_max": float(counted.max()),
-            }
-            metrics |= {f"{prefix}_min": float(counted.min()), **shares_removed(keeps, prefix)}
-    return kept.to(response_mask.dtype), metrics | shares_removed(kept, "rollout_rs")
+            metrics[f"{prefix}_mean"] = float(counted.mean())
+            metrics[f"{prefix}_max"] = float(counted.max())
+            metrics[f"{prefix}_min"] = float(counted.min())
+            metrics |= shares_removed(keeps, prefix)
+        metrics |= shares_removed(kept, "rollout_rs")
+    return kept.to(response_mask.dtype), metrics

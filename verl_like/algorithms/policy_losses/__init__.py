@@ -5,39 +5,24 @@ Shapes: B rows, R padded response length. A loss has verl's signature. It return
 micro-batch's share of the mini-batch's loss (`agg_loss` makes it), and metrics. A metric is (B, R),
 averaged over the selected tokens; (B,), averaged over the rows that have tokens; or a number or 0-d
 tensor, the mean of this micro-batch, weighted by its tokens. In the formulas L is the loss of a
-token and A its advantage. A loss's inputs are given by parameter name: `INPUTS` and
-docs/algorithms.md say what they are.
+token and A its advantage. A loss gets the fields of `PolicyLossInputs` by the names of
+its parameters.
 """
 
+import inspect
 from collections.abc import Mapping
-from typing import Any, ClassVar, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol
 
-from verl_like.algorithms.registry import AlgorithmOptions, Registry
+from verl_like.algorithms.registry import (
+    Algorithm,
+    AlgorithmOptions,
+    AlgorithmRegistry,
+    described_fields,
+)
 
-INPUTS = {
-    "old_log_prob": "(B, R) float, log-probabilities under the policy before the update",
-    "log_prob": "(B, R) float, log-probabilities under the policy that is trained; the gradient "
-    "flows here",
-    "advantages": "(B, R) float",
-    "response_mask": "(B, R) bool or 0/1, the tokens that count",
-    "loss_agg_mode": "actor.loss_agg_mode, for `agg_loss`",
-    "rollout_is_weights": "(B, R) float, importance weights of algorithm.rollout_correction",
-    "entropy": "(B, R) float, entropy of the policy at each token, with its gradient",
-    "ref_log_prob": "(B, R) float, log-probabilities under the reference policy; the run then has "
-    "one",
-    "teacher_log_prob": "(B, R) float, log-probabilities under the teacher; the run then has one",
-    "rollout_log_probs": "(B, R) float, log-probabilities of the responses as the rollout engine "
-    "gave them",
-    "selected_tokens": "(B, R) bool, what `options.select_tokens(old_log_probs, advantages, "
-    "response_mask, generator)` "
-    "returned for the whole batch, before the update",
-}
-"""What a loss may have as parameters, besides `config` (see `LossConfig`) and `options` (its
-own)."""
-
-POLICY_LOSSES = Registry("policy loss", __name__, "register_policy_loss", frozenset(INPUTS))
-register_policy_loss = POLICY_LOSSES.register
-get_policy_loss_fn = POLICY_LOSSES.get
+if TYPE_CHECKING:
+    import torch
 
 
 class LossConfig(Protocol):
@@ -57,3 +42,72 @@ class PolicyLossOptions(AlgorithmOptions):
     """Base of a loss's own options."""
 
     section: ClassVar[str] = "actor_rollout_ref.actor.policy_loss"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyLossInputs:
+    """What a loss may have as parameters. One that is None is not there in this run."""
+
+    old_log_prob: Annotated[
+        "torch.Tensor", "(B, R) float, log-probabilities under the policy before the update"
+    ]
+    log_prob: Annotated[
+        "torch.Tensor",
+        "(B, R) float, log-probabilities under the policy that is trained; the gradient flows here",
+    ]
+    advantages: Annotated["torch.Tensor | None", "(B, R) float"] = None
+    response_mask: Annotated["torch.Tensor", "(B, R) bool or 0/1, the tokens that count"]
+    loss_agg_mode: Annotated[str, "actor.loss_agg_mode, for `agg_loss`"]
+    rollout_is_weights: Annotated[
+        "torch.Tensor | None", "(B, R) float, importance weights of algorithm.rollout_correction"
+    ] = None
+    entropy: Annotated[
+        "torch.Tensor | None",
+        "(B, R) float, entropy of the policy at each token, with its gradient",
+    ] = None
+    ref_log_prob: Annotated[
+        "torch.Tensor | None",
+        "(B, R) float, log-probabilities under the reference policy; the run then has one",
+    ] = None
+    teacher_log_prob: Annotated[
+        "torch.Tensor | None",
+        "(B, R) float, log-probabilities under the teacher; the run then has one",
+    ] = None
+    rollout_log_probs: Annotated[
+        "torch.Tensor | None",
+        "(B, R) float, log-probabilities of the responses as the rollout engine gave them",
+    ] = None
+    selected_tokens: Annotated[
+        "torch.Tensor | None",
+        "(B, R) bool, what `options.select_tokens(old_log_probs, advantages, response_mask, "
+        "generator)` returned for the whole batch, before the update",
+    ] = None
+    config: LossConfig
+    options: AlgorithmOptions | None
+    """The loss's own options; None for a loss without any."""
+
+
+COLUMNS = (
+    "advantages",
+    "rollout_is_weights",
+    "ref_log_prob",
+    "teacher_log_prob",
+    "rollout_log_probs",
+    "selected_tokens",
+)
+"""The inputs that are columns of the batch under the same name."""
+
+INPUTS = described_fields(PolicyLossInputs)
+"""What the inputs are, by name, but for `config` and `options`."""
+
+POLICY_LOSSES = AlgorithmRegistry(
+    "policy loss", __name__, "register_policy_loss", frozenset(INPUTS)
+)
+register_policy_loss = POLICY_LOSSES.register
+get_policy_loss_fn = POLICY_LOSSES.get
+
+
+def declared_columns(function: Algorithm) -> list[str]:
+    """Returns those of COLUMNS that a loss has parameters for."""
+    parameters = inspect.signature(function).parameters
+    return [name for name in COLUMNS if name in parameters]

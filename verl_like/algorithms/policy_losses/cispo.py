@@ -33,16 +33,18 @@ def compute_policy_loss_cispo(
     config: LossConfig | None = None,
     rollout_is_weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss of a micro-batch, and its metrics by token, (B, R), of arguments as `INPUTS`
-    describes them."""
+    """Returns the loss of a micro-batch, and its metrics by token, (B, R). The arguments are as in
+    `PolicyLossInputs`."""
     assert config is not None
     log_prob = zero_masked(log_prob, response_mask)
     log_ratio = (log_prob - old_log_prob).detach().clamp(-20.0, 20.0)
     ratio = torch.exp(log_ratio)
-    clipped = ratio.clamp(1 - config.clip_ratio_low, 1 + config.clip_ratio_high)
+    lowest = 1 - config.clip_ratio_low
+    highest = 1 + config.clip_ratio_high
+    clipped = ratio.clamp(lowest, highest)
     losses = -clipped * advantages * log_prob
 
     metrics = {"actor/pg_clipfrac": ratio != clipped, "actor/ppo_kl": -log_ratio}
-    return agg_loss(
-        losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **config.global_batch_info
-    ), metrics
+    counts = config.global_batch_info
+    loss = agg_loss(losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **counts)
+    return loss, metrics

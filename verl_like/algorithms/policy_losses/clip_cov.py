@@ -23,25 +23,16 @@ depends on the size of the micro-batches. This form gives the same loss for ever
 first optimizer step both have the same log-probabilities.
 """
 
-from typing import Annotated
-
 import torch
-from pydantic import Field
 
 from verl_like.algorithms.aggregation import agg_loss
 from verl_like.algorithms.masked import masked_mean, zero_masked
-from verl_like.algorithms.policy_losses import LossConfig, PolicyLossOptions, register_policy_loss
+from verl_like.algorithms.policy_losses import LossConfig, register_policy_loss
+from verl_like.algorithms.policy_losses.clip_cov_options import ClipCovKeys
 
 
-class ClipCovOptions(PolicyLossOptions):
-    """Which tokens are left out."""
-
-    clip_cov_ratio: Annotated[float, Field(gt=0, le=1)] = 0.0002
-    """Share of the batch's response tokens that are left out, at most."""
-    clip_cov_lb: float = 1.0
-    """Only tokens with a covariance above it are left out."""
-    clip_cov_ub: float = 5.0
-    """Only tokens with a covariance below it are left out."""
+class ClipCovOptions(ClipCovKeys):
+    """The keys, and the choice of tokens that they describe."""
 
     def select_tokens(
         self,
@@ -52,15 +43,16 @@ class ClipCovOptions(PolicyLossOptions):
     ) -> torch.Tensor:
         """The drawn tokens of a whole batch, (B, R) bool."""
         deviation = advantages - masked_mean(advantages, response_mask)
-        covariances = deviation * (old_log_probs - masked_mean(old_log_probs, response_mask))
-        in_band = (
-            (covariances > self.clip_cov_lb)
-            & (covariances < self.clip_cov_ub)
-            & response_mask.bool()
-        )
+        log_prob_deviation = old_log_probs - masked_mean(old_log_probs, response_mask)
+        covariances = deviation * log_prob_deviation
+        is_above = covariances > self.clip_cov_lb
+        is_below = covariances < self.clip_cov_ub
+        in_band = is_above & is_below & response_mask.bool()
         candidates = in_band.flatten().nonzero().squeeze(-1)
-        num_drawn = max(1, int(self.clip_cov_ratio * int(response_mask.sum())))
-        drawn = candidates[torch.randperm(len(candidates), generator=generator)[:num_drawn]]
+        num_tokens = int(response_mask.sum())
+        num_drawn = max(1, int(self.clip_cov_ratio * num_tokens))
+        places = torch.randperm(len(candidates), generator=generator)[:num_drawn]
+        drawn = candidates[places]
         selected = torch.zeros_like(in_band).flatten()
         selected[drawn] = True
         return selected.view_as(in_band)
@@ -79,17 +71,21 @@ def compute_policy_loss_clip_cov(
     selected_tokens: torch.Tensor,
     options: ClipCovOptions,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss of a micro-batch, and its metrics by token, (B, R), of arguments as `INPUTS`
-    describes them."""
+    """Returns the loss of a micro-batch, and its metrics by token, (B, R). The arguments are as in
+    `PolicyLossInputs`."""
     assert config is not None
-    log_ratio = (zero_masked(log_prob, response_mask) - old_log_prob).clamp(-20.0, 20.0)
+    log_prob = zero_masked(log_prob, response_mask)
+    log_ratio = (log_prob - old_log_prob).clamp(-20.0, 20.0)
     ratio = torch.exp(log_ratio)
+    lowest = 1 - config.clip_ratio_low
+    highest = 1 + config.clip_ratio_high
     unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - config.clip_ratio_low, 1 + config.clip_ratio_high)
-    left_out = selected_tokens & ~(clipped > unclipped)
+    clipped = -advantages * ratio.clamp(lowest, highest)
+    is_raised = clipped > unclipped
+    left_out = selected_tokens & ~is_raised
     losses = torch.maximum(unclipped, clipped) * ~left_out
 
     metrics = {"actor/pg_clipfrac": left_out, "actor/ppo_kl": -log_ratio.detach()}
-    return agg_loss(
-        losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **config.global_batch_info
-    ), metrics
+    counts = config.global_batch_info
+    loss = agg_loss(losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **counts)
+    return loss, metrics

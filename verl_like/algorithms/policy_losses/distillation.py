@@ -24,27 +24,12 @@ use_task_rewards. A KL to another model as a term of the loss, with the estimato
 `actor.use_kl_loss`.
 """
 
-from typing import Annotated
-
 import torch
-from pydantic import Field
 
 from verl_like.algorithms.masked import zero_masked
-from verl_like.algorithms.policy_losses import LossConfig, PolicyLossOptions, register_policy_loss
+from verl_like.algorithms.policy_losses import LossConfig, register_policy_loss
+from verl_like.algorithms.policy_losses.distillation_options import DistillationOptions
 from verl_like.algorithms.policy_losses.vanilla import compute_policy_loss_vanilla
-
-
-class DistillationOptions(PolicyLossOptions):
-    """The teacher, and what the policy learns from beside it."""
-
-    teacher_path: str | None = None
-    """Folder or hub name of the teacher; null where a custom role is the teacher."""
-    use_task_rewards: bool = True
-    """Learn from the advantages too; otherwise from the teacher alone."""
-    distillation_loss_coef: Annotated[float, Field(ge=0)] = 1.0
-    """Weight of the teacher's part."""
-    loss_max_clamp: Annotated[float, Field(gt=0)] | None = 10.0
-    """Bound of the teacher's advantage of a token, in nats; null means none."""
 
 
 @register_policy_loss("distillation")
@@ -60,10 +45,11 @@ def compute_policy_loss_distillation(
     teacher_log_prob: torch.Tensor,
     options: DistillationOptions,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss of a micro-batch, and its metrics by token, (B, R), of arguments as `INPUTS`
-    describes them."""
+    """Returns the loss of a micro-batch, and its metrics by token, (B, R). The arguments are as in
+    `PolicyLossInputs`."""
 
     def surrogate(advantages: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Returns the loss `vanilla` of these advantages, and its metrics."""
         return compute_policy_loss_vanilla(
             old_log_prob,
             log_prob,
@@ -76,15 +62,15 @@ def compute_policy_loss_distillation(
 
     reverse_kl = zero_masked(log_prob.detach() - teacher_log_prob, response_mask)
     bound = options.loss_max_clamp
-    loss, teacher_metrics = surrogate(
-        -(reverse_kl if bound is None else reverse_kl.clamp(-bound, bound))
-    )
+    bounded_kl = reverse_kl if bound is None else reverse_kl.clamp(-bound, bound)
+    loss, teacher_metrics = surrogate(-bounded_kl)
     loss = options.distillation_loss_coef * loss
     metrics = {
         name.replace("actor/", "distillation/"): value for name, value in teacher_metrics.items()
     }
     metrics["actor/ppo_kl"] = metrics.pop("distillation/ppo_kl")
-    metrics |= {"distillation/abs_loss": reverse_kl.abs(), "distillation/kl": reverse_kl}
+    metrics["distillation/abs_loss"] = reverse_kl.abs()
+    metrics["distillation/kl"] = reverse_kl
     if options.use_task_rewards:
         task_loss, task_metrics = surrogate(advantages)
         loss = loss + task_loss

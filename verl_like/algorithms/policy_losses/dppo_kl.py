@@ -40,29 +40,29 @@ def compute_policy_loss_dppo_kl(
     config: LossConfig | None = None,
     rollout_is_weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss of a micro-batch, and its metrics by token, (B, R), of arguments as `INPUTS`
-    describes them."""
+    """Returns the loss of a micro-batch, and its metrics by token, (B, R). The arguments are as in
+    `PolicyLossInputs`."""
     assert config is not None
     log_prob = zero_masked(log_prob, response_mask)
     log_ratio = (log_prob - old_log_prob).detach().clamp(-20.0, 20.0)
     ratio = torch.exp(log_ratio)
     prob = log_prob.detach().exp()
     old_prob = old_log_prob.exp()
-    binary_kl = old_prob * (old_log_prob - log_prob.detach()) + (1 - old_prob) * torch.log(
-        (1 - old_prob + 1e-8) / (1 - prob + 1e-8)
-    )
-    is_valid = torch.where(
-        advantages > 0,
-        (binary_kl <= config.clip_ratio_high) | (prob <= old_prob),
-        (binary_kl <= config.clip_ratio_low) | (prob >= old_prob),
-    )
-    losses = -ratio.clamp(max=config.clip_ratio_c) * advantages * log_prob * is_valid
+    kl_of_token = old_prob * (old_log_prob - log_prob.detach())
+    ratio_of_others = (1 - old_prob + 1e-8) / (1 - prob + 1e-8)
+    kl_of_others = (1 - old_prob) * torch.log(ratio_of_others)
+    binary_kl = kl_of_token + kl_of_others
+    may_rise = (binary_kl <= config.clip_ratio_high) | (prob <= old_prob)
+    may_fall = (binary_kl <= config.clip_ratio_low) | (prob >= old_prob)
+    is_valid = torch.where(advantages > 0, may_rise, may_fall)
+    truncated = ratio.clamp(max=config.clip_ratio_c)
+    losses = -truncated * advantages * log_prob * is_valid
 
     metrics = {
         "actor/pg_clipfrac": ~is_valid,
         "actor/ppo_kl": -log_ratio,
         "actor/pg_clipfrac_lower": is_valid & (ratio > config.clip_ratio_c),
     }
-    return agg_loss(
-        losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **config.global_batch_info
-    ), metrics
+    counts = config.global_batch_info
+    loss = agg_loss(losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **counts)
+    return loss, metrics

@@ -39,23 +39,24 @@ def compute_policy_loss_dppo_tv(
     config: LossConfig | None = None,
     rollout_is_weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss of a micro-batch, and its metrics by token, (B, R), of arguments as `INPUTS`
-    describes them."""
+    """Returns the loss of a micro-batch, and its metrics by token, (B, R). The arguments are as in
+    `PolicyLossInputs`."""
     assert config is not None
     log_prob = zero_masked(log_prob, response_mask)
     log_ratio = (log_prob - old_log_prob).detach().clamp(-20.0, 20.0)
     ratio = torch.exp(log_ratio)
     moved = log_prob.detach().exp() - old_log_prob.exp()
-    is_valid = torch.where(
-        advantages > 0, moved <= config.clip_ratio_high, moved >= -config.clip_ratio_low
-    )
-    losses = -ratio.clamp(max=config.clip_ratio_c) * advantages * log_prob * is_valid
+    may_rise = moved <= config.clip_ratio_high
+    may_fall = moved >= -config.clip_ratio_low
+    is_valid = torch.where(advantages > 0, may_rise, may_fall)
+    truncated = ratio.clamp(max=config.clip_ratio_c)
+    losses = -truncated * advantages * log_prob * is_valid
 
     metrics = {
         "actor/pg_clipfrac": ~is_valid,
         "actor/ppo_kl": -log_ratio,
         "actor/pg_clipfrac_lower": is_valid & (ratio > config.clip_ratio_c),
     }
-    return agg_loss(
-        losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **config.global_batch_info
-    ), metrics
+    counts = config.global_batch_info
+    loss = agg_loss(losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **counts)
+    return loss, metrics

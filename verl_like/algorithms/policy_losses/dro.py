@@ -11,30 +11,12 @@ The paper learns a value function beside it; here the advantage estimator takes 
 verl. The penalty is on the distance from the policy before the update.
 """
 
-from typing import Annotated
-
 import torch
-from pydantic import Field, model_validator
 
 from verl_like.algorithms.aggregation import agg_loss
 from verl_like.algorithms.masked import zero_masked
-from verl_like.algorithms.policy_losses import LossConfig, PolicyLossOptions, register_policy_loss
-
-
-class DroOptions(PolicyLossOptions):
-    """The weight of the penalty."""
-
-    dro_beta: Annotated[float | None, Field(gt=0)] = None
-    """Weight of the quadratic penalty; it has no default value and must be set."""
-
-    @model_validator(mode="after")
-    def beta_is_set(self) -> "DroOptions":
-        if self.dro_beta is None:
-            raise ValueError(
-                "loss_mode=dro needs dro_beta, the weight of its penalty; set it to a positive "
-                "number"
-            )
-        return self
+from verl_like.algorithms.policy_losses import LossConfig, register_policy_loss
+from verl_like.algorithms.policy_losses.dro_options import DroOptions
 
 
 @register_policy_loss("dro")
@@ -49,15 +31,16 @@ def compute_policy_loss_dro(
     *,
     options: DroOptions,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss of a micro-batch, and its metrics by token, (B, R), of arguments as `INPUTS`
-    describes them."""
+    """Returns the loss of a micro-batch, and its metrics by token, (B, R). The arguments are as in
+    `PolicyLossInputs`."""
     assert config is not None
     log_prob = zero_masked(log_prob, response_mask)
     log_ratio = log_prob - old_log_prob
     assert options.dro_beta is not None
-    losses = 0.5 * options.dro_beta * log_ratio.square() - advantages * log_prob
+    penalty = 0.5 * options.dro_beta * log_ratio.square()
+    losses = penalty - advantages * log_prob
 
     metrics = {"actor/ppo_kl": -log_ratio.detach()}
-    return agg_loss(
-        losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **config.global_batch_info
-    ), metrics
+    counts = config.global_batch_info
+    loss = agg_loss(losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **counts)
+    return loss, metrics

@@ -42,21 +42,21 @@ def compute_policy_loss_geo_mean(
     config: LossConfig | None = None,
     rollout_is_weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss of a micro-batch, and its metrics by token, (B, R), of arguments as `INPUTS`
-    describes them."""
+    """Returns the loss of a micro-batch, and its metrics by token, (B, R). The arguments are as in
+    `PolicyLossInputs`."""
     assert config is not None
-    log_ratio = (zero_masked(log_prob, response_mask) - old_log_prob).clamp(-20.0, 20.0)
+    log_prob = zero_masked(log_prob, response_mask)
+    log_ratio = (log_prob - old_log_prob).clamp(-20.0, 20.0)
     in_range = log_ratio.clamp(-config.clip_ratio_low, config.clip_ratio_high)
     sign = advantages.sign()
     limited = sign * torch.minimum(sign * log_ratio, sign * in_range)
-    losses_B = (
-        -masked_mean(advantages, response_mask, axis=-1)
-        * masked_mean(limited, response_mask, axis=-1).exp()
-    )
+    advantages_B = masked_mean(advantages, response_mask, axis=-1)
+    ratios_B = masked_mean(limited, response_mask, axis=-1).exp()
+    losses_B = -advantages_B * ratios_B
     if rollout_is_weights is not None:
-        losses_B = (
-            losses_B * masked_mean((rollout_is_weights + 1e-10).log(), response_mask, axis=-1).exp()
-        )
+        log_weights = (rollout_is_weights + 1e-10).log()
+        weights_B = masked_mean(log_weights, response_mask, axis=-1).exp()
+        losses_B = losses_B * weights_B
     losses = losses_B.unsqueeze(-1).expand_as(log_ratio)
 
     with torch.no_grad():
@@ -66,4 +66,5 @@ def compute_policy_loss_geo_mean(
             "actor/ppo_kl": -log_ratio,
             "actor/pg_clipfrac_lower": clipped & (advantages < 0),
         }
-    return agg_loss(losses, response_mask, loss_agg_mode, **config.global_batch_info), metrics
+    loss = agg_loss(losses, response_mask, loss_agg_mode, **config.global_batch_info)
+    return loss, metrics

@@ -40,19 +40,23 @@ def compute_policy_loss_gspo(
     config: LossConfig | None = None,
     rollout_is_weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss of a micro-batch, and its metrics by token, (B, R), of arguments as `INPUTS`
-    describes them."""
+    """Returns the loss of a micro-batch, and its metrics by token, (B, R). The arguments are as in
+    `PolicyLossInputs`."""
     assert config is not None
     log_prob = zero_masked(log_prob, response_mask)
     log_ratio = log_prob - old_log_prob
-    log_sequence_ratio_B1 = masked_mean(log_ratio.detach(), response_mask, axis=-1).unsqueeze(-1)
-    ratio = torch.exp((log_prob - log_prob.detach() + log_sequence_ratio_B1).clamp(max=10.0))
+    log_sequence_ratio_B = masked_mean(log_ratio.detach(), response_mask, axis=-1)
+    # The first two cancel but for the gradient.
+    log_token_ratio = log_prob - log_prob.detach() + log_sequence_ratio_B.unsqueeze(-1)
+    ratio = torch.exp(log_token_ratio.clamp(max=10.0))
 
+    lowest = 1 - config.clip_ratio_low
+    highest = 1 + config.clip_ratio_high
     unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - config.clip_ratio_low, 1 + config.clip_ratio_high)
+    clipped = -advantages * ratio.clamp(lowest, highest)
     losses = torch.maximum(unclipped, clipped)
 
     metrics = {"actor/pg_clipfrac": clipped > unclipped, "actor/ppo_kl": -log_ratio.detach()}
-    return agg_loss(
-        losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **config.global_batch_info
-    ), metrics
+    counts = config.global_batch_info
+    loss = agg_loss(losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **counts)
+    return loss, metrics

@@ -21,23 +21,16 @@ its loss depends on the size of the micro-batches. This form gives the same loss
 until the first optimizer step both have the same log-probabilities.
 """
 
-from typing import Annotated
-
 import torch
-from pydantic import Field
 
 from verl_like.algorithms.aggregation import agg_loss
 from verl_like.algorithms.masked import masked_mean, zero_masked
-from verl_like.algorithms.policy_losses import LossConfig, PolicyLossOptions, register_policy_loss
+from verl_like.algorithms.policy_losses import LossConfig, register_policy_loss
+from verl_like.algorithms.policy_losses.kl_cov_options import KlCovKeys
 
 
-class KlCovOptions(PolicyLossOptions):
-    """Which tokens are held back, and how strongly."""
-
-    kl_cov_ratio: Annotated[float, Field(gt=0, le=1)] = 0.0002
-    """Share of the batch's response tokens that take the penalty."""
-    ppo_kl_coef: Annotated[float, Field(ge=0)] = 0.1
-    """Weight of the penalty."""
+class KlCovOptions(KlCovKeys):
+    """The keys, and the choice of tokens that they describe."""
 
     def select_tokens(
         self,
@@ -49,15 +42,13 @@ class KlCovOptions(PolicyLossOptions):
         """The tokens of a whole batch that take the penalty, (B, R) bool; `generator` is not
         used."""
         deviation = advantages - masked_mean(advantages, response_mask)
-        covariances = deviation * (old_log_probs - masked_mean(old_log_probs, response_mask))
+        log_prob_deviation = old_log_probs - masked_mean(old_log_probs, response_mask)
+        covariances = deviation * log_prob_deviation
         num_tokens = int(response_mask.sum())
-        num_selected = min(max(1, int(self.kl_cov_ratio * num_tokens)), num_tokens)
-        largest = (
-            covariances.masked_fill(~response_mask.bool(), -torch.inf)
-            .flatten()
-            .topk(num_selected)
-            .indices
-        )
+        num_wanted = max(1, int(self.kl_cov_ratio * num_tokens))
+        num_selected = min(num_wanted, num_tokens)
+        of_tokens = covariances.masked_fill(~response_mask.bool(), -torch.inf)
+        largest = of_tokens.flatten().topk(num_selected).indices
         selected = torch.zeros_like(response_mask, dtype=torch.bool).flatten()
         selected[largest] = True
         return selected.view_as(response_mask)
@@ -76,12 +67,14 @@ def compute_policy_loss_kl_cov(
     selected_tokens: torch.Tensor,
     options: KlCovOptions,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss of a micro-batch, and its metrics by token, (B, R), of arguments as `INPUTS`
-    describes them."""
+    """Returns the loss of a micro-batch, and its metrics by token, (B, R). The arguments are as in
+    `PolicyLossInputs`."""
     assert config is not None
-    log_ratio = (zero_masked(log_prob, response_mask) - old_log_prob).clamp(-20.0, 20.0)
+    log_prob = zero_masked(log_prob, response_mask)
+    log_ratio = (log_prob - old_log_prob).clamp(-20.0, 20.0)
     distance = log_ratio.abs()
-    losses = options.ppo_kl_coef * distance * selected_tokens - advantages * torch.exp(log_ratio)
-    return agg_loss(
-        losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **config.global_batch_info
-    ), {"actor/ppo_kl": distance.detach()}
+    penalty = options.ppo_kl_coef * distance * selected_tokens
+    losses = penalty - advantages * torch.exp(log_ratio)
+    counts = config.global_batch_info
+    loss = agg_loss(losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **counts)
+    return loss, {"actor/ppo_kl": distance.detach()}

@@ -16,25 +16,14 @@ seq-mean-token-mean with it, and another mode is refused; verl uses that mode wh
 verl also reports `actor/pg_clipfrac` and `actor/pg_clipfrac_lower`, which are always 0.
 """
 
-from typing import Annotated, ClassVar, Literal
+from typing import Literal
 
 import torch
-from pydantic import Field
 
 from verl_like.algorithms.aggregation import agg_loss
 from verl_like.algorithms.masked import zero_masked
-from verl_like.algorithms.policy_losses import LossConfig, PolicyLossOptions, register_policy_loss
-
-
-class SapoOptions(PolicyLossOptions):
-    """The temperatures of the gate."""
-
-    section: ClassVar[str] = "actor_rollout_ref.actor"
-
-    tau_pos: Annotated[float, Field(gt=0)] = 1.0
-    """Temperature of the gate where the advantage is positive; the larger, the narrower."""
-    tau_neg: Annotated[float, Field(gt=0)] = 1.05
-    """Temperature where it is not."""
+from verl_like.algorithms.policy_losses import LossConfig, register_policy_loss
+from verl_like.algorithms.policy_losses.sapo_options import SapoOptions
 
 
 @register_policy_loss("sapo")
@@ -49,14 +38,18 @@ def compute_policy_loss_sapo(
     *,
     options: SapoOptions,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss of a micro-batch, and its metrics by token, (B, R), of arguments as `INPUTS`
-    describes them."""
+    """Returns the loss of a micro-batch, and its metrics by token, (B, R). The arguments are as in
+    `PolicyLossInputs`."""
     assert config is not None
-    log_ratio = (zero_masked(log_prob, response_mask) - old_log_prob).clamp(-20.0, 20.0)
-    tau = torch.full_like(advantages, options.tau_neg).masked_fill(advantages > 0, options.tau_pos)
-    losses = -advantages * torch.sigmoid(tau * (torch.exp(log_ratio) - 1)) * (4 / tau)
+    log_prob = zero_masked(log_prob, response_mask)
+    log_ratio = (log_prob - old_log_prob).clamp(-20.0, 20.0)
+    ratio = torch.exp(log_ratio)
+    tau = torch.full_like(advantages, options.tau_neg)
+    tau = tau.masked_fill(advantages > 0, options.tau_pos)
+    gate = torch.sigmoid(tau * (ratio - 1))
+    losses = -advantages * gate * (4 / tau)
 
     metrics = {"actor/ppo_kl": -log_ratio.detach()}
-    return agg_loss(
-        losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **config.global_batch_info
-    ), metrics
+    counts = config.global_batch_info
+    loss = agg_loss(losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **counts)
+    return loss, metrics

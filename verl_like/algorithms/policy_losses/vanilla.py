@@ -33,14 +33,17 @@ def compute_policy_loss_vanilla(
     config: LossConfig | None = None,
     rollout_is_weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss of a micro-batch, and its metrics by token, (B, R), of arguments as `INPUTS`
-    describes them."""
+    """Returns the loss of a micro-batch, and its metrics by token, (B, R). The arguments are as in
+    `PolicyLossInputs`."""
     assert config is not None
-    log_ratio = (zero_masked(log_prob, response_mask) - old_log_prob).clamp(-20.0, 20.0)
+    log_prob = zero_masked(log_prob, response_mask)
+    log_ratio = (log_prob - old_log_prob).clamp(-20.0, 20.0)
     ratio = torch.exp(log_ratio)
 
+    lowest = 1 - config.clip_ratio_low
+    highest = 1 + config.clip_ratio_high
     unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - config.clip_ratio_low, 1 + config.clip_ratio_high)
+    clipped = -advantages * ratio.clamp(lowest, highest)
     surrogate = torch.maximum(unclipped, clipped)
     bound = -advantages * config.clip_ratio_c
     losses = torch.where(advantages < 0, torch.minimum(surrogate, bound), surrogate)
@@ -51,6 +54,6 @@ def compute_policy_loss_vanilla(
             "actor/ppo_kl": -log_ratio,
             "actor/pg_clipfrac_lower": (surrogate > bound) & (advantages < 0),
         }
-    return agg_loss(
-        losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **config.global_batch_info
-    ), metrics
+    counts = config.global_batch_info
+    loss = agg_loss(losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **counts)
+    return loss, metrics

@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 from yaml import YAMLError
 
-from verl_like.algorithms.registry import AlgorithmOptions, options_class
+from verl_like.algorithms.registry import AlgorithmOptions, option_keys, options_class
 from verl_like.config_model import ConfigModel, Follows, OpenConfigModel
 from verl_like.plugins import import_plugins
 from verl_like.secret_values import (
@@ -108,7 +108,7 @@ def load_config(
     # First without the algorithms, whose files load torch
     config = _validated(schema, resolved, schema.base_name)
     options = _algorithm_options(schema, names, config.plugins)
-    paths = [f"{declared.section}.{name}" for declared in options for name in declared.model_fields]
+    paths = [key for declared in options for key in option_keys(declared)]
     _raise_if_any(list(_unknown_keys(schema, raw, lambda path, _: path in paths, paths)))
     resolved = _resolved(composed)  # again: some keys follow what the chosen algorithms declare
     for declared in options:

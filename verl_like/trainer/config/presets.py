@@ -63,7 +63,7 @@ def aggregation_of_loss(loss_mode: str) -> str:
 
     token-mean for a loss without such a default, and as long as its file is not imported.
     """
-    function = POLICY_LOSSES.functions.get(loss_mode)
+    function = POLICY_LOSSES.entries.get(loss_mode)
     parameters = inspect.signature(function).parameters if function else {}
     default = parameters["loss_agg_mode"].default if "loss_agg_mode" in parameters else None
     return default if isinstance(default, str) else "token-mean"

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, PrivateAttr, Strict, model_validator
 
-from verl_like.algorithms.registry import Registry
+from verl_like.algorithms.registry import AlgorithmRegistry
 from verl_like.config_model import ConfigModel, Follows, MinusOneOrPositive, PositiveInt
 from verl_like.secret_values import Redaction, masked
 
@@ -124,7 +124,7 @@ class RunConfig(ConfigModel):
     """Groups of YAML files below verl_like/trainer/config that set several keys, and the file that
     is the default."""
     keys_are_listed_by: ClassVar[str] = "--print-config"
-    algorithm_keys: ClassVar[dict[str, Registry]] = {}
+    algorithm_keys: ClassVar[dict[str, AlgorithmRegistry]] = {}
     """Keys that name an algorithm, and where it is found. Its own options become keys too."""
     replaced_keys: ClassVar[dict[str, str]] = {}
     """Keys of earlier versions with their successors, which a refusal names; an old run's record

@@ -8,7 +8,7 @@ from pydantic import Field, Strict
 from verl_like.algorithms.advantages import ADVANTAGE_ESTIMATORS, get_adv_estimator_fn
 from verl_like.algorithms.corrections import RolloutCorrectionConfig
 from verl_like.algorithms.policy_losses import POLICY_LOSSES, get_policy_loss_fn
-from verl_like.algorithms.registry import Registry, required_inputs
+from verl_like.algorithms.registry import AlgorithmRegistry, required_inputs
 from verl_like.config_model import (
     ConfigModel,
     Follows,
@@ -196,7 +196,7 @@ class PPOConfig(RunConfig):
     }
     has_makers: ClassVar[bool] = False
     """Whether experience is made by others than the driver."""
-    algorithm_keys: ClassVar[dict[str, Registry]] = {
+    algorithm_keys: ClassVar[dict[str, AlgorithmRegistry]] = {
         "algorithm.adv_estimator": ADVANTAGE_ESTIMATORS,
         "actor_rollout_ref.actor.policy_loss.loss_mode": POLICY_LOSSES,
     }

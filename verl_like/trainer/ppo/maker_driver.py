@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from verl_like.algorithms.kl import get_kl_controller
 from verl_like.data.prompt_dataset import PromptDataset
 from verl_like.protocol import metric_values
+from verl_like.registry import Registry
 from verl_like.single_controller.ray.resource_pool import ResourcePoolManager
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs, RayWorkerGroup
 from verl_like.single_controller.worker_group import WorkerGroup
@@ -114,20 +115,23 @@ class MakerDriver(Generic[RecorderT]):
         return validation_metrics(batch, scores_B) | counts
 
 
-_DRIVERS: list[type[MakerDriver[Any]]] = [MakerDriver]
+DRIVERS: Registry[type[MakerDriver[Any]]] = Registry(
+    "maker driver",
+    "register_maker_driver",
+    taken="{refused} cannot drive makers, for {present} is registered: name one such plugin",
+)
+"""At most one: that of a plugin, under the name OF_PLUGIN."""
+OF_PLUGIN = "of_plugin"
 
 
 def register_maker_driver(driver: type[MakerDriver[Any]]) -> type[MakerDriver[Any]]:
     """Decorator of a plugin: its subclass of MakerDriver drives the makers of detached training.
     Raises ValueError for a second one."""
-    if len(_DRIVERS) > 1:
-        raise ValueError(
-            f"{driver} cannot drive makers, for {_DRIVERS[-1]} is registered: name one such plugin"
-        )
-    _DRIVERS.append(driver)
+    DRIVERS.add(OF_PLUGIN, driver)
     return driver
 
 
 def get_maker_driver() -> type[MakerDriver[Any]]:
-    """The class that drives a maker of detached training: that of a plugin, or MakerDriver."""
-    return _DRIVERS[-1]
+    """Returns the class that drives a maker of detached training: that of a plugin, or
+    MakerDriver."""
+    return DRIVERS.entries.get(OF_PLUGIN, MakerDriver)

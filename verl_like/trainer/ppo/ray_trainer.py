@@ -9,6 +9,7 @@ from verl_like.data.conversations import ConversationDataset
 from verl_like.protocol import DataProto, Metric, merge_metrics
 from verl_like.protocol.padded import without_padding
 from verl_like.protocol.row_ops import is_jagged
+from verl_like.registry import Registry
 from verl_like.single_controller.ray.resource_pool import ResourcePoolManager
 from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer.config.roles import Role
@@ -18,7 +19,7 @@ from verl_like.trainer.ppo import engine_check
 from verl_like.trainer.ppo.experience_maker import Generated, Weights
 from verl_like.trainer.ppo.inputs import PPOInputs, prompt_sampler
 from verl_like.trainer.ppo.learner import Learner
-from verl_like.trainer.ppo.maker_driver import MakerDriver, get_maker_driver
+from verl_like.trainer.ppo.maker_driver import OF_PLUGIN, MakerDriver, get_maker_driver
 from verl_like.trainer.ppo.metrics import batch_metrics
 from verl_like.trainer.ppo.workers import load_models
 from verl_like.trainer.run.run_recorder import RunRecorder, placement_rows
@@ -226,23 +227,24 @@ def read_generated(path: Path, pad_token_id: int) -> Generated:
     return Generated(batch, None, metrics)
 
 
-_TRAINERS: list[type[RayPPOTrainer]] = [RayPPOTrainer]
+TRAINERS: Registry[type[RayPPOTrainer]] = Registry(
+    "trainer",
+    "register_trainer",
+    taken="{refused} cannot train, for {present} is registered: name one such plugin",
+)
+"""At most one: that of a plugin, under the name OF_PLUGIN."""
 
 
 def register_trainer(trainer: type[RayPPOTrainer]) -> type[RayPPOTrainer]:
     """Decorator of a plugin: its subclass of RayPPOTrainer trains. Raises ValueError for a second
     one."""
-    if len(_TRAINERS) > 1:
-        raise ValueError(
-            f"{trainer} cannot train, for {_TRAINERS[-1]} is registered: name one such plugin"
-        )
-    _TRAINERS.append(trainer)
+    TRAINERS.add(OF_PLUGIN, trainer)
     return trainer
 
 
 def get_trainer() -> type[RayPPOTrainer]:
-    """The class that trains: that of a plugin, or RayPPOTrainer."""
-    return _TRAINERS[-1]
+    """Returns the class that trains: that of a plugin, or RayPPOTrainer."""
+    return TRAINERS.entries.get(OF_PLUGIN, RayPPOTrainer)
 
 
 def require_trainer_of_driver() -> None:

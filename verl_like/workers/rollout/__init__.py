@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import TypeVar
 
+from verl_like.registry import Registry
 from verl_like.workers.rollout.base import RolloutEngine
 from verl_like.workers.rollout.hf_engine import HfEngine
 from verl_like.workers.rollout.request import (
@@ -15,36 +16,24 @@ from verl_like.workers.rollout.request import (
 from verl_like.workers.rollout.vllm_async_engine import VllmAsyncEngine
 from verl_like.workers.rollout.vllm_engine import VllmEngine
 
-_ENGINES: dict[str, type[RolloutEngine]] = {
-    "hf": HfEngine,
-    "vllm": VllmEngine,
-    "vllm_async": VllmAsyncEngine,
-}
+ENGINES: Registry[type[RolloutEngine]] = Registry(
+    "rollout engine",
+    "register_rollout_engine",
+    {"hf": HfEngine, "vllm": VllmEngine, "vllm_async": VllmAsyncEngine},
+    taken="{kind} {name!r} is already registered ({present}): choose another name",
+    unknown="actor_rollout_ref.rollout.name={name}: there is no such engine, only {known}; a "
+    "plugin adds one with @{decorator}",
+)
 EngineT = TypeVar("EngineT", bound=RolloutEngine)
 
 
 def register_rollout_engine(name: str) -> Callable[[type[EngineT]], type[EngineT]]:
     """Decorator of a plugin: makes an engine known as `rollout.name=<name>`; raises ValueError if
     the name is taken."""
-
-    def decorator(engine: type[EngineT]) -> type[EngineT]:
-        if name in _ENGINES:
-            raise ValueError(
-                f"rollout engine {name!r} is already registered ({_ENGINES[name]}): choose another "
-                "name"
-            )
-        _ENGINES[name] = engine
-        return engine
-
-    return decorator
+    return ENGINES.register(name)
 
 
 def get_rollout_engine(name: str) -> type[RolloutEngine]:
-    """The engine known as `name`; raises ValueError, which lists the known ones, if there is
-    none."""
-    if name not in _ENGINES:
-        raise ValueError(
-            f"actor_rollout_ref.rollout.name={name}: there is no such engine, only "
-            f"{', '.join(sorted(_ENGINES))}; a plugin adds one with @register_rollout_engine"
-        )
-    return _ENGINES[name]
+    """Returns the engine known as `name`; raises ValueError, which lists the known ones, if there
+    is none."""
+    return ENGINES.get(name)
