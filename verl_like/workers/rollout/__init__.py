@@ -24,8 +24,10 @@ EngineT = TypeVar("EngineT", bound=RolloutEngine)
 
 
 def register_rollout_engine(name: str) -> Callable[[type[EngineT]], type[EngineT]]:
-    """Decorator of a plugin: makes an engine known as `rollout.name=<name>`; raises ValueError if
-    the name is taken."""
+    """Decorates an engine class of a plugin, and registers it as `rollout.name=<name>`.
+
+    Raises ValueError if the name is taken.
+    """
 
     def decorator(engine: type[EngineT]) -> type[EngineT]:
         if name in _ENGINES:
@@ -40,8 +42,10 @@ def register_rollout_engine(name: str) -> Callable[[type[EngineT]], type[EngineT
 
 
 def get_rollout_engine(name: str) -> type[RolloutEngine]:
-    """The engine known as `name`; raises ValueError, which lists the known ones, if there is
-    none."""
+    """Returns the engine class registered as `name`.
+
+    Raises ValueError, which lists the registered names, if there is none.
+    """
     if name not in _ENGINES:
         raise ValueError(
             f"actor_rollout_ref.rollout.name={name}: there is no such engine, only "
