@@ -27,5 +27,5 @@ class TeacherWorker(ReferenceWorker):
         jagged=True,
     )
     def compute_teacher_log_prob(self, data: DataProto) -> DataProto:
-        """Log-probability of each response token under the teacher, jagged float32."""
+        """Returns the log-probability of each response token under the teacher, jagged float32."""
         return self.infer_log_probs(data, "teacher_log_prob", phase="teacher")
