@@ -102,7 +102,8 @@ class CopyWorker(ModelWorker):
         of_shards = {}
         for name, weight in self.named_weights():
             of_shards[name] = local_fingerprint(name, weight, self.rank)
-        parts = np.array(list(read_fingerprints(of_shards).values()), dtype=np.uint64)
+        read = read_fingerprints(of_shards)
+        parts = np.array(list(read.values()), dtype=np.uint64)
         # Fingerprints add up modulo 2**64. Sums of signed numbers have the same bits.
         sums = torch.from_numpy(parts.view(np.int64))
         dist.all_reduce(sums)

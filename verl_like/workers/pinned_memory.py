@@ -57,9 +57,10 @@ def to_device(tensors: Mapping[Name, torch.Tensor], device: str) -> dict[Name, t
     if device == "cpu":
         return dict(tensors)
     sizes = _padded_sizes(tensors)
-    staged = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.startswith("cuda"))
-    for tensor, piece in zip(tensors.values(), staged.split(sizes), strict=True):
-        _as(tensor, piece).copy_(tensor)
+    is_gpu = device.startswith("cuda")
+    staged = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=is_gpu)
+    for name, place in _views(staged.split(sizes), tensors).items():
+        place.copy_(tensors[name])
     # torch keeps pinned memory until the copy is done, also after `staged` is gone.
     moved = staged.to(device, non_blocking=True)
     return _views(moved.split(sizes), tensors)
@@ -72,7 +73,8 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     """
     if not tensor.is_cuda:
         return tensor
-    copy = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+    copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    copy.copy_(tensor, non_blocking=True)
     torch.cuda.current_stream().synchronize()
     return copy
 

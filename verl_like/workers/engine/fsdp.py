@@ -107,7 +107,8 @@ class FsdpEngine(TrainingEngine):
                 hf.config, sequence_parallel_size, key="ulysses_sequence_parallel_size"
             )
             self.exchange = SequenceExchange(batch_mesh["sequence"])
-        self.cost = ModelCost.of(hf.config, with_head=hf.get_output_embeddings() is not None)
+        has_head = hf.get_output_embeddings() is not None
+        self.cost = ModelCost.of(hf.config, with_head=has_head)
         if isinstance(config, TrainedModelConfig):
             if training and config.enable_activation_offload and device == "cuda":
                 self.model.saving = ActivationOffload()
@@ -202,7 +203,8 @@ class FsdpEngine(TrainingEngine):
 
     @cached_property
     def _parameter_places(self) -> HostMemory:
-        return HostMemory({id(parameter): parameter for parameter in self.model.parameters()})
+        parameters = self.model.parameters()
+        return HostMemory({id(parameter): parameter for parameter in parameters})
 
     @cached_property
     def _optimizer_places(self) -> HostMemory:
@@ -215,7 +217,8 @@ class FsdpEngine(TrainingEngine):
     def _optimizer_to_host(self) -> None:
         for parameter, state in self.optimizer.state.items():
             for name, value in state.items():
-                state[name] = self._optimizer_places.to_host((id(parameter), name), value)
+                key = (id(parameter), name)
+                state[name] = self._optimizer_places.to_host(key, value)
 
     def _optimizer_to_device(self) -> None:
         for state in self.optimizer.state.values():
@@ -366,7 +369,8 @@ class FsdpEngine(TrainingEngine):
                     f"and {here.get(name)} here; give the model of that run."
                 )
             chunks = {(chunk.offsets, chunk.sizes) for chunk in saved[name].chunks}
-            if sum(sizes.numel() for _, sizes in chunks) < math.prod(here[name]):
+            num_saved = sum(sizes.numel() for _, sizes in chunks)
+            if num_saved < math.prod(here[name]):
                 raise ValueError(
                     f"{path} has only a part of {name}: give a default_local_dir that all nodes "
                     "see."

@@ -124,7 +124,8 @@ def build_mesh(
 
     Raises ValueError for a size that does not divide the number of ranks.
     """
-    ranks = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("rank",))
+    num_ranks = dist.get_world_size()
+    ranks = init_device_mesh(device, (num_ranks,), mesh_dim_names=("rank",))
     trainer = JointTrainer.of_process()
     num_trainers = trainer.count if trainer else 1
     own = ranks.size() // num_trainers

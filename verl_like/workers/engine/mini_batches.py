@@ -102,7 +102,11 @@ class DeviceMetric:
         Merged, such metrics are the mean of the losses of all mini-batches.
         """
         share = mini_batch.share
-        return cls((value.detach(),), lambda number: Metric.mean(number / share, weight=share))
+
+        def mean(number: float) -> Metric:
+            return Metric.mean(number / share, weight=share)
+
+        return cls((value.detach(),), mean)
 
     @classmethod
     def max(cls, value: torch.Tensor) -> "DeviceMetric":
@@ -339,12 +343,14 @@ def _plan(
     own_counts = []
     for chunk in chunks:
         tokens = tokens_S[chunk]
-        own_counts.append(torch.stack([tokens.sum(), (tokens > 0).sum()]))
+        num_sequences = (tokens > 0).sum()
+        own_counts.append(torch.stack([tokens.sum(), num_sequences]))
     counts = torch.stack(own_counts)
     dist.all_reduce(counts)
     counts /= sequence_parallel_size
     mini_batches = []
-    for own, (num_tokens, num_sequences) in zip(micro_batches, counts.tolist(), strict=True):
+    for own, of_step in zip(micro_batches, counts.tolist(), strict=True):
+        num_tokens, num_sequences = of_step
         share = sequence_parallel_size / (len(own) * dist.get_world_size())
         mini_batches.append(
             MiniBatch(own, num_tokens, num_sequences, share, rows.known_response_length)
@@ -375,7 +381,8 @@ def _micro_batches(
             lengths_S = lengths_S.clamp(max=max_tokens)
         lengths = [lengths_S[chunk].tolist() for chunk in chunks]
         pack = partial(pack_into_micro_batches, max_tokens=max_tokens)
-        counts = _most_of_any_rank([max(1, len(pack(of_chunk))) for of_chunk in lengths], group)
+        own_counts = [max(1, len(pack(of_chunk))) for of_chunk in lengths]
+        counts = _most_of_any_rank(own_counts, group)
         micro_batches = []
         for chunk, of_chunk, count in zip(chunks, lengths, counts, strict=True):
             packed = pack(of_chunk, at_least=count)

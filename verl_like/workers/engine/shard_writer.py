@@ -77,7 +77,8 @@ class ShardWriter:
         """
         replica = self.mesh["replica"]
         shards = {}
-        for name in list(state)[replica.get_local_rank() :: replica.size()]:
+        own_names = list(state)[replica.get_local_rank() :: replica.size()]
+        for name in own_names:
             tensor = state[name]
             shard = local_part(tensor)
             offsets = [0] * tensor.ndim

@@ -167,19 +167,26 @@ def packed_sdpa(
 
     Consecutive sequences of the same length are computed in one call.
     """
-    runs = [(length, len(list(same))) for length, same in groupby(sequences.lengths)]
+    lengths = []
+    counts = []
+    for length, same in groupby(sequences.lengths):
+        lengths.append(length)
+        counts.append(len(list(same)))
     scale = sequences.scale
     window = sequences.window
     softcap = sequences.softcap
     outputs = []
     enable_gqa = query.size(1) != key.size(1)
-    num_tokens = [length * count for length, count in runs]
+    num_tokens = [length * count for length, count in zip(lengths, counts, strict=True)]
     queries = query[0].split(num_tokens, dim=1)
     keys = key[0].split(num_tokens, dim=1)
     values = value[0].split(num_tokens, dim=1)
-    for (length, count), *run in zip(runs, queries, keys, values, strict=True):
+    for index, length in enumerate(lengths):
+        shape = (counts[index], length)
         # (sequences, heads, L, D)
-        q, k, v = (tensor.unflatten(1, (count, length)).transpose(0, 1) for tensor in run)
+        q = queries[index].unflatten(1, shape).transpose(0, 1)
+        k = keys[index].unflatten(1, shape).transpose(0, 1)
+        v = values[index].unflatten(1, shape).transpose(0, 1)
         mask_LL = None
         if softcap is not None or (window is not None and length > window):
             places_L = torch.arange(length, device=q.device)
@@ -218,7 +225,8 @@ def _softcapped(
         scale = q.size(-1) ** -0.5
     logits_LL = q @ k.transpose(2, 3) * scale
     capped_LL = softcap * torch.tanh(logits_LL / softcap)
-    weights_LL = capped_LL.masked_fill(~mask_LL, -torch.inf).softmax(-1, dtype=torch.float32)
+    masked_LL = capped_LL.masked_fill(~mask_LL, -torch.inf)
+    weights_LL = masked_LL.softmax(-1, dtype=torch.float32)
     return weights_LL.to(v.dtype) @ v
 
 

@@ -283,7 +283,8 @@ def _to_gradient_in_blocks(
             torch.mul(probs_RC, offset_M1[rows], out=grad_RC)
         else:
             centre_M1, slope_M1 = entropy_terms
-            grad_RC.add_(centre_M1[rows]).mul_(slope_M1[rows]).add_(offset_M1[rows]).mul_(probs_RC)
+            grad_RC.add_(centre_M1[rows]).mul_(slope_M1[rows])
+            grad_RC.add_(offset_M1[rows]).mul_(probs_RC)
         grad_RC.scatter_add_(1, column_M1[rows], at_label_M1[rows])
         if derivative_RC is not None:
             grad_RC.mul_(derivative_RC)
@@ -301,7 +302,8 @@ def _chunks(hidden_MD: torch.Tensor, weight_VD: torch.Tensor) -> list[tuple[int,
     step = COLUMNS_PER_CHUNK[device]
     size = max(LOGITS_PER_CHUNK[device] // max(len(hidden_MD), 1), step)
     size = min(vocab_size, size - size % step)
-    return [(start, min(start + size, vocab_size)) for start in range(0, vocab_size, size)]
+    starts = range(0, vocab_size, size)
+    return [(start, min(start + size, vocab_size)) for start in starts]
 
 
 def _view(buffer: torch.Tensor, num_rows: int, num_columns: int) -> torch.Tensor:
@@ -333,7 +335,8 @@ def _blocks(x_MC: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor, torch.Ten
 
 def _logits(x: torch.Tensor, cap: float | None) -> torch.Tensor:
     """Returns z in float32. It is x itself if x is in float32 and there is no cap."""
-    return x.float() if cap is None else cap * x.float().tanh()
+    x = x.float()
+    return x if cap is None else cap * x.tanh()
 
 
 def _find(labels_M: torch.Tensor, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -79,7 +79,8 @@ def add_adapter(
     within: set[nn.Module] = set()
     for layer in layers:
         within.update(module for module in layer.modules() if isinstance(module, nn.Linear))
-    possible = {name.rpartition(".")[2] for name, module in hf.named_modules() if module in within}
+    names = [name for name, module in hf.named_modules() if module in within]
+    possible = {name.rpartition(".")[2] for name in names}
     what = f"{key}.target_modules={targets}"
     advice = f"give some of {', '.join(sorted(possible))}, or all-linear."
     try:
@@ -96,7 +97,10 @@ def add_adapter(
             unused.append(target)
     if unused:
         raise ValueError(f"{what}: {type(hf).__name__} has no layer {', '.join(unused)}; {advice}")
-    outside = [name for name, module in adapted.items() if module.get_base_layer() not in within]
+    outside = []
+    for name, module in adapted.items():
+        if module.get_base_layer() not in within:
+            outside.append(name)
     if outside:
         raise ValueError(
             f"{what}: {', '.join(outside)} cannot have an adapter, only decoder layers can; "

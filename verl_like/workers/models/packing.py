@@ -78,7 +78,9 @@ class Rows:
     @property
     def lengths_B(self) -> torch.Tensor:
         """The number of tokens of each row's prompt and response, (B,) int64."""
-        return _offsets(self.columns["prompts"]).diff() + _offsets(self.columns["responses"]).diff()
+        prompt_lengths_B = _offsets(self.columns["prompts"]).diff()
+        response_lengths_B = _offsets(self.columns["responses"]).diff()
+        return prompt_lengths_B + response_lengths_B
 
     @property
     def num_scored_B(self) -> torch.Tensor:

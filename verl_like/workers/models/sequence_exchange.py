@@ -38,8 +38,9 @@ class SequenceExchange:
         if num_repeats > 1:
             key = key.repeat_interleave(num_repeats, dim=1)
             value = value.repeat_interleave(num_repeats, dim=1)
+        shape = (self.size, -1)
         # (s, heads / s, n, D)
-        by_rank = [tensor[0].unflatten(0, (self.size, -1)) for tensor in (query, key, value)]
+        by_rank = [tensor[0].unflatten(0, shape) for tensor in (query, key, value)]
         heads = [tensor.size(1) for tensor in by_rank]
         to_send = torch.cat(by_rank, dim=1)
         received = self._exchange(to_send)  # (ranks that sent, own heads, n, D)

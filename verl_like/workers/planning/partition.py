@@ -113,7 +113,11 @@ def balance(work: Sequence[float] | np.ndarray, num_parts: int) -> list[np.ndarr
     work_B = np.concatenate([np.asarray(work, dtype=np.float64), fillers])
     longest_first = _longest_first(work_B.tolist(), num_parts, len(work_B) // num_parts)
     starts = [_differencing(work_B, num_parts), np.array(longest_first)]
-    shares = min(starts, key=lambda table: work_B[table].sum(1).max())
+
+    def largest_load(table: np.ndarray) -> float:
+        return work_B[table].sum(1).max()
+
+    shares = min(starts, key=largest_load)
     _exchange(shares, work_B)
     return [rows[rows < num_rows] for rows in np.sort(shares, axis=1)]
 
@@ -137,7 +141,8 @@ def rank_shares(
         if work_B is None:
             shares = np.array_split(rows, num_ranks)
         else:
-            shares = [first + share for share in balance(np.asarray(work_B)[rows], num_ranks)]
+            work = np.asarray(work_B)[rows]
+            shares = [first + share for share in balance(work, num_ranks)]
         for of_rank, share in zip(of_ranks, shares, strict=True):
             of_rank.append(share)
     return [np.concatenate([np.arange(0), *shares]) for shares in of_ranks]
@@ -218,7 +223,8 @@ def _differencing(work_B: np.ndarray, num_parts: int) -> np.ndarray:
     longest_first = np.argsort(-work_B, kind="stable")
     for number, rows in enumerate(longest_first.reshape(-1, num_parts)):
         loads = work_B[rows]  # the work of each part, the heaviest first
-        groups.append((loads[-1] - loads[0], number, loads, rows[:, None]))
+        difference = loads[-1] - loads[0]  # negative, so that the heap has the largest one first
+        groups.append((difference, number, loads, rows[:, None]))
     heapq.heapify(groups)
     while len(groups) > 1:
         _, number, loads, rows = heapq.heappop(groups)
@@ -226,8 +232,9 @@ def _differencing(work_B: np.ndarray, num_parts: int) -> np.ndarray:
         loads = loads + other_loads[::-1]
         heaviest_first = np.argsort(-loads, kind="stable")
         loads = loads[heaviest_first]
-        rows = np.concatenate([rows, other_rows[::-1]], axis=1)[heaviest_first]
-        heapq.heappush(groups, (loads[-1] - loads[0], number, loads, rows))
+        joined = np.concatenate([rows, other_rows[::-1]], axis=1)
+        difference = loads[-1] - loads[0]
+        heapq.heappush(groups, (difference, number, loads, joined[heaviest_first]))
     return groups[0][3]
 
 

@@ -66,8 +66,10 @@ class EngineThread:
         self.engine: RolloutEngine
         """The engine. Other threads may read only those attributes of it that do not change."""
         made: Future[None] = Future()
-        arguments = (weakref.ref(self), [make], made, self._has_ended, torch.get_num_threads())
-        threading.Thread(target=_run, args=arguments, name="rollout engine", daemon=True).start()
+        num_threads = torch.get_num_threads()
+        arguments = (weakref.ref(self), [make], made, self._has_ended, num_threads)
+        thread = threading.Thread(target=_run, args=arguments, name="rollout engine", daemon=True)
+        thread.start()
         made.result()
         # A process that ends while a thread runs torch's code would abort.
         atexit.register(_close, weakref.ref(self))

@@ -187,7 +187,8 @@ class HfEngine(RolloutEngine):
         generators = [each.generator for each in batch.responses]
         tokens_b1, log_probs_b1 = _draw(logits_bV, sampling, generators)
         batch.input_ids = torch.cat([batch.input_ids, tokens_b1], dim=1)
-        batch.attention_mask = torch.cat([batch.attention_mask, torch.ones_like(tokens_b1)], dim=1)
+        ones_b1 = torch.ones_like(tokens_b1)
+        batch.attention_mask = torch.cat([batch.attention_mask, ones_b1], dim=1)
         assert self.policy_version is not None
         tokens = tokens_b1.squeeze(1).tolist()
         log_probs = log_probs_b1.squeeze(1).tolist()

@@ -102,21 +102,20 @@ def check_completion(
         raise RolloutError(
             f"{who} has {length} tokens, but 1 to {sampling.max_tokens} are possible."
         )
-    if not 0 <= completion.token_ids.min() <= completion.token_ids.max() < vocab_size:
-        token_ids = completion.token_ids.tolist()
+    token_ids = completion.token_ids
+    if not 0 <= token_ids.min() <= token_ids.max() < vocab_size:
         raise RolloutError(
-            f"{who} has tokens outside of the vocabulary of {vocab_size}: {token_ids}."
+            f"{who} has tokens outside of the vocabulary of {vocab_size}: {token_ids.tolist()}."
         )
-    if length < sampling.max_tokens and completion.token_ids[-1] not in sampling.stop_token_ids:
+    if length < sampling.max_tokens and token_ids[-1] not in sampling.stop_token_ids:
         raise RolloutError(
             f"{who} stops after {length} of {sampling.max_tokens} tokens at token "
-            f"{completion.token_ids[-1]}, which does not end a response (those that do: "
+            f"{token_ids[-1]}, which does not end a response (those that do: "
             f"{sampling.stop_token_ids})."
         )
-    if len(completion.log_probs) != length or not np.isfinite(completion.log_probs).all():
-        raise RolloutError(
-            f"{who} has {length} tokens but log-probabilities {completion.log_probs.tolist()}."
-        )
+    log_probs = completion.log_probs
+    if len(log_probs) != length or not np.isfinite(log_probs).all():
+        raise RolloutError(f"{who} has {length} tokens but log-probabilities {log_probs.tolist()}.")
     starts = [start for _, start, _ in completion.versions]
     ends = [end for _, _, end in completion.versions]
     are_consecutive = starts == [0, *ends[:-1]]

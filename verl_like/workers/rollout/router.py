@@ -403,7 +403,8 @@ class RequestRouter:
         for replica, (_, num_left) in enumerate(answers):
             if num_left:
                 continue
-            if lost := [name for name in self.sent if self.queue.replica_of[name] == replica]:
+            replica_of = self.queue.replica_of
+            if lost := [name for name in self.sent if replica_of[name] == replica]:
                 raise RolloutError(
                     f"Replica {replica} of {self.group.role} lost {len(lost)} requests: {lost[:5]}."
                 )

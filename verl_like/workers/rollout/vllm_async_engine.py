@@ -36,7 +36,8 @@ class _Calls:
                 f"vLLM's engine process did not start; the end of {log} says why."
             ) from error
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="calls to vLLM", daemon=True).start()
+        run = self._loop.run_forever
+        threading.Thread(target=run, name="calls to vLLM", daemon=True).start()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         """Returns the method `name` of AsyncLLM as a function that waits for the result."""

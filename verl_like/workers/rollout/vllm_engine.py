@@ -377,7 +377,8 @@ def require_room(free: int, total: int, needed: int) -> None:
 def completion(request: Any) -> Completion:
     """Returns the response of a finished request, which is vLLM's RequestOutput."""
     (output,) = request.outputs
-    versions = tuple((int(span.version), span.start, span.end) for span in output.weight_versions)
+    spans = output.weight_versions
+    versions = tuple((int(span.version), span.start, span.end) for span in spans)
     token_ids = np.array(output.token_ids, np.int64)
     log_probs = np.array(output.logprobs.logprobs, np.float32)
     return Completion(token_ids, log_probs, versions, request.num_cached_tokens or 0)
