@@ -1,5 +1,4 @@
-"""The policy that is trained: its log-probabilities, its updates, and its weights for the
-rollout."""
+"""The trained policy: it computes log-probabilities, updates itself, and exports its weights."""
 
 from functools import partial
 from typing import Any
@@ -66,26 +65,23 @@ class ScoringWorker(ActorRolloutRefWorker):
         jagged=True,
     )
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """Log-probability and entropy of each response token under the present policy, jagged
-        float32."""
-        output = self.infer(
-            data,
-            [
-                "old_log_probs",
-                "entropys",
-                *(["sum_pi_squared"] if self.with_sum_pi_squared else []),
-            ],
-            log_prob_micro_batching(self.config.rollout),
-            lambda micro: self.score_tokens(
-                micro, with_entropy=True, with_sum_pi_squared=self.with_sum_pi_squared
-            ),
-            phase="actor_infer",
+        """Returns the log-probability and entropy of each response token under the present policy.
+
+        The columns are jagged float32. With `with_sum_pi_squared` there is a third one.
+        """
+        columns = ["old_log_probs", "entropys"]
+        if self.with_sum_pi_squared:
+            columns.append("sum_pi_squared")
+        scores = partial(
+            self.score_tokens, with_entropy=True, with_sum_pi_squared=self.with_sum_pi_squared
         )
-        total = jagged_parts(output.batch["entropys"])[0].sum(dtype=torch.float64).item()
+        passes = log_prob_micro_batching(self.config.rollout)
+        output = self.infer(data, columns, passes, scores, phase="actor_infer")
+        entropies, _ = jagged_parts(output.batch["entropys"])
+        total = entropies.sum(dtype=torch.float64).item()
         num_tokens = Rows.of(data).num_scored_B.sum().item()
-        output.meta_info["metrics"]["actor/entropy"] = Metric.mean(
-            total / max(num_tokens, 1), weight=num_tokens
-        )
+        mean = Metric.mean(total / max(num_tokens, 1), weight=num_tokens)
+        output.meta_info["metrics"]["actor/entropy"] = mean
         return output
 
     @register(
@@ -96,7 +92,10 @@ class ScoringWorker(ActorRolloutRefWorker):
         jagged=True,
     )
     def score_greedy(self, data: DataProto) -> DataProto:
-        """Log-probability of each response token at temperature 1, jagged float32."""
+        """Returns the log-probability of each response token at temperature 1, jagged float32.
+
+        The check of the rollout engine compares them with those of `RolloutWorker.draw_greedily`.
+        """
 
         def log_probs(micro: MicroBatch) -> tuple[torch.Tensor]:
             packed = self.engine.pack(micro.on_host)
@@ -115,17 +114,19 @@ class ScoringWorker(ActorRolloutRefWorker):
         jagged=True,
     )
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        """`ReferenceWorker.compute_ref_log_prob`: without its adapter the model is the reference
-        policy."""
+        """Does what `ReferenceWorker.compute_ref_log_prob` does, for a model with an adapter.
+
+        Without its adapter the model is the reference policy.
+        """
         with self.engine.without_adapter():
             return self.infer_log_probs(data, "ref_log_prob", phase="ref")
 
 
 class ActorWorker(ScoringWorker, TrainedWorker):
-    """One rank of the trained policy. Subclasses change the model in `build_model` and the
-    objective in `policy_loss`.
+    """One rank of the trained policy.
 
-    `total_training_steps` are those that train the actor.
+    Subclasses change the model in `build_model` and the objective in `policy_loss`.
+    `total_training_steps` is the number of training steps that train the actor.
     """
 
     def __init__(
@@ -162,21 +163,20 @@ class ActorWorker(ScoringWorker, TrainedWorker):
                 "advantages",
                 "ref_log_prob?",
             ),
-            # Of some policy losses
+            # Some policy losses read these.
             *("teacher_log_prob?", "rollout_is_weights?", "selected_tokens?"),
             "mini_batch?",
         ],
         jagged=True,
     )
     def update_actor(self, data: DataProto, ptx: DataProto | None = None) -> DataProto:
-        """Trains the policy on the batch, in `ppo_epochs` passes of mini-batches; returns the
-        metrics.
+        """Trains the policy on the batch, in `ppo_epochs` passes over its mini-batches.
 
-        Each mini-batch adds `ptx_loss` of an equal part of the rows `ptx`, or of those that its
-        `mini_batch` says.
+        Returns the metrics. If `ptx` is given, each mini-batch adds `ptx_loss` of an equal part of
+        its rows, or of the rows with its number in the column `mini_batch`.
 
-        A batch that is one optimizer step needs no `old_log_probs`: the policy is still the one
-        that they belong to. Raises ValueError for several steps without them.
+        If the batch is one optimizer step, it needs no `old_log_probs`, because the present policy
+        still has the same log-probabilities. Raises ValueError for several steps without them.
         """
         rows = Rows.of(data)
 
@@ -206,10 +206,10 @@ class ActorWorker(ScoringWorker, TrainedWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def send_weights(self, num_receivers: int, receivers: str = "") -> None:
-        """With `rollout.sends_directly`: sends the weights to all processes that load the last
-        export.
+        """Sends the weights of the last export to the processes that load them.
 
-        Where several rollout groups load them, one after the other, `receivers` names the group.
+        This needs `rollout.sends_directly`. If several rollout groups load the weights, one after
+        the other, `receivers` is the name of the group.
         """
         assert isinstance(self.weight_transport, DirectTransport)
         with (
@@ -217,7 +217,7 @@ class ActorWorker(ScoringWorker, TrainedWorker):
             self.engine.on_device(),
         ):
             dtype = getattr(torch, self.export_dtype)
-            # No name keeps the weights on the device.
+            # A variable that refers to the weights would keep them on the device.
             self.weight_transport.send(
                 in_order(self.engine.named_parameters(), dtype, self.engine.named_buffers()),
                 self.rank,
@@ -225,22 +225,25 @@ class ActorWorker(ScoringWorker, TrainedWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def address_for(self, receivers: str) -> tuple[str, int] | None:
-        """With `rollout.sends_directly`: where rank 0 waits for these receivers; None on other
-        ranks."""
+        """Returns where rank 0 waits for a rollout group to join, and None on other ranks.
+
+        This needs `rollout.sends_directly`; `receivers` is the name of the group.
+        """
         assert isinstance(self.weight_transport, DirectTransport)
         return self.weight_transport.address(self.rank, receivers)
 
     def policy_loss(
         self, micro: MicroBatch, mini_batch: MiniBatch
     ) -> tuple[torch.Tensor, MicroMetrics]:
-        """The share of some rows in their mini-batch's loss: the configured policy loss - entropy
-        bonus + KL loss.
+        """Computes what a micro-batch adds to the loss of its mini-batch.
 
-        Returns the loss, and metrics that merge exactly over micro-batches and ranks.
+        The loss is the configured policy loss - entropy bonus + KL loss. Returns it, and metrics
+        that merge exactly over micro-batches and ranks.
 
         Args:
             micro: the columns that `update_actor` reads, b rows.
-            mini_batch: counts of the whole mini-batch over all ranks, by which the loss divides.
+            mini_batch: the counts of the whole mini-batch over all ranks, by which the loss is
+                divided.
         """
         actor = self.config.actor
         columns = micro.by_sample()
@@ -272,21 +275,21 @@ class ActorWorker(ScoringWorker, TrainedWorker):
         token_mean = partial(DeviceMetric.token_mean, num_tokens=mask_BR.sum())
         metrics = {name: DeviceMetric.of(name, value, mask_BR) for name, value in values.items()}
         metrics["actor/pg_loss"] = DeviceMetric.loss(loss, mini_batch)
-        # Otherwise `compute_log_prob` and the driver report these
+        # With `old_log_probs`, `compute_log_prob` has reported the entropy, and the driver reports
+        # the differences to the rollout.
         if "old_log_probs" not in columns:
             metrics["actor/entropy"] = token_mean(entropy_BR[0].sum())
         if "rollout_log_probs" in columns:
             log_ratio_BR = zero_masked(log_prob_BR.detach() - columns["rollout_log_probs"], mask_BR)
             ratio_BR = zero_masked(log_ratio_BR.clamp(-20.0, 20.0).exp(), mask_BR)
             metrics["actor/rollout_kl"] = token_mean(-log_ratio_BR.sum())
-            # The driver makes the effective sample size of these two, which unlike it merge
-            # exactly.
+            # The driver computes the effective sample size from the next two metrics, because they
+            # merge exactly and it does not.
             metrics["actor/rollout_ratio"] = token_mean(ratio_BR.sum())
             metrics["actor/rollout_ratio_square"] = token_mean(ratio_BR.square().sum())
         if "old_log_probs" not in columns and "rollout_log_probs" in columns:
-            difference_BR = zero_masked(
-                columns["rollout_log_probs"].exp() - old_log_prob_BR.exp(), mask_BR
-            ).abs()
+            probs_diff_BR = columns["rollout_log_probs"].exp() - old_log_prob_BR.exp()
+            difference_BR = zero_masked(probs_diff_BR, mask_BR).abs()
             metrics["training/rollout_probs_diff_mean"] = token_mean(difference_BR.sum())
             metrics["training/rollout_probs_diff_max"] = DeviceMetric.max(difference_BR.max())
         if actor.entropy_coeff != 0:
@@ -294,9 +297,8 @@ class ActorWorker(ScoringWorker, TrainedWorker):
             loss = loss - actor.entropy_coeff * entropy_loss
             metrics["actor/entropy_loss"] = DeviceMetric.loss(entropy_loss, mini_batch)
         if actor.use_kl_loss:
-            kl_loss = aggregate(
-                kl_penalty(log_prob_BR, columns["ref_log_prob"], actor.kl_loss_type), mask_BR
-            )
+            kl_BR = kl_penalty(log_prob_BR, columns["ref_log_prob"], actor.kl_loss_type)
+            kl_loss = aggregate(kl_BR, mask_BR)
             loss = loss + actor.kl_loss_coef * kl_loss
             metrics["actor/kl_loss"] = DeviceMetric.loss(kl_loss, mini_batch)
             metrics["actor/kl_coef"] = DeviceMetric((), lambda: Metric.mean(actor.kl_loss_coef))
@@ -305,12 +307,15 @@ class ActorWorker(ScoringWorker, TrainedWorker):
     def ptx_loss(
         self, micro: MicroBatch, mini_batch: MiniBatch
     ) -> tuple[torch.Tensor, MicroMetrics]:
-        """The share of some rows in -ptx_coef / N sum log p(token | those before), over the N
-        learned tokens that the mini-batch has of such rows (PPO-ptx, Ouyang et al. 2022,
-        arXiv:2203.02155, eq. 2)."""
+        """Computes what a micro-batch of the rows `ptx` adds to their loss (PPO-ptx, Ouyang et al.
+        2022, arXiv:2203.02155, eq. 2).
+
+        The loss is -ptx_coef / N sum log p(token | tokens before it), over the N learned tokens of
+        such rows in the mini-batch.
+        """
         packed = self.engine.pack(micro.on_host)
         (log_probs,) = self.engine.run(packed, 1.0)  # whatever temperature the rollout has
-        loss = -micro.of_rows(packed.of_tokens(log_probs)).sum() / max(mini_batch.num_tokens, 1)
-        return self.config.actor.ptx_coef * loss, {
-            "actor/ptx_loss": DeviceMetric.loss(loss, mini_batch)
-        }
+        log_prob_BR = micro.of_rows(packed.of_tokens(log_probs))
+        loss = -log_prob_BR.sum() / max(mini_batch.num_tokens, 1)
+        metrics = {"actor/ptx_loss": DeviceMetric.loss(loss, mini_batch)}
+        return self.config.actor.ptx_coef * loss, metrics

@@ -1,4 +1,4 @@
-"""What the policy's three roles have in common; verl has one class of this name for all of them."""
+"""The base class of the policy's three roles. verl has one class of this name for all of them."""
 
 from functools import partial
 from typing import Any
@@ -15,8 +15,10 @@ from verl_like.workers.planning.partition import log_prob_micro_batching
 
 
 class ActorRolloutRefWorker(ModelWorker):
-    """One rank of the policy: `ActorWorker`, `ReferenceWorker` or `RolloutWorker`; `config` has the
-    settings of all."""
+    """One rank of the policy: an `ActorWorker`, `ReferenceWorker` or `RolloutWorker`.
+
+    `config` has the settings of all three.
+    """
 
     model_class = PolicyModel
     model_key = "actor_rollout_ref.model"
@@ -27,18 +29,22 @@ class ActorRolloutRefWorker(ModelWorker):
         self.model_config = config.model
 
     def __init_subclass__(cls, **arguments: Any) -> None:
-        """Raises ValueError for a subclass with a pass of earlier versions, which nothing would
-        call."""
+        """Raises ValueError for a subclass that overrides `_score`, which nothing calls any more.
+
+        Earlier versions called it for each pass of the model.
+        """
         super().__init_subclass__(**arguments)
-        refuse_overridden(
-            cls, ActorRolloutRefWorker, {"_score": "override score_tokens, which returns (K,) each"}
-        )
+        replaced = {"_score": "override score_tokens, which returns (K,) each"}
+        refuse_overridden(cls, ActorRolloutRefWorker, replaced)
 
     def score_tokens(
         self, micro: MicroBatch, *, with_entropy: bool, with_sum_pi_squared: bool = False
     ) -> tuple[torch.Tensor, ...]:
-        """Log-probabilities of the response tokens and what is asked for, see `linear_log_prob`:
-        (K,) each."""
+        """Runs the model, and returns the log-probabilities of the response tokens, (K,).
+
+        Entropies and sums of squared probabilities follow if asked for, (K,) each; see
+        `linear_log_prob`.
+        """
         packed = self.engine.pack(micro.on_host)
         scores = self.engine.run(
             packed, self.config.rollout.temperature, with_entropy, with_sum_pi_squared
@@ -46,12 +52,15 @@ class ActorRolloutRefWorker(ModelWorker):
         return tuple(map(packed.of_tokens, scores))
 
     def _score(self, micro: MicroBatch, **options: bool) -> tuple[torch.Tensor, ...]:
-        """`score_tokens` padded to (b, R), for objectives of subclasses that are written for it."""
+        """Returns the results of `score_tokens` padded to (b, R), for objectives of subclasses that
+        use this form."""
         return tuple(map(micro.of_rows, self.score_tokens(micro, **options)))
 
     def infer_log_probs(self, data: DataProto, column: str, phase: str) -> DataProto:
-        """`column`: the log-probability of each response token, jagged float32, in passes as of the
-        reference."""
+        """Returns `column`: the log-probability of each response token, jagged float32.
+
+        Passes of the model have the size that `ref` configures. `phase` names them in metrics.
+        """
         micro_batching = log_prob_micro_batching(self.config.ref)
         log_probs = partial(self.score_tokens, with_entropy=False)
         return self.infer(data, [column], micro_batching, log_probs, phase)

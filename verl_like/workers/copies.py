@@ -1,5 +1,4 @@
-"""Copies of the trained actor and critic that are only run forward, with weights that the trainer
-sends."""
+"""Copies of the trained actor and critic, which only run forward, with weights from the trainer."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -28,12 +27,14 @@ class CopyWorker(ModelWorker):
 
     model_config: TrainedModelConfig
     version: int | None = 0
-    """Version of the weights that it computes with; None after a load that failed."""
+    """The version of its weights, or None after a load that failed."""
     weight_transport: WeightTransport
 
     def start_copy(self, mesh_name: str, sequence_parallel_size: int) -> None:
-        """Makes the engine, sharded over all ranks of the copy and stored in the dtype that the
-        layers compute in."""
+        """Makes the engine.
+
+        The model is sharded over all ranks of the copy, in the dtype that its layers compute in.
+        """
         trained = self.fsdp_config
         self.model_config = self.model_config.with_scaled_adapter()
         self.fsdp_config = ForwardFsdpConfig(
@@ -43,7 +44,7 @@ class CopyWorker(ModelWorker):
         self.start_engine(sequence_parallel_size)
 
     def infer(self, *args: Any, **kwargs: Any) -> DataProto:
-        """`ModelWorker.infer`; raises RuntimeError if the last load failed."""
+        """Calls `ModelWorker.infer`. Raises RuntimeError if the last load failed."""
         if self.version is None:
             raise RuntimeError(
                 f"{type(self).__name__} has no verified weights; call load_weights before "
@@ -52,21 +53,25 @@ class CopyWorker(ModelWorker):
         return super().infer(*args, **kwargs)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What the trained model sends, by name: parameters, this rank's shards of them, and
-        buffers."""
+        """Yields the names and tensors that the trained model sends: parameters, then buffers.
+
+        Parameters are DTensors with this rank's shards.
+        """
         yield from self.engine.named_parameters()
         yield from self.engine.named_buffers()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_weights(self, exported: list[WeightExport], version: int) -> str:
-        """Writes what all ranks of the trained model exported into this rank's shard, and proves
-        that it arrived.
+        """Loads what all ranks of the trained model exported into this rank's shard, and verifies
+        it.
 
-        Each tensor is written where it lies, offloaded or not; a buffer gets the dtype that it has
-        there. Returns one fingerprint of all weights together, see `check_arrival`. Raises
-        WeightSyncError if the exports are incomplete, corrupt or of another model, and goes on with
-        the weights it has; or if it ended up with other weights, and refuses to compute until a
-        later load succeeds.
+        Parameters are written in place, in host memory if they are offloaded; a buffer gets the
+        dtype of the trained model's. Returns one fingerprint of all weights together, see
+        `check_arrival`.
+
+        Raises WeightSyncError if the exports are incomplete, corrupt or of another model; the copy
+        then keeps the weights it has. It also raises WeightSyncError if the loaded weights are not
+        the trained model's; the copy then refuses to compute until a later load succeeds.
         """
         what = f"Weights of version {version}"
         received = self.weight_transport.receive(exported, self)
@@ -89,36 +94,43 @@ class CopyWorker(ModelWorker):
                 tensor, weight.device_mesh, weight.placements, src_data_rank=None
             )
             weight.to_local().copy_(own_part.to_local())
-        parts = read_fingerprints(
-            {
-                name: local_fingerprint(name, weight, self.rank)
-                for name, weight in self.named_weights()
-            }
-        )
-        # Sums modulo 2**64: of signed numbers they have the same bits.
-        sums = torch.from_numpy(np.array(list(parts.values()), dtype=np.uint64).view(np.int64))
+        of_shards = {}
+        for name, weight in self.named_weights():
+            of_shards[name] = local_fingerprint(name, weight, self.rank)
+        read = read_fingerprints(of_shards)
+        parts = np.array(list(read.values()), dtype=np.uint64)
+        # Fingerprints add up modulo 2**64. Sums of signed numbers have the same bits.
+        sums = torch.from_numpy(parts.view(np.int64))
         dist.all_reduce(sums)
-        loaded = dict(zip(weights, sums.numpy().view(np.uint64).tolist(), strict=True))
+        fingerprints = sums.numpy().view(np.uint64).tolist()
+        loaded = dict(zip(weights, fingerprints, strict=True))
         fingerprint = check_arrival(expected, loaded, f"{what} did not arrive at the copy")
         self.version = version
         return fingerprint
 
 
 class ActorCopyWorker(ScoringWorker, CopyWorker):
-    """One rank of a copy of the actor, for old log-probabilities where another process trains."""
+    """One rank of a copy of the actor, which computes old log-probabilities while another process
+    trains."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Loads the model. Its dtype holds values of `rollout.dtype`, as the actor exports; a rule
-        checks that."""
+        """Loads the model.
+
+        The actor exports weights in `rollout.dtype`. A rule of the configuration checks that the
+        dtype of the copy can hold their values.
+        """
         self.start_copy("actor", self.config.actor.ulysses_sequence_parallel_size)
 
 
 class CriticCopyWorker(ValueWorker, CopyWorker):
-    """One rank of a copy of the critic, for values where another process trains."""
+    """One rank of a copy of the critic, which computes values while another process trains."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Loads the model; a value head that the checkpoint lacks is that of the trained critic
-        with the same seed."""
+        """Loads the model.
+
+        If the checkpoint lacks a value head, it gets the same head as the trained critic, by the
+        same seed.
+        """
         self.start_copy("critic", self.config.ulysses_sequence_parallel_size)

@@ -1,4 +1,4 @@
-"""The critic of PPO: predicts the return from each response token, and learns from the returns."""
+"""The critic of PPO, which predicts the return from each response token and learns from returns."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ BY_SHARD = make_nd_compute_dataproto_dispatch_fn(mesh_name="critic")
 class ValueWorker(ModelWorker):
     """One rank of the critic that computes values: a `CriticWorker` or a copy of it.
 
-    `seed`, the run's, is for a new value head; `weight_transport` is that of the rollout.
+    `seed` is the run's, and initialises a new value head. `weight_transport` is the rollout's.
     """
 
     model_class = ValueModel
@@ -53,12 +53,13 @@ class ValueWorker(ModelWorker):
         self.weight_transport = WEIGHT_TRANSPORTS[weight_transport]()
 
     def __init_subclass__(cls, **arguments: Any) -> None:
-        """Raises ValueError for a subclass with a pass of earlier versions, which nothing would
-        call."""
+        """Raises ValueError for a subclass that overrides `_predict`, which nothing calls any more.
+
+        Earlier versions called it for each pass of the model.
+        """
         super().__init_subclass__(**arguments)
-        refuse_overridden(
-            cls, ValueWorker, {"_predict": "override values_of_tokens, which returns (K,)"}
-        )
+        replaced = {"_predict": "override values_of_tokens, which returns (K,)"}
+        refuse_overridden(cls, ValueWorker, replaced)
 
     @register(
         dispatch_mode=BY_SHARD,
@@ -68,8 +69,10 @@ class ValueWorker(ModelWorker):
         jagged=True,
     )
     def compute_values(self, data: DataProto) -> DataProto:
-        """Estimated return from each response token, jagged float32: read at the token before
-        it."""
+        """Returns the estimated return from each response token, jagged float32.
+
+        The model predicts it at the token before.
+        """
         micro_batching = MicroBatching(
             self.config.forward_micro_batch_size_per_gpu,
             self.config.forward_max_token_len_per_gpu,
@@ -82,21 +85,21 @@ class ValueWorker(ModelWorker):
         return self.infer(data, ["values"], micro_batching, values, phase="values")
 
     def values_of_tokens(self, micro: MicroBatch) -> torch.Tensor:
-        """The value of each response token, (K,)."""
+        """Runs the model, and returns the value of each response token, (K,)."""
         packed = self.engine.pack(micro.on_host)
         return packed.of_tokens(self.engine.run(packed))
 
     def _predict(self, micro: MicroBatch) -> torch.Tensor:
-        """`values_of_tokens` padded to (b, R), for objectives of subclasses that are written for
-        it."""
+        """Returns `values_of_tokens` padded to (b, R), for objectives of subclasses that use this
+        form."""
         return micro.of_rows(self.values_of_tokens(micro))
 
 
 class CriticWorker(ValueWorker, TrainedWorker):
-    """One rank of the critic. Subclasses change the model in `build_model` and the objective in
-    `value_loss`.
+    """One rank of the critic.
 
-    `rollout_n` are the responses to each prompt of a mini-batch.
+    Subclasses change the model in `build_model` and the objective in `value_loss`. `rollout_n` is
+    the number of responses to each prompt of a mini-batch.
     """
 
     def __init__(
@@ -125,8 +128,10 @@ class CriticWorker(ValueWorker, TrainedWorker):
         jagged=True,
     )
     def update_critic(self, data: DataProto) -> DataProto:
-        """Trains the critic on the batch, in `ppo_epochs` passes of mini-batches; returns the
-        metrics."""
+        """Trains the critic on the batch, in `ppo_epochs` passes over its mini-batches.
+
+        Returns the metrics.
+        """
         rows = Rows.of(data)
         part = data.meta_info.get("part_of_step", (1, 1))
         metrics = update(
@@ -137,8 +142,10 @@ class CriticWorker(ValueWorker, TrainedWorker):
     def value_loss(
         self, micro: MicroBatch, mini_batch: MiniBatch
     ) -> tuple[torch.Tensor, MicroMetrics]:
-        """The share of some rows in their mini-batch's clipped squared error; arguments and result
-        as of the actor's `policy_loss`."""
+        """Computes what a micro-batch adds to the clipped squared error of its mini-batch.
+
+        Arguments and result are those of `ActorWorker.policy_loss`.
+        """
         columns = micro.by_sample()
         mask_BR = columns["response_mask"]
         num_tokens = mask_BR.sum()

@@ -1,5 +1,4 @@
-"""What the workers around a model have in common: the engine that runs it, checkpoints and
-export."""
+"""The base classes of workers with a model: they make its engine, checkpoints and exports."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -30,9 +29,9 @@ from verl_like.workers.weights.transport import WeightTransport
 
 
 class ModelWorker(Worker):
-    """One rank of a model that an engine runs; `init_model` of a subclass starts the engine.
+    """One rank of a model that an engine runs. `init_model` of a subclass starts the engine.
 
-    `shares_device` says whether a rollout engine takes memory of the device in turn.
+    `shares_device` is True if a rollout engine uses the memory of the device in turn.
     """
 
     model_class: ClassVar[type[PackedModel]]
@@ -42,9 +41,9 @@ class ModelWorker(Worker):
     fsdp_config: ForwardFsdpConfig | TrainedFsdpConfig
     """How the model is sharded and stored."""
     new_head_seed: int | None = None
-    """Seed of the model's head where its folder has none; None means that it must have one."""
+    """The seed of a new head, if the model's folder has none. None: the folder must have one."""
     total_training_steps: int | None = None
-    """Training steps of the run, for a learning rate that depends on them."""
+    """The number of training steps of the run, for a learning rate that depends on it."""
     engine: TrainingEngine
 
     def __init__(self, shares_device: bool = False) -> None:
@@ -52,24 +51,23 @@ class ModelWorker(Worker):
         self.shares_device = shares_device
 
     def build_model(self, with_weights: bool) -> PackedModel:
-        """The model before it is sharded; without weights it is made on the meta device."""
-        return self.model_class(
-            load_pretrained(
-                self.model_class.auto_class,
-                self.model_config,
-                self.fsdp_config,
-                key=self.model_key,
-                device=self.device,
-                weights=with_weights,
-                new_head_seed=self.new_head_seed,
-            )
+        """Makes the model before it is sharded. Without weights it is on the meta device."""
+        hf = load_pretrained(
+            self.model_class.auto_class,
+            self.model_config,
+            self.fsdp_config,
+            key=self.model_key,
+            device=self.device,
+            weights=with_weights,
+            new_head_seed=self.new_head_seed,
         )
+        return self.model_class(hf)
 
     def register_mesh(self, mesh_name: str, sequence_parallel_size: int) -> None:
-        """Names the shard of a batch that this rank works on.
+        """Registers which shard of a batch this rank works on.
 
-        `sequence_parallel_size` neighbouring ranks share one, and the first of them gives the
-        result. Raises ValueError if it does not divide the ranks.
+        `sequence_parallel_size` consecutive ranks work on the same shard, and the first of them
+        returns the result. Raises ValueError if it does not divide the number of ranks.
         """
         num_groups(
             sequence_parallel_size,
@@ -85,13 +83,14 @@ class ModelWorker(Worker):
         sequence_parallel_size: int = 1,
         training: ActorConfig | CriticConfig | TrainingConfig | None = None,
     ) -> None:
-        """Joins the ranks of the group and makes `engine`, which trains where there are settings
-        for it."""
-        if self.device == "cuda" and not isinstance(
-            getattr(self, "weight_transport", None), IpcTransport
-        ):
-            # Segments that grow have less between tensors. Memory that another process opens is
-            # left as it is.
+        """Joins the ranks of the group and makes `engine`.
+
+        The engine trains the model if there are settings `training`.
+        """
+        transport = getattr(self, "weight_transport", None)
+        if self.device == "cuda" and not isinstance(transport, IpcTransport):
+            # Segments that can grow waste less memory between tensors. They are not used by a
+            # transport whose memory another process opens.
             os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         init_process_group(self.device, self.rank, self.world_size)
         self.engine = FsdpEngine(
@@ -113,8 +112,11 @@ class ModelWorker(Worker):
         compute: Callable[[MicroBatch], tuple[torch.Tensor, ...]],
         phase: str,
     ) -> DataProto:
-        """Runs the model over all rows without gradients; `compute` maps a micro-batch of b rows to
-        the values of `columns`, one for each of the K response tokens, (K,), or padded (b, R)."""
+        """Runs the model over all rows without gradients, and returns the `columns`, jagged.
+
+        `compute` maps a micro-batch of b rows to the values of the columns: one for each of the K
+        response tokens, (K,), or padded (b, R). `phase` names the pass in metrics.
+        """
         rows = Rows.of(data)
         stopwatch = Stopwatch(self.engine, rows, phase, passes=1)
         values = forward(self.engine, rows, micro_batching, compute)
@@ -127,16 +129,18 @@ class TrainedWorker(ModelWorker):
 
     model_config: TrainedModelConfig
     export_dtype: str
-    """Name of the torch dtype of exported weights."""
+    """The name of the torch dtype of exported weights."""
     weight_transport: WeightTransport
     schedule: UpdateSchedule
-    """How the rows of an update become optimizer steps."""
+    """How the rows of an update are divided into optimizer steps."""
 
     def start_training_engine(
         self, mesh_name: str, settings: ActorConfig | CriticConfig, *, samples_per_prompt: int
     ) -> None:
-        """Makes the engine and the schedule of its updates. Raises ValueError if ranks or attention
-        heads do not divide as the settings ask."""
+        """Makes the engine and the schedule of its updates.
+
+        Raises ValueError if ranks or attention heads cannot be divided as the settings say.
+        """
         self.register_mesh(mesh_name, settings.ulysses_sequence_parallel_size)
         self.schedule = UpdateSchedule(
             num_mini_batch_samples=settings.ppo_mini_batch_size * samples_per_prompt,
@@ -151,11 +155,11 @@ class TrainedWorker(ModelWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str, wait: bool = True) -> None:
-        """Writes parameters, buffers, optimizer state and step count to the folder `path`, which
-        all ranks see, and the model's configuration and tokenizer.
+        """Writes the training state and the model's configuration and tokenizer to a folder.
 
-        Without `wait` it returns when the state is copied, and `save_result` says when the copy is
-        written: before the next save.
+        The training state is parameters, buffers, optimizer state and step count. All ranks must
+        see the folder `path`. Without `wait` this returns when the state is copied; `save_result`,
+        which must be called before the next save, says when the copy is written.
         """
         self.engine.save(path)
         if wait:
@@ -163,30 +167,39 @@ class TrainedWorker(ModelWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def save_result(self, wait: bool) -> dict[str, dict[str, Any]] | None:
-        """The files of the last `save_checkpoint` that this rank wrote, by name: bytes and sha256.
+        """Returns the files that this rank wrote in the last `save_checkpoint`.
 
-        None while they are being written, unless `wait`. Raises OSError, naming the file that
-        cannot be written.
+        By the name of each file there are its bytes and sha256. While files are being written, this
+        waits for them if `wait` is True, and otherwise returns None. Raises OSError, which names
+        the file, if a file cannot be written.
         """
         return self.engine.saved_files(wait=wait)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str, optimizer_only: bool = False) -> list[str]:
-        """Reads what `save_checkpoint` wrote, on any number of ranks, or the optimizer's state
-        alone; ValueError if nothing is at `path`. Returns what the user should know."""
-        with self.engine.on_device():  # the optimizer's state is loaded to where the parameters are
+        """Loads what `save_checkpoint` wrote, also on another number of ranks.
+
+        With `optimizer_only` it loads the optimizer's state alone. Returns messages for the user.
+        Raises ValueError if there is no checkpoint at `path`.
+        """
+        with self.engine.on_device():  # optimizer state is loaded to where the parameters are
             return self.engine.load(path, optimizer_only)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_hf(self, path: str) -> None:
-        """Writes the model as a Hugging Face folder, in the dtype the layers compute in; rank 0
-        writes."""
+        """Writes the model as a Hugging Face folder, in the dtype that its layers compute in.
+
+        Rank 0 writes it.
+        """
         self.engine.save_hf(path)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def export_weights(self, version: int) -> WeightExport:
-        """This rank's part of the weights for rollout engines and copies as version `version`:
-        parameters in `export_dtype`, and the model's buffers."""
+        """Exports this rank's part of the weights, as version `version`.
+
+        Rollout engines and copies load it. It has parameters in `export_dtype` and the model's
+        buffers.
+        """
         with self.engine.on_device():
             export = collect_weights(
                 with_scale(self.engine.named_parameters(), self.model_config),

@@ -1,31 +1,31 @@
-"""Host memory from which and to which a GPU copies at full speed."""
+"""Pinned host memory, to and from which a GPU copies at full speed."""
 
 import contextlib
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
 import torch
 
 _ALIGNMENT = 64
-"""Bytes; a multiple of the size of any element."""
+"""The alignment of tensors in one piece of memory, in bytes: a multiple of any element's size."""
 Name = TypeVar("Name")
 
 
 _READ_ONLY = 0x08
-"""cudaHostRegisterReadOnly."""
+"""CUDA's flag cudaHostRegisterReadOnly."""
 
 
 def pin(memory: np.ndarray, *, read_only: bool = False) -> None:
-    """Pins the memory of an array until the array is freed. Raises torch.cuda.CudaError if CUDA
-    refuses it.
+    """Pins the memory of an array until the array is freed.
 
-    `read_only` memory is that which this process may not write, which not every driver pins.
+    `read_only` says that this process may not write the memory; not every driver pins such memory.
+    Raises torch.cuda.CudaError if CUDA refuses.
 
-    CUDA takes an address that is still registered for the old memory: a later allocation there
-    fails with "resource already mapped". So the registration ends before the memory does.
+    The registration ends before the memory is freed. If an address remained registered, CUDA would
+    refuse to pin a later allocation there with "resource already mapped".
     """
     runtime = torch.cuda.cudart()
     address = memory.ctypes.data
@@ -40,60 +40,73 @@ def pin(memory: np.ndarray, *, read_only: bool = False) -> None:
 
 
 def _forget_last_error() -> None:
-    """CUDA keeps the error of a call until it is read, which the launch of the next kernel does."""
+    """Launches a kernel that reads the last error of CUDA, so that no later kernel fails with it.
+
+    CUDA keeps the error of a call until it is read.
+    """
     with contextlib.suppress(torch.AcceleratorError):
         torch.zeros(1, device="cuda")
 
 
 def to_device(tensors: Mapping[Name, torch.Tensor], device: str) -> dict[Name, torch.Tensor]:
-    """Tensors of the host on a device. To a GPU all of them go in one copy, which nobody waits
-    for."""
+    """Returns copies on a device of tensors of the host, by the same names.
+
+    All tensors go to a GPU in one copy, for which this does not wait. The tensors themselves are
+    returned if the device is the CPU.
+    """
     if device == "cpu":
         return dict(tensors)
     sizes = _padded_sizes(tensors)
-    staged = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.startswith("cuda"))
-    for tensor, piece in zip(tensors.values(), staged.split(sizes), strict=True):
-        _as(tensor, piece).copy_(tensor)
-    # Torch keeps what is staged until the copy is done
+    is_gpu = device.startswith("cuda")
+    staged = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=is_gpu)
+    for name, place in _views(staged.split(sizes), tensors).items():
+        place.copy_(tensors[name])
+    # torch keeps pinned memory until the copy is done, also after `staged` is gone.
     moved = staged.to(device, non_blocking=True)
-    pieces = moved.split(sizes)
-    return {
-        name: _as(tensor, piece)
-        for (name, tensor), piece in zip(tensors.items(), pieces, strict=True)
-    }
+    return _views(moved.split(sizes), tensors)
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the host itself; of a GPU a pinned copy, with one wait for all that the GPU has
-    to do before."""
+    """Returns a copy of a GPU's tensor in pinned host memory, or a tensor of the host itself.
+
+    The former waits for all work that the GPU has to do before.
+    """
     if not tensor.is_cuda:
         return tensor
-    copy = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+    copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    copy.copy_(tensor, non_blocking=True)
     torch.cuda.current_stream().synchronize()
     return copy
 
 
 def host_places(tensors: Mapping[Name, torch.Tensor]) -> dict[Name, torch.Tensor]:
-    """Host memory for the values of each tensor, without values yet, pinned for tensors of a GPU.
+    """Returns uninitialised host memory for each tensor, with its shape and dtype, by its name.
 
-    It is one piece of memory of NumPy, which has large pages: a copy to many small ones is slower.
+    The memory is pinned if any tensor is on a GPU. It is one NumPy array, because that has large
+    pages: a copy to many small ones is slower.
     """
     sizes = _padded_sizes(tensors)
     memory = np.empty(sum(sizes), dtype=np.uint8)
     if memory.nbytes and any(tensor.is_cuda for tensor in tensors.values()):
         pin(memory)
-    pieces = torch.from_numpy(memory).split(sizes)
-    return {
-        name: _as(tensor, piece)
-        for (name, tensor), piece in zip(tensors.items(), pieces, strict=True)
-    }
+    return _views(torch.from_numpy(memory).split(sizes), tensors)
 
 
 def _padded_sizes(tensors: Mapping[Name, torch.Tensor]) -> list[int]:
-    """Bytes of each tensor in one piece of memory, with what is between it and the next one."""
+    """Returns the bytes of each tensor in one piece of memory, with the padding after it."""
     return [math.ceil(tensor.nbytes / _ALIGNMENT) * _ALIGNMENT for tensor in tensors.values()]
 
 
+def _views(
+    pieces: Sequence[torch.Tensor], tensors: Mapping[Name, torch.Tensor]
+) -> dict[Name, torch.Tensor]:
+    """Returns a view of each piece of memory in the shape and dtype of a tensor, by its name."""
+    views = {}
+    for piece, (name, tensor) in zip(pieces, tensors.items(), strict=True):
+        views[name] = _as(tensor, piece)
+    return views
+
+
 def _as(tensor: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
-    """The bytes at the start of a piece of memory in the shape and type of a tensor."""
+    """Returns the first bytes of a piece of memory in the shape and dtype of a tensor."""
     return piece[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)

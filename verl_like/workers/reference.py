@@ -14,8 +14,10 @@ BY_SHARD = make_nd_compute_dataproto_dispatch_fn(mesh_name="ref")
 
 
 class ReferenceWorker(ActorRolloutRefWorker):
-    """One rank of the reference policy, which is only run forward. Subclasses change the model in
-    `build_model`."""
+    """One rank of the reference policy, which only runs forward.
+
+    Subclasses change the model in `build_model`.
+    """
 
     def __init__(self, config: ActorRolloutRefConfig, shares_device: bool = False) -> None:
         super().__init__(config, shares_device)
@@ -24,7 +26,7 @@ class ReferenceWorker(ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Loads the model; ranks share sequences as the actor's do."""
+        """Loads the model. As many ranks share a sequence as in the actor."""
         sequence_parallel_size = self.config.actor.ulysses_sequence_parallel_size
         self.register_mesh("ref", sequence_parallel_size)
         self.start_engine(sequence_parallel_size)
@@ -37,5 +39,8 @@ class ReferenceWorker(ActorRolloutRefWorker):
         jagged=True,
     )
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        """Log-probability of each response token under the reference policy, jagged float32."""
+        """Returns the log-probability of each response token under the reference policy.
+
+        The column is jagged float32.
+        """
         return self.infer_log_probs(data, "ref_log_prob", phase="ref")

@@ -1,4 +1,4 @@
-"""A learned reward: one score for each response, by a pretrained sequence classifier."""
+"""A reward model: a pretrained sequence classifier, which gives one score for each response."""
 
 from typing import Any, ClassVar
 
@@ -17,7 +17,10 @@ from verl_like.workers.planning.partition import MicroBatching
 
 
 class RewardModelWorker(ModelWorker):
-    """One rank of a reward model. It reads the policy's token ids, so both share a vocabulary."""
+    """One rank of a reward model.
+
+    It reads the policy's token ids, so both must have the same vocabulary.
+    """
 
     model_class = RewardModel
     reward_columns: ClassVar = {"rm_scores": 1.0}
@@ -35,8 +38,10 @@ class RewardModelWorker(ModelWorker):
         self.fsdp_config = config.model.fsdp_config
 
     def __init_subclass__(cls, **arguments: Any) -> None:
-        """Raises ValueError for a subclass with a pass of earlier versions, which nothing would
-        call."""
+        """Raises ValueError for a subclass that defines `_score`, which nothing calls any more.
+
+        Earlier versions called it for each pass of the model.
+        """
         super().__init_subclass__(**arguments)
         instead = (
             "override score_rows, which returns the score of each row, (b,), or compute_rm_score"
@@ -56,7 +61,10 @@ class RewardModelWorker(ModelWorker):
         jagged=True,
     )
     def compute_rm_score(self, data: DataProto) -> DataProto:
-        """Score of each sequence, jagged float32: on the last response token, 0 elsewhere."""
+        """Returns the score of each sequence on its last response token, 0 on the others.
+
+        The column is jagged float32.
+        """
         micro_batching = MicroBatching(
             self.config.micro_batch_size_per_gpu,
             self.config.forward_max_token_len_per_gpu,
@@ -64,10 +72,10 @@ class RewardModelWorker(ModelWorker):
         )
         rows = Rows.of(data)
         (scores_B,) = forward(self.engine, rows, micro_batching, self.score_rows, by_token=False)
-        return DataProto.from_dict(
-            tensors={"rm_scores": jagged_on_last_token(scores_B, rows["response_mask"])}
-        )
+        rm_scores = jagged_on_last_token(scores_B, rows["response_mask"])
+        return DataProto.from_dict(tensors={"rm_scores": rm_scores})
 
     def score_rows(self, micro: MicroBatch) -> tuple[torch.Tensor]:
-        """The score of each row, (b,)."""
-        return (self.engine.run(self.engine.pack(micro.on_host)),)
+        """Runs the model, and returns the score of each row, (b,)."""
+        packed = self.engine.pack(micro.on_host)
+        return (self.engine.run(packed),)

@@ -1,7 +1,8 @@
-"""The policy as it generates responses, in a rollout engine."""
+"""The role that generates responses with the policy, in a rollout engine."""
 
 from collections.abc import Generator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from verl_like.plugins import refuse_replaced
@@ -24,7 +25,7 @@ from verl_like.workers.weights.exports import WeightExport
 
 PROMPT_COLUMNS = ["prompts", "uid"]
 AFTER_REQUESTS = replace(Dispatch.ONE_TO_ALL, name="AFTER_REQUESTS", call_fn=after_requests)
-"""ONE_TO_ALL, after the requests of earlier calls have reached the engines."""
+"""ONE_TO_ALL, but only after the requests of earlier calls have reached the engines."""
 
 
 _REPLACED = {
@@ -36,7 +37,7 @@ _REPLACED = {
 
 
 class RolloutWorker(ActorRolloutRefWorker):
-    """One rank of the policy that generates; `seed`, the run's, is for sampling."""
+    """One rank of the policy that generates. `seed` is the run's, and seeds the sampling."""
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
@@ -47,29 +48,29 @@ class RolloutWorker(ActorRolloutRefWorker):
         self.seed = seed
         self.weight_transport = WEIGHT_TRANSPORTS[config.rollout.weight_transport]()
         self.num_calls = 0
-        """Batches that this rank made requests of."""
+        """The number of batches of which this rank itself made requests."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Starts the rollout engine; it has no weights before `load_weights`."""
+        """Starts the rollout engine, which has no weights before `load_weights`."""
         engine_class = get_rollout_engine(self.config.rollout.name)
-        self.engine_thread = EngineThread(
-            lambda: engine_class(
-                self.config.rollout,
-                self.config.model,
-                rank=self.rank,
-                world_size=self.world_size,
-                seed=self.seed,
-                device=self.device,
-            )
+        make_engine = partial(
+            engine_class,
+            self.config.rollout,
+            self.config.model,
+            rank=self.rank,
+            world_size=self.world_size,
+            seed=self.seed,
+            device=self.device,
         )
+        self.engine_thread = EngineThread(make_engine)
         self.rollout = self.engine_thread.engine
         self._register_dispatch_collect_info(
             "rollout", self.rollout.dp_rank, self.rollout.is_collect
         )
 
     def close(self) -> None:
-        if "engine_thread" in vars(self):  # else there is no model yet
+        if "engine_thread" in vars(self):  # it is missing before init_model
             self.engine_thread.close()
 
     @register(dispatch_mode=AFTER_REQUESTS)
@@ -81,13 +82,19 @@ class RolloutWorker(ActorRolloutRefWorker):
         address: tuple[str, int] | None = None,
         drain: bool = True,
     ) -> str:
-        """Takes what all ranks of the actor exported into the rollout engine; samples then carry
-        `version`.
+        """Loads the weights that the ranks of the actor exported into the rollout engine.
 
-        `checks_first`: see `RolloutEngine.load_weights`. `address` is where the actor's rank 0
-        waits for this group, if not where its export says. With `drain` the responses of all calls
-        that were made before are drawn with the weights that are there, and without it those that
-        are unfinished go on with the new ones.
+        Tokens that are drawn from then on have the version `version`. Returns the engine's
+        fingerprint of all parameters together.
+
+        Args:
+            exported: the exports of all ranks of the actor.
+            version: the version of the weights.
+            checks_first: see `RolloutEngine.load_weights`.
+            address: where the actor's rank 0 waits for this group. None means the address in its
+                export.
+            drain: if True, responses of earlier calls are finished with the old weights first. If
+                False, unfinished ones continue with the new weights.
         """
         if address:
             exported = [
@@ -111,17 +118,18 @@ class RolloutWorker(ActorRolloutRefWorker):
     def generate_sequences(
         self, prompts: DataProto
     ) -> Generator[list[FinishedRequest], None, DataProto]:
-        """n responses to each of the B prompts, the responses to one prompt next to each other: (B
-        * n) rows.
+        """Generates n responses to each of the B prompts.
 
-        Yields lists of those that are finished while others are still generated, but for padding
-        rows. The driver makes requests of the prompts, and a batch of the completions; this method,
-        which does the same on a rank, is for a subclass's own.
+        Yields lists of finished responses while others are still generated, without those of
+        padding rows. Returns a batch of (B * n) rows, in which the responses to a prompt are
+        consecutive.
+
+        A call of the driver does not run this method: the driver makes requests of the prompts and
+        a batch of the completions itself. On a rank it does the same, for methods of subclasses.
         """
         self.num_calls += 1
-        requests = self.rollout.rules().requests_of(
-            prompts, f"call {self.num_calls} of rank {self.rank}"
-        )
+        call = f"call {self.num_calls} of rank {self.rank}"
+        requests = self.rollout.rules().requests_of(prompts, call)
         told = names_of_real(prompts, requests) if self.rollout.is_collect else set()
         completions: dict[str, Completion] = {}
         for finished in self.engine_thread.stream(requests):
@@ -132,21 +140,21 @@ class RolloutWorker(ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def request_rules(self) -> RequestRules:
-        """How batches become requests, and which replica takes which."""
+        """Returns how batches become requests, and how these are routed to replicas."""
         return self.rollout.rules()
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL, is_recorded=False)
     def submit_requests(self, requests: Sequence[GenerationRequest]) -> None:
-        """Takes requests in, beside those that are unfinished. All ranks of a replica get the same
-        ones."""
+        """Adds requests to the unfinished ones. All ranks of a replica get the same requests."""
         self.engine_thread.submit(requests)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, is_recorded=False)
     def collect_completions(self, wait_s: float) -> tuple[dict[str, Completion], int]:
-        """The responses that have ended since the call before, see `EngineThread.collect`, and how
-        many requests the rank still has.
+        """Returns the responses that have ended since the last call, by the names of their
+        requests, and how many requests the rank still has.
 
-        There are none on ranks that are not collected.
+        It waits for responses as `EngineThread.collect` does. Ranks whose results are not used
+        return none.
         """
         if not self.rollout.is_collect:
             self.engine_thread.collect(0.0)
@@ -155,24 +163,25 @@ class RolloutWorker(ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, is_recorded=False)
     def abort_requests(self, names: Sequence[str]) -> None:
-        """Forgets requests, whether they have ended or not."""
+        """Drops requests, whether they have ended or not."""
         self.engine_thread.abort(names)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, is_recorded=False)
     def request_ages(self) -> dict[str, int]:
-        """The steps of the engine since each unfinished request was submitted, by name."""
+        """Returns the engine's steps since each unfinished request was submitted, by its name."""
         return self.engine_thread.ages()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, reads=PROMPT_COLUMNS, jagged=True)
     def draw_greedily(self, prompts: DataProto, num_tokens: int) -> DataProto | None:
-        """The likeliest `num_tokens` tokens after each of the B prompts, also after one that ends a
-        response, and their log-probabilities at temperature 1: (B, ...) rows as of
-        `generate_sequences`.
+        """Continues each of the B prompts with the likeliest tokens, `num_tokens` of them at most.
 
-        Every replica answers all prompts, beside what is in flight. None on ranks that are not
-        collected.
+        There are fewer only if `rollout.response_length` is smaller; no token ends a response.
+        Every replica answers all prompts, beside the requests in flight. Returns B rows as
+        `generate_sequences` does, with log-probabilities at temperature 1, or None on ranks whose
+        results are not used.
         """
-        requests = greedy_requests(prompts, min(num_tokens, self.config.rollout.response_length))
+        max_tokens = min(num_tokens, self.config.rollout.response_length)
+        requests = greedy_requests(prompts, max_tokens)
         completions: dict[str, Completion] = {}
         for finished in self.engine_thread.stream(requests):
             completions |= {request.name: completion for request, completion in finished}
@@ -182,11 +191,13 @@ class RolloutWorker(ActorRolloutRefWorker):
 
     @register(dispatch_mode=AFTER_REQUESTS)
     def sleep(self) -> None:
-        """Frees the device for training where `rollout.free_cache_engine` says so; `load_weights`
-        wakes the engine."""
+        """Frees the device for training if `rollout.free_cache_engine` is set.
+
+        `load_weights` wakes the engine.
+        """
         self.engine_thread.sleep()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def wake(self) -> None:
-        """Takes the device's memory for the weights back, as `load_weights` does too."""
+        """Takes back the device's memory for the weights, as `load_weights` does, too."""
         self.engine_thread.wake()

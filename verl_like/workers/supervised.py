@@ -1,5 +1,8 @@
-"""Models that learn from examples: a language model from conversations, a reward model and DPO's
-policy from pairs, and ILQL's model from scored conversations."""
+"""The roles that learn from examples.
+
+A language model learns from conversations, a reward model and DPO's policy from pairs of them, and
+ILQL's model from scored conversations.
+"""
 
 from dataclasses import replace
 from typing import ClassVar
@@ -44,16 +47,17 @@ COLUMNS_READ = (*SEQUENCE_COLUMNS, "sample_id?", "mini_batch?", "margin?", "scor
 
 
 class SupervisedWorker(TrainedWorker):
-    """One rank of a model that learns from examples; a subclass has its loss in `losses`.
+    """One rank of a model that learns from examples. A subclass defines its loss in `losses`.
 
-    `batch_size` rows over all ranks are one optimizer step. `seed`, the run's, is for a new head.
+    An optimizer step has `batch_size` rows over all ranks. `seed` is the run's, and initialises a
+    new head.
     """
 
     model_key = "model"
     prefix: ClassVar[str]
-    """Of the names of metrics."""
+    """The prefix of the names of metrics."""
     rows_of_sample: ClassVar[int] = 1
-    """Conversations of an example: two of a pair."""
+    """The number of conversations in an example, 2 for a pair."""
 
     def __init__(
         self,
@@ -85,7 +89,7 @@ class SupervisedWorker(TrainedWorker):
 
     @register(dispatch_mode=BY_SHARD, blocking=False, reads=COLUMNS_READ, jagged=True)
     def update_model(self, data: DataProto) -> DataProto:
-        """One optimizer step on the batch; returns the metrics."""
+        """Does one optimizer step on the batch, and returns the metrics."""
         metrics = update(
             self.engine,
             self.rows_of(data),
@@ -98,8 +102,10 @@ class SupervisedWorker(TrainedWorker):
 
     @register(dispatch_mode=BY_SHARD, blocking=False, reads=COLUMNS_READ, jagged=True)
     def evaluate(self, data: DataProto) -> DataProto:
-        """The metrics of the batch under the present model: `loss`, and those of an update without
-        their prefix."""
+        """Returns the metrics of the batch under the present model.
+
+        They are `loss` and the metrics of an update, without their prefix.
+        """
         parts: list[MicroMetrics] = []
 
         def measure(micro: MicroBatch) -> tuple[()]:
@@ -108,17 +114,19 @@ class SupervisedWorker(TrainedWorker):
             return ()
 
         forward(self.engine, self.rows_of(data), self.micro_batching, measure, by_token=False)
-        return DataProto.from_dict(
-            tensors={}, meta_info={"metrics": merge_metrics(read_metrics(parts))}
-        )
+        metrics = merge_metrics(read_metrics(parts))
+        return DataProto.from_dict(tensors={}, meta_info={"metrics": metrics})
 
     def rows_of(self, data: DataProto) -> Rows:
-        """The batch, with what the loss needs besides."""
+        """Returns the rows of a batch. A subclass may add columns that its loss needs."""
         return Rows.of(data, self.rows_of_sample)
 
     def loss(self, micro: MicroBatch, mini_batch: MiniBatch) -> tuple[torch.Tensor, MicroMetrics]:
-        """The share of some rows in the mean of `losses` over the learned tokens, or the rows, of
-        the whole batch."""
+        """Computes what a micro-batch adds to the mean of `losses` over its mini-batch.
+
+        The mean is over the learned tokens, or over the samples if `losses` has one number for
+        each. Returns it with the metrics.
+        """
         losses, values = self.losses(micro)
         by_token = micro["response_mask"].shape
         by_sample = (len(micro.samples.first_rows),)
@@ -129,19 +137,20 @@ class SupervisedWorker(TrainedWorker):
                 f"PackedBatch.of_tokens makes, or one for each sample, {by_sample}"
             )
         count = mini_batch.num_tokens if losses.ndim == 2 else mini_batch.num_sequences
-        if losses.ndim == 1:  # a pair without a learned token fills up a pass
-            losses = zero_masked(losses, _mask(losses, micro).bool().any(-1))
-        metrics = {
-            f"{self.prefix}/{name}": metric for name, metric in _means(values, micro).items()
-        }
-        metrics[f"{self.prefix}/num_tokens"] = DeviceMetric(
-            (micro["response_mask"].sum(),), Metric.sum
-        )
+        if losses.ndim == 1:  # a pair without a learned token is padding, and does not count
+            has_tokens = _mask(losses, micro).bool().any(-1)
+            losses = zero_masked(losses, has_tokens)
+        means = _means(values, micro)
+        metrics = {f"{self.prefix}/{name}": metric for name, metric in means.items()}
+        num_tokens = micro["response_mask"].sum()
+        metrics[f"{self.prefix}/num_tokens"] = DeviceMetric((num_tokens,), Metric.sum)
         return losses.sum() / count, metrics
 
     def losses(self, micro: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The loss of each learned token, (b, R) and 0 elsewhere, or of each row, (b,); and metrics
-        of that shape."""
+        """Returns the loss of each learned token, (b, R) with 0 elsewhere, or of each sample, (s,).
+
+        Metrics of the same shapes are returned beside it, by name.
+        """
         raise NotImplementedError
 
 
@@ -152,29 +161,38 @@ class SFTWorker(SupervisedWorker):
     prefix = "sft"
 
     def losses(self, micro: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """-log p(token | those before) of each learned token, (b, R)."""
+        """Returns -log p(token | tokens before it) of each learned token, (b, R)."""
         return -_log_probs(self.engine, micro), {}
 
 
 class RMWorker(SupervisedWorker):
-    """One rank of a reward model, which is trained on pairs of conversations as `PreferenceDataset`
-    collates them."""
+    """One rank of a reward model that is trained on pairs of conversations.
+
+    `PreferenceDataset` collates the pairs: the rows of a pair are consecutive, the chosen first.
+    """
 
     model_class = RewardModel
     prefix = "rm"
     rows_of_sample = 2
 
     def losses(self, micro: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """-log sigmoid(r_c - r_r - margin) of each pair, (b,); a reward is read at a conversation's
-        last token."""
-        chosen, rejected = self.engine.run(self.engine.pack(micro.on_host)).view(-1, 2).unbind(1)
+        """Returns -log sigmoid(r_c - r_r - margin) of each pair, (s,).
+
+        The rewards r_c and r_r of the chosen and the rejected conversation are read at their last
+        tokens.
+        """
+        packed = self.engine.pack(micro.on_host)
+        rewards = self.engine.run(packed)
+        chosen, rejected = rewards.view(-1, 2).unbind(1)
         margin = micro["margin"].view(-1, 2)[:, 0]
         return pairwise_loss(chosen - rejected - margin), preference_metrics(chosen, rejected)
 
 
 class DPOWorker(SupervisedWorker):
-    """One rank of a policy that is trained on pairs, and of its reference: the model as it was at
-    the start."""
+    """One rank of a policy that is trained on pairs, and of its reference.
+
+    The reference is the model as it was at the start.
+    """
 
     model_class = PolicyModel
     prefix = "dpo"
@@ -183,8 +201,10 @@ class DPOWorker(SupervisedWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Loads the model, and unless it has an adapter the reference, in the data type in which
-        layers compute."""
+        """Loads the model, and the reference in the dtype that the layers compute in.
+
+        A model with an adapter is its own reference: without the adapter.
+        """
         if self.model_config.lora_rank:
             super().init_model()
             self.reference = self.engine
@@ -199,21 +219,26 @@ class DPOWorker(SupervisedWorker):
         super().init_model()
 
     def rows_of(self, data: DataProto) -> Rows:
-        """With `reference_log_probs` (B,) of each answer."""
+        """Returns the rows of a batch with the column `reference_log_probs`, (B,).
+
+        It has the log-probability of each answer under the reference.
+        """
         rows = super().rows_of(data)
+
+        def score(micro: MicroBatch) -> tuple[torch.Tensor]:
+            return (_answer_log_probs(self.reference, micro),)
+
         with self.reference.without_adapter():
             (log_probs_B,) = forward(
-                self.reference,
-                rows,
-                self.micro_batching,
-                lambda micro: (_answer_log_probs(self.reference, micro),),
-                by_token=False,
+                self.reference, rows, self.micro_batching, score, by_token=False
             )
         return replace(rows, columns={**rows.columns, "reference_log_probs": log_probs_B})
 
     def losses(self, micro: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The loss `training.loss_type` of each pair, (b,). The reward of an answer is beta log(pi
-        / reference)."""
+        """Returns the loss `training.loss_type` of each pair, (s,).
+
+        The reward of an answer, a metric, is beta log(pi / reference).
+        """
         log_ratios = _answer_log_probs(self.engine, micro) - micro["reference_log_probs"]
         chosen_B, rejected_B = log_ratios.view(-1, 2).unbind(1)
         beta = self.training.beta
@@ -230,28 +255,31 @@ class ILQLWorker(SupervisedWorker):
     training: ILQLTrainingConfig
 
     def build_model(self, with_weights: bool) -> PackedModel:
-        """With heads that `seed` decides where the model's folder has none."""
+        """Makes the model. Heads that its folder lacks are initialised from `seed`."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.new_head_seed or 0)
             return super().build_model(with_weights)
 
     @register(dispatch_mode=BY_SHARD, blocking=False, reads=COLUMNS_READ, jagged=True)
     def update_model(self, data: DataProto) -> DataProto:
-        """An optimizer step, after which the target heads move towards the others by
-        `training.polyak` of the way."""
+        """Does an optimizer step, then moves the target heads towards the trained heads.
+
+        They move by the fraction `training.polyak` of the difference.
+        """
         result = super().update_model(data)
         parameters = dict(self.engine.named_parameters())
         with torch.no_grad():
             for name, target in parameters.items():
                 if name.startswith("heads.target_"):
-                    target.add_(
-                        parameters[name.replace("target_", "")] - target, alpha=self.training.polyak
-                    )
+                    trained = parameters[name.replace("target_", "")]
+                    target.add_(trained - target, alpha=self.training.polyak)
         return result
 
     def losses(self, micro: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Of each learned token, (b, R), the sum of `ilql_losses` with the weights of the
-        configuration."""
+        """Returns the sum of `ilql_losses` of each learned token, (b, R).
+
+        The configuration has the weights of the terms. The terms are metrics.
+        """
         settings = self.training
         packed = self.engine.pack(micro.on_host)
         columns = [micro.of_rows(packed.of_tokens(scored)) for scored in self.engine.run(packed)]
@@ -270,18 +298,25 @@ class ILQLWorker(SupervisedWorker):
             + settings.lm_coef * terms["lm"]
         )
         metrics = {f"{name}_loss": term for name, term in terms.items()}
-        return losses, metrics | dict(zip(("target_q", "value"), columns[-2:], strict=True))
+        metrics["target_q"] = columns[-2]
+        metrics["value"] = columns[-1]
+        return losses, metrics
 
 
 def _means(values: dict[str, torch.Tensor], micro: MicroBatch) -> MicroMetrics:
-    return {
-        name: DeviceMetric.of(name, value, _mask(value, micro)) for name, value in values.items()
-    }
+    """Returns the means of values of tokens or of samples as metrics."""
+    metrics = {}
+    for name, value in values.items():
+        metrics[name] = DeviceMetric.of(name, value, _mask(value, micro))
+    return metrics
 
 
 def _mask(values: torch.Tensor | float, micro: MicroBatch) -> torch.Tensor:
-    """The learned tokens of each row, (b, R), or for a value of each pair those of both its
-    conversations."""
+    """Returns the mask of the learned tokens: of each row, (b, R), for values of tokens.
+
+    For values of samples, (s,), it has a row for each sample with the tokens of all its
+    conversations.
+    """
     mask_bR = micro["response_mask"]
     if isinstance(values, torch.Tensor) and values.ndim == 1:
         return mask_bR.reshape(len(values), -1)
@@ -289,11 +324,13 @@ def _mask(values: torch.Tensor | float, micro: MicroBatch) -> torch.Tensor:
 
 
 def _log_probs(engine: TrainingEngine, micro: MicroBatch) -> torch.Tensor:
-    """(b, R) float32, 0 where nothing is learned."""
+    """Returns log-probabilities of the learned tokens at temperature 1, (b, R) float32, 0
+    elsewhere."""
     packed = engine.pack(micro.on_host)
-    return micro.of_rows(packed.of_tokens(engine.run(packed, 1.0)[0]))
+    (log_probs,) = engine.run(packed, 1.0)
+    return micro.of_rows(packed.of_tokens(log_probs))
 
 
 def _answer_log_probs(engine: TrainingEngine, micro: MicroBatch) -> torch.Tensor:
-    """Log-probability of each answer, (b,) float32."""
+    """Returns the log-probability of each row's answer, (b,) float32."""
     return _log_probs(engine, micro).sum(-1)

@@ -9,14 +9,15 @@ from verl_like.workers.reference import BY_SHARD, ReferenceWorker
 
 
 class TeacherWorker(ReferenceWorker):
-    """One rank of the teacher: run as the reference policy is, with the model
+    """One rank of the teacher, a reference policy with the model
     `actor.policy_loss.teacher_path`."""
 
     model_key = TEACHER_PATH
 
     def __init__(self, config: ActorRolloutRefConfig, shares_device: bool = False) -> None:
         assert config.teacher_model, "a run without teacher_path has no teacher"
-        super().__init__(config.model_copy(update={"model": config.teacher_model}), shares_device)
+        teacher_config = config.model_copy(update={"model": config.teacher_model})
+        super().__init__(teacher_config, shares_device)
 
     @register(
         dispatch_mode=BY_SHARD,
@@ -26,5 +27,5 @@ class TeacherWorker(ReferenceWorker):
         jagged=True,
     )
     def compute_teacher_log_prob(self, data: DataProto) -> DataProto:
-        """Log-probability of each response token under the teacher, jagged float32."""
+        """Returns the log-probability of each response token under the teacher, jagged float32."""
         return self.infer_log_probs(data, "teacher_log_prob", phase="teacher")

@@ -1,4 +1,4 @@
-"""Keeps what a backward pass needs in host memory until then."""
+"""Keeps tensors that autograd saves for the backward pass in host memory."""
 
 import contextlib
 import weakref
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 SMALLEST_BYTES = 1 << 20
-"""Smaller tensors stay: moving one costs more than the memory is worth."""
+"""Smaller tensors are not offloaded, because the copies would cost more than they save."""
 
 
 @dataclass(eq=False)
@@ -19,21 +19,23 @@ class Offloaded:
     host: torch.Tensor
     device: torch.device
     before: "weakref.ref[Offloaded] | None"
-    """What was saved before it, if that is still needed. The backward pass needs it after this
-    one."""
+    """The tensor that was saved before this one, if it still exists. The backward pass needs it
+    after this one."""
     fetched: torch.Tensor | None = None
-    """On the device again, once its copy was issued."""
+    """The copy on the device, after it was begun."""
     arrived: torch.cuda.Event | None = None
+    """The event at the end of the copy to a GPU."""
 
 
 class ActivationOffload(torch.autograd.graph.saved_tensors_hooks):
-    """Within it, large tensors that autograd saves go to host memory, from which the backward pass
-    fetches them.
+    """A context in which large tensors that autograd saves are moved to host memory.
 
-    Parameters stay where they are. With gradient checkpointing the saved tensors are the inputs of
-    the decoder layers. On CUDA the copies run beside the computation, both ways: when the backward
-    pass needs the input of a layer, the copy of the input of the layer before it is issued, which
-    comes while the layer is computed.
+    The backward pass copies them back. Parameters stay where they are. With gradient checkpointing
+    the saved tensors are the inputs of the decoder layers.
+
+    On CUDA the copies in both directions overlap with the computation. When the backward pass needs
+    the input of a layer, the copy of the input of the layer before it begins, too, and arrives
+    while the layer is computed.
     """
 
     def __init__(self) -> None:
@@ -42,6 +44,7 @@ class ActivationOffload(torch.autograd.graph.saved_tensors_hooks):
         self.newest: weakref.ref[Offloaded] | None = None
 
     def _save(self, tensor: torch.Tensor) -> Any:
+        """Copies a tensor to the host, unless it is a parameter or small."""
         base = tensor if tensor._base is None else tensor._base
         if isinstance(base, nn.Parameter) or tensor.nbytes < SMALLEST_BYTES:
             return tensor
@@ -49,13 +52,14 @@ class ActivationOffload(torch.autograd.graph.saved_tensors_hooks):
         with self._beside_computation(tensor.device):
             host.copy_(tensor, non_blocking=tensor.is_cuda)
         if tensor.is_cuda:
-            # Its memory is not given away before the copy is done
+            # torch reuses the tensor's memory only after the copy is done.
             tensor.record_stream(self.side_stream)
         saved = Offloaded(host, tensor.device, self.newest)
         self.newest = weakref.ref(saved)
         return saved
 
     def _fetch(self, saved: Any) -> torch.Tensor:
+        """Returns the tensor of `_save` on its device, and begins to copy the one before it."""
         if isinstance(saved, torch.Tensor):
             return saved
         self._issue(saved)
@@ -70,7 +74,10 @@ class ActivationOffload(torch.autograd.graph.saved_tensors_hooks):
         return tensor
 
     def _issue(self, saved: Offloaded) -> None:
-        """Begins the copy to the device. The side stream has the copy to the host before it."""
+        """Begins the copy to the device, if it has not begun.
+
+        It follows the copy to the host on the same stream.
+        """
         if saved.fetched is None:
             with self._beside_computation(saved.device):
                 saved.fetched = saved.host.to(saved.device, non_blocking=True)
@@ -78,7 +85,10 @@ class ActivationOffload(torch.autograd.graph.saved_tensors_hooks):
                     saved.arrived = torch.cuda.current_stream().record_event()
 
     def _beside_computation(self, device: torch.device) -> contextlib.AbstractContextManager:
-        """Of a GPU's tensors: on the side stream, after what was computed so far."""
+        """Returns a context whose GPU work runs on the side stream, after the work so far.
+
+        On other devices it changes nothing.
+        """
         if device.type != "cuda":
             return contextlib.nullcontext()
         assert self.side_stream is not None

@@ -1,4 +1,4 @@
-"""What the roles need of the engine that runs and trains their model."""
+"""The protocol of training engines: what the roles need of the engine that runs their model."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -13,71 +13,87 @@ from verl_like.workers.planning.flops import ModelCost
 class TrainingEngine(Protocol):
     """One model over the ranks of a worker group, and its optimizer if it is trained.
 
-    Every rank calls every method, with the same number of micro-batches: the methods communicate.
-    Gradients of the ranks are added, not averaged, so a loss divides by counts over all ranks.
+    The methods communicate, so every rank calls the same methods, with the same number of
+    micro-batches. Gradients of the ranks are added, not averaged, so a loss must be divided by
+    counts over all ranks.
     """
 
     device: str
     """`cpu` or `cuda`."""
     dtype: str
-    """Name of the torch dtype in which the layers compute."""
+    """The name of the torch dtype in which the layers compute."""
     sequence_parallel_size: int
-    """Ranks that hold the same rows and share their tokens."""
+    """The number of ranks that have the same rows and share their tokens."""
     cost: ModelCost
-    """FLOPs of a forward pass."""
+    """The FLOPs of a forward pass."""
     training_steps: int
-    """Training steps done, by which the learning rate goes."""
+    """The number of training steps done, on which the learning rate depends."""
 
     @property
     def lr(self) -> float:
-        """Learning rate of the present training step."""
+        """The learning rate of the present training step."""
 
     def on_device(self, *, train: bool = False) -> AbstractContextManager[None]:
-        """Within it the model can run; with `train` its passes can be differentiated."""
+        """Returns a context in which the model can run, and with `train` can be differentiated."""
 
     def without_adapter(self) -> AbstractContextManager[None]:
-        """Within it a model that has an adapter computes as it does without."""
+        """Returns a context in which the model computes without its adapter, if it has one."""
 
     def pack(self, rows: Rows) -> PackedBatch:
-        """This rank's part of rows of the host, packed, on the device."""
+        """Packs rows of the host, and returns this rank's part of them on the device."""
 
     def run(self, packed: PackedBatch, *inputs: Any) -> Any:
-        """What the model computes for a packed batch."""
+        """Runs the model on a packed batch. `inputs` are further arguments of the model."""
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
-        """Adds the loss's gradient; the sum over all ranks is complete after the call with
-        `is_last`, before `step`."""
+        """Adds the gradient of a loss to those since the last step.
+
+        The call before `step` has `is_last`. After it the gradients are summed over all ranks.
+        """
 
     def step(self) -> float:
-        """One optimizer step on the gradients added since the last one; returns their norm before
-        clipping.
+        """Does an optimizer step with the gradients, and returns their norm before clipping.
 
-        Where the norm is not finite, the step is skipped: the parameters stay as they were. Too
+        If the norm is not finite, the step is skipped, and the parameters stay as they were. Too
         many such steps in a row raise FloatingPointError.
         """
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name in the Hugging Face model, full tensor or DTensor); tied parameters once. With an
-        adapter only what is trained."""
+        """Yields names in the Hugging Face model and parameters, which are tensors or DTensors.
+
+        Tied parameters come once. Of a model with an adapter only trained parameters come.
+        """
 
     def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name in the Hugging Face model, tensor) of the buffers that belong to the model, see
-        `model_buffers`. Every rank has all of them whole."""
+        """Yields names in the Hugging Face model and buffers that belong to it, see
+        `model_buffers`.
+
+        Every rank has whole buffers.
+        """
 
     def save(self, path: str) -> None:
-        """Copies parameters, buffers, optimizer and step count; the copy is written to `path` while
-        training goes on, with what makes a Hugging Face folder of it. The last copy is written
-        before the next is made."""
+        """Copies the training state, and begins to write the copy to the folder `path`.
+
+        The training state is parameters, buffers, optimizer state and step count. Files that make
+        the folder a Hugging Face model are written, too. Training can continue meanwhile, but
+        `saved_files` must be called before the next `save`.
+        """
 
     def saved_files(self, *, wait: bool) -> dict[str, dict[str, Any]] | None:
-        """`file_digest` of the files that `save` wrote on this rank, by name. None while they are
-        being written, unless `wait`; raises OSError, naming the file that cannot be written."""
+        """Returns `file_digest` of each file that this rank wrote in the last `save`, by its name.
+
+        While files are being written, it waits for them if `wait` is True, and otherwise returns
+        None. Raises OSError, which names the file, if a file cannot be written.
+        """
 
     def load(self, path: str, optimizer_only: bool = False) -> list[str]:
-        """Reads what `save` wrote, on any number of ranks, or the optimizer's state alone, without
-        the step count, for a schedule that begins anew; ValueError if none is there. Returns what
-        the user should know."""
+        """Loads what `save` wrote, also on another number of ranks, and returns messages for the
+        user.
+
+        With `optimizer_only` it loads the optimizer's state alone, without the step count, for a
+        schedule that begins again. Raises ValueError if there is no checkpoint.
+        """
 
     def save_hf(self, path: str) -> None:
-        """Writes the model, in the dtype the layers compute in, and its tokenizer as a Hugging Face
-        folder."""
+        """Writes the model and its tokenizer as a Hugging Face folder, in the dtype that the layers
+        compute in."""

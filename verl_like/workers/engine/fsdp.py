@@ -1,8 +1,7 @@
-"""Trains a model that is sharded over all ranks (FSDP2): gradient steps, full parameters,
-checkpoints."""
+"""The training engine by FSDP2: a model sharded over ranks, its optimizer and its checkpoints."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -48,24 +47,26 @@ from verl_like.workers.planning.flops import ModelCost
 from verl_like.workers.planning.partition import require_shares_of_heads
 
 MAX_SKIPPED_STEPS = 3
-"""Consecutive optimizer steps that may be skipped for a gradient that is not finite before the run
-stops."""
+"""How many consecutive optimizer steps may be skipped, because their gradients are not finite,
+before the run stops."""
 
 
 class FsdpEngine(TrainingEngine):
-    """The engine by FSDP2: one model, sharded over the ranks, and its optimizer if it is trained.
-    Raises ValueError if ranks or attention heads do not divide as the settings ask.
+    """One model, sharded over the ranks by FSDP2, and its optimizer if it is trained.
+
+    Raises ValueError if ranks or attention heads cannot be divided as the settings say.
 
     Args:
-        build_model: makes the model; called with True (with weights) on rank 0, False (on the meta
-            device) elsewhere.
-        config: how its layers compute.
+        build_model: makes the model. It is called with True on rank 0, for a model with weights,
+            and with False on other ranks, for a model on the meta device.
+        config: how the layers compute.
         fsdp: sharding, dtypes and offload.
         device: `cpu` or `cuda`.
-        training: optimizer, its schedule and clipping; None for a model that is only run forward.
-        total_training_steps: training steps of the run, for a learning rate that depends on them.
-        sequence_parallel_size: ranks that share each packed batch.
-        shares_device: whether a rollout engine in another process takes memory of the device in
+        training: the optimizer, its schedule and clipping; None for a model that only runs forward.
+        total_training_steps: the number of training steps of the run, for a learning rate that
+            depends on it.
+        sequence_parallel_size: how many ranks share each packed batch.
+        shares_device: whether a rollout engine in another process uses the memory of the device in
             turn.
     """
 
@@ -90,7 +91,8 @@ class FsdpEngine(TrainingEngine):
         self.dtype = fsdp.dtype
         self.sequence_parallel_size = sequence_parallel_size
         self.mesh, batch_mesh = build_mesh(device, fsdp.num_shards, sequence_parallel_size)
-        # A rank that holds all parameters gathers nothing: freeing its layers would save it little.
+        # If each rank has all parameters, nothing is gathered, and freeing layers would save
+        # little.
         is_sharded = self.mesh["shard"].size() > 1
         self.frees_layers = fsdp.strategy == "zero3" and is_sharded
         self.shards_gradients = fsdp.strategy in ("zero2", "zero3") and is_sharded
@@ -105,7 +107,8 @@ class FsdpEngine(TrainingEngine):
                 hf.config, sequence_parallel_size, key="ulysses_sequence_parallel_size"
             )
             self.exchange = SequenceExchange(batch_mesh["sequence"])
-        self.cost = ModelCost.of(hf.config, with_head=hf.get_output_embeddings() is not None)
+        has_head = hf.get_output_embeddings() is not None
+        self.cost = ModelCost.of(hf.config, with_head=has_head)
         if isinstance(config, TrainedModelConfig):
             if training and config.enable_activation_offload and device == "cuda":
                 self.model.saving = ActivationOffload()
@@ -113,25 +116,26 @@ class FsdpEngine(TrainingEngine):
                 compile_layers(hf)
             if training and config.enable_gradient_checkpointing:
                 hf.gradient_checkpointing_enable({"use_reentrant": False})
-        # Fully_shard makes them FSDPModules
         self.units: list[Any] = [*decoder_layers(hf), self.model]
+        """The units of sharding, which `fully_shard` makes FSDPModules."""
         self._shard(self.model)
-        self.parameters = [
-            parameter for parameter in self.model.parameters() if parameter.requires_grad
-        ]
+        parameters = self.model.parameters()
+        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self.ema_decay = training.ema_decay if isinstance(training, ActorConfig) else None
-        with_ema = self.ema_decay is not None
-        self.optimizer = (
-            build_optimizer(self.parameters, training.optim, with_ema) if training else None
-        )
+        self.optimizer = None
+        if training:
+            with_ema = self.ema_decay is not None
+            self.optimizer = build_optimizer(self.parameters, training.optim, with_ema)
         self.training_steps = 0
         self.consecutive_skips = 0
         self.writer = ShardWriter(dist.get_rank(), self.mesh)
         self._offload()
 
     def _shard(self, model: PackedModel) -> None:
-        """Makes every decoder layer, and all the rest together, a unit of sharding; rank 0's
-        weights go to all."""
+        """Shards the model, and distributes rank 0's weights and buffers to all ranks.
+
+        Every decoder layer is a unit of sharding, and the rest of the model is another one.
+        """
         weights = model.state_dict() if dist.get_rank() == 0 else {}
         buffers = dict(model.named_buffers()) if dist.get_rank() == 0 else {}
         dtypes = [[buffer.dtype for buffer in model.buffers()]]
@@ -141,25 +145,22 @@ class FsdpEngine(TrainingEngine):
         model.to("meta")
         model.hf.tie_weights()  # moving to another device unties
         for unit in self.units:
-            # The backward pass starts with the outermost unit: freeing that after the forward pass
-            # would gain nothing.
+            # The outermost unit is not freed after the forward pass, because the backward pass
+            # begins with it.
             reshard = self.frees_layers and unit is not model
             fully_shard(unit, mesh=self.mesh, mp_policy=precision, reshard_after_forward=reshard)
         model.to_empty(device=self.device)
-        # transformers keeps some buffers in float32 in a model that it reads from a file, and not
-        # in one that it makes without memory.
+        # Ranks may differ in the dtype of buffers: transformers keeps some of them in float32 if it
+        # reads the model from a file, but not if it makes the model on the meta device.
         dist.broadcast_object_list(dtypes, src=0)
         for buffer, dtype in zip(model.buffers(), dtypes[0], strict=True):
             buffer.data = buffer.data.to(dtype)
         for unit in self.units:
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
-        set_model_state_dict(
-            model,
-            weights,
-            options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=True),
-        )
-        # Those that no checkpoint holds, such as the rotary frequencies, are not among the weights.
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=True)
+        set_model_state_dict(model, weights, options=options)
+        # The weights lack the buffers that no checkpoint has, such as the rotary frequencies.
         for name, buffer in model.named_buffers():
             if buffers:
                 buffer.copy_(buffers[name])
@@ -177,14 +178,18 @@ class FsdpEngine(TrainingEngine):
         self._offload()
 
     def _offload(self) -> None:
+        """Moves parameters and optimizer state to the host if they are offloaded.
+
+        It also returns torch's cached memory to the device if a rollout engine uses the device.
+        """
         if self.fsdp.param_offload:
             self.model._apply(self._to_host)
         if self._offloads_optimizer:
             self._optimizer_to_host()
         if self.device == "cuda" and (self.fsdp.param_offload or self._offloads_optimizer):
-            torch.cuda.current_stream().synchronize()  # the copies are done, and may be read
+            torch.cuda.current_stream().synchronize()  # now the copies may be read
         if self.device == "cuda" and self.shares_device:
-            torch.cuda.empty_cache()  # what torch keeps for itself, the engine cannot use
+            torch.cuda.empty_cache()
 
     @property
     def _offloads_optimizer(self) -> bool:
@@ -192,25 +197,28 @@ class FsdpEngine(TrainingEngine):
         return self.optimizer is not None and is_wanted
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A parameter goes to its place. Buffers, which are small, stay."""
+        """Copies a parameter to its place on the host. Buffers, which are small, stay."""
         places = self._parameter_places
         return places.to_host(id(tensor), tensor) if id(tensor) in places else tensor
 
     @cached_property
     def _parameter_places(self) -> HostMemory:
-        return HostMemory({id(parameter): parameter for parameter in self.model.parameters()})
+        parameters = self.model.parameters()
+        return HostMemory({id(parameter): parameter for parameter in parameters})
 
     @cached_property
     def _optimizer_places(self) -> HostMemory:
-        states = self.optimizer.state.items()
-        return HostMemory(
-            {(id(p), name): value for p, state in states for name, value in state.items()}
-        )
+        values: dict[Hashable, torch.Tensor] = {}
+        for parameter, state in self.optimizer.state.items():
+            for name, value in state.items():
+                values[id(parameter), name] = value
+        return HostMemory(values)
 
     def _optimizer_to_host(self) -> None:
         for parameter, state in self.optimizer.state.items():
             for name, value in state.items():
-                state[name] = self._optimizer_places.to_host((id(parameter), name), value)
+                key = (id(parameter), name)
+                state[name] = self._optimizer_places.to_host(key, value)
 
     def _optimizer_to_device(self) -> None:
         for state in self.optimizer.state.values():
@@ -230,10 +238,10 @@ class FsdpEngine(TrainingEngine):
         return self.model(packed, *inputs)
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
-        """`TrainingEngine.backward`.
+        """Does what `TrainingEngine.backward` says.
 
-        With zero2 and zero3 each call leaves a rank its shard of the gradients, in float32.
-        Otherwise they fit on every rank, and stay there until the last call.
+        With zero2 and zero3 a rank has its shard of the gradients after each call, in float32.
+        Otherwise every rank has whole gradients until the last call.
         """
         outermost = self.units[-1]
         outermost.set_requires_gradient_sync(is_last or self.shards_gradients)
@@ -268,12 +276,14 @@ class FsdpEngine(TrainingEngine):
         return grad_norm
 
     def _clip_gradients(self) -> float:
-        """Scales the gradients to a norm of at most `grad_clip`; returns their norm over all
-        ranks."""
+        """Scales the gradients to a norm of at most `grad_clip`, and returns the norm before that.
+
+        The norm is that of the gradients over all ranks.
+        """
         gradients = [
             cast(DTensor, p.grad).to_local() for p in self.parameters if p.grad is not None
         ]
-        # Of no gradients the norm is float32, on other ranks it may be bfloat16.
+        # The norm of no gradients is float32, but that of other ranks may be bfloat16.
         squared = torch.nn.utils.get_total_norm(gradients).float().square()
         dist.all_reduce(squared, group=self.mesh.get_group("shard"))
         grad_norm = squared.sqrt().item()
@@ -283,12 +293,13 @@ class FsdpEngine(TrainingEngine):
 
     @torch.no_grad()
     def _average(self, weight: float) -> None:
-        """Moves the average of the weights by `weight` of the way to the weights."""
-        averages = [
-            cast(DTensor, self.optimizer.state[parameter]["ema"]).to_local()
-            for parameter in self.parameters
-        ]
-        weights = [cast(DTensor, parameter).to_local() for parameter in self.parameters]
+        """Moves the average of the weights towards the weights, by the fraction `weight`."""
+        averages = []
+        weights = []
+        for parameter in self.parameters:
+            average = cast(DTensor, self.optimizer.state[parameter]["ema"])
+            averages.append(average.to_local())
+            weights.append(cast(DTensor, parameter).to_local())
         if self.fsdp.model_dtype != "float32":
             stored = weights
             weights = [torch.empty_like(each, dtype=torch.float32) for each in weights]
@@ -309,13 +320,15 @@ class FsdpEngine(TrainingEngine):
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer that is saved with the model; a large one takes a second to load."""
+        """The tokenizer that is saved with the model. Loading a large one takes a second."""
         return load_tokenizer(cast(TrainedModelConfig, self.config))
 
     @cached_property
     def settings_files(self) -> dict[str, bytes]:
-        """The files of configuration and tokenizer, by name. To make them takes long under Python's
-        lock."""
+        """The contents of the files of configuration and tokenizer, by name.
+
+        They are made once, because that takes long and holds Python's global lock.
+        """
         with TemporaryDirectory() as folder:
             save_settings(self.model.hf, self.tokenizer, getattr(torch, self.dtype), folder)
             if self.adapter_settings:
@@ -325,12 +338,13 @@ class FsdpEngine(TrainingEngine):
 
     def save(self, path: str) -> None:
         def write_settings() -> None:
-            for name, content in self.settings_files.items() if dist.get_rank() == 0 else ():
+            if dist.get_rank() != 0:
+                return
+            for name, content in self.settings_files.items():
                 Path(path, name).parent.mkdir(exist_ok=True)
                 Path(path, name).write_bytes(content)
 
-        # What is offloaded is copied from where it is, so that a rollout engine keeps its share of
-        # the device.
+        # Offloaded tensors are copied from the host, because a rollout engine may use the device.
         self.writer.begin(self._state(), Path(path), write_settings)
 
     def saved_files(self, *, wait: bool) -> dict[str, dict[str, Any]] | None:
@@ -345,7 +359,7 @@ class FsdpEngine(TrainingEngine):
         saved: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
         there = {name: list(tensor.size) for name, tensor in saved.items()}
         lacking = [name for name, _ in self.named_buffers() if f"model.{name}" not in saved]
-        for name in lacking:  # an earlier version did not save buffers
+        for name in lacking:  # earlier versions did not save buffers
             del state[f"model.{name}"]
         here = {name: list(tensor.size()) for name, tensor in state.items()}
         for name in sorted({*there, *here}):
@@ -355,50 +369,52 @@ class FsdpEngine(TrainingEngine):
                     f"and {here.get(name)} here; give the model of that run."
                 )
             chunks = {(chunk.offsets, chunk.sizes) for chunk in saved[name].chunks}
-            if sum(sizes.numel() for _, sizes in chunks) < math.prod(here[name]):
+            num_saved = sum(sizes.numel() for _, sizes in chunks)
+            if num_saved < math.prod(here[name]):
                 raise ValueError(
                     f"{path} has only a part of {name}: give a default_local_dir that all nodes "
                     "see."
                 )
-        loaded = {
-            name: value
-            for name, value in state.items()
-            if name.startswith("optimizer.") or not optimizer_only
-        }
-        dcp.load(loaded, storage_reader=reader)  # into the tensors that there are
+        loaded = state
+        if optimizer_only:
+            loaded = {name: state[name] for name in state if name.startswith("optimizer.")}
+        dcp.load(loaded, storage_reader=reader)  # this writes into the tensors
         self.training_steps = int(state["training_steps"])
         self.consecutive_skips = int(state["skipped_steps"])
-        what = (
+        if not lacking:
+            return []
+        return [
             f"{path} is of an earlier version and lacks the buffers {', '.join(lacking)}: they "
-            "are those of"
-        )
-        return [f"{what} {self.config.path}."] if lacking else []
+            f"are those of {self.config.path}."
+        ]
 
     def save_hf(self, path: str) -> None:
         dtype = getattr(torch, self.dtype)
         settings = self.adapter_settings
+        kept_dtype = None if settings else dtype  # an adapter is merged before the conversion
         kept = {}
-        # Gathering is collective: every rank takes part, one parameter at a time, and rank 0 keeps
-        # them. It happens in host memory, for a rollout engine may have its share of the device.
+        # All ranks gather one parameter after the other, and rank 0 keeps them. They are gathered
+        # in host memory, because a rollout engine may use the device.
         for name, parameter in self.named_parameters():
-            gathered = cast(
-                DTensor, parameter.detach().to("cpu", None if settings else dtype)
-            ).full_tensor()
+            on_host = cast(DTensor, parameter.detach().to("cpu", kept_dtype))
+            gathered = on_host.full_tensor()
             if dist.get_rank() == 0:
                 kept[name] = gathered
         kept |= {name: buffer.to("cpu") for name, buffer in self.named_buffers()}
         if dist.get_rank() == 0:
-            kept = merged_weights(self.model.hf, settings, kept, dtype) if settings else kept
+            if settings:
+                kept = merged_weights(self.model.hf, settings, kept, dtype)
             save_weights(self.model.hf, kept, Path(path))
-            # Last: transformers writes the dtype of `hf`
+            # The settings are saved last, because save_weights writes the dtype of `hf`.
             save_settings(self.model.hf, self.tokenizer, dtype, path)
 
     def _state(self) -> dict[str, torch.Tensor]:
-        """The training state: tensors that `load` writes into, and two counts."""
+        """Returns the training state by name: tensors that `load` writes into, and two counts."""
         state = {"training_steps": torch.tensor(self.training_steps)}
         state["skipped_steps"] = torch.tensor(self.consecutive_skips)
         for name, parameter in self.named_parameters():
             state[f"model.{name}"] = parameter
-            for key, value in self.optimizer.state[parameter].items() if self.optimizer else ():
-                state[f"optimizer.{name}.{key}"] = value
+            if self.optimizer:
+                for key, value in self.optimizer.state[parameter].items():
+                    state[f"optimizer.{name}.{key}"] = value
         return state | {f"model.{name}": buffer for name, buffer in self.named_buffers()}

@@ -1,4 +1,4 @@
-"""Host memory for tensors that are on the device only while they are needed."""
+"""Host memory for tensors that are on the device only while they are used."""
 
 from collections.abc import Hashable, Mapping
 
@@ -9,17 +9,19 @@ from verl_like.workers.pinned_memory import host_places
 
 
 class HostMemory:
-    """A place in host memory for each of some tensors, which stays.
+    """A permanent place in host memory for each of some tensors.
 
-    For tensors of a GPU it is pinned, so that no copy waits: `to_host` is done when the stream is.
+    Places for tensors of a GPU are pinned, so that a copy does not wait: the values are in the
+    place after the work of the stream is done.
 
     Args:
-        tensors: by a name; also DTensors, of which each rank has its part.
+        tensors: the tensors by any name. Of a DTensor each rank has its part.
     """
 
     @torch.no_grad()  # to_local() is then no operation
     def __init__(self, tensors: Mapping[Hashable, torch.Tensor]) -> None:
-        memory = host_places({name: local_part(tensor) for name, tensor in tensors.items()})
+        parts = {name: local_part(tensor) for name, tensor in tensors.items()}
+        memory = host_places(parts)
         self.places: dict[Hashable, torch.Tensor] = {}
         for name, tensor in tensors.items():
             place = torch.empty_like(tensor, device="cpu")
@@ -31,14 +33,16 @@ class HostMemory:
 
     @torch.no_grad()
     def to_host(self, name: Hashable, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor's place, to which its values are copied unless it lies there."""
+        """Copies a tensor to its place and returns the place, or returns a tensor that is its
+        place already."""
         place = self.places[name]
-        lies_there = (
-            not tensor.is_cuda and local_part(tensor).data_ptr() == local_part(place).data_ptr()
-        )
-        return tensor if lies_there else place.copy_(tensor, non_blocking=True)
+        if not tensor.is_cuda:
+            is_place = local_part(tensor).data_ptr() == local_part(place).data_ptr()
+            if is_place:
+                return tensor
+        return place.copy_(tensor, non_blocking=True)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a tensor."""
+    """Returns this rank's part of a DTensor, or another tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,8 +1,10 @@
-"""The ranks of a worker group: how they find each other, and who shares parameters and sequences
-with whom."""
+"""The ranks of a worker group: how they form a process group, and which of them share parameters
+and sequences."""
 
 import os
 from datetime import timedelta
+from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,21 +15,21 @@ from verl_like.workers.config.joint_trainer import JointTrainer
 from verl_like.workers.planning.partition import num_groups
 
 COLLECTIVE_DEADLINE = timedelta(minutes=30)
-"""Longest wait of a rank for its peers: they may still be reading a large model."""
+"""How long a rank waits for other ranks, which may still be reading a large model."""
 
 _own_ranks: dist.ProcessGroup | None = None
 
 JOIN_DEADLINE = timedelta(minutes=10)
-"""Longest wait of a rank for the ranks of the other trainers of its model: their processes may
-still be starting."""
+"""How long a rank waits for the ranks of other trainers of its model, which may still be
+starting."""
 
 
 def init_process_group(device: str, rank: int, world_size: int) -> None:
-    """Joins the ranks of this worker group, and with a `JointTrainer` those of the other trainers,
-    in their order.
+    """Makes torch's process group of the ranks of this worker group.
 
-    Once a process, so that roles of one process share the group. TimeoutError names the trainers
-    that do not come.
+    With a `JointTrainer` the ranks of the other trainers belong to it, too, in the order of the
+    trainers. It is made once a process, so that the roles of a process share it. Raises
+    TimeoutError, which names the missing trainers, if not all of them join.
     """
     if dist.is_initialized():
         return
@@ -47,25 +49,26 @@ def init_process_group(device: str, rank: int, world_size: int) -> None:
 
 
 def _remember_own_ranks(trainer: JointTrainer | None) -> None:
+    """Makes the process group that `own_ranks` returns. All ranks take part in making each one."""
     global _own_ranks
     _own_ranks = None
     if trainer:
         size = dist.get_world_size() // trainer.count
-        groups = [
-            dist.new_group(range(first, first + size))
-            for first in range(0, trainer.count * size, size)
-        ]
+        firsts = range(0, trainer.count * size, size)
+        groups = [dist.new_group(range(first, first + size)) for first in firsts]
         _own_ranks = groups[trainer.index]
 
 
 def own_ranks() -> dist.ProcessGroup | None:
-    """The process group of this worker group's ranks, without those of other trainers; None is that
-    of all ranks."""
+    """Returns the process group of this worker group's ranks, without those of other trainers.
+
+    None means the group of all ranks, if there are no other trainers.
+    """
     return _own_ranks
 
 
 def _store_of_group(rank: int) -> dist.Store:
-    """The store of this worker group, which rank 0 opens."""
+    """Returns the store of this worker group, which rank 0 opens."""
     host = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
     if rank == 0:
@@ -76,11 +79,13 @@ def _store_of_group(rank: int) -> dist.Store:
 
 
 def _meet(trainer: JointTrainer, rank: int, world_size: int) -> dist.Store:
-    """The store of the trainers' process group, once all of their ranks are there."""
-    keys = {
-        index: [f"{index} {i} {world_size}" for i in range(world_size)]
-        for index in range(trainer.count)
-    }
+    """Waits until the ranks of all trainers have joined, and returns the store that they share.
+
+    Each rank joins by setting a key of its own.
+    """
+    keys: dict[int, list[str]] = {}
+    for index in range(trainer.count):
+        keys[index] = [f"{index} {each} {world_size}" for each in range(world_size)]
     address = (trainer.master_addr, trainer.master_port)
     store = None
     try:
@@ -89,11 +94,11 @@ def _meet(trainer: JointTrainer, rank: int, world_size: int) -> dist.Store:
         )
         store = dist.PrefixStore(trainer.processes, server)
         store.set(keys[trainer.index][rank], "")
-        store.wait([key for of_trainer in keys.values() for key in of_trainer], JOIN_DEADLINE)
+        store.wait(list(chain.from_iterable(keys.values())), JOIN_DEADLINE)
     except (dist.DistNetworkError, dist.DistStoreError) as error:
-        missing = (
-            [index for index in keys if not store.check(keys[index])] if store else "0 (no store)"
-        )
+        missing: Any = "0 (no store)"
+        if store:
+            missing = [index for index in keys if not store.check(keys[index])]
         raise TimeoutError(
             f"trainer(s) {missing} of {trainer.count} did not bring {world_size} rank(s) of "
             f"{trainer.processes} to {address} within {JOIN_DEADLINE}: start all, with the same "
@@ -106,28 +111,30 @@ def _meet(trainer: JointTrainer, rank: int, world_size: int) -> dist.Store:
 def build_mesh(
     device: str, num_shards: int, sequence_parallel_size: int
 ) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """The mesh of all ranks, seen in two ways: (replica, shard) for parameters and (data, sequence)
-    for a batch.
+    """Returns two meshes of all ranks: (replica, shard) of parameters, and (data, sequence) of a
+    batch.
 
-    One copy of the parameters is sharded over `num_shards` ranks, -1 for all. Each of several
-    trainers has its own copies, so that it can export alone. A single copy has a mesh of two
-    dimensions too: FSDP2 then adds up the micro-batches of a step in float32, also for parameters
-    that are stored in bfloat16. Neither view divides the other: sequences may be shared by more
-    ranks than parameters, or by fewer. The second view is None where no sequence is shared. Raises
-    ValueError for a size that does not divide the number of ranks.
+    One copy of the parameters is sharded over `num_shards` ranks; -1 means all ranks of a trainer.
+    Each of several trainers has its own copies, so that it can export alone. The first mesh has two
+    dimensions even for a single copy, because FSDP2 then adds the micro-batches of a step in
+    float32, also for parameters that are stored in bfloat16.
+
+    The second mesh is None if `sequence_parallel_size` is 1. It is independent of the first: more
+    or fewer ranks may share a sequence than share parameters.
+
+    Raises ValueError for a size that does not divide the number of ranks.
     """
-    ranks = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("rank",))
+    num_ranks = dist.get_world_size()
+    ranks = init_device_mesh(device, (num_ranks,), mesh_dim_names=("rank",))
     trainer = JointTrainer.of_process()
     num_trainers = trainer.count if trainer else 1
     own = ranks.size() // num_trainers
     shards = own if num_shards == -1 else num_shards
-    replicas = num_trainers * num_groups(
-        shards, own, "ranks of the pool", key="fsdp_config.fsdp_size"
-    )
-    parameters = ranks._unflatten(0, (replicas, shards), ("replica", "shard"))
+    copies = num_groups(shards, own, "ranks of the pool", key="fsdp_config.fsdp_size")
+    shape = (num_trainers * copies, shards)
+    parameters = ranks._unflatten(0, shape, ("replica", "shard"))
     if sequence_parallel_size == 1:
         return parameters, None
     shards_of_batch = ranks.size() // sequence_parallel_size
-    return parameters, ranks._unflatten(
-        0, (shards_of_batch, sequence_parallel_size), ("data", "sequence")
-    )
+    shape = (shards_of_batch, sequence_parallel_size)
+    return parameters, ranks._unflatten(0, shape, ("data", "sequence"))

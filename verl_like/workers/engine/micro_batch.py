@@ -1,4 +1,4 @@
-"""The rows of a micro-batch as losses see them: on the device, and padded where they are read."""
+"""The columns of a micro-batch as losses read them: on the device, and padded when first read."""
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, MutableMapping
@@ -19,19 +19,23 @@ _FIRST_ROWS = "first rows of samples"
 
 
 class ColumnViews(MutableMapping[str, torch.Tensor]):
-    """Columns that are made when they are first read; others may be put in beside them or in their
-    place."""
+    """A mapping of columns, each of which is made when it is first read.
+
+    Columns may be added or replaced.
+    """
 
     def __init__(self, names: Iterable[str]) -> None:
         self._columns: dict[str, torch.Tensor | None] = dict.fromkeys(names)
 
     @abstractmethod
-    def _make(self, name: str) -> torch.Tensor: ...
+    def _make(self, name: str) -> torch.Tensor:
+        """Makes a column that is read for the first time."""
 
     def __getitem__(self, name: str) -> torch.Tensor:
         column = self._columns[name]
         if column is None:
-            column = self._columns[name] = self._make(name)
+            column = self._make(name)
+            self._columns[name] = column
         return column
 
     def __setitem__(self, name: str, column: torch.Tensor) -> None:
@@ -51,14 +55,14 @@ class ColumnViews(MutableMapping[str, torch.Tensor]):
 
 
 class MicroBatch(ColumnViews):
-    """The columns of some rows on the device, those by response token padded to (b, R) when they
-    are first read.
+    """The columns of some rows on the device.
 
-    `on_host` has the rows on the host, where they are packed without a wait. Losses are of samples:
-    `by_sample` has their columns, and `of_samples` brings what a model returns of rows into that
-    form.
+    Columns with a value for each response token are padded to (b, R) when they are first read. The
+    first read of any column copies all of them to the device, in one copy.
 
-    What is read first, a column or a place, brings all to the device, in one copy.
+    Losses are computed by sample, which can be several rows: `by_sample` returns the columns of
+    samples, and `of_samples` brings what a model returns into their form. `on_host` has the rows
+    on the host, where they can be packed for the model without waiting for the device.
     """
 
     def __init__(self, rows: Rows, device: str) -> None:
@@ -67,23 +71,22 @@ class MicroBatch(ColumnViews):
         self.device = device
         self.samples = SampleRows(rows.sample_starts)
         self.in_rows = rows.response_places()
-        self.in_samples = (
-            self.in_rows if self.samples.is_plain else rows.response_places(self.samples.starts)
-        )
+        self.in_samples = self.in_rows
+        if not self.samples.is_plain:
+            self.in_samples = rows.response_places(self.samples.starts)
 
     @cached_property
     def moved(self) -> dict[str, torch.Tensor]:
-        """The columns as they are, (K, ...) by response token, and places."""
-        columns = {
-            name: column for name, column in self.on_host.columns.items() if name != "prompts"
-        }
-        values = {
-            name: jagged_parts(each)[0] if is_jagged(each) else each
-            for name, each in columns.items()
-        }
+        """The columns on the device without padding, (K, ...) if by response token, and the places
+        of their values in padded rows and samples."""
+        values = {}
+        for name, column in self.on_host.columns.items():
+            if name != "prompts":
+                values[name] = jagged_parts(column)[0] if is_jagged(column) else column
         values[_IN_ROWS] = self.in_rows.of_values
         if not self.samples.is_plain:
-            values |= {_IN_SAMPLES: self.in_samples.of_values, _FIRST_ROWS: self.samples.first_rows}
+            values[_IN_SAMPLES] = self.in_samples.of_values
+            values[_FIRST_ROWS] = self.samples.first_rows
         return to_device(values, self.device)
 
     def _make(self, name: str) -> torch.Tensor:
@@ -100,10 +103,10 @@ class MicroBatch(ColumnViews):
         super().__setitem__(name, column)
 
     def of_tokens(self, values: torch.Tensor) -> torch.Tensor:
-        """(K,), what a model returns of the response tokens, as it is; of padded (b, R, ...) the
-        tokens, (K, ...).
+        """Returns values of the response tokens without padding.
 
-        Raises ValueError for another shape.
+        Values (K,) are returned as they are, and padded ones (b, R, ...) become (K, ...). Raises
+        ValueError for another shape.
         """
         num_tokens = len(self.in_rows.of_values)
         if values.shape[:2] == self.in_rows.shape:
@@ -117,28 +120,34 @@ class MicroBatch(ColumnViews):
         return values
 
     def of_rows(self, values: torch.Tensor) -> torch.Tensor:
-        """(K,) -> (b, R)."""
+        """Pads values (K,) of the response tokens to (b, R), with 0."""
         return self._padded(self.of_tokens(values))
 
     def of_samples(self, values: torch.Tensor) -> torch.Tensor:
-        """(K,), or padded (b, R) -> (s, W), the tokens of a sample's rows one after the other."""
+        """Pads values (K,) or (b, R) of the response tokens to (s, W), with 0.
+
+        The tokens of a sample's rows follow each other.
+        """
         return self._padded_by_sample(self.of_tokens(values))
 
     def by_sample(self) -> ColumnViews:
-        """The columns with a row for each sample: (s, W) by response token, of others the entry of
-        its first row."""
+        """Returns the columns with a row for each sample.
+
+        Columns by response token become (s, W). Others have the entry of the sample's first row.
+        """
         return _OfSamples(self)
 
     def column_of_samples(self, name: str) -> torch.Tensor:
-        """One of `by_sample`."""
+        """Makes one column of `by_sample`."""
         if self.samples.is_plain:
             return self[name]
         is_unread = self._columns[name] is None
         if is_unread and is_jagged(self.on_host[name]):
             return self._padded_by_sample(self.moved[name])
         column = self[name]
-        is_by_token = column.shape[:2] == self.in_rows.shape
-        return self.of_samples(column) if is_by_token else column[self.moved[_FIRST_ROWS]]
+        if column.shape[:2] == self.in_rows.shape:  # a value for each response token
+            return self.of_samples(column)
+        return column[self.moved[_FIRST_ROWS]]
 
     def _padded(self, values: torch.Tensor) -> torch.Tensor:
         return _scatter(values, self.moved[_IN_ROWS], self.in_rows.shape)
@@ -150,7 +159,7 @@ class MicroBatch(ColumnViews):
 
 
 class _OfSamples(ColumnViews):
-    """What `MicroBatch.by_sample` returns."""
+    """The columns that `MicroBatch.by_sample` returns."""
 
     def __init__(self, micro: MicroBatch) -> None:
         super().__init__(micro)
@@ -161,6 +170,9 @@ class _OfSamples(ColumnViews):
 
 
 def _scatter(values: torch.Tensor, places: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    """(K, ...) values of tokens -> (*shape, ...) with 0 elsewhere, differentiable."""
-    padded = values.new_zeros(shape[0] * shape[1], *values.shape[1:])
-    return padded.index_copy(0, places, values).view(*shape, *values.shape[1:])
+    """Puts values of tokens, (K, ...), at their places in a tensor (*shape, ...) that is 0
+    elsewhere. It is differentiable."""
+    shape_of_value = values.shape[1:]
+    zeros = values.new_zeros(shape[0] * shape[1], *shape_of_value)
+    padded = zeros.index_copy(0, places, values)
+    return padded.view(*shape, *shape_of_value)

@@ -1,4 +1,4 @@
-"""Writes a rank's part of the training state while training goes on."""
+"""Writes a rank's part of the training state to a file while training continues."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -19,17 +19,17 @@ from verl_like.workers.pinned_memory import host_places
 
 
 class ShardWriter:
-    """Copies what a rank saves to buffers in host memory, and writes the buffers in a thread.
+    """Copies a rank's part of the state to buffers in host memory, and writes them in a thread.
 
-    The file is one of `torch.distributed.checkpoint`'s safetensors format, whose reader loads the
-    files of all ranks on any number of them. Its own writer joins all tensors under Python's lock,
-    which in a thread holds training up for several times the copy, and has the ranks communicate.
-    `save_file` leaves the lock, and no rank needs the others: of what several ranks hold, each
-    writes its share.
+    The file has the safetensors format of `torch.distributed.checkpoint`, whose reader loads the
+    files of all ranks on any number of ranks. The writer of that package is not used: it joins all
+    tensors while it holds Python's global lock, so that it stops training for several times as long
+    as the copy, and the ranks communicate. `save_file` releases the lock. No rank needs the others:
+    if several ranks have the same tensors, each writes a share of them.
 
     Args:
-        rank: in the name of the file.
-        mesh: of (replica, shard), over which the parameters lie.
+        rank: this rank, for the name of the file.
+        mesh: the mesh of (replica, shard), over which the parameters are distributed.
     """
 
     def __init__(self, rank: int, mesh: DeviceMesh) -> None:
@@ -37,7 +37,7 @@ class ShardWriter:
         self.mesh = mesh
         self.buffers: dict[str, torch.Tensor] = {}
         self.offsets: dict[str, dict[str, list[int]]] = {}
-        """Where each buffer lies in its whole tensor, as the reader wants it."""
+        """The offsets of each buffer in its whole tensor, in the form that the reader needs."""
         self.threads = ThreadPoolExecutor(2, "checkpoint")
         self.writing: Future[dict[str, dict[str, Any]]]
 
@@ -45,11 +45,10 @@ class ShardWriter:
     def begin(
         self, state: Mapping[str, torch.Tensor], folder: Path, write_others: Callable[[], None]
     ) -> None:
-        """Copies this rank's part of the state, and begins to write it to the folder, after
-        `write_others`.
+        """Copies this rank's part of the state, then begins to write it to the folder in a thread.
 
-        Every call has the same names and shapes on all ranks. The first one allocates the buffers,
-        which stay.
+        The thread calls `write_others` first. Every call must have the same names and shapes; the
+        first one allocates the buffers for all. The last file must be written before the next call.
         """
         assert not self.buffers or self.writing.done(), (
             "a copy that is being written lies in the buffers"
@@ -58,40 +57,52 @@ class ShardWriter:
             self._allocate(state)
         buffers = list(self.buffers.values())
         shards = [local_part(state[name]).detach() for name in self.buffers]
-        # In two threads: many tensors in small pages take one up to twice as long as one piece of
-        # memory.
-        halves = [(buffers[first::2], shards[first::2]) for first in range(min(2, len(buffers)))]
-        for copy in [
-            self.threads.submit(torch._foreach_copy_, *half, non_blocking=True) for half in halves
-        ]:
+        # Two threads copy half of the tensors each. One thread takes up to twice as long for many
+        # tensors in small pages as for one piece of memory.
+        copies = []
+        for first in range(min(2, len(buffers))):
+            half = (buffers[first::2], shards[first::2])
+            copies.append(self.threads.submit(torch._foreach_copy_, *half, non_blocking=True))
+        for copy in copies:
             copy.result()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.writing = self.threads.submit(self._write, folder, write_others)
 
     def _allocate(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Chooses the tensors that this rank writes, and allocates a buffer for each of them.
+
+        Replicas take turns over the names. Tensors that are not sharded are written by the first
+        rank of a replica.
+        """
+        replica = self.mesh["replica"]
         shards = {}
-        for name in list(state)[
-            self.mesh["replica"].get_local_rank() :: self.mesh["replica"].size()
-        ]:
+        own_names = list(state)[replica.get_local_rank() :: replica.size()]
+        for name in own_names:
             tensor = state[name]
-            shard = local_part(state[name])
+            shard = local_part(tensor)
             offsets = [0] * tensor.ndim
             if isinstance(tensor, DTensor):
-                offsets = list(tensor.__create_chunk_list__()[0].offsets)
+                chunk = tensor.__create_chunk_list__()[0]
+                offsets = list(chunk.offsets)
             elif self.mesh["shard"].get_local_rank():
                 continue
             if shard.numel():
-                self.offsets[name], shards[name] = {SAVED_OFFSETS_KEY: offsets}, shard
+                self.offsets[name] = {SAVED_OFFSETS_KEY: offsets}
+                shards[name] = shard
         self.buffers = host_places(shards)
 
     def result(self, wait: bool) -> dict[str, dict[str, Any]] | None:
-        """The file of the last `begin` by its name, as `file_digest` has it, once it is on the
-        disk; before that None, unless `wait`. Raises OSError, naming the file that cannot be
-        written."""
+        """Returns `file_digest` of the file of the last `begin`, by its name, once it is written.
+
+        Before that it waits if `wait` is True, and otherwise returns None. Raises OSError, which
+        names the file, if it cannot be written.
+        """
         return self.writing.result() if wait or self.writing.done() else None
 
     def _write(self, folder: Path, write_others: Callable[[], None]) -> dict[str, dict[str, Any]]:
+        """Writes the buffers to the file, in a thread, and returns its `file_digest` by its
+        name."""
         file = folder / self.name
         try:
             folder.mkdir(parents=True, exist_ok=True)

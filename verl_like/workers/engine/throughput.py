@@ -1,5 +1,5 @@
-"""How fast a pass over a batch was: tokens per second, and MFU, the share of the device's peak
-(arXiv:2204.02311)."""
+"""Measures the speed of a pass over a batch: tokens per second, and MFU (model FLOPs utilization,
+arXiv:2204.02311), the share of the device's peak."""
 
 import time
 from functools import lru_cache
@@ -20,15 +20,16 @@ _DENSE_BFLOAT16_PEAKS = {
     "L40S": 362e12,
     "RTX 4090": 165e12,
 }
-"""FLOP/s of matrix products without sparsity, by a part of the device's name."""
+"""The FLOP/s of matrix products without sparsity, by a part of the device's name."""
 
 
 class Stopwatch:
-    """Measures one pass over `rows` from its making to `metrics`, which `phase` names.
+    """Measures one pass over `rows`, from the construction of the Stopwatch to `metrics`.
 
-    It costs `passes` forward passes: 1, or 3 for each epoch of training, whose backward costs two.
-    Tokens count without padding, of the head's FLOPs those for response tokens, of attention's
-    those within the sequence, and none for recomputed layers or the optimizer.
+    `phase` names the pass in the metrics. Its cost is `passes` forward passes: 1 for inference and
+    3 for each epoch of training, because a backward pass costs two. Padding does not count, nor do
+    recomputed layers and the optimizer. The head counts for response tokens alone, and attention
+    within a sequence alone.
     """
 
     def __init__(self, engine: TrainingEngine, rows: Rows, phase: str, *, passes: int) -> None:
@@ -41,7 +42,7 @@ class Stopwatch:
         self.start = time.perf_counter()
 
     def count(self, rows: Rows) -> None:
-        """Adds rows to those of the pass."""
+        """Adds more rows to the pass."""
         tokens_B = rows.lengths_B
         flops_B = self.engine.cost.forward(tokens_B, rows.num_scored_B)
         if PAD_COLUMN in rows:
@@ -51,15 +52,15 @@ class Stopwatch:
         self.flops += self.passes * float(flops_B.sum())
 
     def metrics(self, num_parts: int = 1) -> dict[str, Metric]:
-        """`perf/tokens_per_s/<phase>`: sum of ranks, mean of `num_parts`; `perf/mfu/<phase>` over
-        ranks and time.
+        """Ends the measurement, and returns `perf/tokens_per_s/<phase>` and `perf/mfu/<phase>`.
 
-        The host has read what the pass computed last, so that the device has nothing more to do.
+        The former is summed over ranks, and averaged over the `num_parts` parts of a training step.
+        The latter is the mean over ranks and time. The host must have read what the pass computed
+        last, so that the device has ended its work.
         """
         seconds = time.perf_counter() - self.start
-        peak = (
-            peak_flops(self.engine.device, self.engine.dtype) * self.engine.sequence_parallel_size
-        )
+        engine = self.engine
+        peak = peak_flops(engine.device, engine.dtype) * engine.sequence_parallel_size
         return {
             f"perf/tokens_per_s/{self.phase}": Metric.sum(self.tokens / seconds / num_parts),
             f"perf/mfu/{self.phase}": Metric.mean(self.flops / (seconds * peak), weight=seconds),
@@ -68,11 +69,11 @@ class Stopwatch:
 
 @lru_cache
 def peak_flops(device: str, dtype: str) -> float:
-    """FLOP/s of matrix products in `dtype`: the data sheet's for known GPUs in bfloat16, else
-    measured, once a process.
+    """Returns the FLOP/s of matrix products in `dtype`.
 
-    The measurement is the best of a few products, on a CPU with this process's threads; it takes
-    less than 0.2 s.
+    For known GPUs in bfloat16 it is the number of the data sheet. Otherwise it is measured, once a
+    process: the best of a few products, on a CPU with this process's threads. That takes less than
+    0.2 s.
     """
     if device == "cuda" and dtype == "bfloat16":
         name = torch.cuda.get_device_name()

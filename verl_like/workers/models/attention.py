@@ -1,5 +1,4 @@
-"""Causal attention over packed sequences: what lets a forward run without padding and without
-mixing sequences."""
+"""Causal attention over packed sequences, each of which attends to itself alone."""
 
 import importlib.util
 import inspect
@@ -22,16 +21,17 @@ from verl_like.workers.models.sequence_exchange import SequenceExchange
 def choose_attention(
     requested: str | None, device: str, dtype: torch.dtype, softcap: float | None = None
 ) -> str:
-    """Name of the packed attention to load a model with. Raises ValueError for one that this
-    device, dtype, model or environment does not have.
+    """Returns the name of the packed attention to load a model with.
+
+    Raises ValueError for one that this device, dtype, model or environment does not support.
 
     Args:
-        requested: `override_config.attn_implementation`: None (choose), sdpa, varlen (torch) or
-            flash_attention_2.
+        requested: `override_config.attn_implementation`: sdpa, varlen (of torch),
+            flash_attention_2, or None for the fastest one.
         device: `cpu` or `cuda`.
-        dtype: the dtype attention computes in; the varlen kernels need bfloat16 or float16.
-        softcap: the bound of the attention logits of models that have one (Gemma 2), which torch's
-            varlen has not.
+        dtype: the dtype that attention computes in. Only sdpa supports float32.
+        softcap: the bound of the model's attention logits (Gemma 2) or None. torch's varlen does
+            not support it.
     """
     require_flash_attention(requested, key="model")
     on_gpu = device == "cuda" and dtype in (torch.bfloat16, torch.float16)
@@ -47,9 +47,11 @@ def choose_attention(
             "leave it at null."
         )
     if requested is None:
-        has_flash = importlib.util.find_spec("flash_attn") is not None
-        fastest = "flash_attention_2" if has_flash else "varlen" if softcap is None else "sdpa"
-        requested = fastest if on_gpu else "sdpa"
+        requested = "sdpa"
+        if on_gpu and importlib.util.find_spec("flash_attn") is not None:
+            requested = "flash_attention_2"
+        elif on_gpu and softcap is None:
+            requested = "varlen"
     return _PACKED_NAMES[requested]
 
 
@@ -65,21 +67,22 @@ def require_flash_attention(requested: str | None, key: str) -> None:
 
 @dataclass(frozen=True)
 class Sequences:
-    """How N tokens are sequences, and what each token of them attends to."""
+    """The sequences that N packed tokens are, and how their tokens attend to each other."""
 
     lengths: list[int]
     cu_seqlens: torch.Tensor
-    """(S + 1,) int32, where each of the S sequences starts; the last entry is N."""
+    """(S + 1,) int32, the start of each of the S sequences; the last entry is N."""
     scale: float | None = None
-    """Factor of the attention logits; None means 1 / sqrt(D)."""
+    """The factor of the attention logits; None means 1 / sqrt(D)."""
     window: int | None = None
-    """The nearest tokens that a token attends to, itself among them; None means all before it."""
+    """How many tokens a token attends to: itself and those before it. None means all before it."""
     softcap: float | None = None
-    """Bound of the attention logits."""
+    """The bound of the attention logits."""
 
 
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Sequences], torch.Tensor]
-"""(query (1 H N D), key and value (1 G N D), sequences) -> (1 N H D)."""
+"""A function of the query (1, H, N, D), key and value (1, G, N, D) and sequences, which returns the
+output (1, N, H, D)."""
 
 
 _NOT_COMPUTED = "which packed attention does not compute"
@@ -90,13 +93,16 @@ _REFUSED = {
     "indices": "attends to chosen tokens",
     "block_indices": "attends to chosen blocks of tokens",
 }
-"""What models hand to transformers' attention beside queries, keys and values, and what they do
-with it."""
+"""Arguments of transformers' attention that packed attention does not support, and what a model
+that gives them does."""
 
 
 def packed_attention(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, None]]:
-    """What transformers calls in every layer: checks, the exchange of sequence parallelism, and
-    `kernel`."""
+    """Returns the attention function that transformers calls in every layer.
+
+    It refuses what packed attention does not compute, does the exchanges of sequence parallelism,
+    and calls `kernel`.
+    """
 
     @torch.compiler.disable
     def attend(
@@ -122,7 +128,9 @@ def packed_attention(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, None]]
                 "ratio of a policy to itself differ from 1; set "
                 "model.override_config.attention_dropout=0."
             )
-        if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        if is_causal is None:
+            is_causal = getattr(module, "is_causal", True)
+        if not is_causal:
             raise ValueError(f"{type(module).__name__} attends to later tokens, {_NOT_COMPUTED}.")
         further["attention_mask"] = attention_mask
         for name, what in _REFUSED.items():
@@ -136,8 +144,8 @@ def packed_attention(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, None]]
             )
         value_size = value.size(-1)
         if value_size < query.size(-1):
-            # Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434). The exchange and some
-            # kernels need one size.
+            # Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434) has smaller values. But
+            # the exchange and some kernels need the same size.
             value = F.pad(value, (0, query.size(-1) - value_size))
         if sequence_parallel is not None:
             query, key, value = sequence_parallel.tokens_to_heads(query, key, value)
@@ -155,25 +163,34 @@ def packed_attention(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, None]]
 def packed_sdpa(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: Sequences
 ) -> torch.Tensor:
-    """Causal attention of each sequence to itself, one call for neighbours of the same length."""
-    runs = [(length, len(list(same))) for length, same in groupby(sequences.lengths)]
+    """Computes attention by torch's `scaled_dot_product_attention`.
+
+    Consecutive sequences of the same length are computed in one call.
+    """
+    lengths = []
+    counts = []
+    for length, same in groupby(sequences.lengths):
+        lengths.append(length)
+        counts.append(len(list(same)))
     scale = sequences.scale
     window = sequences.window
     softcap = sequences.softcap
     outputs = []
     enable_gqa = query.size(1) != key.size(1)
-    split = (
-        tensor[0].split([length * count for length, count in runs], dim=1)
-        for tensor in (query, key, value)
-    )
-    for (length, count), *run in zip(runs, *split, strict=True):
+    num_tokens = [length * count for length, count in zip(lengths, counts, strict=True)]
+    queries = query[0].split(num_tokens, dim=1)
+    keys = key[0].split(num_tokens, dim=1)
+    values = value[0].split(num_tokens, dim=1)
+    for index, length in enumerate(lengths):
+        shape = (counts[index], length)
         # (sequences, heads, L, D)
-        q, k, v = (tensor.unflatten(1, (count, length)).transpose(0, 1) for tensor in run)
+        q = queries[index].unflatten(1, shape).transpose(0, 1)
+        k = keys[index].unflatten(1, shape).transpose(0, 1)
+        v = values[index].unflatten(1, shape).transpose(0, 1)
         mask_LL = None
         if softcap is not None or (window is not None and length > window):
-            distance_LL = torch.arange(length, device=q.device)[:, None] - torch.arange(
-                length, device=q.device
-            )
+            places_L = torch.arange(length, device=q.device)
+            distance_LL = places_L[:, None] - places_L
             mask_LL = (distance_LL >= 0) & (distance_LL < (window or length))
         if softcap is not None:
             output = _softcapped(q, k, v, mask_LL, scale, softcap)
@@ -199,35 +216,41 @@ def _softcapped(
     scale: float | None,
     softcap: float,
 ) -> torch.Tensor:
-    """Attention with the logits bounded by softcap * tanh(logits / softcap) (Gemma 2,
+    """Computes attention with logits bounded by softcap * tanh(logits / softcap) (Gemma 2,
     arXiv:2408.00118)."""
-    k, v = (tensor.repeat_interleave(q.size(1) // tensor.size(1), dim=1) for tensor in (k, v))
-    logits_LL = q @ k.transpose(2, 3) * (q.size(-1) ** -0.5 if scale is None else scale)
-    logits_LL = (softcap * torch.tanh(logits_LL / softcap)).masked_fill(~mask_LL, -torch.inf)
-    return logits_LL.softmax(-1, dtype=torch.float32).to(v.dtype) @ v
+    num_repeats = q.size(1) // k.size(1)
+    k = k.repeat_interleave(num_repeats, dim=1)
+    v = v.repeat_interleave(num_repeats, dim=1)
+    if scale is None:
+        scale = q.size(-1) ** -0.5
+    logits_LL = q @ k.transpose(2, 3) * scale
+    capped_LL = softcap * torch.tanh(logits_LL / softcap)
+    masked_LL = capped_LL.masked_fill(~mask_LL, -torch.inf)
+    weights_LL = masked_LL.softmax(-1, dtype=torch.float32)
+    return weights_LL.to(v.dtype) @ v
 
 
-# torch 2.11's kernel takes grouped heads without a setting.
-_VARLEN_GROUPED: dict[str, Any] = (
-    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-)
+_VARLEN_GROUPED: dict[str, Any] = {}
+"""The setting that torch's kernel needs for grouped heads. That of torch 2.11 needs none."""
+if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+    _VARLEN_GROUPED["enable_gqa"] = True
 
 
 def packed_varlen(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: Sequences
 ) -> torch.Tensor:
-    """The same by torch's variable-length kernel, in one call."""
+    """Computes attention by torch's kernel for sequences of different lengths, in one call."""
     assert sequences.softcap is None, (
         "choose_attention gives a model with bounded logits another kernel"
     )
     starts = sequences.cu_seqlens
     longest = max(sequences.lengths)
     window = sequences.window
-    query_NHD, key_NHD, value_NHD = (
-        tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value)
-    )
+    query_NHD = query[0].transpose(0, 1).contiguous()
+    key_NGD = key[0].transpose(0, 1).contiguous()
+    value_NGD = value[0].transpose(0, 1).contiguous()
     output_NHD: Any = varlen_attn(
-        *(query_NHD, key_NHD, value_NHD, starts, starts, longest, longest),
+        *(query_NHD, key_NGD, value_NGD, starts, starts, longest, longest),
         scale=sequences.scale,
         window_size=(-1 if window is None else window - 1, 0),
         **_VARLEN_GROUPED,
@@ -238,7 +261,7 @@ def packed_varlen(
 def packed_flash(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: Sequences
 ) -> torch.Tensor:
-    """The same by flash-attn's variable-length kernel, in one call."""
+    """Computes attention by flash-attn's kernel for sequences of different lengths, in one call."""
     from flash_attn import flash_attn_varlen_func
 
     starts = sequences.cu_seqlens
@@ -255,8 +278,8 @@ def packed_flash(
     return output_NHD.unsqueeze(0)
 
 
-# transformers gives names containing "flash" a meaning of its own, and builds no mask for names it
-# does not know.
+# transformers makes no mask for these names, because it does not know them. None contains "flash",
+# which has a meaning for transformers.
 _PACKED_NAMES = {
     "sdpa": "packed_sdpa",
     "varlen": "packed_varlen",

@@ -1,8 +1,7 @@
-"""Triton kernels of `linear_log_prob`: the statistics of a chunk of logits, and its gradient, in
-one pass each.
+"""Triton kernels of `linear_log_prob`: one for the statistics of a chunk of logits, one for its
+gradient.
 
-Triton comes with torch's builds for CUDA, so this module is imported only where there are tensors
-on a GPU.
+Only torch's builds for CUDA have Triton, so this module is imported only for tensors on a GPU.
 """
 
 import torch
@@ -12,17 +11,17 @@ import triton.language as tl
 # Legend: M scored tokens, C vocabulary entries of a chunk, T vocabulary entries of a tile.
 
 TILE = 4096
-"""Columns that a program loads at a time."""
+"""The number of columns that a program loads at a time."""
 
 NUM_WARPS = 8
-"""Of 32 threads each; a thread has 16 columns of a tile, which are two loads of 16 bytes in
-bfloat16."""
+"""The number of warps of a program, of 32 threads each. A thread has 16 columns of a tile, which
+are two loads of 16 bytes in bfloat16."""
 
 
 def statistics(
     x_MC: torch.Tensor, cap: float | None, with_entropy: bool, with_sum_pi_squared: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `linear_log_prob` defines it."""
+    """Computes what `_statistics` of linear_log_prob.py returns, on a GPU."""
     lse_M = x_MC.new_empty(len(x_MC), dtype=torch.float32)
     entropy_M = torch.empty_like(lse_M)
     norm_M = torch.empty_like(lse_M)
@@ -52,11 +51,11 @@ def to_gradient(
     entropy_M: torch.Tensor | None,
     grad_entropy_M: torch.Tensor | None,
 ) -> None:
-    """Overwrites a chunk of x by dz/dx (at_label grad_log_prob - p (grad_log_prob + grad_entropy (z
-    - lse + entropy))).
+    """Overwrites a chunk of x by its gradient, on a GPU.
 
-    p = exp(z - lse), and at_label is 1 in column `column_M` of a row, which may be outside the
-    chunk.
+    The gradient is dz/dx (at_label grad_log_prob - p (grad_log_prob + grad_entropy (z - lse +
+    entropy))) with p = exp(z - lse). at_label is 1 in column `column_M` of a row, which may be
+    outside of the chunk, and 0 in other columns.
     """
     has_entropy = grad_entropy_M is not None
     with torch.cuda.device_of(x_MC):
@@ -65,7 +64,7 @@ def to_gradient(
             column_M,
             lse_M,
             grad_log_prob_M,
-            entropy_M if has_entropy else lse_M,  # any pointer will do where it is not read
+            entropy_M if has_entropy else lse_M,  # any pointer, which is not read
             grad_entropy_M if has_entropy else lse_M,
             x_MC.size(1),
             1.0 if cap is None else cap,
@@ -78,8 +77,8 @@ def to_gradient(
 
 @triton.jit
 def _logits(x: tl.tensor, cap: tl.tensor, HAS_CAP: tl.constexpr) -> tl.tensor:
-    """x in float32, or cap * tanh(x); of numbers <= 0 alone is exp taken, so that nothing
-    overflows."""
+    """Returns z in float32: x, or cap * tanh(x). exp is computed only of numbers <= 0, so that it
+    does not overflow."""
     z = x.to(tl.float32)
     if HAS_CAP:
         power = tl.exp(-2.0 * tl.abs(z))
@@ -101,8 +100,10 @@ def _statistics_kernel(
     WITH_NORM: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """A row for each program. With d = z - largest of the columns so far, it sums exp(d), exp(d) d
-    and exp(2 d)."""
+    """Computes the statistics of one row in each program.
+
+    With d = z - the largest z of the columns so far, it sums exp(d), exp(d) d and exp(2 d).
+    """
     row = tl.program_id(0).to(tl.int64)
     x_C = x_MC + row * C
     largest = _logits(tl.load(x_C), cap, HAS_CAP)
@@ -118,7 +119,7 @@ def _statistics_kernel(
         largest = tl.maximum(before, tl.max(z_T, 0))
         d_T = z_T - largest
         exp_T = tl.exp(d_T)
-        # What was summed so far had the largest one before subtracted.
+        # From the columns summed so far the largest z before was subtracted, so sums are rescaled.
         shift = before - largest
         rescale = tl.exp(shift)
         if WITH_ENTROPY:
@@ -149,7 +150,7 @@ def _gradient_kernel(
     HAS_ENTROPY: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """A tile of a row for each program."""
+    """Computes the gradient of one tile of a row in each program."""
     row = tl.program_id(0).to(tl.int64)
     column_T = tl.program_id(1) * TILE + tl.arange(0, TILE)
     is_here_T = column_T < C
@@ -163,7 +164,7 @@ def _gradient_kernel(
     at_label_T = tl.where(column_T == tl.load(column_M + row), grad_log_prob, 0.0)
     grad_T = at_label_T - tl.exp(log_prob_T) * slope_T
     if HAS_CAP:
-        # cap - z^2 / cap, with digits left where z is nearly the cap.
+        # This is cap - z^2 / cap, in a form that keeps precision if z is close to the cap.
         inverse = 1.0 / cap
         grad_T *= (cap - z_T) * (cap + z_T) * inverse
     tl.store(x_T, grad_T.to(x_MC.dtype.element_ty), mask=is_here_T)

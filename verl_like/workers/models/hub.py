@@ -1,5 +1,5 @@
-"""Asks the hub whether it has a model, with a deadline: transformers tries for a minute where
-nothing answers."""
+"""Asks the hub whether it has a model, with a deadline. transformers would try for a minute if the
+hub does not answer."""
 
 import queue
 import threading
@@ -12,13 +12,14 @@ _ANSWER_S = 8.0
 
 def require_hub_model(name: str, setting: str, *files: str) -> None:
     """Raises ValueError unless a model is in this machine's cache, or the hub says within 10 s that
-    it has it.
+    it has the model.
 
-    `setting` is the key and its value, for the message. `files` are those of a tokenizer, of which
-    one is in the cache, or which the hub may lack; else it is asked for `config.json`.
+    `setting` is the configuration key and its value, for the message. Without `files` it looks for
+    the model's `config.json`. `files` are files of a tokenizer: one of them in the cache is enough,
+    and the hub may lack them.
     """
     if constants.HF_HUB_OFFLINE:
-        return  # the loader then looks into the cache alone
+        return  # the loader will look into the cache alone
     asked = files or ("config.json",)
     answer: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
 
@@ -27,9 +28,9 @@ def require_hub_model(name: str, setting: str, *files: str) -> None:
             if not any(isinstance(try_to_load_from_cache(name, file), str) for file in asked):
                 get_hf_file_metadata(hf_hub_url(name, asked[0]), timeout=_ANSWER_S)
             answer.put(None)
-        except RemoteEntryNotFoundError as error:  # the hub has the name
+        except RemoteEntryNotFoundError as error:  # the hub has the model, but not the file
             answer.put(None if files else error)
-        except Exception as error:  # whatever it is, it is why there is no model
+        except Exception as error:  # any error means that there is no model
             answer.put(error)
 
     threading.Thread(target=ask, name="ask the hub", daemon=True).start()

@@ -1,4 +1,4 @@
-"""The model of ILQL (Snell et al. 2022, arXiv:2206.11871): a language model with Q and V heads, and
+"""The model of ILQL (Snell et al. 2022, arXiv:2206.11871), a language model with Q and V heads, and
 its decoding."""
 
 import copy
@@ -19,26 +19,24 @@ from verl_like.workers.models.pretrained import HEADS_FILE
 
 
 def ilql_heads(hf: PreTrainedModel) -> nn.ModuleDict:
-    """The heads in the folder of the model; torch's generator draws new ones where it has none.
+    """Loads the heads from the model's folder. If it has none, torch's generator draws new ones.
 
-    `q1`, `q2`: (..., D) -> (..., V), the value of each token as the next one. `target_q1`,
-    `target_q2`: their running averages, without gradients, and in float32, since a step of an
-    average is below the rounding of bfloat16. `value`: (..., D) -> (..., 1), that of the text so
-    far.
+    - `q1`, `q2`: (..., D) -> (..., V), the value of each token as the next one.
+    - `target_q1`, `target_q2`: their running averages, without gradients. They are in float32,
+      because a step of an average is smaller than the rounding of bfloat16.
+    - `value`: (..., D) -> (..., 1), the value of the text so far.
     """
     embeddings = hf.get_output_embeddings().weight
-    num_tokens, size = embeddings.shape
+    vocab_size, size = embeddings.shape
     heads = nn.ModuleDict()
     with torch.device(embeddings.device):
-        for name, num_outputs in {"q1": num_tokens, "q2": num_tokens, "value": 1}.items():
-            layers = (
-                nn.Linear(size, 2 * size),
-                nn.ReLU(),
-                nn.Linear(2 * size, num_outputs, bias=False),
-            )
-            heads[name] = nn.Sequential(*layers).to(embeddings.dtype)
+        for name, num_outputs in {"q1": vocab_size, "q2": vocab_size, "value": 1}.items():
+            hidden = nn.Linear(size, 2 * size)
+            last = nn.Linear(2 * size, num_outputs, bias=False)
+            heads[name] = nn.Sequential(hidden, nn.ReLU(), last).to(embeddings.dtype)
     for name in ("q1", "q2"):
-        heads[f"target_{name}"] = copy.deepcopy(heads[name]).float().requires_grad_(False)
+        target = copy.deepcopy(heads[name]).float()
+        heads[f"target_{name}"] = target.requires_grad_(False)
     file = Path(hf.name_or_path, HEADS_FILE)
     if file.is_file() and not embeddings.is_meta:
         heads.load_state_dict(load_file(file))
@@ -46,7 +44,10 @@ def ilql_heads(hf: PreTrainedModel) -> nn.ModuleDict:
 
 
 class ILQLModel(PackedModel):
-    """What the losses of ILQL need of each response token, without the Q of all other tokens."""
+    """A language model with Q and V heads, which gives what the losses of ILQL need.
+
+    Q of all tokens of the vocabulary never exists at the same time.
+    """
 
     auto_class = AutoModelForCausalLM
 
@@ -56,8 +57,11 @@ class ILQLModel(PackedModel):
         self.heads = ilql_heads(hf)
 
     def forward(self, packed: PackedBatch) -> tuple[torch.Tensor, ...]:
-        """(M,) float32 each: log-probability; Q of both heads; its log-softmax over the vocabulary,
-        of both; the lesser Q of the target heads; V of the state before the token."""
+        """Returns seven numbers for each scored token, (M,) float32 each.
+
+        They are the log-probability, Q of both heads, the log-softmax of Q over the vocabulary of
+        both heads, the smaller Q of the target heads, and V of the state before the token.
+        """
         hidden_MD = self.hidden_states(packed)[packed.scored]
         labels_M = packed.labels
         policy_VD = self.hf.get_output_embeddings().weight
@@ -66,28 +70,30 @@ class ILQLModel(PackedModel):
         )
 
         def last_layer(name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            """Its inputs and weights, and its outputs for the labels: (M, H), (V, H), (M,)."""
+            """Returns a head's last layer: inputs (M, H), weight (V, H), and Q of labels (M,)."""
             head: Any = self.heads[name]
             inputs_MH = head[:-1](hidden_MD)
             weight_VH = head[-1].weight
-            return (
-                inputs_MH,
-                weight_VH,
-                (inputs_MH * weight_VH[labels_M]).sum(-1, dtype=torch.float32),
-            )
+            q_M = (inputs_MH * weight_VH[labels_M]).sum(-1, dtype=torch.float32)
+            return inputs_MH, weight_VH, q_M
 
-        layers = last_layer("q1"), last_layer("q2")
-        log_softmax = [linear_log_prob(inputs, weight, labels_M)[0] for inputs, weight, _ in layers]
+        inputs1_MH, weight1_VH, q1_M = last_layer("q1")
+        inputs2_MH, weight2_VH, q2_M = last_layer("q2")
+        log_softmax1 = linear_log_prob(inputs1_MH, weight1_VH, labels_M)
+        log_softmax2 = linear_log_prob(inputs2_MH, weight2_VH, labels_M)
         with torch.no_grad():
-            target_q_M = torch.minimum(last_layer("target_q1")[2], last_layer("target_q2")[2])
+            _, _, target_q1_M = last_layer("target_q1")
+            _, _, target_q2_M = last_layer("target_q2")
+            target_q_M = torch.minimum(target_q1_M, target_q2_M)
         values_M = self.heads["value"](hidden_MD).sum(-1, dtype=torch.float32)
-        return *log_probs, *(q_M for _, _, q_M in layers), *log_softmax, target_q_M, values_M
+        return *log_probs, q1_M, q2_M, *log_softmax1, *log_softmax2, target_q_M, values_M
 
 
 class AdvantageWeighting(LogitsProcessor):
-    """Decodes by softmax(log pi + beta (Q - V)), with the lesser Q of the target heads, in
-    `generate` of a model that `main_ilql` exported; not for assisted generation. Raises ValueError
-    if the model's folder has no heads.
+    """Decodes by softmax(log pi + beta (Q - V)), with the smaller Q of the target heads.
+
+    It is an argument of `generate` of a model that `main_ilql` has exported, but not of assisted
+    generation. Raises ValueError if the model's folder has no heads.
     """
 
     def __init__(self, model: PreTrainedModel, beta: float) -> None:
@@ -101,12 +107,15 @@ class AdvantageWeighting(LogitsProcessor):
         model.get_output_embeddings().register_forward_pre_hook(self._keep)
 
     def _keep(self, head: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Keeps the input of the model's head for the last token."""
         self.hidden = inputs[0][:, -1]
 
     @torch.no_grad()
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> Any:
-        """(B, V) logits of the next token -> the same with the advantages."""
-        q1, q2, value = (
-            self.heads[name](self.hidden) for name in ("target_q1", "target_q2", "value")
-        )
-        return scores.log_softmax(-1) + self.beta * (torch.minimum(q1, q2) - value).float()
+        """Adds the advantages to the log-softmax of the logits `scores` of the next token, (B,
+        V)."""
+        q1 = self.heads["target_q1"](self.hidden)
+        q2 = self.heads["target_q2"](self.hidden)
+        value = self.heads["value"](self.hidden)
+        advantages = (torch.minimum(q1, q2) - value).float()
+        return scores.log_softmax(-1) + self.beta * advantages

@@ -1,5 +1,4 @@
-"""The language-model head and its softmax in one: log-probabilities and the like without the full
-logits."""
+"""The language-model head and its softmax in one function, which never has all logits at a time."""
 
 from collections.abc import Iterator
 from types import ModuleType
@@ -12,16 +11,17 @@ from torch.autograd.function import once_differentiable
 # rows of a block.
 
 LOGITS_PER_CHUNK = {"cpu": 1 << 24, "cuda": 1 << 27}
-"""Largest number of logits that exist at a time, by device: 64 MiB in float32, 256 MiB in bfloat16.
-On a GPU each chunk reads and writes the whole gradient of the hidden states, so few are faster."""
+"""The largest number of logits that exist at a time, by device: 64 MiB in float32 on a CPU, 256 MiB
+in bfloat16 on a GPU. On a GPU each chunk reads and writes the whole gradient of the hidden states,
+so few chunks are faster."""
 
 COLUMNS_PER_CHUNK = {"cpu": 1, "cuda": 64}
-"""A chunk but the last has a multiple of so many, by device: a GPU is faster where rows begin at
-whole 16 bytes."""
+"""All chunks but the last have a multiple of this number of columns, by device. A GPU is faster if
+rows begin at multiples of 16 bytes."""
 
 LOGITS_PER_BLOCK = 1 << 18
-"""Logits that an elementwise pass on a CPU works on: few enough that the next pass finds them in
-the cache."""
+"""How many logits an elementwise pass on a CPU works on: so few that they are still in the cache
+for the next pass."""
 
 
 def linear_log_prob(
@@ -35,26 +35,33 @@ def linear_log_prob(
     with_entropy: bool = False,
     with_sum_pi_squared: bool = False,
 ) -> tuple[torch.Tensor, ...]:
-    """Log-probability of each label under softmax(logits / temperature), and more of that
-    distribution.
+    """Computes the log-probability of each label under softmax(logits / temperature).
 
-    logits = x, or softcap * tanh(x / softcap) where there is a cap (Gemma 2, arXiv 2408.00118),
-    with x = scale * hidden @ weight.T. A chunk of the vocabulary is computed at a time, for all
-    tokens, and again in the backward pass; only the last chunk is kept. Products are in the dtype
-    of the inputs, all else in float32.
+    logits = x, or softcap * tanh(x / softcap) if there is a cap (Gemma 2, arXiv 2408.00118), with
+    x = scale * hidden @ weight.T. The logits of one chunk of the vocabulary are computed at a time,
+    for all tokens, and again in the backward pass; only the last chunk is kept. Products are in the
+    dtype of the inputs, all else in float32.
 
     Args:
         hidden_MD: (M, D) outputs of the backbone.
         weight_VD: (V, D) of the head, same dtype.
         labels_M: (M,) int64, in [0, V).
-        temperature: > 0, as is a `softcap`.
+        temperature: > 0.
+        scale: the model's factor of its logits.
+        softcap: the bound of the logits, > 0, or None.
+        with_entropy: whether to return entropies, too.
+        with_sum_pi_squared: whether to return sums of squared probabilities, too.
 
     Returns:
-        (M,) float32 each: log-probabilities; entropies in nats and sums of squared probabilities
-        where they are asked for. The first two can be differentiated once.
+        The log-probabilities, then what was asked for: entropies in nats, and sums of squared
+        probabilities, (M,) float32 each. The former two can be differentiated once.
     """
-    factor = scale / temperature if softcap is None else scale / softcap
-    cap = None if softcap is None else softcap / temperature
+    if softcap is None:
+        factor = scale / temperature
+        cap = None
+    else:
+        factor = scale / softcap
+        cap = softcap / temperature
     scores = _LinearLogProb.apply(
         hidden_MD, weight_VD, labels_M, factor, cap, with_entropy, with_sum_pi_squared
     )
@@ -62,15 +69,17 @@ def linear_log_prob(
 
 
 class _LinearLogProb(torch.autograd.Function):
-    """With x = factor * hidden @ weight.T and z = x, or z = cap * tanh(x): lse = log(sum_v
+    """The computation of `linear_log_prob` and its derivative.
+
+    With x = factor * hidden @ weight.T and z = x, or z = cap * tanh(x), let lse = log(sum_v
     exp(z_v)).
 
     log p_y = z_y - lse, so d log p_y / d z_v = [v = y] - p_v.
     H = -sum_v p_v log p_v with log p_v = z_v - lse, so d H / d z_v = -p_v (z_v - lse + H).
 
-    A chunk c has the share w_c = exp(lse_c - lse) of the probability, and H_c is the entropy of its
-    own softmax: H = sum_c w_c (H_c - log w_c), which stays exact where lse is large and H small.
-    Likewise sum_v p_v^2 = sum_c w_c^2 (sum of the squares of its own softmax).
+    A chunk c of the vocabulary has the share w_c = exp(lse_c - lse) of the probability. With the
+    entropy H_c of its own softmax, H = sum_c w_c (H_c - log w_c), which stays exact if lse is large
+    and H is small. Likewise sum_v p_v^2 = sum_c w_c^2 (the sum of the squares of its own softmax).
     """
 
     @staticmethod
@@ -96,16 +105,16 @@ class _LinearLogProb(torch.autograd.Function):
                 x_MC, cap, with_entropy, with_sum_pi_squared
             )
             column_M1, is_here_M1 = _find(labels_M, start, end)
-            label_logit_M += (_logits(x_MC.gather(1, column_M1), cap) * is_here_M1).squeeze(1)
+            logit_M1 = _logits(x_MC.gather(1, column_M1), cap)
+            label_logit_M += (logit_M1 * is_here_M1).squeeze(1)
         lse_M = lse_SM.logsumexp(0)
         log_share_SM = lse_SM - lse_M
-        entropy_M = (
-            (log_share_SM.exp() * (entropy_SM - log_share_SM)).sum(0) if with_entropy else None
-        )
-        sum_squares_M = (
-            (log_share_SM.exp() * norm_SM).square().sum(0) if with_sum_pi_squared else None
-        )
-        if sum_squares_M is not None:
+        entropy_M = None
+        if with_entropy:
+            entropy_M = (log_share_SM.exp() * (entropy_SM - log_share_SM)).sum(0)
+        sum_squares_M = None
+        if with_sum_pi_squared:
+            sum_squares_M = (log_share_SM.exp() * norm_SM).square().sum(0)
             ctx.mark_non_differentiable(sum_squares_M)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden_MD, weight_VD, labels_M, log_share_SM, lse_M, entropy_M)
@@ -121,21 +130,25 @@ class _LinearLogProb(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         hidden_MD, weight_VD, labels_M, log_share_SM, lse_M, entropy_M = ctx.saved_tensors
         chunks = _chunks(hidden_MD, weight_VD)
-        # The buffer still holds the last chunk, unless this is a second backward pass through a
+        # The buffer still has the last chunk, unless this is a second backward pass through a
         # retained graph.
         buffer = ctx.buffer
         ctx.buffer = None
-        computed = len(chunks) - 1 if buffer is not None else None
+        computed = len(chunks) - 1
         if buffer is None:
+            computed = None
             buffer = hidden_MD.new_empty(len(hidden_MD) * chunks[0][1])
-        grad_log_prob_M = (
-            torch.zeros_like(lse_M) if grad_log_prob_M is None else ctx.factor * grad_log_prob_M
-        )
-        grad_entropy_M = None if grad_entropy_M is None else ctx.factor * grad_entropy_M
-        grad_hidden_MD = (
-            torch.zeros_like(hidden_MD, dtype=torch.float32) if ctx.needs_input_grad[0] else None
-        )
-        grad_weight_VD = torch.empty_like(weight_VD) if ctx.needs_input_grad[1] else None
+        if grad_log_prob_M is None:
+            grad_log_prob_M = torch.zeros_like(lse_M)
+        else:
+            grad_log_prob_M = ctx.factor * grad_log_prob_M
+        if grad_entropy_M is not None:
+            grad_entropy_M = ctx.factor * grad_entropy_M
+        needs_hidden, needs_weight, *_ = ctx.needs_input_grad
+        grad_hidden_MD = None
+        if needs_hidden:
+            grad_hidden_MD = torch.zeros_like(hidden_MD, dtype=torch.float32)
+        grad_weight_VD = torch.empty_like(weight_VD) if needs_weight else None
         for index, (start, end) in reversed(list(enumerate(chunks))):
             x_MC = _view(buffer, len(hidden_MD), end - start)
             if index != computed:
@@ -164,10 +177,10 @@ class _LinearLogProb(torch.autograd.Function):
 def _statistics(
     x_MC: torch.Tensor, cap: float | None, with_entropy: bool, with_sum_pi_squared: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(M,) float32 each, of the softmax of z over a chunk alone: lse, entropy, and root of the sum
-    of its squares.
+    """Returns lse, entropy and norm of the softmax of z over a chunk alone, (M,) float32 each.
 
-    The last two are left without values where they are not asked for.
+    The norm is the root of the sum of its squares. Entropy and norm are uninitialised if they are
+    not asked for.
     """
     kernels = _kernels(x_MC)
     compute = _statistics_in_blocks if kernels is None else kernels.statistics
@@ -184,12 +197,19 @@ def _to_gradient(
     entropy_M: torch.Tensor | None,
     grad_entropy_M: torch.Tensor | None,
 ) -> None:
-    """Overwrites a chunk of x by the gradient by hidden @ weight.T, which is factor times that by
-    x.
+    """Overwrites a chunk of x by the gradient with respect to hidden @ weight.T.
 
-    The two gradients that it starts from are multiplied by factor; lse and entropy are the whole
-    vocabulary's. `column_M` has the label's column, which may be outside the chunk, log_share_M the
-    log of the chunk's probability.
+    That is factor times the gradient with respect to x.
+
+    Args:
+        x_MC: the chunk.
+        cap: the bound of z, or None.
+        column_M: the label's column in the chunk, which may be outside of it.
+        lse_M: lse of the whole vocabulary.
+        log_share_M: the log of the chunk's share of the probability.
+        grad_log_prob_M: the gradient of the log-probability, times factor.
+        entropy_M: the entropy of the whole vocabulary.
+        grad_entropy_M: the gradient of the entropy, times factor, or None.
     """
     kernels = _kernels(x_MC)
     if kernels is not None:
@@ -199,7 +219,9 @@ def _to_gradient(
     offset_M1 = grad_log_prob_M.unsqueeze(1)
     entropy_terms = None
     if grad_entropy_M is not None:
-        entropy_terms = ((entropy_M - lse_M).unsqueeze(1), grad_entropy_M.unsqueeze(1) * -share_M1)
+        centre_M1 = (entropy_M - lse_M).unsqueeze(1)
+        slope_M1 = grad_entropy_M.unsqueeze(1) * -share_M1
+        entropy_terms = (centre_M1, slope_M1)
     column_M1, is_here_M1 = _find(column_M, 0, x_MC.size(1))
     _to_gradient_in_blocks(
         x_MC, cap, offset_M1 * -share_M1, entropy_terms, column_M1, offset_M1 * is_here_M1
@@ -207,7 +229,10 @@ def _to_gradient(
 
 
 def _kernels(x_MC: torch.Tensor) -> ModuleType | None:
-    """What computes a chunk on a GPU; it needs Triton, which a CPU does without."""
+    """Returns the module that computes a chunk on a GPU, or None on a CPU.
+
+    The module needs Triton, which torch's builds for CPU lack.
+    """
     if not x_MC.is_cuda:
         return None
     import verl_like.workers.models.head_kernels as head_kernels
@@ -218,6 +243,7 @@ def _kernels(x_MC: torch.Tensor) -> ModuleType | None:
 def _statistics_in_blocks(
     x_MC: torch.Tensor, cap: float | None, with_entropy: bool, with_sum_pi_squared: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Computes what `_statistics` returns, on a CPU."""
     lse_M = x_MC.new_empty(len(x_MC), dtype=torch.float32)
     entropy_M = torch.empty_like(lse_M)
     norm_M = torch.empty_like(lse_M)
@@ -244,10 +270,10 @@ def _to_gradient_in_blocks(
     column_M1: torch.Tensor,
     at_label_M1: torch.Tensor,
 ) -> None:
-    """Overwrites a chunk of x by dz/dx (softmax(z) (offset + slope (z + centre)) + at_label in one
-    column of each row).
+    """Overwrites a chunk of x by dz/dx (softmax(z) (offset + slope (z + centre)) + at_label).
 
-    `entropy_terms` are (centre, slope).
+    `at_label` is added in one column of each row. `entropy_terms` are (centre, slope), or None if
+    slope is 0.
     """
     for rows, x_RC, probs_RC in _blocks(x_MC):
         grad_RC = _logits(x_RC, cap)
@@ -257,7 +283,8 @@ def _to_gradient_in_blocks(
             torch.mul(probs_RC, offset_M1[rows], out=grad_RC)
         else:
             centre_M1, slope_M1 = entropy_terms
-            grad_RC.add_(centre_M1[rows]).mul_(slope_M1[rows]).add_(offset_M1[rows]).mul_(probs_RC)
+            grad_RC.add_(centre_M1[rows]).mul_(slope_M1[rows])
+            grad_RC.add_(offset_M1[rows]).mul_(probs_RC)
         grad_RC.scatter_add_(1, column_M1[rows], at_label_M1[rows])
         if derivative_RC is not None:
             grad_RC.mul_(derivative_RC)
@@ -266,11 +293,17 @@ def _to_gradient_in_blocks(
 
 
 def _chunks(hidden_MD: torch.Tensor, weight_VD: torch.Tensor) -> list[tuple[int, int]]:
-    """First and last-but-one vocabulary entry of each chunk; the first chunk is the largest."""
+    """Divides the vocabulary into chunks, and returns the start and the end of each.
+
+    The first chunk is the largest.
+    """
     device = hidden_MD.device.type
-    size = max(LOGITS_PER_CHUNK[device] // max(len(hidden_MD), 1), COLUMNS_PER_CHUNK[device])
-    size = min(len(weight_VD), size - size % COLUMNS_PER_CHUNK[device])
-    return [(start, min(start + size, len(weight_VD))) for start in range(0, len(weight_VD), size)]
+    vocab_size = len(weight_VD)
+    step = COLUMNS_PER_CHUNK[device]
+    size = max(LOGITS_PER_CHUNK[device] // max(len(hidden_MD), 1), step)
+    size = min(vocab_size, size - size % step)
+    starts = range(0, vocab_size, size)
+    return [(start, min(start + size, vocab_size)) for start in starts]
 
 
 def _view(buffer: torch.Tensor, num_rows: int, num_columns: int) -> torch.Tensor:
@@ -280,27 +313,38 @@ def _view(buffer: torch.Tensor, num_rows: int, num_columns: int) -> torch.Tensor
 def _product(
     hidden_MD: torch.Tensor, weight_CD: torch.Tensor, factor: float, buffer: torch.Tensor
 ) -> torch.Tensor:
+    """Writes x of a chunk into the buffer, and returns it."""
     x_MC = _view(buffer, len(hidden_MD), len(weight_CD))
     return x_MC.addmm_(hidden_MD, weight_CD.t(), beta=0, alpha=factor)
 
 
 def _blocks(x_MC: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-    """Cuts a chunk into blocks of rows; yields the rows, the block, and a float32 block to work
-    in."""
-    size = max(1, LOGITS_PER_BLOCK // max(x_MC.size(1), 1))
-    scratch = x_MC.new_empty(min(size, len(x_MC)), x_MC.size(1), dtype=torch.float32)
-    for start in range(0, len(x_MC), size):
-        rows = slice(start, min(start + size, len(x_MC)))
-        yield rows, x_MC[rows], scratch[: rows.stop - start]
+    """Divides a chunk into blocks of rows.
+
+    Yields the rows of each block, the block, and a float32 block of its shape to work in, whose
+    memory is the same for all blocks.
+    """
+    num_rows, num_columns = x_MC.shape
+    size = max(1, LOGITS_PER_BLOCK // max(num_columns, 1))
+    scratch = x_MC.new_empty(min(size, num_rows), num_columns, dtype=torch.float32)
+    for start in range(0, num_rows, size):
+        end = min(start + size, num_rows)
+        rows = slice(start, end)
+        yield rows, x_MC[rows], scratch[: end - start]
 
 
 def _logits(x: torch.Tensor, cap: float | None) -> torch.Tensor:
-    """float32; x itself if it is in float32 and has no cap."""
-    return x.float() if cap is None else cap * x.float().tanh()
+    """Returns z in float32. It is x itself if x is in float32 and there is no cap."""
+    x = x.float()
+    return x if cap is None else cap * x.tanh()
 
 
 def _find(labels_M: torch.Tensor, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(M, 1) each: the label's column in a chunk, any column if it is not there, and whether it is
-    there."""
+    """Returns the column of each label in a chunk, and whether it is in the chunk, (M, 1) each.
+
+    The column of a label outside of the chunk is any column.
+    """
     labels_M1 = labels_M.unsqueeze(1)
-    return (labels_M1 - start).clamp(0, end - start - 1), (labels_M1 >= start) & (labels_M1 < end)
+    column_M1 = (labels_M1 - start).clamp(0, end - start - 1)
+    is_here_M1 = (labels_M1 >= start) & (labels_M1 < end)
+    return column_M1, is_here_M1

@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685) by peft: a frozen matrix W becomes W +
 alpha / rank * B A.
 
-peft is imported where an adapter is made: models without one do not wait for it.
+peft is imported only in functions that make an adapter, so that other models do not wait for it.
 """
 
 import os
@@ -18,22 +18,25 @@ from verl_like.workers.models.packed_models import head_name
 
 
 def is_adapter(name: str) -> bool:
-    """Whether the parameter of that name is trained, and not of the frozen model."""
+    """Returns True for the name of an adapter's parameter, False for one of the frozen model."""
     return ".lora_" in name or ".modules_to_save." in name
 
 
 def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The adapter's parameters, or all where there is no adapter; tied ones once."""
+    """Returns names and parameters of the adapter, or all parameters of a model without one.
+
+    Tied parameters come once.
+    """
     parameters = list(model.named_parameters())
-    return [each for each in parameters if is_adapter(each[0])] or parameters
+    of_adapter = [(name, parameter) for name, parameter in parameters if is_adapter(name)]
+    return of_adapter or parameters
 
 
 def model_buffers(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
-    """The buffers that belong to the model as its parameters do, since its checkpoints hold them;
-    tied ones once.
+    """Returns names and tensors of the buffers that are in the model's checkpoints.
 
-    Under an adapter there are none: then they are those of the frozen model, which everybody reads
-    for himself.
+    Tied buffers come once. For a model with an adapter there are none: its buffers are those of the
+    frozen model, which every process reads from the model's folder.
     """
     if any(is_adapter(name) for name, _ in model.named_parameters()):
         return []
@@ -42,7 +45,10 @@ def model_buffers(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
 
 
 def lora_config(hf: PreTrainedModel, config: TrainedModelConfig) -> Any:
-    """peft's settings of the adapter. A head that is not a language model's is trained whole."""
+    """Returns peft's settings of the adapter.
+
+    The whole head is trained if the model is not a language model.
+    """
     from peft import LoraConfig
 
     targets = config.target_modules
@@ -59,11 +65,10 @@ def lora_config(hf: PreTrainedModel, config: TrainedModelConfig) -> Any:
 def add_adapter(
     hf: PreTrainedModel, layers: Sequence[nn.Module], config: ModelConfig, key: str
 ) -> None:
-    """Where `config` asks for an adapter, freezes the model and adds one: B is zero, torch's
-    generator draws A.
+    """Freezes the model and adds an adapter, if `config` has one.
 
-    Raises ValueError for targets that match nothing, or something outside of the decoder `layers`;
-    `key` is the configuration key of the model.
+    B is zero, and torch's generator draws A. Raises ValueError for targets that match nothing, or
+    something outside of the decoder `layers`. `key` is the configuration key of the model.
     """
     if not isinstance(config, TrainedModelConfig) or not config.lora_rank:
         return
@@ -71,10 +76,11 @@ def add_adapter(
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     targets = config.target_modules
-    within = {
-        module for layer in layers for module in layer.modules() if isinstance(module, nn.Linear)
-    }
-    possible = {name.rpartition(".")[2] for name, module in hf.named_modules() if module in within}
+    within: set[nn.Module] = set()
+    for layer in layers:
+        within.update(module for module in layer.modules() if isinstance(module, nn.Linear))
+    names = [name for name, module in hf.named_modules() if module in within]
+    possible = {name.rpartition(".")[2] for name in names}
     what = f"{key}.target_modules={targets}"
     advice = f"give some of {', '.join(sorted(possible))}, or all-linear."
     try:
@@ -82,18 +88,20 @@ def add_adapter(
     except ValueError as error:
         raise ValueError(f"{what}: {error} Linear layers get adapters: {advice}") from error
     for _, parameter in trained_parameters(hf):
-        parameter.data = parameter.to(hf.dtype)  # as peft does, but not on the meta device
-    adapted = {
-        name: module for name, module in hf.named_modules() if isinstance(module, BaseTunerLayer)
-    }
-    names = [] if isinstance(targets, str) else targets
-    if unused := [
-        name for name in names if not any(f".{each}".endswith(f".{name}") for each in adapted)
-    ]:
+        parameter.data = parameter.to(hf.dtype)  # peft does this, but not on the meta device
+    modules = hf.named_modules()
+    adapted = {name: module for name, module in modules if isinstance(module, BaseTunerLayer)}
+    unused = []
+    for target in [] if isinstance(targets, str) else targets:
+        if not any(f".{name}".endswith(f".{target}") for name in adapted):
+            unused.append(target)
+    if unused:
         raise ValueError(f"{what}: {type(hf).__name__} has no layer {', '.join(unused)}; {advice}")
-    if outside := [
-        name for name, module in adapted.items() if module.get_base_layer() not in within
-    ]:
+    outside = []
+    for name, module in adapted.items():
+        if module.get_base_layer() not in within:
+            outside.append(name)
+    if outside:
         raise ValueError(
             f"{what}: {', '.join(outside)} cannot have an adapter, only decoder layers can; "
             f"{advice}"
@@ -102,10 +110,10 @@ def add_adapter(
 
 @contextmanager
 def without_adapter(hf: nn.Module) -> Iterator[None]:
-    """Within it the model computes as the frozen one."""
+    """Makes a context in which the model computes without its adapter, as the frozen model."""
     layers: list[Any] = [module for module in hf.modules() if hasattr(module, "lora_A")]
     for layer in layers:
-        # Enable_adapters changes requires_grad too, which FSDP2 must not see
+        # peft's enable_adapters would also change requires_grad, which FSDP2 does not allow.
         layer._disable_adapters = True
     try:
         yield
@@ -117,24 +125,29 @@ def without_adapter(hf: nn.Module) -> Iterator[None]:
 def with_scale(
     parameters: Iterable[tuple[str, torch.Tensor]], config: TrainedModelConfig
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters as engines and copies hold them: B with the factor alpha / rank. Without
-    gradients."""
+    """Yields the parameters in the form that rollout engines and copies load.
+
+    In it B has the factor alpha / rank. Such a parameter is a detached copy.
+    """
     for name, parameter in parameters:
-        is_b = ".lora_B." in name
-        yield (
-            name,
-            parameter.detach() * (config.lora_alpha / config.lora_rank) if is_b else parameter,
-        )
+        if ".lora_B." in name:
+            yield name, parameter.detach() * (config.lora_alpha / config.lora_rank)
+        else:
+            yield name, parameter
 
 
 def merged_weights(
     hf: PreTrainedModel, settings: Any, trained: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """The weights of the model that `settings` (peft's) names, with the adapter's values in its own
-    matrices.
+    """Returns the weights of a model with its adapter merged into its matrices, in `dtype`.
 
-    `hf` is of its class. `trained` are the adapter, and further parameters, which stay as they are
-    but for the dtype. Buffers keep theirs.
+    Buffers keep their dtype.
+
+    Args:
+        hf: a model of the same class.
+        settings: peft's settings of the adapter, which name the folder of the frozen model.
+        trained: the parameters of the adapter, and further ones, of which only the dtype changes.
+        dtype: the dtype of the result.
     """
     from peft import LoraModel
 
@@ -150,6 +163,5 @@ def merged_weights(
     others = {name: value for name, value in trained.items() if not is_adapter(name)}
     merged: Any = tuner.merge_and_unload()
     parameters = dict(merged.named_parameters()) | others
-    return {name: value.detach().to(dtype) for name, value in parameters.items()} | dict(
-        model_buffers(merged)
-    )
+    weights = {name: value.detach().to(dtype) for name, value in parameters.items()}
+    return weights | dict(model_buffers(merged))

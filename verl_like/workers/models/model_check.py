@@ -1,6 +1,8 @@
-"""Checks a model before a run starts, without its weights: whether its files fit its configuration,
-and whether its layers compute packed sequences. All of it happens on torch's meta device, without
-memory."""
+"""Checks a model before a run starts, without loading its weights.
+
+It checks whether the model's files fit its configuration, and whether its layers compute packed
+sequences. All of this happens on torch's meta device, without memory.
+"""
 
 import inspect
 import json
@@ -32,7 +34,8 @@ from verl_like.workers.models.sequence_exchange import SequenceExchange
 
 _ATTENTION = "packed_trial"
 _LENGTHS = [5, 7]
-"""Of the sequences of a trial: 2 ranks that share them meet in the middle of the second."""
+"""The lengths of the sequences of a trial. If 2 ranks share them, the border of their shares is
+within the second."""
 
 
 def check_model(
@@ -44,16 +47,18 @@ def check_model(
     makes_head: bool = False,
     sequence_parallel_size: int = 1,
 ) -> None:
-    """Raises ValueError for weights that do not fit the model's configuration, a head or layers
-    that are not supported, and as `empty_model`.
+    """Raises ValueError if a role cannot use a model.
+
+    That is so for weights that do not fit the model's configuration, a head or layers that are not
+    supported, and if `empty_model` raises.
 
     Args:
         config: path, overrides of the model's own configuration, adapter.
-        model_class: what the role makes of it.
-        files: the model's weights.
+        model_class: the role's class of the model.
+        files: the files of the model's weights.
         key: the configuration key of `config`, for messages.
-        makes_head: whether the role makes a head of its own where the files have none.
-        sequence_parallel_size: ranks that share each batch.
+        makes_head: whether the role makes a new head if the files have none.
+        sequence_parallel_size: how many ranks share each batch.
     """
     what = f"{model_setting(key, 'path')}={config.path}"
     hf_config = load_hf_config(config, key=key)
@@ -64,7 +69,7 @@ def check_model(
             f"{what} is a {hf_config.model_type}, of which transformers has no model for {task}."
         )
     hf = empty_model(config, model_class.auto_class, key=key)
-    # Others are pickles, which only transformers reads
+    # Files of other formats are pickles, which this does not read.
     if all(file.suffix == ".safetensors" for file in files):
         hf, report = load_shapes(type(hf), hf.config, files)
         check_shapes(report, hf, config, key=key, makes_head=makes_head)
@@ -84,13 +89,16 @@ def check_model(
 def load_shapes(
     hf_class: type[PreTrainedModel], hf_config: PretrainedConfig, files: Sequence[Path]
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """The model that transformers loads from the files, without values, and what it reports about
-    them."""
+    """Has transformers load tensors of the files' shapes into a model on the meta device.
+
+    Returns the model, and transformers' report of what is missing or does not fit.
+    """
     shapes: dict[str, torch.Tensor] = {}
     for file in files_that_are_loaded(files):
         with safe_open(file, "pt") as content:
             for name in content.keys():  # noqa: SIM118 (no dictionary)
-                shapes[name] = torch.empty(content.get_slice(name).get_shape(), device="meta")
+                shape = content.get_slice(name).get_shape()
+                shapes[name] = torch.empty(shape, device="meta")
     loader: Any = hf_class
     with _quiet_transformers():
         return loader.from_pretrained(
@@ -104,11 +112,14 @@ def load_shapes(
 
 
 def files_that_are_loaded(files: Sequence[Path]) -> list[Path]:
-    """Those that transformers reads: some folders have the same weights a second time, in another
-    format."""
+    """Returns the files that transformers reads.
+
+    Some folders have the same weights a second time, in another format.
+    """
     index = files[0].parent / SAFE_WEIGHTS_INDEX_NAME
     if index.is_file():
-        names = set(json.loads(index.read_text())["weight_map"].values())
+        file_of_weight = json.loads(index.read_text())["weight_map"]
+        names = set(file_of_weight.values())
     else:
         names = {SAFE_WEIGHTS_NAME}
     return [file for file in files if file.name in names]
@@ -117,8 +128,10 @@ def files_that_are_loaded(files: Sequence[Path]) -> list[Path]:
 def check_shapes(
     report: dict[str, Any], hf: PreTrainedModel, config: ModelConfig, *, key: str, makes_head: bool
 ) -> None:
-    """Raises ValueError for tensors that have other shapes than the configuration says, or are
-    missing."""
+    """Raises ValueError for tensors that are missing, or do not have the configuration's shapes.
+
+    `report` is that of `load_shapes`.
+    """
     for name, in_files, expected in sorted(report["mismatched_keys"]):
         raise ValueError(
             f"{model_setting(key, 'path')}={config.path} does not fit its configuration: {name} "
@@ -129,8 +142,7 @@ def check_shapes(
 
 
 def require_checkpointing(hf: PreTrainedModel, what: str, setting: str) -> None:
-    """Raises ValueError where the model's class cannot compute activations again in the backward
-    pass."""
+    """Raises ValueError if the model's class does not support gradient checkpointing."""
     if not hf.supports_gradient_checkpointing:
         raise ValueError(
             f"{what}: {type(hf).__name__} has no gradient checkpointing; set {setting}=false."
@@ -139,7 +151,7 @@ def require_checkpointing(hf: PreTrainedModel, what: str, setting: str) -> None:
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Within it transformers shows neither progress nor its table of weights that do not fit."""
+    """Makes a context in which transformers shows neither progress nor warnings."""
     verbosity = logging.get_verbosity()
     has_progress_bar = logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
@@ -155,8 +167,10 @@ _NOT_PACKED = "so packed sequences would change each other; choose another model
 
 
 class Trial:
-    """A pass of a model on the meta device, in which attention computes nothing and is counted in
-    each layer."""
+    """A trial pass of a model on the meta device.
+
+    Its attention computes nothing, but calls of it are counted in each layer.
+    """
 
     def __init__(self, model: PackedModel) -> None:
         AttentionInterface.register(_ATTENTION, packed_attention(self._count))
@@ -164,21 +178,22 @@ class Trial:
         with _quiet_transformers():
             hf.set_attn_implementation(_ATTENTION)
         if type(hf)._can_set_experts_implementation():
-            # The others look at which experts were chosen
+            # Other implementations need values: which experts were chosen.
             hf.set_experts_implementation("batched_mm")
         self.model = model.train()
         self.num_calls = 0
         self.num_before_layer = 0
         self.without_attention: set[str] = set()
-        """Classes of the layers that ran and did not call attention."""
+        """The classes of layers that ran without calling attention."""
         for layer in decoder_layers(hf):
             layer.register_forward_pre_hook(self._begin_layer)
             layer.register_forward_hook(self._end_layer)
 
     def run(self, sequence_parallel_size: int) -> None:
-        """Raises ValueError unless packed attention computes all that the layers ask of it."""
+        """Runs the pass. Raises ValueError unless every layer uses packed attention as it can be
+        computed."""
         hf = self.model.hf
-        # Transformers warns, and leaves it as it was
+        # If a model does not support it, transformers warns and keeps another implementation.
         if hf.config._attn_implementation != _ATTENTION:
             raise ValueError(f"{type(hf).__name__} {_NO_INTERFACE}, {_NOT_PACKED}.")
         try:
@@ -187,7 +202,8 @@ class Trial:
             raise
         except Exception as error:  # the code of a model may raise anything
             if isinstance(error, NotImplementedError) or "meta" in str(error):
-                return  # it needs values; attention checks the same in the first pass that has them
+                # The model needs values. Attention checks the same in the first pass with values.
+                return
             raise ValueError(
                 f"a pass over packed sequences fails ({type(error).__name__}: {error})."
             ) from error
@@ -198,6 +214,7 @@ class Trial:
     def _count(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: Sequences
     ) -> torch.Tensor:
+        """Counts a call, as the kernel of the trial's attention."""
         self.num_calls += 1
         return query.transpose(1, 2).contiguous()
 
@@ -210,7 +227,7 @@ class Trial:
 
 
 def _trial_batch(sequence_parallel_size: int) -> PackedBatch:
-    """Two sequences, or the share of them that one of several ranks has."""
+    """Makes a batch of two sequences, or the first rank's share of them, on the meta device."""
     positions = torch.cat([torch.arange(length) for length in _LENGTHS])
     batch = PackedBatch(
         input_ids=torch.ones_like(positions)[None],
@@ -224,15 +241,19 @@ def _trial_batch(sequence_parallel_size: int) -> PackedBatch:
     )
     if sequence_parallel_size > 1:
         batch = batch.shard(_NoExchange(sequence_parallel_size))
-    on_meta = {
-        name: getattr(batch, name).to("meta")
-        for name in ("input_ids", "position_ids", "cu_seqlens")
-    }
-    return replace(batch, **on_meta)
+    return replace(
+        batch,
+        input_ids=batch.input_ids.to("meta"),
+        position_ids=batch.position_ids.to("meta"),
+        cu_seqlens=batch.cu_seqlens.to("meta"),
+    )
 
 
 class _NoExchange(SequenceExchange):
-    """The exchange of the first of some ranks that do not exist: tensors of the right shapes."""
+    """The exchange of the first of several ranks, without the others.
+
+    Results have the right shapes, but not the right values.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size

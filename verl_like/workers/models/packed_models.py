@@ -1,5 +1,5 @@
-"""The trained models: a Hugging Face backbone over packed sequences, and a head that reads only the
-scored tokens."""
+"""The models of the roles: a Hugging Face backbone over packed sequences, and a head that reads
+only the scored tokens."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
@@ -20,29 +20,31 @@ from verl_like.workers.models.packing import PackedBatch
 
 
 class PackedModel(nn.Module):
-    """A Hugging Face model with its head taken off: `hidden_states` runs the backbone over a packed
-    batch."""
+    """A Hugging Face model whose backbone runs over a packed batch.
+
+    A subclass applies the head in `forward`.
+    """
 
     auto_class: ClassVar[Any]
-    """transformers' class that loads it."""
+    """transformers' class that loads the model."""
 
     def __init__(self, hf: PreTrainedModel) -> None:
         super().__init__()
         self.hf = hf
-        self.heads = nn.ModuleDict()  # besides the model's own
-        # Where autograd keeps what the backbone's backward needs
+        self.heads = nn.ModuleDict()
+        """Further heads, besides the model's own."""
         self.saving: AbstractContextManager = nullcontext()
+        """A context that says where autograd keeps tensors for the backbone's backward pass."""
 
     def hidden_states(self, packed: PackedBatch) -> torch.Tensor:
-        """(N, D) outputs of the backbone, after its final norm."""
+        """Runs the backbone, and returns its outputs after the final norm, (N, D)."""
         with self.saving:
             outputs: Any = self.hf.base_model(
                 input_ids=packed.input_ids,
                 position_ids=packed.position_ids,
                 use_cache=False,
                 cu_seqlens=packed.cu_seqlens,
-                # Not as a list: compiled layers would be compiled again for every other number of
-                # sequences.
+                # With a list compiled layers would be compiled again for each number of sequences.
                 sequence_lengths=torch.tensor(packed.sequence_lengths),
                 sequence_parallel=packed.exchange,
             )
@@ -50,8 +52,10 @@ class PackedModel(nn.Module):
 
 
 class PolicyModel(PackedModel):
-    """Log-probability of each response token, and more of its distribution; the full logits never
-    exist."""
+    """A language model, which gives the log-probabilities of the scored tokens.
+
+    All logits never exist at the same time.
+    """
 
     auto_class = AutoModelForCausalLM
 
@@ -66,8 +70,10 @@ class PolicyModel(PackedModel):
         with_entropy: bool = False,
         with_sum_pi_squared: bool = False,
     ) -> tuple[torch.Tensor, ...]:
-        """(M,) float32 each: what `linear_log_prob` computes for the response tokens at the
-        rollout's temperature, which is positive or raises ValueError."""
+        """Returns what `linear_log_prob` computes for the scored tokens, (M,) float32 each.
+
+        Raises ValueError for a temperature that is not positive.
+        """
         if temperature <= 0:
             raise ValueError(
                 f"temperature={temperature}: log-probabilities of a greedy policy do not exist; "
@@ -86,7 +92,7 @@ class PolicyModel(PackedModel):
 
 
 def changes_of_logits(hf: PreTrainedModel) -> tuple[float, float | None]:
-    """What the model multiplies its head's output by, and the bound of its logits, or None.
+    """Returns how a language model changes the output of its head: a factor, and a bound or None.
 
     Raises ValueError for a head that is not one matrix, or logits that are changed in another way.
     """
@@ -98,7 +104,7 @@ def changes_of_logits(hf: PreTrainedModel) -> tuple[float, float | None]:
             "supported."
         )
     unsupported = ["lm_head_multiplier", "output_multiplier", "logits_soft_cap"]
-    if config.model_type == "hyperclovax":  # multiplies by what all others divide by
+    if config.model_type == "hyperclovax":  # it multiplies by what other models divide by
         unsupported.append("logits_scaling")
     found = {name: getattr(config, name, None) for name in unsupported}
     if any(value not in (None, 1) for value in found.values()):
@@ -106,42 +112,39 @@ def changes_of_logits(hf: PreTrainedModel) -> tuple[float, float | None]:
             f"{type(hf).__name__} changes its logits after the head ({found}), which is not "
             "supported."
         )
-    scale = (getattr(config, "logit_scale", None) or 1) / (
-        getattr(config, "logits_scaling", None) or 1
-    )
-    return scale, getattr(config, "final_logit_softcapping", None)
+    multiplier = getattr(config, "logit_scale", None) or 1
+    divisor = getattr(config, "logits_scaling", None) or 1
+    return multiplier / divisor, getattr(config, "final_logit_softcapping", None)
 
 
 def head_name(hf: PreTrainedModel) -> str:
-    """The name that a model's class has for the head that is not a language model's."""
+    """Returns the name of the head of a model that is not a language model."""
     return "score" if hasattr(hf, "score") else "classifier"
 
 
 class ValueModel(PackedModel):
-    """The value of the state before each response token."""
+    """A model with a value head, which gives the value of the state before each scored token."""
 
     auto_class = AutoModelForTokenClassification
 
     def forward(self, packed: PackedBatch) -> torch.Tensor:
-        """(M,) float32."""
-        values = self.hf.get_submodule(head_name(self.hf))(
-            self.hidden_states(packed)[packed.scored]
-        )
-        # copy: the hooks of FSDP2 on an output that is a view would be lost in an in-place
-        # operation.
-        return values.squeeze(-1).to(torch.float32, copy=True)
+        """Returns the values, (M,) float32."""
+        hidden_MD = self.hidden_states(packed)[packed.scored]
+        head = self.hf.get_submodule(head_name(self.hf))
+        values_M1 = head(hidden_MD)
+        # The output is a copy, because FSDP2's hooks on a view would be lost by an in-place
+        # operation on it.
+        return values_M1.squeeze(-1).to(torch.float32, copy=True)
 
 
 class RewardModel(PackedModel):
-    """One score a sequence, read at its last token."""
+    """A model with a score head, which gives one score for each sequence, at its last token."""
 
     auto_class = AutoModelForSequenceClassification
 
     def forward(self, packed: PackedBatch) -> torch.Tensor:
-        """(S,) float32."""
-        last = packed.cu_seqlens[1:].long() - 1
-        return (
-            self.hf.get_submodule("score")(self.hidden_states(packed)[last])
-            .squeeze(-1)
-            .to(torch.float32, copy=True)
-        )
+        """Returns the scores, (S,) float32."""
+        last_S = packed.cu_seqlens[1:].long() - 1
+        hidden_SD = self.hidden_states(packed)[last_S]
+        scores_S1 = self.hf.get_submodule("score")(hidden_SD)
+        return scores_S1.squeeze(-1).to(torch.float32, copy=True)

@@ -1,5 +1,4 @@
-"""Rows of tokens: how they are packed for a forward pass, and what a pass returns of their response
-tokens."""
+"""Rows of tokens on the host, and how they are packed for a forward pass."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -19,26 +18,31 @@ from verl_like.workers.pinned_memory import to_device
 # not.
 
 SEQUENCE_COLUMNS = ("prompts", "responses", "response_mask")
-"""What `pack` reads."""
+"""The columns that `pack` reads."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Some rows of a batch, on the host: columns by token are jagged, others have an entry a
-    row."""
+    """Some rows of a batch, on the host.
+
+    Columns with a value for each token are jagged. Others have one entry for each row.
+    """
 
     columns: Mapping[str, torch.Tensor]
     response_length: int
-    """R, how wide a response is where it is padded."""
+    """R, the width of a padded response."""
     known_response_length: int | None
-    """R, where the batch says it; else R is the longest response's of these rows."""
+    """R, if the batch says it. Otherwise R is the length of the longest response of these rows."""
     filler_rows: int = 1
-    """Rows of a pass that has none of its own."""
+    """The number of filler rows of a pass that has no rows."""
 
     @classmethod
     def of(cls, data: DataProto, filler_rows: int = 1) -> Self:
-        """The tensors of a batch. Padding rows lose their scored tokens, so that they count
-        nowhere."""
+        """Makes Rows of a batch.
+
+        Tokens of padding rows are not scored, so that they do not count. Raises ValueError for a
+        batch with padded columns.
+        """
         columns = data.tensors()
         if not is_jagged(columns["prompts"]):
             raise ValueError(
@@ -68,38 +72,43 @@ class Rows:
 
     @property
     def sample_starts(self) -> torch.Tensor:
-        """(number of samples + 1,) int64, the first row of each sample, and the number of rows."""
+        """The first row of each sample, then the number of rows, (number of samples + 1,) int64."""
         return sample_starts(self.columns, len(self))
 
     @property
     def lengths_B(self) -> torch.Tensor:
-        """(B,) int64, tokens of prompt and response."""
-        return _offsets(self.columns["prompts"]).diff() + _offsets(self.columns["responses"]).diff()
+        """The number of tokens of each row's prompt and response, (B,) int64."""
+        prompt_lengths_B = _offsets(self.columns["prompts"]).diff()
+        response_lengths_B = _offsets(self.columns["responses"]).diff()
+        return prompt_lengths_B + response_lengths_B
 
     @property
     def num_scored_B(self) -> torch.Tensor:
-        """(B,) int64, response tokens that are scored."""
+        """The number of scored response tokens of each row, (B,) int64."""
         mask, offsets = jagged_parts(self.columns["response_mask"])
         before = F.pad(mask.cumsum(0), (1, 0))
         return before[offsets[1:]] - before[offsets[:-1]]
 
     def take(self, at: torch.Tensor) -> Self:
-        """Copies of the rows `at`; without any, `filler_rows` of one token each, of which nothing
-        is scored."""
-        if not len(at):
-            fillers = {
-                name: _filler(name, column, self.filler_rows)
-                for name, column in self.columns.items()
-            }
-            return replace(self, columns=fillers)
+        """Returns copies of the rows `at`.
+
+        If `at` is empty, it returns `filler_rows` rows of one token that is not scored, because a
+        model cannot run over no tokens.
+        """
+        columns = {}
         take = RowTaker(at)
-        return replace(
-            self, columns={name: take.tensor(column) for name, column in self.columns.items()}
-        )
+        for name, column in self.columns.items():
+            if len(at):
+                columns[name] = take.tensor(column)
+            else:
+                columns[name] = _filler(name, column, self.filler_rows)
+        return replace(self, columns=columns)
 
     def response_places(self, starts: torch.Tensor | None = None) -> RowPlaces:
-        """Where the response tokens lie in padded rows, or with the `starts` of samples in
-        theirs."""
+        """Returns where the response tokens lie in padded rows.
+
+        With the `starts` of samples it returns where they lie in padded samples.
+        """
         return places_of_samples(_offsets(self.columns["responses"]), self.response_length, starts)
 
 
@@ -108,16 +117,14 @@ def _offsets(column: torch.Tensor) -> torch.Tensor:
 
 
 def _filler(name: str, column: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Rows of a prompt of one token and an empty response; zeros."""
+    """Makes a column of rows with a prompt of one token and an empty response, all zeros."""
     if not is_jagged(column):
         return column.new_zeros(num_rows, *column.shape[1:])
     length = 1 if name == "prompts" else 0
-    values = jagged_parts(column)[0].new_zeros(
-        num_rows * length, *jagged_parts(column)[0].shape[1:]
-    )
-    return torch.nested.nested_tensor_from_jagged(
-        values, offsets=torch.arange(num_rows + 1) * length
-    )
+    values, _ = jagged_parts(column)
+    zeros = values.new_zeros(num_rows * length, *values.shape[1:])
+    offsets = torch.arange(num_rows + 1) * length
+    return torch.nested.nested_tensor_from_jagged(zeros, offsets=offsets)
 
 
 @dataclass(frozen=True)
@@ -129,28 +136,28 @@ class PackedBatch:
     position_ids: torch.Tensor
     """(1, N) int64."""
     cu_seqlens: torch.Tensor
-    """(S + 1,) int32, where each sequence starts; the last entry is N."""
+    """(S + 1,) int32, the start of each of the S sequences; the last entry is N."""
     sequence_lengths: list[int]
     """The S lengths, on the host."""
     scored: torch.Tensor
-    """(M,) int64: packed index of the token *before* each response token, whose output predicts
+    """(M,) int64, the packed index of the token *before* each scored token, whose output predicts
     it."""
     labels: torch.Tensor
-    """(M,) int64, the response tokens themselves."""
+    """(M,) int64, the scored tokens themselves."""
     places: torch.Tensor
-    """(M,) int64, which of the response tokens are scored."""
+    """(M,) int64, the index of each scored token among the response tokens."""
     num_response_tokens: int
     """K."""
     exchange: SequenceExchange | None = None
-    """The ranks that share the batch; tokens and scored tokens are then this rank's alone, m of the
-    M."""
+    """The exchange of the ranks that share the batch. With it the batch has this rank's share of
+    the tokens, and its m of the M scored tokens in `scored` and `labels`."""
     scored_before: int = 0
-    """Scored tokens on the ranks before this one."""
+    """The number of scored tokens on the ranks before this one."""
     num_scored: int = 0
-    """M, where ranks share the batch."""
+    """M, if ranks share the batch."""
 
     def on(self, device: str) -> "PackedBatch":
-        """The batch with its tensors on a device."""
+        """Returns the batch with its tensors on a device."""
         tensors = {
             name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)
         }
@@ -158,33 +165,35 @@ class PackedBatch:
         return replace(self, **moved)
 
     def unpack(self, scored_values: torch.Tensor) -> NoReturn:
-        """Raises ValueError: it padded to rows, which a packed batch does not know any more."""
+        """Raises ValueError. Earlier versions padded to rows, which a packed batch cannot do."""
         raise ValueError(
             "PackedBatch.unpack is gone: packed.of_tokens(values) has one number for each "
             "response token, and micro.of_rows of it pads these to (b, R), as unpack did"
         )
 
     def of_tokens(self, scored_values: torch.Tensor) -> torch.Tensor:
-        """(M,) -> (K,) float32, of each response token, zero of those that are not scored;
-        differentiable; a share's values are gathered."""
+        """Expands values of the scored tokens, (M,), to all response tokens, (K,) float32.
+
+        Tokens that are not scored get 0. It is differentiable. If ranks share the batch, it takes
+        this rank's values, (m,), and gathers those of the others.
+        """
         if self.exchange is not None:
             scored_values = self.exchange.gather(scored_values, self.scored_before, self.num_scored)
-        values = torch.zeros(
-            self.num_response_tokens, dtype=torch.float32, device=scored_values.device
-        )
-        return values.index_copy(0, self.places, scored_values.float())
+        device = scored_values.device
+        zeros = torch.zeros(self.num_response_tokens, dtype=torch.float32, device=device)
+        return zeros.index_copy(0, self.places, scored_values.float())
 
     def shard(self, exchange: SequenceExchange) -> "PackedBatch":
-        """This rank's share of the tokens, with the scored tokens among them; `of_tokens` gathers
-        their values.
+        """Returns this rank's share of the tokens, with the scored tokens among them.
 
-        The batch is filled up to a multiple of s by one more sequence, of which nothing is scored.
+        `of_tokens` gathers their values. If the number of ranks does not divide the tokens, one
+        more sequence fills the batch, in which nothing is scored.
         """
         num_tokens = self.input_ids.size(1)
         filler = -num_tokens % exchange.size
         share = (num_tokens + filler) // exchange.size
         tokens = slice(exchange.rank * share, (exchange.rank + 1) * share)
-        # Scored tokens ascend, so those of a share lie next to each other.
+        # Scored tokens ascend, so those of a share are consecutive.
         bounds = torch.arange(exchange.rank, exchange.rank + 2) * share
         first, last = torch.searchsorted(self.scored, bounds).tolist()
         cu_seqlens = self.cu_seqlens
@@ -207,15 +216,15 @@ class PackedBatch:
 
 
 def pack(rows: Rows) -> PackedBatch:
-    """Each row's prompt and response as one sequence, behind those of the row before; positions
-    count from 0 in each.
+    """Packs rows: each row's prompt and response are one sequence, behind that of the row before.
 
-    Raises ValueError for a row without a prompt: each response token follows another one, whose
-    output predicts it.
+    Positions count from 0 in each sequence. Raises ValueError for a row without a prompt, because
+    the output of the token before predicts a response token.
     """
     prompts, prompt_offsets = jagged_parts(rows["prompts"])
     responses, response_offsets = jagged_parts(rows["responses"])
-    is_scored = jagged_parts(rows["response_mask"])[0].bool()
+    mask, _ = jagged_parts(rows["response_mask"])
+    is_scored = mask.bool()
     prompt_lengths_B = prompt_offsets.diff()
     response_lengths_B = response_offsets.diff()
     if not bool((prompt_lengths_B > 0).all()):
@@ -226,20 +235,19 @@ def pack(rows: Rows) -> PackedBatch:
     cu_seqlens = F.pad(lengths_B.cumsum(0), (1, 0))
     starts_B = cu_seqlens[:-1]
     num_tokens = int(cu_seqlens[-1])
-    shift_of_prompts = torch.repeat_interleave(starts_B - prompt_offsets[:-1], prompt_lengths_B)
-    shift_of_responses = torch.repeat_interleave(
-        starts_B + prompt_lengths_B - response_offsets[:-1], response_lengths_B
-    )
+    prompt_shifts_B = starts_B - prompt_offsets[:-1]
+    response_shifts_B = starts_B + prompt_lengths_B - response_offsets[:-1]
+    shift_of_prompts = torch.repeat_interleave(prompt_shifts_B, prompt_lengths_B)
+    shift_of_responses = torch.repeat_interleave(response_shifts_B, response_lengths_B)
     place_of_prompts = shift_of_prompts + torch.arange(len(prompts))
     place_of_responses = shift_of_responses + torch.arange(len(responses))
     input_ids = prompts.new_empty(num_tokens)
     input_ids[place_of_prompts] = prompts
     input_ids[place_of_responses] = responses
+    position_ids = torch.arange(num_tokens) - torch.repeat_interleave(starts_B, lengths_B)
     return PackedBatch(
         input_ids=input_ids.unsqueeze(0),
-        position_ids=(
-            torch.arange(num_tokens) - torch.repeat_interleave(starts_B, lengths_B)
-        ).unsqueeze(0),
+        position_ids=position_ids.unsqueeze(0),
         cu_seqlens=cu_seqlens.int(),
         sequence_lengths=lengths_B.tolist(),
         scored=place_of_responses[is_scored] - 1,

@@ -1,4 +1,4 @@
-"""Loads Hugging Face models for training, and writes what belongs to their weights."""
+"""Loads Hugging Face models and tokenizers for training, checks them, and writes their files."""
 
 import os
 import tempfile
@@ -31,7 +31,7 @@ from verl_like.workers.models.hub import require_hub_model
 from verl_like.workers.models.lora import add_adapter
 
 TEACHER_PATH = "actor_rollout_ref.actor.policy_loss.teacher_path"
-"""The key of the teacher's model: only its path is its own, its other settings are the policy's."""
+"""The configuration key of the teacher's path. Its other settings are those of the policy."""
 
 _SIZES = (
     "num_hidden_layers",
@@ -42,19 +42,17 @@ _SIZES = (
 )
 
 HEADS_FILE = "heads/model.safetensors"
-"""In a model's folder, the heads besides the model's own."""
+"""The file of further heads, besides the model's own, in a model's folder."""
 
 
 def model_setting(key: str, name: str) -> str:
-    """The full key of a setting of the model that `key` names, for messages."""
+    """Returns the full key of a setting of the model that `key` names, for messages."""
     if key == TEACHER_PATH:
         return TEACHER_PATH if name == "path" else f"actor_rollout_ref.model.{name}"
-    # Of a further reward model only the path is its own.
-    return (
-        f"reward_model.model.{name}"
-        if key.startswith("reward_models.") and name != "path"
-        else f"{key}.{name}"
-    )
+    if key.startswith("reward_models.") and name != "path":
+        # Further reward models share all settings but the path.
+        return f"reward_model.model.{name}"
+    return f"{key}.{name}"
 
 
 def load_pretrained(
@@ -67,33 +65,30 @@ def load_pretrained(
     weights: bool,
     new_head_seed: int | None = None,
 ) -> PreTrainedModel:
-    """Builds the model that `config.path` names, with packed attention and its adapter; heads other
-    than a language model's are scalar.
+    """Makes the model at `config.path`, with packed attention and its adapter.
 
-    Raises ValueError as `load_hf_config` and `add_adapter`, and for weights that are missing at
-    `config.path`.
+    A head other than a language model's has one output. Raises ValueError if `load_hf_config` or
+    `add_adapter` does, and for weights that are missing at `config.path`, or are not finite.
 
     Args:
         auto_class: transformers' class for the task, e.g. `AutoModelForCausalLM`.
         config: path, overrides of the model's own configuration, attention implementation.
-        fsdp: dtypes in which parameters are stored and layers compute.
+        fsdp: the dtypes in which parameters are stored and layers compute.
         key: the configuration key of `config`, for messages, e.g. `critic.model`.
-        device: device that the attention will run on.
+        device: the device that attention will run on.
         weights: True reads the weights; False makes a model on torch's meta device, without memory.
-        new_head_seed: seed of the head where `config.path` has none, and of an adapter; None means
-            that there must be a head, and an adapter's seed is 0.
+        new_head_seed: the seed of a new head, if `config.path` has none, and of an adapter. None
+            means that there must be a head, and that an adapter's seed is 0.
     """
     hf_config = load_hf_config(config, key=key)
     if auto_class is not AutoModelForCausalLM:
         hf_config.num_labels = 1
+    softcap = getattr(hf_config.get_text_config(), "attn_logit_softcapping", None)
+    dtype = getattr(torch, fsdp.dtype)
+    attention = choose_attention(config.attn_implementation, device, dtype, softcap)
     options = {
         "dtype": getattr(torch, fsdp.model_dtype),
-        "attn_implementation": choose_attention(
-            config.attn_implementation,
-            device,
-            getattr(torch, fsdp.dtype),
-            softcap=getattr(hf_config.get_text_config(), "attn_logit_softcapping", None),
-        ),
+        "attn_implementation": attention,
         "trust_remote_code": config.trust_remote_code,
     }
     if not weights:
@@ -122,8 +117,10 @@ def require_weights(
     key: str,
     makes_head: bool,
 ) -> None:
-    """Raises ValueError for weights that the model's files lack, but for those of a head that the
-    role makes."""
+    """Raises ValueError for weights that the model's files lack.
+
+    With `makes_head` the role makes a new head, so that they may lack those of a head.
+    """
     new_head = ("score.", "classifier.") if makes_head else ()
     missing = sorted(name for name in missing if not name.startswith(new_head))
     if missing:
@@ -134,16 +131,16 @@ def require_weights(
 
 
 def require_finite(model: PreTrainedModel, config: ModelConfig, *, key: str) -> None:
-    """Raises ValueError for a weight that is NaN or infinite, with the file and the tensor that it
-    is from.
+    """Raises ValueError for parameters that are NaN or infinite, with their files and names.
 
-    A buffer may be infinite, as that of a mask is; one that no file has is not looked at.
+    A buffer may be infinite, for example that of a mask, but not NaN. Buffers that are not in the
+    model's files are not checked.
     """
     bad = [name for name, parameter in model.named_parameters() if not _is_finite(parameter)]
     stored = model.state_dict().keys()
-    bad += [
-        name for name, buffer in model.named_buffers() if name in stored and buffer.isnan().any()
-    ]
+    for name, buffer in model.named_buffers():
+        if name in stored and buffer.isnan().any():
+            bad.append(name)
     if not bad:
         return
     path = os.path.expanduser(config.path)
@@ -163,20 +160,23 @@ def require_finite(model: PreTrainedModel, config: ModelConfig, *, key: str) -> 
 def _is_finite(tensor: torch.Tensor) -> bool:
     if not tensor.is_floating_point() or not tensor.numel():
         return True
-    extremes = torch.stack(torch.aminmax(tensor.detach()))  # both are NaN where one value is
+    extremes = torch.stack(torch.aminmax(tensor.detach()))  # both are NaN if any value is
     return bool(extremes.isfinite().all())
 
 
 def empty_model(config: ModelConfig, auto_class: Any, *, key: str) -> PreTrainedModel:
-    """The model, with its adapter, on torch's meta device; raises ValueError as `load_hf_config`
-    and `add_adapter`."""
+    """Makes the model with its adapter on torch's meta device.
+
+    Raises ValueError if its configuration gives no model, or if `load_hf_config` or `add_adapter`
+    does.
+    """
     hf_config = load_hf_config(config, key=key)
     if auto_class is not AutoModelForCausalLM:
         hf_config.num_labels = 1
     with torch.device("meta"):
         try:
             model = auto_class.from_config(hf_config, trust_remote_code=config.trust_remote_code)
-        except Exception as error:  # sizes that do not go together may break its class anywhere
+        except Exception as error:  # a class may raise anything for sizes that do not fit
             path = f"{model_setting(key, 'path')}={config.path}"
             raise ValueError(
                 f"{path}: no model can be made of its config.json ({_said(error)})."
@@ -186,11 +186,11 @@ def empty_model(config: ModelConfig, auto_class: Any, *, key: str) -> PreTrained
 
 
 def load_hf_config(config: ModelConfig, *, key: str) -> PretrainedConfig:
-    """The model's own configuration with `override_config`; what looks like a path is never looked
-    up on the hub.
+    """Loads the model's own configuration, and applies `override_config`.
 
-    Raises ValueError for nothing at `config.path`, an override that the model's configuration does
-    not have, layers that do not compute packed sequences, or dropout in a model that is trained.
+    A name that looks like a path is never looked up on the hub. Raises ValueError if there is no
+    model at `config.path`, for an override that the model's configuration does not have, for layers
+    that do not compute packed sequences, or for dropout in a model that is trained.
     """
     path = os.path.expanduser(config.path)
     path_key = model_setting(key, "path")
@@ -206,7 +206,7 @@ def load_hf_config(config: ModelConfig, *, key: str) -> PretrainedConfig:
         require_hub_model(path, f"{path_key}={config.path}")
     try:
         hf_config = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
-    except Exception as error:  # what is wrong in a file may break its reader anywhere
+    except Exception as error:  # the reader may raise anything for a wrong file
         raise ValueError(
             f"{path_key}={config.path}: its config.json cannot be used ({_said(error)})."
         ) from error
@@ -218,18 +218,16 @@ def load_hf_config(config: ModelConfig, *, key: str) -> PretrainedConfig:
             )
         try:
             setattr(hf_config, name, value)
-        except Exception as error:  # transformers checks the types of some
+        except Exception as error:  # transformers checks the types of some attributes
             raise ValueError(f"{overrides}.{name}={value!r}: {_said(error)}") from error
     for name in _SIZES:
         size = getattr(hf_config.get_text_config(), name, None)
         if isinstance(size, int) and size < 1:
-            key = (
-                f"{overrides}.{name}"
-                if name in config.hf_overrides
-                else f"{path_key}={config.path}: {name}"
-            )
+            setting = f"{path_key}={config.path}: {name}"
+            if name in config.hf_overrides:
+                setting = f"{overrides}.{name}"
             raise ValueError(
-                f"{key}={size} in the model's configuration, expected a positive number."
+                f"{setting}={size} in the model's configuration, expected a positive number."
             )
     kinds = getattr(hf_config.get_text_config(), "layer_types", None) or []
     if unsupported := sorted(set(kinds) - {"full_attention", "sliding_attention"}):
@@ -237,19 +235,20 @@ def load_hf_config(config: ModelConfig, *, key: str) -> PretrainedConfig:
             f"{path_key}={config.path} has layers of {', '.join(unsupported)}, which packed "
             "sequences do not support; choose a model with full or sliding attention."
         )
-    # Heads of transformers' own, which have dropout of their own, are not run.
-    noise = {
-        name: value
-        for name, value in vars(hf_config.get_text_config()).items()
-        if ("drop" in name or "jitter" in name) and not name.startswith(("classifier", "summary"))
-        if type(value) in (int, float) and value > 0
-    }
+    noise = {}
+    for name, value in vars(hf_config.get_text_config()).items():
+        # Classifiers and summaries are heads of transformers, which are not run.
+        if name.startswith(("classifier", "summary")):
+            continue
+        is_random = "drop" in name or "jitter" in name
+        if is_random and type(value) in (int, float) and value > 0:
+            noise[name] = value
     if noise and isinstance(config, TrainedModelConfig):
+        found = ", ".join(f"{name}={value}" for name, value in noise.items())
+        advice = " and ".join(f"{overrides}.{name}=0.0" for name in noise)
         raise ValueError(
-            f"{path_key}={config.path} trains with "
-            f"{', '.join(f'{name}={value}' for name, value in noise.items())}: random outputs "
-            "make the probability ratio of a policy to itself differ from 1; set "
-            f"{' and '.join(f'{overrides}.{name}=0.0' for name in noise)}."
+            f"{path_key}={config.path} trains with {found}: random outputs "
+            f"make the probability ratio of a policy to itself differ from 1; set {advice}."
         )
     return hf_config
 
@@ -257,17 +256,20 @@ def load_hf_config(config: ModelConfig, *, key: str) -> PretrainedConfig:
 def check_sequence_length(
     hf_config: PretrainedConfig, length: int, model: str, advice: str
 ) -> None:
-    """Raises ValueError unless the model has `length` positions, and the same ones in every
-    sequence up to that length.
+    """Raises ValueError if the model cannot compute sequences of `length` tokens.
 
-    With `longrope` they depend on whether the longest sequence of a pass has more than the original
-    positions, so that neighbours in a pack would change a sequence's log-probabilities. For the
-    message `model` is key and path, and `advice` says where `length` comes from and how to lower
-    it.
+    It must have `length` positions, and their embeddings must not depend on other sequences. With
+    `longrope` they depend on whether the longest sequence of a pass has more than the original
+    positions, so that other sequences of a packed batch would change log-probabilities.
+
+    For the message `model` is key and path, and `advice` says where `length` comes from and how to
+    lower it.
     """
     limits = [(getattr(hf_config, "max_position_embeddings", None) or length, "positions")]
     rope = getattr(hf_config, "rope_parameters", None) or {}
-    for of_layers in [rope] if "rope_type" in rope else filter(None, rope.values()):
+    # Some models have parameters by the kind of layer.
+    kinds_of_layers = [rope] if "rope_type" in rope else filter(None, rope.values())
+    for of_layers in kinds_of_layers:
         if of_layers.get("rope_type") == "longrope":
             kind = (
                 "positions before rope_type=longrope changes them by the longest sequence of a pass"
@@ -279,34 +281,34 @@ def check_sequence_length(
 
 
 def fetch_weights(config: ModelConfig, *, key: str) -> list[Path]:
-    """The files of a model's weights. One of the hub is downloaded into this machine's cache, so
-    that no rank does it while others wait for that rank.
+    """Returns the files of a model's weights.
 
-    Raises ValueError if there are no weights, or a file that is cut.
+    A model of the hub is downloaded into this machine's cache first, so that no rank has to do it
+    while others wait. Raises ValueError if there are no weights, or a file is incomplete.
     """
     path = os.path.expanduser(config.path)
     path_key = model_setting(key, "path")
     wanted = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
-    # The second only where there are none of the first
+    # The second pattern is tried only if no file matches the first.
     for weights in ("*.safetensors", "*model*.bin"):
+        folder = path
         try:
-            is_folder = Path(path).is_dir()
-            folder = (
-                path
-                if is_folder
-                else snapshot_download(path, allow_patterns=wanted, ignore_patterns="*/*")
-            )
+            if not Path(path).is_dir():
+                folder = snapshot_download(path, allow_patterns=wanted, ignore_patterns="*/*")
         except OSError as error:
             raise ValueError(f"{path_key}={config.path} cannot be downloaded: {error}") from error
-        if files := list(Path(folder).glob(weights)):
-            for file in files if weights == "*.safetensors" else ():
-                try:
-                    safe_open(file, "pt")  # reads the header, which says how long the file is
-                except SafetensorError as error:
-                    raise ValueError(
-                        f"{path_key}={config.path}: {file} is damaged ({error}); copy it anew"
-                    ) from error
-            return sorted(files)
+        files = sorted(Path(folder).glob(weights))
+        for file in files:
+            if file.suffix != ".safetensors":
+                continue
+            try:
+                safe_open(file, "pt")  # reads the header, which has the length of the file
+            except SafetensorError as error:
+                raise ValueError(
+                    f"{path_key}={config.path}: {file} is damaged ({error}); copy it anew"
+                ) from error
+        if files:
+            return files
         wanted = ["*.bin", "*.bin.index.json"]
     raise ValueError(
         f"{path_key}={config.path}: {folder} has no weights (*.safetensors or *.bin); where the "
@@ -315,13 +317,14 @@ def fetch_weights(config: ModelConfig, *, key: str) -> list[Path]:
 
 
 def load_tokenizer(config: TrainedModelConfig) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, or the one that the policy's `tokenizer_path` names, as its
-    `tokenizer.json` has it.
+    """Loads the model's tokenizer, or that of the policy's `tokenizer_path`.
 
-    The classes of transformers build normalizer, pre-tokenizer and decoder anew, whatever the file
-    says: a byte-level tokenizer that is labelled `LlamaTokenizerFast`, as DeepSeek-LLM's is, loses
-    its spaces. They are asked only where there is no such file. Raises ValueError, which names file
-    or folder, for files that are no tokenizer.
+    The tokenizer is the one in its `tokenizer.json`. The tokenizer classes of transformers are used
+    only if there is no such file, because they make normalizer, pre-tokenizer and decoder
+    themselves, whatever the file says: DeepSeek-LLM's byte-level tokenizer, which is labelled
+    `LlamaTokenizerFast`, would lose its spaces.
+
+    Raises ValueError, which names the file or folder, for files that are not a tokenizer.
     """
     path = os.path.expanduser(config.tokenizer)
     if config.tokenizer != config.path and not Path(path).is_dir():
@@ -336,7 +339,7 @@ def load_tokenizer(config: TrainedModelConfig) -> PreTrainedTokenizerBase:
         if file is None:
             return AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
         return PreTrainedTokenizerFast.from_pretrained(path)
-    except Exception as error:  # what is wrong in a file may break its reader anywhere
+    except Exception as error:  # the reader may raise anything for a wrong file
         raise ValueError(
             f"{_unreadable(file) or path}: no tokenizer can be read there ({_said(error)}); copy "
             "it anew, or set model.tokenizer_path to a folder with a tokenizer of this vocabulary."
@@ -344,8 +347,10 @@ def load_tokenizer(config: TrainedModelConfig) -> PreTrainedTokenizerBase:
 
 
 def _said(error: Exception) -> str:
-    """What an error of a library says, on one line. Its end is kept, which often says what to
-    do."""
+    """Returns an error of a library as one line, in which a long message is cut in the middle.
+
+    Its end is kept because it often says what to do.
+    """
     text = " ".join(str(error).split())
     if len(text) > 600:
         text = f"{text[:300]} ... {text[-300:]}"
@@ -353,7 +358,7 @@ def _said(error: Exception) -> str:
 
 
 def _unreadable(file: str | None) -> str | None:
-    """The `tokenizer.json`, if it is what cannot be read, and not a file beside it."""
+    """Returns `file`, a `tokenizer.json`, if it cannot be read; None if another file is wrong."""
     try:
         if file is not None:
             Tokenizer.from_file(file)
@@ -363,7 +368,7 @@ def _unreadable(file: str | None) -> str | None:
 
 
 def tokenizer_file(config: TrainedModelConfig) -> str | None:
-    """The `tokenizer.json` of the tokenizer, None if it has none."""
+    """Returns the path of the tokenizer's `tokenizer.json`, or None if it has none."""
     path = os.path.expanduser(config.tokenizer)
     return cached_file(path, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
 
@@ -375,8 +380,11 @@ def check_tokenizer(
     *,
     key: str,
 ) -> None:
-    """Raises ValueError unless a run's tokenizer, and the one that it exports, read `texts` as
-    `tokenizer.json` says: the same token ids, and the same text after decoding."""
+    """Raises ValueError if a run's tokenizer differs from its `tokenizer.json`.
+
+    The tokenizer of the run, and the one that it exports, must give the same token ids for `texts`,
+    and the same texts after decoding.
+    """
     file = tokenizer_file(config)
     if file is None:
         return
@@ -384,11 +392,12 @@ def check_tokenizer(
     reference.no_truncation()
     reference.no_padding()
     # tokenizer_config.json may name more special tokens than the file.
-    reference.add_tokens([token for _, token in sorted(tokenizer.added_tokens_decoder.items())])
+    added = sorted(tokenizer.added_tokens_decoder.items())
+    reference.add_tokens([token for _, token in added])
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
-        # Of some model types transformers reads a tokenizer by a class of its own, whatever the
-        # folder names.
+        # For some model types transformers has a tokenizer class, which it uses instead of the one
+        # that the folder names.
         load_hf_config(config, key=key).save_pretrained(folder)
         exported = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
     for text in texts:
@@ -411,25 +420,29 @@ def check_tokenizer(
 
 
 def save_weights(hf: PreTrainedModel, weights: dict[str, torch.Tensor], folder: Path) -> None:
-    """Writes the weights for transformers and vLLM, and those of further heads to `HEADS_FILE`,
-    which these leave."""
-    heads = {name: weights.pop(name) for name in list(weights) if name.startswith("heads.")}
+    """Writes the weights to a folder, for transformers and vLLM.
+
+    The weights of further heads are written to `HEADS_FILE`, which these do not read, and removed
+    from `weights`.
+    """
+    heads = {}
+    for name in list(weights):
+        if name.startswith("heads."):
+            heads[name.removeprefix("heads.")] = weights.pop(name)
     hf.save_pretrained(folder, state_dict=weights)
     if heads:
-        (folder / HEADS_FILE).parent.mkdir(exist_ok=True)
-        save_file(
-            {name.removeprefix("heads."): weight for name, weight in heads.items()},
-            folder / HEADS_FILE,
-        )
+        file = folder / HEADS_FILE
+        file.parent.mkdir(exist_ok=True)
+        save_file(heads, file)
 
 
 def save_settings(
     hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, path: str
 ) -> None:
-    """Writes all of a model's folder but the weights: its configuration, with class and `dtype`,
-    and tokenizer."""
-    config = deepcopy(hf.config)  # a thread may write another folder, of another dtype
-    config.dtype, config.architectures = dtype, [type(hf).__name__]
+    """Writes the configuration, with class and `dtype`, and the tokenizer to a model's folder."""
+    config = deepcopy(hf.config)  # a thread may write another folder, with another dtype
+    config.dtype = dtype
+    config.architectures = [type(hf).__name__]
     config.save_pretrained(path)
     if hf.can_generate():
         hf.generation_config.save_pretrained(path)
@@ -437,13 +450,15 @@ def save_settings(
 
 
 def decoder_layers(hf: PreTrainedModel) -> list[nn.Module]:
-    """The repeated blocks of a model, which are gathered and computed one at a time."""
+    """Returns the repeated blocks of a model, which are gathered and computed one at a time."""
     names = set(hf._no_split_modules)
     return [module for module in hf.modules() if type(module).__name__ in names]
 
 
 def compile_layers(hf: PreTrainedModel) -> None:
-    """Compiles the forward of each decoder layer for any number of tokens; packed attention stays
-    outside the graph."""
+    """Compiles the forward of each decoder layer, for any number of tokens.
+
+    Packed attention is not part of the compiled graph.
+    """
     for layer in decoder_layers(hf):
         layer.forward = torch.compile(layer.forward, dynamic=True)

@@ -1,10 +1,10 @@
-"""What the ranks that share a packed batch exchange in a pass: in attention tokens for heads, after
-it scored values.
+"""Sequence parallelism: what the ranks that share a packed batch exchange in a pass.
 
-Each of the s ranks of a group runs the layers over its share of the tokens; attention needs all
-tokens, so there each rank takes a share of the heads (DeepSpeed-Ulysses, Jacobs et al.,
-arXiv:2309.14509). All ranks of a group hold the same rows and compute the same loss, and each
-differentiates its own tokens: their gradients add up to that of the loss.
+Each of the s ranks of a group runs the layers over its share of the tokens. Attention needs all
+tokens, so there each rank takes a share of the heads instead (DeepSpeed-Ulysses, Jacobs et al.,
+arXiv:2309.14509). After the pass the ranks exchange the values of scored tokens. All ranks of a
+group have the same rows and compute the same loss, and each differentiates its own tokens, so their
+gradients add up to that of the loss.
 """
 
 import math
@@ -19,8 +19,7 @@ from torch.distributed.nn.functional import all_to_all_single
 
 
 class SequenceExchange:
-    """What the layers exchange within the group of s ranks, `mesh`, that shares each packed
-    batch."""
+    """The exchanges within the group of s ranks, `mesh`, that shares each packed batch."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.size = mesh.size()
@@ -30,41 +29,49 @@ class SequenceExchange:
     def tokens_to_heads(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Gives up tokens of other ranks' heads for all tokens of own heads, in one exchange.
+        """Exchanges own tokens of all heads for all tokens of own heads, in one communication.
 
-        Query (1, H, n, D) -> (1, H / s, N, D); key and value (1, G, n, D) -> (1, lcm(G, s) / s, N,
-        D): their heads are repeated where they do not divide by s.
+        The query (1, H, n, D) becomes (1, H / s, N, D). Key and value (1, G, n, D) become
+        (1, lcm(G, s) / s, N, D), because their heads are repeated if s does not divide G.
         """
-        repeats = math.lcm(key.size(1), self.size) // key.size(1)
-        if repeats > 1:
-            key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
+        num_repeats = math.lcm(key.size(1), self.size) // key.size(1)
+        if num_repeats > 1:
+            key = key.repeat_interleave(num_repeats, dim=1)
+            value = value.repeat_interleave(num_repeats, dim=1)
+        shape = (self.size, -1)
         # (s, heads / s, n, D)
-        by_rank = [tensor[0].unflatten(0, (self.size, -1)) for tensor in (query, key, value)]
+        by_rank = [tensor[0].unflatten(0, shape) for tensor in (query, key, value)]
         heads = [tensor.size(1) for tensor in by_rank]
-        received = self._exchange(torch.cat(by_rank, dim=1))  # (ranks that sent, own heads, n, D)
+        to_send = torch.cat(by_rank, dim=1)
+        received = self._exchange(to_send)  # (ranks that sent, own heads, n, D)
         own = received.transpose(0, 1).flatten(1, 2).unsqueeze(0)
         own_query, own_key, own_value = own.split(heads, dim=1)
         return own_query, own_key, own_value
 
     def heads_to_tokens(self, output: torch.Tensor) -> torch.Tensor:
-        """The way back: (1, N, H / s, D), all tokens of own heads, to (1, n, H, D), own tokens of
-        all heads."""
-        received = self._exchange(output[0].unflatten(0, (self.size, -1)))  # (s, n, H / s, D)
+        """Exchanges all tokens of own heads for own tokens of all heads, the reverse.
+
+        (1, N, H / s, D) becomes (1, n, H, D).
+        """
+        by_rank = output[0].unflatten(0, (self.size, -1))
+        received = self._exchange(by_rank)  # (s, n, H / s, D)
         return received.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
     def gather(self, values_m: torch.Tensor, before: int, total: int) -> torch.Tensor:
-        """(M,), M = `total`: the scored tokens' values on all ranks, of which `before` are on those
-        before this one."""
+        """Returns the values of the scored tokens of all ranks, (M,), with M = `total`.
+
+        `before` of them are on the ranks before this one.
+        """
         own = slice(before, before + len(values_m))
         gathered_M = values_m.new_zeros(total)
         gathered_M[own] = values_m.detach()
         dist.all_reduce(gathered_M, group=self.group)
-        # With its graph: each rank differentiates its own share of the common loss
+        # Own values have their graph, so that each rank differentiates its share of the loss.
         gathered_M[own] = values_m
         return gathered_M
 
     def _exchange(self, by_rank: torch.Tensor) -> torch.Tensor:
-        """Slice i of the first dimension goes to rank i of the group; slice i of the result came
-        from it."""
+        """Sends slice i of the first dimension to rank i of the group, and returns as slice i what
+        that rank has sent."""
         by_rank = by_rank.contiguous()
         return all_to_all_single(torch.empty_like(by_rank), by_rank, group=self.group)

@@ -1,5 +1,4 @@
-"""What a model's forward pass costs in floating-point operations, for balancing work and for
-MFU."""
+"""The floating-point operations of a model's forward pass, for balancing work and for MFU."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 @dataclass(frozen=True)
 class AttentionHeads:
-    """The heads of one layer."""
+    """The attention heads of one layer."""
 
     number: int
     key_value_number: int
@@ -20,7 +19,8 @@ class AttentionHeads:
 
 
 def attention_heads(text_config: PretrainedConfig) -> list[AttentionHeads]:
-    """The heads of each layer of a language model, which differ between the layers of Gemma 4."""
+    """Returns the heads of each layer of a language model. Layers of Gemma 4 have different
+    heads."""
     heads = []
     for layer in range(text_config.num_hidden_layers):
         config = text_config.per_layer_config[layer]
@@ -33,25 +33,28 @@ def attention_heads(text_config: PretrainedConfig) -> list[AttentionHeads]:
 
 @dataclass(frozen=True)
 class ModelCost:
-    """FLOPs of a causal language model; a training step costs three times its forward pass
-    (recomputation aside)."""
+    """The FLOPs of a causal language model's forward pass.
+
+    A training step costs three times as much, without recomputation.
+    """
 
     per_token: float
-    """FLOPs of the decoder layers' matrices for one token; of a mixture of experts those that a
-    token is routed to."""
+    """The FLOPs of the decoder layers' matrices for one token. Of a mixture of experts the experts
+    count that a token is routed to."""
     per_scored_token: float
-    """FLOPs of the language-model head for one token; 0 where there is none."""
+    """The FLOPs of the language-model head for one token, 0 without a head."""
     per_pair: tuple[tuple[float, int | None], ...]
-    """(FLOPs for one query-key pair, window) of layers with the same sliding window; None attends
-    to all before."""
+    """The FLOPs of attention for one pair of a query and a key, and the window, of all layers with
+    the same sliding window. The window None means all tokens before."""
 
     @classmethod
     def of(cls, hf_config: PretrainedConfig, *, with_head: bool = True) -> "ModelCost":
-        """Counts the matrices of the language model, with its head or without; it is built without
-        memory for it."""
+        """Counts the matrices of the language model, with its head or without.
+
+        The model is made on the meta device, without memory.
+        """
         hf_config = hf_config.get_text_config()
-        # A configuration that came with code of its own was read with the permission to run that
-        # code.
+        # Code of the model's own may run, because reading its configuration needed that permission.
         own_code = type(hf_config).__module__.startswith("transformers_modules.")
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=own_code)
@@ -59,45 +62,40 @@ class ModelCost:
         embedding = model.get_input_embeddings()
         ends = {id(head.weight), id(embedding.weight)}
         active = getattr(hf_config, "num_experts_per_tok", 1)
-        matrices = [
-            parameter
-            for parameter in model.parameters()
-            if parameter.ndim > 1 and id(parameter) not in ends
-        ]
-        # The experts of a layer are stacked: (experts, out, in).
-        used = (
-            matrix.numel() * (active / len(matrix) if matrix.ndim == 3 else 1)
-            for matrix in matrices
-        )
+        used: list[float] = []
+        for parameter in model.parameters():
+            if parameter.ndim < 2 or id(parameter) in ends:
+                continue
+            # The experts of a layer are stacked: (experts, out, in).
+            used_share = active / len(parameter) if parameter.ndim == 3 else 1
+            used.append(parameter.numel() * used_share)
         window = getattr(hf_config, "sliding_window", None)
-        kinds = (
-            getattr(hf_config, "layer_types", None)
-            or ["sliding_attention"] * hf_config.num_hidden_layers
-        )
-        per_pair: Counter[int | None] = Counter()  # query with key, and weight with value
+        kinds = getattr(hf_config, "layer_types", None)
+        if not kinds:
+            kinds = ["sliding_attention"] * hf_config.num_hidden_layers
+        per_pair: Counter[int | None] = Counter()
         for heads, kind in zip(attention_heads(hf_config), kinds, strict=True):
-            per_pair[window if kind == "sliding_attention" else None] += (
-                4 * heads.number * heads.size
-            )
+            window_of_layer = window if kind == "sliding_attention" else None
+            # A pair is two products of vectors: query with key, and weight with value.
+            per_pair[window_of_layer] += 4 * heads.number * heads.size
         per_scored_token = 2.0 * head.weight.numel() if with_head else 0.0
-        return cls(
-            2.0 * sum(used),
-            per_scored_token,
-            tuple((float(flops), w) for w, flops in per_pair.items()),
-        )
+        of_windows = tuple((float(flops), window) for window, flops in per_pair.items())
+        return cls(2.0 * sum(used), per_scored_token, of_windows)
 
     def forward(self, lengths_B: torch.Tensor, num_scored_B: torch.Tensor) -> torch.Tensor:
-        """FLOPs of one forward pass over each row, (B,) float64, by its tokens and those that the
-        head reads.
+        """Returns the FLOPs of one forward pass over each row, (B,) float64.
 
-        Attention is causal: a token attends to itself and to those before, within the window.
+        `lengths_B` has the number of its tokens, and `num_scored_B` the number of those that the
+        head reads. Attention is causal: a token attends to itself and to the tokens before it,
+        within the window.
         """
         total_B = (
             self.per_token * lengths_B.double() + self.per_scored_token * num_scored_B.double()
         )
         for flops, window in self.per_pair:
             reach = lengths_B.clamp(max=window) if window else lengths_B
-            # Of the first `reach` tokens each attends to one more, of the others each to `reach`.
+            # Each of the first `reach` tokens attends to one more token than the one before it, and
+            # each of the others attends to `reach` tokens.
             num_pairs_B = reach * (reach + 1) // 2 + (lengths_B - reach) * reach
             total_B += flops * num_pairs_B.double()
         return total_B

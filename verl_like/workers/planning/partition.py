@@ -1,7 +1,7 @@
-"""Plans who computes what: rows into micro-batches by a token budget, and work into equal shares.
+"""Divides rows into micro-batches by a limit of tokens, and among ranks into shares of equal work.
 
-Plain functions of lengths, without torch or processes, so that every rank and the driver can plan
-alike.
+These are plain functions of lengths, without torch or processes, so that every rank and the driver
+can compute the same plan.
 """
 
 import heapq
@@ -17,32 +17,36 @@ from verl_like.workers.config.rollout import LogProbConfig
 # Legend: B rows of a batch.
 
 _FULL = 0.98
-"""Micro-batches this full on average stay as first-fit decreasing fills them."""
+"""If micro-batches are at least this full on average, those of first-fit decreasing are used."""
 _TOLERANCE = 2e-4
-"""Shares are even enough when the greatest is at most this far above the mean."""
+"""Shares are even enough if the largest one is at most this far above the mean."""
 _ROUNDS = 40
+"""The largest number of rounds of exchanges."""
 _PATIENCE = 10
-"""Most rounds of exchanges, and rounds without a gain after which they end."""
+"""The number of rounds without a gain after which exchanges end."""
 _WIDTH = 128
-"""Rows of a share that one round looks at; of a larger share an even sample, another one each
-round."""
+"""About how many rows of a share one round considers. Of a larger share it is an even sample, which
+differs in each round."""
 
 
 @dataclass(frozen=True)
 class MicroBatching:
-    """How a rank's rows become micro-batches, each one pass of the model: by their number or by
-    their tokens."""
+    """How a rank's rows are divided into micro-batches: by their number or by their tokens.
+
+    A micro-batch is one pass of the model.
+    """
 
     num_rows: int
-    """Rows of a micro-batch, unless `by_tokens`."""
+    """The number of rows of a micro-batch, unless `by_tokens`."""
     max_tokens: int
-    """Most tokens of a micro-batch without padding, for each of the ranks that share it."""
+    """The largest number of tokens of a micro-batch, without padding, for each of the ranks that
+    share it."""
     by_tokens: bool
-    """Whether `max_tokens` is the limit, not `num_rows`."""
+    """If True, `max_tokens` is the limit instead of `num_rows`."""
 
 
 def log_prob_micro_batching(part: LogProbConfig) -> MicroBatching:
-    """The micro-batches in which log-probabilities are computed."""
+    """Returns how micro-batches are made to compute log-probabilities."""
     return MicroBatching(
         part.log_prob_micro_batch_size_per_gpu,
         part.log_prob_max_token_len_per_gpu,
@@ -53,17 +57,17 @@ def log_prob_micro_batching(part: LogProbConfig) -> MicroBatching:
 def pack_into_micro_batches(
     lengths: Sequence[int], max_tokens: int, *, at_least: int = 1
 ) -> list[list[int]]:
-    """The row indices of each micro-batch, the one with the most tokens first: as few as first-fit
-    decreasing needs, of even size where that fits.
+    """Divides rows into micro-batches, and returns the row indices of each, the longest one first.
 
-    First-fit decreasing (Johnson 1973) needs at most 11/9 of the least possible number, plus 6/9
-    (Dosa 2007).
+    There are as few micro-batches as first-fit decreasing needs (Johnson 1973): at most 11/9 of the
+    least possible number, plus 6/9 (Dosa 2007). They have about the same number of tokens if the
+    limit allows it.
 
     Args:
-        lengths: (B,) tokens of each row, all positive.
-        max_tokens: most tokens of a micro-batch; a longer row raises ValueError.
-        at_least: how many micro-batches to make, where there are as many rows; ranks that step
-            together give the largest number that any of them needs.
+        lengths: (B,) the number of tokens of each row, all positive.
+        max_tokens: the largest number of tokens of a micro-batch. A longer row raises ValueError.
+        at_least: the least number of micro-batches to make, if there are as many rows. Ranks that
+            compute together give the largest number that any of them needs.
     """
     lengths_B = np.asarray(lengths, dtype=np.int64)
     if (lengths_B > max_tokens).any():
@@ -83,31 +87,37 @@ def pack_into_micro_batches(
     while len(micro_batches) < count:
         largest = max(micro_batches, key=len)
         micro_batches.append([largest.pop() for _ in range(len(largest) // 2)])
-    heaviest_first = np.argsort([-total for total in _totals(micro_batches, tokens)], kind="stable")
-    return [micro_batches[index] for index in heaviest_first.tolist()]
+    totals = np.array(_totals(micro_batches, tokens))
+    longest_first = np.argsort(-totals, kind="stable")
+    return [micro_batches[index] for index in longest_first.tolist()]
 
 
 def balance(work: Sequence[float] | np.ndarray, num_parts: int) -> list[np.ndarray]:
-    """Shares of about the same work, none of more than B / num_parts rows, rounded up: int64 row
-    indices, ascending.
+    """Divides rows into shares of about the same work, and returns the row indices of each.
 
-    The better of two starts, the differencing method (Karmarkar & Karp 1982) on groups of
-    `num_parts` rows and the longest first (Graham 1969), then exchanges of rows between heavy and
-    light shares.
+    The indices are int64 and ascending. No share has more than B / num_parts rows, rounded up.
+
+    Two methods make a first division: the differencing method (Karmarkar & Karp 1982), on groups of
+    `num_parts` rows, and the longest first (Graham 1969). The better one is improved by exchanges
+    of rows between heavy and light shares.
 
     Args:
-        work: (B,) work of each row, in any unit, not negative.
-        num_parts: shares to make; where they do not divide B, rows without work fill up, and are
-            left out in the end.
+        work: (B,) the work of each row, in any unit, not negative.
+        num_parts: the number of shares.
     """
     num_rows = len(work)
-    num_fillers = -len(work) % num_parts
     if not num_rows:
         return [np.arange(0)] * num_parts
-    work_B = np.concatenate([np.asarray(work, dtype=np.float64), np.zeros(num_fillers)])
+    # Rows without work fill the shares up to the same number of rows, and are left out in the end.
+    fillers = np.zeros(-num_rows % num_parts)
+    work_B = np.concatenate([np.asarray(work, dtype=np.float64), fillers])
     longest_first = _longest_first(work_B.tolist(), num_parts, len(work_B) // num_parts)
     starts = [_differencing(work_B, num_parts), np.array(longest_first)]
-    shares = min(starts, key=lambda table: work_B[table].sum(1).max())
+
+    def largest_load(table: np.ndarray) -> float:
+        return work_B[table].sum(1).max()
+
+    shares = min(starts, key=largest_load)
     _exchange(shares, work_B)
     return [rows[rows < num_rows] for rows in np.sort(shares, axis=1)]
 
@@ -118,11 +128,12 @@ def rank_shares(
     num_ranks: int,
     work_B: Sequence[float] | np.ndarray | None = None,
 ) -> list[np.ndarray]:
-    """The rows of each rank, one mini-batch after the other: int64 row indices.
+    """Divides the rows of each mini-batch among ranks.
 
-    With n = `num_mini_batch_rows`, mini-batch i is rows i * n to (i + 1) * n of the batch, for
-    every number of ranks. Of each, no rank gets more rows than the mean rounded up: as they come
-    or, where their work is given, as `balance` divides it.
+    Returns the int64 row indices of each rank, one mini-batch after the other. With n =
+    `num_mini_batch_rows`, mini-batch i has rows i * n to (i + 1) * n - 1 of the batch, whatever the
+    number of ranks. Its rows are divided by `balance` if their work is given, and otherwise into
+    consecutive parts. No rank gets more of them than the mean, rounded up.
     """
     of_ranks: list[list[np.ndarray]] = [[] for _ in range(num_ranks)]
     for first in range(0, num_rows, num_mini_batch_rows):
@@ -130,42 +141,45 @@ def rank_shares(
         if work_B is None:
             shares = np.array_split(rows, num_ranks)
         else:
-            shares = [first + share for share in balance(np.asarray(work_B)[rows], num_ranks)]
+            work = np.asarray(work_B)[rows]
+            shares = [first + share for share in balance(work, num_ranks)]
         for of_rank, share in zip(of_ranks, shares, strict=True):
             of_rank.append(share)
     return [np.concatenate([np.arange(0), *shares]) for shares in of_ranks]
 
 
 def num_groups(size: int, total: int, of: str, *, key: str) -> int:
-    """How many groups of `size` make up `total`, or ValueError; `of` says among what, `key` names
-    its setting."""
+    """Returns the number of groups of `size` in `total`.
+
+    Raises ValueError if `size` does not divide `total`. For the message `of` says what is divided,
+    and `key` is the setting of `size`.
+    """
     if total % size:
         raise ValueError(f"{key}={size} does not divide the {total} {of}; choose a divisor.")
     return total // size
 
 
 def require_shares_of_heads(hf_config: PretrainedConfig, size: int, key: str) -> None:
-    """Raises ValueError unless each of `size` ranks can take as many attention heads of the model
-    as the others."""
+    """Raises ValueError if the model's attention heads cannot be divided equally among `size`
+    ranks."""
     heads = hf_config.get_text_config().num_attention_heads
-    num_groups(
-        size, heads, "attention heads of the model, of which every rank takes a share", key=key
-    )
+    what = "attention heads of the model, of which every rank takes a share"
+    num_groups(size, heads, what, key=key)
 
 
 def _totals(parts: list[list[int]], work: Sequence[float]) -> list[float]:
+    """Returns the sum of the work of each part's rows."""
     return [sum(map(work.__getitem__, rows)) for rows in parts]
 
 
 def _first_fit_decreasing(lengths: list[int], capacity: int) -> list[list[int]]:
-    """Bins by the rule "longest first, each into the first bin that has room", filled one bin after
-    the other.
+    """Puts each row, the longest first, into the first bin that has room for it.
 
-    A bin gets, again and again, the longest row left that fits: the same bins, at a binary search a
-    row.
+    This fills one bin after the other: a bin gets the longest remaining row that fits, again and
+    again. The bins are the same, but each row costs only a binary search.
     """
     num_rows = len(lengths)
-    # One number for length and row
+    # One number stands for length and row, so that sorting orders rows by length.
     left = sorted(length * num_rows + row for row, length in enumerate(lengths))
     bins: list[list[int]] = []
     while left:
@@ -182,8 +196,10 @@ def _first_fit_decreasing(lengths: list[int], capacity: int) -> list[list[int]]:
 def _longest_first(
     work: Sequence[float], num_parts: int, max_rows: int | None = None
 ) -> list[list[int]]:
-    """Each row, the longest first, to the part with the least work so far that has fewer than
-    `max_rows` rows."""
+    """Gives each row, the longest first, to the part with the least work so far.
+
+    A part with `max_rows` rows gets no more.
+    """
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     loads = [(0.0, part) for part in range(num_parts)]  # a heap
     for row in sorted(range(len(work)), key=work.__getitem__, reverse=True):
@@ -197,15 +213,18 @@ def _longest_first(
 
 
 def _differencing(work_B: np.ndarray, num_parts: int) -> np.ndarray:
-    """(parts, rows per part): of each group of rows that are next in size one goes to each part.
+    """Divides rows into parts by the differencing method: a table (parts, rows of a part).
 
-    The two groups whose parts differ most are joined, the heaviest part of one with the lightest of
-    the other, until one is left.
+    The longest `num_parts` rows are a group, then the next ones, and so on, and each row of a group
+    is one part of it. Then the two groups whose parts differ most are joined, until one is left:
+    the heaviest part of one group and the lightest part of the other become one part.
     """
     groups = []
-    for number, rows in enumerate(np.argsort(-work_B, kind="stable").reshape(-1, num_parts)):
-        loads = work_B[rows]  # of the parts, the heaviest first
-        groups.append((loads[-1] - loads[0], number, loads, rows[:, None]))
+    longest_first = np.argsort(-work_B, kind="stable")
+    for number, rows in enumerate(longest_first.reshape(-1, num_parts)):
+        loads = work_B[rows]  # the work of each part, the heaviest first
+        difference = loads[-1] - loads[0]  # negative, so that the heap has the largest one first
+        groups.append((difference, number, loads, rows[:, None]))
     heapq.heapify(groups)
     while len(groups) > 1:
         _, number, loads, rows = heapq.heappop(groups)
@@ -213,17 +232,18 @@ def _differencing(work_B: np.ndarray, num_parts: int) -> np.ndarray:
         loads = loads + other_loads[::-1]
         heaviest_first = np.argsort(-loads, kind="stable")
         loads = loads[heaviest_first]
-        rows = np.concatenate([rows, other_rows[::-1]], axis=1)[heaviest_first]
-        heapq.heappush(groups, (loads[-1] - loads[0], number, loads, rows))
+        joined = np.concatenate([rows, other_rows[::-1]], axis=1)
+        difference = loads[-1] - loads[0]
+        heapq.heappush(groups, (difference, number, loads, joined[heaviest_first]))
     return groups[0][3]
 
 
 def _exchange(shares: np.ndarray, work_B: np.ndarray) -> None:
     """Makes the work of `shares`, a table of row numbers, more even, in place.
 
-    Each round pairs the heavier half of the shares with the lighter half, the heaviest with the
-    lightest in the first and with another one in each later round. A pair swaps the two rows that
-    bring it closest to equal work.
+    Each round pairs each share of the heavier half with one of the lighter half. In the first round
+    these are the heaviest and the lightest, and in later rounds the pairs are others. A pair
+    exchanges the two rows that bring it closest to equal work.
     """
     loads = work_B[shares].sum(1)
     half = len(shares) // 2
@@ -236,21 +256,24 @@ def _exchange(shares: np.ndarray, work_B: np.ndarray) -> None:
         heaviest_first = np.argsort(-loads, kind="stable")
         heavy = heaviest_first[:half]
         light = np.roll(heaviest_first[::-1][:half], -number)
-        looked_at = slice(number % stride, None, stride)
+        first = number % stride
         gap = loads[heavy] - loads[light]
-        moved = (
-            work_B[shares[heavy, looked_at]][:, :, None]
-            - work_B[shares[light, looked_at]][:, None, :]
-        )
-        nearest = np.abs(moved - gap[:, None, None] / 2).reshape(half, -1).argmin(1)
+        heavy_work = work_B[shares[heavy, first::stride]]
+        light_work = work_B[shares[light, first::stride]]
+        moved = heavy_work[:, :, None] - light_work[:, None, :]  # by an exchange of two rows
+        distance = np.abs(moved - gap[:, None, None] / 2)
+        nearest = distance.reshape(half, -1).argmin(1)
         mine, theirs = np.divmod(nearest, moved.shape[2])
         moved = moved[np.arange(half), mine, theirs]
         helps = (moved > 0) & (moved < gap)
         heavy = heavy[helps]
         light = light[helps]
         moved = moved[helps]
-        mine, theirs = (column[helps] * stride + looked_at.start for column in (mine, theirs))
-        shares[heavy, mine], shares[light, theirs] = shares[light, theirs], shares[heavy, mine]
+        mine = mine[helps] * stride + first
+        theirs = theirs[helps] * stride + first
+        heavy_rows = shares[heavy, mine]
+        shares[heavy, mine] = shares[light, theirs]
+        shares[light, theirs] = heavy_rows
         loads[heavy] -= moved
         loads[light] += moved
         stale = 0 if loads.max() < best else stale + 1

@@ -1,4 +1,4 @@
-"""What every rollout engine has in common: requests in, checked responses out, verified weights."""
+"""The base class of rollout engines: it checks requests, responses and weights."""
 
 import os
 from abc import ABC, abstractmethod
@@ -32,7 +32,8 @@ from verl_like.workers.weights.exports import WeightExport
 from verl_like.workers.weights.shared_memory import pin_pages
 
 CPU_NUM_SEQS = 256
-"""Sequences at once where neither the configuration nor vLLM's defaults for GPUs say how many."""
+"""How many sequences are computed at once if neither the configuration nor vLLM's defaults for GPUs
+say it."""
 
 
 _REPLACED = {
@@ -45,22 +46,22 @@ _REPLACED = {
 
 
 class RolloutEngine(ABC):
-    """Generates responses with the trainer's weights; engines differ in how they sample and how
-    they take weights.
+    """Generates responses with the trainer's weights.
 
-    Requests come at any time between two steps, and so do weights, also while responses are
-    unfinished. The tokens of a response are a function of its request and of the weights of each
-    token, up to the rounding of the logits.
+    Subclasses implement how tokens are sampled and how weights are loaded. Requests and weights can
+    come between any two steps, also while responses are unfinished. The tokens of a response depend
+    only on its request and on the weights that draw each token, up to the rounding of the logits.
 
     An engine is made and used on one thread, see `EngineThread`.
 
     `tensor_model_parallel_size` consecutive ranks, which are constructed at the same time, make up
-    one replica. They get the same calls in the same order and return the same responses; `dp_rank`
-    numbers the replicas and `is_collect` marks the rank of each whose result is used.
+    one replica. They get the same calls in the same order and return the same responses. `dp_rank`
+    is the number of the replica, and `is_collect` is True on the one rank of it whose results are
+    used.
 
-    An engine starts without weights. `load_weights` brings them and `policy_version` says which
-    ones it has. Raises ValueError for a setting that does not fit, ModuleNotFoundError for a
-    missing package; both say what to do.
+    An engine starts without weights; `load_weights` loads them, and `policy_version` is their
+    version. The constructor raises ValueError for a setting that does not fit and
+    ModuleNotFoundError for a missing package; both messages say what to do.
     """
 
     def __init_subclass__(cls, **arguments: Any) -> None:
@@ -95,8 +96,7 @@ class RolloutEngine(ABC):
         self.hf_config = load_hf_config(model, key="actor_rollout_ref.model")
         self.eos_token_ids, self.pad_token_id = special_token_ids(load_tokenizer(model), model.path)
         self.policy_version: int | None = None
-        """Version of the weights; None until weights were loaded and verified, and while the engine
-        has none."""
+        """The version of the weights. It is None while the engine has no verified weights."""
         self._newest_version = -1
         self._vocab_size = self.hf_config.get_text_config().vocab_size
         self._in_flight: dict[str, GenerationRequest] = {}
@@ -104,47 +104,49 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def _submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Queues requests, whose names are unlike those of all in flight."""
+        """Queues requests, whose names differ from those of all requests in flight."""
 
     @abstractmethod
     def _step(self) -> list[tuple[str, Completion]]:
-        """Computes the next token of every request that there is room for; returns those that
-        ended, by name."""
+        """Computes the next token of every request that the engine has room for.
+
+        Returns the names and responses of those that ended.
+        """
 
     @abstractmethod
     def _has_work(self) -> bool:
-        """Whether a step would compute anything."""
+        """Returns whether a step would compute anything."""
 
     @abstractmethod
     def _abort(self, names: Collection[str]) -> None:
-        """Forgets requests in flight."""
+        """Drops requests in flight."""
 
     @abstractmethod
     def _load(self, exports: Sequence[WeightExport], version: int) -> None:
         """Overwrites the engine's weights with staged ones.
 
-        No request that is submitted from now on uses what was computed with the old ones, and those
-        in flight do so as `rollout.kv_after_update` says.
+        No later request may use keys and values that were computed with the old weights. For
+        requests in flight `rollout.kv_after_update` says whether they may.
         """
 
     @abstractmethod
     def _fingerprints(self) -> dict[str, int]:
-        """Fingerprints (see `fingerprint_tensor`) of the weights that the engine computes with, by
-        Hugging Face name."""
+        """Returns the fingerprints (see `fingerprint_tensor`) of the weights that the engine computes
+        with, by Hugging Face name."""
 
     def _wake(self) -> None:  # noqa: B027  an engine whose memory `_sleep` leaves in place has nothing to do
-        """Takes back the memory of the weights that `_sleep` gave."""
+        """Takes back the memory of the weights that `_sleep` has freed."""
 
     @abstractmethod
     def _sleep(self) -> None:
-        """Frees the device for training. The weights may be gone."""
+        """Frees the device for training. The weights may be gone afterwards."""
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Takes requests in, beside those in flight.
+        """Adds requests to those in flight.
 
         Raises RuntimeError if no weights were loaded; ValueError for an empty or over-long prompt,
         tokens outside of the vocabulary, a longer response than the engine has room for, or the
-        name of a request in flight. Then none of the requests is taken in.
+        name of a request in flight. If it raises, none of the requests is added.
         """
         self._require_weights()
         names = set(self._in_flight)
@@ -156,7 +158,8 @@ class RolloutEngine(ABC):
                     "its own."
                 )
             names.add(request.name)
-        self._in_flight |= {request.name: request for request in requests}
+        for request in requests:
+            self._in_flight[request.name] = request
         try:
             self._submit(requests)
         except Exception:
@@ -164,6 +167,7 @@ class RolloutEngine(ABC):
             raise
 
     def _check_request(self, request: GenerationRequest) -> None:
+        """Raises ValueError for a prompt or a response length that the engine cannot compute."""
         prompt_ids = request.prompt_ids
         limit = self.config.prompt_length
         if not 0 < len(prompt_ids) <= limit:
@@ -185,13 +189,12 @@ class RolloutEngine(ABC):
             )
 
     def step(self) -> list[tuple[str, Completion]]:
-        """Computes the next token of every request that the engine has room for; returns those that
-        ended, by name.
+        """Computes the next token of every request that the engine has room for.
 
-        A paused engine and one without requests do nothing. Raises RuntimeError if the last weights
-        did not arrive; RolloutError if the engine lost a request, or returned something that is not
-        1 to R known tokens with finite log-probabilities. What else ended in this step is gone then
-        too.
+        Returns the names and responses of those that ended. A paused engine and one without
+        requests return none. Raises RuntimeError if the last weights did not arrive; RolloutError
+        if the engine lost a request, or for a response that `check_completion` refuses. If it
+        raises, the other responses that ended in this step are lost, too.
         """
         if self._is_paused or not self._in_flight:
             return []
@@ -204,48 +207,53 @@ class RolloutEngine(ABC):
         finished = self._step()
         requests = [self._in_flight.pop(name) for name, _ in finished]
         for request, (name, completion) in zip(requests, finished, strict=True):
-            check_completion(
-                completion, f"The response to {name}", request.sampling, vocab_size=self._vocab_size
-            )
+            who = f"The response to {name}"
+            check_completion(completion, who, request.sampling, vocab_size=self._vocab_size)
         return finished
 
     @property
     def is_busy(self) -> bool:
-        """Whether requests are in flight and may be computed: the engine is not paused and has
-        verified weights."""
+        """True if requests are in flight, and the engine is not paused and has verified weights."""
         return bool(self._in_flight) and not self._is_paused and self.policy_version is not None
 
     def agreed(self, number: int) -> int:
-        """The number that the first rank of the replica gives, for which the others wait. All of
-        them call it."""
+        """Returns the `number` of the replica's first rank on all of its ranks.
+
+        All ranks of the replica call this, and the others wait for the first one.
+        """
         return number
 
     def stream(self) -> Generator[list[tuple[str, Completion]], None, None]:
-        """Steps until nothing is in flight; yields what ended in each step. RuntimeError while the
-        engine is paused."""
+        """Steps until no request is in flight, and yields what ended in each step.
+
+        Raises RuntimeError if the engine is paused.
+        """
         while self._in_flight:
             if self._is_paused:
                 raise RuntimeError("The rollout engine is paused; resume it first.")
             yield self.step()
 
     def abort(self, names: Iterable[str]) -> list[str]:
-        """Forgets requests; returns the names of those that were in flight."""
+        """Drops requests, and returns the names of those that were in flight."""
         aborted = [name for name in names if self._in_flight.pop(name, None)]
         self._abort(aborted)
         return aborted
 
     def pause(self) -> None:
-        """Computes nothing until `resume`. What is in flight stays, and requests and weights are
-        still taken in."""
+        """Stops to compute until `resume`.
+
+        Requests in flight stay, and the engine still takes requests and weights.
+        """
         self._is_paused = True
 
     def resume(self) -> None:
-        """Goes on after `pause`."""
+        """Computes again after `pause`."""
         self._is_paused = False
 
     def sleep(self) -> None:
-        """Frees the device for training. The weights may be gone: load them again before
-        generating.
+        """Frees the device for training.
+
+        The weights may be gone afterwards: load them again before generating.
 
         Raises RuntimeError if requests are in flight.
         """
@@ -257,15 +265,15 @@ class RolloutEngine(ABC):
         self._sleep()
 
     def wake(self) -> None:
-        """Takes back the memory of the weights that `sleep` gave. `load_weights` does so too, and
-        brings the weights.
+        """Takes back the memory of the weights that `sleep` has freed, but not the weights.
 
-        Raises ValueError if others hold that memory by now.
+        `load_weights` does both. Raises ValueError if others use that memory now.
         """
         self._wake()
 
     def forget_prompts(self) -> None:  # noqa: B027  most engines keep nothing
-        """Drops what the engine keeps of prompts for later ones, unless requests are in flight."""
+        """Drops the cache of prompts that the engine keeps for later requests, unless requests are
+        in flight."""
 
     def _require_weights(self) -> None:
         if self.policy_version is None:
@@ -276,20 +284,20 @@ class RolloutEngine(ABC):
     def load_weights(
         self, exports: Sequence[WeightExport], version: int, *, checks_first: bool = True
     ) -> str:
-        """Replaces the engine's weights and proves that they are the trainer's; requests in flight
-        go on with them.
+        """Replaces the engine's weights, and verifies that they are the trainer's.
 
-        `exports` are `collect_weights` of every trainer rank; `version` is not older than what the
-        engine had before. Returns one fingerprint of all parameters together, see `check_arrival`.
+        Requests in flight continue with the new weights. `exports` are the results of
+        `collect_weights` of all trainer ranks; `version` must not be older than one the engine had
+        before. Returns one fingerprint of all parameters together, see `check_arrival`.
 
-        Raises WeightSyncError if the exports are stale, incomplete or changed on their way, and
-        goes on with the weights it has; or if it ended up with other weights, and refuses to
-        generate until a later `load_weights` succeeds. So it does after any other error in the
-        middle of an update.
+        Raises WeightSyncError if the exports are stale, incomplete or changed on their way; the
+        engine then keeps the weights it has. It also raises WeightSyncError if the loaded weights
+        are not the trainer's. After that, as after any other error in the middle of an update, the
+        engine refuses to generate until a later `load_weights` succeeds.
 
-        Without `checks_first` what changed in the object store is noticed after it was loaded, so
-        that each byte is read once. Memory that the trainer may write into is always checked
-        before.
+        With `checks_first` the exports are checked before they are loaded. Without it, exports in
+        the object store are checked only after loading, so that each byte is read once. Memory that
+        the trainer may write into is always checked first.
         """
         if version < self._newest_version:
             raise WeightSyncError(
@@ -300,26 +308,26 @@ class RolloutEngine(ABC):
             pin_pages(exports)
         is_written_by_trainer = self.config.weight_transport in ("shared_memory", "gloo")
         is_read_twice = is_written_by_trainer or (checks_first and not self.config.sends_directly)
-        expected = (
-            check_staged(exports, version, self.device)
-            if is_read_twice
-            else check_exports(exports, version)
-        )
+        if is_read_twice:
+            expected = check_staged(exports, version, self.device)
+        else:
+            expected = check_exports(exports, version)
         self.policy_version = None  # until the whole update has arrived
         self._wake()
         self._load(exports, version)
         failure = f"Weights of version {version} did not arrive at rollout rank {self.rank}"
         fingerprint = check_arrival(expected, self._fingerprints(), failure)
-        self.policy_version = self._newest_version = version
+        self.policy_version = version
+        self._newest_version = version
         return fingerprint
 
     @property
     def num_slots(self) -> int:
-        """Requests that it computes at once."""
+        """The number of requests that the engine computes at once."""
         return self.config.max_num_seqs or CPU_NUM_SEQS
 
     def rules(self) -> RequestRules:
-        """How batches of prompts become requests."""
+        """Returns how batches of prompts become requests, by the configuration."""
         config = self.config
         val_kwargs = self.config.val_kwargs
         training = self._sampling(config)
@@ -335,6 +343,7 @@ class RolloutEngine(ABC):
         )
 
     def _sampling(self, source: SamplingConfig) -> Sampling:
+        """Returns the sampling of training or validation; temperature 0 ignores top-k and top-p."""
         greedy = source.temperature == 0
         return Sampling(
             temperature=source.temperature,
@@ -346,10 +355,11 @@ class RolloutEngine(ABC):
 
 
 def special_token_ids(tokenizer: PreTrainedTokenizerBase, path: str) -> tuple[tuple[int, ...], int]:
-    """The tokens that end a response (the tokenizer's, and those of generation_config.json) and the
-    padding token.
+    """Returns the tokens that end a response, in ascending order, and the padding token.
 
-    Raises ValueError if the tokenizer has no end-of-sequence token.
+    The former are the end-of-sequence tokens of the tokenizer and of generation_config.json. A
+    tokenizer without a padding token pads with its end-of-sequence token. Raises ValueError if the
+    tokenizer has no end-of-sequence token.
     """
     if tokenizer.eos_token_id is None:
         raise ValueError(

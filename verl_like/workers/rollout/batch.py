@@ -1,4 +1,4 @@
-"""A batch of prompts as requests, and responses as a batch."""
+"""The conversion of a batch of prompts into requests, and of their responses into a batch."""
 
 import itertools
 from collections import Counter
@@ -16,36 +16,38 @@ from verl_like.workers.rollout.request import Completion, GenerationRequest, Sam
 
 @dataclass(frozen=True)
 class RequestRules:
-    """How batches become requests, and which replica takes which. They are the same on every rank
-    and on the driver."""
+    """How a batch becomes requests, and how requests are routed to replicas.
+
+    The rules are the same on every rank and on the driver.
+    """
 
     seed: int
-    """Of the run."""
+    """The seed of the run."""
     training: Sampling
     num_samples: int
-    """Responses to each prompt, n."""
+    """The number of responses to each prompt, n."""
     validation: Sampling
     num_validation_samples: int
     greedy: Sampling
     """As in training, but the likeliest token each time, and one response to a prompt."""
     routing: str
-    """`rollout.routing`."""
+    """The value of `rollout.routing`."""
     num_slots: int
-    """Requests that a replica computes at once."""
+    """The number of requests that a replica computes at once."""
 
     def requests_of(self, prompts: DataProto, call: str) -> list[GenerationRequest]:
-        """The requests of a batch, (B * n,): those for a prompt next to each other.
+        """Return the requests of a batch, (B * n,), in which those of a prompt are consecutive.
 
-        A request's seed follows from the run's seed, `global_steps`, `validate`, the prompt's uid
-        and the number of the response. The other rows and their order do not matter. `call` makes
-        its name unlike that of requests of other calls.
+        A request's seed depends on the run's seed, `global_steps`, `validate`, the prompt's uid and
+        the number of the response; it does not depend on other rows or on their order.
 
         Raises ValueError for a uid that two rows have, or without `global_steps` or `uid`.
 
         Args:
             prompts: columns `prompts` (B, *) int64, jagged, and `uid`; meta `global_steps` (int),
                 `validate` (bool, default False) and `greedy` (bool, default False).
-            call: a few words.
+            call: a few words that distinguish the names of these requests from those of other
+                calls.
         """
         if "global_steps" not in prompts.meta_info:
             raise ValueError(
@@ -55,22 +57,24 @@ class RequestRules:
         step = int(prompts.meta_info["global_steps"])
         validate = bool(prompts.meta_info.get("validate", False))
         sampling, n = self._sampling_of(prompts)
-        rows = zip(prompt_uids(prompts), prompt_tokens(prompts), strict=True)
-        return [
-            GenerationRequest(
-                name=f"row {row} (uid {uid}), sample {k} of {call}",
-                prompt_ids=token_ids,
-                seed=request_seed(self.seed, step, validate, uid, k),
-                sampling=sampling,
-                uid=uid,
-                index=k,
-            )
-            for row, (uid, token_ids) in enumerate(rows)
-            for k in range(n)
-        ]
+        uids = prompt_uids(prompts)
+        requests = []
+        for row, token_ids in enumerate(prompt_tokens(prompts)):
+            uid = uids[row]
+            for k in range(n):
+                request = GenerationRequest(
+                    name=f"row {row} (uid {uid}), sample {k} of {call}",
+                    prompt_ids=token_ids,
+                    seed=request_seed(self.seed, step, validate, uid, k),
+                    sampling=sampling,
+                    uid=uid,
+                    index=k,
+                )
+                requests.append(request)
+        return requests
 
     def _sampling_of(self, prompts: DataProto) -> tuple[Sampling, int]:
-        """How the responses to a batch are drawn, and how many to a prompt."""
+        """Return how the responses to a batch are drawn, and how many for each prompt."""
         if prompts.meta_info.get("greedy", False):
             return self.greedy, 1
         if prompts.meta_info.get("validate", False):
@@ -79,8 +83,10 @@ class RequestRules:
 
 
 def greedy_requests(prompts: DataProto, max_tokens: int) -> list[GenerationRequest]:
-    """Requests for the `max_tokens` likeliest tokens after each prompt, also after one that ends a
-    response."""
+    """Return requests that continue each prompt with the likeliest tokens, `max_tokens` of them.
+
+    No token ends such a response early.
+    """
     sampling = Sampling(
         temperature=0.0, top_k=-1, top_p=1.0, max_tokens=max_tokens, stop_token_ids=()
     )
@@ -91,10 +97,10 @@ def greedy_requests(prompts: DataProto, max_tokens: int) -> list[GenerationReque
 
 
 def prompt_uids(prompts: DataProto) -> list[str]:
-    """Each row's uid.
+    """Return the uid of each row.
 
-    Raises ValueError without a column `uid`, or if two rows besides padding share one, so that they
-    draw the same.
+    Raises ValueError without a column `uid`, or if two rows have the same uid, because they would
+    draw the same responses. Padding rows may repeat one.
     """
     if "uid" not in prompts.non_tensor_batch:
         raise ValueError(
@@ -112,38 +118,43 @@ def prompt_uids(prompts: DataProto) -> list[str]:
 
 
 def prompt_tokens(prompts: DataProto) -> list[list[int]]:
-    """The token ids of each row's prompt."""
-    tokens, offsets = (part.tolist() for part in jagged_parts(prompts.batch["prompts"]))
-    return [tokens[start:end] for start, end in itertools.pairwise(offsets)]
+    """Return the token ids of each row's prompt."""
+    values, offsets = jagged_parts(prompts.batch["prompts"])
+    tokens = values.tolist()
+    return [tokens[start:end] for start, end in itertools.pairwise(offsets.tolist())]
 
 
 def names_of_real(prompts: DataProto, requests: Sequence[GenerationRequest]) -> set[str]:
-    """The names of the requests of a batch that are not of padding rows."""
+    """Return the names of the requests of a batch without those of padding rows."""
     n = len(requests) // max(1, len(prompts))
     is_real_B = is_real(prompts)
     return {request.name for number, request in enumerate(requests) if is_real_B[number // n]}
 
 
 def is_real(prompts: DataProto) -> torch.Tensor:
-    """(B,) bool, False on padding rows."""
-    return ~prompts.batch.get(PAD_COLUMN, torch.zeros(len(prompts), dtype=torch.bool))
+    """Return a mask (B,) bool that is False for padding rows."""
+    none_B = torch.zeros(len(prompts), dtype=torch.bool)
+    return ~prompts.batch.get(PAD_COLUMN, none_B)
 
 
 def assemble(prompts: DataProto, completions: Sequence[Completion]) -> DataProto:
-    """N responses beside their B prompts, those to a prompt next to each other: the columns of
-    `generate_sequences` in docs/columns.md, without padding.
+    """Return the batch of N responses beside their B prompts, repeated, all without padding.
 
-    The log-probabilities are under the distribution that the tokens were drawn from (temperature,
-    top-k, top-p).
+    The responses to a prompt are consecutive in `completions` and in the result, whose columns are
+    those of `generate_sequences` in docs/columns.md. The log-probabilities are under the
+    distribution that the tokens were drawn from (temperature, top-k, top-p).
     """
     n = len(completions) // max(1, len(prompts))
     repeated = RowTaker(torch.arange(len(prompts)).repeat_interleave(n))
     responses = jagged_from_lists([each.token_ids for each in completions], torch.int64)
+    log_probs = jagged_from_lists([each.log_probs for each in completions], torch.float32)
     is_real_B = is_real(prompts)
-    num_cached = sum(
-        each.num_cached_tokens for i, each in enumerate(completions) if is_real_B[i // n]
-    )
-    lengths_B = jagged_parts(prompts.batch["prompts"])[1].diff()
+    num_cached = 0
+    for number, completion in enumerate(completions):
+        if is_real_B[number // n]:
+            num_cached += completion.num_cached_tokens
+    _, offsets = jagged_parts(prompts.batch["prompts"])
+    lengths_B = offsets.diff()
     num_prompt_tokens = n * int(lengths_B[is_real_B].sum())
     hit_rate = Metric.mean(num_cached / max(1, num_prompt_tokens), weight=num_prompt_tokens)
     return DataProto.from_dict(
@@ -151,9 +162,7 @@ def assemble(prompts: DataProto, completions: Sequence[Completion]) -> DataProto
             "prompts": repeated.tensor(prompts.batch["prompts"]),
             "responses": responses,
             "response_mask": torch.ones_like(responses),
-            "rollout_log_probs": jagged_from_lists(
-                [each.log_probs for each in completions], torch.float32
-            ),
+            "rollout_log_probs": log_probs,
         },
         non_tensors={"policy_version": [completion.versions for completion in completions]},
         meta_info={"metrics": {"rollout/prefix_cache_hit_rate": hit_rate}},

@@ -1,5 +1,4 @@
-"""A rollout engine on a thread of its own: it takes requests and weights between two steps and
-computes meanwhile."""
+"""A rollout engine on a thread of its own, which takes requests and weights between two steps."""
 
 import atexit
 import threading
@@ -20,84 +19,85 @@ from verl_like.workers.weights.exports import WeightExport
 T = TypeVar("T")
 
 _IDLE_S = 2.0
-"""How long the thread waits for something to do, before it looks whether anybody can still ask. The
-other ranks of a replica wait for the first one, half an hour at most."""
+"""How long an idle thread waits for a command before it checks that its EngineThread still exists.
+The other ranks of a replica wait for its first rank in the meantime, half an hour at most."""
 _CLOSING_S = 5.0
 _LONGEST_WAIT_S = 1.0
-"""After which `stream` asks again for what has ended."""
+"""How long `stream` waits for responses before it asks again."""
 _COMMAND_S = 1800.0
 """How long a rank waits for a command that the first rank of its replica has taken already."""
 GATHER_S = 0.05
-"""How long responses that have ended wait for others, so that they are told together."""
+"""How long responses that have ended wait for others, so that they are collected together."""
 
 
 @dataclass(frozen=True)
 class _Command:
-    """What another thread asks of the engine."""
+    """A call that another thread makes of the engine."""
 
     run: Callable[[], Any]
     answer: Future
+    """The result of `run`, or the error that it raised."""
     drains: bool
-    """It runs when no response is unfinished, and what is asked after it runs later."""
+    """If True, it runs when no response is unfinished, and later commands wait for it."""
 
 
 class EngineThread:
-    """Makes an engine on a thread of its own and steps it there; every method may be called on any
-    other thread.
+    """Makes an engine on a thread of its own and steps it there.
 
-    What is asked of the engine is done between two steps, in the order in which it was asked. The
-    ranks of a replica are asked the same in the same order, each by one thread, and do it between
-    the same two steps: the first one says how much of it comes before the next step.
+    Any other thread may call its methods. A call becomes a command, and commands run between two
+    steps of the engine, in the order of the calls. On each rank of a replica one thread makes the
+    same calls in the same order. All ranks run a command between the same two steps, because the
+    first rank says how many commands run before the next step.
 
-    If a step raises, so does whatever waits for the engine, and every later call. While the last
-    weights did not arrive no step is computed. `close` ends the thread; one whose EngineThread is
-    not used any more ends by itself.
+    If a step raises, all waiting calls and all later ones raise the same error. No step is computed
+    while the engine has no verified weights. `close` ends the thread; without `close` it ends when
+    its EngineThread is garbage.
     """
 
     def __init__(self, make: Callable[[], RolloutEngine]) -> None:
         self._changed = threading.Condition()
         self._commands: deque[_Command] = deque()
         self._ages: dict[str, int] = {}
-        """Steps of the engine since each unfinished request was submitted."""
+        """The steps of the engine since each unfinished request was submitted, by its name."""
         self._ended: dict[str, Completion] = {}
-        """Responses that nobody has collected."""
+        """The responses that have ended and were not collected, by the names of their requests."""
         self._failure: Exception | None = None
         self._has_ended = threading.Event()
         self.engine: RolloutEngine
-        """To be asked for what does not change."""
+        """The engine. Other threads may read only those attributes of it that do not change."""
         made: Future[None] = Future()
-        arguments = weakref.ref(self), [make], made, self._has_ended, torch.get_num_threads()
-        threading.Thread(target=_run, args=arguments, name="rollout engine", daemon=True).start()
+        num_threads = torch.get_num_threads()
+        arguments = (weakref.ref(self), [make], made, self._has_ended, num_threads)
+        thread = threading.Thread(target=_run, args=arguments, name="rollout engine", daemon=True)
+        thread.start()
         made.result()
-        # A thread in torch's code would abort the end of the process
+        # A process that ends while a thread runs torch's code would abort.
         atexit.register(_close, weakref.ref(self))
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Takes requests in; raises what `RolloutEngine.submit` raises."""
+        """Submits requests to the engine; raises what `RolloutEngine.submit` raises."""
 
         def submit() -> None:
             self.engine.submit(requests)
             with self._changed:
-                self._ages |= dict.fromkeys((request.name for request in requests), 0)
+                for request in requests:
+                    self._ages[request.name] = 0
 
         self._ask(submit)
 
     def collect(self, wait_s: float, names: Collection[str] | None = None) -> dict[str, Completion]:
-        """The responses that have ended since they were asked for last, by the names of their
-        requests.
+        """Collects the responses that have ended, by the names of their requests.
 
-        Waits until one has ended, `wait_s` at most. While others are unfinished it waits for these
-        too, until GATHER_S have passed since the call. `names` are the only requests that are asked
-        for.
+        Each response is returned once. This waits until at least one has ended, and then for others
+        until GATHER_S have passed since the call, but never longer than `wait_s`. It ends at once
+        if no request is unfinished. With `names` it considers these requests alone.
         """
         started = time.monotonic()
 
         def ended() -> list[str]:
-            return (
-                list(self._ended)
-                if names is None
-                else [name for name in names if name in self._ended]
-            )
+            if names is None:
+                return list(self._ended)
+            return [name for name in names if name in self._ended]
 
         def is_over() -> bool:
             unfinished = self._ages if names is None else self._ages.keys() & set(names)
@@ -114,7 +114,7 @@ class EngineThread:
     def stream(
         self, requests: Sequence[GenerationRequest]
     ) -> Generator[list[FinishedRequest], None, None]:
-        """Has requests drawn; gives lists of those that have ended, each once."""
+        """Submits requests, and yields lists of those that have ended, each request once."""
         self.submit(requests)
         waiting = {request.name: request for request in requests}
         try:
@@ -122,12 +122,13 @@ class EngineThread:
                 ended = self.collect(_LONGEST_WAIT_S, waiting)
                 if ended:
                     yield [(waiting.pop(name), completion) for name, completion in ended.items()]
-        finally:  # a call that fails or is closed early leaves no request behind
+        finally:
+            # A generator that fails or is closed early leaves no request behind.
             if waiting and not self._failure:
                 self.abort(waiting)
 
     def abort(self, names: Collection[str]) -> None:
-        """Forgets requests, also those that have ended and were not collected."""
+        """Drops requests, also those that have ended and were not collected."""
         names = list(names)
 
         def abort() -> None:
@@ -140,14 +141,14 @@ class EngineThread:
         self._ask(abort)
 
     def ages(self) -> dict[str, int]:
-        """The steps of the engine since each unfinished request was submitted, by name."""
+        """Returns the engine's steps since each unfinished request was submitted, by its name."""
         with self._changed:
             if self._failure:
                 raise self._failure
             return dict(self._ages)
 
     def num_left(self) -> int:
-        """The requests that are unfinished, and those that have ended and were not collected."""
+        """Returns the number of requests that are unfinished or that nobody has collected."""
         with self._changed:
             return len(self._ages) + len(self._ended)
 
@@ -159,27 +160,31 @@ class EngineThread:
         checks_first: bool = True,
         drain: bool = True,
     ) -> str:
-        """`RolloutEngine.load_weights`: with `drain` after the last unfinished response has ended,
-        and without it between two of its tokens."""
-        return self._ask(
-            lambda: self.engine.load_weights(exports, version, checks_first=checks_first),
-            drains=drain,
-        )
+        """Calls `RolloutEngine.load_weights`.
+
+        With `drain` it does so after the last unfinished response has ended, and otherwise between
+        two tokens of the unfinished responses.
+        """
+
+        def load() -> str:
+            return self.engine.load_weights(exports, version, checks_first=checks_first)
+
+        return self._ask(load, drains=drain)
 
     def sleep(self) -> None:
-        """`RolloutEngine.sleep`."""
+        """Calls `RolloutEngine.sleep`."""
         self._ask(self.engine.sleep)
 
     def wake(self) -> None:
-        """`RolloutEngine.wake`."""
+        """Calls `RolloutEngine.wake`."""
         self._ask(self.engine.wake)
 
     def forget_prompts(self) -> None:
-        """`RolloutEngine.forget_prompts`."""
+        """Calls `RolloutEngine.forget_prompts`."""
         self._ask(self.engine.forget_prompts)
 
     def _ask(self, run: Callable[[], T], drains: bool = False) -> T:
-        """The result of a command, after it has run on the engine's thread."""
+        """Has a command run on the engine's thread, waits for it, and returns its result."""
         command = _Command(run, Future(), drains)
         with self._changed:
             if self._failure:
@@ -189,38 +194,46 @@ class EngineThread:
         return command.answer.result()
 
     def close(self) -> None:
-        """Ends the thread after the step that it computes, whatever is unfinished; what waits for
-        the engine raises."""
+        """Ends the thread after its present step. Calls that wait for the engine raise."""
         self._fail(RuntimeError("The rollout engine was closed."))
         self._has_ended.wait(timeout=_CLOSING_S)
 
     def _serve(self) -> None:
-        """Does what was asked, and a step if requests are unfinished. Waits a while where there is
-        neither."""
+        """Runs the commands that are due, then one step of the engine if requests are unfinished.
+
+        If there is nothing to do, the first rank of the replica waits a while for a command.
+        """
         engine = self.engine
         number = self._num_ready(engine) if engine.is_collect else 0
         for command in self._take(engine.agreed(number)):
             try:
                 command.answer.set_result(command.run())
-            except BaseException as error:  # a SystemExit would leave the one who asked waiting
+            except BaseException as error:  # also SystemExit, or the caller would wait forever
                 command.answer.set_exception(_as_exception(error))
         if engine.is_busy:
             self._keep(engine.step())
 
     def _num_ready(self, engine: RolloutEngine) -> int:
-        """The commands to run before the next step. Waits for one where there is nothing to
-        compute."""
+        """Returns how many commands to run before the next step, on the replica's first rank.
+
+        It waits for a command while the engine has nothing to compute. A command that drains, and
+        those after it, are due only when the engine has nothing to compute.
+        """
         with self._changed:
             if not engine.is_busy:
                 self._changed.wait_for(lambda: self._commands or self._failure, timeout=_IDLE_S)
                 if self._commands and self._commands[0].drains:
                     return 1
-            until_drained = [
-                number for number, command in enumerate(self._commands) if command.drains
-            ]
-            return until_drained[0] if until_drained else len(self._commands)
+            for number, command in enumerate(self._commands):
+                if command.drains:
+                    return number
+            return len(self._commands)
 
     def _take(self, number: int) -> list[_Command]:
+        """Takes the next commands off the queue, as many as the replica's first rank has said.
+
+        This rank may have to wait for them. Raises TimeoutError if they do not come.
+        """
         with self._changed:
             self._changed.wait_for(
                 lambda: len(self._commands) >= number or self._failure, timeout=_COMMAND_S
@@ -236,6 +249,7 @@ class EngineThread:
             return [self._commands.popleft() for _ in range(number)]
 
     def _keep(self, ended: Sequence[tuple[str, Completion]]) -> None:
+        """Keeps the responses that a step has ended, and counts the step for the others."""
         with self._changed:
             for name, completion in ended:
                 self._ended[name] = completion
@@ -246,6 +260,7 @@ class EngineThread:
                 self._changed.notify_all()
 
     def _fail(self, error: Exception) -> None:
+        """Makes all waiting calls and all later ones raise an error. The first error stays."""
         with self._changed:
             self._failure = self._failure or error
             for command in self._commands:
@@ -261,19 +276,22 @@ def _run(
     has_ended: threading.Event,
     num_threads: int,
 ) -> None:
-    """The thread. It keeps the EngineThread alive only while it does something, and forgets what
-    makes the engine.
+    """Makes the engine and serves it until its EngineThread fails, is closed or is garbage.
 
-    Neither the limit of CPU threads nor no_grad comes from the thread that started it.
+    Only a weak reference to the EngineThread remains between two rounds, so that it can become
+    garbage. `makers` has one element, which is removed, so that what it refers to is freed too.
     """
+    # A new thread inherits neither the limit of CPU threads nor no_grad.
     torch.set_num_threads(num_threads)
     with torch.no_grad():
         try:
             thread = owner()
             assert thread is not None
-            thread.engine = makers.pop()()
+            make = makers.pop()
+            thread.engine = make()
+            del make
             made.set_result(None)
-        except BaseException as error:  # a SystemExit would leave the one who waits waiting
+        except BaseException as error:  # also SystemExit, or the caller would wait forever
             made.set_exception(_as_exception(error))
             return
         while thread is not None and thread._failure is None:

@@ -1,10 +1,13 @@
-"""Reference rollout engine: a token at a time with transformers, on a copy of the model. Small,
-slow, easy to debug."""
+"""A rollout engine on transformers, which is slow, but short and easy to debug.
+
+It computes one token of each response at a time, on its own copy of the model.
+"""
 
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -20,7 +23,7 @@ from transformers import (
 
 from verl_like.workers.models.lora import add_adapter, model_buffers, trained_parameters
 from verl_like.workers.models.pretrained import decoder_layers
-from verl_like.workers.rollout.base import CPU_NUM_SEQS, RolloutEngine
+from verl_like.workers.rollout.base import RolloutEngine
 from verl_like.workers.rollout.request import Completion, GenerationRequest, Sampling, VersionSpan
 from verl_like.workers.weights.exports import WeightExport, iterate_weights
 from verl_like.workers.weights.fingerprints import fingerprint_sum, read_fingerprints
@@ -37,28 +40,28 @@ class _Response:
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    """Of each token."""
+    """The version of the weights that drew each token."""
 
     def has_ended(self) -> bool:
         sampling = self.request.sampling
-        return (
-            self.token_ids[-1] in sampling.stop_token_ids
-            or len(self.token_ids) == sampling.max_tokens
-        )
+        is_last = len(self.token_ids) == sampling.max_tokens
+        return is_last or self.token_ids[-1] in sampling.stop_token_ids
 
     def completion(self) -> Completion:
         spans: list[VersionSpan] = []
+        start = 0
         for version, tokens in groupby(self.versions):
-            start = spans[-1][2] if spans else 0
-            spans.append((version, start, start + len(list(tokens))))
-        return Completion(
-            np.array(self.token_ids, np.int64), np.array(self.log_probs, np.float32), tuple(spans)
-        )
+            end = start + len(list(tokens))
+            spans.append((version, start, end))
+            start = end
+        token_ids = np.array(self.token_ids, np.int64)
+        log_probs = np.array(self.log_probs, np.float32)
+        return Completion(token_ids, log_probs, tuple(spans))
 
 
 @dataclass
 class _Batch:
-    """Responses that started together and are sampled alike."""
+    """Responses that started at the same step and have the same sampling."""
 
     responses: list[_Response]
     input_ids: torch.Tensor
@@ -66,8 +69,8 @@ class _Batch:
     attention_mask: torch.Tensor
     """(b, t) int64."""
     cache: DynamicCache | None = None
-    """Keys and values of all but the last token; None while nothing was computed with the present
-    weights."""
+    """The keys and values of all tokens but the last. It is None if the present weights have
+    computed nothing yet."""
 
     def keep(self, rows: list[int]) -> None:
         """Drops all other rows."""
@@ -75,13 +78,14 @@ class _Batch:
             return
         self.responses = [self.responses[row] for row in rows]
         indices = torch.tensor(rows, dtype=torch.int64, device=self.input_ids.device)
-        self.input_ids, self.attention_mask = self.input_ids[indices], self.attention_mask[indices]
+        self.input_ids = self.input_ids[indices]
+        self.attention_mask = self.attention_mask[indices]
         if self.cache is not None:
             self.cache.batch_select_indices(indices)
 
 
 class HfEngine(RolloutEngine):
-    """Generates with transformers; every rank is a replica."""
+    """Generates with transformers. Every rank is a replica."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -96,9 +100,9 @@ class HfEngine(RolloutEngine):
             "trust_remote_code": model.trust_remote_code,
         }
         if getattr(self.hf_config.get_text_config(), "attn_logit_softcapping", None):
-            # Transformers' others do not bound attention logits
+            # Only transformers' eager attention applies the soft cap of attention logits.
             options["attn_implementation"] = "eager"
-        if model.lora_rank:  # only the adapter travels
+        if model.lora_rank:  # the trainer sends the adapter alone
             path = os.path.expanduser(model.path)
             self.model: Any = AutoModelForCausalLM.from_pretrained(
                 path, config=self.hf_config, **options
@@ -111,7 +115,7 @@ class HfEngine(RolloutEngine):
         self._batches: list[_Batch] = []
 
     def _submit(self, requests: Sequence[GenerationRequest]) -> None:
-        self._wake()  # its weights are still there
+        self._wake()  # `_sleep` keeps the weights on the host
         self._waiting.extend(requests)
 
     def _has_work(self) -> bool:
@@ -120,44 +124,50 @@ class HfEngine(RolloutEngine):
     def _abort(self, names: Collection[str]) -> None:
         self._waiting = [request for request in self._waiting if request.name not in names]
         for batch in self._batches:
-            batch.keep(
-                [row for row, each in enumerate(batch.responses) if each.request.name not in names]
-            )
+            responses = enumerate(batch.responses)
+            batch.keep([row for row, each in responses if each.request.name not in names])
         self._batches = [batch for batch in self._batches if batch.responses]
 
     def _step(self) -> list[tuple[str, Completion]]:
-        room = (self.config.max_num_seqs or CPU_NUM_SEQS) - sum(
-            len(batch.responses) for batch in self._batches
-        )
+        num_unfinished = sum(len(batch.responses) for batch in self._batches)
+        room = self.num_slots - num_unfinished
         while self._waiting and room > 0:
-            requests = list(
-                next(groupby(self._waiting[:room], key=lambda request: request.sampling))[1]
-            )
+            _, alike = next(groupby(self._waiting[:room], key=attrgetter("sampling")))
+            requests = list(alike)
             del self._waiting[: len(requests)]
             self._batches.append(self._new_batch(requests))
             room -= len(requests)
-        ended = [each for batch in self._batches for each in self._advance(batch)]
+        ended: list[_Response] = []
+        for batch in self._batches:
+            ended += self._advance(batch)
         self._batches = [batch for batch in self._batches if batch.responses]
         return [(each.request.name, each.completion()) for each in ended]
 
     def _new_batch(self, requests: list[GenerationRequest]) -> _Batch:
+        """Makes a batch of requests that have the same sampling; prompts are padded on the left."""
         width = max(len(request.prompt_ids) for request in requests)
-        padding = [width - len(request.prompt_ids) for request in requests]
-        responses = [_Response(each, torch.Generator().manual_seed(each.seed)) for each in requests]
-        padded = [
-            [self.pad_token_id] * p + [*each.prompt_ids]
-            for p, each in zip(padding, requests, strict=True)
-        ]
-        mask = [[0] * p + [1] * (width - p) for p in padding]
+        responses = []
+        input_ids = []
+        attention_mask = []
+        for request in requests:
+            generator = torch.Generator().manual_seed(request.seed)
+            responses.append(_Response(request, generator))
+            length = len(request.prompt_ids)
+            padding = width - length
+            input_ids.append([self.pad_token_id] * padding + [*request.prompt_ids])
+            attention_mask.append([0] * padding + [1] * length)
         return _Batch(
             responses,
-            torch.tensor(padded, device=self.device),
-            torch.tensor(mask, device=self.device),
+            torch.tensor(input_ids, device=self.device),
+            torch.tensor(attention_mask, device=self.device),
         )
 
     @torch.no_grad()
     def _advance(self, batch: _Batch) -> list[_Response]:
-        """Draws the next token of each response; drops those that ended, and returns them."""
+        """Draws the next token of each response of a batch.
+
+        Responses that ended are dropped from the batch and returned.
+        """
         if batch.cache is None:
             batch.cache = DynamicCache(config=self.model.config)
         start = batch.cache.get_seq_length()
@@ -169,19 +179,26 @@ class HfEngine(RolloutEngine):
             past_key_values=batch.cache,
             logits_to_keep=1,
         ).logits[:, -1]
+        sampling = batch.responses[0].request.sampling
         generators = [each.generator for each in batch.responses]
-        tokens_b1, log_probs_b1 = _draw(logits_bV, batch.responses[0].request.sampling, generators)
+        tokens_b1, log_probs_b1 = _draw(logits_bV, sampling, generators)
         batch.input_ids = torch.cat([batch.input_ids, tokens_b1], dim=1)
-        batch.attention_mask = torch.cat([batch.attention_mask, torch.ones_like(tokens_b1)], dim=1)
+        ones_b1 = torch.ones_like(tokens_b1)
+        batch.attention_mask = torch.cat([batch.attention_mask, ones_b1], dim=1)
         assert self.policy_version is not None
-        for each, token, log_prob in zip(
-            batch.responses, tokens_b1.tolist(), log_probs_b1.tolist(), strict=True
-        ):
-            each.token_ids += token
-            each.log_probs += log_prob
-            each.versions.append(self.policy_version)
-        ended = [each for each in batch.responses if each.has_ended()]
-        batch.keep([row for row, each in enumerate(batch.responses) if not each.has_ended()])
+        tokens = tokens_b1.squeeze(1).tolist()
+        log_probs = log_probs_b1.squeeze(1).tolist()
+        unfinished = []
+        ended = []
+        for row, response in enumerate(batch.responses):
+            response.token_ids.append(tokens[row])
+            response.log_probs.append(log_probs[row])
+            response.versions.append(self.policy_version)
+            if response.has_ended():
+                ended.append(response)
+            else:
+                unfinished.append(row)
+        batch.keep(unfinished)
         return ended
 
     @torch.no_grad()
@@ -199,7 +216,8 @@ class HfEngine(RolloutEngine):
 
     def _fingerprints(self) -> dict[str, int]:
         weights = [*trained_parameters(self.model), *model_buffers(self.model)]
-        return read_fingerprints({name: fingerprint_sum(weight) for name, weight in weights})
+        sums = {name: fingerprint_sum(weight) for name, weight in weights}
+        return read_fingerprints(sums)
 
     def _wake(self) -> None:
         self.model.to(self.device)
@@ -207,17 +225,19 @@ class HfEngine(RolloutEngine):
     def _sleep(self) -> None:
         if self.config.free_cache_engine:
             self.model.to("cpu")
-            torch.cuda.empty_cache()  # what torch keeps for itself, the training process cannot use
+            torch.cuda.empty_cache()  # the training process cannot use memory that torch caches
 
 
 def _draw(
     logits_bV: torch.Tensor, sampling: Sampling, generators: list[torch.Generator]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draws a token for each row with the row's own generator; returns (b, 1) tokens and (b, 1)
-    log-probabilities.
+    """Draws a token for each row with the row's own generator.
 
-    The maximum of log p - log E over the tokens, with E drawn from the exponential distribution, is
-    a draw from p (the Gumbel-max trick).
+    The token with the largest log p - log E, where E has the exponential distribution, is a draw
+    from p (the Gumbel-max trick). With temperature 0 it is the likeliest token.
+
+    Returns:
+        The tokens (b, 1) and their log-probabilities (b, 1).
     """
     if sampling.temperature > 0:
         warpers: list[LogitsProcessor] = [TemperatureLogitsWarper(sampling.temperature)]
@@ -227,11 +247,11 @@ def _draw(
             warpers.append(TopPLogitsWarper(sampling.top_p))
         for warp in warpers:
             logits_bV = warp(torch.empty(0, dtype=torch.int64), logits_bV)
-    log_probs_bV = keys_bV = logits_bV.float().log_softmax(-1)
+    log_probs_bV = logits_bV.float().log_softmax(-1)
+    keys_bV = log_probs_bV
     if sampling.temperature > 0:
-        noise = torch.stack(
-            [torch.empty(logits_bV.shape[-1]).exponential_(generator=g) for g in generators]
-        )
-        keys_bV = log_probs_bV - noise.log().to(logits_bV.device)
+        vocab_size = logits_bV.shape[-1]
+        noise = [torch.empty(vocab_size).exponential_(generator=each) for each in generators]
+        keys_bV = log_probs_bV - torch.stack(noise).log().to(logits_bV.device)
     tokens_b1 = keys_bV.argmax(-1, keepdim=True)
     return tokens_b1, log_probs_bV.gather(-1, tokens_b1)

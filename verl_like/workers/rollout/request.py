@@ -1,4 +1,4 @@
-"""A generation request, what comes of it, and the check of that."""
+"""A generation request, the response to it, and a check of the response."""
 
 import hashlib
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 VersionSpan = tuple[int, int, int]
-"""(version, start, end): the weights of `version` drew the response's tokens start to end - 1."""
+"""(version, start, end): the weights of `version` drew tokens start to end - 1 of a response."""
 
 
 class RolloutError(RuntimeError):
@@ -16,8 +16,10 @@ class RolloutError(RuntimeError):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a response is drawn. Greedy decoding has temperature 0; its log-probabilities are those
-    of temperature 1."""
+    """How the tokens of a response are drawn.
+
+    Greedy decoding has temperature 0; its log-probabilities are those of temperature 1.
+    """
 
     temperature: float
     top_k: int
@@ -25,8 +27,7 @@ class Sampling:
     top_p: float
     max_tokens: int
     stop_token_ids: tuple[int, ...]
-    """Tokens that end a response and belong to it; empty means that every response has `max_tokens`
-    tokens."""
+    """Tokens that end a response and belong to it. If empty, each response has `max_tokens`."""
 
 
 @dataclass(frozen=True)
@@ -34,23 +35,23 @@ class GenerationRequest:
     """One response to draw."""
 
     name: str
-    """Unlike that of every other request in flight."""
+    """A name that no other unfinished request has."""
     prompt_ids: Sequence[int]
     seed: int
-    """All randomness of the response."""
+    """The only source of randomness of the response."""
     sampling: Sampling
     uid: str = ""
-    """Of its prompt in the batch."""
+    """The uid of its prompt in the batch."""
     index: int = 0
-    """Among the responses to the prompt."""
+    """The number of this response among those to the prompt."""
 
 
 @dataclass(frozen=True, eq=False)
 class Completion:
-    """The response to a request: its tokens, the last of which may be a stop token, and their
-    log-probabilities.
+    """The response to a request: its tokens and their log-probabilities.
 
-    Lists of tokens and log-probabilities become arrays.
+    The last token may be a stop token. Lists that are passed in become arrays. Raises RolloutError
+    for token ids that are not integers.
     """
 
     token_ids: np.ndarray
@@ -58,9 +59,9 @@ class Completion:
     log_probs: np.ndarray
     """(length,) float32."""
     versions: tuple[VersionSpan, ...]
-    """Spans that follow each other from the first token to the last."""
+    """Which weights drew which tokens: consecutive spans from the first token to the last."""
     num_cached_tokens: int = 0
-    """Tokens of its prompt that were not computed for it, because the prefix cache had them."""
+    """How many tokens of its prompt were taken from the prefix cache instead of computed."""
 
     def __post_init__(self) -> None:
         token_ids = np.asarray(self.token_ids)
@@ -74,48 +75,52 @@ class Completion:
 
 
 FinishedRequest = tuple[GenerationRequest, Completion]
-"""A request and its response, while others of the same batch may still be drawn."""
+"""A request and its response. Other responses of the batch may still be unfinished."""
 
 
 def request_seed(seed: int, step: int, validate: bool, uid: str, sample: int) -> int:
-    """The seed of one response, 63 bits: the same for the same arguments in every process,
-    unrelated for others."""
+    """Return the seed of one response, an integer of 63 bits.
+
+    Equal arguments give equal seeds in every process; different ones give unrelated seeds.
+    """
     key = repr((seed, step, validate, uid, sample)).encode()
-    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest()) >> 1
+    digest = hashlib.blake2b(key, digest_size=8).digest()
+    return int.from_bytes(digest) >> 1
 
 
 def check_completion(
     completion: Completion, who: str, sampling: Sampling, *, vocab_size: int
 ) -> None:
-    """Raises RolloutError, which says `who`, unless it is 1 to R known tokens with finite
-    log-probabilities and a version each."""
+    """Check a response, and raise RolloutError if an engine cannot have drawn it.
+
+    A valid response has 1 to `sampling.max_tokens` tokens of the vocabulary, and ends with a stop
+    token if it is shorter. Each token has a finite log-probability and belongs to one span of
+    versions. `who` names the response in the error.
+    """
     length = len(completion.token_ids)
     if not 1 <= length <= sampling.max_tokens:
         raise RolloutError(
             f"{who} has {length} tokens, but 1 to {sampling.max_tokens} are possible."
         )
-    if not 0 <= completion.token_ids.min() <= completion.token_ids.max() < vocab_size:
-        token_ids = completion.token_ids.tolist()
+    token_ids = completion.token_ids
+    if not 0 <= token_ids.min() <= token_ids.max() < vocab_size:
         raise RolloutError(
-            f"{who} has tokens outside of the vocabulary of {vocab_size}: {token_ids}."
+            f"{who} has tokens outside of the vocabulary of {vocab_size}: {token_ids.tolist()}."
         )
-    if length < sampling.max_tokens and completion.token_ids[-1] not in sampling.stop_token_ids:
+    if length < sampling.max_tokens and token_ids[-1] not in sampling.stop_token_ids:
         raise RolloutError(
             f"{who} stops after {length} of {sampling.max_tokens} tokens at token "
-            f"{completion.token_ids[-1]}, which does not end a response (those that do: "
+            f"{token_ids[-1]}, which does not end a response (those that do: "
             f"{sampling.stop_token_ids})."
         )
-    if len(completion.log_probs) != length or not np.isfinite(completion.log_probs).all():
-        raise RolloutError(
-            f"{who} has {length} tokens but log-probabilities {completion.log_probs.tolist()}."
-        )
+    log_probs = completion.log_probs
+    if len(log_probs) != length or not np.isfinite(log_probs).all():
+        raise RolloutError(f"{who} has {length} tokens but log-probabilities {log_probs.tolist()}.")
     starts = [start for _, start, _ in completion.versions]
     ends = [end for _, _, end in completion.versions]
-    if (
-        starts != [0, *ends[:-1]]
-        or ends[-1] != length
-        or any(start >= end for _, start, end in completion.versions)
-    ):
+    are_consecutive = starts == [0, *ends[:-1]]
+    has_empty_span = any(start >= end for _, start, end in completion.versions)
+    if not are_consecutive or ends[-1] != length or has_empty_span:
         raise RolloutError(
             f"{who} has {length} tokens but spans of versions {completion.versions}."
         )

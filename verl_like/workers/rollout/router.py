@@ -1,5 +1,7 @@
-"""Calls of a rollout group as requests: the driver sends them to replicas and collects what has
-ended."""
+"""Calls of a rollout group as requests.
+
+The driver sends the requests to replicas and collects the responses that have ended.
+"""
 
 import contextlib
 import math
@@ -24,33 +26,37 @@ from verl_like.workers.rollout.routing import RequestQueue
 
 COLLECT_S = 0.05
 LONGEST_COLLECT_S = 0.4
-"""How long a replica waits for a response to end, at first and at most. The time is doubled each
-time that none has ended, and is the first again when one has, or when requests were sent."""
+"""How long a replica waits for a response to end: at first COLLECT_S. The time doubles, up to
+LONGEST_COLLECT_S, each time that none has ended. It is COLLECT_S again after one has ended or
+requests were sent."""
 _LOCAL_PAUSE_S = 0.002
-"""Between two looks for what has ended in this process, whose groups cannot wait for it."""
+"""The pause between two collections from a group in this process, which cannot wait itself."""
 METHOD = "generate_sequences"
-"""The method that calls are made of, as errors and the timeline name it."""
+"""The method that a call stands for, as errors and the timeline name it."""
 
 
 def call_by_requests(method: BoundMethod, prompts: DataProto) -> "ResponsesFuture":
-    """`RolloutWorker.generate_sequences` of a batch, as requests."""
+    """Call `RolloutWorker.generate_sequences` with a batch by sending its requests to replicas."""
     return router_of(method.group).call(prompts)
 
 
 def after_requests(
     method: BoundMethod, *args: Any, drain: bool = True, **kwargs: Any
 ) -> Future[Any]:
-    """A call of the ranks; unless `drain` is False it waits until the requests of earlier calls
-    were sent to them."""
+    """Call a method of the ranks after the requests of earlier calls were sent to them.
+
+    With `drain=False`, which the method gets as an argument, it does not wait for that.
+    """
     if not drain:
         return method.send(*args, drain=False, **kwargs)
-    if method.group.caller is not None:
-        method.group.caller.wait_until_sent(method.spec.name)
+    router = method.group.caller
+    if router is not None:
+        router.wait_until_sent(method.spec.name)
     return method.send(*args, **kwargs)
 
 
 class ResponsesFuture(DataProtoFuture):
-    """The responses to a batch of prompts, which `call` has drawn."""
+    """A future of the responses to a batch of prompts; `call` gives them as they end."""
 
     def __init__(self, call: "RequestCall") -> None:
         super().__init__(call, lambda outputs: outputs[0])
@@ -58,8 +64,10 @@ class ResponsesFuture(DataProtoFuture):
 
 
 class RequestCall(PendingCall):
-    """A batch of prompts whose responses the replicas draw. `stream` and `wait` are for one thread
-    of the driver."""
+    """A call of `generate_sequences`: a batch of prompts and the responses drawn so far.
+
+    One thread of the driver may use `stream` and `wait`.
+    """
 
     def __init__(
         self, router: "RequestRouter", prompts: DataProto, requests: Sequence[GenerationRequest]
@@ -70,17 +78,19 @@ class RequestCall(PendingCall):
         self.told = names_of_real(prompts, requests)
         self.completions: dict[str, Completion] = {}
         self.unread: list[FinishedRequest] = []
-        """What `stream` has not given yet."""
+        """The responses that have ended and that `stream` has not yielded yet."""
         self.error: Exception | None = None
         self.begun = time.monotonic()
         self.spans: dict[int, tuple[float, float]] = {}
-        """When each replica drew, by `time.time()`."""
+        """When each replica began and last ended a response of this call, by `time.time()`."""
         self.batch: DataProto | None = None
         self.stored: Part | None = None
 
     def stream(self) -> Iterator[list[FinishedRequest]]:
-        """Lists of what has ended, as it comes. Raises WorkerError, or CallTimeout after the
-        group's deadline."""
+        """Yield lists of responses as they end, without those of padding rows.
+
+        Raises WorkerError, or CallTimeout after the group's deadline.
+        """
         deadline_s = self.router.group.deadline_s
         started = time.monotonic()
         while True:
@@ -91,14 +101,18 @@ class RequestCall(PendingCall):
                 return
 
     def wait(self, timeout: float | None) -> list[DataProto]:
-        """The batch of responses."""
+        """Wait for all responses and return their batch, in a list.
+
+        `timeout` is in seconds; None means the group's deadline.
+        """
         deadline_s = self.router.group.deadline_s if timeout is None else timeout
         started = time.monotonic()
         is_done = self.batch is not None
         while not is_done:
             _, is_done = self.router.wait_for_more(self, started, deadline_s)
         if self.batch is None:
-            self.batch = assemble(self.prompts, [self.completions[name] for name in self.requests])
+            completions = [self.completions[name] for name in self.requests]
+            self.batch = assemble(self.prompts, completions)
             self.router.report(self)
         return [self.batch]
 
@@ -109,47 +123,47 @@ class RequestCall(PendingCall):
         return self.error is not None or len(self.completions) == len(self.requests)
 
     def parts(self) -> list[Part]:
-        """A reference to the batch, which this waits for."""
+        """Wait for the batch, and return a reference to it in the object store, in a list."""
         (batch,) = self.wait(None)
         if self.stored is None:
             self.stored = self.router.group.put(batch)
         return [self.stored]
 
     def begin_again(self) -> None:
-        """Forgets what was drawn, and has it drawn anew."""
+        """Discard all responses, and draw them again."""
         self.router.begin_again(self)
 
 
 class RequestRouter:
-    """Sends the requests of a group's calls to its replicas. A thread of the driver does it while
-    any are unfinished.
+    """Sends the requests of a group's calls to its replicas and collects the responses.
 
-    Calls are made, waited for and begun again on other threads.
+    A thread of the driver does this while requests are unfinished. Other threads make calls, wait
+    for them and begin them again.
     """
 
     def __init__(self, group: WorkerGroup) -> None:
         self.group = group
         self.mesh = group.mesh("rollout")
-        self.own_methods = "submit_requests", "abort_requests", "collect_completions"
+        self.own_methods = ("submit_requests", "abort_requests", "collect_completions")
         self.rules: RequestRules = group.request_rules()[0]
         self.queue = RequestQueue(self.rules.routing, self.mesh.dp_size, self.rules.num_slots)
         self.changed = threading.Condition()
         self.calls: dict[str, RequestCall] = {}
-        """The call of each request that has not ended, by its name."""
+        """The call of each request that has not ended, by the request's name."""
         self.aborted: list[str] = []
-        """Requests that replicas are to forget."""
+        """The names of requests that replicas will be told to abort."""
         self.sent: set[str] = set()
-        """Requests that replicas have, and that have not ended."""
+        """The names of requests that were sent to replicas and have not ended."""
         self.num_calls = 0
         self.thread: threading.Thread | None = None
-        """What runs while requests are unfinished."""
+        """The thread that runs while requests are unfinished."""
         self.is_closing = False
         self.collect_s = COLLECT_S
         self.next_look = time.monotonic() + LOOK_S
         _ROUTERS.add(self)
 
     def call(self, prompts: DataProto) -> ResponsesFuture:
-        """Has the responses to a batch of prompts drawn."""
+        """Begin to draw the responses to a batch of prompts, and return their future."""
         with self.changed:
             self.num_calls += 1
             name = f"call {self.num_calls}"
@@ -160,7 +174,7 @@ class RequestRouter:
         return ResponsesFuture(call)
 
     def begin_again(self, call: RequestCall) -> None:
-        """Has all responses of a call drawn anew."""
+        """Abort the requests of a call, discard its responses, and send all requests again."""
         with self.changed:
             self.aborted += self.queue.remove(call.requests)
             self.sent -= call.requests.keys()
@@ -173,6 +187,10 @@ class RequestRouter:
             self._add(call)
 
     def _add(self, call: RequestCall) -> None:
+        """Queue the requests of a call, and start the thread if it does not run.
+
+        The caller holds the lock.
+        """
         requests = list(call.requests.values())
         if requests:
             self.queue.add(requests, n=len(requests) // len(call.prompts))
@@ -185,11 +203,14 @@ class RequestRouter:
     def wait_for_more(
         self, call: RequestCall, started: float, deadline_s: float
     ) -> tuple[list[FinishedRequest], bool]:
-        """What has ended of a call since this was asked last, at least one unless all has, and
-        whether all has.
+        """Wait until more responses of a call have ended.
 
         Raises the call's error, or CallTimeout `deadline_s` after `started`, a time of
         `time.monotonic()`.
+
+        Returns:
+            The responses that have ended since the last time, which can be none only if all have
+            ended, and whether all have.
         """
         with self.changed:
             left_s = max(0.0, started + deadline_s - time.monotonic())
@@ -203,6 +224,7 @@ class RequestRouter:
             return unread, call.done()
 
     def _timeout(self, call: RequestCall, deadline_s: float) -> CallTimeout:
+        """Return the error of a late call, which names the ranks that have requests of it."""
         replica_of = self.queue.replica_of
         replicas = {replica_of[name] for name in call.requests if name in replica_of}
         ranks = sorted(self.mesh.collect_ranks[replica] for replica in replicas)
@@ -210,9 +232,9 @@ class RequestRouter:
         return CallTimeout(self.group.role, METHOD, deadline_s, late)
 
     def wait_until_sent(self, method: str) -> None:
-        """Until replicas have all requests of the calls that were made, for a call of `method`.
+        """Wait until all requests of earlier calls were sent to replicas.
 
-        Raises CallTimeout after the group's deadline.
+        Raises CallTimeout, which names `method`, after the group's deadline.
         """
         deadline_s = self.group.deadline_s
         limit_s = None if math.isinf(deadline_s) else deadline_s
@@ -225,31 +247,40 @@ class RequestRouter:
         return len(self.queue) - len(self.sent)
 
     def wait_for_any(self, calls: Collection[RequestCall], timeout_s: float) -> None:
-        """Until one of the calls is done, `timeout_s` at most. Raises CallTimeout for one past the
-        group's deadline."""
+        """Wait until one of the calls is done, but not longer than `timeout_s`.
+
+        Raises CallTimeout for a call that is past the group's deadline.
+        """
         deadline_s = self.group.deadline_s
+
+        def is_any_done() -> bool:
+            return any(call.done() for call in calls)
+
         with self.changed:
-            self.changed.wait_for(lambda: any(call.done() for call in calls), timeout=timeout_s)
+            self.changed.wait_for(is_any_done, timeout=timeout_s)
             for call in calls:
                 if not call.done() and time.monotonic() > call.begun + deadline_s:
                     raise self._timeout(call, deadline_s)
 
     def ages(self) -> dict[str, int]:
-        """The steps of the engine since each unfinished request was submitted to it, by name."""
+        """Return the engine steps since each unfinished request was submitted, by its name."""
         by_rank = self.group.request_ages()
-        return {
-            name: age for rank in self.mesh.collect_ranks for name, age in by_rank[rank].items()
-        }
+        ages: dict[str, int] = {}
+        for rank in self.mesh.collect_ranks:
+            ages |= by_rank[rank]
+        return ages
 
     def report(self, call: RequestCall) -> None:
-        """Puts a call that has ended into the timeline."""
+        """Write into the timeline when each replica worked on a call that has ended."""
         for replica, rank in enumerate(self.mesh.collect_ranks):
             if span := call.spans.get(replica):
                 self.group.report(METHOD, rank, CallHeader(0, *span))
 
     def close(self, timeout_s: float) -> None:
-        """Ends the thread, and waits for that, `timeout_s` at most; calls that are not done
-        raise."""
+        """End the thread, and wait for its end, but not longer than `timeout_s`.
+
+        Unfinished calls raise.
+        """
         with self.changed:
             self.is_closing = True
             thread = self.thread
@@ -257,16 +288,16 @@ class RequestRouter:
             thread.join(timeout_s)
 
     def _run(self) -> None:
-        """The thread: until no request is unfinished. A failure of a replica is that of all
-        calls."""
+        """Run the thread until no request is unfinished. If a replica fails, all calls fail."""
         try:
             while self._exchange():
                 pass
-        # Whatever ends the thread is told to those who wait for calls
+        # Those who wait for calls must learn of any error that ends the thread.
         except BaseException as error:
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
+        """Let all calls raise an error, and abort their requests on replicas that still answer."""
         failure = self._named(error)
         with self.changed:
             for call in set(self.calls.values()):
@@ -277,13 +308,14 @@ class RequestRouter:
             self.thread = None
             self.changed.notify_all()
             aborted = self.aborted
-        if isinstance(error, WorkerError) and not isinstance(error, WorkerDied):  # the ranks answer
-            # Told already, and told again before the next requests
+        do_ranks_answer = isinstance(error, WorkerError) and not isinstance(error, WorkerDied)
+        if do_ranks_answer:
+            # An error here says nothing new, and the next exchange aborts these requests again.
             with contextlib.suppress(WorkerError):
                 self.group.abort_requests(aborted)
 
     def _named(self, error: BaseException) -> Exception:
-        """The error as one of `generate_sequences`, where a call that it is made of failed."""
+        """Return the error as one of `generate_sequences`, if a method of this router failed."""
         if isinstance(error, WorkerError | CallTimeout) and error.role == self.group.role:
             if error.method not in self.own_methods:
                 return error
@@ -297,8 +329,7 @@ class RequestRouter:
         return ended
 
     def _exchange(self) -> bool:
-        """Tells replicas what to forget and to take, and asks for what has ended. False if nothing
-        is left."""
+        """Send replicas what is new, and collect responses. Return False if no request is left."""
         with self.changed:
             if self.is_closing:
                 raise RuntimeError(
@@ -318,39 +349,53 @@ class RequestRouter:
         return True
 
     def _begin_spans(self, taken: Sequence[Sequence[GenerationRequest]]) -> None:
+        """Record for each call the time at which a replica first takes requests of it."""
         now = time.time()
         for replica, requests in enumerate(taken):
             for call in {self.calls[request.name] for request in requests}:
                 call.spans.setdefault(replica, (now, now))
 
     def _send(self, aborted: Sequence[str], taken: Sequence[Sequence[GenerationRequest]]) -> None:
-        """Tells replicas which requests to forget, and then which ones to take, by replica."""
+        """Tell replicas which requests to abort, then send each one its new requests.
+
+        `taken` has one list for each replica; all ranks of a replica get the same list.
+        """
         if aborted:
             self.group.abort_requests(aborted)
         if any(taken):
-            self.group.submit_requests(PerRank([taken[replica] for replica in self.mesh.dp_ranks]))
+            taken_of_ranks = [taken[replica] for replica in self.mesh.dp_ranks]
+            self.group.submit_requests(PerRank(taken_of_ranks))
             self.collect_s = COLLECT_S
+        names: set[str] = set()
+        for requests in taken:
+            names.update(request.name for request in requests)
         with self.changed:
             del self.aborted[: len(aborted)]
-            names = {request.name for requests in taken for request in requests}
-            # Some may have been begun again meanwhile
+            # A call may have begun again in the meantime, and then its names are in `aborted`.
             self.sent |= (names & self.calls.keys()) - {*self.aborted}
             self.changed.notify_all()
 
     def _collect(self) -> None:
-        """Asks replicas for what has ended. A group in this process, which cannot wait for it, is
-        asked more often."""
+        """Collect the responses that have ended on replicas.
+
+        A group in this process cannot wait for them, so this pauses if there are none.
+        """
         is_local = self.group.runs_at_once
-        by_rank = self.group.collect_completions(0.0 if is_local else self.collect_s)
+        wait_s = 0.0 if is_local else self.collect_s
+        by_rank = self.group.collect_completions(wait_s)
+        answers = [by_rank[rank] for rank in self.mesh.collect_ranks]
         with self.changed:
-            has_ended = self._take_in([by_rank[rank] for rank in self.mesh.collect_ranks])
+            has_ended = self._take_in(answers)
         if is_local and not has_ended:
             time.sleep(_LOCAL_PAUSE_S)
         self.collect_s = COLLECT_S if has_ended else min(2 * self.collect_s, LONGEST_COLLECT_S)
 
     def _take_in(self, answers: Sequence[tuple[Mapping[str, Completion], int]]) -> bool:
-        """Takes what has ended on each replica, which says how many requests it still has; returns
-        whether anything has. Raises RolloutError for a lost request."""
+        """Give responses to their calls, and return whether there were any.
+
+        An answer is what a replica has ended and the number of requests that it still has. Raises
+        RolloutError if a replica lost requests: it has none left, but some have not ended.
+        """
         for replica, (completions, _) in enumerate(answers):
             for name, completion in completions.items():
                 self._ended(replica, name, completion)
@@ -358,14 +403,16 @@ class RequestRouter:
         for replica, (_, num_left) in enumerate(answers):
             if num_left:
                 continue
-            if lost := [name for name in self.sent if self.queue.replica_of[name] == replica]:
+            replica_of = self.queue.replica_of
+            if lost := [name for name in self.sent if replica_of[name] == replica]:
                 raise RolloutError(
                     f"Replica {replica} of {self.group.role} lost {len(lost)} requests: {lost[:5]}."
                 )
         return any(completions for completions, _ in answers)
 
     def _ended(self, replica: int, name: str, completion: Completion) -> None:
-        if name in self.aborted or name not in self.calls:  # it was begun again meanwhile
+        """Give a response to its call, unless the request was aborted in the meantime."""
+        if name in self.aborted or name not in self.calls:
             return
         self.queue.ended(name)
         self.sent.discard(name)
@@ -379,11 +426,14 @@ class RequestRouter:
 
 _MAKING = threading.Lock()
 _ROUTERS: "weakref.WeakSet[RequestRouter]" = weakref.WeakSet()
-"""Those of this process."""
+"""All routers of this process."""
 
 
 def router_of(group: WorkerGroup) -> RequestRouter:
-    """The router of a rollout group, whose engines are there."""
+    """Return the router of a rollout group, which is made at the first call.
+
+    The group must have its engines.
+    """
     if group.caller is None:
         router = RequestRouter(group)
         with _MAKING:
@@ -392,6 +442,6 @@ def router_of(group: WorkerGroup) -> RequestRouter:
 
 
 def close_routers(timeout_s: float = 5.0) -> None:
-    """Ends the threads of all routers, before what they talk to ends."""
+    """End the threads of all routers. This precedes the end of the processes they talk to."""
     for router in list(_ROUTERS):
         router.close(timeout_s)

@@ -1,7 +1,7 @@
-"""Which replica takes which request."""
+"""The assignment of requests to replicas."""
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
@@ -11,49 +11,51 @@ from verl_like.workers.rollout.request import GenerationRequest
 
 
 class RequestQueue:
-    """Requests on their way to replicas, each of which computes `num_slots` at once.
+    """The requests that have not ended, and the replica that each is assigned to.
 
-    With the routing `fixed` a replica takes an equal part of the prompts of a call, consecutive
-    ones, and those of a call when the call before has ended: a function of the requests alone. With
-    `least_loaded` requests wait in one queue until a replica has a free place. The next one goes to
-    the replica that has most of them; further samples of the same prompt follow it, as long as
-    there is room, because they share what is computed of the prompt. One replica takes everything
-    at once.
+    A replica computes `num_slots` requests at once. There are two kinds of routing:
+
+    - `fixed`: the prompts of a call are split into equal consecutive parts, one for each replica. A
+      call begins when the call before has ended. The assignment depends on the requests alone.
+    - `least_loaded`: requests wait in one queue until a replica has a free slot. The next request
+      goes to the replica with the most free slots. Further requests of the same prompt go to the
+      same replica while it has free slots, because they share the computation of the prompt. If
+      there is one replica, it takes all requests at once.
     """
 
     def __init__(self, routing: str, num_replicas: int, num_slots: int) -> None:
         self.is_fixed = routing == "fixed"
         self.num_slots = num_slots
         self.calls: deque[list[list[GenerationRequest]]] = deque()
-        """With `fixed`, calls that wait for the one before: the requests of each prompt."""
+        """With `fixed`, the calls that wait for the call before. A call is a list with the requests
+        of each prompt."""
         self.waiting: deque[GenerationRequest] = deque()
+        """With `least_loaded`, the requests that wait for a free slot."""
         self.assigned: list[list[GenerationRequest]] = [[] for _ in range(num_replicas)]
-        """By replica, those to be sent to it."""
+        """The requests that `take` will return for each replica."""
         self.replica_of: dict[str, int] = {}
-        """Of the requests that are assigned and have not ended, by name."""
+        """The replica of each request that is assigned and has not ended, by the request's name."""
         self.loads = [0] * num_replicas
-        """Their number, by replica."""
+        """The number of such requests of each replica."""
 
     def __len__(self) -> int:
-        """The requests that have not ended."""
-        return (
-            len(self.waiting)
-            + len(self.replica_of)
-            + sum(len(each) for call in self.calls for each in call)
-        )
+        """Return the number of requests that have not ended."""
+        num_in_calls = 0
+        for call in self.calls:
+            num_in_calls += sum(map(len, call))
+        return len(self.waiting) + len(self.replica_of) + num_in_calls
 
     def add(self, requests: Sequence[GenerationRequest], n: int) -> None:
-        """Takes in the requests of a call, the n to a prompt next to each other."""
+        """Add the requests of a call, in which the n requests of a prompt are consecutive."""
         if not self.is_fixed:
             self.waiting.extend(requests)
         elif requests:
-            self.calls.append(
-                [list(requests[start : start + n]) for start in range(0, len(requests), n)]
-            )
+            starts = range(0, len(requests), n)
+            self.calls.append([list(requests[start : start + n]) for start in starts])
             self._begin_next_call()
 
     def take(self) -> list[list[GenerationRequest]]:
-        """The requests to send to each replica now, in order."""
+        """Return the requests to send to each replica now, in order."""
         self._begin_next_call()
         self._fill()
         taken = self.assigned
@@ -61,14 +63,18 @@ class RequestQueue:
         return taken
 
     def _begin_next_call(self) -> None:
+        """Assign the next call of the routing `fixed`, if the call before has ended."""
         if not self.calls or self.replica_of:
             return
         prompts = self.calls.popleft()
-        for replica, share in enumerate(np.array_split(np.arange(len(prompts)), len(self.loads))):
-            for request in (each for prompt in share for each in prompts[prompt]):
-                self._assign(request, replica)
+        shares = np.array_split(np.arange(len(prompts)), len(self.loads))
+        for replica, share in enumerate(shares):
+            for prompt in share:
+                for request in prompts[prompt]:
+                    self._assign(request, replica)
 
     def _fill(self) -> None:
+        """Assign waiting requests of the routing `least_loaded` to free slots."""
         num_slots = self.num_slots if len(self.loads) > 1 else float("inf")
         last_uid = ""
         replica = 0
@@ -86,21 +92,30 @@ class RequestQueue:
         self.loads[replica] += 1
 
     def ended(self, name: str) -> None:
-        """A replica has no more to do with a request."""
-        self.loads[self.replica_of.pop(name)] -= 1
+        """Free the slot of a request, whose replica has no more to do with it."""
+        replica = self.replica_of.pop(name)
+        self.loads[replica] -= 1
 
     def remove(self, names: Collection[str]) -> list[str]:
-        """Forgets requests; returns the names of those that a replica may have."""
-        self.waiting = deque(request for request in self.waiting if request.name not in names)
-        left = (
-            [[each for each in prompt if each.name not in names] for prompt in call]
-            for call in self.calls
-        )
-        self.calls = deque(call for call in left if any(call))
+        """Remove requests, and return the names of those that were assigned to a replica.
+
+        The replica may have these already.
+        """
+        self.waiting = deque(_without(self.waiting, names))
+        calls = self.calls
+        self.calls = deque()
+        for call in calls:
+            left = [_without(prompt, names) for prompt in call]
+            if any(left):
+                self.calls.append(left)
         assigned = [name for name in names if name in self.replica_of]
         for name in assigned:
             self.ended(name)
-        self.assigned = [
-            [request for request in share if request.name not in names] for share in self.assigned
-        ]
+        self.assigned = [_without(share, names) for share in self.assigned]
         return assigned
+
+
+def _without(
+    requests: Iterable[GenerationRequest], names: Collection[str]
+) -> list[GenerationRequest]:
+    return [request for request in requests if request.name not in names]

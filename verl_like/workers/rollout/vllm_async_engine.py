@@ -1,5 +1,4 @@
-"""Rollout engine on vLLM's AsyncLLM, which computes in a process of its own beside the
-rollout's."""
+"""The rollout engine on vLLM's AsyncLLM, which computes in a separate process."""
 
 import asyncio
 import concurrent.futures
@@ -14,13 +13,16 @@ from verl_like.workers.rollout.vllm_engine import VllmEngine, completion
 from verl_like.workers.weights.exports import WeightExport
 
 _TIMEOUT_S = 1800.0
-"""For an answer of the engine's process. That it died is noticed within a second."""
+"""How long to wait for an answer of the engine's process. Its death is noticed within a second."""
 _STEP_S = 0.02
-"""How long a step waits for a response to end, before requests and weights are taken in again."""
+"""How long a step waits for a response to end, before requests and weights are taken again."""
 
 
 class _Calls:
-    """AsyncLLM with the calls of vLLM's LLM: each waits for the answer."""
+    """Makes the methods of AsyncLLM callable like those of vLLM's LLM: each waits for its result.
+
+    The coroutines run on an event loop in a thread of its own.
+    """
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -34,19 +36,27 @@ class _Calls:
                 f"vLLM's engine process did not start; the end of {log} says why."
             ) from error
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="calls to vLLM", daemon=True).start()
+        run = self._loop.run_forever
+        threading.Thread(target=run, name="calls to vLLM", daemon=True).start()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        return lambda *args, **kwargs: self.wait(
-            getattr(self.llm_engine, name)(*args, **kwargs), name
-        )
+        """Returns the method `name` of AsyncLLM as a function that waits for the result."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            method = getattr(self.llm_engine, name)
+            return self.wait(method(*args, **kwargs), name)
+
+        return call
 
     def wait(self, answer: Coroutine[Any, Any, Any], what: str) -> Any:
-        """Raises TimeoutError, or vLLM's EngineDeadError."""
+        """Returns the result of a coroutine, which runs on the event loop.
+
+        Raises TimeoutError, which names `what`, or vLLM's EngineDeadError.
+        """
         future = asyncio.run_coroutine_threadsafe(answer, self._loop)
         deadline = time.monotonic() + _TIMEOUT_S
         while not future.done() and time.monotonic() < deadline:
-            if self.llm_engine.errored:  # vLLM leaves calls without an answer then
+            if self.llm_engine.errored:  # vLLM never answers the calls of a dead engine
                 raise self.llm_engine.dead_error
             concurrent.futures.wait([future], timeout=1.0)
         if not future.done():
@@ -56,25 +66,29 @@ class _Calls:
 
 
 class VllmAsyncEngine(VllmEngine):
-    """The engine computes from `submit` on, except while it is paused; `step` waits a moment for
-    responses to end."""
+    """A VllmEngine that computes between steps, too, unless it is paused.
+
+    `step` only waits a moment for responses to end.
+    """
 
     llm: _Calls
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._answers: dict[str, asyncio.Task] = {}  # to requests, by name
+        self._answers: dict[str, asyncio.Task] = {}
+        """The tasks that wait for the responses, by the names of their requests."""
         super().__init__(*args, **kwargs)
 
     def _make(self, **arguments: Any) -> Any:
         from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-        # As a class, since by its name it would start one more process on a CPU.
+        # The executor is given as a class, because its name would start one more process on a CPU.
         return _Calls(arguments | {"distributed_executor_backend": UniProcExecutor})
 
     def _submit(self, requests: Sequence[GenerationRequest]) -> None:
         async def add() -> None:
             for request in requests:
-                answer = await self.llm.llm_engine.add_request(*self._vllm_request(request))
+                arguments = self._vllm_request(request)
+                answer = await self.llm.llm_engine.add_request(*arguments)
                 self._answers[request.name] = asyncio.create_task(answer.get())
 
         self.llm.wait(add(), "requests")
@@ -87,7 +101,11 @@ class VllmAsyncEngine(VllmEngine):
             return [name for name, answer in self._answers.items() if answer.done()]
 
         names = self.llm.wait(next_ended(), "the responses that have ended")
-        return [(name, completion(self._answers.pop(name).result())) for name in names]
+        ended = []
+        for name in names:
+            output = self._answers.pop(name).result()
+            ended.append((name, completion(output)))
+        return ended
 
     def _has_work(self) -> bool:
         return bool(self._answers)
@@ -106,6 +124,7 @@ class VllmAsyncEngine(VllmEngine):
         self._go_on()
 
     def _go_on(self) -> None:
+        """Lets the engine compute again, if it has verified weights and is not paused."""
         if self.policy_version is not None and not self._is_paused:
             self.llm.resume_generation()
 
@@ -115,7 +134,7 @@ class VllmAsyncEngine(VllmEngine):
         try:
             return super().load_weights(exports, version, checks_first=checks_first)
         finally:
-            self._go_on()  # not before the weights were verified
+            self._go_on()  # only now are the weights verified
 
     def _load(self, exports: Sequence[WeightExport], version: int) -> None:
         self.llm.pause_generation(mode="keep", clear_cache=False)

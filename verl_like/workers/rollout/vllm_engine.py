@@ -1,5 +1,7 @@
-"""Rollout engine on vLLM, in this process: the CPU build on CPU, CUDA on GPU, tensor parallel over
-processes."""
+"""The rollout engine on vLLM, which runs in this process on CPU or a GPU.
+
+With tensor parallelism a replica is several processes.
+"""
 
 import importlib.util
 import os
@@ -20,15 +22,18 @@ from verl_like.workers.weights.direct import init_info
 from verl_like.workers.weights.exports import WeightExport, buckets_of
 
 ADAPTER_ID = 1
-"""vLLM's number for the policy's adapter, of whatever version."""
+"""vLLM's number for the policy's adapter. All versions have the same."""
 _CPU_KV_BLOCK_TOKENS = 128
 _CPU_BATCHED_TOKENS = 8192
 _RENDEZVOUS_TIMEOUT = timedelta(seconds=120)
 
 
 class VllmEngine(RolloutEngine):
-    """One vLLM per process. The processes of a replica compute in lockstep: same prompts, seeds and
-    result."""
+    """One vLLM per process.
+
+    The processes of a replica compute the same steps at the same time: they have the same prompts,
+    seeds and results.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -40,21 +45,23 @@ class VllmEngine(RolloutEngine):
                 "vLLM makes this process's torch.distributed groups, but another role made them "
                 "already; give the rollout role processes of its own."
             )
-        self._has_no_weights = self._has_no_cache = False
-        """What the engine gave back when it went to sleep."""
+        self._has_no_weights = False
+        self._has_no_cache = False
+        """True if the engine freed this memory when it went to sleep."""
         self._num_loads = 0
         self._adapter_name = ""
         self._has_joined = False
         self._max_model_len = self.config.prompt_length + self.config.response_length
         self._cpu_num_seqs = self.config.max_num_seqs or CPU_NUM_SEQS
-        is_alone = self.config.tensor_model_parallel_size == 1
-        self.llm = self._start("uni" if is_alone else self._replica_executor())
-        if not is_alone:
+        if self.config.tensor_model_parallel_size == 1:
+            self.llm = self._start("uni")
+        else:
+            self.llm = self._start(self._replica_executor())
             self._unlink_shared_memory()
 
     def _prepare_import(self) -> None:
-        """Checks that vLLM is installed, and sets what it reads from the environment as it is
-        imported."""
+        """Checks that vLLM is installed, and sets the environment variables that it reads when it
+        is imported."""
         if importlib.util.find_spec("vllm") is None:
             extra = "gpu" if self.device == "cuda" else "cpu"
             raise ModuleNotFoundError(
@@ -64,29 +71,40 @@ class VllmEngine(RolloutEngine):
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in this process
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        # FlashInfer's all-reduce adds in no fixed order, so that a run could not be repeated, and
-        # needs nvcc.
+        # FlashInfer's all-reduce adds in no fixed order, so that a run could not be repeated. It
+        # also needs nvcc.
         os.environ.setdefault("VLLM_ALLREDUCE_USE_FLASHINFER", "0")
-        # Nor is symmetric memory tried, whose processes would look for each other's GPUs: each sees
-        # its own alone.
+        # Symmetric memory does not work: a process would look for the GPUs of the others, but each
+        # process sees its own GPU alone.
         os.environ.setdefault("VLLM_ALLREDUCE_USE_SYMM_MEM", "0")
         if self.device == "cpu":
-            # The process's share of the cores is set by its group
+            # The worker group has given this process its share of the cores.
             os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-            # vLLM compiles one tiny sampling helper even in eager mode, which takes longer than it
-            # ever saves on CPU.
+            # vLLM compiles a small sampling function even in eager mode. On CPU this takes longer
+            # than it saves.
             os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
     def _make(self, **arguments: Any) -> Any:
+        """Makes vLLM's LLM from its arguments. A subclass may make another with its methods."""
         import vllm
 
         return vllm.LLM(**arguments)
 
     def _start(self, executor: str | type) -> Any:
+        """Makes the vLLM of this process; `executor` is vLLM's `distributed_executor_backend`."""
         config = self.config
         on_cpu = self.device == "cpu"
+        max_num_seqs = config.max_num_seqs
+        max_num_batched_tokens = config.max_num_batched_tokens
+        if on_cpu:
+            max_num_seqs = self._cpu_num_seqs
+            # On CPU vLLM fails if it splits a prompt whose request has a seed. No prompt is split
+            # if a whole sequence has room in a batch.
+            max_num_batched_tokens = max(
+                config.max_num_batched_tokens or _CPU_BATCHED_TOKENS, self._max_model_len
+            )
         adapter: dict[str, Any] = {}
-        # VLLM reads the frozen model itself, and only adapters travel
+        # With LoRA vLLM reads the frozen model from its folder, and the trainer sends the adapter.
         if rank := self.model_config.lora_rank:
             from vllm.config.lora import MaxLoRARanks
 
@@ -105,25 +123,19 @@ class VllmEngine(RolloutEngine):
             seed=self.seed,
             tensor_parallel_size=config.tensor_model_parallel_size,
             distributed_executor_backend=executor,
-            # That kernel looks its peers' devices up, and a process sees only its own
+            # The custom kernel looks up the GPUs of other processes, but a process sees its own.
             disable_custom_all_reduce=True,
             max_model_len=self._max_model_len,
-            # None is vLLM's own number, which depends on the GPU.
-            max_num_seqs=self._cpu_num_seqs if on_cpu else config.max_num_seqs,
-            # On CPU vLLM stops with an error at a part of a prompt whose request has a seed, so
-            # prompts stay whole.
-            max_num_batched_tokens=max(
-                config.max_num_batched_tokens or _CPU_BATCHED_TOKENS, self._max_model_len
-            )
-            if on_cpu
-            else config.max_num_batched_tokens,
+            # If the next two are None, vLLM chooses numbers that depend on the GPU.
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
             enable_chunked_prefill=not on_cpu,
             enable_prefix_caching=True,  # the samples of a prompt share its cache
             enforce_eager=config.enforce_eager or on_cpu,
             enable_sleep_mode=config.free_cache_engine and not on_cpu,
             gpu_memory_utilization=config.gpu_memory_utilization,
-            # It has a step under way while weights are loaded, whose tokens would count as drawn by
-            # the new ones.
+            # Asynchronous scheduling computes a step while weights are loaded, and its tokens would
+            # get the version of the new weights.
             async_scheduling=False if config.kv_after_update == "keep" else None,
             kv_cache_memory_bytes=self._cpu_kv_cache_bytes() if on_cpu else None,
             logprobs_mode="processed_logprobs",  # under the distribution the tokens are drawn from
@@ -134,6 +146,7 @@ class VllmEngine(RolloutEngine):
         )
 
     def _check_head_size(self) -> None:
+        """Raises ValueError if vLLM's attention on CPU does not support the model's head size."""
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
         supported = CPUAttentionBackend.get_supported_head_sizes()
@@ -146,11 +159,10 @@ class VllmEngine(RolloutEngine):
                 )
 
     def _cpu_kv_cache_bytes(self) -> int:
-        """Cache for `max_num_seqs` sequences of full length, at most the configured share of the
-        free memory.
+        """Returns the bytes of a cache for `max_num_seqs` sequences of full length.
 
-        On CPU vLLM would otherwise take `gpu_memory_utilization` of the whole machine for each
-        process.
+        It is at most the share `gpu_memory_utilization` of the free memory. On CPU vLLM would
+        otherwise take that share of the whole machine's memory for each process.
         """
         config = self.config
         values_per_token = 0
@@ -160,40 +172,42 @@ class VllmEngine(RolloutEngine):
         bytes_per_token = values_per_token * getattr(torch, config.dtype).itemsize
         blocks_per_sequence = -(-self._max_model_len // _CPU_KV_BLOCK_TOKENS)
         blocks = self._cpu_num_seqs * blocks_per_sequence + 1  # vLLM keeps one block for itself
+        wanted = blocks * _CPU_KV_BLOCK_TOKENS * bytes_per_token
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return min(
-            blocks * _CPU_KV_BLOCK_TOKENS * bytes_per_token,
-            int(config.gpu_memory_utilization * free),
-        )
+        return min(wanted, int(config.gpu_memory_utilization * free))
 
     def _replica_executor(self) -> type:
-        """vLLM's executor for processes that somebody else started, told where the processes of
-        this replica meet."""
+        """Returns vLLM's executor for processes that vLLM did not start.
+
+        It has the address at which the processes of this replica meet.
+        """
         from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
-        # The replicas' first processes post their addresses at the group's. Kept for the engine's
-        # lifetime: the others may read after rank 0 has gone on.
-        place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        # The first process of each replica writes its address into a store of the whole group. The
+        # store is kept as long as the engine, because others may read it after rank 0 has gone on.
+        host = os.environ["MASTER_ADDR"]
+        port = int(os.environ["MASTER_PORT"])
+        timeout = _RENDEZVOUS_TIMEOUT
         if self.rank == 0:
-            self._rendezvous = open_store(*place, timeout=_RENDEZVOUS_TIMEOUT)
+            self._rendezvous = open_store(host, port, timeout=timeout)
         else:
             self._rendezvous = dist.TCPStore(
-                *place, is_master=False, wait_for_workers=False, timeout=_RENDEZVOUS_TIMEOUT
+                host, port, is_master=False, wait_for_workers=False, timeout=timeout
             )
         key = f"rollout_replica_{self.dp_rank}"
         if self.tp_rank == 0:
-            self._store_of_replica = open_store(address_towards(place[0]))
-            self._rendezvous.set(
-                key, f"{self._store_of_replica.host}:{self._store_of_replica.port}"
-            )
-        # torch then connects to this store, where it would open one that listens at all addresses.
+            store = open_store(address_towards(host))
+            self._rendezvous.set(key, f"{store.host}:{store.port}")
+            self._store_of_replica = store
+        # With this torch connects to the store. Otherwise it would open one of its own, which
+        # listens on all addresses.
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
         self._meeting_point = self._rendezvous.get(key).decode()
-        # Where each process sees one GPU, that GPU is number 0 whatever the local rank is.
-        local_rank = (
-            0 if torch.cuda.device_count() == 1 else int(os.environ.get("LOCAL_RANK", self.tp_rank))
-        )
-        arguments = f"tcp://{self._meeting_point}", self.tp_rank, local_rank
+        if torch.cuda.device_count() == 1:  # the only GPU is number 0, whatever the local rank is
+            local_rank = 0
+        else:
+            local_rank = int(os.environ.get("LOCAL_RANK", self.tp_rank))
+        arguments = (f"tcp://{self._meeting_point}", self.tp_rank, local_rank)
 
         class ReplicaExecutor(ExecutorWithExternalLauncher):
             def _distributed_args(self) -> tuple[str, int, int]:
@@ -202,11 +216,10 @@ class VllmEngine(RolloutEngine):
         return ReplicaExecutor
 
     def _unlink_shared_memory(self) -> None:
-        """Takes the names off the replica's shared memory, which all of its processes have mapped
-        by now.
+        """Removes the names of the replica's shared memory, which all of its processes have mapped.
 
-        Killed processes would leave the memory behind, and a later replica on the same port could
-        not start.
+        If the processes are killed, memory with a name would remain, and a later replica on the
+        same port could not start.
         """
         from vllm.distributed.parallel_state import get_tp_group
 
@@ -216,23 +229,25 @@ class VllmEngine(RolloutEngine):
             queue.buffer.is_creator = False
         if self.tp_rank == 0:
             port = self._meeting_point.rpartition(":")[2]
-            for named in Path("/dev/shm").glob(f"{port}-tp:*"):  # the CPU build's
+            for named in Path("/dev/shm").glob(f"{port}-tp:*"):  # made by vLLM's build for CPU
                 named.unlink()
 
     def _submit(self, requests: Sequence[GenerationRequest]) -> None:
-        # A request a response: what vLLM makes of a request for n comes back together, with
-        # neighbouring seeds.
+        # Each response is a request of its own. The n responses to one request of vLLM would come
+        # back together, and their seeds would be neighbours.
         for request in requests:
             self.llm.llm_engine.add_request(*self._vllm_request(request))
 
     def _vllm_request(self, request: GenerationRequest) -> tuple[Any, ...]:
-        """What vLLM's `add_request` takes."""
+        """Returns the arguments of vLLM's `add_request` for a request."""
         import vllm
         from vllm.lora.request import LoRARequest
 
         prompt = vllm.TokensPrompt(prompt_token_ids=list(request.prompt_ids))
         if self.config.kv_after_update == "keep":
-            prompt["cache_salt"] = str(self._num_loads)  # blocks of other weights are not found
+            # Blocks of the prefix cache are found only by requests with the same salt, so this
+            # request does not use blocks that older weights have computed.
+            prompt["cache_salt"] = str(self._num_loads)
         sampling = request.sampling
         parameters = vllm.SamplingParams(
             seed=request.seed,
@@ -242,18 +257,16 @@ class VllmEngine(RolloutEngine):
             max_tokens=sampling.max_tokens,
             stop_token_ids=list(sampling.stop_token_ids),
             ignore_eos=True,  # stop_token_ids alone say what ends a response
-            logprobs=0,  # of the drawn token only
+            logprobs=0,  # only that of the drawn token
             flat_logprobs=True,
             detokenize=False,
             output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
         )
-        # Every request has the adapter: see weights/vllm_adapter.py. vLLM keys its prefix cache by
-        # the name.
-        adapter = (
-            LoRARequest(self._adapter_name, ADAPTER_ID, "by tensors")
-            if self._adapter_name
-            else None
-        )
+        # Every request has the adapter, see weights/vllm_adapter.py. Its name has the version and is part
+        # of the key of vLLM's prefix cache.
+        adapter = None
+        if self._adapter_name:
+            adapter = LoRARequest(self._adapter_name, ADAPTER_ID, "by tensors")
         return request.name, prompt, parameters, None, adapter
 
     def _step(self) -> list[tuple[str, Completion]]:
@@ -264,7 +277,8 @@ class VllmEngine(RolloutEngine):
         return self.llm.llm_engine.has_unfinished_requests()
 
     def _abort(self, names: Collection[str]) -> None:
-        # Of several at once vLLM frees the blocks in an order that differs between processes
+        # They are aborted one by one: vLLM would free the blocks of several requests in an order
+        # that differs between processes.
         for name in names:
             self.llm.llm_engine.abort_request([name])
 
@@ -312,8 +326,8 @@ class VllmEngine(RolloutEngine):
         if self.config.kv_after_update == "recompute":
             self.llm.reset_prefix_cache(reset_running_requests=True)
             return
-        # A request without a token yet has the old salt, by which it would find blocks of the old
-        # weights.
+        # Requests without a token are submitted again, because they have the old salt and would
+        # find blocks that the old weights have computed.
         states = self.llm.llm_engine.output_processor.request_states.values()
         queued = [state.external_req_id for state in states if state.is_prefilling]
         self._abort(queued)
@@ -325,15 +339,17 @@ class VllmEngine(RolloutEngine):
 
     def _sleep(self) -> None:
         if self.config.free_cache_engine and self.device == "cuda":
-            # Level 2 drops the weights instead of copying them to the host: the next sync brings
-            # new ones, but not the frozen ones under an adapter.
             self.policy_version = None
-            # What torch has kept of freed memory is not what waking takes back
+            # Memory that torch has cached would otherwise count as memory that the engine frees.
             torch.cuda.empty_cache()
             free_before, _ = torch.cuda.mem_get_info()
+            # Level 2 drops the weights, because the next update brings all of them. With LoRA it
+            # brings the adapter alone, so level 1 copies the weights to the host.
             self.llm.sleep(level=1 if self.model_config.lora_rank else 2)
-            self._given_back = torch.cuda.mem_get_info()[0] - free_before
-            self._has_no_weights = self._has_no_cache = True
+            free_after, _ = torch.cuda.mem_get_info()
+            self._given_back = free_after - free_before
+            self._has_no_weights = True
+            self._has_no_cache = True
 
     def _wake(self) -> None:
         if self._has_no_weights:
@@ -343,8 +359,10 @@ class VllmEngine(RolloutEngine):
 
 
 def require_room(free: int, total: int, needed: int) -> None:
-    """Raises ValueError unless `needed` bytes are free on a device of `total` bytes, so that the
-    engine can wake up."""
+    """Raises ValueError if the engine cannot wake up for lack of memory.
+
+    It needs `needed` bytes, and `free` of the device's `total` bytes are free.
+    """
     if free < needed:
         raise ValueError(
             f"The rollout engine cannot wake up: it needs the {needed / 1e9:.1f} GB that it gave "
@@ -357,8 +375,10 @@ def require_room(free: int, total: int, needed: int) -> None:
 
 
 def completion(request: Any) -> Completion:
+    """Returns the response of a finished request, which is vLLM's RequestOutput."""
     (output,) = request.outputs
-    versions = tuple((int(span.version), span.start, span.end) for span in output.weight_versions)
+    spans = output.weight_versions
+    versions = tuple((int(span.version), span.start, span.end) for span in spans)
     token_ids = np.array(output.token_ids, np.int64)
     log_probs = np.array(output.logprobs.logprobs, np.float32)
     return Completion(token_ids, log_probs, versions, request.num_cached_tokens or 0)

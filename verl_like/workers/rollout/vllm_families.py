@@ -1,5 +1,5 @@
-"""The model families of which vLLM is shown to compute what the trainer does, with weights that are
-checked."""
+"""The model families for which tests show that vLLM computes what the trainer does, and that its
+weights can be checked."""
 
 from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

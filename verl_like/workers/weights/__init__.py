@@ -1,6 +1,6 @@
 """The trainer's weights on their way to the rollout engines, and the proof that they arrived."""
 
-from verl_like.workers.weights.arrival import WeightSyncError
+from verl_like.workers.weights.arrival import StaleWeightsError, WeightSyncError
 from verl_like.workers.weights.exports import collect_weights
 from verl_like.workers.weights.gloo import GlooTransport
 from verl_like.workers.weights.ipc import IpcTransport
