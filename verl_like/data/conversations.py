@@ -156,8 +156,10 @@ class ConversationDataset:
             ids = np.array(tokens, dtype=np.int64)
             return [(ids, np.ones_like(ids, dtype=bool))], {}
         messages, first = messages_of(record, place)
-        tokens = tokens_of(messages, first, self.tokenizer, self.template_kwargs, place, self.limit)
-        return [tokens], {}
+        conversation = tokens_of(
+            messages, first, self.tokenizer, self.template_kwargs, place, self.limit
+        )
+        return [conversation], {}
 
     def check(self, row: Sequence[Tokens], place: str, where: str) -> None:
         """Raises ValueError if no token of a conversation is learned. `where` says in the message

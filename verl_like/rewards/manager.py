@@ -241,8 +241,8 @@ class RewardManager:
             self._free.put(process)
         if not answer.error:
             return answer
-        error = clipped(self.redacted(answer.error), _MAX_ERROR_CHARS)
-        return answer.model_copy(update={"error": failed + error})
+        raised = clipped(self.redacted(answer.error), _MAX_ERROR_CHARS)
+        return answer.model_copy(update={"error": failed + raised})
 
     def _begin(self, process: RewardProcess, sample: RewardSample) -> None:
         """Gives a sample to a process. A process that died while it was idle, or dies while it

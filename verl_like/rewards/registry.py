@@ -1,4 +1,4 @@
-"""Which reward function scores which data source."""
+"""The registry of reward functions by data source."""
 
 from collections.abc import Callable
 from fnmatch import fnmatchcase
@@ -11,8 +11,8 @@ _REWARD_FNS: dict[str, RewardFn] = {}
 
 
 def register_reward(*data_sources: str) -> Callable[[RewardFn], RewardFn]:
-    """Registers a reward function for data sources; a name may be a shell pattern such as
-    `lighteval/*`.
+    """Decorator that registers a reward function for data sources. The name of a data source may be
+    a shell pattern such as `lighteval/*`.
 
     Raises ValueError if one of the names is registered already.
     """
@@ -32,11 +32,8 @@ def register_reward(*data_sources: str) -> Callable[[RewardFn], RewardFn]:
 
 
 def get_reward_fn(data_source: str) -> RewardFn:
-    """The reward function of a data source: its exact name first, else the first registered pattern
-    that matches.
-
-    Raises ValueError if there is none.
-    """
+    """The reward function for a data source: the one registered for its exact name or else for the
+    first pattern that matches. Raises ValueError if there is none."""
     if data_source in _REWARD_FNS:
         return _REWARD_FNS[data_source]
     for pattern, reward_fn in _REWARD_FNS.items():

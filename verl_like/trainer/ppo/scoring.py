@@ -26,7 +26,8 @@ from verl_like.workers.config.roles import RewardModelConfig
 from verl_like.workers.rollout import FinishedRequest
 
 _PAUSE_S = 0.01
-"""Spans of a process with a shorter pause between them count as one."""
+"""The seconds below which a pause between two spans of a process is ignored, so that they count as
+one."""
 _LEFT_TO_MODELS = Answer(score=0.0)
 """What the rules answer for a row that has no rule."""
 RULE_COLUMNS = {"rule_scores": 1.0}
