@@ -1,5 +1,5 @@
-"""Conversations to learn from, tokenised once, with the tokens that the model is to write
-marked."""
+"""Conversations to learn from. They are tokenised once, and the tokens that the model is to learn
+are marked."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -22,41 +22,46 @@ from verl_like.protocol.row_ops import jagged_from_lists
 
 Message = Mapping[str, Any]
 Tokens = tuple[np.ndarray, np.ndarray]
-"""Token ids (T,) int64 of a conversation, and which of them (T,) bool are learned."""
+"""Token ids (T,) int64 of a conversation, and (T,) bool, which of them are learned."""
 
 
 class OverlongText(ValueError):
-    """A text that has more tokens than `data.max_length`, by its characters alone."""
+    """A text has so many characters that it must have more tokens than `data.max_length`."""
 
 
 class ConversationDataset:
-    """Rows of chat messages as token ids, none longer than `max_length`, of which assistants'
-    tokens are learned.
+    """Rows of chat messages as token ids, none longer than `max_length`. The tokens that an
+    assistant writes are learned.
 
-    A row has `messages`, a list of {"role", "content"}, or `prompt` (text or messages) and
-    `response` or `completion` (text or messages), of which the latter is learned. The whole
-    conversation goes through the tokenizer's chat template at once. What an assistant writes begins
-    where the template's generation prompt ends, and ends with the turn, its end token included. No
-    token spans these places, so that the tokens before an answer are those of a prompt. Or a row
-    has `text`, which goes through no template and is learned as a whole, from its second token on,
-    and gets an end-of-sequence token behind it.
+    A row has one of three forms:
+
+    - `messages`, a list of {"role", "content"}, of which each assistant's is learned;
+    - `prompt` and `response` (or `completion`), each a text or messages, of which the response is
+      learned;
+    - `text`, which goes through no chat template. All of it but its first token is learned, and an
+      end-of-sequence token after it.
+
+    A conversation goes through the tokenizer's chat template as a whole. What an assistant writes
+    begins where the template's generation prompt ends, and ends with the turn, its end token
+    included. No token spans these places, so the tokens before an answer are those of a prompt in
+    generation.
 
     Args:
         files: Parquet, JSONL or JSON files, read in order.
         tokenizer: has a chat template, and a padding or an end-of-sequence token.
         max_length: limit of a conversation in tokens.
-        overlong: what a longer one does: `error`, `drop`, or `truncate` at its end.
-        max_samples: only the first rows, if it is not negative.
+        overlong: what is done with a longer one: `error`, `drop`, or `truncate` at its end.
+        max_samples: how many rows are read, all if it is negative.
         apply_chat_template_kwargs: further arguments of the chat template.
-        end_tokens: further ones with which a response may end, besides the tokenizer's.
+        end_tokens: tokens with which a response may end, besides the tokenizer's own.
 
     Attributes:
-        num_dropped, num_truncated: rows that were too long.
-        longest, largest: tokens of the longest conversation, and of the row with the most, and
-            where they are from.
-        highest_token: the highest token id, and where it is from.
-        last_tokens: with which the conversations end.
-        learns_to_end: whether a token with which a response ends is learned in any row.
+        num_dropped, num_truncated: the number of rows that were too long.
+        longest, largest: (tokens, place) of the longest conversation, and of the row with the most
+            tokens.
+        highest_token: (token id, place) of the highest token id.
+        last_tokens: the tokens with which conversations end.
+        learns_to_end: True if a token with which a response ends is learned in any row.
 
     Raises:
         ValueError: files, rows, tokenizer or template that cannot be used; the message names file,
@@ -83,10 +88,13 @@ class ConversationDataset:
             token for token in (tokenizer.eos_token_id, *end_tokens) if token is not None
         ]
         self.pad_token_id = padding_token(tokenizer)
-        # Where a longer conversation is cut, its tokens are needed.
+        # To be cut, a longer conversation has to be tokenised anyway.
         self.limit = None if overlong == "truncate" else TokenLimit(tokenizer, max_length)
-        self.num_dropped = self.num_truncated = 0
-        self.longest = self.largest = self.highest_token = (0, "")
+        self.num_dropped = 0
+        self.num_truncated = 0
+        self.longest = (0, "")
+        self.largest = (0, "")
+        self.highest_token = (0, "")
         self.last_tokens: set[int] = set()
         self.learns_to_end = False
         self._rows: list[tuple[list[Tokens], dict[str, float]]] = []
@@ -106,22 +114,20 @@ class ConversationDataset:
                         f"data.max_length={max_length}: raise it, or set data.overlong=drop or "
                         "truncate"
                     )
-                self.num_dropped += overlong == "drop"
-                self.num_truncated += overlong == "truncate"
                 if overlong == "drop":
+                    self.num_dropped += 1
                     continue
+                self.num_truncated += 1
                 row = [(ids[:max_length], learned[:max_length]) for ids, learned in row]
-            self.check(row, place, f" among its first {max_length} tokens" * (length > max_length))
+            where = f" among its first {max_length} tokens" if length > max_length else ""
+            self.check(row, place, where)
             lengths = [len(ids) for ids, _ in row]
             self.longest = max(self.longest, (max(lengths), place))
             self.largest = max(self.largest, (sum(lengths), place))
-            self.highest_token = max(
-                self.highest_token, (max(int(ids.max()) for ids, _ in row), place)
-            )
-            self.last_tokens |= {int(ids[-1]) for ids, _ in row}
-            self.learns_to_end |= any(
-                np.isin(ids[learned], self.end_tokens).any() for ids, learned in row
-            )
+            for ids, learned in row:
+                self.highest_token = max(self.highest_token, (int(ids.max()), place))
+                self.last_tokens.add(int(ids[-1]))
+                self.learns_to_end |= bool(np.isin(ids[learned], self.end_tokens).any())
             self._rows.append((row, columns))
         if not self._rows:
             raise ValueError(
@@ -129,8 +135,8 @@ class ConversationDataset:
             )
 
     def read(self, record: Any, place: str) -> tuple[list[Tokens], dict[str, float]]:
-        """The conversations of a row, and its further columns. Raises ValueError for one that
-        cannot be used."""
+        """The conversations of a row, of which this class has one, and its further columns, of
+        which it has none. Raises ValueError for a row that cannot be used."""
         has_no_turns = (
             isinstance(record, dict) and not record.get("messages") and not record.get("prompt")
         )
@@ -150,13 +156,14 @@ class ConversationDataset:
             ids = np.array(tokens, dtype=np.int64)
             return [(ids, np.ones_like(ids, dtype=bool))], {}
         messages, first = messages_of(record, place)
-        return [
-            tokens_of(messages, first, self.tokenizer, self.template_kwargs, place, self.limit)
-        ], {}
+        conversation = tokens_of(
+            messages, first, self.tokenizer, self.template_kwargs, place, self.limit
+        )
+        return [conversation], {}
 
     def check(self, row: Sequence[Tokens], place: str, where: str) -> None:
-        """Raises ValueError where nothing of the row, after it was cut, is learned; `where` says if
-        it was."""
+        """Raises ValueError if no token of a conversation is learned. `where` says in the message
+        that the row was cut."""
         for ids, learned in row:
             if not learned[1:].any():
                 raise ValueError(
@@ -172,31 +179,36 @@ class ConversationDataset:
         return [ids for ids, _ in self._rows[index][0]]
 
     def collate(self, indices: Iterable[int]) -> DataProto:
-        """A batch of the conversations of B examples, those of an example one after the other.
+        """Makes a batch of B examples. It has a row for each of their conversations, those of an
+        example next to each other.
 
-        Of each conversation the first token is in `prompts`, the others are in `responses`, jagged
-        int64, and `response_mask` says which of them are learned. `sample_id` (rows,) int64 numbers
-        the examples, and the further columns are (rows,) float32. Padded, a response is as wide as
-        the longest of the batch.
+        The first token of a conversation is in `prompts` and the others are in `responses`, both
+        jagged int64. `response_mask` says which of the others are learned. `sample_id` (rows,)
+        int64 numbers the examples, and further columns are (rows,) float32. If the batch is padded,
+        a response is as wide as the longest of the batch.
         """
         examples = [self._rows[index] for index in indices]
-        conversations = [conversation for row, _ in examples for conversation in row]
+        conversations: list[Tokens] = []
+        for row, _columns in examples:
+            conversations.extend(row)
         num_of_each = torch.tensor([len(row) for row, _ in examples], dtype=torch.int64)
+        first = [ids[:1] for ids, _ in conversations]
+        others = [ids[1:] for ids, _ in conversations]
+        are_learned = [learned[1:] for _, learned in conversations]
         tensors = {
-            "prompts": jagged_from_lists([ids[:1] for ids, _ in conversations], torch.int64),
-            "responses": jagged_from_lists([ids[1:] for ids, _ in conversations], torch.int64),
-            "response_mask": jagged_from_lists(
-                [learned[1:] for _, learned in conversations], torch.int64
-            ),
+            "prompts": jagged_from_lists(first, torch.int64),
+            "responses": jagged_from_lists(others, torch.int64),
+            "response_mask": jagged_from_lists(are_learned, torch.int64),
             "sample_id": torch.arange(len(examples)).repeat_interleave(num_of_each),
         }
-        for name in examples[0][1] if examples else ():
-            values = torch.tensor([further[name] for _, further in examples])
-            tensors[name] = values.repeat_interleave(num_of_each)
+        if examples:
+            _row, columns_of_first = examples[0]
+            for name in columns_of_first:
+                values = torch.tensor([columns[name] for _, columns in examples])
+                tensors[name] = values.repeat_interleave(num_of_each)
         longest = max((len(ids) for ids, _ in conversations), default=2)
-        return DataProto.from_dict(
-            tensors, meta_info={"padding": (1, max(1, longest - 1), self.pad_token_id)}
-        )
+        padding = (1, max(1, longest - 1), self.pad_token_id)
+        return DataProto.from_dict(tensors, meta_info={"padding": padding})
 
 
 class ScoredDataset(ConversationDataset):
@@ -207,14 +219,14 @@ class ScoredDataset(ConversationDataset):
     def read(self, record: Any, place: str) -> tuple[list[Tokens], dict[str, float]]:
         conversations, _ = super().read(record, place)
         score = record.get("score")
-        if type(score) not in (int, float) or not abs(score) < 1e30:  # of NaN too
+        if type(score) not in (int, float) or not abs(score) < 1e30:  # NaN is not below it either
             raise bad_row(place, "field 'score'", score, "a finite number")
         return conversations, {"score": float(score)}
 
 
 def require_room(text: str, limit: TokenLimit | None, place: str) -> None:
-    """Raises OverlongText for a text that has more tokens than the limit, by its characters
-    alone."""
+    """Raises OverlongText if a text has so many characters that it must have more tokens than the
+    limit."""
     if limit and limit.is_exceeded(text):
         raise OverlongText(
             f"{place}: the conversation is longer than data.max_length={limit.max_tokens}: it has "
@@ -223,25 +235,23 @@ def require_room(text: str, limit: TokenLimit | None, place: str) -> None:
 
 
 def messages_of(record: Any, place: str) -> tuple[list[Message], int]:
-    """The messages of a row, and from which on they are learned. Raises ValueError for a row of
-    another form."""
+    """The messages of a row, and the index of the first that may be learned. Raises ValueError for
+    a row of another form."""
     expected = "messages, prompt and response, or text"
     if isinstance(record, dict) and record.get("messages") is not None:
         return messages_in(record, "messages", None, place, expected), 0
-    answer = (
-        "response"
-        if isinstance(record, dict) and record.get("response") is not None
-        else "completion"
-    )
+    has_response = isinstance(record, dict) and record.get("response") is not None
+    field = "response" if has_response else "completion"
     prompt = messages_in(record, "prompt", "user", place, expected)
-    return prompt + messages_in(record, answer, "assistant", place, expected), len(prompt)
+    answer = messages_in(record, field, "assistant", place, expected)
+    return prompt + answer, len(prompt)
 
 
 def messages_in(
     record: Any, field: str, role: str | None, place: str, expected: str
 ) -> list[Message]:
-    """The messages of a field, of which a text is one of `role`. Raises ValueError for anything
-    else."""
+    """The messages in a field of a row. A text stands for one message of `role`, unless that is
+    None. Raises ValueError for anything else, with what was `expected`."""
     if not isinstance(record, dict):
         raise bad_row(place, "the row", record, "an object with named fields")
     if record.get("tools"):
@@ -270,56 +280,61 @@ def tokens_of(
     place: str,
     limit: TokenLimit | None = None,
 ) -> Tokens:
-    """The conversation, of which is learned what an assistant writes in messages from `first` on.
+    """The tokens of a conversation. What assistants write in messages from `first` on is learned.
 
-    Raises ValueError for an empty turn or one without a turn before it, and where the template
-    changes earlier turns by later ones, or fails; OverlongText for what has more tokens than
-    `limit` by its characters alone.
+    The text of the whole conversation is divided into pieces, which begin and end where what is
+    learned does, and each piece is tokenised so that no token spans two of them.
+
+    Raises ValueError for an empty turn of an assistant or one without a turn before it, if the
+    template fails, and if it writes earlier turns in another way when later ones follow.
+    Raises OverlongText if the text has so many characters that it must have more tokens than
+    `limit`.
     """
     text = render(tokenizer, messages, place, template_kwargs)
-    pieces = []
     require_room(text, limit, place)
+    ends_of_pieces: list[tuple[int, bool]] = []  # and whether the piece is learned
     for count, message in enumerate(messages):
-        if message["role"] == "assistant" and count >= first:
-            if not count or not (message["content"].strip() or message.get("tool_calls")):
-                why = "is empty" if count else "answers nothing"
-                raise ValueError(
-                    f"{place}: turn {count}, the assistant's, {why}; leave it out, or the row"
-                )
-            begun = render(
-                tokenizer,
-                messages[:count],
-                place,
-                {**template_kwargs, "add_generation_prompt": True},
+        if message["role"] != "assistant" or count < first:
+            continue
+        if not count or not (message["content"].strip() or message.get("tool_calls")):
+            why = "is empty" if count else "answers nothing"
+            raise ValueError(
+                f"{place}: turn {count}, the assistant's, {why}; leave it out, or the row"
             )
-            ended = render(tokenizer, messages[: count + 1], place, template_kwargs)
-            if not (text.startswith(ended) and ended.startswith(begun)):
-                raise ValueError(
-                    f"{place}: the chat template writes turn {count} in another way when later "
-                    "turns follow, or not after its generation prompt, so its tokens in the "
-                    "conversation are not those that the model would write; give the turns as "
-                    "rows of their own"
-                )
-            pieces += [(len(begun), False), (len(ended), True)]
-    ids = []
-    learned = []
-    before = 0
+        with_generation_prompt = {**template_kwargs, "add_generation_prompt": True}
+        begun = render(tokenizer, messages[:count], place, with_generation_prompt)
+        ended = render(tokenizer, messages[: count + 1], place, template_kwargs)
+        if not (text.startswith(ended) and ended.startswith(begun)):
+            raise ValueError(
+                f"{place}: the chat template writes turn {count} in another way when later "
+                "turns follow, or not after its generation prompt, so its tokens in the "
+                "conversation are not those that the model would write; give the turns as "
+                "rows of their own"
+            )
+        ends_of_pieces.append((len(begun), False))
+        ends_of_pieces.append((len(ended), True))
+    ends_of_pieces.append((len(text), False))
+    ids: list[int] = []
+    learned: list[bool] = []
+    before = 0  # where the previous piece begins
     begin = 0
-    for end, is_learned in [*pieces, (len(text), False)]:
-        if end > begin:
-            texts = [text[before:begin], text[before:end], text[begin:end]]
-            previous, both, own = tokenizer(texts, add_special_tokens=False)["input_ids"]
-            if both[: len(previous)] == previous:
-                own = both[len(previous) :]
-            elif tokenizer.decode(previous + own) != tokenizer.decode(both):
-                raise ValueError(
-                    f"{place}: a token spans character {begin} of the conversation, where what is "
-                    "learned begins or ends, and the tokenizer reads the text behind it in "
-                    "another way when it begins there; change the space around it in the row or "
-                    "the chat template"
-                )
-            ids += own
-            learned += [is_learned] * len(own)
-            before = begin
-            begin = end
+    for end, is_learned in ends_of_pieces:
+        if end <= begin:
+            continue
+        texts = [text[before:begin], text[before:end], text[begin:end]]
+        previous, both, own = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        if both[: len(previous)] == previous:
+            # The tokens after the previous piece can differ from those of this piece by itself.
+            own = both[len(previous) :]
+        elif tokenizer.decode(previous + own) != tokenizer.decode(both):
+            raise ValueError(
+                f"{place}: a token spans character {begin} of the conversation, where what is "
+                "learned begins or ends, and the tokenizer reads the text behind it in "
+                "another way when it begins there; change the space around it in the row or "
+                "the chat template"
+            )
+        ids += own
+        learned += [is_learned] * len(own)
+        before = begin
+        begin = end
     return np.array(ids, dtype=np.int64), np.array(learned, dtype=bool)

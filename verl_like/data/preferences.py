@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -14,22 +13,24 @@ _EXPECTED = "chosen and rejected, with prompt or as conversations that begin ali
 
 
 class PreferenceDataset(ConversationDataset):
-    """Rows of two conversations, chosen and rejected, that begin with the same messages, the
-    prompt.
+    """Rows of two conversations, chosen and rejected. Both begin with the same messages, which are
+    the prompt.
 
     A row has `prompt`, `chosen` and `rejected` (texts or messages), or `chosen` and `rejected` as
-    whole conversations; and it may have `margin`, by which the reward of the chosen answer should
-    be the greater. What assistants write after the prompt is learned. What the template writes
-    behind the last of `end_tokens` is left out, so that the conversation ends as a response that
-    was generated does.
+    whole conversations. It may have `margin`, by which the reward of the chosen answer should be
+    greater than that of the rejected one. What assistants write after the prompt is learned. What
+    the template writes after the last of `end_tokens` is left out, so that the conversation ends as
+    a generated response does.
 
-    Arguments, attributes and errors are those of `ConversationDataset`; a pair is also refused if
+    Arguments, attributes and errors are those of `ConversationDataset`. A pair is also refused if
     an answer is empty, or both are the same.
     """
 
     what = "pair"
 
     def read(self, record: Any, place: str) -> tuple[list[Tokens], dict[str, float]]:
+        """The chosen and the rejected conversation of a row, and the column `margin`, 0 if the row
+        has none. Raises ValueError for a row that cannot be used."""
         has_prompt = isinstance(record, dict) and record.get("prompt") is not None
         prompt = messages_in(record, "prompt", "user", place, _EXPECTED) if has_prompt else []
         answers = {
@@ -44,10 +45,11 @@ class PreferenceDataset(ConversationDataset):
                     f"{place}: {side} is a conversation that does not begin with the messages of "
                     "prompt"
                 )
-        alike = takewhile(
-            lambda messages: messages[0] == messages[1], zip(*answers.values(), strict=False)
-        )
-        num_alike = sum(1 for _ in alike)
+        num_alike = 0  # of the first messages
+        for chosen, rejected in zip(answers["chosen"], answers["rejected"], strict=False):
+            if chosen != rejected:
+                break
+            num_alike += 1
         if not num_alike:
             raise ValueError(
                 f"{place}: chosen and rejected begin with different messages: give them one prompt"
@@ -60,25 +62,29 @@ class PreferenceDataset(ConversationDataset):
         margin = 0.0 if record.get("margin") is None else record["margin"]
         if type(margin) not in (int, float) or not math.isfinite(margin):
             raise bad_row(place, "field 'margin'", margin, "a number, or no such field")
-        tokens = [
-            self.without_tail(
-                tokens_of(
-                    messages, num_alike, self.tokenizer, self.template_kwargs, place, self.limit
-                )
+        row: list[Tokens] = []
+        for messages in answers.values():
+            tokens = tokens_of(
+                messages, num_alike, self.tokenizer, self.template_kwargs, place, self.limit
             )
-            for messages in answers.values()
-        ]
-        return tokens, {"margin": float(margin)}
+            row.append(self.without_tail(tokens))
+        return row, {"margin": float(margin)}
 
     def without_tail(self, tokens: Tokens) -> Tokens:
-        """The conversation up to the last of `end_tokens`, unless text follows it."""
+        """The conversation up to the last of `end_tokens`. It stays as it is if it has none of
+        them, or if text other than white space follows the last."""
         ids, learned = tokens
         ends = np.flatnonzero(np.isin(ids, self.end_tokens))
-        if len(ends) and not str(self.tokenizer.decode(ids[ends[-1] + 1 :])).strip():
-            return ids[: ends[-1] + 1], learned[: ends[-1] + 1]
-        return tokens
+        if not len(ends):
+            return tokens
+        stop = ends[-1] + 1
+        if str(self.tokenizer.decode(ids[stop:])).strip():
+            return tokens
+        return ids[:stop], learned[:stop]
 
     def check(self, row: Sequence[Tokens], place: str, where: str) -> None:
+        """Raises ValueError if no token of a conversation is learned, or both have the same
+        tokens, for instance after they were cut."""
         super().check(row, place, where)
         (chosen, _), (rejected, _) = row
         if np.array_equal(chosen, rejected):

@@ -1,4 +1,4 @@
-"""The prompts of a run, tokenised once when they are loaded."""
+"""The prompts of a run. They are tokenised once, when they are loaded."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,9 +19,9 @@ class PromptDataset:
     """Rows in verl's schema with their prompts as token ids, none longer than `max_prompt_length`.
 
     Prompts go through the tokenizer's chat template with a generation prompt. The rollout continues
-    exactly these tokens, and the length limit counts them. Arguments that are not listed are the
-    keys of `data` in docs/config.md. Raises ValueError, which names file, row and field, for files,
-    rows or a tokenizer that cannot be used.
+    exactly these tokens, and the length limit counts them. Arguments that are not listed are keys
+    of `data` in docs/config.md. Raises ValueError for files, rows or a tokenizer that cannot be
+    used; the message names file, row and field.
 
     Args:
         files: Parquet, JSONL or JSON files, read in order.
@@ -32,7 +32,7 @@ class PromptDataset:
     Attributes:
         num_filtered: rows left out because they are too long.
         num_truncated: rows that lost tokens.
-        highest_token: the highest token id, and where it is from.
+        highest_token: (token id, place) of the highest token id.
     """
 
     def __init__(
@@ -64,26 +64,23 @@ class PromptDataset:
         options = {**(apply_chat_template_kwargs or {}), "add_generation_prompt": True}
         texts = [render(tokenizer, row.raw_prompt, row.place, options) for row in rows]
         num_rows = len(rows)
-        if filter_overlong_prompts or truncation == "error":  # else every text is needed as tokens
+        # To be truncated, a text has to be tokenised anyway.
+        if filter_overlong_prompts or truncation == "error":
             limit = TokenLimit(tokenizer, max_prompt_length)
             fits = [not limit.is_exceeded(text) for text in texts]
             if not filter_overlong_prompts and not all(fits):
-                raise _overlong_text(rows[fits.index(False)], limit, texts[fits.index(False)])
+                first = fits.index(False)
+                raise _overlong_text(rows[first], limit, texts[first])
             rows = list(itertools.compress(rows, fits))
             texts = list(itertools.compress(texts, fits))
         prompts = _tokenize(rows, texts, tokenizer)
-        overlong = [
-            index for index, prompt in enumerate(prompts) if len(prompt) > max_prompt_length
-        ]
+        fits = [len(prompt) <= max_prompt_length for prompt in prompts]
+        overlong = [index for index, fit in enumerate(fits) if not fit]
         self.num_filtered = num_rows - len(rows) + len(overlong) if filter_overlong_prompts else 0
         self.num_truncated = 0 if filter_overlong_prompts else len(overlong)
         if self.num_filtered:
-            rows = [
-                row
-                for row, prompt in zip(rows, prompts, strict=True)
-                if len(prompt) <= max_prompt_length
-            ]
-            prompts = [prompt for prompt in prompts if len(prompt) <= max_prompt_length]
+            rows = list(itertools.compress(rows, fits))
+            prompts = list(itertools.compress(prompts, fits))
             if not rows:
                 raise ValueError(
                     f"all {self.num_filtered} prompts of {files} are longer than "
@@ -94,14 +91,16 @@ class PromptDataset:
         elif overlong:
             if truncation == "error":
                 raise _overlong_error(rows, prompts, overlong, max_prompt_length)
-            num_first = {"left": 0, "middle": max_prompt_length // 2, "right": max_prompt_length}[
-                truncation
-            ]
+            kept_at_start = {
+                "left": 0,
+                "middle": max_prompt_length // 2,
+                "right": max_prompt_length,
+            }
+            num_first = kept_at_start[truncation]
+            num_last = max_prompt_length - num_first
             for index in overlong:
                 prompt = prompts[index]
-                prompts[index] = (
-                    prompt[:num_first] + prompt[len(prompt) - max_prompt_length + num_first :]
-                )
+                prompts[index] = prompt[:num_first] + prompt[len(prompt) - num_last :]
         self._rows = rows
         self._prompts = prompts
         self.highest_token = max(
@@ -112,25 +111,28 @@ class PromptDataset:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Row `index`: index, input_ids (list of token ids), raw_prompt, data_source, reward_model,
-        extra_info."""
+        """Row `index` as a dict of index, input_ids (list of token ids), raw_prompt, data_source,
+        reward_model and extra_info. A negative index counts from the end."""
         row = self._rows[index]
         return {
             "index": range(len(self))[index],
             "input_ids": self._prompts[index],
-            **{name: value for name, value in vars(row).items() if name != "place"},
+            "raw_prompt": row.raw_prompt,
+            "data_source": row.data_source,
+            "reward_model": row.reward_model,
+            "extra_info": row.extra_info,
         }
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (self[index] for index in range(len(self)))
 
     def collate(self, rows: Sequence[Mapping[str, Any]], epoch: int) -> DataProto:
-        """A batch of B rows.
+        """Makes a batch of B rows.
 
         Returns:
             prompts (B, *) int64, jagged; uid ("epoch-index"), data_source, reward_model, extra_info
-            and raw_prompt as object arrays of B; where `max_response_length` is known the meta
-            entry `padding`.
+            and raw_prompt as object arrays of B; and if `max_response_length` is known, `padding`
+            in its meta_info.
         """
         objects = {
             key: [row[key] for row in rows]
@@ -151,13 +153,13 @@ class PromptDataset:
 def _tokenize(
     rows: Sequence[PromptRow], texts: Sequence[str], tokenizer: PreTrainedTokenizerBase
 ) -> list[list[int]]:
+    """The token ids of each row's text. Raises ValueError for a text without tokens."""
     prompts: list[list[int]] = []
     for portion in _portions(texts):
-        # As apply_chat_template(tokenize=True) does, but for many rows: the template has the
-        # special tokens already.
-        prompts += tokenizer(portion, add_special_tokens=False, return_attention_mask=False)[
-            "input_ids"
-        ]
+        # The template has written the special tokens already. This gives the same tokens as
+        # apply_chat_template(tokenize=True), but for many rows at once.
+        encoded = tokenizer(portion, add_special_tokens=False, return_attention_mask=False)
+        prompts += encoded["input_ids"]
     for row, prompt in zip(rows, prompts, strict=True):
         if not prompt:
             raise ValueError(
@@ -168,8 +170,8 @@ def _tokenize(
 
 
 def _portions(texts: Sequence[str]) -> Iterator[list[str]]:
-    """The texts in portions of some seconds for the tokenizer, within which no signal is
-    handled."""
+    """Divides texts into portions. The tokenizer takes some seconds for a portion, in which no
+    signal is handled."""
     portion: list[str] = []
     num_characters = 0
     for text in texts:
@@ -184,6 +186,7 @@ def _portions(texts: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _overlong_text(row: PromptRow, limit: TokenLimit, text: str) -> ValueError:
+    """The error for a text that must have too many tokens, because it has so many characters."""
     return ValueError(
         f"{row.place}: the prompt is longer than data.max_prompt_length={limit.max_tokens}: it "
         f"has {limit.reason(text)}. Choose one: data.filter_overlong_prompts=True to leave such "
@@ -195,6 +198,7 @@ def _overlong_text(row: PromptRow, limit: TokenLimit, text: str) -> ValueError:
 def _overlong_error(
     rows: list[PromptRow], prompts: list[list[int]], overlong: list[int], limit: int
 ) -> ValueError:
+    """The error for prompts with too many tokens. `overlong` has their indices."""
     lengths = [len(prompts[index]) for index in overlong]
     return ValueError(
         f"{rows[overlong[0]].place}: the prompt has {lengths[0]} tokens, more than "

@@ -14,18 +14,18 @@ from transformers import PreTrainedTokenizerBase
 
 _MESSAGES = 'a list of chat messages [{"role": "user", "content": "..."}]'
 _NOT_TEXT = ("image", "images", "video", "videos", "audio", "audios")
-"""Columns of other frameworks for what a prompt shows beside its text, which no model here is
-given."""
+"""Columns of other frameworks with what a prompt shows beside its text. No model here reads it."""
 
 _MAX_NESTING = 100
-"""Lists and objects in each other in a row."""
+"""How many lists and objects may be nested in each other in a row."""
 
 
 @dataclass(frozen=True)
 class PromptRow:
     """One checked row and where it comes from."""
 
-    # Names it in an error: the file and the row, counted from 0; in JSONL the line number less one
+    # The file and the number of the row, for error messages. Rows are counted from 0; in JSONL the
+    # number is that of the line, less one.
     place: str
     raw_prompt: list[dict[str, Any]]
     data_source: str
@@ -40,11 +40,11 @@ def read_prompt_rows(
     reward_fn_key: str = "data_source",
     max_samples: int = -1,
 ) -> list[PromptRow]:
-    """Reads and checks the rows of all files in order, the first `max_samples` of them if it is not
-    negative.
+    """Reads and checks the rows of all files in order, or only the first `max_samples` if that is
+    not negative.
 
-    Raises ValueError if a file is missing, unreadable or of another format, a row breaks the
-    schema, or there are none.
+    Raises ValueError if a file is missing, unreadable or of another format, if a row breaks the
+    schema, or if there are no rows.
     """
     files = [files] if isinstance(files, str) else list(files)
     records = read_records(files, max_samples)
@@ -57,8 +57,8 @@ def read_prompt_rows(
 
 
 def read_records(files: Sequence[str], max_samples: int = -1) -> list[tuple[str, Any]]:
-    """(place, row) of the rows of all files in order, the first `max_samples` of them if it is not
-    negative.
+    """Reads the rows of all files in order, or only the first `max_samples` if that is not
+    negative. Returns (place, row) of each.
 
     Raises ValueError for a file that is missing, unreadable or of another format, and for a row
     with an image, a video or a sound.
@@ -66,13 +66,15 @@ def read_records(files: Sequence[str], max_samples: int = -1) -> list[tuple[str,
     records: list[tuple[str, Any]] = []
     for file in files:
         wanted = None if max_samples < 0 else max_samples - len(records)
-        records += [(f"{file}, row {index}", record) for index, record in _read_file(file)[:wanted]]
+        for index, record in _read_file(file)[:wanted]:
+            records.append((f"{file}, row {index}", record))
     for place, record in records:
         _require_text_alone(record, place)
     return records
 
 
 def _require_text_alone(record: Any, place: str) -> None:
+    """Raises ValueError for a row with an image, a video or a sound."""
     columns = _NOT_TEXT if isinstance(record, dict) else ()
     for name in columns:
         if record.get(name):
@@ -83,6 +85,8 @@ def _require_text_alone(record: Any, place: str) -> None:
 
 
 def _read_file(file: str) -> list[tuple[int, Any]]:
+    """The rows of a file with their numbers. Empty lines of JSONL are no rows, but count in the
+    numbers."""
     path = Path(file).expanduser()
     if not path.is_file():
         raise ValueError(f"data file {file} does not exist (looked for {path.resolve()})")
@@ -96,12 +100,11 @@ def _read_file(file: str) -> list[tuple[int, Any]]:
         except (ValueError, OverflowError) as error:  # such as text that is not UTF-8
             raise ValueError(f"{_first_unreadable(table, file)} cannot be read: {error}") from error
     if path.suffix == ".jsonl":
-        lines = enumerate(path.read_bytes().split(b"\n"))
-        return [
-            (index, _parse_json(line, f"{file}, row {index}"))
-            for index, line in lines
-            if line.strip()
-        ]
+        rows: list[tuple[int, Any]] = []
+        for index, line in enumerate(path.read_bytes().split(b"\n")):
+            if line.strip():
+                rows.append((index, _parse_json(line, f"{file}, row {index}")))
+        return rows
     if path.suffix == ".json":
         records = _parse_json(path.read_bytes(), file)
         if not isinstance(records, list):
@@ -116,7 +119,7 @@ def _read_file(file: str) -> list[tuple[int, Any]]:
 
 
 def _first_unreadable(table: pa.Table, file: str) -> str:
-    """The first row and field of a table that Python has no value for."""
+    """Names the first row and field of a table that cannot be turned into a Python value."""
     for index in range(table.num_rows):
         for name in table.column_names:
             try:
@@ -127,6 +130,8 @@ def _first_unreadable(table: pa.Table, file: str) -> str:
 
 
 def _parse_json(text: bytes, place: str) -> Any:
+    """The value of a JSON text. Raises ValueError if it is no JSON in UTF-8, or nested too
+    deeply."""
     try:
         value = json.loads(text.decode("utf-8"))
     except RecursionError:
@@ -139,8 +144,8 @@ def _parse_json(text: bytes, place: str) -> Any:
 
 
 def _require_shallow(value: Any, place: str) -> None:
-    """Raises ValueError for what later steps, which go down by recursion, could not send or
-    compare."""
+    """Raises ValueError for a value that is nested too deeply. Later steps, which send and compare
+    values, go into them by recursion and would fail."""
     level = [value]
     for _ in range(_MAX_NESTING):
         below: list[Any] = []
@@ -162,14 +167,15 @@ def _too_deep(place: str) -> ValueError:
 
 
 def _check_record(record: Any, place: str, prompt_key: str, reward_fn_key: str) -> PromptRow:
+    """The row of a prompt. Raises ValueError for the first field that is missing or wrong."""
     if not isinstance(record, dict):
         raise bad_row(place, "the row", record, "an object with named fields")
     messages = record.get(prompt_key)
     if not isinstance(messages, list) or not messages:
-        fields = (
-            f"; the row has {', '.join(record)}: set data.prompt_key" if messages is None else ""
-        )
-        raise bad_row(place, f"field {prompt_key!r}", messages, _MESSAGES + fields)
+        expected = _MESSAGES
+        if messages is None:
+            expected += f"; the row has {', '.join(record)}: set data.prompt_key"
+        raise bad_row(place, f"field {prompt_key!r}", messages, expected)
     messages = check_messages(messages, prompt_key, place)
     data_source = record.get(reward_fn_key)
     if not isinstance(data_source, str) or not data_source:
@@ -199,6 +205,7 @@ def _check_record(record: Any, place: str, prompt_key: str, reward_fn_key: str) 
 
 
 def _has_nan(value: Any) -> bool:
+    """Return whether a value is NaN or contains NaN."""
     if isinstance(value, dict):
         return any(map(_has_nan, value.values()))
     if isinstance(value, list):
@@ -207,11 +214,9 @@ def _has_nan(value: Any) -> bool:
 
 
 def check_messages(messages: Sequence[Any], field: str, place: str) -> list[dict[str, Any]]:
-    """The messages, of which each has the texts `role` and `content`, without keys that are null.
-
-    Parquet fills the keys that only other messages have with null. Raises ValueError for anything
-    else.
-    """
+    """The messages without keys that are null: in Parquet every message has the keys of all others,
+    null where it lacks them. Raises ValueError unless each message has the texts `role` and
+    `content`."""
     for position, message in enumerate(messages):
         name = f"field {field}[{position}]"
         if not isinstance(message, dict):
@@ -231,8 +236,8 @@ def check_messages(messages: Sequence[Any], field: str, place: str) -> list[dict
 
 
 def require_characters(text: str, field: str, place: str) -> str:
-    """The text. Raises ValueError where it has a lone surrogate, which JSON can write and no
-    tokenizer reads."""
+    """Returns the text. Raises ValueError if it has a lone surrogate, which JSON can contain but no
+    tokenizer can read."""
     if found := re.search("[\ud800-\udfff]", text):
         code = f"\\u{ord(found[0]):04x}"
         raise ValueError(
@@ -248,8 +253,8 @@ def render(
     place: str,
     options: Mapping[str, Any],
 ) -> str:
-    """The text that the chat template makes of messages; raises ValueError, which names the row,
-    where it fails."""
+    """The text that the chat template makes of messages. Raises ValueError, which names the row, if
+    the template fails."""
     chat: Any = list(messages)
     try:
         text = str(tokenizer.apply_chat_template(chat, tokenize=False, **options))
@@ -262,8 +267,8 @@ def render(
 
 
 def padding_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The padding token, or where there is none the end-of-sequence token; raises ValueError
-    without either."""
+    """The padding token, or the end-of-sequence token if there is no padding token. Raises
+    ValueError if there is neither."""
     token = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     if token is None:
         raise ValueError(
@@ -274,6 +279,7 @@ def padding_token(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def _found(value: Any) -> str:
+    """Describes a wrong value for a message."""
     if value is None:
         return "nothing"
     if isinstance(value, list) and not value:
@@ -282,6 +288,6 @@ def _found(value: Any) -> str:
 
 
 def bad_row(place: str, field: str, value: Any, expected: str) -> ValueError:
-    """The error that says which field of which row is wrong, and what it should be."""
+    """Makes the error that says which field of which row is wrong, and what is expected there."""
     found = "missing" if value is None else _found(value)
     return ValueError(f"{place}: {field} is {found}, expected {expected}")

@@ -1,14 +1,16 @@
-"""Which rows make up the batch of a step: a pure function of (seed, step)."""
+"""The choice of the rows in the batch of a step, as a pure function of seed and step."""
 
 import numpy as np
 
 
 class EpochSampler:
-    """Splits each epoch's order of the rows into batches and drops the last incomplete one.
+    """Orders the rows anew in each epoch and splits them into batches. Rows that are left over at
+    the end of an epoch are dropped.
 
-    It keeps no state, so a resumed run needs only the number of the step. `seed`, below 2**32, and
-    the epoch decide the order; without `shuffle` it is that of the dataset. Raises ValueError if
-    there are fewer rows than one batch takes, which `key`_files and `key`_batch_size set.
+    It has no state, so a resumed run needs only the number of its step. The order depends on the
+    epoch and on `seed`, which is below 2**32; without `shuffle` it is that of the dataset. Raises
+    ValueError if there are fewer rows than one batch takes; the message names the settings
+    `key`_files and `key`_batch_size.
     """
 
     def __init__(
@@ -31,7 +33,8 @@ class EpochSampler:
         self.num_batches_per_epoch = num_rows // batch_size
 
     def batch(self, step: int) -> tuple[int, list[int]]:
-        """The epoch and the row indices of a step; steps count from 0, over all epochs."""
+        """The epoch and the indices of the rows of a step. Steps are counted from 0, over all
+        epochs."""
         epoch, position = divmod(step, self.num_batches_per_epoch)
         order = np.arange(self.num_rows)
         if self.shuffle:

@@ -1,4 +1,4 @@
-"""Finds texts that are longer than a limit in tokens by their characters alone: to tokenise
+"""Finds texts that have more tokens than a limit by counting their characters, because to tokenise
 megabytes takes minutes."""
 
 import json
@@ -8,8 +8,8 @@ from typing import Any
 from tokenizers import models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase
 
-# What keeps every character but blanks. The normalizer itself is run; a pattern may do something
-# else in a part.
+# Normalizers and splitters that keep every character but blanks. What a normalizer with a pattern
+# does depends on the text, so `TokenLimit.normalized` runs the normalizer itself.
 _NORMALIZERS = {
     "NFC",
     "NFD",
@@ -34,42 +34,45 @@ _SPLITTERS = {
 
 
 class TokenLimit:
-    """Says of a text that it has more than `max_tokens` tokens, where its characters show it.
+    """Tells that a text has more than `max_tokens` tokens, if its number of characters shows that.
 
-    A tokenizer of byte pairs that knows every byte leaves out nothing but blanks. So every other
+    A byte-pair tokenizer that knows every byte leaves out nothing but blanks. So each other
     character of the normalised text is in a token, and no token has more characters than the
     longest one of the vocabulary:
 
         tokens >= (characters that are not blank) / (characters of the longest token)
 
-    Of other tokenizers, whose token for unknown text may stand for any number of characters, it
-    says nothing.
+    Other tokenizers may have a token for unknown text, which stands for any number of characters.
+    With these, no text counts as too long.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> None:
         self.max_tokens = max_tokens
         self.backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         self.longest_token: int | None = None
-        """Characters of the longest token; None where that is no bound."""
+        """The number of characters of the longest token, or None if the tokenizer may have tokens
+        for more characters."""
         if self.backend is not None and _keeps_all_characters(self.backend):
             tokens = [*tokenizer.get_vocab(), *map(self.normalized, tokenizer.get_added_vocab())]
             self.longest_token = max(map(len, tokens))
 
     def normalized(self, text: str) -> str:
-        """What the tokenizer splits, without blanks; `▁` stands for one."""
+        """The text as the tokenizer normalises it, without blanks. Tokenizers write `▁` for a
+        blank."""
         normalizer = self.backend.normalizer
         normalized = normalizer.normalize_str(text) if normalizer else text
         return "".join(normalized.replace("▁", " ").split())
 
     def is_exceeded(self, text: str) -> bool:
-        """Whether the text surely has more tokens than the limit. False says nothing."""
+        """Return True if the text has more tokens than the limit for certain. After False it may
+        have more or not."""
         if self.longest_token is None:
             return False
         most_characters = self.max_tokens * self.longest_token
         return len(text) > most_characters and len(self.normalized(text)) > most_characters
 
     def reason(self, text: str) -> str:
-        """Why a text has too many tokens."""
+        """Says in a message why a text has too many tokens."""
         return (
             f"{len(text):,} characters, which no {self.max_tokens} tokens of at most "
             f"{self.longest_token} can be"
@@ -77,6 +80,8 @@ class TokenLimit:
 
 
 def _keeps_all_characters(backend: Any) -> bool:
+    """Return whether a tokenizer is one of byte pairs that knows every byte, and normalises and
+    splits texts without leaving out other characters than blanks."""
     model = backend.model
     if not isinstance(model, models.BPE):
         return False
@@ -90,22 +95,22 @@ def _keeps_all_characters(backend: Any) -> bool:
         knows_all_bytes = in_bytes and all(
             byte in vocabulary for byte in pre_tokenizers.ByteLevel.alphabet()
         )
-    removes = [
-        part
-        for part in splitters
-        if part["type"] not in _SPLITTERS or part.get("behavior") == "Removed"
-    ]
-    changes = [part for part in normalizers if part["type"] not in _NORMALIZERS]
-    return knows_all_bytes and not removes and not changes
+    splitters_keep_all = all(
+        part["type"] in _SPLITTERS and part.get("behavior") != "Removed" for part in splitters
+    )
+    normalizers_keep_all = all(part["type"] in _NORMALIZERS for part in normalizers)
+    return knows_all_bytes and splitters_keep_all and normalizers_keep_all
 
 
 def _parts(component: Any, key: str) -> Iterator[dict[str, Any]]:
-    """What a normalizer or a pre-tokenizer is made of, as `tokenizer.json` has it."""
+    """The parts of a normalizer or a pre-tokenizer, as `tokenizer.json` has them; none if there is
+    no such component."""
     if component is not None:
         yield from _flat(json.loads(component.__getstate__()), key)
 
 
 def _flat(part: dict[str, Any], key: str) -> Iterator[dict[str, Any]]:
+    """A part by itself, or the parts of a sequence, which may contain further ones."""
     if part["type"] != "Sequence":
         yield part
         return

@@ -12,6 +12,8 @@ def compute_score(
     ground_truth: str | list[str],
     extra_info: dict[str, Any] | None = None,
 ) -> float:
-    """1 when the response is the ground truth, or one of them when it is a list; else 0."""
-    accepted = ground_truth if isinstance(ground_truth, list) else [ground_truth]
-    return float(solution_str.strip() in [str(answer).strip() for answer in accepted])
+    """Returns 1 if the response is the ground truth, or one of the entries if that is a list, and
+    else 0."""
+    answers = ground_truth if isinstance(ground_truth, list) else [ground_truth]
+    accepted = [str(answer).strip() for answer in answers]
+    return float(solution_str.strip() in accepted)

@@ -5,8 +5,7 @@ from typing import Any
 
 from verl_like.rewards.registry import register_reward
 
-# An answer stands at the end. Looking only there keeps the search cheap on a response that ran
-# away.
+# The answer is at the end. To look only there keeps the search cheap for a very long response.
 SOLUTION_CLIP_CHARS = 300
 _NUMBER = r"-?[0-9][0-9,]*(?:\.[0-9]+)?|-?\.[0-9]+"
 _STRICT = re.compile(rf"#### ({_NUMBER})")
@@ -14,16 +13,15 @@ _FLEXIBLE = re.compile(_NUMBER)
 
 
 def extract_solution(solution_str: str, method: str = "strict") -> str | None:
-    """The answer in a response, without thousands separators, or None when there is none.
+    """The answer in a response, without thousands separators, or None if there is none.
 
-    `method`: `strict` takes the last number that follows `####`, `flexible` the last number of any
-    kind; others raise ValueError.
+    With the `method` "strict" the answer is the last number that follows `####`, with "flexible"
+    the last number. Raises ValueError for another method.
     """
     if method not in ("strict", "flexible"):
         raise ValueError(f"method is {method!r}, expected 'strict' or 'flexible'")
-    numbers = (_STRICT if method == "strict" else _FLEXIBLE).findall(
-        solution_str[-SOLUTION_CLIP_CHARS:]
-    )
+    pattern = _STRICT if method == "strict" else _FLEXIBLE
+    numbers = pattern.findall(solution_str[-SOLUTION_CLIP_CHARS:])
     return numbers[-1].replace(",", "") if numbers else None
 
 
@@ -38,8 +36,8 @@ def compute_score(
     format_score: float = 0.0,
     score: float = 1.0,
 ) -> float:
-    """`score` for the right answer, `format_score` for a wrong one in the right format, 0 when no
-    answer is found."""
+    """Returns `score` for the right answer, `format_score` for a wrong one in the right format, and
+    0 if no answer is found."""
     answer = extract_solution(solution_str, method)
     if answer is None:
         return 0.0

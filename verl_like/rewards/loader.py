@@ -1,4 +1,4 @@
-"""Finds the reward function that a configuration names."""
+"""Loads the reward function that a configuration names."""
 
 import functools
 import hashlib
@@ -19,7 +19,8 @@ from verl_like.rewards.remote import RemoteReward
 
 @dataclass(frozen=True)
 class RewardFunctionSpec:
-    """Which reward function to load; the defaults mean the rewards by data source."""
+    """Which reward function to load. The defaults mean the functions that are registered by data
+    source."""
 
     path: str | None = None
     """A Python file, `pkg://module`, the URL of a reward server, or None for the rewards registered
@@ -32,35 +33,35 @@ class RewardFunctionSpec:
     plugins: tuple[str, ...] = ()
     """Modules that register rewards by data source; imported when `path` is None."""
     sha256: str | None = None
-    """Hash of the file behind `path`, see `as_it_is_now`; None takes any."""
+    """The hash that the file at `path` must have, see `as_it_is_now`. None if any will do."""
 
     def as_it_is_now(self) -> Self:
-        """With the hash of the file, so that a process that is started later does not load another
-        one."""
+        """Adds the hash of the file, so that a process that is started later does not load a file
+        that was changed meanwhile."""
         file = Path(self.path or "").expanduser()
         return replace(self, sha256=_hash_of(file)) if file.is_file() else self
 
 
 def score_by_data_source(data_source: str, **arguments: Any) -> Any:
-    """The default reward function: calls the reward that is registered for the sample's data
+    """The default reward function. It calls the function that is registered for the sample's data
     source."""
     return get_reward_fn(data_source)(data_source=data_source, **arguments)
 
 
 def takes_raw_prompt(reward_fn: Callable[..., Any]) -> bool:
-    """Whether a function is called with the prompt's chat messages too: it has a parameter of that
-    name."""
+    """Return whether a function is called with the prompt's chat messages too, because it has a
+    parameter `raw_prompt`."""
     return "raw_prompt" in inspect.signature(reward_fn).parameters
 
 
 def load_reward_function(
     spec: RewardFunctionSpec, timeout_s: float = 30.0
 ) -> functools.partial[Any]:
-    """Loads a reward function, which has `timeout_s` seconds for a sample, and binds
-    `reward_kwargs` to it.
+    """Loads a reward function and binds `reward_kwargs` to it. A reward server has `timeout_s`
+    seconds for a sample.
 
-    Raises ValueError if file, module or function is missing, or cannot be called with these
-    arguments.
+    Raises ValueError if the file, the module or the function is missing, or if the function cannot
+    be called with the arguments of a reward function.
     """
     path = spec.path
     name = spec.name
@@ -110,6 +111,8 @@ def _hash_of(file: Path) -> str:
 
 
 def _import_module(path: str, sha256: str | None) -> ModuleType:
+    """Imports the module at `path`, a file or `pkg://module`. Raises ValueError if it is not there,
+    or if the file has not the hash `sha256`."""
     if path.startswith("pkg://"):
         module_name = path.removeprefix("pkg://")
         try:

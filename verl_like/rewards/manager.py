@@ -1,4 +1,4 @@
-"""Scores samples in reward processes: isolated from the driver, with a deadline for every
+"""Scores samples in reward processes, which are isolated from the driver, with a deadline for every
 sample."""
 
 import functools
@@ -37,52 +37,58 @@ def most_workers() -> int:
 
 @dataclass(frozen=True)
 class RewardResult:
-    """The answers to B samples, in their order, and what they come to."""
+    """The answers to B samples, in their order, and the arrays of their scores and numbers."""
 
     answers: list[Answer]
-    """Of one that failed under on_error="score" the score is 0, beside the error."""
+    """A sample that failed under on_error="score" has the score 0 and its error."""
 
     @functools.cached_property
     def scores(self) -> np.ndarray:
-        """(B,) float32; 0 where skipped, and where on_error="score" replaced a failure."""
+        """(B,) float32. It is 0 for a sample that was skipped, or failed under
+        on_error="score"."""
         return np.array([answer.score or 0.0 for answer in self.answers], dtype=np.float32)
 
     @functools.cached_property
     def skipped(self) -> np.ndarray:
-        """(B,) bool: the function returned None, or failed under on_error="skip"."""
+        """(B,) bool. It is True if the function returned None, or failed under on_error="skip"."""
         return np.array([answer.score is None for answer in self.answers], dtype=np.bool_)
 
     @functools.cached_property
     def extra(self) -> dict[str, np.ndarray]:
-        """What the function returned beside the score, (B,) by name.
+        """What the function returned beside the score, as arrays (B,) by name.
 
-        It is float64, NaN where missing, if all are numbers; else object, None where missing.
+        An array of numbers is float64, with NaN for a sample that lacks the number. Other arrays
+        are of objects, with None for a sample that lacks the value.
         """
+        keys: dict[str, None] = {}  # a set that keeps the order
+        for answer in self.answers:
+            keys |= dict.fromkeys(answer.extra)
         columns = {}
-        for key in dict.fromkeys(key for answer in self.answers for key in answer.extra):
+        for key in keys:
             values = [answer.extra.get(key) for answer in self.answers]
             if all(value is None or isinstance(value, bool | int | float) for value in values):
-                columns[key] = np.array(
-                    [math.nan if value is None else value for value in values], dtype=np.float64
-                )
+                numbers = [math.nan if value is None else value for value in values]
+                columns[key] = np.array(numbers, dtype=np.float64)
             else:
                 columns[key] = np.fromiter(values, dtype=object, count=len(values))
         return columns
 
     @property
     def num_errors(self) -> int:
-        """Samples whose function raised, died or returned something unusable."""
+        """The number of samples for which the function raised an error, died or returned something
+        unusable."""
         return sum(bool(answer.error) and not answer.timed_out for answer in self.answers)
 
     @property
     def num_timeouts(self) -> int:
-        """Samples without an answer within timeout_s or with a TimeoutError; not in
-        `num_errors`."""
+        """The number of samples without an answer within timeout_s, or with a TimeoutError. They do
+        not count in `num_errors`."""
         return sum(bool(answer.error) and answer.timed_out for answer in self.answers)
 
     @property
     def ran(self) -> list[tuple[int, float, float]]:
-        """(process id, start, end) of each sample that had an answer, by time.time()."""
+        """(process id, start, end) of each sample that has an answer of a process, by
+        time.time()."""
         return [answer.ran for answer in self.answers if answer.ran is not None]
 
 
@@ -91,14 +97,15 @@ class RewardError(RuntimeError):
 
 
 class RewardManager:
-    """Runs one reward function in `num_workers` processes that load it once, and score one sample
+    """Runs a reward function in `num_workers` processes. Each loads it once and scores one sample
     at a time.
 
-    A process that dies, takes longer than `timeout_s` (seconds), or uses more than `max_memory_gb`
-    (10^9 bytes, with the programs that it starts) is replaced; `on_error` says what becomes of its
-    sample: "fail" raises `RewardError` from `get`, "skip" marks it as skipped, "score" scores it 0.
-    `redacted` masks secrets in what a function raises. Raises ValueError if the function cannot be
-    loaded, or the machine has no memory for so many processes.
+    A process is replaced if it dies, takes longer than `timeout_s` seconds for a sample, or uses
+    more than `max_memory_gb` (10^9 bytes, counting the programs that it starts). `on_error` says
+    what happens with a sample that could not be scored: "fail" raises `RewardError` from `get`,
+    "skip" marks it as skipped, "score" gives it the score 0. `redacted` masks secrets in errors of
+    the function. Raises ValueError if the function cannot be loaded, or if the machine has no
+    memory for so many processes.
     """
 
     def __init__(
@@ -134,7 +141,8 @@ class RewardManager:
         self._free: queue.SimpleQueue[RewardProcess] = queue.SimpleQueue()
         for process in self._processes:
             self._free.put(process)
-        # The processes inherit the mask: Ctrl-C is for the driver, which then stops them.
+        # The threads block SIGINT, and the processes that they start inherit this: Ctrl-C reaches
+        # only the driver, which then stops them.
         self._threads = ThreadPoolExecutor(
             num_workers,
             initializer=signal.pthread_sigmask,
@@ -160,14 +168,15 @@ class RewardManager:
         self.restart_s = _RESTART_S + time.monotonic() - started
 
     def submit(self, samples: list[RewardSample]) -> "PendingRewards":
-        """Starts scoring and returns at once."""
+        """Starts scoring samples and returns at once."""
         pending = self.expect(len(samples))
         for index, sample in enumerate(samples):
             pending.submit(index, sample)
         return pending
 
     def expect(self, num_samples: int) -> "PendingRewards":
-        """The future results of `num_samples` samples, which are submitted later, in any order."""
+        """The future result of `num_samples` samples, which are submitted to it later, in any
+        order."""
         self._futures = [future for future in self._futures if not future.done()]
         return PendingRewards(self, num_samples, num_ahead=len(self._futures))
 
@@ -175,17 +184,13 @@ class RewardManager:
         """Scores samples with an example response before training.
 
         Returns what the function returned beside the scores, as in `RewardResult.extra`. Raises
-        RewardError if one fails; under on_error="skip", where the run would leave such samples out,
-        only if all fail, and else warns.
+        RewardError if a sample fails. Under on_error="skip", with which the run would leave such
+        samples out, it raises only if all samples fail, and otherwise logs a warning.
         """
         answers = list(self.submit(samples).answers())
         errors = [answer.error for answer in answers if answer.error]
-        message = "\n".join(
-            [
-                f"the check of the reward function failed for {len(errors)} of {len(samples)}:",
-                *errors,
-            ]
-        )
+        headline = f"the check of the reward function failed for {len(errors)} of {len(samples)}:"
+        message = "\n".join([headline, *errors])
         if errors and (self.on_error != "skip" or len(errors) == len(samples)):
             raise RewardError(f"{message}\nFix the function or the rows' data_source.")
         if errors:
@@ -193,7 +198,7 @@ class RewardManager:
         return RewardResult(answers).extra
 
     def close(self) -> None:
-        """Stops the reward processes; samples that are still being scored are cancelled."""
+        """Stops the reward processes. Samples that are still being scored are cancelled."""
         self._is_closed = True
         for process in self._processes:
             process.kill()
@@ -202,8 +207,8 @@ class RewardManager:
             process.stop()
 
     def schedule(self, sample: RewardSample) -> "Future[Answer]":
-        """Scores one sample as soon as a process is free. Raises ValueError for a subclass of
-        RewardSample."""
+        """Has a sample scored as soon as a process is free, and returns its future answer. Raises
+        ValueError for a subclass of RewardSample, whose further fields would be lost."""
         if type(sample) is not RewardSample:
             raise ValueError(
                 f"{type(sample).__name__} is no RewardSample, whose fields alone reach the "
@@ -214,8 +219,9 @@ class RewardManager:
         return future
 
     def _score(self, sample: RewardSample) -> Answer:
-        """Runs in a thread; raises RewardError if no process can be started any more."""
-        process = self._free.get_nowait()  # there are as many as threads
+        """Scores a sample, in one of the threads. Raises RewardError if no process can be started
+        any more."""
+        process = self._free.get_nowait()  # there are as many processes as threads
         failed = f"the reward of {sample.name} (data_source {sample.data_source!r}) failed: "
         try:
             self._begin(process, sample)
@@ -235,14 +241,13 @@ class RewardManager:
             self._free.put(process)
         if not answer.error:
             return answer
-        return answer.model_copy(
-            update={"error": failed + clipped(self.redacted(answer.error), _MAX_ERROR_CHARS)}
-        )
+        raised = clipped(self.redacted(answer.error), _MAX_ERROR_CHARS)
+        return answer.model_copy(update={"error": failed + raised})
 
     def _begin(self, process: RewardProcess, sample: RewardSample) -> None:
-        """Hands the sample to a process; one that died while it was idle, or dies while it loads,
-        is replaced."""
-        causes = []
+        """Gives a sample to a process. A process that died while it was idle, or dies while it
+        loads, is replaced first. Raises RewardError if that happens `_ATTEMPTS` times."""
+        causes: list[str] = []
         for _ in range(_ATTEMPTS):
             try:
                 return process.begin(sample)
@@ -267,7 +272,11 @@ class RewardManager:
 
 
 class PendingRewards:
-    """Samples that are being scored, or will be."""
+    """The future result of samples, some of which may not have been submitted yet.
+
+    `num_ahead` is the number of samples that were submitted before and are not scored yet. The
+    deadline counts them.
+    """
 
     def __init__(self, manager: RewardManager, num_samples: int, num_ahead: int) -> None:
         self._manager = manager
@@ -277,34 +286,35 @@ class PendingRewards:
         self._longest_s = START_S + rounds * (manager.timeout_s + manager.restart_s)
 
     def submit(self, index: int, sample: RewardSample) -> None:
-        """Starts scoring the sample that comes `index`-th in the result."""
+        """Starts scoring the sample that is number `index` in the result."""
         assert index not in self._submitted, f"sample {index} was submitted already"
-        self._submitted[index] = sample, self._manager.schedule(sample)
+        future = self._manager.schedule(sample)
+        self._submitted[index] = (sample, future)
 
     def missing(self) -> list[int]:
-        """The samples that were not submitted yet; `get` needs all."""
+        """The indices of the samples that were not submitted yet. `get` needs all."""
         return [index for index in range(self._num_samples) if index not in self._submitted]
 
     def get(self) -> RewardResult:
-        """Waits for all samples, at most as long as it takes if every one of them hangs.
+        """Waits for all samples and returns their answers. The deadline is the time that it takes
+        if every sample hangs.
 
-        Raises RewardError for the first sample in order that could not be scored, if
-        on_error="fail"; under any, if no process can be started any more or the deadline passes.
+        Raises RewardError if no process can be started any more, or if the deadline passes. Under
+        on_error="fail" it raises it too for the first sample that could not be scored.
         """
         manager = self._manager
-        answers = []
+        answers: list[Answer] = []
+        errors: list[Answer] = []
         for answer in self.answers():
-            answers.append(answer)
             if answer.error and manager.on_error == "fail":
                 for _, future in self._submitted.values():
                     future.cancel()
                 raise RewardError(f"{answer.error}\nFix the function, or set {_POLICIES}.")
-        errors = [answer for answer in answers if answer.error]
-        if errors and manager.on_error == "score":
-            answers = [
-                answer.model_copy(update={"score": 0.0}) if answer.error else answer
-                for answer in answers
-            ]
+            if answer.error:
+                errors.append(answer)
+            if answer.error and manager.on_error == "score":
+                answer = answer.model_copy(update={"score": 0.0})
+            answers.append(answer)
         if errors:
             logger.warning(
                 "%d of %d samples could not be scored (reward.on_error=%s), the first: %s",
@@ -313,8 +323,8 @@ class PendingRewards:
         return RewardResult(answers)
 
     def answers(self) -> Iterator[Answer]:
-        """Yields every sample's outcome in order, each when it is known; raises as `get` does under
-        any `on_error`."""
+        """Yields the answer of every sample, in order, as soon as it is known. Raises RewardError
+        if no process can be started any more, or if the deadline passes."""
         deadline = time.monotonic() + self._longest_s
         assert not self.missing(), "a sample was never submitted"
         for _, (sample, future) in sorted(self._submitted.items()):

@@ -1,5 +1,5 @@
-"""One reward process with its own socket to the driver, so that a failure affects no other
-process."""
+"""One reward process. It has a socket of its own to the driver, so that its failure affects no
+other process."""
 
 import contextlib
 import json
@@ -27,14 +27,14 @@ GIGABYTE = 10**9
 
 
 class ProcessDied(RuntimeError):
-    """A reward process ended unexpectedly, or sent what is no answer and was ended."""
+    """A reward process ended unexpectedly, or was ended because it sent what is no answer."""
 
 
 class Answer(BaseModel):
-    """What came of a sample: its score, or None to leave it out, or the error that it ended with.
+    """The result for a sample: its score, None as the score to leave it out, or an error.
 
-    A reward process sends it as JSON text. The driver makes it for a sample whose process ended
-    without one.
+    A reward process sends it as JSON text. For a sample whose process ended without an answer, the
+    driver makes one.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -43,16 +43,16 @@ class Answer(BaseModel):
     extra: dict[str, Any] = {}
     error: str = ""
     timed_out: bool = False
-    # JSON has lists, and no tuples
+    # JSON has lists and no tuples, so a list is accepted here.
     ran: Annotated[tuple[int, float, float], Strict(False)] | None = None
-    """Process id, and start and end as of time.time(); None without an answer of the process."""
+    """(process id, start, end), by time.time(). None if the process gave no answer."""
 
 
 class RewardProcess:
-    """A reward process, and its replacement after it ended.
+    """A reward process, and after it ended the process that replaces it.
 
-    It is a new interpreter that imports none of the driver's modules, `__main__` included. One
-    thread at a time uses it; `kill` may be called from any thread.
+    The process is a new interpreter that imports none of the driver's modules, not even `__main__`.
+    Only one thread at a time may use this object, but `kill` may be called from any thread.
     """
 
     def __init__(
@@ -66,10 +66,10 @@ class RewardProcess:
         self._is_killed = False
 
     def start(self) -> None:
-        """Starts it, unless it runs, and waits until it has loaded the reward function.
+        """Starts the process, unless it runs, and waits until it has loaded the reward function.
 
-        Raises ProcessDied if it ended or took too long, ValueError if the function cannot be
-        loaded.
+        Raises ProcessDied if the process ended or took too long, and ValueError if the function
+        cannot be loaded.
         """
         if self._popen is not None:
             return
@@ -89,9 +89,10 @@ class RewardProcess:
             raise ValueError(problem)
 
     def begin(self, sample: RewardSample) -> None:
-        """Starts the process if needed and sends it a sample; returns when it begins.
+        """Starts the process if needed, sends it a sample, and waits until it begins to score it.
 
-        Raises what `start` does; ProcessDied means that the sample is not the cause.
+        Raises the errors of `start`. After a ProcessDied from here the sample was not begun, so it
+        is not the cause.
         """
         self.start()
         self._send(sample)
@@ -103,9 +104,8 @@ class RewardProcess:
             raise self._no_answer(begun)
 
     def answer(self) -> Answer:
-        """What came of the sample that was begun. Raises ProcessDied, or TimeoutError if it scored
-        for longer than `timeout_s` and was stopped.
-        """
+        """Waits for the answer to the sample that was begun. Raises ProcessDied if the process
+        ends, and TimeoutError if it takes longer than `timeout_s`, after which it is stopped."""
         message = self._receive(self.timeout_s)
         try:
             answer = Answer.model_validate(message)
@@ -116,21 +116,21 @@ class RewardProcess:
         return answer
 
     def kill(self) -> None:
-        """Ends the process for good, also while a thread waits for it. Call `stop` afterwards, when
-        no thread does."""
+        """Ends the process for good, even if a thread waits for it. `stop` has to be called
+        afterwards, when no thread waits for it any more."""
         with self._lock:
             self._is_killed = True
             if self._popen is not None:
                 self._popen.send_signal(signal.SIGTERM)
-                # Children of the function may hold the other end open
+                # Programs that the function started may hold the other end open.
                 self._socket.shutdown(socket.SHUT_RDWR)
 
     def stop(self) -> int:
-        """Ends it if it runs; returns its exit code."""
+        """Ends the process if it runs and returns its exit code, or 0 if it did not run."""
         with self._lock:
             if self._popen is None:
                 return 0
-            # To the supervisor, which ends all programs below it
+            # The signal goes to the supervisor, which ends all programs below it.
             self._popen.send_signal(signal.SIGTERM)
             try:
                 exit_code = self._popen.wait(timeout=_EXIT_S)
@@ -145,6 +145,8 @@ class RewardProcess:
             return exit_code
 
     def _spawn(self) -> None:
+        """Starts the interpreter, which runs `serve` with one end of a new socket. Raises
+        ProcessDied if it cannot be started, or after `kill`."""
         ours, theirs = socket.socketpair()
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", _TRANSFER_S, 0))
@@ -167,7 +169,8 @@ class RewardProcess:
             except OSError as error:
                 ours.close()
                 raise ProcessDied(f"it could not be started: {error}") from error
-            self._socket, self._connection = ours, Connection(os.dup(ours.fileno()))
+            self._socket = ours
+            self._connection = Connection(os.dup(ours.fileno()))
 
     def _send(self, message: Any) -> None:
         try:
@@ -176,8 +179,8 @@ class RewardProcess:
             raise self._died() from error
 
     def _receive(self, limit_s: float) -> dict[str, Any]:
-        """The next message; without one within `limit_s` the process is stopped and TimeoutError
-        raised."""
+        """Waits for the next message. If none comes within `limit_s`, it stops the process and
+        raises TimeoutError."""
         if not self._connection.poll(limit_s):
             self.stop()
             raise TimeoutError
@@ -194,8 +197,8 @@ class RewardProcess:
         return message
 
     def _no_answer(self, message: object) -> ProcessDied:
-        """The process is stopped, because what it sent next could be taken for the answer to
-        another sample."""
+        """Stops a process that sent what is no answer, and returns the error. What it sends next
+        could be taken for the answer to another sample."""
         self.stop()
         return ProcessDied(
             f"it sent what is no answer, {repr(message)[:100]}, and was stopped: its code writes "
@@ -203,7 +206,8 @@ class RewardProcess:
         )
 
     def _died(self) -> ProcessDied:
-        """The other end of the socket is closed: the process has ended or is about to."""
+        """Makes the error for a process whose end of the socket is closed: it has ended, or is
+        about to. The error says with which exit code."""
         assert self._popen is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(timeout=_EXIT_S)  # for its own exit code

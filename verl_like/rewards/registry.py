@@ -1,4 +1,4 @@
-"""Which reward function scores which data source."""
+"""The registry of reward functions by data source."""
 
 from collections.abc import Callable
 from fnmatch import fnmatchcase
@@ -21,8 +21,8 @@ REWARD_FNS: Registry[RewardFn] = Registry(
 
 
 def register_reward(*data_sources: str) -> Callable[[RewardFn], RewardFn]:
-    """Registers a reward function for data sources; a name may be a shell pattern such as
-    `lighteval/*`.
+    """Decorator that registers a reward function for data sources. The name of a data source may be
+    a shell pattern such as `lighteval/*`.
 
     Raises ValueError if one of the names is registered already.
     """

@@ -1,5 +1,5 @@
-"""A reward behind a URL: each sample is a POST of JSON, tried again within the sample's
-deadline."""
+"""A reward function on a server: each sample is sent as JSON by POST, again if that fails, until
+the sample's deadline."""
 
 import contextlib
 import http.client
@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from verl_like.rewards.registry import MAX_SCORE
 
 TOKEN_VARIABLE = "VERL_LIKE_REWARD_TOKEN"
-# So that the client, which knows the cause, gives up before its process is killed
+# The client gives up before its process is killed, because the client knows the cause.
 _SHARE_OF_TIMEOUT = 0.8
 _FIRST_PAUSE_S = 0.1
 _URL = re.compile(r"https?://([\w.-]+|\[[\da-fA-F:]+\])(:\d{1,5})?([/?][!-~]*)?", re.ASCII)
@@ -29,13 +29,13 @@ class RewardServerError(RuntimeError):
 
 
 class RemoteReward:
-    """A reward function that asks a server: its arguments are the body of a POST to `url`, the
+    """A reward function that asks a server. Its arguments are the body of a POST to `url`, and the
     reply is the score.
 
-    A failed connection and a status of 5xx are tried again until 80% of `timeout_s` (seconds) have
-    passed; any other status but 2xx is an error at once. The token of docs/rewards.md is sent
-    along, and blotted out where a server repeats it. Raises ValueError if the URL or the token
-    cannot be sent.
+    After a failed connection or a status of 5xx it tries again, until 80% of `timeout_s` seconds
+    have passed. Any other status but 2xx is an error at once. The token of docs/rewards.md is sent
+    with each request, and masked in messages if the server repeats it. Raises ValueError if the URL
+    or the token cannot be sent.
     """
 
     def __init__(self, url: str, timeout_s: float) -> None:
@@ -61,16 +61,17 @@ class RemoteReward:
         self._port = parts.port
         self._target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         self._headers = {"Content-Type": "application/json"}
-        # No text has this character, where there is no token to blot out
+        # Without a token this is a character that no text has, so that nothing is masked.
         self._token = token or "\0"
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
 
     def __call__(self, raw_prompt: list[dict[str, Any]] | None, **arguments: Any) -> dict[str, Any]:
-        """The server's reply to the arguments of a reward function, with the key `score`.
+        """Sends the arguments of a reward function and returns the server's reply, as a dict with
+        the key `score`.
 
-        Raises RewardServerError if there is none or it is no score, TimeoutError if there is none
-        within the deadline.
+        Raises RewardServerError if the server cannot be reached or its reply is no score, and
+        TimeoutError if it does not reply within the deadline.
         """
         body = json.dumps(arguments | {"raw_prompt": raw_prompt}, allow_nan=False).encode()
         deadline = time.monotonic() + self._limit_s
@@ -94,16 +95,20 @@ class RemoteReward:
             pause_s *= 2
 
     def _post(self, body: bytes, limit_s: float) -> tuple[int, bytes]:
+        """Sends a request. Returns the status and the reply, of which at most one byte more than is
+        allowed is read."""
         with contextlib.closing(self._class(self._host, self._port, timeout=limit_s)) as connection:
             connection.request("POST", self._target, body, self._headers)
             response = connection.getresponse()
             reply = response.read(_MAX_REPLY_BYTES + 1)
-            # "12" cut short would be the number 1
+            # A reply that is cut short is an error: "12" would become the number 1.
             if response.length and len(reply) <= _MAX_REPLY_BYTES:
                 raise http.client.IncompleteRead(reply, response.length)
             return response.status, reply
 
     def _checked(self, status: int, reply: bytes) -> dict[str, Any]:
+        """The fields of a reply, `score` among them. Raises RewardServerError for a status other
+        than 2xx, and for a reply that is too long or no score."""
         if not 200 <= status < 300:
             raise self._error(f"answered status {status}", reply)
         if len(reply) > _MAX_REPLY_BYTES:
@@ -115,7 +120,7 @@ class RemoteReward:
                 parse_int=_number,
                 parse_constant=_number,
             )
-            # Half a surrogate pair cannot be written to any file
+            # This raises ValueError for half a surrogate pair, which cannot be written to a file.
             json.dumps(value, ensure_ascii=False).encode()
         except (ValueError, RecursionError):
             value = []
@@ -128,11 +133,13 @@ class RemoteReward:
         return fields
 
     def _error(self, problem: str, reply: bytes | None = None) -> RewardServerError:
-        start = (
-            "" if reply is None else self._redacted(reply.decode(errors="replace"))[:_EXCERPT_CHARS]
-        )
+        """Makes the error for a problem of the server, with the beginning of its reply."""
+        excerpt = ""
+        if reply:
+            start = self._redacted(reply.decode(errors="replace"))[:_EXCERPT_CHARS]
+            excerpt = f": {start!r}"
         return RewardServerError(
-            f"{self._url} {self._redacted(problem)}{f': {start!r}' if start else ''}; correct the "
+            f"{self._url} {self._redacted(problem)}{excerpt}; correct the "
             f"server, custom_reward_function.path, or the token in {TOKEN_VARIABLE}"
         )
 
@@ -141,6 +148,7 @@ class RemoteReward:
 
 
 def _number(text: str) -> float:
+    """A number of a reply. Raises ValueError for NaN and for what is too large for float32."""
     value = float(text)
     if not abs(value) <= MAX_SCORE:  # also NaN
         raise ValueError

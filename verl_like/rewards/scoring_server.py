@@ -1,7 +1,7 @@
-"""What runs in a reward process: load the function once, then score one sample at a time.
+"""The program of a reward process: it loads the function once, then scores one sample at a time.
 
-Answers and errors travel to the driver as JSON text, so the driver unpickles no object of custom
-code. Their length is bounded, whatever the function returns or raises.
+Answers and errors are sent to the driver as JSON text, so that the driver unpickles no object of
+custom code. Their length is bounded, whatever the function returns or raises.
 """
 
 import asyncio
@@ -20,26 +20,26 @@ from verl_like.rewards.sample import RewardSample
 from verl_like.rewards.supervisor import supervise
 
 MAX_ANSWER_BYTES = 1 << 20
-"""A longer message of a reward process is refused unread; none that this module makes is."""
+"""The driver does not read a longer message of a reward process. This module never sends one."""
 _MAX_EXTRA_BYTES = 64 * 1024
 _MAX_ERROR_CHARS = 64_000
-"""What the driver is given of an error's text. It masks secrets and then shows far less, so that no
-part of a secret is left where this is cut."""
+"""How much of an error's text is sent to the driver, which masks secrets and then shows far less.
+So no part of a secret is shown that remained because the text was cut here."""
 _STANDARD_ERROR = 2
 _WHAT_IS_EXPECTED = (
     'a finite number, {"score": finite number, ...}, or None to leave the sample out'
 )
-# Only find and call the function
+# These files only find and call the function, so a message does not name their lines.
 _CALLERS = (__file__, loader.__file__, registry.__file__, remote.__file__)
 
 
 def serve(socket_fd: int, parent_pid: int, max_memory_bytes: int) -> None:
-    """Runs a reward process: loads the function named in the first message, then scores one sample
-    per message.
+    """Runs a reward process. It loads the function that the first message names, and then scores
+    the sample of each further message.
 
-    It answers whether the function could be loaded. For each sample it answers that it begins, and
-    then the score. A process above this one, its supervisor, ends it and the programs that it
-    started, at the latest with the driver.
+    It answers the first message with the error of loading the function, if there is one. It answers
+    each sample twice: when it begins, and with the score. Its parent process, the supervisor, ends
+    this process and the programs that it started, at the latest when the driver ends.
     """
     supervise(parent_pid, max_memory_bytes)
     os.set_inheritable(socket_fd, False)
@@ -66,7 +66,8 @@ def serve(socket_fd: int, parent_pid: int, max_memory_bytes: int) -> None:
             return
         connection.send_bytes(b'{"begun": true}')
         started = time.time()
-        # Says where a function hangs, on standard error, just before the driver stops this process.
+        # If the function hangs, standard error says where, just before the driver stops this
+        # process.
         faulthandler.dump_traceback_later(0.9 * timeout_s, file=_STANDARD_ERROR)
         answer = _score(reward_fn, loop, sample)
         faulthandler.cancel_dump_traceback_later()
@@ -77,7 +78,8 @@ def serve(socket_fd: int, parent_pid: int, max_memory_bytes: int) -> None:
 def _score(
     reward_fn: functools.partial[Any], loop: asyncio.AbstractEventLoop, sample: RewardSample
 ) -> dict[str, Any]:
-    """The fields of the sample's `Answer`, but the time that it took."""
+    """The fields of the sample's `Answer`, except the time that it took. Whatever the function
+    raises becomes the error of the answer."""
     further = {"raw_prompt": sample.raw_prompt} if loader.takes_raw_prompt(reward_fn) else {}
     try:
         result = reward_fn(
@@ -99,8 +101,8 @@ def _score(
 
 
 def _checked(result: Any) -> dict[str, Any]:
-    """Turns what a reward function returned into a score and extra metrics, or into the error that
-    it is."""
+    """The fields of an `Answer` for what a reward function returned: the score and extra metrics,
+    or an error if it returned something else."""
     extra: dict[str, Any] = {}
     score = _plain(result)
     if isinstance(score, dict):
@@ -121,8 +123,8 @@ def _checked(result: Any) -> dict[str, Any]:
 
 
 def _problem_of_extra(value: Any) -> str:
-    """What is wrong with the value of an extra metric; empty if nothing is. NaN is a missing
-    number."""
+    """Says what is wrong with the value of an extra metric. The text is empty if nothing is. NaN is
+    allowed, and means that the number is missing."""
     if isinstance(value, int | float) and abs(value) > registry.MAX_SCORE:
         return f"is {float(value)}"
     try:
@@ -134,12 +136,15 @@ def _problem_of_extra(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """NumPy and torch scalars as Python numbers, without importing either."""
-    return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
+    """Turns a scalar of NumPy or torch into a Python number, without importing either library.
+    Other values are returned as they are."""
+    is_scalar = hasattr(value, "item") and getattr(value, "ndim", None) == 0
+    return value.item() if is_scalar else value
 
 
 def clipped(text: str, max_chars: int) -> str:
-    """A text that can be written to a file, with its middle left out where it is longer."""
+    """The text in a form that can be written to a file. If it is longer than `max_chars`, its
+    middle is left out."""
     text = text.encode(errors="backslashreplace").decode()
     if len(text) <= max_chars:
         return text
@@ -152,14 +157,14 @@ def _bad_return(result: Any, found: str) -> dict[str, Any]:
 
 
 def _place(error: BaseException, reward_fn: functools.partial[Any]) -> str:
-    """The last line of the function's own file that led to the error, or else the last one below
-    its call."""
+    """Names the last line of the function's own file in the traceback of its error, or else the
+    last line of any file. The text is empty if the function was not reached."""
     code = getattr(inspect.unwrap(reward_fn.func), "__code__", None)  # None for a callable object
-    frames = [
-        each for each in traceback.extract_tb(error.__traceback__) if each.filename not in _CALLERS
-    ]
+    stack = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in stack if frame.filename not in _CALLERS]
     own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
-    last = (own or frames)[-1:]
-    return "".join(
-        f"\n  at {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in last
-    )
+    candidates = own or frames
+    if not candidates:
+        return ""
+    frame = candidates[-1]
+    return f"\n  at {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"

@@ -1,9 +1,9 @@
-"""The parent of a reward process: when that ends, or has to, every program that it started ends
-too.
+"""The supervisor of a reward process, which is its parent process. When the reward process ends, or
+has to end, the supervisor ends every program that the process started.
 
-It is a fork of the reward process that runs none of its custom code. Programs whose own parent has
-ended become its children (PR_SET_CHILD_SUBREAPER), so it finds also those that have a session of
-their own.
+Both are the same program before a fork, and the supervisor runs no custom code. A program whose own
+parent has ended becomes a child of the supervisor (PR_SET_CHILD_SUBREAPER), so the supervisor finds
+programs in sessions of their own too.
 """
 
 import contextlib
@@ -26,11 +26,13 @@ _SIGNALS = {signal.SIGTERM, signal.SIGCHLD}
 
 
 def supervise(parent_pid: int, max_memory_bytes: int) -> None:
-    """Forks: the child returns and goes on, the parent watches over it and never returns.
+    """Forks the process. The child returns from here as the reward process; the parent becomes its
+    supervisor and never returns.
 
-    The parent ends as its child does, with `MEMORY_EXIT_CODE` if the child and its programs used
-    more than `max_memory_bytes`, or by SIGTERM, which the driver sends and which comes when the
-    driver, `parent_pid`, has died. Only Linux has what this needs; elsewhere nothing is supervised.
+    The supervisor ends with the child's exit code or signal, or with `MEMORY_EXIT_CODE` if the
+    child and the programs below it used more than `max_memory_bytes`, or by SIGTERM. The driver,
+    whose process id is `parent_pid`, sends SIGTERM to stop it, and the kernel does when the driver
+    has died. Only Linux has what this needs; elsewhere nothing is supervised.
     """
     if sys.platform != "linux":
         return
@@ -43,14 +45,15 @@ def supervise(parent_pid: int, max_memory_bytes: int) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, inherited - _SIGNALS)
         _end_with_parent(signal.SIGKILL, supervisor)
         return
-    os.closerange(3, 1 << 16)  # the driver sees the end of the child as that of their socket
+    # With its copy of the socket closed, the driver's socket ends when the child ends.
+    os.closerange(3, 1 << 16)
     code = _watch(child, max_memory_bytes)
     _end_descendants()
     _end_as(code)
 
 
 def descendants(pid: int) -> list[int]:
-    """The processes below a process, as far as they are seen: some may start or end meanwhile."""
+    """The ids of the processes below a process. Some may start or end meanwhile, and be missed."""
     found = []
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):  # the thread has ended
@@ -62,8 +65,8 @@ def descendants(pid: int) -> list[int]:
 
 
 def _watch(child: int, max_memory_bytes: int) -> int:
-    """Waits until the child has ended or has to end; its exit code, or minus the number of the
-    signal."""
+    """Waits until the child has ended or has to end. Returns the exit code for the supervisor, or
+    minus the number of the signal by which it is to end."""
     while True:
         received = signal.sigtimedwait(_SIGNALS, _LOOK_S)
         if received and received.si_signo == signal.SIGTERM:
@@ -76,18 +79,19 @@ def _watch(child: int, max_memory_bytes: int) -> int:
 
 
 def _resident_bytes(pid: int) -> int:
-    """Pages that several processes share count for each of them."""
+    """The memory of a process. Pages that several processes share count for each of them."""
     try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
+        fields = Path(f"/proc/{pid}/statm").read_text().split()
     except OSError:  # it has ended
         return 0
+    return int(fields[1]) * resource.getpagesize()
 
 
 def _end_descendants() -> None:
-    """Kills all processes below this one, also those that they start meanwhile; gives up after
-    `_END_S`."""
+    """Kills all processes below this one, and those that they start meanwhile. Gives up after
+    `_END_S` seconds."""
     deadline = time.monotonic() + _END_S
-    with contextlib.suppress(ChildProcessError):  # none is left
+    with contextlib.suppress(ChildProcessError):  # raised when none is left
         while time.monotonic() < deadline:
             for pid in descendants(os.getpid()):
                 with contextlib.suppress(ProcessLookupError):
@@ -98,7 +102,8 @@ def _end_descendants() -> None:
 
 
 def _end_as(code: int) -> NoReturn:
-    """Ends this process with an exit code, or by the signal that is minus the code."""
+    """Ends this process with an exit code or, if the code is negative, by the signal whose number
+    is minus the code."""
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if -code not in (signal.SIGKILL, signal.SIGSTOP):
@@ -109,7 +114,8 @@ def _end_as(code: int) -> NoReturn:
 
 
 def _end_with_parent(number: int, parent_pid: int) -> None:
-    """Asks for a signal when the parent dies; ends at once if it has died already."""
+    """Has the kernel send this process a signal when its parent dies. Ends the process at once if
+    the parent has died already."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent_pid:
         os._exit(1)

@@ -1,7 +1,8 @@
-"""Trains with makers and trainers apart: `python -m verl_like.trainer.main_detached key=value ...`.
+"""Trains with PPO or GRPO in makers and trainers that run apart:
+`python -m verl_like.trainer.main_detached key=value ...`.
 
-The configuration is main_ppo's with a block `detached`; a wrong one ends with exit code 2 before
-torch is imported.
+The configuration is that of main_ppo with a further block `detached`. It is checked before torch is
+imported; a wrong one ends the process with exit code 2 and the reason.
 """
 
 from verl_like.trainer.config.detached import DetachedConfig, broken_detached_rules

@@ -1,5 +1,5 @@
-"""Trains a language model on preferences by DPO or IPO: `python -m verl_like.trainer.main_dpo
-key=value ...`."""
+"""Trains a language model on preferences by DPO or IPO:
+`python -m verl_like.trainer.main_dpo key=value ...`."""
 
 from verl_like.trainer.config.supervised import DPOConfig, broken_supervised_rules
 from verl_like.trainer.main_sft import USAGE, WORKERS

@@ -1,5 +1,5 @@
-"""Trains a language model on scored conversations by ILQL: `python -m verl_like.trainer.main_ilql
-key=value ...`."""
+"""Trains a language model on scored conversations by ILQL:
+`python -m verl_like.trainer.main_ilql key=value ...`."""
 
 from verl_like.trainer.config.supervised import ILQLConfig, broken_supervised_rules
 from verl_like.trainer.main_sft import USAGE, WORKERS

@@ -1,8 +1,8 @@
-"""Fine-tunes a language model on conversations: `python -m verl_like.trainer.main_sft key=value
-...`.
+"""Fine-tunes a language model on conversations:
+`python -m verl_like.trainer.main_sft key=value ...`.
 
-The configuration is checked before torch or Ray are imported; a wrong one ends with exit code 2 and
-the reason.
+The configuration is checked before torch or Ray are imported. A wrong one ends the process with
+exit code 2 and the reason.
 """
 
 from verl_like.trainer.config.supervised import SFTConfig, broken_supervised_rules

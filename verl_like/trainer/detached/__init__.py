@@ -1,2 +1,2 @@
-"""Makers and trainers that run detached; between them are the ledger, the buffers and the
-weights."""
+"""Detached training: makers and trainers that run apart, and the ledger, the buffers and the
+weights between them."""

@@ -1,5 +1,5 @@
-"""When the engines of makers are compared with the actor: between two steps of the first
-trainer."""
+"""The time at which the engines of makers are compared with the actor: it is between two steps of
+the first trainer."""
 
 import threading
 from collections.abc import Callable, Iterable
@@ -12,33 +12,37 @@ LATE_S = 120.0
 
 
 class Comparisons:
-    """Lets makers compare themselves with an actor as long as its weights are those of one version.
+    """Lets makers compare their engines with an actor while its weights do not change.
 
-    The first step waits for all makers. A maker that comes when the weights have changed comes
-    again with newer ones, and the next step waits for it.
+    The first step waits until all makers have done so. A maker that asks when the actor has other
+    weights than the maker asks again with newer ones, and the next step waits for it.
 
     Args:
         name: of the trainer, for messages.
-        makers: the names of those that are to come before the first step.
+        makers: the names of the makers for which the first step waits.
         limit_s: how long the first step waits, in seconds.
     """
 
     def __init__(self, name: str, makers: Iterable[str], limit_s: float) -> None:
         self.name = name
         self.limit_s = limit_s
-        self.awaited = {*makers}
+        self.awaited = set(makers)
+        """The makers for which the next step waits."""
         self.is_first = True
+        """True before the first step."""
         self.in_step = False
-        """Whether the weights are on their way from one version to the next."""
+        """True while a step changes the weights."""
         self._turn = threading.Condition()
 
     def begin_step(self) -> list[str]:
-        """Waits for makers. From here until `in_step` is False again the weights change.
+        """Waits for the makers. The weights may change from then on, until `in_step` is set to
+        False.
 
-        Returns what the user should know of makers that were started again and did not come in
-        time. Raises CallTimeout if one does not come before the first step.
+        Before the first step it raises CallTimeout if a maker does not come in time. Later only
+        makers that were started again are awaited; if one does not come, the step begins without
+        it, and the result has a note for the user.
         """
-        notes = []
+        notes: list[str] = []
         with self._turn:
             limit_s = self.limit_s if self.is_first else LATE_S
             if not self._turn.wait_for(lambda: not self.awaited, limit_s):
@@ -57,8 +61,8 @@ class Comparisons:
         return notes
 
     def score(self, maker: str, has_weights: Callable[[], bool], compute: Callable[[], Any]) -> Any:
-        """What `compute` returns, and the maker is done; None where the actor has not the maker's
-        weights."""
+        """Returns what `compute` returns, after which no step waits for the maker. If the actor has
+        not the maker's weights, it returns None, and the next step waits for the maker."""
         with self._turn:
             if self.in_step or not has_weights():
                 self.awaited.add(maker)

@@ -1,4 +1,4 @@
-"""A trainer of detached training: experience in from the makers, weights out to them."""
+"""A trainer of detached training: it gets experience from the makers and gives them weights."""
 
 import contextlib
 import threading
@@ -51,13 +51,17 @@ from verl_like.workers.planning.flops import ModelCost
 
 @remote(concurrency_groups={"buffer": 32, "status": 1, "weights": 1, "turns": 32})
 class DetachedPPOTrainer(Side, TrainingLoop):
-    """The driver of one trainer, a named Ray actor, which pushes weights if it is the first of its
-    model.
+    """The driver of one trainer, as a named Ray actor.
 
-    Its loop is that of every trainer. Its experience comes out of the buffer, and makers validate.
+    It has the loop of every trainer, and takes its experience out of its buffer. It does not
+    validate, as the makers do that. If several trainers train one model, the first of them pushes
+    the weights to the makers.
 
-    `experience_maker_holder_name_list` are the makers that get them; `env_info` says which of the
-    trainers of the model this is, and where they meet. The other arguments are those of `Side`.
+    Args:
+        experience_maker_holder_name_list: the names of the makers, which get the weights.
+        env_info: which of the trainers of the model this is, and where they meet.
+
+    The other arguments are those of `Side`.
     """
 
     recorder: SideRecorder
@@ -78,17 +82,17 @@ class DetachedPPOTrainer(Side, TrainingLoop):
         self.pushing = threading.Lock()
         room = self.config.data.train_batch_size * (config.trainer.max_staleness + 1)
         makers = () if self.index else experience_maker_holder_name_list
-        # As long as the first step waits for experience.
+        # This limit is as long as the first step waits for experience.
         self.comparisons = Comparisons(self.name, makers, 2 * config.trainer.call_timeout_s)
-        # As long as it takes to send them, and before that for a maker to be started again.
+        # This one is enough for a maker to be started again, and then for the weights to be sent.
         self.turns = WeightTurns(self.name, 3 * config.trainer.call_timeout_s)
         self.buffer = ExperienceBuffer(self.ledger, self.index, limit=room)
         self.numbers: list[int] = []
-        """The groups of the present step."""
+        """The numbers of the groups of the present step."""
         self.batches: list[DataProto] = []
-        """Their rows, by the parts in which they were taken."""
+        """The rows of these groups, a batch for each part of the step."""
         self.state_of_ledger: Mapping[str, Any] | None = None
-        """Of the present step, see `state`."""
+        """The ledger's state after the present step, see `state`."""
 
     def fit(
         self,
@@ -97,20 +101,24 @@ class DetachedPPOTrainer(Side, TrainingLoop):
         train_epochs: int | None = None,
         resumed: Checkpoint | None = None,
     ) -> int:
-        """Trains for `total_steps`, with a push of the weights after every `update_steps` and after
-        the last.
+        """Trains and returns the version of the weights at the end.
 
-        The steps are by default `trainer.total_training_steps`, and `train_epochs`, the passes over
-        one batch, `ppo_epochs`. `resumed` goes on after its step. Returns the version of the
-        weights.
+        Args:
+            total_steps: by default `trainer.total_training_steps`.
+            update_steps: the weights are pushed after so many steps each, and after the last step.
+            train_epochs: the passes over each batch, by default `ppo_epochs` of the configuration.
+            resumed: a checkpoint, after whose step training continues.
         """
-        self.ends_after = self.total_steps = total_steps or self.config.num_steps_of_run
+        self.total_steps = total_steps or self.config.num_steps_of_run
+        self.ends_after = self.total_steps
         self.update_steps = update_steps
         if train_epochs is not None:
-            epochs = {
-                f"{part}.ppo_epochs": train_epochs for part in ("actor_rollout_ref.actor", "critic")
-            }
-            self.config = self.config.updated(epochs)
+            self.config = self.config.updated(
+                {
+                    "actor_rollout_ref.actor.ppo_epochs": train_epochs,
+                    "critic.ppo_epochs": train_epochs,
+                }
+            )
         with self.recorder.timer("starting"):
             self.start()
             if resumed:
@@ -122,18 +130,25 @@ class DetachedPPOTrainer(Side, TrainingLoop):
 
     @property
     def last_step(self) -> int:
-        """The step after which the run ends, for which the ledger may bring it forward."""
+        """The step after which the run ends. The ledger may make it an earlier one than planned,
+        when SIGTERM ends the run."""
         return self.ends_after
 
     def run_step(self) -> None:
+        """Does one step. Makers may load weights when it has ended, since no call of the workers is
+        under way then."""
         super().run_step()
-        self.turns.end_step()  # now that no call of the workers is under way
+        self.turns.end_step()
 
     def take(self) -> Iterator[Experience]:
-        """The groups of the present step out of the buffer; mini-batch by mini-batch where that is
-        the same."""
-        num_parts = self.config.num_parts_of_step
-        num_groups = self.config.data.train_batch_size // num_parts
+        """Yields the groups of the present step from the buffer.
+
+        They come mini-batch by mini-batch if training computes the same then, so that the first
+        mini-batch can be trained before the last has been delivered.
+        """
+        config = self.config
+        num_parts = config.num_parts_of_step
+        num_groups = config.data.train_batch_size // num_parts
         self.numbers = []
         self.batches = []
         for part in range(1, num_parts + 1):
@@ -142,18 +157,18 @@ class DetachedPPOTrainer(Side, TrainingLoop):
             self.numbers += numbers
             self.batches.append(batch.select())
             batch.meta_info["part_of_step"] = (part, num_parts)
-            if self.config.algorithm.rollout_correction.bypass_mode:
+            if config.algorithm.rollout_correction.bypass_mode:
                 batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
             with self.recorder.timer("update"):
-                work = RowWork.of(batch, self.model_cost, balance=self.config.trainer.balance_batch)
+                work = RowWork.of(batch, self.model_cost, balance=config.trainer.balance_batch)
                 yield Experience(batch, work, {})
                 self.update.finish()
 
     def wait_for_groups(self, num_groups: int, version: int) -> tuple[list[int], DataProto]:
-        """Waits for what the step after `version` trains next, and then until the weights may
-        change."""
-        # Longer than a call of a maker may take, so that a maker whose call hangs is given up
-        # first.
+        """Waits for `num_groups` groups for the step after `version`, and then until that step may
+        change the weights. Returns the groups' numbers and rows."""
+        # This is longer than a call of a maker may take. So a maker whose call hangs is given up
+        # before the trainer gives up.
         deadline_s = 2 * self.config.trainer.call_timeout_s
         taken = self.buffer.take(num_groups, version, deadline_s, self.turns.raise_failure)
         self.begin_step(version)
@@ -164,31 +179,34 @@ class DetachedPPOTrainer(Side, TrainingLoop):
         return self.update
 
     def metrics_of(self, experience: Experience) -> dict[str, Metric]:
-        """Those of the whole step when its last part is there, and what makers measured of the
-        groups until then."""
+        """Computes the metrics of the whole step when its last part is there, and adds what makers
+        measured of the groups that came until now."""
         part, num_parts = experience.batch.meta_info["part_of_step"]
         if part < num_parts:
             return {}
         data = self.config.data
         batch = concat_samples(self.batches) if num_parts > 1 else self.batches[0]
         metrics = batch_metrics(batch, data.max_prompt_length, data.max_response_length)
-        made = [self.buffer.metrics.popleft() for _ in range(len(self.buffer.metrics))]
-        return merge_metrics([metrics, *made])
+        # Makers may add to the queue meanwhile.
+        num_of_makers = len(self.buffer.metrics)
+        of_makers = [self.buffer.metrics.popleft() for _ in range(num_of_makers)]
+        return merge_metrics([metrics, *of_makers])
 
     def account(self, learned: Mapping[str, Metric]) -> dict[str, Metric]:
-        """Tells the ledger that the groups are trained; returns its counts."""
-        # Without it, as in the warm-up of the critic, the actor did not learn from these samples.
+        """Tells the ledger that the groups of this step are trained, and returns its counts of
+        prompts. If other trainers have still to do the step, there are none."""
+        # It is missing if the actor did not learn from these samples, as in the critic's warm-up.
         size = learned.get("actor/eff_sample_size", Metric.mean(1.0)).value
         counts = self.ledger.trained(self.numbers, self.global_step - 1, size)
         self.ends_after = min(self.total_steps, self.ledger.last_step())
-        # The last trainer that has done the step knows what became of its prompts.
+        # Only the last trainer that does the step has counts, and the ledger's state to save.
         is_saved = self.is_saved_by_number or self.global_step == self.last_step
         self.state_of_ledger = self.ledger.state() if counts and is_saved else None
         return {f"detached/{name}": Metric.max(count) for name, count in counts.items()}
 
     def hand_on(self) -> None:
-        """Pushes the weights, if it is their turn. Then makers may compare themselves with the
-        actor again."""
+        """Pushes the weights after every `update_steps` steps and after the last. Then makers may
+        compare their engines with the actor again."""
         if self.global_step % self.update_steps == 0 or self.global_step == self.total_steps:
             with self.recorder.timer("export_weights"):
                 self.push()
@@ -198,34 +216,36 @@ class DetachedPPOTrainer(Side, TrainingLoop):
         raise AssertionError("the first maker validates, with the versions that it has")
 
     def new_folder(self) -> Path:
-        """The folder of the run's checkpoint, into which other trainers may have written their
-        parts."""
+        """The folder of this step's checkpoint. It is not emptied, because other trainers may have
+        written their parts into it."""
         return partial_of_step(self.recorder.run_dir, self.global_step)
 
     def state(self) -> dict[str, Any]:
-        """The ledger's when the step was done, from the last trainer that has done it; None from
-        the others."""
+        """The state of the ledger after the step. The last trainer that does the step has it; the
+        others have None."""
         return {"ledger": self.state_of_ledger}
 
     def begin_step(self, version: int) -> None:
-        """Before a step changes the weights, waits for makers whose engines are to be compared with
-        them."""
+        """Waits until the step after `version` may change the weights: until makers have compared
+        their engines with the actor, and have loaded the weights that they asked for.
+
+        Does nothing for the second and further parts of a step.
+        """
         if self.comparisons.in_step:
             return
         if self.comparisons.awaited and self.pushed and self.pushed.version < version:
-            self.push()  # out of turn, for they cannot be compared with others
+            # Makers that are to be compared need the actor's weights, although no push is due.
+            self.push()
+        # Makers have to load weights to compare themselves, which `turns` allows until its step.
         self.recorder.notes += self.comparisons.begin_step()
-        self.turns.begin_step()  # makers load the weights before they are compared
+        self.turns.begin_step()
 
     @ray.method(concurrency_group="weights")
     def score_greedy(
         self, maker: str, version: int, drawn: list[DataProto]
     ) -> list[torch.Tensor] | None:
-        """The actor's log-probabilities of what a maker's replicas drew with the weights of a
-        version.
-
-        None if the actor has other weights by now.
-        """
+        """The actor's log-probabilities of the tokens `drawn`, which a maker's replicas generated
+        with the weights of `version`. None if the actor has other weights by now."""
         actor = self.groups[Role.Actor]
         return self.comparisons.score(
             maker,
@@ -235,46 +255,49 @@ class DetachedPPOTrainer(Side, TrainingLoop):
 
     @ray.method(concurrency_group="turns")
     def hold_weights(self, maker: str) -> PushedWeights:
-        """The newest weights for a maker, by its name in the ledger; they stay as they are until
-        `send_weights`.
+        """Gives a maker the newest weights, which then do not change until `send_weights` has sent
+        them. This is used with `rollout.weight_transport=nccl`.
 
-        Waits until no step runs and no other maker loads. With `rollout.weight_transport=nccl`.
+        Waits until no step runs and no other maker loads weights. `maker` is its name in the
+        ledger.
         """
         self.turns.begin_loading(maker)
         with self.turns.loading(maker, ends=False):
             if self.pushed is None or self.pushed.version < self.learner.version:
                 self.export()
             assert self.pushed is not None
-            address, *_ = self.groups[Role.Actor].address_for(maker)
-            return replace(self.pushed, address=address)
+            addresses = self.groups[Role.Actor].address_for(maker)
+            return replace(self.pushed, address=addresses[0])
 
     @ray.method(concurrency_group="turns")
     def send_weights(self, maker: str, num_receivers: int) -> None:
-        """Sends the weights to the maker that holds them, whose `num_receivers` processes load them
-        meanwhile."""
+        """Sends the weights to the maker for which they are held. Its `num_receivers` rollout
+        processes load them during this call."""
         with self.turns.loading(maker):
             self.groups[Role.Actor].send_weights.remote(num_receivers, maker).get()
 
     def start(self) -> None:
         """Starts the workers and loads the models."""
         config = self.config
-        # Of TRAINED there are no other classes
+        # Trained roles have only the worker classes of this library.
         synchronous = build_role_worker_mapping(config, own_classes={})
         built_in = {role: synchronous[role] for role in config.trainer_roles}
         mapping = dict(self.model_fn(config)) if self.model_fn else built_in
         pools = self.pools or build_resource_pools(config, list(mapping))
-        joint = None
+        joint: JointTrainer | None = None
         world_size = int(self.env_info["world_size"])
         if world_size > 1:
-            address = str(self.env_info["master_addr"]), int(self.env_info["master_port"])
-            joint = JointTrainer(self.index, world_size, *address)
+            host = str(self.env_info["master_addr"])
+            port = int(self.env_info["master_port"])
+            joint = JointTrainer(self.index, world_size, host, port)
         self.groups, placement = start_groups(config, mapping, pools, self.recorder.record, joint)
         ptx = load_ptx_dataset(config, load_tokenizer(config.actor_rollout_ref.model))
         self.learner = Learner(config, self.groups, ptx, (self.index, world_size))
         hf_config = load_hf_config(config.actor_rollout_ref.model, key="actor_rollout_ref.model")
         self.model_cost = ModelCost.of(hf_config)
         self.recorder.show_placement(placement_rows(placement))
-        for future in [group.init_model.remote() for group in self.groups.values()]:
+        loading = [group.init_model.remote() for group in self.groups.values()]
+        for future in loading:
             future.get()
         self.require_same_inputs(config)
 
@@ -282,33 +305,32 @@ class DetachedPPOTrainer(Side, TrainingLoop):
     def extend(
         self, maker: str, tickets: Sequence[Ticket], batch: DataProto, metrics: dict[str, Metric]
     ) -> None:
-        """Takes the experience of some tickets, n rows each."""
+        """Takes the experience that a maker made of some tickets, n samples of each."""
         self.buffer.extend(maker, tickets, batch, metrics)
 
     def push(self) -> None:
-        """The first trainer exports the weights, of which each has whole copies, and gives all
-        makers references."""
+        """Exports the weights and tells all makers where they are. Only the first trainer does so;
+        every trainer has all the weights."""
         if self.index:
             return
         self.export()
         for name in self.maker_names:
-            # When it was started again, it asks for what was pushed last
+            # A maker that died asks for the newest weights when it is started again.
             with contextlib.suppress(WorkerDied):
                 side_named(name).update_experience_maker.remote(self.pushed)
 
     def export(self) -> None:
-        """Has the weights exported, for whoever asks for the newest ones."""
+        """Has the workers export their weights and waits until they have. The weights stay with the
+        workers; `pushed` has references to them."""
         version = self.learner.version
         with self.pushing:
             futures = {
                 role: group.export_weights.remote(version=version)
                 for role, group in self.groups.items()
             }
-            exports = {
-                role: ForwardedFuture(tuple(future.parts), future.collect)
-                for role, future in futures.items()
-            }
-            # What is pushed has been exported; it stays with the workers
+            exports: dict[str, ForwardedFuture] = {}
+            for role, future in futures.items():
+                exports[role] = ForwardedFuture(tuple(future.parts), future.collect)
             for future in futures.values():
                 future.finish()
             self.pushed = PushedWeights(version, exports)
@@ -316,7 +338,7 @@ class DetachedPPOTrainer(Side, TrainingLoop):
 
     @ray.method(concurrency_group="weights")
     def newest_weights(self) -> PushedWeights | None:
-        """What was pushed last, for a maker that was started again or came too late; waits for a
-        push that runs."""
+        """What was exported last, for a maker that was started again or found its weights
+        overwritten. Waits for an export that is running. None before the first."""
         with self.pushing:
             return self.pushed

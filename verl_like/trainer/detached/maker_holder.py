@@ -1,5 +1,5 @@
-"""A maker of detached training: prompts in, experience out to the trainers, with the weights that
-they push."""
+"""A maker of detached training: it makes experience with the weights that the trainers push, and
+sends it to them."""
 
 import contextlib
 import inspect
@@ -50,32 +50,35 @@ from verl_like.workers.rollout.router import ResponsesFuture, router_of
 from verl_like.workers.weights.arrival import StaleWeightsError
 
 LOAD_TRIES = 3
-"""Of the newest weights, where newer ones overwrite them meanwhile."""
+"""How often loading is tried when newer weights overwrite the ones being read."""
 
 
 def maker_models(
     config: DetachedConfig, mapping: Mapping[str, RayClassWithInitArgs]
 ) -> dict[str, RayClassWithInitArgs]:
-    """The workers of a maker: of those of the synchronous run its roles, with copies in place of
-    actor and critic."""
+    """The workers of a maker's roles, chosen from `mapping`, the workers of a synchronous run.
+
+    Actor and critic are replaced by copies, which compute but do not train. A copy gets those
+    arguments of the worker it replaces that its constructor has.
+    """
     copies: dict[str, type] = {Role.Actor: ActorCopyWorker, Role.Critic: CriticCopyWorker}
     own = {role: mapping[role] for role in config.maker_roles}
     for role in own.keys() & copies.keys():
-        arguments = inspect.signature(copies[role]).parameters
-        kwargs = {name: value for name, value in mapping[role].kwargs.items() if name in arguments}
+        parameters = inspect.signature(copies[role]).parameters
+        given = mapping[role].kwargs
+        kwargs = {name: value for name, value in given.items() if name in parameters}
         own[role] = RayClassWithInitArgs(copies[role], **kwargs)
         own[role].plugins = config.plugins
     return own
 
 
 def check_maker(config: DetachedConfig, maker: type[ExperienceMaker], rollout: WorkerGroup) -> None:
-    """Raises ValueError for a plugin's maker, or rollout worker, of which a method would not be
-    called."""
-    own = [
-        name
-        for name in ("make", "begin")
-        if getattr(maker, name) is not getattr(ExperienceMaker, name)
-    ]
+    """Raises ValueError if a plugin's maker or rollout worker has a method of its own that
+    `detached.update_in_flight` would not call."""
+    own: list[str] = []
+    for name in ("make", "begin"):
+        if getattr(maker, name) is not getattr(ExperienceMaker, name):
+            own.append(name)
     if own and config.detached.update_in_flight:
         raise ValueError(
             f"the plugin's maker {maker.__name__} has its own {', '.join(own)}, which "
@@ -92,47 +95,47 @@ def check_maker(config: DetachedConfig, maker: type[ExperienceMaker], rollout: W
 
 @dataclass
 class InFlight:
-    """A prompt (1,) whose n responses are generated."""
+    """A prompt (1,) whose n responses are being generated."""
 
     ticket: Ticket
     prompt: DataProto
     responses: ResponsesFuture
     is_renewed: bool = False
-    """They were begun again."""
+    """True if the responses were begun again with newer weights."""
 
     def age(self, ages: Mapping[str, int]) -> float:
-        """Steps of the engine since the first of them was begun, infinite for a group that is not
-        to be begun again.
+        """How many steps of the engine ago the oldest unfinished response was begun. `ages` has
+        this number for each unfinished response, by the name of its request.
 
-        `ages` has those of unfinished responses.
+        It is infinite if all responses are finished, and for a group that was begun again, because
+        neither is to be begun again.
         """
-        of_responses = [ages[name] for name in self.responses.call.requests if name in ages]
-        return math.inf if self.is_renewed else max(of_responses, default=math.inf)
+        unfinished = [ages[name] for name in self.responses.call.requests if name in ages]
+        return math.inf if self.is_renewed else max(unfinished, default=math.inf)
 
 
 @dataclass
 class PromptLoader:
-    """Prompts by their number in the order of the run."""
+    """Loads the prompts that tickets name by their numbers."""
 
     dataset: PromptDataset
     sampler: EpochSampler
 
     @classmethod
     def of(cls, config: DetachedConfig, prompts: PromptDataset) -> "PromptLoader":
-        """In the order of the configuration."""
+        """Makes a loader that numbers the prompts in the order of the configuration."""
         return cls(prompts, prompt_sampler(config, prompts))
 
     def load(self, tickets: Sequence[Ticket]) -> list[tuple[list[Ticket], DataProto]]:
-        """The prompts of some tickets, (B,) for those of each training step, whose number seeds the
-        sampling."""
-        batches = []
+        """The prompts of some tickets, as one batch (B,) for each training step, with the tickets
+        of the batch. The number of the step seeds the sampling."""
+        batches: list[tuple[list[Ticket], DataProto]] = []
         size = self.sampler.batch_size
         for step, of_step in itertools.groupby(tickets, key=lambda ticket: ticket.number // size):
             its_tickets = list(of_step)
             epoch, rows = self.sampler.batch(step)
-            prompts = self.dataset.collate(
-                [self.dataset[rows[ticket.number % size]] for ticket in its_tickets], epoch
-            )
+            its_rows = [self.dataset[rows[ticket.number % size]] for ticket in its_tickets]
+            prompts = self.dataset.collate(its_rows, epoch)
             prompts.meta_info |= {"epoch": epoch, "global_steps": step + 1}
             batches.append((its_tickets, prompts))
         return batches
@@ -140,14 +143,15 @@ class PromptLoader:
 
 @remote(concurrency_groups={"weights": 1, "status": 1})
 class ExperienceMakerHolder(Side):
-    """The driver of one maker, a named Ray actor. Arguments besides those of `Side`:
+    """The driver of one maker, as a named Ray actor. Arguments besides those of `Side`:
 
     Args:
-        detached_trainer_name_list: the trainers that get the experience, by the index in a ticket.
-        env_info: which of the makers this is; the first one validates, see `trainer.test_freq`.
-        start: how often it has been started; with the number it has a name of its own in the
-            ledger.
-        validated: the version that the maker whose place it takes validated last.
+        detached_trainer_name_list: the names of the trainers that get the experience, at the index
+            that a ticket has.
+        env_info: which of the makers this is. The first one validates, see `trainer.test_freq`.
+        start: how often this maker has been started. It is part of the maker's name in the ledger,
+            so that the ledger can tell it from the process that it replaces.
+        validated: the version that the replaced process validated last, or -1.
     """
 
     def __init__(
@@ -167,20 +171,21 @@ class ExperienceMakerHolder(Side):
         self.name_in_ledger = f"{self.name}.{start}"
         self.cleanup = contextlib.ExitStack()
         self.version = -1
-        """Of the weights that generate; -1 before the first push, and while the workers have not
-        all the same."""
+        """The version of the weights that generate. It is -1 before the first push, and while some
+        workers have newer weights than others."""
         self.validated = validated
         """The version that was validated last."""
         self.is_compared = False
-        """Whether the engines were compared with the first trainer's actor."""
+        """True once the engines were compared with the first trainer's actor."""
         self.has_pushed = threading.Condition()
+        """Notified when a trainer has pushed weights."""
         self.in_flight: dict[str, InFlight] = {}
-        """What is generated with `detached.update_in_flight`, by uid."""
+        """By the uid of the prompt, what is being generated with `detached.update_in_flight`."""
         self.sent: dict[Any, str] = {}
-        """The trainer that experience is on its way to, by the reference to its answer."""
+        """Experience that was sent: the reference to the trainer's answer -> its name."""
 
     def start(self) -> PromptLoader:
-        """Starts the workers and loads the models; returns the prompts of the configuration."""
+        """Starts the workers and loads the models. Returns the prompts of the configuration."""
         inputs = check_inputs(self.config, self.cleanup)
         built_in = maker_models(self.config, inputs.role_worker_mapping)
         mapping = dict(self.model_fn(self.config)) if self.model_fn else built_in
@@ -199,10 +204,16 @@ class ExperienceMakerHolder(Side):
     def workingloop(
         self, data_loader: PromptLoader | None = None, num_steps: int | None = None
     ) -> int:
-        """Makes experience until the ledger has no prompt left, or `num_steps` times; returns how
-        often."""
+        """Makes experience and sends it, until the ledger gives no more tickets, or `num_steps`
+        times. Returns how often it made some.
+
+        In each round it loads newer weights if there are any, validates if that is due, and makes
+        experience of as many prompts as the ledger allows. `data_loader` takes the place of the
+        prompts of the configuration. Raises CallTimeout if it waits too long for newer weights.
+        """
         with self.recorder.timer("starting"):
-            loader = self.start()
+            own_loader = self.start()
+        loader = data_loader or own_loader
         deadline_s = self.config.trainer.call_timeout_s
         patience_s = 3 * deadline_s  # longer than a trainer's, which may wait for another maker
         done = 0
@@ -210,23 +221,26 @@ class ExperienceMakerHolder(Side):
         if newest := ask(self.trainer_names[0], "newest_weights", timeout=deadline_s):
             self.keep_newest(newest)
         while self.in_flight or num_steps is None or done < num_steps:
-            before = self.version
+            version_before = self.version
             self.load_newest_weights()
-            if self.version > before and not self.is_compared:
+            has_newer = self.version > version_before
+            if has_newer and not self.is_compared:
                 self.compare_engines()
-            if self.version > before and self.in_flight and self.config.detached.restart_below:
+            if has_newer and self.in_flight and self.config.detached.restart_below:
                 self.restart_young()
             limit = self.config.num_prompts_at_a_time - len(self.in_flight)
-            if (is_due := self.validation_is_due()) and not self.in_flight:
+            has_made_enough = num_steps is not None and done >= num_steps
+            is_due = self.validation_is_due()
+            if is_due and not self.in_flight:
                 self.validate()
-            elif is_due or (num_steps is not None and done >= num_steps):
-                limit = 0  # until what is in flight has ended and was sent
+            elif is_due or has_made_enough:
+                limit = 0  # nothing begins until what is in flight has ended and was sent
             tickets: list[Ticket] | None = []
             if self.version >= 0:
                 tickets = self.ledger.take(self.name_in_ledger, self.version, limit)
             if tickets is None:
                 break
-            for its_tickets, prompts in (data_loader or loader).load(tickets):
+            for its_tickets, prompts in loader.load(tickets):
                 if self.config.detached.update_in_flight:
                     self.submit(its_tickets, prompts)
                 else:
@@ -237,15 +251,13 @@ class ExperienceMakerHolder(Side):
                 done += self.advance()
             elif tickets:
                 done += 1
-            elif (
-                time.monotonic() - waiting_since > patience_s
-                and self.ledger.seconds_since_loss() > patience_s
-            ):
-                waited_for = (
-                    f"weights newer than version {self.version}, from {self.trainer_names[0]}"
-                )
-                raise CallTimeout(self.name, "workingloop", patience_s, waited_for)
             else:
+                is_late = time.monotonic() - waiting_since > patience_s
+                if is_late and self.ledger.seconds_since_loss() > patience_s:
+                    waited_for = (
+                        f"weights newer than version {self.version}, from {self.trainer_names[0]}"
+                    )
+                    raise CallTimeout(self.name, "workingloop", patience_s, waited_for)
                 with self.recorder.timer("waiting for weights"), self.has_pushed:
                     self.has_pushed.wait(timeout=POLL_S)
                 continue
@@ -254,17 +266,17 @@ class ExperienceMakerHolder(Side):
         return done
 
     def compare_engines(self) -> None:
-        """Raises EngineMismatch unless replicas, and the copy of the actor, compute the model of
-        the first trainer.
+        """Raises EngineMismatch unless the replicas of the rollout engine, and the copy of the
+        actor, compute the same model as the first trainer's actor.
 
-        Where that has other weights by now, they are compared with the next ones.
+        If that actor has other weights by now, they are compared after the next weights are loaded.
         """
         groups = self.run.groups
         config = self.config
         drawn = engine_check.draw(groups[Role.Rollout], self.run.train_dataset)
         if not drawn:
             self.recorder.say(engine_check.UNKNOWN_ROLLOUT)
-        arguments = self.name, self.version, drawn
+        arguments = (self.name, self.version, drawn)
         deadline_s = config.trainer.call_timeout_s
         log_probs = ask(self.trainer_names[0], "score_greedy", *arguments, timeout=deadline_s)
         if log_probs is None:
@@ -278,23 +290,20 @@ class ExperienceMakerHolder(Side):
         self.is_compared = True
 
     def submit(self, tickets: Sequence[Ticket], prompts: DataProto) -> None:
-        """Has the responses to (B,) prompts generated beside those in flight."""
+        """Begins the responses to (B,) prompts, while others are generated."""
         router = router_of(self.run.groups[Role.Rollout])
-        for row, (ticket, uid) in enumerate(
-            zip(tickets, prompts.non_tensor_batch["uid"], strict=True)
-        ):
+        uids = prompts.non_tensor_batch["uid"]
+        for row, (ticket, uid) in enumerate(zip(tickets, uids, strict=True)):
             prompt = prompts.rows(row, row + 1)
             self.in_flight[uid] = InFlight(ticket, prompt, router.call(prompt))
 
     def restart_young(self) -> None:
-        """Begins the youngest of the responses in flight again with the weights just loaded, each
-        once at most."""
+        """Begins the responses to those prompts again, with the weights just loaded, that were
+        begun less than `detached.restart_below` steps of the engine ago. This is done at most once
+        for each prompt, and tells the ledger that no older tokens are left."""
         ages = router_of(self.run.groups[Role.Rollout]).ages()
-        young = [
-            group
-            for group in self.in_flight.values()
-            if group.age(ages) < self.config.detached.restart_below
-        ]
+        limit = self.config.detached.restart_below
+        young = [group for group in self.in_flight.values() if group.age(ages) < limit]
         for group in young:
             group.responses.call.begin_again()
             group.is_renewed = True
@@ -302,10 +311,10 @@ class ExperienceMakerHolder(Side):
         self.ledger.renew(self.name_in_ledger, tickets, self.version)
 
     def advance(self) -> int:
-        """Makes experience of the responses in flight that have ended, and sends it. Returns how
-        often it made some.
+        """Makes experience of the prompts in flight whose responses are all complete, and sends it.
+        Returns 1, or 0 if there were none, for which it waits for a moment.
 
-        The engine goes on meanwhile. Where none has ended, this waits for a moment.
+        The engine generates the other responses meanwhile.
         """
         router = router_of(self.run.groups[Role.Rollout])
         maker = self.run.maker
@@ -318,17 +327,17 @@ class ExperienceMakerHolder(Side):
             prompts = DataProto.concat([group.prompt.select(meta_info_keys=[]) for group in ended])
             prompts.meta_info = dict(ended[0].prompt.meta_info)
             responses = concat_samples([group.responses.get() for group in ended])
-            generation = Future(
-                LocalCall([], [Part(None, responses)], None), lambda outputs: outputs[0]
-            )
-            self.send(
-                [group.ticket for group in ended],
-                maker.complete(maker.sample(prompts, None, generation)),
-            )
+            # A future that is done, since `sample` takes the future of a generation.
+            call = LocalCall([], [Part(None, responses)], None)
+            generation = Future(call, lambda outputs: outputs[0])
+            generated = maker.sample(prompts, None, generation)
+            experience = maker.complete(generated)
+            self.send([group.ticket for group in ended], experience)
         return 1
 
     def send(self, tickets: Sequence[Ticket], experience: Experience) -> None:
-        """Sends the rows of each ticket to its trainer, while the next experience is made."""
+        """Sends the experience of each ticket to the ticket's trainer, and returns before it has
+        arrived. First it waits until the previous experience has arrived."""
         self.wait_for_sent()
         if self.config.algorithm.use_kl_in_reward:
             self.ledger.keep_kl_coef(self.version, self.run.maker.kl_controller.value)
@@ -338,23 +347,23 @@ class ExperienceMakerHolder(Side):
         batch = experience.batch.select(non_tensor_batch_keys=["uid", "policy_version"])
         if self.config.algorithm.rollout_correction.bypass_mode:
             batch.batch.pop("old_log_probs")  # the trainer has them as rollout_log_probs
-        samples = SampleRows.of(batch)
+        ticket_of_row = SampleRows.of(batch).sample_of_row.numpy() // n
         metrics = dict(experience.metrics)
         for index, name in enumerate(self.trainer_names):
             places = [place for place, ticket in enumerate(tickets) if ticket.trainer == index]
-            if places:
-                is_its_own = np.isin(samples.sample_of_row.numpy() // n, places)
-                its_rows = batch if is_its_own.all() else batch.select_idxs(is_its_own)
-                its_tickets = [tickets[place] for place in places]
-                self.sent[
-                    side_named(name).extend.remote(
-                        self.name_in_ledger, its_tickets, its_rows, metrics
-                    )
-                ] = name
-                metrics = {}  # they count once
+            if not places:
+                continue
+            is_its_own = np.isin(ticket_of_row, places)
+            its_rows = batch if is_its_own.all() else batch.select_idxs(is_its_own)
+            its_tickets = [tickets[place] for place in places]
+            trainer = side_named(name)
+            answer = trainer.extend.remote(self.name_in_ledger, its_tickets, its_rows, metrics)
+            self.sent[answer] = name
+            metrics = {}  # only the first trainer gets them, so that they count once
 
     def wait_for_sent(self) -> None:
-        """Until the trainers have what was sent."""
+        """Waits until the trainers have what was sent. Raises CallTimeout or WorkerDied if one does
+        not take it."""
         deadline_s = self.config.trainer.call_timeout_s
         with self.recorder.timer("waiting for experience to arrive"):
             deadline = time.monotonic() + deadline_s
@@ -371,57 +380,57 @@ class ExperienceMakerHolder(Side):
 
     @ray.method(concurrency_group="weights")
     def update_experience_maker(self, weights: PushedWeights) -> None:
-        """Gives the maker weights, which it takes before it generates again."""
+        """Called by a trainer to push weights. The maker loads them before it generates again."""
         self.keep_newest(weights)
 
     def keep_newest(self, weights: PushedWeights) -> None:
+        """Keeps weights to load them, unless there are newer ones already."""
         with self.has_pushed:
             if self.pushed is None or weights.version > self.pushed.version:
                 self.pushed = weights
                 self.has_pushed.notify_all()
 
     def load_newest_weights(self) -> None:
-        """Takes what was pushed last to the engines and the copies, all under one version.
+        """Has the engines and the copies load the weights that were pushed last, if they are newer.
+        All get the same version.
 
-        Where a trainer that died has taken a part of it along, the maker stays on the version that
-        it has. Where a part was overwritten by newer weights, the maker takes those, all of them.
-        Raises WorkerError if a part is lost, or overwritten each of `LOAD_TRIES` times.
+        If a trainer died and a part of the weights with it, the maker keeps its version. If newer
+        weights overwrote a part, the maker loads those instead, all of them. Raises WorkerError if
+        loading fails for another reason, or if weights were overwritten in each of `LOAD_TRIES`
+        tries.
         """
-        deadline_s = self.config.trainer.call_timeout_s
+        config = self.config
+        trainer = self.trainer_names[0]
+        deadline_s = config.trainer.call_timeout_s
         for tries_left in reversed(range(LOAD_TRIES)):
             if (weights := self.pushed) is None or weights.version <= self.version:
                 return
             with self.recorder.timer("update_weights"):
-                if self.config.actor_rollout_ref.rollout.sends_directly:
+                if config.actor_rollout_ref.rollout.sends_directly:
                     weights = self.hold_weights()
-                headers = [
-                    part.header for export in weights.exports.values() for part in export.parts
-                ]
+                headers: list[Any] = []
+                for export in weights.exports.values():
+                    headers.extend(part.header for part in export.parts)
                 try:
                     ray.get(headers, timeout=deadline_s)
                 except ray.exceptions.GetTimeoutError:
-                    waited_for = (
-                        f"weights of version {weights.version}, from {self.trainer_names[0]}"
-                    )
+                    waited_for = f"weights of version {weights.version}, from {trainer}"
                     raise CallTimeout(
                         self.name, "load_newest_weights", deadline_s, waited_for
                     ) from None
                 except ray.exceptions.RayError:  # the run ends anyway, because a trainer has died
                     return
                 try:
-                    drain = {"drain": False} if self.config.detached.update_in_flight else {}
+                    drain = {"drain": False} if config.detached.update_in_flight else {}
                     self.run.maker.load_weights(self.weights_of_actor(weights), **drain)
-                    for role in self.run.groups.keys() & set(TRAINED):
-                        self.run.groups[role].load_weights(
-                            weights.exports[role], version=weights.version
-                        )
+                    groups = self.run.groups
+                    for role in groups.keys() & set(TRAINED):
+                        groups[role].load_weights(weights.exports[role], version=weights.version)
                 except WorkerError as error:
                     self.version = -1  # some workers may have the new weights and others not
                     if not tries_left or StaleWeightsError.__name__ not in error.headline():
                         raise
-                    newest: PushedWeights = ask(
-                        self.trainer_names[0], "newest_weights", timeout=deadline_s
-                    )
+                    newest: PushedWeights = ask(trainer, "newest_weights", timeout=deadline_s)
                     if newest.version == weights.version:
                         raise
                     self.keep_newest(newest)
@@ -430,46 +439,50 @@ class ExperienceMakerHolder(Side):
                     return
 
     def hold_weights(self) -> PushedWeights:
-        """The newest weights, which the first trainer does not change before it has sent them."""
-        # A step of the trainer may be under way
+        """Gets the newest weights from the first trainer, which does not change them until it has
+        sent them."""
+        # The deadline is long because a step of the trainer may be under way.
         deadline_s = 3 * self.config.trainer.call_timeout_s
         return ask(self.trainer_names[0], "hold_weights", self.name_in_ledger, timeout=deadline_s)
 
     def weights_of_actor(self, weights: PushedWeights) -> Weights:
-        """What the engines load; where the trainer waits for them, it sends the values
-        meanwhile."""
+        """The weights that the engines load. If they come straight from the trainer's GPUs, its
+        `send` has the trainer send them while the engines load."""
 
         def send(num_receivers: int) -> Question:
-            arguments = self.name_in_ledger, num_receivers
+            arguments = (self.name_in_ledger, num_receivers)
             deadline_s = self.config.trainer.call_timeout_s
-            return Question.asked(
-                self.trainer_names[0], "send_weights", *arguments, timeout=deadline_s
-            )
+            trainer = self.trainer_names[0]
+            return Question.asked(trainer, "send_weights", *arguments, timeout=deadline_s)
 
         return Weights(weights.exports[Role.Actor], weights.version, send, weights.address)
 
     def validation_is_due(self) -> bool:
-        """Whether this maker is to validate: before training, and with the first version after
-        every `test_freq`."""
+        """Return whether this maker is to validate now. The first maker validates before training,
+        if `trainer.val_before_train` says so, and then with the first version that it gets after
+        each `trainer.test_freq` steps."""
         trainer = self.config.trainer
-        version = self.version
-        passed = (
-            trainer.test_freq > 0
-            and version // trainer.test_freq > max(0, self.validated) // trainer.test_freq
-        )
-        return self.index == 0 and (
-            passed if version > 0 else trainer.val_before_train and self.validated < version
-        )
+        if self.index != 0:
+            return False
+        if self.version <= 0:
+            return trainer.val_before_train and self.validated < self.version
+        if trainer.test_freq <= 0:
+            return False
+        num_due = self.version // trainer.test_freq
+        num_done = max(0, self.validated) // trainer.test_freq
+        return num_due > num_done
 
     def validate(self) -> None:
-        """Validates with the weights that this maker has, for the next report."""
-        self.run.global_step = self.validated = self.version
+        """Validates with the weights that this maker has. The next report has the metrics."""
+        self.validated = self.version
+        self.run.global_step = self.version
         with self.recorder.validation():
             metrics = self.run.validate()
         self.recorder.log_validation(metrics, self.version)
 
     def finish(self, version: int) -> None:
-        """After the loop: takes the last weights and validates with them, unless that was done."""
+        """Called after the loop: loads the last weights, which are those of `version`. The first
+        maker validates with them, unless it has done so."""
         self.load_newest_weights()
         assert self.version == version, (self.version, version)
         if self.index == 0 and self.config.trainer.test_freq > 0 and self.validated != version:

@@ -1,4 +1,4 @@
-"""The record of a detached run: what makers and trainers report is written in the order of the
+"""The record of a detached run: it writes what makers and trainers report in the order of the
 training steps."""
 
 from collections import defaultdict
@@ -13,32 +13,32 @@ from verl_like.trainer.state.checkpoint import PendingCheckpoint, partial_of_ste
 
 
 class DetachedRecord:
-    """Writes a step when all trainers have done it, a validation after its step, and completes
-    checkpoints."""
+    """Writes a step when all trainers have done it and a validation after the step of its version,
+    and completes checkpoints."""
 
     def __init__(self, config: DetachedConfig, recorder: RunRecorder) -> None:
         self.config = config
         self.recorder = recorder
         resumed = recorder.resumed.checkpoint if recorder.resumed else None
         self.rows: dict[int, list[tuple[Mapping[str, Metric], float]]] = defaultdict(list)
-        """What the trainers that have done a step reported of it, see `SideRecorder.rows`."""
+        """By step, the rows of the trainers that have done it, see `SideRecorder.rows`."""
         self.states: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
-        """What trainers saved of a step, see `SideRecorder.states`."""
+        """By step, what trainers saved of it beside files, see `SideRecorder.states`."""
         self.waits: dict[str, dict[float, float]] = defaultdict(dict)
-        """When each side waited for others: the ends by the starts."""
+        """By the name of a side, its waits for other sides: start -> end."""
         self.step = resumed.step if resumed else 0
-        """The last one that is written."""
+        """The last step that is written."""
         self.files: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
-        """The files of the trainers that have written theirs, by the step."""
+        """By step, the files of the trainers that have written theirs of its checkpoint."""
         self.begun: PendingCheckpoint | None = None
-        """A checkpoint that the trainers write."""
+        """A checkpoint that the trainers are writing."""
         self.validations: dict[int, Mapping[str, Metric]] = {}
-        """Those that are not written, by their version."""
+        """By version, the validations that are not written yet."""
         self.validated: int = resumed.state["validated"] if resumed else -1
-        """The version of the last one that is written."""
+        """The version of the last validation that is written, or -1."""
 
     def add(self, name: str, report: SideRecorder) -> None:
-        """Takes what happened on a side since its last report."""
+        """Takes in what happened on the maker or trainer `name` since its last report."""
         for event in report.events:
             self.recorder.record(event)
         self.waits[name].update(report.waits)
@@ -56,11 +56,12 @@ class DetachedRecord:
             self.recorder.say(f"{name}: {note}")
 
     def log(self) -> None:
-        """Writes what is complete, after makers too have said how long they waited until then."""
-        for step in [
-            step for step, rows in self.rows.items() if len(rows) == len(self.config.trainer_names)
-        ]:
-            # The one before, which trainers wait for before they save again
+        """Writes the steps and validations that are complete. It is called when all sides, makers
+        too, have reported until now, because a step's row says how long they waited."""
+        num_trainers = len(self.config.trainer_names)
+        done = [step for step, rows in self.rows.items() if len(rows) == num_trainers]
+        for step in done:
+            # This is the checkpoint before, for which trainers wait before they save again.
             self.commit_checkpoint()
             self.log_validations(step - 1)
             self.log_step(step)
@@ -70,58 +71,65 @@ class DetachedRecord:
         self.log_validations(self.step)
 
     def log_validations(self, version: int) -> None:
-        """Writes the validations up to a version."""
-        for each in [each for each in self.validations if each <= version]:
-            self.recorder.log_validation(metric_values(self.validations.pop(each)), each)
-            self.validated = each
+        """Writes the validations of versions up to `version`."""
+        due = [validated for validated in self.validations if validated <= version]
+        for validated in due:
+            metrics = self.validations.pop(validated)
+            self.recorder.log_validation(metric_values(metrics), validated)
+            self.validated = validated
 
     def log_step(self, step: int) -> None:
-        """Writes the metrics of a step, which all trainers have done."""
-        rows, ended = zip(*self.rows.pop(step), strict=True)
-        values = metric_values(merge_metrics(rows))
-        values |= {"training/global_step": step} | self.idle_shares(
-            max(ended), values["timing_s/step"]
-        )
+        """Writes the row of a step that all trainers have done."""
+        reported = self.rows.pop(step)
+        metrics = merge_metrics([metrics for metrics, _ended in reported])
+        last_ended = max(ended for _metrics, ended in reported)
+        values = metric_values(metrics)
+        idle = self.idle_shares(last_ended, values["timing_s/step"])
+        values |= {"training/global_step": step} | idle
         self.recorder.timeline.start_step(step)
         self.recorder.tracking.log(values, step)
         self.recorder.console.show_step(step, self.config.num_steps_of_run, values)
         self.step = step
 
     def begin_checkpoint(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Keeps the state of the step written last, which the trainers saved, until their files are
-        written."""
-        (ledger,) = [each["ledger"] for each in states if each["ledger"]]
+        """Remembers the state of the step that was written last, until all trainers have written
+        their files. One of `states`, of the trainer that did the step last, has the ledger's."""
+        (ledger,) = [state["ledger"] for state in states if state["ledger"]]
         state = {"ledger": ledger, "validated": self.validated} | self.recorder.state_of_record()
-        # Not with the recorder: a run that ends now would complete it.
-        self.begun = PendingCheckpoint(
-            partial_of_step(self.recorder.run_dir, self.step), self.step, state, {}
-        )
+        folder = partial_of_step(self.recorder.run_dir, self.step)
+        # The recorder does not get it yet, because it would complete it if the run ended now.
+        self.begun = PendingCheckpoint(folder, self.step, state, {})
 
     def commit_checkpoint(self) -> None:
-        """Makes what was begun a checkpoint, if all trainers have written their files."""
-        if self.begun and len(self.files[self.begun.step]) == len(self.config.trainer_names):
-            parts = self.files.pop(self.begun.step)
-            self.begun.written = {name: digest for files in parts for name, digest in files.items()}
-            self.recorder.pending = self.begun
-            self.begun = None
-            self.recorder.commit_checkpoint(wait=True)
+        """Completes the checkpoint that was begun, if all trainers have written their files."""
+        if self.begun is None:
+            return
+        step = self.begun.step
+        if len(self.files[step]) != len(self.config.trainer_names):
+            return
+        digests: dict[str, Any] = {}
+        for files_of_trainer in self.files.pop(step):
+            digests |= files_of_trainer
+        self.begun.written = digests
+        self.recorder.pending = self.begun
+        self.begun = None
+        self.recorder.commit_checkpoint(wait=True)
 
     def renew_checkpoint(self) -> None:
-        """Adds the validations since then to the checkpoint of the step written last."""
-        self.recorder.renew_checkpoint(
-            self.step, {"validated": self.validated} | self.recorder.state_of_record()
-        )
+        """Adds the validations that were written since to the checkpoint of the last step."""
+        state = {"validated": self.validated} | self.recorder.state_of_record()
+        self.recorder.renew_checkpoint(self.step, state)
 
     def idle_shares(self, ended: float, seconds: float) -> dict[str, float]:
-        """In which share of a step's `seconds`, until it `ended`, each side waited for others."""
-        shares = {}
+        """The share of a step, which took `seconds` until the time `ended`, in which each side
+        waited for others. Waits from before the step are forgotten."""
+        started = ended - seconds
+        shares: dict[str, float] = {}
         for name, waits in self.waits.items():
-            self.waits[name] = within = {
-                start: end for start, end in waits.items() if end > ended - seconds
-            }
-            waited_s = sum(
-                max(0.0, min(end, ended) - max(start, ended - seconds))
-                for start, end in within.items()
-            )
-            shares[f"detached/idle/{name}"] = waited_s / seconds
+            within = {start: end for start, end in waits.items() if end > started}
+            self.waits[name] = within
+            in_step = [
+                max(0.0, min(end, ended) - max(start, started)) for start, end in within.items()
+            ]
+            shares[f"detached/idle/{name}"] = sum(in_step) / seconds
         return shares

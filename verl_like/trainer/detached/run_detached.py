@@ -1,4 +1,4 @@
-"""Detached training for the run shell: starts makers and trainers, collects their record, replaces
+"""A run of detached training: it starts makers and trainers, writes what they report, and replaces
 makers that fail."""
 
 import contextlib
@@ -39,10 +39,11 @@ from verl_like.trainer.state.resume import read_fingerprints
 from verl_like.trainer.state.run_state import DetachedState
 
 ANSWER_S = 20.0
-"""A maker or trainer that does not answer for so long is stopped or dead."""
+"""A maker or trainer that does not answer for this long counts as stopped or dead."""
 STATUS_S = 5.0
-"""How long the error of a run that fails waits for what the others say of themselves."""
+"""How long a run that fails waits until makers and trainers have said what they are doing."""
 POLL_S = 0.5
+"""How long one wait lasts before the run looks again."""
 DISPLAY = replace(
     PPO_DISPLAY,
     step_line=(
@@ -56,47 +57,45 @@ DISPLAY = replace(
     ),
     phases=("waiting_for_experience", "update", "export_weights", "save_checkpoint"),
 )
-"""What PPO shows, with the phases of a trainer, and which side waits for the other."""
+"""What a run of PPO shows, with the phases of a trainer, and how long each side waits for the
+other."""
 OF_MAKERS = {name for name in vars(MakerDriver) if not name.startswith("_")}
-"""What a maker has of its driver."""
+"""The methods and attributes that a maker's driver has."""
 WOULD_FAIL_AGAIN = ("__init__", "init_model", "its loop")
-"""Where an exception, unlike a death, comes from wrong input or from the program."""
+"""An error in one of these would come again, because it comes from wrong input or from the program.
+The death of a process would not."""
 
 
 def run_detached(config: DetachedConfig, template: WorkerTemplate | None = None) -> int:
-    """Runs detached training; returns the exit code."""
+    """Runs detached training and returns the exit code of the process."""
     return run(config, check_detached_inputs, fit, DISPLAY, template, DetachedState)
 
 
 def check_detached_inputs(config: DetachedConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
-    """Checks all input as the makers do again; raises ValueError or RewardError."""
+    """Checks all inputs, as each maker does again, and fills in the number of training steps.
+    Raises ValueError or RewardError for what the user has to change."""
     check_trainer(get_trainer())
     with contextlib.ExitStack() as until_checked:
         inputs = check_inputs(config.with_all_pools(), until_checked)
     steps = inputs.config.trainer.total_training_steps
-    return replace(
-        inputs, config=config.updated({"trainer.total_training_steps": steps}), scorer=None
-    )
+    config = config.updated({"trainer.total_training_steps": steps})
+    return replace(inputs, config=config, scorer=None)
 
 
 def check_trainer(trainer: type[RayPPOTrainer]) -> None:
-    """Raises ValueError for a plugin's trainer, which detached training has no use for.
+    """Raises ValueError for a trainer of a plugin, since detached training would not call it.
 
-    One that changes only what a MakerDriver has is accepted where the plugin has a driver, too:
-    that is for the makers, and the trainer for main_ppo.
+    There is an exception for a plugin that serves main_ppo and detached training: its trainer is
+    accepted if it changes only what a MakerDriver has, and the plugin registers a driver too.
     """
     if trainer is RayPPOTrainer:
         return
-    names = [
-        name
-        for name in dir(RayPPOTrainer)
-        if not name.startswith("_") or name in ("__init__", "__post_init__")
-    ]
-    own = [
-        name
-        for name in names
-        if getattr_static(trainer, name) is not getattr_static(RayPPOTrainer, name)
-    ]
+    own: list[str] = []
+    for name in dir(RayPPOTrainer):
+        if name.startswith("_") and name not in ("__init__", "__post_init__"):
+            continue
+        if getattr_static(trainer, name) is not getattr_static(RayPPOTrainer, name):
+            own.append(name)
     of_makers = [name for name in own if name in OF_MAKERS]
     if get_maker_driver() is not MakerDriver and own == of_makers:
         return
@@ -104,9 +103,9 @@ def check_trainer(trainer: type[RayPPOTrainer]) -> None:
         "a subclass of MakerDriver that is registered with register_maker_driver of "
         "verl_like.trainer.ppo.maker_driver"
     )
-    what = f"the plugin's trainer {trainer.__name__}" + (
-        f", which has its own {', '.join(own)}" if own else ""
-    )
+    what = f"the plugin's trainer {trainer.__name__}"
+    if own:
+        what += f", which has its own {', '.join(own)}"
     advice = f"give {', '.join(of_makers)} to {driver}, too, " if of_makers else ""
     raise ValueError(
         f"detached training does not call {what}: {advice}train with main_ppo, or without the "
@@ -115,31 +114,28 @@ def check_trainer(trainer: type[RayPPOTrainer]) -> None:
 
 
 def check_shared_memory(pools: Sequence[RayResourcePool]) -> None:
-    """Raises PlacementError unless all processes of the pools, which are reserved, are on one
-    node."""
+    """Raises PlacementError unless all processes of the pools are on one node. The pools have to be
+    reserved."""
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-    groups = {
-        pool.name: map(ray.util.placement_group_table, pool.get_placement_groups())
-        for pool in pools
-    }
-    nodes = {
-        name: {addresses[node] for table in tables for node in table["bundles_to_node_id"].values()}
-        for name, tables in groups.items()
-    }
-    if len(set().union(*nodes.values())) > 1:
-        places = "; ".join(
-            f"{name} on {', '.join(sorted(its_nodes))}" for name, its_nodes in nodes.items()
-        )
+    nodes_of_pools: dict[str, set[str]] = {}
+    for pool in pools:
+        nodes = nodes_of_pools.setdefault(pool.name, set())
+        for placement_group in pool.get_placement_groups():
+            table = ray.util.placement_group_table(placement_group)
+            nodes.update(addresses[node] for node in table["bundles_to_node_id"].values())
+    if len(set().union(*nodes_of_pools.values())) > 1:
+        places = [f"{name} on {', '.join(sorted(nodes))}" for name, nodes in nodes_of_pools.items()]
         raise PlacementError(
             "actor_rollout_ref.rollout.weight_transport=shared_memory is for one node, but there "
-            f"are {places}: set gloo or object_store"
+            f"are {'; '.join(places)}: set gloo or object_store"
         )
 
 
 def fit(inputs: PPOInputs, recorder: RunRecorder) -> None:
-    """Trains to the end."""
-    # Makers check their inputs again. With the address they leave out what is of a Ray that is
-    # started on this machine.
+    """Starts the makers and trainers, and trains until the last step. If training fails, the error
+    gets a note that says what each of them was doing."""
+    # Makers check their inputs again. Given an address, they leave out the checks for a Ray that
+    # would be started on this machine.
     address = ray.get_runtime_context().gcs_address
     values = {
         "trainer.default_local_dir": str(recorder.run_dir),
@@ -163,8 +159,11 @@ def fit(inputs: PPOInputs, recorder: RunRecorder) -> None:
 
 
 class DetachedRun:
-    """The processes of a run. Experience and weights travel between them; this process sees numbers
-    and metrics."""
+    """The ledger, makers and trainers of a run, which it starts and watches.
+
+    Experience and weights travel between the makers and trainers. This process gets numbers and
+    metrics only. A maker or a trainer is called a side.
+    """
 
     def __init__(self, config: DetachedConfig, recorder: RunRecorder) -> None:
         self.config = config
@@ -178,11 +177,13 @@ class DetachedRun:
             name: build_resource_pools(*side) for name, side in (trainers | makers).items()
         }
         self.actors: dict[str, Any] = {}
+        """The Ray actors of the ledger and of all sides, by name."""
         self.loops: dict[str, Any] = {}
-        """The reference to each maker's and trainer's loop, as long as it runs."""
+        """The reference to the result of each side's loop, as long as the loop runs."""
         self.restarts_left = Counter(
             dict.fromkeys(config.maker_names, config.detached.max_restarts)
         )
+        """How often each maker may still be started again. Trainers have 0."""
         self.starts: Counter[str] = Counter()
         """How often each maker was started."""
         self.reports: dict[str, SideRecorder] = {}
@@ -190,20 +191,21 @@ class DetachedRun:
         self.resumed = recorder.resumed.checkpoint if recorder.resumed else None
         self.record = DetachedRecord(config, recorder)
         self.last_step = -1
-        """The step after which a run ends that SIGTERM ends; -1 before."""
+        """The step after which the run ends, if SIGTERM has come, or -1."""
         self.failure: Exception | None = None
-        """Of a maker, when all steps were trained; it ends the run after the trainers have written
-        their files."""
+        """The error of a maker that failed when all steps were trained. It ends the run after the
+        trainers have written their files."""
 
     def start(self) -> None:
-        """Starts ledger, trainers and makers, and their loops."""
+        """Starts the ledger, the trainers and the makers, and the loops of both."""
         config = self.config
         detached = self.config.detached
         steps = config.trainer.total_training_steps
-        # Together, because one side could take the only node that has room for another.
-        reserve(
-            [pool for pools in self.pools.values() for pool in pools.resource_pool_dict.values()]
-        )
+        all_pools: list[RayResourcePool] = []
+        for pools in self.pools.values():
+            all_pools.extend(pools.resource_pool_dict.values())
+        # All are reserved together: one side could take the only node that has room for another.
+        reserve(all_pools)
         ledger_class: Any = ray.remote(PromptLedger)
         self.actors[LEDGER] = ledger_class.options(name=LEDGER, num_cpus=0).remote(
             steps,
@@ -216,7 +218,8 @@ class DetachedRun:
         host = ray.util.get_node_ip_address()
         port = 0
         count = detached.num_trainers
-        if count > 1:  # where the processes of all trainers meet; it lives as long as this object
+        if count > 1:
+            # The processes of all trainers meet in this store. It lives as long as this object.
             self.store = open_store(host)
             port = self.store.port
         for index, name in enumerate(config.trainer_names):
@@ -241,7 +244,7 @@ class DetachedRun:
         self.ledger_place = ray.get(place, timeout=START_DEADLINE_S)
 
     def start_maker(self, name: str) -> None:
-        """Starts a maker and its loop; the first one validates."""
+        """Starts a maker and its loop, for the first time or again."""
         self.starts[name] += 1
         env_info = {
             "rank": self.config.maker_names.index(name),
@@ -265,8 +268,12 @@ class DetachedRun:
         self.loops[name] = actor.workingloop.remote()
 
     def watch(self) -> None:
-        """Until all loops have ended. Raises what ended a trainer, or a maker more often than
-        `max_restarts`; where all steps are trained then, after the last checkpoint is complete."""
+        """Collects reports and restarts makers until all loops have ended.
+
+        Raises the error that ended a trainer, or a maker more often than `max_restarts`. If all
+        steps are trained then, a maker's error is raised only after the last checkpoint is
+        complete. Raises KeyboardInterrupt if SIGTERM ends the run before its last step.
+        """
         while self.loops:
             ended, _ = ray.wait(list(self.loops.values()), timeout=POLL_S)
             names = {loop: name for name, loop in self.loops.items()}
@@ -284,8 +291,8 @@ class DetachedRun:
             raise self.failure
 
     def end_early(self) -> None:
-        """SIGTERM came: ends the run after the first step that no trainer has done, or after its
-        last validation."""
+        """Called when SIGTERM has come: has the ledger end the run after the first step that no
+        trainer has done. If all steps are done, the run ends after its last validation."""
         self.last_step = ask(LEDGER, "end", timeout=ANSWER_S)
         if self.record.step == self.last_step:
             said = (
@@ -300,8 +307,8 @@ class DetachedRun:
         self.recorder.say(said)
 
     def counts(self) -> Any:
-        """What became of every prompt, by its name. Raises CallTimeout or WorkerDied if the ledger
-        does not answer."""
+        """The ledger's counts of prompts. Raises CallTimeout or WorkerDied if it does not
+        answer."""
         try:
             return ask(LEDGER, "counts", timeout=ANSWER_S)
         except (CallTimeout, WorkerDied) as error:
@@ -309,12 +316,13 @@ class DetachedRun:
             self.failed(LEDGER, error)
 
     def show_counts(self) -> None:
-        """Says what became of every prompt."""
+        """Tells the user how many prompts are in which state."""
         counts = ", ".join(f"{count} {name}" for name, count in self.counts().items())
         self.recorder.say(f"Prompts: {counts}")
 
     def end_of_loop(self, name: str, loop: Any) -> None:
-        """A loop has ended: at its end, or because the side failed."""
+        """Handles a loop that has ended. Either it is done, or it failed, and `failed` or `give_up`
+        decides what happens."""
         try:
             ray.get(loop, timeout=ANSWER_S)
         except RayTaskError as error:
@@ -322,10 +330,10 @@ class DetachedRun:
             if isinstance(cause, RewardError | EngineMismatch):
                 self.give_up(name, cause)
                 return
-            if isinstance(cause, WorkerDied | CallTimeout) and cause.role in {
-                *self.config.trainer_names,
-                LEDGER,
-            }:
+            is_of_other = isinstance(cause, WorkerDied | CallTimeout) and (
+                cause.role == LEDGER or cause.role in self.config.trainer_names
+            )
+            if is_of_other:
                 name = cause.role  # another side, which is dead or does not answer, ended the loop
             if not isinstance(cause, WorkerError | CallTimeout):
                 cause = WorkerError(name, 0, *self.place_of(name), "its loop", str(error))
@@ -337,7 +345,8 @@ class DetachedRun:
             self.collect(name)
 
     def collect(self, name: str) -> None:
-        """Writes what happened on a side since the last time."""
+        """Asks a side what happened since its last report, and gives it to the record. The first
+        report may take longer, while the side starts."""
         timeout = ANSWER_S if name in self.reports else START_DEADLINE_S
         try:
             report: SideRecorder = ask(name, "report", timeout=timeout)
@@ -345,34 +354,35 @@ class DetachedRun:
             self.failed(name, error)
             return
         self.reports[name] = report
-        placement = [row for each in self.reports.values() for row in each.placement]
-        is_placed = len(self.reports) == len(self.pools) and all(
-            each.placement for each in self.reports.values()
-        )
-        if is_placed and placement != self.recorder.placement:
-            self.recorder.show_placement(placement)
+        placements = [each.placement for each in self.reports.values()]
+        all_have_started = len(self.reports) == len(self.pools) and all(placements)
+        rows: list[dict[str, str]] = []
+        for placement in placements:
+            rows.extend(placement)
+        if all_have_started and rows != self.recorder.placement:
+            self.recorder.show_placement(rows)
         self.record.add(name, report)
 
     def place_of(self, name: str) -> tuple[str, int]:
-        """Node and process id of a side, as far as they are known."""
+        """The node and the process id of a side, or ("?", 0) if it has not reported yet."""
         report = self.ledger_place if name == LEDGER else self.reports.get(name)
         return (report.node, report.pid) if report else ("?", 0)
 
     def failed(self, name: str, error: WorkerError | CallTimeout) -> None:
-        """Starts a maker again, whose prompts are given out again.
+        """Starts a maker that failed again. The ledger gives its prompts out again.
 
-        Raises the error, which ends the run, for other sides, and where the maker would fail again.
+        Raises the error instead, which ends the run, if the side is not a maker, if the maker would
+        fail in the same way again, or if it has failed too often.
         """
         if isinstance(error, WorkerDied) and error.role == name:
-            error = WorkerDied(
-                name, 0, *self.place_of(name), error.method, error.cause, error.shortage
-            )
-        # Memory that was short for an allocation, where nothing was killed, is short again for the
-        # same prompts.
-        stays = type(error) is WorkerError and bool(
-            error.method in WOULD_FAIL_AGAIN or error.shortage
-        )
-        if stays or not self.restarts_left[name]:
+            place = self.place_of(name)
+            error = WorkerDied(name, 0, *place, error.method, error.cause, error.shortage)
+        would_fail_again = False
+        if type(error) is WorkerError:
+            # If an allocation failed, and no process was killed, there is too little memory for
+            # these prompts, and there will be again.
+            would_fail_again = error.method in WOULD_FAIL_AGAIN or bool(error.shortage)
+        if would_fail_again or not self.restarts_left[name]:
             error.add_note(f"This ended {name}.")
             self.give_up(name, error)
             return
@@ -381,7 +391,8 @@ class DetachedRun:
         self.recorder.say(f"{name} failed and is started again: {headline}")
         self.remove(name)
         deadline = time.monotonic() + ANSWER_S
-        with contextlib.suppress(ValueError):  # there is no actor of this name any more
+        # Ray raises ValueError when there is no actor of this name any more.
+        with contextlib.suppress(ValueError):
             while ray.get_actor(name):
                 if time.monotonic() > deadline:
                     error.add_note(
@@ -395,23 +406,22 @@ class DetachedRun:
         self.start_maker(name)
 
     def give_up(self, name: str, error: Exception) -> None:
-        """Raises the error; that of a maker when all steps are trained is left to the end of
-        `watch`."""
-        if name not in self.config.maker_names or not ask(
-            LEDGER, "has_trained_all", timeout=ANSWER_S
-        ):
+        """Raises the error, which ends the run. If it is a maker's and all steps are trained, it is
+        kept instead, and `watch` raises it at its end."""
+        is_maker = name in self.config.maker_names
+        if not is_maker or not ask(LEDGER, "has_trained_all", timeout=ANSWER_S):
             raise error from None
         self.failure = self.failure or error
         self.loops.pop(name, None)
 
     def statuses(self) -> str:
-        """What every maker and trainer does now, by its own answer, with the stack of its loop.
+        """What each side says that it is doing, with the stack of its loop.
 
-        One that does not answer is removed, because a process that is stopped would outlive Ray.
+        A side that does not answer is removed, because a process that is stopped would outlive Ray.
         """
         asked = {name: self.actors[name].status.remote() for name in self.pools}
         ray.wait(list(asked.values()), num_returns=len(asked), timeout=STATUS_S)
-        found = []
+        found: list[str] = []
         for name, answer in asked.items():
             try:
                 found.append(ray.get(answer, timeout=POLL_S))
@@ -421,27 +431,29 @@ class DetachedRun:
         return "".join(found)
 
     def remove(self, name: str) -> None:
-        """Stops what is left of a side, and by freeing its pools its workers, which Ray would stop
-        later."""
+        """Kills what is left of a side. It releases the side's pools too, which ends the workers at
+        once; Ray would do so later."""
         ray.kill(self.actors[name])
         node, pid = self.place_of(name)
         if node == ray.util.get_node_ip_address():
-            with contextlib.suppress(OSError):  # it has ended
-                # If it is stopped, it ends as it goes on: Ray's own kill may miss the fork of a
-                # `WorkerTemplate`.
+            with contextlib.suppress(OSError):  # raised if the process has ended
+                # Ray's own kill may miss the fork of a `WorkerTemplate`. If the fork is stopped, it
+                # ends when it is continued.
                 os.kill(pid, signal.SIGCONT)
-        for pool in self.pools[name].resource_pool_dict.values() if name in self.pools else ():
-            pool.release()
+        if name in self.pools:
+            for pool in self.pools[name].resource_pool_dict.values():
+                pool.release()
 
     def finish(self) -> None:
-        """Validates with the last weights, of which the checkpoint is complete."""
+        """Has the makers validate with the last weights. The checkpoint of the last step is
+        complete by then, and gets the results."""
         steps = self.config.num_steps_of_run
         left = self.config.maker_names
         while left:
             starts = Counter(self.starts)
             self.loops = {name: self.actors[name].finish.remote(steps) for name in left}
             self.watch()
-            # One that failed meanwhile was started again, for which its working loop has ended, but
-            # not `finish`.
+            # A maker that failed meanwhile was started again. Its loop has ended by now, as nothing
+            # is left to make, and it has still to do `finish`.
             left = [name for name in left if self.starts[name] > starts[name]]
         self.record.renew_checkpoint()

@@ -1,5 +1,5 @@
-"""What makers and trainers have in common: how they are found, what they send each other, and what
-they record."""
+"""What the makers and trainers of detached training have in common. Each of them is called a side
+here; this file has how sides find and call each other, and what they record."""
 
 import functools
 import os
@@ -30,15 +30,16 @@ from verl_like.trainer.state.checkpoint import PendingCheckpoint
 from verl_like.trainer.state.resume import ResumedRun, changed_inputs
 
 LEDGER = "ledger"
-"""Name of the actor that is the run's `PromptLedger`."""
+"""The name of the actor that is the run's `PromptLedger`."""
 POLL_S = 0.1
+"""How long one wait lasts before the loop looks again."""
 GONE = (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError)
-"""What Ray raises for a call of a side that died, or that Ray's memory monitor killed."""
+"""The errors that Ray raises for a call of a side that died, or that its memory monitor killed."""
 
-remote: Any = ray.remote  # whose type does not know concurrency groups
+remote: Any = ray.remote  # the type of ray.remote does not know concurrency groups
 
 ModelFn = Callable[[DetachedConfig], Mapping[str, RayClassWithInitArgs]]
-"""(configuration) -> the worker class of each role that a maker or a trainer runs."""
+"""A function from the configuration to the worker class of each role that a side runs."""
 EnvInfo = Mapping[str, str | int]
 """`rank` and `world_size`: which of the makers, or of the trainers, a side is, and how many there
 are. Several trainers meet in the store at `master_addr` and `master_port`, see `JointTrainer`;
@@ -47,8 +48,8 @@ makers do not meet."""
 
 @dataclass(frozen=True)
 class PushedWeights:
-    """The weights of one version: what each trained role exported, as an argument of any driver's
-    worker groups."""
+    """One version of the weights: what each trained role exported. Any driver can give the exports
+    to its own worker groups."""
 
     version: int
     exports: Mapping[str, ForwardedFuture]
@@ -60,50 +61,52 @@ class PushedWeights:
 class SideRecorder:
     """The `Recorder` of a side, and the `LoopRecorder` of a trainer.
 
-    The run collects what happened since its last report.
+    It keeps what happens until the run collects it as a report.
     """
 
     name: str
     events: deque[CallEvent] = field(default_factory=deque)
+    """The calls of workers that have ended."""
     rows: deque[tuple[int, Mapping[str, Metric], float]] = field(default_factory=deque)
-    """(training step, metrics, when it ended) of a trainer, (version, metrics, when) of a maker's
-    validations."""
+    """A trainer has (training step, metrics, time at its end) for each step, a maker
+    (version, metrics, time) for each validation."""
     states: deque[tuple[int, Mapping[str, Any]]] = field(default_factory=deque)
-    """(training step, what a trainer saved of it beside its files), see `DetachedPPOTrainer.state`.
-    It is reported with the row of the step, or before."""
+    """(training step, what a trainer saves of it beside files), see `DetachedPPOTrainer.state`.
+    It is reported together with the row of the step, or before it."""
     files: deque[tuple[int, Mapping[str, Any]]] = field(default_factory=deque)
-    """(training step, the files that the ranks of a trainer wrote of its checkpoint, see
-    `PendingCheckpoint`)."""
+    """(training step, the files of its checkpoint that the ranks of a trainer wrote), see
+    `PendingCheckpoint`."""
     waits: deque[tuple[float, float]] = field(default_factory=deque)
-    """(start, end) of waits for other sides. One that lasts is reported until now, and again in the
-    next report."""
+    """(start, end) of waits for other sides. A wait that has not ended is reported with the present
+    time as its end, and again in the next report."""
     notes: deque[str] = field(default_factory=deque)
-    """What the user should know."""
+    """Notes for the user."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Of each phase of the driver so far."""
+    """The seconds of each phase of the driver since the step began."""
     placement: list[dict[str, str]] = field(default_factory=list)
-    """Where its workers are, see `placement_rows`; empty until they have started."""
+    """Where the workers of the side are, see `placement_rows`. Empty until they have started."""
     node: str = field(default_factory=ray.util.get_node_ip_address)
     pid: int = field(default_factory=os.getpid)
     doing: tuple[str, float] = field(default_factory=lambda: ("starting", time.time()))
-    """The phase of the side's loop, and since when."""
+    """The present phase of the side's loop, and the time at which it began."""
     thread: int = 0
-    """Of the side's loop, which measures the phases."""
+    """The thread of the side's loop, which measures the phases."""
     run_dir: Path = field(default_factory=Path)
-    """Where the checkpoints of the run are."""
+    """The folder of the run, in which its checkpoints are."""
     resumed: ResumedRun | None = None
-    """None: a trainer is told what it goes on with."""
+    """It is always None here. `DetachedPPOTrainer.fit` gets the checkpoint of a resumed run."""
     saves_when_ended: bool = False
     is_ending: bool = False
-    """SIGTERM comes to the run, which has the ledger say after which step it ends."""
+    """It is always False here. SIGTERM is sent to the run, which tells the ledger."""
     pending: PendingCheckpoint | None = None
+    """The checkpoint of which the workers are writing files."""
 
     def record(self, event: CallEvent) -> None:
-        """Adds a call of a worker."""
+        """Keeps a call of a worker for the next report."""
         self.events.append(event)
 
     def say(self, note: str) -> None:
-        """Adds what the user should know."""
+        """Keeps a note to the user for the next report."""
         self.notes.append(note)
 
     def show_placement(self, rows: list[dict[str, str]]) -> None:
@@ -112,10 +115,12 @@ class SideRecorder:
 
     @contextmanager
     def timer(self, phase: str) -> Iterator[None]:
-        """Adds the seconds of a phase, which is the side's status meanwhile."""
+        """Measures the code inside as seconds of a phase, and reports the phase as what the side is
+        doing. The time of a phase whose name begins with "waiting" counts as idle."""
         before = self.doing
         started = time.time()
-        self.doing, self.thread = (phase, started), threading.get_ident()
+        self.doing = (phase, started)
+        self.thread = threading.get_ident()
         yield
         self.doing = before
         ended = time.time()
@@ -127,7 +132,8 @@ class SideRecorder:
     def step(
         self, step: int, total_steps: int, row: dict[str, float] | None = None
     ) -> Iterator[Callable[[Mapping[str, Metric | float]], None]]:
-        """Times a step of a trainer; metrics given to the yielded function are in its row."""
+        """Measures a step of a trainer and keeps its row. It yields a function, which adds metrics
+        to the row."""
         started = time.time()
         given: list[Mapping[str, Any]] = []
         self.seconds = {}
@@ -140,45 +146,45 @@ class SideRecorder:
 
         yield log
         ended = time.time()
-        seconds = {"step": ended - started} | self.seconds
-        timings = {
-            f"timing_s/{name.replace(' ', '_')}": Metric.max(value)
-            for name, value in seconds.items()
-        }
+        timings: dict[str, Metric] = {}
+        for name, value in ({"step": ended - started} | self.seconds).items():
+            timings[f"timing_s/{name.replace(' ', '_')}"] = Metric.max(value)
         self.rows.append((step, merge_metrics([*given, timings]), ended))
 
     def validation(self) -> AbstractContextManager[None]:
-        """The phase of a validation."""
+        """Measures a validation, as a phase of its own."""
         return self.timer("testing")
 
     def log_validation(self, metrics: dict[str, float], step: int = 0) -> None:
-        """Adds a row for the validation of a version."""
-        self.rows.append(
-            (step, {name: Metric.mean(value) for name, value in metrics.items()}, time.time())
-        )
+        """Keeps the row of a validation with the weights of version `step`."""
+        means = {name: Metric.mean(value) for name, value in metrics.items()}
+        self.rows.append((step, means, time.time()))
 
     def is_best(self, step: int, metrics: dict[str, float]) -> bool:
-        """No: in detached training validations come after saves."""
+        """Returns False: in detached training a step is saved before it is validated."""
         return False
 
     def begin_checkpoint(
         self, partial: Path, step: int, state: dict[str, Any], groups: Mapping[str, WorkerGroup]
     ) -> None:
-        """Keeps what the run saves of a step, until `commit_checkpoint` finds the files of this
-        trainer written."""
+        """Keeps the state of a step for the next report, and remembers that the workers are writing
+        the files of this trainer. `commit_checkpoint` reports the files."""
         assert self.pending is None
         self.states.append((step, state))
         self.pending = PendingCheckpoint(partial, step, state, groups)
 
     def commit_checkpoint(self, wait: bool) -> None:
-        """Reports the files of the checkpoint that is being written, if they are written or with
-        `wait`."""
-        if self.pending and (files := self.pending.files(wait)) is not None:
+        """Keeps the files of the checkpoint for the next report, once all are written. With `wait`
+        it waits for them; without, it does nothing while some are missing."""
+        if self.pending is None:
+            return
+        files = self.pending.files(wait)
+        if files is not None:
             self.files.append((self.pending.step, files))
             self.pending = None
 
     def complete_checkpoint(self, step: int) -> None:
-        """Nothing: the run does when the makers have validated."""
+        """Does nothing: the run completes the checkpoint when the makers have validated."""
 
     def show_generations(
         self,
@@ -187,21 +193,20 @@ class SideRecorder:
         generation_of_row: Callable[[int], dict[str, str]],
         num_shown: int,
     ) -> None:
-        """Shows nothing: of a validation the run shows the metrics alone."""
+        """Does nothing: the run shows only the metrics of a validation."""
 
     def report(self) -> "SideRecorder":
-        """What was recorded since the last report."""
-        # The loop may add to them meanwhile.
-        events = deque(self.events.popleft() for _ in range(len(self.events)))
-        rows = deque(self.rows.popleft() for _ in range(len(self.rows)))
-        # Those of the rows among them
-        states = deque(self.states.popleft() for _ in range(len(self.states)))
-        # Those from before the rows among them
-        files = deque(self.files.popleft() for _ in range(len(self.files)))
-        notes = deque(self.notes.popleft() for _ in range(len(self.notes)))
+        """Takes out what was recorded since the last report."""
+        # The loop may record more meanwhile. So rows are taken before states and files: the state
+        # of each row that is reported is reported too, and so are the files from before it.
+        events = _take_all(self.events)
+        rows = _take_all(self.rows)
+        states = _take_all(self.states)
+        files = _take_all(self.files)
+        notes = _take_all(self.notes)
         phase, since = self.doing
         waits = deque([(since, time.time())] if phase.startswith("waiting") else [])
-        waits.extend(self.waits.popleft() for _ in range(len(self.waits)))
+        waits.extend(_take_all(self.waits))
         return replace(
             self,
             events=events,
@@ -215,17 +220,22 @@ class SideRecorder:
         )
 
     def status_and_stack(self) -> str:
-        """What the side does, or what it waits for, since when, and the innermost calls of its
-        loop."""
+        """Says what the side does or waits for, since when, and what the innermost calls of its
+        loop are."""
         frame = sys._current_frames().get(self.thread)
         stack = traceback.format_stack(frame, limit=12) if frame else ["  Its loop has ended.\n"]
         phase, since = self.doing
         return f"{self.name}: {phase} for {time.time() - since:.0f} s\n{''.join(stack)}"
 
 
+def _take_all(queue: deque[Any]) -> deque[Any]:
+    """Takes out what is in the queue now. Another thread may add to it meanwhile."""
+    return deque(queue.popleft() for _ in range(len(queue)))
+
+
 def side_named(name: str) -> Any:
-    """The actor of a maker, a trainer or the ledger. Raises WorkerDied if there is none any
-    more."""
+    """The actor of a maker, of a trainer or of the ledger. Raises WorkerDied if there is none of
+    this name any more."""
     try:
         return ray.get_actor(name)
     except ValueError as error:
@@ -233,29 +243,33 @@ def side_named(name: str) -> Any:
 
 
 def side_died(name: str, method: str, error: Exception) -> WorkerDied:
-    """What says that a side is gone; the run knows where it was."""
+    """Makes the error that says that a side died. The run adds the node and the process."""
     if isinstance(error, ray.exceptions.OutOfMemoryError):
         return WorkerDied(name, 0, "?", 0, method, *of_memory_monitor(error))
-    return WorkerDied(name, 0, "?", 0, method, str(error).strip().splitlines()[-1])
+    last_line = str(error).strip().splitlines()[-1]
+    return WorkerDied(name, 0, "?", 0, method, last_line)
 
 
 @dataclass(frozen=True)
 class Question:
-    """A call of another side, which may still be at work."""
+    """A call of another side, which may still be running."""
 
     name: str
     method: str
     answer: Any
+    """Ray's reference to the result."""
     timeout: float
 
     @classmethod
     def asked(cls, name: str, method: str, *args: Any, timeout: float) -> "Question":
-        """Calls the side; raises WorkerDied if there is none of this name."""
-        return cls(name, method, getattr(side_named(name), method).remote(*args), timeout)
+        """Calls a method of a side and returns at once. Raises WorkerDied if there is no side of
+        this name."""
+        answer = getattr(side_named(name), method).remote(*args)
+        return cls(name, method, answer, timeout)
 
     def get(self) -> Any:
-        """The answer. Raises WorkerDied, or CallTimeout if it takes more than `timeout` seconds
-        from now on."""
+        """Waits for the result and returns it. Raises WorkerDied if the side dies, and CallTimeout
+        if it takes more than `timeout` seconds from now on."""
         try:
             return ray.get(self.answer, timeout=self.timeout)
         except ray.exceptions.GetTimeoutError:
@@ -265,13 +279,15 @@ class Question:
 
 
 def ask(name: str, method: str, *args: Any, timeout: float) -> Any:
-    """The answer of another side. Raises WorkerDied, or CallTimeout if it takes more than `timeout`
-    seconds."""
-    return Question.asked(name, method, *args, timeout=timeout).get()
+    """Calls a method of another side and returns its result. Raises WorkerDied if the side dies,
+    and CallTimeout if it takes more than `timeout` seconds."""
+    question = Question.asked(name, method, *args, timeout=timeout)
+    return question.get()
 
 
 class LedgerHandle:
-    """The ledger's methods, each with a deadline."""
+    """Has the methods of the run's `PromptLedger`. Each calls the ledger's actor, with a
+    deadline."""
 
     def __init__(self, deadline_s: float) -> None:
         self.deadline_s = deadline_s
@@ -281,13 +297,17 @@ class LedgerHandle:
 
 
 class Side:
-    """What makers and trainers do alike. Each is a named Ray actor with the concurrency group
+    """The base class of makers and trainers. Each is a named Ray actor with the concurrency group
     `status`.
 
-    `config` is that of the run, `model_fn` gives the worker class of each role that this side runs,
-    by default those of the configuration, and `pools` are what its workers run on; by default it
-    reserves those of the configuration. `fingerprints` are those of the files that the run began
-    with, with which this side compares what it has read.
+    Args:
+        config: of the run.
+        model_fn: gives the worker class of each role that this side runs. By default they are those
+            of the configuration.
+        env_info: which of the makers, or of the trainers, this side is.
+        pools: what the workers run on. By default the side reserves those of the configuration.
+        fingerprints: of the files that the run began with. They must be those of the files that
+            this side has read.
     """
 
     def __init__(
@@ -310,12 +330,15 @@ class Side:
         self.pushed: PushedWeights | None = None
 
     def require_same_inputs(self, config: DetachedConfig) -> None:
-        """Raises ValueError if data, models or the reward function are not those that the run began
-        with.
+        """Raises ValueError if the files of data, models and the reward function are not those that
+        the run began with.
 
         It is called after they were read, because they may change meanwhile.
         """
-        if self.fingerprints is not None and (changed := changed_inputs(self.fingerprints, config)):
+        if self.fingerprints is None:
+            return
+        changed = changed_inputs(self.fingerprints, config)
+        if changed:
             raise ValueError(
                 f"{self.name} read other files than the run began with: {', '.join(changed)}. "
                 "They changed during the run, or are not the same on every node. Restore them, "
@@ -324,10 +347,11 @@ class Side:
 
     @ray.method(concurrency_group="status")
     def report(self) -> SideRecorder:
-        """What happened since the last report; an actor that does not answer is stopped or dead."""
+        """What happened since the last report. It is answered during the side's loop too, so a side
+        that does not answer is stopped or dead."""
         return self.recorder.report()
 
     @ray.method(concurrency_group="status")
     def status(self) -> str:
-        """What this side does now, and the stack of its loop."""
+        """Says what this side does now, with the stack of its loop."""
         return self.recorder.status_and_stack()

@@ -1,5 +1,4 @@
-"""Whose turn it is with the first trainer's weights: a step's, which changes them, or a maker's,
-which loads them."""
+"""Turns with the first trainer's weights: either a step changes them, or one maker loads them."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -12,10 +11,10 @@ class WeightTurns:
     """Lets makers load weights from the trainer's GPUs (`rollout.weight_transport=nccl`) between
     two steps.
 
-    One maker loads at a time. A step waits for the makers that asked before it, so that none waits
-    for two steps. A maker is known by its name in the ledger, such as `maker_0.2`, which says how
-    often it was started. A transfer that fails ends the run: its error is raised to all who come
-    after it.
+    One maker loads at a time. A step waits for the makers that asked before it, so that no maker
+    waits for two steps. A maker is called by its name in the ledger, such as `maker_0.2`; the
+    number at the end says how often it was started. A transfer that fails ends the run: every later
+    call raises its error.
 
     Args:
         name: of the trainer, for messages.
@@ -26,18 +25,19 @@ class WeightTurns:
         self.name = name
         self.limit_s = limit_s
         self._changed = threading.Condition()
-        self._in_step = False
-        self._waiting: set[str] = set()
-        self._receiver: str | None = None
-        self._failure: Exception | None = None
+        self._in_step = False  # a step may change the weights
+        self._waiting: set[str] = set()  # the makers that wait for their turn
+        self._receiver: str | None = None  # the maker whose turn it is
+        self._failure: Exception | None = None  # the error of a transfer
 
     def raise_failure(self) -> None:
-        """Raises the error of a transfer that failed."""
+        """Raises the error of a transfer, if one failed."""
         if self._failure:
             raise self._failure
 
     def begin_step(self) -> None:
-        """Waits for the makers. From here until `end_step` the weights change.
+        """Waits for the makers that load or wait to load. The weights may change from then on,
+        until `end_step`.
 
         Raises CallTimeout if a maker does not end its turn, and the error of a transfer that
         failed.
@@ -50,45 +50,42 @@ class WeightTurns:
             self._in_step = True
 
     def end_step(self) -> None:
-        """The weights are those of a version again."""
+        """Notes that the weights are those of one version again, so that makers may load them."""
         with self._changed:
             self._in_step = False
             self._changed.notify_all()
 
     def begin_loading(self, maker: str) -> None:
-        """Waits for the maker's turn, in which the weights stay as they are until `loading` has
-        ended.
+        """Waits for the maker's turn. The weights do not change from then on, until `loading` has
+        ended the turn.
 
-        A maker that was started again takes the place of the process before it, which has died.
-        Raises CallTimeout if the turn does not come or belongs to a later start of the maker, and
-        the error of a transfer that failed.
+        A maker that was started again takes the place of its process before, which has died. Raises
+        CallTimeout if the turn does not come in time, or if a later start of this maker has taken
+        its place; and the error of a transfer that failed.
         """
         with self._changed:
-            self._waiting -= {other for other in self._waiting if _is_earlier_start(other, maker)}
-            if self._receiver and _is_earlier_start(self._receiver, maker):
+            replaced = {other for other in self._waiting if _is_same_maker(other, maker)}
+            self._waiting -= replaced
+            if self._receiver and _is_same_maker(self._receiver, maker):
                 self._receiver = None
             self._waiting.add(maker)
             self._changed.notify_all()
-            is_over = self._wait_for(
+            came = self._wait_for(
                 lambda: maker not in self._waiting or not (self._in_step or self._receiver)
             )
-            if not is_over or maker not in self._waiting:
+            if not came or maker not in self._waiting:
                 self._waiting.discard(maker)
-                raise CallTimeout(
-                    self.name,
-                    "hold_weights",
-                    self.limit_s,
-                    f"the turn of {maker} to load the weights",
-                )
+                waited_for = f"the turn of {maker} to load the weights"
+                raise CallTimeout(self.name, "hold_weights", self.limit_s, waited_for)
             self._waiting.discard(maker)
             self._receiver = maker
 
     @contextmanager
     def loading(self, maker: str, *, ends: bool = True) -> Iterator[None]:
-        """Around a part of the maker's turn, which is over at the end of the last one. An error
-        ends it, and the run.
+        """Surrounds a part of the maker's turn. The turn is over after the last part, `ends`, or
+        after an error, which ends the run too.
 
-        Raises CallTimeout if it is not the maker's turn, as when it has been started again.
+        Raises CallTimeout if it is not the maker's turn, because it has been started again since.
         """
         with self._changed:
             self.raise_failure()
@@ -109,13 +106,14 @@ class WeightTurns:
                 self._changed.notify_all()
 
     def _wait_for(self, is_so: Callable[[], bool]) -> bool:
-        """Whether it is so within the limit. Raises the error of a transfer that failed
-        meanwhile."""
+        """Waits until `is_so` returns True, and returns False if it does not within the limit.
+        Raises the error of a transfer that fails meanwhile."""
         came = self._changed.wait_for(lambda: self._failure is not None or is_so(), self.limit_s)
         self.raise_failure()
         return came
 
 
-def _is_earlier_start(other: str, maker: str) -> bool:
-    """Whether `other` is the same maker before it was started again."""
+def _is_same_maker(other: str, maker: str) -> bool:
+    """Return whether `other` names another start of the same maker: as the newest start asks last,
+    an earlier one."""
     return other != maker and other.rpartition(".")[0] == maker.rpartition(".")[0]

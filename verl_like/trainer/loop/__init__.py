@@ -1,1 +1,1 @@
-"""The training loop of every trainer and what it trains on."""
+"""The training loop of every trainer, and the values that pass through it."""

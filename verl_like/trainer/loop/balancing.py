@@ -1,5 +1,5 @@
-"""Which rows each rank of a call gets: about as many as the others, and with
-`trainer.balance_batch` as much work."""
+"""How the rows of a batch are divided among the ranks of a call: about as many for each rank and,
+with `trainer.balance_batch`, as much work for each."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,16 +19,19 @@ from verl_like.workers.planning.partition import rank_shares
 
 @dataclass(frozen=True)
 class RowWork:
-    """Lengths and work of the (B,) rows of a batch; ranks get equal work if `balance`."""
+    """How long the (B,) rows of a batch are and how much work each is, by which they are divided.
+
+    A sample may have several rows. Ranks and mini-batches get whole samples.
+    """
 
     tokens_B: np.ndarray
     """Tokens of prompt and response."""
     flops_B: np.ndarray
-    """Of a forward pass of the policy."""
+    """FLOPs of a forward pass of the policy."""
     balance: bool
+    """If true, ranks get about equal work. If false, they get the samples in their order."""
     sample_starts: np.ndarray
-    """The first row of each sample, and the number of rows; ranks and mini-batches get whole
-    samples."""
+    """(number of samples + 1,) the first row of each sample and, as the last entry, B."""
 
     @classmethod
     def of(cls, batch: DataProto, cost: ModelCost, *, balance: bool) -> "RowWork":
@@ -43,46 +46,60 @@ class RowWork:
         num_of_step: int | None = None,
         *beside: Ordered,
     ) -> Future[Any]:
-        """Starts a method on the batch, whose rows are divided among its ranks; results are in the
-        batch's own order.
+        """Calls a method of a worker group with the batch, whose rows are divided among its ranks,
+        and returns at once. The results come in the order of `batch`.
 
-        With n = `num_of_step`, mini-batch i of an update is the samples i * n to (i + 1) * n of the
-        batch, about an equal share on each of any number of ranks, and the column `mini_batch` says
-        so. Without it the batch is one. Raises ValueError for a method that does not read this
-        column, where ranks have other numbers of rows.
+        An update gives `num_of_step`, the samples of one optimizer step over all ranks. Mini-batch
+        i then consists of the samples i * num_of_step to (i + 1) * num_of_step of the batch for any
+        number of ranks, and the column `mini_batch` tells each rank which of its rows are in it. A
+        forward pass leaves `num_of_step` out, and the batch is divided as a whole. `beside` are
+        further arguments of an update.
+
+        Raises ValueError if ranks would get different numbers of samples in a step, and the method
+        does not read the column `mini_batch`.
         """
         num_ranks = data_parallel_size(method)
         if num_ranks is not None and num_of_step is not None:
-            read = method.spec.read_columns
-            is_even = num_of_step % num_ranks == 0 and self.num_samples % num_of_step == 0
-            if (
-                not is_even
-                and self.num_samples > num_of_step
-                and read is not None
-                and "mini_batch" not in read
-            ):
-                raise ValueError(
-                    f"{method.group.role}.{method.spec.name} does not read the column mini_batch, "
-                    f"which says what each of {num_ranks} ranks trains in each step of "
-                    f"{num_of_step} samples: add it to its reads"
-                )
+            self.require_mini_batch_column(method, num_ranks, num_of_step)
             return method.remote(self.in_mini_batches(batch, num_ranks, num_of_step), *beside)
         assert not beside
         if num_ranks is None or not len(batch):
             return method.remote(batch)
-        return method.remote(
-            ordered(self.with_numbers(batch), self.shares(num_ranks, self.num_samples))
-        )
+        numbered = self.with_numbers(batch)
+        shares = self.shares(num_ranks, self.num_samples)
+        return method.remote(ordered(numbered, shares))
+
+    def require_mini_batch_column(
+        self, method: BoundMethod, num_ranks: int, num_of_step: int
+    ) -> None:
+        """Raises ValueError if a method needs the column `mini_batch`, but does not read it.
+
+        A method that does without it takes equally many rows for each step. That is wrong where
+        the samples cannot be divided equally, unless they are all of one step.
+        """
+        read = method.spec.read_columns
+        reads_column = read is None or "mini_batch" in read
+        is_one_step = self.num_samples <= num_of_step
+        is_even = num_of_step % num_ranks == 0 and self.num_samples % num_of_step == 0
+        if not (reads_column or is_one_step or is_even):
+            raise ValueError(
+                f"{method.group.role}.{method.spec.name} does not read the column mini_batch, "
+                f"which says what each of {num_ranks} ranks trains in each step of "
+                f"{num_of_step} samples: add it to its reads"
+            )
 
     def in_mini_batches(self, batch: DataProto, num_ranks: int, num_of_step: int) -> Ordered:
-        """The batch with the column `mini_batch`, as the ranks get it."""
+        """The batch with the column `mini_batch`, in the order in which the ranks get its rows."""
         numbered = self.with_numbers(batch)
         numbered.batch["mini_batch"] = torch.from_numpy(self.sample_of_row // num_of_step)
         return ordered(numbered, self.shares(num_ranks, num_of_step))
 
     def with_numbers(self, batch: DataProto) -> DataProto:
-        """The batch with a number of its own for each sample: samples that come side by side stay
-        apart."""
+        """The batch with its samples numbered from 0.
+
+        Two samples may have the same number when they come from different batches. With balancing
+        their rows can become neighbours, and would then be taken for one sample.
+        """
         numbered = batch.select()
         if SAMPLE_COLUMN in numbered.tensors():
             numbered.batch[SAMPLE_COLUMN] = torch.from_numpy(self.sample_of_row)
@@ -94,32 +111,37 @@ class RowWork:
 
     @property
     def sample_of_row(self) -> np.ndarray:
-        """(B,) the number of the sample that each row is of."""
-        return np.repeat(np.arange(self.num_samples), np.diff(self.sample_starts))
+        """(B,) the number of the sample to which each row belongs."""
+        num_rows_S = np.diff(self.sample_starts)
+        return np.repeat(np.arange(self.num_samples), num_rows_S)
 
     def shares(
         self, num_ranks: int, num_of_step: int, balance: bool | None = None
     ) -> list[np.ndarray]:
-        """The rows of each rank: `rank_shares` of the samples; balanced as this object says, or as
-        `balance` does."""
+        """The rows of each rank, as int64 arrays: whole samples, one mini-batch after the other.
+
+        `balance` takes the place of the field of that name, to compare both ways. A rank without a
+        sample gets an empty array.
+        """
         balance = self.balance if balance is None else balance
-        work = (
-            np.add.reduceat(self.flops_B, self.sample_starts[:-1])
-            if self.num_samples and balance
-            else None
-        )
-        of_ranks = rank_shares(self.num_samples, num_of_step, num_ranks, work_B=work)
-        rows_of = np.split(np.arange(len(self.flops_B)), self.sample_starts[1:-1])
-        return [
-            np.concatenate([np.arange(0), *(rows_of[sample] for sample in share)])
-            for share in of_ranks
-        ]
+        work_S: np.ndarray | None = None
+        if balance and self.num_samples:
+            work_S = np.add.reduceat(self.flops_B, self.sample_starts[:-1])
+        samples_of_ranks = rank_shares(self.num_samples, num_of_step, num_ranks, work_B=work_S)
+        rows_of_samples = np.split(np.arange(len(self.flops_B)), self.sample_starts[1:-1])
+        shares: list[np.ndarray] = []
+        for samples in samples_of_ranks:
+            rows = [rows_of_samples[sample] for sample in samples]
+            no_rows = np.arange(0)  # concatenate needs at least one array
+            shares.append(np.concatenate([no_rows, *rows]))
+        return shares
 
     def metrics(self, method: BoundMethod, num_of_step: int) -> dict[str, Metric]:
-        """How even the work of an update's ranks is, before and after balancing.
+        """How even the work of an update's ranks is, without balancing and as it is divided.
 
-        `global_seqlen/*`: tokens of a rank. `perf/imbalance/*`: FLOPs of each mini-batch's busiest
-        rank over those of its mean rank, both summed; 1 is even.
+        `global_seqlen/*` are tokens of a rank. `perf/imbalance/*` is the FLOPs of each mini-batch's
+        busiest rank over those of its mean rank, both summed over mini-batches; 1 is even. An empty
+        batch has no metrics.
         """
         num_ranks = data_parallel_size(method)
         assert num_ranks is not None
@@ -127,9 +149,8 @@ class RowWork:
             return {}
         plain = self.shares(num_ranks, num_of_step, balance=False)
         used = self.shares(num_ranks, num_of_step)
-        before, after = (
-            np.array([self.tokens_B[rows].sum() for rows in shares]) for shares in (plain, used)
-        )
+        before = np.array([self.tokens_B[rows].sum() for rows in plain])
+        after = np.array([self.tokens_B[rows].sum() for rows in used])
         metrics = {
             "global_seqlen/min": Metric.min(before.min()),
             "global_seqlen/max": Metric.max(before.max()),
@@ -138,24 +159,26 @@ class RowWork:
             "global_seqlen/balanced_max": Metric.max(after.max()),
             "global_seqlen/mean": Metric.mean(before.mean()),
         }
-        num_mini_batches = -(-self.num_samples // num_of_step)
+        num_mini_batches = -(-self.num_samples // num_of_step)  # rounded up
         mini_batch_of_row = self.sample_of_row // num_of_step
         for name, shares in (("unbalanced", plain), ("balanced", used)):
-            work = np.zeros((num_ranks, num_mini_batches))
+            flops = np.zeros((num_ranks, num_mini_batches))
             for rank, rows in enumerate(shares):
-                np.add.at(work[rank], mini_batch_of_row[rows], self.flops_B[rows])
-            metrics[f"perf/imbalance/{name}"] = Metric.mean(
-                work.max(0).sum() / work.mean(0).sum(), weight=work.mean()
-            )
+                np.add.at(flops[rank], mini_batch_of_row[rows], self.flops_B[rows])
+            imbalance = flops.max(0).sum() / flops.mean(0).sum()
+            metrics[f"perf/imbalance/{name}"] = Metric.mean(imbalance, weight=flops.mean())
         return metrics
 
 
 def ordered(batch: DataProto, shares: Sequence[np.ndarray]) -> Ordered:
-    """The batch of which rank i gets the rows `shares[i]`."""
-    return Ordered(batch, np.concatenate(shares), [len(rows) for rows in shares])
+    """The batch in the order in which rank i gets the rows `shares[i]`."""
+    num_rows = [len(rows) for rows in shares]
+    return Ordered(batch, np.concatenate(shares), num_rows)
 
 
 def data_parallel_size(method: BoundMethod) -> int | None:
-    """Over how many ranks a method splits its batch; None where it does not."""
+    """Among how many ranks a method divides its batch, or None if each rank gets all of it."""
     collect_ranks = method.spec.dispatch_mode.collect_ranks
-    return None if collect_ranks is None else len(collect_ranks(method.group))
+    if collect_ranks is None:
+        return None
+    return len(collect_ranks(method.group))

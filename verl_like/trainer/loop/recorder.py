@@ -1,4 +1,4 @@
-"""What makers, learners and trainers of every kind ask of a record."""
+"""The protocols of a recorder, to which makers, learners and trainers report what they do."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -12,23 +12,24 @@ from verl_like.trainer.state.resume import ResumedRun
 
 
 class Recorder(Protocol):
-    """Takes down what happens while experience is made and learned from.
+    """Records what happens while experience is made and learned from.
 
-    `RunRecorder` writes it to the files of the run. A maker or a trainer of detached training has a
-    `SideRecorder`, whose reports the run collects.
+    There are two implementations: `RunRecorder` writes to the files of the run, and `SideRecorder`,
+    which a maker or a trainer of detached training has, keeps reports until the run collects them.
     """
 
     def record(self, event: CallEvent) -> None:
-        """Adds a call of a worker, which has ended."""
+        """Records a call of a worker that has ended."""
 
     def timer(self, phase: str) -> AbstractContextManager[None]:
-        """Adds the seconds of a phase on the driver."""
+        """Measures the code inside as seconds of a phase of the driver."""
 
     def say(self, note: str) -> None:
-        """Tells the user something."""
+        """Shows a note to the user."""
 
     def show_placement(self, rows: list[dict[str, str]]) -> None:
-        """Shows where the workers are, see `placement_rows`, in place of what was shown before."""
+        """Shows where the workers are, as `placement_rows` gives it. It replaces what was shown
+        before."""
 
     def show_generations(
         self,
@@ -37,43 +38,50 @@ class Recorder(Protocol):
         generation_of_row: Callable[[int], dict[str, str]],
         num_shown: int,
     ) -> None:
-        """Shows `num_shown` rows of a validation batch, other ones each time."""
+        """Shows `num_shown` of the `num_rows` rows of a validation batch, different ones each time.
+
+        `generation_of_row` makes what is shown of a row, and is called for those rows alone.
+        """
 
 
 class LoopRecorder(Recorder, Protocol):
-    """What the loop of a trainer asks of a record, which also has the checkpoints."""
+    """A recorder for the loop of a trainer. It manages the checkpoints too."""
 
     run_dir: Path
-    """Where the checkpoints of the run are."""
+    """The folder of the run, in which its checkpoints are."""
     resumed: ResumedRun | None
-    """The run that goes on."""
+    """The interrupted run that this one continues, or None for a new run."""
     saves_when_ended: bool
-    """Whether the trainer looks at `is_ending` after each step, and then saves and ends."""
+    """True while the loop looks at `is_ending` after each step, then saves and ends the run. While
+    it is False, SIGTERM ends the run at once."""
     is_ending: bool
-    """Whether SIGTERM is to end the run after this step."""
+    """True if SIGTERM has come, and the run is to end after this step."""
 
     def step(
         self, step: int, total_steps: int, row: dict[str, float] | None = None
     ) -> AbstractContextManager[Callable[[Mapping[str, Metric | float]], None]]:
-        """Times a step; metrics given to the yielded function are in its row."""
+        """Measures a step and writes its row at the end. It yields a function, which adds metrics
+        to the row; `row` is what the row has from before the run was resumed."""
 
     def validation(self) -> AbstractContextManager[None]:
-        """Around a validation, whose time is not that of a phase of the step."""
+        """Surrounds a validation, so that its time counts for no phase of the step."""
 
     def log_validation(self, metrics: dict[str, float], step: int = 0) -> None:
-        """Adds a row for a validation by itself."""
+        """Writes a row for a validation that is not part of a step."""
 
     def is_best(self, step: int, metrics: dict[str, float]) -> bool:
-        """Whether the validation after a step is the best so far, for which its checkpoint is
-        kept."""
+        """Return whether the validation after a step is the best so far. If it is, the step's
+        checkpoint is kept."""
 
     def begin_checkpoint(
         self, partial: Path, step: int, state: dict[str, Any], groups: Mapping[str, WorkerGroup]
     ) -> None:
-        """Keeps the state of a step until `commit_checkpoint` finds its files written."""
+        """Remembers the state of a step, while the workers of `groups` write the step's files into
+        the folder `partial`. `commit_checkpoint` completes it."""
 
     def commit_checkpoint(self, wait: bool) -> None:
-        """Makes what was begun a checkpoint, if it is written or with `wait`."""
+        """Makes the checkpoint that was begun a complete one, once all its files are written. With
+        `wait` it waits for them; without, it does nothing while some are missing."""
 
     def complete_checkpoint(self, step: int) -> None:
-        """The validation after the last step is recorded, too."""
+        """Notes in the checkpoint of the last step that the validation after it is recorded."""

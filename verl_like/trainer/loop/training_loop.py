@@ -1,5 +1,5 @@
-"""The loop of every trainer: steps, validations and checkpoints, and an end by SIGTERM that loses
-no step."""
+"""The loop of every trainer: steps, validations, checkpoints, and an end by SIGTERM without the
+loss of a step."""
 
 import abc
 import inspect
@@ -12,7 +12,7 @@ from verl_like.protocol import Metric, merge_metrics
 from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer.loop.experience import Experience, Update
 from verl_like.trainer.loop.recorder import LoopRecorder
-from verl_like.trainer.state.checkpoint import begin, save_models, save_training
+from verl_like.trainer.state import checkpoint
 from verl_like.trainer.state.run_state import LAST_ROW
 
 Log = Callable[[Mapping[str, Metric | float]], None]
@@ -27,36 +27,35 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class TrainingLoop(abc.ABC):
-    """Takes experience of a version, learns from it, hands on the weights, validates and saves.
+    """The base class of every trainer. In each step it takes experience, learns from it and hands
+    on the weights; around the steps it validates and saves checkpoints.
 
-    A subclass says where experience comes from (`take`): its own maker, the buffer of detached
-    training, or batches of data. It says how that is learned from (`learn`), and who gets the
-    weights (`hand_on`).
+    A subclass implements three things. `take` says where experience comes from: the trainer's own
+    maker, the buffer of detached training, or batches of data. `learn` submits the update on it.
+    `hand_on` gives the new weights to those who generate with them.
     """
 
     config: Any
-    """A RunConfig whose `trainer` says when to validate and to save."""
+    """A RunConfig. Its block `trainer` says when to validate and when to save."""
     recorder: LoopRecorder
     val_dataset: Any
-    """None, or empty, where the loop validates nothing. The makers of detached training report
-    theirs themselves."""
+    """The validation set. If it is None or empty, the loop does not validate: in detached training
+    the makers validate, and report the results themselves."""
     trained: Mapping[str, WorkerGroup]
-    """The groups whose models are trained, by the names of their folders in a checkpoint."""
+    """The worker groups whose models are trained, by the names of their folders in a checkpoint."""
     global_step: int = 0
+    """The number of the present step. It is 0 before the first step, whose number is 1."""
 
     def __init_subclass__(cls, **arguments: Any) -> None:
-        """Raises ValueError for a subclass with a step of earlier versions, which got its batches
-        as arguments."""
+        """Raises ValueError for a subclass that was written for an earlier version: in those `step`
+        had the batch as an argument, and `last_step` was a method."""
         super().__init_subclass__(**arguments)
         refuse_replaced(cls, _REPLACED)
         name = f"{cls.__module__}.{cls.__name__}"
-        _, *others = inspect.signature(cls.step).parameters.values()
-        # Ray adds an argument to the methods of an actor, whose name has an underscore.
-        given = [
-            each.name
-            for each in others
-            if each.kind not in _VARIADIC and not each.name.startswith("_")
-        ]
+        _self, *parameters = inspect.signature(cls.step).parameters.values()
+        named = [each.name for each in parameters if each.kind not in _VARIADIC]
+        # Ray adds an argument to the methods of an actor. Its name begins with an underscore.
+        given = [parameter for parameter in named if not parameter.startswith("_")]
         if given:
             raise ValueError(
                 f"{name}.step has the arguments {', '.join(given)}, and a step takes its batch "
@@ -70,43 +69,49 @@ class TrainingLoop(abc.ABC):
 
     @abc.abstractmethod
     def take(self) -> Iterator[Experience]:
-        """What the present step learns from, whole or in parts as they arrive.
+        """Yields what the present step learns from, as a whole or in parts as they arrive.
 
-        What follows a `yield` is done while the update runs that was submitted for it.
+        `step` submits the update on each part before it asks for the next one, so the code after a
+        `yield` runs on the driver during that update.
         """
 
     @abc.abstractmethod
     def learn(self, experience: Experience) -> Update:
-        """Submits the update on experience; returns at once."""
+        """Submits the update on the experience and returns at once."""
 
     def metrics_of(self, experience: Experience) -> Mapping[str, Metric]:
-        """What is computed of experience on the driver, while it is learned from."""
+        """Computes metrics of the experience on the driver, during the update on it."""
         return {}
 
     def account(self, learned: Mapping[str, Metric]) -> Mapping[str, Metric]:
-        """Tells the source of the experience that the step is learned, with its metrics; returns
-        the source's metrics.
+        """Tells the source of the experience that the step has been learned, and returns the
+        metrics that the source adds to the step's metrics `learned`.
 
-        Afterwards `last_step` may be an earlier one.
+        The source may have less left than was planned: `last_step` can be smaller afterwards.
         """
         return {}
 
     def hand_on(self) -> None:
-        """Gives the weights of the step to those who generate with them."""
+        """Gives the weights of the step to those who generate with them. A trainer on examples
+        has nobody to give them to."""
         return
 
     @abc.abstractmethod
     def validate(self) -> dict[str, float]:
-        """The metrics of the validation set."""
+        """Computes the metrics of the validation set."""
 
     @property
     def last_step(self) -> int:
-        """The step after which the run ends."""
+        """The number of the step after which the run ends."""
         return int(self.config.num_steps_of_run)
 
     def fit(self) -> int:
-        """Trains to the last step, validating before and every `test_freq`, and saves the end.
-        Returns that step."""
+        """Trains until `last_step` and returns the number of the step it ended with.
+
+        It validates before the first step and after every `trainer.test_freq` steps, saves after
+        every `trainer.save_freq` steps, and always saves the last one. A run that was resumed
+        begins after the step of its checkpoint.
+        """
         self.begin()
         while self.global_step < self.last_step:
             self.recorder.saves_when_ended = True
@@ -115,30 +120,32 @@ class TrainingLoop(abc.ABC):
         return self.global_step
 
     def step(self) -> dict[str, Metric]:
-        """Takes experience of a version, learns from it and hands on the weights; returns the
-        step's metrics."""
+        """Does one training step, which is an update or several on what `take` yields, and returns
+        its metrics."""
         updates: list[Update] = []
         metrics: list[Mapping[str, Metric]] = []
         for experience in self.take():
-            # The update is submitted: what follows, here and in `take`, runs meanwhile.
+            # The update is only submitted: the lines below, and the rest of `take`, run during it.
             updates.append(self.learn(experience))
             self.recorder.commit_checkpoint(wait=False)
-            metrics += [experience.metrics, self.metrics_of(experience)]
-        metrics.append(Update.of_parts(updates).get())
+            metrics.append(experience.metrics)
+            metrics.append(self.metrics_of(experience))
+        whole_update = Update.of_parts(updates)
+        metrics.append(whole_update.get())
         learned = merge_metrics(metrics)
         accounted = self.account(learned)
         self.hand_on()
         return merge_metrics([learned, accounted])
 
     def run_step(self) -> None:
-        """A step with its row, its validation and its checkpoint.
+        """Does one step with its row of metrics, and its validation and checkpoint if they are due.
 
-        The last step is saved before it is validated, so that whatever ends the run in the
-        validation costs nothing but that. An earlier one is validated first, because the best one
-        is saved.
+        The last step is saved before it is validated: if something ends the run during the
+        validation, only the validation is lost. Any other step is validated first, because the
+        validation decides whether it is the best step, which is saved too.
         """
         recorder = self.recorder
-        folder: Path | None = None
+        folder: Path | None = None  # of this step's checkpoint, if it has one
         with recorder.step(self.global_step, self.last_step) as log:
             log(self.step())
             is_last = self.global_step == self.last_step
@@ -157,55 +164,62 @@ class TrainingLoop(abc.ABC):
             self.end_run(folder)
 
     def begin(self) -> None:
-        """The validation before the first step, or that which a run that goes on lacks."""
+        """Validates before the first step of a new run, if `trainer.val_before_train` says so.
+
+        A resumed run validates here only if it was interrupted between the checkpoint of its last
+        step and the end of the validation after it. The row of that step is then in the checkpoint.
+        """
         recorder = self.recorder
         if not recorder.resumed:
             if self.val_dataset and self.config.trainer.val_before_train:
                 recorder.log_validation(self.timed_validation())
         elif row := recorder.resumed.checkpoint.state.get(LAST_ROW):
-            # Of a run that now has more steps too: the checkpoint is that before the validation.
+            # Also if the run now has more steps: the checkpoint is still one without a validation.
             with recorder.step(self.global_step, self.last_step, row) as log:
                 log(self.last_validation())
             recorder.complete_checkpoint(self.global_step)
 
     def end_run(self, folder: Path | None) -> None:
-        """SIGTERM came: ends the run with the checkpoint of this step and its models.
+        """Ends the run after SIGTERM, by raising KeyboardInterrupt. Before that it completes the
+        checkpoint of this step, and writes the models into it.
 
-        `folder` is that of the checkpoint, or None where SIGTERM came after the step, which is not
-        saved.
+        `folder` is that of the checkpoint, or None if the step has none yet, because SIGTERM came
+        after the decision whether to save it.
         """
         if folder is None:
             self.save_step()
         else:
-            not_written = [
-                role for role in self.trained if not (folder / role / "huggingface").exists()
-            ]
-            save_models({role: self.trained[role] for role in not_written}, folder)
+            without_model: dict[str, WorkerGroup] = {}
+            for role, group in self.trained.items():
+                if not (folder / role / "huggingface").exists():
+                    without_model[role] = group
+            checkpoint.save_models(without_model, folder)
         self.recorder.commit_checkpoint(wait=True)
         raise KeyboardInterrupt
 
     @property
     def is_saved_by_number(self) -> bool:
-        """Whether `save_freq` says that this step is saved."""
+        """True if `trainer.save_freq` says that this step is saved."""
         save_freq = self.config.trainer.save_freq
         return bool(save_freq > 0 and self.global_step % save_freq == 0)
 
     def save_step(self, is_last: bool = False) -> Path:
-        """Saves the step: training goes on while workers write, and `commit_checkpoint` makes it a
-        checkpoint.
+        """Begins the checkpoint of this step and returns its folder.
 
-        If the run ends with this step, the models are written too. Returns the folder.
+        Workers write its files while training goes on; `commit_checkpoint` of the recorder makes
+        the folder a checkpoint when they have. If the run ends with this step, the models are
+        written too, in the format of Hugging Face.
         """
         with self.recorder.timer("save_checkpoint"):
             partial = self.save()
             if is_last or self.recorder.is_ending:
-                save_models(self.trained, partial)
+                checkpoint.save_models(self.trained, partial)
         self.recorder.begin_checkpoint(partial, self.global_step, self.state(), self.trained)
         return partial
 
     def validate_in_step(self, log: Log) -> bool:
-        """Validates if that is due before the last step; returns whether it did, and it is the best
-        one so far."""
+        """Validates if a validation is due after this step, which is not the last one. Returns True
+        if it validated and the result is the best so far."""
         if not (self.val_dataset and self.validation_is_due(is_last=False)):
             return False
         metrics = self.timed_validation()
@@ -213,13 +227,16 @@ class TrainingLoop(abc.ABC):
         return self.recorder.is_best(self.global_step, metrics)
 
     def timed_validation(self) -> dict[str, float]:
-        """`validate`, apart from the phases of the step."""
+        """Calls `validate`. Its time does not count as time of a phase of the step."""
         with self.recorder.validation():
             return self.validate()
 
     def last_validation(self) -> dict[str, float]:
-        """The metrics after the last step, if they are due. SIGTERM ends the run at once: its
-        checkpoint is complete, and the validation is done again when it goes on."""
+        """Validates after the last step and returns the metrics, none if no validation is due.
+
+        The step is saved already, so SIGTERM ends the run at once here, and the validation is done
+        when the run is resumed.
+        """
         if not (self.val_dataset and self.validation_is_due(is_last=True)):
             return {}
         recorder = self.recorder
@@ -228,29 +245,29 @@ class TrainingLoop(abc.ABC):
             recorder.say("SIGTERM: all steps are saved; the same command validates the last one.")
             raise KeyboardInterrupt
         metrics = self.timed_validation()
-        # From here on SIGTERM changes nothing: the run is about to end
+        # From here on SIGTERM changes nothing, since the run is about to end.
         recorder.saves_when_ended = True
         recorder.is_best(self.global_step, metrics)
         return metrics
 
     def validation_is_due(self, is_last: bool) -> bool:
-        """Whether this step is followed by a validation: every `test_freq`, and then the last one
-        too."""
+        """Return whether a validation follows this step. Every `trainer.test_freq`-th step has
+        one, and so has the last; with a `test_freq` of 0 or less, no step has one."""
         freq = self.config.trainer.test_freq
         return freq > 0 and (is_last or self.global_step % freq == 0)
 
     def save(self) -> Path:
-        """Copies the training state, which is written while training goes on; returns the folder of
-        a checkpoint."""
-        self.recorder.commit_checkpoint(wait=True)  # the one before
+        """Has the workers copy their training state and write it while training goes on. Returns
+        the folder that they write into."""
+        self.recorder.commit_checkpoint(wait=True)  # the previous one
         folder = self.new_folder()
-        save_training(self.trained, folder)
+        checkpoint.save_training(self.trained, folder)
         return folder
 
     def new_folder(self) -> Path:
-        """The folder of this step's checkpoint, empty."""
-        return begin(self.recorder.run_dir, self.global_step)
+        """Makes the empty folder of this step's checkpoint."""
+        return checkpoint.begin(self.recorder.run_dir, self.global_step)
 
     def state(self) -> dict[str, Any]:
-        """What goes on after a resume, beside the models; JSON values."""
+        """What a checkpoint holds beside the models, as JSON values."""
         return {"global_step": self.global_step}

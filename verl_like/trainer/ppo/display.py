@@ -1,4 +1,4 @@
-"""What PPO shows of its metrics, its calls and its generations."""
+"""What a run of PPO shows of its metrics, its calls and its generations."""
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -85,7 +85,8 @@ PPO_DISPLAY = Display(
 def generation_of_row(
     row: int, batch: DataProto, scores_B: torch.Tensor, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, str]:
-    """Prompt, response, ground truth and score of one row of a validation batch."""
+    """What is shown of a row of a validation batch: the last message of its prompt, its response,
+    ground truth and score."""
     one = batch.rows(row, row + 1).batch
     mask = one["response_mask"].values().bool()
     return {

@@ -1,6 +1,6 @@
-"""Compares what engines compute with what the actor computes, when a run starts.
+"""Compares what the rollout engines compute with what the actor computes, when a run starts.
 
-That an engine has the actor's weights does not show that it makes the same model of them.
+An engine that has the actor's weights may still build another model with them.
 """
 
 from itertools import pairwise
@@ -18,12 +18,13 @@ from verl_like.workers.rollout_worker import RolloutWorker
 
 NUM_PROMPTS = 4
 NUM_TOKENS = 8
-"""Of each response."""
+"""How many tokens each response has."""
 LARGEST_IN_FLOAT32 = 1e-3
-"""Largest difference of a log-probability where both sides compute in float32."""
+"""The largest difference of log-probabilities that is allowed if both sides compute in float32."""
 MEAN_OTHERWISE = 0.05
-"""Mean difference where a side computes in bfloat16 or float16."""
+"""The mean difference that is allowed if a side computes in bfloat16 or float16."""
 MEAN_IF_QUANTISED = 0.2
+"""The mean difference that is allowed if the engine's weights are quantised."""
 
 
 UNKNOWN_ACTOR = "The actor has no score_greedy, so the engine is not compared with it."
@@ -33,11 +34,10 @@ UNKNOWN_ROLLOUT = (
 
 
 def draw(rollout: WorkerGroup, dataset: PromptDataset) -> list[DataProto]:
-    """What each replica answers greedily to the first prompts: (B, ...) rows with
-    `rollout_log_probs`.
+    """Has each replica answer the first prompts greedily, without random numbers. Returns (B, ...)
+    rows with `rollout_log_probs` for each replica.
 
-    No random number is drawn. Empty for a rollout worker that is not of `RolloutWorker`, whose
-    engine is not known.
+    The list is empty for a custom rollout worker that has no `draw_greedily`.
     """
     if not hasattr(rollout, RolloutWorker.draw_greedily.__name__):
         return []
@@ -47,13 +47,12 @@ def draw(rollout: WorkerGroup, dataset: PromptDataset) -> list[DataProto]:
 
 
 def log_probs_of(actor: WorkerGroup, drawn: list[DataProto]) -> list[torch.Tensor]:
-    """The log-probabilities of the tokens by the actor or a copy of it, float32 for each replica,
-    at temperature 1."""
+    """The log-probabilities that the actor, or a copy of it, computes for the tokens that the
+    replicas drew: float32 at temperature 1, a tensor for each replica."""
     if not drawn:
         return []
-    scored = actor.score_greedy(
-        DataProto.concat([each.select(meta_info_keys=[]) for each in drawn])
-    ).get()
+    batch = DataProto.concat([each.select(meta_info_keys=[]) for each in drawn])
+    scored = actor.score_greedy(batch).get()
     ends = np.cumsum([len(each) for each in drawn]).tolist()
     return [
         of_tokens(scored.rows(start, end), "old_log_probs") for start, end in pairwise([0, *ends])
@@ -61,15 +60,15 @@ def log_probs_of(actor: WorkerGroup, drawn: list[DataProto]) -> list[torch.Tenso
 
 
 def of_tokens(batch: DataProto, name: str) -> torch.Tensor:
-    """A column by response token as one tensor of all of them."""
+    """The values of a column for all response tokens of a batch, in one tensor (tokens,)."""
     return jagged_parts(batch.tensors()[name])[0]
 
 
 def require_one_model(
     config: PPOConfig, side: str, drawn: list[DataProto], log_probs: list[torch.Tensor]
 ) -> None:
-    """Raises EngineMismatch unless each replica's log-probabilities are the actor's; `side` says
-    whose engine it is."""
+    """Raises EngineMismatch unless each replica's log-probabilities are the actor's `log_probs`, up
+    to rounding. `side` says in the message whose engine it is."""
     quantization = config.actor_rollout_ref.rollout.quantization
     for replica, (batch, of_actor) in enumerate(zip(drawn, log_probs, strict=True)):
         what = f"rollout replica {replica}{side}"
@@ -83,8 +82,8 @@ def require_close(
     of_actor: torch.Tensor,
     quantization: str | None = None,
 ) -> None:
-    """Raises EngineMismatch unless the log-probabilities of `what` are the actor's up to the
-    rounding of the dtypes."""
+    """Raises EngineMismatch unless the log-probabilities `own` of `what` are the actor's, up to the
+    rounding of the data types. NaN is a mismatch."""
     policy = config.actor_rollout_ref
     dtypes = {policy.rollout.dtype, policy.actor.fsdp_config.dtype}
     differences = (own - of_actor).abs()

@@ -1,4 +1,4 @@
-"""The maker: prompts in, experience out."""
+"""The maker: it takes prompts and returns experience, which is scored responses with advantages."""
 
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
@@ -34,14 +34,15 @@ from verl_like.workers.planning.flops import ModelCost
 
 @dataclass(frozen=True, eq=False)
 class Generated:
-    """Responses, which models have not scored yet."""
+    """Responses before any model has scored them."""
 
     batch: DataProto
-    """(B * n,) rows of prompts with responses, the samples of a prompt next to each other."""
+    """(B * n,) rows of prompts with responses, the n samples of a prompt next to each other."""
     scores: PendingScores | None
-    """Of the rules, which may still be computed; None where none are pending."""
+    """The rules' scores, which may still be computed. None if there are no rules, or if the scores
+    are columns of the batch already."""
     metrics: Mapping[str, Metric]
-    """What was measured while they were generated."""
+    """What was measured during generation."""
 
     def __iter__(self) -> NoReturn:
         raise ValueError(
@@ -52,99 +53,103 @@ class Generated:
 
 @dataclass(frozen=True, eq=False)
 class Scored:
-    """Responses with what models and rules say of them. Each phase makes another one, with what it
-    adds."""
+    """Responses with the columns that models and rules have computed. A phase does not change it,
+    but returns another one with more columns."""
 
     batch: DataProto
-    """A view of `rows`, with a row for each sample and padded columns (B, R): see
-    `view_of_samples`."""
+    """What the phases read and extend: a view of `rows` with one row for each sample and padded
+    columns (B, R), see `view_of_samples`."""
     rows: DataProto
-    """(B * n,) rows with the columns that models and rules have computed."""
+    """(B * n,) rows without padding, in the form in which workers get them."""
     work: RowWork
-    """By which the rows are divided among ranks."""
+    """How much work each row is, by which the rows are divided among ranks."""
     metrics: Mapping[str, Metric]
     """What was measured so far."""
     kept_BR: torch.Tensor | None = None
-    """The tokens that a correction leaves of `response_mask`; None before, and where it takes none
-    away."""
+    """The tokens of `response_mask` that the correction of rollout against trainer keeps. None if
+    it rejects no tokens, or has not run yet."""
 
     def with_columns(
         self, columns: Mapping[str, torch.Tensor], metrics: Mapping[str, Metric] | None = None
     ) -> "Scored":
-        """The same with columns of the view, in place of those of their names or beside them, and
-        with metrics."""
+        """Adds columns to the view, or replaces those that have the same names, and adds
+        metrics."""
         merged = merge_metrics([self.metrics, metrics or {}])
         return replace(self, batch=view_with(self.batch, columns), metrics=merged)
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The actor's weights as one version; the export may still be running."""
+    """One version of the actor's weights. Their export may still be running."""
 
     exported: Future[Any] | ForwardedFuture
     version: int
     send: Callable[[int], Any] | None = None
-    """Has another driver's actor send them to so many processes, which load them meanwhile; returns
-    a future."""
+    """Called with a number of rollout processes: has the actor send them the weights while they
+    load, and returns a future. It is given if the actor belongs to another driver."""
     address: tuple[str, int] | None = None
     """Where that actor waits for these processes."""
 
 
+_PHASES = {
+    "compute_rewards": "reward",
+    "correct_rollout": "correct",
+    "compute_advantages": "estimate",
+    "narrow": "choose_tokens",
+}
+"""Methods of earlier versions, which wrote into their batch, and the phases in their place."""
 _REPLACED = {
     name: f"override {phase}(scored), read scored.batch, and return scored.with_columns(...), see "
     "docs/extending.md"
-    for name, phase in {
-        "compute_rewards": "reward",
-        "correct_rollout": "correct",
-        "compute_advantages": "estimate",
-        "narrow": "choose_tokens",
-    }.items()
+    for name, phase in _PHASES.items()
 }
-"""Methods that wrote into their batch, and what takes their place."""
 
 
 @dataclass(kw_only=True)
 class ExperienceMaker:
-    """Generates responses, scores them and estimates advantages. A subclass changes a phase by
-    overriding its method.
+    """Generates responses, scores them and estimates advantages.
 
-    Each phase makes a value of the one before, and leaves that as it is: `sample` a `Generated`,
-    `score` a `Scored`, `reward`, `correct` and `estimate` a `Scored` with more columns, `complete`
-    the `Experience`.
+    Each phase takes the value of the previous one, leaves it unchanged and returns a new one:
+    `sample` returns a `Generated`, `score` a `Scored`, and `reward`, `correct`, `estimate` and
+    `choose_tokens` a `Scored` with more columns; `complete` makes an `Experience` of the last. A
+    subclass changes a phase by overriding its method.
 
     A maker shares no state with the learner. Its own state is the coefficient of `kl_controller`.
     """
 
     config: PPOConfig
     groups: Mapping[str, WorkerGroup]
-    """The group of each role."""
+    """The worker group of each role."""
     rule_scorer: RuleScorer | None
+    """Scores responses with a reward function, or None if there are no rules."""
     reward_columns: Mapping[str, float]
-    """The columns whose weighted sum is the reward."""
+    """The columns whose weighted sum is the reward, with their weights."""
     kl_controller: KLController
+    """Has the coefficient of the KL penalty in the reward."""
     model_cost: ModelCost
     timer: Callable[[str], AbstractContextManager[None]]
     """Measures a phase of the driver."""
 
     def __init_subclass__(cls, **arguments: Any) -> None:
-        """Raises ValueError for a subclass with a phase of earlier versions, which nothing would
-        call."""
+        """Raises ValueError for a subclass that overrides a phase of an earlier version, because
+        nothing would call it."""
         super().__init_subclass__(**arguments)
         refuse_replaced(cls, _REPLACED)
 
     def make(
         self, prompts: DataProto, more_prompts: Callable[[], DataProto] | None = None
     ) -> Experience:
-        """Makes experience of (B,) prompts with the present weights; meta `global_steps` seeds the
-        sampling.
+        """Makes experience of (B,) prompts with the present weights.
 
-        `more_prompts` returns further (B,) prompts, which dynamic sampling
-        (`algorithm.filter_groups`) needs.
+        `global_steps` in the prompts' meta_info seeds the sampling. `more_prompts` returns another
+        (B,) prompts at each call; only dynamic sampling (`algorithm.filter_groups`) needs it.
         """
-        return self.complete(self.sample(prompts, more_prompts))
+        generated = self.sample(prompts, more_prompts)
+        return self.complete(generated)
 
     def begin(self, prompts: DataProto) -> Future[DataProto]:
-        """Has the responses to (B,) prompts generated with the present weights; returns at once."""
+        """Starts the generation of responses to (B,) prompts with the present weights, and returns
+        at once."""
         return self.groups[Role.Rollout].generate_sequences.remote(prompts)
 
     def complete(self, generated: Generated) -> Experience:
@@ -155,80 +160,93 @@ class ExperienceMaker:
             corrected = self.correct(rewarded)
             estimated = self.estimate(corrected)
             chosen = self.choose_tokens(estimated)
-            return Experience(strip(chosen.batch, chosen.rows), chosen.work, chosen.metrics)
+            batch = strip(chosen.batch, chosen.rows)
+            return Experience(batch, chosen.work, chosen.metrics)
 
     def score(self, generated: Generated) -> Scored:
-        """Has models compute what rewards and advantages need of the responses, and waits for the
-        rules."""
+        """Has the models compute what rewards and advantages need, such as log-probabilities and
+        values, and waits for the rules' scores.
+
+        The calls are all submitted before the first result is awaited, so those on separate pools
+        run at the same time.
+        """
+        config = self.config
         batch = of_present_kind(generated).batch
-        if (
-            self.config.actor_rollout_ref.rollout.free_cache_engine
-            and not self.config.trainer.max_staleness
-        ):
+        if config.actor_rollout_ref.rollout.free_cache_engine and not config.trainer.max_staleness:
             self.groups[Role.Rollout].sleep()
 
-        work = RowWork.of(batch, self.model_cost, balance=self.config.trainer.balance_batch)
+        work = RowWork.of(batch, self.model_cost, balance=config.trainer.balance_batch)
         pending: list[Any] = []
-        if self.config.needs_old_log_probs:
-            pending.append(work.submit(self.groups[Role.Actor].compute_log_prob, batch))
-        if role := self.config.role_of_reference:
-            pending.append(work.submit(self.groups[role].compute_ref_log_prob, batch))
+        if config.needs_old_log_probs:
+            actor = self.groups[Role.Actor]
+            pending.append(work.submit(actor.compute_log_prob, batch))
+        if config.role_of_reference:
+            reference = self.groups[config.role_of_reference]
+            pending.append(work.submit(reference.compute_ref_log_prob, batch))
         if teacher := self.groups.get(Role.Teacher):
             pending.append(work.submit(teacher.compute_teacher_log_prob, batch))
         if critic := self.groups.get(Role.Critic):
             pending.append(work.submit(critic.compute_values, batch))
-        for role in self.config.reward_models_by_role:
-            scores = work.submit(self.groups[role].compute_rm_score, batch)
-            pending.append(scoring.ModelScores(role, scores))
-        # Not in balanced order, so that the samples of a prompt stay together.
-        pending += [self.groups[role].annotate.remote(batch) for role in self.config.custom_roles]
-        pending += [generated.scores.complete(batch)] if generated.scores else []
-        batch, metrics = self.collect(batch, pending)
+        for role in config.reward_models_by_role:
+            model_scores = work.submit(self.groups[role].compute_rm_score, batch)
+            pending.append(scoring.ModelScores(role, model_scores))
+        for role in config.custom_roles:
+            # This call keeps the batch's own order, so that the samples of a prompt stay together.
+            pending.append(self.groups[role].annotate.remote(batch))
+        if generated.scores:
+            pending.append(generated.scores.complete(batch))
+        rows, metrics = self.collect(batch, pending)
         merged = merge_metrics([generated.metrics, metrics])
-        return Scored(view_of_samples(batch), batch, work, merged)
+        return Scored(view_of_samples(rows), rows, work, merged)
 
     def generate_and_score(
         self, prompts: DataProto, num_samples: int
     ) -> tuple[DataProto, torch.Tensor, dict[str, Metric]]:
-        """Responses to (B,) prompts that are not trained on, as in validation (meta `validate`).
+        """Generates and scores responses to (B,) prompts that are not trained on, as in validation.
 
-        Returns (B * num_samples,) rows with their reward columns; the reward of each, 0 where it
-        was skipped; metrics.
+        Only what the reward needs is computed. Returns (B * num_samples,) rows with the reward
+        columns; the reward of each row, which is 0 for a row that could not be scored; and metrics.
         """
         generated = of_present_kind(self.generate(prompts, num_samples))
         batch = generated.batch
-        scores = generated.scores
         pending: list[Any] = []
         for role in self.config.reward_models_by_role:
-            pending.append(
-                scoring.ModelScores(role, self.groups[role].compute_rm_score.remote(batch))
-            )
+            model_scores = self.groups[role].compute_rm_score.remote(batch)
+            pending.append(scoring.ModelScores(role, model_scores))
         for role in self.config.custom_roles:
             annotate = self.groups[role].annotate
-            if self.reward_columns.keys() & set(annotate.spec.writes or ()):
+            written = set(annotate.spec.writes or ())
+            if self.reward_columns.keys() & written:
                 pending.append(annotate.remote(batch))
-        pending += [scores.complete(batch)] if scores else []
-        batch, scoring_metrics = self.collect(batch, pending)
-        rewards = padded(batch, [*self.reward_columns, "is_skipped"])
+        if generated.scores:
+            pending.append(generated.scores.complete(batch))
+        rows, scoring_metrics = self.collect(batch, pending)
+        rewards = padded(rows, [*self.reward_columns, "is_skipped"])
         scores_B = scoring.total_scores(rewards, self.reward_columns).sum(-1)
-        scores_B = scores_B.masked_fill(batch.batch.get("is_skipped", torch.tensor(False)), 0.0)
-        return batch, scores_B, merge_metrics([generated.metrics, scoring_metrics])
+        is_skipped_B = rows.batch.get("is_skipped", torch.tensor(False))
+        scores_B = scores_B.masked_fill(is_skipped_B, 0.0)
+        return rows, scores_B, merge_metrics([generated.metrics, scoring_metrics])
 
     def load_weights(self, weights: Weights, checks_first: bool = True, drain: bool = True) -> None:
-        """Takes weights to the rollout engines, which check them against the actor's fingerprint.
+        """Has the rollout engines load weights and check them against the actor's fingerprint.
 
-        With `checks_first` they keep what they have where something else came: see
-        `RolloutEngine.load_weights`. With `drain` responses that are unfinished end before, and
-        without it they go on with the new weights.
+        With `checks_first` an engine checks the weights before it loads them, and keeps those it
+        has if the check fails: see `RolloutEngine.load_weights`. With `drain` unfinished responses
+        are completed first; without it they are continued with the new weights.
         """
         rollout = self.groups[Role.Rollout]
         sent = None
         if self.config.actor_rollout_ref.rollout.sends_directly:
             send = weights.send or self.groups[Role.Actor].send_weights.remote
             sent = send(rollout.world_size)
-        options: dict[str, Any] = {} if checks_first else {"checks_first": False}
-        options |= {"address": weights.address} if weights.address else {}
-        options |= {} if drain else {"drain": False}
+        # Only what differs from the defaults is given: a custom rollout may not know the arguments.
+        options: dict[str, Any] = {}
+        if not checks_first:
+            options["checks_first"] = False
+        if weights.address:
+            options["address"] = weights.address
+        if not drain:
+            options["drain"] = False
         rollout.load_weights(weights.exported, version=weights.version, **options)
         if sent:
             sent.get()
@@ -239,13 +257,15 @@ class ExperienceMaker:
         more_prompts: Callable[[], DataProto] | None,
         generation: Future[DataProto] | None = None,
     ) -> Generated:
-        """The responses to train on, with `algorithm.filter_groups` those of dynamic sampling,
-        scored by the rules.
+        """Generates the responses to train on.
 
-        Dynamic sampling (DAPO, arXiv:2503.14476) keeps only prompts whose responses differ in the
-        metric. It generates for further prompts until there are as many of these as `prompts`, at
-        most `max_num_gen_batches` times; what is missing then is filled with the first prompts that
-        were dropped.
+        With dynamic sampling (DAPO, arXiv:2503.14476; `algorithm.filter_groups`) they are scored by
+        the rules here, and a prompt counts only if its responses differ in the metric. Responses to
+        further prompts from `more_prompts` are generated until as many prompts count as there are
+        in `prompts`, but for at most `max_num_gen_batches` batches of prompts. If prompts are
+        missing then, the first ones that did not count take their places.
+
+        `generation` is what `begin` returned for `prompts`, if they are being generated already.
         """
         options = self.config.algorithm.filter_groups
         n = self.config.actor_rollout_ref.rollout.n
@@ -269,39 +289,42 @@ class ExperienceMaker:
             if num_differing >= num_wanted or len(differing) == options.max_num_gen_batches:
                 break
             prompts = more_prompts().select()
+            prompts.meta_info |= meta_info  # among it the step, which seeds the sampling
             generation = None
-            prompts.meta_info |= meta_info
-        batch = select_samples(concat_samples([*differing, *equal]), 0, num_wanted)
+        all_samples = concat_samples([*differing, *equal])
+        batch = select_samples(all_samples, 0, num_wanted)
+        num_equal = sum(map(count_samples, equal))
         counts = {
-            "rollout/num_prompt_batches": len(differing),
-            "rollout/num_equal_groups": sum(map(count_samples, equal)) // n,
-            "rollout/num_filler_groups": max(0, num_wanted - num_differing) // n,
-            "rollout/num_surplus_groups": max(0, num_differing - num_wanted) // n,
+            "rollout/num_prompt_batches": Metric.sum(len(differing)),
+            "rollout/num_equal_groups": Metric.sum(num_equal // n),
+            "rollout/num_filler_groups": Metric.sum(max(0, num_wanted - num_differing) // n),
+            "rollout/num_surplus_groups": Metric.sum(max(0, num_differing - num_wanted) // n),
         }
-        merged = merge_metrics(
-            [*metrics, {name: Metric.sum(count) for name, count in counts.items()}]
-        )
-        return Generated(batch, None, merged)
+        return Generated(batch, None, merge_metrics([*metrics, counts]))
 
     def with_scores(self, generated: Generated) -> Generated:
-        """The same responses with the scores of the rules, for which it waits."""
-        if not of_present_kind(generated).scores:
+        """Waits for the rules' scores and returns the same responses with them as columns."""
+        batch = of_present_kind(generated).batch
+        if not generated.scores:
             return generated
-        batch, metrics = self.collect(generated.batch, [generated.scores.complete(generated.batch)])
-        return Generated(batch, None, merge_metrics([generated.metrics, metrics]))
+        scored, metrics = self.collect(batch, [generated.scores.complete(batch)])
+        return Generated(scored, None, merge_metrics([generated.metrics, metrics]))
 
     def generate_with_baselines(
         self, prompts: DataProto, generation: Future[DataProto] | None = None
     ) -> Generated:
-        """What `generate` returns, with the column `reward_baselines` where the estimator needs
-        it."""
+        """Does what `generate` does, and adds the column `reward_baselines` if the estimator needs
+        it.
+
+        The baseline of a response is the reward of the greedy response to the same prompt, or NaN
+        if that could not be scored.
+        """
         n = self.config.actor_rollout_ref.rollout.n
         if "reward_baselines" not in self.config.estimator_needs:
             return of_present_kind(self.generate(prompts, n, generation))
         greedy = prompts.select()
         greedy.meta_info = prompts.meta_info | {"greedy": True}
         answered, rewards_B, _ = self.generate_and_score(greedy, num_samples=1)
-        # NaN: without a greedy reward there is no baseline.
         is_skipped_B = answered.batch.get("is_skipped", torch.tensor(False))
         rewards_B = rewards_B.masked_fill(is_skipped_B, torch.nan)
         generated = of_present_kind(self.generate(prompts, n, generation))
@@ -312,11 +335,11 @@ class ExperienceMaker:
     def generate(
         self, prompts: DataProto, num_samples: int, generation: Future[DataProto] | None = None
     ) -> Generated:
-        """(B,) prompts -> (B * num_samples,) prompts with responses, the samples of a prompt next
-        to each other.
+        """Generates `num_samples` responses to each of (B,) prompts. The batch that it returns has
+        B * num_samples rows, the samples of a prompt next to each other.
 
-        Rules already score responses that are complete while others are still generated.
-        `generation` is what `begin` returned for the prompts.
+        The rules score a response as soon as it is complete, while others are still generated.
+        `generation` is what `begin` returned for the prompts, if they are being generated already.
         """
         generation = generation or self.begin(prompts)
         scores = PendingScores(self.rule_scorer, prompts, num_samples) if self.rule_scorer else None
@@ -330,25 +353,22 @@ class ExperienceMaker:
     def collect(
         self, batch: DataProto, pending: Sequence[Any]
     ) -> tuple[DataProto, dict[str, Metric]]:
-        """Waits for results, adds their columns to the batch and merges their metrics."""
+        """Waits for results, and returns the batch with their columns and their merged metrics."""
         metrics = []
         for future in pending:
             output = future.get()
             metrics.append(output.meta_info.get("metrics", {}))
-            batch = batch.union(
-                output.select(
-                    meta_info_keys=[name for name in output.meta_info if name != "metrics"]
-                )
-            )
+            other_info = [name for name in output.meta_info if name != "metrics"]
+            batch = batch.union(output.select(meta_info_keys=other_info))
         return batch, merge_metrics(metrics)
 
     def reward(self, scored: Scored) -> Scored:
-        """Adds up the scores and subtracts the KL penalty: `token_level_scores`,
-        `token_level_rewards` (B R).
+        """Adds the columns `token_level_scores`, the sum of all rewards, and `token_level_rewards`,
+        from which the KL penalty is subtracted; both (B, R).
 
         r_t = score_t - beta * KL_t, with KL_t estimated from `old_log_probs` and `ref_log_prob`
-        (Ziegler et al. 2019, arXiv:1909.08593). Samples that could not be scored leave every loss:
-        their `response_mask` becomes zero.
+        (Ziegler et al. 2019, arXiv:1909.08593). The `response_mask` of a sample that could not be
+        scored becomes zero, so that it counts in no loss.
         """
         columns = scored.batch.batch
         mask_BR = columns["response_mask"]
@@ -357,16 +377,16 @@ class ExperienceMaker:
         masked = view_with(scored.batch, {"response_mask": mask_BR})
         scores_BR = scoring.total_scores(masked, self.reward_columns)
         metrics = scoring.reward_means(masked, self.reward_columns)
-        if (buffer := self.config.reward.overlong_buffer).enable:
+        buffer = self.config.reward.overlong_buffer
+        if buffer.enable:
             max_length = self.config.data.max_response_length
-            # Of all rows of a sample
+            # All tokens of a response count, in all rows of its sample, and not only scored ones.
             lengths_B = columns["attention_mask"][:, -mask_BR.size(1) :].sum(-1)
             penalty_B = overlong_penalty(lengths_B, max_length, buffer.len, buffer.penalty_factor)
             scores_BR = scores_BR + on_last_token(penalty_B, mask_BR)
-            scored_B = penalty_B[mask_BR.any(-1)]  # those that were skipped get none
-            metrics["reward/overlong_penalty"] = Metric.mean(
-                float(scored_B.mean()), weight=len(scored_B)
-            )
+            scored_B = penalty_B[mask_BR.any(-1)]  # samples that were skipped get no penalty
+            mean_penalty = float(scored_B.mean())
+            metrics["reward/overlong_penalty"] = Metric.mean(mean_penalty, weight=len(scored_B))
         made = {
             "response_mask": mask_BR,
             "token_level_scores": scores_BR,
@@ -390,56 +410,69 @@ class ExperienceMaker:
         return scored.with_columns(made, metrics)
 
     def correct(self, rewarded: Scored) -> Scored:
-        """Compares rollout and trainer as `algorithm.rollout_correction` says: adds
-        `rollout_is_weights` (B R), and as `kept_BR` the tokens that remain of `response_mask`."""
+        """Corrects for the difference between the policy of the rollout and that of the trainer, as
+        `algorithm.rollout_correction` says.
+
+        Adds the importance weights `rollout_is_weights` (B, R), and sets `kept_BR` to the tokens of
+        `response_mask` that are not rejected. With `bypass_mode` the rollout's log-probabilities
+        are taken for `old_log_probs`.
+        """
         columns = rewarded.batch.batch
         config = self.config.algorithm.rollout_correction
-        made = {"old_log_probs": columns["rollout_log_probs"]} if config.bypass_mode else {}
+        made: dict[str, torch.Tensor] = {}
+        if config.bypass_mode:
+            made["old_log_probs"] = columns["rollout_log_probs"]
         if not (config.rollout_is or config.rollout_rs):
             return rewarded.with_columns(made)
         old_log_probs = made["old_log_probs"] if config.bypass_mode else columns["old_log_probs"]
-        weights_BR, kept_BR, metrics = compute_rollout_correction_and_rejection_mask(
+        weights_BR, kept_BR, values = compute_rollout_correction_and_rejection_mask(
             old_log_probs, columns["rollout_log_probs"], columns["response_mask"], config
         )
-        made |= {} if weights_BR is None else {"rollout_is_weights": weights_BR}
-        corrected = rewarded.with_columns(
-            made, {name: Metric.mean(value) for name, value in metrics.items()}
-        )
+        if weights_BR is not None:
+            made["rollout_is_weights"] = weights_BR
+        metrics = {name: Metric.mean(value) for name, value in values.items()}
+        corrected = rewarded.with_columns(made, metrics)
         return replace(corrected, kept_BR=kept_BR if config.rollout_rs else None)
 
     def estimate(self, corrected: Scored) -> Scored:
-        """Adds `advantages` and `returns` (B R) by the configured estimator."""
+        """Adds `advantages` and `returns` (B, R) by the configured estimator."""
         batch = corrected.batch
         algorithm = self.config.algorithm
         estimator = get_adv_estimator_fn(algorithm.adv_estimator)
-        inputs: dict[str, Any] = {"index": batch.non_tensor_batch["uid"], "config": algorithm}
+        inputs: dict[str, Any] = {
+            "index": batch.non_tensor_batch["uid"],
+            "config": algorithm,
+            "options": read_options(estimator, algorithm=algorithm),
+            "gamma": algorithm.gamma,
+            "lam": algorithm.lam,
+            "norm_adv_by_std_in_grpo": algorithm.norm_adv_by_std_in_grpo,
+        }
         if "scores_by_reward" in self.config.estimator_needs:
             inputs["scores_by_reward"] = scoring.scores_by_reward(batch, self.reward_columns)
-        inputs["options"] = read_options(estimator, algorithm=algorithm)
-        inputs |= {"gamma": algorithm.gamma, "lam": algorithm.lam}
-        inputs["norm_adv_by_std_in_grpo"] = algorithm.norm_adv_by_std_in_grpo
-        of_batch: Any = batch.batch  # which are padded when they are read
-        advantages_BR, returns_BR = estimate_advantages(estimator, ChainMap(inputs, of_batch))
+        columns: Any = batch.batch  # a column is padded when the estimator reads it
+        advantages_BR, returns_BR = estimate_advantages(estimator, ChainMap(inputs, columns))
         return corrected.with_columns({"advantages": advantages_BR, "returns": returns_BR})
 
     def choose_tokens(self, estimated: Scored) -> Scored:
-        """Leaves only `kept_BR` in `response_mask`, which the losses read, and picks tokens for the
-        policy loss.
+        """Chooses the tokens that the losses read, after the advantages were estimated from all
+        tokens.
 
-        It follows the advantages, for which every response counts in its group and has the reward
-        on its last token. `sampled_mask` keeps what was sampled.
+        If the correction rejects tokens, `response_mask` becomes `kept_BR`, and `sampled_mask` is
+        the `response_mask` from before. A policy loss that selects tokens itself gets them in
+        `selected_tokens`; its random numbers are seeded with the step.
         """
         columns = estimated.batch.batch
         policy = self.config.actor_rollout_ref
-        made = {}
+        made: dict[str, torch.Tensor] = {}
+        mask_BR = columns["response_mask"]
         if estimated.kept_BR is not None:
-            made = {"sampled_mask": columns["response_mask"], "response_mask": estimated.kept_BR}
-        loss_options = read_options(
-            get_policy_loss_fn(policy.actor.policy_loss.loss_mode), actor_rollout_ref=policy
-        )
+            made["sampled_mask"] = mask_BR
+            made["response_mask"] = estimated.kept_BR
+            mask_BR = estimated.kept_BR
+        policy_loss = get_policy_loss_fn(policy.actor.policy_loss.loss_mode)
+        loss_options = read_options(policy_loss, actor_rollout_ref=policy)
         if select_tokens := getattr(loss_options, "select_tokens", None):
             generator = torch.Generator().manual_seed(estimated.batch.meta_info["global_steps"])
-            mask_BR = made.get("response_mask", columns["response_mask"])
             made["selected_tokens"] = select_tokens(
                 columns["old_log_probs"], columns["advantages"], mask_BR, generator
             )
@@ -447,8 +480,8 @@ class ExperienceMaker:
 
 
 def of_present_kind(generated: Any) -> Generated:
-    """What a maker's method returned, which may be a plugin's. Raises ValueError for the tuple of
-    earlier versions."""
+    """Returns what a maker's method returned. Raises ValueError if it is not a Generated: a plugin
+    for an earlier version returns a tuple."""
     if not isinstance(generated, Generated):
         raise ValueError(
             f"a maker's `generate` or `sample` returned a {type(generated).__name__}: return "

@@ -59,7 +59,7 @@ from verl_like.workers.rollout.vllm_families import require_served
 
 @dataclass(frozen=True)
 class PPOInputs:
-    """What PPO needs, checked."""
+    """What PPO needs, after it was checked."""
 
     config: PPOConfig
     tokenizer: PreTrainedTokenizerBase
@@ -68,13 +68,18 @@ class PPOInputs:
     role_worker_mapping: dict[str, RayClassWithInitArgs]
     scorer: RuleScorer | None
     notes: tuple[str, ...]
-    """Numbers of prompts, and how the loss is aggregated."""
+    """What is shown to the user when the run begins: the numbers of prompts, and warnings."""
     ptx_dataset: ConversationDataset | None
+    """The rows of `data.ptx_files`, or None without them."""
 
 
 def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
-    """Checks all input and starts the reward processes, which `cleanup` stops; raises ValueError or
-    RewardError."""
+    """Checks the models, the data and the reward function, and starts the reward processes, which
+    `cleanup` stops.
+
+    No worker runs yet, so what the user has to change is known within seconds. It is raised as
+    ValueError or RewardError.
+    """
     own_classes = {
         role: import_worker_class(role, path) for role, path in config.worker_classes.items()
     }
@@ -85,17 +90,15 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
     if starts_ray and (warning := check_object_store(step_bytes(config))):
         say(warning)
     tokenizer = pretrained.load_tokenizer(config.actor_rollout_ref.model)
-    train_dataset, val_dataset = (
-        load_dataset(config, tokenizer, part) for part in ("train", "val")
-    )
+    train_dataset = load_dataset(config, tokenizer, "train")
+    val_dataset = load_dataset(config, tokenizer, "val")
     ptx_dataset = load_ptx_dataset(config, tokenizer)
     highest_tokens = [
         dataset.highest_token for dataset in (train_dataset, val_dataset, ptx_dataset) if dataset
     ]
     check_tokens(config, tokenizer, max(highest_tokens))
-    if (
-        config.trainer.max_staleness and not config.has_makers
-    ):  # a checkpoint then holds rows, with every field that they have
+    if config.trainer.max_staleness and not config.has_makers:
+        # A checkpoint then holds rows with all their fields, so it must be possible to write them.
         with tempfile.TemporaryDirectory() as folder:
             train_dataset.collate([train_dataset[0]], epoch=0).save_to_disk(f"{folder}/row")
     render: Any = functools.partial(
@@ -116,7 +119,7 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
     every_row = config.custom_reward_function.path is not None
     rows = [row["reward_model"] for dataset in (train_dataset, val_dataset) for row in dataset]
     num_without_rule = 0 if every_row else sum(not has_rule(row) for row in rows)
-    if num_without_rule < len(rows):
+    if num_without_rule < len(rows):  # else no rule is needed
         manager = start_reward_manager(config)
         cleanup.callback(manager.close)
         scorer = RuleScorer(manager, tokenizer, every_row)
@@ -134,9 +137,8 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
         )
     check_names_of_rewards(config, columns, numbers)
     notes = [_prompts_note("training", train_dataset), _prompts_note("validation", val_dataset)]
-    notes += (
-        [f"{len(ptx_dataset):,} ptx rows ({ptx_dataset.num_truncated} cut)"] if ptx_dataset else []
-    )
+    if ptx_dataset:
+        notes.append(f"{len(ptx_dataset):,} ptx rows ({ptx_dataset.num_truncated} cut)")
     notes += notes_on_aggregation(config)
     return PPOInputs(
         config, tokenizer, train_dataset, val_dataset, mapping, scorer, tuple(notes), ptx_dataset
@@ -144,20 +146,20 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
 
 
 def _prompts_note(name: str, dataset: PromptDataset) -> str:
-    overlong = (
-        f" ({dataset.num_filtered} over-long ones left out, {dataset.num_truncated} truncated)"
-    )
-    return (
-        f"{len(dataset):,} {name} "
-        f"prompts{overlong if dataset.num_filtered or dataset.num_truncated else ''}"
-    )
+    """Says how many prompts there are, and how many were too long."""
+    overlong = ""
+    if dataset.num_filtered or dataset.num_truncated:
+        overlong = (
+            f" ({dataset.num_filtered} over-long ones left out, {dataset.num_truncated} truncated)"
+        )
+    return f"{len(dataset):,} {name} prompts{overlong}"
 
 
 def check_names_of_rewards(
     config: PPOConfig, columns: Collection[str], numbers: Collection[str]
 ) -> None:
-    """Raises ValueError where dynamic sampling or the estimator names a reward that the run does
-    not have. `numbers` is what `RuleScorer.check` returned."""
+    """Raises ValueError if dynamic sampling or the estimator names a reward that the run does not
+    have. `columns` are the reward columns, and `numbers` is what `RuleScorer.check` returned."""
     algorithm = config.algorithm
     if algorithm.filter_groups.enable:
         require_metric(algorithm.filter_groups.metric, ["reward", *numbers])
@@ -167,8 +169,9 @@ def check_names_of_rewards(
 
 
 def check_policy_loss(config: PPOConfig, own_classes: Mapping[str, type[Worker]]) -> None:
-    """Raises ValueError where the policy loss is not defined for `loss_agg_mode`, or nothing writes
-    what it needs."""
+    """Raises ValueError if the policy loss is not defined for `loss_agg_mode`, or if it needs the
+    teacher's log-probabilities and no role writes them. `own_classes` has the user's worker classes
+    by role."""
     actor = config.actor_rollout_ref.actor
     name = actor.policy_loss.loss_mode
     modes = get_type_hints(get_policy_loss_fn(name)).get("loss_agg_mode")
@@ -177,12 +180,10 @@ def check_policy_loss(config: PPOConfig, own_classes: Mapping[str, type[Worker]]
             f"actor_rollout_ref.actor.loss_agg_mode={actor.loss_agg_mode}: the policy loss {name} "
             f"is defined only for {' and '.join(get_args(modes))}; set that"
         )
-    methods = [
-        method
-        for worker_class in own_classes.values()
-        for method in registered_methods(worker_class).values()
-    ]
-    written = {column for method in methods for column in method.writes or ()}
+    written: set[str] = set()
+    for worker_class in own_classes.values():
+        for method in registered_methods(worker_class).values():
+            written.update(method.writes or ())
     if "teacher_log_prob" in config.loss_needs - written and not config.needs_teacher:
         raise ValueError(
             f"actor_rollout_ref.actor.policy_loss.loss_mode={name} needs teacher_log_prob, which "
@@ -192,13 +193,13 @@ def check_policy_loss(config: PPOConfig, own_classes: Mapping[str, type[Worker]]
 
 
 def notes_on_aggregation(config: PPOConfig) -> list[str]:
-    """A warning where the policy loss is defined with another aggregation than the one that is
-    set."""
+    """A list with a warning if the paper of the policy loss aggregates in another way than the
+    configuration says, and else an empty list."""
     actor = config.actor_rollout_ref.actor
     name = actor.policy_loss.loss_mode
     mode = actor.loss_agg_mode
     own = aggregation_of_loss(name)
-    if own in (mode, "token-mean"):  # token-mean stands for losses that are not tied to a mode
+    if own in (mode, "token-mean"):  # a loss that is not tied to a mode has token-mean
         return []
     return [
         f"Warning: actor_rollout_ref.actor.loss_agg_mode={mode}, but the paper of the policy loss "
@@ -208,8 +209,9 @@ def notes_on_aggregation(config: PPOConfig) -> list[str]:
 
 
 def check_environment(config: PPOConfig) -> None:
-    """Raises ValueError for a device, package, registered name or placement that this machine does
-    not have."""
+    """Raises ValueError if the configuration names a rollout engine that does not exist, or needs a
+    package, devices or processors that this machine does not have. A Ray cluster that runs already
+    knows its own machines, so these are not checked."""
     get_rollout_engine(config.actor_rollout_ref.rollout.name)
     address = cluster_address(config.ray_kwargs.ray_init.address)
     engine = config.actor_rollout_ref.rollout.name
@@ -233,7 +235,7 @@ def check_environment(config: PPOConfig) -> None:
 
 
 def require_vllm_for(device: str) -> None:
-    """Raises ValueError if the build of vLLM that is installed computes on another device."""
+    """Raises ValueError if the installed build of vLLM computes on another device than `device`."""
     try:
         version = importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:  # its CPU build is a package of another name
@@ -253,16 +255,16 @@ def require_vllm_for(device: str) -> None:
 
 
 def used_models(config: PPOConfig) -> dict[str, ModelConfig]:
-    """The models of this run by their keys, the policy first."""
+    """The models of this run by their keys in the configuration. The policy is the first."""
     policy = config.actor_rollout_ref
     models: dict[str, ModelConfig] = {"actor_rollout_ref.model": policy.model}
     if config.needs_teacher and policy.teacher_model:
         models[TEACHER_PATH] = policy.teacher_model
-    models |= {"critic.model": config.critic.model} if config.needs_critic else {}
-    return models | {
-        reward_model_key(role): reward.model
-        for role, reward in config.reward_models_by_role.items()
-    }
+    if config.needs_critic:
+        models["critic.model"] = config.critic.model
+    for role, reward in config.reward_models_by_role.items():
+        models[reward_model_key(role)] = reward.model
+    return models
 
 
 def check_models(config: PPOConfig) -> None:
@@ -293,23 +295,23 @@ def check_models(config: PPOConfig) -> None:
 
 
 def check_model_of_role(config: PPOConfig, key: str, model: ModelConfig) -> None:
-    """Raises ValueError for files that are missing or do not fit, and layers that the role's
-    settings cannot compute.
+    """Raises ValueError if files of a model are missing or do not fit, or if it has layers that the
+    role cannot compute with its settings.
 
-    A worker class of the user's own may make another model of the files, whose layers are not
-    checked.
+    Layers are not checked if the role has a worker class of the user, which may make another model
+    of the files.
     """
     files = pretrained.fetch_weights(model, key=key)
-    role: Role
-    model_class: type[PackedModel]
-    if key.startswith("reward_model"):
+    role = Role.Actor
+    model_class: type[PackedModel] = PolicyModel
+    if key == "critic.model":
+        role = Role.Critic
+        model_class = ValueModel
+    elif key.startswith("reward_model"):
         role = Role.RewardModel
         model_class = RewardModel
-        size = 1
-    else:
-        role, model_class = (
-            (Role.Critic, ValueModel) if key == "critic.model" else (Role.Actor, PolicyModel)
-        )
+    size = 1
+    if role != Role.RewardModel:
         size_key, size = sequence_parallel(config, role)
         require_shares_of_heads(pretrained.load_hf_config(model, key=key), size, size_key)
     if role not in config.worker_classes:
@@ -322,12 +324,11 @@ def check_model_of_role(config: PPOConfig, key: str, model: ModelConfig) -> None
 def check_tokens(
     config: PPOConfig, tokenizer: PreTrainedTokenizerBase, highest: tuple[int, str]
 ) -> None:
-    """Raises ValueError unless the policy has the tokens that end responses and the `highest` of
-    the data, which comes with its place."""
+    """Raises ValueError unless the policy has the tokens that end responses, the padding token, and
+    `highest`, the highest token of the data with its place."""
     model = config.actor_rollout_ref.model
-    size = (
-        pretrained.load_hf_config(model, key="actor_rollout_ref.model").get_text_config().vocab_size
-    )
+    hf_config = pretrained.load_hf_config(model, key="actor_rollout_ref.model")
+    size = hf_config.get_text_config().vocab_size
     end_tokens, padding = special_token_ids(tokenizer, model.path)
     tokens = [highest, (max(end_tokens), "an end of a response"), (padding, "the padding")]
     for token, place in tokens:
@@ -340,8 +341,8 @@ def check_tokens(
 
 
 def check_engine_reads(config: PPOConfig) -> None:
-    """Raises ValueError for a policy whose family is not shown to compute the same in vLLM as in
-    the trainer."""
+    """Raises ValueError if vLLM generates, and the family of the policy's model is not known to
+    compute the same in vLLM as in the trainer."""
     model = config.actor_rollout_ref.model
     engine = config.actor_rollout_ref.rollout.name
     if engine in ("vllm", "vllm_async"):
@@ -351,13 +352,11 @@ def check_engine_reads(config: PPOConfig) -> None:
 
 
 def check_teacher(model: PolicyModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises ValueError for a teacher that reads other words than the policy writes. Its embeddings
-    may be padded."""
+    """Raises ValueError unless the teacher has the tokenizer of the policy. Its embeddings may have
+    more rows than the tokenizer has tokens, as padding."""
     size = pretrained.load_hf_config(model, key=TEACHER_PATH).get_text_config().vocab_size
-    if (
-        size < len(tokenizer)
-        or pretrained.load_tokenizer(model).get_vocab() != tokenizer.get_vocab()
-    ):
+    is_too_small = size < len(tokenizer)
+    if is_too_small or pretrained.load_tokenizer(model).get_vocab() != tokenizer.get_vocab():
         raise ValueError(
             f"{TEACHER_PATH}={model.path}: the tokenizer of the teacher is not that of the "
             "policy, so it would read other words than the policy wrote; choose a teacher of the "
@@ -366,7 +365,7 @@ def check_teacher(model: PolicyModelConfig, tokenizer: PreTrainedTokenizerBase) 
 
 
 def load_dataset(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, part: str) -> PromptDataset:
-    """The prompts of `part`, "train" or "val"."""
+    """Loads the prompts of a part of the data, "train" or "val"."""
     data = config.data
     return PromptDataset(
         list(data.train_files if part == "train" else data.val_files),
@@ -383,7 +382,7 @@ def load_dataset(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, part: st
 
 
 def prompt_sampler(config: PPOConfig, prompts: PromptDataset) -> EpochSampler:
-    """The order of the prompts, by the batch of each training step."""
+    """The sampler that says which prompts are in which batch."""
     data = config.data
     trainer = config.trainer
     return EpochSampler(
@@ -394,8 +393,8 @@ def prompt_sampler(config: PPOConfig, prompts: PromptDataset) -> EpochSampler:
 def load_ptx_dataset(
     config: PPOConfig, tokenizer: PreTrainedTokenizerBase
 ) -> ConversationDataset | None:
-    """The rows of `data.ptx_files`, or None where there are none; raises ValueError if they are not
-    one batch."""
+    """Loads the rows of `data.ptx_files`, or returns None without such files. Raises ValueError if
+    there are fewer rows than one batch takes."""
     data = config.data
     if not data.ptx_files:
         return None
@@ -411,13 +410,11 @@ def load_ptx_dataset(
 
 
 def with_training_steps(config: PPOConfig, num_prompts: int) -> PPOConfig:
-    """Fills in the number of steps of the run; raises ValueError if the critic's warm-up leaves
-    none for the actor."""
+    """Fills in the number of steps of the run. Raises ValueError if the prompts are fewer than one
+    batch takes, or if the critic's warm-up leaves no step for the actor."""
     sampler = EpochSampler(num_prompts, config.data.train_batch_size)
-    steps = (
-        config.trainer.total_training_steps
-        or sampler.num_batches_per_epoch * config.trainer.total_epochs
-    )
+    steps_of_epochs = sampler.num_batches_per_epoch * config.trainer.total_epochs
+    steps = config.trainer.total_training_steps or steps_of_epochs
     config = config.updated({"trainer.total_training_steps": steps})
     for problem in critic_warmup_leaves_steps_for_the_actor(config):
         raise ValueError(problem)
@@ -425,10 +422,14 @@ def with_training_steps(config: PPOConfig, num_prompts: int) -> PPOConfig:
 
 
 def start_reward_manager(config: PPOConfig) -> RewardManager:
+    """Starts the reward processes with the reward function of the configuration."""
     function = config.custom_reward_function
     reward = config.reward
+    reward_fn = RewardFunctionSpec(
+        function.path, function.name, function.reward_kwargs, config.plugins
+    )
     return RewardManager(
-        RewardFunctionSpec(function.path, function.name, function.reward_kwargs, config.plugins),
+        reward_fn,
         num_workers=reward.num_workers,
         timeout_s=reward.timeout_s,
         on_error=reward.on_error,

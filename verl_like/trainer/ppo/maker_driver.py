@@ -1,5 +1,4 @@
-"""What drives a maker: it starts the worker groups, builds the maker on them, and validates with
-it."""
+"""The driver of a maker: it starts the worker groups, builds the maker on them, and validates."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -30,23 +29,25 @@ RecorderT = TypeVar("RecorderT", bound=Recorder)
 
 @dataclass(eq=False)
 class MakerDriver(Generic[RecorderT]):
-    """The driver of a maker. It trains nothing: a maker of detached training has this, and
-    `RayPPOTrainer` is one.
+    """Drives a maker and trains nothing. Each maker of detached training has such a driver;
+    `RayPPOTrainer` is a subclass that trains too.
 
-    A subclass makes its own maker in `build_maker`; for detached training a plugin registers it
-    with `register_maker_driver`.
+    A subclass makes its own maker in `build_maker`. For detached training a plugin registers the
+    subclass with `register_maker_driver`.
 
-    `role_worker_mapping` says which worker class plays each role, `resource_pool_manager` where it
-    runs. A custom role takes part through its registered method `annotate`. It is called with the
-    generated batch, next to the reference and the critic, and the columns it writes join the batch.
-    Those in its class's `reward_columns` are added to the reward, in validation too.
+    A custom role takes part through the method `annotate` that its worker class registers. The
+    method is called with the generated batch, while reference and critic compute, and the columns
+    that it writes join the batch. Those in the class's `reward_columns` are added to the reward, in
+    validation too.
     """
 
     config: PPOConfig
     tokenizer: PreTrainedTokenizerBase
     role_worker_mapping: dict[str, RayClassWithInitArgs]
+    """The worker class of each role."""
     resource_pool_manager: ResourcePoolManager | None
-    """None for a subclass whose `start_groups` needs no pools, as in one process."""
+    """Where the workers run. None for a subclass whose `start_groups` needs no pools, because all
+    is in one process."""
     train_dataset: PromptDataset
     val_dataset: PromptDataset
     rule_scorer: RuleScorer | None
@@ -56,24 +57,33 @@ class MakerDriver(Generic[RecorderT]):
     def of(
         cls, inputs: PPOInputs, recorder: RecorderT, pools: ResourcePoolManager | None = None
     ) -> Self:
-        """Of checked inputs, on the pools of their configuration unless others are given."""
+        """Makes a driver of checked inputs. It runs on the pools of their configuration, unless
+        others are given."""
         mapping = inputs.role_worker_mapping
-        pools = pools or build_resource_pools(inputs.config, list(mapping))
-        data = inputs.train_dataset, inputs.val_dataset, inputs.scorer
-        return cls(inputs.config, inputs.tokenizer, mapping, pools, *data, recorder)
+        return cls(
+            config=inputs.config,
+            tokenizer=inputs.tokenizer,
+            role_worker_mapping=mapping,
+            resource_pool_manager=pools or build_resource_pools(inputs.config, list(mapping)),
+            train_dataset=inputs.train_dataset,
+            val_dataset=inputs.val_dataset,
+            rule_scorer=inputs.scorer,
+            recorder=recorder,
+        )
 
     def __post_init__(self) -> None:
         if self.rule_scorer:
             self.rule_scorer.on_call = self.recorder.record
         self.global_step = 0
-        """Training steps behind the weights that generate."""
+        """How many training steps the weights that generate have had."""
         self.groups: dict[str, WorkerGroup] = {}
         self.placement: list[tuple[str, list[str], RayWorkerGroup]] = []
+        """(pool, roles, group) of each group of processes that was started."""
         self.maker: ExperienceMaker
-        """What `build_maker` returned, once the groups have started."""
+        """The maker that `build_maker` returned. It is there once the groups have started."""
 
     def start_groups(self) -> dict[str, WorkerGroup]:
-        """A worker group for each role; training roles of one pool share their processes."""
+        """Starts a worker group for each role. Training roles on one pool share their processes."""
         assert self.resource_pool_manager is not None
         groups, self.placement = start_groups(
             self.config, self.role_worker_mapping, self.resource_pool_manager, self.recorder.record
@@ -81,25 +91,29 @@ class MakerDriver(Generic[RecorderT]):
         return groups
 
     def build_maker(self) -> ExperienceMaker:
-        """The maker on `groups`."""
+        """Builds the maker on `groups`."""
         config = self.config
         worker_classes = {role: built.cls for role, built in self.role_worker_mapping.items()}
         model = load_hf_config(config.actor_rollout_ref.model, key="actor_rollout_ref.model")
+        with_rules = self.rule_scorer is not None
+        columns = reward_columns(worker_classes, config.reward_models_by_role, with_rules)
         return ExperienceMaker(
             config=config,
             groups=self.groups,
             rule_scorer=self.rule_scorer,
-            reward_columns=reward_columns(
-                worker_classes, config.reward_models_by_role, self.rule_scorer is not None
-            ),
+            reward_columns=columns,
             kl_controller=get_kl_controller(config.algorithm.kl_ctrl),
             model_cost=ModelCost.of(model),
             timer=self.recorder.timer,
         )
 
     def validate(self) -> dict[str, float]:
-        """Scores the validation set with `rollout.val_kwargs` and shows a few generations;
-        `val-core/...` metrics."""
+        """Generates responses to the validation set with the sampling of `rollout.val_kwargs`,
+        scores them, and shows a few of them.
+
+        Returns the metrics `val-core/...` and `val-aux/...`. Among the latter are the numbers of
+        responses that could not be scored.
+        """
         prompts = self.val_dataset.collate(list(self.val_dataset), epoch=0)
         prompts.meta_info |= {"validate": True, "global_steps": self.global_step}
         num_samples = self.config.actor_rollout_ref.rollout.val_kwargs.n
@@ -107,11 +121,10 @@ class MakerDriver(Generic[RecorderT]):
         shown = partial(generation_of_row, batch=batch, scores_B=scores_B, tokenizer=self.tokenizer)
         num_shown = self.config.trainer.log_val_generations
         self.recorder.show_generations(self.global_step, len(batch), shown, num_shown)
-        counts = {
-            name.replace("reward/", "val-aux/"): n
-            for name, n in metric_values(metrics).items()
-            if name.startswith("reward/num_")
-        }
+        counts: dict[str, float] = {}
+        for name, value in metric_values(metrics).items():
+            if name.startswith("reward/num_"):
+                counts[name.replace("reward/", "val-aux/")] = value
         return validation_metrics(batch, scores_B) | counts
 
 

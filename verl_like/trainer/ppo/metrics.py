@@ -16,35 +16,38 @@ from verl_like.trainer.ppo.scoring import extra_numbers
 def batch_metrics(
     batch: DataProto, max_prompt_length: int, max_response_length: int
 ) -> dict[str, Metric]:
-    """Scores, rewards, advantages, lengths and log-prob drift of the samples of one training batch.
+    """Metrics of the samples of one training batch: scores, rewards, advantages, lengths, and how
+    far the rollout's log-probabilities are from the trainer's.
 
-    `batch` holds by response token `response_mask`, `token_level_scores`, `token_level_rewards`,
-    `advantages`, `returns` and, when there is a critic, `values`.
+    `batch` has the columns `response_mask`, `token_level_scores`, `token_level_rewards`,
+    `advantages` and `returns`, with an entry for each response token, and `values` if there is a
+    critic. Samples that were skipped do not count.
     """
     samples = SampleRows.of(batch)
     tensors = batch.tensors()
-    prompt_lengths_B, lengths_B = (
-        jagged_parts(tensors[name])[1].diff() for name in ("prompts", "responses")
-    )
-    # Under bypass the rollout's log-probabilities stand for the trainer's, and there is nothing to
-    # compare.
-    has_drift = (
-        "old_log_probs" in tensors and tensors["old_log_probs"] is not tensors["rollout_log_probs"]
-    )
+    _tokens, prompt_offsets = jagged_parts(tensors["prompts"])
+    _tokens, response_offsets = jagged_parts(tensors["responses"])
+    prompt_lengths_B = prompt_offsets.diff()
+    lengths_B = response_offsets.diff()
+    # With bypass_mode the two columns are one, and there is nothing to compare.
+    old_log_probs = tensors.get("old_log_probs")
+    has_drift = old_log_probs is not None and old_log_probs is not tensors["rollout_log_probs"]
     view = view_of_samples(batch).batch
     mask_name = "sampled_mask" if "sampled_mask" in view else "response_mask"
-    counted_S = view[mask_name].any(-1)  # not the samples that were skipped
+    counted_S = view[mask_name].any(-1)  # False for the samples that were skipped
 
     def column(name: str) -> torch.Tensor:
         return view[name] if counted_S.all() else view[name][counted_S]
 
     mask = column(mask_name).bool()
     prompt_lengths = prompt_lengths_B[samples.first_rows][counted_S].float()
+    # The tokens of each row that the mask marks, and the most of any row of a sample:
     marks, offsets = jagged_parts(tensors[mask_name])
     num_marks = torch.nn.functional.pad(marks.long().cumsum(0), (1, 0))
     marked_B = num_marks[offsets[1:]] - num_marks[offsets[:-1]]
-    longest_S = torch.zeros(samples.num_samples, dtype=torch.int64)
-    longest = longest_S.scatter_reduce(0, samples.sample_of_row, marked_B, "amax")[counted_S]
+    zeros_S = torch.zeros(samples.num_samples, dtype=torch.int64)
+    longest_S = zeros_S.scatter_reduce(0, samples.sample_of_row, marked_B, "amax")
+    longest = longest_S[counted_S]
     metrics = {
         **_mean_max_min("critic/score", column("token_level_scores").sum(-1)),
         **_mean_max_min("critic/rewards", column("token_level_rewards").sum(-1)),
@@ -68,28 +71,35 @@ def batch_metrics(
 
 
 def validation_metrics(batch: DataProto, scores_B: torch.Tensor) -> dict[str, float]:
-    """`val-core/{data_source}/{variable}/mean@N` over prompts of N samples each, and `best@N/mean`
-    when N > 1.
+    """Metrics of a validation, for each data source and each variable of its responses.
 
-    The variables of the (B,) responses are "reward", their rewards `scores_B`, and the numbers that
-    the reward function added. The core variable of a data source is "acc" where its reward function
-    reports that, else "reward"; the other variables go to `val-aux/`. In a sample without it, such
-    as one that was skipped, the core variable counts 0; the others are means over the samples that
-    have them.
+    `{data_source}/{variable}/mean@N` is the mean over prompts with N samples each, and if N > 1,
+    `best@N/mean` is the mean of the prompts' best samples. The variables of the (B,) responses are
+    "reward", with the values `scores_B`, and the numbers that the reward function returned beside
+    the score.
+
+    A data source has one core variable, whose metrics are called `val-core/...`: "acc" if its
+    reward function returns that, else "reward". The others are called `val-aux/...`. A sample that
+    lacks the core variable, for instance because it was skipped, counts as 0. Other variables are
+    averaged over the samples that have them.
     """
     prompts = batch.non_tensor_batch["uid"]
     numbers = extra_numbers(batch)
-    values = [
-        {"reward": score}
-        | {name: float(added[i]) for name, added in numbers.items() if not np.isnan(added[i])}
-        for i, score in enumerate(scores_B.tolist())
-    ]
+    values: list[dict[str, float]] = []
+    for i, score in enumerate(scores_B.tolist()):
+        of_response = {"reward": score}
+        for name, numbers_B in numbers.items():
+            if not np.isnan(numbers_B[i]):
+                of_response[name] = float(numbers_B[i])
+        values.append(of_response)
     rows_of_source: dict[str, list[int]] = defaultdict(list)
     for i, source in enumerate(batch.non_tensor_batch["data_source"]):
         rows_of_source[source].append(i)
     metrics: dict[str, float] = {}
     for source, rows in rows_of_source.items():
-        names = dict.fromkeys(name for i in rows for name in values[i])
+        names: dict[str, None] = {}  # a set that keeps the order
+        for i in rows:
+            names |= dict.fromkeys(values[i])
         core = "acc" if "acc" in names else "reward"
         num_samples = max(Counter(prompts[i] for i in rows).values())
         for name in names:
@@ -97,23 +107,25 @@ def validation_metrics(batch: DataProto, scores_B: torch.Tensor) -> dict[str, fl
             for i in rows:
                 if name == core or name in values[i]:
                     values_of_prompt[prompts[i]].append(values[i].get(name, 0.0))
-            prefix = f"{'val-core' if name == core else 'val-aux'}/{source}/{name}"
-            metrics[f"{prefix}/mean@{num_samples}"] = float(
-                np.mean([np.mean(v) for v in values_of_prompt.values()])
-            )
+            kind = "val-core" if name == core else "val-aux"
+            prefix = f"{kind}/{source}/{name}"
+            means = [np.mean(of_prompt) for of_prompt in values_of_prompt.values()]
+            metrics[f"{prefix}/mean@{num_samples}"] = float(np.mean(means))
             if num_samples > 1:
-                best = [max(v) for v in values_of_prompt.values()]
+                best = [max(of_prompt) for of_prompt in values_of_prompt.values()]
                 metrics[f"{prefix}/best@{num_samples}/mean"] = float(np.mean(best))
     return metrics
 
 
 def _mean(values: torch.Tensor) -> Metric:
-    # Of no values NaN, which weighs nothing
+    """The mean of values. That of no values is NaN, with a weight of 0."""
     return Metric.mean(values.float().mean().item(), weight=values.numel())
 
 
 def _mean_max_min(name: str, values: torch.Tensor) -> dict[str, Metric]:
-    if not values.numel():  # every sample of the batch was skipped
+    """Mean, maximum and minimum of values. No values, as when every sample of the batch was
+    skipped, have no metrics."""
+    if not values.numel():
         return {}
     return {
         f"{name}/mean": _mean(values),
@@ -125,7 +137,8 @@ def _mean_max_min(name: str, values: torch.Tensor) -> dict[str, Metric]:
 def _drift(
     rollout_log_probs: torch.Tensor, old_log_probs: torch.Tensor, mask_BR: torch.Tensor
 ) -> dict[str, Metric]:
-    """How far the engine's token probabilities are from the trainer's, on the very same weights."""
+    """How far the rollout engine's probabilities of tokens are from the trainer's. Both have the
+    same weights. Less than two tokens have no metrics."""
     rollout = rollout_log_probs[mask_BR].exp()
     actor = old_log_probs[mask_BR].exp()
     if rollout.numel() < 2:

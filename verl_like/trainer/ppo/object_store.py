@@ -1,4 +1,5 @@
-"""Whether the data of a step fits into the object store of a Ray that starts on this machine."""
+"""Checks that the data of a step fits into the object store of a Ray that starts on this
+machine."""
 
 import shutil
 
@@ -20,9 +21,10 @@ from verl_like.workers.models.packed_models import PolicyModel, ValueModel
 
 
 def step_bytes(config: PPOConfig) -> dict[str, int]:
-    """The most bytes in the object store at the end of a step, by what they are.
+    """The most bytes that the object store holds at the end of a step, by a description of what
+    they are.
 
-    Every column is there twice, as its worker returned it and as the driver passes it on.
+    Every column is there twice: as its worker returned it, and as the driver passes it on.
     """
     data = config.data
     length = {"P": data.max_prompt_length, "R": data.max_response_length, "B": 1}
@@ -66,19 +68,22 @@ def step_bytes(config: PPOConfig) -> dict[str, int]:
 
 
 def _exported(role: str, model: ModelSize, dtype: str) -> dict[str, int]:
-    """The bytes of a model's export, by what they are."""
-    what, number = (
-        ("adapter", model.trained) if model.has_adapter else ("weights", model.parameters)
-    )
+    """The bytes of a model's exported weights, or of its adapter alone if it has one, by a
+    description of them."""
+    what = "weights"
+    number = model.parameters
+    if model.has_adapter:
+        what = "adapter"
+        number = model.trained
     return {f"{what} of the {role}, {dtype}": number * getattr(torch, dtype).itemsize}
 
 
 def check_object_store(needed: dict[str, int]) -> str | None:
-    """A warning, or None; raises ValueError with the sum if `needed`, bytes by what they are, does
-    not fit.
+    """Raises ValueError, with all terms of the sum, if the bytes `needed` do not fit. Returns a
+    warning if the store would be on disk, or else None.
 
-    Ray makes its store a share of the memory, in /dev/shm if that has room for it, else in a folder
-    on disk.
+    Ray takes a share of the memory for its store. The store is in /dev/shm if that has room for it,
+    and else in a folder on disk.
     """
     size = resolve_object_store_memory(estimate_available_memory())
     shared = get_shared_memory_bytes()

@@ -1,4 +1,4 @@
-"""The PPO trainer: a maker and a learner on worker groups, and the step that they make together."""
+"""The PPO trainer: it has a maker and a learner on worker groups, and runs its steps with both."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -27,29 +27,31 @@ from verl_like.trainer.state.checkpoint import Checkpoint
 from verl_like.workers.actor import ScoringWorker
 
 _GENERATED = "generated.safetensors"
-"""File of a checkpoint with the responses of the next step, and the entry of its meta_info with
-their metrics."""
+"""The file of a checkpoint with the responses that were generated ahead, for the next step."""
 _METRICS = "metrics_of_generation"
+"""The entry of that file's meta_info with the metrics of the generation."""
 
 
 @dataclass(eq=False)
 class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
-    """Proximal policy optimisation (Schulman et al. 2017, arXiv:1707.06347) of a language model,
-    for every placement.
+    """Trains a language model by proximal policy optimisation (Schulman et al. 2017,
+    arXiv:1707.06347), in any placement.
 
-    It drives its maker and its learner in one process. A custom role with a state of its own
-    registers `save_checkpoint` and `load_checkpoint`. A subclass changes a phase by making its own
-    maker or learner in `build_maker` or `build_learner`.
+    The trainer drives its maker and its learner in one process. A subclass changes a phase by
+    making its own maker or learner in `build_maker` or `build_learner`. A custom role whose worker
+    has a state registers `save_checkpoint` and `load_checkpoint` to have it in checkpoints.
     """
 
     recorder: RunRecorder
     ptx_dataset: ConversationDataset | None = None
+    """The rows of `data.ptx_files`, or None without them."""
 
     @classmethod
     def of(
         cls, inputs: PPOInputs, recorder: RunRecorder, pools: ResourcePoolManager | None = None
     ) -> Self:
-        """Of checked inputs, on the pools of their configuration unless others are given."""
+        """Makes a trainer of checked inputs. It runs on the pools of their configuration, unless
+        others are given."""
         trainer = super().of(inputs, recorder, pools)
         trainer.ptx_dataset = inputs.ptx_dataset
         return trainer
@@ -58,18 +60,21 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
         super().__post_init__()
         self.sampler = prompt_sampler(self.config, self.train_dataset)
         self.num_prompt_batches = 0
-        """Batches of prompts that were taken so far: one a step, and more with dynamic sampling."""
+        """How many batches of prompts were taken so far: one a step, and more with dynamic
+        sampling."""
         self.generated: Generated | None = None
-        """The responses of the next step, with `trainer.max_staleness=1`."""
+        """Responses that were generated a step ahead, with `trainer.max_staleness=1`."""
         self.upcoming_batch = 0
-        """The number of their batch of prompts."""
+        """The number of the batch of prompts to which these responses belong."""
         self.exported: Weights | None = None
-        """The weights of the present step, until they are handed on."""
+        """The weights after the present step, until they are handed on."""
 
     def init_workers(self) -> None:
-        """Starts the processes of every pool and loads the models."""
+        """Starts the processes of every pool, loads the models, and gives the weights to the
+        rollout engines. A resumed run continues from its checkpoint."""
         self.groups = self.start_groups()
-        self.maker, self.learner = self.build_maker(), self.build_learner()
+        self.maker = self.build_maker()
+        self.learner = self.build_learner()
         self.trained = self.learner.trained
         self.recorder.show_placement(placement_rows(self.placement))  # waits for the processes
         load_models(self.groups, self.config.trainer.device)
@@ -79,23 +84,28 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
         self.compare_engines()
 
     def compare_engines(self) -> None:
-        """Raises EngineMismatch unless every replica computes the actor's model with the weights
-        that it was given."""
+        """Raises EngineMismatch unless every replica of the rollout engine computes the same model
+        as the actor.
+
+        The replicas draw responses, and the actor computes the log-probabilities of their tokens. A
+        custom actor or rollout without the methods for this is not checked; a note says so.
+        """
         config = self.config
         actor = self.groups[Role.Actor]
+        rollout = self.groups[Role.Rollout]
         if not hasattr(actor, ScoringWorker.score_greedy.__name__):
             self.recorder.say(engine_check.UNKNOWN_ACTOR)
             return
-        drawn = engine_check.draw(self.groups[Role.Rollout], self.train_dataset)
+        drawn = engine_check.draw(rollout, self.train_dataset)
         if not drawn:
             self.recorder.say(engine_check.UNKNOWN_ROLLOUT)
             return
-        # On a GPU that they share, the actor computes when the engine sleeps, which then has no
+        # On a GPU that they share, the engine sleeps while the actor computes, and loses its
         # weights.
         is_shared = config.trainer.device == "cuda" and not config.trainer.max_staleness
         sleeps = is_shared and config.actor_rollout_ref.rollout.free_cache_engine
         if sleeps:
-            self.groups[Role.Rollout].sleep()
+            rollout.sleep()
         log_probs = engine_check.log_probs_of(actor, drawn)
         engine_check.require_one_model(config, "", drawn, log_probs)
         if sleeps:
@@ -105,32 +115,38 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
         return Learner(self.config, self.groups, self.ptx_dataset)
 
     def take(self) -> Iterator[Experience]:
-        """Experience of the next batch of prompts, made with the newest weights.
+        """Yields the experience of one batch of prompts, made with the newest weights.
 
-        With `trainer.max_staleness=1` the responses of the next step are generated beside it, with
-        the same weights.
+        With `trainer.max_staleness=1` training is one step behind generation: the responses of this
+        step were generated during the previous one, and those of the next step are generated during
+        this one, with the same weights. The last step has no next one.
         """
-        prompts = self.prompts_of(self.upcoming_batch) if self.generated else self.next_prompts()
+        if self.generated:
+            prompts = self.prompts_of(self.upcoming_batch)
+        else:
+            prompts = self.next_prompts()
+        epoch = Metric(prompts.meta_info["epoch"], "max")
+        upcoming: DataProto | None = None
         self.upcoming_batch = self.num_prompt_batches
-        is_ahead = self.config.trainer.max_staleness and self.global_step < self.last_step
-        upcoming = of_step(self.next_prompts(), self.global_step + 1) if is_ahead else None
-        epoch = {"training/epoch": Metric(prompts.meta_info["epoch"], "max")}
+        if self.config.trainer.max_staleness and self.global_step < self.last_step:
+            upcoming = of_step(self.next_prompts(), self.global_step + 1)
 
         prompts = of_step(prompts, self.global_step)
         generated = self.generated or self.maker.sample(prompts, self.next_prompts)
-        # The generation of the next step runs while the rest of this one does.
+        # The next step's responses are generated during the rest of this step.
         generation = self.maker.begin(upcoming) if upcoming else None
         experience = self.maker.complete(generated)
-        yield replace(experience, metrics=merge_metrics([experience.metrics, epoch]))
+        metrics = merge_metrics([experience.metrics, {"training/epoch": epoch}])
+        yield replace(experience, metrics=metrics)
         self.generated = None
         if upcoming:
             self.generated = self.maker.sample(upcoming, self.next_prompts, generation)
 
     def learn(self, experience: Experience) -> Update:
-        """Submits the updates of critic and actor, and the export behind the actor's.
+        """Submits the updates of critic and actor, and after the actor's the export of its weights.
 
-        On pools of their own they overlap, on a shared one they queue, and the numbers are the
-        same.
+        On separate pools the updates run at the same time, on a shared one they queue. The numbers
+        are the same.
         """
         update = self.learner.learn(experience)
         self.exported = self.learner.export_weights()
@@ -141,72 +157,81 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
         return batch_metrics(experience.batch, data.max_prompt_length, data.max_response_length)
 
     def hand_on(self) -> None:
-        """Takes the weights to the maker."""
+        """Gives the weights that `learn` exported to the maker."""
         assert self.exported, "they are exported behind the update"
         weights = self.exported
-        # Else the host memory that they are in would stay until the next ones are there
+        # A reference kept here would hold their host memory until the next weights are exported.
         self.exported = None
         with self.recorder.timer("update_weights"):
             self.load_weights(weights)
 
     def next_prompts(self) -> DataProto:
-        """The next batch of prompts."""
+        """Takes the next batch of prompts."""
+        number = self.num_prompt_batches
         self.num_prompt_batches += 1
-        return self.prompts_of(self.num_prompt_batches - 1)
+        return self.prompts_of(number)
 
     def prompts_of(self, number: int) -> DataProto:
-        """The batch of prompts with that number; they count from 0."""
+        """The batch of prompts with a number. The first batch of the run has number 0."""
         epoch, rows = self.sampler.batch(number)
         prompts = self.train_dataset.collate([self.train_dataset[i] for i in rows], epoch)
         prompts.meta_info["epoch"] = epoch
         return prompts
 
     def load_weights(self, weights: Weights) -> None:
-        """Takes the learner's weights to the maker.
+        """Gives the learner's weights to the maker.
 
-        Also during the critic's warm-up: an engine that slept has no weights.
+        This is needed during the critic's warm-up too, in which the weights stay the same: an
+        engine that slept has lost them.
         """
-        # Where other weights arrived the run ends, so that none need be kept.
+        # If wrong weights arrive the run ends, so the engines need not keep the ones they have.
         self.maker.load_weights(weights, checks_first=False)
         self.learner.actor.report_finished_calls()  # no call waits for the export itself
 
     def save(self) -> Path:
-        """`TrainingLoop.save`, with the state of other roles and the responses that are ahead."""
+        """Saves as `TrainingLoop.save` does, with the state of other roles and the responses that
+        were generated ahead."""
         folder = super().save()
         for role, group in self.groups_with_state.items():
             group.save_checkpoint(str(folder / role / "checkpoint"))
         if self.generated:
+            # Scores that are still computed cannot be saved.
             self.generated = self.maker.with_scores(self.generated)
             saved = self.generated.batch.select()
-            saved.meta_info |= {_METRICS: self.generated.metrics}
+            saved.meta_info[_METRICS] = self.generated.metrics
             saved.save_to_disk(folder / _GENERATED)
         return folder
 
     @property
     def groups_with_state(self) -> dict[str, WorkerGroup]:
-        """Those of roles that are not trained here and save a state of their own."""
-        others = {role: group for role, group in self.groups.items() if role not in self.trained}
-        return {role: group for role, group in others.items() if hasattr(group, "save_checkpoint")}
+        """The groups of roles that are not trained here, but have a state in checkpoints."""
+        found: dict[str, WorkerGroup] = {}
+        for role, group in self.groups.items():
+            if role not in self.trained and hasattr(group, "save_checkpoint"):
+                found[role] = group
+        return found
 
     def state(self) -> dict[str, Any]:
-        counts = {name: getattr(self, name) for name in ("num_prompt_batches", "upcoming_batch")}
-        return (
-            super().state()
-            | counts
-            | {"version": self.learner.version, "kl_coef": self.maker.kl_controller.value}
-        )
+        return super().state() | {
+            "num_prompt_batches": self.num_prompt_batches,
+            "upcoming_batch": self.upcoming_batch,
+            "version": self.learner.version,
+            "kl_coef": self.maker.kl_controller.value,
+        }
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Goes on after the step of a checkpoint."""
+        """Reads the state of a checkpoint, so that the run continues after its step."""
         state = checkpoint.state
-        for name in ("global_step", "num_prompt_batches", "upcoming_batch"):
-            setattr(self, name, state[name])
+        self.global_step = state["global_step"]
+        self.num_prompt_batches = state["num_prompt_batches"]
+        self.upcoming_batch = state["upcoming_batch"]
+        self.maker.kl_controller.value = state["kl_coef"]
         for note in self.learner.restore(checkpoint.folder, state["version"]):
             self.recorder.say(note)
         for role, group in self.groups_with_state.items():
             group.load_checkpoint(str(checkpoint.folder / role / "checkpoint"))
-        self.maker.kl_controller.value = state["kl_coef"]
-        if (generated := checkpoint.folder / _GENERATED).exists():
+        generated = checkpoint.folder / _GENERATED
+        if generated.exists():
             self.generated = read_generated(generated, self.train_dataset.pad_token_id)
 
 
@@ -218,8 +243,8 @@ def of_step(prompts: DataProto, step: int) -> DataProto:
 
 
 def read_generated(path: Path, pad_token_id: int) -> Generated:
-    """Responses that a checkpoint holds, also one of an earlier version, whose batches were
-    padded."""
+    """Reads the responses that a checkpoint holds. Earlier versions wrote padded batches, which
+    lose their padding here."""
     batch = DataProto.load_from_disk(path)
     if not is_jagged(batch.tensors()["prompts"]):
         batch = without_padding(batch, pad_token_id)
@@ -248,8 +273,8 @@ def get_trainer() -> type[RayPPOTrainer]:
 
 
 def require_trainer_of_driver() -> None:
-    """Raises ValueError for a plugin that has a driver of makers alone, which only detached
-    training would call."""
+    """Raises ValueError if a plugin registered a driver of makers but no trainer. Only detached
+    training would call such a driver."""
     driver = get_maker_driver()
     if driver is not MakerDriver and get_trainer() is RayPPOTrainer:
         raise ValueError(

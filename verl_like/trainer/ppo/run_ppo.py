@@ -1,4 +1,4 @@
-"""PPO for the run shell: what is PPO's own of a run."""
+"""A run of PPO: it gives the run shell the check of its inputs and its training."""
 
 import contextlib
 
@@ -13,19 +13,20 @@ from verl_like.trainer.state.run_state import PluginPPOState, PPOState
 
 
 def run_ppo(config: PPOConfig, template: WorkerTemplate | None = None) -> int:
-    """Runs PPO; returns the exit code."""
+    """Runs PPO and returns the exit code of the process."""
     state_schema = PPOState if get_trainer() is RayPPOTrainer else PluginPPOState
     return run(config, check_ppo_inputs, fit, PPO_DISPLAY, template, state_schema)
 
 
 def check_ppo_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
-    """`check_inputs`, after a look at the plugins; raises ValueError or RewardError."""
+    """Checks the plugins and then all inputs. Raises ValueError or RewardError for what the user
+    has to change."""
     require_trainer_of_driver()
     return check_inputs(config, cleanup)
 
 
 def fit(inputs: PPOInputs, recorder: RunRecorder) -> None:
-    """Starts the workers and trains to the end."""
+    """Starts the workers and trains until the last step."""
     trainer = get_trainer().of(inputs, recorder)
     trainer.init_workers()
     trainer.fit()

@@ -1,5 +1,5 @@
-"""From responses to `rule_scores`: decoded on the driver, scored in reward processes, put on the
-last token."""
+"""From responses to rewards: the driver decodes responses, reward processes score them by rules,
+and the scores become the column `rule_scores`, next to those of reward models."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,11 +26,14 @@ from verl_like.workers.config.roles import RewardModelConfig
 from verl_like.workers.rollout import FinishedRequest
 
 _PAUSE_S = 0.01
-_LEFT_TO_MODELS = Answer(score=0.0)  # of a row without a rule
+"""The seconds below which a pause between two spans of a process is ignored, so that they count as
+one."""
+_LEFT_TO_MODELS = Answer(score=0.0)
+"""What the rules answer for a row that has no rule."""
 RULE_COLUMNS = {"rule_scores": 1.0}
+"""The reward column of the rules, with its weight."""
 EXTRA_PREFIX = "reward_extra/"
-"""What a reward function returns besides the score, per sample, becomes columns with this
-prefix."""
+"""The prefix of the columns with what a reward function returns besides the score."""
 
 
 def reward_columns(
@@ -38,18 +41,20 @@ def reward_columns(
     reward_models: Mapping[str, RewardModelConfig],
     with_rules: bool,
 ) -> dict[str, float]:
-    """The columns whose weighted sum is the reward: those that the worker class of each role
-    declares, and the rules'.
+    """The columns whose weighted sum is the reward, with their weights: those that the worker class
+    of each role declares, and the rules' column `with_rules`.
 
-    The weight of each of `reward_models`, by their roles, multiplies those that its class declares.
-    Raises ValueError for a column that its class does not write, that two roles write, or of a role
-    that does not reward.
+    Only reward models and custom roles may declare columns. The weight of a reward model, which is
+    in its configuration `reward_models[role]`, multiplies the weights that its class declares.
+    Raises ValueError if the role may not declare a column, if its class does not write the column,
+    or if two roles write it.
     """
     columns = dict(RULE_COLUMNS) if with_rules else {}
     for role, worker_class in worker_classes.items():
         model = reward_models.get(role)
         method = "compute_rm_score" if model else "annotate"
         spec = registered_methods(worker_class).get(method)
+        written = (spec and spec.writes) or ()
         for name, weight in worker_class.reward_columns.items():
             column = column_of(name, role) if model else name
             where = f"{worker_class.__name__}.reward_columns has {name!r}"
@@ -57,7 +62,7 @@ def reward_columns(
                 raise ValueError(
                     f"{where}, but only a reward model and custom roles reward, not the {role}."
                 )
-            if name not in ((spec and spec.writes) or ()):
+            if name not in written:
                 raise ValueError(
                     f"{where}, which is not in the writes=[...] of its {method}: name it there."
                 )
@@ -70,8 +75,8 @@ def reward_columns(
 
 
 def column_of(name: str, role: str) -> str:
-    """The column of the batch for the column `name` of a reward model's worker: a further model's
-    ends in its role."""
+    """The name in the batch of a column that a reward model's worker calls `name`. If there are
+    several reward models, the role is appended for all but the first."""
     return name if role == Role.RewardModel else f"{name}/{role}"
 
 
@@ -83,36 +88,43 @@ class ModelScores:
     pending: Future[DataProto]
 
     def get(self) -> DataProto:
-        """What the model's worker returned, under the names of the batch."""
+        """Waits for the scores, and returns them under their names in the batch."""
         scores = self.pending.get()
         names = list(scores.tensors())
         return scores.rename(names, [column_of(name, self.role) for name in names])
 
 
 def reward_means(batch: DataProto, reward_columns: Mapping[str, float]) -> dict[str, Metric]:
-    """The mean over the samples that were scored: of each reward before its weight, where there are
-    several, and of each number that the reward function returned beside the score of any of
-    them."""
+    """Means over the samples that were scored.
+
+    They are taken of each reward without its weight, if there is more than one, and of each number
+    that the reward function returned beside the score. A number that no sample has gets no mean.
+    """
     names = reward_columns if len(reward_columns) > 1 else ()
     is_scored_B = batch.batch["response_mask"].any(-1)
     values = {name: batch.batch[name].sum(-1)[is_scored_B] for name in names}
-    for name, numbers in extra_numbers(batch).items():
-        values[name] = torch.from_numpy(numbers)[is_scored_B & ~torch.from_numpy(numbers).isnan()]
-    return {
-        f"reward/{name}/mean": Metric.mean(float(of.mean()), weight=len(of))
-        for name, of in values.items()
-        if len(of)
-    }
+    for name, array in extra_numbers(batch).items():
+        numbers_B = torch.from_numpy(array)
+        values[name] = numbers_B[is_scored_B & ~numbers_B.isnan()]
+    means: dict[str, Metric] = {}
+    for name, numbers in values.items():
+        if len(numbers):
+            mean = float(numbers.mean())
+            means[f"reward/{name}/mean"] = Metric.mean(mean, weight=len(numbers))
+    return means
 
 
 def total_scores(batch: DataProto, reward_columns: Mapping[str, float]) -> torch.Tensor:
     """The reward before any KL penalty: the weighted sum of the reward columns, (B, R).
 
-    Raises RewardError for a sample, not one that rules skip, of which a column is not a finite
-    number: an estimator that compares all rows of a batch would make it the advantage of every one.
+    Raises RewardError if a column of a sample is not finite, unless the rules skipped the sample.
+    An estimator that compares all rows of a batch would otherwise make every advantage infinite or
+    NaN.
     """
-    for name in reward_columns:
-        is_wrong_B = ~batch.batch[name].isfinite().all(-1)
+    weighted: list[torch.Tensor] = []
+    for name, weight in reward_columns.items():
+        rewards_BR = batch.batch[name]
+        is_wrong_B = ~rewards_BR.isfinite().all(-1)
         if "is_skipped" in batch.batch:
             is_wrong_B &= ~batch.batch["is_skipped"]
         if is_wrong_B.any():
@@ -120,38 +132,39 @@ def total_scores(batch: DataProto, reward_columns: Mapping[str, float]) -> torch
             raise RewardError(
                 f"the reward {name!r} of {int(is_wrong_B.sum())} of {len(batch)} samples is no "
                 f"finite number, the first of them row {row} of the batch: "
-                f"{batch.batch[name][row].tolist()}; look at the weights and the data type of the "
+                f"{rewards_BR[row].tolist()}; look at the weights and the data type of the "
                 "model that computes it"
             )
-    return torch.stack([weight * batch.batch[name] for name, weight in reward_columns.items()]).sum(
-        0
-    )
+        weighted.append(weight * rewards_BR)
+    return torch.stack(weighted).sum(0)
 
 
 def scores_by_reward(
     batch: DataProto, reward_columns: Mapping[str, float]
 ) -> dict[str, torch.Tensor]:
-    """Each reward by itself, (B, R), by name: the weighted reward columns, and the numbers that the
-    reward function returned beside the score, NaN where it did not."""
+    """Each reward by itself, (B, R), by name, for estimators that normalise rewards separately.
+
+    These are the weighted reward columns, and the numbers that the reward function returned beside
+    the score, on the last token. A number is NaN for a sample for which it was not returned.
+    """
     scores = {name: weight * batch.batch[name] for name, weight in reward_columns.items()}
-    numbers = {
-        name: torch.from_numpy(values).float() for name, values in extra_numbers(batch).items()
-    }
-    return scores | {
-        name: on_last_token(values, batch.batch["response_mask"])
-        for name, values in numbers.items()
-    }
+    mask_BR = batch.batch["response_mask"]
+    for name, array in extra_numbers(batch).items():
+        numbers_B = torch.from_numpy(array).float()
+        scores[name] = on_last_token(numbers_B, mask_BR)
+    return scores
 
 
 def groups_differ(batch: DataProto, metric: str) -> torch.Tensor:
-    """For each row, (B,) bool: whether the responses to its prompt that could be scored differ in
-    `metric`.
+    """(B,) bool, for each row: True if the responses to its prompt differ in `metric`. Responses
+    that could not be scored do not count.
 
-    That is "reward" (the rules' score) or the name of a number that the reward function returned
-    beside it; raises ValueError if there is none.
+    `metric` is "reward", the rules' score, or the name of a number that the reward function
+    returned beside it. Raises ValueError if there is no such number.
     """
     view = view_of_samples(batch)
-    numbers = {"reward": view.batch["rule_scores"].sum(-1).numpy()} | extra_numbers(view)
+    rewards = view.batch["rule_scores"].sum(-1).numpy()
+    numbers = {"reward": rewards} | extra_numbers(view)
     require_metric(metric, numbers)
     values = torch.from_numpy(numbers[metric]).unsqueeze(-1)
     is_scored = ~view.batch["is_skipped"].unsqueeze(-1) & ~values.isnan()
@@ -160,8 +173,8 @@ def groups_differ(batch: DataProto, metric: str) -> torch.Tensor:
 
 
 def require_metric(metric: str, numbers: Collection[str]) -> None:
-    """Raises ValueError if `algorithm.filter_groups.metric` is none of the numbers that the rules
-    give."""
+    """Raises ValueError unless `algorithm.filter_groups.metric` is one of the numbers that the
+    rules give."""
     if metric not in numbers:
         raise ValueError(
             f"algorithm.filter_groups.metric={metric}, but the reward function returns only "
@@ -170,17 +183,13 @@ def require_metric(metric: str, numbers: Collection[str]) -> None:
 
 
 def extra_numbers(batch: DataProto) -> dict[str, np.ndarray]:
-    """What the reward function returned beside the score, as far as it is numbers."""
-    extra = {
-        name: values
-        for name, values in batch.non_tensor_batch.items()
-        if name.startswith(EXTRA_PREFIX)
-    }
-    return {
-        name.removeprefix(EXTRA_PREFIX): values
-        for name, values in extra.items()
-        if values.dtype != object
-    }
+    """The numbers (B,) that the reward function returned beside the score, by name. It may return
+    other values, such as texts, which are left out."""
+    numbers: dict[str, np.ndarray] = {}
+    for name, values in batch.non_tensor_batch.items():
+        if name.startswith(EXTRA_PREFIX) and values.dtype != object:
+            numbers[name.removeprefix(EXTRA_PREFIX)] = values
+    return numbers
 
 
 @dataclass(eq=False)
@@ -188,36 +197,44 @@ class RuleScorer:
     """Scores responses with a reward function, in processes that run beside generation and the
     other phases.
 
-    Rows whose `reward_model.style` is "model" are left to the reward model, except by a custom
-    function.
+    A row whose `reward_model.style` is "model" is left to the reward model, unless the function is
+    a custom one, which scores every row.
     """
 
     manager: RewardManager
     tokenizer: PreTrainedTokenizerBase
     scores_every_row: bool
     on_call: Callable[[CallEvent], None] | None = None
-    """Gets the calls of the reward processes, as of a worker group `rules` on the pool `driver`."""
+    """Called with each call of the reward processes, which appear as a worker group `rules` on the
+    pool `driver`."""
     _number_of_process: dict[int, int] = field(default_factory=dict)
+    """A rank for each reward process, by its process id."""
     _numbers: set[str] = field(default_factory=set)
     """The names of all numbers that `check` saw beside scores."""
 
     def check(self, dataset: PromptDataset) -> list[str]:
-        """Scores the ground truth of the first row of each data source before a run, as
-        `RewardManager.check` does.
+        """Tries the reward function before a run: has it score the ground truth of the first row of
+        each data source. `RewardManager.check` raises the error if it fails or has no reward for a
+        data source.
 
         Returns the names of the numbers that the function returned beside the scores, for any of
-        the data sources. A data source without a reward fails too.
+        the data sources.
         """
         first: dict[str, RewardSample] = {}
         for row in dataset:
             source = row["data_source"]
+            is_scored = self.scores_every_row or has_rule(row["reward_model"])
+            if source in first or not is_scored:
+                continue
             truth = row["reward_model"].get("ground_truth")
-            if source not in first and (self.scores_every_row or has_rule(row["reward_model"])):
-                info = row["extra_info"]
-                prompt = row["raw_prompt"]
-                first[source] = RewardSample(
-                    f"row {row['index']}", source, str(truth), truth, info, prompt
-                )
+            first[source] = RewardSample(
+                name=f"row {row['index']}",
+                data_source=source,
+                solution_str=str(truth),
+                ground_truth=truth,
+                extra_info=row["extra_info"],
+                raw_prompt=row["raw_prompt"],
+            )
         extra = self.manager.check(list(first.values()))
         names = [name for name, values in extra.items() if values.dtype != object]
         self._numbers.update(names)
@@ -226,17 +243,18 @@ class RuleScorer:
     def with_all_numbers(
         self, extra: Mapping[str, np.ndarray], num_samples: int
     ) -> dict[str, np.ndarray]:
-        """What the function returned for some samples, with a column of NaN for each number that
-        all of them lack.
+        """Adds a column of NaN for each number that `check` saw and that `extra`, what the function
+        returned for some samples, lacks.
 
-        A number may be of one data source alone, and the others make a batch by chance.
+        The function may return a number for one data source alone, of which a batch may have no
+        row. All batches get the same columns this way.
         """
         missing = sorted(self._numbers - extra.keys())
         return {**extra, **{name: np.full(num_samples, np.nan) for name in missing}}
 
     def report(self, ran: list[tuple[int, float, float]]) -> None:
-        """Gives `on_call` the times in which each process scored, from (process id, start, end) of
-        each sample."""
+        """Tells `on_call` when each reward process was scoring. `ran` has the process id, start and
+        end of the scoring of each sample."""
         for pid, started, finished in _merged(ran):
             rank = self._number_of_process.setdefault(pid, len(self._number_of_process))
             if self.on_call is not None:
@@ -244,68 +262,75 @@ class RuleScorer:
 
 
 def has_rule(reward_model: dict) -> bool:
-    """Whether a row of the dataset (its `reward_model` field) is scored by a rule, not by the
-    reward model alone."""
+    """Return whether a row of the dataset, whose field `reward_model` is given, is scored by a
+    rule. If not, the reward model alone scores it."""
     return reward_model.get("style") != "model"
 
 
 @dataclass(eq=False)
 class PendingScores:
-    """The scores of the responses to some prompts, computed while the responses are generated."""
+    """The rules' scores of the responses to some prompts, which are computed while responses are
+    still generated.
+
+    Each response that rules score has a slot in `pending`, the scores that the reward manager
+    computes. The prompts give B * num_samples responses, of which `rows` are scored.
+    """
 
     scorer: RuleScorer
     prompts: DataProto
     num_samples: int
-    """Responses to each prompt."""
+    """How many responses each prompt gets."""
 
     def __post_init__(self) -> None:
         columns = self.prompts.non_tensor_batch
-        n = self.num_samples
-        scored = [
-            i
-            for i, spec in enumerate(columns["reward_model"])
-            if self.scorer.scores_every_row or has_rule(spec)
-        ]
-        self.rows = [i * n + k for i in scored for k in range(n)]
-        """The row of the (B * n,) batch in each slot of `pending`."""
-        self.slots = {
-            (columns["uid"][row // n], row % n): slot for slot, row in enumerate(self.rows)
-        }
+        self.rows: list[int] = []
+        """The row of the batch of responses that each slot belongs to."""
+        self.slots: dict[tuple[str, int], int] = {}
+        """The slot of each response, by its prompt's uid and its number among its samples."""
+        for i, reward_model in enumerate(columns["reward_model"]):
+            if not (self.scorer.scores_every_row or has_rule(reward_model)):
+                continue
+            for k in range(self.num_samples):
+                self.slots[columns["uid"][i], k] = len(self.rows)
+                self.rows.append(i * self.num_samples + k)
         self.pending = self.scorer.manager.expect(len(self.rows))
         self.num_early = 0
+        """How many responses were given to the rules before generation ended."""
         self.mask: torch.Tensor | None = None
-        """`response_mask` of the batch, jagged."""
+        """The jagged `response_mask` of the batch of responses, once they are generated."""
 
     def add(self, finished: Sequence[FinishedRequest]) -> None:
-        """Starts scoring responses that are complete while others are still being generated."""
-        early = {
-            self.slots[request.uid, request.index]: completion.token_ids.tolist()
-            for request, completion in finished
-            if (request.uid, request.index) in self.slots
-        }
+        """Starts scoring responses that are complete while others are still generated."""
+        early: dict[int, list[int]] = {}
+        for request, completion in finished:
+            slot = self.slots.get((request.uid, request.index))
+            if slot is not None:
+                early[slot] = completion.token_ids.tolist()
         self.num_early += len(early)
         self._submit(early)
 
     def complete(self, batch: DataProto) -> "PendingScores":
-        """Starts scoring the other responses of the (B * num_samples,) batch that was generated."""
+        """Starts scoring those responses of the (B * num_samples,) batch that `add` did not get,
+        and returns itself: `get` waits for all scores."""
         self.mask = batch.batch["response_mask"]
-        missing = {slot: self.rows[slot] for slot in self.pending.missing()}
-        drawn = batch.select_idxs(list(missing.values())).batch if missing else {}
-        pairs = (
-            zip(drawn["responses"].unbind(), drawn["response_mask"].unbind(), strict=True)
-            if missing
-            else ()
-        )
-        tokens = [response[mask.bool()].tolist() for response, mask in pairs]
-        self._submit(dict(zip(missing, tokens, strict=True)))
+        slots = list(self.pending.missing())
+        late: dict[int, list[int]] = {}
+        if slots:
+            rows = [self.rows[slot] for slot in slots]
+            columns = batch.select_idxs(rows).batch
+            responses = columns["responses"].unbind()
+            masks = columns["response_mask"].unbind()
+            for slot, response, mask in zip(slots, responses, masks, strict=True):
+                late[slot] = response[mask.bool()].tolist()
+        self._submit(late)
         return self
 
     def _submit(self, token_ids: dict[int, list[int]]) -> None:
+        """Decodes responses, given by their slots, and has the reward manager score them."""
         if not token_ids:
             return
-        texts = self.scorer.tokenizer.batch_decode(
-            list(token_ids.values()), skip_special_tokens=True
-        )
+        tokenizer = self.scorer.tokenizer
+        texts = tokenizer.batch_decode(list(token_ids.values()), skip_special_tokens=True)
         columns = self.prompts.non_tensor_batch
         for slot, text in zip(token_ids, texts, strict=True):
             i = self.rows[slot] // self.num_samples
@@ -320,17 +345,21 @@ class PendingScores:
             self.pending.submit(slot, sample)
 
     def get(self) -> DataProto:
-        """Returns `rule_scores` (B * num_samples, R) float32, `is_skipped` (B * num_samples,) bool,
-        and what the reward function added."""
+        """Waits for the scores. Returns the columns `rule_scores` (B * num_samples, R) float32 and
+        `is_skipped` (B * num_samples,) bool, and what the reward function returned beside scores.
+
+        `is_skipped` is True for a response that could not be scored. A response that is left to the
+        reward model scores 0 here.
+        """
         assert self.mask is not None, "complete(batch) comes before get()"
         answers = dict(zip(self.rows, self.pending.get().answers, strict=True))
-        result = RewardResult([answers.get(row, _LEFT_TO_MODELS) for row in range(len(self.mask))])
+        num_rows = len(self.mask)
+        result = RewardResult([answers.get(row, _LEFT_TO_MODELS) for row in range(num_rows)])
         self.scorer.report(result.ran)
-        extra = self.scorer.with_all_numbers(result.extra, len(self.mask))
+        extra = self.scorer.with_all_numbers(result.extra, num_rows)
+        early_ratio = self.num_early / max(1, len(answers))
         metrics = {
-            "reward/early_ratio": Metric.mean(
-                self.num_early / max(1, len(answers)), weight=len(answers)
-            ),
+            "reward/early_ratio": Metric.mean(early_ratio, weight=len(answers)),
             "reward/num_skipped": Metric.sum(int(result.skipped.sum())),
             "reward/num_errors": Metric.sum(result.num_errors),
             "reward/num_timeouts": Metric.sum(result.num_timeouts),
@@ -344,11 +373,13 @@ class PendingScores:
 
 
 def _merged(spans: list[tuple[int, float, float]]) -> list[tuple[int, float, float]]:
-    """The spans of each process, those with next to no time between them as one."""
+    """Joins spans (process id, start, end) of a process that follow each other almost at once."""
     merged: list[tuple[int, float, float]] = []
     for pid, started, finished in sorted(spans):
-        if merged and merged[-1][0] == pid and started - merged[-1][2] < _PAUSE_S:
-            merged[-1] = pid, merged[-1][1], finished
-        else:
-            merged.append((pid, started, finished))
+        if merged:
+            last_pid, last_started, last_finished = merged[-1]
+            if last_pid == pid and started - last_finished < _PAUSE_S:
+                merged[-1] = (pid, last_started, finished)
+                continue
+        merged.append((pid, started, finished))
     return merged

@@ -1,4 +1,4 @@
-"""From PPO's configuration to the worker class of each role and the pools that they run on."""
+"""The worker class of each role and the pools that they run on, as PPO's configuration says."""
 
 import pkgutil
 from collections.abc import Mapping, Sequence
@@ -27,53 +27,62 @@ from verl_like.workers.teacher import TeacherWorker
 def build_role_worker_mapping(
     config: PPOConfig, own_classes: dict[str, type[Worker]]
 ) -> dict[str, RayClassWithInitArgs]:
-    """The worker class of each active role and its arguments; a custom role gets the whole
-    configuration."""
+    """The worker class of each active role, with the arguments of its constructor.
+
+    `own_classes` has the user's classes by role, which take the places of the built-in ones. The
+    class for the reward model serves all reward models. A custom role, which has no built-in class,
+    gets the whole configuration.
+    """
     seed = config.trainer.seed
     steps = config.trainer.total_training_steps
-    n = config.actor_rollout_ref.rollout.n
-    # The actor's schedule counts the steps that train it: those after the critic's warm-up.
-    actor_steps = steps and steps - config.trainer.critic_warmup
     policy = {"config": config.actor_rollout_ref}
-    actor = {"total_training_steps": actor_steps}
-    actor |= {"with_sum_pi_squared": True} if "sum_pi_squared" in config.estimator_needs else {}
-    critic = {"config": config.critic, "seed": seed, "rollout_n": n, "total_training_steps": steps}
-    critic |= {"weight_transport": transport_to_copies(config)}
+    # The actor's schedule counts the steps that train it, which are those after the critic's
+    # warm-up.
+    actor_steps = steps and steps - config.trainer.critic_warmup
+    actor = policy | {"total_training_steps": actor_steps}
+    if "sum_pi_squared" in config.estimator_needs:
+        actor["with_sum_pi_squared"] = True
+    critic = {
+        "config": config.critic,
+        "seed": seed,
+        "rollout_n": config.actor_rollout_ref.rollout.n,
+        "total_training_steps": steps,
+        "weight_transport": transport_to_copies(config),
+    }
     built_in: dict[str, tuple[type[Worker], dict[str, Any]]] = {
-        Role.Actor: (ActorWorker, policy | actor),
+        Role.Actor: (ActorWorker, actor),
         Role.Rollout: (RolloutWorker, policy | {"seed": seed}),
         Role.RefPolicy: (ReferenceWorker, dict(policy)),
         Role.Teacher: (TeacherWorker, dict(policy)),
         Role.Critic: (CriticWorker, critic),
     }
+    reward_model_class = own_classes.get(Role.RewardModel, RewardModelWorker)
     for role, model in config.reward_models_by_role.items():
-        key = {} if role == Role.RewardModel else {"model_key": reward_model_key(role)}
-        built_in[role] = (
-            own_classes.get(Role.RewardModel, RewardModelWorker),
-            {"config": model} | key,
-        )
+        arguments: dict[str, Any] = {"config": model}
+        if role != Role.RewardModel:
+            arguments["model_key"] = reward_model_key(role)
+        built_in[role] = (reward_model_class, arguments)
     mapping = {}
+    pool_of_rollout = config.role_mapping.get(Role.Rollout)
     for role in config.active_roles:
         worker_class, arguments = built_in.get(role, (Worker, {"config": config}))
         if role in built_in and role != Role.Rollout:
-            arguments["shares_device"] = (
-                config.role_mapping[role] == config.role_mapping[Role.Rollout]
-            )
+            arguments["shares_device"] = config.role_mapping[role] == pool_of_rollout
         mapping[role] = RayClassWithInitArgs(own_classes.get(role, worker_class), **arguments)
         mapping[role].plugins = config.plugins
     return mapping
 
 
 def transport_to_copies(config: PPOConfig) -> str:
-    """How weights reach a detached maker's copies: as they reach engines, unless they go straight
-    into these."""
+    """How weights reach the copies of a detached maker. It is the transport to the engines, unless
+    that sends straight into the engines, which copies cannot receive."""
     rollout = config.actor_rollout_ref.rollout
     return "object_store" if rollout.sends_directly else rollout.weight_transport
 
 
 def import_worker_class(role: str, path: str) -> type[Worker]:
-    """The class at `package.module.Class`. Raises ValueError if it cannot be imported, is not a
-    Worker, or is that of a custom role without `annotate`."""
+    """Imports the class at `package.module.Class` for a role. Raises ValueError if it cannot be
+    imported, is not a Worker, or lacks the method `annotate`, which a custom role needs."""
     try:
         worker_class = pkgutil.resolve_name(":".join(path.rsplit(".", 1)))
     except (Exception, SystemExit) as error:  # the module may raise anything
@@ -98,18 +107,19 @@ def import_worker_class(role: str, path: str) -> type[Worker]:
 def build_resource_pools(
     config: PPOConfig, roles: Sequence[str] | None = None
 ) -> ResourcePoolManager:
-    """The pools of the configuration for its active roles or only some of them.
+    """The pools of the configuration for `roles`, by default all active ones.
 
-    Training roles of a pool are one worker group, since they share a process, and the rollout
-    engine is another.
+    On each device of a pool, the training roles share one process, and the rollout engine has
+    another. The pools are divided for the largest number of processes on a device.
     """
     mapping = {role: config.role_mapping[role] for role in roles or config.active_roles}
-    pools = [pool for pool, _ in process_groups(mapping)]
+    pool_of_groups = [pool for pool, _roles in process_groups(mapping)]
+    max_colocate_count = max(pool_of_groups.count(pool) for pool in pool_of_groups)
     return ResourcePoolManager(
         {name: list(nodes) for name, nodes in config.resource_pool_spec.items()},
         mapping,
         use_gpu=config.trainer.device == "cuda",
-        max_colocate_count=max(pools.count(pool) for pool in pools),
+        max_colocate_count=max_colocate_count,
     )
 
 
@@ -120,18 +130,25 @@ def start_groups(
     on_call: OnCall,
     joint_trainer: JointTrainer | None = None,
 ) -> tuple[dict[str, WorkerGroup], list[tuple[str, list[str], RayWorkerGroup]]]:
-    """A worker group for each role, and the processes: (pool, roles, group). Training roles of one
-    pool share their processes. Reserves the pools, unless that was done."""
+    """Starts the processes of all roles. Training roles of one pool share their processes. The
+    pools are reserved, unless that was done.
+
+    Returns a worker group for each role, and (pool, roles, group) for each group of processes.
+    `joint_trainer` says how processes of several trainers meet.
+    """
     pools.create_resource_pool()
     groups: dict[str, WorkerGroup] = {}
     placement = []
-    for pool, roles in process_groups({role: config.role_mapping[role] for role in mapping}):
+    pool_of_role = {role: config.role_mapping[role] for role in mapping}
+    for pool, roles in process_groups(pool_of_role):
+        worker_class = create_colocated_worker_cls({role: mapping[role] for role in roles})
+        worker_env = joint_trainer.worker_env("+".join(roles)) if joint_trainer else None
         processes = RayWorkerGroup(
             pools.get_resource_pool(roles[0]),
-            create_colocated_worker_cls({role: mapping[role] for role in roles}),
+            worker_class,
             deadline_s=config.trainer.call_timeout_s,
             on_call=on_call,
-            worker_env=joint_trainer.worker_env("+".join(roles)) if joint_trainer else None,
+            worker_env=worker_env,
         )
         groups |= processes.spawn(roles)
         placement.append((pool, roles, processes))
@@ -139,11 +156,11 @@ def start_groups(
 
 
 def load_models(groups: Mapping[str, WorkerGroup], device: str) -> None:
-    """Loads the models of all groups, at the same time but for the rollout on a GPU, which comes
-    after the others.
+    """Loads the models of all groups. They load at the same time, except that on a GPU the rollout
+    loads after the others.
 
-    vLLM takes its share of the memory that is free, and asserts that nobody gives memory back while
-    it measures that.
+    vLLM takes its share of the free memory, and asserts that no other process frees memory while it
+    measures how much there is.
     """
     rollout = [group for role, group in groups.items() if role == Role.Rollout]
     others = [group for role, group in groups.items() if role != Role.Rollout]

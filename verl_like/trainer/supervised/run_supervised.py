@@ -1,4 +1,5 @@
-"""Training on examples for the run shell: what is its own of a run, and of each of its kinds."""
+"""A run of training on examples: it gives the run shell the check of its inputs and its training,
+and each kind of training its worker, data and display."""
 
 import contextlib
 from collections.abc import Sequence
@@ -49,7 +50,9 @@ from verl_like.workers.supervised import (
 
 
 def display_of(prefix: str, unit: str) -> Display:
-    """What is shown of a run whose metrics begin with `prefix`; `unit` is the loss's."""
+    """What is shown of a run whose metrics begin with `prefix`. `unit` is the unit of the loss."""
+    of_pairs = tuple(f"{prefix}/{name}" for name in ("chosen_reward", "rejected_reward", "margin"))
+    terms = tuple(f"{prefix}/{name}_loss" for name in ("td", "value", "cql", "lm"))
     return Display(
         step_line=(
             ("loss", (f"{prefix}/loss",), "{:.4f}"),
@@ -63,18 +66,8 @@ def display_of(prefix: str, unit: str) -> Display:
         charts=(
             ("Validation", ("val-core/",), ""),
             ("Loss", (f"{prefix}/loss",), unit),
-            (
-                "Rewards",
-                tuple(
-                    f"{prefix}/{name}" for name in ("chosen_reward", "rejected_reward", "margin")
-                ),
-                "",
-            ),
-            (
-                "Terms of the loss",
-                tuple(f"{prefix}/{name}_loss" for name in ("td", "value", "cql", "lm")),
-                unit,
-            ),
+            ("Rewards", of_pairs, ""),
+            ("Terms of the loss", terms, unit),
             ("Q and V", (f"{prefix}/target_q", f"{prefix}/value"), "score"),
             ("Accuracy", (f"{prefix}/accuracy", f"{prefix}/confidence"), "share"),
             ("Gradient norm", (f"{prefix}/grad_norm",), ""),
@@ -85,7 +78,7 @@ def display_of(prefix: str, unit: str) -> Display:
 
 @dataclass(frozen=True)
 class Kind:
-    """What one way of training on examples has of its own."""
+    """What differs between the ways of training on examples."""
 
     worker: type[SupervisedWorker]
     dataset: type[ConversationDataset]
@@ -102,21 +95,23 @@ KINDS: dict[type[SupervisedConfig], Kind] = {
 
 @dataclass(frozen=True)
 class SupervisedInputs:
-    """What training needs, checked."""
+    """What training needs, after it was checked."""
 
     config: SupervisedConfig
     train_dataset: ConversationDataset
     val_dataset: ConversationDataset | None
     notes: tuple[str, ...]
+    """What is shown to the user when the run begins."""
 
 
 def run_supervised(config: SupervisedConfig, template: WorkerTemplate | None = None) -> int:
-    """Trains on examples; returns the exit code."""
+    """Trains on examples and returns the exit code of the process."""
     return run(config, check_inputs, fit, KINDS[type(config)].display, template, LoopState)
 
 
 def check_inputs(config: SupervisedConfig, cleanup: contextlib.ExitStack) -> SupervisedInputs:
-    """Checks model and data and fills in the number of training steps; raises ValueError."""
+    """Reads the data, checks it and the model, and fills in the number of training steps. Raises
+    ValueError for what the user has to change, before a worker starts."""
     if not cluster_address(config.ray_kwargs.ray_init.address):
         num_cpus = config.ray_kwargs.ray_init.num_cpus
         keys = "trainer.nnodes and trainer.n_gpus_per_node"
@@ -149,21 +144,18 @@ def check_inputs(config: SupervisedConfig, cleanup: contextlib.ExitStack) -> Sup
     first_rows = [train.token_ids(row)[0].tolist() for row in range(min(16, len(train)))]
     check_tokenizer(tokenizer, config.model, tokenizer.batch_decode(first_rows), key="model")
     if isinstance(config, RMConfig):
-        config = with_padding_token(
-            config, hf_config, tokenizer, set.union(*(one.last_tokens for one in datasets))
-        )
+        last_tokens = set.union(*(one.last_tokens for one in datasets))
+        config = with_padding_token(config, hf_config, tokenizer, last_tokens)
     sampler = EpochSampler(len(train), data.train_batch_size)
-    steps = (
-        config.trainer.total_training_steps
-        or sampler.num_batches_per_epoch * config.trainer.total_epochs
-    )
+    steps_of_epochs = sampler.num_batches_per_epoch * config.trainer.total_epochs
+    steps = config.trainer.total_training_steps or steps_of_epochs
     config = config.updated({"trainer.total_training_steps": steps})
-    too_long = f" ({train.num_dropped} too long and left out, {train.num_truncated} cut)"
-    notes = [
-        f"{len(train):,} training "
-        f"{dataset.what}s{too_long if train.num_dropped or train.num_truncated else ''}"
-    ]
-    notes += [f"{len(val):,} validation {dataset.what}s"] if val else []
+    too_long = ""
+    if train.num_dropped or train.num_truncated:
+        too_long = f" ({train.num_dropped} too long and left out, {train.num_truncated} cut)"
+    notes = [f"{len(train):,} training {dataset.what}s{too_long}"]
+    if val:
+        notes.append(f"{len(val):,} validation {dataset.what}s")
     if not train.learns_to_end:
         notes.append(
             "Warning: no training row has an end-of-sequence token where it is learned, so the "
@@ -176,8 +168,8 @@ def check_inputs(config: SupervisedConfig, cleanup: contextlib.ExitStack) -> Sup
 def check_lengths(
     config: SupervisedConfig, hf_config: PretrainedConfig, datasets: Sequence[ConversationDataset]
 ) -> None:
-    """Raises ValueError for a conversation that the model does not read, and a row that is more
-    than a pass."""
+    """Raises ValueError for a token or a length of a conversation that the model cannot read, and
+    for an example that has more tokens than fit into one pass."""
     token, place = max(one.highest_token for one in datasets)
     if token >= hf_config.vocab_size:
         raise ValueError(
@@ -206,10 +198,11 @@ def with_padding_token(
     tokenizer: PreTrainedTokenizerBase,
     last_tokens: set[int],
 ) -> RMConfig:
-    """Names the padding token in the model's configuration, behind which transformers looks for the
-    last token.
+    """The configuration with the padding token in `model.override_config`.
 
-    Raises ValueError for one that conversations end with, or that the model does not have.
+    transformers reads the reward at the last token of a row that is not this one. Raises ValueError
+    if the model does not have the token, or if it is one of `last_tokens`, with which conversations
+    end: the reward would then be read at the wrong token.
     """
     given = getattr(hf_config, "pad_token_id", None)
     pad_token_id = tokenizer.pad_token_id if given is None else given
@@ -226,9 +219,9 @@ def with_padding_token(
 
 
 def fit(inputs: SupervisedInputs, recorder: RunRecorder) -> None:
-    """Starts the workers and trains to the end."""
+    """Starts the workers and trains until the last step."""
     config = inputs.config
-    trainer = inputs.config.trainer
+    trainer = config.trainer
     worker = RayClassWithInitArgs(KINDS[type(config)].worker, *worker_arguments(config))
     group = RayWorkerGroup(
         pool_of(config),
@@ -244,15 +237,14 @@ def fit(inputs: SupervisedInputs, recorder: RunRecorder) -> None:
 
 
 def pool_of(config: SupervisedConfig) -> RayResourcePool:
-    """The processes of the model, one a device."""
+    """The pool on which the model is trained: one process on each device."""
     trainer = config.trainer
-    return RayResourcePool(
-        [trainer.n_gpus_per_node] * trainer.nnodes, trainer.device == "cuda", "model_pool"
-    )
+    processes_on_nodes = [trainer.n_gpus_per_node] * trainer.nnodes
+    return RayResourcePool(processes_on_nodes, trainer.device == "cuda", "model_pool")
 
 
 def worker_arguments(config: SupervisedConfig) -> tuple[Any, ...]:
-    """Of the constructor of every `SupervisedWorker`."""
+    """The arguments of the constructor of every `SupervisedWorker`."""
     steps = config.num_steps_of_run
     seed = config.trainer.seed
     return config.model, config.training, config.data.train_batch_size, steps, seed

@@ -1,4 +1,4 @@
-"""Trains one model on examples, with one worker group."""
+"""The trainer on examples: it trains one model with one worker group."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,11 +18,9 @@ from verl_like.workers.planning.flops import ModelCost
 
 @dataclass(eq=False)
 class SupervisedTrainer(TrainingLoop):
-    """Minimises the loss of the worker on batches of examples; each training step is one optimizer
-    step.
+    """Minimises the worker's loss on batches of examples. A training step is one optimizer step.
 
-    `group` has the methods `init_model`, `update_model`, `evaluate`, `save_hf`, `save_checkpoint`,
-    `save_result` and `load_checkpoint`.
+    `group` has workers of a `SupervisedWorker`, whose class says what the loss is.
     """
 
     config: SupervisedConfig
@@ -41,50 +39,55 @@ class SupervisedTrainer(TrainingLoop):
         self.model_cost = ModelCost.of(hf_config, with_head=not isinstance(self.config, RMConfig))
 
     def init_workers(self) -> None:
-        """Loads the model, of a resumed run with the weights of its checkpoint."""
+        """Loads the model. A resumed run continues after the step of its checkpoint."""
         self.group.init_model()
         if resumed := self.recorder.resumed:
-            self.global_step = resumed.checkpoint.state["global_step"]
-            for note in self.group.load_checkpoint(
-                str(resumed.checkpoint.folder / "model" / "checkpoint")
-            )[0]:
+            checkpoint = resumed.checkpoint
+            self.global_step = checkpoint.state["global_step"]
+            notes_of_ranks = self.group.load_checkpoint(
+                str(checkpoint.folder / "model" / "checkpoint")
+            )
+            for note in notes_of_ranks[0]:  # every rank returns the same
                 self.recorder.say(note)
 
     def take(self) -> Iterator[Experience]:
-        """The (B,) examples of the present step."""
+        """Yields the (B,) examples of the present step."""
         epoch, rows = self.sampler.batch(self.global_step - 1)
         batch = self.train_dataset.collate(rows)
         work = RowWork.of(batch, self.model_cost, balance=self.config.trainer.balance_batch)
-        num_tokens = Metric.sum(work.tokens_B.sum())
-        yield Experience(
-            batch,
-            work,
-            {"training/epoch": Metric(epoch, "max"), "perf/total_num_tokens": num_tokens},
-        )
+        metrics = {
+            "training/epoch": Metric(epoch, "max"),
+            "perf/total_num_tokens": Metric.sum(work.tokens_B.sum()),
+        }
+        yield Experience(batch, work, metrics)
 
     def learn(self, experience: Experience) -> Update:
         """Submits one optimizer step."""
         work = experience.work
         num_examples = self.config.data.train_batch_size
         update = work.submit(self.group.update_model, experience.batch, num_examples)
-        return Update([update], work.metrics(self.group.update_model, num_examples))
+        metrics = work.metrics(self.group.update_model, num_examples)
+        return Update([update], metrics)
 
     def validation_is_due(self, is_last: bool) -> bool:
+        """Return whether a validation follows this step. The last step always has one."""
         return is_last or super().validation_is_due(is_last)
 
     def validate(self) -> dict[str, float]:
-        """The means of `evaluate` over the validation set: loss and accuracy as `val-core/`, others
-        as `val-aux/`."""
+        """Computes the means of what `evaluate` measures over the validation set. Loss and accuracy
+        are called `val-core/...`, other metrics `val-aux/...`."""
         assert self.val_dataset
         size = self.config.data.train_batch_size
         num_rows = len(self.val_dataset)
         parts = []
         for start in range(0, num_rows, size):
-            batch = self.val_dataset.collate(range(start, min(start + size, num_rows)))
+            stop = min(start + size, num_rows)
+            batch = self.val_dataset.collate(range(start, stop))
             work = RowWork.of(batch, self.model_cost, balance=self.config.trainer.balance_batch)
-            parts.append(work.submit(self.group.evaluate, batch).get().meta_info["metrics"])
-        merged = metric_values(merge_metrics(parts))
-        return {
-            f"val-{'core' if name in ('loss', 'accuracy') else 'aux'}/{name}": merged[name]
-            for name in merged
-        }
+            evaluated = work.submit(self.group.evaluate, batch).get()
+            parts.append(evaluated.meta_info["metrics"])
+        metrics: dict[str, float] = {}
+        for name, value in metric_values(merge_metrics(parts)).items():
+            prefix = "val-core" if name in ("loss", "accuracy") else "val-aux"
+            metrics[f"{prefix}/{name}"] = value
+        return metrics

@@ -131,8 +131,8 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def _fingerprints(self) -> dict[str, int]:
-        """Returns the fingerprints (see `fingerprint_tensor`) of the weights that the engine computes
-        with, by Hugging Face name."""
+        """Returns the fingerprints (see `fingerprint_tensor`) of the weights that the engine
+        computes with, by Hugging Face name."""
 
     def _wake(self) -> None:  # noqa: B027  an engine whose memory `_sleep` leaves in place has nothing to do
         """Takes back the memory of the weights that `_sleep` has freed."""

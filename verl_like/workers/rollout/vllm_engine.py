@@ -262,8 +262,8 @@ class VllmEngine(RolloutEngine):
             detokenize=False,
             output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
         )
-        # Every request has the adapter, see weights/vllm_adapter.py. Its name has the version and is part
-        # of the key of vLLM's prefix cache.
+        # Every request has the adapter, see weights/vllm_adapter.py. Its name has the version and
+        # is part of the key of vLLM's prefix cache.
         adapter = None
         if self._adapter_name:
             adapter = LoRARequest(self._adapter_name, ADAPTER_ID, "by tensors")
