@@ -132,7 +132,7 @@ class DetachedPPOTrainer(Side, TrainingLoop):
     def take(self) -> Iterator[Experience]:
         """The groups of the present step out of the buffer; mini-batch by mini-batch where that is
         the same."""
-        num_parts = self.config.num_parts_of_step
+        num_parts = self.config.plan.num_parts_of_step
         num_groups = self.config.data.train_batch_size // num_parts
         self.numbers = []
         self.batches = []
@@ -260,7 +260,7 @@ class DetachedPPOTrainer(Side, TrainingLoop):
         config = self.config
         # Of TRAINED there are no other classes
         synchronous = build_role_worker_mapping(config, own_classes={})
-        built_in = {role: synchronous[role] for role in config.trainer_roles}
+        built_in = {role: synchronous[role] for role in config.plan.trainer_roles}
         mapping = dict(self.model_fn(config)) if self.model_fn else built_in
         pools = self.pools or build_resource_pools(config, list(mapping))
         joint = None

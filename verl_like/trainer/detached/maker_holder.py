@@ -59,7 +59,7 @@ def maker_models(
     """The workers of a maker: of those of the synchronous run its roles, with copies in place of
     actor and critic."""
     copies: dict[str, type] = {Role.Actor: ActorCopyWorker, Role.Critic: CriticCopyWorker}
-    own = {role: mapping[role] for role in config.maker_roles}
+    own = {role: mapping[role] for role in config.plan.maker_roles}
     for role in own.keys() & copies.keys():
         arguments = inspect.signature(copies[role]).parameters
         kwargs = {name: value for name, value in mapping[role].kwargs.items() if name in arguments}
@@ -216,7 +216,7 @@ class ExperienceMakerHolder(Side):
                 self.compare_engines()
             if self.version > before and self.in_flight and self.config.detached.restart_below:
                 self.restart_young()
-            limit = self.config.num_prompts_at_a_time - len(self.in_flight)
+            limit = self.config.plan.num_prompts_at_a_time - len(self.in_flight)
             if (is_due := self.validation_is_due()) and not self.in_flight:
                 self.validate()
             elif is_due or (num_steps is not None and done >= num_steps):

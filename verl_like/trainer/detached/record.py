@@ -44,7 +44,7 @@ class DetachedRecord:
         self.waits[name].update(report.waits)
         self.recorder.saves_when_ended |= report.saves_when_ended
         for step, metrics, ended in report.rows:
-            if name in self.config.maker_names:
+            if name in self.config.detached.maker_names:
                 self.validations[step] = metrics
             else:
                 self.rows[step].append((metrics, ended))
@@ -58,7 +58,9 @@ class DetachedRecord:
     def log(self) -> None:
         """Writes what is complete, after makers too have said how long they waited until then."""
         for step in [
-            step for step, rows in self.rows.items() if len(rows) == len(self.config.trainer_names)
+            step
+            for step, rows in self.rows.items()
+            if len(rows) == len(self.config.detached.trainer_names)
         ]:
             # The one before, which trainers wait for before they save again
             self.commit_checkpoint()
@@ -99,7 +101,9 @@ class DetachedRecord:
 
     def commit_checkpoint(self) -> None:
         """Makes what was begun a checkpoint, if all trainers have written their files."""
-        if self.begun and len(self.files[self.begun.step]) == len(self.config.trainer_names):
+        if self.begun and len(self.files[self.begun.step]) == len(
+            self.config.detached.trainer_names
+        ):
             parts = self.files.pop(self.begun.step)
             self.begun.written = {name: digest for files in parts for name, digest in files.items()}
             self.recorder.pending = self.begun

@@ -41,11 +41,11 @@ def planned_pools(config: RunConfig, device_bytes: float) -> list[PlannedPool]:
         return [PlannedPool("model_pool", config, nodes, _models_of_examples(config))]
     assert isinstance(config, PPOConfig)
     if isinstance(config, DetachedConfig):
-        of_trainer = config.of_trainer(config.trainer_names[0])
-        of_maker = config.of_maker(config.maker_names[0])
-        pools = _pools_of(of_trainer, config.trainer_roles, device_bytes)
-        return pools + _pools_of(of_maker, config.maker_roles, device_bytes, copied=TRAINED)
-    return _pools_of(config, config.active_roles, device_bytes)
+        of_trainer = config.of_trainer(config.detached.trainer_names[0])
+        of_maker = config.of_maker(config.detached.maker_names[0])
+        pools = _pools_of(of_trainer, config.plan.trainer_roles, device_bytes)
+        return pools + _pools_of(of_maker, config.plan.maker_roles, device_bytes, copied=TRAINED)
+    return _pools_of(config, config.plan.active_roles, device_bytes)
 
 
 def memory_phases(config: RunConfig, device_bytes: float) -> list[Phase]:
@@ -108,7 +108,10 @@ def _has_model(config: PPOConfig, role: str) -> bool:
     """Whether it is a training role, of the built-in ones."""
     if role == Role.Teacher:
         return config.actor_rollout_ref.teacher_model is not None
-    return role in (Role.Actor, Role.RefPolicy, Role.Critic) or role in config.reward_models_by_role
+    return (
+        role in (Role.Actor, Role.RefPolicy, Role.Critic)
+        or role in config.plan.reward_models_by_role
+    )
 
 
 def _model_of(config: PPOConfig, role: str, is_copy: bool) -> PlannedModel:
@@ -138,8 +141,8 @@ def _model_of(config: PPOConfig, role: str, is_copy: bool) -> PlannedModel:
             ranks_of_sequence=critic.ulysses_sequence_parallel_size,
             **lengths,
         )
-    if role in config.reward_models_by_role:
-        reward = config.reward_models_by_role[role]
+    if role in config.plan.reward_models_by_role:
+        reward = config.plan.reward_models_by_role[role]
         forward_passes = MicroBatching(
             reward.micro_batch_size_per_gpu,
             reward.forward_max_token_len_per_gpu,

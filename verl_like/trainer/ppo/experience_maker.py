@@ -169,19 +169,21 @@ class ExperienceMaker:
 
         work = RowWork.of(batch, self.model_cost, balance=self.config.trainer.balance_batch)
         pending: list[Any] = []
-        if self.config.needs_old_log_probs:
+        if self.config.plan.needs_old_log_probs:
             pending.append(work.submit(self.groups[Role.Actor].compute_log_prob, batch))
-        if role := self.config.role_of_reference:
+        if role := self.config.plan.role_of_reference:
             pending.append(work.submit(self.groups[role].compute_ref_log_prob, batch))
         if teacher := self.groups.get(Role.Teacher):
             pending.append(work.submit(teacher.compute_teacher_log_prob, batch))
         if critic := self.groups.get(Role.Critic):
             pending.append(work.submit(critic.compute_values, batch))
-        for role in self.config.reward_models_by_role:
+        for role in self.config.plan.reward_models_by_role:
             scores = work.submit(self.groups[role].compute_rm_score, batch)
             pending.append(scoring.ModelScores(role, scores))
         # Not in balanced order, so that the samples of a prompt stay together.
-        pending += [self.groups[role].annotate.remote(batch) for role in self.config.custom_roles]
+        pending += [
+            self.groups[role].annotate.remote(batch) for role in self.config.plan.custom_roles
+        ]
         pending += [generated.scores.complete(batch)] if generated.scores else []
         batch, metrics = self.collect(batch, pending)
         merged = merge_metrics([generated.metrics, metrics])
@@ -199,11 +201,11 @@ class ExperienceMaker:
         batch = generated.batch
         scores = generated.scores
         pending: list[Any] = []
-        for role in self.config.reward_models_by_role:
+        for role in self.config.plan.reward_models_by_role:
             pending.append(
                 scoring.ModelScores(role, self.groups[role].compute_rm_score.remote(batch))
             )
-        for role in self.config.custom_roles:
+        for role in self.config.plan.custom_roles:
             annotate = self.groups[role].annotate
             if self.reward_columns.keys() & set(annotate.spec.writes or ()):
                 pending.append(annotate.remote(batch))
@@ -296,7 +298,7 @@ class ExperienceMaker:
         """What `generate` returns, with the column `reward_baselines` where the estimator needs
         it."""
         n = self.config.actor_rollout_ref.rollout.n
-        if "reward_baselines" not in self.config.estimator_needs:
+        if "reward_baselines" not in self.config.plan.estimator_needs:
             return of_present_kind(self.generate(prompts, n, generation))
         greedy = prompts.select()
         greedy.meta_info = prompts.meta_info | {"greedy": True}
@@ -413,7 +415,7 @@ class ExperienceMaker:
         algorithm = self.config.algorithm
         estimator = get_adv_estimator_fn(algorithm.adv_estimator)
         inputs: dict[str, Any] = {"index": batch.non_tensor_batch["uid"], "config": algorithm}
-        if "scores_by_reward" in self.config.estimator_needs:
+        if "scores_by_reward" in self.config.plan.estimator_needs:
             inputs["scores_by_reward"] = scoring.scores_by_reward(batch, self.reward_columns)
         inputs["options"] = read_options(estimator, algorithm=algorithm)
         inputs |= {"gamma": algorithm.gamma, "lam": algorithm.lam}

@@ -89,7 +89,7 @@ class MakerDriver(Generic[RecorderT]):
             groups=self.groups,
             rule_scorer=self.rule_scorer,
             reward_columns=reward_columns(
-                worker_classes, config.reward_models_by_role, self.rule_scorer is not None
+                worker_classes, config.plan.reward_models_by_role, self.rule_scorer is not None
             ),
             kl_controller=get_kl_controller(config.algorithm.kl_ctrl),
             model_cost=ModelCost.of(model),

@@ -36,7 +36,9 @@ def build_role_worker_mapping(
     actor_steps = steps and steps - config.trainer.critic_warmup
     policy = {"config": config.actor_rollout_ref}
     actor = {"total_training_steps": actor_steps}
-    actor |= {"with_sum_pi_squared": True} if "sum_pi_squared" in config.estimator_needs else {}
+    actor |= (
+        {"with_sum_pi_squared": True} if "sum_pi_squared" in config.plan.estimator_needs else {}
+    )
     critic = {"config": config.critic, "seed": seed, "rollout_n": n, "total_training_steps": steps}
     critic |= {"weight_transport": transport_to_copies(config)}
     built_in: dict[str, tuple[type[Worker], dict[str, Any]]] = {
@@ -46,14 +48,14 @@ def build_role_worker_mapping(
         Role.Teacher: (TeacherWorker, dict(policy)),
         Role.Critic: (CriticWorker, critic),
     }
-    for role, model in config.reward_models_by_role.items():
+    for role, model in config.plan.reward_models_by_role.items():
         key = {} if role == Role.RewardModel else {"model_key": reward_model_key(role)}
         built_in[role] = (
             own_classes.get(Role.RewardModel, RewardModelWorker),
             {"config": model} | key,
         )
     mapping = {}
-    for role in config.active_roles:
+    for role in config.plan.active_roles:
         worker_class, arguments = built_in.get(role, (Worker, {"config": config}))
         if role in built_in and role != Role.Rollout:
             arguments["shares_device"] = (
@@ -103,7 +105,7 @@ def build_resource_pools(
     Training roles of a pool are one worker group, since they share a process, and the rollout
     engine is another.
     """
-    mapping = {role: config.role_mapping[role] for role in roles or config.active_roles}
+    mapping = {role: config.role_mapping[role] for role in roles or config.plan.active_roles}
     pools = [pool for pool, _ in process_groups(mapping)]
     return ResourcePoolManager(
         {name: list(nodes) for name, nodes in config.resource_pool_spec.items()},
