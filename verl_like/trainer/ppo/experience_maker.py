@@ -168,22 +168,21 @@ class ExperienceMaker:
             self.groups[Role.Rollout].sleep()
 
         work = RowWork.of(batch, self.model_cost, balance=self.config.trainer.balance_batch)
+        plan = self.config.plan
         pending: list[Any] = []
-        if self.config.plan.needs_old_log_probs:
+        if plan.needs_old_log_probs:
             pending.append(work.submit(self.groups[Role.Actor].compute_log_prob, batch))
-        if role := self.config.plan.role_of_reference:
+        if role := plan.role_of_reference:
             pending.append(work.submit(self.groups[role].compute_ref_log_prob, batch))
         if teacher := self.groups.get(Role.Teacher):
             pending.append(work.submit(teacher.compute_teacher_log_prob, batch))
         if critic := self.groups.get(Role.Critic):
             pending.append(work.submit(critic.compute_values, batch))
-        for role in self.config.plan.reward_models_by_role:
+        for role in plan.reward_models_by_role:
             scores = work.submit(self.groups[role].compute_rm_score, batch)
             pending.append(scoring.ModelScores(role, scores))
         # Not in balanced order, so that the samples of a prompt stay together.
-        pending += [
-            self.groups[role].annotate.remote(batch) for role in self.config.plan.custom_roles
-        ]
+        pending += [self.groups[role].annotate.remote(batch) for role in plan.custom_roles]
         pending += [generated.scores.complete(batch)] if generated.scores else []
         batch, metrics = self.collect(batch, pending)
         merged = merge_metrics([generated.metrics, metrics])
