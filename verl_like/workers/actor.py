@@ -78,7 +78,7 @@ class ScoringWorker(ActorRolloutRefWorker):
             ),
             phase="actor_infer",
         )
-        total = jagged_parts(output.batch["entropys"])[0].sum(dtype=torch.float64).item()
+        total = jagged_parts(output.tensor_batch["entropys"])[0].sum(dtype=torch.float64).item()
         num_tokens = Rows.of(data).num_scored_B.sum().item()
         output.meta_info["metrics"]["actor/entropy"] = Metric.mean(
             total / max(num_tokens, 1), weight=num_tokens

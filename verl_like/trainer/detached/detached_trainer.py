@@ -143,7 +143,8 @@ class DetachedPPOTrainer(Side, TrainingLoop):
             self.batches.append(batch.select())
             batch.meta_info["part_of_step"] = (part, num_parts)
             if self.config.algorithm.rollout_correction.bypass_mode:
-                batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
+                columns = batch.tensor_batch
+                columns["old_log_probs"] = columns["rollout_log_probs"]
             with self.recorder.timer("update"):
                 work = RowWork.of(batch, self.model_cost, balance=self.config.trainer.balance_batch)
                 yield Experience(batch, work, {})

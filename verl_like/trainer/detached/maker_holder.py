@@ -337,7 +337,7 @@ class ExperienceMakerHolder(Side):
         # learns from it.
         batch = experience.batch.select(non_tensor_batch_keys=["uid", "policy_version"])
         if self.config.algorithm.rollout_correction.bypass_mode:
-            batch.batch.pop("old_log_probs")  # the trainer has them as rollout_log_probs
+            batch.tensor_batch.pop("old_log_probs")  # the trainer has them as rollout_log_probs
         samples = SampleRows.of(batch)
         metrics = dict(experience.metrics)
         for index, name in enumerate(self.trainer_names):

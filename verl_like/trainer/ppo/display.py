@@ -86,11 +86,12 @@ def generation_of_row(
     row: int, batch: DataProto, scores_B: torch.Tensor, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, str]:
     """Prompt, response, ground truth and score of one row of a validation batch."""
-    one = batch.rows(row, row + 1).batch
+    one = batch.rows(row, row + 1).tensor_batch
     mask = one["response_mask"].values().bool()
+    response = tokenizer.decode(one["responses"].values()[mask])
     return {
         "prompt": batch.non_tensor_batch["raw_prompt"][row][-1]["content"],
-        "response": tokenizer.decode(one["responses"].values()[mask]),
+        "response": str(response),
         "ground truth": str(batch.non_tensor_batch["reward_model"][row].get("ground_truth")),
         "score": f"{scores_B[row]:.2f}",
     }

@@ -212,7 +212,9 @@ class ExperienceMaker:
         batch, scoring_metrics = self.collect(batch, pending)
         rewards = padded(batch, [*self.reward_columns, "is_skipped"])
         scores_B = scoring.total_scores(rewards, self.reward_columns).sum(-1)
-        scores_B = scores_B.masked_fill(batch.batch.get("is_skipped", torch.tensor(False)), 0.0)
+        scores_B = scores_B.masked_fill(
+            batch.tensor_batch.get("is_skipped", torch.tensor(False)), 0.0
+        )
         return batch, scores_B, merge_metrics([generated.metrics, scoring_metrics])
 
     def load_weights(self, weights: Weights, checks_first: bool = True, drain: bool = True) -> None:
@@ -286,9 +288,10 @@ class ExperienceMaker:
 
     def with_scores(self, generated: Generated) -> Generated:
         """The same responses with the scores of the rules, for which it waits."""
-        if not of_present_kind(generated).scores:
+        scores = of_present_kind(generated).scores
+        if not scores:
             return generated
-        batch, metrics = self.collect(generated.batch, [generated.scores.complete(generated.batch)])
+        batch, metrics = self.collect(generated.batch, [scores.complete(generated.batch)])
         return Generated(batch, None, merge_metrics([generated.metrics, metrics]))
 
     def generate_with_baselines(
@@ -303,11 +306,11 @@ class ExperienceMaker:
         greedy.meta_info = prompts.meta_info | {"greedy": True}
         answered, rewards_B, _ = self.generate_and_score(greedy, num_samples=1)
         # NaN: without a greedy reward there is no baseline.
-        is_skipped_B = answered.batch.get("is_skipped", torch.tensor(False))
+        is_skipped_B = answered.tensor_batch.get("is_skipped", torch.tensor(False))
         rewards_B = rewards_B.masked_fill(is_skipped_B, torch.nan)
         generated = of_present_kind(self.generate(prompts, n, generation))
         batch = generated.batch.select()
-        batch.batch["reward_baselines"] = rewards_B.repeat_interleave(n)
+        batch.tensor_batch["reward_baselines"] = rewards_B.repeat_interleave(n)
         return replace(generated, batch=batch)
 
     def generate(
@@ -351,7 +354,7 @@ class ExperienceMaker:
         (Ziegler et al. 2019, arXiv:1909.08593). Samples that could not be scored leave every loss:
         their `response_mask` becomes zero.
         """
-        columns = scored.batch.batch
+        columns = scored.batch.tensor_batch
         mask_BR = columns["response_mask"]
         if "is_skipped" in columns:
             mask_BR = mask_BR * ~columns["is_skipped"].unsqueeze(-1)
@@ -393,7 +396,7 @@ class ExperienceMaker:
     def correct(self, rewarded: Scored) -> Scored:
         """Compares rollout and trainer as `algorithm.rollout_correction` says: adds
         `rollout_is_weights` (B R), and as `kept_BR` the tokens that remain of `response_mask`."""
-        columns = rewarded.batch.batch
+        columns = rewarded.batch.tensor_batch
         config = self.config.algorithm.rollout_correction
         made = {"old_log_probs": columns["rollout_log_probs"]} if config.bypass_mode else {}
         if not (config.rollout_is or config.rollout_rs):
@@ -430,7 +433,7 @@ class ExperienceMaker:
         It follows the advantages, for which every response counts in its group and has the reward
         on its last token. `sampled_mask` keeps what was sampled.
         """
-        columns = estimated.batch.batch
+        columns = estimated.batch.tensor_batch
         policy = self.config.actor_rollout_ref
         made = {}
         if estimated.kept_BR is not None:

@@ -31,7 +31,7 @@ def batch_metrics(
     has_drift = (
         "old_log_probs" in tensors and tensors["old_log_probs"] is not tensors["rollout_log_probs"]
     )
-    view = view_of_samples(batch).batch
+    view = view_of_samples(batch).tensor_batch
     mask_name = "sampled_mask" if "sampled_mask" in view else "response_mask"
     counted_S = view[mask_name].any(-1)  # not the samples that were skipped
 

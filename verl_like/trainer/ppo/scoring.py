@@ -94,8 +94,8 @@ def reward_means(batch: DataProto, reward_columns: Mapping[str, float]) -> dict[
     several, and of each number that the reward function returned beside the score of any of
     them."""
     names = reward_columns if len(reward_columns) > 1 else ()
-    is_scored_B = batch.batch["response_mask"].any(-1)
-    values = {name: batch.batch[name].sum(-1)[is_scored_B] for name in names}
+    is_scored_B = batch.tensor_batch["response_mask"].any(-1)
+    values = {name: batch.tensor_batch[name].sum(-1)[is_scored_B] for name in names}
     for name, numbers in extra_numbers(batch).items():
         values[name] = torch.from_numpy(numbers)[is_scored_B & ~torch.from_numpy(numbers).isnan()]
     return {
@@ -112,20 +112,21 @@ def total_scores(batch: DataProto, reward_columns: Mapping[str, float]) -> torch
     number: an estimator that compares all rows of a batch would make it the advantage of every one.
     """
     for name in reward_columns:
-        is_wrong_B = ~batch.batch[name].isfinite().all(-1)
-        if "is_skipped" in batch.batch:
-            is_wrong_B &= ~batch.batch["is_skipped"]
+        is_wrong_B = ~batch.tensor_batch[name].isfinite().all(-1)
+        if "is_skipped" in batch.tensor_batch:
+            is_wrong_B &= ~batch.tensor_batch["is_skipped"]
         if is_wrong_B.any():
             row = int(is_wrong_B.nonzero()[0])
+            rewards_R = batch.tensor_batch[name][row].tolist()
             raise RewardError(
                 f"the reward {name!r} of {int(is_wrong_B.sum())} of {len(batch)} samples is no "
                 f"finite number, the first of them row {row} of the batch: "
-                f"{batch.batch[name][row].tolist()}; look at the weights and the data type of the "
+                f"{rewards_R}; look at the weights and the data type of the "
                 "model that computes it"
             )
-    return torch.stack([weight * batch.batch[name] for name, weight in reward_columns.items()]).sum(
-        0
-    )
+    return torch.stack(
+        [weight * batch.tensor_batch[name] for name, weight in reward_columns.items()]
+    ).sum(0)
 
 
 def scores_by_reward(
@@ -133,12 +134,12 @@ def scores_by_reward(
 ) -> dict[str, torch.Tensor]:
     """Each reward by itself, (B, R), by name: the weighted reward columns, and the numbers that the
     reward function returned beside the score, NaN where it did not."""
-    scores = {name: weight * batch.batch[name] for name, weight in reward_columns.items()}
+    scores = {name: weight * batch.tensor_batch[name] for name, weight in reward_columns.items()}
     numbers = {
         name: torch.from_numpy(values).float() for name, values in extra_numbers(batch).items()
     }
     return scores | {
-        name: on_last_token(values, batch.batch["response_mask"])
+        name: on_last_token(values, batch.tensor_batch["response_mask"])
         for name, values in numbers.items()
     }
 
@@ -151,10 +152,10 @@ def groups_differ(batch: DataProto, metric: str) -> torch.Tensor:
     beside it; raises ValueError if there is none.
     """
     view = view_of_samples(batch)
-    numbers = {"reward": view.batch["rule_scores"].sum(-1).numpy()} | extra_numbers(view)
+    numbers = {"reward": view.tensor_batch["rule_scores"].sum(-1).numpy()} | extra_numbers(view)
     require_metric(metric, numbers)
     values = torch.from_numpy(numbers[metric]).unsqueeze(-1)
-    is_scored = ~view.batch["is_skipped"].unsqueeze(-1) & ~values.isnan()
+    is_scored = ~view.tensor_batch["is_skipped"].unsqueeze(-1) & ~values.isnan()
     groups = PromptGroups.of(values, is_scored, view.non_tensor_batch["uid"])
     return groups.differ[SampleRows.of(batch).sample_of_row]
 
@@ -288,15 +289,13 @@ class PendingScores:
 
     def complete(self, batch: DataProto) -> "PendingScores":
         """Starts scoring the other responses of the (B * num_samples,) batch that was generated."""
-        self.mask = batch.batch["response_mask"]
+        self.mask = batch.tensor_batch["response_mask"]
         missing = {slot: self.rows[slot] for slot in self.pending.missing()}
-        drawn = batch.select_idxs(list(missing.values())).batch if missing else {}
-        pairs = (
-            zip(drawn["responses"].unbind(), drawn["response_mask"].unbind(), strict=True)
-            if missing
-            else ()
-        )
-        tokens = [response[mask.bool()].tolist() for response, mask in pairs]
+        tokens: list[list[int]] = []
+        if missing:
+            drawn = batch.select_idxs(list(missing.values())).tensor_batch
+            pairs = zip(drawn["responses"].unbind(), drawn["response_mask"].unbind(), strict=True)
+            tokens = [response[mask.bool()].tolist() for response, mask in pairs]
         self._submit(dict(zip(missing, tokens, strict=True)))
         return self
 

@@ -49,6 +49,7 @@ class ActivationOffload(torch.autograd.graph.saved_tensors_hooks):
         with self._beside_computation(tensor.device):
             host.copy_(tensor, non_blocking=tensor.is_cuda)
         if tensor.is_cuda:
+            assert self.side_stream is not None, "CUDA has no tensors where it is not available"
             # Its memory is not given away before the copy is done
             tensor.record_stream(self.side_stream)
         saved = Offloaded(host, tensor.device, self.newest)

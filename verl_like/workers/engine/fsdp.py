@@ -200,20 +200,26 @@ class FsdpEngine(TrainingEngine):
     def _parameter_places(self) -> HostMemory:
         return HostMemory({id(parameter): parameter for parameter in self.model.parameters()})
 
+    @property
+    def _optimizer_state(self) -> dict[Any, dict[str, torch.Tensor]]:
+        """The state of the optimizer by parameter; only a model that is trained has one."""
+        assert self.optimizer is not None
+        return self.optimizer.state
+
     @cached_property
     def _optimizer_places(self) -> HostMemory:
-        states = self.optimizer.state.items()
+        states = self._optimizer_state.items()
         return HostMemory(
             {(id(p), name): value for p, state in states for name, value in state.items()}
         )
 
     def _optimizer_to_host(self) -> None:
-        for parameter, state in self.optimizer.state.items():
+        for parameter, state in self._optimizer_state.items():
             for name, value in state.items():
                 state[name] = self._optimizer_places.to_host((id(parameter), name), value)
 
     def _optimizer_to_device(self) -> None:
-        for state in self.optimizer.state.values():
+        for state in self._optimizer_state.values():
             for name, value in state.items():
                 state[name] = value.to(self.device, non_blocking=True)
 
@@ -242,8 +248,8 @@ class FsdpEngine(TrainingEngine):
         loss.backward()
 
     def step(self) -> float:
-        assert self.optimizer is not None
-        grad_norm = self._clip_gradients()
+        assert self.optimizer is not None and self.training is not None
+        grad_norm = self._clip_gradients(self.training.grad_clip)
         if not math.isfinite(grad_norm):
             self.consecutive_skips += 1
             if self.consecutive_skips > MAX_SKIPPED_STEPS:
@@ -267,7 +273,7 @@ class FsdpEngine(TrainingEngine):
         self.optimizer.zero_grad()
         return grad_norm
 
-    def _clip_gradients(self) -> float:
+    def _clip_gradients(self, grad_clip: float) -> float:
         """Scales the gradients to a norm of at most `grad_clip`; returns their norm over all
         ranks."""
         gradients = [
@@ -277,15 +283,15 @@ class FsdpEngine(TrainingEngine):
         squared = torch.nn.utils.get_total_norm(gradients).float().square()
         dist.all_reduce(squared, group=self.mesh.get_group("shard"))
         grad_norm = squared.sqrt().item()
-        if gradients and grad_norm > self.training.grad_clip:
-            torch._foreach_mul_(gradients, self.training.grad_clip / grad_norm)
+        if gradients and grad_norm > grad_clip:
+            torch._foreach_mul_(gradients, grad_clip / grad_norm)
         return grad_norm
 
     @torch.no_grad()
     def _average(self, weight: float) -> None:
         """Moves the average of the weights by `weight` of the way to the weights."""
         averages = [
-            cast(DTensor, self.optimizer.state[parameter]["ema"]).to_local()
+            cast(DTensor, self._optimizer_state[parameter]["ema"]).to_local()
             for parameter in self.parameters
         ]
         weights = [cast(DTensor, parameter).to_local() for parameter in self.parameters]

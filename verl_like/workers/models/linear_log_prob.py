@@ -199,6 +199,7 @@ def _to_gradient(
     offset_M1 = grad_log_prob_M.unsqueeze(1)
     entropy_terms = None
     if grad_entropy_M is not None:
+        assert entropy_M is not None, "its gradient is asked for"
         entropy_terms = ((entropy_M - lse_M).unsqueeze(1), grad_entropy_M.unsqueeze(1) * -share_M1)
     column_M1, is_here_M1 = _find(column_M, 0, x_MC.size(1))
     _to_gradient_in_blocks(

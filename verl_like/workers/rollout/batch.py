@@ -113,7 +113,7 @@ def prompt_uids(prompts: DataProto) -> list[str]:
 
 def prompt_tokens(prompts: DataProto) -> list[list[int]]:
     """The token ids of each row's prompt."""
-    tokens, offsets = (part.tolist() for part in jagged_parts(prompts.batch["prompts"]))
+    tokens, offsets = (part.tolist() for part in jagged_parts(prompts.tensor_batch["prompts"]))
     return [tokens[start:end] for start, end in itertools.pairwise(offsets)]
 
 
@@ -126,7 +126,7 @@ def names_of_real(prompts: DataProto, requests: Sequence[GenerationRequest]) -> 
 
 def is_real(prompts: DataProto) -> torch.Tensor:
     """(B,) bool, False on padding rows."""
-    return ~prompts.batch.get(PAD_COLUMN, torch.zeros(len(prompts), dtype=torch.bool))
+    return ~prompts.tensor_batch.get(PAD_COLUMN, torch.zeros(len(prompts), dtype=torch.bool))
 
 
 def assemble(prompts: DataProto, completions: Sequence[Completion]) -> DataProto:
@@ -143,12 +143,12 @@ def assemble(prompts: DataProto, completions: Sequence[Completion]) -> DataProto
     num_cached = sum(
         each.num_cached_tokens for i, each in enumerate(completions) if is_real_B[i // n]
     )
-    lengths_B = jagged_parts(prompts.batch["prompts"])[1].diff()
+    lengths_B = jagged_parts(prompts.tensor_batch["prompts"])[1].diff()
     num_prompt_tokens = n * int(lengths_B[is_real_B].sum())
     hit_rate = Metric.mean(num_cached / max(1, num_prompt_tokens), weight=num_prompt_tokens)
     return DataProto.from_dict(
         tensors={
-            "prompts": repeated.tensor(prompts.batch["prompts"]),
+            "prompts": repeated.tensor(prompts.tensor_batch["prompts"]),
             "responses": responses,
             "response_mask": torch.ones_like(responses),
             "rollout_log_probs": jagged_from_lists(

@@ -43,7 +43,7 @@ class DirectTransport(WeightTransport):
     """An export says which parameters come, and what they must be; `send` brings the values while
     an engine loads."""
 
-    allocate = None  # no memory of the host
+    allocate = None  # type: ignore[assignment]  # no memory of the host
 
     def __init__(self) -> None:
         self._ports: dict[str, tuple[socket.socket, int]] = {}

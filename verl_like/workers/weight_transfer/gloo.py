@@ -76,6 +76,7 @@ class GlooTransport(SharedMemoryTransport):
                 _broadcast(link.group, arrays)
                 pages = self._hand_out(arrays)
             if worker.local_rank == 0:
+                assert pages is not None, "a group without a sender is told where they are"
                 for place in (staged, f"{key}/{node}"):
                     link.store.set(place, json.dumps([astuple(each) for each in pages]))
             else:
