@@ -176,8 +176,8 @@ def mini_batches_divide_the_batch(config: PPOConfig) -> Iterator[str]:
             )
 
 
-# Of a micro-batch by tokens: (key of the budget, key beside it that switches it on, role whose
-# passes it limits).
+# Each budget of tokens for a micro-batch: its key, the key beside it that switches it on, and the
+# role whose passes it limits.
 TOKEN_BUDGETS = (
     ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu", "use_dynamic_bsz", Role.Actor),
     (

@@ -230,7 +230,7 @@ class PPOConfig(RunConfig):
         "detached.max_staleness": "trainer.max_staleness",
     }
     has_makers: ClassVar[bool] = False
-    """Whether experience is made by others than the driver."""
+    """True where makers of their own processes make the experience, not the driver."""
     algorithm_keys: ClassVar[dict[str, Registry]] = {
         "algorithm.adv_estimator": ADVANTAGE_ESTIMATORS,
         "actor_rollout_ref.actor.policy_loss.loss_mode": POLICY_LOSSES,
