@@ -27,7 +27,7 @@ class ConfigModel(BaseModel):
     )
 
     def updated(self, values: Mapping[str, Any]) -> Self:
-        """The same with other values of some keys, given by their path from here."""
+        """Return a copy with other values of some keys, which are given by their path from here."""
         config = self
         for path, value in values.items():
             name, _, rest = path.partition(".")
@@ -45,7 +45,7 @@ class OpenConfigModel(ConfigModel):
 
 @dataclass(frozen=True)
 class Follows:
-    """In the annotation of a field: its default follows other keys, e.g.
+    """In the annotation of a field: the default of the field follows other keys, e.g.
     `Follows("${data.max_prompt_length}")`."""
 
     keys: str

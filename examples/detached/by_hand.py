@@ -50,7 +50,7 @@ def maker_models(config: DetachedConfig) -> Mapping[str, RayClassWithInitArgs]:
         "ref": RayClassWithInitArgs(ReferenceWorker, config=policy),
         "reward_model": RayClassWithInitArgs(RewardModelWorker, config=config.reward_model),
     }
-    return {role: models[role] for role in config.maker_roles}
+    return {role: models[role] for role in config.plan.maker_roles}
 
 
 def trainer_models(config: DetachedConfig) -> Mapping[str, RayClassWithInitArgs]:
@@ -67,7 +67,7 @@ def trainer_models(config: DetachedConfig) -> Mapping[str, RayClassWithInitArgs]
         "actor": RayClassWithInitArgs(ActorWorker, config=policy, total_training_steps=steps),
         "critic": RayClassWithInitArgs(CriticWorker, config=critic, **arguments),
     }
-    return {role: models[role] for role in config.trainer_roles}
+    return {role: models[role] for role in config.plan.trainer_roles}
 
 
 def main(overrides: list[str]) -> None:

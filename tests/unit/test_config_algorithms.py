@@ -116,12 +116,12 @@ def test_roles_follow_from_what_the_algorithms_need(plugin: str):
     config = load(
         plugin, f"{ESTIMATOR}=shrink", f"{LOSS}=towards_reference", "data.train_batch_size=256"
     )
-    assert config.active_roles == ("actor", "rollout", "ref", "critic")
-    assert config.needs_old_log_probs
+    assert config.plan.active_roles == ("actor", "rollout", "ref", "critic")
+    assert config.plan.needs_old_log_probs
     other = load(
         plugin, f"{ESTIMATOR}=grpo", "actor_rollout_ref.rollout.n=2", "data.train_batch_size=256"
     )
-    assert other.active_roles == ("actor", "rollout") and not other.needs_old_log_probs
+    assert other.plan.active_roles == ("actor", "rollout") and not other.plan.needs_old_log_probs
 
 
 def test_an_unknown_option_is_refused_with_the_nearest_name(plugin: str):

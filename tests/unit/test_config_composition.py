@@ -70,7 +70,7 @@ def test_the_split_placement_script_of_verl_is_accepted():
     assert config.trainer.logger == ("console", "wandb")
     assert config.resource_pool_spec == {"actor_rollout_ref_pool": (4,), "critic_pool": (4,)}
     assert config.role_mapping["critic"] == "critic_pool"
-    assert config.active_roles == ("actor", "rollout", "critic")
+    assert config.plan.active_roles == ("actor", "rollout", "critic")
 
 
 def test_keys_follow_the_keys_they_belong_to():

@@ -1,5 +1,6 @@
 """Combinations of keys that cannot run are refused with the sum that does not come out."""
 
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,16 @@ def refusal(*overrides: str) -> str:
 
 def test_the_small_configuration_itself_is_accepted():
     assert small().num_processes("actor") == 4
+
+
+def test_what_follows_from_a_configuration_is_computed_once_and_anew_for_other_values():
+    config = small()
+    settings = config.model_dump()
+    assert config.plan is config.plan and config.plan.needs_critic
+    assert config.model_dump() == settings and config == small()
+    grpo = config.updated({"algorithm.adv_estimator": "grpo"})
+    assert not grpo.plan.needs_critic and config.plan.needs_critic
+    assert deepcopy(config).plan == config.plan
 
 
 @pytest.mark.parametrize(
@@ -107,7 +118,7 @@ def test_the_critic_gets_a_pool_of_its_own_by_overrides():
 def test_a_new_role_needs_a_pool_and_a_worker_class():
     new_pool, new_role = "resource_pool_spec.judge_pool=[1]", "role_mapping.judge=judge_pool"
     new_class = "worker_classes.judge=my_pkg.mod.Judge"
-    assert small(new_pool, new_role, new_class).active_roles == (
+    assert small(new_pool, new_role, new_class).plan.active_roles == (
         "actor",
         "rollout",
         "critic",
@@ -144,7 +155,7 @@ def test_a_needed_role_without_a_pool_is_refused_with_the_reason():
 
 
 def test_roles_that_do_not_run_need_no_pool():
-    assert small("~role_mapping.ref", "~role_mapping.reward_model").active_roles == (
+    assert small("~role_mapping.ref", "~role_mapping.reward_model").plan.active_roles == (
         "actor",
         "rollout",
         "critic",
@@ -159,7 +170,7 @@ def test_a_pool_that_no_running_role_uses_is_refused():
     assert "resource_pool_spec.spare=[2]" in refusal("resource_pool_spec.spare=[2]")
     grpo = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4"]
     assert "resource_pool_spec.critic_pool=[2]" in refusal("placement=split", *grpo)
-    assert small("placement=split", *grpo, "~resource_pool_spec.critic_pool").active_roles == (
+    assert small("placement=split", *grpo, "~resource_pool_spec.critic_pool").plan.active_roles == (
         "actor",
         "rollout",
     )
@@ -189,7 +200,7 @@ def test_the_roles_that_run_follow_from_the_algorithm(
     monkeypatch.setitem(
         ADVANTAGE_ESTIMATORS.entries, "my_own", lambda token_level_rewards, values=None: None
     )
-    assert small(*overrides).active_roles == roles
+    assert small(*overrides).plan.active_roles == roles
 
 
 def test_a_mini_batch_that_does_not_divide_the_batch_shows_the_nearest_sizes():
@@ -226,9 +237,9 @@ BY_TOKENS = ["actor_rollout_ref.actor.use_dynamic_bsz=true", "algorithm.use_kl_i
 def test_a_run_has_a_teacher_where_the_loss_needs_one_and_its_model_is_named():
     loss = f"{ACTOR_KEY}.policy_loss"
     teacher = [f"{loss}.loss_mode=distillation", f"{loss}.teacher_path=x"]
-    assert small(*teacher).active_roles == ("actor", "rollout", "teacher", "critic")
+    assert small(*teacher).plan.active_roles == ("actor", "rollout", "teacher", "critic")
     assert small(*teacher).role_mapping["teacher"] == "global_pool"
-    assert "teacher" not in small(teacher[0]).active_roles
+    assert "teacher" not in small(teacher[0]).plan.active_roles
     assert "give a custom role another name" in refusal("worker_classes.teacher=my.Teacher")
     assert "role_mapping.teacher is not set, but the policy loss learns" in refusal(
         *teacher, "~role_mapping.teacher"
@@ -316,7 +327,7 @@ def test_the_mini_batches_of_the_critic_are_judged_by_themselves():
 
 def test_a_critic_that_does_not_run_is_not_judged():
     grpo = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4"]
-    assert not small(*grpo, "critic.ppo_mini_batch_size=5").needs_critic
+    assert not small(*grpo, "critic.ppo_mini_batch_size=5").plan.needs_critic
 
 
 def test_the_rollout_pool_holds_whole_engines():
@@ -369,10 +380,10 @@ def test_bypass_leaves_out_nothing_that_is_needed():
     assert f"{CORRECTION}: bypass_mode=true computes no" in refusal(
         bypass, f"{CORRECTION}.rollout_is=token"
     )
-    assert small().needs_old_log_probs and not small(bypass).needs_old_log_probs
+    assert small().plan.needs_old_log_probs and not small(bypass).plan.needs_old_log_probs
     for estimator in ("optimal_token_baseline", "tir_optimal_token_baseline"):
         chosen = [f"algorithm.adv_estimator={estimator}", "actor_rollout_ref.rollout.n=4"]
-        assert small(*chosen).needs_old_log_probs
+        assert small(*chosen).plan.needs_old_log_probs
         assert f"adv_estimator={estimator} gets sum_pi_squared; set bypass_mode=false" in refusal(
             *chosen, bypass
         )
@@ -380,15 +391,15 @@ def test_bypass_leaves_out_nothing_that_is_needed():
 
 def test_corrections_and_selected_tokens_need_log_probabilities_before_a_single_step():
     one_step = [f"{ACTOR_KEY}.ppo_mini_batch_size=16"]
-    assert not small(*one_step).needs_old_log_probs
+    assert not small(*one_step).plan.needs_old_log_probs
     for correction in (
         ["rollout_is=sequence"],
         ["rollout_rs=token_k1", "rollout_rs_threshold=0.5_2.0"],
     ):
         assert small(
             *one_step, *(f"{CORRECTION}.{setting}" for setting in correction)
-        ).needs_old_log_probs
-    assert small(*one_step, f"{ACTOR_KEY}.policy_loss.loss_mode=kl_cov").needs_old_log_probs
+        ).plan.needs_old_log_probs
+    assert small(*one_step, f"{ACTOR_KEY}.policy_loss.loss_mode=kl_cov").plan.needs_old_log_probs
 
 
 def test_a_band_of_the_command_line_is_read_as_two_numbers():
@@ -529,9 +540,9 @@ def test_a_further_reward_model_is_a_role_with_the_settings_of_the_first():
     ]
     own_pool = ["role_mapping.safety=safety_pool", "resource_pool_spec.safety_pool=[3]"]
     config = small(*SAFETY, *own_pool, "reward_models.safety.weight=-2", *settings, *first)
-    assert config.active_roles == ("actor", "rollout", "critic", "reward_model", "safety")
-    assert config.num_processes("safety") == 3 and config.custom_roles == ()
-    one, safety = config.reward_models_by_role.values()
+    assert config.plan.active_roles == ("actor", "rollout", "critic", "reward_model", "safety")
+    assert config.num_processes("safety") == 3 and config.plan.custom_roles == ()
+    one, safety = config.plan.reward_models_by_role.values()
     assert one is config.reward_model and (one.model.path, one.weight) == ("x", 0.5)
     assert (safety.model.path, safety.weight, safety.micro_batch_size_per_gpu) == (
         "my/safety",
@@ -540,8 +551,10 @@ def test_a_further_reward_model_is_a_role_with_the_settings_of_the_first():
     )
     assert safety.model.fsdp_config.param_offload
     alone = small(*SAFETY, "worker_classes.judge=a.Judge", "role_mapping.judge=global_pool")
-    assert alone.active_roles == ("actor", "rollout", "critic", "safety", "judge")
-    assert list(alone.reward_models_by_role) == ["safety"] and alone.custom_roles == ("judge",)
+    assert alone.plan.active_roles == ("actor", "rollout", "critic", "safety", "judge")
+    assert list(alone.plan.reward_models_by_role) == ["safety"] and alone.plan.custom_roles == (
+        "judge",
+    )
 
 
 @pytest.mark.parametrize(

@@ -187,11 +187,9 @@ def test_each_side_has_pools_of_its_own_and_a_trainer_its_part_of_the_batch():
     config = config_of(*sides, "actor_rollout_ref.rollout.free_cache_engine=true")
     maker, trainer = config.of_maker("maker_1"), config.of_trainer("trainer_2")
     assert maker.resource_pool_spec == {"maker_1 maker_pool": (2,)}
-    assert {maker.role_mapping[role] for role in config.maker_roles} == {"maker_1 maker_pool"}
-    assert config.maker_roles == ["actor", "rollout", "critic"] and config.trainer_roles == [
-        "actor",
-        "critic",
-    ]
+    assert {maker.role_mapping[role] for role in config.plan.maker_roles} == {"maker_1 maker_pool"}
+    assert config.plan.maker_roles == ("actor", "rollout", "critic")
+    assert config.plan.trainer_roles == ("actor", "critic")
     assert not maker.actor_rollout_ref.rollout.free_cache_engine, "nothing else wants its memory"
     assert trainer.resource_pool_spec == {"trainer_2 trainer_pool": (1,)}
     sizes = trainer.data.train_batch_size, trainer.actor_rollout_ref.actor.ppo_mini_batch_size
@@ -224,14 +222,15 @@ def test_a_trainer_takes_a_step_in_mini_batches_where_that_is_the_same_computati
 ):
     ahead = ["trainer.max_staleness=1", "algorithm.rollout_correction.bypass_mode=true"]
     config = config_of(*ahead, *overrides)
-    assert config.num_parts_of_step == num_parts
+    assert config.plan.num_parts_of_step == num_parts
     three = [
         "detached.num_trainers=3",
         "resource_pool_spec.trainer_pool=[1]",
         "actor_rollout_ref.rollout.n=2",
     ]
     assert (
-        config_of(*ahead, *overrides, *three).of_trainer("trainer_2").num_parts_of_step == num_parts
+        config_of(*ahead, *overrides, *three).of_trainer("trainer_2").plan.num_parts_of_step
+        == num_parts
     )
 
 
@@ -250,14 +249,15 @@ def test_makers_share_a_batch_unless_they_are_told_how_many_prompts_each_has(
     num_makers: int, own: str, number: int
 ):
     config = config_of(f"detached.num_makers={num_makers}", f"detached.experience_batch_size={own}")
-    assert config.num_prompts_at_a_time == number
+    assert config.plan.num_prompts_at_a_time == number
 
 
 def test_a_maker_has_no_copy_of_the_actor_where_it_computes_no_log_probabilities():
     config = config_of(
         "algorithm.rollout_correction.bypass_mode=true", "algorithm.adv_estimator=grpo"
     )
-    assert config.maker_roles == ["rollout"] and config.trainer_roles == ["actor"]
+    assert config.plan.maker_roles == ("rollout",)
+    assert config.plan.trainer_roles == ("actor",)
 
 
 def test_a_plugin_that_generates_in_its_own_way_is_refused_where_responses_are_updated_in_flight():
@@ -384,7 +384,7 @@ def test_nccl_loads_engines_and_the_object_store_has_what_a_copy_of_the_critic_l
         "actor_rollout_ref.rollout.name=vllm",
     ]
     config = config_of(*nccl, "algorithm.rollout_correction.bypass_mode=true")
-    assert config.maker_roles == ["rollout", "critic"]
+    assert config.plan.maker_roles == ("rollout", "critic")
     mapping = build_role_worker_mapping(config, {})
     assert mapping["critic"].kwargs["weight_transport"] == "object_store"
     assert mapping["actor"].kwargs["config"].rollout.weight_transport == "nccl"
@@ -393,9 +393,10 @@ def test_nccl_loads_engines_and_the_object_store_has_what_a_copy_of_the_critic_l
     )
     assert gloo["critic"].kwargs["weight_transport"] == "gloo"
     ahead = config_of(*nccl, *IN_FLIGHT[:3], "algorithm.adv_estimator=grpo")
-    assert ahead.num_parts_of_step == 1, (
+    assert ahead.plan.num_parts_of_step == 1, (
         "in a step no maker gets weights, so a step waits for nothing that one makes"
     )
     assert (
-        ahead.updated({"actor_rollout_ref.rollout.weight_transport": "gloo"}).num_parts_of_step == 2
+        ahead.updated({"actor_rollout_ref.rollout.weight_transport": "gloo"}).plan.num_parts_of_step
+        == 2
     )

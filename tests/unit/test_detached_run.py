@@ -71,7 +71,7 @@ def actors(monkeypatch: pytest.MonkeyPatch) -> Actors:
 def run_of(num_makers: int, said: list[str]) -> DetachedRun:
     """A run whose makers and trainer have started, without its files."""
     config = config_of(f"detached.num_makers={num_makers}", "detached.max_restarts=2")
-    names = [*config.trainer_names, *config.maker_names]
+    names = [*config.detached.trainer_names, *config.detached.maker_names]
     pool = SimpleNamespace(resource_pool_dict={}, create_resource_pool=lambda: None)
     run = object.__new__(DetachedRun)
     run.config, run.fingerprints, run.resumed, run.failure = config, {}, None, None
@@ -81,7 +81,10 @@ def run_of(num_makers: int, said: list[str]) -> DetachedRun:
         {},
         {name: SideRecorder(name, node="10.0.0.9", pid=77) for name in names},
     )
-    run.restarts_left, run.starts = Counter(dict.fromkeys(config.maker_names, 2)), Counter()
+    run.restarts_left, run.starts = (
+        Counter(dict.fromkeys(config.detached.maker_names, 2)),
+        Counter(),
+    )
     run.record = SimpleNamespace(validated=4, validations={7: {}, 5: {}})
     run.recorder = SimpleNamespace(say=said.append)
     return run
@@ -129,7 +132,8 @@ def test_a_maker_that_is_started_again_has_the_next_number_and_goes_on_after_the
     ]  # fmt: skip
     assert all(given["env_info"] == {"rank": 1, "world_size": 2} for _, given in actors.started)
     assert all(
-        given["given"] == (run.config, run.config.trainer_names) for _, given in actors.started
+        given["given"] == (run.config, run.config.detached.trainer_names)
+        for _, given in actors.started
     )
     assert [re.sub(".*: ", "", line) for line in said] == ["fault 1", "fault 2"]
     with pytest.raises(WorkerError, match="fault 3"):

@@ -198,7 +198,7 @@ def test_a_step_in_parts_is_accounted_for_once_with_all_its_groups_and_what_make
     ]
     settings += ["detached.min_effective_sample_size=0.75", f"trainer.default_local_dir={tmp_path}"]
     config = config_of(*settings)
-    assert config.num_parts_of_step == 2
+    assert config.plan.num_parts_of_step == 2
     ledger = PromptLedger(3, 12, config.detached, max_staleness=1)
     buffer = ExperienceBuffer(ledger, 0, limit=24)
     done: list[str] = []

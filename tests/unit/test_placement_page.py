@@ -67,7 +67,7 @@ def pools_of(config: PPOConfig) -> dict[str, tuple[list[int], list[str]]]:
     return {
         pool: (
             list(sizes),
-            [role for role in config.active_roles if config.role_mapping[role] == pool],
+            [role for role in config.plan.active_roles if config.role_mapping[role] == pool],
         )
         for pool, sizes in config.resource_pool_spec.items()
     }

@@ -106,7 +106,10 @@ def test_a_further_reward_model_has_the_class_of_the_first_and_names_its_own_key
     mapping = ppo_workers.build_role_worker_mapping(config, {"reward_model": OwnRewardModel})
     assert mapping["reward_model"].cls is mapping["safety"].cls is OwnRewardModel
     assert mapping["reward_model"].kwargs == {"config": config.reward_model, "shares_device": False}
-    safety = {"config": config.reward_models_by_role["safety"], "model_key": "reward_models.safety"}
+    safety = {
+        "config": config.plan.reward_models_by_role["safety"],
+        "model_key": "reward_models.safety",
+    }
     assert mapping["safety"].kwargs == safety | {"shares_device": True}
     with pytest.raises(
         ValueError, match=r"^reward_models\.safety\.path=missing/no/model: there is no model"

@@ -91,6 +91,12 @@ class Batch:
             return self.batch.batch_size[0]
         return next((array.shape[0] for array in self.non_tensor_batch.values()), 0)
 
+    @property
+    def tensor_batch(self) -> TensorDict:
+        """`batch` of a batch that is known to have tensors."""
+        assert self.batch is not None, "this batch has no tensors"
+        return self.batch
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensor columns by name, as a new dict; empty if there is no `batch`."""
         return {} if self.batch is None else cast(dict[str, torch.Tensor], dict(self.batch.items()))

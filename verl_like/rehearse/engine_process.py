@@ -173,7 +173,7 @@ def main() -> None:
     config = config_of(task["command"], task["overrides"], task["config_name"], task["config_dir"])
     assert isinstance(config, PPOConfig)
     if isinstance(config, DetachedConfig):
-        config = config.of_maker(config.maker_names[0])
+        config = config.of_maker(config.detached.maker_names[0])
     os.environ |= rank_environment(0, 1, 0, 1, "cuda")
     replace_what_needs_numbers()
     device = Device()

@@ -274,7 +274,7 @@ def workers_of(pool: PlannedPool) -> dict[str, Callable[[], Any]]:
     }
     made |= {
         role: mapping[role]
-        for role in config.custom_roles
+        for role in config.plan.custom_roles
         if config.role_mapping[role] == pool.name
     }
     return {

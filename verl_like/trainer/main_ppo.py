@@ -1,7 +1,7 @@
 """Trains a language model with PPO or GRPO: `python -m verl_like.trainer.main_ppo key=value ...`.
 
-The configuration is checked before torch, Ray or vLLM are imported. A wrong one ends the process
-with exit code 2 and the reason.
+Keys and values are checked before torch, Ray or vLLM are imported. A configuration that cannot run
+ends with exit code 2 and the reason.
 """
 
 from verl_like.trainer.config.rules import broken_rules

@@ -77,7 +77,7 @@ class ScoringWorker(ActorRolloutRefWorker):
         )
         passes = log_prob_micro_batching(self.config.rollout)
         output = self.infer(data, columns, passes, scores, phase="actor_infer")
-        entropies, _ = jagged_parts(output.batch["entropys"])
+        entropies, _ = jagged_parts(output.tensor_batch["entropys"])
         total = entropies.sum(dtype=torch.float64).item()
         num_tokens = Rows.of(data).num_scored_B.sum().item()
         mean = Metric.mean(total / max(num_tokens, 1), weight=num_tokens)

@@ -20,7 +20,7 @@ def a_reference_in_the_actor_computes_as_the_actor(config: PPOConfig) -> Iterato
     policy = config.actor_rollout_ref
     dtype = policy.actor.fsdp_config.dtype
     own = policy.ref.fsdp_config.dtype
-    if config.role_of_reference == Role.Actor and own != dtype:
+    if config.plan.role_of_reference == Role.Actor and own != dtype:
         yield (
             f"actor_rollout_ref.ref.fsdp_config.dtype={own}: with "
             f"model.lora_rank={policy.model.lora_rank} the reference is the actor without its "

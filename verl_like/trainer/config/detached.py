@@ -2,6 +2,8 @@
 reads."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from operator import attrgetter
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -11,7 +13,7 @@ from verl_like.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from verl_like.config_model import ConfigModel, PositiveInt
 from verl_like.trainer.config.roles import Role
 from verl_like.trainer.config.rules import broken_rules
-from verl_like.trainer.config.schema import PPOConfig
+from verl_like.trainer.config.schema import PPOConfig, PPOPlan, plan_of_ppo
 
 TRAINED = (Role.Actor, Role.Critic)
 DIVIDED = (
@@ -60,6 +62,31 @@ class DetachedBlock(ConfigModel):
     max_restarts: Annotated[int, Field(ge=0)] = 3
     """Times that each maker is started again after it failed."""
 
+    @property
+    def maker_names(self) -> list[str]:
+        return [f"maker_{index}" for index in range(self.num_makers)]
+
+    @property
+    def trainer_names(self) -> list[str]:
+        return [f"trainer_{index}" for index in range(self.num_trainers)]
+
+
+@dataclass(frozen=True)
+class DetachedPlan(PPOPlan):
+    """What follows from the configuration of detached training."""
+
+    maker_roles: tuple[str, ...]
+    """Roles of a maker: all but the actor, unless that computes its own or the reference's
+    log-probabilities."""
+    trainer_roles: tuple[str, ...]
+    """Roles of a trainer: those that are trained."""
+    num_prompts_at_a_time: int
+    """Most prompts that a maker has in flight."""
+    num_parts_of_step: int
+    """In how many parts a trainer takes a step: its mini-batches where `max_staleness` says so,
+    else 1. Where makers load weights between two steps alone, none waits for the end of a step that
+    waits for its samples."""
+
 
 class DetachedConfig(PPOConfig):
     """The whole configuration of detached training."""
@@ -70,51 +97,10 @@ class DetachedConfig(PPOConfig):
 
     detached: DetachedBlock
 
-    @property
-    def num_parts_of_step(self) -> int:
-        """In how many parts a trainer takes a step: its mini-batches where `max_staleness` says so,
-        else 1.
-
-        Where makers load weights between two steps alone, none waits for the end of a step that
-        waits for its samples.
-        """
-        actor = self.actor_rollout_ref.actor
-        critic = self.critic
-        if self.actor_rollout_ref.rollout.sends_directly:
-            return 1
-        is_one_schedule = (
-            critic.ppo_mini_batch_size == actor.ppo_mini_batch_size and critic.ppo_epochs == 1
-        )
-        is_same = actor.ppo_epochs == 1 and (is_one_schedule or not self.needs_critic)
-        return (
-            self.data.train_batch_size // actor.ppo_mini_batch_size
-            if self.trainer.max_staleness and is_same
-            else 1
-        )
-
-    @property
-    def maker_names(self) -> list[str]:
-        return [f"maker_{index}" for index in range(self.detached.num_makers)]
-
-    @property
-    def trainer_names(self) -> list[str]:
-        return [f"trainer_{index}" for index in range(self.detached.num_trainers)]
-
-    @property
-    def maker_roles(self) -> list[str]:
-        """All but the actor, unless it computes its own or the reference's log-probabilities."""
-        needs_actor = self.needs_old_log_probs or self.role_of_reference == Role.Actor
-        return [role for role in self.active_roles if role != Role.Actor or needs_actor]
-
-    @property
-    def trainer_roles(self) -> list[str]:
-        return [role for role in self.active_roles if role in TRAINED]
-
-    @property
-    def num_prompts_at_a_time(self) -> int:
-        """Most prompts that a maker has in flight."""
-        num_makers = self.detached.num_makers
-        return self.detached.experience_batch_size or -(-self.data.train_batch_size // num_makers)
+    @cached_property
+    def plan(self) -> DetachedPlan:
+        """What follows from the configuration."""
+        return plan_of_detached(self)
 
     def of_maker(self, name: str) -> Self:
         """What this maker reads. Copies of actor and critic run where the rollout does; the engine
@@ -122,18 +108,18 @@ class DetachedConfig(PPOConfig):
         on_rollout_pool = dict.fromkeys(TRAINED, self.role_mapping[Role.Rollout])
         key = "actor_rollout_ref.rollout.free_cache_engine"
         config = self.updated({"role_mapping": self.role_mapping | on_rollout_pool, key: False})
-        return config._with_own_pools(name, self.maker_roles)
+        return config._with_own_pools(name, self.plan.maker_roles)
 
     def of_trainer(self, name: str) -> Self:
         """What this trainer reads: its part of every batch."""
         parts = {key: attrgetter(key)(self) // self.detached.num_trainers for key in DIVIDED}
-        return self.updated(parts)._with_own_pools(name, self.trainer_roles)
+        return self.updated(parts)._with_own_pools(name, self.plan.trainer_roles)
 
     def with_all_pools(self) -> Self:
         """With the pools of all makers and trainers, by which they are checked against a
         machine."""
-        sides = [self.of_maker(name) for name in self.maker_names]
-        sides += [self.of_trainer(name) for name in self.trainer_names]
+        sides = [self.of_maker(name) for name in self.detached.maker_names]
+        sides += [self.of_trainer(name) for name in self.detached.trainer_names]
         pools = {pool: size for side in sides for pool, size in side.resource_pool_spec.items()}
         first = {role: "trainer_0" if role in TRAINED else "maker_0" for role in self.role_mapping}
         mapping = {role: f"{first[role]} {pool}" for role, pool in self.role_mapping.items()}
@@ -144,6 +130,34 @@ class DetachedConfig(PPOConfig):
         mapping = {role: f"{side} {pool}" for role, pool in self.role_mapping.items()}
         own = {mapping[role]: self.resource_pool_spec[self.role_mapping[role]] for role in roles}
         return self.updated({"role_mapping": mapping, "resource_pool_spec": own})
+
+
+def plan_of_detached(config: DetachedConfig) -> DetachedPlan:
+    """What follows from the configuration. Imports the files of the chosen algorithms."""
+    ppo = plan_of_ppo(config)
+    roles = ppo.active_roles
+    makers_need_actor = ppo.needs_old_log_probs or ppo.role_of_reference == Role.Actor
+    part_of_batch = -(-config.data.train_batch_size // config.detached.num_makers)
+    return DetachedPlan(
+        **vars(ppo),
+        maker_roles=tuple(role for role in roles if role != Role.Actor or makers_need_actor),
+        trainer_roles=tuple(role for role in roles if role in TRAINED),
+        num_prompts_at_a_time=config.detached.experience_batch_size or part_of_batch,
+        num_parts_of_step=_num_parts_of_step(config, ppo.needs_critic),
+    )
+
+
+def _num_parts_of_step(config: DetachedConfig, needs_critic: bool) -> int:
+    actor = config.actor_rollout_ref.actor
+    critic = config.critic
+    if config.actor_rollout_ref.rollout.sends_directly or not config.trainer.max_staleness:
+        return 1
+    critic_has_the_same_parts = (
+        critic.ppo_mini_batch_size == actor.ppo_mini_batch_size and critic.ppo_epochs == 1
+    )
+    if actor.ppo_epochs > 1 or (needs_critic and not critic_has_the_same_parts):
+        return 1
+    return config.data.train_batch_size // actor.ppo_mini_batch_size
 
 
 def broken_detached_rules(config: DetachedConfig) -> Iterator[str]:
@@ -195,7 +209,7 @@ def makers_have_the_trained_model(config: DetachedConfig) -> Iterator[str]:
         )
     if (
         config.actor_rollout_ref.rollout.weight_transport == "nccl"
-        and Role.Actor in config.maker_roles
+        and Role.Actor in config.plan.maker_roles
     ):
         yield (
             "actor_rollout_ref.rollout.weight_transport=nccl loads engines alone, but a maker has "
@@ -226,10 +240,10 @@ def pushes_fit_the_staleness(config: DetachedConfig) -> Iterator[str]:
 def makers_and_trainers_are_apart(config: DetachedConfig) -> Iterator[str]:
     detached = config.detached
     algorithm = config.algorithm
-    trained = {config.role_mapping[role] for role in config.active_roles if role in TRAINED}
+    trained = {config.role_mapping[role] for role in config.plan.active_roles if role in TRAINED}
     shared = {
         role
-        for role in config.active_roles
+        for role in config.plan.active_roles
         if role not in TRAINED and config.role_mapping[role] in trained
     }
     if shared:
@@ -238,7 +252,7 @@ def makers_and_trainers_are_apart(config: DetachedConfig) -> Iterator[str]:
             "trainers are apart: give actor and critic pools of their own, e.g. placement=detached"
         )
     if (
-        Role.Actor in config.maker_roles
+        Role.Actor in config.plan.maker_roles
         and (policy := config.actor_rollout_ref).rollout.dtype != policy.actor.fsdp_config.dtype
     ):
         yield (
@@ -256,7 +270,7 @@ def makers_and_trainers_are_apart(config: DetachedConfig) -> Iterator[str]:
             "only its own; set fixed"
         )
     is_used = {
-        "critic.ppo_mini_batch_size": config.needs_critic,
+        "critic.ppo_mini_batch_size": config.plan.needs_critic,
         "data.ptx_batch_size": bool(config.data.ptx_files),
     }
     used = [key for key in DIVIDED if is_used.get(key, True)]
@@ -288,7 +302,7 @@ def updates_in_flight_fit(config: DetachedConfig) -> Iterator[str]:
             f"detached.restart_below={detached.restart_below} has no effect without "
             "detached.update_in_flight=true"
         )
-    if detached.update_in_flight and "reward_baselines" in config.estimator_needs:
+    if detached.update_in_flight and "reward_baselines" in config.plan.estimator_needs:
         yield (
             f"algorithm.adv_estimator={algorithm.adv_estimator} compares with a greedy response "
             "of the same weights, which there is not with detached.update_in_flight=true; set it "
@@ -301,7 +315,7 @@ def updates_in_flight_fit(config: DetachedConfig) -> Iterator[str]:
         (
             "actor_rollout_ref.actor.policy_loss.loss_mode",
             loss,
-            "selected_tokens" in config.loss_needs,
+            "selected_tokens" in config.plan.loss_needs,
         ),
     ):
         if detached.update_in_flight and is_over_batch:

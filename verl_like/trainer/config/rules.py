@@ -49,7 +49,7 @@ def every_role_has_a_worker(config: PPOConfig) -> Iterator[str]:
                 f"worker_classes.{role}={path}: the role has no pool; add "
                 f"role_mapping.{role}=<pool>"
             )
-        if role == Role.Teacher and not config.needs_teacher:
+        if role == Role.Teacher and not config.plan.needs_teacher:
             yield (
                 f"worker_classes.{role}={path}: teacher is the built-in role of a policy loss "
                 "with teacher_path, and this run has no such loss; give a custom role another name"
@@ -79,7 +79,7 @@ def every_role_has_a_pool(config: PPOConfig) -> Iterator[str]:
             for name in config.reward_models
         },
     }
-    for role in config.active_roles:
+    for role in config.plan.active_roles:
         pool = config.role_mapping.get(role)
         if pool is None:
             reason = reasons.get(role, "every run needs it")
@@ -94,12 +94,12 @@ def every_role_has_a_pool(config: PPOConfig) -> Iterator[str]:
 
 
 def every_pool_has_a_role(config: PPOConfig) -> Iterator[str]:
-    used = {config.role_mapping.get(role) for role in config.active_roles}
+    used = {config.role_mapping.get(role) for role in config.plan.active_roles}
     for pool, processes_per_node in config.resource_pool_spec.items():
         if pool not in used:
             yield (
                 f"resource_pool_spec.{pool}={list(processes_per_node)} has none of this run's "
-                f"roles, which are {', '.join(config.active_roles)}; remove it with "
+                f"roles, which are {', '.join(config.plan.active_roles)}; remove it with "
                 f"'~resource_pool_spec.{pool}', or use placement=colocated, which has one pool"
             )
 
@@ -123,11 +123,14 @@ def sizes_divide_the_pool(config: PPOConfig) -> Iterator[str]:
             actor.fsdp_config.fsdp_size,
         ),
         (Role.Critic, "", "critic.model.fsdp_config.fsdp_size", critic.model.fsdp_config.fsdp_size),
-        *((role, f" ({role})", *sequence_parallel(config, role)) for role in config.active_roles),
+        *(
+            (role, f" ({role})", *sequence_parallel(config, role))
+            for role in config.plan.active_roles
+        ),
     ]
     for role, shown_role, key, size in sizes:
         if (
-            role in config.active_roles
+            role in config.plan.active_roles
             and size > 0
             and (processes := config.num_processes(role)) % size
         ):
@@ -146,7 +149,7 @@ def a_single_device_is_one_process(config: PPOConfig) -> Iterator[str]:
         (Role.Critic, "critic.model", critic),
     ):
         if (
-            role in config.active_roles
+            role in config.plan.active_roles
             and part.fsdp_config.strategy == "single"
             and config.num_processes(role) > 1
         ):
@@ -163,7 +166,7 @@ def mini_batches_divide_the_batch(config: PPOConfig) -> Iterator[str]:
     actor = config.actor_rollout_ref.actor
     critic = config.critic
     sizes = {"actor_rollout_ref.actor": actor.ppo_mini_batch_size}
-    if config.needs_critic and critic.ppo_mini_batch_size != actor.ppo_mini_batch_size:
+    if config.plan.needs_critic and critic.ppo_mini_batch_size != actor.ppo_mini_batch_size:
         sizes["critic"] = critic.ppo_mini_batch_size
     for key, size in sizes.items():
         if batch % size:
@@ -173,8 +176,8 @@ def mini_batches_divide_the_batch(config: PPOConfig) -> Iterator[str]:
             )
 
 
-# Of a micro-batch by tokens: (key of the budget, key beside it that switches it on, role whose
-# passes it limits).
+# Each budget of tokens for a micro-batch: its key, the key beside it that switches it on, and the
+# role whose passes it limits.
 TOKEN_BUDGETS = (
     ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu", "use_dynamic_bsz", Role.Actor),
     (
@@ -205,9 +208,9 @@ def token_budgets_hold_the_longest_sequence(config: PPOConfig) -> Iterator[str]:
     reported: set[tuple[int, int]] = set()
     for key, switch, role in TOKEN_BUDGETS:
         is_active = (
-            config.reward_models_by_role
+            config.plan.reward_models_by_role
             if role == Role.RewardModel
-            else role in config.active_roles
+            else role in config.plan.active_roles
         )
         is_used = is_active and attrgetter(f"{key.rpartition('.')[0]}.{switch}")(config)
         budget: int = attrgetter(key)(config)
@@ -234,7 +237,7 @@ def token_budgets_hold_the_longest_sequence(config: PPOConfig) -> Iterator[str]:
 def groups_have_several_responses(config: PPOConfig) -> Iterator[str]:
     compares = {
         f"algorithm.adv_estimator={config.algorithm.adv_estimator}": "index"
-        in config.estimator_needs,
+        in config.plan.estimator_needs,
         "algorithm.filter_groups.enable=true": config.algorithm.filter_groups.enable,
     }
     for key, is_used in compares.items():
@@ -247,7 +250,7 @@ def groups_have_several_responses(config: PPOConfig) -> Iterator[str]:
 
 def needed_values_have_a_critic(config: PPOConfig) -> Iterator[str]:
     name = config.algorithm.adv_estimator
-    if "values" in config.estimator_needs and config.critic.enable is False:
+    if "values" in config.plan.estimator_needs and config.critic.enable is False:
         yield (
             f"critic.enable=false, but algorithm.adv_estimator={name} needs values; set null or "
             "another estimator"
@@ -255,7 +258,7 @@ def needed_values_have_a_critic(config: PPOConfig) -> Iterator[str]:
 
 
 def dynamic_sampling_compares_what_rules_score(config: PPOConfig) -> Iterator[str]:
-    if config.algorithm.filter_groups.enable and config.reward_models_by_role:
+    if config.algorithm.filter_groups.enable and config.plan.reward_models_by_role:
         yield (
             "algorithm.filter_groups.enable=true drops prompts before the reward model scores the "
             "batch, so it would not see those scores; set filter_groups.enable=false, or "
@@ -279,7 +282,7 @@ def the_estimator_reads_the_sum_that_a_penalty_is_in(config: PPOConfig) -> Itera
         "reward.overlong_buffer.enable": config.reward.overlong_buffer.enable,
     }
     ignored = [key for key, is_on in penalties.items() if is_on]
-    if ignored and "token_level_rewards" not in config.estimator_needs:
+    if ignored and "token_level_rewards" not in config.plan.estimator_needs:
         yield (
             f"algorithm.adv_estimator={config.algorithm.adv_estimator} reads each reward by "
             f"itself and would not see the penalty of {', '.join(ignored)}; set it to false, or "
@@ -297,7 +300,7 @@ def bypass_leaves_out_nothing_that_is_needed(config: PPOConfig) -> Iterator[str]
             "as distance from the reference; set actor_rollout_ref.actor.use_kl_loss=true "
             "instead, or bypass_mode=false"
         )
-    if "sum_pi_squared" in config.estimator_needs:
+    if "sum_pi_squared" in config.plan.estimator_needs:
         yield (
             "algorithm.rollout_correction.bypass_mode=true leaves out the actor's pass before the "
             f"update, in which algorithm.adv_estimator={config.algorithm.adv_estimator} gets "
@@ -317,7 +320,7 @@ def generation_ahead_has_its_own_pool_and_a_correction(config: PPOConfig) -> Ite
     correction = config.algorithm.rollout_correction
     sharing = [
         role
-        for role in config.active_roles
+        for role in config.plan.active_roles
         if role != Role.Rollout and config.role_mapping.get(role) == pool
     ]
     if sharing:
@@ -391,7 +394,7 @@ def nccl_joins_gpus_of_two_pools_and_ipc_processes_of_one(config: PPOConfig) -> 
 def critic_warmup_leaves_steps_for_the_actor(config: PPOConfig) -> Iterator[str]:
     warmup = config.trainer.critic_warmup
     total = config.trainer.total_training_steps
-    if warmup and not config.needs_critic:
+    if warmup and not config.plan.needs_critic:
         yield (
             f"trainer.critic_warmup={warmup} would hold the actor back, but this run has no "
             "critic; set it to 0"

@@ -1,7 +1,10 @@
 """The whole configuration of a PPO run: what the trainer reads, around what the workers read
-(workers/config)."""
+(workers/config); and the plan, which follows from it."""
 
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, Strict
 
@@ -184,6 +187,38 @@ class TrainerConfig(LoopConfig):
     """Validation responses that are shown with their scores."""
 
 
+@dataclass(frozen=True)
+class PPOPlan:
+    """What follows from the configuration of a PPO run."""
+
+    estimator_needs: frozenset[str]
+    """Inputs that the advantage estimator cannot do without."""
+    loss_needs: frozenset[str]
+    """Inputs that the policy loss cannot do without."""
+    needs_critic: bool
+    """Values are estimated: `critic.enable` says so, or where that is null the estimator needs
+    them."""
+    needs_reference: bool
+    """A KL term, the estimator or the loss compares the policy with the reference policy."""
+    role_of_reference: str | None
+    """The role that computes the reference's log-probabilities: the actor, if it has an adapter to
+    take off. None where no reference is needed."""
+    needs_teacher: bool
+    """The loss learns from the model `teacher_path`. A custom role may be the teacher instead."""
+    needs_old_log_probs: bool
+    """Log-probabilities are computed before the update. If a batch is one optimizer step of the
+    actor, its forward pass gives them, unless the KL penalty in the reward, rollout corrections, an
+    algorithm or a custom actor class needs them before. With `bypass_mode` those of the rollout
+    engine take their place."""
+    reward_models_by_role: dict[str, RewardModelConfig]
+    """The reward models of this run, with all their settings."""
+    custom_roles: tuple[str, ...]
+    """Roles of `worker_classes` that are new: they annotate the batch."""
+    active_roles: tuple[str, ...]
+    """Roles that this run starts, built-in ones first. `role_mapping` may also hold built-in roles
+    that it does not start."""
+
+
 class PPOConfig(RunConfig):
     """The whole configuration of a PPO run."""
 
@@ -225,97 +260,16 @@ class PPOConfig(RunConfig):
     """Import path, package.module.Class, of the worker of a new role, or of a subclass that
     replaces a built-in one."""
 
-    @property
-    def estimator_needs(self) -> frozenset[str]:
-        """What the advantage estimator cannot do without."""
-        return required_inputs(get_adv_estimator_fn(self.algorithm.adv_estimator))
+    @cached_property
+    def plan(self) -> PPOPlan:
+        """What follows from the configuration."""
+        return plan_of_ppo(self)
 
-    @property
-    def loss_needs(self) -> frozenset[str]:
-        """What the policy loss cannot do without."""
-        return required_inputs(
-            get_policy_loss_fn(self.actor_rollout_ref.actor.policy_loss.loss_mode)
-        )
-
-    @property
-    def needs_critic(self) -> bool:
-        """Whether values are estimated: `critic.enable`, or where that is null, if the estimator
-        needs them."""
-        return (
-            "values" in self.estimator_needs if self.critic.enable is None else self.critic.enable
-        )
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether a KL term, the estimator or the loss compares the policy with the reference
-        policy."""
-        uses_kl = self.algorithm.use_kl_in_reward or self.actor_rollout_ref.actor.use_kl_loss
-        return uses_kl or "ref_log_prob" in self.estimator_needs | self.loss_needs
-
-    @property
-    def role_of_reference(self) -> str | None:
-        """The role that computes the reference's log-probabilities: the actor, if it has an adapter
-        to take off."""
-        is_in_actor = (
-            self.actor_rollout_ref.model.lora_rank and Role.RefPolicy not in self.worker_classes
-        )
-        return (Role.Actor if is_in_actor else Role.RefPolicy) if self.needs_reference else None
-
-    @property
-    def needs_teacher(self) -> bool:
-        """Whether the loss learns from the model `teacher_path`. A custom role may be the teacher
-        instead."""
-        return (
-            "teacher_log_prob" in self.loss_needs
-            and self.actor_rollout_ref.teacher_model is not None
-        )
-
-    @property
-    def needs_old_log_probs(self) -> bool:
-        """Whether log-probabilities are computed before the update. If a batch is one optimizer
-        step of the actor, its forward pass gives them, unless the KL penalty in the reward, rollout
-        corrections, an algorithm or a custom actor class needs them before."""
-        actor = self.actor_rollout_ref.actor
-        correction = self.algorithm.rollout_correction
-        is_one_step = (
-            actor.ppo_epochs == 1 and actor.ppo_mini_batch_size == self.data.train_batch_size
-        )
-        is_compared = self.algorithm.use_kl_in_reward or bool(
-            correction.rollout_is or correction.rollout_rs
-        )
-        inputs = {"old_log_probs", "sum_pi_squared", "selected_tokens"} & (
-            self.estimator_needs | self.loss_needs
-        )
-        is_needed = is_compared or inputs or not is_one_step or Role.Actor in self.worker_classes
-        return bool(is_needed) and not correction.bypass_mode
-
-    @property
-    def reward_models_by_role(self) -> dict[str, RewardModelConfig]:
-        """The reward models of this run, with all their settings."""
-        first = self.reward_model
-        return ({Role.RewardModel.value: first} if first.enable else {}) | {
-            name: first.updated({"model.path": own.path, "weight": own.weight})
-            for name, own in self.reward_models.items()
-        }
-
-    @property
-    def custom_roles(self) -> tuple[str, ...]:
-        """Roles of `worker_classes` that are new: they annotate the batch."""
-        return tuple(role for role in self.role_mapping if role not in {*Role, *self.reward_models})
-
-    @property
-    def active_roles(self) -> tuple[str, ...]:
-        """Roles that this run starts, built-in ones first; `role_mapping` may also hold built-in
-        roles it does not."""
-        needed = {
-            Role.Actor: True,
-            Role.Rollout: True,
-            Role.RefPolicy: self.role_of_reference == Role.RefPolicy,
-            Role.Teacher: self.needs_teacher,
-            Role.Critic: self.needs_critic,
-        }
-        built_in = (role.value for role, is_needed in needed.items() if is_needed)
-        return (*built_in, *self.reward_models_by_role, *self.custom_roles)
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """A copy without the plan, which would be that of the values before `update`."""
+        copied = super().model_copy(update=update, deep=deep)
+        copied.__dict__.pop("plan", None)
+        return copied
 
     @property
     def num_processes_of_run(self) -> int:
@@ -324,3 +278,78 @@ class PPOConfig(RunConfig):
     def num_processes(self, role: str) -> int:
         """Size of the pool that `role` is mapped to."""
         return sum(self.resource_pool_spec[self.role_mapping[role]])
+
+
+def plan_of_ppo(config: PPOConfig) -> PPOPlan:
+    """What follows from the configuration. Imports the files of the chosen algorithms."""
+    actor = config.actor_rollout_ref.actor
+    algorithm = config.algorithm
+    estimator_needs = required_inputs(get_adv_estimator_fn(algorithm.adv_estimator))
+    loss_needs = required_inputs(get_policy_loss_fn(actor.policy_loss.loss_mode))
+    algorithm_needs = estimator_needs | loss_needs
+
+    needs_critic = config.critic.enable
+    if needs_critic is None:
+        needs_critic = "values" in estimator_needs
+
+    uses_kl = algorithm.use_kl_in_reward or actor.use_kl_loss
+    needs_reference = uses_kl or "ref_log_prob" in algorithm_needs
+    has_own_reference = Role.RefPolicy in config.worker_classes
+    role_of_reference = None
+    if needs_reference:
+        is_in_actor = config.actor_rollout_ref.model.lora_rank and not has_own_reference
+        role_of_reference = Role.Actor if is_in_actor else Role.RefPolicy
+
+    has_teacher = config.actor_rollout_ref.teacher_model is not None
+    needs_teacher = has_teacher and "teacher_log_prob" in loss_needs
+
+    built_in = {
+        Role.Actor: True,
+        Role.Rollout: True,
+        Role.RefPolicy: role_of_reference == Role.RefPolicy,
+        Role.Teacher: needs_teacher,
+        Role.Critic: needs_critic,
+    }
+    reward_models = _reward_models_by_role(config)
+    known_roles = {*Role, *config.reward_models}
+    custom_roles = tuple(role for role in config.role_mapping if role not in known_roles)
+    built_in_roles = (role.value for role, is_needed in built_in.items() if is_needed)
+    return PPOPlan(
+        estimator_needs=estimator_needs,
+        loss_needs=loss_needs,
+        needs_critic=needs_critic,
+        needs_reference=needs_reference,
+        role_of_reference=role_of_reference,
+        needs_teacher=needs_teacher,
+        needs_old_log_probs=_needs_old_log_probs(config, algorithm_needs),
+        reward_models_by_role=reward_models,
+        custom_roles=custom_roles,
+        active_roles=(*built_in_roles, *reward_models, *custom_roles),
+    )
+
+
+def _needs_old_log_probs(config: PPOConfig, algorithm_needs: frozenset[str]) -> bool:
+    actor = config.actor_rollout_ref.actor
+    correction = config.algorithm.rollout_correction
+    if correction.bypass_mode:
+        return False
+    is_one_step = (
+        actor.ppo_epochs == 1 and actor.ppo_mini_batch_size == config.data.train_batch_size
+    )
+    is_corrected = bool(correction.rollout_is or correction.rollout_rs)
+    made_before_the_update = {"old_log_probs", "sum_pi_squared", "selected_tokens"}
+    return (
+        not is_one_step
+        or config.algorithm.use_kl_in_reward
+        or is_corrected
+        or not algorithm_needs.isdisjoint(made_before_the_update)
+        or Role.Actor in config.worker_classes
+    )
+
+
+def _reward_models_by_role(config: PPOConfig) -> dict[str, RewardModelConfig]:
+    first = config.reward_model
+    models = {Role.RewardModel.value: first} if first.enable else {}
+    for name, own in config.reward_models.items():
+        models[name] = first.updated({"model.path": own.path, "weight": own.weight})
+    return models

@@ -56,19 +56,19 @@ class SupervisedConfig(RunConfig):
 
 
 class SFTConfig(SupervisedConfig):
-    """Of supervised fine-tuning."""
+    """The configuration of supervised fine-tuning."""
 
     base_name: ClassVar[str] = "sft_trainer"
 
 
 class RMConfig(SupervisedConfig):
-    """Of training a reward model."""
+    """The configuration of training a reward model."""
 
     base_name: ClassVar[str] = "rm_trainer"
 
 
 class DPOConfig(SupervisedConfig):
-    """Of direct preference optimization."""
+    """The configuration of direct preference optimization."""
 
     base_name: ClassVar[str] = "dpo_trainer"
 
@@ -76,7 +76,7 @@ class DPOConfig(SupervisedConfig):
 
 
 class ILQLConfig(SupervisedConfig):
-    """Of implicit language Q-learning."""
+    """The configuration of implicit language Q-learning."""
 
     base_name: ClassVar[str] = "ilql_trainer"
 

@@ -147,7 +147,7 @@ class DetachedPPOTrainer(Side, TrainingLoop):
         mini-batch can be trained before the last has been delivered.
         """
         config = self.config
-        num_parts = config.num_parts_of_step
+        num_parts = config.plan.num_parts_of_step
         num_groups = config.data.train_batch_size // num_parts
         self.numbers = []
         self.batches = []
@@ -158,7 +158,7 @@ class DetachedPPOTrainer(Side, TrainingLoop):
             self.batches.append(batch.select())
             batch.meta_info["part_of_step"] = (part, num_parts)
             if config.algorithm.rollout_correction.bypass_mode:
-                batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
+                batch.tensor_batch["old_log_probs"] = batch.tensor_batch["rollout_log_probs"]
             with self.recorder.timer("update"):
                 work = RowWork.of(batch, self.model_cost, balance=config.trainer.balance_batch)
                 yield Experience(batch, work, {})
@@ -281,7 +281,7 @@ class DetachedPPOTrainer(Side, TrainingLoop):
         config = self.config
         # Trained roles have only the worker classes of this library.
         synchronous = build_role_worker_mapping(config, own_classes={})
-        built_in = {role: synchronous[role] for role in config.trainer_roles}
+        built_in = {role: synchronous[role] for role in config.plan.trainer_roles}
         mapping = dict(self.model_fn(config)) if self.model_fn else built_in
         pools = self.pools or build_resource_pools(config, list(mapping))
         joint: JointTrainer | None = None

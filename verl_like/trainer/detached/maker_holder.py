@@ -62,7 +62,7 @@ def maker_models(
     arguments of the worker it replaces that its constructor has.
     """
     copies: dict[str, type] = {Role.Actor: ActorCopyWorker, Role.Critic: CriticCopyWorker}
-    own = {role: mapping[role] for role in config.maker_roles}
+    own = {role: mapping[role] for role in config.plan.maker_roles}
     for role in own.keys() & copies.keys():
         parameters = inspect.signature(copies[role]).parameters
         given = mapping[role].kwargs
@@ -228,7 +228,7 @@ class ExperienceMakerHolder(Side):
                 self.compare_engines()
             if has_newer and self.in_flight and self.config.detached.restart_below:
                 self.restart_young()
-            limit = self.config.num_prompts_at_a_time - len(self.in_flight)
+            limit = self.config.plan.num_prompts_at_a_time - len(self.in_flight)
             has_made_enough = num_steps is not None and done >= num_steps
             is_due = self.validation_is_due()
             if is_due and not self.in_flight:
@@ -346,7 +346,7 @@ class ExperienceMakerHolder(Side):
         # learns from it.
         batch = experience.batch.select(non_tensor_batch_keys=["uid", "policy_version"])
         if self.config.algorithm.rollout_correction.bypass_mode:
-            batch.batch.pop("old_log_probs")  # the trainer has them as rollout_log_probs
+            batch.tensor_batch.pop("old_log_probs")  # the trainer has them as rollout_log_probs
         ticket_of_row = SampleRows.of(batch).sample_of_row.numpy() // n
         metrics = dict(experience.metrics)
         for index, name in enumerate(self.trainer_names):

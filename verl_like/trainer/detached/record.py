@@ -44,7 +44,7 @@ class DetachedRecord:
         self.waits[name].update(report.waits)
         self.recorder.saves_when_ended |= report.saves_when_ended
         for step, metrics, ended in report.rows:
-            if name in self.config.maker_names:
+            if name in self.config.detached.maker_names:
                 self.validations[step] = metrics
             else:
                 self.rows[step].append((metrics, ended))
@@ -58,7 +58,7 @@ class DetachedRecord:
     def log(self) -> None:
         """Writes the steps and validations that are complete. It is called when all sides, makers
         too, have reported until now, because a step's row says how long they waited."""
-        num_trainers = len(self.config.trainer_names)
+        num_trainers = len(self.config.detached.trainer_names)
         done = [step for step, rows in self.rows.items() if len(rows) == num_trainers]
         for step in done:
             # This is the checkpoint before, for which trainers wait before they save again.
@@ -105,7 +105,7 @@ class DetachedRecord:
         if self.begun is None:
             return
         step = self.begun.step
-        if len(self.files[step]) != len(self.config.trainer_names):
+        if len(self.files[step]) != len(self.config.detached.trainer_names):
             return
         digests: dict[str, Any] = {}
         for files_of_trainer in self.files.pop(step):

@@ -169,9 +169,13 @@ class DetachedRun:
         self.config = config
         self.recorder = recorder
         self.fingerprints = read_fingerprints(recorder.run_dir)
-        makers = {name: (config.of_maker(name), config.maker_roles) for name in config.maker_names}
+        makers = {
+            name: (config.of_maker(name), config.plan.maker_roles)
+            for name in config.detached.maker_names
+        }
         trainers = {
-            name: (config.of_trainer(name), config.trainer_roles) for name in config.trainer_names
+            name: (config.of_trainer(name), config.plan.trainer_roles)
+            for name in config.detached.trainer_names
         }
         self.pools = {
             name: build_resource_pools(*side) for name, side in (trainers | makers).items()
@@ -181,7 +185,7 @@ class DetachedRun:
         self.loops: dict[str, Any] = {}
         """The reference to the result of each side's loop, as long as the loop runs."""
         self.restarts_left = Counter(
-            dict.fromkeys(config.maker_names, config.detached.max_restarts)
+            dict.fromkeys(config.detached.maker_names, config.detached.max_restarts)
         )
         """How often each maker may still be started again. Trainers have 0."""
         self.starts: Counter[str] = Counter()
@@ -222,7 +226,7 @@ class DetachedRun:
             # The processes of all trainers meet in this store. It lives as long as this object.
             self.store = open_store(host)
             port = self.store.port
-        for index, name in enumerate(config.trainer_names):
+        for index, name in enumerate(config.detached.trainer_names):
             env_info = {
                 "rank": index,
                 "world_size": count,
@@ -231,14 +235,14 @@ class DetachedRun:
             }
             actor = trainer_class.options(name=name, num_cpus=0).remote(
                 config,
-                config.maker_names,
+                config.detached.maker_names,
                 env_info=env_info,
                 pools=self.pools[name],
                 fingerprints=self.fingerprints,
             )
             self.actors[name] = actor
             self.loops[name] = actor.fit.remote(steps, detached.update_steps, resumed=self.resumed)
-        for name in config.maker_names:
+        for name in config.detached.maker_names:
             self.start_maker(name)
         place = self.actors[LEDGER].__ray_call__.remote(lambda _: SideRecorder(LEDGER))
         self.ledger_place = ray.get(place, timeout=START_DEADLINE_S)
@@ -247,17 +251,17 @@ class DetachedRun:
         """Starts a maker and its loop, for the first time or again."""
         self.starts[name] += 1
         env_info = {
-            "rank": self.config.maker_names.index(name),
-            "world_size": len(self.config.maker_names),
+            "rank": self.config.detached.maker_names.index(name),
+            "world_size": len(self.config.detached.maker_names),
         }
         maker_class: Any = ExperienceMakerHolder
         self.pools[name].create_resource_pool()
         if self.config.actor_rollout_ref.rollout.weight_transport == "shared_memory":
-            trainer = self.pools[self.config.trainer_names[0]].resource_pool_dict.values()
+            trainer = self.pools[self.config.detached.trainer_names[0]].resource_pool_dict.values()
             check_shared_memory([*trainer, self.pools[name].get_resource_pool(Role.Rollout)])
         actor = maker_class.options(name=name, num_cpus=0).remote(
             self.config,
-            self.config.trainer_names,
+            self.config.detached.trainer_names,
             env_info=env_info,
             start=self.starts[name],
             validated=max([self.record.validated, *self.record.validations]),
@@ -331,7 +335,7 @@ class DetachedRun:
                 self.give_up(name, cause)
                 return
             is_of_other = isinstance(cause, WorkerDied | CallTimeout) and (
-                cause.role == LEDGER or cause.role in self.config.trainer_names
+                cause.role == LEDGER or cause.role in self.config.detached.trainer_names
             )
             if is_of_other:
                 name = cause.role  # another side, which is dead or does not answer, ended the loop
@@ -408,7 +412,7 @@ class DetachedRun:
     def give_up(self, name: str, error: Exception) -> None:
         """Raises the error, which ends the run. If it is a maker's and all steps are trained, it is
         kept instead, and `watch` raises it at its end."""
-        is_maker = name in self.config.maker_names
+        is_maker = name in self.config.detached.maker_names
         if not is_maker or not ask(LEDGER, "has_trained_all", timeout=ANSWER_S):
             raise error from None
         self.failure = self.failure or error
@@ -448,7 +452,7 @@ class DetachedRun:
         """Has the makers validate with the last weights. The checkpoint of the last step is
         complete by then, and gets the results."""
         steps = self.config.num_steps_of_run
-        left = self.config.maker_names
+        left = self.config.detached.maker_names
         while left:
             starts = Counter(self.starts)
             self.loops = {name: self.actors[name].finish.remote(steps) for name in left}

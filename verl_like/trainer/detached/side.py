@@ -319,7 +319,9 @@ class Side:
         fingerprints: Mapping[str, str] | None,
     ) -> None:
         import_plugins(config.plugins)
-        self.name = ray.get_runtime_context().get_actor_name()
+        name = ray.get_runtime_context().get_actor_name()
+        assert name is not None, "every side is a Ray actor with a name"
+        self.name = name
         self.env_info = env_info or {"rank": 0, "world_size": 1}
         self.index = int(self.env_info["rank"])
         self.model_fn = model_fn

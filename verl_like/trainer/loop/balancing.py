@@ -91,7 +91,7 @@ class RowWork:
     def in_mini_batches(self, batch: DataProto, num_ranks: int, num_of_step: int) -> Ordered:
         """The batch with the column `mini_batch`, in the order in which the ranks get its rows."""
         numbered = self.with_numbers(batch)
-        numbered.batch["mini_batch"] = torch.from_numpy(self.sample_of_row // num_of_step)
+        numbered.tensor_batch["mini_batch"] = torch.from_numpy(self.sample_of_row // num_of_step)
         return ordered(numbered, self.shares(num_ranks, num_of_step))
 
     def with_numbers(self, batch: DataProto) -> DataProto:
@@ -102,7 +102,7 @@ class RowWork:
         """
         numbered = batch.select()
         if SAMPLE_COLUMN in numbered.tensors():
-            numbered.batch[SAMPLE_COLUMN] = torch.from_numpy(self.sample_of_row)
+            numbered.tensor_batch[SAMPLE_COLUMN] = torch.from_numpy(self.sample_of_row)
         return numbered
 
     @property

@@ -1,5 +1,5 @@
-"""The configuration keys that lower the memory of a role, for the error of one that had too
-little."""
+"""The configuration keys that lower the memory of a role, which the error of a role without enough
+memory names."""
 
 from dataclasses import dataclass
 
@@ -8,13 +8,14 @@ from verl_like.trainer.config.roles import Role
 
 @dataclass(frozen=True)
 class MemoryKeys:
-    """Where the settings of one role are."""
+    """The keys of the settings of one role."""
 
     passes: str
-    """Size of its micro-batches."""
+    """Key of the size of its micro-batches."""
     engine: str
-    """Its fsdp_config."""
+    """Key of its fsdp_config."""
     trained_model: str | None = None
+    """Key of its model; None for a model that is not trained."""
 
 
 OF_ROLE = {
@@ -37,7 +38,7 @@ OF_ROLE = {
     Role.RewardModel: MemoryKeys(
         "reward_model.micro_batch_size_per_gpu", "reward_model.model.fsdp_config"
     ),
-    # Trained on examples
+    # The model of a trainer on examples
     "model": MemoryKeys("training.micro_batch_size_per_gpu", "model.fsdp_config", "model"),
 }
 ENGINE_SHARE = "actor_rollout_ref.rollout.gpu_memory_utilization"

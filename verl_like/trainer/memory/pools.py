@@ -1,4 +1,4 @@
-"""Which models and engines lie on the GPUs of a run, for the sums of `sums.py`."""
+"""The models and engines that lie on the GPUs of a run, for the sums of `sums.py`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -30,10 +30,9 @@ POLICY_PATH = "actor_rollout_ref.model"
 
 
 def planned_pools(config: RunConfig, device_bytes: float) -> list[PlannedPool]:
-    """The pools of a run of any entry point, on GPUs of `device_bytes`; of makers and trainers
-    those of the first ones.
+    """Return the pools of a run of any entry point, on GPUs of `device_bytes`.
 
-    Custom roles are not counted.
+    Of detached makers and trainers, the first ones stand for all. Custom roles are not counted.
     """
     if isinstance(config, SupervisedConfig):
         trainer = config.trainer
@@ -41,25 +40,25 @@ def planned_pools(config: RunConfig, device_bytes: float) -> list[PlannedPool]:
         return [PlannedPool("model_pool", config, nodes, _models_of_examples(config))]
     assert isinstance(config, PPOConfig)
     if isinstance(config, DetachedConfig):
-        of_trainer = config.of_trainer(config.trainer_names[0])
-        of_maker = config.of_maker(config.maker_names[0])
-        pools = _pools_of(of_trainer, config.trainer_roles, device_bytes)
-        return pools + _pools_of(of_maker, config.maker_roles, device_bytes, copied=TRAINED)
-    return _pools_of(config, config.active_roles, device_bytes)
+        of_trainer = config.of_trainer(config.detached.trainer_names[0])
+        of_maker = config.of_maker(config.detached.maker_names[0])
+        pools = _pools_of(of_trainer, config.plan.trainer_roles, device_bytes)
+        return pools + _pools_of(of_maker, config.plan.maker_roles, device_bytes, copied=TRAINED)
+    return _pools_of(config, config.plan.active_roles, device_bytes)
 
 
 def memory_phases(config: RunConfig, device_bytes: float) -> list[Phase]:
-    """All phases of all pools."""
+    """Return all phases of all pools."""
     return [phase for pool in planned_pools(config, device_bytes) for phase in pool.phases()]
 
 
 def check_memory(config: RunConfig) -> list[str]:
-    """What a GPU of each pool holds at most, where the run starts on a machine that has GPUs.
+    """Say what a GPU of each pool holds at most, if the run starts on a machine that has GPUs.
 
-    Raises ValueError if what is certain does not fit. On a cluster that the run joins, the driver
-    cannot see the GPUs.
+    Raises ValueError if what is certain does not fit. Returns nothing for a run that joins a
+    cluster, whose GPUs the driver cannot see.
     """
-    if not isinstance(config, PPOConfig | SupervisedConfig):  # of somebody's own trainer
+    if not isinstance(config, PPOConfig | SupervisedConfig):  # a trainer of somebody's own
         return []
     joins_cluster = cluster_address(config.ray_kwargs.ray_init.address)
     if config.trainer.device != "cuda" or not torch.cuda.is_available() or joins_cluster:
@@ -74,7 +73,7 @@ def check_memory(config: RunConfig) -> list[str]:
 def _pools_of(
     config: PPOConfig, roles: Sequence[str], device_bytes: float, copied: Sequence[str] = ()
 ) -> list[PlannedPool]:
-    """The pools of these roles, with copies in place of those of `copied`."""
+    """Return the pools of these roles. Roles in `copied` have copies of their models."""
     models = {
         role: _model_of(config, role, is_copy=role in copied)
         for role in roles
@@ -85,7 +84,7 @@ def _pools_of(
         its_roles = [role for role in roles if config.role_mapping[role] == name]
         rollout = _rollout_share(config, device_bytes) if Role.Rollout in its_roles else None
         its_models = [models[role] for role in its_roles if role in models]
-        if its_models or rollout:  # not of custom roles alone
+        if its_models or rollout:  # a pool may have custom roles alone
             pools.append(
                 PlannedPool(name, config, config.resource_pool_spec[name], its_models, rollout)
             )
@@ -105,10 +104,13 @@ def _rollout_share(config: PPOConfig, device_bytes: float) -> RolloutShare:
 
 
 def _has_model(config: PPOConfig, role: str) -> bool:
-    """Whether it is a training role, of the built-in ones."""
+    """Return whether the role is a built-in one that has a model in a training process."""
     if role == Role.Teacher:
         return config.actor_rollout_ref.teacher_model is not None
-    return role in (Role.Actor, Role.RefPolicy, Role.Critic) or role in config.reward_models_by_role
+    return (
+        role in (Role.Actor, Role.RefPolicy, Role.Critic)
+        or role in config.plan.reward_models_by_role
+    )
 
 
 def _model_of(config: PPOConfig, role: str, is_copy: bool) -> PlannedModel:
@@ -138,8 +140,8 @@ def _model_of(config: PPOConfig, role: str, is_copy: bool) -> PlannedModel:
             ranks_of_sequence=critic.ulysses_sequence_parallel_size,
             **lengths,
         )
-    if role in config.reward_models_by_role:
-        reward = config.reward_models_by_role[role]
+    if role in config.plan.reward_models_by_role:
+        reward = config.plan.reward_models_by_role[role]
         forward_passes = MicroBatching(
             reward.micro_batch_size_per_gpu,
             reward.forward_max_token_len_per_gpu,
@@ -185,7 +187,7 @@ def _model_of(config: PPOConfig, role: str, is_copy: bool) -> PlannedModel:
 
 
 def _passes_of_updates(settings: Any) -> MicroBatching:
-    """Of an actor or a critic."""
+    """Return the micro-batches of the updates of an actor or a critic."""
     return MicroBatching(
         settings.ppo_micro_batch_size_per_gpu,
         settings.ppo_max_token_len_per_gpu,
@@ -203,7 +205,8 @@ def _planned(
     is_copy: bool = False,
     **more: Any,
 ) -> PlannedModel:
-    """A model of a role on that many ranks. A copy is not trained, and stored as it computes."""
+    """Return the model of a role on `ranks`. A copy is not trained, and stored in the data type in
+    which it computes."""
     if is_copy:
         fsdp = ForwardFsdpConfig(param_offload=fsdp.param_offload, dtype=fsdp.dtype)
         more |= {"update_passes": None, "has_ema": False, "export_dtype": None}
@@ -212,7 +215,7 @@ def _planned(
 
 
 def _models_of_examples(config: SupervisedConfig) -> list[PlannedModel]:
-    """The model that learns, and before it DPO's reference."""
+    """Return the model that learns, and before it the reference model of DPO."""
     training = config.training
     model = config.model
     length = config.data.max_length

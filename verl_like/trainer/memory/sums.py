@@ -24,22 +24,24 @@ from verl_like.workers.weights.exports import DEFAULT_BUCKET_BYTES
 
 GB = 1e9
 CONTEXT = 1.0 * GB
-"""Of a training process: CUDA context, NCCL, libraries."""
+"""Bytes that a training process takes for the CUDA context, NCCL and libraries."""
 ASLEEP = 1.5 * GB
-"""Of an engine that sleeps: CUDA context and captured graphs."""
+"""Bytes that a sleeping engine keeps for its CUDA context and captured graphs."""
 REDUCTION_BYTES = 4
 """Gradients are reduced in float32."""
 BETWEEN_TENSORS = 0.03
-"""Of what a load or a pass takes: what torch's allocator has beside it, with segments that grow."""
+"""What torch's allocator, with segments that grow, has beside what a load or a pass takes, as a
+share of that."""
 BETWEEN_SHARDS = 0.012
-"""The same of what lies there between the calls."""
+"""What torch's allocator has beside what lies there between the calls, as a share of that."""
 WORKSPACES = 0.15 * GB
-"""Of a process that has computed: what cuBLAS keeps, and the ends of torch's segments."""
+"""Bytes that a process keeps once it has computed: those of cuBLAS, and the ends of torch's
+segments."""
 STREAMS = 0.1 * GB
-"""Of a pass: the ends of its streams' segments."""
+"""Bytes at the ends of the segments of the streams of a pass."""
 WITHOUT_LOGITS = 0.25 * GB
-"""Updates of a model with a head of one number have so much more between tensors, by measurement;
-why is not known."""
+"""Bytes that updates of a model with a head of one number have in addition between tensors. This
+was measured; the reason is not known."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +50,13 @@ class ModelSize:
 
     parameters: int
     buffers: int
-    """Bytes of the buffers that belong to it, which every rank has whole."""
+    """Bytes of the buffers that belong to the model. Every rank has all of them."""
     trained: int
-    """Those of the adapter, or all where there is none."""
+    """Number of trained parameters: those of the adapter, or all where there is none."""
     largest: int
-    """Those of the largest parameter."""
+    """Numbers in the largest parameter."""
     largest_trained: int
-    """Those of the largest parameter that is trained."""
+    """Numbers in the largest parameter that is trained."""
     layer: int
     """Parameters of the largest decoder layer."""
     outer: int
@@ -67,8 +69,8 @@ class ModelSize:
     13 hidden sizes and 4 intermediate ones, and with norms of queries and keys, as in Qwen3, up to
     19."""
     live_per_token: int
-    """Values that are there at once for a token in a decoder layer without gradients: in Llama 4
-    hidden sizes and 3 intermediate ones, and with an adapter one more."""
+    """Values that exist at once for a token in a decoder layer without gradients: in Llama 4 hidden
+    sizes and 3 intermediate ones, with an adapter 4 intermediate ones."""
     head: int
     """Parameters of the language-model head; 0 where there is none."""
     further_heads: int = 0
@@ -76,19 +78,21 @@ class ModelSize:
 
     @classmethod
     def of(cls, config: ModelConfig, key: str, model_class: type[PackedModel]) -> "ModelSize":
-        """Counts the parameters of a model that is made without memory."""
+        """Count the parameters of a model that is made without memory."""
         model = model_class(empty_model(config, model_class.auto_class, key=key))
         hf = model.hf
         text = hf.config.get_text_config()
         head = hf.get_output_embeddings()
         intermediate = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-        layers = [sum(p.numel() for p in layer.parameters()) for layer in decoder_layers(hf)]
-        total = sum(p.numel() for p in model.parameters())
+        layers = [count_parameters(layer) for layer in decoder_layers(hf)]
+        total = count_parameters(model)
         trained = [p.numel() for _, p in trained_parameters(hf)]
-        has_adapter = sum(trained) < sum(p.numel() for p in hf.parameters())
+        has_adapter = sum(trained) < count_parameters(hf)
         of_heads = [p.numel() for p in model.heads.parameters() if p.requires_grad]
         trained += of_heads
         has_norms = any("q_norm" in name for name, _ in hf.named_parameters())
+        saved_hidden = 20 if has_norms else 13
+        live_intermediate = 4 if has_adapter else 3
         return cls(
             parameters=total,
             buffers=sum(buffer.nbytes for _, buffer in model_buffers(hf)),
@@ -100,11 +104,15 @@ class ModelSize:
             num_layers=len(layers),
             has_adapter=has_adapter,
             hidden=text.hidden_size,
-            activations_per_token=(20 if has_norms else 13) * text.hidden_size + 4 * intermediate,
-            live_per_token=4 * text.hidden_size + (4 if has_adapter else 3) * intermediate,
+            activations_per_token=saved_hidden * text.hidden_size + 4 * intermediate,
+            live_per_token=4 * text.hidden_size + live_intermediate * intermediate,
             head=0 if head is None else head.weight.numel(),
             further_heads=sum(of_heads),
         )
+
+
+def count_parameters(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 @dataclass(frozen=True)
@@ -114,7 +122,7 @@ class Phase:
     pool: str
     name: str
     parts: Mapping[str, float]
-    """Bytes by what they are; those whose name ends in * are estimates."""
+    """Bytes by what takes them. A name that ends in * marks an estimate."""
 
     @property
     def total(self) -> float:
@@ -122,7 +130,7 @@ class Phase:
 
     @property
     def certain(self) -> float:
-        """The part that is not an estimate."""
+        """Bytes that are no estimate."""
         return sum(size for part, size in self.parts.items() if not part.endswith("*"))
 
     def __str__(self) -> str:
@@ -144,16 +152,16 @@ class PlannedModel:
     sequence_length: int
     """Longest rows in tokens."""
     scored_length: int
-    """Of these the tokens that the head reads."""
+    """How many of these tokens the head reads."""
     forward_passes: MicroBatching
-    """Its largest micro-batches without gradients."""
+    """The largest micro-batches of passes without gradients."""
     update_passes: MicroBatching | None = None
-    """And those of its updates."""
+    """The largest micro-batches of updates; None for a model that is not trained."""
     has_ema: bool = False
     ranks_of_sequence: int = 1
-    """Ranks that share each sequence, see `ulysses_sequence_parallel_size`."""
+    """Ranks that share each sequence, as `ulysses_sequence_parallel_size` says."""
     runs_reference: bool = False
-    """Whether a reference of its size computes in the same calls."""
+    """True if a reference model of the same size computes in the same calls."""
     export_dtype: str | None = None
     """Name of the dtype in which its weights are sent."""
 
@@ -175,7 +183,7 @@ class PlannedModel:
         return getattr(torch, self.fsdp.model_dtype).itemsize
 
     def bytes_of(self, num_parameters: int) -> float:
-        """Of a rank's shards of that many parameters."""
+        """Bytes of a rank's shards of that many parameters."""
         return num_parameters / self.shards * self.model_itemsize
 
     @property
@@ -190,30 +198,30 @@ class PlannedModel:
         return isinstance(self.fsdp, TrainedFsdpConfig) and self.fsdp.optimizer_offload
 
     def at_rest(self) -> dict[str, float]:
-        """Between the calls of this role."""
+        """What lies on the GPU between the calls of this role."""
         parts = {} if self.fsdp.param_offload else {f"{self.name} weights": self.stored}
         return parts if self.offloads_adam else parts | {f"{self.name} Adam": self.adam}
 
     @property
     def gathers_whole(self) -> bool:
-        """Whether all parameters are there from the forward to the backward pass."""
+        """True if all parameters stay gathered from the forward to the backward pass."""
         return self.shards == 1 or self.fsdp.strategy != "zero3"
 
     @property
     def num_bytes(self) -> int:
-        """Of a number in the layers' computing data type."""
+        """Bytes of a number in the data type in which the layers compute."""
         return getattr(torch, self.fsdp.dtype).itemsize
 
     def tokens_of(self, passes: MicroBatching) -> float:
-        """Of one rank in a pass. A budget of tokens is a rank's, and rows are those of all ranks
-        that share them."""
+        """Tokens of one rank in a pass. A budget of tokens counts for each rank; a number of rows
+        is that of all ranks which share the sequences."""
         if passes.by_tokens:
             return passes.max_tokens
         return passes.num_rows * self.sequence_length / self.ranks_of_sequence
 
     def load(self) -> dict[str, float]:
-        """One whole parameter after the other comes to the device, and then Adam is made; what is
-        offloaded leaves."""
+        """What loading takes: whole parameters come to the device one after the other, then Adam is
+        made, and what is offloaded leaves."""
         largest = self.size.largest * self.model_itemsize
         beside = (
             {f"{self.name} Adam": self.adam}
@@ -223,33 +231,35 @@ class PlannedModel:
         return with_fragments({f"{self.name} weights": self.stored} | beside)
 
     def gathered(self, computed: float, gathering: float) -> dict[str, float]:
-        """The parameters that a pass computes with, and the buffers into which they are gathered:
-        of so many at once, where not all are kept."""
-        computed, gathering = (
-            min(self.size.parameters, number) for number in (computed, gathering)
-        )
-        cast = gathering / self.shards if self.fsdp.dtype != self.fsdp.model_dtype else 0.0
+        """The parameters that a pass computes with, and the buffers into which they are gathered.
+
+        `computed` and `gathering` are the numbers of parameters in them at one time, for a model
+        that does not keep all.
+        """
+        parameters = self.size.parameters
+        computed = parameters if self.gathers_whole else min(parameters, computed)
+        gathering = min(parameters, gathering)
+        is_cast = self.fsdp.dtype != self.fsdp.model_dtype
+        cast = gathering / self.shards if is_cast else 0.0
         num_models = 2 if self.runs_reference else 1  # each has streams of its own
         return {
-            "gathered layers": (self.size.parameters if self.gathers_whole else computed)
-            * self.num_bytes,
+            "gathered layers": computed * self.num_bytes,
             "gathering*": num_models * (gathering + cast) * self.num_bytes,
         }
 
     def head_working(self, tokens: float, passes: MicroBatching) -> float:
-        """Of the scored tokens: a chunk of logits twice, and hidden states with their gradient in
-        float32."""
+        """What the head takes for the scored tokens: a chunk of logits twice, and hidden states
+        with their gradient in float32."""
         size = self.size
+        if not size.head:
+            return 0.0
         scored = tokens if passes.by_tokens else tokens * self.scored_length / self.sequence_length
-        chunk = (
-            min(LOGITS_PER_CHUNK["cuda"], scored * size.head / size.hidden) * 2 * REDUCTION_BYTES
-        )
-        return (
-            chunk + scored * size.hidden * (self.num_bytes + REDUCTION_BYTES) if size.head else 0.0
-        )
+        num_logits = min(LOGITS_PER_CHUNK["cuda"], scored * size.head / size.hidden)
+        chunk = num_logits * 2 * REDUCTION_BYTES
+        return chunk + scored * size.hidden * (self.num_bytes + REDUCTION_BYTES)
 
     def forward(self) -> dict[str, float]:
-        """A pass without gradients, in addition to `at_rest`."""
+        """What a pass without gradients takes in addition to `at_rest`."""
         tokens = self.tokens_of(self.forward_passes)
         layer = self.size.live_per_token * self.num_bytes * tokens
         activations = {"activations*": max(layer, self.head_working(tokens, self.forward_passes))}
@@ -260,11 +270,11 @@ class PlannedModel:
         return self.moved() | with_fragments(gathered | activations, of_streams=STREAMS)
 
     def moved(self) -> dict[str, float]:
-        """What a call brings to the device of what lies in host memory."""
+        """Weights that lie in host memory and come to the device for a call."""
         return {f"{self.name} weights": self.stored} if self.fsdp.param_offload else {}
 
     def update(self) -> dict[str, float]:
-        """The forward and backward passes of a model that is trained, in addition to `at_rest`."""
+        """What the forward and backward passes of a trained model take in addition to `at_rest`."""
         assert isinstance(self.fsdp, TrainedFsdpConfig) and isinstance(
             self.model, TrainedModelConfig
         )
@@ -287,12 +297,12 @@ class PlannedModel:
             size.trained if sums_whole else trained * max(size.outer, size.layer)
         ) / self.shards
         layer = size.activations_per_token * itemsize * tokens
-        # Of one layer, with gradients of its activations
+        # The activations of one layer, and their gradients
         backward = layer + 6 * size.hidden * itemsize * tokens
         kept = (
             size.hidden * itemsize * tokens if self.model.enable_gradient_checkpointing else layer
         )
-        # Of those in host memory, some are on their way there or back.
+        # Of the activations in host memory, some are on their way there or back.
         kept *= min(5, size.num_layers) if self.model.enable_activation_offload else size.num_layers
         computed = kept + max(backward, self.head_working(tokens, self.update_passes))
         of_heads = (trained * size.head + size.further_heads) * itemsize
@@ -308,7 +318,8 @@ class PlannedModel:
         return self.moved() | with_fragments(parts, of_streams=of_streams)
 
     def optimizer_step(self) -> dict[str, float]:
-        """Gradients as the optimizer reads them, in addition to `at_rest`."""
+        """What an optimizer step takes in addition to `at_rest`: gradients as the optimizer reads
+        them."""
         in_float32 = self.has_ema and self.fsdp.model_dtype != "float32"
         parts = {
             f"{self.name} Adam": self.adam,
@@ -316,14 +327,14 @@ class PlannedModel:
             "weights for their average": self.size.trained / self.shards * REDUCTION_BYTES
             if in_float32
             else 0.0,
-            # Of an adapter nothing is reduced at the end, which would free the head.
+            # With an adapter nothing is reduced at the end, which would free the head.
             "gathered layers": self.size.head * self.num_bytes if self.size.has_adapter else 0.0,
         }
         return self.moved() | parts
 
     def export(self) -> dict[str, float]:
-        """One bucket of weights is gathered at a time, and put together from its shards, in
-        addition to `at_rest`."""
+        """What an export takes in addition to `at_rest`: one bucket of weights is gathered at a
+        time and put together from its shards."""
         itemsize = getattr(torch, self.export_dtype or self.fsdp.dtype).itemsize
         largest = self.size.largest_trained * itemsize
         bucket = max(largest, min(DEFAULT_BUCKET_BYTES, self.size.trained * itemsize))
@@ -331,35 +342,35 @@ class PlannedModel:
 
 
 def with_fragments(parts: dict[str, float], of_streams: float = 0.0) -> dict[str, float]:
-    """With what torch's allocator has beside them."""
+    """Return the parts with what torch's allocator has beside them."""
     return parts | {"fragments*": BETWEEN_TENSORS * sum(parts.values()) + of_streams}
 
 
 @dataclass(frozen=True)
 class RolloutShare:
-    """What a rollout engine has of each GPU of its pool."""
+    """What a rollout engine takes of each GPU of its pool."""
 
     working: Mapping[str, float]
-    """While it generates."""
+    """What it takes while it generates."""
     resting: Mapping[str, float]
-    """While others work."""
+    """What it takes while other roles of the pool work."""
 
 
 @dataclass(frozen=True)
 class PlannedPool:
-    """What lies on each GPU of a pool: models that share a process, in the order in which they
-    load, and an engine."""
+    """What lies on each GPU of a pool: an engine, and models that share a process, in the order in
+    which they load."""
 
     name: str
     config: RunConfig
-    """What its processes read."""
+    """The configuration that its processes read."""
     nodes: Sequence[int]
     """GPUs on each node, each with one process of the models."""
     models: Sequence[PlannedModel]
     rollout: RolloutShare | None = None
 
     def phases(self) -> list[Phase]:
-        """All phases of a step, and those before and after it."""
+        """Return all phases of a step, and those before and after it."""
         rest: dict[str, float] = {}
         overhead = {"context*": CONTEXT} if self.models else {}
         phases = []

@@ -87,11 +87,12 @@ def generation_of_row(
 ) -> dict[str, str]:
     """What is shown of a row of a validation batch: the last message of its prompt, its response,
     ground truth and score."""
-    one = batch.rows(row, row + 1).batch
+    one = batch.rows(row, row + 1).tensor_batch
     mask = one["response_mask"].values().bool()
+    response = tokenizer.decode(one["responses"].values()[mask])
     return {
         "prompt": batch.non_tensor_batch["raw_prompt"][row][-1]["content"],
-        "response": tokenizer.decode(one["responses"].values()[mask]),
+        "response": str(response),
         "ground truth": str(batch.non_tensor_batch["reward_model"][row].get("ground_truth")),
         "score": f"{scores_B[row]:.2f}",
     }

@@ -177,20 +177,20 @@ class ExperienceMaker:
 
         work = RowWork.of(batch, self.model_cost, balance=config.trainer.balance_batch)
         pending: list[Any] = []
-        if config.needs_old_log_probs:
+        if config.plan.needs_old_log_probs:
             actor = self.groups[Role.Actor]
             pending.append(work.submit(actor.compute_log_prob, batch))
-        if config.role_of_reference:
-            reference = self.groups[config.role_of_reference]
+        if config.plan.role_of_reference:
+            reference = self.groups[config.plan.role_of_reference]
             pending.append(work.submit(reference.compute_ref_log_prob, batch))
         if teacher := self.groups.get(Role.Teacher):
             pending.append(work.submit(teacher.compute_teacher_log_prob, batch))
         if critic := self.groups.get(Role.Critic):
             pending.append(work.submit(critic.compute_values, batch))
-        for role in config.reward_models_by_role:
+        for role in config.plan.reward_models_by_role:
             model_scores = work.submit(self.groups[role].compute_rm_score, batch)
             pending.append(scoring.ModelScores(role, model_scores))
-        for role in config.custom_roles:
+        for role in config.plan.custom_roles:
             # This call keeps the batch's own order, so that the samples of a prompt stay together.
             pending.append(self.groups[role].annotate.remote(batch))
         if generated.scores:
@@ -210,10 +210,10 @@ class ExperienceMaker:
         generated = of_present_kind(self.generate(prompts, num_samples))
         batch = generated.batch
         pending: list[Any] = []
-        for role in self.config.reward_models_by_role:
+        for role in self.config.plan.reward_models_by_role:
             model_scores = self.groups[role].compute_rm_score.remote(batch)
             pending.append(scoring.ModelScores(role, model_scores))
-        for role in self.config.custom_roles:
+        for role in self.config.plan.custom_roles:
             annotate = self.groups[role].annotate
             written = set(annotate.spec.writes or ())
             if self.reward_columns.keys() & written:
@@ -223,7 +223,7 @@ class ExperienceMaker:
         rows, scoring_metrics = self.collect(batch, pending)
         rewards = padded(rows, [*self.reward_columns, "is_skipped"])
         scores_B = scoring.total_scores(rewards, self.reward_columns).sum(-1)
-        is_skipped_B = rows.batch.get("is_skipped", torch.tensor(False))
+        is_skipped_B = rows.tensor_batch.get("is_skipped", torch.tensor(False))
         scores_B = scores_B.masked_fill(is_skipped_B, 0.0)
         return rows, scores_B, merge_metrics([generated.metrics, scoring_metrics])
 
@@ -320,16 +320,16 @@ class ExperienceMaker:
         if that could not be scored.
         """
         n = self.config.actor_rollout_ref.rollout.n
-        if "reward_baselines" not in self.config.estimator_needs:
+        if "reward_baselines" not in self.config.plan.estimator_needs:
             return of_present_kind(self.generate(prompts, n, generation))
         greedy = prompts.select()
         greedy.meta_info = prompts.meta_info | {"greedy": True}
         answered, rewards_B, _ = self.generate_and_score(greedy, num_samples=1)
-        is_skipped_B = answered.batch.get("is_skipped", torch.tensor(False))
+        is_skipped_B = answered.tensor_batch.get("is_skipped", torch.tensor(False))
         rewards_B = rewards_B.masked_fill(is_skipped_B, torch.nan)
         generated = of_present_kind(self.generate(prompts, n, generation))
         batch = generated.batch.select()
-        batch.batch["reward_baselines"] = rewards_B.repeat_interleave(n)
+        batch.tensor_batch["reward_baselines"] = rewards_B.repeat_interleave(n)
         return replace(generated, batch=batch)
 
     def generate(
@@ -370,7 +370,7 @@ class ExperienceMaker:
         (Ziegler et al. 2019, arXiv:1909.08593). The `response_mask` of a sample that could not be
         scored becomes zero, so that it counts in no loss.
         """
-        columns = scored.batch.batch
+        columns = scored.batch.tensor_batch
         mask_BR = columns["response_mask"]
         if "is_skipped" in columns:
             mask_BR = mask_BR * ~columns["is_skipped"].unsqueeze(-1)
@@ -417,7 +417,7 @@ class ExperienceMaker:
         `response_mask` that are not rejected. With `bypass_mode` the rollout's log-probabilities
         are taken for `old_log_probs`.
         """
-        columns = rewarded.batch.batch
+        columns = rewarded.batch.tensor_batch
         config = self.config.algorithm.rollout_correction
         made: dict[str, torch.Tensor] = {}
         if config.bypass_mode:
@@ -447,7 +447,7 @@ class ExperienceMaker:
             "lam": algorithm.lam,
             "norm_adv_by_std_in_grpo": algorithm.norm_adv_by_std_in_grpo,
         }
-        if "scores_by_reward" in self.config.estimator_needs:
+        if "scores_by_reward" in self.config.plan.estimator_needs:
             inputs["scores_by_reward"] = scoring.scores_by_reward(batch, self.reward_columns)
         columns: Any = batch.batch  # a column is padded when the estimator reads it
         advantages_BR, returns_BR = estimate_advantages(estimator, ChainMap(inputs, columns))
@@ -461,7 +461,7 @@ class ExperienceMaker:
         the `response_mask` from before. A policy loss that selects tokens itself gets them in
         `selected_tokens`; its random numbers are seeded with the step.
         """
-        columns = estimated.batch.batch
+        columns = estimated.batch.tensor_batch
         policy = self.config.actor_rollout_ref
         made: dict[str, torch.Tensor] = {}
         mask_BR = columns["response_mask"]

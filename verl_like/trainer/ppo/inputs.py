@@ -111,7 +111,7 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
     pretrained.check_tokenizer(
         tokenizer, config.actor_rollout_ref.model, first_prompts, key="actor_rollout_ref.model"
     )
-    if config.needs_teacher and config.actor_rollout_ref.teacher_model:
+    if config.plan.needs_teacher and config.actor_rollout_ref.teacher_model:
         check_teacher(config.actor_rollout_ref.teacher_model, tokenizer)
     config = with_training_steps(config, len(train_dataset))
     scorer = None
@@ -127,7 +127,9 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
         scorer.check(val_dataset)
     mapping = build_role_worker_mapping(config, own_classes)
     classes = {role: built.cls for role, built in mapping.items()}
-    columns = reward_columns(classes, config.reward_models_by_role, with_rules=scorer is not None)
+    columns = reward_columns(
+        classes, config.plan.reward_models_by_role, with_rules=scorer is not None
+    )
     if num_without_rule and not columns.keys() - RULE_COLUMNS.keys():
         raise ValueError(
             f"nothing rewards the responses to {num_without_rule} of {len(rows)} rows: their "
@@ -184,7 +186,7 @@ def check_policy_loss(config: PPOConfig, own_classes: Mapping[str, type[Worker]]
     for worker_class in own_classes.values():
         for method in registered_methods(worker_class).values():
             written.update(method.writes or ())
-    if "teacher_log_prob" in config.loss_needs - written and not config.needs_teacher:
+    if "teacher_log_prob" in config.plan.loss_needs - written and not config.plan.needs_teacher:
         raise ValueError(
             f"actor_rollout_ref.actor.policy_loss.loss_mode={name} needs teacher_log_prob, which "
             "no role of this run writes: add a custom role that does or, where the loss has that "
@@ -258,11 +260,11 @@ def used_models(config: PPOConfig) -> dict[str, ModelConfig]:
     """The models of this run by their keys in the configuration. The policy is the first."""
     policy = config.actor_rollout_ref
     models: dict[str, ModelConfig] = {"actor_rollout_ref.model": policy.model}
-    if config.needs_teacher and policy.teacher_model:
+    if config.plan.needs_teacher and policy.teacher_model:
         models[TEACHER_PATH] = policy.teacher_model
-    if config.needs_critic:
+    if config.plan.needs_critic:
         models["critic.model"] = config.critic.model
-    for role, reward in config.reward_models_by_role.items():
+    for role, reward in config.plan.reward_models_by_role.items():
         models[reward_model_key(role)] = reward.model
     return models
 

@@ -96,7 +96,7 @@ class MakerDriver(Generic[RecorderT]):
         worker_classes = {role: built.cls for role, built in self.role_worker_mapping.items()}
         model = load_hf_config(config.actor_rollout_ref.model, key="actor_rollout_ref.model")
         with_rules = self.rule_scorer is not None
-        columns = reward_columns(worker_classes, config.reward_models_by_role, with_rules)
+        columns = reward_columns(worker_classes, config.plan.reward_models_by_role, with_rules)
         return ExperienceMaker(
             config=config,
             groups=self.groups,

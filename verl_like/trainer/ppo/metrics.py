@@ -32,7 +32,7 @@ def batch_metrics(
     # With bypass_mode the two columns are one, and there is nothing to compare.
     old_log_probs = tensors.get("old_log_probs")
     has_drift = old_log_probs is not None and old_log_probs is not tensors["rollout_log_probs"]
-    view = view_of_samples(batch).batch
+    view = view_of_samples(batch).tensor_batch
     mask_name = "sampled_mask" if "sampled_mask" in view else "response_mask"
     counted_S = view[mask_name].any(-1)  # False for the samples that were skipped
 

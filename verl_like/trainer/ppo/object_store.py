@@ -30,13 +30,13 @@ def step_bytes(config: PPOConfig) -> dict[str, int]:
     length = {"P": data.max_prompt_length, "R": data.max_response_length, "B": 1}
     size = {"int64": 8, "float32": 4, "bool": 1}
     correction = config.algorithm.rollout_correction
-    loss_needs = config.loss_needs
+    loss_needs = config.plan.loss_needs
     times_made = {
-        "compute_values": config.needs_critic,
-        "compute_ref_log_prob": config.needs_reference,
-        "compute_log_prob": config.needs_old_log_probs,
-        "compute_rm_score": len(config.reward_models_by_role),
-        "compute_log_prob, for the estimator": "sum_pi_squared" in config.estimator_needs,
+        "compute_values": config.plan.needs_critic,
+        "compute_ref_log_prob": config.plan.needs_reference,
+        "compute_log_prob": config.plan.needs_old_log_probs,
+        "compute_rm_score": len(config.plan.reward_models_by_role),
+        "compute_log_prob, for the estimator": "sum_pi_squared" in config.plan.estimator_needs,
         "driver, by rollout_is": bool(correction.rollout_is),
         "driver, by rollout_rs": bool(correction.rollout_rs),
         "driver, by the policy loss": "selected_tokens" in loss_needs,
@@ -59,7 +59,7 @@ def step_bytes(config: PPOConfig) -> dict[str, int]:
             config.actor_rollout_ref.model, "actor_rollout_ref.model", PolicyModel
         )
         needed |= _exported("policy", policy, rollout.dtype)
-    has_copy = isinstance(config, DetachedConfig) and config.needs_critic
+    has_copy = isinstance(config, DetachedConfig) and config.plan.needs_critic
     if has_copy and transport_to_copies(config) == "object_store":
         needed |= _exported(
             "critic", ModelSize.of(critic, "critic.model", ValueModel), critic.fsdp_config.dtype

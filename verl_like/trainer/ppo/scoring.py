@@ -101,8 +101,8 @@ def reward_means(batch: DataProto, reward_columns: Mapping[str, float]) -> dict[
     that the reward function returned beside the score. A number that no sample has gets no mean.
     """
     names = reward_columns if len(reward_columns) > 1 else ()
-    is_scored_B = batch.batch["response_mask"].any(-1)
-    values = {name: batch.batch[name].sum(-1)[is_scored_B] for name in names}
+    is_scored_B = batch.tensor_batch["response_mask"].any(-1)
+    values = {name: batch.tensor_batch[name].sum(-1)[is_scored_B] for name in names}
     for name, array in extra_numbers(batch).items():
         numbers_B = torch.from_numpy(array)
         values[name] = numbers_B[is_scored_B & ~numbers_B.isnan()]
@@ -123,10 +123,10 @@ def total_scores(batch: DataProto, reward_columns: Mapping[str, float]) -> torch
     """
     weighted: list[torch.Tensor] = []
     for name, weight in reward_columns.items():
-        rewards_BR = batch.batch[name]
+        rewards_BR = batch.tensor_batch[name]
         is_wrong_B = ~rewards_BR.isfinite().all(-1)
-        if "is_skipped" in batch.batch:
-            is_wrong_B &= ~batch.batch["is_skipped"]
+        if "is_skipped" in batch.tensor_batch:
+            is_wrong_B &= ~batch.tensor_batch["is_skipped"]
         if is_wrong_B.any():
             row = int(is_wrong_B.nonzero()[0])
             raise RewardError(
@@ -147,8 +147,8 @@ def scores_by_reward(
     These are the weighted reward columns, and the numbers that the reward function returned beside
     the score, on the last token. A number is NaN for a sample for which it was not returned.
     """
-    scores = {name: weight * batch.batch[name] for name, weight in reward_columns.items()}
-    mask_BR = batch.batch["response_mask"]
+    scores = {name: weight * batch.tensor_batch[name] for name, weight in reward_columns.items()}
+    mask_BR = batch.tensor_batch["response_mask"]
     for name, array in extra_numbers(batch).items():
         numbers_B = torch.from_numpy(array).float()
         scores[name] = on_last_token(numbers_B, mask_BR)
@@ -163,11 +163,11 @@ def groups_differ(batch: DataProto, metric: str) -> torch.Tensor:
     returned beside it. Raises ValueError if there is no such number.
     """
     view = view_of_samples(batch)
-    rewards = view.batch["rule_scores"].sum(-1).numpy()
+    rewards = view.tensor_batch["rule_scores"].sum(-1).numpy()
     numbers = {"reward": rewards} | extra_numbers(view)
     require_metric(metric, numbers)
     values = torch.from_numpy(numbers[metric]).unsqueeze(-1)
-    is_scored = ~view.batch["is_skipped"].unsqueeze(-1) & ~values.isnan()
+    is_scored = ~view.tensor_batch["is_skipped"].unsqueeze(-1) & ~values.isnan()
     groups = PromptGroups.of(values, is_scored, view.non_tensor_batch["uid"])
     return groups.differ[SampleRows.of(batch).sample_of_row]
 
@@ -312,12 +312,12 @@ class PendingScores:
     def complete(self, batch: DataProto) -> "PendingScores":
         """Starts scoring those responses of the (B * num_samples,) batch that `add` did not get,
         and returns itself: `get` waits for all scores."""
-        self.mask = batch.batch["response_mask"]
+        self.mask = batch.tensor_batch["response_mask"]
         slots = list(self.pending.missing())
         late: dict[int, list[int]] = {}
         if slots:
             rows = [self.rows[slot] for slot in slots]
-            columns = batch.select_idxs(rows).batch
+            columns = batch.select_idxs(rows).tensor_batch
             responses = columns["responses"].unbind()
             masks = columns["response_mask"].unbind()
             for slot, response, mask in zip(slots, responses, masks, strict=True):

@@ -40,7 +40,7 @@ def build_role_worker_mapping(
     # warm-up.
     actor_steps = steps and steps - config.trainer.critic_warmup
     actor = policy | {"total_training_steps": actor_steps}
-    if "sum_pi_squared" in config.estimator_needs:
+    if "sum_pi_squared" in config.plan.estimator_needs:
         actor["with_sum_pi_squared"] = True
     critic = {
         "config": config.critic,
@@ -57,14 +57,14 @@ def build_role_worker_mapping(
         Role.Critic: (CriticWorker, critic),
     }
     reward_model_class = own_classes.get(Role.RewardModel, RewardModelWorker)
-    for role, model in config.reward_models_by_role.items():
+    for role, model in config.plan.reward_models_by_role.items():
         arguments: dict[str, Any] = {"config": model}
         if role != Role.RewardModel:
             arguments["model_key"] = reward_model_key(role)
         built_in[role] = (reward_model_class, arguments)
     mapping = {}
     pool_of_rollout = config.role_mapping.get(Role.Rollout)
-    for role in config.active_roles:
+    for role in config.plan.active_roles:
         worker_class, arguments = built_in.get(role, (Worker, {"config": config}))
         if role in built_in and role != Role.Rollout:
             arguments["shares_device"] = config.role_mapping[role] == pool_of_rollout
@@ -112,7 +112,7 @@ def build_resource_pools(
     On each device of a pool, the training roles share one process, and the rollout engine has
     another. The pools are divided for the largest number of processes on a device.
     """
-    mapping = {role: config.role_mapping[role] for role in roles or config.active_roles}
+    mapping = {role: config.role_mapping[role] for role in roles or config.plan.active_roles}
     pool_of_groups = [pool for pool, _roles in process_groups(mapping)]
     max_colocate_count = max(pool_of_groups.count(pool) for pool in pool_of_groups)
     return ResourcePoolManager(

@@ -8,13 +8,13 @@ from typing import Self
 
 @dataclass(frozen=True)
 class JointTrainer:
-    """One of `count` trainers of a model, each the driver of worker groups of its own, that add
-    their gradients.
+    """One of `count` trainers of a model, which add their gradients. Each is the driver of worker
+    groups of its own.
 
-    Worker groups dispatch over their own ranks. Those of all trainers, as many of each, make up one
-    process group. They meet in a store, `torch.distributed.TCPStore(master_addr, master_port,
-    is_master=True, wait_for_workers=False)`, which somebody opens before and keeps as long as the
-    trainers run; with port 0 the system chooses `store.port`.
+    Worker groups dispatch over their own ranks. The ranks of all trainers, as many of each, make up
+    one process group. They meet in a store, `torch.distributed.TCPStore(master_addr, master_port,
+    is_master=True, wait_for_workers=False)`, which somebody opens before the trainers start and
+    keeps as long as they run. With port 0 the system chooses `store.port`.
     """
 
     index: int
@@ -24,12 +24,12 @@ class JointTrainer:
     processes: str = ""
 
     def worker_env(self, processes: str) -> dict[str, str]:
-        """`worker_env` of a worker group. Groups that meet, one of each trainer, have the same name
-        `processes`."""
+        """Return the `worker_env` of a worker group. Groups that meet, one of each trainer, have
+        the same name `processes`."""
         return {"VERL_LIKE_JOINT_TRAINER": json.dumps(asdict(self) | {"processes": processes})}
 
     @classmethod
     def of_process(cls) -> Self | None:
-        """What `worker_env` told this process."""
+        """Return what `worker_env` told this process; None in a process of a single trainer."""
         told = os.environ.get("VERL_LIKE_JOINT_TRAINER")
         return cls(**json.loads(told)) if told else None

@@ -222,7 +222,8 @@ class CriticConfig(ConfigModel):
 class RewardModelModelConfig(ModelConfig):
     """The reward model's pretrained sequence classifier."""
 
-    path: str | None = None
+    # A rule demands it of a reward model that is on, and workers get no other.
+    path: str | None = None  # type: ignore[assignment]
     """Folder or hub name of the pretrained reward model; needed when reward_model.enable is
     true."""
     fsdp_config: ForwardFsdpConfig = ForwardFsdpConfig()

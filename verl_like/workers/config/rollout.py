@@ -104,7 +104,7 @@ class RolloutConfig(LogProbConfig, SamplingConfig):
 
     @property
     def sends_directly(self) -> bool:
-        """Whether the actor sends the values while engines load them, and nothing is staged."""
+        """True if the actor sends the values while engines load them, and nothing is staged."""
         return self.weight_transport in ("nccl", "ipc")
 
     @field_validator("quantization", mode="before")

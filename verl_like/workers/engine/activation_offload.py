@@ -53,6 +53,7 @@ class ActivationOffload(torch.autograd.graph.saved_tensors_hooks):
             host.copy_(tensor, non_blocking=tensor.is_cuda)
         if tensor.is_cuda:
             # torch reuses the tensor's memory only after the copy is done.
+            assert self.side_stream is not None, "CUDA has no tensors where it is not available"
             tensor.record_stream(self.side_stream)
         saved = Offloaded(host, tensor.device, self.newest)
         self.newest = weakref.ref(saved)

@@ -206,22 +206,28 @@ class FsdpEngine(TrainingEngine):
         parameters = self.model.parameters()
         return HostMemory({id(parameter): parameter for parameter in parameters})
 
+    @property
+    def _optimizer_state(self) -> dict[Any, dict[str, torch.Tensor]]:
+        """The state of the optimizer by parameter; only a model that is trained has one."""
+        assert self.optimizer is not None
+        return self.optimizer.state
+
     @cached_property
     def _optimizer_places(self) -> HostMemory:
         values: dict[Hashable, torch.Tensor] = {}
-        for parameter, state in self.optimizer.state.items():
+        for parameter, state in self._optimizer_state.items():
             for name, value in state.items():
                 values[id(parameter), name] = value
         return HostMemory(values)
 
     def _optimizer_to_host(self) -> None:
-        for parameter, state in self.optimizer.state.items():
+        for parameter, state in self._optimizer_state.items():
             for name, value in state.items():
                 key = (id(parameter), name)
                 state[name] = self._optimizer_places.to_host(key, value)
 
     def _optimizer_to_device(self) -> None:
-        for state in self.optimizer.state.values():
+        for state in self._optimizer_state.values():
             for name, value in state.items():
                 state[name] = value.to(self.device, non_blocking=True)
 
@@ -250,8 +256,8 @@ class FsdpEngine(TrainingEngine):
         loss.backward()
 
     def step(self) -> float:
-        assert self.optimizer is not None
-        grad_norm = self._clip_gradients()
+        assert self.optimizer is not None and self.training is not None
+        grad_norm = self._clip_gradients(self.training.grad_clip)
         if not math.isfinite(grad_norm):
             self.consecutive_skips += 1
             if self.consecutive_skips > MAX_SKIPPED_STEPS:
@@ -275,7 +281,7 @@ class FsdpEngine(TrainingEngine):
         self.optimizer.zero_grad()
         return grad_norm
 
-    def _clip_gradients(self) -> float:
+    def _clip_gradients(self, grad_clip: float) -> float:
         """Scales the gradients to a norm of at most `grad_clip`, and returns the norm before that.
 
         The norm is that of the gradients over all ranks.
@@ -287,8 +293,8 @@ class FsdpEngine(TrainingEngine):
         squared = torch.nn.utils.get_total_norm(gradients).float().square()
         dist.all_reduce(squared, group=self.mesh.get_group("shard"))
         grad_norm = squared.sqrt().item()
-        if gradients and grad_norm > self.training.grad_clip:
-            torch._foreach_mul_(gradients, self.training.grad_clip / grad_norm)
+        if gradients and grad_norm > grad_clip:
+            torch._foreach_mul_(gradients, grad_clip / grad_norm)
         return grad_norm
 
     @torch.no_grad()
@@ -297,7 +303,7 @@ class FsdpEngine(TrainingEngine):
         averages = []
         weights = []
         for parameter in self.parameters:
-            average = cast(DTensor, self.optimizer.state[parameter]["ema"])
+            average = cast(DTensor, self._optimizer_state[parameter]["ema"])
             averages.append(average.to_local())
             weights.append(cast(DTensor, parameter).to_local())
         if self.fsdp.model_dtype != "float32":
@@ -415,6 +421,6 @@ class FsdpEngine(TrainingEngine):
         for name, parameter in self.named_parameters():
             state[f"model.{name}"] = parameter
             if self.optimizer:
-                for key, value in self.optimizer.state[parameter].items():
+                for key, value in self._optimizer_state[parameter].items():
                     state[f"optimizer.{name}.{key}"] = value
         return state | {f"model.{name}": buffer for name, buffer in self.named_buffers()}

@@ -193,6 +193,7 @@ def packed_sdpa(
             distance_LL = places_L[:, None] - places_L
             mask_LL = (distance_LL >= 0) & (distance_LL < (window or length))
         if softcap is not None:
+            assert mask_LL is not None
             output = _softcapped(q, k, v, mask_LL, scale, softcap)
         else:
             output = F.scaled_dot_product_attention(

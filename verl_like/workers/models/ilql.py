@@ -37,10 +37,15 @@ def ilql_heads(hf: PreTrainedModel) -> nn.ModuleDict:
     for name in ("q1", "q2"):
         target = copy.deepcopy(heads[name]).float()
         heads[f"target_{name}"] = target.requires_grad_(False)
-    file = Path(hf.name_or_path, HEADS_FILE)
+    file = heads_file(hf)
     if file.is_file() and not embeddings.is_meta:
         heads.load_state_dict(load_file(file))
     return heads
+
+
+def heads_file(hf: PreTrainedModel) -> Path:
+    """The file of the heads in the folder that the model was read from."""
+    return Path(hf.name_or_path or "", HEADS_FILE)
 
 
 class ILQLModel(PackedModel):
@@ -97,7 +102,7 @@ class AdvantageWeighting(LogitsProcessor):
     """
 
     def __init__(self, model: PreTrainedModel, beta: float) -> None:
-        if not Path(model.name_or_path, HEADS_FILE).is_file():
+        if not heads_file(model).is_file():
             raise ValueError(
                 f"{model.name_or_path} has no {HEADS_FILE}: load the model from an export of "
                 "main_ilql"

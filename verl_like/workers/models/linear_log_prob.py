@@ -134,7 +134,7 @@ class _LinearLogProb(torch.autograd.Function):
         # retained graph.
         buffer = ctx.buffer
         ctx.buffer = None
-        computed = len(chunks) - 1
+        computed: int | None = len(chunks) - 1
         if buffer is None:
             computed = None
             buffer = hidden_MD.new_empty(len(hidden_MD) * chunks[0][1])
@@ -219,6 +219,7 @@ def _to_gradient(
     offset_M1 = grad_log_prob_M.unsqueeze(1)
     entropy_terms = None
     if grad_entropy_M is not None:
+        assert entropy_M is not None, "its gradient is asked for"
         centre_M1 = (entropy_M - lse_M).unsqueeze(1)
         slope_M1 = grad_entropy_M.unsqueeze(1) * -share_M1
         entropy_terms = (centre_M1, slope_M1)

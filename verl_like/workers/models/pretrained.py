@@ -451,6 +451,7 @@ def save_settings(
 
 def decoder_layers(hf: PreTrainedModel) -> list[nn.Module]:
     """Returns the repeated blocks of a model, which are gathered and computed one at a time."""
+    assert hf._no_split_modules is not None, f"{type(hf).__name__} names no repeated blocks"
     names = set(hf._no_split_modules)
     return [module for module in hf.modules() if type(module).__name__ in names]
 

@@ -119,7 +119,7 @@ def prompt_uids(prompts: DataProto) -> list[str]:
 
 def prompt_tokens(prompts: DataProto) -> list[list[int]]:
     """Return the token ids of each row's prompt."""
-    values, offsets = jagged_parts(prompts.batch["prompts"])
+    values, offsets = jagged_parts(prompts.tensor_batch["prompts"])
     tokens = values.tolist()
     return [tokens[start:end] for start, end in itertools.pairwise(offsets.tolist())]
 
@@ -134,7 +134,7 @@ def names_of_real(prompts: DataProto, requests: Sequence[GenerationRequest]) -> 
 def is_real(prompts: DataProto) -> torch.Tensor:
     """Return a mask (B,) bool that is False for padding rows."""
     none_B = torch.zeros(len(prompts), dtype=torch.bool)
-    return ~prompts.batch.get(PAD_COLUMN, none_B)
+    return ~prompts.tensor_batch.get(PAD_COLUMN, none_B)
 
 
 def assemble(prompts: DataProto, completions: Sequence[Completion]) -> DataProto:
@@ -153,13 +153,13 @@ def assemble(prompts: DataProto, completions: Sequence[Completion]) -> DataProto
     for number, completion in enumerate(completions):
         if is_real_B[number // n]:
             num_cached += completion.num_cached_tokens
-    _, offsets = jagged_parts(prompts.batch["prompts"])
+    _, offsets = jagged_parts(prompts.tensor_batch["prompts"])
     lengths_B = offsets.diff()
     num_prompt_tokens = n * int(lengths_B[is_real_B].sum())
     hit_rate = Metric.mean(num_cached / max(1, num_prompt_tokens), weight=num_prompt_tokens)
     return DataProto.from_dict(
         tensors={
-            "prompts": repeated.tensor(prompts.batch["prompts"]),
+            "prompts": repeated.tensor(prompts.tensor_batch["prompts"]),
             "responses": responses,
             "response_mask": torch.ones_like(responses),
             "rollout_log_probs": log_probs,

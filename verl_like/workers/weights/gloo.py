@@ -93,11 +93,13 @@ class GlooTransport(SharedMemoryTransport):
             _broadcast(link.group, arrays)
             pages = self._hand_out(arrays)
         if worker.local_rank == 0:
+            assert pages is not None, "a group without a sender is told where they are"
             addresses = json.dumps([astuple(each) for each in pages])
             link.store.set(staged, addresses)
             link.store.set(pages_of_node, addresses)
         else:
             pages = _read_pages(link.store, pages_of_node)
+        assert pages is not None
         if link.group:
             # The trainer ends this group's turn when the pages are in its store.
             link.group.barrier().wait(_BUCKET_TIMEOUT)
