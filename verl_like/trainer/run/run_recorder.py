@@ -23,6 +23,7 @@ from verl_like.trainer.config.run_config import RunConfig
 from verl_like.trainer.run.console import RunConsole
 from verl_like.trainer.run.display import Display, printable
 from verl_like.trainer.run.report import write_report
+from verl_like.trainer.run.rows import readable_rows
 from verl_like.trainer.run.timeline import Timeline
 from verl_like.trainer.run.tracking import Tracking
 from verl_like.trainer.state.checkpoint import (
@@ -334,7 +335,7 @@ class RunRecorder:
         self.console.close()
         missing = self.tracking.close()
         self.timeline_file.close()
-        metrics = _readable_rows(self.run_dir / "metrics.jsonl")
+        metrics = readable_rows((self.run_dir / "metrics.jsonl").read_bytes())
         try:
             self._write_report(outcome, metrics)
         # Names and texts of data and model are drawn; the run itself is complete
@@ -384,18 +385,6 @@ class RunRecorder:
 
 def _timings(seconds: dict[str, float]) -> dict[str, float]:
     return {f"timing_s/{phase}": value for phase, value in seconds.items()}
-
-
-def _readable_rows(file: Path) -> list[dict[str, float]]:
-    """The rows of `metrics.jsonl`; of a run that was continued, an older one may be damaged, and is
-    left out."""
-    rows = []
-    for line in file.read_bytes().splitlines():
-        with contextlib.suppress(ValueError, RecursionError):
-            row = json.loads(line)
-            if isinstance(row, dict) and "step" in row:
-                rows.append(row)
-    return rows
 
 
 def placement_rows(groups: list[tuple[str, list[str], RayWorkerGroup]]) -> list[dict[str, str]]:

@@ -9,6 +9,17 @@ from verl_like.single_controller import CallEvent
 from verl_like.trainer.run.display import Display
 
 
+def undisturbed(steps: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
+    """The steps that neither validated nor saved, or all where there is none; each is a list of
+    rows."""
+
+    def is_disturbance(row: dict[str, Any]) -> bool:
+        return row["is_validating"] or row["method"].startswith("save_")
+
+    without = [rows for rows in steps if not any(map(is_disturbance, rows))]
+    return without or steps
+
+
 class Timeline:
     """Writes each `CallEvent` to `file` as a line of JSON; keeps those of this step and of the
     steps that the report shows. Times are seconds of the worker's clock (time.time())."""
@@ -44,12 +55,7 @@ class Timeline:
         """The rows of up to three training steps: the last ones that neither validated nor saved,
         or just the last."""
         steps = [*self.earlier, self.rows] if self.step and self.rows else self.earlier
-        undisturbed = [
-            rows
-            for rows in steps
-            if not any(r["is_validating"] or r["method"].startswith("save_") for r in rows)
-        ]
-        return (undisturbed or steps)[-3:]
+        return undisturbed(steps)[-3:]
 
     def phase_seconds(self) -> dict[str, float]:
         """Seconds from the first rank's start to the last rank's end of each method that trained in
