@@ -42,6 +42,8 @@ from verl_like.trainer.state.run_state import IS_COMPLETE, LAST_ROW
 
 RECORDS = ("metrics.jsonl", "timeline.jsonl")
 """Files that a resumed run cuts to their length at its checkpoint, and goes on with."""
+GENERATIONS = "generations.jsonl"
+"""A third one, which a run of an earlier version does not have."""
 LAST_WAIT_S = 60.0
 """Longest wait, when a run ends before its last step, for a checkpoint that is being written."""
 
@@ -69,8 +71,11 @@ class RunRecorder:
             self.lock = resumed.lock
             remove_partial(self.run_dir)
             set_aside(self.run_dir, after=resumed.checkpoint.step)
+            lengths = resumed.checkpoint.state["files"]
             for name in RECORDS:
-                cut_file(self.run_dir / name, resumed.checkpoint.state["files"][name])
+                cut_file(self.run_dir / name, lengths[name])
+            with contextlib.suppress(FileNotFoundError):
+                cut_file(self.run_dir / GENERATIONS, lengths.get(GENERATIONS, 0))
         else:
             self.run_dir = _new_run_dir(Path(trainer.default_local_dir).expanduser().resolve())
             self.lock = lock_run(self.run_dir)
@@ -79,6 +84,7 @@ class RunRecorder:
         write(self.run_dir / "config.yaml", to_yaml(config))
         self.timeline_file = open(self.run_dir / "timeline.jsonl", "a", buffering=1)  # noqa: SIM115
         self.timeline = Timeline(self.timeline_file, display)
+        self.generations_file = open(self.run_dir / GENERATIONS, "a", buffering=1)  # noqa: SIM115
         self.redacted = config.redaction()
         self.console = RunConsole(display, self.redacted)
         self.tracking = Tracking(
@@ -246,10 +252,10 @@ class RunRecorder:
         chosen = [generation_of_row((first + k) % num_rows) for k in range(num_shown)]
         rows = [{name: _shown(self.redacted(text)) for name, text in row.items()} for row in chosen]
         if rows:
-            self.generations = [
-                *self.generations[:num_shown],
-                *({"step": step} | row for row in rows),
-            ]
+            rows_of_step = [{"step": step} | row for row in rows]
+            self.generations = [*self.generations[:num_shown], *rows_of_step]
+            for row in rows_of_step:
+                self.generations_file.write(json.dumps(row) + "\n")
             self.console.show_table(f"Generations at step {step}", rows)
 
     def terminate(self, number: int, frame: Any) -> None:
@@ -294,7 +300,7 @@ class RunRecorder:
     def state_of_record(self) -> dict[str, Any]:
         """What a run that goes on has to know of the record so far, which is on the disk then."""
         files = {}
-        for file in (self.tracking.jsonl, self.timeline_file):
+        for file in (self.tracking.jsonl, self.timeline_file, self.generations_file):
             os.fsync(file.fileno())
             files[Path(file.name).name] = os.fstat(file.fileno()).st_size
         shown = {"generations": self.generations, "num_validations": self.num_validations}
@@ -335,6 +341,7 @@ class RunRecorder:
         self.console.close()
         missing = self.tracking.close()
         self.timeline_file.close()
+        self.generations_file.close()
         metrics = readable_rows((self.run_dir / "metrics.jsonl").read_bytes())
         try:
             self._write_report(outcome, metrics)
@@ -349,7 +356,8 @@ class RunRecorder:
             if len(values) > 1:
                 self.say(f"  {name}: {values[0]:.3f} at first, {values[-1]:.3f} at last")
         files = {"report.html": "report", "metrics.jsonl": "metrics", "timeline.jsonl": "timeline"}
-        files |= {"config.yaml": "configuration", "tensorboard": "tensorboard"}
+        files |= {GENERATIONS: "generations", "config.yaml": "configuration"}
+        files |= {"tensorboard": "tensorboard"}
         if self.best:
             files[f"global_step_{self.best['step']}"] = f"best {self.best['metric']}"
         for step in steps(self.run_dir):  # not those of checkpoints that are set aside

@@ -28,6 +28,8 @@ class RecordFiles(StateModel):
 
     metrics: Annotated[int, Field(ge=0, alias="metrics.jsonl")]
     timeline: Annotated[int, Field(ge=0, alias="timeline.jsonl")]
+    generations: Annotated[int, Field(ge=0, alias="generations.jsonl")] = 0
+    """A run of an earlier version has no such file."""
 
 
 class Shown(StateModel):
