@@ -193,9 +193,9 @@ def differing_keys(config: RunConfig, run_dir: Path) -> list[str]:
         return [f"no config.yaml and {FINGERPRINTS} that can be read ({error})"]
     # Secrets are those of the new command, and are not compared
     tree = hidden_as(config.shown(), masked(tree))
-    values = _values(tree)
+    values = settings_of(tree)
     there = {key: value for key, value in values if key.split(".")[0] in saved}
-    here = dict(_values(hidden_as(tree, config.shown())))
+    here = dict(settings_of(hidden_as(tree, config.shown())))
     return [
         f"{key}={there.get(key)} (here: {here.get(key)})"
         for key in sorted({*there, *here})
@@ -283,7 +283,7 @@ def fingerprints_of(config: RunConfig) -> dict[str, str]:
     and by its name what is not on the disk: a model of the hub, a module, a URL.
     """
     fingerprints = {}
-    for key, value in _values(config.model_dump(mode="json")):
+    for key, value in settings_of(config.model_dump(mode="json")):
         paths = [value] if isinstance(value, str) else value
         if (
             not paths
@@ -318,11 +318,11 @@ def changed_inputs(saved: Mapping[str, str], config: RunConfig) -> list[str]:
     return [key for key in sorted({*saved, *here}) if saved.get(key) != here.get(key)]
 
 
-def _values(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def settings_of(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(key, value) of every setting; a list is a value, and so are the reward's arguments, whose
     names mean nothing."""
     if not isinstance(tree, dict) or not tree or prefix.endswith(".reward_kwargs"):
         yield prefix, tree
         return
     for name, value in tree.items():
-        yield from _values(value, f"{prefix}.{name}" if prefix else str(name))
+        yield from settings_of(value, f"{prefix}.{name}" if prefix else str(name))
