@@ -72,8 +72,10 @@ def points_by_metric(
 
 
 def names_of_chart(wanted: Sequence[str], names: Iterable[str]) -> list[str]:
-    """Those of the names that a chart shows: what ends in "/" in `wanted` stands for all that begin
-    with it."""
+    """Returns the names that a chart shows.
+
+    In `wanted` a name that ends in "/" stands for all that begin with it.
+    """
     prefixes = tuple(name for name in wanted if name.endswith("/"))
     return [name for name in names if name in wanted or name.startswith(prefixes)]
 
@@ -99,13 +101,15 @@ def timelines(calls_of_part: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
         calls_of_part: rows of a run's timeline, by what stands above them.
     """
     shown = {}
+    found = set()
     for title, calls in calls_of_part.items():
         long_enough = [c for c in calls if c["finished"] - c["started"] > SHORTEST_CALL_S]
         if long_enough:
             shown[title] = long_enough
+            found |= {call["method"] for call in long_enough}
     if not shown:
         return ""
-    methods = sorted({call["method"] for calls in shown.values() for call in calls})
+    methods = sorted(found)
     colors = {method: f"C{number}" for number, method in enumerate(methods)}
     num_lanes = [len(_lanes(calls)) for calls in shown.values()]
     height = 0.45 * sum(num_lanes) + 0.6 * len(shown) + 1.0
@@ -158,7 +162,8 @@ def _draw_timeline(
         if above[0] != below[0]:  # another pool
             axes.axhline(number + 0.5, color="black", linewidth=0.8)
     for step in sorted({call["step"] for call in calls}):
-        start = min(call["started"] for call in calls if call["step"] == step) - origin
+        first = min(call["started"] for call in calls if call["step"] == step)
+        start = first - origin
         axes.axvline(start, color="grey", linestyle=":", linewidth=0.8)
         axes.text(start, -0.62, f" step {step}", fontsize="x-small", va="bottom")
     names = [printable(f"{pool}\n{process}") for pool, process in lanes]

@@ -2,6 +2,7 @@
 a pool."""
 
 import html
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,12 +42,14 @@ def write_report(
     config: str,
     display: Display,
 ) -> None:
-    """Writes the report. `metrics` has one row a step (with "step"), `steps` the rows of some steps
-    of the timeline."""
+    """Writes the report.
+
+    `metrics` has one row a step (with "step"), and `steps` the rows of some steps of the timeline.
+    """
     points = points_by_metric(metrics)
     charts = [_chart(*each, points) for each in display.charts]
     charts += [_histogram(*each, metrics) for each in display.histograms]
-    calls = [call for calls_of_step in steps for call in calls_of_step]
+    calls = list(itertools.chain(*steps))
     body = BODY.format(
         summary=html.escape(summary),
         charts="".join(charts),
@@ -91,15 +94,27 @@ def _histogram(title: str, name: str, label: str, metrics: Sequence[dict[str, fl
 
 
 def _speed(metrics: list[dict[str, float]]) -> str:
-    """Speed and time of the steps, without the first one, which warms up, where there are
-    others."""
+    """A table of the speed and the time of the steps.
+
+    It leaves out the first step, which warms up, where there are others.
+    """
     steps = [row for row in metrics if "timing_s/step" in row]
-    names = sorted(
-        {name for row in steps for name in row if name.startswith(("perf/", "timing_s/"))}
-    )
+    counted = steps[1:] or steps
+    values_of: dict[str, list[float]] = {}
+    for row in counted:
+        for name, value in row.items():
+            if name.startswith(("perf/", "timing_s/")):
+                values_of.setdefault(name, []).append(value)
     rows = []
-    for name in names:
-        if values := sorted(row[name] for row in steps[min(1, len(steps) - 1) :] if name in row):
-            shown = {"median": values[len(values) // 2], "least": values[0], "greatest": values[-1]}
-            rows.append({"metric": name, **{key: f"{value:,.4g}" for key, value in shown.items()}})
+    for name in sorted(values_of):
+        values = sorted(values_of[name])
+        median = values[len(values) // 2]
+        rows.append(
+            {
+                "metric": name,
+                "median": f"{median:,.4g}",
+                "least": f"{values[0]:,.4g}",
+                "greatest": f"{values[-1]:,.4g}",
+            }
+        )
     return table(rows)
