@@ -23,6 +23,7 @@ LAYER = {
     "workers": 2,
     "trainer": 3,
     "rehearse": 4,
+    "compare": 4,
 }
 # Optional packages, each imported inside a function of the files that wrap it.
 OPTIONAL = {

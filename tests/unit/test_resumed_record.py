@@ -1,5 +1,8 @@
 """What a resumed run goes on with, of the record that it was to write."""
 
+import json
+from pathlib import Path
+
 import pytest
 from omegaconf import OmegaConf
 
@@ -9,6 +12,7 @@ from verl_like.trainer.ppo.display import PPO_DISPLAY
 from verl_like.trainer.run.run_recorder import RunRecorder
 from verl_like.trainer.state import checkpoint
 from verl_like.trainer.state.resume import ResumedRun, lock_run, read_config, rename_keys
+from verl_like.trainer.state.run_state import RecordState
 
 REQUIRED = ["data.train_files=t", "data.val_files=v", "actor_rollout_ref.model.path=m"]
 
@@ -37,6 +41,68 @@ def test_a_resumed_run_shows_the_generations_that_come_after_those_it_has_shown(
     resumed.show_generations(3, 7, row, num_shown=2)
     resumed.close("")
     assert shown == [0, 1, 2, 3, 4, 5]
+
+
+def saved_run(folder: Path) -> tuple[RunRecorder, checkpoint.Checkpoint]:
+    """A run that showed generations in steps 1 and 2 and has a checkpoint of step 1."""
+    config = load_ppo_config([*REQUIRED, f"trainer.default_local_dir={folder}"])
+    recorder = RunRecorder(config, PPO_DISPLAY)
+    for step in (1, 2):
+        recorder.show_generations(step, 1, lambda row: {"response": "r"}, num_shown=1)
+        if step == 1:
+            partial = checkpoint.begin(recorder.run_dir, 1)
+            recorder.begin_checkpoint(partial, 1, {"global_step": 1}, {})
+            recorder.commit_checkpoint(wait=True)
+    recorder.close("")
+    recorder.lock.close()
+    saved, _ = checkpoint.newest(recorder.run_dir)
+    assert saved is not None
+    return recorder, saved
+
+
+def resume(recorder: RunRecorder, saved: checkpoint.Checkpoint) -> RunRecorder:
+    lock = lock_run(recorder.run_dir)
+    return RunRecorder(recorder.config, PPO_DISPLAY, ResumedRun(recorder.run_dir, saved, lock))
+
+
+def steps_of_generations(recorder: RunRecorder) -> list[int]:
+    lines = (recorder.run_dir / "generations.jsonl").read_text().splitlines()
+    return [json.loads(line)["step"] for line in lines]
+
+
+def test_every_generation_that_is_shown_is_in_a_file_that_a_resumed_run_cuts(tmp_path):
+    recorder, saved = saved_run(tmp_path)
+    assert steps_of_generations(recorder) == [1, 2]
+    resumed = resume(recorder, saved)
+    assert steps_of_generations(recorder) == [1]
+    resumed.show_generations(2, 1, lambda row: {"response": "r"}, num_shown=1)
+    resumed.close("")
+    assert steps_of_generations(recorder) == [1, 2]
+
+
+def test_a_run_of_an_earlier_version_without_a_file_of_generations_goes_on(tmp_path):
+    recorder, saved = saved_run(tmp_path)
+    (recorder.run_dir / "generations.jsonl").unlink()
+    del saved.state["files"]["generations.jsonl"]
+    RecordState.model_validate(saved.state)
+    resumed = resume(recorder, saved)
+    resumed.show_generations(2, 1, lambda row: {"response": "r"}, num_shown=1)
+    resumed.close("")
+    assert steps_of_generations(recorder) == [2]
+
+
+@pytest.mark.parametrize("is_of_an_earlier_version", [False, True])
+def test_a_link_in_the_place_of_the_generations_is_refused(tmp_path, is_of_an_earlier_version):
+    recorder, saved = saved_run(tmp_path)
+    precious = tmp_path / "precious"
+    precious.write_text("all that there is")
+    (recorder.run_dir / "generations.jsonl").unlink()
+    (recorder.run_dir / "generations.jsonl").symlink_to(precious)
+    if is_of_an_earlier_version:
+        del saved.state["files"]["generations.jsonl"]
+    with pytest.raises(OSError, match=r"generations\.jsonl"):
+        resume(recorder, saved)
+    assert precious.read_text() == "all that there is"
 
 
 @pytest.mark.parametrize(

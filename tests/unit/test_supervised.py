@@ -20,11 +20,11 @@ from verl_like.trainer.config.compose import load_config
 from verl_like.trainer.config.supervised import SFTConfig, broken_supervised_rules
 from verl_like.trainer.run.console import RunConsole
 from verl_like.trainer.run.report import write_report
+from verl_like.trainer.supervised.display import display_of
 from verl_like.trainer.supervised.run_supervised import (
     KINDS,
     Kind,
     check_inputs,
-    display_of,
     pool_of,
     worker_arguments,
 )

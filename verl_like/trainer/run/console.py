@@ -1,4 +1,4 @@
-"""What a person sees of a run: the placement table, a progress bar, one line a step, sampled
+"""Prints what a person sees of a run: the placement table, a progress bar, one line a step, sampled
 generations."""
 
 import io
@@ -29,7 +29,7 @@ class RunConsole:
         self.display = display
         self.redacted = redacted
         """Masks the secrets in a text."""
-        # The encoding of a terminal may lack a character
+        # The encoding of a terminal may lack a character.
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="backslashreplace")
         self.console = Console(soft_wrap=True, highlight=False)
@@ -42,52 +42,68 @@ class RunConsole:
             TextColumn("left"),
             TimeRemainingColumn(),
             console=self.console,
-            # Seconds; a step of a large model takes minutes, and rich forgets after 30 s
+            # In seconds. A step of a large model takes minutes, and rich forgets after 30 s.
             speed_estimate_period=3600,
         )
         self.task = self.progress.add_task("training", total=None, start=False)
 
     def say(self, text: str) -> None:
-        self.console.print(escape(printable(self.redacted(text))))
+        """Prints a text."""
+        self.console.print(self._shown(text))
 
     def show_table(self, title: str, rows: list[dict[str, str]]) -> None:
+        """Prints a table, whose head are the keys of the first row."""
         table = Table(*rows[0], title=title, title_justify="left")
         for row in rows:
-            table.add_row(*(escape(printable(self.redacted(cell))) for cell in row.values()))
+            cells = [self._shown(cell) for cell in row.values()]
+            table.add_row(*cells)
         self.console.print(table)
 
+    def _shown(self, text: str) -> str:
+        """The text without secrets, control characters and markup."""
+        return escape(printable(self.redacted(text)))
+
     def start_training(self, total_steps: int) -> None:
+        """Shows the progress bar and starts its clock."""
         self.progress.start()
         self.progress.update(self.task, total=total_steps)
         self.progress.start_task(self.task)
 
     def show_step(self, step: int, total_steps: int, metrics: dict[str, float]) -> None:
+        """Prints the line of a step."""
         shown = []
         for label, names, template in self.display.step_line:
-            value = next((metrics[name] for name in names if name in metrics), math.nan)
+            values = [metrics[name] for name in names if name in metrics]
+            value = values[0] if values else math.nan
             if not math.isnan(value):
                 shown.append(f"{label} {template.format(value)}")
         total = metrics["timing_s/step"]
-        times = {phase: metrics.get(f"timing_s/{phase}", 0.0) for phase in self.display.phases}
-        seconds = [
-            f"{phase} {seconds:.2f}" for phase, seconds in times.items() if seconds > 0.02 * total
-        ]
-        validation = [
-            f"[bold]{escape(printable(name))} {value:.3f}[/]"
-            for name, value in metrics.items()
-            if name.startswith("val-core/")
-        ]
-        start = f"[bold cyan]step {step:>{len(str(total_steps))}}/{total_steps}[/]"
-        line = [start, *shown, f"[dim]{total:.2f} s: {', '.join(seconds)}[/]", *validation]
+        times = []
+        for phase in self.display.phases:
+            seconds = metrics.get(f"timing_s/{phase}", 0.0)
+            if seconds > 0.02 * total:
+                times.append(f"{phase} {seconds:.2f}")
+        validation = [f"[bold]{each}[/]" for each in _validation(metrics)]
+        width = len(str(total_steps))
+        start = f"[bold cyan]step {step:>{width}}/{total_steps}[/]"
+        line = [start, *shown, f"[dim]{total:.2f} s: {', '.join(times)}[/]", *validation]
         self.console.print("  ".join(line))
         self.progress.update(self.task, completed=step)
 
     def show_validation(self, step: int, metrics: dict[str, float]) -> None:
-        """The lines of a validation before the first training step."""
-        for name, value in metrics.items():
-            if name.startswith("val-core/"):
-                shown = f"{escape(printable(name))} {value:.3f}"
-                self.console.print(f"[bold cyan]validation at step {step}[/]  [bold]{shown}[/]")
+        """Prints the lines of a validation before the first training step."""
+        for shown in _validation(metrics):
+            self.console.print(f"[bold cyan]validation at step {step}[/]  [bold]{shown}[/]")
 
     def close(self) -> None:
+        """Removes the progress bar."""
         self.progress.stop()
+
+
+def _validation(metrics: dict[str, float]) -> list[str]:
+    """Name and value of each metric of the validation."""
+    return [
+        f"{escape(printable(name))} {value:.3f}"
+        for name, value in metrics.items()
+        if name.startswith("val-core/")
+    ]

@@ -1,4 +1,5 @@
-"""Whether the pools of a run fit on this machine, where Ray is started and no cluster is named."""
+"""Checks that the pools of a run fit on this machine, where Ray is started and no cluster is
+named."""
 
 import os
 from collections.abc import Sequence
@@ -12,8 +13,10 @@ from verl_like.single_controller.ray.resource_pool import RayResourcePool
 def check_machine(
     pools: Sequence[RayResourcePool], device: str, num_cpus: int | None, *, keys: str
 ) -> None:
-    """Raises ValueError, with the sums, unless this machine has the processes and devices; `keys`
-    set the pools."""
+    """Raises ValueError, with the sums, unless this machine has the processes and devices.
+
+    `keys` names the keys of the configuration that set the pools.
+    """
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError(
             "trainer.device=cuda, but this machine has no CUDA device: give trainer.device=cpu "
@@ -24,10 +27,15 @@ def check_machine(
         "CPU": num_cpus or os.cpu_count() or 1,
         "GPU": torch.cuda.device_count() if device == "cuda" else 0,
     }
-    entries = [entry for pool in pools for entry in pool.node_requests()]
+    entries: list[dict[str, float]] = []
+    for pool in pools:
+        entries += pool.node_requests()
     if assign(entries, {"here": node}) is not None:
         return
-    needed = {kind: sum(entry[kind] for entry in entries) for kind in entries[0]}
+    needed: dict[str, float] = dict.fromkeys(entries[0], 0)
+    for entry in entries:
+        for kind in needed:
+            needed[kind] += entry[kind]
     sizes = "\n".join(f"  {pool.name:<32} {pool.process_on_nodes} processes" for pool in pools)
     raise ValueError(
         f"the resource pools do not fit on this machine:\n{sizes}\n"

@@ -1,5 +1,5 @@
-"""Keeps the record of a run: its folder, metrics, timeline, console output and the report at the
-end."""
+"""Keeps the record of a run: its folder, metrics, timeline, generations, console output and the
+report at the end."""
 
 import contextlib
 import json
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from verl_like.protocol import Metric
 from verl_like.protocol.files import cut_file
@@ -23,24 +23,18 @@ from verl_like.trainer.config.run_config import RunConfig
 from verl_like.trainer.run.console import RunConsole
 from verl_like.trainer.run.display import Display, printable
 from verl_like.trainer.run.report import write_report
+from verl_like.trainer.run.rows import readable_rows
 from verl_like.trainer.run.timeline import Timeline
 from verl_like.trainer.run.tracking import Tracking
-from verl_like.trainer.state.checkpoint import (
-    PendingCheckpoint,
-    commit,
-    folder_of_step,
-    keep,
-    remove_partial,
-    renew,
-    set_aside,
-    steps,
-    write,
-)
+from verl_like.trainer.state import checkpoint
+from verl_like.trainer.state.checkpoint import PendingCheckpoint
 from verl_like.trainer.state.resume import FINGERPRINTS, ResumedRun, fingerprints_of, lock_run
 from verl_like.trainer.state.run_state import IS_COMPLETE, LAST_ROW
 
 RECORDS = ("metrics.jsonl", "timeline.jsonl")
 """Files that a resumed run cuts to their length at its checkpoint, and goes on with."""
+GENERATIONS = "generations.jsonl"
+"""Another such file, which a run of an earlier version does not have."""
 LAST_WAIT_S = 60.0
 """Longest wait, when a run ends before its last step, for a checkpoint that is being written."""
 
@@ -50,10 +44,10 @@ class UnknownMetric(ValueError):
 
 
 class RunRecorder:
-    """Everything of one run is in `run_dir`, a new folder below `trainer.default_local_dir`;
-    nothing is overwritten.
+    """Writes everything of one run to `run_dir`, a new folder below `trainer.default_local_dir`.
 
-    A resumed run goes on in its folder, where what it wrote after its checkpoint is cut off.
+    Nothing is overwritten. A resumed run goes on in its folder, where what it wrote after its
+    checkpoint is cut off.
     """
 
     def __init__(
@@ -63,21 +57,25 @@ class RunRecorder:
         self.config = config
         self.display = display
         self.resumed = resumed
+        state: dict[str, Any] = {}
         if resumed:
+            state = resumed.checkpoint.state
             self.run_dir = resumed.run_dir
             self.lock = resumed.lock
-            remove_partial(self.run_dir)
-            set_aside(self.run_dir, after=resumed.checkpoint.step)
-            for name in RECORDS:
-                cut_file(self.run_dir / name, resumed.checkpoint.state["files"][name])
+            checkpoint.remove_partial(self.run_dir)
+            checkpoint.set_aside(self.run_dir, after=resumed.checkpoint.step)
+            _cut_records(self.run_dir, state["files"])
         else:
-            self.run_dir = _new_run_dir(Path(trainer.default_local_dir).expanduser().resolve())
+            parent = Path(trainer.default_local_dir).expanduser().resolve()
+            self.run_dir = _new_run_dir(parent)
             self.lock = lock_run(self.run_dir)
-            write(self.run_dir / FINGERPRINTS, json.dumps(fingerprints_of(config), indent=1))
+            fingerprints = json.dumps(fingerprints_of(config), indent=1)
+            checkpoint.write(self.run_dir / FINGERPRINTS, fingerprints)
         _link_latest(self.run_dir)
-        write(self.run_dir / "config.yaml", to_yaml(config))
-        self.timeline_file = open(self.run_dir / "timeline.jsonl", "a", buffering=1)  # noqa: SIM115
+        checkpoint.write(self.run_dir / "config.yaml", to_yaml(config))
+        self.timeline_file = _append_to(self.run_dir / "timeline.jsonl")
         self.timeline = Timeline(self.timeline_file, display)
+        self.generations_file = _append_to(self.run_dir / GENERATIONS)
         self.redacted = config.redaction()
         self.console = RunConsole(display, self.redacted)
         self.tracking = Tracking(
@@ -87,25 +85,28 @@ class RunRecorder:
             trainer.experiment_name,
             config.shown(),
         )
-        shown: dict[str, Any] = resumed.checkpoint.state["shown"] if resumed else {}
+        shown: dict[str, Any] = state["shown"] if resumed else {}
         self.generations: list[dict[str, Any]] = shown.get("generations", [])
+        """The rows of the first and of the last validation, which the report shows."""
         self.num_validations: int = shown.get("num_validations", 0)
-        best: dict[str, Any] = resumed.checkpoint.state.get("best", {}) if resumed else {}
-        is_there = best.get("step") in steps(self.run_dir)
-        self.best = best if is_there and best["metric"] == trainer.best_ckpt_metric else {}
+        best: dict[str, Any] = state.get("best", {})
+        is_there = best.get("step") in checkpoint.steps(self.run_dir)
+        goes_on = is_there and best["metric"] == trainer.best_ckpt_metric
+        self.best = best if goes_on else {}
         """The step with the best validation so far, its metric, and the value it was compared by;
         or empty."""
         self.has_best_metric = False
-        """Whether a validation reported `trainer.best_ckpt_metric`."""
+        """True once a validation has reported `trainer.best_ckpt_metric`."""
         self.placement: list[dict[str, str]] = []
         self.metrics: dict[str, float] = {}
-        """Of the present step, without its times."""
+        """The metrics of the present step, without its times."""
         self.seconds: dict[str, float] = {}
+        """The seconds of the driver's phases in the present step."""
         self.step_started = 0.0
         self.is_in_step = False
-        """Whether the row of the present step is not written yet."""
+        """True until the row of the present step is written."""
         self.saves_when_ended = False
-        """Whether the trainer looks at `is_ending` after each step, and then saves and ends."""
+        """True if the trainer looks at `is_ending` after each step, and then saves and ends."""
         self.is_ending = False
         self.begun: PendingCheckpoint | None = None
         """A checkpoint of the present step, whose row is not written."""
@@ -132,11 +133,12 @@ class RunRecorder:
         """Adds the seconds of a phase on the driver to the step's `timing_s/{phase}`."""
         started = time.time()
         yield
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.time() - started
+        before = self.seconds.get(phase, 0.0)
+        self.seconds[phase] = before + time.time() - started
 
     @contextlib.contextmanager
     def validation(self) -> Iterator[None]:
-        """Calls within it are validation and do not count in the step's phases."""
+        """Marks the calls within it as a validation, which does not count in the step's phases."""
         self.timeline.is_validating = True
         with self.timer("testing"):
             yield
@@ -146,10 +148,10 @@ class RunRecorder:
     def step(
         self, step: int, total_steps: int, row: dict[str, float] | None = None
     ) -> Iterator[Callable[[Mapping[str, Metric | float]], None]]:
-        """Times a step; metrics given to the yielded function are written when the step is
-        complete.
+        """Times a step and writes its row when it is complete.
 
-        `row` is what `row_so_far` was, where a run goes on within a step.
+        The yielded function takes the metrics of the step. `row` is what `row_so_far` was, where a
+        run goes on within a step.
         """
         if not self.timeline.step:
             self.console.start_training(total_steps)
@@ -159,7 +161,10 @@ class RunRecorder:
         self.is_in_step = True
         self.metrics = dict(row) if row else {"training/global_step": step}
         yield self.log
-        metrics = self.metrics | _timings(self.seconds) if row else self.row_so_far()
+        if row:
+            metrics = self.metrics | _timings(self.seconds)
+        else:
+            metrics = self.row_so_far()
         self.tracking.log(metrics, step)
         self.is_in_step = False
         self.add_record()
@@ -172,39 +177,36 @@ class RunRecorder:
 
     def log(self, metrics: Mapping[str, Metric | float]) -> None:
         """Adds metrics to the row of the present step."""
-        numbers = {
-            name: each.value if isinstance(each, Metric) else each for name, each in metrics.items()
-        }
-        self.metrics |= numbers
+        for name, each in metrics.items():
+            self.metrics[name] = each.value if isinstance(each, Metric) else each
 
     def row_so_far(self) -> dict[str, float]:
         """The metrics of the present step with its times until now."""
-        seconds = (
-            self.timeline.phase_seconds() | self.seconds | {"step": time.time() - self.step_started}
-        )
+        seconds = self.timeline.phase_seconds() | self.seconds
+        seconds["step"] = time.time() - self.step_started
         metrics = self.metrics | _timings(seconds)
         metrics["perf/time_per_step"] = seconds["step"]
-        training_seconds = (
-            seconds["step"] - seconds.get("testing", 0.0) - seconds.get("save_checkpoint", 0.0)
-        )
+        testing_seconds = seconds.get("testing", 0.0)
+        saving_seconds = seconds.get("save_checkpoint", 0.0)
+        training_seconds = seconds["step"] - testing_seconds - saving_seconds
         if "perf/total_num_tokens" in metrics:
-            metrics["perf/total_throughput"] = metrics["perf/total_num_tokens"] / training_seconds
-            metrics["perf/throughput"] = (
-                metrics["perf/total_throughput"] / self.config.num_processes_of_run
-            )
+            throughput = metrics["perf/total_num_tokens"] / training_seconds
+            metrics["perf/total_throughput"] = throughput
+            metrics["perf/throughput"] = throughput / self.config.num_processes_of_run
         if critical_path_seconds := self.timeline.critical_path_seconds():
             metrics["perf/overlap"] = critical_path_seconds / training_seconds
         return metrics
 
     def log_validation(self, metrics: dict[str, float], step: int = 0) -> None:
-        """A validation by itself, such as that before the first step, of which there is no
-        checkpoint."""
+        """Writes a row for a validation by itself, such as that before the first step, of which
+        there is no checkpoint."""
         self._value_of(metrics)
         self.tracking.log(metrics, step)
         self.console.show_validation(step, metrics)
 
     def is_best(self, step: int, metrics: dict[str, float]) -> bool:
-        """Whether this validation, after the step, has the best `trainer.best_ckpt_metric` so far.
+        """Returns whether the validation after this step has the best `trainer.best_ckpt_metric` so
+        far.
 
         The step's checkpoint is then kept until another one is better. Raises UnknownMetric if the
         first validation does not report it.
@@ -216,8 +218,10 @@ class RunRecorder:
         return True
 
     def _value_of(self, metrics: dict[str, float]) -> float:
-        """`trainer.best_ckpt_metric` of a validation, its negative where less is better; NaN where
-        there is none."""
+        """Returns `trainer.best_ckpt_metric` of a validation, or NaN where there is none.
+
+        Where less is better, it returns the negative.
+        """
         name = self.config.trainer.best_ckpt_metric
         if name is None:
             return math.nan
@@ -237,125 +241,146 @@ class RunRecorder:
         generation_of_row: Callable[[int], dict[str, str]],
         num_shown: int,
     ) -> None:
-        """Shows `num_shown` rows of a validation batch, other ones each time, here and in the
-        report."""
+        """Shows and keeps `num_shown` rows of a validation batch, other rows each time."""
         num_shown = min(num_shown, num_rows)
         first = self.num_validations * num_shown
         self.num_validations += 1
-        chosen = [generation_of_row((first + k) % num_rows) for k in range(num_shown)]
-        rows = [{name: _shown(self.redacted(text)) for name, text in row.items()} for row in chosen]
+        rows = []
+        for k in range(num_shown):
+            generation = generation_of_row((first + k) % num_rows)
+            row = {name: _shown(self.redacted(text)) for name, text in generation.items()}
+            rows.append(row)
         if rows:
-            self.generations = [
-                *self.generations[:num_shown],
-                *({"step": step} | row for row in rows),
-            ]
+            rows_of_step = [{"step": step} | row for row in rows]
+            self.generations = [*self.generations[:num_shown], *rows_of_step]
+            for row_of_step in rows_of_step:
+                self.generations_file.write(json.dumps(row_of_step) + "\n")
             self.console.show_table(f"Generations at step {step}", rows)
 
     def terminate(self, number: int, frame: Any) -> None:
         """Handles SIGTERM, which ends a pre-empted run: after a checkpoint where the trainer saves,
         or else now."""
         if not self.saves_when_ended or self.is_ending:
-            self.begun = self.pending = None
+            self.begun = None
+            self.pending = None
             raise KeyboardInterrupt
-        self.is_ending = True  # no more: a handler must not print while the console does
+        # A handler must not print while the console does.
+        self.is_ending = True
 
     def begin_checkpoint(
         self, partial: Path, step: int, state: dict[str, Any], groups: Mapping[str, WorkerGroup]
     ) -> None:
         """Keeps the state of a step until `commit_checkpoint` finds its files written.
 
-        Within a step it becomes the state at the step's end. Where it is committed before, the
+        Within a step this becomes the state at the step's end. Where it is committed before, the
         checkpoint has the row so far, with which a run that goes on finishes the step.
         """
         assert self.pending is None and self.begun is None
         self.begun = PendingCheckpoint(partial, step, state, groups)
 
     def add_record(self) -> None:
-        """Adds the record so far to the state that was begun, with the row of the step if it is not
-        written."""
+        """Adds the record so far to the state that was begun.
+
+        The row of the step is part of it as long as the row is not written.
+        """
         if not self.begun:
             return
         state = self.begun.state | self.state_of_record()
         if self.is_in_step:
-            state[LAST_ROW] = {name: float(value) for name, value in self.row_so_far().items()}
+            row = self.row_so_far()
+            state[LAST_ROW] = {name: float(value) for name, value in row.items()}
         self.pending = replace(self.begun, state=state)
         self.begun = None
 
     def complete_checkpoint(self, step: int) -> None:
-        """The step's validation is recorded, too. Raises OSError."""
+        """Says in a checkpoint that the validation of its step is recorded, too. Raises OSError."""
         self.renew_checkpoint(step, {IS_COMPLETE: True})
 
     def renew_checkpoint(self, step: int, changes: dict[str, Any]) -> None:
         """Changes the state of a complete checkpoint. Raises OSError."""
-        renew(folder_of_step(self.run_dir, step), changes)
+        folder = checkpoint.folder_of_step(self.run_dir, step)
+        checkpoint.renew(folder, changes)
         self._remove_old_checkpoints(self.best)
 
     def state_of_record(self) -> dict[str, Any]:
-        """What a run that goes on has to know of the record so far, which is on the disk then."""
+        """Brings the record so far to the disk, and returns what a run that goes on has to know of
+        it."""
         files = {}
-        for file in (self.tracking.jsonl, self.timeline_file):
+        for file in (self.tracking.jsonl, self.timeline_file, self.generations_file):
             os.fsync(file.fileno())
-            files[Path(file.name).name] = os.fstat(file.fileno()).st_size
+            name = Path(file.name).name
+            files[name] = os.fstat(file.fileno()).st_size
         shown = {"generations": self.generations, "num_validations": self.num_validations}
         return {"files": files, "shown": shown, "best": self.best}
 
     def commit_checkpoint(self, wait: bool, timeout_s: float | None = None) -> None:
-        """Makes what was begun a checkpoint, if it is written or with `wait`; removes the oldest
-        that are too many.
+        """Makes what was begun a checkpoint, if it is written or with `wait`.
 
-        The best one stays. Raises WorkerError, CallTimeout or OSError, and leaves earlier
-        checkpoints as they are.
+        The oldest checkpoints are removed where there are too many; the best one stays. Raises
+        WorkerError, CallTimeout or OSError, and leaves earlier checkpoints as they are.
         """
         self.add_record()
-        if self.pending is None or (files := self.pending.files(wait, timeout_s)) is None:
-            return
         pending = self.pending
+        if pending is None:
+            return
+        files = pending.files(wait, timeout_s)
+        if files is None:
+            return
         self.pending = None
-        commit(pending.partial, pending.step, pending.state, files)
+        checkpoint.commit(pending.partial, pending.step, pending.state, files)
         self._remove_old_checkpoints(pending.state["best"])
 
     def _remove_old_checkpoints(self, best: dict[str, Any]) -> None:
-        """Removes the oldest that are too many, but not the best one."""
-        keep(self.run_dir, self.config.trainer.max_ckpt_to_keep, [best["step"]] if best else [])
+        """Removes the oldest checkpoints where there are too many, but not the best one."""
+        num_newest = self.config.trainer.max_ckpt_to_keep
+        others = [best["step"]] if best else []
+        checkpoint.keep(self.run_dir, num_newest, others)
 
     def close(self, outcome: str) -> None:
         """Writes `report.html` and says where everything is; `outcome` is how the run ended."""
-        with self.lock:  # until the last write
+        # The folder is locked until the last write.
+        with self.lock:
             self._close(outcome)
 
     def _close(self, outcome: str) -> None:
-        self.begun = None  # of a step that has not ended
+        self.begun = None  # its step has not ended
         try:
-            # The run was interrupted or failed meanwhile
+            # A checkpoint is left where the run was interrupted or failed.
             self.commit_checkpoint(wait=True, timeout_s=LAST_WAIT_S)
         except (WorkerError, CallTimeout, OSError) as error:
-            self.say(f"The checkpoint that was being written is lost: {str(error).splitlines()[0]}")
-        remove_partial(self.run_dir)  # first: what follows needs room on the disk
+            reason = str(error).splitlines()[0]
+            self.say(f"The checkpoint that was being written is lost: {reason}")
+        checkpoint.remove_partial(self.run_dir)  # first, since what follows needs room on the disk
         self.console.close()
         missing = self.tracking.close()
         self.timeline_file.close()
-        metrics = _readable_rows(self.run_dir / "metrics.jsonl")
+        self.generations_file.close()
+        metrics = readable_rows((self.run_dir / "metrics.jsonl").read_bytes())
         try:
             self._write_report(outcome, metrics)
-        # Names and texts of data and model are drawn; the run itself is complete
+        # The names and texts of data and model may not be drawable, and the run itself is complete.
         except Exception as error:
             self.say(f"The report is not written: {type(error).__name__}: {error}")
         self.say(f"\n{outcome}")
-        for name in dict.fromkeys(
-            name for row in metrics for name in row if name.startswith("val-core/")
-        ):
-            values = [row[name] for row in metrics if name in row]
+        validations: dict[str, list[float]] = {}
+        for row in metrics:
+            for name, value in row.items():
+                if name.startswith("val-core/"):
+                    validations.setdefault(name, []).append(value)
+        for name, values in validations.items():
             if len(values) > 1:
                 self.say(f"  {name}: {values[0]:.3f} at first, {values[-1]:.3f} at last")
         files = {"report.html": "report", "metrics.jsonl": "metrics", "timeline.jsonl": "timeline"}
-        files |= {"config.yaml": "configuration", "tensorboard": "tensorboard"}
+        files |= {GENERATIONS: "generations", "config.yaml": "configuration"}
+        files |= {"tensorboard": "tensorboard"}
         if self.best:
             files[f"global_step_{self.best['step']}"] = f"best {self.best['metric']}"
-        for step in steps(self.run_dir):  # not those of checkpoints that are set aside
-            for model in sorted(folder_of_step(self.run_dir, step).glob("*/huggingface")):
-                files[str(model.relative_to(self.run_dir))] = (
-                    f"{model.parent.name}, Hugging Face format"
-                )
+        # Checkpoints that are set aside are not among these.
+        for step in checkpoint.steps(self.run_dir):
+            folder = checkpoint.folder_of_step(self.run_dir, step)
+            for model in sorted(folder.glob("*/huggingface")):
+                name = str(model.relative_to(self.run_dir))
+                files[name] = f"{model.parent.name}, Hugging Face format"
         for sentence in missing:
             self.say(f"  {sentence}")
         self.say(f"  in {self.run_dir}:")
@@ -365,14 +390,13 @@ class RunRecorder:
                 self.say(f"    {name:<40} {what}")
 
     def _write_report(self, outcome: str, metrics: list[dict[str, float]]) -> None:
+        trainer = self.config.trainer
+        seconds = time.time() - self.started
+        summary = f"{outcome} {len(metrics)} rows of metrics, {seconds:.0f} s."
         write_report(
             self.run_dir / "report.html",
-            title=self.redacted(
-                f"{self.config.trainer.project_name} / {self.config.trainer.experiment_name}"
-            ),
-            summary=self.redacted(
-                f"{outcome} {len(metrics)} rows of metrics, {time.time() - self.started:.0f} s."
-            ),
+            title=self.redacted(f"{trainer.project_name} / {trainer.experiment_name}"),
+            summary=self.redacted(summary),
             metrics=metrics,
             steps=self.timeline.last_steps(),
             placement=self.placement,
@@ -382,20 +406,23 @@ class RunRecorder:
         )
 
 
+def _cut_records(run_dir: Path, lengths: Mapping[str, int]) -> None:
+    """Shortens the files of the record to what they were at a checkpoint. Raises OSError."""
+    for name in RECORDS:
+        cut_file(run_dir / name, lengths[name])
+    with contextlib.suppress(FileNotFoundError):
+        cut_file(run_dir / GENERATIONS, lengths.get(GENERATIONS, 0))
+
+
+def _append_to(file: Path) -> TextIO:
+    """Opens a file at its end. Each line is written at once, so that a killed run keeps its
+    lines."""
+    return open(file, "a", buffering=1)
+
+
 def _timings(seconds: dict[str, float]) -> dict[str, float]:
+    """The metrics of phases that took these seconds."""
     return {f"timing_s/{phase}": value for phase, value in seconds.items()}
-
-
-def _readable_rows(file: Path) -> list[dict[str, float]]:
-    """The rows of `metrics.jsonl`; of a run that was continued, an older one may be damaged, and is
-    left out."""
-    rows = []
-    for line in file.read_bytes().splitlines():
-        with contextlib.suppress(ValueError, RecursionError):
-            row = json.loads(line)
-            if isinstance(row, dict) and "step" in row:
-                rows.append(row)
-    return rows
 
 
 def placement_rows(groups: list[tuple[str, list[str], RayWorkerGroup]]) -> list[dict[str, str]]:
@@ -406,21 +433,23 @@ def placement_rows(groups: list[tuple[str, list[str], RayWorkerGroup]]) -> list[
         nodes = group.worker_nodes
         for node in dict.fromkeys(nodes):
             ranks = [rank for rank, its_node in enumerate(nodes) if its_node == node]
-            pids = ", ".join(str(group.worker_pids[rank]) for rank in ranks)
+            pids = [group.worker_pids[rank] for rank in ranks]
             row = {
                 "pool": pool,
                 "node": node,
                 "ranks": ", ".join(map(str, ranks)),
-                "processes": pids,
+                "processes": ", ".join(map(str, pids)),
+                "roles": " + ".join(roles),
             }
-            rows.append(row | {"roles": " + ".join(roles)})
+            rows.append(row)
     return rows
 
 
 def _shown(text: str, max_length: int = 240) -> str:
-    """On one line, its middle left out when it is long."""
+    """The text on one line, without its middle when it is long."""
     if len(text) > max_length:
-        text = f"{text[: max_length // 2]} ... {text[-max_length // 2 :]}"
+        half = max_length // 2
+        text = f"{text[:half]} ... {text[-half:]}"
     return printable(text).replace("\n", " ")
 
 

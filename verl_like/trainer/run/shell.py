@@ -1,7 +1,7 @@
 """Runs any trainer: checks its inputs, records the run, starts Ray, trains, and ends every process.
 
-A trainer is a schema and its rules (trainer/config), its `check_inputs`, its `fit`, and its
-`Display`.
+A trainer consists of a schema and its rules (trainer/config), its `check_inputs`, its `fit`, and
+its `Display`.
 """
 
 import contextlib
@@ -47,12 +47,12 @@ def run(
 
     Args:
         config: a configuration that keeps its rules.
-        check_inputs: returns what the trainer needs, with `config` to record, in which is filled in
-            what depends on the data, and `notes` for the start of the run; raises ValueError or
-            RewardError for wrong input. The stack stops what it starts.
+        check_inputs: returns what the trainer needs, or raises ValueError or RewardError for wrong
+            input. What it returns has `notes` for the start of the run, and a `config` to record,
+            in which is filled in what depends on the data. The stack stops what it starts.
         fit: trains to the end, after Ray was started.
         display: what the record shows.
-        template: the workers of a Ray that is started here are forks of it.
+        template: the process of which the workers of a Ray that is started here are forks.
         state_schema: what the trainer keeps in a checkpoint beside the models.
     """
     # SIGTERM, which ends a pre-empted run, is an interrupt too. A shell's background jobs ignore

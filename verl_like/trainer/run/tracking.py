@@ -1,8 +1,7 @@
-"""Sends the metrics of each step to the trackers of `trainer.logger`; none holds up a step, or
-stops the run.
+"""Sends the metrics of each step to the trackers of `trainer.logger`.
 
-A resumed run goes on in the run that each tracker had begun for it: `trackers.json` in its folder
-has their ids.
+No tracker holds up a step or stops the run. A resumed run goes on in the run that each tracker had
+begun for it: `trackers.json` in its folder has their ids.
 """
 
 import functools
@@ -19,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from verl_like.protocol.files import read_json
-from verl_like.trainer.state.checkpoint import write
+from verl_like.trainer.state import checkpoint
 
 logger = logging.getLogger(__name__)
 
 IDS = "trackers.json"
 _MAX_ID_BYTES = 1 << 16
 MAX_WAITING = 1000
-"""Rows of metrics that wait for one tracker; further ones are left out there."""
+"""How many rows of metrics may wait for one tracker. It does not get further ones."""
 FINISH_S = 30.0
 """Longest time that the end of a run waits for all trackers."""
 
@@ -40,9 +39,9 @@ class TrackedRun:
     experiment: str
     config: dict[str, Any]
     run_id: str | None
-    """The tracker's id of its run, where this one goes on in it."""
+    """The tracker's id of the run in which this one goes on, if it does."""
     next_step: int | None
-    """The step behind those that the run has already, or None where it has none."""
+    """The step after those that the run has already, or None where it has none."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Tracker:
     """Takes the metrics of a step."""
     finish: Callable[[], object]
     run_id: str | None = None
-    """The tracker's id of its run; None where the run's folder says enough."""
+    """The tracker's id of its run; None where the folder of the run says enough."""
 
 
 class TrackerThread:
@@ -63,7 +62,7 @@ class TrackerThread:
         self.name = name
         self.start = start
         self.rows: queue.SimpleQueue[tuple[dict[str, float], int] | None] = queue.SimpleQueue()
-        """The rows that wait. None is the end of the run."""
+        """The rows that wait. None stands for the end of the run."""
         self.num_given = 0
         self.num_logged = 0
         self.problem = ""
@@ -84,12 +83,13 @@ class TrackerThread:
         self.rows.put(None)
 
     def missing(self, deadline: float) -> str | None:
-        """Waits until `deadline`, by time.monotonic(), for the tracker's end, and says what it
-        lacks, if anything.
+        """Waits for the tracker's end until `deadline`, by time.monotonic().
 
-        A tracker that has not ended by then is left alone: its thread ends with the process.
+        Returns a sentence if the tracker lacks rows. A tracker that has not ended by then is left
+        alone: its thread ends with the process.
         """
-        self.thread.join(max(0.0, deadline - time.monotonic()))
+        seconds = max(0.0, deadline - time.monotonic())
+        self.thread.join(seconds)
         num_missing = self.num_given - self.num_logged
         if not num_missing and not self.thread.is_alive():
             return None
@@ -100,6 +100,7 @@ class TrackerThread:
         )
 
     def _run(self) -> None:
+        """Starts the tracker, gives it each row, and finishes it."""
         what = "does not start"
         try:
             tracker = self.start()
@@ -108,7 +109,8 @@ class TrackerThread:
                 tracker.log(*row)
                 self.num_logged += 1
             tracker.finish()
-        except (Exception, SystemExit) as error:  # whatever it is, the run goes on
+        # The run goes on whatever a tracker raises.
+        except (Exception, SystemExit) as error:
             self.problem = f"{type(error).__name__}: {error}"
             logger.warning(
                 "Tracker %s %s and is off for the rest of the run: %s",
@@ -129,7 +131,8 @@ class Tracking:
         experiment: str,
         config: dict[str, Any],
     ) -> None:
-        self.jsonl = open(run_dir / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115  (line buffered: a killed run keeps its lines)
+        # Each line is written at once, so that a killed run keeps its lines.
+        self.jsonl = open(run_dir / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115
         self.ids_file = run_dir / IDS
         self.ids = _read_ids(self.ids_file)
         self.ids_lock = threading.Lock()
@@ -137,24 +140,24 @@ class Tracking:
         self.trackers: list[TrackerThread] = []
         for name in backends:
             if name in TRACKERS:
-                run = TrackedRun(
-                    run_dir, project, experiment, config, self.ids.get(name), next_step
-                )
-                self.trackers.append(TrackerThread(name, functools.partial(self._start, name, run)))
+                run_id = self.ids.get(name)
+                run = TrackedRun(run_dir, project, experiment, config, run_id, next_step)
+                start = functools.partial(self._start, name, run)
+                self.trackers.append(TrackerThread(name, start))
 
     def _start(self, name: str, run: TrackedRun) -> Tracker:
-        """Starts a tracker, and keeps the id of its run before that has any metrics."""
+        """Starts a tracker, and keeps the id of its run before that run has any metrics."""
         tracker = TRACKERS[name](run)
         with self.ids_lock:
             if tracker.run_id:
                 self.ids[name] = tracker.run_id
-            write(self.ids_file, json.dumps(self.ids))
+            checkpoint.write(self.ids_file, json.dumps(self.ids))
         return tracker
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        """Writes a row of metrics to the file and hands it to the trackers; waits for none of
+        """Writes a row of metrics to the file and hands it to the trackers without waiting for
         them."""
-        # JSON has no NaN; a metric that is not a number in a step has none there.
+        # JSON has no NaN. A metric that is not finite in a step is left out of the file.
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         self.jsonl.write(json.dumps({"step": step} | finite) + "\n")
         for tracker in self.trackers:
@@ -171,8 +174,10 @@ class Tracking:
 
 
 def _read_ids(file: Path) -> dict[str, str]:
-    """The ids of the trackers' runs; none, with a warning, from a file that is not as it was
-    written."""
+    """Reads the ids of the trackers' runs.
+
+    A file that is not as it was written has none, and a warning says so.
+    """
     if not file.exists():
         return {}
     try:
@@ -186,7 +191,7 @@ def _read_ids(file: Path) -> dict[str, str]:
 
 
 def _next_step(file: Path) -> int | None:
-    """The step behind that of the last row that can be read; None where there is no such row."""
+    """Returns the step after that of the last row that can be read, or None without such a row."""
     for line in reversed(file.read_bytes().splitlines()):
         try:
             return int(json.loads(line)["step"]) + 1
@@ -225,7 +230,7 @@ def _wandb(run: TrackedRun) -> Tracker:
 def _trackio(run: TrackedRun) -> Tracker:
     import trackio
 
-    # It finds a run by this; an experiment has several
+    # trackio finds a run by its name, and an experiment has several runs.
     name = run.run_id or f"{run.experiment} {run.run_dir.name}"
     begun = trackio.init(project=run.project, name=name, config=run.config, resume="allow")
     return Tracker(lambda metrics, step: begun.log(metrics, step=step), begun.finish, name)
@@ -239,9 +244,8 @@ def _mlflow(run: TrackedRun) -> Tracker:
 
     def log(metrics: dict[str, float], step: int) -> None:
         # MLflow refuses "@" in a metric's name, which validation metrics have (mean@1).
-        mlflow.log_metrics(
-            {name.replace("@", "_at_"): value for name, value in metrics.items()}, step=step
-        )
+        renamed = {name.replace("@", "_at_"): value for name, value in metrics.items()}
+        mlflow.log_metrics(renamed, step=step)
 
     return Tracker(log, mlflow.end_run, begun.info.run_id)
 

@@ -14,8 +14,10 @@ import sys
 
 
 def ask_for_fork(path: str, arguments: list[str]) -> None:
-    """Has the template at `path` run a script, and waits for its end; without a template, runs it
-    here."""
+    """Has the template at `path` run a script, and waits for the script's end.
+
+    Without a template it runs the script here.
+    """
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.connect(path)

@@ -1,4 +1,4 @@
-"""A process that has imported what workers need. Each worker of a Ray that is started here is a
+"""Starts a process that imports what workers need. Each worker of a Ray that is started here is a
 fork of it.
 
 The imports take seconds of CPU time in each process; a fork takes milliseconds. Ray starts a worker
@@ -34,14 +34,13 @@ class WorkerTemplate:
     process: subprocess.Popen[bytes]
     folder: tempfile.TemporaryDirectory[str]
     mark: TextIO
-    """What marks the folder as in use."""
+    """A file that marks the folder as in use."""
 
     @property
     def command(self) -> str:
-        """What Ray starts workers with in place of Python."""
-        return shlex.join(
-            [sys.executable, "-S", "-E", worker_fork.__file__, f"{self.folder.name}/socket"]
-        )
+        """The command with which Ray starts workers in place of Python."""
+        socket_path = f"{self.folder.name}/socket"
+        return shlex.join([sys.executable, "-S", "-E", worker_fork.__file__, socket_path])
 
     def close(self) -> None:
         """Ends the template; the workers live on."""
@@ -82,8 +81,10 @@ def start(modules: Sequence[str]) -> WorkerTemplate:
 
 
 def serve(listener: socket.socket, modules: Sequence[str]) -> None:
-    """Imports, then forks a worker for each connection until standard input ends. Returns in
-    workers alone."""
+    """Imports the modules, then forks a worker for each connection until standard input ends.
+
+    Only a worker returns from it.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles an interrupt of the terminal
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks that end leave no zombie
     for module in modules:
@@ -96,13 +97,14 @@ def serve(listener: socket.socket, modules: Sequence[str]) -> None:
             _become_worker(connection)
             return
         connection.close()
-    # Without the end of Python, in which libraries list on the terminal of a killed driver what
-    # they still hold.
+    # This leaves out the end of Python, in which libraries list on the terminal of a killed driver
+    # what they still hold.
     os._exit(0)
 
 
 def _become_worker(connection: socket.socket) -> None:
-    """Runs the script of a connection as a new process would; the connection ends with it."""
+    """Runs the script of a connection as a new process would. The connection ends with the
+    script."""
     message, streams, _, _ = socket.recv_fds(connection, 1 << 20, 3)
     while not message.endswith(b"\0"):
         message += connection.recv(1 << 20)
@@ -118,7 +120,7 @@ def _become_worker(connection: socket.socket) -> None:
     os.chdir(request["folder"])
     sys.argv[:] = request["arguments"]
     if (torch := sys.modules.get("torch")) and "OMP_NUM_THREADS" in os.environ:
-        # Which torch read as it was imported
+        # torch read the variable when it was imported.
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     runpy.run_path(sys.argv[0], run_name="__main__")
 

@@ -1,5 +1,5 @@
-"""Checkpoints of a run: a folder is there complete with its manifest, or not at all, and the newest
-is found again.
+"""Writes and finds the checkpoints of a run. The folder of a checkpoint is there complete with its
+manifest, or not at all.
 
 `global_step_N/` holds the training state of the roles, which their workers write while training
 goes on, and `manifest.json`:
@@ -35,7 +35,8 @@ MAX_MANIFEST_BYTES = 1 << 26
 
 
 def _inside(name: str) -> str:
-    """Refuses the name of a file that is not below the checkpoint's folder."""
+    """Returns the name of a file, or raises ValueError if it is not below the checkpoint's
+    folder."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts:
         raise ValueError("expected a path below the checkpoint's folder")
@@ -96,12 +97,16 @@ def begin(run_dir: Path, step: int) -> Path:
 
 
 def save_training(groups: Mapping[str, WorkerGroup], folder: Path) -> None:
-    """Every rank copies what the training of its model needs to continue, and writes its part to
-    `folder/<role>/checkpoint` while training goes on: see PendingCheckpoint."""
-    paths = {role: str(folder / role / "checkpoint") for role in groups}
-    for future in [
-        group.save_checkpoint.remote(paths[role], wait=False) for role, group in groups.items()
-    ]:
+    """Has every rank copy what the training of its model needs to continue.
+
+    Each rank then writes its part to `folder/<role>/checkpoint` while training goes on: see
+    PendingCheckpoint.
+    """
+    futures = []
+    for role, group in groups.items():
+        path = str(folder / role / "checkpoint")
+        futures.append(group.save_checkpoint.remote(path, wait=False))
+    for future in futures:
         future.get()
 
 
@@ -122,19 +127,20 @@ class PendingCheckpoint:
     written: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     """`files` of workers that others drive, once all of them are on the disk."""
     _asked: dict[str, Future[list[dict[str, Any] | None]]] = field(default_factory=dict)
-    """What the ranks of each group answer to the question whether they have written."""
+    """The answers of the ranks of each group to the question whether they have written."""
 
     def files(self, wait: bool, timeout_s: float | None = None) -> dict[str, dict[str, Any]] | None:
-        """`file_digest` of each file of the workers, by its path in the folder, once all of them
-        are on the disk.
+        """Returns the `file_digest` of each file of the workers, by its path in the folder, once
+        all of them are on the disk.
 
-        Without `wait`, None before that: it asks the workers, and takes their answers where they
-        have come already. Raises the WorkerError of a rank that cannot write, or CallTimeout.
+        Without `wait` it asks the workers, and returns None unless their answers are there and say
+        that all files are. Raises the WorkerError of a rank that cannot write, or CallTimeout.
         """
         if wait or not self._asked:
-            self._asked = {
-                role: group.save_result.remote(wait) for role, group in self.groups.items()
-            }
+            asked = {}
+            for role, group in self.groups.items():
+                asked[role] = group.save_result.remote(wait)
+            self._asked = asked
         if not wait and not all(future.done() for future in self._asked.values()):
             return None
         answers = {role: future.get(timeout_s) for role, future in self._asked.items()}
@@ -151,21 +157,25 @@ class PendingCheckpoint:
 def commit(
     partial: Path, step: int, state: dict[str, Any], written: Mapping[str, dict[str, Any]]
 ) -> Checkpoint:
-    """Makes what is in `partial` the checkpoint of the step, on the disk before it has its name.
+    """Makes what is in `partial` the checkpoint of the step.
+
+    All of it is on the disk before the folder gets its name.
 
     `written` are the `file_digest`s of files that are on the disk already, by their path in
     `partial`. A checkpoint that is there already is replaced. Raises OSError, and leaves earlier
     checkpoints as they are.
     """
-    names = {str(path.relative_to(partial)) for path in partial.rglob("*") if path.is_file()}
-    if missing := sorted(written.keys() - names):
+    found = [path for path in partial.rglob("*") if path.is_file()]
+    names = {str(path.relative_to(partial)) for path in found}
+    missing = sorted(written.keys() - names)
+    if missing:
         raise OSError(
             f"a worker wrote {partial / missing[0]}, which is not seen from here: all nodes have "
             "to see trainer.default_local_dir."
         )
-    files = {
-        name: written.get(name) or file_digest(partial / name, sync=True) for name in sorted(names)
-    }
+    files = {}
+    for name in sorted(names):
+        files[name] = written.get(name) or file_digest(partial / name, sync=True)
     created = datetime.now(UTC).isoformat(timespec="seconds")
     manifest = {"format": FORMAT, "step": step, "created": created, "state": state, "files": files}
     for path in filter(Path.is_dir, partial.rglob("*")):
@@ -181,10 +191,9 @@ def commit(
 
 
 def renew(folder: Path, changes: dict[str, Any]) -> None:
-    """Changes keys in the state of a complete checkpoint, which has the one or the other at any
-    moment.
+    """Changes keys in the state of a complete checkpoint. Raises OSError.
 
-    Raises OSError.
+    At any moment the checkpoint has either the earlier state or the new one.
     """
     manifest = json.loads((folder / MANIFEST).read_text())
     del manifest["sha256"]
@@ -193,7 +202,7 @@ def renew(folder: Path, changes: dict[str, Any]) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """Writes a file that is there as a whole or as it was, also after a loss of power."""
+    """Writes a file so that it is whole or as it was before, also after a loss of power."""
     partial = path.with_name(f"{path.name}.partial")
     with open(partial, "w") as file:
         file.write(text)
@@ -236,7 +245,8 @@ def read(
                 f"{found['sha256'][:12]}..., the manifest says {expected['bytes']} with "
                 f"{expected['sha256'][:12]}..."
             )
-    for path in folder.rglob("*.safetensors"):  # a load would take it in
+    # A load would take in any such file.
+    for path in folder.rglob("*.safetensors"):
         if str(path.relative_to(folder)) not in files:
             raise DamagedCheckpoint(f"{path} is not in the manifest.")
     return Checkpoint(folder, manifest["step"], manifest["state"])
@@ -269,31 +279,35 @@ def _require(schema: type[BaseModel], values: Any, path: Path) -> None:
 def newest(
     run_dir: Path, *, hashes: bool = True, state_schema: type[BaseModel] | None = None
 ) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint of a run that is as it was written, by `read`, and what is wrong with
-    newer ones."""
+    """Returns the newest checkpoint of a run that is as it was written, by `read`, and what is
+    wrong with newer ones."""
     damages: list[str] = []
     for step in reversed(steps(run_dir)):
+        folder = folder_of_step(run_dir, step)
         try:
-            return read(
-                folder_of_step(run_dir, step), hashes=hashes, state_schema=state_schema
-            ), damages
+            found = read(folder, hashes=hashes, state_schema=state_schema)
         except DamagedCheckpoint as damage:
             damages.append(str(damage))
+        else:
+            return found, damages
     return None, damages
 
 
 def steps(run_dir: Path) -> list[int]:
     """The steps of a run that have a checkpoint with a manifest, rising."""
-    return sorted(
-        int(path.parent.name.rpartition("_")[2])
-        for path in run_dir.glob(f"global_step_*/{MANIFEST}")
-        if path.parent.name.rpartition("_")[2].isdecimal()
-    )
+    found = []
+    for path in run_dir.glob(f"global_step_*/{MANIFEST}"):
+        number = path.parent.name.rpartition("_")[2]
+        if number.isdecimal():
+            found.append(int(number))
+    return sorted(found)
 
 
 def keep(run_dir: Path, num_newest: int, others: Iterable[int] = ()) -> None:
-    """Removes all checkpoints but the newest ones and those of the steps `others`; warns of one
-    that stays."""
+    """Removes all checkpoints but the newest ones and those of the steps `others`.
+
+    A warning names one that cannot be removed.
+    """
     kept = {*steps(run_dir)[-num_newest:], *others}
     for step in steps(run_dir):
         if step not in kept:
@@ -304,8 +318,8 @@ def keep(run_dir: Path, num_newest: int, others: Iterable[int] = ()) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Removes a checkpoint, which loses its name first: `remove_partial` takes what a killed run
-    leaves of it."""
+    """Removes a checkpoint. It loses its name first, so that `remove_partial` takes what a killed
+    run leaves of it."""
     partial = folder.with_name(f"{folder.name}.old.partial")
     shutil.rmtree(partial, ignore_errors=True)
     os.rename(folder, partial)
@@ -321,7 +335,9 @@ def remove_partial(run_dir: Path) -> None:
 def set_aside(run_dir: Path, after: int) -> None:
     """Renames the checkpoints after a step to `global_step_N.damaged`, so that they are not
     counted."""
-    for folder in [folder_of_step(run_dir, step) for step in steps(run_dir) if step > after]:
+    later = [step for step in steps(run_dir) if step > after]
+    for step in later:
+        folder = folder_of_step(run_dir, step)
         damaged = folder.with_name(f"{folder.name}.damaged")
         shutil.rmtree(damaged, ignore_errors=True)
         os.rename(folder, damaged)

@@ -1,4 +1,4 @@
-"""Which run goes on: the newest unfinished one with the same numbers, found before Ray starts."""
+"""Finds the run that goes on before Ray starts: the newest unfinished one with the same numbers."""
 
 import contextlib
 import fcntl
@@ -63,8 +63,8 @@ class ResumedRun:
 def find_run(
     config: RunConfig, state_schema: type[RecordState] = RecordState
 ) -> tuple[ResumedRun | None, list[str]]:
-    """The run that goes on, as `trainer.resume_mode` says, or None for a new one; and notes for the
-    user.
+    """Returns the run that goes on, as `trainer.resume_mode` says, or None for a new one; and notes
+    for the user.
 
     `state_schema` is what the state of a checkpoint has to be.
 
@@ -81,7 +81,7 @@ def find_run(
     if is_named:
         run_dirs = [Path(trainer.resume_from_path or "").expanduser().resolve()]
     for run_dir in run_dirs if trainer.resume_mode != "disable" else ():
-        # A finished run is not hashed at every start
+        # A finished run is not hashed at every start.
         whole, _ = checkpoint.newest(run_dir, hashes=False)
         why_not = advice = ""
         if not checkpoint.steps(run_dir):
@@ -111,7 +111,7 @@ def find_run(
 
 
 def lacks_validation(newest: Checkpoint, num_steps: int) -> bool:
-    """Whether the run ended between its last step and the record of its last validation."""
+    """Returns whether the run ended between its last step and the record of its last validation."""
     state = newest.state
     return newest.step == num_steps and bool(state.get(LAST_ROW)) and not state.get(IS_COMPLETE)
 
@@ -123,11 +123,12 @@ def remove_remains(parent: Path) -> list[str]:
     A run is known to be dead by its lock, which nobody holds.
     """
     notes: list[str] = []
-    for run_dir in [
-        path.parent for path in sorted(parent.glob("*/.lock")) if not path.parent.is_symlink()
-    ]:
-        if partials := sorted(run_dir.glob("global_step_*.partial")):
-            # It is alive, or cannot be locked
+    locks = sorted(parent.glob("*/.lock"))
+    run_dirs = [lock.parent for lock in locks if not lock.parent.is_symlink()]
+    for run_dir in run_dirs:
+        partials = sorted(run_dir.glob("global_step_*.partial"))
+        if partials:
+            # A run that is alive, or cannot be locked, is left alone.
             with contextlib.suppress(ValueError), lock_run(run_dir):
                 checkpoint.remove_partial(run_dir)
             gone = [partial for partial in partials if not partial.exists()]
@@ -191,17 +192,17 @@ def differing_keys(config: RunConfig, run_dir: Path) -> list[str]:
         tree = OmegaConf.to_container(merged, resolve=True)
     except (OSError, ValueError, OmegaConfBaseException) as error:
         return [f"no config.yaml and {FINGERPRINTS} that can be read ({error})"]
-    # Secrets are those of the new command, and are not compared
+    # The secrets are those of the new command, and are not compared.
     tree = hidden_as(config.shown(), masked(tree))
-    values = _values(tree)
+    values = settings_of(tree)
     there = {key: value for key, value in values if key.split(".")[0] in saved}
-    here = dict(_values(hidden_as(tree, config.shown())))
-    return [
-        f"{key}={there.get(key)} (here: {here.get(key)})"
-        for key in sorted({*there, *here})
-        if there.get(key) != here.get(key)
-        and not any(fnmatchcase(key, free) for free in _FREE_KEYS)
-    ]
+    here = dict(settings_of(hidden_as(tree, config.shown())))
+    differing = []
+    for key in sorted({*there, *here}):
+        is_free = any(fnmatchcase(key, free) for free in _FREE_KEYS)
+        if there.get(key) != here.get(key) and not is_free:
+            differing.append(f"{key}={there.get(key)} (here: {here.get(key)})")
+    return differing
 
 
 def rename_keys(saved: DictConfig, replaced: Mapping[str, str]) -> None:
@@ -251,14 +252,14 @@ def lock_run(run_dir: Path) -> TextIO:
     """Locks a run's folder until the process ends. Raises ValueError, naming the process, if a live
     run holds it."""
     path = run_dir / ".lock"
-    # A second lock of a process would replace its first
+    # A second lock of a process would replace its first.
     if path in _locks and not _locks[path].closed:
         raise ValueError(
             f"{run_dir} is being written by this process: wait for the end of that run."
         )
     try:
         lock = open(path, "a+")  # noqa: SIM115  held as long as the run
-        # Not flock: a fork of this process must not hold it
+        # flock would not do: a fork of this process must not hold the lock.
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ValueError(
@@ -283,7 +284,7 @@ def fingerprints_of(config: RunConfig) -> dict[str, str]:
     and by its name what is not on the disk: a model of the hub, a module, a URL.
     """
     fingerprints = {}
-    for key, value in _values(config.model_dump(mode="json")):
+    for key, value in settings_of(config.model_dump(mode="json")):
         paths = [value] if isinstance(value, str) else value
         if (
             not paths
@@ -318,11 +319,13 @@ def changed_inputs(saved: Mapping[str, str], config: RunConfig) -> list[str]:
     return [key for key in sorted({*saved, *here}) if saved.get(key) != here.get(key)]
 
 
-def _values(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(key, value) of every setting; a list is a value, and so are the reward's arguments, whose
-    names mean nothing."""
+def settings_of(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields key and value of every setting.
+
+    A list is a value, and so are the reward's arguments, whose names mean nothing.
+    """
     if not isinstance(tree, dict) or not tree or prefix.endswith(".reward_kwargs"):
         yield prefix, tree
         return
     for name, value in tree.items():
-        yield from _values(value, f"{prefix}.{name}" if prefix else str(name))
+        yield from settings_of(value, f"{prefix}.{name}" if prefix else str(name))

@@ -1,7 +1,7 @@
-"""What the `state` in the manifest of a checkpoint holds, by the kind of run; anything else is
-refused.
+"""Defines what the `state` in the manifest of a checkpoint holds, by the kind of run.
 
-The manifest is JSON that anybody can write: its hash says that it is whole, not who wrote it.
+Anything else is refused. The manifest is JSON that anybody can write: its hash says that it is
+whole, not who wrote it.
 """
 
 from typing import Annotated, Literal
@@ -11,14 +11,14 @@ from pydantic import BaseModel, ConfigDict, Field
 Count = Annotated[int, Field(ge=0)]
 
 LAST_ROW = "last_row"
-"""In the state of a run's last step, which is that before its last validation: the metrics of the
-step until then."""
+"""A key in the state of a run's last step, which is saved before the last validation: the metrics
+of the step until then."""
 IS_COMPLETE = "is_complete"
-"""In the same state, as soon as the validation is recorded."""
+"""A key in the same state, as soon as the validation is recorded."""
 
 
 class StateModel(BaseModel):
-    """Base of these blocks: values keep their type, and unknown keys are refused."""
+    """The base of these blocks. Values keep their type, and unknown keys are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -28,6 +28,8 @@ class RecordFiles(StateModel):
 
     metrics: Annotated[int, Field(ge=0, alias="metrics.jsonl")]
     timeline: Annotated[int, Field(ge=0, alias="timeline.jsonl")]
+    generations: Annotated[int, Field(ge=0, alias="generations.jsonl")] = 0
+    """A run of an earlier version has no such file."""
 
 
 class Shown(StateModel):
@@ -46,8 +48,10 @@ class Best(StateModel):
 
 
 class RecordState(StateModel):
-    """The part of the record, which every run has; a trainer outside the package may add its own
-    keys."""
+    """The state of the record, which every run has.
+
+    A trainer outside the package may add its own keys.
+    """
 
     model_config = ConfigDict(extra="allow", strict=True)
 

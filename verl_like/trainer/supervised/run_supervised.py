@@ -28,6 +28,7 @@ from verl_like.trainer.run.run_recorder import RunRecorder, placement_rows
 from verl_like.trainer.run.shell import run
 from verl_like.trainer.run.worker_template import WorkerTemplate
 from verl_like.trainer.state.run_state import LoopState
+from verl_like.trainer.supervised.display import DPO_DISPLAY, ILQL_DISPLAY, RM_DISPLAY, SFT_DISPLAY
 from verl_like.trainer.supervised.trainer import SupervisedTrainer
 from verl_like.workers.models.attention import require_flash_attention
 from verl_like.workers.models.model_check import check_model
@@ -49,33 +50,6 @@ from verl_like.workers.supervised import (
 )
 
 
-def display_of(prefix: str, unit: str) -> Display:
-    """What is shown of a run whose metrics begin with `prefix`. `unit` is the unit of the loss."""
-    of_pairs = tuple(f"{prefix}/{name}" for name in ("chosen_reward", "rejected_reward", "margin"))
-    terms = tuple(f"{prefix}/{name}_loss" for name in ("td", "value", "cql", "lm"))
-    return Display(
-        step_line=(
-            ("loss", (f"{prefix}/loss",), "{:.4f}"),
-            ("acc", (f"{prefix}/accuracy",), "{:.3f}"),
-            ("lr", (f"{prefix}/lr",), "{:.1e}"),
-            ("grad", (f"{prefix}/grad_norm",), "{:.2f}"),
-            ("tok/s", ("perf/total_throughput",), "{:,.0f}"),
-        ),
-        phases=("update_model", "testing", "save_checkpoint"),
-        stages=(("update_model",), ()),
-        charts=(
-            ("Validation", ("val-core/",), ""),
-            ("Loss", (f"{prefix}/loss",), unit),
-            ("Rewards", of_pairs, ""),
-            ("Terms of the loss", terms, unit),
-            ("Q and V", (f"{prefix}/target_q", f"{prefix}/value"), "score"),
-            ("Accuracy", (f"{prefix}/accuracy", f"{prefix}/confidence"), "share"),
-            ("Gradient norm", (f"{prefix}/grad_norm",), ""),
-            ("Seconds a step", ("timing_s/step",), "s"),
-        ),
-    )
-
-
 @dataclass(frozen=True)
 class Kind:
     """What differs between the ways of training on examples."""
@@ -86,10 +60,10 @@ class Kind:
 
 
 KINDS: dict[type[SupervisedConfig], Kind] = {
-    SFTConfig: Kind(SFTWorker, ConversationDataset, display_of("sft", "nats per learned token")),
-    RMConfig: Kind(RMWorker, PreferenceDataset, display_of("rm", "nats per pair")),
-    DPOConfig: Kind(DPOWorker, PreferenceDataset, display_of("dpo", "per pair")),
-    ILQLConfig: Kind(ILQLWorker, ScoredDataset, display_of("ilql", "per learned token")),
+    SFTConfig: Kind(SFTWorker, ConversationDataset, SFT_DISPLAY),
+    RMConfig: Kind(RMWorker, PreferenceDataset, RM_DISPLAY),
+    DPOConfig: Kind(DPOWorker, PreferenceDataset, DPO_DISPLAY),
+    ILQLConfig: Kind(ILQLWorker, ScoredDataset, ILQL_DISPLAY),
 }
 
 

@@ -1,0 +1,1 @@
+"""One page that shows runs over each other: `python -m verl_like.compare`."""

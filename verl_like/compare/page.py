@@ -1,0 +1,216 @@
+"""Draws the page that shows runs over each other."""
+
+import html
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from matplotlib import color_sequences, colormaps
+from matplotlib.colors import to_hex
+
+from verl_like.compare.run_folder import RunFolder
+from verl_like.trainer.ppo.display import PPO_DISPLAY
+from verl_like.trainer.run.charts import Curve, chart, names_of_chart, points_by_metric, timelines
+from verl_like.trainer.run.display import printable
+from verl_like.trainer.run.html_page import table, write_page
+from verl_like.trainer.supervised.display import DPO_DISPLAY, ILQL_DISPLAY, RM_DISPLAY, SFT_DISPLAY
+
+GenerationsOfPrompt = dict[tuple[float, str], dict[str, Any]]
+"""Rows of `RunFolder.generations` by the step and the name of the run."""
+DISPLAYS = (PPO_DISPLAY, SFT_DISPLAY, RM_DISPLAY, DPO_DISPLAY, ILQL_DISPLAY)
+"""What the reports of all trainers show; makers and trainers apart show what PPO does."""
+MOST_PROMPTS = 20
+"""How many prompts the page shows generations of."""
+STYLE = """
+.legend { position: sticky; top: 0; background: white; padding: .4rem 0; z-index: 1; }
+.legend span { margin-right: 1.2rem; white-space: nowrap; }
+.legend i { display: inline-block; width: 1rem; height: .7rem; margin-right: .3rem; }
+figure { margin: 0; }
+figcaption { font-weight: 600; overflow-wrap: anywhere; }
+.generation { white-space: pre-wrap; overflow-wrap: anywhere; min-width: 12rem; }
+td { overflow-wrap: anywhere; }
+"""
+BODY = """<div class="legend">{legend}</div>
+<h2>Runs</h2>{runs}
+<h2>Curves</h2><div class="charts">{charts}</div>
+<h2>Timelines</h2>
+<p>One step of each run, the last complete one that neither validated nor saved, on one scale of
+seconds. Each pool has a lane with a row for each process. Bars above each other ran at the same
+time.</p>
+{timelines}
+<h2>Generations</h2>{generations}
+<h2>Configuration</h2>
+<p>Keys that all runs have, with different values.</p>
+{differing}
+<details><summary>Keys that only some of the runs have: {num_partial}</summary>{partial}</details>
+"""
+
+
+def write_comparison(path: Path, runs: Sequence[RunFolder], patterns: Sequence[str] = ()) -> None:
+    """Writes the page. `patterns` are those of metrics that are shown besides. Raises OSError."""
+    colors = _colors(len(runs))
+    common = set(runs[0].settings).intersection(*(run.settings for run in runs))
+    every_key = set[str]().union(*(run.settings for run in runs))
+    differing = _differing(common, runs)
+    partial = _differing(every_key - common, runs)
+    body = BODY.format(
+        legend=_legend(runs, colors),
+        runs=table([_row_of_run(run) for run in runs]),
+        charts=_charts(runs, colors, patterns) or "<p>No step yet.</p>",
+        timelines=timelines({run.name: run.calls for run in runs}) or "<p>No step yet.</p>",
+        generations=_generations(runs),
+        differing=table(differing),
+        num_partial=len(partial),
+        partial=table(partial),
+    )
+    title = "Comparison of " + ", ".join(run.name for run in runs)
+    write_page(path, title, body, STYLE)
+
+
+def metrics_of(runs: Sequence[RunFolder]) -> list[str]:
+    """The names of all metrics of the runs."""
+    names: dict[str, None] = {}
+    for run in runs:
+        for row in run.metrics:
+            names.update(dict.fromkeys(row))
+    names.pop("step", None)
+    return list(names)
+
+
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Return whether a name matches one of the shell patterns."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _colors(num_runs: int) -> list[str]:
+    """A color of each run: those of matplotlib's cycle as long as there are enough."""
+    few = color_sequences["tab10"]
+    if num_runs <= len(few):
+        return [to_hex(color) for color in few[:num_runs]]
+    shares = [number / (num_runs - 1) for number in range(num_runs)]
+    return [to_hex(colormaps["turbo"](share)) for share in shares]
+
+
+def _escaped(text: str) -> str:
+    return html.escape(printable(text))
+
+
+def _legend(runs: Sequence[RunFolder], colors: Sequence[str]) -> str:
+    entries = []
+    for run, color in zip(runs, colors, strict=True):
+        swatch = f'<i style="background:{color}"></i>'
+        experiment = f"<small>{_escaped(run.experiment)}</small>"
+        entries.append(f"<span>{swatch}{_escaped(run.name)} {experiment}</span>")
+    return "".join(entries)
+
+
+def _row_of_run(run: RunFolder) -> dict[str, str]:
+    return {
+        "run": run.name,
+        "project": run.project,
+        "experiment": run.experiment,
+        "steps": run.steps,
+        "newest row of metrics": run.newest_row,
+        "folder": str(run.path),
+    }
+
+
+def _charts(runs: Sequence[RunFolder], colors: Sequence[str], patterns: Sequence[str]) -> str:
+    """A chart for each metric that a report shows, or that matches a pattern."""
+    names = metrics_of(runs)
+    labels = _labels(names)
+    for name in names:
+        if matches(name, patterns):
+            labels.setdefault(name, "")
+    points_of_run = [points_by_metric(run.metrics) for run in runs]
+    figures = []
+    for name, label in labels.items():
+        curves = []
+        for run, color, points in zip(runs, colors, points_of_run, strict=True):
+            if name in points:
+                by_step = sorted(points[name], key=_step_of)
+                curves.append(Curve(run.name, by_step, color))
+        drawn = chart(curves, label=label, has_legend=False)
+        caption = f"<figcaption>{_escaped(name)}</figcaption>"
+        figures.append(f"<figure>{caption}{drawn}</figure>")
+    return "".join(figures)
+
+
+def _labels(names: Sequence[str]) -> dict[str, str]:
+    """What the y-axis of a report's chart is labelled with, by the metrics that reports show."""
+    labels: dict[str, str] = {}
+    for display in DISPLAYS:
+        for _, wanted, label in display.charts:
+            for name in names_of_chart(wanted, names):
+                labels.setdefault(name, label)
+    return labels
+
+
+def _step_of(point: tuple[float, float]) -> float:
+    return point[0]
+
+
+def _generations(runs: Sequence[RunFolder]) -> str:
+    """A table for each prompt: a row for each step, and in it what each run generated."""
+    by_prompt: dict[str, GenerationsOfPrompt] = {}
+    for run in runs:
+        for row in run.generations:
+            generations = by_prompt.setdefault(row["prompt"], {})
+            generations[row["step"], run.name] = row
+    if not by_prompt:
+        return "<p>None.</p>"
+
+    def rank(prompt: str) -> tuple[int, float]:
+        steps = [step for step, _ in by_prompt[prompt]]
+        names = {name for _, name in by_prompt[prompt]}
+        return len(names), max(steps)
+
+    prompts = sorted(by_prompt, key=rank, reverse=True)
+    tables = []
+    for prompt in prompts[:MOST_PROMPTS]:
+        caption = f'<h3 class="generation">{_escaped(prompt)}</h3>'
+        tables.append(caption + _generations_of(by_prompt[prompt], runs))
+    num_hidden = len(prompts) - len(tables)
+    if num_hidden:
+        tables.append(f"<p>{num_hidden} further prompts are in generations.jsonl of the runs.</p>")
+    return "".join(tables)
+
+
+def _generations_of(generations: GenerationsOfPrompt, runs: Sequence[RunFolder]) -> str:
+    """The table of one prompt."""
+    names = [f"<th>{_escaped(run.name)}</th>" for run in runs]
+    rows = []
+    for step in sorted({step for step, _ in generations}):
+        cells = [_generation(generations.get((step, run.name), {})) for run in runs]
+        rows.append(f"<tr><td>{step}</td>{''.join(cells)}</tr>")
+    return f"<table><tr><th>step</th>{''.join(names)}</tr>{''.join(rows)}</table>"
+
+
+def _generation(row: Mapping[str, Any]) -> str:
+    """A cell with the texts of a generation other than its prompt."""
+    lines = []
+    for name, value in row.items():
+        if name not in ("step", "prompt"):
+            lines.append(f"<b>{_escaped(name)}</b> {_escaped(str(value))}")
+    text = "\n".join(lines)
+    return f'<td class="generation">{text}</td>'
+
+
+def _differing(keys: Iterable[str], runs: Sequence[RunFolder]) -> list[dict[str, str]]:
+    """A row for each key whose values differ, with the value of each run."""
+    rows = []
+    for key in sorted(keys):
+        value_of_run = {run.name: _value(run, key) for run in runs}
+        if len(set(value_of_run.values())) > 1:
+            rows.append({"": key, **value_of_run})
+    return rows
+
+
+def _value(run: RunFolder, key: str) -> str:
+    """A value of the configuration as text; empty where the run does not have the key."""
+    if key not in run.settings:
+        return ""
+    value = run.settings[key]
+    return value if isinstance(value, str) else json.dumps(value, default=str)

@@ -1,0 +1,165 @@
+"""Reads the folders of runs, which may be running: nothing in them is changed or locked."""
+
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from verl_like.protocol.files import open_regular
+from verl_like.secret_values import masked
+from verl_like.trainer.run.rows import readable_rows
+from verl_like.trainer.run.timeline import undisturbed
+from verl_like.trainer.state.resume import read_config, settings_of
+
+TIMELINE_BYTES = 1 << 24
+"""How much of a timeline is read, from its end: only one step is shown."""
+GREATEST_NUMBER = sys.float_info.max / 1e10
+"""An axis has no room for greater ones."""
+
+TEXTS_OF_CALL = ("pool", "process", "method")
+NUMBERS_OF_CALL = ("step", "started", "finished")
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """What the folder of a run holds."""
+
+    path: Path
+    name: str
+    """The folder's name, with as many of its parents' as tell it from the other runs."""
+    project: str
+    experiment: str
+    settings: dict[str, Any]
+    """Every value of the configuration by its key, with secrets masked."""
+    metrics: list[dict[str, float]]
+    """A row a step or validation, with "step"; finite numbers alone."""
+    newest_row: str
+    """Date and time of the newest row of metrics; empty where there is none."""
+    calls: list[dict[str, Any]]
+    """The calls of workers in one step, which is complete, as the run's timeline has them."""
+    generations: list[dict[str, Any]]
+    """Rows with "step", "prompt" and other texts, in the order of the validations."""
+
+    @property
+    def steps(self) -> str:
+        """How far the run is."""
+        if not self.metrics:
+            return "no step yet"
+        last = max(row["step"] for row in self.metrics)
+        num_steps = self.settings.get("trainer.total_training_steps")
+        return f"{last} of {num_steps}" if num_steps else str(last)
+
+
+def read_runs(folders: Sequence[Path]) -> list[RunFolder]:
+    """Reads the folders of runs.
+
+    Raises ValueError for what is no such folder, a file that cannot be read, or a run that is given
+    twice.
+    """
+    paths: list[Path] = []
+    for folder in folders:
+        path = Path(os.path.realpath(folder))
+        if path in paths:
+            raise ValueError(f"{folder} is given twice, here or by a link: name each run once.")
+        paths.append(path)
+    return [_read_run(path, name) for path, name in zip(paths, _names(paths), strict=True)]
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """The last parts of each path, as many as make the names differ."""
+    num_parts = 0
+    names: list[str] = []
+    while len(set(names)) < len(paths):
+        num_parts += 1
+        names = ["/".join(path.parts[-num_parts:]) for path in paths]
+    return names
+
+
+def _read_run(path: Path, name: str) -> RunFolder:
+    """Reads one folder. Raises ValueError."""
+    if not os.path.exists(path / "config.yaml"):
+        raise ValueError(
+            f"{path} is no folder of a run, which has a config.yaml: give folders such as "
+            "outputs/verl_like/ppo/latest."
+        )
+    try:
+        config = OmegaConf.to_container(read_config(path), resolve=False)
+        metrics = _rows(path / "metrics.jsonl")
+        calls = _rows(path / "timeline.jsonl", TIMELINE_BYTES)
+        generations = _rows(path / "generations.jsonl")
+    except (OSError, ValueError, OmegaConfBaseException) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    numbers = [_numbers(row) for row in metrics]
+    settings = dict(settings_of(masked(config)))
+    return RunFolder(
+        path=path,
+        name=name,
+        project=str(settings.get("trainer.project_name", "")),
+        experiment=str(settings.get("trainer.experiment_name", "")),
+        settings=settings,
+        metrics=[row for row in numbers if "step" in row],
+        newest_row=_time_of(path / "metrics.jsonl") if metrics else "",
+        calls=_calls_of_a_step(calls),
+        generations=[row for row in generations if _is_generation(row)],
+    )
+
+
+def _rows(file: Path, num_bytes: int | None = None) -> list[dict[str, Any]]:
+    """The rows of a file, or of its last bytes; none where there is no file. Raises OSError."""
+    if not os.path.lexists(file):
+        return []
+    with open_regular(file) as opened:
+        if num_bytes is not None:
+            size = opened.seek(0, os.SEEK_END)
+            opened.seek(max(0, size - num_bytes))
+        return readable_rows(opened.read())
+
+
+def _time_of(file: Path) -> str:
+    """When a file was written last, in local time."""
+    written = datetime.fromtimestamp(file.stat().st_mtime)
+    return written.isoformat(" ", "seconds")
+
+
+def _is_number(value: object) -> bool:
+    """Return whether a value of JSON is a finite number that can be drawn."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) <= GREATEST_NUMBER
+
+
+def _numbers(row: dict[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in row.items() if _is_number(value)}
+
+
+def _is_call(row: dict[str, Any]) -> bool:
+    """Return whether a row has what a timeline shows."""
+    has_texts = all(isinstance(row.get(name), str) for name in TEXTS_OF_CALL)
+    has_numbers = all(_is_number(row.get(name)) for name in NUMBERS_OF_CALL)
+    return has_texts and has_numbers and "is_validating" in row
+
+
+def _is_generation(row: dict[str, Any]) -> bool:
+    return _is_number(row["step"]) and isinstance(row.get("prompt"), str)
+
+
+def _calls_of_a_step(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The calls of the last complete step that neither validated nor saved.
+
+    The newest step may be incomplete; it is taken where there is no other.
+    """
+    by_step: dict[float, list[dict[str, Any]]] = {}
+    for row in rows:
+        if _is_call(row) and row["step"] > 0:
+            by_step.setdefault(row["step"], []).append(row)
+    steps = [by_step[step] for step in sorted(by_step)]
+    if not steps:
+        return []
+    complete = steps[:-1] or steps
+    return undisturbed(complete)[-1]

@@ -1,0 +1,19 @@
+"""Reads the files of a run that have a JSON object in each line."""
+
+import contextlib
+import json
+from typing import Any
+
+
+def readable_rows(content: bytes) -> list[dict[str, Any]]:
+    """The objects with a step.
+
+    A line that is damaged is left out, such as the last one of a file that is being written.
+    """
+    rows = []
+    for line in content.splitlines():
+        with contextlib.suppress(ValueError, RecursionError):
+            row = json.loads(line)
+            if isinstance(row, dict) and "step" in row:
+                rows.append(row)
+    return rows
