@@ -72,3 +72,5 @@ def test_other_shapes_are_refused_with_what_to_do():
         DataProto.from_dict(non_tensors={"uid": np.zeros((2, 2))}).to_tensordict()
     with pytest.raises(ValueError, match=r"batch_size \[2, 3\]; .*reshape\(-1\)"):
         DataProto.from_tensordict(TensorDict({"x": torch.ones(2, 3)}, batch_size=[2, 3]))
+    with pytest.raises(ValueError, match=r"meta_info has the keys \[3\], .* use texts as keys"):
+        DataProto(meta_info={3: "x"}).to_tensordict()

@@ -20,7 +20,8 @@ class VerlDataProto(Batch):
 
         Tensors stay as they are. An array becomes a NonTensorStack with an element for each row,
         and an entry of meta_info becomes NonTensorData. `from_tensordict` is the inverse. Raises
-        ValueError where a name is used twice, and for arrays with more than one dimension.
+        ValueError where a name is used twice, for arrays with more than one dimension, and for a
+        key of meta_info that is no text.
         """
         self.check_consistency()
         tensors = self.tensors()
@@ -30,6 +31,12 @@ class VerlDataProto(Batch):
             raise ValueError(
                 f"to_tensordict: {merge.names(twice)} are names of more than one column or entry "
                 "of meta_info, and a TensorDict has one of each; rename or pop one of them first."
+            )
+        unnamed = [key for key in self.meta_info if not isinstance(key, str)]
+        if unnamed:
+            raise ValueError(
+                f"to_tensordict: meta_info has the keys {unnamed}, and a TensorDict has names "
+                "alone; use texts as keys."
             )
         data = TensorDict(tensors, batch_size=[len(self)])
         for name, array in self.non_tensor_batch.items():
