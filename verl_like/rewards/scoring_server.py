@@ -15,6 +15,7 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
+from verl_like import registry as names
 from verl_like.rewards import loader, registry, remote
 from verl_like.rewards.sample import RewardSample
 from verl_like.rewards.supervisor import supervise
@@ -30,7 +31,7 @@ _WHAT_IS_EXPECTED = (
     'a finite number, {"score": finite number, ...}, or None to leave the sample out'
 )
 # These files only find and call the function, so a message does not name their lines.
-_CALLERS = (__file__, loader.__file__, registry.__file__, remote.__file__)
+_CALLERS = (__file__, loader.__file__, names.__file__, registry.__file__, remote.__file__)
 
 
 def serve(socket_fd: int, parent_pid: int, max_memory_bytes: int) -> None:
