@@ -72,12 +72,12 @@ def test_every_override_of_a_recipe_has_its_value(name: str):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_only_ppo_trains_a_critic(name: str):
-    assert config_of(name).needs_critic == (name == "ppo")
+    assert config_of(name).plan.needs_critic == (name == "ppo")
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_reference_is_loaded_where_there_is_a_kl(name: str):
-    assert config_of(name).needs_reference == (name in ("grpo", "rloo", "ppo"))
+    assert config_of(name).plan.needs_reference == (name in ("grpo", "rloo", "ppo"))
 
 
 @pytest.mark.parametrize(
