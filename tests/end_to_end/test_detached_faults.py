@@ -287,6 +287,7 @@ def test_a_maker_stays_on_its_version_where_the_trainer_died_in_mid_push(
             trainer.config,
             SideRecorder("maker_0"),
         )
+        holder.trainer_names = ["trainer_0"]
         holder.version, holder.pushed = (
             0,
             PushedWeights(1, {"actor": ForwardedFuture(parts, lambda results: results)}),

@@ -13,7 +13,6 @@ from test_local_step import local_trainer, run_locally
 
 from verl_like.single_controller.failure import WorkerError
 from verl_like.trainer.config import PPOConfig, load_ppo_config
-from verl_like.trainer.loop import training_loop
 from verl_like.trainer.ppo.experience_maker import Experience
 from verl_like.trainer.ppo.learner import Update
 from verl_like.trainer.state import checkpoint
@@ -161,8 +160,10 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_the_one_before_is_
 ):
     settings = [*GRPO, "trainer.max_ckpt_to_keep=1"]
 
+    begin = checkpoint.begin
+
     def begin_where_a_folder_is(run_dir: Path, step: int) -> Path:
-        folder = checkpoint.begin(run_dir, step)
+        folder = begin(run_dir, step)
         if step == 2:
             (folder / "actor/checkpoint/rank_00000.safetensors").mkdir(parents=True)
         return folder
@@ -171,7 +172,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_the_one_before_is_
         local_trainer(tmp_path, tiny_llama, *settings, steps=4) as trainer,
         monkeypatch.context() as patched,
     ):
-        patched.setattr(training_loop, "begin", begin_where_a_folder_is)
+        patched.setattr(checkpoint, "begin", begin_where_a_folder_is)
         message = (
             r"actor rank 0 .* failed in save_result: OSError: "
             r".*actor/checkpoint/rank_00000.safetensors cannot be"

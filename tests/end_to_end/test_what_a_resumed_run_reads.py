@@ -14,10 +14,10 @@ from verl_like.trainer.config import PPOConfig, load_ppo_config
 from verl_like.trainer.config.detached import DetachedBlock
 from verl_like.trainer.state.resume import (
     _FREE_KEYS,
-    _values,
     differing_keys,
     find_run,
     fingerprints_of,
+    settings_of,
 )
 
 
@@ -165,7 +165,7 @@ def test_a_run_whose_settings_cannot_be_read_is_noted_or_refused(
 
 
 def test_every_key_that_may_change_is_a_key(config_with: Callable):
-    keys = [key for key, _ in _values(config_with().model_dump(mode="json"))]
+    keys = [key for key, _ in settings_of(config_with().model_dump(mode="json"))]
     keys += [f"detached.{name}" for name in DetachedBlock.model_fields]
     assert [free for free in _FREE_KEYS if not any(fnmatchcase(key, free) for key in keys)] == []
     fixed = {key for key in keys if not any(fnmatchcase(key, free) for free in _FREE_KEYS)}
