@@ -1,6 +1,8 @@
 """How a batch crosses processes and goes to disk."""
 
 import pickle
+import subprocess
+import sys
 import warnings
 
 import numpy as np
@@ -191,3 +193,15 @@ def test_saving_over_a_file_replaces_it_as_a_whole(tmp_path):
     with pytest.raises(ValueError):
         DataProto(meta_info={"bad": object()}).save_to_disk(path)
     assert len(DataProto.load_from_disk(path)) == 3
+
+
+def test_a_process_that_makes_jagged_columns_writes_nothing_to_standard_error():
+    """torch warns once in a process, for those who trace a model: users would see it in each run."""
+    program = (
+        "import torch\n"
+        "from verl_like.protocol.row_ops import jagged_from_lists\n"
+        "print(jagged_from_lists([[1, 2], [3]], torch.int64).offsets().tolist())\n"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert (done.stdout, done.stderr) == ("[0, 2, 3]\n", "")

@@ -3,6 +3,7 @@ first dimension."""
 
 import dataclasses
 import itertools
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard, cast
@@ -14,6 +15,18 @@ from torch.nested._internal.nested_tensor import NestedTensor
 ColumnData = torch.Tensor | np.ndarray
 _HUGE_PAGE = 2 * 1024 * 1024
 RowIndices = Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor
+
+
+def _is_worth_telling(record: logging.LogRecord) -> bool:
+    """Returns False for torch's advice to those who trace a model with torch.fx.
+
+    `torch.nested.nested_tensor_from_jagged` makes torch log it once in each process, and nothing
+    here traces a model so.
+    """
+    return not record.getMessage().startswith("is_fx_tracing will return true for both")
+
+
+logging.getLogger("torch.fx._symbolic_trace").addFilter(_is_worth_telling)
 
 
 def is_jagged(column: ColumnData) -> TypeGuard[torch.Tensor]:
