@@ -4,7 +4,9 @@ from verl_like.trainer.run.display import Display
 
 
 def display_of(prefix: str, unit: str) -> Display:
-    """What is shown of a run whose metrics begin with `prefix`; `unit` is the loss's."""
+    """What is shown of a run whose metrics begin with `prefix`. `unit` is the unit of the loss."""
+    of_pairs = tuple(f"{prefix}/{name}" for name in ("chosen_reward", "rejected_reward", "margin"))
+    terms = tuple(f"{prefix}/{name}_loss" for name in ("td", "value", "cql", "lm"))
     return Display(
         step_line=(
             ("loss", (f"{prefix}/loss",), "{:.4f}"),
@@ -18,18 +20,8 @@ def display_of(prefix: str, unit: str) -> Display:
         charts=(
             ("Validation", ("val-core/",), ""),
             ("Loss", (f"{prefix}/loss",), unit),
-            (
-                "Rewards",
-                tuple(
-                    f"{prefix}/{name}" for name in ("chosen_reward", "rejected_reward", "margin")
-                ),
-                "",
-            ),
-            (
-                "Terms of the loss",
-                tuple(f"{prefix}/{name}_loss" for name in ("td", "value", "cql", "lm")),
-                unit,
-            ),
+            ("Rewards", of_pairs, ""),
+            ("Terms of the loss", terms, unit),
             ("Q and V", (f"{prefix}/target_q", f"{prefix}/value"), "score"),
             ("Accuracy", (f"{prefix}/accuracy", f"{prefix}/confidence"), "share"),
             ("Gradient norm", (f"{prefix}/grad_norm",), ""),
