@@ -27,6 +27,16 @@ STARTING_RAY = {
 }
 
 
+SLOW = STARTING_RAY - {"dispatch"} | {
+    "head",
+    "packing",
+    "rollout",
+    "training_on_examples",
+    "weight_sync",
+}
+"""Those whose side of ours runs in `make proofs` alone, with its peers."""
+
+
 def run_small(name: str, **variables: str) -> None:
     """Runs a benchmark at its small size and checks that its result is there."""
     result = ROOT / "build" / "benchmarks" / f"{name}.json"

@@ -230,6 +230,7 @@ def test_a_reward_function_that_raises_or_never_ends_ends_the_run_without_a_rest
     assert "is started again" not in output.out
 
 
+@pytest.mark.proof
 def test_a_side_that_is_stopped_ends_though_ray_ends_at_once(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(run_detached, "ANSWER_S", 1.0)
     template = worker_template.start([])

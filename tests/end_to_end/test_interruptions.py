@@ -148,6 +148,7 @@ def test_signals_that_come_while_a_run_ends_lose_no_report(tmp_path: Path, start
     )
 
 
+@pytest.mark.proof
 def test_a_killed_worker_ends_the_run_with_its_role_rank_and_method(
     tmp_path: Path, start: Callable
 ):

@@ -24,6 +24,7 @@ def steps_of(folder: Path) -> list[dict]:
     return [row for row in metrics_of(folder) if "actor/loss" in row]
 
 
+@pytest.mark.proof
 def test_makers_that_get_only_adapters_have_the_numbers_of_the_synchronous_run(
     tmp_path: Path, tiny_llama: Callable
 ):

@@ -82,7 +82,7 @@ def config_of(folder: Path, tiny_llama: Callable, *settings: str, steps: int = 5
 @pytest.mark.parametrize(
     "settings",
     [
-        [*PPO, *FILTERED],
+        pytest.param([*PPO, *FILTERED], marks=pytest.mark.proof),
         [
             *GRPO,
             *FILTERED,

@@ -63,9 +63,15 @@ def test_a_trainer_of_a_few_lines_trains_and_leaves_metrics_and_a_report(tmp_pat
     ("overrides", "message"),
     [
         (["target=0.5", "rate=2.0"], "rate=2.0: expected a number between 0 and 1"),
-        (["target=0.5", "rat=0.25"], "rat: there is no such key; did you mean rate?"),
-        ([], "target: this key has no default, set it"),
-        (["target=0.0", "rate=0.5"], "target=0 is where the number is"),
+        pytest.param(
+            ["target=0.5", "rat=0.25"],
+            "rat: there is no such key; did you mean rate?",
+            marks=pytest.mark.proof,
+        ),
+        pytest.param([], "target: this key has no default, set it", marks=pytest.mark.proof),
+        pytest.param(
+            ["target=0.0", "rate=0.5"], "target=0 is where the number is", marks=pytest.mark.proof
+        ),
         (
             ["target=0.5", "ray_kwargs.ray_init.address=127.0.0.1:1"],
             "no Ray cluster can be joined at 127.0.0.1:1",
@@ -98,6 +104,7 @@ def test_it_is_interrupted_with_130_and_leaves_a_report_and_no_process(tmp_path:
     )
 
 
+@pytest.mark.proof
 @pytest.mark.ray
 def test_a_killed_run_leaves_a_folder_until_the_next_starts_and_one_that_ends_well_leaves_none(
     tmp_path: Path, ray_folder: Path

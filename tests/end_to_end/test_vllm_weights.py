@@ -65,7 +65,7 @@ def save_model(path: str, config: PreTrainedConfig) -> Any:
     [
         (Qwen2Config(**SIZES), 2, "self_attn.q_proj.bias"),
         # Dense Gemma 4 multiplies the output of a layer by a buffer.
-        (
+        pytest.param(
             Gemma4TextConfig(
                 **SIZES | KINDS_OF_LAYERS,
                 head_dim=32,
@@ -75,6 +75,7 @@ def save_model(path: str, config: PreTrainedConfig) -> Any:
             ),
             1,
             "layer_scalar",
+            marks=pytest.mark.proof,
         ),
         pytest.param(
             Qwen3Config(**SIZES, head_dim=32), 2, "self_attn.q_norm.weight", marks=pytest.mark.proof
@@ -131,6 +132,7 @@ def test_weights_arrive_or_are_missed_by_name(
     ray.shutdown()
 
 
+@pytest.mark.proof
 def test_an_update_needs_two_buckets_of_memory_and_outlives_an_engine_that_is_killed_in_it(
     tiny_llama: Callable[..., ModelAndFolder],
 ) -> None:

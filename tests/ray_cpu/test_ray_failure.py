@@ -149,6 +149,7 @@ def test_a_stopped_rank_is_named_and_killed_with_its_waiting_peer(pair):
         pair.place()
 
 
+@pytest.mark.proof
 @pytest.mark.usefixtures("looks_often")
 def test_a_process_that_a_rank_started_and_that_is_stopped_is_named_in_a_stream_too(pair, tmp_path):
     child = pair.execute_func_rank_zero(start_a_child)
@@ -166,6 +167,7 @@ def start_a_child() -> int:
     return subprocess.Popen(["sleep", "600"]).pid
 
 
+@pytest.mark.proof
 @pytest.mark.usefixtures("looks_often")
 def test_a_rank_that_is_stopped_for_a_moment_goes_on(pair):
     future = pair.sleep.remote(3)
@@ -175,6 +177,7 @@ def test_a_rank_that_is_stopped_for_a_moment_goes_on(pair):
     assert len(future.get(timeout=60)) == 2
 
 
+@pytest.mark.proof
 @pytest.mark.usefixtures("looks_often")
 def test_a_stopped_rank_of_another_group_whose_result_is_waited_for_is_named(pair):
     pool = RayResourcePool([1], use_gpu=False)
@@ -277,6 +280,7 @@ def join_and_fill(worker, folder: str) -> None:
     time.sleep(100)
 
 
+@pytest.mark.proof
 def test_a_rank_that_the_kernel_kills_for_want_of_memory_is_told_with_the_processes_of_the_node(
     pair, small_memory
 ):

@@ -12,6 +12,7 @@ from verl_like.single_controller.ray import RayClassWithInitArgs, RayResourcePoo
 pytestmark = pytest.mark.ray
 
 
+@pytest.mark.proof
 def test_a_worker_that_rays_memory_monitor_kills_is_told_with_the_processes_of_the_node():
     path = ":".join(map(str, Path(__file__).parents[:2]))  # for toy_workers
     ray.init(

@@ -93,6 +93,7 @@ def test_pools_that_do_not_share_a_node_are_refused_for_weights_in_shared_memory
         pool.release()
 
 
+@pytest.mark.proof
 def test_a_rank_on_another_node_that_is_stopped_is_named_with_its_node(
     nodes, monkeypatch: pytest.MonkeyPatch
 ):

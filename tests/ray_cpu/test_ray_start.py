@@ -145,6 +145,7 @@ class Titled(Worker):
         return path
 
 
+@pytest.mark.proof
 def test_processes_show_role_rank_and_method_and_have_the_drivers_priority():
     start(None)
     pool = RayResourcePool([2], use_gpu=False)
@@ -154,6 +155,7 @@ def test_processes_show_role_rank_and_method_and_have_the_drivers_priority():
     assert idle == ["ray::critic rank 0", "ray::critic rank 1"]
 
 
+@pytest.mark.proof
 def test_what_workers_leave_in_the_folder_of_temporary_files_goes_with_the_session_unless_the_logs_are_kept(
     ray_folder,
 ):

@@ -172,6 +172,7 @@ def test_a_step_puts_each_column_once_and_again_only_if_it_was_written_into(grou
     )
 
 
+@pytest.mark.proof
 def test_two_hundred_steps_leave_nothing_in_the_store_nor_in_the_driver(groups):
     def steps(count: int) -> None:
         for _ in range(count):

@@ -266,6 +266,7 @@ def shorten_deadline(worker: CriticWorker) -> DataProto:
     return DataProto()
 
 
+@pytest.mark.proof
 def test_a_trainer_that_never_comes_is_named(model: str, store: dist.TCPStore):
     with start(model, 1, [["critic"]], "missing", joint_trainers(3, store)[1], {}) as groups:
         groups["critic"].execute_with_func_generator(shorten_deadline)
