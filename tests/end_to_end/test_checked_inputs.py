@@ -149,6 +149,28 @@ def test_rows_with_style_model_need_a_reward_model_or_a_role_that_rewards_and_th
         assert check_inputs(load_ppo_config([*settings, *role]), cleanup).scorer is None
 
 
+def test_dynamic_sampling_needs_a_rule_for_every_training_row(
+    tmp_path: Path, tiny_llama: Callable, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2])
+    settings = [
+        *tiny_run_settings(tmp_path, tiny_llama),
+        "custom_reward_function.path=null",
+        f"data.train_files={model_rows(tmp_path)}",
+        "worker_classes.judge=examples.new_role.likelihood.LikelihoodWorker",
+        "role_mapping.judge=global_pool",
+        "algorithm.filter_groups.enable=true",
+        "algorithm.filter_groups.metric=reward",
+    ]
+    with (
+        contextlib.ExitStack() as cleanup,
+        pytest.raises(
+            ValueError, match=r"but 8 of 8 training rows have reward_model\.style 'model'"
+        ),
+    ):
+        check_inputs(load_ppo_config(settings), cleanup)
+
+
 @pytest.mark.parametrize("placement", [["placement=colocated"], SPLIT])
 def test_the_cpu_preset_fits_a_machine_with_two_cores(placement: list[str]):
     required = [

@@ -116,13 +116,13 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
     config = with_training_steps(config, len(train_dataset))
     scorer = None
     numbers: list[str] = []
-    every_row = config.custom_reward_function.path is not None
+    scores_every_row = config.custom_reward_function.path is not None
     rows = [row["reward_model"] for dataset in (train_dataset, val_dataset) for row in dataset]
-    num_without_rule = 0 if every_row else sum(not has_rule(row) for row in rows)
+    num_without_rule = 0 if scores_every_row else sum(not has_rule(row) for row in rows)
     if num_without_rule < len(rows):  # else no rule is needed
         manager = start_reward_manager(config)
         cleanup.callback(manager.close)
-        scorer = RuleScorer(manager, tokenizer, every_row)
+        scorer = RuleScorer(manager, tokenizer, scores_every_row)
         numbers = scorer.check(train_dataset)
         scorer.check(val_dataset)
     mapping = build_role_worker_mapping(config, own_classes)
@@ -137,6 +137,8 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
             "reward_models nor a custom role with reward_columns is there; enable the reward "
             "model, set custom_reward_function.path, or correct the rows."
         )
+    if config.algorithm.filter_groups.enable and not scores_every_row:
+        require_rules_of_training_rows(train_dataset)
     check_names_of_rewards(config, columns, numbers)
     notes = [_prompts_note("training", train_dataset), _prompts_note("validation", val_dataset)]
     if ptx_dataset:
@@ -155,6 +157,22 @@ def _prompts_note(name: str, dataset: PromptDataset) -> str:
             f" ({dataset.num_filtered} over-long ones left out, {dataset.num_truncated} truncated)"
         )
     return f"{len(dataset):,} {name} prompts{overlong}"
+
+
+def require_rules_of_training_rows(train_dataset: PromptDataset) -> None:
+    """Raises ValueError if no rule scores some training row.
+
+    Dynamic sampling compares the scores that rules give, before other rewards are there, so a
+    prompt without a rule would never count.
+    """
+    num_without_rule = sum(not has_rule(row["reward_model"]) for row in train_dataset)
+    if num_without_rule:
+        raise ValueError(
+            "algorithm.filter_groups.enable=true compares the scores that rules give, but "
+            f"{num_without_rule} of {len(train_dataset)} training rows have reward_model.style "
+            "'model' and no rule; set filter_groups.enable=false, set "
+            "custom_reward_function.path, or correct the rows."
+        )
 
 
 def check_names_of_rewards(
