@@ -70,6 +70,12 @@ def numbers_of(folder: Path) -> list[dict[str, float]]:
     ]
 
 
+def join_counts_of_prompts_to_come(row: dict[str, float]) -> None:
+    """Puts the sum of the prompts in flight and of those that are not started in their place."""
+    if "detached/in_flight" in row:
+        row["detached/to_come"] = row.pop("detached/in_flight") + row.pop("detached/not_started")
+
+
 @pytest.mark.parametrize("sides", SIDES)
 def test_a_run_that_is_killed_in_one_phase_after_the_other_is_continued_bit_for_bit(
     sides: str, tmp_path: Path, tiny_llama: Callable
@@ -106,6 +112,10 @@ def test_a_run_that_is_killed_in_one_phase_after_the_other_is_continued_bit_for_
             [row for row in each if VALIDATED not in row or row["step"] in both]
             for each in (rows, expected_rows)
         )
+    # The first of two trainers may push weights before the other is done, as above.
+    if sides == "2 trainers":
+        for row in [*rows, *expected_rows]:
+            join_counts_of_prompts_to_come(row)
     assert rows == expected_rows
     assert [row["step"] for row in metrics_of(parts) if "actor/lr" in row][-1] == 30
     expected, tensors = tensors_of(whole, 30), tensors_of(parts, 30)
