@@ -1,6 +1,7 @@
 """The notebook of the examples runs, which is also the run of `train` on Ray."""
 
 import json
+import linecache
 import signal
 import sys
 from pathlib import Path
@@ -25,7 +26,10 @@ def execute(cells: list[str]) -> dict[str, Any]:
     """Runs cells one after the other, as a kernel does; returns the variables that they leave."""
     variables: dict[str, Any] = {"__name__": "__main__"}
     for number, source in enumerate(cells, 1):
-        exec(compile(source, f"cell {number}", "exec"), variables)  # noqa: S102
+        name = f"cell {number}"
+        # From there Python knows the source of what a cell defines.
+        linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+        exec(compile(source, name, "exec"), variables)  # noqa: S102
     return variables
 
 

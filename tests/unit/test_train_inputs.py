@@ -151,6 +151,8 @@ def test_a_model_is_written_once_and_read_wherever_the_configuration_has_its_nam
         "reward_models.safety.path=elsewhere",
         "reward_models.style.path=policy",
         "reward_models.style.weight=0.5",
+        "role_mapping.safety=global_pool",
+        "role_mapping.style=global_pool",
     ]
     config = load_ppo_config(settings(tmp_path, *overrides))
     models = {"policy": model, "critic-2": other}

@@ -61,8 +61,9 @@ def write_reward_function(reward_fn: Callable[..., Any], folder: Path) -> Path:
 
 
 def _source_of(reward_fn: Callable[..., Any]) -> str:
-    """The source of the function, as a note for those who read the file."""
+    """The source of the function, as a note for those who read the file. The note is the same
+    each time, for a run goes on only with the file that it began with."""
     try:
         return inspect.getsource(reward_fn)
     except (OSError, TypeError):
-        return f"not known to Python: {reward_fn!r}"
+        return "not known to Python"
