@@ -17,6 +17,7 @@ from verl_like.trainer.config import PPOConfig, load_ppo_config
 from verl_like.trainer.config.compose import load_config
 from verl_like.trainer.config.detached import DetachedConfig, broken_detached_rules
 from verl_like.trainer.run.errors import InputRefused
+from verl_like.trainer.state.resume import changed_inputs, fingerprints_of
 
 
 def settings(folder: Path, *overrides: str) -> list[str]:
@@ -174,3 +175,27 @@ def test_a_model_is_written_once_and_read_wherever_the_configuration_has_its_nam
 def test_the_critic_follows_the_policy_as_in_the_configuration(tmp_path: Path):
     config: PPOConfig = load_ppo_config(settings(tmp_path))
     assert with_paths(config, {"policy": "/a/folder"}).critic.model.path == "/a/folder"
+
+
+def test_the_same_call_reads_the_same_inputs_so_that_its_run_goes_on_and_another_does_not(
+    tmp_path: Path, tiny_llama: Callable
+):
+    path, model = tiny_llama()
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    config = load_ppo_config(settings(tmp_path))
+
+    def make(bonus: float) -> Callable[..., float]:
+        def bonus_alone(data_source: str, solution_str: str, ground_truth: str, extra_info: dict):
+            return bonus
+
+        return bonus_alone
+
+    written = []
+    for name, bonus in (("first", 0.5), ("again", 0.5), ("another", 0.75)):
+        folder = tmp_path / name
+        folder.mkdir()
+        models = {"policy": model}
+        written.append(write_inputs(config, folder, make(bonus), models, tokenizer))
+    first, again, another = written
+    assert changed_inputs(fingerprints_of(first), again) == []
+    assert changed_inputs(fingerprints_of(first), another) == ["custom_reward_function.path"]

@@ -69,9 +69,10 @@ class Strategy:
                 f"{path} is no {model_class.__name__}: it lacks {missing} and also has "
                 f"{unexpected}; give another folder, or strict=False"
             )
-        model.hf.load_state_dict(
-            {k: v for k, v in there.state_dict().items() if k not in missing}, strict=False
-        )
+        weights = there.state_dict()
+        for name in missing:
+            weights.pop(name, None)
+        model.hf.load_state_dict(weights, strict=False)
 
     def save_optimizer(self, optimizer: Any, path: str, only_rank0: bool = False) -> None:
         """Writes the optimizer's state, a file for each rank."""
