@@ -13,10 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from examples.split_placement.make_toy_world import Settings, make_model, make_row, make_tokenizer
-from verl_like.simple import LocalTrainer
 from verl_like.trainer.config import PPOConfig, load_ppo_config
 from verl_like.trainer.ppo.display import PPO_DISPLAY
 from verl_like.trainer.ppo.inputs import load_dataset, start_reward_manager
+from verl_like.trainer.ppo.local_trainer import LocalTrainer
 from verl_like.trainer.ppo.scoring import RuleScorer
 from verl_like.trainer.ppo.workers import build_role_worker_mapping
 from verl_like.trainer.run.run_recorder import RunRecorder

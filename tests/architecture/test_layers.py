@@ -24,6 +24,9 @@ LAYER = {
     "trainer": 3,
     "rehearse": 4,
     "compare": 4,
+    "export": 4,
+    "train": 4,
+    "compat": 5,
 }
 # Optional packages, each imported inside a function of the files that wrap it.
 OPTIONAL = {

@@ -14,7 +14,6 @@ import pyarrow.parquet as pq
 import pytest
 from runs import AHEAD, GRPO, kill_once, metrics_of, num_steps_logged, run_apart, tiny_run_settings
 
-from verl_like.simple import LocalTrainer
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.trainer.config.compose import load_config
 from verl_like.trainer.config.detached import DetachedConfig, broken_detached_rules
@@ -23,6 +22,7 @@ from verl_like.trainer.detached.ledger import PromptLedger
 from verl_like.trainer.detached.maker_holder import ExperienceMakerHolder
 from verl_like.trainer.detached.side import SideRecorder
 from verl_like.trainer.ppo import maker_driver
+from verl_like.trainer.ppo.local_trainer import LocalTrainer
 from verl_like.trainer.ppo.maker_driver import OF_PLUGIN, MakerDriver
 from verl_like.trainer.state import checkpoint
 from verl_like.trainer.state.resume import fingerprints_of

@@ -7,6 +7,7 @@ import sys
 from copy import deepcopy
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import pytest
 import torch
@@ -20,15 +21,17 @@ from verl_like.simple import (
     Actor,
     Critic,
     FsdpStrategy,
-    LocalTrainer,
     NaiveStrategy,
     PPOTrainer,
     RewardModel,
     Strategy,
 )
+from verl_like.train import require_reward_fn
 from verl_like.trainer.ppo import ray_trainer as ppo_trainer
+from verl_like.trainer.ppo.local_trainer import LocalTrainer
 
 PAGE = (Path(__file__).parents[2] / "docs/python.md").read_text()
+LISTINGS: list[str] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
 @pytest.fixture(autouse=True)
@@ -258,6 +261,17 @@ def test_what_cannot_be_is_refused():
         strategy.load_optimizer(optimizer, "optimizer")
 
 
+def test_the_first_listing_of_the_page_has_a_configuration_and_a_function_that_train_takes():
+    before_training, _, _ = LISTINGS[0].partition("run = train(")
+    variables: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(before_training, "docs/python.md", "exec"), variables)  # noqa: S102
+    right_sum = variables["right_sum"]
+    require_reward_fn(variables["config"], right_sum)
+    assert right_sum("sums", " 177", "177", {}) == 1.0
+    assert right_sum("sums", "17", "177", {}) == 0.0
+    assert variables["config"].actor_rollout_ref.rollout.n == 8
+
+
 def run_script(source: str) -> None:
     Path("script.py").write_text(source)
     subprocess.run([sys.executable, "script.py"], check=True, timeout=300)
@@ -274,7 +288,7 @@ def test_the_listing_of_the_page_runs_and_goes_on_from_what_it_saved():
     )
     # In the place of the hub's, which has dropout as well
     GPT2LMHeadModel(tiny).save_pretrained("gpt2")
-    listing, loads = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    listing, loads = [each for each in LISTINGS if "strategy." in each]
     run_script(listing)
     first = load_file("actor_checkpoint.pt/model.safetensors")
     assert not torch.equal(

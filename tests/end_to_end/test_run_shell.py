@@ -16,8 +16,10 @@ import toy_trainer
 from runs import kill_driver
 from test_interruptions import assert_nothing_is_left, heed_interrupts
 
+from verl_like.rewards.manager import RewardError
 from verl_like.trainer.run import shell as run
 from verl_like.trainer.run import tracking
+from verl_like.trainer.run.errors import InputRefused, RunFailed
 from verl_like.trainer.run.run_recorder import RunRecorder
 
 TOY = Path(__file__).with_name("toy_trainer.py")
@@ -185,3 +187,32 @@ def test_a_run_whose_tracker_fails_trains_to_its_end_and_says_what_the_tracker_l
         f"Tracker mlflow lacks 5 of 5 rows of metrics ({reason})" in out
         and "Done: 5 training steps." in out
     )
+
+
+def test_from_python_a_failed_run_raises_what_the_command_prints_without_secrets(tmp_path: Path):
+    settings = {"default_local_dir": str(tmp_path), "steps": 2}
+    config = toy_trainer.ToyConfig(
+        trainer=settings, target=0.5, rate=0.5, plugins=["https://user:canary@host/"]
+    )
+
+    def fit(inputs: toy_trainer.ToyInputs, recorder: RunRecorder) -> None:
+        raise RewardError("the judge at https://user:canary@host/ has no answer")
+
+    with pytest.raises(RunFailed, match=r"^the judge at https://\*\*\*@host/ has no answer$"):
+        run.run_or_raise(config, toy_trainer.check_inputs, fit, toy_trainer.DISPLAY, uses_ray=False)
+    assert "Stopped: the judge at" in (tmp_path / "latest/report.html").read_text()
+
+
+def test_from_python_a_run_returns_its_folder_and_wrong_input_is_a_value_error(tmp_path: Path):
+    settings = {"default_local_dir": str(tmp_path), "steps": 2}
+    config = toy_trainer.ToyConfig(trainer=settings, target=0.5, rate=0.5)
+    parts = (toy_trainer.check_inputs, toy_trainer.fit, toy_trainer.DISPLAY)
+    before = [signal.getsignal(number) for number in run.ENDING_SIGNALS]
+    run_dir = run.run_or_raise(config, *parts, uses_ray=False)
+    rows = (run_dir / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["toy/distance"] for row in rows] == [0.25, 0.125]
+    assert [signal.getsignal(number) for number in run.ENDING_SIGNALS] == before
+
+    wrong = config.model_copy(update={"target": 0.0})
+    with pytest.raises(InputRefused, match="target=0 is where the number is"):
+        run.run_or_raise(wrong, *parts, uses_ray=False)

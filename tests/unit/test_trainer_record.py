@@ -8,9 +8,11 @@ import signal
 import threading
 import time
 import tracemalloc
+import warnings
 from collections.abc import Callable
 
 import pytest
+import rich.console
 
 from verl_like.single_controller import CallEvent
 from verl_like.single_controller.decorator import Dispatch, register
@@ -563,6 +565,18 @@ def test_the_time_left_is_known_after_two_steps_however_long_they_take():
         )
     console.close()
     assert console.progress.tasks[0].time_remaining > 45
+
+
+def test_in_a_notebook_there_are_lines_and_no_bar_which_would_need_another_package(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(rich.console, "_is_jupyter", lambda: True)
+    console = RunConsole(PPO_DISPLAY, str)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # rich warns where it cannot show a bar
+        console.start_training(total_steps=3)
+        console.show_step(1, 3, {"timing_s/step": 2.5, "critic/score/mean": 0.5})
+        console.close()
 
 
 def test_the_step_line_shows_reward_kl_lengths_drift_speed_and_the_seconds_of_each_phase(capsys):

@@ -44,6 +44,8 @@ class RunConsole:
             console=self.console,
             # In seconds. A step of a large model takes minutes, and rich forgets after 30 s.
             speed_estimate_period=3600,
+            # Nothing in the output of a notebook can stay at the bottom without ipywidgets.
+            disable=self.console.is_jupyter,
         )
         self.task = self.progress.add_task("training", total=None, start=False)
 

@@ -6,7 +6,9 @@ its `Display`.
 
 import contextlib
 import signal
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from verl_like.rewards.manager import RewardError
@@ -21,7 +23,7 @@ from verl_like.trainer.config.run_config import RunConfig
 from verl_like.trainer.memory.keys import keys_that_lower
 from verl_like.trainer.memory.pools import check_memory
 from verl_like.trainer.run.display import Display
-from verl_like.trainer.run.errors import EngineMismatch
+from verl_like.trainer.run.errors import EngineMismatch, InputRefused, RunFailed
 from verl_like.trainer.run.messages import say
 from verl_like.trainer.run.run_recorder import RunRecorder, UnknownMetric
 from verl_like.trainer.run.tracking import require_trackers
@@ -29,6 +31,9 @@ from verl_like.trainer.run.worker_template import WorkerTemplate
 from verl_like.trainer.state.resume import find_run
 from verl_like.trainer.state.run_state import RecordState
 from verl_like.workers.rollout.router import close_routers
+
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""What stops a run: an interrupt, and SIGTERM, which ends a pre-empted run."""
 
 
 def run(
@@ -55,33 +60,77 @@ def run(
         template: the process of which the workers of a Ray that is started here are forks.
         state_schema: what the trainer keeps in a checkpoint beside the models.
     """
-    # SIGTERM, which ends a pre-empted run, is an interrupt too. A shell's background jobs ignore
-    # interrupts by default.
+    # A shell's background jobs ignore interrupts by default.
     handle_signals(signal.default_int_handler)
     with contextlib.ExitStack() as cleanup:
         if template:
             cleanup.callback(template.close)
         try:
-            require_trackers(config.trainer.logger)
-            if address := cluster_address(config.ray_kwargs.ray_init.address):
-                require_cluster(address)
-            inputs = check_inputs(config, cleanup)
-            memory = check_memory(config)
-            resumed, notes = find_run(inputs.config, state_schema)
-            try:
-                recorder = RunRecorder(inputs.config, display, resumed)
-            except OSError as error:
-                folder = f"trainer.default_local_dir={inputs.config.trainer.default_local_dir}"
-                raise ValueError(
-                    f"{folder} cannot be written ({error}): make room there, or give another."
-                ) from error
-        except (ValueError, RewardError, OSError) as error:
-            return say(config.redaction()(str(error)), 2)
+            inputs, recorder = begin(config, check_inputs, display, cleanup, state_schema)
+        except InputRefused as error:
+            return say(str(error), 2)
         except KeyboardInterrupt:
             return say("interrupted before the run started", 130)
-        for note in [*inputs.notes, *memory, *notes]:
-            recorder.say(note)
         return train(inputs, fit, recorder, template)
+
+
+def run_or_raise(
+    config: RunConfig,
+    check_inputs: Callable[[Any, contextlib.ExitStack], Any],
+    fit: Callable[[Any, RunRecorder], None],
+    display: Display,
+    template: WorkerTemplate | None = None,
+    state_schema: type[RecordState] = RecordState,
+    uses_ray: bool = True,
+) -> Path:
+    """Runs a trainer as `run` does, for a caller in Python. Returns the folder of the run.
+
+    Args:
+        uses_ray: False if the workers are objects of this process. The rest is as in `run`.
+
+    Raises:
+        InputRefused: an input is wrong. It is a ValueError, raised before Ray starts.
+        RunFailed: a part of the run failed.
+        KeyboardInterrupt: the run was interrupted.
+    """
+    with contextlib.ExitStack() as cleanup:
+        cleanup.enter_context(signals_as_before())
+        if template:
+            cleanup.callback(template.close)
+        inputs, recorder = begin(config, check_inputs, display, cleanup, state_schema)
+        train_or_raise(inputs, fit, recorder, template, uses_ray)
+    return recorder.run_dir
+
+
+def begin(
+    config: RunConfig,
+    check_inputs: Callable[[Any, contextlib.ExitStack], Any],
+    display: Display,
+    cleanup: contextlib.ExitStack,
+    state_schema: type[RecordState],
+) -> tuple[Any, RunRecorder]:
+    """Checks all input and begins the record of the run. Returns what `check_inputs` returned, and
+    the recorder. Raises InputRefused, without the secrets of the configuration, for what the user
+    has to change."""
+    try:
+        require_trackers(config.trainer.logger)
+        if address := cluster_address(config.ray_kwargs.ray_init.address):
+            require_cluster(address)
+        inputs = check_inputs(config, cleanup)
+        memory = check_memory(config)
+        resumed, notes = find_run(inputs.config, state_schema)
+        try:
+            recorder = RunRecorder(inputs.config, display, resumed)
+        except OSError as error:
+            folder = f"trainer.default_local_dir={inputs.config.trainer.default_local_dir}"
+            raise ValueError(
+                f"{folder} cannot be written ({error}): make room there, or give another."
+            ) from error
+    except (ValueError, RewardError, OSError) as error:
+        raise InputRefused(config.redaction()(str(error))) from None
+    for note in [*inputs.notes, *memory, *notes]:
+        recorder.say(note)
+    return inputs, recorder
 
 
 def train(
@@ -91,25 +140,38 @@ def train(
     template: WorkerTemplate | None = None,
 ) -> int:
     """Starts Ray and trains to the end; returns the exit code."""
+    try:
+        train_or_raise(inputs, fit, recorder, template)
+    except KeyboardInterrupt:
+        return 130
+    except RunFailed as error:
+        return say(str(error), 1)
+    return 0
+
+
+def train_or_raise(
+    inputs: Any,
+    fit: Callable[[Any, RunRecorder], None],
+    recorder: RunRecorder,
+    template: WorkerTemplate | None = None,
+    uses_ray: bool = True,
+) -> None:
+    """Starts Ray, if it is used, and trains to the end. Raises RunFailed, without the secrets of
+    the configuration, if a part of the run fails."""
     outcome = "Failed with an unexpected error; standard error has the traceback."
     has_failed = True
     try:
-        recorder.say("Starting Ray and the workers ...")
-        ray_init = inputs.config.ray_kwargs.ray_init
-        start_ray(
-            cluster_address(ray_init.address),
-            ray_init.num_cpus,
-            template.command if template else None,
-        )
-        signal.signal(signal.SIGTERM, recorder.terminate)
+        if uses_ray:
+            recorder.say("Starting Ray and the workers ...")
+            start_ray_of(inputs.config, template)
+        handle_signals(recorder.terminate, [signal.SIGTERM])
         fit(inputs, recorder)
         outcome = f"Done: {recorder.timeline.step} training steps."
         has_failed = False
-        return 0
     except KeyboardInterrupt:
         outcome = "Interrupted; what was written so far is valid."
         has_failed = False
-        return 130
+        raise
     except (
         WorkerError,
         CallTimeout,
@@ -122,15 +184,15 @@ def train(
         advice = []
         if isinstance(error, WorkerError) and error.shortage:
             advice.append(keys_that_lower(error.shortage.memory, error.role))
-        return say(
-            recorder.redacted("\n".join([str(error), *advice, *getattr(error, "__notes__", [])])), 1
-        )
+        text = "\n".join([str(error), *advice, *getattr(error, "__notes__", [])])
+        raise RunFailed(recorder.redacted(text)) from None
     except OSError as error:  # a full disk, above all
         outcome = (
             f"Stopped in step {recorder.timeline.step}: {error}. Earlier checkpoints are as "
             "they were."
         )
-        return say(recorder.redacted(f"{outcome} They are in {recorder.run_dir}."), 1)
+        text = f"{outcome} They are in {recorder.run_dir}."
+        raise RunFailed(recorder.redacted(text)) from None
     finally:
         # A second signal must not stop the report. During Ray's shutdown SIGTERM ends the process,
         # so it comes last.
@@ -140,11 +202,35 @@ def train(
         except OSError as error:
             say(recorder.redacted(f"{outcome} The report is not written: {error}."))
         close_routers()
-        end_ray(keep_logs=has_failed)
+        if uses_ray:
+            end_ray(keep_logs=has_failed)
         handle_signals(signal.default_int_handler)
 
 
-def handle_signals(handler: Any) -> None:
-    """Gives what stops a run, an interrupt or SIGTERM, to `handler`."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+def start_ray_of(config: RunConfig, template: WorkerTemplate | None) -> None:
+    """Joins or starts the Ray of a run. The workers of one that is started are forks of the
+    template."""
+    ray_init = config.ray_kwargs.ray_init
+    command = template.command if template else None
+    start_ray(cluster_address(ray_init.address), ray_init.num_cpus, command)
+
+
+def handle_signals(handler: Any, numbers: Iterable[int] = ENDING_SIGNALS) -> None:
+    """Gives what stops a run to `handler`. Python handles signals in the main thread alone, so in
+    another one nothing changes."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for number in numbers:
         signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def signals_as_before() -> Iterator[None]:
+    """Gives the signals that stop a run back to the handlers that they had before the block."""
+    before = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None:  # None stands for a handler that Python cannot set again
+                handle_signals(handler, [number])

@@ -1,0 +1,1 @@
+"""The statements of other libraries, on top of this one's trainer."""
