@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 from collections.abc import Callable
+from datetime import datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -365,3 +366,9 @@ def test_json_that_is_too_deep_is_named_and_not_descended_into(tmp_path: Path):
     (tmp_path / "global_step_2/manifest.json").write_text("[" * 100_000)
     newest, (damage,) = checkpoint.newest(tmp_path)
     assert newest is None and "manifest.json cannot be read (recursion limit exceeded" in damage
+
+
+def test_a_checkpoint_says_in_universal_time_when_it_was_written(tmp_path: Path):
+    save(tmp_path, 3)
+    manifest = json.loads((tmp_path / "global_step_3/manifest.json").read_text())
+    assert datetime.fromisoformat(manifest["created"]).utcoffset() == timedelta(0)

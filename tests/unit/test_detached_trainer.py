@@ -341,3 +341,15 @@ def test_weights_that_do_not_reach_a_maker_end_the_trainer():
     # Also where it waits for experience
     with pytest.raises(WorkerError, match="failed in send_weights"):
         buffer.take(1, 2, 60.0, side.turns.raise_failure)
+
+
+@pytest.mark.parametrize(("version", "num_pushes"), [(4, 0), (5, 1)])
+def test_makers_that_are_to_be_compared_get_the_actors_weights_unless_they_have_been_pushed(
+    version: int, num_pushes: int
+):
+    side = sending_trainer(version, PushedWeights(4, {"actor": "pushed"}))
+    side.comparisons.awaited = ("maker_0",)
+    pushes = []
+    side.push = lambda: pushes.append(side.learner.version)
+    side.begin_step(version)
+    assert pushes == [version] * num_pushes

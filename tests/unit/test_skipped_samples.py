@@ -209,3 +209,31 @@ def test_clip_cov_draws_other_tokens_in_every_step_and_the_same_ones_again():
     assert all(int(drawn.sum()) == 20 for drawn in draws.values())
     assert len({tuple(drawn[0].tolist()) for drawn in draws.values()}) == 4
     assert torch.equal(drawn_tokens(57), draws[57])
+
+
+class AnswersWhatHasBegun(AnswersGreedily):
+    """Its greedy answers were not scored by rules, so none of them says that it was skipped."""
+
+    def generate(self, prompts: DataProto, num_samples: int, generation: Any = None) -> Any:
+        self.generations.append(generation)
+        return super().generate(prompts, num_samples)
+
+    def generate_and_score(self, prompts: DataProto, num_samples: int) -> Any:
+        return prompts, torch.tensor([2.0, 3.0]), {}
+
+
+@pytest.mark.parametrize(("estimator", "baselines"), [("remax", [2, 2, 3, 3]), ("rloo", None)])
+def test_responses_that_are_generated_already_are_taken_with_and_without_baselines(
+    estimator: str, baselines: list[int] | None
+):
+    maker = AnswersWhatHasBegun(**vars(maker_of(f"algorithm.adv_estimator={estimator}")))
+    maker.generations = []
+    begun: Any = object()
+    uids = np.array(["a", "b"], dtype=object)
+    prompts = DataProto.from_dict({"prompt": torch.zeros(2)}, {"uid": uids})
+    columns = maker.generate_with_baselines(prompts, begun).batch.tensor_batch
+    assert maker.generations == [begun]
+    if baselines is None:
+        assert "reward_baselines" not in columns
+    else:
+        assert columns["reward_baselines"].tolist() == baselines

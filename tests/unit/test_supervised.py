@@ -112,6 +112,8 @@ def test_a_text_is_learned_with_an_end_of_sequence_token_which_it_gets_once(
     assert dataset.longest[0] == 7 and dataset.learns_to_end
     cut = load({"text": "abcdef"}, max_length=6, overlong="truncate")
     assert learned_text(cut, 0, model_path) == ".bcdef" and not cut.learns_to_end
+    both = load({"text": "abc"}, {"text": "abcdef"}, max_length=6, overlong="truncate")
+    assert learned_text(both, 1, model_path) == ".bcdef" and both.learns_to_end
 
 
 def test_a_text_without_an_end_of_sequence_token_to_add_is_refused(model_path: str, tmp_path: Path):

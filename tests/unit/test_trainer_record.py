@@ -25,7 +25,7 @@ from verl_like.trainer.ppo.display import PPO_DISPLAY
 from verl_like.trainer.run import tracking
 from verl_like.trainer.run.console import RunConsole
 from verl_like.trainer.run.report import write_report
-from verl_like.trainer.run.run_recorder import RunRecorder, _link_latest, _new_run_dir
+from verl_like.trainer.run.run_recorder import RunRecorder, _link_latest, _new_run_dir, _shown
 from verl_like.trainer.run.timeline import Timeline
 from verl_like.trainer.run.tracking import TRACKERS, TrackedRun, Tracker, Tracking, require_trackers
 from verl_like.trainer.state import checkpoint
@@ -613,3 +613,8 @@ def test_the_step_line_shows_reward_kl_lengths_drift_speed_and_the_seconds_of_ea
         "val-core/a/reward/mean@1 0.750",
     ):
         assert part in line
+
+
+def test_a_long_text_is_shown_on_one_line_without_its_middle():
+    assert _shown("a" * 30 + "b" * 30, max_length=20) == "a" * 10 + " ... " + "b" * 10
+    assert _shown("one\ntwo", max_length=7) == "one two"
