@@ -4,7 +4,7 @@ file."""
 import os
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -14,12 +14,13 @@ from verl_like.protocol.row_ops import (
     RowIndices,
     RowTaker,
     check_tensor_column,
+    columns_of,
     deep_equal,
     is_jagged,
     jagged_parts,
     map_leaves,
     row_indices,
-    share_offsets,
+    tensor_dict,
     write_count,
 )
 from verl_like.protocol.wire import WireTensor, from_wire, read_file, to_wire, write_file
@@ -48,20 +49,18 @@ class Batch:
     def __post_init__(self) -> None:
         self.check_consistency()
         if self.batch is not None:
-            self.batch = TensorDict(
-                share_offsets(self.tensors()), self.batch.batch_size, device=self.batch.device
-            )
+            self.batch = tensor_dict(self.tensors(), len(self), self.batch.device)
         self.non_tensor_batch = dict(self.non_tensor_batch)
         self.meta_info = map_leaves(lambda leaf: leaf, self.meta_info)
 
     def check_consistency(self) -> None:
         """Raise ValueError unless every column has the same number of rows and a supported type."""
-        if self.batch is not None and not (
-            isinstance(self.batch, TensorDict) and self.batch.batch_dims == 1
-        ):
+        batch = self.batch
+        is_table = isinstance(batch, TensorDict) and batch.batch_dims == 1
+        if batch is not None and not is_table:
             raise ValueError(
-                f"DataProto.batch is a {type(self.batch).__name__} with batch_size "
-                f"{getattr(self.batch, 'batch_size', None)}; it must be a TensorDict with one "
+                f"DataProto.batch is a {type(batch).__name__} with batch_size "
+                f"{getattr(batch, 'batch_size', None)}; it must be a TensorDict with one "
                 "batch dimension, as DataProto.from_dict makes it."
             )
         if not isinstance(self.non_tensor_batch, dict) or not isinstance(self.meta_info, dict):
@@ -75,11 +74,8 @@ class Batch:
                     "array with rows; give an array or, to DataProto.from_dict(non_tensors=...), "
                     "a list with one element per row."
                 )
-        wrong = {
-            name: array.shape[0]
-            for name, array in self.non_tensor_batch.items()
-            if array.shape[0] != len(self)
-        }
+        sizes = {name: len(array) for name, array in self.non_tensor_batch.items()}
+        wrong = {name: size for name, size in sizes.items() if size != len(self)}
         if wrong:
             raise ValueError(
                 f"DataProto has {len(self)} rows but non_tensor_batch has columns with another "
@@ -89,7 +85,9 @@ class Batch:
     def __len__(self) -> int:
         if self.batch is not None:
             return self.batch.batch_size[0]
-        return next((array.shape[0] for array in self.non_tensor_batch.values()), 0)
+        for array in self.non_tensor_batch.values():
+            return len(array)
+        return 0
 
     @property
     def tensor_batch(self) -> TensorDict:
@@ -99,7 +97,7 @@ class Batch:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensor columns by name, as a new dict; empty if there is no `batch`."""
-        return {} if self.batch is None else cast(dict[str, torch.Tensor], dict(self.batch.items()))
+        return {} if self.batch is None else columns_of(self.batch)
 
     def columns(self) -> dict[str, Any]:
         """Tensor columns and arrays by name, as a new dict."""
@@ -117,10 +115,9 @@ class Batch:
         data = type(self).__new__(type(self))
         data.batch = None
         if self.batch is not None:
-            data.batch = TensorDict(
-                share_offsets(tensors), batch_size=[num_rows], device=self.batch.device
-            )
-        data.non_tensor_batch, data.meta_info = arrays, map_leaves(lambda leaf: leaf, meta_info)
+            data.batch = tensor_dict(tensors, num_rows, self.batch.device)
+        data.non_tensor_batch = arrays
+        data.meta_info = map_leaves(lambda leaf: leaf, meta_info)
         return data
 
     def map_columns(self, num_rows: int, operation: Callable[[Any], Any]) -> Self:
@@ -128,17 +125,16 @@ class Batch:
         `num_rows` rows."""
         # The containers are open: a column of another length may have been put in
         self.check_consistency()
-        tensors, arrays = (
-            {name: operation(column) for name, column in columns.items()}
-            for columns in (self.tensors(), self.non_tensor_batch)
-        )
+        tensors = {name: operation(column) for name, column in self.tensors().items()}
+        arrays = {name: operation(array) for name, array in self.non_tensor_batch.items()}
         return self.with_columns(num_rows, tensors, arrays, self.meta_info)
 
     def slice(
         self, start: int | None = None, end: int | None = None, step: int | None = None
     ) -> Self:
         """Copy of the rows start:end:step, with Python's rules for slices."""
-        return self.select_idxs(list(range(len(self))[start:end:step]))
+        rows = range(len(self))[start:end:step]
+        return self.select_idxs(list(rows))
 
     def select_idxs(self, idxs: RowIndices) -> Self:
         """Copy of the rows at `idxs`: integers (negative: from the end; repeats allowed) or one
@@ -166,19 +162,15 @@ class Batch:
         lines = [f"DataProto: {len(self)} rows"]
         total = 0
         for name, tensor in self.tensors().items():
-            size = (jagged_parts(tensor)[0] if is_jagged(tensor) else tensor).nbytes
-            total += size
-            lines.append(
-                f"  {name}: {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}, "
-                f"{size / 2**20:.2f} MiB"
-            )
+            values = jagged_parts(tensor)[0] if is_jagged(tensor) else tensor
+            total += values.nbytes
+            described = f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
+            lines.append(f"  {name}: {described}, {values.nbytes / 2**20:.2f} MiB")
         for name, array in self.non_tensor_batch.items():
             total += array.nbytes
             lines.append(f"  {name}: {array.shape} array of {array.dtype}")
-        lines += [
-            f"  meta_info[{name!r}]: {type(value).__name__}"
-            for name, value in self.meta_info.items()
-        ]
+        for name, value in self.meta_info.items():
+            lines.append(f"  meta_info[{name!r}]: {type(value).__name__}")
         lines[0] += f", {total / 2**20:.2f} MiB"
         return "\n".join(lines)
 
@@ -194,12 +186,8 @@ class Batch:
         tensors = {
             name: to_wire(tensor) for name, tensor in self.tensors().items() if name not in left_out
         }
-        return (
-            None if self.batch is None else len(self),
-            tensors,
-            dict(self.non_tensor_batch),
-            meta_info,
-        )
+        num_rows = None if self.batch is None else len(self)
+        return num_rows, tensors, dict(self.non_tensor_batch), meta_info
 
     def __setstate__(self, state: State) -> None:
         """Tensors on the CPU, wherever they were. On shared memory they are read-only by
@@ -207,8 +195,8 @@ class Batch:
         num_rows, tensors, self.non_tensor_batch, meta_info = state
         self.batch = None
         if num_rows is not None:
-            columns = share_offsets({name: from_wire(tensor) for name, tensor in tensors.items()})
-            self.batch = TensorDict(columns, batch_size=[num_rows])
+            columns = {name: from_wire(tensor) for name, tensor in tensors.items()}
+            self.batch = tensor_dict(columns, num_rows)
         self.meta_info = map_leaves(
             lambda leaf: from_wire(leaf) if isinstance(leaf, WireTensor) else leaf, meta_info
         )
@@ -224,15 +212,18 @@ class Batch:
         """Write everything to one safetensors file, without pickle. Raises ValueError naming a
         value of an unknown type."""
         self.check_consistency()
-        num_rows = None if self.batch is None else len(self)
-        columns = {"batch": self.tensors(), "non_tensor_batch": self.non_tensor_batch}
-        write_file(path, {"rows": num_rows, **columns, "meta_info": self.meta_info})
+        contents = {
+            "rows": None if self.batch is None else len(self),
+            "batch": self.tensors(),
+            "non_tensor_batch": self.non_tensor_batch,
+            "meta_info": self.meta_info,
+        }
+        write_file(path, contents)
 
     @classmethod
     def load_from_disk(cls, path: str | os.PathLike[str]) -> Self:
         """A batch written by `save_to_disk`, on the CPU."""
         contents = read_file(path)
         num_rows = contents["rows"]
-        columns = share_offsets(contents["batch"])
-        batch = None if num_rows is None else TensorDict(columns, batch_size=[num_rows])
+        batch = None if num_rows is None else tensor_dict(contents["batch"], num_rows)
         return cls(batch, contents["non_tensor_batch"], contents["meta_info"])

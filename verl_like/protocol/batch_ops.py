@@ -1,6 +1,7 @@
 """Whole-batch functions beside DataProto: padding to a divisor, folding the batch dimension."""
 
 import math
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -31,10 +32,11 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
     pad_size = -num_rows % size_divisor
     if pad_size == 0:
         return data.slice(), 0
-    padded = data.select_idxs(torch.arange(num_rows + pad_size) % num_rows)
+    num_padded = num_rows + pad_size
+    padded = data.select_idxs(torch.arange(num_padded) % num_rows)
     if padded.batch is None:
-        padded.batch = TensorDict({}, batch_size=[num_rows + pad_size])
-    is_pad = torch.arange(num_rows + pad_size, device=padded.batch.device) >= num_rows
+        padded.batch = TensorDict({}, batch_size=[num_padded])
+    is_pad = torch.arange(num_padded, device=padded.batch.device) >= num_rows
     if PAD_COLUMN in padded.batch:
         is_pad |= padded.batch[PAD_COLUMN]
     padded.batch[PAD_COLUMN] = is_pad
@@ -71,7 +73,8 @@ def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
     """
     if new_batch_size <= 0 or len(data) % new_batch_size:
         raise ValueError(f"fold_batch_dim: {len(data)} rows do not divide into {new_batch_size}.")
-    return _reshape(data, "fold_batch_dim", 1, (new_batch_size, len(data) // new_batch_size))
+    new_dims = (new_batch_size, len(data) // new_batch_size)
+    return _reshape(data, "fold_batch_dim", 1, new_dims)
 
 
 def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
@@ -81,25 +84,27 @@ def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
     Raises ValueError if the columns differ in these dimensions, and for jagged columns.
     """
     shapes = {name: tuple(column.shape[:batch_dims]) for name, column in data.columns().items()}
-    if (
-        batch_dims < 1
-        or len(set(shapes.values())) > 1
-        or any(len(shape) < batch_dims for shape in shapes.values())
-    ):
+    differ = len(set(shapes.values())) > 1
+    too_few = any(len(shape) < batch_dims for shape in shapes.values())
+    if batch_dims < 1 or differ or too_few:
         raise ValueError(
             f"unfold_batch_dim: the columns do not share their first {batch_dims} dimensions: "
             f"{shapes}."
         )
-    num_rows = math.prod(next(iter(shapes.values()), (len(data),)))
+    first_shape = next(iter(shapes.values()), (len(data),))
+    num_rows = math.prod(first_shape)
     return _reshape(data, "unfold_batch_dim", batch_dims, (num_rows,))
 
 
 def _reshape(data: DataProto, caller: str, old_dims: int, new_dims: tuple[int, ...]) -> DataProto:
     """Copy with the first `old_dims` dimensions of every column replaced by `new_dims`."""
-    if jagged := [name for name, column in data.columns().items() if is_jagged(column)]:
+    jagged = [name for name, column in data.columns().items() if is_jagged(column)]
+    if jagged:
         raise ValueError(
             f"{caller}: {names(jagged)} are jagged and cannot be reshaped; pop or pad them first."
         )
-    return data.slice().map_columns(
-        new_dims[0], lambda column: column.reshape(*new_dims, *column.shape[old_dims:])
-    )
+
+    def reshape(column: Any) -> Any:
+        return column.reshape(*new_dims, *column.shape[old_dims:])
+
+    return data.slice().map_columns(new_dims[0], reshape)

@@ -1,5 +1,6 @@
 """What code written for verl calls of a DataProto and the library itself does not."""
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self, cast
 
@@ -87,10 +88,7 @@ class VerlDataProto(Batch):
                 f"from_tensordict: the TensorDict has entries {merge.names(twice)}, which "
                 "meta_info has, too; leave them out of one."
             )
-        batch = None
-        if tensors:
-            size = tensor_dict.batch_size
-            batch = TensorDict(row_ops.share_offsets(tensors), batch_size=size)
+        batch = row_ops.tensor_dict(tensors, len(tensor_dict)) if tensors else None
         return cls(batch, arrays, entries | given)
 
     def make_iterator(
@@ -130,7 +128,7 @@ class VerlDataProto(Batch):
             generator=generator,
             **options,
         )
-        return (mini_batch for _ in range(epochs) for mini_batch in loader)
+        return itertools.chain.from_iterable(itertools.repeat(loader, epochs))
 
     def __getitems__(self, indices: list[int]) -> Self:
         """Rows for torch's DataLoader in one call instead of one by one."""
@@ -140,7 +138,8 @@ class VerlDataProto(Batch):
         """In place: row i becomes the old row indices[i]. Raises ValueError unless `indices` is a
         permutation."""
         order = row_ops.row_indices(indices, len(self))
-        if not torch.equal(order.sort().values, torch.arange(len(self))):
+        in_order = order.sort().values
+        if not torch.equal(in_order, torch.arange(len(self))):
             raise ValueError(
                 f"reorder: the {len(order)} indices are not a permutation of the {len(self)} rows; "
                 "use select_idxs."
@@ -176,7 +175,8 @@ class VerlDataProto(Batch):
                 f"sample_level_repeat: needs one count >= 0 for each of the {len(self)} rows, got "
                 f"{counts.tolist()}."
             )
-        return self.select_idxs(torch.arange(len(self)).repeat_interleave(counts))
+        rows = torch.arange(len(self))
+        return self.select_idxs(rows.repeat_interleave(counts))
 
     def chunk(self, chunks: int) -> list[Self]:
         """Split into `chunks` equal parts; without columns: `chunks` copies. ValueError if it does
@@ -197,10 +197,8 @@ class VerlDataProto(Batch):
         rows."""
         if split_size <= 0:
             raise ValueError(f"split: split_size must be positive, got {split_size}.")
-        return [
-            self.slice(start, start + split_size)
-            for start in range(0, max(len(self), 1), split_size)
-        ]
+        starts = range(0, max(len(self), 1), split_size)
+        return [self.slice(start, start + split_size) for start in starts]
 
 
 def array_of_rows(rows: list[Any]) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast, overload
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -44,15 +44,12 @@ class DataProto(VerlDataProto):
             sizes = {name: tensor.size(0) for name, tensor in tensors.items()}
             if len(set(sizes.values())) > 1:
                 raise ValueError(f"from_dict: the tensors differ in their number of rows: {sizes}.")
-            batch = TensorDict(
-                row_ops.share_offsets(tensors), batch_size=[next(iter(sizes.values()))]
-            )
-        arrays = {
-            name: row_ops.object_array(value)
-            if isinstance(value, (list, tuple))
-            else cast(np.ndarray, value)
-            for name, value in (non_tensors or {}).items()
-        }
+            num_rows = next(iter(sizes.values()))
+            batch = row_ops.tensor_dict(tensors, num_rows)
+        arrays: dict[str, Any] = dict(non_tensors or {})
+        for name, value in arrays.items():
+            if isinstance(value, (list, tuple)):
+                arrays[name] = row_ops.object_array(value)
         return DataProto(batch, arrays, meta_info or {})
 
     @staticmethod
@@ -74,9 +71,8 @@ class DataProto(VerlDataProto):
         if isinstance(index, (int, np.integer)) and not isinstance(index, bool):
             row = self.select_idxs([int(index)])
             batch = None if row.batch is None else row.batch[0]
-            return DataProtoItem(
-                batch, {name: a[0] for name, a in row.non_tensor_batch.items()}, row.meta_info
-            )
+            elements = {name: array[0] for name, array in row.non_tensor_batch.items()}
+            return DataProtoItem(batch, elements, row.meta_info)
         if isinstance(index, slice):
             return self.slice(index.start, index.stop, index.step)
         if isinstance(index, (list, tuple, np.ndarray, torch.Tensor)):
@@ -97,10 +93,10 @@ class DataProto(VerlDataProto):
         """Every row `repeat_times` times: AABB if `interleave`, else ABAB."""
         if repeat_times < 0:
             raise ValueError(f"repeat: repeat_times must not be negative, got {repeat_times}.")
-        idxs = torch.arange(len(self))
-        return self.select_idxs(
-            idxs.repeat_interleave(repeat_times) if interleave else idxs.repeat(repeat_times)
-        )
+        rows = torch.arange(len(self))
+        if interleave:
+            return self.select_idxs(rows.repeat_interleave(repeat_times))
+        return self.select_idxs(rows.repeat(repeat_times))
 
     @staticmethod
     def concat(data: Sequence["DataProto"]) -> "DataProto":
@@ -118,10 +114,12 @@ class DataProto(VerlDataProto):
             part.check_consistency()
         filled = [part for part in data if len(part)]
         if not filled:
-            filled = ([part for part in data if part.columns()] or list(data))[:1]
+            with_columns = [part for part in data if part.columns()]
+            filled = [with_columns[0] if with_columns else data[0]]
         tensors = merge.concat_parts("batch", [part.tensors() for part in filled])
         arrays = merge.concat_parts("non_tensor_batch", [part.non_tensor_batch for part in filled])
-        return filled[0].with_columns(sum(map(len, filled)), tensors, arrays, meta_info)
+        num_rows = sum(map(len, filled))
+        return filled[0].with_columns(num_rows, tensors, arrays, meta_info)
 
     def select(
         self,
@@ -170,10 +168,8 @@ class DataProto(VerlDataProto):
         """Move the tensors in place and return self; non-tensors stay."""
         if self.batch is not None:
             moved = self.batch.to(torch.device(device))
-            tensors = cast(dict[str, torch.Tensor], dict(moved.items()))
-            self.batch = TensorDict(
-                row_ops.share_offsets(tensors), moved.batch_size, device=moved.device
-            )
+            columns = row_ops.columns_of(moved)
+            self.batch = row_ops.tensor_dict(columns, len(self), moved.device)
         return self
 
     def union(self, other: "DataProto") -> "DataProto":
@@ -183,24 +179,17 @@ class DataProto(VerlDataProto):
         are joined name by name. Raises ValueError naming the key that differs, or when the numbers
         of rows differ.
         """
-        if (
-            len(
-                {
-                    len(data)
-                    for data in (self, other)
-                    if data.batch is not None or data.non_tensor_batch
-                }
-            )
-            > 1
-        ):
+        with_rows = [
+            data for data in (self, other) if data.batch is not None or data.non_tensor_batch
+        ]
+        if len(with_rows) == 2 and len(self) != len(other):
             raise ValueError(
                 f"union: {len(self)} rows and {len(other)} rows; select the same rows of both "
                 "first."
             )
-        batches = [data.batch for data in (self, other) if data.batch is not None]
-        batch = (
-            merge.union_tensor_dict(*batches) if len(batches) == 2 else next(iter(batches), None)
-        )
+        batch = other.batch if self.batch is None else self.batch
+        if self.batch is not None and other.batch is not None:
+            batch = merge.union_tensor_dict(self.batch, other.batch)
         arrays = merge.union_numpy_dict(self.non_tensor_batch, other.non_tensor_batch)
         meta_info = merge.union_meta_info(self.meta_info, other.meta_info)
         return DataProto(batch, arrays, meta_info)

@@ -115,7 +115,9 @@ class DataProtoFuture(Future[DataProto]):
     ) -> None:
         def collect_in_order(outputs: list[Any]) -> DataProto:
             data = collect(outputs)
-            return data if order is None or len(data) == 0 else data.select_idxs(order.argsort())
+            if order is None or len(data) == 0:
+                return data
+            return data.select_idxs(order.argsort())
 
         super().__init__(call, collect_in_order)
         self.order = order

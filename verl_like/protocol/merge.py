@@ -3,14 +3,13 @@ parts."""
 
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
-import torch
 from tensordict import TensorDict
 
 from verl_like.protocol.metric import merge_metrics
-from verl_like.protocol.row_ops import concat_columns, deep_equal, share_offsets
+from verl_like.protocol.row_ops import columns_of, concat_columns, deep_equal, share_offsets
 
 V = TypeVar("V")
 # meta_info entries that every call writes anew, as dicts by name.
@@ -41,16 +40,14 @@ def pick_keys(
 def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> TensorDict:
     """New TensorDict with the columns of both. ValueError where they differ, or the batch sizes
     do."""
-    sizes = tensor_dict1.batch_size, tensor_dict2.batch_size
-    if sizes[0] != sizes[1]:
-        raise ValueError(f"union: the batch sizes differ, {tuple(sizes[0])} and {tuple(sizes[1])}.")
-    columns = [
-        cast(dict[str, torch.Tensor], dict(each.items())) for each in (tensor_dict1, tensor_dict2)
-    ]
-    united = share_offsets(union_columns("batch", *columns))
+    size = tensor_dict1.batch_size
+    other_size = tensor_dict2.batch_size
+    if size != other_size:
+        raise ValueError(f"union: the batch sizes differ, {tuple(size)} and {tuple(other_size)}.")
+    united = union_columns("batch", columns_of(tensor_dict1), columns_of(tensor_dict2))
     # With a device, a TensorDict would move its columns there.
     device = tensor_dict1.device if tensor_dict1.device == tensor_dict2.device else None
-    return TensorDict(united, sizes[0], device=device)
+    return TensorDict(share_offsets(united), size, device=device)
 
 
 def union_numpy_dict(
@@ -79,7 +76,10 @@ def union_columns(place: str, left: Mapping[str, V], right: Mapping[str, V]) -> 
             )
     # Left's own columns stay the very same tensors: those that are in an object store already are
     # not put again.
-    return {**left, **{key: value for key, value in right.items() if key not in left}}
+    united = dict(left)
+    for key, value in right.items():
+        united.setdefault(key, value)
+    return united
 
 
 def merge_meta_info(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -100,9 +100,8 @@ def merge_meta_info(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         timing: dict[str, list[Any]] = {}
         for part in parts:
             for name, seconds in part.get("timing", {}).items():
-                timing.setdefault(name, []).extend(
-                    seconds if isinstance(seconds, list) else [seconds]
-                )
+                several = seconds if isinstance(seconds, list) else [seconds]
+                timing.setdefault(name, []).extend(several)
         merged["timing"] = timing
     return merged
 
@@ -117,13 +116,14 @@ def concat_parts(place: str, parts: Sequence[Mapping[str, Any]]) -> dict[str, An
                 f"concat: {names(differing)} in {place} not in all parts (compare the non-empty "
                 f"parts 0 and {index}); select or pop the same columns in every part."
             )
-    return {name: concat_columns(name, [part[name] for part in parts]) for name in parts[0]}
+    whole = {}
+    for name in parts[0]:
+        columns = [part[name] for part in parts]
+        whole[name] = concat_columns(name, columns)
+    return whole
 
 
 def _short(value: Any) -> str:
-    shape = getattr(value, "shape", None)
-    return (
-        reprlib.repr(value)
-        if shape is None
-        else f"{type(value).__name__} {value.dtype} {tuple(shape)}"
-    )
+    if not hasattr(value, "shape"):
+        return reprlib.repr(value)
+    return f"{type(value).__name__} {value.dtype} {tuple(value.shape)}"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from verl_like.protocol.dataproto import DataProto
-from verl_like.protocol.row_ops import is_jagged, jagged_from_lengths, jagged_parts, offsets_of
+from verl_like.protocol.row_ops import is_jagged, jagged_from_offsets, jagged_parts, offsets_of
 from verl_like.protocol.samples import SampleRows
 
 # Legend: B rows, P padded prompt length, R padded response length, T = P + R, N tokens of all rows.
@@ -56,16 +56,16 @@ class RowPlaces:
         first = torch.arange(len(lengths)) * width
         if at_end:
             first = first + width - lengths
-        self.of_values = torch.repeat_interleave(first - offsets[:-1], lengths) + torch.arange(
-            int(offsets[-1])
-        )
+        shift = torch.repeat_interleave(first - offsets[:-1], lengths)
+        self.of_values = shift + torch.arange(int(offsets[-1]))
 
     def pad(self, values: torch.Tensor, fill: int = 0) -> torch.Tensor:
         """(N, ...) -> (B, width, ...), with `fill` elsewhere."""
-        padded = values.new_full((self.shape[0] * self.shape[1], *values.shape[1:]), fill)
-        return padded.index_copy_(0, self.of_values, values.detach()).view(
-            *self.shape, *values.shape[1:]
-        )
+        num_rows, width = self.shape
+        of_entry = values.shape[1:]
+        padded = values.new_full((num_rows * width, *of_entry), fill)
+        padded.index_copy_(0, self.of_values, values.detach())
+        return padded.view(num_rows, width, *of_entry)
 
     def strip(self, padded: torch.Tensor) -> torch.Tensor:
         """(B, width, ...) -> (N, ...): the inverse of `pad`, without what lies elsewhere."""
@@ -82,25 +82,30 @@ class PaddedColumns(MutableMapping[str, torch.Tensor]):
     """
 
     def __init__(self, data: DataProto, *, by_sample: bool = False) -> None:
-        self.padding, self.columns = Padding.of(data), data.tensors()
+        self.padding = Padding.of(data)
+        self.columns = data.tensors()
         samples = SampleRows.of(data) if by_sample else None
         self.samples = None if samples is None or samples.is_plain else samples
-        self.batch_size = torch.Size([self.samples.num_samples if self.samples else len(data)])
+        """Set if a sample has several rows, which are then one row of the view."""
+        num_rows = self.samples.num_samples if self.samples else len(data)
+        self.batch_size = torch.Size([num_rows])
         self.device: torch.device | None = None
         self.response_offsets: torch.Tensor | None = None
         self.response_places: RowPlaces | None = None
         if "responses" in self.columns:
-            self.response_offsets = jagged_parts(self.columns["responses"])[1]
+            width = self.padding.max_response_length
             starts = self.samples.starts if self.samples else None
-            self.response_places = places_of_samples(
-                self.response_offsets, self.padding.max_response_length, starts
-            )
-        made = ("attention_mask",) if self.samples else VERL_COLUMNS
-        hidden = ("prompts",) if self.samples else ()
-        self.names = {*self.columns, *made} - {*hidden}
+            self.response_offsets = jagged_parts(self.columns["responses"])[1]
+            self.response_places = places_of_samples(self.response_offsets, width, starts)
+        self.names = set(self.columns)
         """Columns of the batch."""
+        if self.samples:
+            self.names.add("attention_mask")
+            self.names.discard("prompts")
+        else:
+            self.names.update(VERL_COLUMNS)
         self.read: dict[str, torch.Tensor] = {}
-        """Those of them that somebody has read, in this view or in one with the same batch."""
+        """Columns that somebody has read, in this view or in one with the same batch."""
         self.written: dict[str, torch.Tensor] = {}
         """Columns that were put in."""
         self.removed: set[str] = set()
@@ -146,9 +151,9 @@ class PaddedColumns(MutableMapping[str, torch.Tensor]):
     def __iter__(self) -> Iterator[str]:
         left = self.names - self.removed
         unread = sorted(left - self.read.keys() - self.written.keys())
-        return iter(
-            dict.fromkeys([*unread, *(name for name in self.read if name in left), *self.written])
-        )
+        read = [name for name in self.read if name in left]
+        in_order = dict.fromkeys([*unread, *read, *self.written])
+        return iter(in_order)
 
     def __len__(self) -> int:
         """The number of rows, as of a TensorDict."""
@@ -161,36 +166,41 @@ class PaddedColumns(MutableMapping[str, torch.Tensor]):
         if not is_jagged(column):
             return column[self.samples.first_rows] if self.samples else column
         values, offsets = jagged_parts(column)
-        fill = self.padding.pad_token_id if name in ("prompts", "responses") else 0
         if name == "prompts":
-            return RowPlaces(offsets, self.padding.max_prompt_length, at_end=True).pad(values, fill)
-        if (
-            self.response_places
-            and self.response_offsets is not None
-            and torch.equal(offsets, self.response_offsets)
-        ):
-            return self.response_places.pad(values, fill)
+            in_prompt = self._prompt_places(offsets)
+            return in_prompt.pad(values, self.padding.pad_token_id)
+        if self.response_places is not None:
+            assert self.response_offsets is not None
+            if torch.equal(offsets, self.response_offsets):
+                fill = self.padding.pad_token_id if name == "responses" else 0
+                return self.response_places.pad(values, fill)
         assert not self.samples, f"{name} has no entry a response token"
         return column  # of another kind
 
+    def _prompt_places(self, offsets: torch.Tensor) -> RowPlaces:
+        return RowPlaces(offsets, self.padding.max_prompt_length, at_end=True)
+
     def _made_of_both(self, name: str) -> torch.Tensor:
         prompts, prompt_offsets = jagged_parts(self.columns["prompts"])
-        in_prompt = RowPlaces(prompt_offsets, self.padding.max_prompt_length, at_end=True)
+        in_prompt = self._prompt_places(prompt_offsets)
         if name == "input_ids":
-            parts = [in_prompt.pad(prompts, self.padding.pad_token_id)]
-            parts += [self["responses"]] if self.response_places else []
-            return torch.cat(parts, dim=1)
+            prompts_BP = in_prompt.pad(prompts, self.padding.pad_token_id)
+            if self.response_places is None:
+                return prompts_BP
+            return torch.cat([prompts_BP, self["responses"]], dim=1)
         is_prompt_BP = in_prompt.pad(torch.ones_like(prompts))
         if name == "position_ids":
             length = self.padding.max_prompt_length
-            length += self.padding.max_response_length if self.response_places else 0
+            if self.response_places is not None:
+                length += self.padding.max_response_length
             return _positions(is_prompt_BP, length)
         if self.response_places is None:
             return is_prompt_BP
-        is_response_BR = self.response_places.pad(
-            torch.ones_like(jagged_parts(self.columns["responses"])[0])
-        )
-        return is_response_BR if self.samples else torch.cat([is_prompt_BP, is_response_BR], dim=1)
+        responses, _ = jagged_parts(self.columns["responses"])
+        is_response_BR = self.response_places.pad(torch.ones_like(responses))
+        if self.samples:
+            return is_response_BR
+        return torch.cat([is_prompt_BP, is_response_BR], dim=1)
 
 
 def places_of_samples(offsets: torch.Tensor, width: int, starts: torch.Tensor | None) -> RowPlaces:
@@ -213,12 +223,12 @@ class PaddedView(DataProto):
     def __init__(self, data: DataProto) -> None:
         columns: Any = PaddedColumns(data, by_sample=True)
         self.batch = columns
-        self.non_tensor_batch, self.meta_info = dict(data.non_tensor_batch), dict(data.meta_info)
+        self.non_tensor_batch = dict(data.non_tensor_batch)
+        self.meta_info = dict(data.meta_info)
         if columns.samples:
             first_rows = columns.samples.first_rows.numpy()
-            self.non_tensor_batch = {
-                name: array[first_rows] for name, array in data.non_tensor_batch.items()
-            }
+            for name, array in data.non_tensor_batch.items():
+                self.non_tensor_batch[name] = array[first_rows]
 
     def check_consistency(self) -> None:
         """What is in a view is not checked before `strip`."""
@@ -239,16 +249,16 @@ def padded(data: DataProto, names: Collection[str] | None = None) -> DataProto:
         names: the columns that are wanted; None for all.
     """
     columns = PaddedColumns(data)
-    wanted = [name for name in columns if names is None or name in names]
-    return DataProto.from_dict(
-        {name: columns[name] for name in wanted}, data.non_tensor_batch, data.meta_info
-    )
+    wanted = {name: columns[name] for name in columns if names is None or name in names}
+    return DataProto.from_dict(wanted, data.non_tensor_batch, data.meta_info)
 
 
 def _positions(prompt_mask_BP: torch.Tensor, length: int) -> torch.Tensor:
     """(B, T) int64, 0 on the first token of the prompt and before it."""
     num_prompt_tokens_B = prompt_mask_BP.sum(-1, keepdim=True)
-    return (torch.arange(length) - prompt_mask_BP.size(1) + num_prompt_tokens_B).clamp(min=0)
+    num_padding_B = prompt_mask_BP.size(1) - num_prompt_tokens_B
+    positions_BT = torch.arange(length) - num_padding_B
+    return positions_BT.clamp(min=0)
 
 
 def view_of_samples(data: DataProto) -> PaddedView:
@@ -269,7 +279,8 @@ def view_with(view: DataProto, columns: Mapping[str, torch.Tensor]) -> DataProto
     of_batch = view.batch
     assert of_batch is not None
     other.batch = of_batch.copy()
-    other.non_tensor_batch, other.meta_info = dict(view.non_tensor_batch), dict(view.meta_info)
+    other.non_tensor_batch = dict(view.non_tensor_batch)
+    other.meta_info = dict(view.meta_info)
     for name, column in columns.items():
         other.batch[name] = column
     return other
@@ -285,43 +296,39 @@ def strip(view: DataProto, data: DataProto) -> DataProto:
     """
     tensors = data.tensors()
     arrays = dict(view.non_tensor_batch)
+    _, offsets = jagged_parts(tensors["responses"])
+    in_response: RowPlaces | None = None
+    samples: SampleRows | None = None
+    stripped: dict[int, torch.Tensor] = {}  # columns without padding, by the id of the padded ones
     columns: Any = view.batch
     if isinstance(columns, PaddedColumns):
-        written = columns.written
-        samples = columns.samples
         in_response = columns.response_places
-        jagged_of = {
-            id(column): tensors[name] for name, column in columns.read.items() if name in tensors
-        }
+        samples = columns.samples
+        written = columns.written
+        for name, column in columns.read.items():
+            if name in tensors:
+                stripped[id(column)] = tensors[name]
         for name in columns.removed:
             tensors.pop(name, None)
     else:
         made = (*VERL_COLUMNS, "prompts", "responses")
         written = {name: column for name, column in view.tensors().items() if name not in made}
-        samples = None
-        jagged_of = {}
-        in_response = None
-    offsets = jagged_parts(data.tensors()["responses"])[1]
     if in_response is None:
         in_response = RowPlaces(offsets, Padding.of(data).max_response_length)
     for name, column in written.items():
-        is_dense_before = name in tensors and not is_jagged(tensors[name])
-        if id(column) not in jagged_of:
-            stripped = column
-            if (
-                not column.is_nested
-                and column.shape[:2] == in_response.shape
-                and not is_dense_before
-            ):
-                stripped = torch.nested.nested_tensor_from_jagged(
-                    in_response.strip(column), offsets=offsets
-                )
-            elif not column.is_nested and samples:
-                stripped = column[samples.sample_of_row]
-            jagged_of[id(column)] = stripped
-        tensors[name] = jagged_of[id(column)]
+        if id(column) not in stripped:
+            was_dense = name in tensors and not is_jagged(tensors[name])
+            is_padded = not column.is_nested and column.shape[:2] == in_response.shape
+            if is_padded and not was_dense:
+                stripped[id(column)] = jagged_from_offsets(in_response.strip(column), offsets)
+            elif samples and not column.is_nested:
+                stripped[id(column)] = column[samples.sample_of_row]
+            else:
+                stripped[id(column)] = column
+        tensors[name] = stripped[id(column)]
     if samples:
-        arrays = {name: array[samples.sample_of_row.numpy()] for name, array in arrays.items()}
+        sample_of_row = samples.sample_of_row.numpy()
+        arrays = {name: array[sample_of_row] for name, array in arrays.items()}
         arrays |= data.non_tensor_batch
     return DataProto.from_dict(tensors, arrays, view.meta_info)
 
@@ -346,24 +353,26 @@ def without_padding(data: DataProto, pad_token_id: int) -> DataProto:
     tensors.pop("position_ids", None)
     response_length = tensors["responses"].size(1) if "responses" in tensors else 0
     prompt_length = input_ids.size(1) - response_length
-    grows = attended[:, :prompt_length].int().diff(dim=1) >= 0
-    falls = attended[:, prompt_length:].int().diff(dim=1) <= 0
+    is_prompt_BP = attended[:, :prompt_length]
+    is_response_BR = attended[:, prompt_length:]
+    grows = is_prompt_BP.int().diff(dim=1) >= 0
+    falls = is_response_BR.int().diff(dim=1) <= 0
     if not (grows.all() and falls.all()):
         raise ValueError(
             "verl's layout pads prompts on the left and responses on the right; here padding is "
             "between"
         )
-    prompt_offsets = offsets_of(attended[:, :prompt_length].sum(-1))
+    prompt_offsets = offsets_of(is_prompt_BP.sum(-1))
     in_prompt = RowPlaces(prompt_offsets, prompt_length, at_end=True)
     prompts = in_prompt.strip(input_ids[:, :prompt_length])
-    jagged = {"prompts": torch.nested.nested_tensor_from_jagged(prompts, offsets=prompt_offsets)}
+    jagged = {"prompts": jagged_from_offsets(prompts, prompt_offsets)}
     if "responses" in tensors:
-        lengths_B = attended[:, prompt_length:].sum(-1)
-        in_response = RowPlaces(offsets_of(lengths_B), response_length)
-        tensors.setdefault("response_mask", attended[:, prompt_length:].long())
+        offsets = offsets_of(is_response_BR.sum(-1))
+        in_response = RowPlaces(offsets, response_length)
+        tensors.setdefault("response_mask", is_response_BR.long())
         for name, column in tensors.items():
             is_by_token = not column.is_nested and column.shape[:2] == in_response.shape
             if is_by_token and name != "prompts":
-                jagged[name] = jagged_from_lengths(in_response.strip(column), lengths_B)
+                jagged[name] = jagged_from_offsets(in_response.strip(column), offsets)
     meta_info = data.meta_info | {"padding": (prompt_length, response_length, pad_token_id)}
     return DataProto.from_dict({**tensors, **jagged}, data.non_tensor_batch, meta_info)

@@ -10,6 +10,7 @@ from typing import Any, TypeGuard, cast
 
 import numpy as np
 import torch
+from tensordict import TensorDict
 from torch.nested._internal.nested_tensor import NestedTensor
 
 ColumnData = torch.Tensor | np.ndarray
@@ -20,8 +21,8 @@ RowIndices = Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor
 def _is_worth_telling(record: logging.LogRecord) -> bool:
     """Returns False for torch's advice to those who trace a model with torch.fx.
 
-    `torch.nested.nested_tensor_from_jagged` makes torch log it once in each process, and nothing
-    here traces a model so.
+    `jagged_from_offsets` makes torch log it once in each process, and nothing here traces a model
+    so.
     """
     return not record.getMessage().startswith("is_fx_tracing will return true for both")
 
@@ -31,9 +32,9 @@ logging.getLogger("torch.fx._symbolic_trace").addFilter(_is_worth_telling)
 
 def is_jagged(column: ColumnData) -> TypeGuard[torch.Tensor]:
     # The class is asked for first: torch takes 10 us for any property of a jagged tensor.
-    return isinstance(column, NestedTensor) or (
-        isinstance(column, torch.Tensor) and column.is_nested
-    )
+    if isinstance(column, NestedTensor):
+        return True
+    return isinstance(column, torch.Tensor) and column.is_nested
 
 
 def check_tensor_column(place: str, column: Any) -> None:
@@ -70,8 +71,10 @@ def jagged_parts(column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def offsets_of(lengths: torch.Tensor) -> torch.Tensor:
-    """(B + 1,) int64, where each row begins in the values, and the end of the last one, by row
-    lengths (B,)."""
+    """Returns where each row begins in the values, and the end of the last one: (B + 1,) int64.
+
+    `lengths` are those of the rows (B,).
+    """
     offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64, device=lengths.device)
     torch.cumsum(lengths, dim=0, out=offsets[1:])
     return offsets
@@ -94,57 +97,78 @@ def jagged_on_last_token(values_B: torch.Tensor, mask: torch.Tensor) -> torch.Te
     """A column by response token: each row's value on its last token of the mask, 0 on the others
     and without one."""
     marks, offsets = jagged_parts(mask)
-    row_of_token = torch.repeat_interleave(torch.arange(len(values_B)), offsets.diff())
+    num_rows = len(values_B)
+    row_of_token = torch.repeat_interleave(torch.arange(num_rows), offsets.diff())
     places = marks.bool().nonzero().squeeze(1)
-    last_B = torch.full((len(values_B),), -1).scatter_reduce(
-        0, row_of_token[places], places, "amax"
-    )
+    none_B = torch.full((num_rows,), -1)
+    last_B = none_B.scatter_reduce(0, row_of_token[places], places, "amax")
+    has_token_B = last_B >= 0
     column = values_B.new_zeros(len(marks))
-    column[last_B[last_B >= 0]] = values_B[last_B >= 0]
-    return torch.nested.nested_tensor_from_jagged(column, offsets=offsets)
+    column[last_B[has_token_B]] = values_B[has_token_B]
+    return jagged_from_offsets(column, offsets)
+
+
+def jagged_from_offsets(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """The inverse of `jagged_parts`."""
+    return torch.nested.nested_tensor_from_jagged(values, offsets=offsets)
 
 
 def jagged_from_lengths(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """The inverse of `jagged_parts`, by row lengths (B,)."""
-    return torch.nested.nested_tensor_from_jagged(values, offsets=offsets_of(lengths))
+    return jagged_from_offsets(values, offsets_of(lengths))
 
 
 def share_offsets(columns: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The columns, of which jagged ones with rows of the same lengths share one offsets tensor,
-    that of the first.
+    """Returns the columns; jagged ones with rows of the same lengths share one offsets tensor, that
+    of the first.
 
     torch computes only between jagged tensors that share it. A column that shares it already stays
     the same tensor.
     """
     known: list[torch.Tensor] = []
-    return {
-        name: _on_offsets(column, known) if is_jagged(column) else column
-        for name, column in columns.items()
-    }
+    shared = dict(columns)
+    for name, column in columns.items():
+        if is_jagged(column):
+            shared[name] = _on_offsets(column, known)
+    return shared
+
+
+def tensor_dict(
+    columns: Mapping[str, torch.Tensor], num_rows: int, device: torch.device | None = None
+) -> TensorDict:
+    """A TensorDict of columns of `num_rows` rows, whose jagged ones share offsets.
+
+    With a device, it moves its columns there.
+    """
+    return TensorDict(share_offsets(columns), batch_size=[num_rows], device=device)
+
+
+def columns_of(table: TensorDict) -> dict[str, torch.Tensor]:
+    """The columns of a TensorDict by name, as a new dict."""
+    return cast(dict[str, torch.Tensor], dict(table.items()))
 
 
 def _on_offsets(column: torch.Tensor, known: list[torch.Tensor]) -> torch.Tensor:
-    """The jagged column on the one of the known offsets that are its own, which become known if
-    there is none."""
+    """Returns the jagged column with those of the known offsets that equal its own.
+
+    If there are none, its own offsets become known.
+    """
     values, offsets = jagged_parts(column)
     for each in known:
         if each is offsets:
             return column
         if _are_equal(each, offsets):
-            return torch.nested.nested_tensor_from_jagged(values, offsets=each)
+            return jagged_from_offsets(values, each)
     known.append(offsets)
     has_holes = cast(Any, column).lengths() is not None
-    return torch.nested.nested_tensor_from_jagged(values, offsets=offsets) if has_holes else column
+    return jagged_from_offsets(values, offsets) if has_holes else column
 
 
 def _are_equal(offsets: torch.Tensor, others: torch.Tensor) -> bool:
-    """Whether two offsets have the same values; without values, on the meta device, they have
-    not."""
-    return (
-        offsets.device == others.device
-        and offsets.device.type != "meta"
-        and torch.equal(offsets, others)
-    )
+    """Returns True if two offsets have the same values. On the meta device there are no values."""
+    if offsets.device != others.device or offsets.device.type == "meta":
+        return False
+    return torch.equal(offsets, others)
 
 
 def write_count(tensor: torch.Tensor) -> int:
@@ -160,9 +184,9 @@ def view_rows(column: ColumnData, start: int, stop: int) -> ColumnData:
         return column[start:stop]
     values, offsets = jagged_parts(column)
     row_offsets = offsets[start : stop + 1]
-    return torch.nested.nested_tensor_from_jagged(
-        values[int(row_offsets[0]) : int(row_offsets[-1])], offsets=row_offsets - row_offsets[0]
-    )
+    first = int(row_offsets[0])
+    end = int(row_offsets[-1])
+    return jagged_from_offsets(values[first:end], row_offsets - first)
 
 
 def row_indices(idxs: RowIndices, num_rows: int) -> torch.Tensor:
@@ -172,7 +196,9 @@ def row_indices(idxs: RowIndices, num_rows: int) -> torch.Tensor:
     Raises IndexError outside the rows, ValueError for a mask of another length and for other types
     and shapes.
     """
-    indices = torch.as_tensor(np.asarray(idxs) if isinstance(idxs, (list, tuple)) else idxs).cpu()
+    if isinstance(idxs, (list, tuple)):
+        idxs = np.asarray(idxs)  # torch is slow with lists
+    indices = torch.as_tensor(idxs).cpu()
     if indices.ndim != 1:
         raise ValueError(
             f"select_idxs: the indices must be one-dimensional, got shape {tuple(indices.shape)}."
@@ -196,8 +222,7 @@ def row_indices(idxs: RowIndices, num_rows: int) -> torch.Tensor:
 
 
 class RowTaker:
-    """Copies rows of columns: `indices` (int64 on CPU), each of them a row of every column, repeats
-    allowed.
+    """Copies the rows `indices` (int64 on CPU) of columns; a row may occur several times.
 
     Jagged columns that share their offsets share the copies' offsets, too.
     """
@@ -209,32 +234,32 @@ class RowTaker:
         the copies."""
 
     def __call__(self, column: ColumnData) -> ColumnData:
-        return (
-            column[self.indices.numpy()] if isinstance(column, np.ndarray) else self.tensor(column)
-        )
+        if isinstance(column, np.ndarray):
+            return column[self.indices.numpy()]
+        return self.tensor(column)
 
     def tensor(self, column: torch.Tensor) -> torch.Tensor:
         """Copies rows of a tensor."""
         if not column.is_nested:
             indices = self.indices.to(column.device)
+            memory = _empty(column, len(indices))
             # Whole rows at a time, twice as fast as column[indices].
-            return torch.index_select(column.detach(), 0, indices, out=_empty(column, len(indices)))
+            return torch.index_select(column.detach(), 0, indices, out=memory)
         values, offsets = jagged_parts(column)
         places, new_offsets = self._of_jagged(offsets)
-        return torch.nested.nested_tensor_from_jagged(
-            values.detach().index_select(0, places), offsets=new_offsets
-        )
+        taken = values.detach().index_select(0, places)
+        return jagged_from_offsets(taken, new_offsets)
 
     def _of_jagged(self, offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         for known, places, new_offsets in self._jagged:
             if known is offsets:
                 return places, new_offsets
-        lengths = offsets.diff()[self.indices.to(offsets.device)]
+        indices = self.indices.to(offsets.device)
+        lengths = offsets.diff()[indices]
         new_offsets = offsets_of(lengths)
         # A copied value lies as far from the start of its row as before.
-        shift = torch.repeat_interleave(
-            offsets[:-1][self.indices.to(offsets.device)] - new_offsets[:-1], lengths
-        )
+        shift_of_row = offsets[indices] - new_offsets[:-1]
+        shift = torch.repeat_interleave(shift_of_row, lengths)
         places = shift.add_(torch.arange(len(shift), device=shift.device))
         self._jagged.append((offsets, places, new_offsets))
         return places, new_offsets
@@ -255,9 +280,11 @@ def concat_columns(name: str, parts: Sequence[Any]) -> ColumnData:
         return np.concatenate(parts, axis=0)
     if parts[0].is_nested:
         pairs = [jagged_parts(part) for part in parts]
+        values = torch.cat([its_values for its_values, _ in pairs])
         lengths = torch.cat([offsets.diff() for _, offsets in pairs])
-        return jagged_from_lengths(torch.cat([values for values, _ in pairs]), lengths)
-    return torch.cat([part.detach() for part in parts], out=_empty(parts[0], sum(map(len, parts))))
+        return jagged_from_lengths(values, lengths)
+    memory = _empty(parts[0], sum(map(len, parts)))
+    return torch.cat([part.detach() for part in parts], out=memory)
 
 
 def _empty(like: torch.Tensor, num_rows: int) -> torch.Tensor | None:
@@ -282,10 +309,9 @@ def _signature(column: ColumnData) -> str:
         dtype = "str" if column.dtype.kind == "U" else str(column.dtype)
         return f"an array of {dtype} with rows of shape {column.shape[1:]}"
     if column.is_nested:
-        return (
-            f"a jagged tensor of {column.dtype} with row entries of shape "
-            f"{tuple(jagged_parts(column)[0].shape[1:])}"
-        )
+        values, _ = jagged_parts(column)
+        shape = tuple(values.shape[1:])
+        return f"a jagged tensor of {column.dtype} with row entries of shape {shape}"
     return f"a tensor of {column.dtype} with rows of shape {tuple(column.shape[1:])}"
 
 
@@ -304,14 +330,14 @@ def deep_equal(left: Any, right: Any) -> bool:
     if left is right:
         return True
     for kind in (torch.Tensor, np.ndarray):
+        if isinstance(left, kind) and isinstance(right, kind):
+            return _columns_equal(left, right)
         if isinstance(left, kind) or isinstance(right, kind):
-            return (
-                isinstance(left, kind) and isinstance(right, kind) and _columns_equal(left, right)
-            )
+            return False
     if isinstance(left, dict) and isinstance(right, dict):
-        return left.keys() == right.keys() and all(
-            deep_equal(left[key], right[key]) for key in left
-        )
+        if left.keys() != right.keys():
+            return False
+        return all(deep_equal(left[key], right[key]) for key in left)
     if isinstance(left, (list, tuple)) and type(left) is type(right):
         return len(left) == len(right) and all(map(deep_equal, left, right))
     if dataclasses.is_dataclass(left) and type(left) is type(right):
@@ -325,15 +351,20 @@ def _columns_equal(left: Any, right: Any) -> bool:
     if left.dtype != right.dtype or is_jagged(left) != is_jagged(right):
         return False
     if is_jagged(left):
-        # First where rows begin
-        return all(map(_columns_equal, jagged_parts(left)[::-1], jagged_parts(right)[::-1]))
+        left_values, left_offsets = jagged_parts(left)
+        right_values, right_offsets = jagged_parts(right)
+        if not _columns_equal(left_offsets, right_offsets):
+            return False
+        return _columns_equal(left_values, right_values)
     if left.shape != right.shape:
         return False
     if left.dtype == object:
         return all(map(deep_equal, left.flat, right.flat))
     if isinstance(left, torch.Tensor):
         right = right.to(left.device)
-    return bool(((left == right) | ((left != left) & (right != right))).all())
+    both_nan = (left != left) & (right != right)
+    same = (left == right) | both_nan
+    return bool(same.all())
 
 
 def map_leaves(operation: Callable[[Any], Any], value: Any) -> Any:

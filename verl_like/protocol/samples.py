@@ -29,15 +29,19 @@ class SampleRows:
     def __init__(self, starts: torch.Tensor) -> None:
         """Args: starts: (S + 1,) int64, the first row of each sample, and the number of rows."""
         num_rows_S = starts.diff()
-        self.starts, self.first_rows = starts, starts[:-1]
+        self.starts = starts
+        self.first_rows = starts[:-1]
         self.num_samples = len(num_rows_S)
         self.sample_of_row = torch.arange(self.num_samples).repeat_interleave(num_rows_S)
 
     @classmethod
     def of(cls, data: DataProto) -> "SampleRows":
-        """Those of a batch: rows that follow each other with the same `sample_id`; without that
-        column each row."""
-        return cls(sample_starts(data.tensors(), len(data)))
+        """Returns the samples of a batch: rows that follow each other with the same `sample_id`.
+
+        Without that column each row is a sample.
+        """
+        starts = sample_starts(data.tensors(), len(data))
+        return cls(starts)
 
     @property
     def is_plain(self) -> bool:
@@ -47,13 +51,16 @@ class SampleRows:
 
 def count_samples(data: DataProto) -> int:
     """How many samples a batch has."""
-    return len(data) if SAMPLE_COLUMN not in data.tensors() else SampleRows.of(data).num_samples
+    return len(sample_starts(data.tensors(), len(data))) - 1
 
 
 def select_samples(data: DataProto, start: int, stop: int) -> DataProto:
     """The rows of the samples start..stop-1, a view of the same memory."""
     starts = SampleRows.of(data).starts
-    return data.rows(int(starts[start]), int(starts[min(stop, len(starts) - 1)]))
+    num_samples = len(starts) - 1
+    first_row = int(starts[start])
+    end_row = int(starts[min(stop, num_samples)])
+    return data.rows(first_row, end_row)
 
 
 def concat_samples(parts: Sequence[DataProto]) -> DataProto:

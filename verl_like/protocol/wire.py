@@ -11,7 +11,7 @@ import safetensors.numpy
 import torch
 
 from verl_like.protocol.metric import Metric
-from verl_like.protocol.row_ops import jagged_parts, object_array
+from verl_like.protocol.row_ops import jagged_from_offsets, jagged_parts, object_array
 
 _FILE_STRUCTURE = "verl_like.DataProto/2"
 # NumPy has no such types: they travel as integers of the same width.
@@ -41,8 +41,9 @@ def to_wire(tensor: torch.Tensor) -> WireTensor:
         offsets = offset_tensor.cpu().numpy()
     # resolve_*: complex conjugate and negation are lazy views that NumPy does not know.
     tensor = tensor.cpu().resolve_conj().resolve_neg().contiguous()
+    dtype = str(tensor.dtype).removeprefix("torch.")
     array = tensor.view(_VIEWED_AS.get(tensor.dtype, tensor.dtype)).numpy()
-    return WireTensor(array, str(tensor.dtype).removeprefix("torch."), offsets)
+    return WireTensor(array, dtype, offsets)
 
 
 def from_wire(wire: WireTensor) -> torch.Tensor:
@@ -53,7 +54,7 @@ def from_wire(wire: WireTensor) -> torch.Tensor:
     tensor = torch.from_dlpack(wire.array).view(getattr(torch, wire.dtype))
     if wire.offsets is None:
         return tensor
-    return torch.nested.nested_tensor_from_jagged(tensor, offsets=torch.from_dlpack(wire.offsets))
+    return jagged_from_offsets(tensor, torch.from_dlpack(wire.offsets))
 
 
 def write_file(path: str | os.PathLike[str], contents: dict[str, Any]) -> None:
@@ -78,9 +79,8 @@ def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
                 f"{path} was not written by save_to_disk: it has no entry {_FILE_STRUCTURE!r}."
             )
     arrays = safetensors.numpy.load_file(path)
-    return json.loads(
-        arrays[_FILE_STRUCTURE].tobytes(), object_hook=functools.partial(_decode, arrays)
-    )
+    structure = arrays[_FILE_STRUCTURE].tobytes()
+    return json.loads(structure, object_hook=functools.partial(_decode, arrays))
 
 
 def _encode(value: Any, place: str, arrays: dict[str, np.ndarray]) -> Any:
@@ -99,10 +99,10 @@ def _encode(value: Any, place: str, arrays: dict[str, np.ndarray]) -> Any:
     if type(value) is tuple:
         return {"tuple": encode_all(value)}
     if type(value) is dict:
-        pairs = [
-            (_encode(k, f"{place} key", arrays), _encode(v, f"{place}[{k!r}]", arrays))
-            for k, v in value.items()
-        ]
+        pairs = []
+        for key, item in value.items():
+            encoded_key = _encode(key, f"{place} key", arrays)
+            pairs.append((encoded_key, _encode(item, f"{place}[{key!r}]", arrays)))
         return {"dict": pairs}
     if isinstance(value, Metric):
         return {"metric": [value.value, value.reduction, value.weight]}
@@ -111,18 +111,17 @@ def _encode(value: Any, place: str, arrays: dict[str, np.ndarray]) -> Any:
         return {"tensor": encode_all((wire.array, wire.dtype, wire.offsets))}
     if isinstance(value, np.generic):
         return {"scalar": _encode(np.asarray(value), place, arrays)}
-    if (
-        isinstance(value, np.ndarray)
-        and value.dtype.kind in "biuf"
-        and value.dtype.isnative
-        and value.itemsize <= 8
-    ):
-        name = str(len(arrays))
-        arrays[name] = np.ascontiguousarray(value).reshape(value.shape)
-        return {"array": name}
-    if isinstance(value, np.ndarray) and value.dtype.kind in "OU":
-        return {"objects": [encode_all(value.ravel().tolist()), list(value.shape), value.dtype.str]}
-    kind = f"array of {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__
+    kind = type(value).__name__
+    if isinstance(value, np.ndarray):
+        dtype = value.dtype
+        kind = f"array of {dtype}"
+        if dtype.kind in "biuf" and dtype.isnative and dtype.itemsize <= 8:
+            name = str(len(arrays))
+            arrays[name] = np.ascontiguousarray(value).reshape(value.shape)
+            return {"array": name}
+        if dtype.kind in "OU":
+            items = encode_all(value.ravel().tolist())
+            return {"objects": [items, list(value.shape), dtype.str]}
     raise ValueError(
         f"save_to_disk: {place} is a {kind}, which a file without pickle cannot hold; turn it "
         "into numbers, text, lists, dicts, arrays or tensors, or pop it first."
