@@ -102,8 +102,8 @@ def register(
             f"{mode.name} splits its arguments over all ranks, so it cannot run with "
             "Execute.RANK_ZERO: use Dispatch.RANK_ZERO, or Execute.ALL"
         )
-    # On one rank these modes are the same
-    mode = mode if execute_mode is Execute.ALL else Dispatch.RANK_ZERO
+    if execute_mode is Execute.RANK_ZERO:
+        mode = Dispatch.RANK_ZERO
 
     def decorate(method: _Method) -> _Method:
         if inspect.isasyncgenfunction(method):
@@ -141,8 +141,10 @@ def registered_methods(cls: type) -> dict[str, MethodSpec]:
 
 
 def is_registered(method: Callable[..., Any]) -> bool:
-    """Whether this very function was registered; an override without `@register` of its own was
-    not."""
+    """Returns True if this very function was registered.
+
+    An override without `@register` of its own was not.
+    """
     return getattr(method, _FUNCTION_ATTRIBUTE, None) is method
 
 
@@ -150,17 +152,18 @@ def check_reads(role: str, spec: MethodSpec, batches: Sequence[DataProto]) -> No
     """Raise ValueError if a column that the method must read is in none of its batches."""
     if not batches or not spec.reads:
         return
-    present = {name for batch in batches for name in (*batch.columns(), *batch.meta_info)}
-    prompts = [batch.tensors()["prompts"] for batch in batches if "prompts" in batch.tensors()]
-    if any(map(is_jagged, prompts)) and not spec.jagged:
-        present |= {*VERL_COLUMNS}
+    present: set[str] = set()
+    for batch in batches:
+        columns = batch.columns()
+        present.update(columns, batch.meta_info)
+        if "prompts" in columns and is_jagged(columns["prompts"]) and not spec.jagged:
+            present.update(VERL_COLUMNS)
     for name in spec.reads:
         if name.endswith("?") or name in present:
             continue
-        column = COLUMNS.get(name)
-        writer = (
-            f"written by: {column.writer}" if column else "a custom column, not in docs/columns.md"
-        )
+        writer = "a custom column, not in docs/columns.md"
+        if name in COLUMNS:
+            writer = f"written by: {COLUMNS[name].writer}"
         raise ValueError(
             f"{role}.{spec.name} reads {name!r}, not in its batch ({writer}). Present: "
             f"{sorted(present)}"

@@ -31,16 +31,16 @@ class Mesh:
     ) -> "Mesh":
         """Raises ValueError unless exactly one rank of every dp_rank is collected."""
         dp_ranks = [dp_rank for dp_rank, _ in coordinates]
-        collected = sorted(
-            (dp_rank, rank) for rank, (dp_rank, is_collect) in enumerate(coordinates) if is_collect
-        )
-        if [dp_rank for dp_rank, _ in collected] != list(range(len(set(dp_ranks)))):
+        collect_ranks = [rank for rank, (_, is_collect) in enumerate(coordinates) if is_collect]
+        collect_ranks.sort(key=dp_ranks.__getitem__)
+        num_shards = len(set(dp_ranks))
+        if [dp_ranks[rank] for rank in collect_ranks] != list(range(num_shards)):
             raise ValueError(
                 f"mesh {mesh_name!r} of {role}: dp_ranks must count up from 0 without gaps, and "
                 "exactly one rank of each must be collected, got (dp_rank, is_collect) by rank "
                 f"{list(coordinates)}"
             )
-        return cls(dp_ranks, [rank for _, rank in collected])
+        return cls(dp_ranks, collect_ranks)
 
 
 class WorkerGroupLike(Protocol):
@@ -83,13 +83,15 @@ class PerRank:
 
 
 def dispatch_each(spread: Callable[[WorkerGroupLike, Any], Sequence[Any]]) -> DispatchFn:
-    """The dispatch function that gives `spread(group, value)`, one entry per rank, of every
-    argument."""
+    """Returns the dispatch function that does `spread(group, value)` with every argument.
+
+    `spread` returns one entry per rank.
+    """
 
     def dispatch(group: WorkerGroupLike, *args: Any, **kwargs: Any) -> Any:
-        return tuple(spread(group, value) for value in args), {
-            k: spread(group, v) for k, v in kwargs.items()
-        }
+        rank_args = tuple(spread(group, value) for value in args)
+        rank_kwargs = {name: spread(group, value) for name, value in kwargs.items()}
+        return rank_args, rank_kwargs
 
     return dispatch
 
@@ -101,11 +103,9 @@ def replicate(group: WorkerGroupLike, value: Any) -> list[Any]:
 def split_batch(group: WorkerGroupLike, value: Any) -> list[Any]:
     """Split a batch, or the future of one, over the ranks; anything else is given to every rank
     whole."""
-    return (
-        group.split(value, group.world_size)
-        if isinstance(value, Splittable)
-        else replicate(group, value)
-    )
+    if not isinstance(value, Splittable):
+        return replicate(group, value)
+    return group.split(value, group.world_size)
 
 
 def unwrap_per_rank(group: WorkerGroupLike, value: Any) -> Sequence[Any]:
@@ -134,11 +134,9 @@ dispatch_dp_compute_proto = dispatch_each(split_batch)
 
 
 def dispatch_dp_compute_proto_with_func(group: WorkerGroupLike, *args: Any, **kwargs: Any) -> Any:
-    if not args or not callable(args[0]):
-        raise ValueError(
-            "DP_COMPUTE_PROTO_WITH_FUNC takes a callable first, got "
-            f"{args[0] if args else 'nothing'!r}"
-        )
+    first = args[0] if args else "nothing"
+    if not callable(first):
+        raise ValueError(f"DP_COMPUTE_PROTO_WITH_FUNC takes a callable first, got {first!r}")
     return dispatch_dp_compute_proto(group, *args, **kwargs)
 
 

@@ -38,10 +38,8 @@ class WorkerError(RuntimeError):
 
     def in_method(self, method: str) -> "WorkerError":
         """The same failure, named after the method that the failed one was a part of."""
-        make, arguments = self.__reduce__()
-        place = arguments[:4]
-        (_, *rest) = arguments[4:]
-        renamed = make(*place, method, *rest)
+        place = (self.role, self.rank, self.node, self.pid)
+        renamed = type(self)(*place, method, self.cause, self.shortage)
         renamed.__cause__ = self.__cause__
         for note in getattr(self, "__notes__", ()):
             renamed.add_note(note)
@@ -54,7 +52,7 @@ class WorkerError(RuntimeError):
         return f"{self.role} rank {self.rank} (node {self.node}, pid {self.pid})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        place = self.role, self.rank, self.node, self.pid
+        place = (self.role, self.rank, self.node, self.pid)
         return type(self), (*place, self.method, self.cause, self.shortage)
 
 

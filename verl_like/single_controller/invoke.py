@@ -5,8 +5,10 @@ import inspect
 import os
 import time
 import traceback
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
+
+import torch
 
 from verl_like.protocol import CallHeader, DataProto
 from verl_like.protocol.row_ops import write_count
@@ -52,9 +54,10 @@ class Invoker:
             raise
         except Exception as error:
             cause = "".join(traceback.format_exception(error))
-            place = role, worker.rank, self.node, os.getpid()
+            place = (role, worker.rank, self.node, os.getpid())
             raise WorkerError(*place, method, cause, shortage_of(error)) from error
-        yield CallHeader(len(result) if isinstance(result, DataProto) else 0, started, time.time())
+        num_rows = len(result) if isinstance(result, DataProto) else 0
+        yield CallHeader(num_rows, started, time.time())
         yield result
 
     def _run(
@@ -76,42 +79,50 @@ class Invoker:
                 return value.resolve(fetch)
             if not isinstance(value, BatchShard):
                 return value
-            shards.append(value.resolve(fetch))
-            return argument_of(spec, shards[-1].data)
+            shard = value.resolve(fetch)
+            shards.append(shard)
+            return argument_of(spec, shard.data)
 
         args = [resolve(value) for value in args]
         kwargs = {name: resolve(value) for name, value in kwargs.items()}
         check_reads(role, spec, [shard.data for shard in shards])
-        # The method may replace columns in its batch, which is its own container, but not write
-        # into their tensors.
         inputs = [(shard.data.tensors(), shard.data.column_versions()) for shard in shards]
         result = getattr(worker, method)(*args, **kwargs)
         if inspect.isawaitable(result):
             result = self.loop.run_until_complete(result)
         elif inspect.isgenerator(result):
             result = yield from result
-        changed = [
-            name
-            for data, before in inputs
-            for name, column in data.items()
-            if write_count(column) != before[name]
-        ]
-        if changed:
-            raise ValueError(
-                f"{role}.{method} wrote in place into the input column {changed[0]!r}, which "
-                "other workers share: write into a copy (`.clone()`) or make a new tensor"
-            )
+        for columns, counts in inputs:
+            _check_unwritten(f"{role}.{method}", columns, counts)
         check_writes(role, spec, result)
         if not isinstance(result, DataProto):
             return result
         if any(tensor.device.type != "cpu" for tensor in result.tensors().values()):
             # In a container of its own: the worker may keep what it returned
             result = result.select().to("cpu")
-        if shards:
-            result = result_of(spec, result, shards[0].data)
-        if shards and shards[0].ordered and len(result) not in (0, len(shards[0].data)):
+        if not shards:
+            return result
+        first = shards[0]
+        result = result_of(spec, result, first.data)
+        if first.ordered and len(result) not in (0, len(first.data)):
             raise ValueError(
-                f"{method} returned {len(result)} rows for {len(shards[0].data)} input rows: with "
+                f"{method} returned {len(result)} rows for {len(first.data)} input rows: with "
                 "an Ordered batch return one row per input row, in order, or only meta_info"
             )
         return result
+
+
+def _check_unwritten(
+    method: str, columns: Mapping[str, torch.Tensor], counts: Mapping[str, int]
+) -> None:
+    """Raises ValueError if a column has another `write_count` than before the call.
+
+    A method may replace columns in its batch, which is its own container, but not write into their
+    tensors.
+    """
+    for name, column in columns.items():
+        if write_count(column) != counts[name]:
+            raise ValueError(
+                f"{method} wrote in place into the input column {name!r}, which other workers "
+                "share: write into a copy (`.clone()`) or make a new tensor"
+            )

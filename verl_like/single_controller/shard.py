@@ -37,18 +37,12 @@ class Ordered:
         self.batch = batch
         self.sizes = sizes
         self.order = np.asarray(order, dtype=np.int64)
-        # A future has its number of rows only where its ranks worked in another order.
-        known = (
-            batch
-            if isinstance(batch, DataProto)
-            else self.order
-            if batch.order is None
-            else batch.order
-        )
-        num_rows = len(known)
-        if self.order.shape != (num_rows,) or not np.array_equal(
-            np.sort(self.order), np.arange(num_rows)
-        ):
+        num_rows = len(self.order)
+        if isinstance(batch, DataProto):
+            num_rows = len(batch)
+        elif batch.order is not None:  # of another future nobody knows the number of rows yet
+            num_rows = len(batch.order)
+        if not np.array_equal(np.sort(self.order), np.arange(num_rows)):
             raise ValueError(
                 f"the order of an Ordered batch names each of its {num_rows} rows once, got "
                 f"{self.order.shape} numbers: {self.order[:20].tolist()}"
@@ -96,16 +90,16 @@ class BatchShard:
 
         def payloads(numbers: Sequence[int]) -> list[DataProto]:
             batches = fetch([self.parts[number].payload for number in numbers])
-            return (
-                batches
-                if self.columns is None
-                else [select_columns(batch, self.columns) for batch in batches]
-            )
+            if self.columns is None:
+                return batches
+            return [select_columns(batch, self.columns) for batch in batches]
 
-        sizes = [header.num_rows for header in fetch([part.header for part in self.parts])]
+        headers = fetch([part.header for part in self.parts])
+        sizes = [header.num_rows for header in headers]
         total = sum(sizes)
         if total == 0:
-            return ResolvedShard(DataProto.concat(payloads(range(len(sizes)))), self.ordered)
+            without_rows = payloads(range(len(sizes)))
+            return ResolvedShard(DataProto.concat(without_rows), self.ordered)
         row_numbers = self.row_numbers
         if row_numbers is None:
             row_numbers = np.array_split(np.arange(total), self.num_shards)[self.index]
@@ -130,7 +124,8 @@ class ForwardedFuture:
     collect: Callable[[list[Any]], Any]
 
     def resolve(self, fetch: Fetch) -> Any:
-        return self.collect(fetch([part.payload for part in self.parts]))
+        outputs = fetch([part.payload for part in self.parts])
+        return self.collect(outputs)
 
 
 def select_columns(data: DataProto, columns: Sequence[str]) -> DataProto:
@@ -159,8 +154,8 @@ def gather_rows(
     """The rows `row_numbers`, in this order, of the batch that parts of `sizes` rows make up.
 
     `fetch` is called once, with the numbers of the parts that hold these rows, and returns the
-    parts. Contiguous rows of one part are a view, others are copies. No rows are those of a part
-    that has some, which has all columns.
+    parts. Contiguous rows of one part are a view, others are copies. If no rows are wanted, the
+    columns come from a part that has rows, because that has all columns.
     """
     if not len(row_numbers):
         filled = [part for part, size in enumerate(sizes) if size]
@@ -169,25 +164,27 @@ def gather_rows(
         return payload.rows(0, 0)
     ends = np.cumsum(sizes)
     starts = ends - sizes
-    order = [
-        ((row_numbers >= a) & (row_numbers < b)).nonzero()[0]
-        for a, b in zip(starts, ends, strict=True)
-    ]
-    needed = [part for part, places in enumerate(order) if len(places)]
+    places: list[np.ndarray] = []  # by part, where its rows are among `row_numbers`
+    for start, end in zip(starts, ends, strict=True):
+        is_in_part = (row_numbers >= start) & (row_numbers < end)
+        places.append(is_in_part.nonzero()[0])
+    needed = [part for part, its_places in enumerate(places) if len(its_places)]
+    payloads = fetch(needed)
     taken = []
-    for part, payload in zip(needed, fetch(needed), strict=True):
-        rows = row_numbers[order[part]] - starts[part]
-        taken.append(
-            payload.rows(int(rows[0]), int(rows[-1]) + 1)
-            if _is_range(rows)
-            else payload.select_idxs(rows)
-        )
+    for part, payload in zip(needed, payloads, strict=True):
+        rows = row_numbers[places[part]] - starts[part]
+        if _is_range(rows):
+            taken.append(payload.rows(int(rows[0]), int(rows[-1]) + 1))
+        else:
+            taken.append(payload.select_idxs(rows))
     if len(taken) == 1:
         return taken[0]
     joined = DataProto.concat(taken)
-    whole_order = np.concatenate(order)
-    return joined if _is_range(whole_order) else joined.select_idxs(whole_order.argsort())
+    joined_places = np.concatenate(places)
+    if _is_range(joined_places):
+        return joined
+    return joined.select_idxs(joined_places.argsort())
 
 
 def _is_range(numbers: np.ndarray) -> bool:
-    return bool((numbers[1:] - numbers[:-1] == 1).all())
+    return bool((np.diff(numbers) == 1).all())

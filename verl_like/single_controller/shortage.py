@@ -33,12 +33,12 @@ def shortage_of(error: BaseException) -> Shortage | None:
     says nothing."""
     for each in _chain(error):
         text = str(each)
-        if isinstance(each, torch.OutOfMemoryError) or any(part in text for part in _DEVICE_TEXTS):
+        has_device_text = any(part in text for part in _DEVICE_TEXTS)
+        if isinstance(each, torch.OutOfMemoryError) or has_device_text:
             return Shortage("device", largest_processes())
-        no_memory = isinstance(each, MemoryError) or (
-            isinstance(each, OSError) and each.errno == errno.ENOMEM
-        )
-        if no_memory or any(part in text for part in _HOST_TEXTS):
+        is_refused = isinstance(each, OSError) and each.errno == errno.ENOMEM
+        has_host_text = any(part in text for part in _HOST_TEXTS)
+        if isinstance(each, MemoryError) or is_refused or has_host_text:
             return Shortage("host", largest_processes())
     return None
 

@@ -16,9 +16,12 @@ def argument_of(spec: MethodSpec, data: DataProto) -> DataProto:
     padded columns are.
     """
     columns = spec.read_columns
-    if spec.jagged or not _has_jagged_prompts(data):
-        return data if columns is None else select_columns(data, columns)
-    return padded(data, None if columns is None else (*columns, PAD_COLUMN))
+    takes_jagged = spec.jagged or not _has_jagged_prompts(data)
+    if columns is None:
+        return data if takes_jagged else padded(data)
+    if takes_jagged:
+        return select_columns(data, columns)
+    return padded(data, (*columns, PAD_COLUMN))
 
 
 def result_of(spec: MethodSpec, result: DataProto, data: DataProto) -> DataProto:
@@ -37,17 +40,16 @@ def result_of(spec: MethodSpec, result: DataProto, data: DataProto) -> DataProto
         return jagged
     if "responses" not in data.tensors() or len(result) != len(data):
         return result
-    if "responses" in columns and not torch.equal(
-        columns["responses"], padded(data, ["responses"]).tensors()["responses"]
-    ):
-        raise ValueError(
-            f"{spec.name} returned other responses than it was given: return input_ids and "
-            "attention_mask with them, which say how long they are"
-        )
+    if "responses" in columns:
+        given = padded(data, ["responses"]).tensors()["responses"]
+        if not torch.equal(columns["responses"], given):
+            raise ValueError(
+                f"{spec.name} returned other responses than it was given: return input_ids and "
+                "attention_mask with them, which say how long they are"
+            )
     beside = data.select(batch_keys=["prompts", "responses"], non_tensor_batch_keys=[])
-    return strip(result, beside).select(
-        batch_keys=[name for name in columns if name not in VERL_COLUMNS]
-    )
+    stripped = strip(result, beside)
+    return stripped.select(batch_keys=[name for name in columns if name not in VERL_COLUMNS])
 
 
 def _has_jagged_prompts(data: DataProto) -> bool:

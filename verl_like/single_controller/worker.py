@@ -29,10 +29,8 @@ class Worker:
     # In __new__, so that a subclass that does not call super().__init__() has its rank as well.
     def __new__(cls, *args: Any, **kwargs: Any) -> "Worker":
         worker = super().__new__(cls)
-        worker.rank, worker.world_size = (
-            int(os.environ.get("RANK", "0")),
-            int(os.environ.get("WORLD_SIZE", "1")),
-        )
+        worker.rank = int(os.environ.get("RANK", "0"))
+        worker.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         worker.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         worker.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         worker._mesh_coordinates = {}
@@ -99,13 +97,13 @@ def rank_environment(
     rank: int, world_size: int, local_rank: int, local_world_size: int, device: str
 ) -> dict[str, str]:
     """The environment variables by which a worker knows its place, but for the master's address."""
-    numbers = {
-        "RANK": rank,
-        "WORLD_SIZE": world_size,
-        "LOCAL_RANK": local_rank,
-        "LOCAL_WORLD_SIZE": local_world_size,
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(local_world_size),
+        "VERL_LIKE_DEVICE": device,
     }
-    return {**{name: str(number) for name, number in numbers.items()}, "VERL_LIKE_DEVICE": device}
 
 
 def reserve_port() -> tuple[socket.socket, int]:
@@ -118,4 +116,5 @@ def reserve_port() -> tuple[socket.socket, int]:
     holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.bind(("", 0))
-    return holder, holder.getsockname()[1]
+    port = holder.getsockname()[1]
+    return holder, port

@@ -42,6 +42,8 @@ class CallEvent:
 
 
 OnCall = Callable[[CallEvent], None]
+Arguments = tuple[list[Any], dict[str, Any]]
+"""What one rank's method is called with."""
 
 
 class ClassWithInitArgs:
@@ -50,7 +52,9 @@ class ClassWithInitArgs:
     def __init__(self, cls: type, *args: Any, **kwargs: Any) -> None:
         # verl passes ray.remote(WorkerClass); the class inside is what its process builds.
         metadata = getattr(cls, "__ray_metadata__", None)
-        self.cls: Any = cls if metadata is None else metadata.modified_class.__ray_actor_class__
+        self.cls: Any = cls
+        if metadata is not None:
+            self.cls = metadata.modified_class.__ray_actor_class__
         self.args = args
         self.kwargs = kwargs
         self.plugins: tuple[str, ...] = ()
@@ -119,10 +123,7 @@ class WorkerGroup(VerlWorkerGroup):
 
     @abc.abstractmethod
     def submit(
-        self,
-        spec: MethodSpec,
-        calls: list[tuple[list[Any], dict[str, Any]]],
-        collect_ranks: list[int],
+        self, spec: MethodSpec, calls: list[Arguments], collect_ranks: list[int]
     ) -> PendingCall:
         """Start the method on ranks 0, 1, ... with their arguments.
 
@@ -151,11 +152,8 @@ class WorkerGroup(VerlWorkerGroup):
     def split(self, data: Splittable, count: int) -> list[BatchShard]:
         """`count` shards, of as equal numbers of rows as possible unless an Ordered batch says how
         many; a DataProto is put into the backend's store once."""
-        batch, order, sizes = (
-            (data.batch, data.order, data.sizes)
-            if isinstance(data, Ordered)
-            else (data, None, None)
-        )
+        batch = data.batch if isinstance(data, Ordered) else data
+        order = data.order if isinstance(data, Ordered) else None
         if isinstance(batch, DataProto):
             parts = [self.put(batch)]
         else:
@@ -163,12 +161,23 @@ class WorkerGroup(VerlWorkerGroup):
             if batch.order is not None:
                 part_rows = np.argsort(batch.order)  # where the parts have each row of the batch
                 order = part_rows if order is None else part_rows[order]
-        slices = [None] * count if order is None else shard.split_order(order, sizes, count)
-        of_batch = 0 if order is None else len(order), isinstance(data, Ordered)
-        return [
-            BatchShard(tuple(parts), index, count, None, rows, *of_batch)
-            for index, rows in enumerate(slices)
-        ]
+        if order is None:
+            return [BatchShard(tuple(parts), index, count) for index in range(count)]
+        is_ordered = isinstance(data, Ordered)
+        sizes = data.sizes if isinstance(data, Ordered) else None
+        shards = []
+        for index, row_numbers in enumerate(shard.split_order(order, sizes, count)):
+            shards.append(
+                BatchShard(
+                    tuple(parts),
+                    index,
+                    count,
+                    row_numbers=row_numbers,
+                    num_batch_rows=len(order),
+                    ordered=is_ordered,
+                )
+            )
+        return shards
 
     def mesh(self, mesh_name: str) -> Mesh:
         """The coordinates that the ranks registered, asked for once."""
@@ -184,9 +193,8 @@ class WorkerGroup(VerlWorkerGroup):
     def report(self, method: str, rank: int, header: CallHeader) -> None:
         """Report a finished call of one rank to `on_call`."""
         if self.on_call is not None and method not in self._unrecorded:
-            self.on_call(
-                CallEvent(self.pool, self.role, method, rank, header.started, header.finished)
-            )
+            times = (header.started, header.finished)
+            self.on_call(CallEvent(self.pool, self.role, method, rank, *times))
 
 
 class BoundMethod:
@@ -206,11 +214,10 @@ class BoundMethod:
     def remote(self, *args: Any, **kwargs: Any) -> Future:
         """Submit the call and return its future."""
         self._signature.bind(None, *args, **kwargs)
-        is_plain = not any(
-            isinstance(value, DataProtoFuture | Ordered) for value in (*args, *kwargs.values())
-        )
+        values = (*args, *kwargs.values())
+        is_plain = not any(isinstance(value, DataProtoFuture | Ordered) for value in values)
         if self.call_fn is not None and is_plain:
-            self._check((*args, *kwargs.values()))
+            self._check(values)
             return self.call_fn(self, *args, **kwargs)
         return self.send(*args, **kwargs)
 
@@ -219,22 +226,22 @@ class BoundMethod:
         group = self.group
         spec = self.spec
         order = self._check((*args, *kwargs.values()))
-        args = tuple(self._selected(v) for v in args)
-        kwargs = {k: self._selected(v) for k, v in kwargs.items()}
+        args = tuple(self._selected(value) for value in args)
+        kwargs = {name: self._selected(value) for name, value in kwargs.items()}
         sent: dict[int, Any] = {}  # an argument that several ranks get is prepared (and put) once
-        calls = [
-            (
-                [self._reference(v, sent) for v in rank_args],
-                {k: self._reference(v, sent) for k, v in rank_kwargs.items()},
-            )
-            for rank_args, rank_kwargs in self._dispatch(args, kwargs)
-        ]
+        calls: list[Arguments] = []
+        for rank_args, rank_kwargs in self._dispatch(args, kwargs):
+            sent_args = [self._reference(value, sent) for value in rank_args]
+            sent_kwargs = {
+                name: self._reference(value, sent) for name, value in rank_kwargs.items()
+            }
+            calls.append((sent_args, sent_kwargs))
         mode = spec.dispatch_mode
-        collect = functools.partial(mode.collect_fn, WorkerGroupFacts(group.role, group.world_size))
+        facts = WorkerGroupFacts(group.role, group.world_size)
+        collect = functools.partial(mode.collect_fn, facts)
         if mode.collect_ranks is not None:
-            return DataProtoFuture(
-                group.submit(spec, calls, mode.collect_ranks(group)), collect, order
-            )
+            ranks = mode.collect_ranks(group)
+            return DataProtoFuture(group.submit(spec, calls, ranks), collect, order)
         ranks = [0] if mode is Dispatch.RANK_ZERO else all_ranks(group)
         return Future(group.submit(spec, calls, ranks), collect)
 
@@ -249,12 +256,9 @@ class BoundMethod:
         Ordered batch, which is that of the result, or None."""
         batches = [value for value in values if isinstance(value, Splittable)]
         plain = [value.batch if isinstance(value, Ordered) else value for value in batches]
-        if not any(isinstance(batch, DataProtoFuture) for batch in plain):
-            check_reads(
-                self.group.role,
-                self.spec,
-                [batch for batch in plain if isinstance(batch, DataProto)],
-            )
+        known = [batch for batch in plain if isinstance(batch, DataProto)]
+        if len(known) == len(plain):
+            check_reads(self.group.role, self.spec, known)
         ordered = [value for value in batches if isinstance(value, Ordered)]
         if not ordered:
             return None
@@ -277,15 +281,11 @@ class BoundMethod:
         columns = self.spec.sent_columns
         if isinstance(value, Ordered):
             return Ordered(self._selected(value.batch), value.order, value.sizes)
-        return (
-            shard.select_columns(value, columns)
-            if isinstance(value, DataProto) and columns is not None
-            else value
-        )
+        if isinstance(value, DataProto) and columns is not None:
+            return shard.select_columns(value, columns)
+        return value
 
-    def _dispatch(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> list[tuple[list[Any], dict[str, Any]]]:
+    def _dispatch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Arguments]:
         """The arguments of each rank that runs."""
         group = self.group
         spec = self.spec
@@ -303,24 +303,22 @@ class BoundMethod:
                     f"argument with one entry for each of {group.world_size} ranks, got "
                     f"{type(values).__name__}"
                 )
-        return [
-            (
-                [values[rank] for values in rank_args],
-                {name: values[rank] for name, values in rank_kwargs.items()},
-            )
-            for rank in range(group.world_size)
-        ]
+        calls: list[Arguments] = []
+        for rank in range(group.world_size):
+            args_of_rank = [values[rank] for values in rank_args]
+            kwargs_of_rank = {name: values[rank] for name, values in rank_kwargs.items()}
+            calls.append((args_of_rank, kwargs_of_rank))
+        return calls
 
     def _reference(self, value: Any, sent: dict[int, Any]) -> Any:
         """What travels instead of a batch or a future: references that the worker resolves."""
         if isinstance(value, DataProto | DataProtoFuture):
             if id(value) not in sent:
-                sent[id(value)] = self._reference(self.group.split(value, 1)[0], sent)
+                [whole] = self.group.split(value, 1)
+                sent[id(value)] = self._reference(whole, sent)
             return sent[id(value)]
         if isinstance(value, BatchShard) and self.spec.sent_columns is not None:
             return replace(value, columns=self.spec.sent_columns)
-        return (
-            shard.ForwardedFuture(tuple(value.parts), value.collect)
-            if isinstance(value, Future)
-            else value
-        )
+        if isinstance(value, Future):
+            return shard.ForwardedFuture(tuple(value.parts), value.collect)
+        return value

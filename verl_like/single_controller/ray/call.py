@@ -48,22 +48,29 @@ class UnreportedCalls:
             for reference, header in known.items():
                 self._report(reference, header)
             waiting = list(self._calls)
-            for reference in (
-                ray.wait(waiting, num_returns=len(waiting), timeout=0)[0] if waiting else []
-            ):
+            for reference in _finished(waiting):
                 try:
-                    self._report(reference, unpack(ray.get(reference, timeout=READY_S)))
+                    packed = ray.get(reference, timeout=READY_S)
+                    self._report(reference, unpack(packed))
                 except RayError as error:
                     method, _ = self._calls.pop(reference)
                     if reference not in self.waited_for:
-                        _log.error(
-                            "%s.%s failed and nobody waited for it: %s", self.role, method, error
-                        )
+                        where = f"{self.role}.{method}"
+                        _log.error("%s failed and nobody waited for it: %s", where, error)
             self.waited_for &= self._calls.keys()
 
     def _report(self, reference: Any, header: CallHeader) -> None:
-        if call := self._calls.pop(reference, None):
-            self.report(*call, header)
+        if reference in self._calls:
+            method, rank = self._calls.pop(reference)
+            self.report(method, rank, header)
+
+
+def _finished(references: list[Any]) -> list[Any]:
+    """Those of the references whose values are there, or whose calls have failed."""
+    if not references:
+        return []
+    finished, _ = ray.wait(references, num_returns=len(references), timeout=0)
+    return finished
 
 
 class _CallOnRanks(PendingCall):
@@ -95,8 +102,10 @@ class RayCall(_CallOnRanks):
         self.unreported.add(self.method, self.headers)
 
     def wait(self, timeout: float | None) -> list[Any]:
+        if timeout is None:
+            timeout = self.deadline_s
         collected = [self.payloads[rank] for rank in self.collect_ranks]
-        return self._wait(self.deadline_s if timeout is None else timeout, collected)
+        return self._wait(timeout, collected)
 
     def finish(self) -> None:
         self._wait(self.deadline_s, [])
@@ -106,22 +115,21 @@ class RayCall(_CallOnRanks):
         deadline = time.monotonic() + timeout
         self.unreported.wait_for(self.headers)
         self.processes.wait_until_started(timeout)  # a failed start is the first thing to report
+        left = deadline - time.monotonic()
         try:
-            values = self.processes.wait(
-                self.headers, self.role, self.method, deadline - time.monotonic(), collected
-            )
+            packed = self.processes.wait(self.headers, self.role, self.method, left, collected)
         except RayError as error:
             raise RuntimeError(
                 f"{self.role}.{self.method} finished, but its results were lost: {error}"
             ) from error
-        values = [unpack(value) for value in values]
-        self.unreported.report_finished(dict(zip(self.headers, values, strict=False)))
-        return values[len(self.headers) :]
+        values = [unpack(value) for value in packed]
+        num_ranks = len(self.headers)
+        known = dict(zip(self.headers, values[:num_ranks], strict=True))
+        self.unreported.report_finished(known)
+        return values[num_ranks:]
 
     def done(self) -> bool:
-        return len(ray.wait(self.headers, num_returns=len(self.headers), timeout=0)[0]) == len(
-            self.headers
-        )
+        return len(_finished(self.headers)) == len(self.headers)
 
     def parts(self) -> list[Part]:
         return [Part(self.headers[rank], self.payloads[rank]) for rank in self.collect_ranks]
@@ -141,7 +149,8 @@ class RayStream(_CallOnRanks):
 
     def stream(self, timeout: float | None = None) -> Iterator[Any]:
         """What the ranks yield, as it comes, until all have ended. Raises what `wait` raises."""
-        timeout = self.deadline_s if timeout is None else timeout
+        if timeout is None:
+            timeout = self.deadline_s
         deadline = time.monotonic() + timeout
         if self._error is not None:
             raise self._error
@@ -156,11 +165,12 @@ class RayStream(_CallOnRanks):
                 self.processes.end_stopped(self.method)
                 next_look = time.monotonic() + LOOK_S
             ready, _ = ray.wait(list(self._running.values()), timeout=min(_POLL_S, left))
-            for rank in [rank for rank, generator in self._running.items() if generator in ready]:
-                yield from self._next(rank)
-                if not self._running:
-                    for rank in range(len(self.generators)):
-                        self.unreported.report(self.method, rank, self._headers[rank])
+            for rank, generator in list(self._running.items()):
+                if generator in ready:
+                    yield from self._next(rank)
+            if not self._running:
+                for rank in range(len(self.generators)):
+                    self.unreported.report(self.method, rank, self._headers[rank])
 
     def _next(self, rank: int) -> Iterator[Any]:
         """The next thing of a rank, which is ready, if the method yielded it; header and result are
@@ -172,9 +182,10 @@ class RayStream(_CallOnRanks):
             self._payloads[rank] = reference
         else:
             try:
-                value = unpack(ray.get(reference, timeout=READY_S))
+                packed = ray.get(reference, timeout=READY_S)
             except RayError:
                 raise self._failure(rank, reference) from None
+            value = unpack(packed)
             if isinstance(value, CallHeader):
                 self._headers[rank] = value
             else:
@@ -194,7 +205,8 @@ class RayStream(_CallOnRanks):
     def wait(self, timeout: float | None) -> list[Any]:
         for _ in self.stream(timeout):
             pass
-        return fetch([self._payloads[rank] for rank in self.collect_ranks], READY_S)
+        collected = [self._payloads[rank] for rank in self.collect_ranks]
+        return fetch(collected, READY_S)
 
     def finish(self) -> None:
         for _ in self.stream():
@@ -202,10 +214,9 @@ class RayStream(_CallOnRanks):
 
     def done(self) -> bool:
         ends = [generator.completed() for generator in self.generators]
-        return len(ray.wait(ends, num_returns=len(ends), timeout=0)[0]) == len(ends)
+        return len(_finished(ends)) == len(ends)
 
     def parts(self) -> list[Part]:
         """Known only when the ranks have ended, so this waits for them."""
-        for _ in self.stream():
-            pass
+        self.finish()
         return [Part(self._headers[rank], self._payloads[rank]) for rank in self.collect_ranks]

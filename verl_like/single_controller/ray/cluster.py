@@ -18,22 +18,23 @@ def assign(entries: list[Resources], nodes: dict[str, Resources]) -> list[str] |
     """
     if not entries:
         return []
-    bundle = {kind: math.gcd(*(int(entry[kind]) for entry in entries)) for kind in entries[0]}
+    bundle: dict[str, int] = {}
+    for kind in entries[0]:
+        amounts = [int(entry[kind]) for entry in entries]
+        bundle[kind] = math.gcd(*amounts)
 
     def bundles(resources: Resources) -> int:
         return int(min(resources.get(kind, 0) // amount for kind, amount in bundle.items()))
 
-    sizes = list(map(bundles, entries))
+    sizes = [bundles(entry) for entry in entries]
+    capacities = [bundles(node) for node in nodes.values()]
     largest_first = sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)
-    chosen = _assign(
-        [sizes[i] for i in largest_first], [bundles(node) for node in nodes.values()], set()
-    )
+    chosen = _assign([sizes[i] for i in largest_first], capacities, set())
+    if chosen is None:
+        return None
     names = list(nodes)
-    return (
-        None
-        if chosen is None
-        else [names[i] for _, i in sorted(zip(largest_first, chosen, strict=True))]
-    )
+    node_of_entry = dict(zip(largest_first, chosen, strict=True))
+    return [names[node_of_entry[i]] for i in range(len(entries))]
 
 
 def _assign(
@@ -43,15 +44,17 @@ def _assign(
     one."""
     if not sizes:
         return []
-    state = len(sizes), *sorted(capacities)
-    too_many = sizes.count(sizes[0]) > sum(capacity // sizes[0] for capacity in capacities)
-    if too_many or state in failed:
-        return None
     size, *others = sizes
+    state = (len(sizes), *sorted(capacities))
+    num_places = sum(capacity // size for capacity in capacities)
+    if sizes.count(size) > num_places or state in failed:
+        return None
     for i, capacity in enumerate(capacities):
         if capacity < size or capacity in capacities[:i]:  # equal capacities are tried once
             continue
-        chosen = _assign(others, [*capacities[:i], capacity - size, *capacities[i + 1 :]], failed)
+        left = list(capacities)
+        left[i] = capacity - size
+        chosen = _assign(others, left, failed)
         if chosen is not None:
             return [i, *chosen]
     failed.add(state)
@@ -64,29 +67,34 @@ def node_resources(total: bool) -> dict[str, Resources]:
     nodes = {}
     for node in ray.nodes():
         if node["Alive"]:
-            resources = node["Resources"] if total else free.get(node["NodeID"], {})
-            nodes[node["NodeID"]] = {name: resources.get(name, 0.0) for name in ("GPU", "CPU")}
+            name = node["NodeID"]
+            resources = node["Resources"] if total else free.get(name, {})
+            nodes[name] = {kind: resources.get(kind, 0.0) for kind in ("GPU", "CPU")}
     return nodes
 
 
 def placement_table(requests: dict[str, list[Resources]]) -> str:
     """Requested resources by pool and node entry against free / all resources by node."""
-    lines = [f"  {'requested by':<40} {'GPU':>9} {'CPU':>9}"]
+    lines = [_table_row("requested by", "GPU", "CPU")]
     for pool, entries in requests.items():
         for index, entry in enumerate(entries):
-            lines.append(
-                f"  {f'{pool}, node {index}':<40} {entry.get('GPU', 0):>9g} "
-                f"{entry.get('CPU', 0):>9g}"
-            )
+            gpu = f"{entry.get('GPU', 0):g}"
+            cpu = f"{entry.get('CPU', 0):g}"
+            lines.append(_table_row(f"{pool}, node {index}", gpu, cpu))
     free = node_resources(total=False)
-    everything = node_resources(total=True)
-    lines.append(f"  {'node':<40} {'GPU':>9} {'CPU':>9}   (free / all)")
+    lines.append(_table_row("node", "GPU", "CPU") + "   (free / all)")
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-    for name, node in everything.items():
-        gpu, cpu = (f"{free.get(name, {}).get(k, 0):g} / {node[k]:g}" for k in ("GPU", "CPU"))
-        lines.append(f"  {f'{addresses[name]} ({name[:6]})':<40} {gpu:>9} {cpu:>9}")
+    for name, node in node_resources(total=True).items():
+        free_here = free.get(name, {})
+        gpu = f"{free_here.get('GPU', 0):g} / {node['GPU']:g}"
+        cpu = f"{free_here.get('CPU', 0):g} / {node['CPU']:g}"
+        lines.append(_table_row(f"{addresses[name]} ({name[:6]})", gpu, cpu))
     lines.append(
         "  fix: smaller entries in resource_pool_spec, fewer groups per pool, or more or larger "
         "nodes"
     )
     return "\n".join(lines)
+
+
+def _table_row(name: str, gpu: str, cpu: str) -> str:
+    return f"  {name:<40} {gpu:>9} {cpu:>9}"

@@ -49,27 +49,25 @@ class ColumnStore:
             self._columns.clear()
             self._ray = this_ray
         tensors = data.tensors()
-        known: dict[str, _Column | None] = {
-            name: self._columns.get(tensor) for name, tensor in tensors.items()
-        }
-        stored = {
-            name: each
-            for name, each in known.items()
-            if each and each.write_count == write_count(tensors[name])
-        }
+        stored: dict[str, _Column] = {}
+        for name, tensor in tensors.items():
+            column = self._columns.get(tensor)
+            if column is not None and column.write_count == write_count(tensor):
+                stored[name] = column
         num_rows, fresh, arrays, meta_info = data.__getstate__(left_out=stored)
         if sum(wire.array.nbytes for wire in fresh.values()) > INLINE_BYTES:
             segment = ray.put([pack_column(wire) for wire in fresh.values()])
             for index, name in enumerate(fresh):
-                stored[name] = column = _Column(write_count(tensors[name]), segment, index)
+                column = _Column(write_count(tensors[name]), segment, index)
+                stored[name] = column
                 if column.write_count >= 0:  # what has no counter is not remembered
                     self._columns[tensors[name]] = column
             fresh = {}
         rest: Any = pack_state(num_rows, fresh, arrays, meta_info)
         segments = list({column.segment for column in stored.values()})
-        locations = {
-            name: [segments.index(column.segment), column.index] for name, column in stored.items()
-        }
+        locations = {}
+        for name, column in stored.items():
+            locations[name] = [segments.index(column.segment), column.index]
         return StoredBatch(segments, locations, ray.put(rest) if arrays else rest)
 
 

@@ -42,10 +42,10 @@ class StoredBatch:
     def load(self, timeout: float) -> DataProto:
         rest, *segments = _get([self.rest, *self.segments], timeout)
         num_rows, columns, arrays, meta_info = rest
-        stored = {name: segments[number][index] for name, (number, index) in self.locations.items()}
-        return DataProto.from_state(
-            num_rows, unpack_columns({**columns, **stored}), arrays, meta_info
-        )
+        packed = dict(columns)
+        for name, (number, index) in self.locations.items():
+            packed[name] = segments[number][index]
+        return DataProto.from_state(num_rows, unpack_columns(packed), arrays, meta_info)
 
 
 def pack(value: Any) -> list[Any] | bytes:
@@ -60,8 +60,9 @@ def pack(value: Any) -> list[Any] | bytes:
     if isinstance(value, BatchShard):
         parts = [[pack(part.header), pack(part.payload)] for part in value.parts]
         columns = None if value.columns is None else list(value.columns)
+        place = [value.index, value.num_shards]
         rows = [value.row_numbers, value.num_batch_rows, value.ordered]
-        return ["shard", [parts, value.index, value.num_shards, columns, *rows]]
+        return ["shard", [parts, *place, columns, *rows]]
     return ["value", value]
 
 
@@ -77,10 +78,9 @@ def unpack(packed: list[Any] | bytes) -> Any:
     if kind == "stored":
         return StoredBatch(*content)
     if kind == "shard":
-        parts, *rest = content
-        return BatchShard(
-            tuple(Part(unpack(header), unpack(payload)) for header, payload in parts), *rest
-        )
+        packed_parts, *rest = content
+        parts = [Part(unpack(header), unpack(payload)) for header, payload in packed_parts]
+        return BatchShard(tuple(parts), *rest)
     return content
 
 
@@ -88,25 +88,21 @@ def pack_state(
     num_rows: int | None, tensors: dict[str, WireTensor], arrays: Any, meta_info: Any
 ) -> list[Any]:
     """The state of a batch (see `Batch.__getstate__`) with packed columns."""
-    return [
-        num_rows,
-        {name: pack_column(tensor) for name, tensor in tensors.items()},
-        arrays,
-        meta_info,
-    ]
+    columns = {name: pack_column(tensor) for name, tensor in tensors.items()}
+    return [num_rows, columns, arrays, meta_info]
 
 
 def pack_column(column: WireTensor) -> list[Any]:
     """[torch dtype, array, offsets or None], arrays of up to INLINE_BYTES as [NumPy dtype, shape,
     bytes]."""
-    return [column.dtype, *(_pack_array(array) for array in (column.array, column.offsets))]
+    return [column.dtype, _pack_array(column.array), _pack_array(column.offsets)]
 
 
 def unpack_columns(columns: Mapping[str, list[Any]]) -> dict[str, WireTensor]:
-    return {
-        name: WireTensor(_unpack_array(array), dtype, _unpack_array(offsets))
-        for name, (dtype, array, offsets) in columns.items()
-    }
+    unpacked = {}
+    for name, (dtype, array, offsets) in columns.items():
+        unpacked[name] = WireTensor(_unpack_array(array), dtype, _unpack_array(offsets))
+    return unpacked
 
 
 def _pack_array(array: np.ndarray | None) -> Any:
@@ -129,30 +125,28 @@ def fetch(references: Sequence[Any], timeout: float) -> list[Any]:
     Raises the WorkerError of a call that failed, TimeoutError after `timeout` seconds.
     """
     values = _get(references, timeout)
-    return [
-        value.load(timeout)
-        if isinstance(value, StoredBatch)
-        else unpack(value)
-        if isinstance(reference, ray.ObjectRef)
-        else value
-        for reference, value in zip(references, values, strict=True)
-    ]
+    for place, value in enumerate(values):
+        if isinstance(value, StoredBatch):
+            values[place] = value.load(timeout)
+        elif isinstance(references[place], ray.ObjectRef):
+            values[place] = unpack(value)
+    return values
 
 
 def _get(references: Sequence[Any], timeout: float) -> list[Any]:
-    """Each reference replaced by its value."""
-    wanted = [reference for reference in references if isinstance(reference, ray.ObjectRef)]
-    if not wanted:
-        return list(references)
+    """Each reference replaced by its value, in a new list."""
+    values = list(references)
+    places = [place for place, value in enumerate(values) if isinstance(value, ray.ObjectRef)]
+    if not places:
+        return values
     try:
-        values = iter(ray.get(wanted, timeout=timeout))
+        fetched = ray.get([values[place] for place in places], timeout=timeout)
     except RayTaskError as error:
         raise (error.cause if isinstance(error.cause, WorkerError) else error) from None
     except GetTimeoutError:
         raise TimeoutError(
             f"the results of earlier calls, which are the input here, took more than {timeout:g} s"
         ) from None
-    return [
-        next(values) if isinstance(reference, ray.ObjectRef) else reference
-        for reference in references
-    ]
+    for place, value in zip(places, fetched, strict=True):
+        values[place] = value
+    return values

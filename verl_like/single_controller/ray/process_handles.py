@@ -50,39 +50,39 @@ class ProcessHandles:
         self.watch = _watch_of_driver(ray.get_runtime_context().get_node_id())
         self._infos: list[ProcessInfo] | None = None
         self.submitting = threading.Lock()
-        self.stopping = threading.Lock()
         """Held while a call is submitted: all ranks get the calls of several threads in one
         order."""
+        self.stopping = threading.Lock()
         self.stopped: Exception | None = None  # why the actors are gone; later calls raise it
         device = "cuda" if pool.use_gpu else "cpu"
-        places = zip(pool.local_rank_list(), pool.local_world_size_list(), strict=True)
-        environments = [
-            rank_environment(rank, pool.world_size, *place, device)
-            for rank, place in enumerate(places)
-        ]
+        local_ranks = pool.local_rank_list()
+        local_sizes = pool.local_world_size_list()
+        environments = []
+        for rank, local_rank in enumerate(local_ranks):
+            local_size = local_sizes[rank]
+            env = rank_environment(rank, pool.world_size, local_rank, local_size, device)
+            environments.append(env)
         clash = sorted(worker_env.keys() & {*environments[0], "MASTER_ADDR", "MASTER_PORT"})
         if clash:
             raise ValueError(
                 f"worker_env of {role} sets {clash}, which the group sets itself: leave them out"
             )
-        self.bundles = bundles = pool.take()
+        self.bundles = pool.take()
+        threads = _threads_per_rank(self.bundles)
         prefix = name_prefix or f"{role}-{secrets.token_hex(3)}"
-        self.names = [f"{prefix}_{rank}" for rank in range(pool.world_size)]
-        threads = _threads_per_rank(bundles)
         process_class = ray.remote(WorkerProcess)
         self.actors: list[Any] = []
-        for rank, (group, index) in enumerate(bundles):
+        for rank, (group, index) in enumerate(self.bundles):
             env = {**environments[rank], "OMP_NUM_THREADS": str(threads[rank]), **worker_env}
-            options: dict[str, Any] = {
-                "name": self.names[rank],
-                "num_cpus": 1,
-                "num_gpus": 1 / pool.max_colocate_count if pool.use_gpu else 0,
-                "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                    group, placement_group_bundle_index=index
-                ),
-                "runtime_env": {"env_vars": env},
-            }
-            self.actors.append(process_class.options(**options).remote())
+            in_bundle = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+            actor_class = process_class.options(
+                name=f"{prefix}_{rank}",
+                num_cpus=1,
+                num_gpus=1 / pool.max_colocate_count if pool.use_gpu else 0,
+                scheduling_strategy=in_bundle,
+                runtime_env={"env_vars": env},
+            )
+            self.actors.append(actor_class.remote())
         master = self.actors[0].reserve_master.remote()
         self._started: list[Any] = [actor.start.remote(master, classes) for actor in self.actors]
         _RUNNING.add(self)
@@ -90,9 +90,8 @@ class ProcessHandles:
     def wait_until_started(self, timeout: float = START_DEADLINE_S) -> list[ProcessInfo]:
         """Where each rank runs. Raises WorkerError if a constructor failed."""
         if self._infos is None:
-            self._infos = self.wait(
-                self._started, self.role, "__init__", min(timeout, START_DEADLINE_S)
-            )
+            at_most = min(timeout, START_DEADLINE_S)
+            self._infos = self.wait(self._started, self.role, "__init__", at_most)
         return self._infos
 
     def wait(
@@ -124,7 +123,13 @@ class ProcessHandles:
                     self.end_stopped(method)
             except RayError:
                 break
-        # Something failed or is late: each rank says what.
+        values = self._wait_for_each(references, role, method, timeout, deadline)
+        return values + ray.get(list(results), timeout=READY_S)
+
+    def _wait_for_each(
+        self, references: Sequence[Any], role: str, method: str, timeout: float, deadline: float
+    ) -> list[Any]:
+        """The values of references after one has failed or is late: each rank says what it is."""
         give_up = float("inf")
         rank_of = {reference: rank for rank, reference in enumerate(references)}
         values: dict[int, Any] = {}
@@ -134,24 +139,22 @@ class ProcessHandles:
             left = max(0.0, min(_POLL_S, deadline - time.monotonic()))
             ready, pending = ray.wait(pending, num_returns=len(pending), timeout=left)
             for reference in ready:
+                rank = rank_of[reference]
                 try:
-                    values[rank_of[reference]] = ray.get(reference, timeout=READY_S)
+                    values[rank] = ray.get(reference, timeout=READY_S)
                 except RayError as error:
-                    failures[rank_of[reference]] = error
+                    failures[rank] = error
+            running = sorted(rank_of[reference] for reference in pending)
             now = time.monotonic()
             if failures:
                 give_up = min(give_up, now + _DEATH_GRACE_S)
                 died = any(not isinstance(error, RayTaskError) for error in failures.values())
-                if died or not pending or now >= give_up:
-                    raise self._as_worker_error(
-                        role, method, failures, [rank_of[reference] for reference in pending]
-                    )
-            elif pending and now >= deadline:
-                late = sorted(rank_of[reference] for reference in pending)
-                raise CallTimeout(role, method, timeout, f"rank(s) {late} of {len(references)}")
-        return [values[rank] for rank in range(len(references))] + ray.get(
-            list(results), timeout=READY_S
-        )
+                if died or not running or now >= give_up:
+                    raise self._as_worker_error(role, method, failures, running)
+            elif running and now >= deadline:
+                late = f"rank(s) {running} of {len(references)}"
+                raise CallTimeout(role, method, timeout, late)
+        return [values[rank] for rank in range(len(references))]
 
     def end_stopped(self, method: str) -> None:
         """Raises WorkerStopped if a process of this driver's groups is found stopped, after it
@@ -159,11 +162,10 @@ class ProcessHandles:
 
         `method` is what this group runs. A caller that waits asks every `LOOK_S` seconds.
         """
-        running = {
-            info: (group, rank)
-            for group in list(_RUNNING)
-            for rank, info in group._known_places().items()
-        }
+        running: dict[ProcessInfo, tuple[ProcessHandles, int]] = {}
+        for group in list(_RUNNING):
+            for rank, info in group._known_places().items():
+                running[info] = (group, rank)
         for info, what in self.watch.end_stopped(list(running)).items():
             group, rank = running[info]
             its_method = method if group is self else "its call"
@@ -190,7 +192,7 @@ class ProcessHandles:
         if deaths:
             if self.stopped is None:
                 rank = deaths[0]
-                info = self._info(deaths[0])
+                info = self._info(rank)
                 reason, shortage = self._cause_of_death(failures[rank], info)
                 text = f"{reason}\n{_last_log_lines(info)}"
                 self.stop(WorkerDied(role, rank, info.node, info.pid, method, text, shortage))
@@ -207,8 +209,8 @@ class ProcessHandles:
             cause.add_note(f"rank(s) {others} failed as well")
         if running:
             cause.add_note(
-                f"rank(s) {sorted(running)} are still in {method}; if they wait for rank {rank}, "
-                "shut the group down"
+                f"rank(s) {running} are still in {method}; if they wait for rank {rank}, shut the "
+                "group down"
             )
         return cause
 
@@ -217,7 +219,8 @@ class ProcessHandles:
         it."""
         if isinstance(error, OutOfMemoryError):
             return of_memory_monitor(error)
-        reason = str(error).strip().rsplit("\n", 1)[-1].split(" Some common causes")[0]
+        last_line = str(error).strip().rpartition("\n")[2]
+        reason, _, _ = last_line.partition(" Some common causes")
         shortage = self.watch.shortage(info.node_id, info.pid)
         if shortage:
             reason = f"The kernel's OOM killer has ended a process of the node meanwhile. {reason}"
@@ -234,11 +237,14 @@ class ProcessHandles:
         """Where a rank runs, or ran, as far as it is known."""
         if self._infos is not None:
             return self._infos[rank]
+        unknown = ProcessInfo(0, "unknown", "", "")
         ready, _ = ray.wait([self._started[rank]], timeout=0)
+        if not ready:
+            return unknown
         try:
             return ray.get(ready[0], timeout=READY_S)
-        except (RayError, IndexError):  # it failed while starting
-            return ProcessInfo(0, "unknown", "", "")
+        except RayError:  # it failed while starting
+            return unknown
 
 
 _RUNNING: "weakref.WeakSet[ProcessHandles]" = weakref.WeakSet()
@@ -258,15 +264,14 @@ def _threads_per_rank(bundles: Sequence[Bundle]) -> list[int]:
     Processes with more threads together than there are cores wait for each other at every barrier.
     """
     tables = ray.util.placement_group_table()
-    reserved = Counter(
-        node
-        for table in tables.values()
-        if table["state"] == "CREATED"
-        for node in table["bundles_to_node_id"].values()
-    )
-    nodes: list[str] = [
-        tables[group.id.hex()]["bundles_to_node_id"][index] for group, index in bundles
-    ]
+    reserved: Counter[str] = Counter()
+    for table in tables.values():
+        if table["state"] == "CREATED":
+            reserved.update(table["bundles_to_node_id"].values())
+    nodes: list[str] = []
+    for group, index in bundles:
+        table = tables[group.id.hex()]
+        nodes.append(table["bundles_to_node_id"][index])
     cores = {node["NodeID"]: int(node["Resources"].get("CPU", 1)) for node in ray.nodes()}
     here = ray.get_runtime_context().get_node_id()
     # Ray's number of CPUs may be set higher than what this machine has, to fit more processes.
@@ -282,11 +287,8 @@ def _last_log_lines(info: ProcessInfo) -> str:
         return f"(its log is on node {info.node}: {info.logs_dir}/{pattern} and .out)"
     lines: list[str] = []
     for path in sorted(Path(info.logs_dir).glob(f"worker-*-{info.pid}.*")):
-        # Lines that start with ":" are Ray's own marks.
-        lines += [
-            line[:200]
-            for line in path.read_text(errors="replace").splitlines()
-            if not line.startswith(":")
-        ]
+        for line in path.read_text(errors="replace").splitlines():
+            if not line.startswith(":"):  # those are Ray's own marks
+                lines.append(line[:200])
     shown = "\n".join(lines[-_LOG_LINES:]) or "(empty)"
     return f"last lines of {info.logs_dir}/{pattern} and .out:\n{shown}"

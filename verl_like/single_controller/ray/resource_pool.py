@@ -1,5 +1,6 @@
 """Resource pools as Ray placement groups: one group of bundles per node, one bundle per process."""
 
+import itertools
 import secrets
 import time
 from collections.abc import Iterator, Sequence
@@ -51,14 +52,17 @@ class RayResourcePool(ResourcePool):
 
     def bundle_resources(self) -> Resources:
         """What one process's bundle asks of its node."""
-        return {"CPU": self.max_colocate_count, **({"GPU": 1} if self.use_gpu else {})}
+        if not self.use_gpu:
+            return {"CPU": self.max_colocate_count}
+        return {"CPU": self.max_colocate_count, "GPU": 1}
 
     def node_requests(self) -> list[Resources]:
         """What the processes of each node entry together ask of their node."""
-        return [
-            {kind: v * n for kind, v in self.bundle_resources().items()}
-            for n in self.process_on_nodes
-        ]
+        of_process = self.bundle_resources()
+        requests = []
+        for num_processes in self.process_on_nodes:
+            requests.append({kind: num_processes * n for kind, n in of_process.items()})
+        return requests
 
     def get_placement_groups(self, timeout_s: float = PLACEMENT_DEADLINE_S) -> list[PlacementGroup]:
         """One placement group per node entry, reserved on the first call, which raises what
@@ -77,16 +81,16 @@ class RayResourcePool(ResourcePool):
                 "max_colocate_count, shut one down, or colocate the roles in one process "
                 "(create_colocated_worker_cls)"
             )
-        groups = zip(self.get_placement_groups(), self.process_on_nodes, strict=True)
-        bundles = [
-            (group, index) for group, num_processes in groups for index in range(num_processes)
-        ]
+        bundles: list[Bundle] = []
+        for node, group in enumerate(self.get_placement_groups()):
+            bundles += [(group, index) for index in range(self.process_on_nodes[node])]
         self._num_groups += 1
         return bundles
 
     def give_back(self, bundles: Sequence[Bundle]) -> None:
         """A worker group that held these bundles is gone."""
-        if bundles[0][0] in (self._placement_groups or ()):  # otherwise `release` has freed them
+        group, _ = bundles[0]
+        if group in (self._placement_groups or ()):  # otherwise `release` has freed them
             self._num_groups -= 1
 
     def release(self) -> None:
@@ -107,17 +111,18 @@ def reserve(pools: Sequence[RayResourcePool], timeout_s: float = PLACEMENT_DEADL
     """
     pools = [pool for pool in pools if pool._placement_groups is None]
     requests = {pool.name: pool.node_requests() for pool in pools}
-    entries = [entry for pool in requests.values() for entry in pool]
+    entries = list(itertools.chain.from_iterable(requests.values()))
     if assign(entries, node_resources(total=True)) is None:
         raise PlacementError(
             f"the cluster is too small for the resource pools\n{placement_table(requests)}"
         )
     deadline = time.monotonic() + timeout_s
     while True:
-        if (chosen := assign(entries, node_resources(total=False))) is not None:
+        chosen = assign(entries, node_resources(total=False))
+        if chosen is not None:
             nodes = iter(chosen)
             groups = {pool.name: _placement_groups(pool, nodes) for pool in pools}
-            everything = [group for its_groups in groups.values() for group in its_groups]
+            everything = list(itertools.chain.from_iterable(groups.values()))
             try:
                 ray.get([group.ready() for group in everything], timeout=timeout_s / NUM_TRIES)
                 break
@@ -136,17 +141,19 @@ def reserve(pools: Sequence[RayResourcePool], timeout_s: float = PLACEMENT_DEADL
 
 def _placement_groups(pool: RayResourcePool, nodes: Iterator[str]) -> list[PlacementGroup]:
     """A placement group for each node entry of the pool, on the next of the nodes."""
-    return [
-        placement_group(
+    groups = []
+    for index, num_processes in enumerate(pool.process_on_nodes):
+        # Left to itself, Ray takes the emptiest node for each group, and no room may be left for a
+        # larger one.
+        on_node = {"ray.io/node-id": next(nodes)}
+        group = placement_group(
             bundles=[pool.bundle_resources()] * num_processes,
             strategy="STRICT_PACK",
             name=f"{pool.name}:{index}",
-            # Left to itself, Ray takes the emptiest node for each group, and no room may be left
-            # for a larger one.
-            bundle_label_selector=[{"ray.io/node-id": next(nodes)}] * num_processes,
+            bundle_label_selector=[on_node] * num_processes,
         )
-        for index, num_processes in enumerate(pool.process_on_nodes)
-    ]
+        groups.append(group)
+    return groups
 
 
 @dataclass
@@ -184,7 +191,3 @@ class ResourcePoolManager:
         if role not in self.mapping:
             raise ValueError(f"role {role!r} has no pool: add it to role_mapping ({self.mapping})")
         return self.resource_pool_dict[self.mapping[role]]
-
-    def get_n_gpus(self) -> int:
-        """Number of GPUs of all pools together."""
-        return sum(map(sum, self.resource_pool_spec.values())) if self.use_gpu else 0

@@ -57,25 +57,23 @@ class WorkerProcess:
     def start(self, master: tuple[str, int], classes: dict[str, ClassWithInitArgs]) -> ProcessInfo:
         """Make the workers, once the group's master address is known."""
         _keep_temporary_files_with_the_session()
-        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = master[0], str(master[1])
+        address, port = master
+        os.environ["MASTER_ADDR"] = address
+        os.environ["MASTER_PORT"] = str(port)
+        rank = int(os.environ["RANK"])
         # What Ray shows in `ps` between calls
-        type(self).__name__ = f"{'+'.join(classes)} rank {os.environ['RANK']}"
+        type(self).__name__ = f"{'+'.join(classes)} rank {rank}"
         for role, class_with_args in classes.items():
             try:
                 self.workers[role] = class_with_args()
             except Exception as error:
                 text = "".join(traceback.format_exception(error))
-                rank = int(os.environ["RANK"])
-                place = role, rank, self.node, os.getpid()
+                place = (role, rank, self.node, os.getpid())
                 self.start_error = WorkerError(*place, "__init__", text, shortage_of(error))
                 raise self.start_error from error
         ray_node: Any = ray._private.worker._global_node
-        return ProcessInfo(
-            os.getpid(),
-            self.node,
-            ray.get_runtime_context().get_node_id(),
-            ray_node.get_logs_dir_path(),
-        )
+        node_id = ray.get_runtime_context().get_node_id()
+        return ProcessInfo(os.getpid(), self.node, node_id, ray_node.get_logs_dir_path())
 
     @ray.method(num_returns=2)
     def call(self, message: Message) -> tuple[Any, Any]:
@@ -100,21 +98,23 @@ class WorkerProcess:
         setproctitle(f"ray::{role} rank {worker.rank} {method}")  # until the call ends
         args = [unpack(value) for value in args]
         kwargs = {name: unpack(value) for name, value in kwargs.items()}
-        return self.invoker.run(
-            role, worker, method, args, kwargs, lambda references: fetch(references, deadline_s)
-        )
+
+        def fetch_in_time(references: list[Any]) -> list[Any]:
+            return fetch(references, deadline_s)
+
+        return self.invoker.run(role, worker, method, args, kwargs, fetch_in_time)
 
 
 def _keep_temporary_files_with_the_session() -> None:
     """What libraries leave behind when they are killed, such as vLLM its rendezvous, goes with
     Ray's session folder."""
     # Compiled code outlives a session.
-    os.environ.setdefault(
-        "TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
-    )
+    compiled = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", compiled)
     ray_node: Any = ray._private.worker._global_node
     folder = f"{ray_node.get_session_dir_path()}/tmp"
     if len(folder) > _LONGEST_FOLDER:
         return
     os.makedirs(folder, exist_ok=True)
-    os.environ["TMPDIR"] = tempfile.tempdir = folder
+    os.environ["TMPDIR"] = folder
+    tempfile.tempdir = folder
