@@ -15,6 +15,7 @@ from verl_like.protocol.row_ops import (
     RowTaker,
     check_tensor_column,
     columns_of,
+    copied,
     deep_equal,
     is_jagged,
     jagged_parts,
@@ -27,6 +28,14 @@ from verl_like.protocol.wire import WireTensor, from_wire, read_file, to_wire, w
 
 # (number of rows, or None without `batch`; tensors; non_tensor_batch; meta_info)
 State = tuple[int | None, dict[str, WireTensor], dict[str, np.ndarray], dict[str, Any]]
+
+
+def _tensor_to_wire(value: Any) -> Any:
+    return to_wire(value) if isinstance(value, torch.Tensor) else value
+
+
+def _tensor_from_wire(value: Any) -> Any:
+    return from_wire(value) if isinstance(value, WireTensor) else value
 
 
 @dataclass(eq=False, repr=False)
@@ -51,7 +60,7 @@ class Batch:
         if self.batch is not None:
             self.batch = tensor_dict(self.tensors(), len(self), self.batch.device)
         self.non_tensor_batch = dict(self.non_tensor_batch)
-        self.meta_info = map_leaves(lambda leaf: leaf, self.meta_info)
+        self.meta_info = copied(self.meta_info)
 
     def check_consistency(self) -> None:
         """Raise ValueError unless every column has the same number of rows and a supported type."""
@@ -63,8 +72,11 @@ class Batch:
                 f"{getattr(batch, 'batch_size', None)}; it must be a TensorDict with one "
                 "batch dimension, as DataProto.from_dict makes it."
             )
-        if not isinstance(self.non_tensor_batch, dict) or not isinstance(self.meta_info, dict):
-            raise ValueError("DataProto.non_tensor_batch and DataProto.meta_info must be dicts.")
+        for given in (self.non_tensor_batch, self.meta_info):
+            if not isinstance(given, dict):
+                raise ValueError(
+                    "DataProto.non_tensor_batch and DataProto.meta_info must be dicts."
+                )
         for name, tensor in self.tensors().items():
             check_tensor_column(f"DataProto.batch[{name!r}]", tensor)
         for name, array in self.non_tensor_batch.items():
@@ -74,8 +86,10 @@ class Batch:
                     "array with rows; give an array or, to DataProto.from_dict(non_tensors=...), "
                     "a list with one element per row."
                 )
-        sizes = {name: len(array) for name, array in self.non_tensor_batch.items()}
-        wrong = {name: size for name, size in sizes.items() if size != len(self)}
+        wrong: dict[str, int] = {}
+        for name, array in self.non_tensor_batch.items():
+            if len(array) != len(self):
+                wrong[name] = len(array)
         if wrong:
             raise ValueError(
                 f"DataProto has {len(self)} rows but non_tensor_batch has columns with another "
@@ -91,16 +105,16 @@ class Batch:
 
     @property
     def tensor_batch(self) -> TensorDict:
-        """`batch` of a batch that is known to have tensors."""
+        """Returns `batch` of a batch that is known to have tensors."""
         assert self.batch is not None, "this batch has no tensors"
         return self.batch
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensor columns by name, as a new dict; empty if there is no `batch`."""
+        """Returns the tensor columns by name, as a new dict. It is empty if there is no `batch`."""
         return {} if self.batch is None else columns_of(self.batch)
 
     def columns(self) -> dict[str, Any]:
-        """Tensor columns and arrays by name, as a new dict."""
+        """Returns tensor columns and arrays by name, as a new dict."""
         return {**self.tensors(), **self.non_tensor_batch}
 
     def with_columns(
@@ -110,19 +124,21 @@ class Batch:
         arrays: dict[str, np.ndarray],
         meta_info: dict[str, Any],
     ) -> Self:
-        """A batch of columns that fit, unchecked, on this one's device; without `batch` where this
-        one has none."""
+        """Returns a batch of columns that fit, on this one's device. They are not checked.
+
+        It has no `batch` if this one has none.
+        """
         data = type(self).__new__(type(self))
         data.batch = None
         if self.batch is not None:
             data.batch = tensor_dict(tensors, num_rows, self.batch.device)
         data.non_tensor_batch = arrays
-        data.meta_info = map_leaves(lambda leaf: leaf, meta_info)
+        data.meta_info = copied(meta_info)
         return data
 
     def map_columns(self, num_rows: int, operation: Callable[[Any], Any]) -> Self:
-        """The same columns and meta_info with `operation` done on every column, which then has
-        `num_rows` rows."""
+        """Returns the same columns and meta_info after `operation` was done on every column, which
+        then has `num_rows` rows."""
         # The containers are open: a column of another length may have been put in
         self.check_consistency()
         tensors = {name: operation(column) for name, column in self.tensors().items()}
@@ -132,19 +148,24 @@ class Batch:
     def slice(
         self, start: int | None = None, end: int | None = None, step: int | None = None
     ) -> Self:
-        """Copy of the rows start:end:step, with Python's rules for slices."""
+        """Returns a copy of the rows start:end:step, with Python's rules for slices."""
         rows = range(len(self))[start:end:step]
         return self.select_idxs(list(rows))
 
     def select_idxs(self, idxs: RowIndices) -> Self:
-        """Copy of the rows at `idxs`: integers (negative: from the end; repeats allowed) or one
-        bool per row."""
+        """Returns a copy of the rows at `idxs`.
+
+        These are integers, which may be negative to count from the end and may occur several times,
+        or one bool per row.
+        """
         indices = row_indices(idxs, len(self))
         return self.map_columns(len(indices), RowTaker(indices))
 
     def equal(self, other: "Batch") -> bool:
-        """Same columns, dtypes, values (NaN equals NaN) and meta_info, whatever the device and the
-        order of columns."""
+        """Returns True if columns, dtypes, values and meta_info are the same.
+
+        NaN equals NaN. Neither the device nor the order of columns counts.
+        """
         return (
             len(self) == len(other)
             and deep_equal(self.tensors(), other.tensors())
@@ -153,12 +174,12 @@ class Batch:
         )
 
     def column_versions(self) -> dict[str, int]:
-        """The `write_count` of each tensor column: a column was written into in place if its count
-        has changed."""
+        """Returns the `write_count` of each tensor column. A column was written into in place if
+        its count has changed."""
         return {name: write_count(tensor) for name, tensor in self.tensors().items()}
 
     def get_data_info(self) -> str:
-        """What the batch holds, for people: one line per column with shape, dtype and size."""
+        """Describes the batch for people: one line per column with shape, dtype and size."""
         lines = [f"DataProto: {len(self)} rows"]
         total = 0
         for name, tensor in self.tensors().items():
@@ -177,40 +198,40 @@ class Batch:
     __repr__ = get_data_info
 
     def __getstate__(self, left_out: Container[str] = ()) -> State:
-        """Tensors not `left_out`, as views in NumPy arrays, which pickle protocol 5 passes on out
-        of band, uncopied."""
+        """Returns the state without the tensors that are `left_out`.
+
+        Tensors are views in NumPy arrays, which pickle protocol 5 passes on out of band, without a
+        copy.
+        """
         self.check_consistency()
-        meta_info = map_leaves(
-            lambda leaf: to_wire(leaf) if isinstance(leaf, torch.Tensor) else leaf, self.meta_info
-        )
-        tensors = {
-            name: to_wire(tensor) for name, tensor in self.tensors().items() if name not in left_out
-        }
+        tensors = {}
+        for name, tensor in self.tensors().items():
+            if name not in left_out:
+                tensors[name] = to_wire(tensor)
+        meta_info = map_leaves(_tensor_to_wire, self.meta_info)
         num_rows = None if self.batch is None else len(self)
         return num_rows, tensors, dict(self.non_tensor_batch), meta_info
 
     def __setstate__(self, state: State) -> None:
-        """Tensors on the CPU, wherever they were. On shared memory they are read-only by
-        agreement."""
+        """Takes the state over. Its tensors are on the CPU, wherever they were before, and may lie
+        in shared memory: nobody may write into them."""
         num_rows, tensors, self.non_tensor_batch, meta_info = state
         self.batch = None
         if num_rows is not None:
             columns = {name: from_wire(tensor) for name, tensor in tensors.items()}
             self.batch = tensor_dict(columns, num_rows)
-        self.meta_info = map_leaves(
-            lambda leaf: from_wire(leaf) if isinstance(leaf, WireTensor) else leaf, meta_info
-        )
+        self.meta_info = map_leaves(_tensor_from_wire, meta_info)
 
     @classmethod
     def from_state(cls, *state: Any) -> Self:
-        """The batch whose `__getstate__` this is."""
+        """Returns the batch that has this `__getstate__`."""
         data = cls.__new__(cls)
         data.__setstate__(state)
         return data
 
     def save_to_disk(self, path: str | os.PathLike[str]) -> None:
-        """Write everything to one safetensors file, without pickle. Raises ValueError naming a
-        value of an unknown type."""
+        """Writes everything to one safetensors file, without pickle. Raises ValueError, which names
+        the value, for a value of an unknown type."""
         self.check_consistency()
         contents = {
             "rows": None if self.batch is None else len(self),
@@ -222,7 +243,7 @@ class Batch:
 
     @classmethod
     def load_from_disk(cls, path: str | os.PathLike[str]) -> Self:
-        """A batch written by `save_to_disk`, on the CPU."""
+        """Returns a batch that `save_to_disk` wrote, on the CPU."""
         contents = read_file(path)
         num_rows = contents["rows"]
         batch = None if num_rows is None else tensor_dict(contents["batch"], num_rows)

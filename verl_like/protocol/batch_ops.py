@@ -13,8 +13,8 @@ from verl_like.protocol.row_ops import is_jagged
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
-    """Copy of `data` with rows added until `size_divisor` divides their number, and how many were
-    added.
+    """Returns a copy of `data` with rows added until `size_divisor` divides their number, and the
+    number of added rows.
 
     The added rows wrap around the real ones (0, 1, 2 -> 0, 1, 2, 0, 1, 2, 0, 1) and are True in the
     bool column "is_pad", which is there only if rows were added. Raises ValueError for a batch
@@ -44,8 +44,9 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
 
 
 def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
-    """Copy of `data` without its last `pad_size` rows, and without the column "is_pad" once no row
-    of it is True.
+    """Returns a copy of `data` without its last `pad_size` rows.
+
+    The column "is_pad" goes as well once no row of it is True.
 
     Raises ValueError when "is_pad" says that a row to be dropped is a real one.
     """
@@ -67,7 +68,7 @@ def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
 
 
 def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
-    """Copy with columns (B, ...) folded to (new_batch_size, B / new_batch_size, ...).
+    """Returns a copy with columns (B, ...) folded to (new_batch_size, B / new_batch_size, ...).
 
     Raises ValueError if it does not divide, and for jagged columns.
     """
@@ -78,8 +79,8 @@ def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
 
 
 def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
-    """Copy with the first `batch_dims` dimensions of every column made one: the inverse of
-    `fold_batch_dim`.
+    """Returns a copy with the first `batch_dims` dimensions of every column made one. It is the
+    inverse of `fold_batch_dim`.
 
     Raises ValueError if the columns differ in these dimensions, and for jagged columns.
     """
@@ -97,7 +98,8 @@ def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
 
 
 def _reshape(data: DataProto, caller: str, old_dims: int, new_dims: tuple[int, ...]) -> DataProto:
-    """Copy with the first `old_dims` dimensions of every column replaced by `new_dims`."""
+    """Returns a copy with the first `old_dims` dimensions of every column replaced by
+    `new_dims`."""
     jagged = [name for name, column in data.columns().items() if is_jagged(column)]
     if jagged:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What code written for verl calls of a DataProto and the library itself does not."""
+"""What code written for verl calls of a DataProto, and the library itself does not call."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -98,7 +98,8 @@ class VerlDataProto(Batch):
         seed: int | None = None,
         dataloader_kwargs: dict[str, Any] | None = None,
     ) -> Iterator[Self]:
-        """Mini-batches of `mini_batch_size` rows, `epochs` times over, each with the meta_info.
+        """Yields mini-batches of `mini_batch_size` rows, `epochs` times over, each with the
+        meta_info.
 
         `dataloader_kwargs` go to torch's DataLoader, e.g. {"shuffle": True}, which needs a `seed`:
         the order is then another one in each epoch and depends on nothing but the seed. Raises
@@ -131,12 +132,12 @@ class VerlDataProto(Batch):
         return itertools.chain.from_iterable(itertools.repeat(loader, epochs))
 
     def __getitems__(self, indices: list[int]) -> Self:
-        """Rows for torch's DataLoader in one call instead of one by one."""
+        """Returns rows for torch's DataLoader, in one call instead of one by one."""
         return self.select_idxs(indices)
 
     def reorder(self, indices: torch.Tensor) -> None:
-        """In place: row i becomes the old row indices[i]. Raises ValueError unless `indices` is a
-        permutation."""
+        """Orders the rows in place: row i becomes the old row indices[i]. Raises ValueError unless
+        `indices` is a permutation."""
         order = row_ops.row_indices(indices, len(self))
         in_order = order.sort().values
         if not torch.equal(in_order, torch.arange(len(self))):
@@ -149,7 +150,7 @@ class VerlDataProto(Batch):
         self.non_tensor_batch = reordered.non_tensor_batch
 
     def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> Self:
-        """Rename tensor columns in place (a swap works) and return self."""
+        """Renames tensor columns in place and returns self. Two names may be exchanged."""
         old = [old_keys] if isinstance(old_keys, str) else list(old_keys)
         new = [new_keys] if isinstance(new_keys, str) else list(new_keys)
         if len(old) != len(new):
@@ -164,11 +165,12 @@ class VerlDataProto(Batch):
                 "pop that one first."
             )
         if self.batch is not None:
-            self.batch = TensorDict(renamed, batch_size=[len(self)], device=self.batch.device)
+            device = self.batch.device
+            self.batch = TensorDict(renamed, batch_size=[len(self)], device=device)
         return self
 
     def sample_level_repeat(self, repeat_times: Sequence[int] | np.ndarray | torch.Tensor) -> Self:
-        """Row i is repeated repeat_times[i] times, its copies side by side."""
+        """Returns row i repeat_times[i] times, its copies side by side."""
         counts = torch.as_tensor(repeat_times, dtype=torch.int64).cpu()
         if counts.shape != (len(self),) or bool((counts < 0).any()):
             raise ValueError(
@@ -179,8 +181,10 @@ class VerlDataProto(Batch):
         return self.select_idxs(rows.repeat_interleave(counts))
 
     def chunk(self, chunks: int) -> list[Self]:
-        """Split into `chunks` equal parts; without columns: `chunks` copies. ValueError if it does
-        not divide."""
+        """Splits into `chunks` equal parts. A batch without columns gives `chunks` copies.
+
+        Raises ValueError if the number of rows does not divide.
+        """
         if chunks <= 0:
             raise ValueError(f"chunk: the number of chunks must be positive, got {chunks}.")
         if len(self) % chunks:
@@ -190,11 +194,12 @@ class VerlDataProto(Batch):
                 "last piece may be short."
             )
         size = len(self) // chunks
-        return [self.slice(index * size, (index + 1) * size) for index in range(chunks)]
+        starts = [index * size for index in range(chunks)]
+        return [self.slice(start, start + size) for start in starts]
 
     def split(self, split_size: int) -> list[Self]:
-        """Pieces of `split_size` rows, the last one may be short; one empty piece if there are no
-        rows."""
+        """Splits into pieces of `split_size` rows, of which the last one may be short. Without rows
+        there is one empty piece."""
         if split_size <= 0:
             raise ValueError(f"split: split_size must be positive, got {split_size}.")
         starts = range(0, max(len(self), 1), split_size)
@@ -202,8 +207,8 @@ class VerlDataProto(Batch):
 
 
 def array_of_rows(rows: list[Any]) -> np.ndarray:
-    """(B,) array of these elements, one a row."""
-    dtypes = {row.dtype for row in rows if isinstance(row, np.generic)}
-    if len(dtypes) == 1 and all(isinstance(row, np.generic) for row in rows):
+    """Returns an array (B,) of these elements, one a row."""
+    dtypes = {row.dtype if isinstance(row, np.generic) else None for row in rows}
+    if len(dtypes) == 1 and None not in dtypes:
         return np.array(rows, dtype=dtypes.pop())
     return row_ops.object_array(rows)

@@ -23,7 +23,7 @@ class DataProtoItem:
 
 @dataclass(eq=False, repr=False)
 class DataProto(VerlDataProto):
-    """A batch, see `Batch`, and how batches are made, split, joined and combined.
+    """A batch, see `Batch`, with the methods by which batches are made, split, joined and combined.
 
     Operations on rows (indexing, chunk, repeat, concat, ...) copy the rows, though not what the
     elements of object arrays refer to; `select` and `union` share the columns.
@@ -35,8 +35,8 @@ class DataProto(VerlDataProto):
         non_tensors: Mapping[str, np.ndarray | Sequence[Any]] | None = None,
         meta_info: dict[str, Any] | None = None,
     ) -> "DataProto":
-        """Columns by name. A list or tuple of non-tensors becomes a 1-D object array, one element
-        per row."""
+        """Makes a batch of columns by name. A list or tuple of non-tensors becomes a 1-D object
+        array, one element per row."""
         batch = None
         if tensors:
             for name, tensor in tensors.items():
@@ -56,18 +56,25 @@ class DataProto(VerlDataProto):
     def from_single_dict(
         data: Mapping[str, Any], meta_info: dict[str, Any] | None = None
     ) -> "DataProto":
-        """Tensors go to `batch`, NumPy arrays to `non_tensor_batch`; anything else raises
-        ValueError."""
-        tensors = {name: value for name, value in data.items() if isinstance(value, torch.Tensor)}
-        arrays = {name: value for name, value in data.items() if name not in tensors}
-        return DataProto(DataProto.from_dict(tensors).batch, arrays, meta_info or {})
+        """Makes a batch of tensors, which go to `batch`, and NumPy arrays, which go to
+        `non_tensor_batch`. Raises ValueError for anything else."""
+        tensors: dict[str, torch.Tensor] = {}
+        arrays: dict[str, Any] = {}
+        for name, value in data.items():
+            if isinstance(value, torch.Tensor):
+                tensors[name] = value
+            else:
+                arrays[name] = value
+        batch = DataProto.from_dict(tensors).batch
+        return DataProto(batch, arrays, meta_info or {})
 
     @overload
     def __getitem__(self, index: int | np.integer) -> DataProtoItem: ...
     @overload
     def __getitem__(self, index: slice | row_ops.RowIndices) -> "DataProto": ...
     def __getitem__(self, index: Any) -> Any:
-        """A row as DataProtoItem for an integer, else a DataProto of copied rows."""
+        """Returns a row as DataProtoItem for an integer, and otherwise a DataProto of copied
+        rows."""
         if isinstance(index, (int, np.integer)) and not isinstance(index, bool):
             row = self.select_idxs([int(index)])
             batch = None if row.batch is None else row.batch[0]
@@ -83,14 +90,14 @@ class DataProto(VerlDataProto):
         )
 
     def rows(self, start: int, stop: int) -> "DataProto":
-        """Rows start..stop-1 as a VIEW of the same memory, for code that only moves rows; else use
-        `slice`."""
+        """Returns the rows start to stop - 1 as a VIEW of the same memory. It is for code that only
+        moves rows; other code uses `slice`."""
         if self.columns() and not 0 <= start <= stop <= len(self):
             raise ValueError(f"rows({start}, {stop}) is not a range of the {len(self)} rows.")
         return self.map_columns(stop - start, lambda column: row_ops.view_rows(column, start, stop))
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> "DataProto":
-        """Every row `repeat_times` times: AABB if `interleave`, else ABAB."""
+        """Repeats every row `repeat_times` times: AABB if `interleave`, and otherwise ABAB."""
         if repeat_times < 0:
             raise ValueError(f"repeat: repeat_times must not be negative, got {repeat_times}.")
         rows = torch.arange(len(self))
@@ -100,8 +107,8 @@ class DataProto(VerlDataProto):
 
     @staticmethod
     def concat(data: Sequence["DataProto"]) -> "DataProto":
-        """The rows of all parts, one part after the other. A part without rows adds only its
-        meta_info.
+        """Returns the rows of all parts, one part after the other. A part without rows adds only
+        its meta_info.
 
         meta_info is merged by key: "metrics" by `merge_metrics`, "timing" (seconds by name) into
         lists, anything else must be equal wherever it is present. Raises ValueError for an empty
@@ -127,7 +134,7 @@ class DataProto(VerlDataProto):
         non_tensor_batch_keys: Sequence[str] | None = None,
         meta_info_keys: Sequence[str] | None = None,
     ) -> "DataProto":
-        """New DataProto with these keys, sharing the columns; None keeps all.
+        """Returns a new DataProto with these keys, which shares the columns. None keeps all keys.
 
         Raises ValueError naming a key that does not exist.
         """
@@ -145,7 +152,7 @@ class DataProto(VerlDataProto):
         non_tensor_batch_keys: Sequence[str] | None = None,
         meta_info_keys: Sequence[str] | None = None,
     ) -> "DataProto":
-        """Remove these keys in place and return them as a DataProto; None removes nothing.
+        """Removes these keys in place and returns them as a DataProto. None removes nothing.
 
         Raises ValueError naming a key that does not exist, and then removes nothing.
         """
@@ -158,14 +165,14 @@ class DataProto(VerlDataProto):
         if tensors:
             assert self.batch is not None
             self.batch = self.batch.exclude(*tensors)
-        self.non_tensor_batch = {
-            name: array for name, array in self.non_tensor_batch.items() if name not in arrays
-        }
-        self.meta_info = {name: value for name, value in self.meta_info.items() if name not in meta}
+        for name in arrays:
+            del self.non_tensor_batch[name]
+        for name in meta:
+            del self.meta_info[name]
         return result
 
     def to(self, device: str | torch.device | int) -> "DataProto":
-        """Move the tensors in place and return self; non-tensors stay."""
+        """Moves the tensors in place and returns self. Non-tensors stay."""
         if self.batch is not None:
             moved = self.batch.to(torch.device(device))
             columns = row_ops.columns_of(moved)
@@ -173,7 +180,7 @@ class DataProto(VerlDataProto):
         return self
 
     def union(self, other: "DataProto") -> "DataProto":
-        """New DataProto with the columns and meta_info of both, sharing the columns.
+        """Returns a new DataProto with the columns and meta_info of both, which shares the columns.
 
         What both have must be equal (NaN equals NaN); the meta_info entries "metrics" and "timing"
         are joined name by name. Raises ValueError naming the key that differs, or when the numbers

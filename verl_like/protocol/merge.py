@@ -1,4 +1,4 @@
-"""Merging the parts of batches: columns of two batches over the same rows, and meta_info of many
+"""Merges batches: the columns of two batches over the same rows, and the meta_info of many
 parts."""
 
 import reprlib
@@ -17,15 +17,15 @@ _PER_CALL = ("metrics", "timing")
 
 
 def names(keys: Iterable[str]) -> str:
-    """Key names for an error message."""
+    """Writes key names for an error message."""
     return ", ".join(sorted(map(repr, keys)))
 
 
 def pick_keys(
     caller: str, place: str, values: Mapping[str, V], keys: Sequence[str] | None
 ) -> dict[str, V]:
-    """The entries at `keys` (None = all). Raises ValueError naming the keys that are missing or
-    given twice."""
+    """Returns the entries at `keys`; None means all. Raises ValueError, which names the keys, if
+    some are missing or given twice."""
     wanted = list(values) if keys is None else list(keys)
     missing = [key for key in wanted if key not in values]
     if missing:
@@ -38,8 +38,8 @@ def pick_keys(
 
 
 def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> TensorDict:
-    """New TensorDict with the columns of both. ValueError where they differ, or the batch sizes
-    do."""
+    """Returns a new TensorDict with the columns of both. Raises ValueError if they or the batch
+    sizes differ."""
     size = tensor_dict1.batch_size
     other_size = tensor_dict2.batch_size
     if size != other_size:
@@ -53,21 +53,23 @@ def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> Ten
 def union_numpy_dict(
     left: Mapping[str, np.ndarray], right: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """New dict with the arrays of both. ValueError where they differ."""
+    """Returns a new dict with the arrays of both. Raises ValueError if they differ."""
     return union_columns("non_tensor_batch", left, right)
 
 
 def union_meta_info(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, Any]:
-    """New dict with the entries of both, "metrics" and "timing" joined name by name. ValueError
-    where they differ."""
-    shared = [key for key in _PER_CALL if key in left and key in right]
-    joined = {key: union_columns(f"meta_info[{key!r}]", left[key], right[key]) for key in shared}
+    """Returns a new dict with the entries of both, "metrics" and "timing" joined name by name.
+    Raises ValueError if entries differ."""
+    joined = {}
+    for key in _PER_CALL:
+        if key in left and key in right:
+            joined[key] = union_columns(f"meta_info[{key!r}]", left[key], right[key])
     return union_columns("meta_info", {**left, **joined}, {**right, **joined})
 
 
 def union_columns(place: str, left: Mapping[str, V], right: Mapping[str, V]) -> dict[str, V]:
-    """New dict with the entries of both; ValueError unless an entry in both is equal (NaN equals
-    NaN)."""
+    """Returns a new dict with the entries of both. Raises ValueError if an entry that is in both
+    differs. NaN equals NaN."""
     for key in left.keys() & right.keys():
         if not deep_equal(left[key], right[key]):
             raise ValueError(
@@ -83,7 +85,7 @@ def union_columns(place: str, left: Mapping[str, V], right: Mapping[str, V]) -> 
 
 
 def merge_meta_info(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """meta_info of a concatenation, see `DataProto.concat`."""
+    """Merges the meta_info of the parts of a concatenation, see `DataProto.concat`."""
     merged: dict[str, Any] = {}
     for index, part in enumerate(parts):
         for key, value in part.items():
@@ -95,7 +97,8 @@ def merge_meta_info(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                     f"{_short(merged[key])} before; make it equal in all parts or pop it first."
                 )
     if "metrics" in merged:
-        merged["metrics"] = merge_metrics([part["metrics"] for part in parts if "metrics" in part])
+        metrics = [part["metrics"] for part in parts if "metrics" in part]
+        merged["metrics"] = merge_metrics(metrics)
     if "timing" in merged:
         timing: dict[str, list[Any]] = {}
         for part in parts:
@@ -107,8 +110,8 @@ def merge_meta_info(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def concat_parts(place: str, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Every column of `parts` concatenated by rows; ValueError unless all parts have the same,
-    matching columns."""
+    """Concatenates every column of `parts` by rows. Raises ValueError unless all parts have the
+    same, matching columns."""
     for index, part in enumerate(parts):
         differing = part.keys() ^ parts[0].keys()
         if differing:

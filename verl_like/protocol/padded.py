@@ -1,4 +1,4 @@
-"""Padding: what algorithms, and code written for verl, see of rows that have none."""
+"""Padding: the form in which algorithms, and code written for verl, see rows that have none."""
 
 import copy
 from collections.abc import Collection, Iterator, Mapping, MutableMapping
@@ -19,7 +19,7 @@ VERL_COLUMNS = ("input_ids", "attention_mask", "position_ids")
 
 @dataclass(frozen=True)
 class Padding:
-    """How wide padded columns are, and the token that fills them; in meta_info as `padding`, a
+    """How wide padded columns are, and the token that fills them. In meta_info it is `padding`, a
     tuple of the three."""
 
     max_prompt_length: int
@@ -28,7 +28,7 @@ class Padding:
 
     @classmethod
     def of(cls, data: DataProto) -> "Padding":
-        """Raises ValueError if the batch does not say."""
+        """Returns the padding of a batch. Raises ValueError if the batch does not say it."""
         if "padding" not in data.meta_info:
             raise ValueError(
                 "the batch has no meta_info['padding'], which says how wide padded columns are: "
@@ -38,7 +38,7 @@ class Padding:
 
 
 class RowPlaces:
-    """Where the N values of jagged rows lie in (B, width), on the left or on the right.
+    """The places of the N values of jagged rows in (B, width), on the left or on the right.
 
     Raises ValueError for a row that is longer than the width.
     """
@@ -60,7 +60,7 @@ class RowPlaces:
         self.of_values = shift + torch.arange(int(offsets[-1]))
 
     def pad(self, values: torch.Tensor, fill: int = 0) -> torch.Tensor:
-        """(N, ...) -> (B, width, ...), with `fill` elsewhere."""
+        """Puts values (N, ...) at their places in (B, width, ...), with `fill` elsewhere."""
         num_rows, width = self.shape
         of_entry = values.shape[1:]
         padded = values.new_full((num_rows * width, *of_entry), fill)
@@ -68,8 +68,10 @@ class RowPlaces:
         return padded.view(num_rows, width, *of_entry)
 
     def strip(self, padded: torch.Tensor) -> torch.Tensor:
-        """(B, width, ...) -> (N, ...): the inverse of `pad`, without what lies elsewhere."""
-        return padded.detach().flatten(0, 1).index_select(0, self.of_values)
+        """Takes values (N, ...) from their places in (B, width, ...). It is the inverse of `pad`,
+        and drops what lies elsewhere."""
+        entries = padded.detach().flatten(0, 1)
+        return entries.index_select(0, self.of_values)
 
 
 class PaddedColumns(MutableMapping[str, torch.Tensor]):
@@ -111,7 +113,8 @@ class PaddedColumns(MutableMapping[str, torch.Tensor]):
         self.removed: set[str] = set()
 
     def copy(self) -> "PaddedColumns":
-        """Another view of the batch, in which what is put in or removed stays out of this one."""
+        """Returns another view of the batch. What is put into it or removed from it stays out of
+        this one."""
         other = copy.copy(self)
         other.written = dict(self.written)
         other.removed = {*self.removed}
@@ -140,13 +143,15 @@ class PaddedColumns(MutableMapping[str, torch.Tensor]):
         self.removed.add(name)
 
     def exclude(self, *names: str) -> "PaddedColumns":
-        """Removes columns, as `DataProto.pop` does; returns itself."""
+        """Removes columns, as `DataProto.pop` does, and returns itself."""
         for name in names:
             del self[name]
         return self
 
     def __contains__(self, name: object) -> bool:
-        return name in self.written or (name in self.names and name not in self.removed)
+        if name in self.written:
+            return True
+        return name in self.names and name not in self.removed
 
     def __iter__(self) -> Iterator[str]:
         left = self.names - self.removed
@@ -156,7 +161,7 @@ class PaddedColumns(MutableMapping[str, torch.Tensor]):
         return iter(in_order)
 
     def __len__(self) -> int:
-        """The number of rows, as of a TensorDict."""
+        """Returns the number of rows, as a TensorDict does."""
         return self.batch_size[0]
 
     def _make(self, name: str) -> torch.Tensor:
@@ -204,8 +209,8 @@ class PaddedColumns(MutableMapping[str, torch.Tensor]):
 
 
 def places_of_samples(offsets: torch.Tensor, width: int, starts: torch.Tensor | None) -> RowPlaces:
-    """Where the values of response columns lie in (B, width); with the `starts` of samples of
-    several rows in (S, W).
+    """Returns the places of the values of response columns in (B, width), or with the `starts` of
+    samples of several rows in (S, W).
 
     The tokens of a sample's rows then follow each other, and W is `width`, or more where a sample
     has more tokens.
@@ -213,12 +218,14 @@ def places_of_samples(offsets: torch.Tensor, width: int, starts: torch.Tensor | 
     if starts is None:
         return RowPlaces(offsets, width)
     of_samples = offsets[starts]
-    longest = int(of_samples.diff().max()) if len(of_samples) > 1 else 0
-    return RowPlaces(of_samples, max(width, longest))
+    if len(of_samples) > 1:
+        longest = int(of_samples.diff().max())
+        width = max(width, longest)
+    return RowPlaces(of_samples, width)
 
 
 class PaddedView(DataProto):
-    """What `view_of_samples` returns: a batch whose columns are `PaddedColumns`."""
+    """The view that `view_of_samples` returns: a batch whose columns are `PaddedColumns`."""
 
     def __init__(self, data: DataProto) -> None:
         columns: Any = PaddedColumns(data, by_sample=True)
@@ -231,11 +238,11 @@ class PaddedView(DataProto):
                 self.non_tensor_batch[name] = array[first_rows]
 
     def check_consistency(self) -> None:
-        """What is in a view is not checked before `strip`."""
+        """Checks nothing: the columns of a view are checked by `strip`."""
 
 
 def padded(data: DataProto, names: Collection[str] | None = None) -> DataProto:
-    """A batch of prompts and responses with padded columns, in verl's layout.
+    """Returns a batch of prompts and responses with padded columns, in verl's layout.
 
     `prompts` are padded on the left to (B, P); `responses`, and all jagged columns whose rows are
     as long as theirs, on the right to (B, R). `input_ids`, `attention_mask` and `position_ids` (B,
@@ -254,7 +261,8 @@ def padded(data: DataProto, names: Collection[str] | None = None) -> DataProto:
 
 
 def _positions(prompt_mask_BP: torch.Tensor, length: int) -> torch.Tensor:
-    """(B, T) int64, 0 on the first token of the prompt and before it."""
+    """Returns the positions (B, T) int64. They are 0 on the first token of the prompt and before
+    it."""
     num_prompt_tokens_B = prompt_mask_BP.sum(-1, keepdim=True)
     num_padding_B = prompt_mask_BP.size(1) - num_prompt_tokens_B
     positions_BT = torch.arange(length) - num_padding_B
@@ -262,8 +270,8 @@ def _positions(prompt_mask_BP: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def view_of_samples(data: DataProto) -> PaddedView:
-    """What algorithms see of a batch: as of `padded(data)`, or where samples have several rows, a
-    row for each sample.
+    """Returns the view that algorithms have of a batch: that of `padded(data)`, or a row for each
+    sample if samples have several rows.
 
     Such a row has the response tokens of the sample's rows one after the other (see
     `places_of_samples`), an `attention_mask` of them alone, and of other columns the entry of the
@@ -273,8 +281,8 @@ def view_of_samples(data: DataProto) -> PaddedView:
 
 
 def view_with(view: DataProto, columns: Mapping[str, torch.Tensor]) -> DataProto:
-    """Another view with columns beside those of `view`, or in place of them; `view` stays as it
-    is."""
+    """Returns another view, with columns beside those of `view` or in place of them. `view` stays
+    as it is."""
     other = copy.copy(view)
     of_batch = view.batch
     assert of_batch is not None
@@ -287,8 +295,8 @@ def view_with(view: DataProto, columns: Mapping[str, torch.Tensor]) -> DataProto
 
 
 def strip(view: DataProto, data: DataProto) -> DataProto:
-    """What was done with a view of a batch, or with `padded(data)`, without padding: the batch with
-    the columns that were added or replaced.
+    """Returns a batch without padding, with the columns that were added to a view of it, or to
+    `padded(data)`, or were replaced there.
 
     A column (B, R, ...) of the view is one by response token, unless the batch has one of this name
     that is not jagged. A column of the view that was put in under another name as well stays one
@@ -334,8 +342,8 @@ def strip(view: DataProto, data: DataProto) -> DataProto:
 
 
 def without_padding(data: DataProto, pad_token_id: int) -> DataProto:
-    """The inverse of `padded`: a batch in verl's layout as jagged `prompts`, `responses` and
-    columns by response token.
+    """Returns a batch in verl's layout as jagged `prompts`, `responses` and columns by response
+    token. It is the inverse of `padded`.
 
     Every dense column (B, R, ...) counts as one by response token. A response has the tokens that
     `attention_mask` says, and `response_mask` 1 on all of them where the batch has none. The meta

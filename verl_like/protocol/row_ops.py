@@ -1,5 +1,5 @@
-"""Row operations on one column, which is a tensor, a jagged tensor or a NumPy array; rows are the
-first dimension."""
+"""Operations on the rows of one column, which is a tensor, a jagged tensor or a NumPy array. Rows
+are the first dimension."""
 
 import dataclasses
 import itertools
@@ -38,8 +38,8 @@ def is_jagged(column: ColumnData) -> TypeGuard[torch.Tensor]:
 
 
 def check_tensor_column(place: str, column: Any) -> None:
-    """Raise ValueError, naming the place, unless `column` is a tensor with rows, strided or ragged
-    in dim 1."""
+    """Raises ValueError, which names the place, unless `column` is a tensor with rows, strided or
+    ragged in dim 1."""
     if not isinstance(column, torch.Tensor) or column.ndim == 0:
         raise ValueError(
             f"{place} is a {type(column).__name__}, not a tensor with rows; put it in "
@@ -60,8 +60,11 @@ def check_tensor_column(place: str, column: Any) -> None:
 
 
 def jagged_parts(column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(values (sum of lengths, ...), offsets (B + 1,)) of a jagged tensor (B, ragged, ...), as
-    views of it where it is contiguous."""
+    """Returns the values (sum of lengths, ...) and the offsets (B + 1,) of a jagged tensor (B,
+    ragged, ...).
+
+    They are views of it if it is contiguous.
+    """
     parts = cast(NestedTensor, column)
     values: torch.Tensor = parts._values
     if parts._lengths is None and values.is_contiguous() and not values.requires_grad:
@@ -75,7 +78,7 @@ def offsets_of(lengths: torch.Tensor) -> torch.Tensor:
 
     `lengths` are those of the rows (B,).
     """
-    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64, device=lengths.device)
+    offsets = lengths.new_zeros(len(lengths) + 1, dtype=torch.int64)
     torch.cumsum(lengths, dim=0, out=offsets[1:])
     return offsets
 
@@ -83,8 +86,8 @@ def offsets_of(lengths: torch.Tensor) -> torch.Tensor:
 def jagged_from_lists(
     rows: Sequence[Sequence[Any] | np.ndarray], dtype: torch.dtype
 ) -> torch.Tensor:
-    """A jagged tensor of rows of numbers."""
-    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+    """Makes a jagged tensor of rows of numbers."""
+    lengths = torch.tensor(list(map(len, rows)), dtype=torch.int64)
     if rows and all(isinstance(row, np.ndarray) for row in rows):
         values = np.concatenate(rows)
     else:
@@ -94,8 +97,11 @@ def jagged_from_lists(
 
 
 def jagged_on_last_token(values_B: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """A column by response token: each row's value on its last token of the mask, 0 on the others
-    and without one."""
+    """Makes a column by response token of one value per row (B,).
+
+    It has each row's value on the row's last token of the mask, and 0 on the others. A row without
+    a token has only zeros.
+    """
     marks, offsets = jagged_parts(mask)
     num_rows = len(values_B)
     row_of_token = torch.repeat_interleave(torch.arange(num_rows), offsets.diff())
@@ -109,12 +115,12 @@ def jagged_on_last_token(values_B: torch.Tensor, mask: torch.Tensor) -> torch.Te
 
 
 def jagged_from_offsets(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """The inverse of `jagged_parts`."""
+    """Makes a jagged tensor of its values and offsets. It is the inverse of `jagged_parts`."""
     return torch.nested.nested_tensor_from_jagged(values, offsets=offsets)
 
 
 def jagged_from_lengths(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """The inverse of `jagged_parts`, by row lengths (B,)."""
+    """Makes a jagged tensor of its values and the lengths of its rows (B,)."""
     return jagged_from_offsets(values, offsets_of(lengths))
 
 
@@ -136,7 +142,7 @@ def share_offsets(columns: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor
 def tensor_dict(
     columns: Mapping[str, torch.Tensor], num_rows: int, device: torch.device | None = None
 ) -> TensorDict:
-    """A TensorDict of columns of `num_rows` rows, whose jagged ones share offsets.
+    """Makes a TensorDict of columns of `num_rows` rows, of which the jagged ones share offsets.
 
     With a device, it moves its columns there.
     """
@@ -144,7 +150,7 @@ def tensor_dict(
 
 
 def columns_of(table: TensorDict) -> dict[str, torch.Tensor]:
-    """The columns of a TensorDict by name, as a new dict."""
+    """Returns the columns of a TensorDict by name, as a new dict."""
     return cast(dict[str, torch.Tensor], dict(table.items()))
 
 
@@ -172,14 +178,16 @@ def _are_equal(offsets: torch.Tensor, others: torch.Tensor) -> bool:
 
 
 def write_count(tensor: torch.Tensor) -> int:
-    """torch's counter of in-place writes, which a jagged tensor shares with its values; -1 for
-    inference-mode tensors, which have none. torch does not count writes through `.numpy()` and
-    `.data`."""
+    """Returns torch's counter of in-place writes, which a jagged tensor shares with its values.
+
+    It is -1 for inference-mode tensors, which have none. torch does not count writes through
+    `.numpy()` and `.data`.
+    """
     return -1 if tensor.is_inference() else tensor._version
 
 
 def view_rows(column: ColumnData, start: int, stop: int) -> ColumnData:
-    """Rows start..stop-1 as a view of the same memory."""
+    """Returns the rows start to stop - 1 as a view of the same memory."""
     if not is_jagged(column):
         return column[start:stop]
     values, offsets = jagged_parts(column)
@@ -190,8 +198,8 @@ def view_rows(column: ColumnData, start: int, stop: int) -> ColumnData:
 
 
 def row_indices(idxs: RowIndices, num_rows: int) -> torch.Tensor:
-    """Indices (negative ones count from the end) or a mask of bools, as int64 on CPU, each in
-    0..num_rows-1.
+    """Returns indices or a mask of bools as int64 on CPU, each in 0..num_rows-1. Negative indices
+    count from the end.
 
     Raises IndexError outside the rows, ValueError for a mask of another length and for other types
     and shapes.
@@ -266,8 +274,8 @@ class RowTaker:
 
 
 def concat_columns(name: str, parts: Sequence[Any]) -> ColumnData:
-    """Rows of all parts in new memory, one part after the other. ValueError naming the column if
-    they do not match."""
+    """Returns the rows of all parts in new memory, one part after the other. Raises ValueError,
+    which names the column, if they do not match."""
     signatures = [_signature(part) for part in parts]
     for index, signature in enumerate(signatures):
         if signature != signatures[0]:
@@ -283,13 +291,14 @@ def concat_columns(name: str, parts: Sequence[Any]) -> ColumnData:
         values = torch.cat([its_values for its_values, _ in pairs])
         lengths = torch.cat([offsets.diff() for _, offsets in pairs])
         return jagged_from_lengths(values, lengths)
-    memory = _empty(parts[0], sum(map(len, parts)))
+    num_rows = sum(map(len, parts))
+    memory = _empty(parts[0], num_rows)
     return torch.cat([part.detach() for part in parts], out=memory)
 
 
 def _empty(like: torch.Tensor, num_rows: int) -> torch.Tensor | None:
-    """Uninitialised memory for a large column of `num_rows` rows; None where torch may as well
-    allocate it itself.
+    """Returns uninitialised memory for a large column of `num_rows` rows. It is None if torch may
+    as well allocate the memory itself.
 
     NumPy asks the system for huge pages, which torch does not: new memory of some megabytes is
     filled four to ten times as fast.
@@ -303,7 +312,7 @@ def _empty(like: torch.Tensor, num_rows: int) -> torch.Tensor | None:
 
 
 def _signature(column: ColumnData) -> str:
-    """What must agree for two columns to be concatenated, in words."""
+    """Says in words what must agree for two columns to be concatenated."""
     if isinstance(column, np.ndarray):
         # NumPy widens strings without loss
         dtype = "str" if column.dtype.kind == "U" else str(column.dtype)
@@ -316,8 +325,8 @@ def _signature(column: ColumnData) -> str:
 
 
 def object_array(values: Sequence[Any]) -> np.ndarray:
-    """A 1-D object array with one element per row; np.array would turn equally long lists into a
-    second dimension."""
+    """Returns a 1-D object array with one element per row. np.array would turn equally long lists
+    into a second dimension."""
     array = np.empty(len(values), dtype=object)
     for index, value in enumerate(values):
         array[index] = value
@@ -325,8 +334,8 @@ def object_array(values: Sequence[Any]) -> np.ndarray:
 
 
 def deep_equal(left: Any, right: Any) -> bool:
-    """Equality by value: NaN equals NaN, dtype and shape count, tensors and arrays may be nested in
-    containers."""
+    """Compares by value. NaN equals NaN, dtype and shape count, and tensors and arrays may be
+    nested in containers."""
     if left is right:
         return True
     for kind in (torch.Tensor, np.ndarray):
@@ -339,15 +348,19 @@ def deep_equal(left: Any, right: Any) -> bool:
             return False
         return all(deep_equal(left[key], right[key]) for key in left)
     if isinstance(left, (list, tuple)) and type(left) is type(right):
-        return len(left) == len(right) and all(map(deep_equal, left, right))
+        if len(left) != len(right):
+            return False
+        return all(map(deep_equal, left, right))
     if dataclasses.is_dataclass(left) and type(left) is type(right):
-        fields = [field.name for field in dataclasses.fields(left)]
-        return all(deep_equal(getattr(left, name), getattr(right, name)) for name in fields)
+        for field in dataclasses.fields(left):
+            if not deep_equal(getattr(left, field.name), getattr(right, field.name)):
+                return False
+        return True
     return bool(left == right) or bool(left != left and right != right)
 
 
 def _columns_equal(left: Any, right: Any) -> bool:
-    """Equality of two tensors or of two arrays."""
+    """Compares two tensors or two arrays."""
     if left.dtype != right.dtype or is_jagged(left) != is_jagged(right):
         return False
     if is_jagged(left):
@@ -367,8 +380,14 @@ def _columns_equal(left: Any, right: Any) -> bool:
     return bool(same.all())
 
 
+def copied(containers: Any) -> Any:
+    """Returns a copy of nested dicts, lists and tuples, which share whatever else they hold."""
+    return map_leaves(lambda leaf: leaf, containers)
+
+
 def map_leaves(operation: Callable[[Any], Any], value: Any) -> Any:
-    """Copy of nested dicts, lists and tuples, with `operation` done on whatever else they hold."""
+    """Returns a copy of nested dicts, lists and tuples after `operation` was done on whatever else
+    they hold."""
     if isinstance(value, dict):
         return {key: map_leaves(operation, item) for key, item in value.items()}
     if type(value) in (list, tuple):

@@ -1,4 +1,4 @@
-"""A batch as NumPy arrays (out of band in pickle protocol 5) and as a file (without pickle)."""
+"""A batch as NumPy arrays, out of band in pickle protocol 5, and as a file, without pickle."""
 
 import functools
 import json
@@ -32,34 +32,37 @@ class WireTensor:
 
 
 def to_wire(tensor: torch.Tensor) -> WireTensor:
-    """View of a CPU tensor (a GPU tensor is copied to the CPU, a non-contiguous one is made
-    contiguous)."""
+    """Returns a view of a CPU tensor. A GPU tensor is copied to the CPU, and a non-contiguous one
+    is made contiguous."""
     tensor = tensor.detach()
     offsets = None
     if tensor.is_nested:
         tensor, offset_tensor = jagged_parts(tensor)
         offsets = offset_tensor.cpu().numpy()
-    # resolve_*: complex conjugate and negation are lazy views that NumPy does not know.
-    tensor = tensor.cpu().resolve_conj().resolve_neg().contiguous()
+    # Complex conjugate and negation are lazy views that NumPy does not know.
+    tensor = tensor.cpu().resolve_conj().resolve_neg()
+    tensor = tensor.contiguous()
     dtype = str(tensor.dtype).removeprefix("torch.")
-    array = tensor.view(_VIEWED_AS.get(tensor.dtype, tensor.dtype)).numpy()
+    viewed_as = _VIEWED_AS.get(tensor.dtype, tensor.dtype)
+    array = tensor.view(viewed_as).numpy()
     return WireTensor(array, dtype, offsets)
 
 
 def from_wire(wire: WireTensor) -> torch.Tensor:
-    """CPU tensor on the memory of the arrays. Memory that came from another process is read-only by
-    agreement."""
+    """Returns a CPU tensor on the memory of the arrays. Nobody may write into it if the memory came
+    from another process."""
     # from_dlpack, unlike from_numpy, takes a read-only array; writes are found by
     # DataProto.column_versions().
-    tensor = torch.from_dlpack(wire.array).view(getattr(torch, wire.dtype))
+    dtype = getattr(torch, wire.dtype)
+    tensor = torch.from_dlpack(wire.array).view(dtype)
     if wire.offsets is None:
         return tensor
     return jagged_from_offsets(tensor, torch.from_dlpack(wire.offsets))
 
 
 def write_file(path: str | os.PathLike[str], contents: dict[str, Any]) -> None:
-    """Write nested containers of numbers, text, arrays, tensors and metrics as one safetensors
-    file, all or nothing.
+    """Writes nested containers of numbers, text, arrays, tensors and metrics as one safetensors
+    file. It writes all or nothing.
 
     Each array is an entry of the file, and one more entry holds everything else as JSON. Raises
     ValueError with the place and type of a value that is none of these.
@@ -72,7 +75,8 @@ def write_file(path: str | os.PathLike[str], contents: dict[str, Any]) -> None:
 
 
 def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The contents given to `write_file`. Raises ValueError if the file was not written by it."""
+    """Returns the contents that were given to `write_file`. Raises ValueError if the file was not
+    written by it."""
     with safetensors.safe_open(path, framework="numpy") as file:
         if _FILE_STRUCTURE not in file.keys():  # noqa: SIM118  it is no dict
             raise ValueError(
@@ -84,8 +88,8 @@ def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _encode(value: Any, place: str, arrays: dict[str, np.ndarray]) -> Any:
-    """JSON form of `value`: {kind: content} for what JSON does not know. Arrays of numbers are
-    added to `arrays`."""
+    """Returns the JSON form of `value`, which is {kind: content} for what JSON does not know.
+    Arrays of numbers are added to `arrays`."""
 
     def encode_all(items: Any) -> list[Any]:
         return [_encode(item, f"{place}[{index}]", arrays) for index, item in enumerate(items)]
@@ -129,7 +133,7 @@ def _encode(value: Any, place: str, arrays: dict[str, np.ndarray]) -> Any:
 
 
 def _decode(arrays: dict[str, np.ndarray], encoded: dict[str, Any]) -> Any:
-    """What `{kind: content}` stands for; the content is decoded already."""
+    """Returns the value that `{kind: content}` stands for. The content is decoded already."""
     [(kind, content)] = encoded.items()
     match kind:
         case "array":

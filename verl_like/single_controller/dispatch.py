@@ -1,4 +1,4 @@
-"""How a call's arguments are split over the ranks of a group and how their results become one
+"""How a call's arguments are split over the ranks of a group, and how their results become one
 value."""
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,8 @@ class Mesh:
     def from_coordinates(
         cls, role: str, mesh_name: str, coordinates: Sequence[tuple[int, bool]]
     ) -> "Mesh":
-        """Raises ValueError unless exactly one rank of every dp_rank is collected."""
+        """Makes the mesh of the coordinates of all ranks. Raises ValueError unless exactly one rank
+        of every dp_rank is collected."""
         dp_ranks = [dp_rank for dp_rank, _ in coordinates]
         collect_ranks = [rank for rank, (_, is_collect) in enumerate(coordinates) if is_collect]
         collect_ranks.sort(key=dp_ranks.__getitem__)
@@ -56,7 +57,7 @@ class WorkerGroupLike(Protocol):
 
 @dataclass(frozen=True)
 class DispatchMode:
-    """A named pair of dispatch and collect function.
+    """A named pair of a dispatch function and a collect function.
 
     `collect_ranks(group)` is set for modes whose result is one batch: it lists, in row order, the
     ranks that hold it, and makes the future of a call a DataProtoFuture. In other modes all ranks
@@ -77,7 +78,7 @@ class DispatchMode:
 
 @dataclass(frozen=True)
 class PerRank:
-    """Marks an argument of an ALL_TO_ALL method: rank i receives `values[i]`."""
+    """Marks an argument of an ALL_TO_ALL method, of which rank i receives `values[i]`."""
 
     values: Sequence[Any]
 
@@ -101,8 +102,7 @@ def replicate(group: WorkerGroupLike, value: Any) -> list[Any]:
 
 
 def split_batch(group: WorkerGroupLike, value: Any) -> list[Any]:
-    """Split a batch, or the future of one, over the ranks; anything else is given to every rank
-    whole."""
+    """Splits a batch, or the future of one, over the ranks. Every rank gets anything else whole."""
     if not isinstance(value, Splittable):
         return replicate(group, value)
     return group.split(value, group.world_size)
@@ -164,8 +164,8 @@ def all_ranks(group: WorkerGroupLike) -> list[int]:
 
 
 def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> dict[str, Any]:
-    """Dispatch over the data-parallel dimension of the mesh that the workers registered under
-    `mesh_name`.
+    """Makes the dispatch over the data-parallel dimension of the mesh that the workers registered
+    under `mesh_name`.
 
     Ranks with the same dp_rank receive the same shard; the results of the ranks with is_collect are
     concatenated.
@@ -187,7 +187,7 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> dict[str, Any]:
 
 
 class Dispatch:
-    """The dispatch modes; `register_dispatch_mode` adds to them."""
+    """The dispatch modes. `register_dispatch_mode` adds to them."""
 
     RANK_ZERO = DispatchMode("RANK_ZERO", dispatch_one_to_all, collect_rank_zero)
     ONE_TO_ALL = DispatchMode("ONE_TO_ALL", dispatch_one_to_all, collect_list)
@@ -205,7 +205,7 @@ class Dispatch:
 def register_dispatch_mode(
     name: str, dispatch_fn: DispatchFn, collect_fn: CollectFn
 ) -> DispatchMode:
-    """Add `Dispatch.<name>`.
+    """Adds `Dispatch.<name>`.
 
     `dispatch_fn(group, *args, **kwargs)` returns one list per argument with one entry per rank
     (`group.world_size`, `group.split(batch, count)`); `collect_fn(group, outputs)` turns the

@@ -1,4 +1,4 @@
-"""Errors that cross the process boundary: each one names role, rank, node and method."""
+"""Errors that cross the process boundary. Each one names role, rank, node and method."""
 
 from typing import Any
 
@@ -33,11 +33,11 @@ class WorkerError(RuntimeError):
         super().__init__(f"{self.headline()}\n{cause.rstrip()}{table}")
 
     def headline(self) -> str:
-        last_line = self.cause.rstrip().rsplit("\n", 1)[-1]
+        _, _, last_line = self.cause.rstrip().rpartition("\n")
         return f"{self.where()} failed in {self.method}{self.reason()}: {last_line}"
 
     def in_method(self, method: str) -> "WorkerError":
-        """The same failure, named after the method that the failed one was a part of."""
+        """Returns the same failure, named after the method of which the failed one was a part."""
         place = (self.role, self.rank, self.node, self.pid)
         renamed = type(self)(*place, method, self.cause, self.shortage)
         renamed.__cause__ = self.__cause__
@@ -57,8 +57,8 @@ class WorkerError(RuntimeError):
 
 
 class WorkerDied(WorkerError):
-    """A worker's process died; the other processes of its group have been killed. `cause` holds its
-    last log lines."""
+    """A worker's process died, and the other processes of its group have been killed. `cause` holds
+    its last log lines."""
 
     def headline(self) -> str:
         died = f"{self.where()} died during {self.method}{self.reason()}"
@@ -66,7 +66,7 @@ class WorkerDied(WorkerError):
 
 
 class WorkerStopped(WorkerDied):
-    """A worker's process, or one that it started, was stopped, such as by SIGSTOP; the group has
+    """A worker's process, or one that it started, was stopped, such as by SIGSTOP. The group has
     been killed."""
 
     def headline(self) -> str:
@@ -91,5 +91,5 @@ class CallTimeout(TimeoutError):
 
 
 class PlacementError(ValueError):
-    """The cluster cannot hold the resource pools; the message has a table of requested against
+    """The cluster cannot hold the resource pools. The message has a table of requested against
     available resources."""

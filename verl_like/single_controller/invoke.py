@@ -1,4 +1,4 @@
-"""Runs a method on the worker: resolves its arguments, checks what it reads and writes."""
+"""Runs a method on the worker: it resolves its arguments, and checks what it reads and writes."""
 
 import asyncio
 import inspect
@@ -44,7 +44,7 @@ class Invoker:
         kwargs: dict[str, Any],
         fetch: Fetch,
     ) -> Iterator[Any]:
-        """Yields what the method yields, then the header, then the method's result; raises
+        """Yields what the method yields, then the header, then the method's result. Raises
         WorkerError."""
         started = time.time()
         try:
@@ -85,8 +85,9 @@ class Invoker:
 
         args = [resolve(value) for value in args]
         kwargs = {name: resolve(value) for name, value in kwargs.items()}
-        check_reads(role, spec, [shard.data for shard in shards])
-        inputs = [(shard.data.tensors(), shard.data.column_versions()) for shard in shards]
+        batches = [shard.data for shard in shards]
+        check_reads(role, spec, batches)
+        inputs = [(batch.tensors(), batch.column_versions()) for batch in batches]
         result = getattr(worker, method)(*args, **kwargs)
         if inspect.isawaitable(result):
             result = self.loop.run_until_complete(result)
@@ -97,7 +98,8 @@ class Invoker:
         check_writes(role, spec, result)
         if not isinstance(result, DataProto):
             return result
-        if any(tensor.device.type != "cpu" for tensor in result.tensors().values()):
+        devices = {tensor.device.type for tensor in result.tensors().values()}
+        if devices - {"cpu"}:
             # In a container of its own: the worker may keep what it returned
             result = result.select().to("cpu")
         if not shards:

@@ -4,8 +4,11 @@ from collections.abc import Sequence
 
 
 class ResourcePool:
-    """Processes on nodes, `process_on_nodes[i]` on node i. Ranks count node by node; uneven pools
-    such as [8, 4] are fine. At most `max_colocate_count` worker groups hold it at a time."""
+    """Processes on nodes, `process_on_nodes[i]` of them on node i.
+
+    Ranks count node by node. Pools may be uneven, such as [8, 4]. At most `max_colocate_count`
+    worker groups hold a pool at a time.
+    """
 
     def __init__(self, process_on_nodes: Sequence[int], max_colocate_count: int = 1) -> None:
         for num_processes in process_on_nodes:
@@ -28,15 +31,15 @@ class ResourcePool:
         return sum(self.process_on_nodes)
 
     def local_world_size_list(self) -> list[int]:
-        """For each rank, the number of processes of this pool on its node: [2, 1] gives [2, 2,
-        1]."""
+        """Returns for each rank the number of processes of this pool on its node: [2, 1] gives [2,
+        2, 1]."""
         sizes = []
         for num_processes in self.process_on_nodes:
             sizes += [num_processes] * num_processes
         return sizes
 
     def local_rank_list(self) -> list[int]:
-        """For each rank, its number on its node: [2, 1] gives [0, 1, 0]."""
+        """Returns for each rank its number on its node: [2, 1] gives [0, 1, 0]."""
         local_ranks: list[int] = []
         for num_processes in self.process_on_nodes:
             local_ranks += range(num_processes)

@@ -1,5 +1,5 @@
-"""The share of a batch that one rank works on, described by references and resolved on the
-worker."""
+"""The share of a batch that one rank works on. References describe it, and the worker resolves
+them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -42,7 +42,8 @@ class Ordered:
             num_rows = len(batch)
         elif batch.order is not None:  # of another future nobody knows the number of rows yet
             num_rows = len(batch.order)
-        if not np.array_equal(np.sort(self.order), np.arange(num_rows)):
+        ascending = np.sort(self.order)
+        if not np.array_equal(ascending, np.arange(num_rows)):
             raise ValueError(
                 f"the order of an Ordered batch names each of its {num_rows} rows once, got "
                 f"{self.order.shape} numbers: {self.order[:20].tolist()}"
@@ -86,7 +87,7 @@ class BatchShard:
     ordered: bool = False
 
     def resolve(self, fetch: Fetch) -> ResolvedShard:
-        """Fetch only the parts that hold this shard's rows, see `gather_rows`."""
+        """Fetches only the parts that hold this shard's rows, see `gather_rows`."""
 
         def payloads(numbers: Sequence[int]) -> list[DataProto]:
             batches = fetch([self.parts[number].payload for number in numbers])
@@ -102,7 +103,8 @@ class BatchShard:
             return ResolvedShard(DataProto.concat(without_rows), self.ordered)
         row_numbers = self.row_numbers
         if row_numbers is None:
-            row_numbers = np.array_split(np.arange(total), self.num_shards)[self.index]
+            shares = np.array_split(np.arange(total), self.num_shards)
+            row_numbers = shares[self.index]
         elif total != self.num_batch_rows:
             raise ValueError(
                 f"an order of {self.num_batch_rows} rows was given for a future of {total} rows: "
@@ -117,8 +119,8 @@ class BatchShard:
 
 @dataclass(frozen=True)
 class ForwardedFuture:
-    """A future given as an argument: references to its ranks' results, collected where they are
-    used."""
+    """A future that is given as an argument: references to its ranks' results, which are collected
+    where they are used."""
 
     parts: tuple[Part, ...]
     collect: Callable[[list[Any]], Any]
@@ -129,7 +131,8 @@ class ForwardedFuture:
 
 
 def select_columns(data: DataProto, columns: Sequence[str]) -> DataProto:
-    """Those of `columns` that exist, and the padding marks; meta_info is kept whole."""
+    """Returns a batch with those of `columns` that exist, the padding marks, and the whole
+    meta_info."""
     keep = {*columns, PAD_COLUMN}
     return data.select(
         batch_keys=[name for name in data.tensors() if name in keep],
@@ -138,7 +141,7 @@ def select_columns(data: DataProto, columns: Sequence[str]) -> DataProto:
 
 
 def split_order(order: np.ndarray, sizes: Sequence[int] | None, count: int) -> list[np.ndarray]:
-    """`count` slices of a batch's row numbers, of these sizes or as equal as possible."""
+    """Returns `count` slices of a batch's row numbers, of these sizes or as equal as possible."""
     if sizes is None:
         return np.array_split(order, count)
     if len(sizes) != count:
@@ -151,7 +154,8 @@ def split_order(order: np.ndarray, sizes: Sequence[int] | None, count: int) -> l
 def gather_rows(
     sizes: Sequence[int], row_numbers: np.ndarray, fetch: Callable[[Sequence[int]], list[DataProto]]
 ) -> DataProto:
-    """The rows `row_numbers`, in this order, of the batch that parts of `sizes` rows make up.
+    """Returns the rows `row_numbers`, in this order, of the batch that parts of `sizes` rows make
+    up.
 
     `fetch` is called once, with the numbers of the parts that hold these rows, and returns the
     parts. Contiguous rows of one part are a view, others are copies. If no rows are wanted, the
@@ -174,7 +178,8 @@ def gather_rows(
     for part, payload in zip(needed, payloads, strict=True):
         rows = row_numbers[places[part]] - starts[part]
         if _is_range(rows):
-            taken.append(payload.rows(int(rows[0]), int(rows[-1]) + 1))
+            first = int(rows[0])
+            taken.append(payload.rows(first, first + len(rows)))
         else:
             taken.append(payload.select_idxs(rows))
     if len(taken) == 1:

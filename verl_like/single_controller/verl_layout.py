@@ -10,7 +10,7 @@ from verl_like.single_controller.shard import select_columns
 
 
 def argument_of(spec: MethodSpec, data: DataProto) -> DataProto:
-    """The batch as the method reads it: with padded columns, unless it takes jagged ones.
+    """Returns the batch as the method reads it: with padded columns, unless it takes jagged ones.
 
     Raises ValueError for jagged prompts without the meta entry `padding`, which says how wide
     padded columns are.
@@ -25,7 +25,7 @@ def argument_of(spec: MethodSpec, data: DataProto) -> DataProto:
 
 
 def result_of(spec: MethodSpec, result: DataProto, data: DataProto) -> DataProto:
-    """What a method returned for a batch, without padding.
+    """Returns what a method returned for a batch, without padding.
 
     Returned prompts and responses in verl's layout become jagged, as do columns (B, R, ...) beside
     the responses of the batch.
@@ -49,7 +49,8 @@ def result_of(spec: MethodSpec, result: DataProto, data: DataProto) -> DataProto
             )
     beside = data.select(batch_keys=["prompts", "responses"], non_tensor_batch_keys=[])
     stripped = strip(result, beside)
-    return stripped.select(batch_keys=[name for name in columns if name not in VERL_COLUMNS])
+    kept = [name for name in columns if name not in VERL_COLUMNS]
+    return stripped.select(batch_keys=kept)
 
 
 def _has_jagged_prompts(data: DataProto) -> bool:

@@ -1,4 +1,4 @@
-"""The driver's handle on the ranks of one role: registered methods become callables of the
+"""The driver's handle on the ranks of one role. Registered methods become callables of the
 group."""
 
 import abc
@@ -67,21 +67,23 @@ class ClassWithInitArgs:
 
 @dataclass(frozen=True)
 class WorkerGroupFacts:
-    """What a collect function may ask of the group. It may run on a worker of another group, so it
-    gets no more."""
+    """What a collect function may ask of the group.
+
+    It may run on a worker of another group, so it gets no more.
+    """
 
     role: str
     world_size: int
 
 
 class WorkerGroup(VerlWorkerGroup):
-    """Base of the Ray and the local backend; `group.method(...)` and `group.method.remote(...)`
+    """Base of the Ray and the local backend. `group.method(...)` and `group.method.remote(...)`
     call the ranks."""
 
     deadline_s: float = math.inf
     """How long a call may take, in seconds."""
     runs_at_once: bool = False
-    """A call runs in the thread that submits it, and others wait meanwhile."""
+    """True if a call runs in the thread that submits it, and others wait meanwhile."""
 
     def __init__(
         self, worker_cls: type | None, role: str, world_size: int, pool: str, on_call: OnCall | None
@@ -119,13 +121,13 @@ class WorkerGroup(VerlWorkerGroup):
 
     @abc.abstractmethod
     def put(self, data: DataProto) -> Part:
-        """References to a batch that every rank can fetch."""
+        """Returns references to a batch that every rank can fetch."""
 
     @abc.abstractmethod
     def submit(
         self, spec: MethodSpec, calls: list[Arguments], collect_ranks: list[int]
     ) -> PendingCall:
-        """Start the method on ranks 0, 1, ... with their arguments.
+        """Starts the method on ranks 0, 1, ... with their arguments.
 
         The pending call waits for all of them; its outputs and its parts are those of
         `collect_ranks`, in this order.
@@ -133,7 +135,7 @@ class WorkerGroup(VerlWorkerGroup):
 
     @abc.abstractmethod
     def shutdown(self) -> None:
-        """Stop the ranks; the group is of no use afterwards."""
+        """Stops the ranks. The group is of no use afterwards."""
 
     def look_for_stopped(self, method: str) -> None:
         """Raises WorkerStopped if a process of the driver's groups is found stopped, such as by
@@ -150,8 +152,11 @@ class WorkerGroup(VerlWorkerGroup):
         return BoundMethod(self, replace(bound.spec, dispatch_mode=mode), bound.method)
 
     def split(self, data: Splittable, count: int) -> list[BatchShard]:
-        """`count` shards, of as equal numbers of rows as possible unless an Ordered batch says how
-        many; a DataProto is put into the backend's store once."""
+        """Returns `count` shards, of as equal numbers of rows as possible unless an Ordered batch
+        says how many.
+
+        A DataProto is put into the backend's store once.
+        """
         batch = data.batch if isinstance(data, Ordered) else data
         order = data.order if isinstance(data, Ordered) else None
         if isinstance(batch, DataProto):
@@ -161,37 +166,30 @@ class WorkerGroup(VerlWorkerGroup):
             if batch.order is not None:
                 part_rows = np.argsort(batch.order)  # where the parts have each row of the batch
                 order = part_rows if order is None else part_rows[order]
+        shards = [BatchShard(tuple(parts), index, count) for index in range(count)]
         if order is None:
-            return [BatchShard(tuple(parts), index, count) for index in range(count)]
+            return shards
         is_ordered = isinstance(data, Ordered)
         sizes = data.sizes if isinstance(data, Ordered) else None
-        shards = []
-        for index, row_numbers in enumerate(shard.split_order(order, sizes, count)):
-            shards.append(
-                BatchShard(
-                    tuple(parts),
-                    index,
-                    count,
-                    row_numbers=row_numbers,
-                    num_batch_rows=len(order),
-                    ordered=is_ordered,
-                )
-            )
-        return shards
+        rows_of_shards = shard.split_order(order, sizes, count)
+        return [
+            replace(each, row_numbers=rows, num_batch_rows=len(order), ordered=is_ordered)
+            for each, rows in zip(shards, rows_of_shards, strict=True)
+        ]
 
     def mesh(self, mesh_name: str) -> Mesh:
-        """The coordinates that the ranks registered, asked for once."""
+        """Returns the coordinates that the ranks registered, which are asked for once."""
         if mesh_name not in self._meshes:
             coordinates = self.query_dispatch_collect_info(mesh_name)
             self._meshes[mesh_name] = Mesh.from_coordinates(self.role, mesh_name, coordinates)
         return self._meshes[mesh_name]
 
     def report_finished_calls(self) -> None:
-        """Report to `on_call` the finished calls that nobody waited for."""
+        """Reports to `on_call` the finished calls that nobody waited for."""
         return  # a backend that runs a call at once has reported it
 
     def report(self, method: str, rank: int, header: CallHeader) -> None:
-        """Report a finished call of one rank to `on_call`."""
+        """Reports a finished call of one rank to `on_call`."""
         if self.on_call is not None and method not in self._unrecorded:
             times = (header.started, header.finished)
             self.on_call(CallEvent(self.pool, self.role, method, rank, *times))
@@ -207,12 +205,13 @@ class BoundMethod:
         self._signature = inspect.signature(method)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The collected value if the method was registered blocking, its future otherwise."""
+        """Returns the collected value if the method was registered blocking, and its future
+        otherwise."""
         future = self.remote(*args, **kwargs)
         return future.get() if self.spec.blocking else future
 
     def remote(self, *args: Any, **kwargs: Any) -> Future:
-        """Submit the call and return its future."""
+        """Submits the call and returns its future."""
         self._signature.bind(None, *args, **kwargs)
         values = (*args, *kwargs.values())
         is_plain = not any(isinstance(value, DataProtoFuture | Ordered) for value in values)
@@ -222,7 +221,7 @@ class BoundMethod:
         return self.send(*args, **kwargs)
 
     def send(self, *args: Any, **kwargs: Any) -> Future:
-        """Submit the call to the ranks, and return its future."""
+        """Submits the call to the ranks, and returns its future."""
         group = self.group
         spec = self.spec
         order = self._check((*args, *kwargs.values()))
@@ -247,13 +246,15 @@ class BoundMethod:
 
     @property
     def call_fn(self) -> Callable[..., Future] | None:
-        """What makes the call out of other calls, where that is not left to the ranks: see
+        """What makes the call out of other calls, if it is not left to the ranks: see
         DispatchMode."""
         return self.spec.dispatch_mode.call_fn if is_registered(self.method) else None
 
     def _check(self, values: Sequence[Any]) -> np.ndarray | None:
-        """Raise ValueError for batches that the method cannot take. Returns the order of the first
-        Ordered batch, which is that of the result, or None."""
+        """Raises ValueError for batches that the method cannot take.
+
+        Returns the order of the first Ordered batch, which is that of the result, or None.
+        """
         batches = [value for value in values if isinstance(value, Splittable)]
         plain = [value.batch if isinstance(value, Ordered) else value for value in batches]
         known = [batch for batch in plain if isinstance(batch, DataProto)]
@@ -277,7 +278,7 @@ class BoundMethod:
         return ordered[0].order
 
     def _selected(self, value: Any) -> Any:
-        """A batch without the columns that the method does not read."""
+        """Returns a batch without the columns that the method does not read."""
         columns = self.spec.sent_columns
         if isinstance(value, Ordered):
             return Ordered(self._selected(value.batch), value.order, value.sizes)
@@ -286,11 +287,12 @@ class BoundMethod:
         return value
 
     def _dispatch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Arguments]:
-        """The arguments of each rank that runs."""
+        """Returns the arguments of each rank that runs."""
         group = self.group
         spec = self.spec
         if spec.dispatch_mode is Dispatch.RANK_ZERO:
-            if any(isinstance(value, PerRank) for value in (*args, *kwargs.values())):
+            values = (*args, *kwargs.values())
+            if any(isinstance(value, PerRank) for value in values):
                 raise ValueError(
                     f"{group.role}.{spec.name} runs on rank 0 only: PerRank needs Execute.ALL"
                 )
@@ -311,7 +313,8 @@ class BoundMethod:
         return calls
 
     def _reference(self, value: Any, sent: dict[int, Any]) -> Any:
-        """What travels instead of a batch or a future: references that the worker resolves."""
+        """Returns what travels instead of a batch or a future: references that the worker
+        resolves."""
         if isinstance(value, DataProto | DataProtoFuture):
             if id(value) not in sent:
                 [whole] = self.group.split(value, 1)

@@ -1,4 +1,4 @@
-"""Runs a worker group in the driver's own process: for the debugger and for unit tests."""
+"""Runs a worker group in the driver's own process, for the debugger and for unit tests."""
 
 import contextlib
 import os
@@ -24,8 +24,10 @@ _RUNNING = threading.RLock()
 
 
 class LocalWorkerGroup(WorkerGroup):
-    """The ranks are objects in this process. A call runs when it is submitted, rank after rank.
-    Where several threads submit calls, of whatever groups, one runs at a time.
+    """A group whose ranks are objects in this process. A call runs when it is submitted, rank after
+    rank.
+
+    If several threads submit calls, of whatever groups, one runs at a time.
 
     Ranks cannot wait for each other, so workers that use torch.distributed need world_size 1. The
     method's own exception is the `__cause__` of the WorkerError. A call that is given the future of
@@ -84,7 +86,7 @@ class LocalWorkerGroup(WorkerGroup):
 
     @contextlib.contextmanager
     def _environment(self, rank: int) -> Iterator[None]:
-        """The environment a rank's process would have."""
+        """Sets the environment that a rank's process would have."""
         values = rank_environment(rank, self.world_size, rank, self.world_size, "cpu")
         values.update(self._env)
         before = {name: os.environ.get(name) for name in values}
@@ -100,7 +102,7 @@ class LocalWorkerGroup(WorkerGroup):
 
 
 class LocalCall(PendingCall):
-    """A call that has run: what its ranks yielded and returned, or the error of the one that
+    """A call that has run. It has what its ranks yielded and returned, or the error of the one that
     failed."""
 
     def __init__(self, yielded: list[Any], results: list[Part], error: WorkerError | None) -> None:

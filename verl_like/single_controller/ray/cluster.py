@@ -10,8 +10,8 @@ Resources = dict[str, float]
 
 
 def assign(entries: list[Resources], nodes: dict[str, Resources]) -> list[str] | None:
-    """A node for each entry, such that all of them fit at once; None if they do not. No entry is
-    split over nodes.
+    """Chooses a node for each entry, such that all of them fit at once. Returns None if they do not
+    fit. No entry is split over nodes.
 
     Entries are multiples of one bundle, and a node counts by how many bundles fit on it: nodes with
     equally many GPUs count the same, however many of their CPUs are free.
@@ -29,19 +29,24 @@ def assign(entries: list[Resources], nodes: dict[str, Resources]) -> list[str] |
     sizes = [bundles(entry) for entry in entries]
     capacities = [bundles(node) for node in nodes.values()]
     largest_first = sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)
-    chosen = _assign([sizes[i] for i in largest_first], capacities, set())
+    sorted_sizes = [sizes[entry] for entry in largest_first]
+    chosen = _assign(sorted_sizes, capacities, set())
     if chosen is None:
         return None
     names = list(nodes)
-    node_of_entry = dict(zip(largest_first, chosen, strict=True))
-    return [names[node_of_entry[i]] for i in range(len(entries))]
+    node_of_entry = [""] * len(entries)
+    for entry, node in zip(largest_first, chosen, strict=True):
+        node_of_entry[entry] = names[node]
+    return node_of_entry
 
 
 def _assign(
     sizes: list[int], capacities: list[int], failed: set[tuple[int, ...]]
 ) -> list[int] | None:
-    """The index of a capacity for each size; `failed` holds (number of sizes, capacities) without
-    one."""
+    """Returns the index of a capacity for each size, or None.
+
+    `failed` holds the states, of the number of sizes and the capacities, for which there is none.
+    """
     if not sizes:
         return []
     size, *others = sizes
@@ -62,19 +67,22 @@ def _assign(
 
 
 def node_resources(total: bool) -> dict[str, Resources]:
-    """GPUs and CPUs of each live node, by its id: all of them, or those that are free."""
+    """Returns GPUs and CPUs of each live node, by its id: all of them, or those that are free."""
     free = {} if total else ray._private.state.available_resources_per_node()
     nodes = {}
     for node in ray.nodes():
         if node["Alive"]:
             name = node["NodeID"]
             resources = node["Resources"] if total else free.get(name, {})
-            nodes[name] = {kind: resources.get(kind, 0.0) for kind in ("GPU", "CPU")}
+            gpu = resources.get("GPU", 0.0)
+            cpu = resources.get("CPU", 0.0)
+            nodes[name] = {"GPU": gpu, "CPU": cpu}
     return nodes
 
 
 def placement_table(requests: dict[str, list[Resources]]) -> str:
-    """Requested resources by pool and node entry against free / all resources by node."""
+    """Makes a table of the requested resources by pool and node entry against the free and all
+    resources by node."""
     lines = [_table_row("requested by", "GPU", "CPU")]
     for pool, entries in requests.items():
         for index, entry in enumerate(entries):

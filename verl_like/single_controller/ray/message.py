@@ -49,8 +49,11 @@ class StoredBatch:
 
 
 def pack(value: Any) -> list[Any] | bytes:
-    """The bytes of a header, [kind, plain lists] of a batch or a shard of one; any other value
-    stays as it is."""
+    """Packs the values of a call.
+
+    A header becomes bytes, and a batch or a shard of one becomes [kind, plain lists]. Any other
+    value stays as it is.
+    """
     if isinstance(value, DataProto):
         return ["batch", pack_state(*value.__getstate__())]
     if isinstance(value, CallHeader):
@@ -67,8 +70,8 @@ def pack(value: Any) -> list[Any] | bytes:
 
 
 def unpack(packed: list[Any] | bytes) -> Any:
-    """The inverse of `pack`. Small columns get memory of their own; large ones are read-only by
-    agreement."""
+    """Does the inverse of `pack`. Small columns get memory of their own. Nobody may write into
+    large ones."""
     if isinstance(packed, bytes):
         return CallHeader(*_HEADER.unpack(packed))
     kind, content = packed
@@ -87,21 +90,22 @@ def unpack(packed: list[Any] | bytes) -> Any:
 def pack_state(
     num_rows: int | None, tensors: dict[str, WireTensor], arrays: Any, meta_info: Any
 ) -> list[Any]:
-    """The state of a batch (see `Batch.__getstate__`) with packed columns."""
+    """Returns the state of a batch (see `Batch.__getstate__`) with packed columns."""
     columns = {name: pack_column(tensor) for name, tensor in tensors.items()}
     return [num_rows, columns, arrays, meta_info]
 
 
 def pack_column(column: WireTensor) -> list[Any]:
-    """[torch dtype, array, offsets or None], arrays of up to INLINE_BYTES as [NumPy dtype, shape,
-    bytes]."""
+    """Returns [torch dtype, array, offsets or None]. Arrays of up to INLINE_BYTES become [NumPy
+    dtype, shape, bytes]."""
     return [column.dtype, _pack_array(column.array), _pack_array(column.offsets)]
 
 
 def unpack_columns(columns: Mapping[str, list[Any]]) -> dict[str, WireTensor]:
     unpacked = {}
     for name, (dtype, array, offsets) in columns.items():
-        unpacked[name] = WireTensor(_unpack_array(array), dtype, _unpack_array(offsets))
+        values = _unpack_array(array)
+        unpacked[name] = WireTensor(values, dtype, _unpack_array(offsets))
     return unpacked
 
 
@@ -120,7 +124,7 @@ def _unpack_array(packed: Any) -> Any:
 
 
 def fetch(references: Sequence[Any], timeout: float) -> list[Any]:
-    """What references and stored batches stand for, in order; anything else passes through.
+    """Returns what references and stored batches stand for, in order. Anything else passes through.
 
     Raises the WorkerError of a call that failed, TimeoutError after `timeout` seconds.
     """
@@ -134,19 +138,22 @@ def fetch(references: Sequence[Any], timeout: float) -> list[Any]:
 
 
 def _get(references: Sequence[Any], timeout: float) -> list[Any]:
-    """Each reference replaced by its value, in a new list."""
+    """Returns a new list in which each reference is replaced by its value."""
     values = list(references)
-    places = [place for place, value in enumerate(values) if isinstance(value, ray.ObjectRef)]
-    if not places:
+    wanted = [value for value in values if isinstance(value, ray.ObjectRef)]
+    if not wanted:
         return values
     try:
-        fetched = ray.get([values[place] for place in places], timeout=timeout)
+        fetched = iter(ray.get(wanted, timeout=timeout))
     except RayTaskError as error:
-        raise (error.cause if isinstance(error.cause, WorkerError) else error) from None
+        if isinstance(error.cause, WorkerError):
+            raise error.cause from None
+        raise error from None
     except GetTimeoutError:
         raise TimeoutError(
             f"the results of earlier calls, which are the input here, took more than {timeout:g} s"
         ) from None
-    for place, value in zip(places, fetched, strict=True):
-        values[place] = value
+    for place, value in enumerate(values):
+        if isinstance(value, ray.ObjectRef):
+            values[place] = next(fetched)
     return values

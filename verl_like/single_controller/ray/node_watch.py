@@ -1,5 +1,5 @@
-"""Looks at worker processes on their nodes: which are stopped, and who held how much memory before
-one was killed."""
+"""Looks at worker processes on their nodes: which of them are stopped, and who held how much memory
+before one was killed."""
 
 import contextlib
 import os
@@ -29,10 +29,10 @@ class Look:
     """What was found on a node."""
 
     stopped: Mapping[int, Mapping[int, str]]
-    """By the id of a worker's process: the stopped ones among it and those that it started, with
-    their titles."""
+    """By the id of a worker's process, the stopped ones among it and the processes that it started,
+    with their titles."""
     memory: str
-    """See `largest_processes`."""
+    """The table that `largest_processes` returns."""
     num_oom_kills: int
     """How many processes the kernel has killed so far for want of memory."""
 
@@ -41,7 +41,7 @@ class NodeAgent:
     """Looks at processes of the node that it runs on."""
 
     def look(self, pids: Sequence[int]) -> Look:
-        """What is found; processes that have ended are left out."""
+        """Returns what is found. Processes that have ended are left out."""
         stopped = {}
         for pid in pids:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -62,8 +62,10 @@ class NodeAgent:
 
 
 class NodeWatch:
-    """What a driver has seen of its processes. It looks at its own node by itself, at others
-    through an agent."""
+    """What a driver has seen of its processes.
+
+    It looks at its own node by itself, and at others through an agent.
+    """
 
     def __init__(self, own_node: str) -> None:
         self.own_node = own_node
@@ -76,9 +78,10 @@ class NodeWatch:
         self.stopped_since: dict[tuple[str, int], float] = {}
         """When a worker, by node and process id, was first found stopped."""
         self.memory: dict[str, str] = {}
-        """What the last look found, by node id."""
+        """The table of memory of the last look, by node id."""
         self.num_oom_kills = {own_node: _num_oom_kills()}
-        """At the last look; on the driver's node also as the run began."""
+        """The count at the last look, by node id. On the driver's node there is one from the
+        beginning."""
 
     def end_stopped(self, places: Sequence[ProcessInfo]) -> dict[ProcessInfo, str]:
         """Kills those of the workers that are stopped, as they were one look before, and says what
@@ -116,8 +119,8 @@ class NodeWatch:
         return found
 
     def look(self, pids: Mapping[str, Sequence[int]]) -> dict[str, Look]:
-        """What is found of the processes of each node, by its id; nodes that do not answer are left
-        out."""
+        """Returns what is found of the processes of each node, by its id. Nodes that do not answer
+        are left out."""
         looks = {}
         for node, its_pids in pids.items():
             if node == self.own_node:
@@ -125,9 +128,10 @@ class NodeWatch:
             elif node not in self.asked:
                 self.asked[node] = self.agent(node).look.remote(its_pids)
         node_of = {reference: node for node, reference in self.asked.items()}
+        asked = list(node_of)
         answered: list[Any] = []
-        if node_of:
-            answered, _ = ray.wait(list(node_of), num_returns=len(node_of), timeout=_ANSWER_S)
+        if asked:
+            answered, _ = ray.wait(asked, num_returns=len(asked), timeout=_ANSWER_S)
         for reference in answered:
             node = node_of[reference]
             del self.asked[node]
@@ -138,7 +142,7 @@ class NodeWatch:
         return looks
 
     def agent(self, node: str) -> Any:
-        """The agent of another node, which is started once."""
+        """Returns the agent of another node, which is started once."""
         if node not in self.agents:
             there = NodeAffinitySchedulingStrategy(node, soft=False)
             agent_class = ray.remote(NodeAgent)
@@ -151,7 +155,8 @@ class NodeWatch:
         if node == self.own_node:
             self.own_agent.kill(pids)
         else:
-            ray.wait([self.agent(node).kill.remote(pids)], timeout=_ANSWER_S)
+            killing = self.agent(node).kill.remote(pids)
+            ray.wait([killing], timeout=_ANSWER_S)
 
     def shortage(self, node: str, pid: int) -> Shortage | None:
         """Tells, after the process `pid` of the node has died, whether the kernel killed one there
@@ -172,7 +177,8 @@ class NodeWatch:
 
 
 def of_memory_monitor(error: ray.exceptions.OutOfMemoryError) -> tuple[str, Shortage]:
-    """Why Ray's memory monitor has killed a process, in a line, and the processes that it found."""
+    """Returns why Ray's memory monitor has killed a process, in a line, and the processes that it
+    found."""
     message = str(error)
     reason = _between("OOM kill reason: ", "\n", message)
     used = _between("Memory on the node ", "\n", message)
@@ -182,14 +188,16 @@ def of_memory_monitor(error: ray.exceptions.OutOfMemoryError) -> tuple[str, Shor
 
 
 def _between(before: str, after: str, text: str) -> str:
-    """The part of a text between two others; empty if the first one is not in it."""
+    """Returns the part of a text between two others. It is empty if the first one is not in the
+    text."""
     _, _, rest = text.partition(before)
     part, _, _ = rest.partition(after)
     return part
 
 
 def _num_oom_kills() -> int:
-    """The kernel's count of processes that it killed for want of memory; 0 where it keeps none."""
+    """Returns the kernel's count of processes that it killed for want of memory, or 0 if it keeps
+    none."""
     for path in _OOM_COUNTERS:
         if not path.exists():
             continue

@@ -1,5 +1,5 @@
-"""The processes of a worker group as the driver sees them: started, waited for with a deadline,
-killed together."""
+"""The processes of a worker group as the driver sees them: they are started, waited for with a
+deadline, and killed together."""
 
 import functools
 import os
@@ -34,7 +34,7 @@ _LOG_LINES = 20
 
 
 class ProcessHandles:
-    """The Ray actors of a pool, one per rank, shared by colocated roles. They start in the
+    """The Ray actors of a pool, one per rank, which colocated roles share. They start in the
     background."""
 
     def __init__(
@@ -50,7 +50,7 @@ class ProcessHandles:
         self.watch = _watch_of_driver(ray.get_runtime_context().get_node_id())
         self._infos: list[ProcessInfo] | None = None
         self.submitting = threading.Lock()
-        """Held while a call is submitted: all ranks get the calls of several threads in one
+        """Held while a call is submitted, so that all ranks get the calls of several threads in one
         order."""
         self.stopping = threading.Lock()
         self.stopped: Exception | None = None  # why the actors are gone; later calls raise it
@@ -88,7 +88,7 @@ class ProcessHandles:
         _RUNNING.add(self)
 
     def wait_until_started(self, timeout: float = START_DEADLINE_S) -> list[ProcessInfo]:
-        """Where each rank runs. Raises WorkerError if a constructor failed."""
+        """Returns where each rank runs. Raises WorkerError if a constructor failed."""
         if self._infos is None:
             at_most = min(timeout, START_DEADLINE_S)
             self._infos = self.wait(self._started, self.role, "__init__", at_most)
@@ -102,21 +102,22 @@ class ProcessHandles:
         timeout: float,
         results: Sequence[Any] = (),
     ) -> list[Any]:
-        """The values of one reference per rank (of the first ranks), each of them small, and then
-        of `results`.
+        """Returns the values of one reference per rank (of the first ranks), each of them small,
+        and then those of `results`.
 
         Raises WorkerError, WorkerDied (after which no process of the group is left) or CallTimeout,
         and RayError if only results were lost. Raises WorkerStopped for any group of this driver,
         as this one may wait for its results.
         """
         deadline = time.monotonic() + timeout
+        everything = [*references, *results]
         is_late = False
         while not is_late:
-            left = max(0.0, deadline - time.monotonic())  # Ray aborts if it is negative
+            left = _seconds_until(deadline)
             try:
                 # Ends at the first failure of any rank, also while others still run or wait for it
                 # in a collective.
-                return ray.get([*references, *results], timeout=min(LOOK_S, left))
+                return ray.get(everything, timeout=min(LOOK_S, left))
             except GetTimeoutError:
                 is_late = left <= LOOK_S
                 if not is_late:
@@ -129,14 +130,15 @@ class ProcessHandles:
     def _wait_for_each(
         self, references: Sequence[Any], role: str, method: str, timeout: float, deadline: float
     ) -> list[Any]:
-        """The values of references after one has failed or is late: each rank says what it is."""
+        """Returns the values of references after one has failed or is late: each rank says what it
+        is."""
         give_up = float("inf")
         rank_of = {reference: rank for rank, reference in enumerate(references)}
         values: dict[int, Any] = {}
         failures: dict[int, RayError] = {}
         pending = list(references)
         while pending:
-            left = max(0.0, min(_POLL_S, deadline - time.monotonic()))
+            left = min(_POLL_S, _seconds_until(deadline))
             ready, pending = ray.wait(pending, num_returns=len(pending), timeout=left)
             for reference in ready:
                 rank = rank_of[reference]
@@ -148,7 +150,7 @@ class ProcessHandles:
             now = time.monotonic()
             if failures:
                 give_up = min(give_up, now + _DEATH_GRACE_S)
-                died = any(not isinstance(error, RayTaskError) for error in failures.values())
+                died = any(map(_is_death, failures.values()))
                 if died or not running or now >= give_up:
                     raise self._as_worker_error(role, method, failures, running)
             elif running and now >= deadline:
@@ -166,16 +168,18 @@ class ProcessHandles:
         for group in list(_RUNNING):
             for rank, info in group._known_places().items():
                 running[info] = (group, rank)
-        for info, what in self.watch.end_stopped(list(running)).items():
+        found = self.watch.end_stopped(list(running))
+        for info, what in found.items():
             group, rank = running[info]
+            place = (group.role, rank, info.node, info.pid)
             its_method = method if group is self else "its call"
             cause = f"{what}\n{_last_log_lines(info)}"
-            group.stop(WorkerStopped(group.role, rank, info.node, info.pid, its_method, cause))
+            group.stop(WorkerStopped(*place, its_method, cause))
             assert group.stopped is not None
             raise group.stopped
 
     def stop(self, reason: Exception) -> None:
-        """Kill every process of the group."""
+        """Kills every process of the group."""
         _RUNNING.discard(self)
         with self.stopping:
             if self.stopped is not None:
@@ -188,22 +192,23 @@ class ProcessHandles:
     def _as_worker_error(
         self, role: str, method: str, failures: dict[int, RayError], running: list[int]
     ) -> Exception:
-        deaths = [rank for rank, error in failures.items() if not isinstance(error, RayTaskError)]
-        if deaths:
-            if self.stopped is None:
-                rank = deaths[0]
-                info = self._info(rank)
-                reason, shortage = self._cause_of_death(failures[rank], info)
-                text = f"{reason}\n{_last_log_lines(info)}"
-                self.stop(WorkerDied(role, rank, info.node, info.pid, method, text, shortage))
-            assert self.stopped is not None
-            return self.stopped
+        for rank, error in failures.items():
+            if _is_death(error):
+                if self.stopped is None:
+                    info = self._info(rank)
+                    place = (role, rank, info.node, info.pid)
+                    reason, shortage = self._cause_of_death(error, info)
+                    text = f"{reason}\n{_last_log_lines(info)}"
+                    self.stop(WorkerDied(*place, method, text, shortage))
+                assert self.stopped is not None
+                return self.stopped
         rank, error = next(iter(failures.items()))
         cause = getattr(error, "cause", None)
         if not isinstance(cause, WorkerError):
             info = self._info(rank)
+            place = (role, rank, info.node, info.pid)
             shortage = shortage_of(cause) if isinstance(cause, Exception) else None
-            cause = WorkerError(role, rank, info.node, info.pid, method, str(error), shortage)
+            cause = WorkerError(*place, method, str(error), shortage)
         others = sorted(set(failures) - {rank})
         if others:
             cause.add_note(f"rank(s) {others} failed as well")
@@ -215,8 +220,8 @@ class ProcessHandles:
         return cause
 
     def _cause_of_death(self, error: RayError, info: ProcessInfo) -> tuple[str, Shortage | None]:
-        """Why a process died, in a line, and if it was killed because memory was short, who held
-        it."""
+        """Returns why a process died, in a line. If it was killed because memory was short, it also
+        returns who held it."""
         if isinstance(error, OutOfMemoryError):
             return of_memory_monitor(error)
         last_line = str(error).strip().rpartition("\n")[2]
@@ -227,14 +232,18 @@ class ProcessHandles:
         return reason, shortage
 
     def _known_places(self) -> dict[int, ProcessInfo]:
-        """Where the ranks run that have started."""
+        """Returns where the ranks run that have started."""
         if self._infos is not None:
             return dict(enumerate(self._infos))
-        infos = {rank: self._info(rank) for rank in range(len(self.actors))}
-        return {rank: info for rank, info in infos.items() if info.pid}
+        known = {}
+        for rank in range(len(self.actors)):
+            info = self._info(rank)
+            if info.pid:
+                known[rank] = info
+        return known
 
     def _info(self, rank: int) -> ProcessInfo:
-        """Where a rank runs, or ran, as far as it is known."""
+        """Returns where a rank runs, or ran, as far as it is known."""
         if self._infos is not None:
             return self._infos[rank]
         unknown = ProcessInfo(0, "unknown", "", "")
@@ -247,19 +256,30 @@ class ProcessHandles:
             return unknown
 
 
+def _seconds_until(deadline: float) -> float:
+    """Returns the seconds that are left, at least 0, because Ray aborts if it is to wait for
+    less."""
+    return max(0.0, deadline - time.monotonic())
+
+
+def _is_death(error: RayError) -> bool:
+    """Returns True if the process has died, and False if the method has raised."""
+    return not isinstance(error, RayTaskError)
+
+
 _RUNNING: "weakref.WeakSet[ProcessHandles]" = weakref.WeakSet()
 """The processes of all groups of this driver."""
 
 
 @functools.cache
 def _watch_of_driver(node: str) -> NodeWatch:
-    """One for all groups of a driver; a new Ray has a new node id."""
+    """Returns the one watch for all groups of a driver. A new Ray has a new node id."""
     return NodeWatch(node)
 
 
 def _threads_per_rank(bundles: Sequence[Bundle]) -> list[int]:
-    """Each process's share of its node's cores, among the bundles of all pools that are reserved
-    there.
+    """Returns each process's share of its node's cores, among the bundles of all pools that are
+    reserved there.
 
     Processes with more threads together than there are cores wait for each other at every barrier.
     """
@@ -272,10 +292,13 @@ def _threads_per_rank(bundles: Sequence[Bundle]) -> list[int]:
     for group, index in bundles:
         table = tables[group.id.hex()]
         nodes.append(table["bundles_to_node_id"][index])
-    cores = {node["NodeID"]: int(node["Resources"].get("CPU", 1)) for node in ray.nodes()}
+    cores: dict[str, int] = {}
+    for node in ray.nodes():
+        cores[node["NodeID"]] = int(node["Resources"].get("CPU", 1))
     here = ray.get_runtime_context().get_node_id()
     # Ray's number of CPUs may be set higher than what this machine has, to fit more processes.
-    cores[here] = min(cores[here], len(os.sched_getaffinity(0)))
+    own_cores = len(os.sched_getaffinity(0))
+    cores[here] = min(cores[here], own_cores)
     return [max(1, cores[node] // reserved[node]) for node in nodes]
 
 

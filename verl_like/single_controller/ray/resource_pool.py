@@ -51,13 +51,13 @@ class RayResourcePool(ResourcePool):
         self._num_groups = 0  # worker groups that hold the pool
 
     def bundle_resources(self) -> Resources:
-        """What one process's bundle asks of its node."""
+        """Returns what one process's bundle asks of its node."""
         if not self.use_gpu:
             return {"CPU": self.max_colocate_count}
         return {"CPU": self.max_colocate_count, "GPU": 1}
 
     def node_requests(self) -> list[Resources]:
-        """What the processes of each node entry together ask of their node."""
+        """Returns what the processes of each node entry together ask of their node."""
         of_process = self.bundle_resources()
         requests = []
         for num_processes in self.process_on_nodes:
@@ -65,7 +65,7 @@ class RayResourcePool(ResourcePool):
         return requests
 
     def get_placement_groups(self, timeout_s: float = PLACEMENT_DEADLINE_S) -> list[PlacementGroup]:
-        """One placement group per node entry, reserved on the first call, which raises what
+        """Returns one placement group per node entry. The first call reserves them, and raises what
         `reserve` raises."""
         if self._placement_groups is None:
             reserve([self], timeout_s)
@@ -73,8 +73,8 @@ class RayResourcePool(ResourcePool):
         return self._placement_groups
 
     def take(self) -> list[Bundle]:
-        """Each rank's bundle, for one more worker group. Raises ValueError if max_colocate_count
-        groups hold them."""
+        """Returns each rank's bundle, for one more worker group. Raises ValueError if
+        max_colocate_count groups hold them."""
         if self._num_groups == self.max_colocate_count:
             raise ValueError(
                 f"pool {self.name} already holds {self.max_colocate_count} worker group(s): raise "
@@ -88,14 +88,13 @@ class RayResourcePool(ResourcePool):
         return bundles
 
     def give_back(self, bundles: Sequence[Bundle]) -> None:
-        """A worker group that held these bundles is gone."""
+        """Notes that a worker group that held these bundles is gone."""
         group, _ = bundles[0]
         if group in (self._placement_groups or ()):  # otherwise `release` has freed them
             self._num_groups -= 1
 
     def release(self) -> None:
-        """Give the reservation back to the cluster; whatever still runs on the pool is killed by
-        Ray."""
+        """Gives the reservation back to the cluster. Ray kills whatever still runs on the pool."""
         for group in self._placement_groups or ():
             remove_placement_group(group)
         self._placement_groups = None
@@ -103,7 +102,8 @@ class RayResourcePool(ResourcePool):
 
 
 def reserve(pools: Sequence[RayResourcePool], timeout_s: float = PLACEMENT_DEADLINE_S) -> None:
-    """Reserve every pool that is not, all of them or none, on nodes that have room for all at once.
+    """Reserves every pool that is not reserved yet, all of them or none, on nodes that have room
+    for all at once.
 
     Resources of groups that were just shut down come back within moments, hence the wait. Raises
     PlacementError with a table of requested against available resources: at once if the cluster is
@@ -124,7 +124,8 @@ def reserve(pools: Sequence[RayResourcePool], timeout_s: float = PLACEMENT_DEADL
             groups = {pool.name: _placement_groups(pool, nodes) for pool in pools}
             everything = list(itertools.chain.from_iterable(groups.values()))
             try:
-                ray.get([group.ready() for group in everything], timeout=timeout_s / NUM_TRIES)
+                ready = [group.ready() for group in everything]
+                ray.get(ready, timeout=timeout_s / NUM_TRIES)
                 break
             except ray.exceptions.GetTimeoutError:  # somebody else took a node at the same time
                 for group in everything:
@@ -140,7 +141,7 @@ def reserve(pools: Sequence[RayResourcePool], timeout_s: float = PLACEMENT_DEADL
 
 
 def _placement_groups(pool: RayResourcePool, nodes: Iterator[str]) -> list[PlacementGroup]:
-    """A placement group for each node entry of the pool, on the next of the nodes."""
+    """Makes a placement group for each node entry of the pool, on the next of the nodes."""
     groups = []
     for index, num_processes in enumerate(pool.process_on_nodes):
         # Left to itself, Ray takes the emptiest node for each group, and no room may be left for a
@@ -183,7 +184,7 @@ class ResourcePoolManager:
         }
 
     def create_resource_pool(self) -> None:
-        """Reserve the pools; raises PlacementError with a table, within 10 s, unless the cluster
+        """Reserves the pools. Raises PlacementError with a table, within 10 s, unless the cluster
         holds all."""
         reserve(list(self.resource_pool_dict.values()))
 

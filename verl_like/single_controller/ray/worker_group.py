@@ -23,7 +23,8 @@ RayClassWithInitArgs = ClassWithInitArgs  # verl's name
 def create_colocated_worker_cls(
     class_dict: dict[str, ClassWithInitArgs],
 ) -> dict[str, ClassWithInitArgs]:
-    """One process per rank that holds a worker of each role; their calls run one at a time.
+    """Describes one process per rank that holds a worker of each role. Their calls run one at a
+    time.
 
     `RayWorkerGroup.spawn` gives a group for each role.
     """
@@ -68,7 +69,7 @@ class RayWorkerGroup(WorkerGroup):
             with_args = {role: with_args}
         role = "+".join(with_args)
         processes = ProcessHandles(role, resource_pool, with_args, name_prefix, worker_env or {})
-        classes = {name: each.cls for name, each in with_args.items()}
+        classes = {name: with_args[name].cls for name in with_args}
         self._attach(processes, classes, role, deadline_s, on_call)
 
     def _attach(
@@ -87,7 +88,7 @@ class RayWorkerGroup(WorkerGroup):
         super().__init__(classes.get(role), role, world_size, processes.pool.name, on_call)
 
     def spawn(self, roles: Sequence[str]) -> dict[str, "RayWorkerGroup"]:
-        """A group for each of the colocated roles, on the same processes."""
+        """Returns a group for each of the colocated roles, on the same processes."""
         unknown = sorted(set(roles) - set(self._classes))
         if unknown:
             raise ValueError(
@@ -111,7 +112,7 @@ class RayWorkerGroup(WorkerGroup):
 
     @property
     def worker_nodes(self) -> list[str]:
-        """Addresses of the nodes, by rank."""
+        """The addresses of the nodes, by rank."""
         return [info.node for info in self.processes.wait_until_started()]
 
     def put(self, data: DataProto) -> Part:
@@ -144,6 +145,6 @@ class RayWorkerGroup(WorkerGroup):
         self._unreported.report_finished({})
 
     def shutdown(self) -> None:
-        """Kill the processes, which colocated roles share, and give the pool's slot back."""
+        """Kills the processes, which colocated roles share, and gives the pool's slot back."""
         self.report_finished_calls()
         self.processes.stop(RuntimeError(f"the worker group {self.role} was shut down"))

@@ -24,8 +24,8 @@ from verl_like.single_controller.worker_group import ClassWithInitArgs
 Message = list[Any]
 
 _LONGEST_FOLDER = 70
-"""Characters of a folder for temporary files. The path of a socket has at most 107, and vLLM's
-names have 36."""
+"""The most characters of a folder for temporary files. The path of a socket has at most 107, and
+vLLM's names have 36."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,13 @@ class WorkerProcess:
         self.start_error: WorkerError | None = None
 
     def reserve_master(self) -> tuple[str, int]:
-        """Address and port for the store of the group's process group. The port is reserved as long
-        as this runs."""
+        """Returns address and port for the store of the group's process group. The port is reserved
+        as long as this process runs."""
         self.port_socket, port = reserve_port()
         return self.node, port
 
     def start(self, master: tuple[str, int], classes: dict[str, ClassWithInitArgs]) -> ProcessInfo:
-        """Make the workers, once the group's master address is known."""
+        """Makes the workers, once the group's master address is known."""
         _keep_temporary_files_with_the_session()
         address, port = master
         os.environ["MASTER_ADDR"] = address
@@ -77,16 +77,20 @@ class WorkerProcess:
 
     @ray.method(num_returns=2)
     def call(self, message: Message) -> tuple[Any, Any]:
-        """Run a method of a role: its header and its result, packed. References in the arguments
-        are fetched within the deadline."""
+        """Runs a method of a role, and returns its header and its result, packed.
+
+        References in the arguments are fetched within the deadline.
+        """
         *_, header, result = self._run(message)
         is_collected = message[-1]
         return pack(header), pack(result if is_collected else None)
 
     @ray.method(num_returns="streaming")
     def stream(self, message: Message) -> Iterator[Any]:
-        """Like `call`, for a method that yields: what it yields, as it comes, then the header, then
-        the result."""
+        """Does what `call` does, for a method that yields.
+
+        It yields what the method yields, as it comes, then the header, then the result.
+        """
         for output in self._run(message):
             yield pack(output)
 
@@ -106,8 +110,8 @@ class WorkerProcess:
 
 
 def _keep_temporary_files_with_the_session() -> None:
-    """What libraries leave behind when they are killed, such as vLLM its rendezvous, goes with
-    Ray's session folder."""
+    """Keeps in Ray's session folder what libraries leave behind when they are killed, such as vLLM
+    its rendezvous."""
     # Compiled code outlives a session.
     compiled = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", compiled)

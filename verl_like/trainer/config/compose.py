@@ -218,8 +218,9 @@ def compose_tree(
     store.store(name=base, node={"defaults": ["_self_", *presets], **default_tree(schema)})
     # Hydra opens the first file before it reads the search path, so the first file is ours and
     # names the user's.
-    store.store(name="run", node={"defaults": [config_name or base, "_self_"]})
-    search_path = _search_path(base, config_name or base, config_dir)
+    file = config_name or base
+    store.store(name="run", node={"defaults": [file, "_self_"]})
+    search_path = _search_path(base, file, config_dir)
     try:
         with initialize_config_module("verl_like.trainer.config", version_base="1.3"):
             loader = GlobalHydra.instance().config_loader()
@@ -252,10 +253,10 @@ def _search_path(base: str, config_name: str, config_dir: str | None) -> list[st
             "name"
         )
     if config_name != base and not (folder / f"{config_name}.yaml").is_file():
-        found = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
+        found = sorted(path.stem for path in folder.glob("*.yaml"))
         raise ConfigError(
             f"--config-name {config_name}: {folder} has no {config_name}.yaml; it has "
-            f"{found or 'none'}"
+            f"{', '.join(found) or 'none'}"
         )
     return [f"hydra.searchpath=[{json.dumps(f'file://{folder}')}]"]
 
@@ -401,7 +402,8 @@ def _last_name(path: str) -> str:
 
 
 def _explain(detail: Any, base: str, prefix: Sequence[str]) -> str:
-    path = ".".join([*prefix, *map(str, detail["loc"])]) or "configuration"
+    names = [*prefix, *map(str, detail["loc"])]
+    path = ".".join(names) or "configuration"
     given = detail["input"]
     if detail["type"] == "missing":
         return (

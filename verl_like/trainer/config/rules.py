@@ -428,8 +428,9 @@ def reward_settings_have_a_model_or_a_function(config: PPOConfig) -> Iterator[st
 
 
 def loggers_are_named_once(config: PPOConfig) -> Iterator[str]:
-    if len(set(config.trainer.logger)) < len(config.trainer.logger):
-        yield f"trainer.logger={list(config.trainer.logger)} names a logger twice"
+    loggers = list(config.trainer.logger)
+    if len(set(loggers)) < len(loggers):
+        yield f"trainer.logger={loggers} names a logger twice"
 
 
 PLACEMENT_RULES = (
@@ -487,4 +488,5 @@ def _around(value: int, possible: list[int]) -> str:
     """The nearest possible values below and above `value`."""
     below = [str(each) for each in possible if each < value]
     above = [str(each) for each in possible if each > value]
-    return " and ".join([*below[-1:], *above[:1]])
+    nearest = below[-1:] + above[:1]
+    return " and ".join(nearest)

@@ -126,16 +126,21 @@ class PromptLedger:
 
         Open prompts are among the `unfinished` ones, which the resumed run gives out again.
         """
-        is_open = [(number, entry.attempt) for number, entry in self._open.items()]
-        # Coefficients after experience for later steps than the trained ones are left out.
-        kl_coefs = [each for each in self._kl_coefs if each[0] * self.share < min(self._trained)]
+        unfinished = list(self._again)
+        for number, entry in self._open.items():
+            unfinished.append((number, entry.attempt))
+        kl_coefs: list[tuple[int, float]] = []
+        for version, kl_coef in self._kl_coefs:
+            # Coefficients after experience for later steps than the trained ones are left out.
+            if version * self.share < min(self._trained):
+                kl_coefs = [(version, kl_coef)]
         return {
             "trained": list(self._trained),
-            "unfinished": sorted([*self._again, *is_open]),
+            "unfinished": sorted(unfinished),
             "next_number": self._next_number,
             "dropped": dict(self._dropped),
             "effective_sample_sizes": list(self._effective_sample_sizes),
-            "kl_coefs": kl_coefs[-1:],
+            "kl_coefs": kl_coefs,
         }
 
     def keep_kl_coef(self, version: int, kl_coef: float) -> None:
@@ -187,15 +192,25 @@ class PromptLedger:
             free = [trainer for trainer, live in enumerate(self._live) if live < allowed]
             if not free:
                 break
-            # Round robin means: to the trainer that was given the fewest.
-            waiting = self._buffered if self.detached.routing == "least_loaded" else self._live
-            trainer = min(free, key=lambda index: (waiting[index], self._live[index], index))
-            number, attempt = heappop(self._again) if self._again else (self._next_number, 0)
-            self._next_number = max(self._next_number, number + 1)
+            trainer = min(free, key=self._load)
+            if self._again:
+                number, attempt = heappop(self._again)
+            else:
+                number = self._next_number
+                attempt = 0
+                self._next_number += 1
             self._open[number] = _Open(trainer, attempt, maker, version)
             self._live[trainer] += 1
             tickets.append(Ticket(number, attempt, trainer))
         return tickets
+
+    def _load(self, trainer: int) -> tuple[int, int, int]:
+        """What is compared to choose the trainer of the next ticket: the least gets it."""
+        live = self._live[trainer]
+        # Round robin means: to the trainer that was given the fewest.
+        is_least_loaded = self.detached.routing == "least_loaded"
+        waiting = self._buffered[trainer] if is_least_loaded else live
+        return waiting, live, trainer
 
     def deliver(self, maker: str, groups: Sequence[tuple[int, int, int]]) -> list[int]:
         """Notes that groups have come to the buffer of a trainer, and returns the numbers of those
@@ -329,7 +344,8 @@ class PromptLedger:
     def seconds_since_loss(self) -> float:
         """Seconds since a maker was last given up, infinite if none was. Deadlines count from then,
         because others have to wait while a maker is started again."""
-        return time.monotonic() - max(self._lost.values(), default=-math.inf)
+        last_loss = max(self._lost.values(), default=-math.inf)
+        return time.monotonic() - last_loss
 
     def holders(self) -> list[tuple[int, dict[str, list[int]]]]:
         """For each trainer the number of groups in its buffer, and the numbers of the groups that
@@ -355,8 +371,10 @@ class PromptLedger:
             "in_flight": sum(entry.arrival is None for entry in self._open.values()),
             "again": len(self._again),
         }
-        needed = self.num_steps * self.share * len(self._live) - sum(counts.values())
-        counts |= {f"dropped/{reason}": number for reason, number in sorted(self._dropped.items())}
+        prompts_of_step = self.share * len(self._live)
+        needed = self.num_steps * prompts_of_step - sum(counts.values())
+        for reason in sorted(self._dropped):
+            counts[f"dropped/{reason}"] = self._dropped[reason]
         assert sum(counts.values()) == self._next_number, (counts, self._next_number)
         assert sum(self._live) == len(self._open) + sum(self._trained)
         return counts | {"not_started": needed}

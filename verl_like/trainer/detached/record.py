@@ -65,7 +65,8 @@ class DetachedRecord:
             self.commit_checkpoint()
             self.log_validations(step - 1)
             self.log_step(step)
-            if states := self.states.pop(step, []):
+            states = self.states.pop(step, [])
+            if states:
                 self.begin_checkpoint(states)
         self.commit_checkpoint()
         self.log_validations(self.step)
@@ -128,8 +129,9 @@ class DetachedRecord:
         for name, waits in self.waits.items():
             within = {start: end for start, end in waits.items() if end > started}
             self.waits[name] = within
-            in_step = [
-                max(0.0, min(end, ended) - max(start, started)) for start, end in within.items()
-            ]
-            shares[f"detached/idle/{name}"] = sum(in_step) / seconds
+            waited = 0.0
+            for start, end in within.items():
+                in_step = min(end, ended) - max(start, started)
+                waited += max(0.0, in_step)
+            shares[f"detached/idle/{name}"] = waited / seconds
         return shares

@@ -149,8 +149,8 @@ class RowWork:
             return {}
         plain = self.shares(num_ranks, num_of_step, balance=False)
         used = self.shares(num_ranks, num_of_step)
-        before = np.array([self.tokens_B[rows].sum() for rows in plain])
-        after = np.array([self.tokens_B[rows].sum() for rows in used])
+        before = self._tokens_of(plain)
+        after = self._tokens_of(used)
         metrics = {
             "global_seqlen/min": Metric.min(before.min()),
             "global_seqlen/max": Metric.max(before.max()),
@@ -165,9 +165,14 @@ class RowWork:
             flops = np.zeros((num_ranks, num_mini_batches))
             for rank, rows in enumerate(shares):
                 np.add.at(flops[rank], mini_batch_of_row[rows], self.flops_B[rows])
-            imbalance = flops.max(0).sum() / flops.mean(0).sum()
+            busiest = flops.max(0).sum()
+            imbalance = busiest / flops.mean(0).sum()
             metrics[f"perf/imbalance/{name}"] = Metric.mean(imbalance, weight=flops.mean())
         return metrics
+
+    def _tokens_of(self, shares: Sequence[np.ndarray]) -> np.ndarray:
+        """The tokens of each rank, if rank i gets the rows `shares[i]`."""
+        return np.array([self.tokens_B[rows].sum() for rows in shares])
 
 
 def ordered(batch: DataProto, shares: Sequence[np.ndarray]) -> Ordered:
