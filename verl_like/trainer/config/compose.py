@@ -1,4 +1,5 @@
-"""From presets, YAML files and command-line overrides to one checked configuration of any schema.
+"""Makes one checked configuration of any schema from presets, YAML files and command-line
+overrides.
 
 Hydra composes and OmegaConf resolves. The models of the schema then decide which keys and values
 exist, so an unknown key is refused however it is written (`a.b=1`, `+a.b=1`, `++a.b=1` or YAML).
@@ -126,8 +127,8 @@ def load_config(
 
 
 def _secret_paths(raw: Any, resolved: Any) -> frozenset[tuple[str, ...]]:
-    """Keys of values that are others where variables with the name of a secret have another
-    text."""
+    """Returns the keys of the values that would be others if variables with the name of a secret
+    had another text."""
     without = without_secret_variables(raw)
     if without == raw:
         return frozenset()
@@ -141,7 +142,7 @@ def _secret_paths(raw: Any, resolved: Any) -> frozenset[tuple[str, ...]]:
 
 
 def _resolved(composed: DictConfig) -> Any:
-    """The tree as plain data, with the values of the keys that others follow."""
+    """Returns the tree as plain data, with the values of the keys that others follow."""
     try:
         return OmegaConf.to_container(composed, resolve=True)
     except OmegaConfBaseException as error:
@@ -151,7 +152,8 @@ def _resolved(composed: DictConfig) -> Any:
 def _algorithm_options(
     schema: type[RunConfig], names: Mapping[str, str], plugins: Sequence[str]
 ) -> list[type[AlgorithmOptions]]:
-    """Imports the plugins and the chosen algorithms; returns the classes of their own options."""
+    """Imports the plugins and the chosen algorithms, and returns the classes of their own
+    options."""
     key = ""
     found = []
     try:
@@ -172,14 +174,14 @@ def _validated(model: type[Model], values: Any, base: str, path: Sequence[str] =
 
 
 def to_yaml(config: RunConfig) -> str:
-    """The resolved configuration as YAML, which `load_config` reads back but for secrets, for which
-    `***` stands."""
+    """Returns the resolved configuration as YAML. `load_config` reads it back, but for secrets, for
+    which `***` stands."""
     return OmegaConf.to_yaml(OmegaConf.create(config.shown()))
 
 
 def default_tree(model: Any) -> dict[str, Any]:
-    """The defaults of the models as plain data: values, the keys that are followed, Hydra's mark
-    for missing."""
+    """Returns the defaults of the models as plain data: values, the keys that are followed, and
+    Hydra's mark for missing."""
     tree: dict[str, Any] = {}
     for name, field in model.model_fields.items():
         if isinstance(field.default, ConfigModel):
@@ -195,7 +197,7 @@ def default_tree(model: Any) -> dict[str, Any]:
 
 
 def leaves(model: Any, prefix: str = "") -> Iterator[tuple[str, type[ConfigModel], str]]:
-    """Every key of the configuration as (full path, model that declares it, field name)."""
+    """Yields every key of the configuration as (full path, model that declares it, field name)."""
     for name, field in model.model_fields.items():
         if _is_model(field.annotation):
             yield from leaves(field.annotation, f"{prefix}{name}.")
@@ -209,7 +211,7 @@ def compose_tree(
     config_name: str | None = None,
     config_dir: str | None = None,
 ) -> DictConfig:
-    """The composed tree before it is resolved and checked."""
+    """Returns the composed tree before it is resolved and checked."""
     base = schema.base_name
     name_of_trainer = base.removesuffix("_trainer")
     OmegaConf.register_new_resolver("name_of_trainer", lambda: name_of_trainer, replace=True)
@@ -262,8 +264,8 @@ def _search_path(base: str, config_name: str, config_dir: str | None) -> list[st
 
 
 def _as_forced(override: Override, schema: type[RunConfig]) -> str:
-    """The override in the form with which Hydra accepts an unknown key, so that `_unknown_keys`
-    reports it."""
+    """Returns the override in the form in which Hydra accepts an unknown key, so that
+    `_unknown_keys` reports it."""
     line = override.input_line
     key = override.key_or_group
     assert line is not None and override.config_loader is not None
@@ -307,7 +309,7 @@ def _takes_text(schema: type[RunConfig], key: str) -> bool:
 
 
 def _shown_override(line: str) -> str:
-    """The override as messages show it: without its value where the key has the name of a
+    """Returns the override as messages show it: without its value if the key has the name of a
     secret."""
     key, sign, value = line.partition("=")
     if any(map(is_secret_name, key.split("."))):
@@ -321,7 +323,7 @@ def _unknown_keys(
     is_option: Callable[[str, Any], bool],
     options: Sequence[str] = (),
 ) -> Iterator[str]:
-    """What is wrong with keys that neither the schema nor an algorithm declares.
+    """Yields what is wrong with keys that neither the schema nor an algorithm declares.
 
     `is_option(path, block)` says of a key if an algorithm declares it.
     """
@@ -344,7 +346,8 @@ def _unknown_keys(
 
 
 def _values_of(tree: Any, names: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every value of nested dicts with the names on the way to it; an empty dict is a value."""
+    """Yields every value of nested dicts with the names on the way to it. An empty dict is a
+    value."""
     if isinstance(tree, dict) and tree:
         for name, inner in tree.items():
             yield from _values_of(inner, (*names, str(name)))
@@ -381,8 +384,8 @@ def _suggestion(schema: type[RunConfig], path: str, options: Sequence[str]) -> s
 
 
 def _likeness(path: str, known: str) -> tuple[float, float]:
-    """How well each word of the last part of `path` is found in that of `known`, then how alike the
-    paths are."""
+    """Returns how well each word of the last part of `path` is found in that of `known`, and how
+    alike the paths are."""
     words = _last_name(path).split("_")
     known_words = _last_name(known).split("_")
     found = []
@@ -393,7 +396,7 @@ def _likeness(path: str, known: str) -> tuple[float, float]:
 
 
 def _ratio(left: str, right: str) -> float:
-    """How alike two texts are, between 0 and 1."""
+    """Returns how alike two texts are, between 0 and 1."""
     return difflib.SequenceMatcher(None, left, right).ratio()
 
 

@@ -1,5 +1,5 @@
-"""Rules that join several keys. Each is a function named after what it demands and yields what is
-wrong, with the sum.
+"""Rules that join several keys. Each is a function that is named after what it demands, and yields
+what is wrong.
 
 They are checked after the chosen algorithms are imported, whose needs decide which roles there are.
 """
@@ -20,8 +20,11 @@ from verl_like.trainer.config.schema import PPOConfig
 
 
 def broken_rules(config: PPOConfig) -> Iterator[str]:
-    """One sentence for each broken rule. A placement rule is checked only if those before it hold,
-    and batch sizes only if all placement rules do."""
+    """Yields one sentence for each broken rule.
+
+    A placement rule is checked only if those before it hold, and batch sizes only if all placement
+    rules do.
+    """
     rules = (*BATCH_RULES, *OTHER_RULES)
     for placement_rule in PLACEMENT_RULES:
         problems = list(placement_rule(config))
@@ -108,7 +111,8 @@ def every_pool_has_a_role(config: PPOConfig) -> Iterator[str]:
 
 
 def sizes_divide_the_pool(config: PPOConfig) -> Iterator[str]:
-    """Engines, shards of parameters, and ranks that share a sequence leave no process over."""
+    """Checks that engines, shards of parameters, and ranks that share a sequence leave no process
+    over."""
     key_of_role = {
         Role.Rollout: "actor_rollout_ref.rollout.tensor_model_parallel_size",
         Role.Actor: "actor_rollout_ref.actor.fsdp_config.fsdp_size",
@@ -150,7 +154,8 @@ def a_single_device_is_one_process(config: PPOConfig) -> Iterator[str]:
 
 
 def mini_batches_divide_the_batch(config: PPOConfig) -> Iterator[str]:
-    """Every optimizer step has as many prompts. Their responses need not divide by the ranks."""
+    """Checks that every optimizer step has as many prompts. Their responses need not divide by the
+    ranks."""
     batch = config.data.train_batch_size
     actor = config.actor_rollout_ref.actor
     critic = config.critic
@@ -167,7 +172,7 @@ def mini_batches_divide_the_batch(config: PPOConfig) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """The most tokens of a micro-batch of a role."""
+    """The largest number of tokens of a micro-batch of a role."""
 
     block: str
     key: str
@@ -207,7 +212,7 @@ TOKEN_BUDGETS = (
 
 
 def token_budgets_hold_the_longest_sequence(config: PPOConfig) -> Iterator[str]:
-    """Budgets that follow one another are reported once."""
+    """Checks the budgets. Those that follow one another are reported once."""
     prompt = config.data.max_prompt_length
     response = config.data.max_response_length
     longest = prompt + response
@@ -466,7 +471,7 @@ OTHER_RULES = (
 
 
 def sequence_parallel(config: PPOConfig, role: str) -> tuple[str, int]:
-    """The key that sets how many ranks of a role share a sequence, and that number."""
+    """Returns the key that sets how many ranks of a role share a sequence, and that number."""
     if role == Role.Critic:
         return "critic.ulysses_sequence_parallel_size", config.critic.ulysses_sequence_parallel_size
     size = 1
@@ -485,7 +490,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _around(value: int, possible: list[int]) -> str:
-    """The nearest possible values below and above `value`."""
+    """Returns the nearest possible values below and above `value`."""
     below = [str(each) for each in possible if each < value]
     above = [str(each) for each in possible if each > value]
     nearest = below[-1:] + above[:1]

@@ -121,8 +121,8 @@ class PromptLedger:
             self._kl_coefs = [(version, kl_coef) for version, kl_coef in saved["kl_coefs"]]
 
     def state(self) -> dict[str, Any]:
-        """What a run has to know to continue after the steps that are trained now, as JSON values.
-        It is asked for when a step is done.
+        """Returns what a run has to know to continue after the steps that are trained now, as JSON
+        values. It is asked for when a step is done.
 
         Open prompts are among the `unfinished` ones, which the resumed run gives out again.
         """
@@ -149,8 +149,8 @@ class PromptLedger:
         self._kl_coefs.append((version, kl_coef))
 
     def kl_coef(self) -> float | None:
-        """The coefficient that was kept last, which a maker that starts continues with. None if
-        none was kept."""
+        """Returns the coefficient that was kept last, with which a maker that starts continues, or
+        None if none was kept."""
         return self._kl_coefs[-1][1] if self._kl_coefs else None
 
     def end(self) -> int:
@@ -161,12 +161,12 @@ class PromptLedger:
         return self._last_step
 
     def last_step(self) -> int:
-        """The step after which the run ends. All trainers that ask after they did a step get the
-        same answer."""
+        """Returns the step after which the run ends. All trainers that ask after they did a step
+        get the same answer."""
         return self._last_step
 
     def has_trained_all(self) -> bool:
-        """Return whether all trainers have trained all steps. They may still write their
+        """Returns True if all trainers have trained all steps. They may still write their
         checkpoints."""
         return min(self._trained) == self._last_step * self.share
 
@@ -178,7 +178,7 @@ class PromptLedger:
         return limit > 0 and any(not size >= limit for size in self._effective_sample_sizes)
 
     def take(self, maker: str, version: int, limit: int) -> list[Ticket] | None:
-        """At most `limit` tickets that `maker` may start now with weights of `version`.
+        """Returns at most `limit` tickets that `maker` may start now with weights of `version`.
 
         The list is empty if the maker has to wait for newer weights. The result is None if the
         maker is to end: because all steps are trained, or because the maker counts as lost.
@@ -205,7 +205,7 @@ class PromptLedger:
         return tickets
 
     def _load(self, trainer: int) -> tuple[int, int, int]:
-        """What is compared to choose the trainer of the next ticket: the least gets it."""
+        """Returns what is compared to choose the trainer of the next ticket. The least gets it."""
         live = self._live[trainer]
         # Round robin means: to the trainer that was given the fewest.
         is_least_loaded = self.detached.routing == "least_loaded"
@@ -291,8 +291,8 @@ class PromptLedger:
         return numbers
 
     def _choice(self, trainer: int, version: int, num_groups: int) -> list[int]:
-        """What `choose` returns if one looks at this trainer alone; an empty list while it must
-        wait.
+        """Returns what `choose` returns if one looks at this trainer alone, or an empty list while
+        it must wait.
 
         It must wait if too few groups are there, and also if afterwards more groups would be due by
         some version, delivered or not, than the steps until then have places for.
@@ -342,14 +342,16 @@ class PromptLedger:
         return self.counts() | {"brake": int(self.is_braking)}
 
     def seconds_since_loss(self) -> float:
-        """Seconds since a maker was last given up, infinite if none was. Deadlines count from then,
-        because others have to wait while a maker is started again."""
+        """Returns the seconds since a maker was last given up, infinite if none was.
+
+        Deadlines count from then, because others have to wait while a maker is started again.
+        """
         last_loss = max(self._lost.values(), default=-math.inf)
         return time.monotonic() - last_loss
 
     def holders(self) -> list[tuple[int, dict[str, list[int]]]]:
-        """For each trainer the number of groups in its buffer, and the numbers of the groups that
-        makers are still making for it, by the maker's name."""
+        """Returns for each trainer the number of groups in its buffer, and the numbers of the
+        groups that makers are still making for it, by the maker's name."""
         held: list[dict[str, list[int]]] = [{} for _ in self._live]
         for number, entry in self._open.items():
             if entry.arrival is None:
@@ -357,7 +359,7 @@ class PromptLedger:
         return list(zip(self._buffered, held, strict=True))
 
     def counts(self) -> dict[str, int]:
-        """How many prompts are in which state.
+        """Returns how many prompts are in which state.
 
         `trained`; `training`: taken by a trainer; `in_buffer`; `in_flight`: with a maker; `again`:
         waiting for another maker, because theirs is lost; `dropped/<reason>`; and `not_started`:
@@ -380,8 +382,8 @@ class PromptLedger:
         return counts | {"not_started": needed}
 
     def _is_with(self, maker: str, number: int, attempt: int) -> bool:
-        """Return whether the maker has this attempt in flight, so that it was not delivered yet and
-        not given to another maker."""
+        """Returns True if the maker has this attempt in flight, so that it was not delivered yet
+        and not given to another maker."""
         entry = self._open.get(number)
         if entry is None or entry.arrival is not None:
             return False

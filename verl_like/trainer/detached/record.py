@@ -13,7 +13,7 @@ from verl_like.trainer.state.checkpoint import PendingCheckpoint, partial_of_ste
 
 
 class DetachedRecord:
-    """Writes a step when all trainers have done it and a validation after the step of its version,
+    """Writes a step when all trainers have done it, and a validation after the step of its version,
     and completes checkpoints."""
 
     def __init__(self, config: DetachedConfig, recorder: RunRecorder) -> None:
@@ -122,8 +122,10 @@ class DetachedRecord:
         self.recorder.renew_checkpoint(self.step, state)
 
     def idle_shares(self, ended: float, seconds: float) -> dict[str, float]:
-        """The share of a step, which took `seconds` until the time `ended`, in which each side
-        waited for others. Waits from before the step are forgotten."""
+        """Returns the share of a step in which each side waited for others.
+
+        The step took `seconds` until the time `ended`. Waits from before it are forgotten.
+        """
         started = ended - seconds
         shares: dict[str, float] = {}
         for name, waits in self.waits.items():
