@@ -169,7 +169,7 @@ def _validated(model: type[Model], values: Any, base: str, path: Sequence[str] =
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        _raise_if_any([_explain(detail, base, path) for detail in error.errors()])
+        _raise_if_any(_explain(detail, base, path) for detail in error.errors())
         raise
 
 
@@ -217,7 +217,8 @@ def compose_tree(
     OmegaConf.register_new_resolver("name_of_trainer", lambda: name_of_trainer, replace=True)
     store = ConfigStore.instance()
     presets = [{name: default} for name, default in schema.presets.items()]
-    store.store(name=base, node={"defaults": ["_self_", *presets], **default_tree(schema)})
+    defaults = {"defaults": ["_self_", *presets]}
+    store.store(name=base, node=defaults | default_tree(schema))
     # Hydra opens the first file before it reads the search path, so the first file is ours and
     # names the user's.
     file = config_name or base
@@ -333,7 +334,8 @@ def _unknown_keys(
         for i, name in enumerate(names):
             field = block.model_fields.get(name)
             if field is None:
-                if not is_option(".".join(names[: i + 1]), block):
+                path_so_far = ".".join(names[: i + 1])
+                if not is_option(path_so_far, block):
                     yield f"{path}: there is no such key{_suggestion(schema, path, options)}"
                 break
             if not _is_model(field.annotation):
