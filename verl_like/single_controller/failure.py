@@ -1,8 +1,10 @@
 """Errors that cross the process boundary. Each one names role, rank, node and method."""
 
+import os
+import traceback
 from typing import Any
 
-from verl_like.single_controller.shortage import Shortage
+from verl_like.single_controller.shortage import Shortage, shortage_of
 
 
 class WorkerError(RuntimeError):
@@ -31,6 +33,14 @@ class WorkerError(RuntimeError):
         self.shortage = shortage
         table = f"\n{shortage.processes}" if shortage else ""
         super().__init__(f"{self.headline()}\n{cause.rstrip()}{table}")
+
+    @classmethod
+    def of(
+        cls, error: BaseException, role: str, rank: int, node: str, method: str
+    ) -> "WorkerError":
+        """Returns the failure of a method of this process that raised an error."""
+        cause = "".join(traceback.format_exception(error))
+        return cls(role, rank, node, os.getpid(), method, cause, shortage_of(error))
 
     def headline(self) -> str:
         _, _, last_line = self.cause.rstrip().rpartition("\n")

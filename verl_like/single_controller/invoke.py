@@ -2,9 +2,7 @@
 
 import asyncio
 import inspect
-import os
 import time
-import traceback
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +18,6 @@ from verl_like.single_controller.decorator import (
 )
 from verl_like.single_controller.failure import WorkerError
 from verl_like.single_controller.shard import BatchShard, Fetch, ForwardedFuture, ResolvedShard
-from verl_like.single_controller.shortage import shortage_of
 from verl_like.single_controller.verl_layout import argument_of, result_of
 from verl_like.single_controller.worker import Worker
 
@@ -53,9 +50,7 @@ class Invoker:
         except WorkerError:
             raise
         except Exception as error:
-            cause = "".join(traceback.format_exception(error))
-            place = (role, worker.rank, self.node, os.getpid())
-            raise WorkerError(*place, method, cause, shortage_of(error)) from error
+            raise WorkerError.of(error, role, worker.rank, self.node, method) from error
         num_rows = len(result) if isinstance(result, DataProto) else 0
         yield CallHeader(num_rows, started, time.time())
         yield result

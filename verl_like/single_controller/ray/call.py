@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import RayError
 
 from verl_like.protocol import CallHeader, Part, PendingCall
-from verl_like.single_controller.failure import CallTimeout, WorkerDied, WorkerError
+from verl_like.single_controller.failure import CallTimeout, WorkerError
 from verl_like.single_controller.ray.message import fetch, unpack
 from verl_like.single_controller.ray.process_handles import READY_S, ProcessHandles
 from verl_like.single_controller.worker_group import LOOK_S
@@ -198,7 +198,7 @@ class RayStream(_CallOnRanks):
         references[rank] = reference
         try:
             self.processes.wait(references, self.role, self.method, READY_S)
-        except (WorkerError, WorkerDied) as error:
+        except WorkerError as error:
             self._error = error
         assert self._error is not None
         return self._error

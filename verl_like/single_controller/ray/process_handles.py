@@ -130,7 +130,7 @@ class ProcessHandles:
     def _wait_for_each(
         self, references: Sequence[Any], role: str, method: str, timeout: float, deadline: float
     ) -> list[Any]:
-        """Returns the values of references after one has failed or is late: each rank says what it
+        """Does the rest of `wait` after something has failed or is late: each rank says what it
         is."""
         give_up = float("inf")
         rank_of = {reference: rank for rank, reference in enumerate(references)}

@@ -2,7 +2,6 @@
 
 import os
 import tempfile
-import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,6 @@ from verl_like.single_controller.failure import WorkerError
 from verl_like.single_controller.invoke import Invoker
 from verl_like.single_controller.network import listen_at
 from verl_like.single_controller.ray.message import fetch, pack, unpack
-from verl_like.single_controller.shortage import shortage_of
 from verl_like.single_controller.worker import Worker, reserve_port
 from verl_like.single_controller.worker_group import ClassWithInitArgs
 
@@ -67,9 +65,7 @@ class WorkerProcess:
             try:
                 self.workers[role] = class_with_args()
             except Exception as error:
-                text = "".join(traceback.format_exception(error))
-                place = (role, rank, self.node, os.getpid())
-                self.start_error = WorkerError(*place, "__init__", text, shortage_of(error))
+                self.start_error = WorkerError.of(error, role, rank, self.node, "__init__")
                 raise self.start_error from error
         ray_node: Any = ray._private.worker._global_node
         node_id = ray.get_runtime_context().get_node_id()
