@@ -17,7 +17,7 @@ from verl_like.single_controller.decorator import (
     registered_methods,
 )
 from verl_like.single_controller.failure import WorkerError
-from verl_like.single_controller.shard import BatchShard, Fetch, ForwardedFuture, ResolvedShard
+from verl_like.single_controller.shard import BatchShard, Fetch, ForwardedFuture
 from verl_like.single_controller.verl_layout import argument_of, result_of
 from verl_like.single_controller.worker import Worker
 
@@ -67,20 +67,21 @@ class Invoker:
         if type(worker) not in self.specs:
             self.specs[type(worker)] = registered_methods(type(worker))
         spec = self.specs[type(worker)][method]
-        shards: list[ResolvedShard] = []
+        shards: list[BatchShard] = []
+        batches: list[DataProto] = []
 
         def resolve(value: Any) -> Any:
             if isinstance(value, ForwardedFuture):
                 return value.resolve(fetch)
             if not isinstance(value, BatchShard):
                 return value
-            shard = value.resolve(fetch)
-            shards.append(shard)
-            return argument_of(spec, shard.data)
+            batch = value.resolve(fetch)
+            shards.append(value)
+            batches.append(batch)
+            return argument_of(spec, batch)
 
         args = [resolve(value) for value in args]
         kwargs = {name: resolve(value) for name, value in kwargs.items()}
-        batches = [shard.data for shard in shards]
         check_reads(role, spec, batches)
         inputs = [(batch.tensors(), batch.column_versions()) for batch in batches]
         result = getattr(worker, method)(*args, **kwargs)
@@ -97,14 +98,14 @@ class Invoker:
         if devices - {"cpu"}:
             # In a container of its own: the worker may keep what it returned
             result = result.select().to("cpu")
-        if not shards:
+        if not batches:
             return result
-        first = shards[0]
-        result = result_of(spec, result, first.data)
-        if first.ordered and len(result) not in (0, len(first.data)):
+        result = result_of(spec, result, batches[0])
+        num_rows = len(batches[0])
+        if shards[0].ordered and len(result) not in (0, num_rows):
             raise ValueError(
-                f"{method} returned {len(result)} rows for {len(first.data)} input rows: with "
-                "an Ordered batch return one row per input row, in order, or only meta_info"
+                f"{method} returned {len(result)} rows for {num_rows} input rows: with an Ordered "
+                "batch return one row per input row, in order, or only meta_info"
             )
         return result
 

@@ -59,14 +59,6 @@ Splittable = DataProto | DataProtoFuture | Ordered
 
 
 @dataclass(frozen=True)
-class ResolvedShard:
-    """The rows of a shard; `ordered` says that the batch was an Ordered one."""
-
-    data: DataProto
-    ordered: bool
-
-
-@dataclass(frozen=True)
 class BatchShard:
     """Shard `index` of `num_shards` of the batch that `parts` make up in row order.
 
@@ -74,8 +66,9 @@ class BatchShard:
     the last ones none where there are fewer rows than shards. A shard without rows has the batch's
     columns.
 
-    `row_numbers` int64 are the rows of this shard, for a batch of `num_batch_rows` rows; None: the
-    index-th slice. `ordered`: see ResolvedShard. `columns`: the only ones to keep, None for all.
+    `row_numbers` int64 are the rows of this shard, for a batch of `num_batch_rows` rows; None means
+    the index-th slice. `ordered` says that the batch was an Ordered one. `columns` are the only
+    ones to keep; None means all.
     """
 
     parts: tuple[Part, ...]
@@ -86,8 +79,9 @@ class BatchShard:
     num_batch_rows: int = 0
     ordered: bool = False
 
-    def resolve(self, fetch: Fetch) -> ResolvedShard:
-        """Fetches only the parts that hold this shard's rows, see `gather_rows`."""
+    def resolve(self, fetch: Fetch) -> DataProto:
+        """Returns the rows of this shard. Only the parts that hold them are fetched, see
+        `gather_rows`."""
 
         def payloads(numbers: Sequence[int]) -> list[DataProto]:
             batches = fetch([self.parts[number].payload for number in numbers])
@@ -100,7 +94,7 @@ class BatchShard:
         total = sum(sizes)
         if total == 0:
             without_rows = payloads(range(len(sizes)))
-            return ResolvedShard(DataProto.concat(without_rows), self.ordered)
+            return DataProto.concat(without_rows)
         row_numbers = self.row_numbers
         if row_numbers is None:
             shares = np.array_split(np.arange(total), self.num_shards)
@@ -114,7 +108,7 @@ class BatchShard:
         for array in data.non_tensor_batch.values():
             # A view of shared rows: NumPy itself refuses to write into it
             array.flags.writeable = False
-        return ResolvedShard(data, self.ordered)
+        return data
 
 
 @dataclass(frozen=True)

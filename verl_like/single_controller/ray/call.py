@@ -94,6 +94,7 @@ class _CallOnRanks(PendingCall):
         return self.unreported.role
 
 
+@dataclass(eq=False)
 class RayCall(_CallOnRanks):
     """A call in flight. Each rank's answer is two references, to its header and to its result."""
 
@@ -136,6 +137,7 @@ class RayCall(_CallOnRanks):
         return [Part(self.headers[rank], self.payloads[rank]) for rank in self.collect_ranks]
 
 
+@dataclass(eq=False)
 class RayStream(_CallOnRanks):
     """A call in flight. Each rank's answer is a generator of references: to what the method yields,
     to its header and to its result."""

@@ -55,11 +55,8 @@ class ProcessHandles:
         self.stopping = threading.Lock()
         self.stopped: Exception | None = None  # why the actors are gone; later calls raise it
         device = "cuda" if pool.use_gpu else "cpu"
-        local_ranks = pool.local_rank_list()
-        local_sizes = pool.local_world_size_list()
         environments = []
-        for rank, local_rank in enumerate(local_ranks):
-            local_size = local_sizes[rank]
+        for rank, (local_rank, local_size) in enumerate(pool.local_ranks()):
             env = rank_environment(rank, pool.world_size, local_rank, local_size, device)
             environments.append(env)
         clash = sorted(worker_env.keys() & {*environments[0], "MASTER_ADDR", "MASTER_PORT"})

@@ -16,7 +16,6 @@ from verl_like.single_controller.ray.cluster import (
     node_resources,
     placement_table,
 )
-from verl_like.single_controller.resource_pool import ResourcePool
 
 PLACEMENT_DEADLINE_S = 10.0
 NUM_TRIES = 4  # of reserving within the deadline
@@ -25,16 +24,18 @@ _POLL_S = 0.2
 Bundle = tuple[PlacementGroup, int]  # a placement group and the index of one of its bundles
 
 
-class RayResourcePool(ResourcePool):
+class RayResourcePool:
     """Processes on the nodes of a Ray cluster, reserved by ResourcePoolManager or when the first
     worker group starts.
 
     Args:
-        process_on_nodes: see `ResourcePool`; all processes of an entry are on one node.
+        process_on_nodes: the number of processes on each node. Ranks count node by node, and nodes
+            may have different numbers, such as [8, 4].
         use_gpu: one GPU per process; otherwise CPUs only.
         name_prefix: the pool's name in messages and in Ray.
-        max_colocate_count: see `ResourcePool`; each group has its own processes. A bundle has that
-            many CPUs, and each group takes one CPU and 1/max_colocate_count of the GPU.
+        max_colocate_count: how many worker groups may hold the pool at a time, each with processes
+            of its own. A bundle has that many CPUs, and each group takes one CPU and
+            1/max_colocate_count of the GPU.
     """
 
     def __init__(
@@ -44,11 +45,35 @@ class RayResourcePool(ResourcePool):
         name_prefix: str | None = None,
         max_colocate_count: int = 1,
     ) -> None:
-        super().__init__(process_on_nodes, max_colocate_count)
+        for num_processes in process_on_nodes:
+            if not isinstance(num_processes, int) or num_processes <= 0:
+                raise ValueError(
+                    "a pool has at least one process on each of its nodes, got "
+                    f"{process_on_nodes!r}"
+                )
+        if max_colocate_count < 1:
+            raise ValueError(
+                "max_colocate_count is the number of groups that may share the pool, got "
+                f"{max_colocate_count}"
+            )
+        self.process_on_nodes = list(process_on_nodes)
+        self.max_colocate_count = max_colocate_count
         self.name = name_prefix or f"pool-{secrets.token_hex(3)}"
         self.use_gpu = use_gpu
         self._placement_groups: list[PlacementGroup] | None = None
         self._num_groups = 0  # worker groups that hold the pool
+
+    @property
+    def world_size(self) -> int:
+        return sum(self.process_on_nodes)
+
+    def local_ranks(self) -> list[tuple[int, int]]:
+        """Returns for each rank its number on its node, and the number of the pool's processes
+        there."""
+        local_ranks: list[tuple[int, int]] = []
+        for num_processes in self.process_on_nodes:
+            local_ranks += [(local_rank, num_processes) for local_rank in range(num_processes)]
+        return local_ranks
 
     def bundle_resources(self) -> Resources:
         """Returns what one process's bundle asks of its node."""
