@@ -58,7 +58,8 @@ class Batch:
     def __post_init__(self) -> None:
         self.check_consistency()
         if self.batch is not None:
-            self.batch = tensor_dict(self.tensors(), len(self), self.batch.device)
+            device = self.batch.device
+            self.batch = tensor_dict(self.tensors(), len(self), device)
         self.non_tensor_batch = dict(self.non_tensor_batch)
         self.meta_info = copied(self.meta_info)
 

@@ -84,7 +84,9 @@ def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
 
     Raises ValueError if the columns differ in these dimensions, and for jagged columns.
     """
-    shapes = {name: tuple(column.shape[:batch_dims]) for name, column in data.columns().items()}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, column in data.columns().items():
+        shapes[name] = tuple(column.shape[:batch_dims])
     differ = len(set(shapes.values())) > 1
     too_few = any(len(shape) < batch_dims for shape in shapes.values())
     if batch_dims < 1 or differ or too_few:

@@ -75,7 +75,8 @@ class DataProto(VerlDataProto):
     def __getitem__(self, index: Any) -> Any:
         """Returns a row as DataProtoItem for an integer, and otherwise a DataProto of copied
         rows."""
-        if isinstance(index, (int, np.integer)) and not isinstance(index, bool):
+        is_integer = isinstance(index, (int, np.integer))
+        if is_integer and not isinstance(index, bool):
             row = self.select_idxs([int(index)])
             batch = None if row.batch is None else row.batch[0]
             elements = {name: array[0] for name, array in row.non_tensor_batch.items()}
@@ -94,7 +95,11 @@ class DataProto(VerlDataProto):
         moves rows; other code uses `slice`."""
         if self.columns() and not 0 <= start <= stop <= len(self):
             raise ValueError(f"rows({start}, {stop}) is not a range of the {len(self)} rows.")
-        return self.map_columns(stop - start, lambda column: row_ops.view_rows(column, start, stop))
+
+        def view(column: row_ops.ColumnData) -> row_ops.ColumnData:
+            return row_ops.view_rows(column, start, stop)
+
+        return self.map_columns(stop - start, view)
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> "DataProto":
         """Repeats every row `repeat_times` times: AABB if `interleave`, and otherwise ABAB."""
@@ -186,10 +191,8 @@ class DataProto(VerlDataProto):
         are joined name by name. Raises ValueError naming the key that differs, or when the numbers
         of rows differ.
         """
-        with_rows = [
-            data for data in (self, other) if data.batch is not None or data.non_tensor_batch
-        ]
-        if len(with_rows) == 2 and len(self) != len(other):
+        are_sized = all(data.batch is not None or data.non_tensor_batch for data in (self, other))
+        if are_sized and len(self) != len(other):
             raise ValueError(
                 f"union: {len(self)} rows and {len(other)} rows; select the same rows of both "
                 "first."

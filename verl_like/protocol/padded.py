@@ -155,7 +155,8 @@ class PaddedColumns(MutableMapping[str, torch.Tensor]):
 
     def __iter__(self) -> Iterator[str]:
         left = self.names - self.removed
-        unread = sorted(left - self.read.keys() - self.written.keys())
+        seen = self.read.keys() | self.written.keys()
+        unread = sorted(left - seen)
         read = [name for name in self.read if name in left]
         in_order = dict.fromkeys([*unread, *read, *self.written])
         return iter(in_order)
@@ -256,8 +257,9 @@ def padded(data: DataProto, names: Collection[str] | None = None) -> DataProto:
         names: the columns that are wanted; None for all.
     """
     columns = PaddedColumns(data)
-    wanted = {name: columns[name] for name in columns if names is None or name in names}
-    return DataProto.from_dict(wanted, data.non_tensor_batch, data.meta_info)
+    wanted = list(columns) if names is None else [name for name in columns if name in names]
+    tensors = {name: columns[name] for name in wanted}
+    return DataProto.from_dict(tensors, data.non_tensor_batch, data.meta_info)
 
 
 def _positions(prompt_mask_BP: torch.Tensor, length: int) -> torch.Tensor:

@@ -87,7 +87,8 @@ def jagged_from_lists(
     rows: Sequence[Sequence[Any] | np.ndarray], dtype: torch.dtype
 ) -> torch.Tensor:
     """Makes a jagged tensor of rows of numbers."""
-    lengths = torch.tensor(list(map(len, rows)), dtype=torch.int64)
+    num_values = [len(row) for row in rows]
+    lengths = torch.tensor(num_values, dtype=torch.int64)
     if rows and all(isinstance(row, np.ndarray) for row in rows):
         values = np.concatenate(rows)
     else:
@@ -104,7 +105,8 @@ def jagged_on_last_token(values_B: torch.Tensor, mask: torch.Tensor) -> torch.Te
     """
     marks, offsets = jagged_parts(mask)
     num_rows = len(values_B)
-    row_of_token = torch.repeat_interleave(torch.arange(num_rows), offsets.diff())
+    rows = torch.arange(num_rows)
+    row_of_token = rows.repeat_interleave(offsets.diff())
     places = marks.bool().nonzero().squeeze(1)
     none_B = torch.full((num_rows,), -1)
     last_B = none_B.scatter_reduce(0, row_of_token[places], places, "amax")
@@ -268,7 +270,8 @@ class RowTaker:
         # A copied value lies as far from the start of its row as before.
         shift_of_row = offsets[indices] - new_offsets[:-1]
         shift = torch.repeat_interleave(shift_of_row, lengths)
-        places = shift.add_(torch.arange(len(shift), device=shift.device))
+        values = torch.arange(len(shift), device=shift.device)
+        places = shift.add_(values)
         self._jagged.append((offsets, places, new_offsets))
         return places, new_offsets
 

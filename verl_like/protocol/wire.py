@@ -112,7 +112,8 @@ def _encode(value: Any, place: str, arrays: dict[str, np.ndarray]) -> Any:
         return {"metric": [value.value, value.reduction, value.weight]}
     if isinstance(value, torch.Tensor):
         wire = to_wire(value)
-        return {"tensor": encode_all((wire.array, wire.dtype, wire.offsets))}
+        parts = (wire.array, wire.dtype, wire.offsets)
+        return {"tensor": encode_all(parts)}
     if isinstance(value, np.generic):
         return {"scalar": _encode(np.asarray(value), place, arrays)}
     kind = type(value).__name__

@@ -21,7 +21,8 @@ class VerlWorkerGroup(abc.ABC):
         Arguments are as in Dispatch.ALL_TO_ALL. The future's value is the list of results, by rank.
         Raises ValueError for other names.
         """
-        return self.dispatched_by(method_name, Dispatch.ALL_TO_ALL).remote(*args, **kwargs)
+        method = self.dispatched_by(method_name, Dispatch.ALL_TO_ALL)
+        return method.remote(*args, **kwargs)
 
     def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Returns the results of `execute_all_async`."""
@@ -29,7 +30,8 @@ class VerlWorkerGroup(abc.ABC):
 
     def execute_rank_zero(self, method_name: str, *args: Any, **kwargs: Any) -> Future[Any]:
         """Does what `execute_all_async` does, on rank 0 alone. The future's value is its result."""
-        return self.dispatched_by(method_name, Dispatch.RANK_ZERO).remote(*args, **kwargs)
+        method = self.dispatched_by(method_name, Dispatch.RANK_ZERO)
+        return method.remote(*args, **kwargs)
 
     def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
         """Returns the result of `execute_rank_zero`."""

@@ -35,7 +35,8 @@ class Mesh:
         collect_ranks = [rank for rank, (_, is_collect) in enumerate(coordinates) if is_collect]
         collect_ranks.sort(key=dp_ranks.__getitem__)
         num_shards = len(set(dp_ranks))
-        if [dp_ranks[rank] for rank in collect_ranks] != list(range(num_shards)):
+        collected = [dp_ranks[rank] for rank in collect_ranks]
+        if collected != list(range(num_shards)):
             raise ValueError(
                 f"mesh {mesh_name!r} of {role}: dp_ranks must count up from 0 without gaps, and "
                 "exactly one rank of each must be collected, got (dp_rank, is_collect) by rank "

@@ -104,12 +104,13 @@ class WorkerGroup(VerlWorkerGroup):
                 f"{worker_cls.__name__} of role {role} is not a Worker: subclass Worker"
             )
         for name, spec in registered_methods(worker_cls).items():
+            method = getattr(worker_cls, name)
             if hasattr(self, name):
                 raise ValueError(
                     f"{worker_cls.__name__}.{name} has the name of a worker group's attribute: "
                     "rename it"
                 )
-            setattr(self, name, BoundMethod(self, spec, getattr(worker_cls, name)))
+            setattr(self, name, BoundMethod(self, spec, method))
             if not spec.is_recorded:
                 self._unrecorded.add(name)
 
@@ -149,7 +150,8 @@ class WorkerGroup(VerlWorkerGroup):
         bound = getattr(self, name, None)
         if not isinstance(bound, BoundMethod):
             raise ValueError(f"{self.role} has no registered method {name!r}: put @register on it")
-        return BoundMethod(self, replace(bound.spec, dispatch_mode=mode), bound.method)
+        spec = replace(bound.spec, dispatch_mode=mode)
+        return BoundMethod(self, spec, bound.method)
 
     def split(self, data: Splittable, count: int) -> list[BatchShard]:
         """Returns `count` shards, of as equal numbers of rows as possible unless an Ordered batch
@@ -281,7 +283,8 @@ class BoundMethod:
         """Returns a batch without the columns that the method does not read."""
         columns = self.spec.sent_columns
         if isinstance(value, Ordered):
-            return Ordered(self._selected(value.batch), value.order, value.sizes)
+            batch = self._selected(value.batch)
+            return Ordered(batch, value.order, value.sizes)
         if isinstance(value, DataProto) and columns is not None:
             return shard.select_columns(value, columns)
         return value
@@ -291,8 +294,8 @@ class BoundMethod:
         group = self.group
         spec = self.spec
         if spec.dispatch_mode is Dispatch.RANK_ZERO:
-            values = (*args, *kwargs.values())
-            if any(isinstance(value, PerRank) for value in values):
+            given = (*args, *kwargs.values())
+            if any(isinstance(value, PerRank) for value in given):
                 raise ValueError(
                     f"{group.role}.{spec.name} runs on rank 0 only: PerRank needs Execute.ALL"
                 )

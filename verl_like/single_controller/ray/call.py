@@ -126,7 +126,8 @@ class RayCall(_CallOnRanks):
             ) from error
         values = [unpack(value) for value in packed]
         num_ranks = len(self.headers)
-        known = dict(zip(self.headers, values[:num_ranks], strict=True))
+        headers = values[:num_ranks]
+        known = dict(zip(self.headers, headers, strict=True))
         self.unreported.report_finished(known)
         return values[num_ranks:]
 

@@ -24,7 +24,8 @@ def assign(entries: list[Resources], nodes: dict[str, Resources]) -> list[str] |
         bundle[kind] = math.gcd(*amounts)
 
     def bundles(resources: Resources) -> int:
-        return int(min(resources.get(kind, 0) // amount for kind, amount in bundle.items()))
+        fitting = [resources.get(kind, 0) // amount for kind, amount in bundle.items()]
+        return int(min(fitting))
 
     sizes = [bundles(entry) for entry in entries]
     capacities = [bundles(node) for node in nodes.values()]
@@ -91,11 +92,13 @@ def placement_table(requests: dict[str, list[Resources]]) -> str:
             lines.append(_table_row(f"{pool}, node {index}", gpu, cpu))
     free = node_resources(total=False)
     lines.append(_table_row("node", "GPU", "CPU") + "   (free / all)")
-    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-    for name, node in node_resources(total=True).items():
+    addresses = {}
+    for node in ray.nodes():
+        addresses[node["NodeID"]] = node["NodeManagerAddress"]
+    for name, everything in node_resources(total=True).items():
         free_here = free.get(name, {})
-        gpu = f"{free_here.get('GPU', 0):g} / {node['GPU']:g}"
-        cpu = f"{free_here.get('CPU', 0):g} / {node['CPU']:g}"
+        gpu = f"{free_here.get('GPU', 0):g} / {everything['GPU']:g}"
+        cpu = f"{free_here.get('CPU', 0):g} / {everything['CPU']:g}"
         lines.append(_table_row(f"{addresses[name]} ({name[:6]})", gpu, cpu))
     lines.append(
         "  fix: smaller entries in resource_pool_spec, fewer groups per pool, or more or larger "

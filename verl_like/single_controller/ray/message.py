@@ -61,7 +61,9 @@ def pack(value: Any) -> list[Any] | bytes:
     if isinstance(value, StoredBatch):
         return ["stored", [value.segments, value.locations, value.rest]]
     if isinstance(value, BatchShard):
-        parts = [[pack(part.header), pack(part.payload)] for part in value.parts]
+        parts = []
+        for part in value.parts:
+            parts.append([pack(part.header), pack(part.payload)])
         columns = None if value.columns is None else list(value.columns)
         place = [value.index, value.num_shards]
         rows = [value.row_numbers, value.num_batch_rows, value.ordered]
@@ -82,7 +84,9 @@ def unpack(packed: list[Any] | bytes) -> Any:
         return StoredBatch(*content)
     if kind == "shard":
         packed_parts, *rest = content
-        parts = [Part(unpack(header), unpack(payload)) for header, payload in packed_parts]
+        parts = []
+        for header, payload in packed_parts:
+            parts.append(Part(unpack(header), unpack(payload)))
         return BatchShard(tuple(parts), *rest)
     return content
 

@@ -126,7 +126,8 @@ class NodeWatch:
             if node == self.own_node:
                 looks[node] = self.own_agent.look(its_pids)
             elif node not in self.asked:
-                self.asked[node] = self.agent(node).look.remote(its_pids)
+                agent = self.agent(node)
+                self.asked[node] = agent.look.remote(its_pids)
         node_of = {reference: node for node, reference in self.asked.items()}
         asked = list(node_of)
         answered: list[Any] = []
@@ -155,7 +156,8 @@ class NodeWatch:
         if node == self.own_node:
             self.own_agent.kill(pids)
         else:
-            killing = self.agent(node).kill.remote(pids)
+            agent = self.agent(node)
+            killing = agent.kill.remote(pids)
             ray.wait([killing], timeout=_ANSWER_S)
 
     def shortage(self, node: str, pid: int) -> Shortage | None:

@@ -59,7 +59,8 @@ class ProcessHandles:
         for rank, (local_rank, local_size) in enumerate(pool.local_ranks()):
             env = rank_environment(rank, pool.world_size, local_rank, local_size, device)
             environments.append(env)
-        clash = sorted(worker_env.keys() & {*environments[0], "MASTER_ADDR", "MASTER_PORT"})
+        own_names = {*environments[0], "MASTER_ADDR", "MASTER_PORT"}
+        clash = sorted(worker_env.keys() & own_names)
         if clash:
             raise ValueError(
                 f"worker_env of {role} sets {clash}, which the group sets itself: leave them out"
@@ -70,7 +71,9 @@ class ProcessHandles:
         process_class = ray.remote(WorkerProcess)
         self.actors: list[Any] = []
         for rank, (group, index) in enumerate(self.bundles):
-            env = {**environments[rank], "OMP_NUM_THREADS": str(threads[rank]), **worker_env}
+            env = environments[rank]
+            env["OMP_NUM_THREADS"] = str(threads[rank])
+            env.update(worker_env)
             in_bundle = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
             actor_class = process_class.options(
                 name=f"{prefix}_{rank}",
@@ -81,7 +84,9 @@ class ProcessHandles:
             )
             self.actors.append(actor_class.remote())
         master = self.actors[0].reserve_master.remote()
-        self._started: list[Any] = [actor.start.remote(master, classes) for actor in self.actors]
+        self._started: list[Any] = []
+        for actor in self.actors:
+            self._started.append(actor.start.remote(master, classes))
         _RUNNING.add(self)
 
     def wait_until_started(self, timeout: float = START_DEADLINE_S) -> list[ProcessInfo]:
@@ -291,7 +296,8 @@ def _threads_per_rank(bundles: Sequence[Bundle]) -> list[int]:
         nodes.append(table["bundles_to_node_id"][index])
     cores: dict[str, int] = {}
     for node in ray.nodes():
-        cores[node["NodeID"]] = int(node["Resources"].get("CPU", 1))
+        num_cpus = node["Resources"].get("CPU", 1)
+        cores[node["NodeID"]] = int(num_cpus)
     here = ray.get_runtime_context().get_node_id()
     # Ray's number of CPUs may be set higher than what this machine has, to fit more processes.
     own_cores = len(os.sched_getaffinity(0))

@@ -85,8 +85,9 @@ def make_auth_token(path: Path) -> None:
     if is_given or mode.lower() != "token":
         return
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    only_new = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     with contextlib.suppress(FileExistsError):
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        descriptor = os.open(path, only_new, 0o600)
         with open(descriptor, "w") as file:
             file.write(generate_new_authentication_token())
 

@@ -25,12 +25,12 @@ def broken_rules(config: PPOConfig) -> Iterator[str]:
     A placement rule is checked only if those before it hold, and batch sizes only if all placement
     rules do.
     """
-    rules = (*BATCH_RULES, *OTHER_RULES)
+    rules = [*BATCH_RULES, *OTHER_RULES]
     for placement_rule in PLACEMENT_RULES:
         problems = list(placement_rule(config))
         if problems:
             yield from problems
-            rules = OTHER_RULES
+            rules = list(OTHER_RULES)
             break
     for rule in rules:
         yield from rule(config)

@@ -174,8 +174,10 @@ class PromptLedger:
     def is_braking(self) -> bool:
         """True while makers wait for newer weights than `max_staleness` alone asks for."""
         limit = self.detached.min_effective_sample_size
+        if limit <= 0:
+            return False
         # The comparison is not `size < limit`, because a NaN has to brake too.
-        return limit > 0 and any(not size >= limit for size in self._effective_sample_sizes)
+        return not all(size >= limit for size in self._effective_sample_sizes)
 
     def take(self, maker: str, version: int, limit: int) -> list[Ticket] | None:
         """Returns at most `limit` tickets that `maker` may start now with weights of `version`.
