@@ -82,9 +82,9 @@ def test_a_shard_of_a_small_batch_travels_as_plain_values():
                 r.load(1.0) if isinstance(r, StoredBatch) else r for r in references
             ]
         )
-        assert sorted(rows.data.tensors()) == ["input_ids", "is_pad"]
+        assert sorted(rows.tensors()) == ["input_ids", "is_pad"]
         assert torch.equal(
-            rows.data.batch["input_ids"], batch.batch["input_ids"][2 * rank : 2 * rank + 2]
+            rows.batch["input_ids"], batch.batch["input_ids"][2 * rank : 2 * rank + 2]
         )
 
 

@@ -136,7 +136,7 @@ def test_in_the_same_order_a_rank_gets_its_own_part_of_a_future_as_a_view():
     shards = GROUPS[3].split(Ordered(future, order), 3)
     for shard, part in zip(shards, future.parts, strict=True):
         assert (
-            shard.resolve(list).data.batch["number"].data_ptr()
+            shard.resolve(list).batch["number"].data_ptr()
             == part.payload.batch["number"].data_ptr()
         )
 

@@ -57,8 +57,8 @@ def test_shards_divide_the_whole_batch_into_shares_that_differ_by_one_row_at_mos
     for index, rows in enumerate(slices(total, count)):
         store = Store(sizes)
         shard = BatchShard(parts_of(sizes), index, count).resolve(store)
-        assert shard.data.batch["row"].tolist() == rows
-        assert shard.data.non_tensor_batch["name"].tolist() == [str(row) for row in rows]
+        assert shard.batch["row"].tolist() == rows
+        assert shard.non_tensor_batch["name"].tolist() == [str(row) for row in rows]
         if rows:
             assert store.fetched == sorted(set(owner[rows])), (
                 "only the parts that hold its rows, once each"
@@ -67,7 +67,7 @@ def test_shards_divide_the_whole_batch_into_shares_that_differ_by_one_row_at_mos
 
 def test_a_shard_without_rows_has_the_columns_of_the_batch():
     sizes = [0, 2]
-    shard = BatchShard(parts_of(sizes), 3, 4, columns=("row", "name")).resolve(Store(sizes)).data
+    shard = BatchShard(parts_of(sizes), 3, 4, columns=("row", "name")).resolve(Store(sizes))
     assert {name: (column.dtype, len(column)) for name, column in shard.columns().items()} == {
         "row": (torch.int64, 0),
         "name": (np.dtype(object), 0),
@@ -76,7 +76,7 @@ def test_a_shard_without_rows_has_the_columns_of_the_batch():
 
 def test_shards_of_a_batch_without_rows_have_its_columns():
     store = Store([0, 0])
-    shard = BatchShard(parts_of([0, 0]), 1, 2).resolve(store).data
+    shard = BatchShard(parts_of([0, 0]), 1, 2).resolve(store)
     assert len(shard) == 0 and sorted(shard.columns()) == ["name", "other", "row"]
 
 
@@ -86,9 +86,9 @@ def test_equal_sizes_give_each_rank_exactly_its_own_part_as_a_view():
         (Part(CallHeader(num_rows=2), None), Part(CallHeader(num_rows=4), data)), 1, 1
     )
     whole = BatchShard(shard.parts[1:], 0, 1).resolve(lambda references: references)
-    assert whole.data.batch["row"].data_ptr() == data.batch["row"].data_ptr()
+    assert whole.batch["row"].data_ptr() == data.batch["row"].data_ptr()
     second = BatchShard(shard.parts[1:], 1, 2).resolve(lambda references: references)
-    assert second.data.batch["row"].data_ptr() == data.batch["row"][2:].data_ptr()
+    assert second.batch["row"].data_ptr() == data.batch["row"][2:].data_ptr()
 
 
 def test_only_the_listed_columns_are_kept_and_the_callers_marks():
@@ -96,7 +96,7 @@ def test_only_the_listed_columns_are_kept_and_the_callers_marks():
         {"row": torch.arange(2), "other": torch.arange(2), "is_pad": torch.tensor([False, True])}
     )
     shard = BatchShard((Part(CallHeader(num_rows=2), data),), 0, 1, columns=("row",)).resolve(list)
-    assert (sorted(shard.data.batch.keys()), shard.data.non_tensor_batch) == (["is_pad", "row"], {})
+    assert (sorted(shard.batch.keys()), shard.non_tensor_batch) == (["is_pad", "row"], {})
 
 
 def test_arrays_of_a_shard_cannot_be_written():
@@ -105,7 +105,7 @@ def test_arrays_of_a_shard_cannot_be_written():
         lambda references: references
     )
     with pytest.raises(ValueError, match="read-only"):
-        shard.data.non_tensor_batch["length"][0] = 5
+        shard.non_tensor_batch["length"][0] = 5
     data.non_tensor_batch["length"][0] = 5  # the caller's own array stays writable
 
 
@@ -114,7 +114,7 @@ def test_a_shard_of_a_batch_with_only_meta_info_is_the_whole_batch():
     shard = BatchShard((Part(CallHeader(num_rows=0), data),), 1, 4).resolve(
         lambda references: references
     )
-    assert shard.data.equal(data)
+    assert shard.equal(data)
 
 
 def test_a_description_of_a_shard_is_small_however_large_the_batch():
@@ -145,8 +145,8 @@ def test_a_shard_of_given_positions_gathers_them_from_the_parts_that_hold_them(s
             parts_of(sizes), index, count, row_numbers=positions, num_batch_rows=total, ordered=True
         )
         resolved = shard.resolve(store)
-        assert resolved.data.batch["row"].tolist() == positions.tolist() and resolved.ordered
-        assert resolved.data.non_tensor_batch["name"].tolist() == [str(p) for p in positions]
+        assert resolved.batch["row"].tolist() == positions.tolist()
+        assert resolved.non_tensor_batch["name"].tolist() == [str(p) for p in positions]
         if len(positions):
             assert store.fetched == sorted(set(owner[positions])), (
                 "only the parts that hold its rows, once each"
@@ -157,7 +157,7 @@ def test_contiguous_positions_stay_a_view():
     data = DataProto.from_dict({"row": torch.arange(6)})
     part = Part(CallHeader(num_rows=6), data)
     shard = BatchShard((part,), 1, 2, row_numbers=np.array([2, 3, 4]), num_batch_rows=6)
-    assert shard.resolve(list).data.batch["row"].data_ptr() == data.batch["row"][2:].data_ptr()
+    assert shard.resolve(list).batch["row"].data_ptr() == data.batch["row"][2:].data_ptr()
 
 
 def test_an_order_for_another_number_of_rows_is_refused():
@@ -186,6 +186,6 @@ def test_a_shard_without_rows_of_a_jagged_batch_joins_the_others():
     rows = torch.nested.nested_tensor([torch.arange(3), torch.arange(1)], layout=torch.jagged)
     data = DataProto.from_dict({"tokens": rows})
     parts = (Part(CallHeader(num_rows=2), data),)
-    shards = [BatchShard(parts, index, 3).resolve(list).data for index in range(3)]
+    shards = [BatchShard(parts, index, 3).resolve(list) for index in range(3)]
     assert [len(shard) for shard in shards] == [1, 1, 0] and shards[2].batch["tokens"].is_nested
     assert DataProto.concat(shards).equal(data)

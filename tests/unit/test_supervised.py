@@ -306,7 +306,9 @@ def test_a_run_has_a_process_for_each_device_of_each_node(model_path: str):
         "data.train_batch_size=6",
     )
     pool = pool_of(config)
-    assert list(pool.store) == [2, 2, 2] and config.num_processes_of_run == pool.world_size == 6
+    assert (
+        pool.process_on_nodes == [2, 2, 2] and config.num_processes_of_run == pool.world_size == 6
+    )
     assert not pool.use_gpu and pool_of(config.updated({"trainer.device": "cuda"})).use_gpu
 
 

@@ -4,7 +4,7 @@ file."""
 import os
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -14,18 +14,28 @@ from verl_like.protocol.row_ops import (
     RowIndices,
     RowTaker,
     check_tensor_column,
+    columns_of,
+    copied,
     deep_equal,
     is_jagged,
     jagged_parts,
     map_leaves,
     row_indices,
-    share_offsets,
+    tensor_dict,
     write_count,
 )
 from verl_like.protocol.wire import WireTensor, from_wire, read_file, to_wire, write_file
 
 # (number of rows, or None without `batch`; tensors; non_tensor_batch; meta_info)
 State = tuple[int | None, dict[str, WireTensor], dict[str, np.ndarray], dict[str, Any]]
+
+
+def _tensor_to_wire(value: Any) -> Any:
+    return to_wire(value) if isinstance(value, torch.Tensor) else value
+
+
+def _tensor_from_wire(value: Any) -> Any:
+    return from_wire(value) if isinstance(value, WireTensor) else value
 
 
 @dataclass(eq=False, repr=False)
@@ -48,24 +58,26 @@ class Batch:
     def __post_init__(self) -> None:
         self.check_consistency()
         if self.batch is not None:
-            self.batch = TensorDict(
-                share_offsets(self.tensors()), self.batch.batch_size, device=self.batch.device
-            )
+            device = self.batch.device
+            self.batch = tensor_dict(self.tensors(), len(self), device)
         self.non_tensor_batch = dict(self.non_tensor_batch)
-        self.meta_info = map_leaves(lambda leaf: leaf, self.meta_info)
+        self.meta_info = copied(self.meta_info)
 
     def check_consistency(self) -> None:
         """Raise ValueError unless every column has the same number of rows and a supported type."""
-        if self.batch is not None and not (
-            isinstance(self.batch, TensorDict) and self.batch.batch_dims == 1
-        ):
+        batch = self.batch
+        is_table = isinstance(batch, TensorDict) and batch.batch_dims == 1
+        if batch is not None and not is_table:
             raise ValueError(
-                f"DataProto.batch is a {type(self.batch).__name__} with batch_size "
-                f"{getattr(self.batch, 'batch_size', None)}; it must be a TensorDict with one "
+                f"DataProto.batch is a {type(batch).__name__} with batch_size "
+                f"{getattr(batch, 'batch_size', None)}; it must be a TensorDict with one "
                 "batch dimension, as DataProto.from_dict makes it."
             )
-        if not isinstance(self.non_tensor_batch, dict) or not isinstance(self.meta_info, dict):
-            raise ValueError("DataProto.non_tensor_batch and DataProto.meta_info must be dicts.")
+        for given in (self.non_tensor_batch, self.meta_info):
+            if not isinstance(given, dict):
+                raise ValueError(
+                    "DataProto.non_tensor_batch and DataProto.meta_info must be dicts."
+                )
         for name, tensor in self.tensors().items():
             check_tensor_column(f"DataProto.batch[{name!r}]", tensor)
         for name, array in self.non_tensor_batch.items():
@@ -75,11 +87,10 @@ class Batch:
                     "array with rows; give an array or, to DataProto.from_dict(non_tensors=...), "
                     "a list with one element per row."
                 )
-        wrong = {
-            name: array.shape[0]
-            for name, array in self.non_tensor_batch.items()
-            if array.shape[0] != len(self)
-        }
+        wrong: dict[str, int] = {}
+        for name, array in self.non_tensor_batch.items():
+            if len(array) != len(self):
+                wrong[name] = len(array)
         if wrong:
             raise ValueError(
                 f"DataProto has {len(self)} rows but non_tensor_batch has columns with another "
@@ -89,20 +100,22 @@ class Batch:
     def __len__(self) -> int:
         if self.batch is not None:
             return self.batch.batch_size[0]
-        return next((array.shape[0] for array in self.non_tensor_batch.values()), 0)
+        for array in self.non_tensor_batch.values():
+            return len(array)
+        return 0
 
     @property
     def tensor_batch(self) -> TensorDict:
-        """`batch` of a batch that is known to have tensors."""
+        """Returns `batch` of a batch that is known to have tensors."""
         assert self.batch is not None, "this batch has no tensors"
         return self.batch
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensor columns by name, as a new dict; empty if there is no `batch`."""
-        return {} if self.batch is None else cast(dict[str, torch.Tensor], dict(self.batch.items()))
+        """Returns the tensor columns by name, as a new dict. It is empty if there is no `batch`."""
+        return {} if self.batch is None else columns_of(self.batch)
 
     def columns(self) -> dict[str, Any]:
-        """Tensor columns and arrays by name, as a new dict."""
+        """Returns tensor columns and arrays by name, as a new dict."""
         return {**self.tensors(), **self.non_tensor_batch}
 
     def with_columns(
@@ -112,43 +125,48 @@ class Batch:
         arrays: dict[str, np.ndarray],
         meta_info: dict[str, Any],
     ) -> Self:
-        """A batch of columns that fit, unchecked, on this one's device; without `batch` where this
-        one has none."""
+        """Returns a batch of columns that fit, on this one's device. They are not checked.
+
+        It has no `batch` if this one has none.
+        """
         data = type(self).__new__(type(self))
         data.batch = None
         if self.batch is not None:
-            data.batch = TensorDict(
-                share_offsets(tensors), batch_size=[num_rows], device=self.batch.device
-            )
-        data.non_tensor_batch, data.meta_info = arrays, map_leaves(lambda leaf: leaf, meta_info)
+            data.batch = tensor_dict(tensors, num_rows, self.batch.device)
+        data.non_tensor_batch = arrays
+        data.meta_info = copied(meta_info)
         return data
 
     def map_columns(self, num_rows: int, operation: Callable[[Any], Any]) -> Self:
-        """The same columns and meta_info with `operation` done on every column, which then has
-        `num_rows` rows."""
+        """Returns the same columns and meta_info after `operation` was done on every column, which
+        then has `num_rows` rows."""
         # The containers are open: a column of another length may have been put in
         self.check_consistency()
-        tensors, arrays = (
-            {name: operation(column) for name, column in columns.items()}
-            for columns in (self.tensors(), self.non_tensor_batch)
-        )
+        tensors = {name: operation(column) for name, column in self.tensors().items()}
+        arrays = {name: operation(array) for name, array in self.non_tensor_batch.items()}
         return self.with_columns(num_rows, tensors, arrays, self.meta_info)
 
     def slice(
         self, start: int | None = None, end: int | None = None, step: int | None = None
     ) -> Self:
-        """Copy of the rows start:end:step, with Python's rules for slices."""
-        return self.select_idxs(list(range(len(self))[start:end:step]))
+        """Returns a copy of the rows start:end:step, with Python's rules for slices."""
+        rows = range(len(self))[start:end:step]
+        return self.select_idxs(list(rows))
 
     def select_idxs(self, idxs: RowIndices) -> Self:
-        """Copy of the rows at `idxs`: integers (negative: from the end; repeats allowed) or one
-        bool per row."""
+        """Returns a copy of the rows at `idxs`.
+
+        These are integers, which may be negative to count from the end and may occur several times,
+        or one bool per row.
+        """
         indices = row_indices(idxs, len(self))
         return self.map_columns(len(indices), RowTaker(indices))
 
     def equal(self, other: "Batch") -> bool:
-        """Same columns, dtypes, values (NaN equals NaN) and meta_info, whatever the device and the
-        order of columns."""
+        """Returns True if columns, dtypes, values and meta_info are the same.
+
+        NaN equals NaN. Neither the device nor the order of columns counts.
+        """
         return (
             len(self) == len(other)
             and deep_equal(self.tensors(), other.tensors())
@@ -157,82 +175,77 @@ class Batch:
         )
 
     def column_versions(self) -> dict[str, int]:
-        """The `write_count` of each tensor column: a column was written into in place if its count
-        has changed."""
+        """Returns the `write_count` of each tensor column. A column was written into in place if
+        its count has changed."""
         return {name: write_count(tensor) for name, tensor in self.tensors().items()}
 
     def get_data_info(self) -> str:
-        """What the batch holds, for people: one line per column with shape, dtype and size."""
+        """Describes the batch for people: one line per column with shape, dtype and size."""
         lines = [f"DataProto: {len(self)} rows"]
         total = 0
         for name, tensor in self.tensors().items():
-            size = (jagged_parts(tensor)[0] if is_jagged(tensor) else tensor).nbytes
-            total += size
-            lines.append(
-                f"  {name}: {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}, "
-                f"{size / 2**20:.2f} MiB"
-            )
+            values = jagged_parts(tensor)[0] if is_jagged(tensor) else tensor
+            total += values.nbytes
+            described = f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
+            lines.append(f"  {name}: {described}, {values.nbytes / 2**20:.2f} MiB")
         for name, array in self.non_tensor_batch.items():
             total += array.nbytes
             lines.append(f"  {name}: {array.shape} array of {array.dtype}")
-        lines += [
-            f"  meta_info[{name!r}]: {type(value).__name__}"
-            for name, value in self.meta_info.items()
-        ]
+        for name, value in self.meta_info.items():
+            lines.append(f"  meta_info[{name!r}]: {type(value).__name__}")
         lines[0] += f", {total / 2**20:.2f} MiB"
         return "\n".join(lines)
 
     __repr__ = get_data_info
 
     def __getstate__(self, left_out: Container[str] = ()) -> State:
-        """Tensors not `left_out`, as views in NumPy arrays, which pickle protocol 5 passes on out
-        of band, uncopied."""
+        """Returns the state without the tensors that are `left_out`.
+
+        Tensors are views in NumPy arrays, which pickle protocol 5 passes on out of band, without a
+        copy.
+        """
         self.check_consistency()
-        meta_info = map_leaves(
-            lambda leaf: to_wire(leaf) if isinstance(leaf, torch.Tensor) else leaf, self.meta_info
-        )
-        tensors = {
-            name: to_wire(tensor) for name, tensor in self.tensors().items() if name not in left_out
-        }
-        return (
-            None if self.batch is None else len(self),
-            tensors,
-            dict(self.non_tensor_batch),
-            meta_info,
-        )
+        tensors = {}
+        for name, tensor in self.tensors().items():
+            if name not in left_out:
+                tensors[name] = to_wire(tensor)
+        meta_info = map_leaves(_tensor_to_wire, self.meta_info)
+        num_rows = None if self.batch is None else len(self)
+        return num_rows, tensors, dict(self.non_tensor_batch), meta_info
 
     def __setstate__(self, state: State) -> None:
-        """Tensors on the CPU, wherever they were. On shared memory they are read-only by
-        agreement."""
+        """Takes the state over. Its tensors are on the CPU, wherever they were before, and may lie
+        in shared memory: nobody may write into them."""
         num_rows, tensors, self.non_tensor_batch, meta_info = state
         self.batch = None
         if num_rows is not None:
-            columns = share_offsets({name: from_wire(tensor) for name, tensor in tensors.items()})
-            self.batch = TensorDict(columns, batch_size=[num_rows])
-        self.meta_info = map_leaves(
-            lambda leaf: from_wire(leaf) if isinstance(leaf, WireTensor) else leaf, meta_info
-        )
+            columns = {name: from_wire(tensor) for name, tensor in tensors.items()}
+            self.batch = tensor_dict(columns, num_rows)
+        self.meta_info = map_leaves(_tensor_from_wire, meta_info)
 
     @classmethod
     def from_state(cls, *state: Any) -> Self:
-        """The batch whose `__getstate__` this is."""
+        """Returns the batch that has this `__getstate__`."""
         data = cls.__new__(cls)
         data.__setstate__(state)
         return data
 
     def save_to_disk(self, path: str | os.PathLike[str]) -> None:
-        """Write everything to one safetensors file, without pickle. Raises ValueError naming a
-        value of an unknown type."""
+        """Writes everything to one safetensors file, without pickle. Raises ValueError, which names
+        the value, for a value of an unknown type."""
         self.check_consistency()
-        num_rows = None if self.batch is None else len(self)
-        columns = {"batch": self.tensors(), "non_tensor_batch": self.non_tensor_batch}
-        write_file(path, {"rows": num_rows, **columns, "meta_info": self.meta_info})
+        contents = {
+            "rows": None if self.batch is None else len(self),
+            "batch": self.tensors(),
+            "non_tensor_batch": self.non_tensor_batch,
+            "meta_info": self.meta_info,
+        }
+        write_file(path, contents)
 
     @classmethod
     def load_from_disk(cls, path: str | os.PathLike[str]) -> Self:
-        """A batch written by `save_to_disk`, on the CPU."""
+        """Returns a batch that `save_to_disk` wrote, on the CPU."""
         contents = read_file(path)
         num_rows = contents["rows"]
-        columns = share_offsets(contents["batch"])
-        batch = None if num_rows is None else TensorDict(columns, batch_size=[num_rows])
+        batch = None if num_rows is None else tensor_dict(contents["batch"], num_rows)
         return cls(batch, contents["non_tensor_batch"], contents["meta_info"])

@@ -1,5 +1,6 @@
-"""What code written for verl calls of a DataProto and the library itself does not."""
+"""What code written for verl calls of a DataProto, and the library itself does not call."""
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self, cast
 
@@ -87,10 +88,7 @@ class VerlDataProto(Batch):
                 f"from_tensordict: the TensorDict has entries {merge.names(twice)}, which "
                 "meta_info has, too; leave them out of one."
             )
-        batch = None
-        if tensors:
-            size = tensor_dict.batch_size
-            batch = TensorDict(row_ops.share_offsets(tensors), batch_size=size)
+        batch = row_ops.tensor_dict(tensors, len(tensor_dict)) if tensors else None
         return cls(batch, arrays, entries | given)
 
     def make_iterator(
@@ -100,7 +98,8 @@ class VerlDataProto(Batch):
         seed: int | None = None,
         dataloader_kwargs: dict[str, Any] | None = None,
     ) -> Iterator[Self]:
-        """Mini-batches of `mini_batch_size` rows, `epochs` times over, each with the meta_info.
+        """Yields mini-batches of `mini_batch_size` rows, `epochs` times over, each with the
+        meta_info.
 
         `dataloader_kwargs` go to torch's DataLoader, e.g. {"shuffle": True}, which needs a `seed`:
         the order is then another one in each epoch and depends on nothing but the seed. Raises
@@ -130,17 +129,18 @@ class VerlDataProto(Batch):
             generator=generator,
             **options,
         )
-        return (mini_batch for _ in range(epochs) for mini_batch in loader)
+        return itertools.chain.from_iterable(itertools.repeat(loader, epochs))
 
     def __getitems__(self, indices: list[int]) -> Self:
-        """Rows for torch's DataLoader in one call instead of one by one."""
+        """Returns rows for torch's DataLoader, in one call instead of one by one."""
         return self.select_idxs(indices)
 
     def reorder(self, indices: torch.Tensor) -> None:
-        """In place: row i becomes the old row indices[i]. Raises ValueError unless `indices` is a
-        permutation."""
+        """Orders the rows in place: row i becomes the old row indices[i]. Raises ValueError unless
+        `indices` is a permutation."""
         order = row_ops.row_indices(indices, len(self))
-        if not torch.equal(order.sort().values, torch.arange(len(self))):
+        in_order = order.sort().values
+        if not torch.equal(in_order, torch.arange(len(self))):
             raise ValueError(
                 f"reorder: the {len(order)} indices are not a permutation of the {len(self)} rows; "
                 "use select_idxs."
@@ -150,7 +150,7 @@ class VerlDataProto(Batch):
         self.non_tensor_batch = reordered.non_tensor_batch
 
     def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> Self:
-        """Rename tensor columns in place (a swap works) and return self."""
+        """Renames tensor columns in place and returns self. Two names may be exchanged."""
         old = [old_keys] if isinstance(old_keys, str) else list(old_keys)
         new = [new_keys] if isinstance(new_keys, str) else list(new_keys)
         if len(old) != len(new):
@@ -165,22 +165,26 @@ class VerlDataProto(Batch):
                 "pop that one first."
             )
         if self.batch is not None:
-            self.batch = TensorDict(renamed, batch_size=[len(self)], device=self.batch.device)
+            device = self.batch.device
+            self.batch = TensorDict(renamed, batch_size=[len(self)], device=device)
         return self
 
     def sample_level_repeat(self, repeat_times: Sequence[int] | np.ndarray | torch.Tensor) -> Self:
-        """Row i is repeated repeat_times[i] times, its copies side by side."""
+        """Returns row i repeat_times[i] times, its copies side by side."""
         counts = torch.as_tensor(repeat_times, dtype=torch.int64).cpu()
         if counts.shape != (len(self),) or bool((counts < 0).any()):
             raise ValueError(
                 f"sample_level_repeat: needs one count >= 0 for each of the {len(self)} rows, got "
                 f"{counts.tolist()}."
             )
-        return self.select_idxs(torch.arange(len(self)).repeat_interleave(counts))
+        rows = torch.arange(len(self))
+        return self.select_idxs(rows.repeat_interleave(counts))
 
     def chunk(self, chunks: int) -> list[Self]:
-        """Split into `chunks` equal parts; without columns: `chunks` copies. ValueError if it does
-        not divide."""
+        """Splits into `chunks` equal parts. A batch without columns gives `chunks` copies.
+
+        Raises ValueError if the number of rows does not divide.
+        """
         if chunks <= 0:
             raise ValueError(f"chunk: the number of chunks must be positive, got {chunks}.")
         if len(self) % chunks:
@@ -190,22 +194,21 @@ class VerlDataProto(Batch):
                 "last piece may be short."
             )
         size = len(self) // chunks
-        return [self.slice(index * size, (index + 1) * size) for index in range(chunks)]
+        starts = [index * size for index in range(chunks)]
+        return [self.slice(start, start + size) for start in starts]
 
     def split(self, split_size: int) -> list[Self]:
-        """Pieces of `split_size` rows, the last one may be short; one empty piece if there are no
-        rows."""
+        """Splits into pieces of `split_size` rows, of which the last one may be short. Without rows
+        there is one empty piece."""
         if split_size <= 0:
             raise ValueError(f"split: split_size must be positive, got {split_size}.")
-        return [
-            self.slice(start, start + split_size)
-            for start in range(0, max(len(self), 1), split_size)
-        ]
+        starts = range(0, max(len(self), 1), split_size)
+        return [self.slice(start, start + split_size) for start in starts]
 
 
 def array_of_rows(rows: list[Any]) -> np.ndarray:
-    """(B,) array of these elements, one a row."""
-    dtypes = {row.dtype for row in rows if isinstance(row, np.generic)}
-    if len(dtypes) == 1 and all(isinstance(row, np.generic) for row in rows):
+    """Returns an array (B,) of these elements, one a row."""
+    dtypes = {row.dtype if isinstance(row, np.generic) else None for row in rows}
+    if len(dtypes) == 1 and None not in dtypes:
         return np.array(rows, dtype=dtypes.pop())
     return row_ops.object_array(rows)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast, overload
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ class DataProtoItem:
 
 @dataclass(eq=False, repr=False)
 class DataProto(VerlDataProto):
-    """A batch, see `Batch`, and how batches are made, split, joined and combined.
+    """A batch, see `Batch`, with the methods by which batches are made, split, joined and combined.
 
     Operations on rows (indexing, chunk, repeat, concat, ...) copy the rows, though not what the
     elements of object arrays refer to; `select` and `union` share the columns.
@@ -35,8 +35,8 @@ class DataProto(VerlDataProto):
         non_tensors: Mapping[str, np.ndarray | Sequence[Any]] | None = None,
         meta_info: dict[str, Any] | None = None,
     ) -> "DataProto":
-        """Columns by name. A list or tuple of non-tensors becomes a 1-D object array, one element
-        per row."""
+        """Makes a batch of columns by name. A list or tuple of non-tensors becomes a 1-D object
+        array, one element per row."""
         batch = None
         if tensors:
             for name, tensor in tensors.items():
@@ -44,39 +44,43 @@ class DataProto(VerlDataProto):
             sizes = {name: tensor.size(0) for name, tensor in tensors.items()}
             if len(set(sizes.values())) > 1:
                 raise ValueError(f"from_dict: the tensors differ in their number of rows: {sizes}.")
-            batch = TensorDict(
-                row_ops.share_offsets(tensors), batch_size=[next(iter(sizes.values()))]
-            )
-        arrays = {
-            name: row_ops.object_array(value)
-            if isinstance(value, (list, tuple))
-            else cast(np.ndarray, value)
-            for name, value in (non_tensors or {}).items()
-        }
+            num_rows = next(iter(sizes.values()))
+            batch = row_ops.tensor_dict(tensors, num_rows)
+        arrays: dict[str, Any] = dict(non_tensors or {})
+        for name, value in arrays.items():
+            if isinstance(value, (list, tuple)):
+                arrays[name] = row_ops.object_array(value)
         return DataProto(batch, arrays, meta_info or {})
 
     @staticmethod
     def from_single_dict(
         data: Mapping[str, Any], meta_info: dict[str, Any] | None = None
     ) -> "DataProto":
-        """Tensors go to `batch`, NumPy arrays to `non_tensor_batch`; anything else raises
-        ValueError."""
-        tensors = {name: value for name, value in data.items() if isinstance(value, torch.Tensor)}
-        arrays = {name: value for name, value in data.items() if name not in tensors}
-        return DataProto(DataProto.from_dict(tensors).batch, arrays, meta_info or {})
+        """Makes a batch of tensors, which go to `batch`, and NumPy arrays, which go to
+        `non_tensor_batch`. Raises ValueError for anything else."""
+        tensors: dict[str, torch.Tensor] = {}
+        arrays: dict[str, Any] = {}
+        for name, value in data.items():
+            if isinstance(value, torch.Tensor):
+                tensors[name] = value
+            else:
+                arrays[name] = value
+        batch = DataProto.from_dict(tensors).batch
+        return DataProto(batch, arrays, meta_info or {})
 
     @overload
     def __getitem__(self, index: int | np.integer) -> DataProtoItem: ...
     @overload
     def __getitem__(self, index: slice | row_ops.RowIndices) -> "DataProto": ...
     def __getitem__(self, index: Any) -> Any:
-        """A row as DataProtoItem for an integer, else a DataProto of copied rows."""
-        if isinstance(index, (int, np.integer)) and not isinstance(index, bool):
+        """Returns a row as DataProtoItem for an integer, and otherwise a DataProto of copied
+        rows."""
+        is_integer = isinstance(index, (int, np.integer))
+        if is_integer and not isinstance(index, bool):
             row = self.select_idxs([int(index)])
             batch = None if row.batch is None else row.batch[0]
-            return DataProtoItem(
-                batch, {name: a[0] for name, a in row.non_tensor_batch.items()}, row.meta_info
-            )
+            elements = {name: array[0] for name, array in row.non_tensor_batch.items()}
+            return DataProtoItem(batch, elements, row.meta_info)
         if isinstance(index, slice):
             return self.slice(index.start, index.stop, index.step)
         if isinstance(index, (list, tuple, np.ndarray, torch.Tensor)):
@@ -87,25 +91,29 @@ class DataProto(VerlDataProto):
         )
 
     def rows(self, start: int, stop: int) -> "DataProto":
-        """Rows start..stop-1 as a VIEW of the same memory, for code that only moves rows; else use
-        `slice`."""
+        """Returns the rows start to stop - 1 as a VIEW of the same memory. It is for code that only
+        moves rows; other code uses `slice`."""
         if self.columns() and not 0 <= start <= stop <= len(self):
             raise ValueError(f"rows({start}, {stop}) is not a range of the {len(self)} rows.")
-        return self.map_columns(stop - start, lambda column: row_ops.view_rows(column, start, stop))
+
+        def view(column: row_ops.ColumnData) -> row_ops.ColumnData:
+            return row_ops.view_rows(column, start, stop)
+
+        return self.map_columns(stop - start, view)
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> "DataProto":
-        """Every row `repeat_times` times: AABB if `interleave`, else ABAB."""
+        """Repeats every row `repeat_times` times: AABB if `interleave`, and otherwise ABAB."""
         if repeat_times < 0:
             raise ValueError(f"repeat: repeat_times must not be negative, got {repeat_times}.")
-        idxs = torch.arange(len(self))
-        return self.select_idxs(
-            idxs.repeat_interleave(repeat_times) if interleave else idxs.repeat(repeat_times)
-        )
+        rows = torch.arange(len(self))
+        if interleave:
+            return self.select_idxs(rows.repeat_interleave(repeat_times))
+        return self.select_idxs(rows.repeat(repeat_times))
 
     @staticmethod
     def concat(data: Sequence["DataProto"]) -> "DataProto":
-        """The rows of all parts, one part after the other. A part without rows adds only its
-        meta_info.
+        """Returns the rows of all parts, one part after the other. A part without rows adds only
+        its meta_info.
 
         meta_info is merged by key: "metrics" by `merge_metrics`, "timing" (seconds by name) into
         lists, anything else must be equal wherever it is present. Raises ValueError for an empty
@@ -118,10 +126,12 @@ class DataProto(VerlDataProto):
             part.check_consistency()
         filled = [part for part in data if len(part)]
         if not filled:
-            filled = ([part for part in data if part.columns()] or list(data))[:1]
+            with_columns = [part for part in data if part.columns()]
+            filled = [with_columns[0] if with_columns else data[0]]
         tensors = merge.concat_parts("batch", [part.tensors() for part in filled])
         arrays = merge.concat_parts("non_tensor_batch", [part.non_tensor_batch for part in filled])
-        return filled[0].with_columns(sum(map(len, filled)), tensors, arrays, meta_info)
+        num_rows = sum(map(len, filled))
+        return filled[0].with_columns(num_rows, tensors, arrays, meta_info)
 
     def select(
         self,
@@ -129,7 +139,7 @@ class DataProto(VerlDataProto):
         non_tensor_batch_keys: Sequence[str] | None = None,
         meta_info_keys: Sequence[str] | None = None,
     ) -> "DataProto":
-        """New DataProto with these keys, sharing the columns; None keeps all.
+        """Returns a new DataProto with these keys, which shares the columns. None keeps all keys.
 
         Raises ValueError naming a key that does not exist.
         """
@@ -147,7 +157,7 @@ class DataProto(VerlDataProto):
         non_tensor_batch_keys: Sequence[str] | None = None,
         meta_info_keys: Sequence[str] | None = None,
     ) -> "DataProto":
-        """Remove these keys in place and return them as a DataProto; None removes nothing.
+        """Removes these keys in place and returns them as a DataProto. None removes nothing.
 
         Raises ValueError naming a key that does not exist, and then removes nothing.
         """
@@ -160,47 +170,36 @@ class DataProto(VerlDataProto):
         if tensors:
             assert self.batch is not None
             self.batch = self.batch.exclude(*tensors)
-        self.non_tensor_batch = {
-            name: array for name, array in self.non_tensor_batch.items() if name not in arrays
-        }
-        self.meta_info = {name: value for name, value in self.meta_info.items() if name not in meta}
+        for name in arrays:
+            del self.non_tensor_batch[name]
+        for name in meta:
+            del self.meta_info[name]
         return result
 
     def to(self, device: str | torch.device | int) -> "DataProto":
-        """Move the tensors in place and return self; non-tensors stay."""
+        """Moves the tensors in place and returns self. Non-tensors stay."""
         if self.batch is not None:
             moved = self.batch.to(torch.device(device))
-            tensors = cast(dict[str, torch.Tensor], dict(moved.items()))
-            self.batch = TensorDict(
-                row_ops.share_offsets(tensors), moved.batch_size, device=moved.device
-            )
+            columns = row_ops.columns_of(moved)
+            self.batch = row_ops.tensor_dict(columns, len(self), moved.device)
         return self
 
     def union(self, other: "DataProto") -> "DataProto":
-        """New DataProto with the columns and meta_info of both, sharing the columns.
+        """Returns a new DataProto with the columns and meta_info of both, which shares the columns.
 
         What both have must be equal (NaN equals NaN); the meta_info entries "metrics" and "timing"
         are joined name by name. Raises ValueError naming the key that differs, or when the numbers
         of rows differ.
         """
-        if (
-            len(
-                {
-                    len(data)
-                    for data in (self, other)
-                    if data.batch is not None or data.non_tensor_batch
-                }
-            )
-            > 1
-        ):
+        are_sized = all(data.batch is not None or data.non_tensor_batch for data in (self, other))
+        if are_sized and len(self) != len(other):
             raise ValueError(
                 f"union: {len(self)} rows and {len(other)} rows; select the same rows of both "
                 "first."
             )
-        batches = [data.batch for data in (self, other) if data.batch is not None]
-        batch = (
-            merge.union_tensor_dict(*batches) if len(batches) == 2 else next(iter(batches), None)
-        )
+        batch = other.batch if self.batch is None else self.batch
+        if self.batch is not None and other.batch is not None:
+            batch = merge.union_tensor_dict(self.batch, other.batch)
         arrays = merge.union_numpy_dict(self.non_tensor_batch, other.non_tensor_batch)
         meta_info = merge.union_meta_info(self.meta_info, other.meta_info)
         return DataProto(batch, arrays, meta_info)

@@ -22,8 +22,8 @@ def open_regular(path: Path) -> io.BufferedReader:
 
 
 def read_text(path: Path, max_bytes: int) -> str:
-    """The text of a file. Raises OSError where it cannot be read or is longer, ValueError where it
-    is not UTF-8."""
+    """Returns the text of a file. Raises OSError if it cannot be read or is longer, and ValueError
+    if it is not UTF-8."""
     with open_regular(path) as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
@@ -32,8 +32,8 @@ def read_text(path: Path, max_bytes: int) -> str:
 
 
 def read_json(path: Path, max_bytes: int) -> Any:
-    """The value of a JSON file. Raises as `read_text`, and ValueError for what is not JSON or
-    nested too deeply."""
+    """Returns the value of a JSON file. Raises what `read_text` raises, and ValueError for a text
+    that is not JSON or is nested too deeply."""
     return from_json(read_text(path, max_bytes))
 
 
@@ -51,7 +51,8 @@ def cut_file(path: Path, num_bytes: int) -> None:
 
 
 def file_digest(path: Path, *, sync: bool = False) -> dict[str, Any]:
-    """`bytes` and `sha256` of a file; with `sync` the file is on the disk before they are known."""
+    """Returns `bytes` and `sha256` of a file. With `sync` the file is on the disk before they are
+    known."""
     with open_regular(path) as file:
         if sync:
             os.fsync(file.fileno())

@@ -13,8 +13,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class CallHeader:
-    """What a rank sends beside its result: the result's number of rows, 0 unless it is a batch, and
-    the method's start and end in `time.time()` on the worker."""
+    """What a rank sends beside its result.
+
+    `num_rows` is the result's number of rows, or 0 if it is no batch. `started` and `finished` are
+    the method's start and end in `time.time()` on the worker.
+    """
 
     num_rows: int
     started: float = 0.0
@@ -23,40 +26,42 @@ class CallHeader:
 
 @dataclass(frozen=True)
 class Part:
-    """One rank's result, `payload`, and its CallHeader: the values, or references of the backend to
-    them."""
+    """One rank's result, `payload`, and its CallHeader. Both are values, or the backend's
+    references to them."""
 
     header: Any
     payload: Any
 
 
 class PendingCall(Protocol):
-    """A call on the ranks of a worker group, as the backend sees it. Waiting past a deadline raises
-    TimeoutError."""
+    """A call on the ranks of a worker group, as the backend sees it. A wait past its deadline
+    raises TimeoutError."""
 
     def wait(self, timeout: float | None) -> list[Any]:
-        """Outputs of the collected ranks, in row order; `timeout` in seconds, None = the group's
-        own deadline."""
+        """Returns the outputs of the collected ranks, in row order. `timeout` is in seconds; None
+        means the group's own deadline."""
 
     def stream(self) -> Iterator[Any]:
-        """What the ranks yield while they run, as it comes; empty for a method that does not
-        yield."""
+        """Yields what the ranks yield while they run, as it comes. Nothing comes from a method that
+        does not yield."""
         return iter(())
 
     def finish(self) -> None:
-        """Waits, as long as the group's deadline, until every rank has finished; the results stay
-        with the ranks."""
+        """Waits until every rank has finished, at most as long as the group's deadline. The results
+        stay with the ranks."""
 
     def done(self) -> bool:
-        """Whether every rank has finished or failed."""
+        """Returns True if every rank has finished or failed."""
 
     def parts(self) -> list[Part]:
-        """References to the results of the collected ranks, in row order."""
+        """Returns references to the results of the collected ranks, in row order."""
 
 
 class Future(Generic[T]):
-    """The value of a call: `collect` of the outputs of its ranks. Value or error is kept after the
-    first `get`."""
+    """The value of a call, which `collect` makes of the outputs of its ranks.
+
+    The first `get` keeps the value or the error.
+    """
 
     def __init__(self, call: PendingCall, collect: Callable[[list[Any]], T]) -> None:
         self._call = call
@@ -66,8 +71,8 @@ class Future(Generic[T]):
         self._error: Exception | None = None
 
     def get(self, timeout: float | None = None) -> T:
-        """The value, after at most `timeout` seconds. Raises the call's error, or TimeoutError;
-        then `get` may be called again."""
+        """Returns the value, after at most `timeout` seconds. Raises the call's error, or
+        TimeoutError, after which `get` may be called again."""
         if not self._finished:
             try:
                 self._value = self.collect(self._call.wait(timeout))
@@ -81,8 +86,8 @@ class Future(Generic[T]):
         return cast(T, self._value)
 
     def stream(self) -> Iterator[Any]:
-        """What the ranks yield while they run, each item once, until all ranks have ended. Raises
-        what `get` raises."""
+        """Yields what the ranks yield while they run, each item once, until all ranks have ended.
+        Raises what `get` raises."""
         return self._call.stream()
 
     def finish(self) -> None:
@@ -95,13 +100,14 @@ class Future(Generic[T]):
 
     @property
     def parts(self) -> list[Part]:
-        """References to the results of the collected ranks, in row order."""
+        """The references to the results of the collected ranks, in row order."""
         return self._call.parts()
 
 
 class DataProtoFuture(Future[DataProto]):
-    """A batch whose rows are still with the ranks that make them. As an argument of another call
-    its parts are sent on as references.
+    """A batch whose rows are still with the ranks that make them.
+
+    As an argument of another call its parts are sent on as references.
 
     `order` (B,) int64 is set where the ranks worked on the batch in another order: row i of the
     parts is row order[i] of the batch.
@@ -115,7 +121,9 @@ class DataProtoFuture(Future[DataProto]):
     ) -> None:
         def collect_in_order(outputs: list[Any]) -> DataProto:
             data = collect(outputs)
-            return data if order is None or len(data) == 0 else data.select_idxs(order.argsort())
+            if order is None or len(data) == 0:
+                return data
+            return data.select_idxs(order.argsort())
 
         super().__init__(call, collect_in_order)
         self.order = order

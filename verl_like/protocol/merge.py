@@ -1,16 +1,15 @@
-"""Merging the parts of batches: columns of two batches over the same rows, and meta_info of many
+"""Merges batches: the columns of two batches over the same rows, and the meta_info of many
 parts."""
 
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
-import torch
 from tensordict import TensorDict
 
 from verl_like.protocol.metric import merge_metrics
-from verl_like.protocol.row_ops import concat_columns, deep_equal, share_offsets
+from verl_like.protocol.row_ops import columns_of, concat_columns, deep_equal, share_offsets
 
 V = TypeVar("V")
 # meta_info entries that every call writes anew, as dicts by name.
@@ -18,15 +17,15 @@ _PER_CALL = ("metrics", "timing")
 
 
 def names(keys: Iterable[str]) -> str:
-    """Key names for an error message."""
+    """Writes key names for an error message."""
     return ", ".join(sorted(map(repr, keys)))
 
 
 def pick_keys(
     caller: str, place: str, values: Mapping[str, V], keys: Sequence[str] | None
 ) -> dict[str, V]:
-    """The entries at `keys` (None = all). Raises ValueError naming the keys that are missing or
-    given twice."""
+    """Returns the entries at `keys`; None means all. Raises ValueError, which names the keys, if
+    some are missing or given twice."""
     wanted = list(values) if keys is None else list(keys)
     missing = [key for key in wanted if key not in values]
     if missing:
@@ -39,38 +38,38 @@ def pick_keys(
 
 
 def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> TensorDict:
-    """New TensorDict with the columns of both. ValueError where they differ, or the batch sizes
-    do."""
-    sizes = tensor_dict1.batch_size, tensor_dict2.batch_size
-    if sizes[0] != sizes[1]:
-        raise ValueError(f"union: the batch sizes differ, {tuple(sizes[0])} and {tuple(sizes[1])}.")
-    columns = [
-        cast(dict[str, torch.Tensor], dict(each.items())) for each in (tensor_dict1, tensor_dict2)
-    ]
-    united = share_offsets(union_columns("batch", *columns))
+    """Returns a new TensorDict with the columns of both. Raises ValueError if they or the batch
+    sizes differ."""
+    size = tensor_dict1.batch_size
+    other_size = tensor_dict2.batch_size
+    if size != other_size:
+        raise ValueError(f"union: the batch sizes differ, {tuple(size)} and {tuple(other_size)}.")
+    united = union_columns("batch", columns_of(tensor_dict1), columns_of(tensor_dict2))
     # With a device, a TensorDict would move its columns there.
     device = tensor_dict1.device if tensor_dict1.device == tensor_dict2.device else None
-    return TensorDict(united, sizes[0], device=device)
+    return TensorDict(share_offsets(united), size, device=device)
 
 
 def union_numpy_dict(
     left: Mapping[str, np.ndarray], right: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """New dict with the arrays of both. ValueError where they differ."""
+    """Returns a new dict with the arrays of both. Raises ValueError if they differ."""
     return union_columns("non_tensor_batch", left, right)
 
 
 def union_meta_info(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, Any]:
-    """New dict with the entries of both, "metrics" and "timing" joined name by name. ValueError
-    where they differ."""
-    shared = [key for key in _PER_CALL if key in left and key in right]
-    joined = {key: union_columns(f"meta_info[{key!r}]", left[key], right[key]) for key in shared}
+    """Returns a new dict with the entries of both, "metrics" and "timing" joined name by name.
+    Raises ValueError if entries differ."""
+    joined = {}
+    for key in _PER_CALL:
+        if key in left and key in right:
+            joined[key] = union_columns(f"meta_info[{key!r}]", left[key], right[key])
     return union_columns("meta_info", {**left, **joined}, {**right, **joined})
 
 
 def union_columns(place: str, left: Mapping[str, V], right: Mapping[str, V]) -> dict[str, V]:
-    """New dict with the entries of both; ValueError unless an entry in both is equal (NaN equals
-    NaN)."""
+    """Returns a new dict with the entries of both. Raises ValueError if an entry that is in both
+    differs. NaN equals NaN."""
     for key in left.keys() & right.keys():
         if not deep_equal(left[key], right[key]):
             raise ValueError(
@@ -79,11 +78,14 @@ def union_columns(place: str, left: Mapping[str, V], right: Mapping[str, V]) -> 
             )
     # Left's own columns stay the very same tensors: those that are in an object store already are
     # not put again.
-    return {**left, **{key: value for key, value in right.items() if key not in left}}
+    united = dict(left)
+    for key, value in right.items():
+        united.setdefault(key, value)
+    return united
 
 
 def merge_meta_info(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """meta_info of a concatenation, see `DataProto.concat`."""
+    """Merges the meta_info of the parts of a concatenation, see `DataProto.concat`."""
     merged: dict[str, Any] = {}
     for index, part in enumerate(parts):
         for key, value in part.items():
@@ -95,21 +97,21 @@ def merge_meta_info(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                     f"{_short(merged[key])} before; make it equal in all parts or pop it first."
                 )
     if "metrics" in merged:
-        merged["metrics"] = merge_metrics([part["metrics"] for part in parts if "metrics" in part])
+        metrics = [part["metrics"] for part in parts if "metrics" in part]
+        merged["metrics"] = merge_metrics(metrics)
     if "timing" in merged:
         timing: dict[str, list[Any]] = {}
         for part in parts:
             for name, seconds in part.get("timing", {}).items():
-                timing.setdefault(name, []).extend(
-                    seconds if isinstance(seconds, list) else [seconds]
-                )
+                several = seconds if isinstance(seconds, list) else [seconds]
+                timing.setdefault(name, []).extend(several)
         merged["timing"] = timing
     return merged
 
 
 def concat_parts(place: str, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Every column of `parts` concatenated by rows; ValueError unless all parts have the same,
-    matching columns."""
+    """Concatenates every column of `parts` by rows. Raises ValueError unless all parts have the
+    same, matching columns."""
     for index, part in enumerate(parts):
         differing = part.keys() ^ parts[0].keys()
         if differing:
@@ -117,13 +119,14 @@ def concat_parts(place: str, parts: Sequence[Mapping[str, Any]]) -> dict[str, An
                 f"concat: {names(differing)} in {place} not in all parts (compare the non-empty "
                 f"parts 0 and {index}); select or pop the same columns in every part."
             )
-    return {name: concat_columns(name, [part[name] for part in parts]) for name in parts[0]}
+    whole = {}
+    for name in parts[0]:
+        columns = [part[name] for part in parts]
+        whole[name] = concat_columns(name, columns)
+    return whole
 
 
 def _short(value: Any) -> str:
-    shape = getattr(value, "shape", None)
-    return (
-        reprlib.repr(value)
-        if shape is None
-        else f"{type(value).__name__} {value.dtype} {tuple(shape)}"
-    )
+    if not hasattr(value, "shape"):
+        return reprlib.repr(value)
+    return f"{type(value).__name__} {value.dtype} {tuple(value.shape)}"

@@ -10,8 +10,10 @@ Reduction = Literal["mean", "sum", "max", "min"]
 
 @dataclass(frozen=True)
 class Metric:
-    """One number and its reduction. `weight` counts for "mean" only: what the mean was taken over
-    (tokens, rows, ...).
+    """One number and its reduction.
+
+    `weight` counts for "mean" only: it is the amount of tokens, rows and so on over which the mean
+    was taken.
 
     Raises ValueError for an unknown reduction or a negative or non-finite weight.
     """
@@ -46,7 +48,7 @@ class Metric:
 
 
 def merge_metrics(parts: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Merge the metrics of several ranks or micro-batches key by key; a key may be missing in some
+    """Merges the metrics of several ranks or micro-batches key by key. A key may be missing in some
     parts.
 
     Means are weighted by `weight` (a part of weight 0 does not count; if all weights are 0 the
@@ -83,17 +85,21 @@ def _merge_one(name: str, metrics: list[Metric]) -> Metric:
     reduction = metrics[0].reduction
     values = [metric.value for metric in metrics]
     if reduction == "mean":
-        weight = sum(metric.weight for metric in metrics)
-        total = sum(metric.value * metric.weight for metric in metrics if metric.weight > 0)
-        return Metric.mean(total / weight if weight > 0 else math.nan, weight)
+        counted = [metric for metric in metrics if metric.weight > 0]
+        if not counted:
+            return Metric.mean(math.nan, 0.0)
+        weight = sum(metric.weight for metric in counted)
+        total = sum(metric.value * metric.weight for metric in counted)
+        return Metric.mean(total / weight, weight)
     if reduction == "sum":
         return Metric.sum(sum(values))
     # Max() and min() would keep or lose a nan by its position
-    if any(math.isnan(value) for value in values):
+    if any(map(math.isnan, values)):
         return Metric(math.nan, reduction)
-    return Metric(max(values) if reduction == "max" else min(values), reduction)
+    extreme = max(values) if reduction == "max" else min(values)
+    return Metric(extreme, reduction)
 
 
 def metric_values(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """The plain numbers, as a tracker logs them."""
+    """Returns the plain numbers, as a tracker logs them."""
     return {name: metric.value for name, metric in metrics.items()}

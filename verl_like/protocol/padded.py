@@ -1,4 +1,4 @@
-"""Padding: what algorithms, and code written for verl, see of rows that have none."""
+"""Padding: the form in which algorithms, and code written for verl, see rows that have none."""
 
 import copy
 from collections.abc import Collection, Iterator, Mapping, MutableMapping
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from verl_like.protocol.dataproto import DataProto
-from verl_like.protocol.row_ops import is_jagged, jagged_from_lengths, jagged_parts, offsets_of
+from verl_like.protocol.row_ops import is_jagged, jagged_from_offsets, jagged_parts, offsets_of
 from verl_like.protocol.samples import SampleRows
 
 # Legend: B rows, P padded prompt length, R padded response length, T = P + R, N tokens of all rows.
@@ -19,7 +19,7 @@ VERL_COLUMNS = ("input_ids", "attention_mask", "position_ids")
 
 @dataclass(frozen=True)
 class Padding:
-    """How wide padded columns are, and the token that fills them; in meta_info as `padding`, a
+    """How wide padded columns are, and the token that fills them. In meta_info it is `padding`, a
     tuple of the three."""
 
     max_prompt_length: int
@@ -28,7 +28,7 @@ class Padding:
 
     @classmethod
     def of(cls, data: DataProto) -> "Padding":
-        """Raises ValueError if the batch does not say."""
+        """Returns the padding of a batch. Raises ValueError if the batch does not say it."""
         if "padding" not in data.meta_info:
             raise ValueError(
                 "the batch has no meta_info['padding'], which says how wide padded columns are: "
@@ -38,7 +38,7 @@ class Padding:
 
 
 class RowPlaces:
-    """Where the N values of jagged rows lie in (B, width), on the left or on the right.
+    """The places of the N values of jagged rows in (B, width), on the left or on the right.
 
     Raises ValueError for a row that is longer than the width.
     """
@@ -56,20 +56,22 @@ class RowPlaces:
         first = torch.arange(len(lengths)) * width
         if at_end:
             first = first + width - lengths
-        self.of_values = torch.repeat_interleave(first - offsets[:-1], lengths) + torch.arange(
-            int(offsets[-1])
-        )
+        shift = torch.repeat_interleave(first - offsets[:-1], lengths)
+        self.of_values = shift + torch.arange(int(offsets[-1]))
 
     def pad(self, values: torch.Tensor, fill: int = 0) -> torch.Tensor:
-        """(N, ...) -> (B, width, ...), with `fill` elsewhere."""
-        padded = values.new_full((self.shape[0] * self.shape[1], *values.shape[1:]), fill)
-        return padded.index_copy_(0, self.of_values, values.detach()).view(
-            *self.shape, *values.shape[1:]
-        )
+        """Puts values (N, ...) at their places in (B, width, ...), with `fill` elsewhere."""
+        num_rows, width = self.shape
+        of_entry = values.shape[1:]
+        padded = values.new_full((num_rows * width, *of_entry), fill)
+        padded.index_copy_(0, self.of_values, values.detach())
+        return padded.view(num_rows, width, *of_entry)
 
     def strip(self, padded: torch.Tensor) -> torch.Tensor:
-        """(B, width, ...) -> (N, ...): the inverse of `pad`, without what lies elsewhere."""
-        return padded.detach().flatten(0, 1).index_select(0, self.of_values)
+        """Takes values (N, ...) from their places in (B, width, ...). It is the inverse of `pad`,
+        and drops what lies elsewhere."""
+        entries = padded.detach().flatten(0, 1)
+        return entries.index_select(0, self.of_values)
 
 
 class PaddedColumns(MutableMapping[str, torch.Tensor]):
@@ -82,31 +84,37 @@ class PaddedColumns(MutableMapping[str, torch.Tensor]):
     """
 
     def __init__(self, data: DataProto, *, by_sample: bool = False) -> None:
-        self.padding, self.columns = Padding.of(data), data.tensors()
+        self.padding = Padding.of(data)
+        self.columns = data.tensors()
         samples = SampleRows.of(data) if by_sample else None
         self.samples = None if samples is None or samples.is_plain else samples
-        self.batch_size = torch.Size([self.samples.num_samples if self.samples else len(data)])
+        """Set if a sample has several rows, which are then one row of the view."""
+        num_rows = self.samples.num_samples if self.samples else len(data)
+        self.batch_size = torch.Size([num_rows])
         self.device: torch.device | None = None
         self.response_offsets: torch.Tensor | None = None
         self.response_places: RowPlaces | None = None
         if "responses" in self.columns:
-            self.response_offsets = jagged_parts(self.columns["responses"])[1]
+            width = self.padding.max_response_length
             starts = self.samples.starts if self.samples else None
-            self.response_places = places_of_samples(
-                self.response_offsets, self.padding.max_response_length, starts
-            )
-        made = ("attention_mask",) if self.samples else VERL_COLUMNS
-        hidden = ("prompts",) if self.samples else ()
-        self.names = {*self.columns, *made} - {*hidden}
+            self.response_offsets = jagged_parts(self.columns["responses"])[1]
+            self.response_places = places_of_samples(self.response_offsets, width, starts)
+        self.names = set(self.columns)
         """Columns of the batch."""
+        if self.samples:
+            self.names.add("attention_mask")
+            self.names.discard("prompts")
+        else:
+            self.names.update(VERL_COLUMNS)
         self.read: dict[str, torch.Tensor] = {}
-        """Those of them that somebody has read, in this view or in one with the same batch."""
+        """Columns that somebody has read, in this view or in one with the same batch."""
         self.written: dict[str, torch.Tensor] = {}
         """Columns that were put in."""
         self.removed: set[str] = set()
 
     def copy(self) -> "PaddedColumns":
-        """Another view of the batch, in which what is put in or removed stays out of this one."""
+        """Returns another view of the batch. What is put into it or removed from it stays out of
+        this one."""
         other = copy.copy(self)
         other.written = dict(self.written)
         other.removed = {*self.removed}
@@ -135,23 +143,26 @@ class PaddedColumns(MutableMapping[str, torch.Tensor]):
         self.removed.add(name)
 
     def exclude(self, *names: str) -> "PaddedColumns":
-        """Removes columns, as `DataProto.pop` does; returns itself."""
+        """Removes columns, as `DataProto.pop` does, and returns itself."""
         for name in names:
             del self[name]
         return self
 
     def __contains__(self, name: object) -> bool:
-        return name in self.written or (name in self.names and name not in self.removed)
+        if name in self.written:
+            return True
+        return name in self.names and name not in self.removed
 
     def __iter__(self) -> Iterator[str]:
         left = self.names - self.removed
-        unread = sorted(left - self.read.keys() - self.written.keys())
-        return iter(
-            dict.fromkeys([*unread, *(name for name in self.read if name in left), *self.written])
-        )
+        seen = self.read.keys() | self.written.keys()
+        unread = sorted(left - seen)
+        read = [name for name in self.read if name in left]
+        in_order = dict.fromkeys([*unread, *read, *self.written])
+        return iter(in_order)
 
     def __len__(self) -> int:
-        """The number of rows, as of a TensorDict."""
+        """Returns the number of rows, as a TensorDict does."""
         return self.batch_size[0]
 
     def _make(self, name: str) -> torch.Tensor:
@@ -161,41 +172,46 @@ class PaddedColumns(MutableMapping[str, torch.Tensor]):
         if not is_jagged(column):
             return column[self.samples.first_rows] if self.samples else column
         values, offsets = jagged_parts(column)
-        fill = self.padding.pad_token_id if name in ("prompts", "responses") else 0
         if name == "prompts":
-            return RowPlaces(offsets, self.padding.max_prompt_length, at_end=True).pad(values, fill)
-        if (
-            self.response_places
-            and self.response_offsets is not None
-            and torch.equal(offsets, self.response_offsets)
-        ):
-            return self.response_places.pad(values, fill)
+            in_prompt = self._prompt_places(offsets)
+            return in_prompt.pad(values, self.padding.pad_token_id)
+        if self.response_places is not None:
+            assert self.response_offsets is not None
+            if torch.equal(offsets, self.response_offsets):
+                fill = self.padding.pad_token_id if name == "responses" else 0
+                return self.response_places.pad(values, fill)
         assert not self.samples, f"{name} has no entry a response token"
         return column  # of another kind
 
+    def _prompt_places(self, offsets: torch.Tensor) -> RowPlaces:
+        return RowPlaces(offsets, self.padding.max_prompt_length, at_end=True)
+
     def _made_of_both(self, name: str) -> torch.Tensor:
         prompts, prompt_offsets = jagged_parts(self.columns["prompts"])
-        in_prompt = RowPlaces(prompt_offsets, self.padding.max_prompt_length, at_end=True)
+        in_prompt = self._prompt_places(prompt_offsets)
         if name == "input_ids":
-            parts = [in_prompt.pad(prompts, self.padding.pad_token_id)]
-            parts += [self["responses"]] if self.response_places else []
-            return torch.cat(parts, dim=1)
+            prompts_BP = in_prompt.pad(prompts, self.padding.pad_token_id)
+            if self.response_places is None:
+                return prompts_BP
+            return torch.cat([prompts_BP, self["responses"]], dim=1)
         is_prompt_BP = in_prompt.pad(torch.ones_like(prompts))
         if name == "position_ids":
             length = self.padding.max_prompt_length
-            length += self.padding.max_response_length if self.response_places else 0
+            if self.response_places is not None:
+                length += self.padding.max_response_length
             return _positions(is_prompt_BP, length)
         if self.response_places is None:
             return is_prompt_BP
-        is_response_BR = self.response_places.pad(
-            torch.ones_like(jagged_parts(self.columns["responses"])[0])
-        )
-        return is_response_BR if self.samples else torch.cat([is_prompt_BP, is_response_BR], dim=1)
+        responses, _ = jagged_parts(self.columns["responses"])
+        is_response_BR = self.response_places.pad(torch.ones_like(responses))
+        if self.samples:
+            return is_response_BR
+        return torch.cat([is_prompt_BP, is_response_BR], dim=1)
 
 
 def places_of_samples(offsets: torch.Tensor, width: int, starts: torch.Tensor | None) -> RowPlaces:
-    """Where the values of response columns lie in (B, width); with the `starts` of samples of
-    several rows in (S, W).
+    """Returns the places of the values of response columns in (B, width), or with the `starts` of
+    samples of several rows in (S, W).
 
     The tokens of a sample's rows then follow each other, and W is `width`, or more where a sample
     has more tokens.
@@ -203,29 +219,31 @@ def places_of_samples(offsets: torch.Tensor, width: int, starts: torch.Tensor | 
     if starts is None:
         return RowPlaces(offsets, width)
     of_samples = offsets[starts]
-    longest = int(of_samples.diff().max()) if len(of_samples) > 1 else 0
-    return RowPlaces(of_samples, max(width, longest))
+    if len(of_samples) > 1:
+        longest = int(of_samples.diff().max())
+        width = max(width, longest)
+    return RowPlaces(of_samples, width)
 
 
 class PaddedView(DataProto):
-    """What `view_of_samples` returns: a batch whose columns are `PaddedColumns`."""
+    """The view that `view_of_samples` returns: a batch whose columns are `PaddedColumns`."""
 
     def __init__(self, data: DataProto) -> None:
         columns: Any = PaddedColumns(data, by_sample=True)
         self.batch = columns
-        self.non_tensor_batch, self.meta_info = dict(data.non_tensor_batch), dict(data.meta_info)
+        self.non_tensor_batch = dict(data.non_tensor_batch)
+        self.meta_info = dict(data.meta_info)
         if columns.samples:
             first_rows = columns.samples.first_rows.numpy()
-            self.non_tensor_batch = {
-                name: array[first_rows] for name, array in data.non_tensor_batch.items()
-            }
+            for name, array in data.non_tensor_batch.items():
+                self.non_tensor_batch[name] = array[first_rows]
 
     def check_consistency(self) -> None:
-        """What is in a view is not checked before `strip`."""
+        """Checks nothing: the columns of a view are checked by `strip`."""
 
 
 def padded(data: DataProto, names: Collection[str] | None = None) -> DataProto:
-    """A batch of prompts and responses with padded columns, in verl's layout.
+    """Returns a batch of prompts and responses with padded columns, in verl's layout.
 
     `prompts` are padded on the left to (B, P); `responses`, and all jagged columns whose rows are
     as long as theirs, on the right to (B, R). `input_ids`, `attention_mask` and `position_ids` (B,
@@ -239,21 +257,23 @@ def padded(data: DataProto, names: Collection[str] | None = None) -> DataProto:
         names: the columns that are wanted; None for all.
     """
     columns = PaddedColumns(data)
-    wanted = [name for name in columns if names is None or name in names]
-    return DataProto.from_dict(
-        {name: columns[name] for name in wanted}, data.non_tensor_batch, data.meta_info
-    )
+    wanted = list(columns) if names is None else [name for name in columns if name in names]
+    tensors = {name: columns[name] for name in wanted}
+    return DataProto.from_dict(tensors, data.non_tensor_batch, data.meta_info)
 
 
 def _positions(prompt_mask_BP: torch.Tensor, length: int) -> torch.Tensor:
-    """(B, T) int64, 0 on the first token of the prompt and before it."""
+    """Returns the positions (B, T) int64. They are 0 on the first token of the prompt and before
+    it."""
     num_prompt_tokens_B = prompt_mask_BP.sum(-1, keepdim=True)
-    return (torch.arange(length) - prompt_mask_BP.size(1) + num_prompt_tokens_B).clamp(min=0)
+    num_padding_B = prompt_mask_BP.size(1) - num_prompt_tokens_B
+    positions_BT = torch.arange(length) - num_padding_B
+    return positions_BT.clamp(min=0)
 
 
 def view_of_samples(data: DataProto) -> PaddedView:
-    """What algorithms see of a batch: as of `padded(data)`, or where samples have several rows, a
-    row for each sample.
+    """Returns the view that algorithms have of a batch: that of `padded(data)`, or a row for each
+    sample if samples have several rows.
 
     Such a row has the response tokens of the sample's rows one after the other (see
     `places_of_samples`), an `attention_mask` of them alone, and of other columns the entry of the
@@ -263,21 +283,22 @@ def view_of_samples(data: DataProto) -> PaddedView:
 
 
 def view_with(view: DataProto, columns: Mapping[str, torch.Tensor]) -> DataProto:
-    """Another view with columns beside those of `view`, or in place of them; `view` stays as it
-    is."""
+    """Returns another view, with columns beside those of `view` or in place of them. `view` stays
+    as it is."""
     other = copy.copy(view)
     of_batch = view.batch
     assert of_batch is not None
     other.batch = of_batch.copy()
-    other.non_tensor_batch, other.meta_info = dict(view.non_tensor_batch), dict(view.meta_info)
+    other.non_tensor_batch = dict(view.non_tensor_batch)
+    other.meta_info = dict(view.meta_info)
     for name, column in columns.items():
         other.batch[name] = column
     return other
 
 
 def strip(view: DataProto, data: DataProto) -> DataProto:
-    """What was done with a view of a batch, or with `padded(data)`, without padding: the batch with
-    the columns that were added or replaced.
+    """Returns a batch without padding, with the columns that were added to a view of it, or to
+    `padded(data)`, or were replaced there.
 
     A column (B, R, ...) of the view is one by response token, unless the batch has one of this name
     that is not jagged. A column of the view that was put in under another name as well stays one
@@ -285,50 +306,46 @@ def strip(view: DataProto, data: DataProto) -> DataProto:
     """
     tensors = data.tensors()
     arrays = dict(view.non_tensor_batch)
+    _, offsets = jagged_parts(tensors["responses"])
+    in_response: RowPlaces | None = None
+    samples: SampleRows | None = None
+    stripped: dict[int, torch.Tensor] = {}  # columns without padding, by the id of the padded ones
     columns: Any = view.batch
     if isinstance(columns, PaddedColumns):
-        written = columns.written
-        samples = columns.samples
         in_response = columns.response_places
-        jagged_of = {
-            id(column): tensors[name] for name, column in columns.read.items() if name in tensors
-        }
+        samples = columns.samples
+        written = columns.written
+        for name, column in columns.read.items():
+            if name in tensors:
+                stripped[id(column)] = tensors[name]
         for name in columns.removed:
             tensors.pop(name, None)
     else:
         made = (*VERL_COLUMNS, "prompts", "responses")
         written = {name: column for name, column in view.tensors().items() if name not in made}
-        samples = None
-        jagged_of = {}
-        in_response = None
-    offsets = jagged_parts(data.tensors()["responses"])[1]
     if in_response is None:
         in_response = RowPlaces(offsets, Padding.of(data).max_response_length)
     for name, column in written.items():
-        is_dense_before = name in tensors and not is_jagged(tensors[name])
-        if id(column) not in jagged_of:
-            stripped = column
-            if (
-                not column.is_nested
-                and column.shape[:2] == in_response.shape
-                and not is_dense_before
-            ):
-                stripped = torch.nested.nested_tensor_from_jagged(
-                    in_response.strip(column), offsets=offsets
-                )
-            elif not column.is_nested and samples:
-                stripped = column[samples.sample_of_row]
-            jagged_of[id(column)] = stripped
-        tensors[name] = jagged_of[id(column)]
+        if id(column) not in stripped:
+            was_dense = name in tensors and not is_jagged(tensors[name])
+            is_padded = not column.is_nested and column.shape[:2] == in_response.shape
+            if is_padded and not was_dense:
+                stripped[id(column)] = jagged_from_offsets(in_response.strip(column), offsets)
+            elif samples and not column.is_nested:
+                stripped[id(column)] = column[samples.sample_of_row]
+            else:
+                stripped[id(column)] = column
+        tensors[name] = stripped[id(column)]
     if samples:
-        arrays = {name: array[samples.sample_of_row.numpy()] for name, array in arrays.items()}
+        sample_of_row = samples.sample_of_row.numpy()
+        arrays = {name: array[sample_of_row] for name, array in arrays.items()}
         arrays |= data.non_tensor_batch
     return DataProto.from_dict(tensors, arrays, view.meta_info)
 
 
 def without_padding(data: DataProto, pad_token_id: int) -> DataProto:
-    """The inverse of `padded`: a batch in verl's layout as jagged `prompts`, `responses` and
-    columns by response token.
+    """Returns a batch in verl's layout as jagged `prompts`, `responses` and columns by response
+    token. It is the inverse of `padded`.
 
     Every dense column (B, R, ...) counts as one by response token. A response has the tokens that
     `attention_mask` says, and `response_mask` 1 on all of them where the batch has none. The meta
@@ -346,24 +363,26 @@ def without_padding(data: DataProto, pad_token_id: int) -> DataProto:
     tensors.pop("position_ids", None)
     response_length = tensors["responses"].size(1) if "responses" in tensors else 0
     prompt_length = input_ids.size(1) - response_length
-    grows = attended[:, :prompt_length].int().diff(dim=1) >= 0
-    falls = attended[:, prompt_length:].int().diff(dim=1) <= 0
+    is_prompt_BP = attended[:, :prompt_length]
+    is_response_BR = attended[:, prompt_length:]
+    grows = is_prompt_BP.int().diff(dim=1) >= 0
+    falls = is_response_BR.int().diff(dim=1) <= 0
     if not (grows.all() and falls.all()):
         raise ValueError(
             "verl's layout pads prompts on the left and responses on the right; here padding is "
             "between"
         )
-    prompt_offsets = offsets_of(attended[:, :prompt_length].sum(-1))
+    prompt_offsets = offsets_of(is_prompt_BP.sum(-1))
     in_prompt = RowPlaces(prompt_offsets, prompt_length, at_end=True)
     prompts = in_prompt.strip(input_ids[:, :prompt_length])
-    jagged = {"prompts": torch.nested.nested_tensor_from_jagged(prompts, offsets=prompt_offsets)}
+    jagged = {"prompts": jagged_from_offsets(prompts, prompt_offsets)}
     if "responses" in tensors:
-        lengths_B = attended[:, prompt_length:].sum(-1)
-        in_response = RowPlaces(offsets_of(lengths_B), response_length)
-        tensors.setdefault("response_mask", attended[:, prompt_length:].long())
+        offsets = offsets_of(is_response_BR.sum(-1))
+        in_response = RowPlaces(offsets, response_length)
+        tensors.setdefault("response_mask", is_response_BR.long())
         for name, column in tensors.items():
             is_by_token = not column.is_nested and column.shape[:2] == in_response.shape
             if is_by_token and name != "prompts":
-                jagged[name] = jagged_from_lengths(in_response.strip(column), lengths_B)
+                jagged[name] = jagged_from_offsets(in_response.strip(column), offsets)
     meta_info = data.meta_info | {"padding": (prompt_length, response_length, pad_token_id)}
     return DataProto.from_dict({**tensors, **jagged}, data.non_tensor_batch, meta_info)

@@ -1,5 +1,5 @@
-"""Row operations on one column, which is a tensor, a jagged tensor or a NumPy array; rows are the
-first dimension."""
+"""Operations on the rows of one column, which is a tensor, a jagged tensor or a NumPy array. Rows
+are the first dimension."""
 
 import dataclasses
 import itertools
@@ -10,6 +10,7 @@ from typing import Any, TypeGuard, cast
 
 import numpy as np
 import torch
+from tensordict import TensorDict
 from torch.nested._internal.nested_tensor import NestedTensor
 
 ColumnData = torch.Tensor | np.ndarray
@@ -20,8 +21,8 @@ RowIndices = Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor
 def _is_worth_telling(record: logging.LogRecord) -> bool:
     """Returns False for torch's advice to those who trace a model with torch.fx.
 
-    `torch.nested.nested_tensor_from_jagged` makes torch log it once in each process, and nothing
-    here traces a model so.
+    `jagged_from_offsets` makes torch log it once in each process, and nothing here traces a model
+    so.
     """
     return not record.getMessage().startswith("is_fx_tracing will return true for both")
 
@@ -31,14 +32,14 @@ logging.getLogger("torch.fx._symbolic_trace").addFilter(_is_worth_telling)
 
 def is_jagged(column: ColumnData) -> TypeGuard[torch.Tensor]:
     # The class is asked for first: torch takes 10 us for any property of a jagged tensor.
-    return isinstance(column, NestedTensor) or (
-        isinstance(column, torch.Tensor) and column.is_nested
-    )
+    if isinstance(column, NestedTensor):
+        return True
+    return isinstance(column, torch.Tensor) and column.is_nested
 
 
 def check_tensor_column(place: str, column: Any) -> None:
-    """Raise ValueError, naming the place, unless `column` is a tensor with rows, strided or ragged
-    in dim 1."""
+    """Raises ValueError, which names the place, unless `column` is a tensor with rows, strided or
+    ragged in dim 1."""
     if not isinstance(column, torch.Tensor) or column.ndim == 0:
         raise ValueError(
             f"{place} is a {type(column).__name__}, not a tensor with rows; put it in "
@@ -59,8 +60,11 @@ def check_tensor_column(place: str, column: Any) -> None:
 
 
 def jagged_parts(column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(values (sum of lengths, ...), offsets (B + 1,)) of a jagged tensor (B, ragged, ...), as
-    views of it where it is contiguous."""
+    """Returns the values (sum of lengths, ...) and the offsets (B + 1,) of a jagged tensor (B,
+    ragged, ...).
+
+    They are views of it if it is contiguous.
+    """
     parts = cast(NestedTensor, column)
     values: torch.Tensor = parts._values
     if parts._lengths is None and values.is_contiguous() and not values.requires_grad:
@@ -70,9 +74,11 @@ def jagged_parts(column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def offsets_of(lengths: torch.Tensor) -> torch.Tensor:
-    """(B + 1,) int64, where each row begins in the values, and the end of the last one, by row
-    lengths (B,)."""
-    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64, device=lengths.device)
+    """Returns where each row begins in the values, and the end of the last one: (B + 1,) int64.
+
+    `lengths` are those of the rows (B,).
+    """
+    offsets = lengths.new_zeros(len(lengths) + 1, dtype=torch.int64)
     torch.cumsum(lengths, dim=0, out=offsets[1:])
     return offsets
 
@@ -80,8 +86,9 @@ def offsets_of(lengths: torch.Tensor) -> torch.Tensor:
 def jagged_from_lists(
     rows: Sequence[Sequence[Any] | np.ndarray], dtype: torch.dtype
 ) -> torch.Tensor:
-    """A jagged tensor of rows of numbers."""
-    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+    """Makes a jagged tensor of rows of numbers."""
+    num_values = [len(row) for row in rows]
+    lengths = torch.tensor(num_values, dtype=torch.int64)
     if rows and all(isinstance(row, np.ndarray) for row in rows):
         values = np.concatenate(rows)
     else:
@@ -91,88 +98,117 @@ def jagged_from_lists(
 
 
 def jagged_on_last_token(values_B: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """A column by response token: each row's value on its last token of the mask, 0 on the others
-    and without one."""
+    """Makes a column by response token of one value per row (B,).
+
+    It has each row's value on the row's last token of the mask, and 0 on the others. A row without
+    a token has only zeros.
+    """
     marks, offsets = jagged_parts(mask)
-    row_of_token = torch.repeat_interleave(torch.arange(len(values_B)), offsets.diff())
+    num_rows = len(values_B)
+    rows = torch.arange(num_rows)
+    row_of_token = rows.repeat_interleave(offsets.diff())
     places = marks.bool().nonzero().squeeze(1)
-    last_B = torch.full((len(values_B),), -1).scatter_reduce(
-        0, row_of_token[places], places, "amax"
-    )
+    none_B = torch.full((num_rows,), -1)
+    last_B = none_B.scatter_reduce(0, row_of_token[places], places, "amax")
+    has_token_B = last_B >= 0
     column = values_B.new_zeros(len(marks))
-    column[last_B[last_B >= 0]] = values_B[last_B >= 0]
-    return torch.nested.nested_tensor_from_jagged(column, offsets=offsets)
+    column[last_B[has_token_B]] = values_B[has_token_B]
+    return jagged_from_offsets(column, offsets)
+
+
+def jagged_from_offsets(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Makes a jagged tensor of its values and offsets. It is the inverse of `jagged_parts`."""
+    return torch.nested.nested_tensor_from_jagged(values, offsets=offsets)
 
 
 def jagged_from_lengths(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """The inverse of `jagged_parts`, by row lengths (B,)."""
-    return torch.nested.nested_tensor_from_jagged(values, offsets=offsets_of(lengths))
+    """Makes a jagged tensor of its values and the lengths of its rows (B,)."""
+    return jagged_from_offsets(values, offsets_of(lengths))
 
 
 def share_offsets(columns: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The columns, of which jagged ones with rows of the same lengths share one offsets tensor,
-    that of the first.
+    """Returns the columns; jagged ones with rows of the same lengths share one offsets tensor, that
+    of the first.
 
     torch computes only between jagged tensors that share it. A column that shares it already stays
     the same tensor.
     """
     known: list[torch.Tensor] = []
-    return {
-        name: _on_offsets(column, known) if is_jagged(column) else column
-        for name, column in columns.items()
-    }
+    shared = dict(columns)
+    for name, column in columns.items():
+        if is_jagged(column):
+            shared[name] = _on_offsets(column, known)
+    return shared
+
+
+def tensor_dict(
+    columns: Mapping[str, torch.Tensor], num_rows: int, device: torch.device | None = None
+) -> TensorDict:
+    """Makes a TensorDict of columns of `num_rows` rows, of which the jagged ones share offsets.
+
+    With a device, it moves its columns there.
+    """
+    return TensorDict(share_offsets(columns), batch_size=[num_rows], device=device)
+
+
+def columns_of(table: TensorDict) -> dict[str, torch.Tensor]:
+    """Returns the columns of a TensorDict by name, as a new dict."""
+    return cast(dict[str, torch.Tensor], dict(table.items()))
 
 
 def _on_offsets(column: torch.Tensor, known: list[torch.Tensor]) -> torch.Tensor:
-    """The jagged column on the one of the known offsets that are its own, which become known if
-    there is none."""
+    """Returns the jagged column with those of the known offsets that equal its own.
+
+    If there are none, its own offsets become known.
+    """
     values, offsets = jagged_parts(column)
     for each in known:
         if each is offsets:
             return column
         if _are_equal(each, offsets):
-            return torch.nested.nested_tensor_from_jagged(values, offsets=each)
+            return jagged_from_offsets(values, each)
     known.append(offsets)
     has_holes = cast(Any, column).lengths() is not None
-    return torch.nested.nested_tensor_from_jagged(values, offsets=offsets) if has_holes else column
+    return jagged_from_offsets(values, offsets) if has_holes else column
 
 
 def _are_equal(offsets: torch.Tensor, others: torch.Tensor) -> bool:
-    """Whether two offsets have the same values; without values, on the meta device, they have
-    not."""
-    return (
-        offsets.device == others.device
-        and offsets.device.type != "meta"
-        and torch.equal(offsets, others)
-    )
+    """Returns True if two offsets have the same values. On the meta device there are no values."""
+    if offsets.device != others.device or offsets.device.type == "meta":
+        return False
+    return torch.equal(offsets, others)
 
 
 def write_count(tensor: torch.Tensor) -> int:
-    """torch's counter of in-place writes, which a jagged tensor shares with its values; -1 for
-    inference-mode tensors, which have none. torch does not count writes through `.numpy()` and
-    `.data`."""
+    """Returns torch's counter of in-place writes, which a jagged tensor shares with its values.
+
+    It is -1 for inference-mode tensors, which have none. torch does not count writes through
+    `.numpy()` and `.data`.
+    """
     return -1 if tensor.is_inference() else tensor._version
 
 
 def view_rows(column: ColumnData, start: int, stop: int) -> ColumnData:
-    """Rows start..stop-1 as a view of the same memory."""
+    """Returns the rows start to stop - 1 as a view of the same memory."""
     if not is_jagged(column):
         return column[start:stop]
     values, offsets = jagged_parts(column)
     row_offsets = offsets[start : stop + 1]
-    return torch.nested.nested_tensor_from_jagged(
-        values[int(row_offsets[0]) : int(row_offsets[-1])], offsets=row_offsets - row_offsets[0]
-    )
+    first = int(row_offsets[0])
+    end = int(row_offsets[-1])
+    return jagged_from_offsets(values[first:end], row_offsets - first)
 
 
 def row_indices(idxs: RowIndices, num_rows: int) -> torch.Tensor:
-    """Indices (negative ones count from the end) or a mask of bools, as int64 on CPU, each in
-    0..num_rows-1.
+    """Returns indices or a mask of bools as int64 on CPU, each in 0..num_rows-1. Negative indices
+    count from the end.
 
     Raises IndexError outside the rows, ValueError for a mask of another length and for other types
     and shapes.
     """
-    indices = torch.as_tensor(np.asarray(idxs) if isinstance(idxs, (list, tuple)) else idxs).cpu()
+    if isinstance(idxs, (list, tuple)):
+        idxs = np.asarray(idxs)  # torch is slow with lists
+    indices = torch.as_tensor(idxs).cpu()
     if indices.ndim != 1:
         raise ValueError(
             f"select_idxs: the indices must be one-dimensional, got shape {tuple(indices.shape)}."
@@ -196,8 +232,7 @@ def row_indices(idxs: RowIndices, num_rows: int) -> torch.Tensor:
 
 
 class RowTaker:
-    """Copies rows of columns: `indices` (int64 on CPU), each of them a row of every column, repeats
-    allowed.
+    """Copies the rows `indices` (int64 on CPU) of columns; a row may occur several times.
 
     Jagged columns that share their offsets share the copies' offsets, too.
     """
@@ -209,40 +244,41 @@ class RowTaker:
         the copies."""
 
     def __call__(self, column: ColumnData) -> ColumnData:
-        return (
-            column[self.indices.numpy()] if isinstance(column, np.ndarray) else self.tensor(column)
-        )
+        if isinstance(column, np.ndarray):
+            return column[self.indices.numpy()]
+        return self.tensor(column)
 
     def tensor(self, column: torch.Tensor) -> torch.Tensor:
         """Copies rows of a tensor."""
         if not column.is_nested:
             indices = self.indices.to(column.device)
+            memory = _empty(column, len(indices))
             # Whole rows at a time, twice as fast as column[indices].
-            return torch.index_select(column.detach(), 0, indices, out=_empty(column, len(indices)))
+            return torch.index_select(column.detach(), 0, indices, out=memory)
         values, offsets = jagged_parts(column)
         places, new_offsets = self._of_jagged(offsets)
-        return torch.nested.nested_tensor_from_jagged(
-            values.detach().index_select(0, places), offsets=new_offsets
-        )
+        taken = values.detach().index_select(0, places)
+        return jagged_from_offsets(taken, new_offsets)
 
     def _of_jagged(self, offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         for known, places, new_offsets in self._jagged:
             if known is offsets:
                 return places, new_offsets
-        lengths = offsets.diff()[self.indices.to(offsets.device)]
+        indices = self.indices.to(offsets.device)
+        lengths = offsets.diff()[indices]
         new_offsets = offsets_of(lengths)
         # A copied value lies as far from the start of its row as before.
-        shift = torch.repeat_interleave(
-            offsets[:-1][self.indices.to(offsets.device)] - new_offsets[:-1], lengths
-        )
-        places = shift.add_(torch.arange(len(shift), device=shift.device))
+        shift_of_row = offsets[indices] - new_offsets[:-1]
+        shift = torch.repeat_interleave(shift_of_row, lengths)
+        values = torch.arange(len(shift), device=shift.device)
+        places = shift.add_(values)
         self._jagged.append((offsets, places, new_offsets))
         return places, new_offsets
 
 
 def concat_columns(name: str, parts: Sequence[Any]) -> ColumnData:
-    """Rows of all parts in new memory, one part after the other. ValueError naming the column if
-    they do not match."""
+    """Returns the rows of all parts in new memory, one part after the other. Raises ValueError,
+    which names the column, if they do not match."""
     signatures = [_signature(part) for part in parts]
     for index, signature in enumerate(signatures):
         if signature != signatures[0]:
@@ -255,14 +291,17 @@ def concat_columns(name: str, parts: Sequence[Any]) -> ColumnData:
         return np.concatenate(parts, axis=0)
     if parts[0].is_nested:
         pairs = [jagged_parts(part) for part in parts]
+        values = torch.cat([its_values for its_values, _ in pairs])
         lengths = torch.cat([offsets.diff() for _, offsets in pairs])
-        return jagged_from_lengths(torch.cat([values for values, _ in pairs]), lengths)
-    return torch.cat([part.detach() for part in parts], out=_empty(parts[0], sum(map(len, parts))))
+        return jagged_from_lengths(values, lengths)
+    num_rows = sum(map(len, parts))
+    memory = _empty(parts[0], num_rows)
+    return torch.cat([part.detach() for part in parts], out=memory)
 
 
 def _empty(like: torch.Tensor, num_rows: int) -> torch.Tensor | None:
-    """Uninitialised memory for a large column of `num_rows` rows; None where torch may as well
-    allocate it itself.
+    """Returns uninitialised memory for a large column of `num_rows` rows. It is None if torch may
+    as well allocate the memory itself.
 
     NumPy asks the system for huge pages, which torch does not: new memory of some megabytes is
     filled four to ten times as fast.
@@ -276,22 +315,21 @@ def _empty(like: torch.Tensor, num_rows: int) -> torch.Tensor | None:
 
 
 def _signature(column: ColumnData) -> str:
-    """What must agree for two columns to be concatenated, in words."""
+    """Says in words what must agree for two columns to be concatenated."""
     if isinstance(column, np.ndarray):
         # NumPy widens strings without loss
         dtype = "str" if column.dtype.kind == "U" else str(column.dtype)
         return f"an array of {dtype} with rows of shape {column.shape[1:]}"
     if column.is_nested:
-        return (
-            f"a jagged tensor of {column.dtype} with row entries of shape "
-            f"{tuple(jagged_parts(column)[0].shape[1:])}"
-        )
+        values, _ = jagged_parts(column)
+        shape = tuple(values.shape[1:])
+        return f"a jagged tensor of {column.dtype} with row entries of shape {shape}"
     return f"a tensor of {column.dtype} with rows of shape {tuple(column.shape[1:])}"
 
 
 def object_array(values: Sequence[Any]) -> np.ndarray:
-    """A 1-D object array with one element per row; np.array would turn equally long lists into a
-    second dimension."""
+    """Returns a 1-D object array with one element per row. np.array would turn equally long lists
+    into a second dimension."""
     array = np.empty(len(values), dtype=object)
     for index, value in enumerate(values):
         array[index] = value
@@ -299,45 +337,60 @@ def object_array(values: Sequence[Any]) -> np.ndarray:
 
 
 def deep_equal(left: Any, right: Any) -> bool:
-    """Equality by value: NaN equals NaN, dtype and shape count, tensors and arrays may be nested in
-    containers."""
+    """Compares by value. NaN equals NaN, dtype and shape count, and tensors and arrays may be
+    nested in containers."""
     if left is right:
         return True
     for kind in (torch.Tensor, np.ndarray):
+        if isinstance(left, kind) and isinstance(right, kind):
+            return _columns_equal(left, right)
         if isinstance(left, kind) or isinstance(right, kind):
-            return (
-                isinstance(left, kind) and isinstance(right, kind) and _columns_equal(left, right)
-            )
+            return False
     if isinstance(left, dict) and isinstance(right, dict):
-        return left.keys() == right.keys() and all(
-            deep_equal(left[key], right[key]) for key in left
-        )
+        if left.keys() != right.keys():
+            return False
+        return all(deep_equal(left[key], right[key]) for key in left)
     if isinstance(left, (list, tuple)) and type(left) is type(right):
-        return len(left) == len(right) and all(map(deep_equal, left, right))
+        if len(left) != len(right):
+            return False
+        return all(map(deep_equal, left, right))
     if dataclasses.is_dataclass(left) and type(left) is type(right):
-        fields = [field.name for field in dataclasses.fields(left)]
-        return all(deep_equal(getattr(left, name), getattr(right, name)) for name in fields)
+        for field in dataclasses.fields(left):
+            if not deep_equal(getattr(left, field.name), getattr(right, field.name)):
+                return False
+        return True
     return bool(left == right) or bool(left != left and right != right)
 
 
 def _columns_equal(left: Any, right: Any) -> bool:
-    """Equality of two tensors or of two arrays."""
+    """Compares two tensors or two arrays."""
     if left.dtype != right.dtype or is_jagged(left) != is_jagged(right):
         return False
     if is_jagged(left):
-        # First where rows begin
-        return all(map(_columns_equal, jagged_parts(left)[::-1], jagged_parts(right)[::-1]))
+        left_values, left_offsets = jagged_parts(left)
+        right_values, right_offsets = jagged_parts(right)
+        if not _columns_equal(left_offsets, right_offsets):
+            return False
+        return _columns_equal(left_values, right_values)
     if left.shape != right.shape:
         return False
     if left.dtype == object:
         return all(map(deep_equal, left.flat, right.flat))
     if isinstance(left, torch.Tensor):
         right = right.to(left.device)
-    return bool(((left == right) | ((left != left) & (right != right))).all())
+    both_nan = (left != left) & (right != right)
+    same = (left == right) | both_nan
+    return bool(same.all())
+
+
+def copied(containers: Any) -> Any:
+    """Returns a copy of nested dicts, lists and tuples, which share whatever else they hold."""
+    return map_leaves(lambda leaf: leaf, containers)
 
 
 def map_leaves(operation: Callable[[Any], Any], value: Any) -> Any:
-    """Copy of nested dicts, lists and tuples, with `operation` done on whatever else they hold."""
+    """Returns a copy of nested dicts, lists and tuples after `operation` was done on whatever else
+    they hold."""
     if isinstance(value, dict):
         return {key: map_leaves(operation, item) for key, item in value.items()}
     if type(value) in (list, tuple):

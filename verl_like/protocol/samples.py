@@ -13,7 +13,7 @@ SAMPLE_COLUMN = "sample_id"
 
 
 def sample_starts(columns: Mapping[str, torch.Tensor], num_rows: int) -> torch.Tensor:
-    """(S + 1,) int64, the first row of each sample of some columns, and the number of rows.
+    """Returns the first row of each sample of some columns, and the number of rows: (S + 1,) int64.
 
     A sample is one row, or several that follow each other with the same `sample_id`.
     """
@@ -24,41 +24,48 @@ def sample_starts(columns: Mapping[str, torch.Tensor], num_rows: int) -> torch.T
 
 
 class SampleRows:
-    """Which rows are one sample."""
+    """The division of rows into samples."""
 
     def __init__(self, starts: torch.Tensor) -> None:
         """Args: starts: (S + 1,) int64, the first row of each sample, and the number of rows."""
         num_rows_S = starts.diff()
-        self.starts, self.first_rows = starts, starts[:-1]
+        self.starts = starts
+        self.first_rows = starts[:-1]
         self.num_samples = len(num_rows_S)
         self.sample_of_row = torch.arange(self.num_samples).repeat_interleave(num_rows_S)
 
     @classmethod
     def of(cls, data: DataProto) -> "SampleRows":
-        """Those of a batch: rows that follow each other with the same `sample_id`; without that
-        column each row."""
-        return cls(sample_starts(data.tensors(), len(data)))
+        """Returns the samples of a batch: rows that follow each other with the same `sample_id`.
+
+        Without that column each row is a sample.
+        """
+        starts = sample_starts(data.tensors(), len(data))
+        return cls(starts)
 
     @property
     def is_plain(self) -> bool:
-        """Each sample is one row."""
+        """True if each sample is one row."""
         return self.num_samples == len(self.sample_of_row)
 
 
 def count_samples(data: DataProto) -> int:
-    """How many samples a batch has."""
-    return len(data) if SAMPLE_COLUMN not in data.tensors() else SampleRows.of(data).num_samples
+    """Returns the number of samples of a batch."""
+    return len(sample_starts(data.tensors(), len(data))) - 1
 
 
 def select_samples(data: DataProto, start: int, stop: int) -> DataProto:
-    """The rows of the samples start..stop-1, a view of the same memory."""
+    """Returns the rows of the samples start to stop - 1, as a view of the same memory."""
     starts = SampleRows.of(data).starts
-    return data.rows(int(starts[start]), int(starts[min(stop, len(starts) - 1)]))
+    num_samples = len(starts) - 1
+    first_row = int(starts[start])
+    end_row = int(starts[min(stop, num_samples)])
+    return data.rows(first_row, end_row)
 
 
 def concat_samples(parts: Sequence[DataProto]) -> DataProto:
-    """`DataProto.concat`, with `sample_id` numbered through: the same number in two parts is two
-    samples."""
+    """Does `DataProto.concat`, and numbers `sample_id` through, because the same number in two
+    parts means two samples."""
     whole = DataProto.concat(parts)
     if SAMPLE_COLUMN not in whole.tensors() or not len(whole):
         return whole

@@ -1,4 +1,4 @@
-"""A batch as NumPy arrays (out of band in pickle protocol 5) and as a file (without pickle)."""
+"""A batch as NumPy arrays, out of band in pickle protocol 5, and as a file, without pickle."""
 
 import functools
 import json
@@ -11,7 +11,7 @@ import safetensors.numpy
 import torch
 
 from verl_like.protocol.metric import Metric
-from verl_like.protocol.row_ops import jagged_parts, object_array
+from verl_like.protocol.row_ops import jagged_from_offsets, jagged_parts, object_array
 
 _FILE_STRUCTURE = "verl_like.DataProto/2"
 # NumPy has no such types: they travel as integers of the same width.
@@ -32,33 +32,37 @@ class WireTensor:
 
 
 def to_wire(tensor: torch.Tensor) -> WireTensor:
-    """View of a CPU tensor (a GPU tensor is copied to the CPU, a non-contiguous one is made
-    contiguous)."""
+    """Returns a view of a CPU tensor. A GPU tensor is copied to the CPU, and a non-contiguous one
+    is made contiguous."""
     tensor = tensor.detach()
     offsets = None
     if tensor.is_nested:
         tensor, offset_tensor = jagged_parts(tensor)
         offsets = offset_tensor.cpu().numpy()
-    # resolve_*: complex conjugate and negation are lazy views that NumPy does not know.
-    tensor = tensor.cpu().resolve_conj().resolve_neg().contiguous()
-    array = tensor.view(_VIEWED_AS.get(tensor.dtype, tensor.dtype)).numpy()
-    return WireTensor(array, str(tensor.dtype).removeprefix("torch."), offsets)
+    # Complex conjugate and negation are lazy views that NumPy does not know.
+    tensor = tensor.cpu().resolve_conj().resolve_neg()
+    tensor = tensor.contiguous()
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    viewed_as = _VIEWED_AS.get(tensor.dtype, tensor.dtype)
+    array = tensor.view(viewed_as).numpy()
+    return WireTensor(array, dtype, offsets)
 
 
 def from_wire(wire: WireTensor) -> torch.Tensor:
-    """CPU tensor on the memory of the arrays. Memory that came from another process is read-only by
-    agreement."""
+    """Returns a CPU tensor on the memory of the arrays. Nobody may write into it if the memory came
+    from another process."""
     # from_dlpack, unlike from_numpy, takes a read-only array; writes are found by
     # DataProto.column_versions().
-    tensor = torch.from_dlpack(wire.array).view(getattr(torch, wire.dtype))
+    dtype = getattr(torch, wire.dtype)
+    tensor = torch.from_dlpack(wire.array).view(dtype)
     if wire.offsets is None:
         return tensor
-    return torch.nested.nested_tensor_from_jagged(tensor, offsets=torch.from_dlpack(wire.offsets))
+    return jagged_from_offsets(tensor, torch.from_dlpack(wire.offsets))
 
 
 def write_file(path: str | os.PathLike[str], contents: dict[str, Any]) -> None:
-    """Write nested containers of numbers, text, arrays, tensors and metrics as one safetensors
-    file, all or nothing.
+    """Writes nested containers of numbers, text, arrays, tensors and metrics as one safetensors
+    file. It writes all or nothing.
 
     Each array is an entry of the file, and one more entry holds everything else as JSON. Raises
     ValueError with the place and type of a value that is none of these.
@@ -71,21 +75,21 @@ def write_file(path: str | os.PathLike[str], contents: dict[str, Any]) -> None:
 
 
 def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The contents given to `write_file`. Raises ValueError if the file was not written by it."""
+    """Returns the contents that were given to `write_file`. Raises ValueError if the file was not
+    written by it."""
     with safetensors.safe_open(path, framework="numpy") as file:
         if _FILE_STRUCTURE not in file.keys():  # noqa: SIM118  it is no dict
             raise ValueError(
                 f"{path} was not written by save_to_disk: it has no entry {_FILE_STRUCTURE!r}."
             )
     arrays = safetensors.numpy.load_file(path)
-    return json.loads(
-        arrays[_FILE_STRUCTURE].tobytes(), object_hook=functools.partial(_decode, arrays)
-    )
+    structure = arrays[_FILE_STRUCTURE].tobytes()
+    return json.loads(structure, object_hook=functools.partial(_decode, arrays))
 
 
 def _encode(value: Any, place: str, arrays: dict[str, np.ndarray]) -> Any:
-    """JSON form of `value`: {kind: content} for what JSON does not know. Arrays of numbers are
-    added to `arrays`."""
+    """Returns the JSON form of `value`, which is {kind: content} for what JSON does not know.
+    Arrays of numbers are added to `arrays`."""
 
     def encode_all(items: Any) -> list[Any]:
         return [_encode(item, f"{place}[{index}]", arrays) for index, item in enumerate(items)]
@@ -99,30 +103,30 @@ def _encode(value: Any, place: str, arrays: dict[str, np.ndarray]) -> Any:
     if type(value) is tuple:
         return {"tuple": encode_all(value)}
     if type(value) is dict:
-        pairs = [
-            (_encode(k, f"{place} key", arrays), _encode(v, f"{place}[{k!r}]", arrays))
-            for k, v in value.items()
-        ]
+        pairs = []
+        for key, item in value.items():
+            encoded_key = _encode(key, f"{place} key", arrays)
+            pairs.append((encoded_key, _encode(item, f"{place}[{key!r}]", arrays)))
         return {"dict": pairs}
     if isinstance(value, Metric):
         return {"metric": [value.value, value.reduction, value.weight]}
     if isinstance(value, torch.Tensor):
         wire = to_wire(value)
-        return {"tensor": encode_all((wire.array, wire.dtype, wire.offsets))}
+        parts = (wire.array, wire.dtype, wire.offsets)
+        return {"tensor": encode_all(parts)}
     if isinstance(value, np.generic):
         return {"scalar": _encode(np.asarray(value), place, arrays)}
-    if (
-        isinstance(value, np.ndarray)
-        and value.dtype.kind in "biuf"
-        and value.dtype.isnative
-        and value.itemsize <= 8
-    ):
-        name = str(len(arrays))
-        arrays[name] = np.ascontiguousarray(value).reshape(value.shape)
-        return {"array": name}
-    if isinstance(value, np.ndarray) and value.dtype.kind in "OU":
-        return {"objects": [encode_all(value.ravel().tolist()), list(value.shape), value.dtype.str]}
-    kind = f"array of {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__
+    kind = type(value).__name__
+    if isinstance(value, np.ndarray):
+        dtype = value.dtype
+        kind = f"array of {dtype}"
+        if dtype.kind in "biuf" and dtype.isnative and dtype.itemsize <= 8:
+            name = str(len(arrays))
+            arrays[name] = np.ascontiguousarray(value).reshape(value.shape)
+            return {"array": name}
+        if dtype.kind in "OU":
+            items = encode_all(value.ravel().tolist())
+            return {"objects": [items, list(value.shape), dtype.str]}
     raise ValueError(
         f"save_to_disk: {place} is a {kind}, which a file without pickle cannot hold; turn it "
         "into numbers, text, lists, dicts, arrays or tensors, or pop it first."
@@ -130,7 +134,7 @@ def _encode(value: Any, place: str, arrays: dict[str, np.ndarray]) -> Any:
 
 
 def _decode(arrays: dict[str, np.ndarray], encoded: dict[str, Any]) -> Any:
-    """What `{kind: content}` stands for; the content is decoded already."""
+    """Returns the value that `{kind: content}` stands for. The content is decoded already."""
     [(kind, content)] = encoded.items()
     match kind:
         case "array":

@@ -9,7 +9,6 @@ from verl_like.single_controller.dispatch import (
     register_dispatch_mode,
 )
 from verl_like.single_controller.failure import CallTimeout, WorkerDied, WorkerError
-from verl_like.single_controller.resource_pool import ResourcePool
 from verl_like.single_controller.shard import Ordered
 from verl_like.single_controller.worker import Worker
 from verl_like.single_controller.worker_group import CallEvent, ClassWithInitArgs, WorkerGroup

@@ -1,4 +1,4 @@
-"""What code written for verl calls of a WorkerGroup and the library itself does not."""
+"""What code written for verl calls of a WorkerGroup, and the library itself does not call."""
 
 import abc
 from typing import Any
@@ -16,19 +16,23 @@ class VerlWorkerGroup(abc.ABC):
         call. Raises ValueError for other names."""
 
     def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> Future[list[Any]]:
-        """Call a registered method by its name on every rank, whatever its dispatch mode: arguments
-        as in Dispatch.ALL_TO_ALL; the future's value is the list of results, by rank. Raises
-        ValueError for other names."""
-        return self.dispatched_by(method_name, Dispatch.ALL_TO_ALL).remote(*args, **kwargs)
+        """Calls a registered method by its name on every rank, whatever its dispatch mode.
+
+        Arguments are as in Dispatch.ALL_TO_ALL. The future's value is the list of results, by rank.
+        Raises ValueError for other names.
+        """
+        method = self.dispatched_by(method_name, Dispatch.ALL_TO_ALL)
+        return method.remote(*args, **kwargs)
 
     def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """The results of `execute_all_async`."""
+        """Returns the results of `execute_all_async`."""
         return self.execute_all_async(method_name, *args, **kwargs).get()
 
     def execute_rank_zero(self, method_name: str, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Like `execute_all_async`, on rank 0 alone; the future's value is its result."""
-        return self.dispatched_by(method_name, Dispatch.RANK_ZERO).remote(*args, **kwargs)
+        """Does what `execute_all_async` does, on rank 0 alone. The future's value is its result."""
+        method = self.dispatched_by(method_name, Dispatch.RANK_ZERO)
+        return method.remote(*args, **kwargs)
 
     def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        """The result of `execute_rank_zero`."""
+        """Returns the result of `execute_rank_zero`."""
         return self.execute_rank_zero(method_name, *args, **kwargs).get()

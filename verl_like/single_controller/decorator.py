@@ -37,20 +37,23 @@ class MethodSpec:
     reads: tuple[str, ...] | None
     writes: tuple[str, ...] | None
     streams: bool = False
-    """The method is a generator: what it yields reaches the caller while it runs."""
+    """True if the method is a generator: what it yields reaches the caller while it runs."""
     jagged: bool = False
-    """The method takes and returns jagged columns; otherwise padded ones, in verl's layout."""
+    """True if the method takes and returns jagged columns. Otherwise they are padded, in verl's
+    layout."""
     is_recorded: bool = True
-    """Finished calls are reported for the timeline."""
+    """True if finished calls are reported for the timeline."""
 
     @property
     def read_columns(self) -> tuple[str, ...] | None:
-        return None if self.reads is None else tuple(name.rstrip("?") for name in self.reads)
+        if self.reads is None:
+            return None
+        return tuple(name.rstrip("?") for name in self.reads)
 
     @property
     def sent_columns(self) -> tuple[str, ...] | None:
-        """The columns that travel to the worker: those that are read, and those that padded ones
-        are made of."""
+        """The columns that travel to the worker: those that are read, and those of which padded
+        ones are made."""
         if self.read_columns is None or self.jagged:
             return self.read_columns
         return (*self.read_columns, "prompts", "responses")
@@ -65,7 +68,7 @@ def register(
     jagged: bool = False,
     is_recorded: bool = True,
 ) -> Callable[[_Method], _Method]:
-    """Make a worker's method callable on its group; works for `def` and `async def`.
+    """Makes a worker's method callable on its group. It works for `def` and `async def`.
 
     A method that yields is a stream: `future.stream()` gives the driver what the ranks yield, as it
     comes, and `future.get()` what they return at their end. A combination that cannot work raises
@@ -102,8 +105,8 @@ def register(
             f"{mode.name} splits its arguments over all ranks, so it cannot run with "
             "Execute.RANK_ZERO: use Dispatch.RANK_ZERO, or Execute.ALL"
         )
-    # On one rank these modes are the same
-    mode = mode if execute_mode is Execute.ALL else Dispatch.RANK_ZERO
+    if execute_mode is Execute.RANK_ZERO:
+        mode = Dispatch.RANK_ZERO
 
     def decorate(method: _Method) -> _Method:
         if inspect.isasyncgenfunction(method):
@@ -130,8 +133,8 @@ def register(
 
 
 def registered_methods(cls: type) -> dict[str, MethodSpec]:
-    """The registered methods of a worker class. An override without its own `@register` keeps the
-    inherited one."""
+    """Returns the registered methods of a worker class. An override without its own `@register`
+    keeps the inherited one."""
     specs: dict[str, MethodSpec] = {}
     for base in reversed(cls.__mro__):
         for name, attribute in vars(base).items():
@@ -141,26 +144,29 @@ def registered_methods(cls: type) -> dict[str, MethodSpec]:
 
 
 def is_registered(method: Callable[..., Any]) -> bool:
-    """Whether this very function was registered; an override without `@register` of its own was
-    not."""
+    """Returns True if this very function was registered.
+
+    An override without `@register` of its own was not.
+    """
     return getattr(method, _FUNCTION_ATTRIBUTE, None) is method
 
 
 def check_reads(role: str, spec: MethodSpec, batches: Sequence[DataProto]) -> None:
-    """Raise ValueError if a column that the method must read is in none of its batches."""
+    """Raises ValueError if a column that the method must read is in none of its batches."""
     if not batches or not spec.reads:
         return
-    present = {name for batch in batches for name in (*batch.columns(), *batch.meta_info)}
-    prompts = [batch.tensors()["prompts"] for batch in batches if "prompts" in batch.tensors()]
-    if any(map(is_jagged, prompts)) and not spec.jagged:
-        present |= {*VERL_COLUMNS}
+    present: set[str] = set()
+    for batch in batches:
+        columns = batch.columns()
+        present.update(columns, batch.meta_info)
+        if "prompts" in columns and is_jagged(columns["prompts"]) and not spec.jagged:
+            present.update(VERL_COLUMNS)
     for name in spec.reads:
         if name.endswith("?") or name in present:
             continue
-        column = COLUMNS.get(name)
-        writer = (
-            f"written by: {column.writer}" if column else "a custom column, not in docs/columns.md"
-        )
+        writer = "a custom column, not in docs/columns.md"
+        if name in COLUMNS:
+            writer = f"written by: {COLUMNS[name].writer}"
         raise ValueError(
             f"{role}.{spec.name} reads {name!r}, not in its batch ({writer}). Present: "
             f"{sorted(present)}"
@@ -168,7 +174,7 @@ def check_reads(role: str, spec: MethodSpec, batches: Sequence[DataProto]) -> No
 
 
 def check_writes(role: str, spec: MethodSpec, result: Any) -> None:
-    """Raise ValueError if a returned batch lacks a column that the method declares to write."""
+    """Raises ValueError if a returned batch lacks a column that the method declares to write."""
     if spec.writes is None:
         return
     if not isinstance(result, DataProto):
@@ -176,7 +182,8 @@ def check_writes(role: str, spec: MethodSpec, result: Any) -> None:
             f"{role}.{spec.name} declares writes={spec.writes} but returned {type(result).__name__}"
         )
     present = {*result.columns(), *result.meta_info}
-    missing = [name for name in spec.writes if not name.endswith("?") and name not in present]
+    required = [name for name in spec.writes if not name.endswith("?")]
+    missing = [name for name in required if name not in present]
     if missing:
         raise ValueError(
             f"{role}.{spec.name} declares to write {missing} but returned only {sorted(present)}"
@@ -188,7 +195,8 @@ def _as_names(
 ) -> tuple[str, ...] | None:
     if names is None:
         return None
-    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+    are_texts = all(isinstance(name, str) for name in names)
+    if isinstance(names, str) or not are_texts:
         raise ValueError(
             f"{argument} of {method.__qualname__} is a list of column names, got {names!r}"
         )

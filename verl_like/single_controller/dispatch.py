@@ -1,4 +1,4 @@
-"""How a call's arguments are split over the ranks of a group and how their results become one
+"""How a call's arguments are split over the ranks of a group, and how their results become one
 value."""
 
 from collections.abc import Callable, Sequence
@@ -29,18 +29,20 @@ class Mesh:
     def from_coordinates(
         cls, role: str, mesh_name: str, coordinates: Sequence[tuple[int, bool]]
     ) -> "Mesh":
-        """Raises ValueError unless exactly one rank of every dp_rank is collected."""
+        """Makes the mesh of the coordinates of all ranks. Raises ValueError unless exactly one rank
+        of every dp_rank is collected."""
         dp_ranks = [dp_rank for dp_rank, _ in coordinates]
-        collected = sorted(
-            (dp_rank, rank) for rank, (dp_rank, is_collect) in enumerate(coordinates) if is_collect
-        )
-        if [dp_rank for dp_rank, _ in collected] != list(range(len(set(dp_ranks)))):
+        collect_ranks = [rank for rank, (_, is_collect) in enumerate(coordinates) if is_collect]
+        collect_ranks.sort(key=dp_ranks.__getitem__)
+        num_shards = len(set(dp_ranks))
+        collected = [dp_ranks[rank] for rank in collect_ranks]
+        if collected != list(range(num_shards)):
             raise ValueError(
                 f"mesh {mesh_name!r} of {role}: dp_ranks must count up from 0 without gaps, and "
                 "exactly one rank of each must be collected, got (dp_rank, is_collect) by rank "
                 f"{list(coordinates)}"
             )
-        return cls(dp_ranks, [rank for _, rank in collected])
+        return cls(dp_ranks, collect_ranks)
 
 
 class WorkerGroupLike(Protocol):
@@ -56,7 +58,7 @@ class WorkerGroupLike(Protocol):
 
 @dataclass(frozen=True)
 class DispatchMode:
-    """A named pair of dispatch and collect function.
+    """A named pair of a dispatch function and a collect function.
 
     `collect_ranks(group)` is set for modes whose result is one batch: it lists, in row order, the
     ranks that hold it, and makes the future of a call a DataProtoFuture. In other modes all ranks
@@ -77,19 +79,21 @@ class DispatchMode:
 
 @dataclass(frozen=True)
 class PerRank:
-    """Marks an argument of an ALL_TO_ALL method: rank i receives `values[i]`."""
+    """Marks an argument of an ALL_TO_ALL method, of which rank i receives `values[i]`."""
 
     values: Sequence[Any]
 
 
 def dispatch_each(spread: Callable[[WorkerGroupLike, Any], Sequence[Any]]) -> DispatchFn:
-    """The dispatch function that gives `spread(group, value)`, one entry per rank, of every
-    argument."""
+    """Returns the dispatch function that does `spread(group, value)` with every argument.
+
+    `spread` returns one entry per rank.
+    """
 
     def dispatch(group: WorkerGroupLike, *args: Any, **kwargs: Any) -> Any:
-        return tuple(spread(group, value) for value in args), {
-            k: spread(group, v) for k, v in kwargs.items()
-        }
+        rank_args = tuple(spread(group, value) for value in args)
+        rank_kwargs = {name: spread(group, value) for name, value in kwargs.items()}
+        return rank_args, rank_kwargs
 
     return dispatch
 
@@ -99,13 +103,10 @@ def replicate(group: WorkerGroupLike, value: Any) -> list[Any]:
 
 
 def split_batch(group: WorkerGroupLike, value: Any) -> list[Any]:
-    """Split a batch, or the future of one, over the ranks; anything else is given to every rank
-    whole."""
-    return (
-        group.split(value, group.world_size)
-        if isinstance(value, Splittable)
-        else replicate(group, value)
-    )
+    """Splits a batch, or the future of one, over the ranks. Every rank gets anything else whole."""
+    if not isinstance(value, Splittable):
+        return replicate(group, value)
+    return group.split(value, group.world_size)
 
 
 def unwrap_per_rank(group: WorkerGroupLike, value: Any) -> Sequence[Any]:
@@ -134,11 +135,9 @@ dispatch_dp_compute_proto = dispatch_each(split_batch)
 
 
 def dispatch_dp_compute_proto_with_func(group: WorkerGroupLike, *args: Any, **kwargs: Any) -> Any:
-    if not args or not callable(args[0]):
-        raise ValueError(
-            "DP_COMPUTE_PROTO_WITH_FUNC takes a callable first, got "
-            f"{args[0] if args else 'nothing'!r}"
-        )
+    first = args[0] if args else "nothing"
+    if not callable(first):
+        raise ValueError(f"DP_COMPUTE_PROTO_WITH_FUNC takes a callable first, got {first!r}")
     return dispatch_dp_compute_proto(group, *args, **kwargs)
 
 
@@ -166,8 +165,8 @@ def all_ranks(group: WorkerGroupLike) -> list[int]:
 
 
 def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> dict[str, Any]:
-    """Dispatch over the data-parallel dimension of the mesh that the workers registered under
-    `mesh_name`.
+    """Makes the dispatch over the data-parallel dimension of the mesh that the workers registered
+    under `mesh_name`.
 
     Ranks with the same dp_rank receive the same shard; the results of the ranks with is_collect are
     concatenated.
@@ -189,7 +188,7 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> dict[str, Any]:
 
 
 class Dispatch:
-    """The dispatch modes; `register_dispatch_mode` adds to them."""
+    """The dispatch modes. `register_dispatch_mode` adds to them."""
 
     RANK_ZERO = DispatchMode("RANK_ZERO", dispatch_one_to_all, collect_rank_zero)
     ONE_TO_ALL = DispatchMode("ONE_TO_ALL", dispatch_one_to_all, collect_list)
@@ -207,7 +206,7 @@ class Dispatch:
 def register_dispatch_mode(
     name: str, dispatch_fn: DispatchFn, collect_fn: CollectFn
 ) -> DispatchMode:
-    """Add `Dispatch.<name>`.
+    """Adds `Dispatch.<name>`.
 
     `dispatch_fn(group, *args, **kwargs)` returns one list per argument with one entry per rank
     (`group.world_size`, `group.split(batch, count)`); `collect_fn(group, outputs)` turns the

@@ -1,8 +1,10 @@
-"""Errors that cross the process boundary: each one names role, rank, node and method."""
+"""Errors that cross the process boundary. Each one names role, rank, node and method."""
 
+import os
+import traceback
 from typing import Any
 
-from verl_like.single_controller.shortage import Shortage
+from verl_like.single_controller.shortage import Shortage, shortage_of
 
 
 class WorkerError(RuntimeError):
@@ -32,16 +34,22 @@ class WorkerError(RuntimeError):
         table = f"\n{shortage.processes}" if shortage else ""
         super().__init__(f"{self.headline()}\n{cause.rstrip()}{table}")
 
+    @classmethod
+    def of(
+        cls, error: BaseException, role: str, rank: int, node: str, method: str
+    ) -> "WorkerError":
+        """Returns the failure of a method of this process that raised an error."""
+        cause = "".join(traceback.format_exception(error))
+        return cls(role, rank, node, os.getpid(), method, cause, shortage_of(error))
+
     def headline(self) -> str:
-        last_line = self.cause.rstrip().rsplit("\n", 1)[-1]
+        _, _, last_line = self.cause.rstrip().rpartition("\n")
         return f"{self.where()} failed in {self.method}{self.reason()}: {last_line}"
 
     def in_method(self, method: str) -> "WorkerError":
-        """The same failure, named after the method that the failed one was a part of."""
-        make, arguments = self.__reduce__()
-        place = arguments[:4]
-        (_, *rest) = arguments[4:]
-        renamed = make(*place, method, *rest)
+        """Returns the same failure, named after the method of which the failed one was a part."""
+        place = (self.role, self.rank, self.node, self.pid)
+        renamed = type(self)(*place, method, self.cause, self.shortage)
         renamed.__cause__ = self.__cause__
         for note in getattr(self, "__notes__", ()):
             renamed.add_note(note)
@@ -54,13 +62,13 @@ class WorkerError(RuntimeError):
         return f"{self.role} rank {self.rank} (node {self.node}, pid {self.pid})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        place = self.role, self.rank, self.node, self.pid
+        place = (self.role, self.rank, self.node, self.pid)
         return type(self), (*place, self.method, self.cause, self.shortage)
 
 
 class WorkerDied(WorkerError):
-    """A worker's process died; the other processes of its group have been killed. `cause` holds its
-    last log lines."""
+    """A worker's process died, and the other processes of its group have been killed. `cause` holds
+    its last log lines."""
 
     def headline(self) -> str:
         died = f"{self.where()} died during {self.method}{self.reason()}"
@@ -68,7 +76,7 @@ class WorkerDied(WorkerError):
 
 
 class WorkerStopped(WorkerDied):
-    """A worker's process, or one that it started, was stopped, such as by SIGSTOP; the group has
+    """A worker's process, or one that it started, was stopped, such as by SIGSTOP. The group has
     been killed."""
 
     def headline(self) -> str:
@@ -93,5 +101,5 @@ class CallTimeout(TimeoutError):
 
 
 class PlacementError(ValueError):
-    """The cluster cannot hold the resource pools; the message has a table of requested against
+    """The cluster cannot hold the resource pools. The message has a table of requested against
     available resources."""

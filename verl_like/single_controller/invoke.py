@@ -1,12 +1,12 @@
-"""Runs a method on the worker: resolves its arguments, checks what it reads and writes."""
+"""Runs a method on the worker: it resolves its arguments, and checks what it reads and writes."""
 
 import asyncio
 import inspect
-import os
 import time
-import traceback
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
+
+import torch
 
 from verl_like.protocol import CallHeader, DataProto
 from verl_like.protocol.row_ops import write_count
@@ -17,8 +17,7 @@ from verl_like.single_controller.decorator import (
     registered_methods,
 )
 from verl_like.single_controller.failure import WorkerError
-from verl_like.single_controller.shard import BatchShard, Fetch, ForwardedFuture, ResolvedShard
-from verl_like.single_controller.shortage import shortage_of
+from verl_like.single_controller.shard import BatchShard, Fetch, ForwardedFuture
 from verl_like.single_controller.verl_layout import argument_of, result_of
 from verl_like.single_controller.worker import Worker
 
@@ -42,7 +41,7 @@ class Invoker:
         kwargs: dict[str, Any],
         fetch: Fetch,
     ) -> Iterator[Any]:
-        """Yields what the method yields, then the header, then the method's result; raises
+        """Yields what the method yields, then the header, then the method's result. Raises
         WorkerError."""
         started = time.time()
         try:
@@ -51,10 +50,9 @@ class Invoker:
         except WorkerError:
             raise
         except Exception as error:
-            cause = "".join(traceback.format_exception(error))
-            place = role, worker.rank, self.node, os.getpid()
-            raise WorkerError(*place, method, cause, shortage_of(error)) from error
-        yield CallHeader(len(result) if isinstance(result, DataProto) else 0, started, time.time())
+            raise WorkerError.of(error, role, worker.rank, self.node, method) from error
+        num_rows = len(result) if isinstance(result, DataProto) else 0
+        yield CallHeader(num_rows, started, time.time())
         yield result
 
     def _run(
@@ -69,49 +67,60 @@ class Invoker:
         if type(worker) not in self.specs:
             self.specs[type(worker)] = registered_methods(type(worker))
         spec = self.specs[type(worker)][method]
-        shards: list[ResolvedShard] = []
+        shards: list[BatchShard] = []
+        batches: list[DataProto] = []
 
         def resolve(value: Any) -> Any:
             if isinstance(value, ForwardedFuture):
                 return value.resolve(fetch)
             if not isinstance(value, BatchShard):
                 return value
-            shards.append(value.resolve(fetch))
-            return argument_of(spec, shards[-1].data)
+            batch = value.resolve(fetch)
+            shards.append(value)
+            batches.append(batch)
+            return argument_of(spec, batch)
 
         args = [resolve(value) for value in args]
         kwargs = {name: resolve(value) for name, value in kwargs.items()}
-        check_reads(role, spec, [shard.data for shard in shards])
-        # The method may replace columns in its batch, which is its own container, but not write
-        # into their tensors.
-        inputs = [(shard.data.tensors(), shard.data.column_versions()) for shard in shards]
+        check_reads(role, spec, batches)
+        inputs = [(batch.tensors(), batch.column_versions()) for batch in batches]
         result = getattr(worker, method)(*args, **kwargs)
         if inspect.isawaitable(result):
             result = self.loop.run_until_complete(result)
         elif inspect.isgenerator(result):
             result = yield from result
-        changed = [
-            name
-            for data, before in inputs
-            for name, column in data.items()
-            if write_count(column) != before[name]
-        ]
-        if changed:
-            raise ValueError(
-                f"{role}.{method} wrote in place into the input column {changed[0]!r}, which "
-                "other workers share: write into a copy (`.clone()`) or make a new tensor"
-            )
+        for columns, counts in inputs:
+            _check_unwritten(f"{role}.{method}", columns, counts)
         check_writes(role, spec, result)
         if not isinstance(result, DataProto):
             return result
-        if any(tensor.device.type != "cpu" for tensor in result.tensors().values()):
+        devices = {tensor.device.type for tensor in result.tensors().values()}
+        if devices - {"cpu"}:
             # In a container of its own: the worker may keep what it returned
             result = result.select().to("cpu")
-        if shards:
-            result = result_of(spec, result, shards[0].data)
-        if shards and shards[0].ordered and len(result) not in (0, len(shards[0].data)):
+        if not batches:
+            return result
+        result = result_of(spec, result, batches[0])
+        num_rows = len(batches[0])
+        if shards[0].ordered and len(result) not in (0, num_rows):
             raise ValueError(
-                f"{method} returned {len(result)} rows for {len(shards[0].data)} input rows: with "
-                "an Ordered batch return one row per input row, in order, or only meta_info"
+                f"{method} returned {len(result)} rows for {num_rows} input rows: with an Ordered "
+                "batch return one row per input row, in order, or only meta_info"
             )
         return result
+
+
+def _check_unwritten(
+    method: str, columns: Mapping[str, torch.Tensor], counts: Mapping[str, int]
+) -> None:
+    """Raises ValueError if a column has another `write_count` than before the call.
+
+    A method may replace columns in its batch, which is its own container, but not write into their
+    tensors.
+    """
+    for name, column in columns.items():
+        if write_count(column) != counts[name]:
+            raise ValueError(
+                f"{method} wrote in place into the input column {name!r}, which other workers "
+                "share: write into a copy (`.clone()`) or make a new tensor"
+            )

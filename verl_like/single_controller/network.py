@@ -10,8 +10,8 @@ from torch.distributed import TCPStore
 
 
 def open_store(host: str, port: int = 0, **options: Any) -> TCPStore:
-    """A store that listens at `host` alone, with port 0 at a free port; TCPStore itself listens at
-    all addresses.
+    """Opens a store that listens at `host` alone, with port 0 at a free port. TCPStore itself
+    listens at all addresses.
 
     It lives as long as the object. `options` are those of TCPStore.
     """
@@ -29,7 +29,7 @@ def open_store(host: str, port: int = 0, **options: Any) -> TCPStore:
 
 
 def address_towards(host: str) -> str:
-    """The address of this node at which `host` reaches it."""
+    """Returns the address of this node at which `host` reaches it."""
     # Sends nothing: asks for the way
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 1))

@@ -1,5 +1,5 @@
-"""The share of a batch that one rank works on, described by references and resolved on the
-worker."""
+"""The share of a batch that one rank works on. References describe it, and the worker resolves
+them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,18 +37,13 @@ class Ordered:
         self.batch = batch
         self.sizes = sizes
         self.order = np.asarray(order, dtype=np.int64)
-        # A future has its number of rows only where its ranks worked in another order.
-        known = (
-            batch
-            if isinstance(batch, DataProto)
-            else self.order
-            if batch.order is None
-            else batch.order
-        )
-        num_rows = len(known)
-        if self.order.shape != (num_rows,) or not np.array_equal(
-            np.sort(self.order), np.arange(num_rows)
-        ):
+        num_rows = len(self.order)
+        if isinstance(batch, DataProto):
+            num_rows = len(batch)
+        elif batch.order is not None:  # of another future nobody knows the number of rows yet
+            num_rows = len(batch.order)
+        ascending = np.sort(self.order)
+        if not np.array_equal(ascending, np.arange(num_rows)):
             raise ValueError(
                 f"the order of an Ordered batch names each of its {num_rows} rows once, got "
                 f"{self.order.shape} numbers: {self.order[:20].tolist()}"
@@ -64,14 +59,6 @@ Splittable = DataProto | DataProtoFuture | Ordered
 
 
 @dataclass(frozen=True)
-class ResolvedShard:
-    """The rows of a shard; `ordered` says that the batch was an Ordered one."""
-
-    data: DataProto
-    ordered: bool
-
-
-@dataclass(frozen=True)
 class BatchShard:
     """Shard `index` of `num_shards` of the batch that `parts` make up in row order.
 
@@ -79,8 +66,9 @@ class BatchShard:
     the last ones none where there are fewer rows than shards. A shard without rows has the batch's
     columns.
 
-    `row_numbers` int64 are the rows of this shard, for a batch of `num_batch_rows` rows; None: the
-    index-th slice. `ordered`: see ResolvedShard. `columns`: the only ones to keep, None for all.
+    `row_numbers` int64 are the rows of this shard, for a batch of `num_batch_rows` rows; None means
+    the index-th slice. `ordered` says that the batch was an Ordered one. `columns` are the only
+    ones to keep; None means all.
     """
 
     parts: tuple[Part, ...]
@@ -91,24 +79,26 @@ class BatchShard:
     num_batch_rows: int = 0
     ordered: bool = False
 
-    def resolve(self, fetch: Fetch) -> ResolvedShard:
-        """Fetch only the parts that hold this shard's rows, see `gather_rows`."""
+    def resolve(self, fetch: Fetch) -> DataProto:
+        """Returns the rows of this shard. Only the parts that hold them are fetched, see
+        `gather_rows`."""
 
         def payloads(numbers: Sequence[int]) -> list[DataProto]:
             batches = fetch([self.parts[number].payload for number in numbers])
-            return (
-                batches
-                if self.columns is None
-                else [select_columns(batch, self.columns) for batch in batches]
-            )
+            if self.columns is None:
+                return batches
+            return [select_columns(batch, self.columns) for batch in batches]
 
-        sizes = [header.num_rows for header in fetch([part.header for part in self.parts])]
+        headers = fetch([part.header for part in self.parts])
+        sizes = [header.num_rows for header in headers]
         total = sum(sizes)
         if total == 0:
-            return ResolvedShard(DataProto.concat(payloads(range(len(sizes)))), self.ordered)
+            without_rows = payloads(range(len(sizes)))
+            return DataProto.concat(without_rows)
         row_numbers = self.row_numbers
         if row_numbers is None:
-            row_numbers = np.array_split(np.arange(total), self.num_shards)[self.index]
+            shares = np.array_split(np.arange(total), self.num_shards)
+            row_numbers = shares[self.index]
         elif total != self.num_batch_rows:
             raise ValueError(
                 f"an order of {self.num_batch_rows} rows was given for a future of {total} rows: "
@@ -118,23 +108,25 @@ class BatchShard:
         for array in data.non_tensor_batch.values():
             # A view of shared rows: NumPy itself refuses to write into it
             array.flags.writeable = False
-        return ResolvedShard(data, self.ordered)
+        return data
 
 
 @dataclass(frozen=True)
 class ForwardedFuture:
-    """A future given as an argument: references to its ranks' results, collected where they are
-    used."""
+    """A future that is given as an argument: references to its ranks' results, which are collected
+    where they are used."""
 
     parts: tuple[Part, ...]
     collect: Callable[[list[Any]], Any]
 
     def resolve(self, fetch: Fetch) -> Any:
-        return self.collect(fetch([part.payload for part in self.parts]))
+        outputs = fetch([part.payload for part in self.parts])
+        return self.collect(outputs)
 
 
 def select_columns(data: DataProto, columns: Sequence[str]) -> DataProto:
-    """Those of `columns` that exist, and the padding marks; meta_info is kept whole."""
+    """Returns a batch with those of `columns` that exist, the padding marks, and the whole
+    meta_info."""
     keep = {*columns, PAD_COLUMN}
     return data.select(
         batch_keys=[name for name in data.tensors() if name in keep],
@@ -143,7 +135,7 @@ def select_columns(data: DataProto, columns: Sequence[str]) -> DataProto:
 
 
 def split_order(order: np.ndarray, sizes: Sequence[int] | None, count: int) -> list[np.ndarray]:
-    """`count` slices of a batch's row numbers, of these sizes or as equal as possible."""
+    """Returns `count` slices of a batch's row numbers, of these sizes or as equal as possible."""
     if sizes is None:
         return np.array_split(order, count)
     if len(sizes) != count:
@@ -156,11 +148,12 @@ def split_order(order: np.ndarray, sizes: Sequence[int] | None, count: int) -> l
 def gather_rows(
     sizes: Sequence[int], row_numbers: np.ndarray, fetch: Callable[[Sequence[int]], list[DataProto]]
 ) -> DataProto:
-    """The rows `row_numbers`, in this order, of the batch that parts of `sizes` rows make up.
+    """Returns the rows `row_numbers`, in this order, of the batch that parts of `sizes` rows make
+    up.
 
     `fetch` is called once, with the numbers of the parts that hold these rows, and returns the
-    parts. Contiguous rows of one part are a view, others are copies. No rows are those of a part
-    that has some, which has all columns.
+    parts. Contiguous rows of one part are a view, others are copies. If no rows are wanted, the
+    columns come from a part that has rows, because that has all columns.
     """
     if not len(row_numbers):
         filled = [part for part, size in enumerate(sizes) if size]
@@ -169,25 +162,28 @@ def gather_rows(
         return payload.rows(0, 0)
     ends = np.cumsum(sizes)
     starts = ends - sizes
-    order = [
-        ((row_numbers >= a) & (row_numbers < b)).nonzero()[0]
-        for a, b in zip(starts, ends, strict=True)
-    ]
-    needed = [part for part, places in enumerate(order) if len(places)]
+    places: list[np.ndarray] = []  # by part, where its rows are among `row_numbers`
+    for start, end in zip(starts, ends, strict=True):
+        is_in_part = (row_numbers >= start) & (row_numbers < end)
+        places.append(is_in_part.nonzero()[0])
+    needed = [part for part, its_places in enumerate(places) if len(its_places)]
+    payloads = fetch(needed)
     taken = []
-    for part, payload in zip(needed, fetch(needed), strict=True):
-        rows = row_numbers[order[part]] - starts[part]
-        taken.append(
-            payload.rows(int(rows[0]), int(rows[-1]) + 1)
-            if _is_range(rows)
-            else payload.select_idxs(rows)
-        )
+    for part, payload in zip(needed, payloads, strict=True):
+        rows = row_numbers[places[part]] - starts[part]
+        if _is_range(rows):
+            first = int(rows[0])
+            taken.append(payload.rows(first, first + len(rows)))
+        else:
+            taken.append(payload.select_idxs(rows))
     if len(taken) == 1:
         return taken[0]
     joined = DataProto.concat(taken)
-    whole_order = np.concatenate(order)
-    return joined if _is_range(whole_order) else joined.select_idxs(whole_order.argsort())
+    joined_places = np.concatenate(places)
+    if _is_range(joined_places):
+        return joined
+    return joined.select_idxs(joined_places.argsort())
 
 
 def _is_range(numbers: np.ndarray) -> bool:
-    return bool((numbers[1:] - numbers[:-1] == 1).all())
+    return bool((np.diff(numbers) == 1).all())

@@ -29,22 +29,22 @@ class Shortage:
 
 
 def shortage_of(error: BaseException) -> Shortage | None:
-    """What an exception says of memory, with the processes of this node as they are now; None if it
-    says nothing."""
+    """Returns what an exception says of memory, with the processes of this node as they are now, or
+    None if it says nothing."""
     for each in _chain(error):
         text = str(each)
-        if isinstance(each, torch.OutOfMemoryError) or any(part in text for part in _DEVICE_TEXTS):
+        has_device_text = any(part in text for part in _DEVICE_TEXTS)
+        if isinstance(each, torch.OutOfMemoryError) or has_device_text:
             return Shortage("device", largest_processes())
-        no_memory = isinstance(each, MemoryError) or (
-            isinstance(each, OSError) and each.errno == errno.ENOMEM
-        )
-        if no_memory or any(part in text for part in _HOST_TEXTS):
+        is_refused = isinstance(each, OSError) and each.errno == errno.ENOMEM
+        has_host_text = any(part in text for part in _HOST_TEXTS)
+        if isinstance(each, MemoryError) or is_refused or has_host_text:
             return Shortage("host", largest_processes())
     return None
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """The exception, what it was raised from, and so on."""
+    """Yields the exception, what it was raised from, and so on."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -53,26 +53,29 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def largest_processes() -> str:
-    """The resident bytes of the processes of this node that hold most, and of all workers, with id
-    and title."""
+    """Makes a table of the processes of this node that hold most memory, and of all workers:
+    resident bytes, id and title."""
     rows: list[tuple[int, int, str]] = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            rows.append((process.memory_info().rss, process.pid, title_of(process)))
+            resident = process.memory_info().rss
+            rows.append((resident, process.pid, title_of(process)))
+    rows.sort(reverse=True)
     memory = psutil.virtual_memory()
     lines = [
         f"Resident memory of the largest processes, with {_gib(memory.available)} of "
         f"{_gib(memory.total)} left:"
     ]
-    for place, (resident, pid, title) in enumerate(sorted(rows, reverse=True)):
+    for place, (resident, pid, title) in enumerate(rows):
         if place < NUM_SHOWN or title.startswith(_TITLES_OF_A_RUN):
             lines.append(f"  {_gib(resident):>11}  pid {pid:<8} {title[:80]}")
     return "\n".join(lines)
 
 
 def title_of(process: psutil.Process) -> str:
-    """The command line; that of a worker names its role, rank and method."""
-    return " ".join(process.cmdline()).strip() or process.name()
+    """Returns the command line. That of a worker names its role, rank and method."""
+    command_line = " ".join(process.cmdline())
+    return command_line.strip() or process.name()
 
 
 def _gib(num_bytes: int) -> str:

@@ -10,19 +10,22 @@ from verl_like.single_controller.shard import select_columns
 
 
 def argument_of(spec: MethodSpec, data: DataProto) -> DataProto:
-    """The batch as the method reads it: with padded columns, unless it takes jagged ones.
+    """Returns the batch as the method reads it: with padded columns, unless it takes jagged ones.
 
     Raises ValueError for jagged prompts without the meta entry `padding`, which says how wide
     padded columns are.
     """
     columns = spec.read_columns
-    if spec.jagged or not _has_jagged_prompts(data):
-        return data if columns is None else select_columns(data, columns)
-    return padded(data, None if columns is None else (*columns, PAD_COLUMN))
+    takes_jagged = spec.jagged or not _has_jagged_prompts(data)
+    if columns is None:
+        return data if takes_jagged else padded(data)
+    if takes_jagged:
+        return select_columns(data, columns)
+    return padded(data, (*columns, PAD_COLUMN))
 
 
 def result_of(spec: MethodSpec, result: DataProto, data: DataProto) -> DataProto:
-    """What a method returned for a batch, without padding.
+    """Returns what a method returned for a batch, without padding.
 
     Returned prompts and responses in verl's layout become jagged, as do columns (B, R, ...) beside
     the responses of the batch.
@@ -37,17 +40,17 @@ def result_of(spec: MethodSpec, result: DataProto, data: DataProto) -> DataProto
         return jagged
     if "responses" not in data.tensors() or len(result) != len(data):
         return result
-    if "responses" in columns and not torch.equal(
-        columns["responses"], padded(data, ["responses"]).tensors()["responses"]
-    ):
-        raise ValueError(
-            f"{spec.name} returned other responses than it was given: return input_ids and "
-            "attention_mask with them, which say how long they are"
-        )
+    if "responses" in columns:
+        given = padded(data, ["responses"]).tensors()["responses"]
+        if not torch.equal(columns["responses"], given):
+            raise ValueError(
+                f"{spec.name} returned other responses than it was given: return input_ids and "
+                "attention_mask with them, which say how long they are"
+            )
     beside = data.select(batch_keys=["prompts", "responses"], non_tensor_batch_keys=[])
-    return strip(result, beside).select(
-        batch_keys=[name for name in columns if name not in VERL_COLUMNS]
-    )
+    stripped = strip(result, beside)
+    kept = [name for name in columns if name not in VERL_COLUMNS]
+    return stripped.select(batch_keys=kept)
 
 
 def _has_jagged_prompts(data: DataProto) -> bool:

@@ -29,10 +29,8 @@ class Worker:
     # In __new__, so that a subclass that does not call super().__init__() has its rank as well.
     def __new__(cls, *args: Any, **kwargs: Any) -> "Worker":
         worker = super().__new__(cls)
-        worker.rank, worker.world_size = (
-            int(os.environ.get("RANK", "0")),
-            int(os.environ.get("WORLD_SIZE", "1")),
-        )
+        worker.rank = int(os.environ.get("RANK", "0"))
+        worker.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         worker.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         worker.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         worker._mesh_coordinates = {}
@@ -44,15 +42,15 @@ class Worker:
         return os.environ.get("VERL_LIKE_DEVICE", "cpu")
 
     def get_master_addr_port(self) -> tuple[str, int]:
-        """Where rank 0 of the group may open its store; the port stays reserved as long as the
-        group lives."""
+        """Returns where rank 0 of the group may open its store. The port stays reserved as long as
+        the group lives."""
         return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
     def _register_dispatch_collect_info(
         self, mesh_name: str, dp_rank: int, is_collect: bool
     ) -> None:
-        """Say which shard of a batch this rank works on, and whether its result is collected, under
-        mesh dispatch."""
+        """Says which shard of a batch this rank works on under mesh dispatch, and whether its
+        result is collected."""
         if mesh_name in self._mesh_coordinates:
             raise ValueError(
                 f"mesh {mesh_name!r} is registered already on rank {self.rank}: register it once"
@@ -61,17 +59,17 @@ class Worker:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Loads what the worker computes with, before its other methods are called; nothing where
-        it is inherited."""
+        """Loads what the worker computes with, before its other methods are called. It does nothing
+        unless it is overridden."""
 
     def close(self) -> None:
-        """Ends what the worker has started in its process, such as threads; a process of its own
+        """Ends what the worker has started in its process, such as threads. A process of its own
         ends with them."""
         return
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def query_dispatch_collect_info(self, mesh_name: str) -> tuple[int, bool]:
-        """This rank's (dp_rank, is_collect) in a mesh."""
+        """Returns this rank's (dp_rank, is_collect) in a mesh."""
         if mesh_name not in self._mesh_coordinates:
             raise ValueError(
                 f"mesh {mesh_name!r} is not registered on rank {self.rank} (known: "
@@ -85,32 +83,33 @@ class Worker:
     def execute_with_func_generator(
         self, func: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Run func(worker, *args, **kwargs) on every rank, batches split over the ranks; it returns
-        a DataProto."""
+        """Runs func(worker, *args, **kwargs) on every rank, with batches split over the ranks. It
+        returns a DataProto."""
         return func(self, *args, **kwargs)
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL, execute_mode=Execute.RANK_ZERO)
     def execute_func_rank_zero(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run func(*args, **kwargs) on rank 0."""
+        """Runs func(*args, **kwargs) on rank 0."""
         return func(*args, **kwargs)
 
 
 def rank_environment(
     rank: int, world_size: int, local_rank: int, local_world_size: int, device: str
 ) -> dict[str, str]:
-    """The environment variables by which a worker knows its place, but for the master's address."""
-    numbers = {
-        "RANK": rank,
-        "WORLD_SIZE": world_size,
-        "LOCAL_RANK": local_rank,
-        "LOCAL_WORLD_SIZE": local_world_size,
+    """Returns the environment variables by which a worker knows its place, without the master's
+    address."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(local_world_size),
+        "VERL_LIKE_DEVICE": device,
     }
-    return {**{name: str(number) for name, number in numbers.items()}, "VERL_LIKE_DEVICE": device}
 
 
 def reserve_port() -> tuple[socket.socket, int]:
-    """A free TCP port, and the socket that keeps the system from giving it to anyone else until it
-    is closed.
+    """Returns a free TCP port, and the socket that keeps the system from giving it to anyone else
+    until it is closed.
 
     The socket is bound with SO_REUSEADDR but does not listen: a server that sets SO_REUSEADDR, as
     torch's TCPStore does, can listen on the port meanwhile.
@@ -118,4 +117,5 @@ def reserve_port() -> tuple[socket.socket, int]:
     holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.bind(("", 0))
-    return holder, holder.getsockname()[1]
+    port = holder.getsockname()[1]
+    return holder, port

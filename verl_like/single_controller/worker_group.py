@@ -1,4 +1,4 @@
-"""The driver's handle on the ranks of one role: registered methods become callables of the
+"""The driver's handle on the ranks of one role. Registered methods become callables of the
 group."""
 
 import abc
@@ -42,6 +42,8 @@ class CallEvent:
 
 
 OnCall = Callable[[CallEvent], None]
+Arguments = tuple[list[Any], dict[str, Any]]
+"""What one rank's method is called with."""
 
 
 class ClassWithInitArgs:
@@ -50,7 +52,9 @@ class ClassWithInitArgs:
     def __init__(self, cls: type, *args: Any, **kwargs: Any) -> None:
         # verl passes ray.remote(WorkerClass); the class inside is what its process builds.
         metadata = getattr(cls, "__ray_metadata__", None)
-        self.cls: Any = cls if metadata is None else metadata.modified_class.__ray_actor_class__
+        self.cls: Any = cls
+        if metadata is not None:
+            self.cls = metadata.modified_class.__ray_actor_class__
         self.args = args
         self.kwargs = kwargs
         self.plugins: tuple[str, ...] = ()
@@ -63,21 +67,23 @@ class ClassWithInitArgs:
 
 @dataclass(frozen=True)
 class WorkerGroupFacts:
-    """What a collect function may ask of the group. It may run on a worker of another group, so it
-    gets no more."""
+    """What a collect function may ask of the group.
+
+    It may run on a worker of another group, so it gets no more.
+    """
 
     role: str
     world_size: int
 
 
 class WorkerGroup(VerlWorkerGroup):
-    """Base of the Ray and the local backend; `group.method(...)` and `group.method.remote(...)`
+    """Base of the Ray and the local backend. `group.method(...)` and `group.method.remote(...)`
     call the ranks."""
 
     deadline_s: float = math.inf
     """How long a call may take, in seconds."""
     runs_at_once: bool = False
-    """A call runs in the thread that submits it, and others wait meanwhile."""
+    """True if a call runs in the thread that submits it, and others wait meanwhile."""
 
     def __init__(
         self, worker_cls: type | None, role: str, world_size: int, pool: str, on_call: OnCall | None
@@ -98,12 +104,13 @@ class WorkerGroup(VerlWorkerGroup):
                 f"{worker_cls.__name__} of role {role} is not a Worker: subclass Worker"
             )
         for name, spec in registered_methods(worker_cls).items():
+            method = getattr(worker_cls, name)
             if hasattr(self, name):
                 raise ValueError(
                     f"{worker_cls.__name__}.{name} has the name of a worker group's attribute: "
                     "rename it"
                 )
-            setattr(self, name, BoundMethod(self, spec, getattr(worker_cls, name)))
+            setattr(self, name, BoundMethod(self, spec, method))
             if not spec.is_recorded:
                 self._unrecorded.add(name)
 
@@ -115,16 +122,13 @@ class WorkerGroup(VerlWorkerGroup):
 
     @abc.abstractmethod
     def put(self, data: DataProto) -> Part:
-        """References to a batch that every rank can fetch."""
+        """Returns references to a batch that every rank can fetch."""
 
     @abc.abstractmethod
     def submit(
-        self,
-        spec: MethodSpec,
-        calls: list[tuple[list[Any], dict[str, Any]]],
-        collect_ranks: list[int],
+        self, spec: MethodSpec, calls: list[Arguments], collect_ranks: list[int]
     ) -> PendingCall:
-        """Start the method on ranks 0, 1, ... with their arguments.
+        """Starts the method on ranks 0, 1, ... with their arguments.
 
         The pending call waits for all of them; its outputs and its parts are those of
         `collect_ranks`, in this order.
@@ -132,7 +136,7 @@ class WorkerGroup(VerlWorkerGroup):
 
     @abc.abstractmethod
     def shutdown(self) -> None:
-        """Stop the ranks; the group is of no use afterwards."""
+        """Stops the ranks. The group is of no use afterwards."""
 
     def look_for_stopped(self, method: str) -> None:
         """Raises WorkerStopped if a process of the driver's groups is found stopped, such as by
@@ -146,16 +150,17 @@ class WorkerGroup(VerlWorkerGroup):
         bound = getattr(self, name, None)
         if not isinstance(bound, BoundMethod):
             raise ValueError(f"{self.role} has no registered method {name!r}: put @register on it")
-        return BoundMethod(self, replace(bound.spec, dispatch_mode=mode), bound.method)
+        spec = replace(bound.spec, dispatch_mode=mode)
+        return BoundMethod(self, spec, bound.method)
 
     def split(self, data: Splittable, count: int) -> list[BatchShard]:
-        """`count` shards, of as equal numbers of rows as possible unless an Ordered batch says how
-        many; a DataProto is put into the backend's store once."""
-        batch, order, sizes = (
-            (data.batch, data.order, data.sizes)
-            if isinstance(data, Ordered)
-            else (data, None, None)
-        )
+        """Returns `count` shards, of as equal numbers of rows as possible unless an Ordered batch
+        says how many.
+
+        A DataProto is put into the backend's store once.
+        """
+        batch = data.batch if isinstance(data, Ordered) else data
+        order = data.order if isinstance(data, Ordered) else None
         if isinstance(batch, DataProto):
             parts = [self.put(batch)]
         else:
@@ -163,30 +168,33 @@ class WorkerGroup(VerlWorkerGroup):
             if batch.order is not None:
                 part_rows = np.argsort(batch.order)  # where the parts have each row of the batch
                 order = part_rows if order is None else part_rows[order]
-        slices = [None] * count if order is None else shard.split_order(order, sizes, count)
-        of_batch = 0 if order is None else len(order), isinstance(data, Ordered)
+        shards = [BatchShard(tuple(parts), index, count) for index in range(count)]
+        if order is None:
+            return shards
+        is_ordered = isinstance(data, Ordered)
+        sizes = data.sizes if isinstance(data, Ordered) else None
+        rows_of_shards = shard.split_order(order, sizes, count)
         return [
-            BatchShard(tuple(parts), index, count, None, rows, *of_batch)
-            for index, rows in enumerate(slices)
+            replace(each, row_numbers=rows, num_batch_rows=len(order), ordered=is_ordered)
+            for each, rows in zip(shards, rows_of_shards, strict=True)
         ]
 
     def mesh(self, mesh_name: str) -> Mesh:
-        """The coordinates that the ranks registered, asked for once."""
+        """Returns the coordinates that the ranks registered, which are asked for once."""
         if mesh_name not in self._meshes:
             coordinates = self.query_dispatch_collect_info(mesh_name)
             self._meshes[mesh_name] = Mesh.from_coordinates(self.role, mesh_name, coordinates)
         return self._meshes[mesh_name]
 
     def report_finished_calls(self) -> None:
-        """Report to `on_call` the finished calls that nobody waited for."""
+        """Reports to `on_call` the finished calls that nobody waited for."""
         return  # a backend that runs a call at once has reported it
 
     def report(self, method: str, rank: int, header: CallHeader) -> None:
-        """Report a finished call of one rank to `on_call`."""
+        """Reports a finished call of one rank to `on_call`."""
         if self.on_call is not None and method not in self._unrecorded:
-            self.on_call(
-                CallEvent(self.pool, self.role, method, rank, header.started, header.finished)
-            )
+            times = (header.started, header.finished)
+            self.on_call(CallEvent(self.pool, self.role, method, rank, *times))
 
 
 class BoundMethod:
@@ -199,62 +207,61 @@ class BoundMethod:
         self._signature = inspect.signature(method)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The collected value if the method was registered blocking, its future otherwise."""
+        """Returns the collected value if the method was registered blocking, and its future
+        otherwise."""
         future = self.remote(*args, **kwargs)
         return future.get() if self.spec.blocking else future
 
     def remote(self, *args: Any, **kwargs: Any) -> Future:
-        """Submit the call and return its future."""
+        """Submits the call and returns its future."""
         self._signature.bind(None, *args, **kwargs)
-        is_plain = not any(
-            isinstance(value, DataProtoFuture | Ordered) for value in (*args, *kwargs.values())
-        )
+        values = (*args, *kwargs.values())
+        is_plain = not any(isinstance(value, DataProtoFuture | Ordered) for value in values)
         if self.call_fn is not None and is_plain:
-            self._check((*args, *kwargs.values()))
+            self._check(values)
             return self.call_fn(self, *args, **kwargs)
         return self.send(*args, **kwargs)
 
     def send(self, *args: Any, **kwargs: Any) -> Future:
-        """Submit the call to the ranks, and return its future."""
+        """Submits the call to the ranks, and returns its future."""
         group = self.group
         spec = self.spec
         order = self._check((*args, *kwargs.values()))
-        args = tuple(self._selected(v) for v in args)
-        kwargs = {k: self._selected(v) for k, v in kwargs.items()}
+        args = tuple(self._selected(value) for value in args)
+        kwargs = {name: self._selected(value) for name, value in kwargs.items()}
         sent: dict[int, Any] = {}  # an argument that several ranks get is prepared (and put) once
-        calls = [
-            (
-                [self._reference(v, sent) for v in rank_args],
-                {k: self._reference(v, sent) for k, v in rank_kwargs.items()},
-            )
-            for rank_args, rank_kwargs in self._dispatch(args, kwargs)
-        ]
+        calls: list[Arguments] = []
+        for rank_args, rank_kwargs in self._dispatch(args, kwargs):
+            sent_args = [self._reference(value, sent) for value in rank_args]
+            sent_kwargs = {
+                name: self._reference(value, sent) for name, value in rank_kwargs.items()
+            }
+            calls.append((sent_args, sent_kwargs))
         mode = spec.dispatch_mode
-        collect = functools.partial(mode.collect_fn, WorkerGroupFacts(group.role, group.world_size))
+        facts = WorkerGroupFacts(group.role, group.world_size)
+        collect = functools.partial(mode.collect_fn, facts)
         if mode.collect_ranks is not None:
-            return DataProtoFuture(
-                group.submit(spec, calls, mode.collect_ranks(group)), collect, order
-            )
+            ranks = mode.collect_ranks(group)
+            return DataProtoFuture(group.submit(spec, calls, ranks), collect, order)
         ranks = [0] if mode is Dispatch.RANK_ZERO else all_ranks(group)
         return Future(group.submit(spec, calls, ranks), collect)
 
     @property
     def call_fn(self) -> Callable[..., Future] | None:
-        """What makes the call out of other calls, where that is not left to the ranks: see
+        """What makes the call out of other calls, if it is not left to the ranks: see
         DispatchMode."""
         return self.spec.dispatch_mode.call_fn if is_registered(self.method) else None
 
     def _check(self, values: Sequence[Any]) -> np.ndarray | None:
-        """Raise ValueError for batches that the method cannot take. Returns the order of the first
-        Ordered batch, which is that of the result, or None."""
+        """Raises ValueError for batches that the method cannot take.
+
+        Returns the order of the first Ordered batch, which is that of the result, or None.
+        """
         batches = [value for value in values if isinstance(value, Splittable)]
         plain = [value.batch if isinstance(value, Ordered) else value for value in batches]
-        if not any(isinstance(batch, DataProtoFuture) for batch in plain):
-            check_reads(
-                self.group.role,
-                self.spec,
-                [batch for batch in plain if isinstance(batch, DataProto)],
-            )
+        known = [batch for batch in plain if isinstance(batch, DataProto)]
+        if len(known) == len(plain):
+            check_reads(self.group.role, self.spec, known)
         ordered = [value for value in batches if isinstance(value, Ordered)]
         if not ordered:
             return None
@@ -273,24 +280,22 @@ class BoundMethod:
         return ordered[0].order
 
     def _selected(self, value: Any) -> Any:
-        """A batch without the columns that the method does not read."""
+        """Returns a batch without the columns that the method does not read."""
         columns = self.spec.sent_columns
         if isinstance(value, Ordered):
-            return Ordered(self._selected(value.batch), value.order, value.sizes)
-        return (
-            shard.select_columns(value, columns)
-            if isinstance(value, DataProto) and columns is not None
-            else value
-        )
+            batch = self._selected(value.batch)
+            return Ordered(batch, value.order, value.sizes)
+        if isinstance(value, DataProto) and columns is not None:
+            return shard.select_columns(value, columns)
+        return value
 
-    def _dispatch(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> list[tuple[list[Any], dict[str, Any]]]:
-        """The arguments of each rank that runs."""
+    def _dispatch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Arguments]:
+        """Returns the arguments of each rank that runs."""
         group = self.group
         spec = self.spec
         if spec.dispatch_mode is Dispatch.RANK_ZERO:
-            if any(isinstance(value, PerRank) for value in (*args, *kwargs.values())):
+            given = (*args, *kwargs.values())
+            if any(isinstance(value, PerRank) for value in given):
                 raise ValueError(
                     f"{group.role}.{spec.name} runs on rank 0 only: PerRank needs Execute.ALL"
                 )
@@ -303,24 +308,23 @@ class BoundMethod:
                     f"argument with one entry for each of {group.world_size} ranks, got "
                     f"{type(values).__name__}"
                 )
-        return [
-            (
-                [values[rank] for values in rank_args],
-                {name: values[rank] for name, values in rank_kwargs.items()},
-            )
-            for rank in range(group.world_size)
-        ]
+        calls: list[Arguments] = []
+        for rank in range(group.world_size):
+            args_of_rank = [values[rank] for values in rank_args]
+            kwargs_of_rank = {name: values[rank] for name, values in rank_kwargs.items()}
+            calls.append((args_of_rank, kwargs_of_rank))
+        return calls
 
     def _reference(self, value: Any, sent: dict[int, Any]) -> Any:
-        """What travels instead of a batch or a future: references that the worker resolves."""
+        """Returns what travels instead of a batch or a future: references that the worker
+        resolves."""
         if isinstance(value, DataProto | DataProtoFuture):
             if id(value) not in sent:
-                sent[id(value)] = self._reference(self.group.split(value, 1)[0], sent)
+                [whole] = self.group.split(value, 1)
+                sent[id(value)] = self._reference(whole, sent)
             return sent[id(value)]
         if isinstance(value, BatchShard) and self.spec.sent_columns is not None:
             return replace(value, columns=self.spec.sent_columns)
-        return (
-            shard.ForwardedFuture(tuple(value.parts), value.collect)
-            if isinstance(value, Future)
-            else value
-        )
+        if isinstance(value, Future):
+            return shard.ForwardedFuture(tuple(value.parts), value.collect)
+        return value

@@ -1,4 +1,4 @@
-"""Runs a worker group in the driver's own process: for the debugger and for unit tests."""
+"""Runs a worker group in the driver's own process, for the debugger and for unit tests."""
 
 import contextlib
 import os
@@ -11,7 +11,12 @@ from verl_like.single_controller.decorator import MethodSpec
 from verl_like.single_controller.failure import WorkerError
 from verl_like.single_controller.invoke import Invoker
 from verl_like.single_controller.worker import rank_environment, reserve_port
-from verl_like.single_controller.worker_group import ClassWithInitArgs, OnCall, WorkerGroup
+from verl_like.single_controller.worker_group import (
+    Arguments,
+    ClassWithInitArgs,
+    OnCall,
+    WorkerGroup,
+)
 
 _CLOSING_S = 5.0
 _RUNNING = threading.RLock()
@@ -19,8 +24,10 @@ _RUNNING = threading.RLock()
 
 
 class LocalWorkerGroup(WorkerGroup):
-    """The ranks are objects in this process. A call runs when it is submitted, rank after rank.
-    Where several threads submit calls, of whatever groups, one runs at a time.
+    """A group whose ranks are objects in this process. A call runs when it is submitted, rank after
+    rank.
+
+    If several threads submit calls, of whatever groups, one runs at a time.
 
     Ranks cannot wait for each other, so workers that use torch.distributed need world_size 1. The
     method's own exception is the `__cause__` of the WorkerError. A call that is given the future of
@@ -51,25 +58,23 @@ class LocalWorkerGroup(WorkerGroup):
         return Part(CallHeader(len(data)), data.select())
 
     def submit(
-        self,
-        spec: MethodSpec,
-        calls: list[tuple[list[Any], dict[str, Any]]],
-        collect_ranks: list[int],
+        self, spec: MethodSpec, calls: list[Arguments], collect_ranks: list[int]
     ) -> "LocalCall":
         yielded: list[Any] = []
-        results: list[tuple[CallHeader, Any]] = []
+        results: list[Part] = []
         for rank, (args, kwargs) in enumerate(calls):
             try:
                 with _RUNNING, self._environment(rank):
-                    *items, header, payload = self._invoker.run(
-                        self.role, self.workers[rank], spec.name, args, kwargs, list
-                    )
+                    worker = self.workers[rank]
+                    outputs = self._invoker.run(self.role, worker, spec.name, args, kwargs, list)
+                    *items, header, payload = outputs
             except WorkerError as error:
                 return LocalCall(yielded, [], error)
             yielded += items
-            results.append((header, payload))
+            results.append(Part(header, payload))
             self.report(spec.name, rank, header)
-        return LocalCall(yielded, [Part(*results[rank]) for rank in collect_ranks], None)
+        collected = [results[rank] for rank in collect_ranks]
+        return LocalCall(yielded, collected, None)
 
     def shutdown(self) -> None:
         if self.caller is not None:
@@ -81,11 +86,9 @@ class LocalWorkerGroup(WorkerGroup):
 
     @contextlib.contextmanager
     def _environment(self, rank: int) -> Iterator[None]:
-        """The environment a rank's process would have."""
-        values = {
-            **rank_environment(rank, self.world_size, rank, self.world_size, "cpu"),
-            **self._env,
-        }
+        """Sets the environment that a rank's process would have."""
+        values = rank_environment(rank, self.world_size, rank, self.world_size, "cpu")
+        values.update(self._env)
         before = {name: os.environ.get(name) for name in values}
         os.environ.update(values)
         try:
@@ -99,7 +102,7 @@ class LocalWorkerGroup(WorkerGroup):
 
 
 class LocalCall(PendingCall):
-    """A call that has run: what its ranks yielded and returned, or the error of the one that
+    """A call that has run. It has what its ranks yielded and returned, or the error of the one that
     failed."""
 
     def __init__(self, yielded: list[Any], results: list[Part], error: WorkerError | None) -> None:

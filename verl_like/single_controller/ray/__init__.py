@@ -5,5 +5,4 @@ from verl_like.single_controller.ray.worker_group import (
     RayClassWithInitArgs,
     RayWorkerGroup,
     create_colocated_worker_cls,
-    create_colocated_worker_raw_cls,
 )

@@ -5,13 +5,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
 from verl_like.protocol import CallHeader, Part, PendingCall
-from verl_like.single_controller.failure import CallTimeout, WorkerDied, WorkerError
+from verl_like.single_controller.failure import CallTimeout, WorkerError
 from verl_like.single_controller.ray.message import fetch, unpack
 from verl_like.single_controller.ray.process_handles import READY_S, ProcessHandles
 from verl_like.single_controller.worker_group import LOOK_S
@@ -21,8 +22,10 @@ _log = logging.getLogger(__name__)
 
 
 class UnreportedCalls:
-    """The calls of a worker group that were not reported as finished yet. It keeps references to
-    their headers alone, so that results are freed with the calls' futures."""
+    """The calls of a worker group that were not reported as finished yet.
+
+    It keeps references to their headers alone, so that results are freed with the calls' futures.
+    """
 
     def __init__(self, role: str, report: Callable[[str, int, CallHeader], None]) -> None:
         self.role = role
@@ -34,114 +37,123 @@ class UnreportedCalls:
 
     def add(self, method: str, headers: Sequence[Any]) -> None:
         with self._changing:
-            self._calls |= {header: (method, rank) for rank, header in enumerate(headers)}
+            for rank, header in enumerate(headers):
+                self._calls[header] = (method, rank)
 
     def wait_for(self, headers: Sequence[Any]) -> None:
-        """Somebody waits for these calls."""
+        """Notes that somebody waits for these calls."""
         with self._changing:
             self.waited_for.update(headers)
 
     def report_finished(self, known: dict[Any, CallHeader]) -> None:
-        """Report the calls that have finished, also those whose futures nobody waits for; `known`
+        """Reports the calls that have finished, also those whose futures nobody waits for. `known`
         headers are not fetched again."""
         with self._changing:
             for reference, header in known.items():
                 self._report(reference, header)
             waiting = list(self._calls)
-            for reference in (
-                ray.wait(waiting, num_returns=len(waiting), timeout=0)[0] if waiting else []
-            ):
+            for reference in _finished(waiting):
                 try:
-                    self._report(reference, unpack(ray.get(reference, timeout=READY_S)))
+                    packed = ray.get(reference, timeout=READY_S)
+                    self._report(reference, unpack(packed))
                 except RayError as error:
                     method, _ = self._calls.pop(reference)
                     if reference not in self.waited_for:
-                        _log.error(
-                            "%s.%s failed and nobody waited for it: %s", self.role, method, error
-                        )
+                        where = f"{self.role}.{method}"
+                        _log.error("%s failed and nobody waited for it: %s", where, error)
             self.waited_for &= self._calls.keys()
 
     def _report(self, reference: Any, header: CallHeader) -> None:
-        if call := self._calls.pop(reference, None):
-            self.report(*call, header)
+        if reference in self._calls:
+            method, rank = self._calls.pop(reference)
+            self.report(method, rank, header)
 
 
+def _finished(references: list[Any]) -> list[Any]:
+    """Returns those of the references whose values are there, or whose calls have failed."""
+    if not references:
+        return []
+    finished, _ = ray.wait(references, num_returns=len(references), timeout=0)
+    return finished
+
+
+@dataclass(eq=False)
 class _CallOnRanks(PendingCall):
     """What calls in flight have in common: where they run and how long they may take."""
 
-    def __init__(
-        self,
-        processes: ProcessHandles,
-        unreported: UnreportedCalls,
-        method: str,
-        deadline_s: float,
-        ranks: list[int],
-    ) -> None:
-        self.processes = processes
-        self.unreported = unreported
-        self.role = unreported.role
-        self.method = method
-        self.deadline_s = deadline_s
-        self.collect_ranks = ranks
+    answers: list[Any]
+    """What Ray returned for each rank's call."""
+    processes: ProcessHandles
+    unreported: UnreportedCalls
+    method: str
+    deadline_s: float
+    collect_ranks: list[int]
+
+    @property
+    def role(self) -> str:
+        return self.unreported.role
 
 
+@dataclass(eq=False)
 class RayCall(_CallOnRanks):
-    """A call in flight: two references per rank, to its header and to its result."""
+    """A call in flight. Each rank's answer is two references, to its header and to its result."""
 
-    def __init__(self, references: list[tuple[Any, Any]], *call: Any) -> None:
-        super().__init__(*call)
-        self.headers = [header for header, _ in references]
-        self.payloads = [payload for _, payload in references]
+    def __post_init__(self) -> None:
+        self.headers = [header for header, _ in self.answers]
+        self.payloads = [payload for _, payload in self.answers]
         self.unreported.add(self.method, self.headers)
 
     def wait(self, timeout: float | None) -> list[Any]:
+        if timeout is None:
+            timeout = self.deadline_s
         collected = [self.payloads[rank] for rank in self.collect_ranks]
-        return self._wait(self.deadline_s if timeout is None else timeout, collected)
+        return self._wait(timeout, collected)
 
     def finish(self) -> None:
         self._wait(self.deadline_s, [])
 
     def _wait(self, timeout: float, collected: list[Any]) -> list[Any]:
-        """The values of the references `collected`, after every rank has finished."""
+        """Returns the values of the references `collected`, after every rank has finished."""
         deadline = time.monotonic() + timeout
         self.unreported.wait_for(self.headers)
         self.processes.wait_until_started(timeout)  # a failed start is the first thing to report
+        left = deadline - time.monotonic()
         try:
-            values = self.processes.wait(
-                self.headers, self.role, self.method, deadline - time.monotonic(), collected
-            )
+            packed = self.processes.wait(self.headers, self.role, self.method, left, collected)
         except RayError as error:
             raise RuntimeError(
                 f"{self.role}.{self.method} finished, but its results were lost: {error}"
             ) from error
-        values = [unpack(value) for value in values]
-        self.unreported.report_finished(dict(zip(self.headers, values, strict=False)))
-        return values[len(self.headers) :]
+        values = [unpack(value) for value in packed]
+        num_ranks = len(self.headers)
+        headers = values[:num_ranks]
+        known = dict(zip(self.headers, headers, strict=True))
+        self.unreported.report_finished(known)
+        return values[num_ranks:]
 
     def done(self) -> bool:
-        return len(ray.wait(self.headers, num_returns=len(self.headers), timeout=0)[0]) == len(
-            self.headers
-        )
+        return len(_finished(self.headers)) == len(self.headers)
 
     def parts(self) -> list[Part]:
         return [Part(self.headers[rank], self.payloads[rank]) for rank in self.collect_ranks]
 
 
+@dataclass(eq=False)
 class RayStream(_CallOnRanks):
-    """A call in flight, with a generator of references per rank: what the method yields, its
-    header, its result."""
+    """A call in flight. Each rank's answer is a generator of references: to what the method yields,
+    to its header and to its result."""
 
-    def __init__(self, generators: list[Any], *call: Any) -> None:
-        super().__init__(*call)
-        self.generators = generators
-        self._running = dict(enumerate(generators))
+    def __post_init__(self) -> None:
+        self._running = dict(enumerate(self.answers))
         self._headers: dict[int, CallHeader] = {}
         self._payloads: dict[int, Any] = {}  # references
         self._error: Exception | None = None
 
     def stream(self, timeout: float | None = None) -> Iterator[Any]:
-        """What the ranks yield, as it comes, until all have ended. Raises what `wait` raises."""
-        timeout = self.deadline_s if timeout is None else timeout
+        """Yields what the ranks yield, as it comes, until all have ended. Raises what `wait`
+        raises."""
+        if timeout is None:
+            timeout = self.deadline_s
         deadline = time.monotonic() + timeout
         if self._error is not None:
             raise self._error
@@ -150,43 +162,46 @@ class RayStream(_CallOnRanks):
         while self._running:
             left = deadline - time.monotonic()
             if left <= 0:
-                late = f"rank(s) {sorted(self._running)} of {len(self.generators)}"
+                late = f"rank(s) {sorted(self._running)} of {len(self.answers)}"
                 raise CallTimeout(self.role, self.method, timeout, late)
             if time.monotonic() > next_look:
                 self.processes.end_stopped(self.method)
                 next_look = time.monotonic() + LOOK_S
-            ready, _ = ray.wait(list(self._running.values()), timeout=min(_POLL_S, left))
-            for rank in [rank for rank, generator in self._running.items() if generator in ready]:
-                yield from self._next(rank)
-                if not self._running:
-                    for rank in range(len(self.generators)):
-                        self.unreported.report(self.method, rank, self._headers[rank])
+            running = list(self._running.values())
+            ready, _ = ray.wait(running, timeout=min(_POLL_S, left))
+            for rank, generator in list(self._running.items()):
+                if generator in ready:
+                    yield from self._next(rank)
+            if not self._running:
+                for rank in range(len(self.answers)):
+                    self.unreported.report(self.method, rank, self._headers[rank])
 
     def _next(self, rank: int) -> Iterator[Any]:
-        """The next thing of a rank, which is ready, if the method yielded it; header and result are
-        kept."""
-        reference = next(self.generators[rank], None)
+        """Yields the next thing of a rank, which is ready, if the method yielded it. Header and
+        result are kept."""
+        reference = next(self.answers[rank], None)
         if reference is None:
             del self._running[rank]
         elif rank in self._headers:
             self._payloads[rank] = reference
         else:
             try:
-                value = unpack(ray.get(reference, timeout=READY_S))
+                packed = ray.get(reference, timeout=READY_S)
             except RayError:
                 raise self._failure(rank, reference) from None
+            value = unpack(packed)
             if isinstance(value, CallHeader):
                 self._headers[rank] = value
             else:
                 yield value
 
     def _failure(self, rank: int, reference: Any) -> Exception:
-        """What became of the call, of which one rank failed."""
-        references = [generator.completed() for generator in self.generators]
+        """Returns the error of the call, of which one rank failed."""
+        references = self._ends()
         references[rank] = reference
         try:
             self.processes.wait(references, self.role, self.method, READY_S)
-        except (WorkerError, WorkerDied) as error:
+        except WorkerError as error:
             self._error = error
         assert self._error is not None
         return self._error
@@ -194,18 +209,23 @@ class RayStream(_CallOnRanks):
     def wait(self, timeout: float | None) -> list[Any]:
         for _ in self.stream(timeout):
             pass
-        return fetch([self._payloads[rank] for rank in self.collect_ranks], READY_S)
+        collected = [self._payloads[rank] for rank in self.collect_ranks]
+        return fetch(collected, READY_S)
 
     def finish(self) -> None:
         for _ in self.stream():
             pass
 
     def done(self) -> bool:
-        ends = [generator.completed() for generator in self.generators]
-        return len(ray.wait(ends, num_returns=len(ends), timeout=0)[0]) == len(ends)
+        ends = self._ends()
+        return len(_finished(ends)) == len(ends)
+
+    def _ends(self) -> list[Any]:
+        """Returns a reference for each rank that is ready when the rank has ended."""
+        return [generator.completed() for generator in self.answers]
 
     def parts(self) -> list[Part]:
-        """Known only when the ranks have ended, so this waits for them."""
-        for _ in self.stream():
-            pass
+        """Returns the parts, which are known only when the ranks have ended. So it waits for
+        them."""
+        self.finish()
         return [Part(self._headers[rank], self._payloads[rank]) for rank in self.collect_ranks]

@@ -10,48 +10,57 @@ Resources = dict[str, float]
 
 
 def assign(entries: list[Resources], nodes: dict[str, Resources]) -> list[str] | None:
-    """A node for each entry, such that all of them fit at once; None if they do not. No entry is
-    split over nodes.
+    """Chooses a node for each entry, such that all of them fit at once. Returns None if they do not
+    fit. No entry is split over nodes.
 
     Entries are multiples of one bundle, and a node counts by how many bundles fit on it: nodes with
     equally many GPUs count the same, however many of their CPUs are free.
     """
     if not entries:
         return []
-    bundle = {kind: math.gcd(*(int(entry[kind]) for entry in entries)) for kind in entries[0]}
+    bundle: dict[str, int] = {}
+    for kind in entries[0]:
+        amounts = [int(entry[kind]) for entry in entries]
+        bundle[kind] = math.gcd(*amounts)
 
     def bundles(resources: Resources) -> int:
-        return int(min(resources.get(kind, 0) // amount for kind, amount in bundle.items()))
+        fitting = [resources.get(kind, 0) // amount for kind, amount in bundle.items()]
+        return int(min(fitting))
 
-    sizes = list(map(bundles, entries))
+    sizes = [bundles(entry) for entry in entries]
+    capacities = [bundles(node) for node in nodes.values()]
     largest_first = sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)
-    chosen = _assign(
-        [sizes[i] for i in largest_first], [bundles(node) for node in nodes.values()], set()
-    )
+    sorted_sizes = [sizes[entry] for entry in largest_first]
+    chosen = _assign(sorted_sizes, capacities, set())
+    if chosen is None:
+        return None
     names = list(nodes)
-    return (
-        None
-        if chosen is None
-        else [names[i] for _, i in sorted(zip(largest_first, chosen, strict=True))]
-    )
+    node_of_entry = [""] * len(entries)
+    for entry, node in zip(largest_first, chosen, strict=True):
+        node_of_entry[entry] = names[node]
+    return node_of_entry
 
 
 def _assign(
     sizes: list[int], capacities: list[int], failed: set[tuple[int, ...]]
 ) -> list[int] | None:
-    """The index of a capacity for each size; `failed` holds (number of sizes, capacities) without
-    one."""
+    """Returns the index of a capacity for each size, or None.
+
+    `failed` holds the states, of the number of sizes and the capacities, for which there is none.
+    """
     if not sizes:
         return []
-    state = len(sizes), *sorted(capacities)
-    too_many = sizes.count(sizes[0]) > sum(capacity // sizes[0] for capacity in capacities)
-    if too_many or state in failed:
-        return None
     size, *others = sizes
+    state = (len(sizes), *sorted(capacities))
+    num_places = sum(capacity // size for capacity in capacities)
+    if sizes.count(size) > num_places or state in failed:
+        return None
     for i, capacity in enumerate(capacities):
         if capacity < size or capacity in capacities[:i]:  # equal capacities are tried once
             continue
-        chosen = _assign(others, [*capacities[:i], capacity - size, *capacities[i + 1 :]], failed)
+        left = list(capacities)
+        left[i] = capacity - size
+        chosen = _assign(others, left, failed)
         if chosen is not None:
             return [i, *chosen]
     failed.add(state)
@@ -59,34 +68,44 @@ def _assign(
 
 
 def node_resources(total: bool) -> dict[str, Resources]:
-    """GPUs and CPUs of each live node, by its id: all of them, or those that are free."""
+    """Returns GPUs and CPUs of each live node, by its id: all of them, or those that are free."""
     free = {} if total else ray._private.state.available_resources_per_node()
     nodes = {}
     for node in ray.nodes():
         if node["Alive"]:
-            resources = node["Resources"] if total else free.get(node["NodeID"], {})
-            nodes[node["NodeID"]] = {name: resources.get(name, 0.0) for name in ("GPU", "CPU")}
+            name = node["NodeID"]
+            resources = node["Resources"] if total else free.get(name, {})
+            gpu = resources.get("GPU", 0.0)
+            cpu = resources.get("CPU", 0.0)
+            nodes[name] = {"GPU": gpu, "CPU": cpu}
     return nodes
 
 
 def placement_table(requests: dict[str, list[Resources]]) -> str:
-    """Requested resources by pool and node entry against free / all resources by node."""
-    lines = [f"  {'requested by':<40} {'GPU':>9} {'CPU':>9}"]
+    """Makes a table of the requested resources by pool and node entry against the free and all
+    resources by node."""
+    lines = [_table_row("requested by", "GPU", "CPU")]
     for pool, entries in requests.items():
         for index, entry in enumerate(entries):
-            lines.append(
-                f"  {f'{pool}, node {index}':<40} {entry.get('GPU', 0):>9g} "
-                f"{entry.get('CPU', 0):>9g}"
-            )
+            gpu = f"{entry.get('GPU', 0):g}"
+            cpu = f"{entry.get('CPU', 0):g}"
+            lines.append(_table_row(f"{pool}, node {index}", gpu, cpu))
     free = node_resources(total=False)
-    everything = node_resources(total=True)
-    lines.append(f"  {'node':<40} {'GPU':>9} {'CPU':>9}   (free / all)")
-    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-    for name, node in everything.items():
-        gpu, cpu = (f"{free.get(name, {}).get(k, 0):g} / {node[k]:g}" for k in ("GPU", "CPU"))
-        lines.append(f"  {f'{addresses[name]} ({name[:6]})':<40} {gpu:>9} {cpu:>9}")
+    lines.append(_table_row("node", "GPU", "CPU") + "   (free / all)")
+    addresses = {}
+    for node in ray.nodes():
+        addresses[node["NodeID"]] = node["NodeManagerAddress"]
+    for name, everything in node_resources(total=True).items():
+        free_here = free.get(name, {})
+        gpu = f"{free_here.get('GPU', 0):g} / {everything['GPU']:g}"
+        cpu = f"{free_here.get('CPU', 0):g} / {everything['CPU']:g}"
+        lines.append(_table_row(f"{addresses[name]} ({name[:6]})", gpu, cpu))
     lines.append(
         "  fix: smaller entries in resource_pool_spec, fewer groups per pool, or more or larger "
         "nodes"
     )
     return "\n".join(lines)
+
+
+def _table_row(name: str, gpu: str, cpu: str) -> str:
+    return f"  {name:<40} {gpu:>9} {cpu:>9}"

@@ -1,5 +1,5 @@
-"""The columns that a driver has put into Ray's object store: each of them once, as long as its
-tensor lives."""
+"""The columns that a driver has put into Ray's object store. Each of them is there once, as long as
+its tensor lives."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -38,8 +38,10 @@ class ColumnStore:
         self._ray = ""
 
     def put(self, data: DataProto) -> StoredBatch:
-        """References to the columns; small ones and meta_info are in the result itself. Arrays are
-        put anew in each call, because writes into them are not counted."""
+        """Returns references to the columns. Small ones and meta_info are in the result itself.
+
+        Arrays are put anew in each call, because writes into them are not counted.
+        """
         context = ray.get_runtime_context()
         # The first driver of every cluster has the same id, and every driver on a node the same
         # node.
@@ -49,27 +51,28 @@ class ColumnStore:
             self._columns.clear()
             self._ray = this_ray
         tensors = data.tensors()
-        known: dict[str, _Column | None] = {
-            name: self._columns.get(tensor) for name, tensor in tensors.items()
-        }
-        stored = {
-            name: each
-            for name, each in known.items()
-            if each and each.write_count == write_count(tensors[name])
-        }
+        stored: dict[str, _Column] = {}
+        for name, tensor in tensors.items():
+            column = self._columns.get(tensor)
+            if column is not None and column.write_count == write_count(tensor):
+                stored[name] = column
         num_rows, fresh, arrays, meta_info = data.__getstate__(left_out=stored)
-        if sum(wire.array.nbytes for wire in fresh.values()) > INLINE_BYTES:
-            segment = ray.put([pack_column(wire) for wire in fresh.values()])
+        num_bytes = sum(wire.array.nbytes for wire in fresh.values())
+        if num_bytes > INLINE_BYTES:
+            packed = [pack_column(wire) for wire in fresh.values()]
+            segment = ray.put(packed)
             for index, name in enumerate(fresh):
-                stored[name] = column = _Column(write_count(tensors[name]), segment, index)
+                column = _Column(write_count(tensors[name]), segment, index)
+                stored[name] = column
                 if column.write_count >= 0:  # what has no counter is not remembered
                     self._columns[tensors[name]] = column
             fresh = {}
         rest: Any = pack_state(num_rows, fresh, arrays, meta_info)
         segments = list({column.segment for column in stored.values()})
-        locations = {
-            name: [segments.index(column.segment), column.index] for name, column in stored.items()
-        }
+        locations = {}
+        for name, column in stored.items():
+            number = segments.index(column.segment)
+            locations[name] = [number, column.index]
         return StoredBatch(segments, locations, ray.put(rest) if arrays else rest)
 
 

@@ -42,15 +42,18 @@ class StoredBatch:
     def load(self, timeout: float) -> DataProto:
         rest, *segments = _get([self.rest, *self.segments], timeout)
         num_rows, columns, arrays, meta_info = rest
-        stored = {name: segments[number][index] for name, (number, index) in self.locations.items()}
-        return DataProto.from_state(
-            num_rows, unpack_columns({**columns, **stored}), arrays, meta_info
-        )
+        packed = dict(columns)
+        for name, (number, index) in self.locations.items():
+            packed[name] = segments[number][index]
+        return DataProto.from_state(num_rows, unpack_columns(packed), arrays, meta_info)
 
 
 def pack(value: Any) -> list[Any] | bytes:
-    """The bytes of a header, [kind, plain lists] of a batch or a shard of one; any other value
-    stays as it is."""
+    """Packs the values of a call.
+
+    A header becomes bytes, and a batch or a shard of one becomes [kind, plain lists]. Any other
+    value stays as it is.
+    """
     if isinstance(value, DataProto):
         return ["batch", pack_state(*value.__getstate__())]
     if isinstance(value, CallHeader):
@@ -58,16 +61,19 @@ def pack(value: Any) -> list[Any] | bytes:
     if isinstance(value, StoredBatch):
         return ["stored", [value.segments, value.locations, value.rest]]
     if isinstance(value, BatchShard):
-        parts = [[pack(part.header), pack(part.payload)] for part in value.parts]
+        parts = []
+        for part in value.parts:
+            parts.append([pack(part.header), pack(part.payload)])
         columns = None if value.columns is None else list(value.columns)
+        place = [value.index, value.num_shards]
         rows = [value.row_numbers, value.num_batch_rows, value.ordered]
-        return ["shard", [parts, value.index, value.num_shards, columns, *rows]]
+        return ["shard", [parts, *place, columns, *rows]]
     return ["value", value]
 
 
 def unpack(packed: list[Any] | bytes) -> Any:
-    """The inverse of `pack`. Small columns get memory of their own; large ones are read-only by
-    agreement."""
+    """Does the inverse of `pack`. Small columns get memory of their own. Nobody may write into
+    large ones."""
     if isinstance(packed, bytes):
         return CallHeader(*_HEADER.unpack(packed))
     kind, content = packed
@@ -77,36 +83,34 @@ def unpack(packed: list[Any] | bytes) -> Any:
     if kind == "stored":
         return StoredBatch(*content)
     if kind == "shard":
-        parts, *rest = content
-        return BatchShard(
-            tuple(Part(unpack(header), unpack(payload)) for header, payload in parts), *rest
-        )
+        packed_parts, *rest = content
+        parts = []
+        for header, payload in packed_parts:
+            parts.append(Part(unpack(header), unpack(payload)))
+        return BatchShard(tuple(parts), *rest)
     return content
 
 
 def pack_state(
     num_rows: int | None, tensors: dict[str, WireTensor], arrays: Any, meta_info: Any
 ) -> list[Any]:
-    """The state of a batch (see `Batch.__getstate__`) with packed columns."""
-    return [
-        num_rows,
-        {name: pack_column(tensor) for name, tensor in tensors.items()},
-        arrays,
-        meta_info,
-    ]
+    """Returns the state of a batch (see `Batch.__getstate__`) with packed columns."""
+    columns = {name: pack_column(tensor) for name, tensor in tensors.items()}
+    return [num_rows, columns, arrays, meta_info]
 
 
 def pack_column(column: WireTensor) -> list[Any]:
-    """[torch dtype, array, offsets or None], arrays of up to INLINE_BYTES as [NumPy dtype, shape,
-    bytes]."""
-    return [column.dtype, *(_pack_array(array) for array in (column.array, column.offsets))]
+    """Returns [torch dtype, array, offsets or None]. Arrays of up to INLINE_BYTES become [NumPy
+    dtype, shape, bytes]."""
+    return [column.dtype, _pack_array(column.array), _pack_array(column.offsets)]
 
 
 def unpack_columns(columns: Mapping[str, list[Any]]) -> dict[str, WireTensor]:
-    return {
-        name: WireTensor(_unpack_array(array), dtype, _unpack_array(offsets))
-        for name, (dtype, array, offsets) in columns.items()
-    }
+    unpacked = {}
+    for name, (dtype, array, offsets) in columns.items():
+        values = _unpack_array(array)
+        unpacked[name] = WireTensor(values, dtype, _unpack_array(offsets))
+    return unpacked
 
 
 def _pack_array(array: np.ndarray | None) -> Any:
@@ -124,35 +128,36 @@ def _unpack_array(packed: Any) -> Any:
 
 
 def fetch(references: Sequence[Any], timeout: float) -> list[Any]:
-    """What references and stored batches stand for, in order; anything else passes through.
+    """Returns what references and stored batches stand for, in order. Anything else passes through.
 
     Raises the WorkerError of a call that failed, TimeoutError after `timeout` seconds.
     """
     values = _get(references, timeout)
-    return [
-        value.load(timeout)
-        if isinstance(value, StoredBatch)
-        else unpack(value)
-        if isinstance(reference, ray.ObjectRef)
-        else value
-        for reference, value in zip(references, values, strict=True)
-    ]
+    for place, value in enumerate(values):
+        if isinstance(value, StoredBatch):
+            values[place] = value.load(timeout)
+        elif isinstance(references[place], ray.ObjectRef):
+            values[place] = unpack(value)
+    return values
 
 
 def _get(references: Sequence[Any], timeout: float) -> list[Any]:
-    """Each reference replaced by its value."""
-    wanted = [reference for reference in references if isinstance(reference, ray.ObjectRef)]
+    """Returns a new list in which each reference is replaced by its value."""
+    values = list(references)
+    wanted = [value for value in values if isinstance(value, ray.ObjectRef)]
     if not wanted:
-        return list(references)
+        return values
     try:
-        values = iter(ray.get(wanted, timeout=timeout))
+        fetched = iter(ray.get(wanted, timeout=timeout))
     except RayTaskError as error:
-        raise (error.cause if isinstance(error.cause, WorkerError) else error) from None
+        if isinstance(error.cause, WorkerError):
+            raise error.cause from None
+        raise error from None
     except GetTimeoutError:
         raise TimeoutError(
             f"the results of earlier calls, which are the input here, took more than {timeout:g} s"
         ) from None
-    return [
-        next(values) if isinstance(reference, ray.ObjectRef) else reference
-        for reference in references
-    ]
+    for place, value in enumerate(values):
+        if isinstance(value, ray.ObjectRef):
+            values[place] = next(fetched)
+    return values

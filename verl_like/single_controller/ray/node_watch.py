@@ -1,5 +1,5 @@
-"""Looks at worker processes on their nodes: which are stopped, and who held how much memory before
-one was killed."""
+"""Looks at worker processes on their nodes: which of them are stopped, and who held how much memory
+before one was killed."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ from verl_like.single_controller.worker_group import LOOK_S
 
 _ANSWER_S = 5.0  # a node that takes longer is looked at the next time
 # Of the container, or else of the machine
-_OOM_COUNTERS = ("/sys/fs/cgroup/memory.events", "/proc/vmstat")
+_OOM_COUNTERS = (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat"))
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,10 @@ class Look:
     """What was found on a node."""
 
     stopped: Mapping[int, Mapping[int, str]]
-    """By the id of a worker's process: the stopped ones among it and those that it started, with
-    their titles."""
+    """By the id of a worker's process, the stopped ones among it and the processes that it started,
+    with their titles."""
     memory: str
-    """See `largest_processes`."""
+    """The table that `largest_processes` returns."""
     num_oom_kills: int
     """How many processes the kernel has killed so far for want of memory."""
 
@@ -41,16 +41,15 @@ class NodeAgent:
     """Looks at processes of the node that it runs on."""
 
     def look(self, pids: Sequence[int]) -> Look:
-        """What is found; processes that have ended are left out."""
+        """Returns what is found. Processes that have ended are left out."""
         stopped = {}
         for pid in pids:
             with contextlib.suppress(psutil.NoSuchProcess):
-                family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-                titles = {
-                    each.pid: title_of(each)
-                    for each in family
-                    if each.status() == psutil.STATUS_STOPPED
-                }
+                worker = psutil.Process(pid)
+                titles = {}
+                for each in (worker, *worker.children(recursive=True)):
+                    if each.status() == psutil.STATUS_STOPPED:
+                        titles[each.pid] = title_of(each)
                 if titles:
                     stopped[pid] = titles
         return Look(stopped, largest_processes(), _num_oom_kills())
@@ -63,11 +62,14 @@ class NodeAgent:
 
 
 class NodeWatch:
-    """What a driver has seen of its processes. It looks at its own node by itself, at others
-    through an agent."""
+    """What a driver has seen of its processes.
+
+    It looks at its own node by itself, and at others through an agent.
+    """
 
     def __init__(self, own_node: str) -> None:
-        self.own_node, self.own_agent = own_node, NodeAgent()
+        self.own_node = own_node
+        self.own_agent = NodeAgent()
         self.looking = threading.RLock()
         self.agents: dict[str, Any] = {}
         """Actor handles, by node id."""
@@ -76,9 +78,10 @@ class NodeWatch:
         self.stopped_since: dict[tuple[str, int], float] = {}
         """When a worker, by node and process id, was first found stopped."""
         self.memory: dict[str, str] = {}
-        """What the last look found, by node id."""
+        """The table of memory of the last look, by node id."""
         self.num_oom_kills = {own_node: _num_oom_kills()}
-        """At the last look; on the driver's node also as the run began."""
+        """The count at the last look, by node id. On the driver's node there is one from the
+        beginning."""
 
     def end_stopped(self, places: Sequence[ProcessInfo]) -> dict[ProcessInfo, str]:
         """Kills those of the workers that are stopped, as they were one look before, and says what
@@ -92,8 +95,10 @@ class NodeWatch:
 
     def _end_stopped(self, places: Sequence[ProcessInfo]) -> dict[ProcessInfo, str]:
         pids: dict[str, list[int]] = {}
+        place_of: dict[tuple[str, int], ProcessInfo] = {}
         for place in places:
             pids.setdefault(place.node_id, []).append(place.pid)
+            place_of[place.node_id, place.pid] = place
         before = self.stopped_since
         self.stopped_since = {}
         found = {}
@@ -102,34 +107,32 @@ class NodeWatch:
             self.num_oom_kills[node] = look.num_oom_kills
             for pid, titles in look.stopped.items():
                 now = time.monotonic()
-                since = self.stopped_since[node, pid] = before.get((node, pid), now)
+                since = before.get((node, pid), now)
+                self.stopped_since[node, pid] = since
                 if now - since > LOOK_S / 2:
-                    (place,) = [each for each in places if (each.node_id, each.pid) == (node, pid)]
-                    processes = ", ".join(
-                        f"process {stopped} ({title})" for stopped, title in titles.items()
-                    )
-                    found[place] = (
-                        f"{processes} was stopped for at least {now - since:.0f} s, so it was "
-                        "killed"
+                    named = [f"process {stopped} ({title})" for stopped, title in titles.items()]
+                    found[place_of[node, pid]] = (
+                        f"{', '.join(named)} was stopped for at least {now - since:.0f} s, so it "
+                        "was killed"
                     )
                     self.kill(node, [*titles, pid])
         return found
 
     def look(self, pids: Mapping[str, Sequence[int]]) -> dict[str, Look]:
-        """What is found of the processes of each node, by its id; nodes that do not answer are left
-        out."""
+        """Returns what is found of the processes of each node, by its id. Nodes that do not answer
+        are left out."""
         looks = {}
         for node, its_pids in pids.items():
             if node == self.own_node:
                 looks[node] = self.own_agent.look(its_pids)
             elif node not in self.asked:
-                self.asked[node] = self.agent(node).look.remote(its_pids)
+                agent = self.agent(node)
+                self.asked[node] = agent.look.remote(its_pids)
         node_of = {reference: node for node, reference in self.asked.items()}
-        answered = (
-            ray.wait(list(node_of), num_returns=len(node_of), timeout=_ANSWER_S)[0]
-            if node_of
-            else []
-        )
+        asked = list(node_of)
+        answered: list[Any] = []
+        if asked:
+            answered, _ = ray.wait(asked, num_returns=len(asked), timeout=_ANSWER_S)
         for reference in answered:
             node = node_of[reference]
             del self.asked[node]
@@ -140,12 +143,12 @@ class NodeWatch:
         return looks
 
     def agent(self, node: str) -> Any:
-        """The agent of another node, which is started once."""
+        """Returns the agent of another node, which is started once."""
         if node not in self.agents:
             there = NodeAffinitySchedulingStrategy(node, soft=False)
-            self.agents[node] = (
-                ray.remote(NodeAgent).options(num_cpus=0, scheduling_strategy=there).remote()
-            )
+            agent_class = ray.remote(NodeAgent)
+            on_node = agent_class.options(num_cpus=0, scheduling_strategy=there)
+            self.agents[node] = on_node.remote()
         return self.agents[node]
 
     def kill(self, node: str, pids: Sequence[int]) -> None:
@@ -153,7 +156,9 @@ class NodeWatch:
         if node == self.own_node:
             self.own_agent.kill(pids)
         else:
-            ray.wait([self.agent(node).kill.remote(pids)], timeout=_ANSWER_S)
+            agent = self.agent(node)
+            killing = agent.kill.remote(pids)
+            ray.wait([killing], timeout=_ANSWER_S)
 
     def shortage(self, node: str, pid: int) -> Shortage | None:
         """Tells, after the process `pid` of the node has died, whether the kernel killed one there
@@ -162,7 +167,9 @@ class NodeWatch:
         The table is of the last look if the process was there then, and else of now.
         """
         with self.looking:
-            look = self.look({node: []}).get(node) if node in self.num_oom_kills else None
+            if node not in self.num_oom_kills:
+                return None
+            look = self.look({node: []}).get(node)
             if look is None or look.num_oom_kills == self.num_oom_kills[node]:
                 return None
             self.num_oom_kills[node] = look.num_oom_kills
@@ -172,21 +179,31 @@ class NodeWatch:
 
 
 def of_memory_monitor(error: ray.exceptions.OutOfMemoryError) -> tuple[str, Shortage]:
-    """Why Ray's memory monitor has killed a process, in a line, and the processes that it found."""
+    """Returns why Ray's memory monitor has killed a process, in a line, and the processes that it
+    found."""
     message = str(error)
-    reason = message.partition("OOM kill reason: ")[2].partition("\n")[0]
-    used = message.partition("Memory on the node ")[2].partition("\n")[0]
-    table = message.partition("Top 10 memory users: ")[2].partition("\nRefer to")[0]
-    shortage = Shortage(
-        "host", f"Memory of the node {used}, and of its largest processes:\n{table}"
-    )
-    return f"Ray's memory monitor killed it. {reason}", shortage
+    reason = _between("OOM kill reason: ", "\n", message)
+    used = _between("Memory on the node ", "\n", message)
+    table = _between("Top 10 memory users: ", "\nRefer to", message)
+    processes = f"Memory of the node {used}, and of its largest processes:\n{table}"
+    return f"Ray's memory monitor killed it. {reason}", Shortage("host", processes)
+
+
+def _between(before: str, after: str, text: str) -> str:
+    """Returns the part of a text between two others. It is empty if the first one is not in the
+    text."""
+    _, _, rest = text.partition(before)
+    part, _, _ = rest.partition(after)
+    return part
 
 
 def _num_oom_kills() -> int:
-    """The kernel's count of processes that it killed for want of memory; 0 where it keeps none."""
-    for path in map(Path, _OOM_COUNTERS):
-        for line in path.read_text().splitlines() if path.exists() else ():
+    """Returns the kernel's count of processes that it killed for want of memory, or 0 if it keeps
+    none."""
+    for path in _OOM_COUNTERS:
+        if not path.exists():
+            continue
+        for line in path.read_text().splitlines():
             name, _, count = line.partition(" ")
             if name == "oom_kill":
                 return int(count)

@@ -1,5 +1,5 @@
-"""The processes of a worker group as the driver sees them: started, waited for with a deadline,
-killed together."""
+"""The processes of a worker group as the driver sees them: they are started, waited for with a
+deadline, and killed together."""
 
 import functools
 import os
@@ -34,7 +34,7 @@ _LOG_LINES = 20
 
 
 class ProcessHandles:
-    """The Ray actors of a pool, one per rank, shared by colocated roles. They start in the
+    """The Ray actors of a pool, one per rank, which colocated roles share. They start in the
     background."""
 
     def __init__(
@@ -50,49 +50,50 @@ class ProcessHandles:
         self.watch = _watch_of_driver(ray.get_runtime_context().get_node_id())
         self._infos: list[ProcessInfo] | None = None
         self.submitting = threading.Lock()
-        self.stopping = threading.Lock()
-        """Held while a call is submitted: all ranks get the calls of several threads in one
+        """Held while a call is submitted, so that all ranks get the calls of several threads in one
         order."""
+        self.stopping = threading.Lock()
         self.stopped: Exception | None = None  # why the actors are gone; later calls raise it
         device = "cuda" if pool.use_gpu else "cpu"
-        places = zip(pool.local_rank_list(), pool.local_world_size_list(), strict=True)
-        environments = [
-            rank_environment(rank, pool.world_size, *place, device)
-            for rank, place in enumerate(places)
-        ]
-        clash = sorted(worker_env.keys() & {*environments[0], "MASTER_ADDR", "MASTER_PORT"})
+        environments = []
+        for rank, (local_rank, local_size) in enumerate(pool.local_ranks()):
+            env = rank_environment(rank, pool.world_size, local_rank, local_size, device)
+            environments.append(env)
+        own_names = {*environments[0], "MASTER_ADDR", "MASTER_PORT"}
+        clash = sorted(worker_env.keys() & own_names)
         if clash:
             raise ValueError(
                 f"worker_env of {role} sets {clash}, which the group sets itself: leave them out"
             )
-        self.bundles = bundles = pool.take()
+        self.bundles = pool.take()
+        threads = _threads_per_rank(self.bundles)
         prefix = name_prefix or f"{role}-{secrets.token_hex(3)}"
-        self.names = [f"{prefix}_{rank}" for rank in range(pool.world_size)]
-        threads = _threads_per_rank(bundles)
         process_class = ray.remote(WorkerProcess)
         self.actors: list[Any] = []
-        for rank, (group, index) in enumerate(bundles):
-            env = {**environments[rank], "OMP_NUM_THREADS": str(threads[rank]), **worker_env}
-            options: dict[str, Any] = {
-                "name": self.names[rank],
-                "num_cpus": 1,
-                "num_gpus": 1 / pool.max_colocate_count if pool.use_gpu else 0,
-                "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                    group, placement_group_bundle_index=index
-                ),
-                "runtime_env": {"env_vars": env},
-            }
-            self.actors.append(process_class.options(**options).remote())
+        for rank, (group, index) in enumerate(self.bundles):
+            env = environments[rank]
+            env["OMP_NUM_THREADS"] = str(threads[rank])
+            env.update(worker_env)
+            in_bundle = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+            actor_class = process_class.options(
+                name=f"{prefix}_{rank}",
+                num_cpus=1,
+                num_gpus=1 / pool.max_colocate_count if pool.use_gpu else 0,
+                scheduling_strategy=in_bundle,
+                runtime_env={"env_vars": env},
+            )
+            self.actors.append(actor_class.remote())
         master = self.actors[0].reserve_master.remote()
-        self._started: list[Any] = [actor.start.remote(master, classes) for actor in self.actors]
+        self._started: list[Any] = []
+        for actor in self.actors:
+            self._started.append(actor.start.remote(master, classes))
         _RUNNING.add(self)
 
     def wait_until_started(self, timeout: float = START_DEADLINE_S) -> list[ProcessInfo]:
-        """Where each rank runs. Raises WorkerError if a constructor failed."""
+        """Returns where each rank runs. Raises WorkerError if a constructor failed."""
         if self._infos is None:
-            self._infos = self.wait(
-                self._started, self.role, "__init__", min(timeout, START_DEADLINE_S)
-            )
+            at_most = min(timeout, START_DEADLINE_S)
+            self._infos = self.wait(self._started, self.role, "__init__", at_most)
         return self._infos
 
     def wait(
@@ -103,55 +104,61 @@ class ProcessHandles:
         timeout: float,
         results: Sequence[Any] = (),
     ) -> list[Any]:
-        """The values of one reference per rank (of the first ranks), each of them small, and then
-        of `results`.
+        """Returns the values of one reference per rank (of the first ranks), each of them small,
+        and then those of `results`.
 
         Raises WorkerError, WorkerDied (after which no process of the group is left) or CallTimeout,
         and RayError if only results were lost. Raises WorkerStopped for any group of this driver,
         as this one may wait for its results.
         """
         deadline = time.monotonic() + timeout
+        everything = [*references, *results]
         is_late = False
         while not is_late:
-            left = max(0.0, deadline - time.monotonic())  # Ray aborts if it is negative
+            left = _seconds_until(deadline)
             try:
                 # Ends at the first failure of any rank, also while others still run or wait for it
                 # in a collective.
-                return ray.get([*references, *results], timeout=min(LOOK_S, left))
+                return ray.get(everything, timeout=min(LOOK_S, left))
             except GetTimeoutError:
                 is_late = left <= LOOK_S
                 if not is_late:
                     self.end_stopped(method)
             except RayError:
                 break
-        # Something failed or is late: each rank says what.
+        values = self._wait_for_each(references, role, method, timeout, deadline)
+        return values + ray.get(list(results), timeout=READY_S)
+
+    def _wait_for_each(
+        self, references: Sequence[Any], role: str, method: str, timeout: float, deadline: float
+    ) -> list[Any]:
+        """Does the rest of `wait` after something has failed or is late: each rank says what it
+        is."""
         give_up = float("inf")
         rank_of = {reference: rank for rank, reference in enumerate(references)}
         values: dict[int, Any] = {}
         failures: dict[int, RayError] = {}
         pending = list(references)
         while pending:
-            left = max(0.0, min(_POLL_S, deadline - time.monotonic()))
+            left = min(_POLL_S, _seconds_until(deadline))
             ready, pending = ray.wait(pending, num_returns=len(pending), timeout=left)
             for reference in ready:
+                rank = rank_of[reference]
                 try:
-                    values[rank_of[reference]] = ray.get(reference, timeout=READY_S)
+                    values[rank] = ray.get(reference, timeout=READY_S)
                 except RayError as error:
-                    failures[rank_of[reference]] = error
+                    failures[rank] = error
+            running = sorted(rank_of[reference] for reference in pending)
             now = time.monotonic()
             if failures:
                 give_up = min(give_up, now + _DEATH_GRACE_S)
-                died = any(not isinstance(error, RayTaskError) for error in failures.values())
-                if died or not pending or now >= give_up:
-                    raise self._as_worker_error(
-                        role, method, failures, [rank_of[reference] for reference in pending]
-                    )
-            elif pending and now >= deadline:
-                late = sorted(rank_of[reference] for reference in pending)
-                raise CallTimeout(role, method, timeout, f"rank(s) {late} of {len(references)}")
-        return [values[rank] for rank in range(len(references))] + ray.get(
-            list(results), timeout=READY_S
-        )
+                died = any(map(_is_death, failures.values()))
+                if died or not running or now >= give_up:
+                    raise self._as_worker_error(role, method, failures, running)
+            elif running and now >= deadline:
+                late = f"rank(s) {running} of {len(references)}"
+                raise CallTimeout(role, method, timeout, late)
+        return [values[rank] for rank in range(len(references))]
 
     def end_stopped(self, method: str) -> None:
         """Raises WorkerStopped if a process of this driver's groups is found stopped, after it
@@ -159,21 +166,22 @@ class ProcessHandles:
 
         `method` is what this group runs. A caller that waits asks every `LOOK_S` seconds.
         """
-        running = {
-            info: (group, rank)
-            for group in list(_RUNNING)
-            for rank, info in group._known_places().items()
-        }
-        for info, what in self.watch.end_stopped(list(running)).items():
+        running: dict[ProcessInfo, tuple[ProcessHandles, int]] = {}
+        for group in list(_RUNNING):
+            for rank, info in group._known_places().items():
+                running[info] = (group, rank)
+        found = self.watch.end_stopped(list(running))
+        for info, what in found.items():
             group, rank = running[info]
+            place = (group.role, rank, info.node, info.pid)
             its_method = method if group is self else "its call"
             cause = f"{what}\n{_last_log_lines(info)}"
-            group.stop(WorkerStopped(group.role, rank, info.node, info.pid, its_method, cause))
+            group.stop(WorkerStopped(*place, its_method, cause))
             assert group.stopped is not None
             raise group.stopped
 
     def stop(self, reason: Exception) -> None:
-        """Kill every process of the group."""
+        """Kills every process of the group."""
         _RUNNING.discard(self)
         with self.stopping:
             if self.stopped is not None:
@@ -186,59 +194,79 @@ class ProcessHandles:
     def _as_worker_error(
         self, role: str, method: str, failures: dict[int, RayError], running: list[int]
     ) -> Exception:
-        deaths = [rank for rank, error in failures.items() if not isinstance(error, RayTaskError)]
-        if deaths:
-            if self.stopped is None:
-                rank = deaths[0]
-                info = self._info(deaths[0])
-                reason, shortage = self._cause_of_death(failures[rank], info)
-                text = f"{reason}\n{_last_log_lines(info)}"
-                self.stop(WorkerDied(role, rank, info.node, info.pid, method, text, shortage))
-            assert self.stopped is not None
-            return self.stopped
+        for rank, error in failures.items():
+            if _is_death(error):
+                if self.stopped is None:
+                    info = self._info(rank)
+                    place = (role, rank, info.node, info.pid)
+                    reason, shortage = self._cause_of_death(error, info)
+                    text = f"{reason}\n{_last_log_lines(info)}"
+                    self.stop(WorkerDied(*place, method, text, shortage))
+                assert self.stopped is not None
+                return self.stopped
         rank, error = next(iter(failures.items()))
         cause = getattr(error, "cause", None)
         if not isinstance(cause, WorkerError):
             info = self._info(rank)
+            place = (role, rank, info.node, info.pid)
             shortage = shortage_of(cause) if isinstance(cause, Exception) else None
-            cause = WorkerError(role, rank, info.node, info.pid, method, str(error), shortage)
+            cause = WorkerError(*place, method, str(error), shortage)
         others = sorted(set(failures) - {rank})
         if others:
             cause.add_note(f"rank(s) {others} failed as well")
         if running:
             cause.add_note(
-                f"rank(s) {sorted(running)} are still in {method}; if they wait for rank {rank}, "
-                "shut the group down"
+                f"rank(s) {running} are still in {method}; if they wait for rank {rank}, shut the "
+                "group down"
             )
         return cause
 
     def _cause_of_death(self, error: RayError, info: ProcessInfo) -> tuple[str, Shortage | None]:
-        """Why a process died, in a line, and if it was killed because memory was short, who held
-        it."""
+        """Returns why a process died, in a line. If it was killed because memory was short, it also
+        returns who held it."""
         if isinstance(error, OutOfMemoryError):
             return of_memory_monitor(error)
-        reason = str(error).strip().rsplit("\n", 1)[-1].split(" Some common causes")[0]
+        last_line = str(error).strip().rpartition("\n")[2]
+        reason, _, _ = last_line.partition(" Some common causes")
         shortage = self.watch.shortage(info.node_id, info.pid)
         if shortage:
             reason = f"The kernel's OOM killer has ended a process of the node meanwhile. {reason}"
         return reason, shortage
 
     def _known_places(self) -> dict[int, ProcessInfo]:
-        """Where the ranks run that have started."""
+        """Returns where the ranks run that have started."""
         if self._infos is not None:
             return dict(enumerate(self._infos))
-        infos = {rank: self._info(rank) for rank in range(len(self.actors))}
-        return {rank: info for rank, info in infos.items() if info.pid}
+        known = {}
+        for rank in range(len(self.actors)):
+            info = self._info(rank)
+            if info.pid:
+                known[rank] = info
+        return known
 
     def _info(self, rank: int) -> ProcessInfo:
-        """Where a rank runs, or ran, as far as it is known."""
+        """Returns where a rank runs, or ran, as far as it is known."""
         if self._infos is not None:
             return self._infos[rank]
+        unknown = ProcessInfo(0, "unknown", "", "")
         ready, _ = ray.wait([self._started[rank]], timeout=0)
+        if not ready:
+            return unknown
         try:
             return ray.get(ready[0], timeout=READY_S)
-        except (RayError, IndexError):  # it failed while starting
-            return ProcessInfo(0, "unknown", "", "")
+        except RayError:  # it failed while starting
+            return unknown
+
+
+def _seconds_until(deadline: float) -> float:
+    """Returns the seconds that are left, at least 0, because Ray aborts if it is to wait for
+    less."""
+    return max(0.0, deadline - time.monotonic())
+
+
+def _is_death(error: RayError) -> bool:
+    """Returns True if the process has died, and False if the method has raised."""
+    return not isinstance(error, RayTaskError)
 
 
 _RUNNING: "weakref.WeakSet[ProcessHandles]" = weakref.WeakSet()
@@ -247,30 +275,33 @@ _RUNNING: "weakref.WeakSet[ProcessHandles]" = weakref.WeakSet()
 
 @functools.cache
 def _watch_of_driver(node: str) -> NodeWatch:
-    """One for all groups of a driver; a new Ray has a new node id."""
+    """Returns the one watch for all groups of a driver. A new Ray has a new node id."""
     return NodeWatch(node)
 
 
 def _threads_per_rank(bundles: Sequence[Bundle]) -> list[int]:
-    """Each process's share of its node's cores, among the bundles of all pools that are reserved
-    there.
+    """Returns each process's share of its node's cores, among the bundles of all pools that are
+    reserved there.
 
     Processes with more threads together than there are cores wait for each other at every barrier.
     """
     tables = ray.util.placement_group_table()
-    reserved = Counter(
-        node
-        for table in tables.values()
-        if table["state"] == "CREATED"
-        for node in table["bundles_to_node_id"].values()
-    )
-    nodes: list[str] = [
-        tables[group.id.hex()]["bundles_to_node_id"][index] for group, index in bundles
-    ]
-    cores = {node["NodeID"]: int(node["Resources"].get("CPU", 1)) for node in ray.nodes()}
+    reserved: Counter[str] = Counter()
+    for table in tables.values():
+        if table["state"] == "CREATED":
+            reserved.update(table["bundles_to_node_id"].values())
+    nodes: list[str] = []
+    for group, index in bundles:
+        table = tables[group.id.hex()]
+        nodes.append(table["bundles_to_node_id"][index])
+    cores: dict[str, int] = {}
+    for node in ray.nodes():
+        num_cpus = node["Resources"].get("CPU", 1)
+        cores[node["NodeID"]] = int(num_cpus)
     here = ray.get_runtime_context().get_node_id()
     # Ray's number of CPUs may be set higher than what this machine has, to fit more processes.
-    cores[here] = min(cores[here], len(os.sched_getaffinity(0)))
+    own_cores = len(os.sched_getaffinity(0))
+    cores[here] = min(cores[here], own_cores)
     return [max(1, cores[node] // reserved[node]) for node in nodes]
 
 
@@ -282,11 +313,8 @@ def _last_log_lines(info: ProcessInfo) -> str:
         return f"(its log is on node {info.node}: {info.logs_dir}/{pattern} and .out)"
     lines: list[str] = []
     for path in sorted(Path(info.logs_dir).glob(f"worker-*-{info.pid}.*")):
-        # Lines that start with ":" are Ray's own marks.
-        lines += [
-            line[:200]
-            for line in path.read_text(errors="replace").splitlines()
-            if not line.startswith(":")
-        ]
+        for line in path.read_text(errors="replace").splitlines():
+            if not line.startswith(":"):  # those are Ray's own marks
+                lines.append(line[:200])
     shown = "\n".join(lines[-_LOG_LINES:]) or "(empty)"
     return f"last lines of {info.logs_dir}/{pattern} and .out:\n{shown}"

@@ -1,5 +1,6 @@
 """Resource pools as Ray placement groups: one group of bundles per node, one bundle per process."""
 
+import itertools
 import secrets
 import time
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,6 @@ from verl_like.single_controller.ray.cluster import (
     node_resources,
     placement_table,
 )
-from verl_like.single_controller.resource_pool import ResourcePool
 
 PLACEMENT_DEADLINE_S = 10.0
 NUM_TRIES = 4  # of reserving within the deadline
@@ -24,16 +24,18 @@ _POLL_S = 0.2
 Bundle = tuple[PlacementGroup, int]  # a placement group and the index of one of its bundles
 
 
-class RayResourcePool(ResourcePool):
+class RayResourcePool:
     """Processes on the nodes of a Ray cluster, reserved by ResourcePoolManager or when the first
     worker group starts.
 
     Args:
-        process_on_nodes: see `ResourcePool`; all processes of an entry are on one node.
+        process_on_nodes: the number of processes on each node. Ranks count node by node, and nodes
+            may have different numbers, such as [8, 4].
         use_gpu: one GPU per process; otherwise CPUs only.
         name_prefix: the pool's name in messages and in Ray.
-        max_colocate_count: see `ResourcePool`; each group has its own processes. A bundle has that
-            many CPUs, and each group takes one CPU and 1/max_colocate_count of the GPU.
+        max_colocate_count: how many worker groups may hold the pool at a time, each with processes
+            of its own. A bundle has that many CPUs, and each group takes one CPU and
+            1/max_colocate_count of the GPU.
     """
 
     def __init__(
@@ -43,25 +45,52 @@ class RayResourcePool(ResourcePool):
         name_prefix: str | None = None,
         max_colocate_count: int = 1,
     ) -> None:
-        super().__init__(process_on_nodes, max_colocate_count)
+        for num_processes in process_on_nodes:
+            if not isinstance(num_processes, int) or num_processes <= 0:
+                raise ValueError(
+                    "a pool has at least one process on each of its nodes, got "
+                    f"{process_on_nodes!r}"
+                )
+        if max_colocate_count < 1:
+            raise ValueError(
+                "max_colocate_count is the number of groups that may share the pool, got "
+                f"{max_colocate_count}"
+            )
+        self.process_on_nodes = list(process_on_nodes)
+        self.max_colocate_count = max_colocate_count
         self.name = name_prefix or f"pool-{secrets.token_hex(3)}"
         self.use_gpu = use_gpu
         self._placement_groups: list[PlacementGroup] | None = None
         self._num_groups = 0  # worker groups that hold the pool
 
+    @property
+    def world_size(self) -> int:
+        return sum(self.process_on_nodes)
+
+    def local_ranks(self) -> list[tuple[int, int]]:
+        """Returns for each rank its number on its node, and the number of the pool's processes
+        there."""
+        local_ranks: list[tuple[int, int]] = []
+        for num_processes in self.process_on_nodes:
+            local_ranks += [(local_rank, num_processes) for local_rank in range(num_processes)]
+        return local_ranks
+
     def bundle_resources(self) -> Resources:
-        """What one process's bundle asks of its node."""
-        return {"CPU": self.max_colocate_count, **({"GPU": 1} if self.use_gpu else {})}
+        """Returns what one process's bundle asks of its node."""
+        if not self.use_gpu:
+            return {"CPU": self.max_colocate_count}
+        return {"CPU": self.max_colocate_count, "GPU": 1}
 
     def node_requests(self) -> list[Resources]:
-        """What the processes of each node entry together ask of their node."""
-        return [
-            {kind: v * n for kind, v in self.bundle_resources().items()}
-            for n in self.process_on_nodes
-        ]
+        """Returns what the processes of each node entry together ask of their node."""
+        of_process = self.bundle_resources()
+        requests = []
+        for num_processes in self.process_on_nodes:
+            requests.append({kind: num_processes * n for kind, n in of_process.items()})
+        return requests
 
     def get_placement_groups(self, timeout_s: float = PLACEMENT_DEADLINE_S) -> list[PlacementGroup]:
-        """One placement group per node entry, reserved on the first call, which raises what
+        """Returns one placement group per node entry. The first call reserves them, and raises what
         `reserve` raises."""
         if self._placement_groups is None:
             reserve([self], timeout_s)
@@ -69,29 +98,28 @@ class RayResourcePool(ResourcePool):
         return self._placement_groups
 
     def take(self) -> list[Bundle]:
-        """Each rank's bundle, for one more worker group. Raises ValueError if max_colocate_count
-        groups hold them."""
+        """Returns each rank's bundle, for one more worker group. Raises ValueError if
+        max_colocate_count groups hold them."""
         if self._num_groups == self.max_colocate_count:
             raise ValueError(
                 f"pool {self.name} already holds {self.max_colocate_count} worker group(s): raise "
                 "max_colocate_count, shut one down, or colocate the roles in one process "
                 "(create_colocated_worker_cls)"
             )
-        groups = zip(self.get_placement_groups(), self.process_on_nodes, strict=True)
-        bundles = [
-            (group, index) for group, num_processes in groups for index in range(num_processes)
-        ]
+        bundles: list[Bundle] = []
+        for node, group in enumerate(self.get_placement_groups()):
+            bundles += [(group, index) for index in range(self.process_on_nodes[node])]
         self._num_groups += 1
         return bundles
 
     def give_back(self, bundles: Sequence[Bundle]) -> None:
-        """A worker group that held these bundles is gone."""
-        if bundles[0][0] in (self._placement_groups or ()):  # otherwise `release` has freed them
+        """Notes that a worker group that held these bundles is gone."""
+        group, _ = bundles[0]
+        if group in (self._placement_groups or ()):  # otherwise `release` has freed them
             self._num_groups -= 1
 
     def release(self) -> None:
-        """Give the reservation back to the cluster; whatever still runs on the pool is killed by
-        Ray."""
+        """Gives the reservation back to the cluster. Ray kills whatever still runs on the pool."""
         for group in self._placement_groups or ():
             remove_placement_group(group)
         self._placement_groups = None
@@ -99,7 +127,8 @@ class RayResourcePool(ResourcePool):
 
 
 def reserve(pools: Sequence[RayResourcePool], timeout_s: float = PLACEMENT_DEADLINE_S) -> None:
-    """Reserve every pool that is not, all of them or none, on nodes that have room for all at once.
+    """Reserves every pool that is not reserved yet, all of them or none, on nodes that have room
+    for all at once.
 
     Resources of groups that were just shut down come back within moments, hence the wait. Raises
     PlacementError with a table of requested against available resources: at once if the cluster is
@@ -107,19 +136,21 @@ def reserve(pools: Sequence[RayResourcePool], timeout_s: float = PLACEMENT_DEADL
     """
     pools = [pool for pool in pools if pool._placement_groups is None]
     requests = {pool.name: pool.node_requests() for pool in pools}
-    entries = [entry for pool in requests.values() for entry in pool]
+    entries = list(itertools.chain.from_iterable(requests.values()))
     if assign(entries, node_resources(total=True)) is None:
         raise PlacementError(
             f"the cluster is too small for the resource pools\n{placement_table(requests)}"
         )
     deadline = time.monotonic() + timeout_s
     while True:
-        if (chosen := assign(entries, node_resources(total=False))) is not None:
+        chosen = assign(entries, node_resources(total=False))
+        if chosen is not None:
             nodes = iter(chosen)
             groups = {pool.name: _placement_groups(pool, nodes) for pool in pools}
-            everything = [group for its_groups in groups.values() for group in its_groups]
+            everything = list(itertools.chain.from_iterable(groups.values()))
             try:
-                ray.get([group.ready() for group in everything], timeout=timeout_s / NUM_TRIES)
+                ready = [group.ready() for group in everything]
+                ray.get(ready, timeout=timeout_s / NUM_TRIES)
                 break
             except ray.exceptions.GetTimeoutError:  # somebody else took a node at the same time
                 for group in everything:
@@ -135,18 +166,20 @@ def reserve(pools: Sequence[RayResourcePool], timeout_s: float = PLACEMENT_DEADL
 
 
 def _placement_groups(pool: RayResourcePool, nodes: Iterator[str]) -> list[PlacementGroup]:
-    """A placement group for each node entry of the pool, on the next of the nodes."""
-    return [
-        placement_group(
+    """Makes a placement group for each node entry of the pool, on the next of the nodes."""
+    groups = []
+    for index, num_processes in enumerate(pool.process_on_nodes):
+        # Left to itself, Ray takes the emptiest node for each group, and no room may be left for a
+        # larger one.
+        on_node = {"ray.io/node-id": next(nodes)}
+        group = placement_group(
             bundles=[pool.bundle_resources()] * num_processes,
             strategy="STRICT_PACK",
             name=f"{pool.name}:{index}",
-            # Left to itself, Ray takes the emptiest node for each group, and no room may be left
-            # for a larger one.
-            bundle_label_selector=[{"ray.io/node-id": next(nodes)}] * num_processes,
+            bundle_label_selector=[on_node] * num_processes,
         )
-        for index, num_processes in enumerate(pool.process_on_nodes)
-    ]
+        groups.append(group)
+    return groups
 
 
 @dataclass
@@ -176,7 +209,7 @@ class ResourcePoolManager:
         }
 
     def create_resource_pool(self) -> None:
-        """Reserve the pools; raises PlacementError with a table, within 10 s, unless the cluster
+        """Reserves the pools. Raises PlacementError with a table, within 10 s, unless the cluster
         holds all."""
         reserve(list(self.resource_pool_dict.values()))
 
@@ -184,7 +217,3 @@ class ResourcePoolManager:
         if role not in self.mapping:
             raise ValueError(f"role {role!r} has no pool: add it to role_mapping ({self.mapping})")
         return self.resource_pool_dict[self.mapping[role]]
-
-    def get_n_gpus(self) -> int:
-        """Number of GPUs of all pools together."""
-        return sum(map(sum, self.resource_pool_spec.values())) if self.use_gpu else 0

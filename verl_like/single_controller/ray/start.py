@@ -1,4 +1,4 @@
-"""Starts a Ray on this machine, or joins the one that is named; ends it."""
+"""Starts a Ray on this machine, or joins the one that is named, and ends it."""
 
 import contextlib
 import logging
@@ -28,21 +28,21 @@ from verl_like.single_controller.failure import PlacementError
 
 ANSWER_DEADLINE_S = 8.0
 ENDING_S = 10.0
-"""Longest wait for the folder of a Ray that was ended to become empty."""
+"""The longest wait for the folder of a Ray that was ended to become empty."""
 
 _claims: dict[Path, TextIO] = {}
 """The session folder of each Ray that this process started, and what marks it as in use."""
 
 
 def cluster_address(configured: str | None) -> str | None:
-    """The cluster that a run joins: the configured one, or that of RAY_ADDRESS; None if it starts a
-    new one."""
+    """Returns the cluster that a run joins: the configured one, or that of RAY_ADDRESS. It is None
+    if the run starts a new one."""
     address = configured or os.environ.get("RAY_ADDRESS")
     return None if address == "local" else address or None
 
 
 def require_cluster(address: str) -> None:
-    """Raises PlacementError unless a Ray answers at `address` within 10 s; `ray.init` itself waits
+    """Raises PlacementError unless a Ray answers at `address` within 10 s. `ray.init` itself waits
     for minutes."""
     answer: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
 
@@ -55,7 +55,8 @@ def require_cluster(address: str) -> None:
                 maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
             host, _, port = found.rpartition(":")
             # Fails at once if nothing listens.
-            socket.create_connection((host.strip("[]"), int(port)), ANSWER_DEADLINE_S).close()
+            target = (host.strip("[]"), int(port))
+            socket.create_connection(target, ANSWER_DEADLINE_S).close()
             GcsClient(address=found)
             answer.put(None)
         except Exception as error:  # whatever it is, it is why there is no answer
@@ -75,20 +76,24 @@ def require_cluster(address: str) -> None:
 
 
 def make_auth_token(path: Path) -> None:
-    """Makes the token of a Ray that is started here, unless there is one, for its owner alone:
-    Ray's own file is readable for others."""
+    """Makes the token of a Ray that is started here, unless there is one.
+
+    Its owner alone can read it. Ray's own file is readable for others.
+    """
     is_given = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
-    if is_given or os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
+    mode = os.environ.get("RAY_AUTH_MODE", "token")
+    if is_given or mode.lower() != "token":
         return
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    only_new = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     with contextlib.suppress(FileExistsError):
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        descriptor = os.open(path, only_new, 0o600)
         with open(descriptor, "w") as file:
             file.write(generate_new_authentication_token())
 
 
 def start_ray(address: str | None, num_cpus: int | None, worker_command: str | None = None) -> None:
-    """Joins the cluster at `address`; without one it starts a new Ray, even if another one runs on
+    """Joins the cluster at `address`. Without one it starts a new Ray, even if another one runs on
     this machine.
 
     `worker_command` takes the place of Python in the command line of that Ray's workers. The
@@ -109,18 +114,14 @@ def start_ray(address: str | None, num_cpus: int | None, worker_command: str | N
     # otherwise, also where it is told 127.0.0.1.
     before = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = bool(address)
-    local: dict[str, Any] = {"num_cpus": num_cpus, "include_dashboard": False}
-    if worker_command:
-        local["runtime_env"] = {"py_executable": worker_command}
+    options: dict[str, Any] = {"address": address}
     if not address:
+        options = {"address": "local", "num_cpus": num_cpus, "include_dashboard": False}
+        if worker_command:
+            options["runtime_env"] = {"py_executable": worker_command}
         make_auth_token(Path.home() / ".ray" / "auth_token")
     try:
-        ray.init(
-            address=address or "local",
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            **({} if address else local),
-        )
+        ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
         if not address:
             node: Any = ray._private.worker._global_node
             session = Path(node.get_session_dir_path())

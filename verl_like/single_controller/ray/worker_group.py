@@ -10,7 +10,12 @@ from verl_like.single_controller.ray.column_store import COLUMN_STORE
 from verl_like.single_controller.ray.message import pack
 from verl_like.single_controller.ray.process_handles import ProcessHandles
 from verl_like.single_controller.ray.resource_pool import RayResourcePool
-from verl_like.single_controller.worker_group import ClassWithInitArgs, OnCall, WorkerGroup
+from verl_like.single_controller.worker_group import (
+    Arguments,
+    ClassWithInitArgs,
+    OnCall,
+    WorkerGroup,
+)
 
 RayClassWithInitArgs = ClassWithInitArgs  # verl's name
 
@@ -18,17 +23,14 @@ RayClassWithInitArgs = ClassWithInitArgs  # verl's name
 def create_colocated_worker_cls(
     class_dict: dict[str, ClassWithInitArgs],
 ) -> dict[str, ClassWithInitArgs]:
-    """One process per rank that holds a worker of each role; their calls run one at a time.
+    """Describes one process per rank that holds a worker of each role. Their calls run one at a
+    time.
 
     `RayWorkerGroup.spawn` gives a group for each role.
     """
     if not class_dict:
         raise ValueError("create_colocated_worker_cls needs at least one role")
     return class_dict
-
-
-# In verl the class without ray.remote, none here
-create_colocated_worker_raw_cls = create_colocated_worker_cls
 
 
 class RayWorkerGroup(WorkerGroup):
@@ -62,14 +64,13 @@ class RayWorkerGroup(WorkerGroup):
         deadline_s: float = 3600.0,
         on_call: OnCall | None = None,
     ) -> None:
-        classes = (
-            ray_cls_with_init if isinstance(ray_cls_with_init, dict) else {role: ray_cls_with_init}
-        )
-        role = "+".join(classes)
-        processes = ProcessHandles(role, resource_pool, classes, name_prefix, worker_env or {})
-        self._attach(
-            processes, {name: cls.cls for name, cls in classes.items()}, role, deadline_s, on_call
-        )
+        with_args = ray_cls_with_init
+        if not isinstance(with_args, dict):
+            with_args = {role: with_args}
+        role = "+".join(with_args)
+        processes = ProcessHandles(role, resource_pool, with_args, name_prefix, worker_env or {})
+        classes = {name: with_args[name].cls for name in with_args}
+        self._attach(processes, classes, role, deadline_s, on_call)
 
     def _attach(
         self,
@@ -83,12 +84,11 @@ class RayWorkerGroup(WorkerGroup):
         self._classes = classes
         self.deadline_s = deadline_s
         self._unreported = UnreportedCalls(role, self.report)
-        super().__init__(
-            classes.get(role), role, len(processes.actors), processes.pool.name, on_call
-        )
+        world_size = len(processes.actors)
+        super().__init__(classes.get(role), role, world_size, processes.pool.name, on_call)
 
     def spawn(self, roles: Sequence[str]) -> dict[str, "RayWorkerGroup"]:
-        """A group for each of the colocated roles, on the same processes."""
+        """Returns a group for each of the colocated roles, on the same processes."""
         unknown = sorted(set(roles) - set(self._classes))
         if unknown:
             raise ValueError(
@@ -96,8 +96,9 @@ class RayWorkerGroup(WorkerGroup):
             )
         groups = {}
         for role in roles:
-            groups[role] = RayWorkerGroup.__new__(RayWorkerGroup)
-            groups[role]._attach(self.processes, self._classes, role, self.deadline_s, self.on_call)
+            group = RayWorkerGroup.__new__(RayWorkerGroup)
+            group._attach(self.processes, self._classes, role, self.deadline_s, self.on_call)
+            groups[role] = group
         return groups
 
     @property
@@ -106,40 +107,36 @@ class RayWorkerGroup(WorkerGroup):
         return self.processes.actors
 
     @property
-    def worker_names(self) -> list[str]:
-        return self.processes.names
-
-    @property
     def worker_pids(self) -> list[int]:
         return [info.pid for info in self.processes.wait_until_started()]
 
     @property
     def worker_nodes(self) -> list[str]:
-        """Addresses of the nodes, by rank."""
+        """The addresses of the nodes, by rank."""
         return [info.node for info in self.processes.wait_until_started()]
 
     def put(self, data: DataProto) -> Part:
         return Part(CallHeader(len(data)), COLUMN_STORE.put(data))
 
     def submit(
-        self,
-        spec: MethodSpec,
-        calls: list[tuple[list[Any], dict[str, Any]]],
-        collect_ranks: list[int],
+        self, spec: MethodSpec, calls: list[Arguments], collect_ranks: list[int]
     ) -> PendingCall:
         if self.processes.stopped is not None:
             raise self.processes.stopped
         references = []
         with self.processes.submitting:
-            for rank, (actor, (args, kwargs)) in enumerate(zip(self.workers, calls, strict=False)):
-                packed = (
-                    [pack(value) for value in args],
-                    {name: pack(value) for name, value in kwargs.items()},
-                )
+            for rank, (args, kwargs) in enumerate(calls):
+                actor = self.workers[rank]
+                run = actor.stream if spec.streams else actor.call
+                packed_args = [pack(value) for value in args]
+                packed_kwargs = {name: pack(value) for name, value in kwargs.items()}
+                packed = [packed_args, packed_kwargs]
                 message = [self.role, spec.name, *packed, self.deadline_s, rank in collect_ranks]
-                references.append((actor.stream if spec.streams else actor.call).remote(message))
-        call = (self.processes, self._unreported, spec.name, self.deadline_s, collect_ranks)
-        return RayStream(references, *call) if spec.streams else RayCall(references, *call)
+                references.append(run.remote(message))
+        call_class = RayStream if spec.streams else RayCall
+        return call_class(
+            references, self.processes, self._unreported, spec.name, self.deadline_s, collect_ranks
+        )
 
     def look_for_stopped(self, method: str) -> None:
         self.processes.end_stopped(method)
@@ -148,6 +145,6 @@ class RayWorkerGroup(WorkerGroup):
         self._unreported.report_finished({})
 
     def shutdown(self) -> None:
-        """Kill the processes, which colocated roles share, and give the pool's slot back."""
+        """Kills the processes, which colocated roles share, and gives the pool's slot back."""
         self.report_finished_calls()
         self.processes.stop(RuntimeError(f"the worker group {self.role} was shut down"))

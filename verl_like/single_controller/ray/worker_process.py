@@ -2,7 +2,6 @@
 
 import os
 import tempfile
-import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,6 @@ from verl_like.single_controller.failure import WorkerError
 from verl_like.single_controller.invoke import Invoker
 from verl_like.single_controller.network import listen_at
 from verl_like.single_controller.ray.message import fetch, pack, unpack
-from verl_like.single_controller.shortage import shortage_of
 from verl_like.single_controller.worker import Worker, reserve_port
 from verl_like.single_controller.worker_group import ClassWithInitArgs
 
@@ -24,8 +22,8 @@ from verl_like.single_controller.worker_group import ClassWithInitArgs
 Message = list[Any]
 
 _LONGEST_FOLDER = 70
-"""Characters of a folder for temporary files. The path of a socket has at most 107, and vLLM's
-names have 36."""
+"""The most characters of a folder for temporary files. The path of a socket has at most 107, and
+vLLM's names have 36."""
 
 
 @dataclass(frozen=True)
@@ -49,46 +47,46 @@ class WorkerProcess:
         self.start_error: WorkerError | None = None
 
     def reserve_master(self) -> tuple[str, int]:
-        """Address and port for the store of the group's process group. The port is reserved as long
-        as this runs."""
+        """Returns address and port for the store of the group's process group. The port is reserved
+        as long as this process runs."""
         self.port_socket, port = reserve_port()
         return self.node, port
 
     def start(self, master: tuple[str, int], classes: dict[str, ClassWithInitArgs]) -> ProcessInfo:
-        """Make the workers, once the group's master address is known."""
+        """Makes the workers, once the group's master address is known."""
         _keep_temporary_files_with_the_session()
-        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = master[0], str(master[1])
+        address, port = master
+        os.environ["MASTER_ADDR"] = address
+        os.environ["MASTER_PORT"] = str(port)
+        rank = int(os.environ["RANK"])
         # What Ray shows in `ps` between calls
-        type(self).__name__ = f"{'+'.join(classes)} rank {os.environ['RANK']}"
+        type(self).__name__ = f"{'+'.join(classes)} rank {rank}"
         for role, class_with_args in classes.items():
             try:
                 self.workers[role] = class_with_args()
             except Exception as error:
-                text = "".join(traceback.format_exception(error))
-                rank = int(os.environ["RANK"])
-                place = role, rank, self.node, os.getpid()
-                self.start_error = WorkerError(*place, "__init__", text, shortage_of(error))
+                self.start_error = WorkerError.of(error, role, rank, self.node, "__init__")
                 raise self.start_error from error
         ray_node: Any = ray._private.worker._global_node
-        return ProcessInfo(
-            os.getpid(),
-            self.node,
-            ray.get_runtime_context().get_node_id(),
-            ray_node.get_logs_dir_path(),
-        )
+        node_id = ray.get_runtime_context().get_node_id()
+        return ProcessInfo(os.getpid(), self.node, node_id, ray_node.get_logs_dir_path())
 
     @ray.method(num_returns=2)
     def call(self, message: Message) -> tuple[Any, Any]:
-        """Run a method of a role: its header and its result, packed. References in the arguments
-        are fetched within the deadline."""
+        """Runs a method of a role, and returns its header and its result, packed.
+
+        References in the arguments are fetched within the deadline.
+        """
         *_, header, result = self._run(message)
         is_collected = message[-1]
         return pack(header), pack(result if is_collected else None)
 
     @ray.method(num_returns="streaming")
     def stream(self, message: Message) -> Iterator[Any]:
-        """Like `call`, for a method that yields: what it yields, as it comes, then the header, then
-        the result."""
+        """Does what `call` does, for a method that yields.
+
+        It yields what the method yields, as it comes, then the header, then the result.
+        """
         for output in self._run(message):
             yield pack(output)
 
@@ -100,21 +98,23 @@ class WorkerProcess:
         setproctitle(f"ray::{role} rank {worker.rank} {method}")  # until the call ends
         args = [unpack(value) for value in args]
         kwargs = {name: unpack(value) for name, value in kwargs.items()}
-        return self.invoker.run(
-            role, worker, method, args, kwargs, lambda references: fetch(references, deadline_s)
-        )
+
+        def fetch_in_time(references: list[Any]) -> list[Any]:
+            return fetch(references, deadline_s)
+
+        return self.invoker.run(role, worker, method, args, kwargs, fetch_in_time)
 
 
 def _keep_temporary_files_with_the_session() -> None:
-    """What libraries leave behind when they are killed, such as vLLM its rendezvous, goes with
-    Ray's session folder."""
+    """Keeps in Ray's session folder what libraries leave behind when they are killed, such as vLLM
+    its rendezvous."""
     # Compiled code outlives a session.
-    os.environ.setdefault(
-        "TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
-    )
+    compiled = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", compiled)
     ray_node: Any = ray._private.worker._global_node
     folder = f"{ray_node.get_session_dir_path()}/tmp"
     if len(folder) > _LONGEST_FOLDER:
         return
     os.makedirs(folder, exist_ok=True)
-    os.environ["TMPDIR"] = tempfile.tempdir = folder
+    os.environ["TMPDIR"] = folder
+    tempfile.tempdir = folder

@@ -1,4 +1,5 @@
-"""From presets, YAML files and command-line overrides to one checked configuration of any schema.
+"""Makes one checked configuration of any schema from presets, YAML files and command-line
+overrides.
 
 Hydra composes and OmegaConf resolves. The models of the schema then decide which keys and values
 exist, so an unknown key is refused however it is written (`a.b=1`, `+a.b=1`, `++a.b=1` or YAML).
@@ -87,18 +88,18 @@ def load_config(
     }
 
     def may_be_an_option(path: str, block: type[ConfigModel]) -> bool:
-        option = path.rpartition(".")[2]
-        algorithms = ((registry, names[key]) for key, registry in schema.algorithm_keys.items())
-        return issubclass(block, OpenConfigModel) and any(
-            registry.may_declare(n, option) for registry, n in algorithms
-        )
+        if not issubclass(block, OpenConfigModel):
+            return False
+        for key, registry in schema.algorithm_keys.items():
+            if registry.may_declare(names[key], _last_name(path)):
+                return True
+        return False
 
-    missing = [
-        f"{'.'.join(key)}: this key has no default, set it"
-        for key, value in _values_of(raw)
-        if value == "???"
-    ]
-    _raise_if_any([*_unknown_keys(schema, raw, may_be_an_option), *missing])
+    problems = list(_unknown_keys(schema, raw, may_be_an_option))
+    for key, value in _values_of(raw):
+        if value == "???":
+            problems.append(f"{'.'.join(key)}: this key has no default, set it")
+    _raise_if_any(problems)
     resolved = _resolved(composed)
     _raise_if_any(
         f"{'.'.join(key)}: a secret stands as {MASK} in the record of a run; give the secret itself"
@@ -108,25 +109,26 @@ def load_config(
     # First without the algorithms, whose files load torch
     config = _validated(schema, resolved, schema.base_name)
     options = _algorithm_options(schema, names, config.plugins)
-    paths = [key for declared in options for key in option_keys(declared)]
-    _raise_if_any(list(_unknown_keys(schema, raw, lambda path, _: path in paths, paths)))
+    paths: list[str] = []
+    for declared in options:
+        paths += option_keys(declared)
+    _raise_if_any(_unknown_keys(schema, raw, lambda path, _: path in paths, paths))
     resolved = _resolved(composed)  # again: some keys follow what the chosen algorithms declare
     for declared in options:
-        block = functools.reduce(dict.__getitem__, declared.section.split("."), resolved)
+        section = declared.section.split(".")
+        block = functools.reduce(dict.__getitem__, section, resolved)
         given = {name: block[name] for name in declared.model_fields if name in block}
-        block |= _validated(
-            declared, given, schema.base_name, declared.section.split(".")
-        ).model_dump()
-    config = _validated(schema, resolved, schema.base_name).with_secret_paths(
-        _secret_paths(raw, resolved)
-    )
-    _raise_if_any(list(rules(config)))
+        checked = _validated(declared, given, schema.base_name, section)
+        block.update(checked.model_dump())
+    config = _validated(schema, resolved, schema.base_name)
+    config = config.with_secret_paths(_secret_paths(raw, resolved))
+    _raise_if_any(rules(config))
     return config
 
 
 def _secret_paths(raw: Any, resolved: Any) -> frozenset[tuple[str, ...]]:
-    """Keys of values that are others where variables with the name of a secret have another
-    text."""
+    """Returns the keys of the values that would be others if variables with the name of a secret
+    had another text."""
     without = without_secret_variables(raw)
     if without == raw:
         return frozenset()
@@ -140,7 +142,7 @@ def _secret_paths(raw: Any, resolved: Any) -> frozenset[tuple[str, ...]]:
 
 
 def _resolved(composed: DictConfig) -> Any:
-    """The tree as plain data, with the values of the keys that others follow."""
+    """Returns the tree as plain data, with the values of the keys that others follow."""
     try:
         return OmegaConf.to_container(composed, resolve=True)
     except OmegaConfBaseException as error:
@@ -150,7 +152,8 @@ def _resolved(composed: DictConfig) -> Any:
 def _algorithm_options(
     schema: type[RunConfig], names: Mapping[str, str], plugins: Sequence[str]
 ) -> list[type[AlgorithmOptions]]:
-    """Imports the plugins and the chosen algorithms; returns the classes of their own options."""
+    """Imports the plugins and the chosen algorithms, and returns the classes of their own
+    options."""
     key = ""
     found = []
     try:
@@ -166,19 +169,19 @@ def _validated(model: type[Model], values: Any, base: str, path: Sequence[str] =
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        _raise_if_any([_explain(detail, base, path) for detail in error.errors()])
+        _raise_if_any(_explain(detail, base, path) for detail in error.errors())
         raise
 
 
 def to_yaml(config: RunConfig) -> str:
-    """The resolved configuration as YAML, which `load_config` reads back but for secrets, for which
-    `***` stands."""
+    """Returns the resolved configuration as YAML. `load_config` reads it back, but for secrets, for
+    which `***` stands."""
     return OmegaConf.to_yaml(OmegaConf.create(config.shown()))
 
 
 def default_tree(model: Any) -> dict[str, Any]:
-    """The defaults of the models as plain data: values, the keys that are followed, Hydra's mark
-    for missing."""
+    """Returns the defaults of the models as plain data: values, the keys that are followed, and
+    Hydra's mark for missing."""
     tree: dict[str, Any] = {}
     for name, field in model.model_fields.items():
         if isinstance(field.default, ConfigModel):
@@ -186,16 +189,15 @@ def default_tree(model: Any) -> dict[str, Any]:
         elif _is_model(field.annotation):
             tree[name] = default_tree(field.annotation)
         else:
-            followed = next(
-                (entry.keys for entry in field.metadata if isinstance(entry, Follows)), None
-            )
-            default = "???" if field.is_required() else field.default
-            tree[name] = default if followed is None else followed
+            tree[name] = "???" if field.is_required() else field.default
+            for entry in field.metadata:
+                if isinstance(entry, Follows):
+                    tree[name] = entry.keys
     return tree
 
 
 def leaves(model: Any, prefix: str = "") -> Iterator[tuple[str, type[ConfigModel], str]]:
-    """Every key of the configuration as (full path, model that declares it, field name)."""
+    """Yields every key of the configuration as (full path, model that declares it, field name)."""
     for name, field in model.model_fields.items():
         if _is_model(field.annotation):
             yield from leaves(field.annotation, f"{prefix}{name}.")
@@ -209,26 +211,26 @@ def compose_tree(
     config_name: str | None = None,
     config_dir: str | None = None,
 ) -> DictConfig:
-    """The composed tree before it is resolved and checked."""
-    OmegaConf.register_new_resolver(
-        "name_of_trainer", lambda: schema.base_name.removesuffix("_trainer"), replace=True
-    )
+    """Returns the composed tree before it is resolved and checked."""
+    base = schema.base_name
+    name_of_trainer = base.removesuffix("_trainer")
+    OmegaConf.register_new_resolver("name_of_trainer", lambda: name_of_trainer, replace=True)
     store = ConfigStore.instance()
     presets = [{name: default} for name, default in schema.presets.items()]
-    store.store(
-        name=schema.base_name, node={"defaults": ["_self_", *presets], **default_tree(schema)}
-    )
+    defaults = {"defaults": ["_self_", *presets]}
+    store.store(name=base, node=defaults | default_tree(schema))
     # Hydra opens the first file before it reads the search path, so the first file is ours and
     # names the user's.
-    store.store(name="run", node={"defaults": [config_name or schema.base_name, "_self_"]})
-    search_path = _search_path(schema.base_name, config_name or schema.base_name, config_dir)
+    file = config_name or base
+    store.store(name="run", node={"defaults": [file, "_self_"]})
+    search_path = _search_path(base, file, config_dir)
     try:
         with initialize_config_module("verl_like.trainer.config", version_base="1.3"):
             loader = GlobalHydra.instance().config_loader()
-            parsed = OverridesParser.create(config_loader=loader).parse_overrides(list(overrides))
-            return compose(
-                "run", [*search_path, *(_as_forced(override, schema) for override in parsed)]
-            )
+            parser = OverridesParser.create(config_loader=loader)
+            parsed = parser.parse_overrides(list(overrides))
+            forced = [_as_forced(override, schema) for override in parsed]
+            return compose("run", [*search_path, *forced])
     except OverrideParseException as error:
         raise ConfigError(
             f"{_shown_override(str(error.override))}: expected key=value; a value with characters "
@@ -254,20 +256,19 @@ def _search_path(base: str, config_name: str, config_dir: str | None) -> list[st
             "name"
         )
     if config_name != base and not (folder / f"{config_name}.yaml").is_file():
-        found = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
+        found = sorted(path.stem for path in folder.glob("*.yaml"))
         raise ConfigError(
             f"--config-name {config_name}: {folder} has no {config_name}.yaml; it has "
-            f"{found or 'none'}"
+            f"{', '.join(found) or 'none'}"
         )
     return [f"hydra.searchpath=[{json.dumps(f'file://{folder}')}]"]
 
 
 def _as_forced(override: Override, schema: type[RunConfig]) -> str:
-    """The override in the form with which Hydra accepts an unknown key, so that `_unknown_keys`
-    reports it."""
+    """Returns the override in the form in which Hydra accepts an unknown key, so that
+    `_unknown_keys` reports it."""
     line = override.input_line
     key = override.key_or_group
-    presets = schema.presets
     assert line is not None and override.config_loader is not None
     value = line.partition("=")[2].strip()
     if key == "hydra" or key.startswith("hydra."):
@@ -276,37 +277,45 @@ def _as_forced(override: Override, schema: type[RunConfig]) -> str:
             "instead"
         )
     if override.is_sweep_override():
-        value = value if line == _shown_override(line) else MASK
+        shown = _shown_override(line)
+        if line != shown:
+            value = MASK
         raise ConfigError(
-            f"{_shown_override(line)}: a comma separates several values and this key takes one: "
-            f"quote it for Hydra and for the shell, '{key}=\"{value}\"', or write a list, "
-            f"'{key}=[{value}]'"
+            f"{shown}: a comma separates several values and this key takes one: quote it for Hydra "
+            f"and for the shell, '{key}=\"{value}\"', or write a list, '{key}=[{value}]'"
         )
     if override.is_delete():
         return line
     options = [] if "." in key else override.config_loader.get_group_options(key)
-    if key in presets and override.value() not in options:
-        raise ConfigError(f"{line}: expected one of {', '.join(options)}")
-    if key in presets:
+    if key in schema.presets:
+        if override.value() not in options:
+            raise ConfigError(f"{line}: expected one of {', '.join(options)}")
         return line.lstrip("+")
     if options and (Path(__file__).parent / key).is_dir():  # a preset of other trainers
         raise ConfigError(f"{line}: there is no such key{_suggestion(schema, key, ())}")
-    annotations = {
-        path: model.model_fields[name].annotation for path, model, name in leaves(schema)
-    }
-    takes_text = str in (annotations.get(key), *get_args(annotations.get(key)))
-    if takes_text and "_" in value and isinstance(override.value(), int | float):
+    is_number = isinstance(override.value(), int | float)
+    if is_number and "_" in value and _takes_text(schema, key):
         return f'++{key}="{value}"'  # 0.5_5 is a band, not the number 0.55 as in YAML
-    # Options: a config group in a custom folder
-    return line if options else "++" + line.lstrip("+")
+    if options:  # a config group in a custom folder
+        return line
+    return "++" + line.lstrip("+")
+
+
+def _takes_text(schema: type[RunConfig], key: str) -> bool:
+    for path, model, name in leaves(schema):
+        if path == key:
+            annotation = model.model_fields[name].annotation
+            return annotation is str or str in get_args(annotation)
+    return False
 
 
 def _shown_override(line: str) -> str:
-    """The override as messages show it: without its value where the key has the name of a
+    """Returns the override as messages show it: without its value if the key has the name of a
     secret."""
     key, sign, value = line.partition("=")
-    is_secret = any(map(is_secret_name, key.split(".")))
-    return f"{key}{sign}{MASK if is_secret else with_masked_urls(value)}"
+    if any(map(is_secret_name, key.split("."))):
+        return f"{key}{sign}{MASK}"
+    return f"{key}{sign}{with_masked_urls(value)}"
 
 
 def _unknown_keys(
@@ -315,16 +324,21 @@ def _unknown_keys(
     is_option: Callable[[str, Any], bool],
     options: Sequence[str] = (),
 ) -> Iterator[str]:
-    """What is wrong with keys that neither the schema nor an algorithm, by `is_option`(path,
-    block), declares."""
+    """Yields what is wrong with keys that neither the schema nor an algorithm declares.
+
+    `is_option(path, block)` says of a key if an algorithm declares it.
+    """
     for names, value in _values_of(tree):
         path = ".".join(names)
         block: Any = schema
         for i, name in enumerate(names):
             field = block.model_fields.get(name)
-            if field is None and not is_option(".".join(names[: i + 1]), block):
-                yield f"{path}: there is no such key{_suggestion(schema, path, options)}"
-            if field is None or not _is_model(field.annotation):
+            if field is None:
+                path_so_far = ".".join(names[: i + 1])
+                if not is_option(path_so_far, block):
+                    yield f"{path}: there is no such key{_suggestion(schema, path, options)}"
+                break
+            if not _is_model(field.annotation):
                 break
             block = field.annotation
         else:
@@ -334,7 +348,8 @@ def _unknown_keys(
 
 
 def _values_of(tree: Any, names: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every value of nested dicts with the names on the way to it; an empty dict is a value."""
+    """Yields every value of nested dicts with the names on the way to it. An empty dict is a
+    value."""
     if isinstance(tree, dict) and tree:
         for name, inner in tree.items():
             yield from _values_of(inner, (*names, str(name)))
@@ -343,41 +358,58 @@ def _values_of(tree: Any, names: tuple[str, ...] = ()) -> Iterator[tuple[tuple[s
 
 
 def _suggestion(schema: type[RunConfig], path: str, options: Sequence[str]) -> str:
-    if successor := schema.replaced_keys.get(path):
-        return f"; set {successor}, which replaces it"
+    if path in schema.replaced_keys:
+        return f"; set {schema.replaced_keys[path]}, which replaces it"
     for key, registry in schema.algorithm_keys.items():
-        if name := registry.name_with_option(path):
+        name = registry.name_with_option(path)
+        if name:
             return (
                 f"; it is an option of the {registry.kind} {name}: set {key}={name}, or remove "
                 "the option"
             )
-    known = [*schema.presets, *(leaf for leaf, _, _ in leaves(schema)), *options]
+    known = list(schema.presets)
+    known += [leaf for leaf, _, _ in leaves(schema)]
+    known += options
     # By the last part of their names, because keys of one section share all the others.
-    names = {leaf: leaf.rpartition(".")[2] for leaf in known}
-    close = difflib.get_close_matches(
-        path.rpartition(".")[2], set(names.values()), len(known), cutoff=0.7
-    )
+    names = {_last_name(leaf) for leaf in known}
+    close = difflib.get_close_matches(_last_name(path), names, len(known), cutoff=0.7)
     likeness = {leaf: _likeness(path, leaf) for leaf in known}
-    candidates = [leaf for leaf in known if names[leaf] in close or likeness[leaf][0] > 0.9]
+    candidates = []
+    for leaf in known:
+        share_of_words, _ = likeness[leaf]
+        if _last_name(leaf) in close or share_of_words > 0.9:
+            candidates.append(leaf)
     likest = max(candidates, key=likeness.__getitem__, default=None)
-    return (
-        f"; did you mean {likest}?" if likest else f"; {schema.keys_are_listed_by} lists all keys"
-    )
+    if likest:
+        return f"; did you mean {likest}?"
+    return f"; {schema.keys_are_listed_by} lists all keys"
 
 
 def _likeness(path: str, known: str) -> tuple[float, float]:
-    """How well each word of the last part of `path` is found in that of `known`, then how alike the
-    paths are."""
-    words, known_words = (name.rpartition(".")[2].split("_") for name in (path, known))
-    found = [
-        max(difflib.SequenceMatcher(None, word, other).ratio() for other in known_words)
-        for word in words
-    ]
-    return sum(found) / len(found), difflib.SequenceMatcher(None, path, known).ratio()
+    """Returns how well each word of the last part of `path` is found in that of `known`, and how
+    alike the paths are."""
+    words = _last_name(path).split("_")
+    known_words = _last_name(known).split("_")
+    found = []
+    for word in words:
+        ratios = [_ratio(word, other) for other in known_words]
+        found.append(max(ratios))
+    return sum(found) / len(found), _ratio(path, known)
+
+
+def _ratio(left: str, right: str) -> float:
+    """Returns how alike two texts are, between 0 and 1."""
+    return difflib.SequenceMatcher(None, left, right).ratio()
+
+
+def _last_name(path: str) -> str:
+    return path.rpartition(".")[2]
 
 
 def _explain(detail: Any, base: str, prefix: Sequence[str]) -> str:
-    path = ".".join([*prefix, *map(str, detail["loc"])]) or "configuration"
+    names = [*prefix, *map(str, detail["loc"])]
+    path = ".".join(names) or "configuration"
+    given = detail["input"]
     if detail["type"] == "missing":
         return (
             f"{path}: this key is not set; set it, or start the YAML file with 'defaults: "
@@ -386,21 +418,13 @@ def _explain(detail: Any, base: str, prefix: Sequence[str]) -> str:
     if detail["type"] == "extra_forbidden":
         return f"{path}: there is no such key"
     if detail["type"] == "value_error":
-        problem = str(detail["ctx"]["error"])
-        return (
-            f"{path}: {problem}"
-            if isinstance(detail["input"], dict)
-            else f"{path}={detail['input']}: {problem}"
-        )
-    expected = (
-        detail["msg"].replace("Input should be", "expected", 1).replace("valid tuple", "valid list")
-    )
-    hint = (
-        "; put it in quotes"
-        if detail["type"] == "string_type" and isinstance(detail["input"], int | float)
-        else ""
-    )
-    return f"{path}={json.dumps(detail['input'], default=str)}: {expected}{hint}"
+        problem = detail["ctx"]["error"]
+        return f"{path}: {problem}" if isinstance(given, dict) else f"{path}={given}: {problem}"
+    expected = detail["msg"].replace("Input should be", "expected", 1)
+    expected = expected.replace("valid tuple", "valid list")
+    if detail["type"] == "string_type" and isinstance(given, int | float):
+        expected += "; put it in quotes"
+    return f"{path}={json.dumps(given, default=str)}: {expected}"
 
 
 def _config_error(error: Exception) -> ConfigError:
@@ -413,12 +437,14 @@ def _config_error(error: Exception) -> ConfigError:
     if isinstance(error, OmegaConfBaseException) and error.full_key:
         return ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}")
     # Hydra adds where it looked, and most of these places are the package's own.
-    return ConfigError(str(error).partition("\nConfig search path:")[0].strip())
+    text, _, _ = str(error).partition("\nConfig search path:")
+    return ConfigError(text.strip())
 
 
 def _raise_if_any(problems: Iterable[str]) -> None:
-    if problems := list(problems):
-        raise ConfigError("\n".join(problems))
+    text = "\n".join(problems)
+    if text:
+        raise ConfigError(text)
 
 
 def _is_model(annotation: Any) -> bool:

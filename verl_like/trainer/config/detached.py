@@ -1,6 +1,7 @@
 """The configuration of detached training: that of PPO and a few keys more, and what of it each side
 reads."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,11 +18,9 @@ from verl_like.trainer.config.schema import PPOConfig, PPOPlan, plan_of_ppo
 
 TRAINED = (Role.Actor, Role.Critic)
 DIVIDED = (
-    *(
-        "data.train_batch_size",
-        "actor_rollout_ref.actor.ppo_mini_batch_size",
-        "critic.ppo_mini_batch_size",
-    ),
+    "data.train_batch_size",
+    "actor_rollout_ref.actor.ppo_mini_batch_size",
+    "critic.ppo_mini_batch_size",
     "data.ptx_batch_size",
 )
 """Numbers of prompts, or of other rows, of which each trainer has an equal part."""
@@ -105,30 +104,44 @@ class DetachedConfig(PPOConfig):
     def of_maker(self, name: str) -> Self:
         """What this maker reads. Copies of actor and critic run where the rollout does; the engine
         never sleeps."""
-        on_rollout_pool = dict.fromkeys(TRAINED, self.role_mapping[Role.Rollout])
-        key = "actor_rollout_ref.rollout.free_cache_engine"
-        config = self.updated({"role_mapping": self.role_mapping | on_rollout_pool, key: False})
+        pool_of_copies = dict.fromkeys(TRAINED, self.role_mapping[Role.Rollout])
+        config = self.updated(
+            {
+                "role_mapping": self.role_mapping | pool_of_copies,
+                "actor_rollout_ref.rollout.free_cache_engine": False,
+            }
+        )
         return config._with_own_pools(name, self.plan.maker_roles)
 
     def of_trainer(self, name: str) -> Self:
         """What this trainer reads: its part of every batch."""
-        parts = {key: attrgetter(key)(self) // self.detached.num_trainers for key in DIVIDED}
-        return self.updated(parts)._with_own_pools(name, self.plan.trainer_roles)
+        parts = {}
+        for key in DIVIDED:
+            parts[key] = attrgetter(key)(self) // self.detached.num_trainers
+        config = self.updated(parts)
+        return config._with_own_pools(name, self.plan.trainer_roles)
 
     def with_all_pools(self) -> Self:
         """With the pools of all makers and trainers, by which they are checked against a
         machine."""
         sides = [self.of_maker(name) for name in self.detached.maker_names]
         sides += [self.of_trainer(name) for name in self.detached.trainer_names]
-        pools = {pool: size for side in sides for pool, size in side.resource_pool_spec.items()}
-        first = {role: "trainer_0" if role in TRAINED else "maker_0" for role in self.role_mapping}
-        mapping = {role: f"{first[role]} {pool}" for role, pool in self.role_mapping.items()}
+        pools = {}
+        for side in sides:
+            pools.update(side.resource_pool_spec)
+        mapping = {}
+        for role, pool in self.role_mapping.items():
+            first = "trainer_0" if role in TRAINED else "maker_0"
+            mapping[role] = f"{first} {pool}"
         return self.updated({"resource_pool_spec": pools, "role_mapping": mapping})
 
     def _with_own_pools(self, side: str, roles: Sequence[str]) -> Self:
         """With the pools of these roles alone, each under a name of its own."""
         mapping = {role: f"{side} {pool}" for role, pool in self.role_mapping.items()}
-        own = {mapping[role]: self.resource_pool_spec[self.role_mapping[role]] for role in roles}
+        own = {}
+        for role in roles:
+            pool = self.role_mapping[role]
+            own[mapping[role]] = self.resource_pool_spec[pool]
         return self.updated({"role_mapping": mapping, "resource_pool_spec": own})
 
 
@@ -137,7 +150,7 @@ def plan_of_detached(config: DetachedConfig) -> DetachedPlan:
     ppo = plan_of_ppo(config)
     roles = ppo.active_roles
     makers_need_actor = ppo.needs_old_log_probs or ppo.role_of_reference == Role.Actor
-    part_of_batch = -(-config.data.train_batch_size // config.detached.num_makers)
+    part_of_batch = math.ceil(config.data.train_batch_size / config.detached.num_makers)
     return DetachedPlan(
         **vars(ppo),
         maker_roles=tuple(role for role in roles if role != Role.Actor or makers_need_actor),
@@ -169,7 +182,8 @@ def broken_detached_rules(config: DetachedConfig) -> Iterator[str]:
             "and trainers have GPUs of their own; set nccl, gloo or shared_memory"
         )
         return
-    if problems := list(broken_rules(config)):
+    problems = list(broken_rules(config))
+    if problems:
         yield from problems
         return
     yield from makers_can_follow(config)
@@ -240,25 +254,22 @@ def pushes_fit_the_staleness(config: DetachedConfig) -> Iterator[str]:
 def makers_and_trainers_are_apart(config: DetachedConfig) -> Iterator[str]:
     detached = config.detached
     algorithm = config.algorithm
-    trained = {config.role_mapping[role] for role in config.plan.active_roles if role in TRAINED}
-    shared = {
-        role
-        for role in config.plan.active_roles
-        if role not in TRAINED and config.role_mapping[role] in trained
-    }
+    pool_of = {role: config.role_mapping[role] for role in config.plan.active_roles}
+    pools_of_trained = {pool for role, pool in pool_of.items() if role in TRAINED}
+    others = {role: pool for role, pool in pool_of.items() if role not in TRAINED}
+    shared = [role for role, pool in others.items() if pool in pools_of_trained]
     if shared:
         yield (
             f"{', '.join(sorted(shared))} and a trained role share a pool, but makers and "
             "trainers are apart: give actor and critic pools of their own, e.g. placement=detached"
         )
-    if (
-        Role.Actor in config.plan.maker_roles
-        and (policy := config.actor_rollout_ref).rollout.dtype != policy.actor.fsdp_config.dtype
-    ):
+    dtype = config.actor_rollout_ref.actor.fsdp_config.dtype
+    rollout_dtype = config.actor_rollout_ref.rollout.dtype
+    if Role.Actor in config.plan.maker_roles and rollout_dtype != dtype:
         yield (
-            f"actor_rollout_ref.rollout.dtype={policy.rollout.dtype}, in which weights travel, is "
-            f"not actor_rollout_ref.actor.fsdp_config.dtype={policy.actor.fsdp_config.dtype}: a "
-            "maker's copy of the actor would compute other log-probabilities; give both the same"
+            f"actor_rollout_ref.rollout.dtype={rollout_dtype}, in which weights travel, is not "
+            f"actor_rollout_ref.actor.fsdp_config.dtype={dtype}: a maker's copy of the actor would "
+            "compute other log-probabilities; give both the same"
         )
     if (
         algorithm.use_kl_in_reward
@@ -273,15 +284,13 @@ def makers_and_trainers_are_apart(config: DetachedConfig) -> Iterator[str]:
         "critic.ppo_mini_batch_size": config.plan.needs_critic,
         "data.ptx_batch_size": bool(config.data.ptx_files),
     }
-    used = [key for key in DIVIDED if is_used.get(key, True)]
-    uneven = {
-        key: number for key in used if (number := attrgetter(key)(config)) % detached.num_trainers
-    }
-    for key, number in uneven.items():
-        yield (
-            f"{key}={number} does not divide by detached.num_trainers={detached.num_trainers}; "
-            "make it a multiple"
-        )
+    for key in DIVIDED:
+        number = attrgetter(key)(config)
+        if is_used.get(key, True) and number % detached.num_trainers:
+            yield (
+                f"{key}={number} does not divide by detached.num_trainers={detached.num_trainers}; "
+                "make it a multiple"
+            )
 
 
 def updates_in_flight_fit(config: DetachedConfig) -> Iterator[str]:

@@ -26,9 +26,11 @@ def half_cluster(nnodes: int, n_gpus_per_node: int) -> list[int]:
         return [n_gpus_per_node // 2]
     if nnodes > 1 and nnodes % 2 == 0:
         return [n_gpus_per_node] * (nnodes // 2)
-    key, odd = (
-        ("trainer.n_gpus_per_node", n_gpus_per_node) if nnodes == 1 else ("trainer.nnodes", nnodes)
-    )
+    key = "trainer.nnodes"
+    odd = nnodes
+    if nnodes == 1:
+        key = "trainer.n_gpus_per_node"
+        odd = n_gpus_per_node
     problem = (
         "placement=split gives the policy and the critic half of the devices each, but "
         f"trainer.nnodes={nnodes} x trainer.n_gpus_per_node={n_gpus_per_node} has no two equal "
@@ -36,8 +38,11 @@ def half_cluster(nnodes: int, n_gpus_per_node: int) -> list[int]:
     )
     if odd == 1:
         raise ConfigError(f"{problem} Set {key}=2 or more, or placement=colocated.")
-    sizes = odd // 2 + 1, odd // 2
-    policy, critic = ([size] if nnodes == 1 else [n_gpus_per_node] * size for size in sizes)
+    policy = [n_gpus_per_node] * (nnodes // 2 + 1)
+    critic = [n_gpus_per_node] * (nnodes // 2)
+    if nnodes == 1:
+        policy = [n_gpus_per_node // 2 + 1]
+        critic = [n_gpus_per_node // 2]
     raise ConfigError(
         f"{problem} Set {key}={odd - 1} or {key}={odd + 1}, or size the pools yourself, e.g. "
         f"'resource_pool_spec.actor_rollout_ref_pool={policy}' "
@@ -64,12 +69,16 @@ def aggregation_of_loss(loss_mode: str) -> str:
     token-mean for a loss without such a default, and as long as its file is not imported.
     """
     function = POLICY_LOSSES.entries.get(loss_mode)
-    parameters = inspect.signature(function).parameters if function else {}
-    default = parameters["loss_agg_mode"].default if "loss_agg_mode" in parameters else None
-    return default if isinstance(default, str) else "token-mean"
+    if function is None:
+        return "token-mean"
+    parameter = inspect.signature(function).parameters.get("loss_agg_mode")
+    if parameter is None or not isinstance(parameter.default, str):
+        return "token-mean"
+    return parameter.default
 
 
 def _require_positive_integers(nnodes: object, n_gpus_per_node: object) -> None:
-    for key, value in (("trainer.nnodes", nnodes), ("trainer.n_gpus_per_node", n_gpus_per_node)):
+    given = {"trainer.nnodes": nnodes, "trainer.n_gpus_per_node": n_gpus_per_node}
+    for key, value in given.items():
         if type(value) is not int or value < 1:
             raise ConfigError(f"{key}={value}: expected a positive integer")

@@ -1,12 +1,14 @@
-"""Rules that join several keys. Each is a function named after what it demands and yields what is
-wrong, with the sum.
+"""Rules that join several keys. Each is a function that is named after what it demands, and yields
+what is wrong.
 
 They are checked after the chosen algorithms are imported, whose needs decide which roles there are.
 """
 
 import difflib
+import math
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from operator import attrgetter
 
 from verl_like.trainer.config.actor_rules import (
@@ -18,13 +20,19 @@ from verl_like.trainer.config.schema import PPOConfig
 
 
 def broken_rules(config: PPOConfig) -> Iterator[str]:
-    """One sentence for each broken rule. A placement rule is checked only if those before it hold,
-    and batch sizes only if all placement rules do."""
-    broken_placement = next(
-        (problems for rule in PLACEMENT_RULES if (problems := list(rule(config)))), []
-    )
-    yield from broken_placement
-    for rule in OTHER_RULES if broken_placement else (*BATCH_RULES, *OTHER_RULES):
+    """Yields one sentence for each broken rule.
+
+    A placement rule is checked only if those before it hold, and batch sizes only if all placement
+    rules do.
+    """
+    rules = [*BATCH_RULES, *OTHER_RULES]
+    for placement_rule in PLACEMENT_RULES:
+        problems = list(placement_rule(config))
+        if problems:
+            yield from problems
+            rules = list(OTHER_RULES)
+            break
+    for rule in rules:
         yield from rule(config)
 
 
@@ -74,11 +82,9 @@ def every_role_has_a_pool(config: PPOConfig) -> Iterator[str]:
         Role.Teacher: "the policy loss learns from a teacher",
         Role.Critic: "the advantage estimator needs values",
         Role.RewardModel: "reward_model.enable is true",
-        **{
-            name: f"reward_models.{name} is a reward model of this run"
-            for name in config.reward_models
-        },
     }
+    for name in config.reward_models:
+        reasons[name] = f"reward_models.{name} is a reward model of this run"
     for role in config.plan.active_roles:
         pool = config.role_mapping.get(role)
         if pool is None:
@@ -105,63 +111,51 @@ def every_pool_has_a_role(config: PPOConfig) -> Iterator[str]:
 
 
 def sizes_divide_the_pool(config: PPOConfig) -> Iterator[str]:
-    """Engines, shards of parameters, and ranks that share a sequence leave no process over."""
-    rollout = config.actor_rollout_ref.rollout
-    actor = config.actor_rollout_ref.actor
-    critic = config.critic
-    sizes: list[tuple[str, str, str, int]] = [
-        (
-            Role.Rollout,
-            "",
-            "actor_rollout_ref.rollout.tensor_model_parallel_size",
-            rollout.tensor_model_parallel_size,
-        ),
-        (
-            Role.Actor,
-            "",
-            "actor_rollout_ref.actor.fsdp_config.fsdp_size",
-            actor.fsdp_config.fsdp_size,
-        ),
-        (Role.Critic, "", "critic.model.fsdp_config.fsdp_size", critic.model.fsdp_config.fsdp_size),
-        *(
-            (role, f" ({role})", *sequence_parallel(config, role))
-            for role in config.plan.active_roles
-        ),
-    ]
-    for role, shown_role, key, size in sizes:
-        if (
-            role in config.plan.active_roles
-            and size > 0
-            and (processes := config.num_processes(role)) % size
-        ):
-            yield (
-                f"{key}={size} does not divide the {processes} processes of the pool "
-                f"{config.role_mapping[role]}"
-                f"{shown_role}; possible are {_divisors(processes)}"
-            )
+    """Checks that engines, shards of parameters, and ranks that share a sequence leave no process
+    over."""
+    key_of_role = {
+        Role.Rollout: "actor_rollout_ref.rollout.tensor_model_parallel_size",
+        Role.Actor: "actor_rollout_ref.actor.fsdp_config.fsdp_size",
+        Role.Critic: "critic.model.fsdp_config.fsdp_size",
+    }
+    for role, key in key_of_role.items():
+        size: int = attrgetter(key)(config)
+        if role in config.plan.active_roles and size > 0:  # -1: all ranks
+            yield from _a_size_divides_the_pool(config, role, key, size, "")
+    for active_role in config.plan.active_roles:
+        key, size = sequence_parallel(config, active_role)
+        yield from _a_size_divides_the_pool(config, active_role, key, size, f" ({active_role})")
+
+
+def _a_size_divides_the_pool(
+    config: PPOConfig, role: str, key: str, size: int, shown_role: str
+) -> Iterator[str]:
+    num_processes = config.num_processes(role)
+    if num_processes % size:
+        yield (
+            f"{key}={size} does not divide the {num_processes} processes of the pool "
+            f"{config.role_mapping[role]}{shown_role}; possible are {_divisors(num_processes)}"
+        )
 
 
 def a_single_device_is_one_process(config: PPOConfig) -> Iterator[str]:
-    actor = config.actor_rollout_ref.actor
-    critic = config.critic.model
-    for role, key, part in (
-        (Role.Actor, "actor_rollout_ref.actor", actor),
-        (Role.Critic, "critic.model", critic),
-    ):
-        if (
-            role in config.plan.active_roles
-            and part.fsdp_config.strategy == "single"
-            and config.num_processes(role) > 1
-        ):
+    keys = {Role.Actor: "actor_rollout_ref.actor", Role.Critic: "critic.model"}
+    for role, key in keys.items():
+        if role not in config.plan.active_roles:
+            continue
+        strategy = attrgetter(f"{key}.fsdp_config.strategy")(config)
+        num_processes = config.num_processes(role)
+        if strategy == "single" and num_processes > 1:
             yield (
                 f"{key}.fsdp_config.strategy=single is for one process, and the pool "
-                f"{config.role_mapping[role]} has {config.num_processes(role)}; set ddp for a "
-                "whole copy on each, or zero1, zero2 or zero3 to shard"
+                f"{config.role_mapping[role]} has {num_processes}; set ddp for a whole copy on "
+                "each, or zero1, zero2 or zero3 to shard"
             )
 
 
 def mini_batches_divide_the_batch(config: PPOConfig) -> Iterator[str]:
-    """Every optimizer step has as many prompts. Their responses need not divide by the ranks."""
+    """Checks that every optimizer step has as many prompts. Their responses need not divide by the
+    ranks."""
     batch = config.data.train_batch_size
     actor = config.actor_rollout_ref.actor
     critic = config.critic
@@ -176,76 +170,89 @@ def mini_batches_divide_the_batch(config: PPOConfig) -> Iterator[str]:
             )
 
 
-# Each budget of tokens for a micro-batch: its key, the key beside it that switches it on, and the
-# role whose passes it limits.
+@dataclass(frozen=True)
+class TokenBudget:
+    """The largest number of tokens of a micro-batch of a role."""
+
+    block: str
+    key: str
+    switch: str
+    """The key beside it that switches it on."""
+    role: Role
+
+
 TOKEN_BUDGETS = (
-    ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu", "use_dynamic_bsz", Role.Actor),
-    (
-        "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu",
+    TokenBudget(
+        "actor_rollout_ref.actor", "ppo_max_token_len_per_gpu", "use_dynamic_bsz", Role.Actor
+    ),
+    TokenBudget(
+        "actor_rollout_ref.rollout",
+        "log_prob_max_token_len_per_gpu",
         "log_prob_use_dynamic_bsz",
         Role.Actor,
     ),
-    (
-        "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
+    TokenBudget(
+        "actor_rollout_ref.ref",
+        "log_prob_max_token_len_per_gpu",
         "log_prob_use_dynamic_bsz",
         Role.RefPolicy,
     ),
-    (
-        "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
+    TokenBudget(
+        "actor_rollout_ref.ref",
+        "log_prob_max_token_len_per_gpu",
         "log_prob_use_dynamic_bsz",
         Role.Teacher,
     ),
-    ("critic.ppo_max_token_len_per_gpu", "use_dynamic_bsz", Role.Critic),
-    ("critic.forward_max_token_len_per_gpu", "use_dynamic_bsz", Role.Critic),
-    ("reward_model.forward_max_token_len_per_gpu", "use_dynamic_bsz", Role.RewardModel),
+    TokenBudget("critic", "ppo_max_token_len_per_gpu", "use_dynamic_bsz", Role.Critic),
+    TokenBudget("critic", "forward_max_token_len_per_gpu", "use_dynamic_bsz", Role.Critic),
+    TokenBudget(
+        "reward_model", "forward_max_token_len_per_gpu", "use_dynamic_bsz", Role.RewardModel
+    ),
 )
 
 
 def token_budgets_hold_the_longest_sequence(config: PPOConfig) -> Iterator[str]:
-    """Budgets that follow one another are reported once."""
+    """Checks the budgets. Those that follow one another are reported once."""
     prompt = config.data.max_prompt_length
     response = config.data.max_response_length
+    longest = prompt + response
     reported: set[tuple[int, int]] = set()
-    for key, switch, role in TOKEN_BUDGETS:
-        is_active = (
-            config.plan.reward_models_by_role
-            if role == Role.RewardModel
-            else role in config.plan.active_roles
-        )
-        is_used = is_active and attrgetter(f"{key.rpartition('.')[0]}.{switch}")(config)
-        budget: int = attrgetter(key)(config)
-        sequence_parallel_key, shared_by = sequence_parallel(config, role)
-        if (
-            not is_used
-            or budget * shared_by >= prompt + response
-            or (budget, shared_by) in reported
-        ):
+    for budget in TOKEN_BUDGETS:
+        block = attrgetter(budget.block)(config)
+        is_active = budget.role in config.plan.active_roles
+        if budget.role == Role.RewardModel:
+            is_active = bool(config.plan.reward_models_by_role)
+        if not (is_active and getattr(block, budget.switch)):
             continue
-        reported.add((budget, shared_by))
-        times = (
-            f" x {sequence_parallel_key}={shared_by} = {budget * shared_by}"
-            if shared_by > 1
-            else ""
-        )
+        num_tokens: int = getattr(block, budget.key)
+        sharing_key, num_sharing = sequence_parallel(config, budget.role)
+        size = (num_tokens, num_sharing)
+        if num_tokens * num_sharing >= longest or size in reported:
+            continue
+        reported.add(size)
+        shown = f"{budget.block}.{budget.key}={num_tokens}"
+        if num_sharing > 1:
+            shown += f" x {sharing_key}={num_sharing} = {num_tokens * num_sharing}"
         yield (
-            f"{key}={budget}{times} tokens cannot hold the longest sequence, "
+            f"{shown} tokens cannot hold the longest sequence, "
             f"data.max_prompt_length + data.max_response_length = {prompt} + {response} = "
-            f"{prompt + response}; set it to at least {-(-(prompt + response) // shared_by)}"
+            f"{longest}; set it to at least {math.ceil(longest / num_sharing)}"
         )
 
 
 def groups_have_several_responses(config: PPOConfig) -> Iterator[str]:
-    compares = {
-        f"algorithm.adv_estimator={config.algorithm.adv_estimator}": "index"
-        in config.plan.estimator_needs,
-        "algorithm.filter_groups.enable=true": config.algorithm.filter_groups.enable,
-    }
-    for key, is_used in compares.items():
-        if is_used and config.actor_rollout_ref.rollout.n == 1:
-            yield (
-                f"{key} compares the responses to one prompt, but actor_rollout_ref.rollout.n=1; "
-                "set n to 2 or more"
-            )
+    if config.actor_rollout_ref.rollout.n > 1:
+        return
+    comparing = []
+    if "index" in config.plan.estimator_needs:
+        comparing.append(f"algorithm.adv_estimator={config.algorithm.adv_estimator}")
+    if config.algorithm.filter_groups.enable:
+        comparing.append("algorithm.filter_groups.enable=true")
+    for key in comparing:
+        yield (
+            f"{key} compares the responses to one prompt, but actor_rollout_ref.rollout.n=1; set n "
+            "to 2 or more"
+        )
 
 
 def needed_values_have_a_critic(config: PPOConfig) -> Iterator[str]:
@@ -277,11 +284,11 @@ def the_overlong_buffer_lies_within_the_response(config: PPOConfig) -> Iterator[
 
 
 def the_estimator_reads_the_sum_that_a_penalty_is_in(config: PPOConfig) -> Iterator[str]:
-    penalties = {
-        "algorithm.use_kl_in_reward": config.algorithm.use_kl_in_reward,
-        "reward.overlong_buffer.enable": config.reward.overlong_buffer.enable,
-    }
-    ignored = [key for key, is_on in penalties.items() if is_on]
+    ignored = []
+    if config.algorithm.use_kl_in_reward:
+        ignored.append("algorithm.use_kl_in_reward")
+    if config.reward.overlong_buffer.enable:
+        ignored.append("reward.overlong_buffer.enable")
     if ignored and "token_level_rewards" not in config.plan.estimator_needs:
         yield (
             f"algorithm.adv_estimator={config.algorithm.adv_estimator} reads each reward by "
@@ -318,11 +325,8 @@ def generation_ahead_has_its_own_pool_and_a_correction(config: PPOConfig) -> Ite
         )
     pool = config.role_mapping.get(Role.Rollout)
     correction = config.algorithm.rollout_correction
-    sharing = [
-        role
-        for role in config.plan.active_roles
-        if role != Role.Rollout and config.role_mapping.get(role) == pool
-    ]
+    others = [role for role in config.plan.active_roles if role != Role.Rollout]
+    sharing = [role for role in others if config.role_mapping.get(role) == pool]
     if sharing:
         yield (
             "trainer.max_staleness=1 generates while other roles compute, but "
@@ -429,17 +433,21 @@ def reward_settings_have_a_model_or_a_function(config: PPOConfig) -> Iterator[st
 
 
 def loggers_are_named_once(config: PPOConfig) -> Iterator[str]:
-    if len(set(config.trainer.logger)) < len(config.trainer.logger):
-        yield f"trainer.logger={list(config.trainer.logger)} names a logger twice"
+    loggers = list(config.trainer.logger)
+    if len(set(loggers)) < len(loggers):
+        yield f"trainer.logger={loggers} names a logger twice"
 
 
 PLACEMENT_RULES = (
-    *(pools_are_not_empty, every_role_has_a_worker, reward_models_have_names_of_their_own),
-    *(every_role_has_a_pool, every_pool_has_a_role),
+    pools_are_not_empty,
+    every_role_has_a_worker,
+    reward_models_have_names_of_their_own,
+    every_role_has_a_pool,
+    every_pool_has_a_role,
 )
-SIZE_RULES = (sizes_divide_the_pool, a_single_device_is_one_process)
 BATCH_RULES = (
-    *SIZE_RULES,
+    sizes_divide_the_pool,
+    a_single_device_is_one_process,
     mini_batches_divide_the_batch,
     token_budgets_hold_the_longest_sequence,
     ptx_rows_have_a_weight,
@@ -463,11 +471,12 @@ OTHER_RULES = (
 
 
 def sequence_parallel(config: PPOConfig, role: str) -> tuple[str, int]:
-    """The key that sets how many ranks of a role share a sequence, and that number."""
+    """Returns the key that sets how many ranks of a role share a sequence, and that number."""
     if role == Role.Critic:
         return "critic.ulysses_sequence_parallel_size", config.critic.ulysses_sequence_parallel_size
-    policy_size = config.actor_rollout_ref.actor.ulysses_sequence_parallel_size
-    size = policy_size if role in (Role.Actor, Role.RefPolicy, Role.Teacher) else 1
+    size = 1
+    if role in (Role.Actor, Role.RefPolicy, Role.Teacher):
+        size = config.actor_rollout_ref.actor.ulysses_sequence_parallel_size
     return "actor_rollout_ref.actor.ulysses_sequence_parallel_size", size
 
 
@@ -481,7 +490,8 @@ def _divisors(number: int) -> list[int]:
 
 
 def _around(value: int, possible: list[int]) -> str:
-    """The nearest possible values below and above `value`."""
-    below = [p for p in possible if p < value]
-    above = [p for p in possible if p > value]
-    return " and ".join(str(p) for p in [*below[-1:], *above[:1]])
+    """Returns the nearest possible values below and above `value`."""
+    below = [str(each) for each in possible if each < value]
+    above = [str(each) for each in possible if each > value]
+    nearest = below[-1:] + above[:1]
+    return " and ".join(nearest)

@@ -121,21 +121,26 @@ class PromptLedger:
             self._kl_coefs = [(version, kl_coef) for version, kl_coef in saved["kl_coefs"]]
 
     def state(self) -> dict[str, Any]:
-        """What a run has to know to continue after the steps that are trained now, as JSON values.
-        It is asked for when a step is done.
+        """Returns what a run has to know to continue after the steps that are trained now, as JSON
+        values. It is asked for when a step is done.
 
         Open prompts are among the `unfinished` ones, which the resumed run gives out again.
         """
-        is_open = [(number, entry.attempt) for number, entry in self._open.items()]
-        # Coefficients after experience for later steps than the trained ones are left out.
-        kl_coefs = [each for each in self._kl_coefs if each[0] * self.share < min(self._trained)]
+        unfinished = list(self._again)
+        for number, entry in self._open.items():
+            unfinished.append((number, entry.attempt))
+        kl_coefs: list[tuple[int, float]] = []
+        for version, kl_coef in self._kl_coefs:
+            # Coefficients after experience for later steps than the trained ones are left out.
+            if version * self.share < min(self._trained):
+                kl_coefs = [(version, kl_coef)]
         return {
             "trained": list(self._trained),
-            "unfinished": sorted([*self._again, *is_open]),
+            "unfinished": sorted(unfinished),
             "next_number": self._next_number,
             "dropped": dict(self._dropped),
             "effective_sample_sizes": list(self._effective_sample_sizes),
-            "kl_coefs": kl_coefs[-1:],
+            "kl_coefs": kl_coefs,
         }
 
     def keep_kl_coef(self, version: int, kl_coef: float) -> None:
@@ -144,8 +149,8 @@ class PromptLedger:
         self._kl_coefs.append((version, kl_coef))
 
     def kl_coef(self) -> float | None:
-        """The coefficient that was kept last, which a maker that starts continues with. None if
-        none was kept."""
+        """Returns the coefficient that was kept last, with which a maker that starts continues, or
+        None if none was kept."""
         return self._kl_coefs[-1][1] if self._kl_coefs else None
 
     def end(self) -> int:
@@ -156,12 +161,12 @@ class PromptLedger:
         return self._last_step
 
     def last_step(self) -> int:
-        """The step after which the run ends. All trainers that ask after they did a step get the
-        same answer."""
+        """Returns the step after which the run ends. All trainers that ask after they did a step
+        get the same answer."""
         return self._last_step
 
     def has_trained_all(self) -> bool:
-        """Return whether all trainers have trained all steps. They may still write their
+        """Returns True if all trainers have trained all steps. They may still write their
         checkpoints."""
         return min(self._trained) == self._last_step * self.share
 
@@ -169,11 +174,13 @@ class PromptLedger:
     def is_braking(self) -> bool:
         """True while makers wait for newer weights than `max_staleness` alone asks for."""
         limit = self.detached.min_effective_sample_size
+        if limit <= 0:
+            return False
         # The comparison is not `size < limit`, because a NaN has to brake too.
-        return limit > 0 and any(not size >= limit for size in self._effective_sample_sizes)
+        return not all(size >= limit for size in self._effective_sample_sizes)
 
     def take(self, maker: str, version: int, limit: int) -> list[Ticket] | None:
-        """At most `limit` tickets that `maker` may start now with weights of `version`.
+        """Returns at most `limit` tickets that `maker` may start now with weights of `version`.
 
         The list is empty if the maker has to wait for newer weights. The result is None if the
         maker is to end: because all steps are trained, or because the maker counts as lost.
@@ -187,15 +194,25 @@ class PromptLedger:
             free = [trainer for trainer, live in enumerate(self._live) if live < allowed]
             if not free:
                 break
-            # Round robin means: to the trainer that was given the fewest.
-            waiting = self._buffered if self.detached.routing == "least_loaded" else self._live
-            trainer = min(free, key=lambda index: (waiting[index], self._live[index], index))
-            number, attempt = heappop(self._again) if self._again else (self._next_number, 0)
-            self._next_number = max(self._next_number, number + 1)
+            trainer = min(free, key=self._load)
+            if self._again:
+                number, attempt = heappop(self._again)
+            else:
+                number = self._next_number
+                attempt = 0
+                self._next_number += 1
             self._open[number] = _Open(trainer, attempt, maker, version)
             self._live[trainer] += 1
             tickets.append(Ticket(number, attempt, trainer))
         return tickets
+
+    def _load(self, trainer: int) -> tuple[int, int, int]:
+        """Returns what is compared to choose the trainer of the next ticket. The least gets it."""
+        live = self._live[trainer]
+        # Round robin means: to the trainer that was given the fewest.
+        is_least_loaded = self.detached.routing == "least_loaded"
+        waiting = self._buffered[trainer] if is_least_loaded else live
+        return waiting, live, trainer
 
     def deliver(self, maker: str, groups: Sequence[tuple[int, int, int]]) -> list[int]:
         """Notes that groups have come to the buffer of a trainer, and returns the numbers of those
@@ -276,8 +293,8 @@ class PromptLedger:
         return numbers
 
     def _choice(self, trainer: int, version: int, num_groups: int) -> list[int]:
-        """What `choose` returns if one looks at this trainer alone; an empty list while it must
-        wait.
+        """Returns what `choose` returns if one looks at this trainer alone, or an empty list while
+        it must wait.
 
         It must wait if too few groups are there, and also if afterwards more groups would be due by
         some version, delivered or not, than the steps until then have places for.
@@ -327,13 +344,16 @@ class PromptLedger:
         return self.counts() | {"brake": int(self.is_braking)}
 
     def seconds_since_loss(self) -> float:
-        """Seconds since a maker was last given up, infinite if none was. Deadlines count from then,
-        because others have to wait while a maker is started again."""
-        return time.monotonic() - max(self._lost.values(), default=-math.inf)
+        """Returns the seconds since a maker was last given up, infinite if none was.
+
+        Deadlines count from then, because others have to wait while a maker is started again.
+        """
+        last_loss = max(self._lost.values(), default=-math.inf)
+        return time.monotonic() - last_loss
 
     def holders(self) -> list[tuple[int, dict[str, list[int]]]]:
-        """For each trainer the number of groups in its buffer, and the numbers of the groups that
-        makers are still making for it, by the maker's name."""
+        """Returns for each trainer the number of groups in its buffer, and the numbers of the
+        groups that makers are still making for it, by the maker's name."""
         held: list[dict[str, list[int]]] = [{} for _ in self._live]
         for number, entry in self._open.items():
             if entry.arrival is None:
@@ -341,7 +361,7 @@ class PromptLedger:
         return list(zip(self._buffered, held, strict=True))
 
     def counts(self) -> dict[str, int]:
-        """How many prompts are in which state.
+        """Returns how many prompts are in which state.
 
         `trained`; `training`: taken by a trainer; `in_buffer`; `in_flight`: with a maker; `again`:
         waiting for another maker, because theirs is lost; `dropped/<reason>`; and `not_started`:
@@ -355,15 +375,17 @@ class PromptLedger:
             "in_flight": sum(entry.arrival is None for entry in self._open.values()),
             "again": len(self._again),
         }
-        needed = self.num_steps * self.share * len(self._live) - sum(counts.values())
-        counts |= {f"dropped/{reason}": number for reason, number in sorted(self._dropped.items())}
+        prompts_of_step = self.share * len(self._live)
+        needed = self.num_steps * prompts_of_step - sum(counts.values())
+        for reason in sorted(self._dropped):
+            counts[f"dropped/{reason}"] = self._dropped[reason]
         assert sum(counts.values()) == self._next_number, (counts, self._next_number)
         assert sum(self._live) == len(self._open) + sum(self._trained)
         return counts | {"not_started": needed}
 
     def _is_with(self, maker: str, number: int, attempt: int) -> bool:
-        """Return whether the maker has this attempt in flight, so that it was not delivered yet and
-        not given to another maker."""
+        """Returns True if the maker has this attempt in flight, so that it was not delivered yet
+        and not given to another maker."""
         entry = self._open.get(number)
         if entry is None or entry.arrival is not None:
             return False

@@ -13,7 +13,7 @@ from verl_like.trainer.state.checkpoint import PendingCheckpoint, partial_of_ste
 
 
 class DetachedRecord:
-    """Writes a step when all trainers have done it and a validation after the step of its version,
+    """Writes a step when all trainers have done it, and a validation after the step of its version,
     and completes checkpoints."""
 
     def __init__(self, config: DetachedConfig, recorder: RunRecorder) -> None:
@@ -65,7 +65,8 @@ class DetachedRecord:
             self.commit_checkpoint()
             self.log_validations(step - 1)
             self.log_step(step)
-            if states := self.states.pop(step, []):
+            states = self.states.pop(step, [])
+            if states:
                 self.begin_checkpoint(states)
         self.commit_checkpoint()
         self.log_validations(self.step)
@@ -121,15 +122,18 @@ class DetachedRecord:
         self.recorder.renew_checkpoint(self.step, state)
 
     def idle_shares(self, ended: float, seconds: float) -> dict[str, float]:
-        """The share of a step, which took `seconds` until the time `ended`, in which each side
-        waited for others. Waits from before the step are forgotten."""
+        """Returns the share of a step in which each side waited for others.
+
+        The step took `seconds` until the time `ended`. Waits from before it are forgotten.
+        """
         started = ended - seconds
         shares: dict[str, float] = {}
         for name, waits in self.waits.items():
             within = {start: end for start, end in waits.items() if end > started}
             self.waits[name] = within
-            in_step = [
-                max(0.0, min(end, ended) - max(start, started)) for start, end in within.items()
-            ]
-            shares[f"detached/idle/{name}"] = sum(in_step) / seconds
+            waited = 0.0
+            for start, end in within.items():
+                in_step = min(end, ended) - max(start, started)
+                waited += max(0.0, in_step)
+            shares[f"detached/idle/{name}"] = waited / seconds
         return shares

@@ -89,13 +89,14 @@ class RowWork:
             )
 
     def in_mini_batches(self, batch: DataProto, num_ranks: int, num_of_step: int) -> Ordered:
-        """The batch with the column `mini_batch`, in the order in which the ranks get its rows."""
+        """Returns the batch with the column `mini_batch`, in the order in which the ranks get its
+        rows."""
         numbered = self.with_numbers(batch)
         numbered.tensor_batch["mini_batch"] = torch.from_numpy(self.sample_of_row // num_of_step)
         return ordered(numbered, self.shares(num_ranks, num_of_step))
 
     def with_numbers(self, batch: DataProto) -> DataProto:
-        """The batch with its samples numbered from 0.
+        """Returns the batch with its samples numbered from 0.
 
         Two samples may have the same number when they come from different batches. With balancing
         their rows can become neighbours, and would then be taken for one sample.
@@ -111,14 +112,15 @@ class RowWork:
 
     @property
     def sample_of_row(self) -> np.ndarray:
-        """(B,) the number of the sample to which each row belongs."""
+        """The number (B,) of the sample to which each row belongs."""
         num_rows_S = np.diff(self.sample_starts)
         return np.repeat(np.arange(self.num_samples), num_rows_S)
 
     def shares(
         self, num_ranks: int, num_of_step: int, balance: bool | None = None
     ) -> list[np.ndarray]:
-        """The rows of each rank, as int64 arrays: whole samples, one mini-batch after the other.
+        """Returns the rows of each rank, as int64 arrays: whole samples, one mini-batch after the
+        other.
 
         `balance` takes the place of the field of that name, to compare both ways. A rank without a
         sample gets an empty array.
@@ -137,7 +139,8 @@ class RowWork:
         return shares
 
     def metrics(self, method: BoundMethod, num_of_step: int) -> dict[str, Metric]:
-        """How even the work of an update's ranks is, without balancing and as it is divided.
+        """Returns how even the work of an update's ranks is, without balancing and as it is
+        divided.
 
         `global_seqlen/*` are tokens of a rank. `perf/imbalance/*` is the FLOPs of each mini-batch's
         busiest rank over those of its mean rank, both summed over mini-batches; 1 is even. An empty
@@ -149,8 +152,8 @@ class RowWork:
             return {}
         plain = self.shares(num_ranks, num_of_step, balance=False)
         used = self.shares(num_ranks, num_of_step)
-        before = np.array([self.tokens_B[rows].sum() for rows in plain])
-        after = np.array([self.tokens_B[rows].sum() for rows in used])
+        before = self._tokens_of(plain)
+        after = self._tokens_of(used)
         metrics = {
             "global_seqlen/min": Metric.min(before.min()),
             "global_seqlen/max": Metric.max(before.max()),
@@ -165,19 +168,25 @@ class RowWork:
             flops = np.zeros((num_ranks, num_mini_batches))
             for rank, rows in enumerate(shares):
                 np.add.at(flops[rank], mini_batch_of_row[rows], self.flops_B[rows])
-            imbalance = flops.max(0).sum() / flops.mean(0).sum()
+            busiest = flops.max(0).sum()
+            imbalance = busiest / flops.mean(0).sum()
             metrics[f"perf/imbalance/{name}"] = Metric.mean(imbalance, weight=flops.mean())
         return metrics
 
+    def _tokens_of(self, shares: Sequence[np.ndarray]) -> np.ndarray:
+        """Returns the tokens of each rank, if rank i gets the rows `shares[i]`."""
+        return np.array([self.tokens_B[rows].sum() for rows in shares])
+
 
 def ordered(batch: DataProto, shares: Sequence[np.ndarray]) -> Ordered:
-    """The batch in the order in which rank i gets the rows `shares[i]`."""
+    """Returns the batch in the order in which rank i gets the rows `shares[i]`."""
     num_rows = [len(rows) for rows in shares]
     return Ordered(batch, np.concatenate(shares), num_rows)
 
 
 def data_parallel_size(method: BoundMethod) -> int | None:
-    """Among how many ranks a method divides its batch, or None if each rank gets all of it."""
+    """Returns among how many ranks a method divides its batch, or None if each rank gets all of
+    it."""
     collect_ranks = method.spec.dispatch_mode.collect_ranks
     if collect_ranks is None:
         return None

@@ -286,9 +286,10 @@ class FsdpEngine(TrainingEngine):
 
         The norm is that of the gradients over all ranks.
         """
-        gradients = [
-            cast(DTensor, p.grad).to_local() for p in self.parameters if p.grad is not None
-        ]
+        gradients = []
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                gradients.append(cast(DTensor, parameter.grad).to_local())
         # The norm of no gradients is float32, but that of other ranks may be bfloat16.
         squared = torch.nn.utils.get_total_norm(gradients).float().square()
         dist.all_reduce(squared, group=self.mesh.get_group("shard"))

@@ -189,7 +189,9 @@ def forward(
             else:  # a pass without rows has run filler rows, whose results are dropped
                 outputs.append([each[: len(at)] for each in results])
     order = torch.cat(micro_batches)
-    columns = [to_host(torch.cat(column)) for column in zip(*outputs, strict=True)]
+    columns = []
+    for values in zip(*outputs, strict=True):
+        columns.append(to_host(torch.cat(values)))
     if by_token:
         _, offsets = jagged_parts(rows["responses"])
         lengths = offsets.diff()[order]
@@ -286,7 +288,8 @@ def read_metrics(parts: Sequence[MicroMetrics]) -> list[dict[str, Metric]]:
     for part in parts:
         metrics = {}
         for name, metric in part.items():
-            metrics[name] = metric.finish(*islice(read, len(metric.numbers)))
+            numbers_of_metric = islice(read, len(metric.numbers))
+            metrics[name] = metric.finish(*numbers_of_metric)
         finished.append(metrics)
     return finished
 
@@ -316,7 +319,11 @@ def _mini_batches(
         number_S = rows["mini_batch"][first_rows]
         num_own_steps = int(number_S.max()) + 1 if num_samples else 1
         (num_steps,) = _most_of_any_rank([num_own_steps])
-        return [(number_S == step).nonzero().squeeze(1) for step in range(num_steps)]
+        samples_of_steps = []
+        for step in range(num_steps):
+            is_in_step_S = number_S == step
+            samples_of_steps.append(is_in_step_S.nonzero().squeeze(1))
+        return samples_of_steps
     if count is None:
         num_all_samples = torch.tensor(num_samples)
         dist.all_reduce(num_all_samples)

@@ -81,7 +81,8 @@ def peak_flops(device: str, dtype: str) -> float:
         if known:
             return known[0]
     size = 8192 if device == "cuda" else 768
-    matrix = torch.ones(size, size, dtype=getattr(torch, dtype), device=device)
+    torch_dtype = getattr(torch, dtype)
+    matrix = torch.ones(size, size, dtype=torch_dtype, device=device)
     seconds = []
     for _ in range(5):
         start = time.perf_counter()

@@ -79,8 +79,8 @@ class ModelCost:
             # A pair is two products of vectors: query with key, and weight with value.
             per_pair[window_of_layer] += 4 * heads.number * heads.size
         per_scored_token = 2.0 * head.weight.numel() if with_head else 0.0
-        of_windows = tuple((float(flops), window) for window, flops in per_pair.items())
-        return cls(2.0 * sum(used), per_scored_token, of_windows)
+        of_windows = [(float(flops), window) for window, flops in per_pair.items()]
+        return cls(2.0 * sum(used), per_scored_token, tuple(of_windows))
 
     def forward(self, lengths_B: torch.Tensor, num_scored_B: torch.Tensor) -> torch.Tensor:
         """Returns the FLOPs of one forward pass over each row, (B,) float64.
@@ -89,9 +89,8 @@ class ModelCost:
         head reads. Attention is causal: a token attends to itself and to the tokens before it,
         within the window.
         """
-        total_B = (
-            self.per_token * lengths_B.double() + self.per_scored_token * num_scored_B.double()
-        )
+        total_B = self.per_token * lengths_B.double()
+        total_B += self.per_scored_token * num_scored_B.double()
         for flops, window in self.per_pair:
             reach = lengths_B.clamp(max=window) if window else lengths_B
             # Each of the first `reach` tokens attends to one more token than the one before it, and

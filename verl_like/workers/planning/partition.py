@@ -80,13 +80,15 @@ def pack_into_micro_batches(
     tokens: list[int] = lengths_B.tolist()
     micro_batches = _first_fit_decreasing(tokens, max_tokens)
     count = min(max(len(micro_batches), at_least), len(tokens))
-    if len(micro_batches) < len(tokens) and lengths_B.sum() < _FULL * count * max_tokens:
+    is_full = lengths_B.sum() >= _FULL * count * max_tokens
+    if len(micro_batches) < len(tokens) and not is_full:
         even = _longest_first(tokens, count)
         if max(_totals(even, tokens)) <= max_tokens:
             micro_batches = even
     while len(micro_batches) < count:
         largest = max(micro_batches, key=len)
-        micro_batches.append([largest.pop() for _ in range(len(largest) // 2)])
+        half = [largest.pop() for _ in range(len(largest) // 2)]
+        micro_batches.append(half)
     totals = np.array(_totals(micro_batches, tokens))
     longest_first = np.argsort(-totals, kind="stable")
     return [micro_batches[index] for index in longest_first.tolist()]
@@ -202,7 +204,8 @@ def _longest_first(
     """
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     loads = [(0.0, part) for part in range(num_parts)]  # a heap
-    for row in sorted(range(len(work)), key=work.__getitem__, reverse=True):
+    longest_first = sorted(range(len(work)), key=work.__getitem__, reverse=True)
+    for row in longest_first:
         load, part = loads[0]
         parts[part].append(row)
         if len(parts[part]) == max_rows:
@@ -251,7 +254,8 @@ def _exchange(shares: np.ndarray, work_B: np.ndarray) -> None:
     stale = 0
     stride = 1 + shares.shape[1] // _WIDTH
     for number in range(_ROUNDS):
-        if loads.max() <= (1 + _TOLERANCE) * loads.mean() or stale == _PATIENCE:
+        is_even = loads.max() <= (1 + _TOLERANCE) * loads.mean()
+        if is_even or stale == _PATIENCE:
             return
         heaviest_first = np.argsort(-loads, kind="stable")
         heavy = heaviest_first[:half]
