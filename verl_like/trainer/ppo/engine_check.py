@@ -3,9 +3,6 @@
 An engine that has the actor's weights may still build another model with them.
 """
 
-from itertools import pairwise
-
-import numpy as np
 import torch
 
 from verl_like.data.prompt_dataset import PromptDataset
@@ -41,8 +38,10 @@ def draw(rollout: WorkerGroup, dataset: PromptDataset) -> list[DataProto]:
     """
     if not hasattr(rollout, RolloutWorker.draw_greedily.__name__):
         return []
-    rows = [dataset[index] for index in range(min(NUM_PROMPTS, len(dataset)))]
-    answers = rollout.draw_greedily(dataset.collate(rows, epoch=0), NUM_TOKENS)
+    num_prompts = min(NUM_PROMPTS, len(dataset))
+    rows = [dataset[index] for index in range(num_prompts)]
+    prompts = dataset.collate(rows, epoch=0)
+    answers = rollout.draw_greedily(prompts, NUM_TOKENS)
     return [answer for answer in answers if answer is not None]
 
 
@@ -53,15 +52,19 @@ def log_probs_of(actor: WorkerGroup, drawn: list[DataProto]) -> list[torch.Tenso
         return []
     batch = DataProto.concat([each.select(meta_info_keys=[]) for each in drawn])
     scored = actor.score_greedy(batch).get()
-    ends = np.cumsum([len(each) for each in drawn]).tolist()
-    return [
-        of_tokens(scored.rows(start, end), "old_log_probs") for start, end in pairwise([0, *ends])
-    ]
+    log_probs: list[torch.Tensor] = []
+    start = 0
+    for each in drawn:
+        end = start + len(each)
+        log_probs.append(of_tokens(scored.rows(start, end), "old_log_probs"))
+        start = end
+    return log_probs
 
 
 def of_tokens(batch: DataProto, name: str) -> torch.Tensor:
     """The values of a column for all response tokens of a batch, in one tensor (tokens,)."""
-    return jagged_parts(batch.tensors()[name])[0]
+    values, _offsets = jagged_parts(batch.tensors()[name])
+    return values
 
 
 def require_one_model(
@@ -71,8 +74,9 @@ def require_one_model(
     to rounding. `side` says in the message whose engine it is."""
     quantization = config.actor_rollout_ref.rollout.quantization
     for replica, (batch, of_actor) in enumerate(zip(drawn, log_probs, strict=True)):
+        own = of_tokens(batch, "rollout_log_probs")
         what = f"rollout replica {replica}{side}"
-        require_close(config, what, of_tokens(batch, "rollout_log_probs"), of_actor, quantization)
+        require_close(config, what, own, of_actor, quantization)
 
 
 def require_close(
@@ -87,19 +91,14 @@ def require_close(
     policy = config.actor_rollout_ref
     dtypes = {policy.rollout.dtype, policy.actor.fsdp_config.dtype}
     differences = (own - of_actor).abs()
-    largest = differences.max().item()
-    mean = differences.mean().item()
-    kind = "largest"
-    value = largest
-    limit = LARGEST_IN_FLOAT32
-    if dtypes != {"float32"}:
+    if dtypes == {"float32"} and not quantization:
+        kind = "largest"
+        value = differences.max().item()
+        limit = LARGEST_IN_FLOAT32
+    else:
         kind = "mean"
-        value = mean
-        limit = MEAN_OTHERWISE
-    if quantization:
-        kind = "mean"
-        value = mean
-        limit = MEAN_IF_QUANTISED
+        value = differences.mean().item()
+        limit = MEAN_IF_QUANTISED if quantization else MEAN_OTHERWISE
     if value <= limit:  # not so for NaN
         return
     worst = int(differences.nan_to_num(torch.inf).argmax())

@@ -1,5 +1,6 @@
 """The learner: it takes experience, and returns metrics, new weights and their version."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,8 +50,9 @@ class Learner:
             self.trained[str(Role.Critic)] = self.critic
         # The samples of one optimizer step, over all ranks:
         policy = self.config.actor_rollout_ref
-        self.num_actor_samples = policy.actor.ppo_mini_batch_size * policy.rollout.n
-        self.num_critic_samples = self.config.critic.ppo_mini_batch_size * policy.rollout.n
+        n = policy.rollout.n
+        self.num_actor_samples = policy.actor.ppo_mini_batch_size * n
+        self.num_critic_samples = self.config.critic.ppo_mini_batch_size * n
 
     def learn(self, experience: Experience) -> Update:
         """Submits the updates on experience of one or more mini-batches and returns at once.
@@ -62,17 +64,17 @@ class Learner:
         """
         batch = experience.batch
         work = experience.work
-        part, num_parts = batch.meta_info.get("part_of_step", (1, 1))
         balance = work.metrics(self.actor.update_actor, self.num_actor_samples)
         metrics = balance | self.staleness(batch)
         pending: list[Future[Any]] = []
         if self.critic:
-            size = self.num_critic_samples
-            pending.append(work.submit(self.critic.update_critic, batch, size))
+            update = self.critic.update_critic
+            pending.append(work.submit(update, batch, self.num_critic_samples))
         if self.version >= self.config.trainer.critic_warmup:
-            size = self.num_actor_samples
+            update = self.actor.update_actor
             ptx_rows = self.ptx_rows(batch, work)
-            pending.append(work.submit(self.actor.update_actor, batch, size, *ptx_rows))
+            pending.append(work.submit(update, batch, self.num_actor_samples, *ptx_rows))
+        part, num_parts = batch.meta_info.get("part_of_step", (1, 1))
         if part == num_parts:
             self.version += 1
         return Update(pending, metrics)
@@ -91,7 +93,7 @@ class Learner:
         index, num_trainers = self.joint
         size = self.config.data.ptx_batch_size
         part, num_parts = batch.meta_info.get("part_of_step", (1, 1))
-        num_optimizer_steps = -(-work.num_samples // self.num_actor_samples)  # rounded up
+        num_optimizer_steps = math.ceil(work.num_samples / self.num_actor_samples)
         num_parts_before = (self.version - trainer.critic_warmup) * num_parts + part - 1
         first = num_parts_before * num_optimizer_steps
         sampler = EpochSampler(len(self.ptx_dataset), size, trainer.seed)
@@ -100,13 +102,12 @@ class Learner:
             _epoch, rows = sampler.batch(optimizer_step * num_trainers + index)
             numbers.extend(rows)
         ptx_batch = self.ptx_dataset.collate(numbers)
-        rows_of_ptx = Rows.of(ptx_batch)
-        tokens_B = rows_of_ptx.lengths_B.numpy()
-        starts = rows_of_ptx.sample_starts.numpy()
+        ptx_rows = Rows.of(ptx_batch)
+        tokens_B = ptx_rows.lengths_B.numpy()
+        # The tokens of a row stand for its work.
+        ptx_work = RowWork(tokens_B, tokens_B, work.balance, ptx_rows.sample_starts.numpy())
         num_ranks = data_parallel_size(self.actor.update_actor)
         assert num_ranks is not None
-        # The tokens of a row stand for its work.
-        ptx_work = RowWork(tokens_B, tokens_B, work.balance, starts)
         return [ptx_work.in_mini_batches(ptx_batch, num_ranks, size)]
 
     def staleness(self, batch: DataProto) -> dict[str, Metric]:
@@ -127,14 +128,12 @@ class Learner:
         for spans in batch.non_tensor_batch["policy_version"]:
             oldest_B.append(min(version for version, _start, _end in spans))
         staleness_B = self.version - np.array(oldest_B)
+        largest = staleness_B.max()
         max_staleness = self.config.trainer.max_staleness
-        assert staleness_B.min() >= 0 and staleness_B.max() <= max_staleness, (
-            staleness_B,
-            max_staleness,
-        )
+        assert staleness_B.min() >= 0 and largest <= max_staleness, (staleness_B, max_staleness)
         metrics = {
             "training/staleness/mean": Metric.mean(staleness_B.mean(), weight=len(batch)),
-            "training/staleness/max": Metric.max(staleness_B.max()),
+            "training/staleness/max": Metric.max(largest),
         }
         if max_staleness:
             for steps in range(max_staleness + 1):

@@ -26,8 +26,7 @@ from verl_like.workers.config.roles import RewardModelConfig
 from verl_like.workers.rollout import FinishedRequest
 
 _PAUSE_S = 0.01
-"""The seconds below which a pause between two spans of a process is ignored, so that they count as
-one."""
+"""Two spans of a process count as one if fewer seconds than these are between them."""
 _LEFT_TO_MODELS = Answer(score=0.0)
 """What the rules answer for a row that has no rule."""
 RULE_COLUMNS = {"rule_scores": 1.0}
@@ -56,7 +55,6 @@ def reward_columns(
         spec = registered_methods(worker_class).get(method)
         written = (spec and spec.writes) or ()
         for name, weight in worker_class.reward_columns.items():
-            column = column_of(name, role) if model else name
             where = f"{worker_class.__name__}.reward_columns has {name!r}"
             if role in set(Role) and not model:
                 raise ValueError(
@@ -66,11 +64,15 @@ def reward_columns(
                 raise ValueError(
                     f"{where}, which is not in the writes=[...] of its {method}: name it there."
                 )
+            column = name
+            if model:
+                column = column_of(name, role)
+                weight = weight * model.weight
             if column in columns:
                 raise ValueError(
                     f"{where}, which another role or the rules write as well: rename the column."
                 )
-            columns[column] = weight * model.weight if model else weight
+            columns[column] = weight
     return columns
 
 
@@ -91,7 +93,8 @@ class ModelScores:
         """Waits for the scores, and returns them under their names in the batch."""
         scores = self.pending.get()
         names = list(scores.tensors())
-        return scores.rename(names, [column_of(name, self.role) for name in names])
+        names_in_batch = [column_of(name, self.role) for name in names]
+        return scores.rename(names, names_in_batch)
 
 
 def reward_means(batch: DataProto, reward_columns: Mapping[str, float]) -> dict[str, Metric]:
@@ -100,9 +103,12 @@ def reward_means(batch: DataProto, reward_columns: Mapping[str, float]) -> dict[
     They are taken of each reward without its weight, if there is more than one, and of each number
     that the reward function returned beside the score. A number that no sample has gets no mean.
     """
-    names = reward_columns if len(reward_columns) > 1 else ()
     is_scored_B = batch.tensor_batch["response_mask"].any(-1)
-    values = {name: batch.tensor_batch[name].sum(-1)[is_scored_B] for name in names}
+    values: dict[str, torch.Tensor] = {}
+    if len(reward_columns) > 1:
+        for name in reward_columns:
+            rewards_B = batch.tensor_batch[name].sum(-1)
+            values[name] = rewards_B[is_scored_B]
     for name, array in extra_numbers(batch).items():
         numbers_B = torch.from_numpy(array)
         values[name] = numbers_B[is_scored_B & ~numbers_B.isnan()]
@@ -124,15 +130,16 @@ def total_scores(batch: DataProto, reward_columns: Mapping[str, float]) -> torch
     weighted: list[torch.Tensor] = []
     for name, weight in reward_columns.items():
         rewards_BR = batch.tensor_batch[name]
-        is_wrong_B = ~rewards_BR.isfinite().all(-1)
+        is_finite_B = rewards_BR.isfinite().all(-1)
         if "is_skipped" in batch.tensor_batch:
-            is_wrong_B &= ~batch.tensor_batch["is_skipped"]
-        if is_wrong_B.any():
-            row = int(is_wrong_B.nonzero()[0])
+            is_finite_B |= batch.tensor_batch["is_skipped"]
+        if not is_finite_B.all():
+            wrong_rows = (~is_finite_B).nonzero().flatten().tolist()
+            first = wrong_rows[0]
             raise RewardError(
-                f"the reward {name!r} of {int(is_wrong_B.sum())} of {len(batch)} samples is no "
-                f"finite number, the first of them row {row} of the batch: "
-                f"{rewards_BR[row].tolist()}; look at the weights and the data type of the "
+                f"the reward {name!r} of {len(wrong_rows)} of {len(batch)} samples is no "
+                f"finite number, the first of them row {first} of the batch: "
+                f"{rewards_BR[first].tolist()}; look at the weights and the data type of the "
                 "model that computes it"
             )
         weighted.append(weight * rewards_BR)
@@ -207,7 +214,7 @@ class RuleScorer:
     on_call: Callable[[CallEvent], None] | None = None
     """Called with each call of the reward processes, which appear as a worker group `rules` on the
     pool `driver`."""
-    _number_of_process: dict[int, int] = field(default_factory=dict)
+    _rank_of_process: dict[int, int] = field(default_factory=dict)
     """A rank for each reward process, by its process id."""
     _numbers: set[str] = field(default_factory=set)
     """The names of all numbers that `check` saw beside scores."""
@@ -249,16 +256,21 @@ class RuleScorer:
         The function may return a number for one data source alone, of which a batch may have no
         row. All batches get the same columns this way.
         """
-        missing = sorted(self._numbers - extra.keys())
-        return {**extra, **{name: np.full(num_samples, np.nan) for name in missing}}
+        columns = dict(extra)
+        for name in sorted(self._numbers - extra.keys()):
+            columns[name] = np.full(num_samples, np.nan)
+        return columns
 
     def report(self, ran: list[tuple[int, float, float]]) -> None:
         """Tells `on_call` when each reward process was scoring. `ran` has the process id, start and
         end of the scoring of each sample."""
+        if self.on_call is None:
+            return
         for pid, started, finished in _merged(ran):
-            rank = self._number_of_process.setdefault(pid, len(self._number_of_process))
-            if self.on_call is not None:
-                self.on_call(CallEvent("driver", "rules", "score", rank, started, finished))
+            next_rank = len(self._rank_of_process)
+            rank = self._rank_of_process.setdefault(pid, next_rank)
+            call = CallEvent("driver", "rules", "score", rank, started, finished)
+            self.on_call(call)
 
 
 def has_rule(reward_model: dict) -> bool:
@@ -352,14 +364,17 @@ class PendingScores:
         reward model scores 0 here.
         """
         assert self.mask is not None, "complete(batch) comes before get()"
-        answers = dict(zip(self.rows, self.pending.get().answers, strict=True))
         num_rows = len(self.mask)
-        result = RewardResult([answers.get(row, _LEFT_TO_MODELS) for row in range(num_rows)])
+        num_scored = len(self.rows)
+        answers = [_LEFT_TO_MODELS] * num_rows
+        for row, answer in zip(self.rows, self.pending.get().answers, strict=True):
+            answers[row] = answer
+        result = RewardResult(answers)
         self.scorer.report(result.ran)
         extra = self.scorer.with_all_numbers(result.extra, num_rows)
-        early_ratio = self.num_early / max(1, len(answers))
+        early_ratio = self.num_early / max(1, num_scored)
         metrics = {
-            "reward/early_ratio": Metric.mean(early_ratio, weight=len(answers)),
+            "reward/early_ratio": Metric.mean(early_ratio, weight=num_scored),
             "reward/num_skipped": Metric.sum(int(result.skipped.sum())),
             "reward/num_errors": Metric.sum(result.num_errors),
             "reward/num_timeouts": Metric.sum(result.num_timeouts),
@@ -375,11 +390,12 @@ class PendingScores:
 def _merged(spans: list[tuple[int, float, float]]) -> list[tuple[int, float, float]]:
     """Joins spans (process id, start, end) of a process that follow each other almost at once."""
     merged: list[tuple[int, float, float]] = []
+    last_pid = -1
+    last_finished = 0.0
     for pid, started, finished in sorted(spans):
-        if merged:
-            last_pid, last_started, last_finished = merged[-1]
-            if last_pid == pid and started - last_finished < _PAUSE_S:
-                merged[-1] = (pid, last_started, finished)
-                continue
+        if pid == last_pid and started - last_finished < _PAUSE_S:
+            _pid, started, _finished = merged.pop()
         merged.append((pid, started, finished))
+        last_pid = pid
+        last_finished = finished
     return merged
