@@ -40,14 +40,17 @@ class PromptGroups:
         for rows in few_rows(valid):
             rewards = zero_masked(token_level_rewards[rows], valid[rows])
             scores[rows] = rewards.sum(dim=-1)
-        numbers: dict[Hashable, int] = {}
-        group_of_rows = [numbers.setdefault(key, len(numbers)) for key in index]
+        number_of_key: dict[Hashable, int] = {}
+        group_of_row: list[int] = []
+        for key in index:
+            number = number_of_key.setdefault(key, len(number_of_key))
+            group_of_row.append(number)
         return cls(
             scores=scores,
             valid=valid,
             scored=valid.any(dim=-1),
-            group=torch.tensor(group_of_rows, dtype=torch.long, device=scores.device),
-            num_groups=len(numbers),
+            group=torch.tensor(group_of_row, dtype=torch.long, device=scores.device),
+            num_groups=len(number_of_key),
         )
 
     @property
@@ -91,20 +94,23 @@ class PromptGroups:
 
     def sum(self, row_values: torch.Tensor) -> torch.Tensor:
         """The sum of `row_values` (B,) over the scored rows of the group."""
+        counted = zero_masked(row_values, self.scored)
         totals = self.scores.new_zeros(self.num_groups)
-        totals.index_add_(0, self.group, zero_masked(row_values, self.scored))
+        totals.index_add_(0, self.group, counted)
         return totals[self.group]
 
     def mean(self) -> torch.Tensor:
-        """The mean score."""
-        return self.sum(self.scores) / self.num_scored.clamp(min=1)
+        """The mean score of the group."""
+        num_scored = self.num_scored.clamp(min=1)
+        return self.sum(self.scores) / num_scored
 
     def std(self) -> torch.Tensor:
         """The unbiased standard deviation of the scores; 1 for a group of one by design, 0 where
         one row is scored."""
-        squares = self.sum((self.scores - self.mean()) ** 2)
-        variance = squares / (self.num_scored - 1).clamp(min=1)
-        return torch.where(self.is_single, 1.0, torch.sqrt(variance))
+        deviations = self.scores - self.mean()
+        num_others = (self.num_scored - 1).clamp(min=1)
+        variance = self.sum(deviations**2) / num_others
+        return torch.where(self.is_single, 1.0, variance.sqrt())
 
     def scores_above(self, baseline: torch.Tensor) -> torch.Tensor:
         """Score - `baseline` (B,); the score itself for a group of one by design, 0 without

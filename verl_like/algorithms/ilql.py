@@ -47,11 +47,14 @@ def ilql_losses(
         mask: (B, R) bool or 0/1, the learned tokens.
     """
     rewards = on_last_token(scores, mask)
-    _, targets = gae_in_blocks(rewards, values.detach(), mask.bool(), gamma, lam=0.0)
+    valid = mask.bool()
+    # With lambda 0 the returns of GAE are r + gamma V(h').
+    _advantages, targets = gae_in_blocks(rewards, values.detach(), valid, gamma, lam=0.0)
     advantages = target_q.detach() - values
     is_negative = (advantages < 0).to(advantages.dtype)
     asymmetry = (expectile - is_negative).abs()
-    weights = (awac_beta * advantages.detach()).exp().clamp(max=MAX_WEIGHT)
+    log_weights = awac_beta * advantages.detach()
+    weights = log_weights.exp().clamp(max=MAX_WEIGHT)
     return {
         "td": (q1 - targets) ** 2 + (q2 - targets) ** 2,
         "value": asymmetry * advantages**2,

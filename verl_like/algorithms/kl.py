@@ -54,8 +54,9 @@ def kl_penalty(logprob: torch.Tensor, ref_logprob: torch.Tensor, kl_penalty: str
     elif estimator in ("mse", "k2"):
         value = 0.5 * difference.square()
     else:
-        difference_clamped = difference.clamp(-20, 20)
-        value = (torch.exp(-difference_clamped) + difference_clamped - 1).clamp(-10, 10)
+        bounded = difference.clamp(-20, 20)
+        low_variance = torch.exp(-bounded) + bounded - 1
+        value = low_variance.clamp(-10, 10)
     if not kl_penalty.endswith("+"):
         return value
     with_k2_gradient = 0.5 * difference.square()
@@ -86,10 +87,12 @@ def apply_kl_penalty(
         token do not count.
     """
     with torch.no_grad():
-        kl = zero_masked(kl_penalty(old_log_probs, ref_log_prob, estimator), response_mask)
+        kl = kl_penalty(old_log_probs, ref_log_prob, estimator)
+        kl = zero_masked(kl, response_mask)
         rewards = zero_masked(token_level_scores, response_mask) - kl_coef * kl
         row_kl = masked_mean(kl, response_mask, axis=-1)
-        current_kl = masked_mean(row_kl, response_mask.bool().any(dim=-1))
+        has_tokens = response_mask.bool().any(dim=-1)
+        current_kl = masked_mean(row_kl, has_tokens)
     return rewards, float(current_kl)
 
 
@@ -136,8 +139,9 @@ class AdaptiveKLController:
                 "stay broken for the rest of the run; look for non-finite old_log_probs or "
                 "ref_log_prob"
             )
-        proportional_error = min(max(current_kl / self.target - 1, -0.2), 0.2)
-        self.value *= 1 + proportional_error * n_steps / self.horizon
+        error = current_kl / self.target - 1
+        bounded = min(max(error, -0.2), 0.2)
+        self.value *= 1 + bounded * n_steps / self.horizon
 
 
 KLController = FixedKLController | AdaptiveKLController

@@ -37,7 +37,8 @@ def compute_max_rl_outcome_advantage(
             "without a KL penalty in them (algorithm.use_kl_in_reward=False), or choose 'grpo'"
         )
     mean = groups.mean()
-    divisor = torch.where(groups.is_single | (mean == 0), 1.0, mean)
+    is_undivided = groups.is_single | (mean == 0)
+    divisor = mean.masked_fill(is_undivided, 1.0)
     row_advantages = groups.scores_above(mean) / divisor
     advantages = groups.on_tokens(row_advantages, token_level_rewards.dtype)
     return advantages, advantages

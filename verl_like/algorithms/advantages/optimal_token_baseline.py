@@ -36,6 +36,7 @@ import numpy as np
 import torch
 
 from verl_like.algorithms.advantages import register_adv_est
+from verl_like.algorithms.discounted_sums import sums_from_here
 from verl_like.algorithms.groups import PromptGroups
 from verl_like.algorithms.masked import zero_masked
 
@@ -59,8 +60,9 @@ def compute_optimal_token_baseline_advantage(
     """
     groups = PromptGroups.of(token_level_rewards, response_mask, index)
     valid = groups.valid
-    # For probabilities it is at least 0, but the inputs are rounded.
-    squared_norms = (1 - 2 * old_log_probs.exp() + sum_pi_squared).clamp(min=0)
+    squared_norms = 1 - 2 * old_log_probs.exp() + sum_pi_squared
+    # Of probabilities it is at least 0, but the inputs are rounded.
+    squared_norms = squared_norms.clamp(min=0)
     if rollout_is_weights is not None:
         squared_norms = squared_norms * rollout_is_weights**2
     norms_so_far = zero_masked(squared_norms, valid).double().cumsum(-1)
@@ -73,9 +75,10 @@ def compute_optimal_token_baseline_advantage(
         return totals[groups.group]
 
     rewards = zero_masked(token_level_rewards, valid).double()
-    returns = rewards.flip(-1).cumsum(-1).flip(-1)
+    returns = sums_from_here(rewards)
     # Equal returns less the mean score are exactly 0, and so is their weighted mean.
-    centred = zero_masked(returns - groups.mean().unsqueeze(-1), valid)
+    mean_score = groups.mean().unsqueeze(-1)
+    centred = zero_masked(returns - mean_score, valid)
     baselines = group_sum(weights * centred) / group_sum(weights)
     is_alone = group_sum(valid.double()) == 1
     has_no_baseline = groups.is_single | ((groups.num_scored > 1) & handle_zero_tail)

@@ -44,4 +44,5 @@ def compute_rollout_correction_and_rejection_mask(
             log_ratio, response_mask, config.rollout_rs, config.rollout_rs_threshold
         )
         metrics |= of_rejection
-    return weights, kept, {f"rollout_corr/{name}": value for name, value in metrics.items()}
+    named = {f"rollout_corr/{name}": value for name, value in metrics.items()}
+    return weights, kept, named

@@ -16,6 +16,8 @@ The two chi2 are the variances of untruncated weights, of tokens and of response
 its sum over a response, are clamped to [-20, 20].
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -50,7 +52,7 @@ def compute_offpolicy_metrics(
 
         log_ppl_diff = row_mean(-d)
         k3 = of_tokens.exp() - of_tokens - 1
-        metrics = {
+        metrics: dict[str, Any] = {
             "kl": -of_tokens.mean(),
             "k3_kl": k3.mean(),
             "training_ppl": row_mean(-old_log_prob).exp().mean(),
@@ -62,8 +64,6 @@ def compute_offpolicy_metrics(
             "chi2_seq": mean_square_ratio(of_rows) - 1,
         }
         drift = of_tokens.abs().numpy(force=True)
-    found = {name: float(value) for name, value in metrics.items()}
-    quantiles = np.quantile(drift, [0.5, 0.99, 1.0])
-    for name, quantile in zip(("p50", "p99", "max"), quantiles, strict=True):
-        found[f"drift_{name}"] = float(quantile)
-    return found
+    median, p99, largest = np.quantile(drift, [0.5, 0.99, 1.0])
+    metrics |= {"drift_p50": median, "drift_p99": p99, "drift_max": largest}
+    return {name: float(value) for name, value in metrics.items()}
