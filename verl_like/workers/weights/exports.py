@@ -73,7 +73,8 @@ class WeightExport:
 
 def allocate_memory(num_bytes: int, pinned: bool) -> np.ndarray:
     """Returns uninitialised host memory of this process, (num_bytes,) uint8."""
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned).numpy()
+    memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+    return memory.numpy()
 
 
 def in_order(
@@ -141,15 +142,15 @@ def collect_weights(
         is_kept = index % world_size == rank
         whole = whole_tensors([*tensors.values()], is_kept) if allocate else []
         if is_kept:
-            buckets.append(
-                WeightBucket(
-                    index,
-                    names=tuple(tensors),
-                    shapes=tuple(tuple(tensor.shape) for tensor in tensors.values()),
-                    dtype=_name(own_dtype),
-                    data=_pack(whole, allocate) if allocate else np.empty(0, np.uint8),
-                )
+            shapes = [tuple(tensor.shape) for tensor in tensors.values()]
+            bucket = WeightBucket(
+                index,
+                names=tuple(tensors),
+                shapes=tuple(shapes),
+                dtype=_name(own_dtype),
+                data=_pack(whole, allocate) if allocate else np.empty(0, np.uint8),
             )
+            buckets.append(bucket)
         del tensors, whole  # before the next bucket takes memory
     if not fingerprints:
         raise ValueError("There is no parameter to export; pass the model's named_parameters().")
@@ -184,20 +185,21 @@ def _in_buckets(weights: Iterable[OrderedWeight], bucket_bytes: int) -> list[lis
 
 
 def _name(dtype: torch.dtype) -> str:
+    """Returns the name of a dtype, e.g. `bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 
 def _pack(tensors: Sequence[torch.Tensor], allocate: Allocate) -> np.ndarray:
     """Copies tensors of one dtype, one after the other, into (bytes,) uint8 host memory."""
     pieces = [tensor.ravel() for tensor in tensors]
-    on_gpu = pieces[0].is_cuda
+    first = pieces[0]
     sizes = [piece.numel() for piece in pieces]
     # Always a copy: the trainer goes on writing into its parameters. One call copies all, since a
     # model has thousands.
-    num_bytes = sum(sizes) * pieces[0].itemsize
-    data = allocate(num_bytes, on_gpu)
-    values = torch.from_numpy(data).view(pieces[0].dtype)
-    if on_gpu:  # pinned memory, so that the copies queue and are awaited once
+    num_bytes = sum(sizes) * first.itemsize
+    data = allocate(num_bytes, first.is_cuda)
+    values = torch.from_numpy(data).view(first.dtype)
+    if first.is_cuda:  # pinned memory, so that the copies queue and are awaited once
         torch._foreach_copy_(values.split(sizes), pieces, non_blocking=True)
         torch.cuda.synchronize()
     else:

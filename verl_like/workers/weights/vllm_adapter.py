@@ -43,12 +43,14 @@ class Adapter:
             # A copy, since what is sent lies in memory that the trainer writes again.
             values[own_name] = tensor.clone()
             self.sources[parse_fine_tuned_lora_name(own_name, renaming)] = name
-        of_a = [value for name, value in values.items() if ".lora_A." in name]
-        rank = len(of_a[0])
+            if ".lora_A." in own_name:
+                rank = len(tensor)
+        # B has the factor alpha / rank already, so vLLM is given one of 1.
+        settings = PEFTHelper(r=rank, lora_alpha=rank, target_modules=[])
         adapter = LoRAModel.from_lora_tensors(
             self.adapter_id,
             values,
-            PEFTHelper(r=rank, lora_alpha=rank, target_modules=[]),
+            settings,
             device="cpu",
             dtype=self.manager.lora_config.lora_dtype,
             weights_mapper=renaming,
@@ -64,8 +66,8 @@ class Adapter:
         found: dict[str, int] = {}
         for module_name, module in self.manager.modules.items():
             parts = self.manager.packed_modules.get(module_name, [module_name])
-            stacked_of = {True: module.lora_a_stacked, False: module.lora_b_stacked}
-            for is_a, stacked in stacked_of.items():
+            for is_a in (True, False):
+                stacked = module.lora_a_stacked if is_a else module.lora_b_stacked
                 for part, values in zip(parts, stacked, strict=True):
                     fingerprint = fingerprint_tensor(values[slot, 0])
                     name = self.sources.get((part, is_a))
