@@ -90,10 +90,11 @@ def greedy_requests(prompts: DataProto, max_tokens: int) -> list[GenerationReque
     sampling = Sampling(
         temperature=0.0, top_k=-1, top_p=1.0, max_tokens=max_tokens, stop_token_ids=()
     )
-    return [
-        GenerationRequest(f"prompt {row}, drawn greedily", token_ids, seed=0, sampling=sampling)
-        for row, token_ids in enumerate(prompt_tokens(prompts))
-    ]
+    requests = []
+    for row, token_ids in enumerate(prompt_tokens(prompts)):
+        name = f"prompt {row}, drawn greedily"
+        requests.append(GenerationRequest(name, token_ids, seed=0, sampling=sampling))
+    return requests
 
 
 def prompt_uids(prompts: DataProto) -> list[str]:
@@ -108,8 +109,9 @@ def prompt_uids(prompts: DataProto) -> list[str]:
             f"{sorted(prompts.non_tensor_batch)}."
         )
     uids = [str(uid) for uid in prompts.non_tensor_batch["uid"]]
-    counts = Counter(itertools.compress(uids, is_real(prompts)))
-    if repeated := [uid for uid, count in counts.items() if count > 1]:
+    real_uids = itertools.compress(uids, is_real(prompts))
+    repeated = [uid for uid, count in Counter(real_uids).items() if count > 1]
+    if repeated:
         raise ValueError(
             f"generate_sequences got several rows of the prompts {repeated}, which would draw the "
             "same responses; give each prompt once and rollout.n for the number of its responses."
@@ -127,8 +129,9 @@ def prompt_tokens(prompts: DataProto) -> list[list[int]]:
 def names_of_real(prompts: DataProto, requests: Sequence[GenerationRequest]) -> set[str]:
     """Return the names of the requests of a batch without those of padding rows."""
     n = len(requests) // max(1, len(prompts))
-    is_real_B = is_real(prompts)
-    return {request.name for number, request in enumerate(requests) if is_real_B[number // n]}
+    is_real_N = is_real(prompts).repeat_interleave(n)
+    real = itertools.compress(requests, is_real_N)
+    return {request.name for request in real}
 
 
 def is_real(prompts: DataProto) -> torch.Tensor:
@@ -145,25 +148,33 @@ def assemble(prompts: DataProto, completions: Sequence[Completion]) -> DataProto
     distribution that the tokens were drawn from (temperature, top-k, top-p).
     """
     n = len(completions) // max(1, len(prompts))
-    repeated = RowTaker(torch.arange(len(prompts)).repeat_interleave(n))
+    prompt_of_response = torch.arange(len(prompts)).repeat_interleave(n)
+    token_ids = prompts.tensor_batch["prompts"]
     responses = jagged_from_lists([each.token_ids for each in completions], torch.int64)
     log_probs = jagged_from_lists([each.log_probs for each in completions], torch.float32)
-    is_real_B = is_real(prompts)
-    num_cached = 0
-    for number, completion in enumerate(completions):
-        if is_real_B[number // n]:
-            num_cached += completion.num_cached_tokens
-    _, offsets = jagged_parts(prompts.tensor_batch["prompts"])
-    lengths_B = offsets.diff()
-    num_prompt_tokens = n * int(lengths_B[is_real_B].sum())
-    hit_rate = Metric.mean(num_cached / max(1, num_prompt_tokens), weight=num_prompt_tokens)
+    metrics = {"rollout/prefix_cache_hit_rate": _hit_rate(prompts, completions)}
     return DataProto.from_dict(
         tensors={
-            "prompts": repeated.tensor(prompts.tensor_batch["prompts"]),
+            "prompts": RowTaker(prompt_of_response).tensor(token_ids),
             "responses": responses,
             "response_mask": torch.ones_like(responses),
             "rollout_log_probs": log_probs,
         },
         non_tensors={"policy_version": [completion.versions for completion in completions]},
-        meta_info={"metrics": {"rollout/prefix_cache_hit_rate": hit_rate}},
+        meta_info={"metrics": metrics},
     )
+
+
+def _hit_rate(prompts: DataProto, completions: Sequence[Completion]) -> Metric:
+    """Return the share of prompt tokens that were taken from the prefix cache.
+
+    Prompts count once for each response, and padding rows do not count.
+    """
+    n = len(completions) // max(1, len(prompts))
+    is_real_B = is_real(prompts)
+    real = itertools.compress(completions, is_real_B.repeat_interleave(n))
+    num_cached = sum(completion.num_cached_tokens for completion in real)
+    _values, offsets = jagged_parts(prompts.tensor_batch["prompts"])
+    lengths_B = offsets.diff()
+    num_prompt_tokens = n * int(lengths_B[is_real_B].sum())
+    return Metric.mean(num_cached / max(1, num_prompt_tokens), weight=num_prompt_tokens)
