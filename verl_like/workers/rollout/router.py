@@ -8,7 +8,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from verl_like.protocol import CallHeader, DataProto, DataProtoFuture, Future, Part, PendingCall
@@ -25,10 +25,10 @@ from verl_like.workers.rollout.request import (
 from verl_like.workers.rollout.routing import RequestQueue
 
 COLLECT_S = 0.05
+"""How long a replica waits for a response to end, after one has ended or requests were sent. The
+time doubles each time that none has ended."""
 LONGEST_COLLECT_S = 0.4
-"""How long a replica waits for a response to end: at first COLLECT_S. The time doubles, up to
-LONGEST_COLLECT_S, each time that none has ended. It is COLLECT_S again after one has ended or
-requests were sent."""
+"""The longest time that a replica waits for a response to end."""
 _LOCAL_PAUSE_S = 0.002
 """The pause between two collections from a group in this process, which cannot wait itself."""
 METHOD = "generate_sequences"
@@ -212,10 +212,13 @@ class RequestRouter:
             The responses that have ended since the last time, which can be none only if all have
             ended, and whether all have.
         """
+
+        def has_more() -> bool:
+            return bool(call.unread) or call.done()
+
         with self.changed:
             left_s = max(0.0, started + deadline_s - time.monotonic())
-            limit_s = None if math.isinf(left_s) else left_s
-            if not self.changed.wait_for(lambda: call.unread or call.done(), timeout=limit_s):
+            if not self._wait_for(has_more, left_s):
                 raise self._timeout(call, deadline_s)
             if call.error:
                 raise call.error
@@ -223,12 +226,22 @@ class RequestRouter:
             call.unread = []
             return unread, call.done()
 
+    def _wait_for(self, condition: Callable[[], bool], limit_s: float) -> bool:
+        """Wait until a condition holds, which may become true at each change.
+
+        Return False if it does not within `limit_s`, which may be infinite. The caller holds the
+        lock.
+        """
+        timeout = None if math.isinf(limit_s) else limit_s
+        return self.changed.wait_for(condition, timeout)
+
     def _timeout(self, call: RequestCall, deadline_s: float) -> CallTimeout:
         """Return the error of a late call, which names the ranks that have requests of it."""
-        replica_of = self.queue.replica_of
-        replicas = {replica_of[name] for name in call.requests if name in replica_of}
-        ranks = sorted(self.mesh.collect_ranks[replica] for replica in replicas)
-        late = f"rank(s) {ranks} of {self.group.world_size}"
+        late_ranks: set[int] = set()
+        for name, replica in self.queue.replica_of.items():
+            if name in call.requests:
+                late_ranks.add(self.mesh.collect_ranks[replica])
+        late = f"rank(s) {sorted(late_ranks)} of {self.group.world_size}"
         return CallTimeout(self.group.role, METHOD, deadline_s, late)
 
     def wait_until_sent(self, method: str) -> None:
@@ -237,14 +250,14 @@ class RequestRouter:
         Raises CallTimeout, which names `method`, after the group's deadline.
         """
         deadline_s = self.group.deadline_s
-        limit_s = None if math.isinf(deadline_s) else deadline_s
-        with self.changed:
-            if not self.changed.wait_for(lambda: not self._num_unsent(), timeout=limit_s):
-                late = f"{self._num_unsent()} requests to be sent"
-                raise CallTimeout(self.group.role, method, deadline_s, late)
 
-    def _num_unsent(self) -> int:
-        return len(self.queue) - len(self.sent)
+        def num_unsent() -> int:
+            return len(self.queue) - len(self.sent)
+
+        with self.changed:
+            if not self._wait_for(lambda: num_unsent() == 0, deadline_s):
+                late = f"{num_unsent()} requests to be sent"
+                raise CallTimeout(self.group.role, method, deadline_s, late)
 
     def wait_for_any(self, calls: Collection[RequestCall], timeout_s: float) -> None:
         """Wait until one of the calls is done, but not longer than `timeout_s`.
@@ -258,8 +271,9 @@ class RequestRouter:
 
         with self.changed:
             self.changed.wait_for(is_any_done, timeout=timeout_s)
+            now = time.monotonic()
             for call in calls:
-                if not call.done() and time.monotonic() > call.begun + deadline_s:
+                if not call.done() and now > call.begun + deadline_s:
                     raise self._timeout(call, deadline_s)
 
     def ages(self) -> dict[str, int]:
@@ -272,9 +286,9 @@ class RequestRouter:
 
     def report(self, call: RequestCall) -> None:
         """Write into the timeline when each replica worked on a call that has ended."""
-        for replica, rank in enumerate(self.mesh.collect_ranks):
-            if span := call.spans.get(replica):
-                self.group.report(METHOD, rank, CallHeader(0, *span))
+        for replica, (started, ended) in sorted(call.spans.items()):
+            rank = self.mesh.collect_ranks[replica]
+            self.group.report(METHOD, rank, CallHeader(0, started, ended))
 
     def close(self, timeout_s: float) -> None:
         """End the thread, and wait for its end, but not longer than `timeout_s`.
@@ -352,7 +366,8 @@ class RequestRouter:
         """Record for each call the time at which a replica first takes requests of it."""
         now = time.time()
         for replica, requests in enumerate(taken):
-            for call in {self.calls[request.name] for request in requests}:
+            for request in requests:
+                call = self.calls[request.name]
                 call.spans.setdefault(replica, (now, now))
 
     def _send(self, aborted: Sequence[str], taken: Sequence[Sequence[GenerationRequest]]) -> None:
@@ -383,32 +398,36 @@ class RequestRouter:
         is_local = self.group.runs_at_once
         wait_s = 0.0 if is_local else self.collect_s
         by_rank = self.group.collect_completions(wait_s)
-        answers = [by_rank[rank] for rank in self.mesh.collect_ranks]
+        have_ended = False
         with self.changed:
-            has_ended = self._take_in(answers)
-        if is_local and not has_ended:
+            for replica, rank in enumerate(self.mesh.collect_ranks):
+                completions, num_left = by_rank[rank]
+                self._take_in(replica, completions, num_left)
+                have_ended |= bool(completions)
+            self.changed.notify_all()
+        if have_ended:
+            self.collect_s = COLLECT_S
+            return
+        self.collect_s = min(2 * self.collect_s, LONGEST_COLLECT_S)
+        if is_local:
             time.sleep(_LOCAL_PAUSE_S)
-        self.collect_s = COLLECT_S if has_ended else min(2 * self.collect_s, LONGEST_COLLECT_S)
 
-    def _take_in(self, answers: Sequence[tuple[Mapping[str, Completion], int]]) -> bool:
-        """Give responses to their calls, and return whether there were any.
+    def _take_in(self, replica: int, completions: Mapping[str, Completion], num_left: int) -> None:
+        """Give the responses that have ended on a replica to their calls.
 
-        An answer is what a replica has ended and the number of requests that it still has. Raises
-        RolloutError if a replica lost requests: it has none left, but some have not ended.
+        `num_left` is the number of requests that the replica still has. Raises RolloutError if it
+        lost requests: it has none left, but some have not ended.
         """
-        for replica, (completions, _) in enumerate(answers):
-            for name, completion in completions.items():
-                self._ended(replica, name, completion)
-        self.changed.notify_all()
-        for replica, (_, num_left) in enumerate(answers):
-            if num_left:
-                continue
-            replica_of = self.queue.replica_of
-            if lost := [name for name in self.sent if replica_of[name] == replica]:
-                raise RolloutError(
-                    f"Replica {replica} of {self.group.role} lost {len(lost)} requests: {lost[:5]}."
-                )
-        return any(completions for completions, _ in answers)
+        for name, completion in completions.items():
+            self._ended(replica, name, completion)
+        if num_left:
+            return
+        replica_of = self.queue.replica_of
+        lost = [name for name in self.sent if replica_of[name] == replica]
+        if lost:
+            raise RolloutError(
+                f"Replica {replica} of {self.group.role} lost {len(lost)} requests: {lost[:5]}."
+            )
 
     def _ended(self, replica: int, name: str, completion: Completion) -> None:
         """Give a response to its call, unless the request was aborted in the meantime."""
@@ -420,8 +439,8 @@ class RequestRouter:
         call.completions[name] = completion
         if name in call.told:
             call.unread.append((call.requests[name], completion))
-        started, _ = call.spans[replica]
-        call.spans[replica] = started, time.time()
+        started, _ended = call.spans[replica]
+        call.spans[replica] = (started, time.time())
 
 
 _MAKING = threading.Lock()
