@@ -9,9 +9,10 @@ import torch
 from verl_like.algorithms.corrections.off_policy_metrics import compute_offpolicy_metrics
 from verl_like.protocol import DataProto, Metric
 from verl_like.protocol.padded import view_of_samples
-from verl_like.protocol.row_ops import jagged_parts, offsets_of
+from verl_like.protocol.row_ops import jagged_parts
 from verl_like.protocol.samples import SampleRows
 from verl_like.trainer.ppo.scoring import extra_numbers
+from verl_like.workers.models.packing import num_marked
 
 Response = dict[str, float]
 """The variables of a response of a validation by name: its reward, and numbers beside it."""
@@ -74,11 +75,8 @@ def batch_metrics(
 
 def _longest_rows(mask: torch.Tensor, samples: SampleRows) -> torch.Tensor:
     """The most tokens that the jagged mask marks in one row of each sample, (S,) int64."""
-    marks, offsets = jagged_parts(mask)
-    num_marked_before = offsets_of(marks.long())
-    marked_B = num_marked_before[offsets].diff()
     zeros_S = torch.zeros(samples.num_samples, dtype=torch.int64)
-    return zeros_S.scatter_reduce(0, samples.sample_of_row, marked_B, "amax")
+    return zeros_S.scatter_reduce(0, samples.sample_of_row, num_marked(mask), "amax")
 
 
 def validation_metrics(batch: DataProto, scores_B: torch.Tensor) -> dict[str, float]:

@@ -146,12 +146,12 @@ def packed_attention(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, None]]
         if value_size < query.size(-1):
             # Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434) has smaller values. But
             # the exchange and some kernels need the same size.
-            value = F.pad(value, (0, query.size(-1) - value_size))
+            num_zeros = query.size(-1) - value_size
+            value = F.pad(value, (0, num_zeros))
         if sequence_parallel is not None:
             query, key, value = sequence_parallel.tokens_to_heads(query, key, value)
-        sequences = Sequences(
-            sequence_lengths.tolist(), cu_seqlens, scaling, sliding_window, softcap
-        )
+        lengths = sequence_lengths.tolist()
+        sequences = Sequences(lengths, cu_seqlens, scaling, sliding_window, softcap)
         output = kernel(query, key, value, sequences)
         if sequence_parallel is not None:
             output = sequence_parallel.heads_to_tokens(output)
@@ -167,26 +167,24 @@ def packed_sdpa(
 
     Consecutive sequences of the same length are computed in one call.
     """
-    lengths = []
-    counts = []
-    for length, same in groupby(sequences.lengths):
-        lengths.append(length)
-        counts.append(len(list(same)))
     scale = sequences.scale
     window = sequences.window
     softcap = sequences.softcap
     outputs = []
     enable_gqa = query.size(1) != key.size(1)
-    num_tokens = [length * count for length, count in zip(lengths, counts, strict=True)]
+    shapes: list[tuple[int, int]] = []
+    for length, same in groupby(sequences.lengths):
+        shapes.append((len(list(same)), length))
+    num_tokens = [count * length for count, length in shapes]
     queries = query[0].split(num_tokens, dim=1)
     keys = key[0].split(num_tokens, dim=1)
     values = value[0].split(num_tokens, dim=1)
-    for index, length in enumerate(lengths):
-        shape = (counts[index], length)
+    for index, shape in enumerate(shapes):
         # (sequences, heads, L, D)
         q = queries[index].unflatten(1, shape).transpose(0, 1)
         k = keys[index].unflatten(1, shape).transpose(0, 1)
         v = values[index].unflatten(1, shape).transpose(0, 1)
+        _count, length = shape
         mask_LL = None
         if softcap is not None or (window is not None and length > window):
             places_L = torch.arange(length, device=q.device)
@@ -205,7 +203,8 @@ def packed_sdpa(
                 scale=scale,
                 enable_gqa=enable_gqa,
             )
-        outputs.append(output.transpose(1, 2).flatten(0, 1))
+        output_NHD = output.transpose(1, 2).flatten(0, 1)
+        outputs.append(output_NHD)
     return torch.cat(outputs).unsqueeze(0)
 
 
@@ -251,7 +250,13 @@ def packed_varlen(
     key_NGD = key[0].transpose(0, 1).contiguous()
     value_NGD = value[0].transpose(0, 1).contiguous()
     output_NHD: Any = varlen_attn(
-        *(query_NHD, key_NGD, value_NGD, starts, starts, longest, longest),
+        query_NHD,
+        key_NGD,
+        value_NGD,
+        starts,
+        starts,
+        longest,
+        longest,
         scale=sequences.scale,
         window_size=(-1 if window is None else window - 1, 0),
         **_VARLEN_GROUPED,
@@ -269,8 +274,13 @@ def packed_flash(
     longest = max(sequences.lengths)
     window = sequences.window
     output_NHD = flash_attn_varlen_func(
-        *(tensor[0].transpose(0, 1) for tensor in (query, key, value)),
-        *(starts, starts, longest, longest),
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        starts,
+        starts,
+        longest,
+        longest,
         softmax_scale=sequences.scale,
         causal=True,
         window_size=(-1 if window is None else window - 1, 0),

@@ -94,27 +94,31 @@ class _LinearLogProb(torch.autograd.Function):
         with_sum_pi_squared: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         chunks = _chunks(hidden_MD, weight_VD)
-        buffer = hidden_MD.new_empty(len(hidden_MD) * chunks[0][1])
-        lse_SM = hidden_MD.new_empty(len(chunks), len(hidden_MD), dtype=torch.float32)
+        num_tokens = len(hidden_MD)
+        _start, largest_chunk = chunks[0]
+        buffer = hidden_MD.new_empty(num_tokens * largest_chunk)
+        lse_SM = hidden_MD.new_empty(len(chunks), num_tokens, dtype=torch.float32)
         entropy_SM = torch.empty_like(lse_SM)
         norm_SM = torch.empty_like(lse_SM)
         label_logit_M = torch.zeros_like(lse_SM[0])
         for index, (start, end) in enumerate(chunks):
             x_MC = _product(hidden_MD, weight_VD[start:end], factor, buffer)
-            lse_SM[index], entropy_SM[index], norm_SM[index] = _statistics(
-                x_MC, cap, with_entropy, with_sum_pi_squared
-            )
+            statistics = _statistics(x_MC, cap, with_entropy, with_sum_pi_squared)
+            lse_SM[index], entropy_SM[index], norm_SM[index] = statistics
             column_M1, is_here_M1 = _find(labels_M, start, end)
-            logit_M1 = _logits(x_MC.gather(1, column_M1), cap)
-            label_logit_M += (logit_M1 * is_here_M1).squeeze(1)
+            logit_M1 = _logits(x_MC.gather(1, column_M1), cap) * is_here_M1
+            label_logit_M += logit_M1.squeeze(1)
         lse_M = lse_SM.logsumexp(0)
         log_share_SM = lse_SM - lse_M
+        share_SM = log_share_SM.exp()
         entropy_M = None
         if with_entropy:
-            entropy_M = (log_share_SM.exp() * (entropy_SM - log_share_SM)).sum(0)
+            parts_SM = share_SM * (entropy_SM - log_share_SM)
+            entropy_M = parts_SM.sum(0)
         sum_squares_M = None
         if with_sum_pi_squared:
-            sum_squares_M = (log_share_SM.exp() * norm_SM).square().sum(0)
+            weighted_SM = share_SM * norm_SM
+            sum_squares_M = weighted_SM.square().sum(0)
             ctx.mark_non_differentiable(sum_squares_M)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden_MD, weight_VD, labels_M, log_share_SM, lse_M, entropy_M)
@@ -137,7 +141,8 @@ class _LinearLogProb(torch.autograd.Function):
         computed: int | None = len(chunks) - 1
         if buffer is None:
             computed = None
-            buffer = hidden_MD.new_empty(len(hidden_MD) * chunks[0][1])
+            _start, largest_chunk = chunks[0]
+            buffer = hidden_MD.new_empty(len(hidden_MD) * largest_chunk)
         if grad_log_prob_M is None:
             grad_log_prob_M = torch.zeros_like(lse_M)
         else:
@@ -149,7 +154,8 @@ class _LinearLogProb(torch.autograd.Function):
         if needs_hidden:
             grad_hidden_MD = torch.zeros_like(hidden_MD, dtype=torch.float32)
         grad_weight_VD = torch.empty_like(weight_VD) if needs_weight else None
-        for index, (start, end) in reversed(list(enumerate(chunks))):
+        for index in reversed(range(len(chunks))):
+            start, end = chunks[index]
             x_MC = _view(buffer, len(hidden_MD), end - start)
             if index != computed:
                 _product(hidden_MD, weight_VD[start:end], ctx.factor, buffer)
@@ -258,7 +264,8 @@ def _statistics_in_blocks(
         if with_sum_pi_squared:
             norm_M[rows] = torch.linalg.vector_norm(probs_RC, dim=-1)
         if with_entropy:
-            mean_R1 = probs_RC.mul_(logits_RC - largest_R1).sum(-1, keepdim=True)
+            weighted_RC = probs_RC.mul_(logits_RC - largest_R1)
+            mean_R1 = weighted_RC.sum(-1, keepdim=True)
             entropy_M[rows] = -(mean_R1 + log_prob_R1).squeeze(1)
     return lse_M, entropy_M, norm_M
 
@@ -300,14 +307,19 @@ def _chunks(hidden_MD: torch.Tensor, weight_VD: torch.Tensor) -> list[tuple[int,
     """
     device = hidden_MD.device.type
     vocab_size = len(weight_VD)
+    num_tokens = max(len(hidden_MD), 1)
     step = COLUMNS_PER_CHUNK[device]
-    size = max(LOGITS_PER_CHUNK[device] // max(len(hidden_MD), 1), step)
+    size = max(LOGITS_PER_CHUNK[device] // num_tokens, step)
     size = min(vocab_size, size - size % step)
-    starts = range(0, vocab_size, size)
-    return [(start, min(start + size, vocab_size)) for start in starts]
+    chunks: list[tuple[int, int]] = []
+    for start in range(0, vocab_size, size):
+        end = min(start + size, vocab_size)
+        chunks.append((start, end))
+    return chunks
 
 
 def _view(buffer: torch.Tensor, num_rows: int, num_columns: int) -> torch.Tensor:
+    """Returns the first values of a buffer as a matrix."""
     return buffer[: num_rows * num_columns].view(num_rows, num_columns)
 
 
@@ -329,9 +341,9 @@ def _blocks(x_MC: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor, torch.Ten
     size = max(1, LOGITS_PER_BLOCK // max(num_columns, 1))
     scratch = x_MC.new_empty(min(size, num_rows), num_columns, dtype=torch.float32)
     for start in range(0, num_rows, size):
-        end = min(start + size, num_rows)
-        rows = slice(start, end)
-        yield rows, x_MC[rows], scratch[: end - start]
+        rows = slice(start, start + size)
+        block = x_MC[rows]
+        yield rows, block, scratch[: len(block)]
 
 
 def _logits(x: torch.Tensor, cap: float | None) -> torch.Tensor:

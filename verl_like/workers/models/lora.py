@@ -28,7 +28,7 @@ def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     Tied parameters come once.
     """
     parameters = list(model.named_parameters())
-    of_adapter = [(name, parameter) for name, parameter in parameters if is_adapter(name)]
+    of_adapter = [named for named in parameters if is_adapter(named[0])]
     return of_adapter or parameters
 
 
@@ -41,7 +41,7 @@ def model_buffers(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
     if any(is_adapter(name) for name, _ in model.named_parameters()):
         return []
     computed = {name for name, _ in model.named_non_persistent_buffers()}
-    return [(name, buffer) for name, buffer in model.named_buffers() if name not in computed]
+    return [named for named in model.named_buffers() if named[0] not in computed]
 
 
 def lora_config(hf: PreTrainedModel, config: TrainedModelConfig) -> Any:
@@ -53,12 +53,14 @@ def lora_config(hf: PreTrainedModel, config: TrainedModelConfig) -> Any:
 
     targets = config.target_modules
     path = os.path.expanduser(config.path)
+    if os.path.isdir(path):  # otherwise it is the name of a model of the hub
+        path = os.path.abspath(path)
     return LoraConfig(
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,
         target_modules=targets if isinstance(targets, str) else list(targets),
         modules_to_save=None if hf.can_generate() else [head_name(hf)],
-        base_model_name_or_path=os.path.abspath(path) if os.path.isdir(path) else path,
+        base_model_name_or_path=path,
     )
 
 
@@ -76,31 +78,35 @@ def add_adapter(
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     targets = config.target_modules
+    # The linear modules of the decoder layers, and their short names, such as q_proj.
     within: set[nn.Module] = set()
+    possible: set[str] = set()
     for layer in layers:
-        within.update(module for module in layer.modules() if isinstance(module, nn.Linear))
-    names = [name for name, module in hf.named_modules() if module in within]
-    possible = {name.rpartition(".")[2] for name in names}
+        for name, module in layer.named_modules():
+            if isinstance(module, nn.Linear):
+                within.add(module)
+                possible.add(name.rpartition(".")[2])
     what = f"{key}.target_modules={targets}"
     advice = f"give some of {', '.join(sorted(possible))}, or all-linear."
     try:
         inject_adapter_in_model(lora_config(hf, config), hf)
     except ValueError as error:
         raise ValueError(f"{what}: {error} Linear layers get adapters: {advice}") from error
-    for _, parameter in trained_parameters(hf):
+    for _name, parameter in trained_parameters(hf):
         parameter.data = parameter.to(hf.dtype)  # peft does this, but not on the meta device
-    modules = hf.named_modules()
-    adapted = {name: module for name, module in modules if isinstance(module, BaseTunerLayer)}
-    unused = []
+    adapted: list[str] = []
+    outside: list[str] = []
+    for name, module in hf.named_modules():
+        if isinstance(module, BaseTunerLayer):
+            adapted.append(f".{name}")
+            if module.get_base_layer() not in within:
+                outside.append(name)
+    unused: list[str] = []
     for target in [] if isinstance(targets, str) else targets:
-        if not any(f".{name}".endswith(f".{target}") for name in adapted):
+        if not any(name.endswith(f".{target}") for name in adapted):
             unused.append(target)
     if unused:
         raise ValueError(f"{what}: {type(hf).__name__} has no layer {', '.join(unused)}; {advice}")
-    outside = []
-    for name, module in adapted.items():
-        if module.get_base_layer() not in within:
-            outside.append(name)
     if outside:
         raise ValueError(
             f"{what}: {', '.join(outside)} cannot have an adapter, only decoder layers can; "
@@ -131,7 +137,8 @@ def with_scale(
     """
     for name, parameter in parameters:
         if ".lora_B." in name:
-            yield name, parameter.detach() * (config.lora_alpha / config.lora_rank)
+            factor = config.lora_alpha / config.lora_rank
+            yield name, parameter.detach() * factor
         else:
             yield name, parameter
 
@@ -160,8 +167,10 @@ def merged_weights(
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(trained[name])
-    others = {name: value for name, value in trained.items() if not is_adapter(name)}
     merged: Any = tuner.merge_and_unload()
-    parameters = dict(merged.named_parameters()) | others
+    parameters = dict(merged.named_parameters())
+    for name, value in trained.items():
+        if not is_adapter(name):
+            parameters[name] = value
     weights = {name: value.detach().to(dtype) for name, value in parameters.items()}
     return weights | dict(model_buffers(merged))

@@ -114,7 +114,8 @@ def changes_of_logits(hf: PreTrainedModel) -> tuple[float, float | None]:
         )
     multiplier = getattr(config, "logit_scale", None) or 1
     divisor = getattr(config, "logits_scaling", None) or 1
-    return multiplier / divisor, getattr(config, "final_logit_softcapping", None)
+    softcap = getattr(config, "final_logit_softcapping", None)
+    return multiplier / divisor, softcap
 
 
 def head_name(hf: PreTrainedModel) -> str:
@@ -146,5 +147,6 @@ class RewardModel(PackedModel):
         """Returns the scores, (S,) float32."""
         last_S = packed.cu_seqlens[1:].long() - 1
         hidden_SD = self.hidden_states(packed)[last_S]
-        scores_S1 = self.hf.get_submodule("score")(hidden_SD)
+        head = self.hf.get_submodule("score")
+        scores_S1 = head(hidden_SD)
         return scores_S1.squeeze(-1).to(torch.float32, copy=True)

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from verl_like.protocol import PAD_COLUMN, DataProto
 from verl_like.protocol.padded import Padding, RowPlaces, places_of_samples
-from verl_like.protocol.row_ops import RowTaker, is_jagged, jagged_parts
+from verl_like.protocol.row_ops import RowTaker, is_jagged, jagged_parts, offsets_of
 from verl_like.protocol.samples import sample_starts
 from verl_like.workers.models.sequence_exchange import SequenceExchange
 from verl_like.workers.pinned_memory import to_device
@@ -50,19 +50,22 @@ class Rows:
                 "register the method that hands the batch on with jagged=True, or give "
                 "without_padding(batch, pad_token_id)"
             )
-        lengths_B = _offsets(columns["responses"]).diff()
+        lengths_B = _lengths(columns["responses"])
         if PAD_COLUMN in columns:
             is_real = torch.repeat_interleave(~columns[PAD_COLUMN], lengths_B)
             mask, offsets = jagged_parts(columns["response_mask"])
+            scored = mask * is_real
             columns["response_mask"] = torch.nested.nested_tensor_from_jagged(
-                mask * is_real, offsets=offsets
+                scored, offsets=offsets
             )
-        longest = int(lengths_B.max()) if len(lengths_B) else 0
-        known = Padding.of(data).max_response_length if "padding" in data.meta_info else None
+        longest = max(lengths_B.tolist(), default=0)
+        known = None
+        if "padding" in data.meta_info:
+            known = Padding.of(data).max_response_length
         return cls(columns, known or max(1, longest), known, filler_rows)
 
     def __len__(self) -> int:
-        return len(_offsets(self.columns["prompts"])) - 1
+        return len(_lengths(self.columns["prompts"]))
 
     def __contains__(self, name: str) -> bool:
         return name in self.columns
@@ -78,16 +81,12 @@ class Rows:
     @property
     def lengths_B(self) -> torch.Tensor:
         """The number of tokens of each row's prompt and response, (B,) int64."""
-        prompt_lengths_B = _offsets(self.columns["prompts"]).diff()
-        response_lengths_B = _offsets(self.columns["responses"]).diff()
-        return prompt_lengths_B + response_lengths_B
+        return _lengths(self.columns["prompts"]) + _lengths(self.columns["responses"])
 
     @property
     def num_scored_B(self) -> torch.Tensor:
         """The number of scored response tokens of each row, (B,) int64."""
-        mask, offsets = jagged_parts(self.columns["response_mask"])
-        before = F.pad(mask.cumsum(0), (1, 0))
-        return before[offsets[1:]] - before[offsets[:-1]]
+        return num_marked(self.columns["response_mask"])
 
     def take(self, at: torch.Tensor) -> Self:
         """Returns copies of the rows `at`.
@@ -109,11 +108,21 @@ class Rows:
 
         With the `starts` of samples it returns where they lie in padded samples.
         """
-        return places_of_samples(_offsets(self.columns["responses"]), self.response_length, starts)
+        _values, offsets = jagged_parts(self.columns["responses"])
+        return places_of_samples(offsets, self.response_length, starts)
 
 
-def _offsets(column: torch.Tensor) -> torch.Tensor:
-    return jagged_parts(column)[1]
+def num_marked(mask: torch.Tensor) -> torch.Tensor:
+    """Returns how many tokens a jagged mask marks in each row, (B,) int64."""
+    marks, offsets = jagged_parts(mask)
+    num_before = offsets_of(marks.long())
+    return num_before[offsets].diff()
+
+
+def _lengths(column: torch.Tensor) -> torch.Tensor:
+    """Returns the number of tokens of each row of a jagged column, (B,) int64."""
+    _values, offsets = jagged_parts(column)
+    return offsets.diff()
 
 
 def _filler(name: str, column: torch.Tensor, num_rows: int) -> torch.Tensor:
@@ -121,7 +130,7 @@ def _filler(name: str, column: torch.Tensor, num_rows: int) -> torch.Tensor:
     if not is_jagged(column):
         return column.new_zeros(num_rows, *column.shape[1:])
     length = 1 if name == "prompts" else 0
-    values, _ = jagged_parts(column)
+    values, _offsets = jagged_parts(column)
     zeros = values.new_zeros(num_rows * length, *values.shape[1:])
     offsets = torch.arange(num_rows + 1) * length
     return torch.nested.nested_tensor_from_jagged(zeros, offsets=offsets)
@@ -158,9 +167,10 @@ class PackedBatch:
 
     def on(self, device: str) -> "PackedBatch":
         """Returns the batch with its tensors on a device."""
-        tensors = {
-            name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)
-        }
+        tensors: dict[str, torch.Tensor] = {}
+        for name, value in vars(self).items():
+            if isinstance(value, torch.Tensor):
+                tensors[name] = value
         moved: dict[str, Any] = to_device(tensors, device)
         return replace(self, **moved)
 
@@ -192,22 +202,26 @@ class PackedBatch:
         num_tokens = self.input_ids.size(1)
         filler = -num_tokens % exchange.size
         share = (num_tokens + filler) // exchange.size
-        tokens = slice(exchange.rank * share, (exchange.rank + 1) * share)
+        start = exchange.rank * share
+        end = start + share
         # Scored tokens ascend, so those of a share are consecutive.
-        bounds = torch.arange(exchange.rank, exchange.rank + 2) * share
+        bounds = torch.tensor([start, end])
         first, last = torch.searchsorted(self.scored, bounds).tolist()
+        input_ids = F.pad(self.input_ids, (0, filler))
+        position_ids = F.pad(self.position_ids, (0, filler))
         cu_seqlens = self.cu_seqlens
         sequence_lengths = self.sequence_lengths
         if filler:
-            cu_seqlens = torch.cat([cu_seqlens, cu_seqlens[-1:] + filler])
+            end_of_filler = cu_seqlens[-1:] + filler
+            cu_seqlens = torch.cat([cu_seqlens, end_of_filler])
             sequence_lengths = [*sequence_lengths, filler]
         return replace(
             self,
-            input_ids=F.pad(self.input_ids, (0, filler))[:, tokens],
-            position_ids=F.pad(self.position_ids, (0, filler))[:, tokens],
+            input_ids=input_ids[:, start:end],
+            position_ids=position_ids[:, start:end],
             cu_seqlens=cu_seqlens,
             sequence_lengths=sequence_lengths,
-            scored=self.scored[first:last] - tokens.start,
+            scored=self.scored[first:last] - start,
             labels=self.labels[first:last],
             exchange=exchange,
             scored_before=first,
@@ -223,16 +237,16 @@ def pack(rows: Rows) -> PackedBatch:
     """
     prompts, prompt_offsets = jagged_parts(rows["prompts"])
     responses, response_offsets = jagged_parts(rows["responses"])
-    mask, _ = jagged_parts(rows["response_mask"])
+    mask, _offsets = jagged_parts(rows["response_mask"])
     is_scored = mask.bool()
     prompt_lengths_B = prompt_offsets.diff()
     response_lengths_B = response_offsets.diff()
-    if not bool((prompt_lengths_B > 0).all()):
+    if not (prompt_lengths_B > 0).all():
         raise ValueError(
             f"every row needs a prompt token, but the prompts have {prompt_lengths_B.tolist()}"
         )
     lengths_B = prompt_lengths_B + response_lengths_B
-    cu_seqlens = F.pad(lengths_B.cumsum(0), (1, 0))
+    cu_seqlens = offsets_of(lengths_B)
     starts_B = cu_seqlens[:-1]
     num_tokens = int(cu_seqlens[-1])
     prompt_shifts_B = starts_B - prompt_offsets[:-1]
@@ -244,7 +258,8 @@ def pack(rows: Rows) -> PackedBatch:
     input_ids = prompts.new_empty(num_tokens)
     input_ids[place_of_prompts] = prompts
     input_ids[place_of_responses] = responses
-    position_ids = torch.arange(num_tokens) - torch.repeat_interleave(starts_B, lengths_B)
+    start_of_tokens = torch.repeat_interleave(starts_B, lengths_B)
+    position_ids = torch.arange(num_tokens) - start_of_tokens
     return PackedBatch(
         input_ids=input_ids.unsqueeze(0),
         position_ids=position_ids.unsqueeze(0),
