@@ -46,15 +46,15 @@ class ActorRolloutRefWorker(ModelWorker):
         `linear_log_prob`.
         """
         packed = self.engine.pack(micro.on_host)
-        scores = self.engine.run(
-            packed, self.config.rollout.temperature, with_entropy, with_sum_pi_squared
-        )
-        return tuple(map(packed.of_tokens, scores))
+        temperature = self.config.rollout.temperature
+        scores = self.engine.run(packed, temperature, with_entropy, with_sum_pi_squared)
+        return tuple(packed.of_tokens(scored) for scored in scores)
 
     def _score(self, micro: MicroBatch, **options: bool) -> tuple[torch.Tensor, ...]:
         """Returns the results of `score_tokens` padded to (b, R), for objectives of subclasses that
         use this form."""
-        return tuple(map(micro.of_rows, self.score_tokens(micro, **options)))
+        scores = self.score_tokens(micro, **options)
+        return tuple(micro.of_rows(scored) for scored in scores)
 
     def infer_log_probs(self, data: DataProto, column: str, phase: str) -> DataProto:
         """Returns `column`: the log-probability of each response token, jagged float32.

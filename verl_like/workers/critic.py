@@ -87,7 +87,8 @@ class ValueWorker(ModelWorker):
     def values_of_tokens(self, micro: MicroBatch) -> torch.Tensor:
         """Runs the model, and returns the value of each response token, (K,)."""
         packed = self.engine.pack(micro.on_host)
-        return packed.of_tokens(self.engine.run(packed))
+        scored = self.engine.run(packed)
+        return packed.of_tokens(scored)
 
     def _predict(self, micro: MicroBatch) -> torch.Tensor:
         """Returns `values_of_tokens` padded to (b, R), for objectives of subclasses that use this
@@ -132,10 +133,13 @@ class CriticWorker(ValueWorker, TrainedWorker):
 
         Returns the metrics.
         """
-        rows = Rows.of(data)
-        part = data.meta_info.get("part_of_step", (1, 1))
         metrics = update(
-            self.engine, rows, self.schedule, self.value_loss, prefix="critic", part=part
+            self.engine,
+            Rows.of(data),
+            self.schedule,
+            self.value_loss,
+            prefix="critic",
+            part=data.meta_info.get("part_of_step", (1, 1)),
         )
         return DataProto.from_dict(tensors={}, meta_info={"metrics": metrics})
 
@@ -159,9 +163,9 @@ class CriticWorker(ValueWorker, TrainedWorker):
             aggregate=mini_batch.aggregate(self.config.loss_agg_mode),
         )
         loss, token_sums = compute_value_loss(**vars(inputs))
-        metrics = {
-            name: DeviceMetric.token_mean(total, num_tokens) for name, total in token_sums.items()
-        }
+        metrics: MicroMetrics = {}
+        for name, total in token_sums.items():
+            metrics[name] = DeviceMetric.token_mean(total, num_tokens)
         metrics["critic/vf_loss"] = DeviceMetric.loss(loss, mini_batch)
         metrics["critic/vpred_mean"] = DeviceMetric.token_mean(vpreds_BR.sum(), num_tokens)
         return loss, metrics

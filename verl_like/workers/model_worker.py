@@ -121,7 +121,8 @@ class ModelWorker(Worker):
         stopwatch = Stopwatch(self.engine, rows, phase, passes=1)
         values = forward(self.engine, rows, micro_batching, compute)
         tensors = dict(zip(columns, values, strict=True))
-        return DataProto.from_dict(tensors=tensors, meta_info={"metrics": stopwatch.metrics()})
+        metrics = stopwatch.metrics()
+        return DataProto.from_dict(tensors=tensors, meta_info={"metrics": metrics})
 
 
 class TrainedWorker(ModelWorker):
@@ -142,13 +143,14 @@ class TrainedWorker(ModelWorker):
         Raises ValueError if ranks or attention heads cannot be divided as the settings say.
         """
         self.register_mesh(mesh_name, settings.ulysses_sequence_parallel_size)
+        micro_batching = MicroBatching(
+            settings.ppo_micro_batch_size_per_gpu,
+            settings.ppo_max_token_len_per_gpu,
+            settings.use_dynamic_bsz,
+        )
         self.schedule = UpdateSchedule(
             num_mini_batch_samples=settings.ppo_mini_batch_size * samples_per_prompt,
-            micro_batching=MicroBatching(
-                settings.ppo_micro_batch_size_per_gpu,
-                settings.ppo_max_token_len_per_gpu,
-                settings.use_dynamic_bsz,
-            ),
+            micro_batching=micro_batching,
             epochs=settings.ppo_epochs,
         )
         self.start_engine(settings.ulysses_sequence_parallel_size, settings)

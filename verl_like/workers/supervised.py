@@ -113,7 +113,8 @@ class SupervisedWorker(TrainedWorker):
             parts.append(_means(values | {"loss": losses}, micro))
             return ()
 
-        forward(self.engine, self.rows_of(data), self.micro_batching, measure, by_token=False)
+        rows = self.rows_of(data)
+        forward(self.engine, rows, self.micro_batching, measure, by_token=False)
         metrics = merge_metrics(read_metrics(parts))
         return DataProto.from_dict(tensors={}, meta_info={"metrics": metrics})
 
@@ -128,22 +129,26 @@ class SupervisedWorker(TrainedWorker):
         each. Returns it with the metrics.
         """
         losses, values = self.losses(micro)
-        by_token = micro["response_mask"].shape
+        mask_bR = micro["response_mask"]
+        by_token = tuple(mask_bR.shape)
         by_sample = (len(micro.samples.first_rows),)
         if losses.shape not in (by_token, by_sample):
             raise ValueError(
                 f"{type(self).__name__}.losses returned the shape {tuple(losses.shape)}: give one "
-                f"for each token, {tuple(by_token)}, to which micro.of_rows pads what "
+                f"for each token, {by_token}, to which micro.of_rows pads what "
                 f"PackedBatch.of_tokens makes, or one for each sample, {by_sample}"
             )
-        count = mini_batch.num_tokens if losses.ndim == 2 else mini_batch.num_sequences
-        if losses.ndim == 1:  # a pair without a learned token is padding, and does not count
+        if losses.ndim == 2:
+            count = mini_batch.num_tokens
+        else:
+            count = mini_batch.num_sequences
+            # A pair without a learned token is padding, and does not count.
             has_tokens = _mask(losses, micro).bool().any(-1)
             losses = zero_masked(losses, has_tokens)
-        means = _means(values, micro)
-        metrics = {f"{self.prefix}/{name}": metric for name, metric in means.items()}
-        num_tokens = micro["response_mask"].sum()
-        metrics[f"{self.prefix}/num_tokens"] = DeviceMetric((num_tokens,), Metric.sum)
+        metrics: MicroMetrics = {}
+        for name, metric in _means(values, micro).items():
+            metrics[f"{self.prefix}/{name}"] = metric
+        metrics[f"{self.prefix}/num_tokens"] = DeviceMetric((mask_bR.sum(),), Metric.sum)
         return losses.sum() / count, metrics
 
     def losses(self, micro: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -184,8 +189,9 @@ class RMWorker(SupervisedWorker):
         packed = self.engine.pack(micro.on_host)
         rewards = self.engine.run(packed)
         chosen, rejected = rewards.view(-1, 2).unbind(1)
-        margin = micro["margin"].view(-1, 2)[:, 0]
-        return pairwise_loss(chosen - rejected - margin), preference_metrics(chosen, rejected)
+        margin, _of_rejected = micro["margin"].view(-1, 2).unbind(1)
+        losses = pairwise_loss(chosen - rejected - margin)
+        return losses, preference_metrics(chosen, rejected)
 
 
 class DPOWorker(SupervisedWorker):
@@ -232,7 +238,9 @@ class DPOWorker(SupervisedWorker):
             (log_probs_B,) = forward(
                 self.reference, rows, self.micro_batching, score, by_token=False
             )
-        return replace(rows, columns={**rows.columns, "reference_log_probs": log_probs_B})
+        columns = dict(rows.columns)
+        columns["reference_log_probs"] = log_probs_B
+        return replace(rows, columns=columns)
 
     def losses(self, micro: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Returns the loss `training.loss_type` of each pair, (s,).
@@ -282,7 +290,10 @@ class ILQLWorker(SupervisedWorker):
         """
         settings = self.training
         packed = self.engine.pack(micro.on_host)
-        columns = [micro.of_rows(packed.of_tokens(scored)) for scored in self.engine.run(packed)]
+        columns: list[torch.Tensor] = []
+        for scored in self.engine.run(packed):
+            of_tokens = packed.of_tokens(scored)
+            columns.append(micro.of_rows(of_tokens))
         terms = ilql_losses(
             *columns,
             scores=micro["score"],
@@ -307,7 +318,8 @@ def _means(values: dict[str, torch.Tensor], micro: MicroBatch) -> MicroMetrics:
     """Returns the means of values of tokens or of samples as metrics."""
     metrics = {}
     for name, value in values.items():
-        metrics[name] = DeviceMetric.of(name, value, _mask(value, micro))
+        mask = _mask(value, micro)
+        metrics[name] = DeviceMetric.of(name, value, mask)
     return metrics
 
 
@@ -327,8 +339,9 @@ def _log_probs(engine: TrainingEngine, micro: MicroBatch) -> torch.Tensor:
     """Returns log-probabilities of the learned tokens at temperature 1, (b, R) float32, 0
     elsewhere."""
     packed = engine.pack(micro.on_host)
-    (log_probs,) = engine.run(packed, 1.0)
-    return micro.of_rows(packed.of_tokens(log_probs))
+    (scored,) = engine.run(packed, 1.0)
+    of_tokens = packed.of_tokens(scored)
+    return micro.of_rows(of_tokens)
 
 
 def _answer_log_probs(engine: TrainingEngine, micro: MicroBatch) -> torch.Tensor:
