@@ -105,7 +105,8 @@ class Learner:
         ptx_rows = Rows.of(ptx_batch)
         tokens_B = ptx_rows.lengths_B.numpy()
         # The tokens of a row stand for its work.
-        ptx_work = RowWork(tokens_B, tokens_B, work.balance, ptx_rows.sample_starts.numpy())
+        starts = ptx_rows.sample_starts.numpy()
+        ptx_work = RowWork(tokens_B, tokens_B, work.balance, starts)
         num_ranks = data_parallel_size(self.actor.update_actor)
         assert num_ranks is not None
         return [ptx_work.in_mini_batches(ptx_batch, num_ranks, size)]
@@ -131,20 +132,22 @@ class Learner:
         largest = staleness_B.max()
         max_staleness = self.config.trainer.max_staleness
         assert staleness_B.min() >= 0 and largest <= max_staleness, (staleness_B, max_staleness)
+        num_rows = len(batch)
         metrics = {
-            "training/staleness/mean": Metric.mean(staleness_B.mean(), weight=len(batch)),
+            "training/staleness/mean": Metric.mean(staleness_B.mean(), weight=num_rows),
             "training/staleness/max": Metric.max(largest),
         }
         if max_staleness:
             for steps in range(max_staleness + 1):
                 share = (staleness_B == steps).mean()
                 name = f"training/staleness/share_{steps}"
-                metrics[name] = Metric.mean(share, weight=len(batch))
+                metrics[name] = Metric.mean(share, weight=num_rows)
         return metrics
 
     def export_weights(self) -> Weights:
         """The actor's weights after all updates that were submitted so far. Returns at once."""
-        return Weights(self.actor.export_weights.remote(version=self.version), self.version)
+        exports = self.actor.export_weights.remote(version=self.version)
+        return Weights(exports, self.version)
 
     def restore(self, folder: Path, version: int) -> list[str]:
         """Loads the training state that `save_training` wrote into `folder`, on the same number of

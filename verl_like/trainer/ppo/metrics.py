@@ -141,7 +141,8 @@ def _metrics_of_source(
 
 def _mean(values: torch.Tensor) -> Metric:
     """The mean of values. That of no values is NaN, with a weight of 0."""
-    return Metric.mean(values.float().mean().item(), weight=values.numel())
+    mean = values.float().mean()
+    return Metric.mean(mean.item(), weight=values.numel())
 
 
 def _mean_max_min(name: str, values: torch.Tensor) -> dict[str, Metric]:
@@ -166,9 +167,12 @@ def _drift(
     if rollout.numel() < 2:
         return {}
     difference = (rollout - actor).abs()
-    correlation = torch.corrcoef(torch.stack([rollout, actor]))[0, 1]
+    correlations = torch.corrcoef(torch.stack([rollout, actor]))
+    correlation = correlations[0, 1]
     off_policy = compute_offpolicy_metrics(old_log_probs, rollout_log_probs, mask_BR)
-    metrics = {f"rollout_corr/{name}": Metric.mean(value) for name, value in off_policy.items()}
+    metrics: dict[str, Metric] = {}
+    for name, value in off_policy.items():
+        metrics[f"rollout_corr/{name}"] = Metric.mean(value)
     metrics["training/rollout_probs_diff_mean"] = _mean(difference)
     metrics["training/rollout_probs_diff_max"] = Metric.max(difference.max().item())
     metrics["training/rollout_probs_diff_std"] = Metric.mean(difference.std().item())

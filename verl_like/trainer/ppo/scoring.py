@@ -154,7 +154,9 @@ def scores_by_reward(
     These are the weighted reward columns, and the numbers that the reward function returned beside
     the score, on the last token. A number is NaN for a sample for which it was not returned.
     """
-    scores = {name: weight * batch.tensor_batch[name] for name, weight in reward_columns.items()}
+    scores: dict[str, torch.Tensor] = {}
+    for name, weight in reward_columns.items():
+        scores[name] = weight * batch.tensor_batch[name]
     mask_BR = batch.tensor_batch["response_mask"]
     for name, array in extra_numbers(batch).items():
         numbers_B = torch.from_numpy(array).float()
@@ -170,13 +172,15 @@ def groups_differ(batch: DataProto, metric: str) -> torch.Tensor:
     returned beside it. Raises ValueError if there is no such number.
     """
     view = view_of_samples(batch)
-    rewards = view.tensor_batch["rule_scores"].sum(-1).numpy()
-    numbers = {"reward": rewards} | extra_numbers(view)
+    rewards = view.tensor_batch["rule_scores"].sum(-1)
+    numbers = {"reward": rewards.numpy()} | extra_numbers(view)
     require_metric(metric, numbers)
     values = torch.from_numpy(numbers[metric]).unsqueeze(-1)
-    is_scored = ~view.tensor_batch["is_skipped"].unsqueeze(-1) & ~values.isnan()
+    is_skipped = view.tensor_batch["is_skipped"].unsqueeze(-1)
+    is_scored = ~is_skipped & ~values.isnan()
     groups = PromptGroups.of(values, is_scored, view.non_tensor_batch["uid"])
-    return groups.differ[SampleRows.of(batch).sample_of_row]
+    sample_of_row = SampleRows.of(batch).sample_of_row
+    return groups.differ[sample_of_row]
 
 
 def require_metric(metric: str, numbers: Collection[str]) -> None:
@@ -243,9 +247,9 @@ class RuleScorer:
                 raw_prompt=row["raw_prompt"],
             )
         extra = self.manager.check(list(first.values()))
-        names = [name for name, values in extra.items() if values.dtype != object]
-        self._numbers.update(names)
-        return names
+        numbers = [name for name, values in extra.items() if values.dtype != object]
+        self._numbers.update(numbers)
+        return numbers
 
     def with_all_numbers(
         self, extra: Mapping[str, np.ndarray], num_samples: int
@@ -302,10 +306,12 @@ class PendingScores:
         for i, reward_model in enumerate(columns["reward_model"]):
             if not (self.scorer.scores_every_row or has_rule(reward_model)):
                 continue
+            uid = columns["uid"][i]
             for k in range(self.num_samples):
-                self.slots[columns["uid"][i], k] = len(self.rows)
+                self.slots[uid, k] = len(self.rows)
                 self.rows.append(i * self.num_samples + k)
-        self.pending = self.scorer.manager.expect(len(self.rows))
+        num_scored = len(self.rows)
+        self.pending = self.scorer.manager.expect(num_scored)
         self.num_early = 0
         """How many responses were given to the rules before generation ended."""
         self.mask: torch.Tensor | None = None
@@ -346,11 +352,13 @@ class PendingScores:
         columns = self.prompts.non_tensor_batch
         for slot, text in zip(token_ids, texts, strict=True):
             i = self.rows[slot] // self.num_samples
+            uid = columns["uid"][i]
+            reward_model = columns["reward_model"][i]
             sample = RewardSample(
-                name=f"sample uid {columns['uid'][i]!r}",
+                name=f"sample uid {uid!r}",
                 data_source=columns["data_source"][i],
                 solution_str=text,
-                ground_truth=columns["reward_model"][i].get("ground_truth"),
+                ground_truth=reward_model.get("ground_truth"),
                 extra_info=columns["extra_info"][i],
                 raw_prompt=columns["raw_prompt"][i],
             )
@@ -367,7 +375,8 @@ class PendingScores:
         num_rows = len(self.mask)
         num_scored = len(self.rows)
         answers = [_LEFT_TO_MODELS] * num_rows
-        for row, answer in zip(self.rows, self.pending.get().answers, strict=True):
+        scored = self.pending.get()
+        for row, answer in zip(self.rows, scored.answers, strict=True):
             answers[row] = answer
         result = RewardResult(answers)
         self.scorer.report(result.ran)
