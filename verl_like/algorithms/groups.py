@@ -85,40 +85,40 @@ class PromptGroups:
         return largest > smallest
 
     def largest(self, row_values: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
-        """The largest of `row_values` (B,) among the `candidates` (B,) bool of the group; -infinity
-        without one."""
+        """Returns the largest of `row_values` (B,) among the `candidates` (B,) bool of the group.
+        It is -infinity if there is none."""
         values = row_values.masked_fill(~candidates, -torch.inf)
         found = values.new_full((self.num_groups,), -torch.inf)
         found.scatter_reduce_(0, self.group, values, "amax")
         return found[self.group]
 
     def sum(self, row_values: torch.Tensor) -> torch.Tensor:
-        """The sum of `row_values` (B,) over the scored rows of the group."""
+        """Returns the sum of `row_values` (B,) over the scored rows of the group."""
         counted = zero_masked(row_values, self.scored)
         totals = self.scores.new_zeros(self.num_groups)
         totals.index_add_(0, self.group, counted)
         return totals[self.group]
 
     def mean(self) -> torch.Tensor:
-        """The mean score of the group."""
+        """Returns the mean score of the group."""
         num_scored = self.num_scored.clamp(min=1)
         return self.sum(self.scores) / num_scored
 
     def std(self) -> torch.Tensor:
-        """The unbiased standard deviation of the scores; 1 for a group of one by design, 0 where
-        one row is scored."""
+        """Returns the unbiased standard deviation of the scores. It is 1 for a group of one by
+        design, and 0 if one row is scored."""
         deviations = self.scores - self.mean()
         num_others = (self.num_scored - 1).clamp(min=1)
         variance = self.sum(deviations**2) / num_others
         return torch.where(self.is_single, 1.0, variance.sqrt())
 
     def scores_above(self, baseline: torch.Tensor) -> torch.Tensor:
-        """Score - `baseline` (B,); the score itself for a group of one by design, 0 without
-        `has_baseline`."""
+        """Returns the score - `baseline` (B,). It is the score itself for a group of one by design,
+        and 0 for a row without a baseline."""
         subtracted = zero_masked(baseline, ~self.is_single)
         return zero_masked(self.scores - subtracted, self.has_baseline)
 
     def on_tokens(self, row_values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """(B, R): each row's value at every one of its response tokens, 0 elsewhere."""
+        """Returns each row's value at every one of its response tokens, and 0 elsewhere, (B, R)."""
         values = row_values.to(dtype).unsqueeze(-1)
         return zero_masked(values, self.valid)

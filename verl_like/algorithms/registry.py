@@ -64,23 +64,23 @@ class AlgorithmRegistry(Registry[Algorithm]):
         responses to one prompt."""
 
     def modules(self) -> list[str]:
-        """The names of the files of the package."""
+        """Returns the names of the files of the package."""
         found = pkgutil.iter_modules(sys.modules[self.package].__path__)
         return sorted(module.name for module in found)
 
     def file_names(self) -> list[str]:
-        """The algorithms that have a file here."""
+        """Returns the algorithms that have a file here."""
         names = self.modules()
         return [name for name in names if not name.startswith("_") and not name.endswith(_OPTIONS)]
 
     def names(self) -> list[str]:
-        """The names of all algorithms, sorted."""
+        """Returns the names of all algorithms, sorted."""
         names = {*self.file_names(), *self.aliases, *self.entries}
         return sorted(names)
 
     def file_options(self, name: str) -> type[AlgorithmOptions] | None:
-        """The options of an algorithm that has a file here, without importing that file; None when
-        it has none."""
+        """Returns the options of an algorithm that has a file here, or None if it has none. The
+        file itself is not imported."""
         if name + _OPTIONS not in self.modules():
             return None
         module = importlib.import_module(f"{self.package}.{name}{_OPTIONS}")
@@ -106,8 +106,8 @@ class AlgorithmRegistry(Registry[Algorithm]):
         return bool(matches)
 
     def name_with_option(self, key: str) -> str | None:
-        """The algorithm with a file here whose options have the configuration key `key`, if there
-        is one."""
+        """Returns the algorithm with a file here whose options have the configuration key `key`, or
+        None if there is none."""
         for name in self.file_names():
             declared = self.file_options(name)
             if declared and key in option_keys(declared):

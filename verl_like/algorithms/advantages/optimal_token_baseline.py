@@ -69,7 +69,7 @@ def compute_optimal_token_baseline_advantage(
     weights = zero_masked(norms_so_far + epsilon, valid)
 
     def group_sum(columns: torch.Tensor) -> torch.Tensor:
-        """The sum of `columns` (B, R) over the rows of the group, (B, R)."""
+        """Returns the sum of `columns` (B, R) over the rows of the group, (B, R)."""
         totals = columns.new_zeros(groups.num_groups, columns.size(1))
         totals.index_add_(0, groups.group, columns)
         return totals[groups.group]

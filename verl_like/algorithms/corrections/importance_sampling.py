@@ -68,7 +68,8 @@ def compute_rollout_correction_weights(
             return weights, {}
 
         def units(values: torch.Tensor) -> torch.Tensor:
-            """The values of what has a weight of its own: tokens, or one number a response."""
+            """Returns the values of what has a weight of its own: tokens, or one number a
+            response."""
             if rollout_is == "token":
                 return values[mask]
             has_tokens = mask.any(-1)

@@ -27,7 +27,7 @@ from verl_like.algorithms.masked import masked_mean, masked_sum, zero_masked
 def compute_offpolicy_metrics(
     old_log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, response_mask: torch.Tensor
 ) -> dict[str, float]:
-    """The metrics without the prefix; none for a batch without tokens.
+    """Returns the metrics without the prefix. There are none for a batch without tokens.
 
     Args:
         old_log_prob: (B, R) float, the trainer's log-probabilities before the update.

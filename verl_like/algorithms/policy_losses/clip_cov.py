@@ -41,7 +41,7 @@ class ClipCovOptions(ClipCovKeys):
         response_mask: torch.Tensor,
         generator: torch.Generator | None = None,
     ) -> torch.Tensor:
-        """The drawn tokens of a whole batch, (B, R) bool."""
+        """Returns the drawn tokens of a whole batch, (B, R) bool."""
         deviation = advantages - masked_mean(advantages, response_mask)
         log_prob_deviation = old_log_probs - masked_mean(old_log_probs, response_mask)
         covariances = deviation * log_prob_deviation

@@ -39,8 +39,8 @@ class KlCovOptions(KlCovKeys):
         response_mask: torch.Tensor,
         generator: torch.Generator | None = None,
     ) -> torch.Tensor:
-        """The tokens of a whole batch that take the penalty, (B, R) bool; `generator` is not
-        used."""
+        """Returns the tokens of a whole batch that take the penalty, (B, R) bool. It does not use
+        `generator`."""
         deviation = advantages - masked_mean(advantages, response_mask)
         log_prob_deviation = old_log_probs - masked_mean(old_log_probs, response_mask)
         covariances = deviation * log_prob_deviation

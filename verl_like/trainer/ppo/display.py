@@ -87,8 +87,8 @@ PPO_DISPLAY = Display(
 def generation_of_row(
     row: int, batch: DataProto, scores_B: torch.Tensor, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, str]:
-    """What is shown of a row of a validation batch: the last message of its prompt, its response,
-    ground truth and score."""
+    """Returns what is shown of a row of a validation batch: the last message of its prompt, its
+    response, ground truth and score."""
     one = batch.rows(row, row + 1).tensor_batch
     mask = one["response_mask"].values().bool()
     response = tokenizer.decode(one["responses"].values()[mask])

@@ -46,8 +46,8 @@ def draw(rollout: WorkerGroup, dataset: PromptDataset) -> list[DataProto]:
 
 
 def log_probs_of(actor: WorkerGroup, drawn: list[DataProto]) -> list[torch.Tensor]:
-    """The log-probabilities that the actor, or a copy of it, computes for the tokens that the
-    replicas drew: float32 at temperature 1, a tensor for each replica."""
+    """Returns the log-probabilities that the actor, or a copy of it, computes for the tokens that
+    the replicas drew. There is a tensor for each replica, float32 at temperature 1."""
     if not drawn:
         return []
     batch = DataProto.concat([each.select(meta_info_keys=[]) for each in drawn])
@@ -62,7 +62,8 @@ def log_probs_of(actor: WorkerGroup, drawn: list[DataProto]) -> list[torch.Tenso
 
 
 def of_tokens(batch: DataProto, name: str) -> torch.Tensor:
-    """The values of a column for all response tokens of a batch, in one tensor (tokens,)."""
+    """Returns the values of a column for all response tokens of a batch, in one tensor
+    (tokens,)."""
     values, _offsets = jagged_parts(batch.tensors()[name])
     return values
 

@@ -236,8 +236,8 @@ def check_policy_loss(config: PPOConfig, own_classes: Mapping[str, type[Worker]]
 
 
 def notes_on_aggregation(config: PPOConfig) -> list[str]:
-    """A list with a warning if the paper of the policy loss aggregates in another way than the
-    configuration says, and else an empty list."""
+    """Returns a warning in a list if the paper of the policy loss aggregates in another way than
+    the configuration says, and else an empty list."""
     actor = config.actor_rollout_ref.actor
     name = actor.policy_loss.loss_mode
     mode = actor.loss_agg_mode
@@ -294,7 +294,8 @@ def require_vllm_for(device: str) -> None:
 
 
 def used_models(config: PPOConfig) -> dict[str, ModelConfig]:
-    """The models of this run by their keys in the configuration. The policy is the first."""
+    """Returns the models of this run by their keys in the configuration. The policy is the
+    first."""
     policy = config.actor_rollout_ref
     models: dict[str, ModelConfig] = {"actor_rollout_ref.model": policy.model}
     if config.plan.needs_teacher and policy.teacher_model:
@@ -425,7 +426,7 @@ def load_dataset(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, part: st
 
 
 def prompt_sampler(config: PPOConfig, prompts: PromptDataset) -> EpochSampler:
-    """The sampler that says which prompts are in which batch."""
+    """Returns the sampler that says which prompts are in which batch."""
     data = config.data
     trainer = config.trainer
     return EpochSampler(

@@ -80,8 +80,8 @@ class Learner:
         return Update(pending, metrics)
 
     def ptx_rows(self, batch: DataProto, work: RowWork) -> list[Ordered]:
-        """The rows of `data.ptx_files` for the update of the actor on this batch, as one further
-        argument of it; an empty list without such files.
+        """Returns the rows of `data.ptx_files` for the update of the actor on this batch, as one
+        further argument of it. Without such files the list is empty.
 
         Each optimizer step gets a batch of `data.ptx_batch_size` rows. Its number in the sampler
         counts all optimizer steps of all trainers so far, so that the rows depend only on the seed
@@ -112,8 +112,9 @@ class Learner:
         return [ptx_work.in_mini_batches(ptx_batch, num_ranks, size)]
 
     def staleness(self, batch: DataProto) -> dict[str, Metric]:
-        """How old the responses are: the training steps between the weights that generated the
-        oldest token of a response and the weights that are trained on it.
+        """Returns metrics of how old the responses are. That is the number of training steps
+        between the weights that generated the oldest token of a response and the weights that are
+        trained on it.
 
         Adds the share of each age if `trainer.max_staleness` allows any. Raises ValueError if the
         responses do not say which weights generated them.
@@ -145,7 +146,8 @@ class Learner:
         return metrics
 
     def export_weights(self) -> Weights:
-        """The actor's weights after all updates that were submitted so far. Returns at once."""
+        """Returns the actor's weights after all updates that were submitted so far. It does not
+        wait for them."""
         exports = self.actor.export_weights.remote(version=self.version)
         return Weights(exports, self.version)
 

@@ -21,8 +21,8 @@ Response = dict[str, float]
 def batch_metrics(
     batch: DataProto, max_prompt_length: int, max_response_length: int
 ) -> dict[str, Metric]:
-    """Metrics of the samples of one training batch: scores, rewards, advantages, lengths, and how
-    far the rollout's log-probabilities are from the trainer's.
+    """Returns metrics of the samples of one training batch: scores, rewards, advantages, lengths,
+    and how far the rollout's log-probabilities are from the trainer's.
 
     `batch` has the columns `response_mask`, `token_level_scores`, `token_level_rewards`,
     `advantages` and `returns`, with an entry for each response token, and `values` if there is a
@@ -74,13 +74,13 @@ def batch_metrics(
 
 
 def _longest_rows(mask: torch.Tensor, samples: SampleRows) -> torch.Tensor:
-    """The most tokens that the jagged mask marks in one row of each sample, (S,) int64."""
+    """Returns the most tokens that the jagged mask marks in one row of each sample, (S,) int64."""
     zeros_S = torch.zeros(samples.num_samples, dtype=torch.int64)
     return zeros_S.scatter_reduce(0, samples.sample_of_row, num_marked(mask), "amax")
 
 
 def validation_metrics(batch: DataProto, scores_B: torch.Tensor) -> dict[str, float]:
-    """Metrics of a validation, for each data source and each variable of its responses.
+    """Returns metrics of a validation, for each data source and each variable of its responses.
 
     `{data_source}/{variable}/mean@N` is the mean over prompts with N samples each, and if N > 1,
     `best@N/mean` is the mean of the prompts' best samples. The variables of the (B,) responses are
@@ -112,7 +112,8 @@ def validation_metrics(batch: DataProto, scores_B: torch.Tensor) -> dict[str, fl
 def _metrics_of_source(
     source: str, responses_of_prompts: Sequence[Sequence[Response]]
 ) -> dict[str, float]:
-    """The metrics of a validation for one data source, whose prompts have these responses."""
+    """Returns the metrics of a validation for one data source, whose prompts have these
+    responses."""
     names: dict[str, None] = {}  # a set that keeps the order
     for responses in responses_of_prompts:
         for response in responses:
@@ -140,13 +141,13 @@ def _metrics_of_source(
 
 
 def _mean(values: torch.Tensor) -> Metric:
-    """The mean of values. That of no values is NaN, with a weight of 0."""
+    """Returns the mean of values. That of no values is NaN, with a weight of 0."""
     mean = values.float().mean()
     return Metric.mean(mean.item(), weight=values.numel())
 
 
 def _mean_max_min(name: str, values: torch.Tensor) -> dict[str, Metric]:
-    """Mean, maximum and minimum of values. No values, as when every sample of the batch was
+    """Returns mean, maximum and minimum of values. No values, as when every sample of the batch was
     skipped, have no metrics."""
     if not values.numel():
         return {}
@@ -160,8 +161,8 @@ def _mean_max_min(name: str, values: torch.Tensor) -> dict[str, Metric]:
 def _drift(
     rollout_log_probs: torch.Tensor, old_log_probs: torch.Tensor, mask_BR: torch.Tensor
 ) -> dict[str, Metric]:
-    """How far the rollout engine's probabilities of tokens are from the trainer's. Both have the
-    same weights. Less than two tokens have no metrics."""
+    """Returns metrics of how far the rollout engine's probabilities of tokens are from the
+    trainer's. Both have the same weights. Less than two tokens have no metrics."""
     rollout = rollout_log_probs[mask_BR].exp()
     actor = old_log_probs[mask_BR].exp()
     if rollout.numel() < 2:

@@ -21,8 +21,8 @@ from verl_like.workers.models.packed_models import PolicyModel, ValueModel
 
 
 def step_bytes(config: PPOConfig) -> dict[str, int]:
-    """The most bytes that the object store holds at the end of a step, by a description of what
-    they are.
+    """Returns the most bytes that the object store holds at the end of a step, by a description of
+    what they are.
 
     Every column is there twice: as its worker returned it, and as the driver passes it on.
     """
@@ -62,7 +62,7 @@ def step_bytes(config: PPOConfig) -> dict[str, int]:
 
 
 def _exported(role: str, model: ModelSize, dtype: str) -> dict[str, int]:
-    """The bytes of a model's exported weights, or of its adapter alone if it has one, by a
+    """Returns the bytes of a model's exported weights, or of its adapter alone if it has one, by a
     description of them."""
     what = "weights"
     number = model.parameters

@@ -172,7 +172,7 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
         return self.prompts_of(number)
 
     def prompts_of(self, number: int) -> DataProto:
-        """The batch of prompts with a number. The first batch of the run has number 0."""
+        """Returns the batch of prompts with a number. The first batch of the run has number 0."""
         epoch, numbers = self.sampler.batch(number)
         rows = [self.train_dataset[i] for i in numbers]
         prompts = self.train_dataset.collate(rows, epoch)
@@ -237,7 +237,7 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
 
 
 def of_step(prompts: DataProto, step: int) -> DataProto:
-    """The same prompts with the number of a training step, which seeds the sampling."""
+    """Returns the same prompts with the number of a training step, which seeds the sampling."""
     numbered = prompts.select()
     numbered.meta_info["global_steps"] = step
     return numbered

@@ -40,8 +40,8 @@ def reward_columns(
     reward_models: Mapping[str, RewardModelConfig],
     with_rules: bool,
 ) -> dict[str, float]:
-    """The columns whose weighted sum is the reward, with their weights: those that the worker class
-    of each role declares, and the rules' column `with_rules`.
+    """Returns the columns whose weighted sum is the reward, with their weights. They are those that
+    the worker class of each role declares and, if `with_rules`, the column of the rules.
 
     Only reward models and custom roles may declare columns. The weight of a reward model, which is
     in its configuration `reward_models[role]`, multiplies the weights that its class declares.
@@ -77,8 +77,8 @@ def reward_columns(
 
 
 def column_of(name: str, role: str) -> str:
-    """The name in the batch of a column that a reward model's worker calls `name`. If there are
-    several reward models, the role is appended for all but the first."""
+    """Returns the name in the batch of a column that a reward model's worker calls `name`. If there
+    are several reward models, the role is appended for all but the first."""
     return name if role == Role.RewardModel else f"{name}/{role}"
 
 
@@ -98,7 +98,7 @@ class ModelScores:
 
 
 def reward_means(batch: DataProto, reward_columns: Mapping[str, float]) -> dict[str, Metric]:
-    """Means over the samples that were scored.
+    """Returns means over the samples that were scored.
 
     They are taken of each reward without its weight, if there is more than one, and of each number
     that the reward function returned beside the score. A number that no sample has gets no mean.
@@ -121,7 +121,7 @@ def reward_means(batch: DataProto, reward_columns: Mapping[str, float]) -> dict[
 
 
 def total_scores(batch: DataProto, reward_columns: Mapping[str, float]) -> torch.Tensor:
-    """The reward before any KL penalty: the weighted sum of the reward columns, (B, R).
+    """Returns the reward before any KL penalty: the weighted sum of the reward columns, (B, R).
 
     Raises RewardError if a column of a sample is not finite, unless the rules skipped the sample.
     An estimator that compares all rows of a batch would otherwise make every advantage infinite or
@@ -149,7 +149,8 @@ def total_scores(batch: DataProto, reward_columns: Mapping[str, float]) -> torch
 def scores_by_reward(
     batch: DataProto, reward_columns: Mapping[str, float]
 ) -> dict[str, torch.Tensor]:
-    """Each reward by itself, (B, R), by name, for estimators that normalise rewards separately.
+    """Returns each reward by itself, (B, R), by name, for estimators that normalise rewards
+    separately.
 
     These are the weighted reward columns, and the numbers that the reward function returned beside
     the score, on the last token. A number is NaN for a sample for which it was not returned.
@@ -165,8 +166,8 @@ def scores_by_reward(
 
 
 def groups_differ(batch: DataProto, metric: str) -> torch.Tensor:
-    """(B,) bool, for each row: True if the responses to its prompt differ in `metric`. Responses
-    that could not be scored do not count.
+    """Returns for each row, (B,) bool, whether the responses to its prompt differ in `metric`.
+    Responses that could not be scored do not count.
 
     `metric` is "reward", the rules' score, or the name of a number that the reward function
     returned beside it. Raises ValueError if there is no such number.
@@ -194,8 +195,8 @@ def require_metric(metric: str, numbers: Collection[str]) -> None:
 
 
 def extra_numbers(batch: DataProto) -> dict[str, np.ndarray]:
-    """The numbers (B,) that the reward function returned beside the score, by name. It may return
-    other values, such as texts, which are left out."""
+    """Returns the numbers (B,) that the reward function returned beside the score, by name. Other
+    values, such as texts, are left out."""
     numbers: dict[str, np.ndarray] = {}
     for name, values in batch.non_tensor_batch.items():
         if name.startswith(EXTRA_PREFIX) and values.dtype != object:
@@ -278,7 +279,7 @@ class RuleScorer:
 
 
 def has_rule(reward_model: dict) -> bool:
-    """Return whether a row of the dataset, whose field `reward_model` is given, is scored by a
+    """Returns whether a row of the dataset, whose field `reward_model` is given, is scored by a
     rule. If not, the reward model alone scores it."""
     return reward_model.get("style") != "model"
 

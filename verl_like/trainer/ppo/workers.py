@@ -30,7 +30,7 @@ PlacedGroup = tuple[str, list[str], RayWorkerGroup]
 def build_role_worker_mapping(
     config: PPOConfig, own_classes: dict[str, type[Worker]]
 ) -> dict[str, RayClassWithInitArgs]:
-    """The worker class of each active role, with the arguments of its constructor.
+    """Returns the worker class of each active role, with the arguments of its constructor.
 
     `own_classes` has the user's classes by role, which take the places of the built-in ones. The
     class for the reward model serves all reward models. A custom role, which has no built-in class,
@@ -79,8 +79,8 @@ def build_role_worker_mapping(
 
 
 def transport_to_copies(config: PPOConfig) -> str:
-    """How weights reach the copies of a detached maker. It is the transport to the engines, unless
-    that sends straight into the engines, which copies cannot receive."""
+    """Returns how weights reach the copies of a detached maker. It is the transport to the engines,
+    unless that sends straight into the engines, which copies cannot receive."""
     rollout = config.actor_rollout_ref.rollout
     return "object_store" if rollout.sends_directly else rollout.weight_transport
 
@@ -113,7 +113,7 @@ def import_worker_class(role: str, path: str) -> type[Worker]:
 def build_resource_pools(
     config: PPOConfig, roles: Sequence[str] | None = None
 ) -> ResourcePoolManager:
-    """The pools of the configuration for `roles`, by default all active ones.
+    """Returns the pools of the configuration for `roles`, by default all active ones.
 
     On each device of a pool, the training roles share one process, and the rollout engine has
     another. The pools are divided for the largest number of processes on a device.

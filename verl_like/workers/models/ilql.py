@@ -46,7 +46,7 @@ def ilql_heads(hf: PreTrainedModel) -> nn.ModuleDict:
 
 
 def heads_file(hf: PreTrainedModel) -> Path:
-    """The file of the heads in the folder that the model was read from."""
+    """Returns the file of the heads in the folder that the model was read from."""
     return Path(hf.name_or_path or "", HEADS_FILE)
 
 

@@ -36,7 +36,7 @@ class RequestRules:
     """The number of requests that a replica computes at once."""
 
     def requests_of(self, prompts: DataProto, call: str) -> list[GenerationRequest]:
-        """Return the requests of a batch, (B * n,), in which those of a prompt are consecutive.
+        """Returns the requests of a batch, (B * n,), in which those of a prompt are consecutive.
 
         A request's seed depends on the run's seed, `global_steps`, `validate`, the prompt's uid and
         the number of the response; it does not depend on other rows or on their order.
@@ -74,7 +74,7 @@ class RequestRules:
         return requests
 
     def _sampling_of(self, prompts: DataProto) -> tuple[Sampling, int]:
-        """Return how the responses to a batch are drawn, and how many for each prompt."""
+        """Returns how the responses to a batch are drawn, and how many for each prompt."""
         if prompts.meta_info.get("greedy", False):
             return self.greedy, 1
         if prompts.meta_info.get("validate", False):
@@ -83,7 +83,7 @@ class RequestRules:
 
 
 def greedy_requests(prompts: DataProto, max_tokens: int) -> list[GenerationRequest]:
-    """Return requests that continue each prompt with the likeliest tokens, `max_tokens` of them.
+    """Returns requests that continue each prompt with the likeliest tokens, `max_tokens` of them.
 
     No token ends such a response early.
     """
@@ -98,7 +98,7 @@ def greedy_requests(prompts: DataProto, max_tokens: int) -> list[GenerationReque
 
 
 def prompt_uids(prompts: DataProto) -> list[str]:
-    """Return the uid of each row.
+    """Returns the uid of each row.
 
     Raises ValueError without a column `uid`, or if two rows have the same uid, because they would
     draw the same responses. Padding rows may repeat one.
@@ -120,14 +120,14 @@ def prompt_uids(prompts: DataProto) -> list[str]:
 
 
 def prompt_tokens(prompts: DataProto) -> list[list[int]]:
-    """Return the token ids of each row's prompt."""
+    """Returns the token ids of each row's prompt."""
     values, offsets = jagged_parts(prompts.tensor_batch["prompts"])
     tokens = values.tolist()
     return [tokens[start:end] for start, end in itertools.pairwise(offsets.tolist())]
 
 
 def names_of_real(prompts: DataProto, requests: Sequence[GenerationRequest]) -> set[str]:
-    """Return the names of the requests of a batch without those of padding rows."""
+    """Returns the names of the requests of a batch without those of padding rows."""
     n = len(requests) // max(1, len(prompts))
     is_real_N = is_real(prompts).repeat_interleave(n)
     real = itertools.compress(requests, is_real_N)
@@ -135,13 +135,13 @@ def names_of_real(prompts: DataProto, requests: Sequence[GenerationRequest]) -> 
 
 
 def is_real(prompts: DataProto) -> torch.Tensor:
-    """Return a mask (B,) bool that is False for padding rows."""
+    """Returns a mask (B,) bool that is False for padding rows."""
     none_B = torch.zeros(len(prompts), dtype=torch.bool)
     return ~prompts.tensor_batch.get(PAD_COLUMN, none_B)
 
 
 def assemble(prompts: DataProto, completions: Sequence[Completion]) -> DataProto:
-    """Return the batch of N responses beside their B prompts, repeated, all without padding.
+    """Returns the batch of N responses beside their B prompts, repeated, all without padding.
 
     The responses to a prompt are consecutive in `completions` and in the result, whose columns are
     those of `generate_sequences` in docs/columns.md. The log-probabilities are under the
@@ -166,7 +166,7 @@ def assemble(prompts: DataProto, completions: Sequence[Completion]) -> DataProto
 
 
 def _hit_rate(prompts: DataProto, completions: Sequence[Completion]) -> Metric:
-    """Return the share of prompt tokens that were taken from the prefix cache.
+    """Returns the share of prompt tokens that were taken from the prefix cache.
 
     Prompts count once for each response, and padding rows do not count.
     """

@@ -80,7 +80,7 @@ FinishedRequest = tuple[GenerationRequest, Completion]
 
 
 def request_seed(seed: int, step: int, validate: bool, uid: str, sample: int) -> int:
-    """Return the seed of one response, an integer of 63 bits.
+    """Returns the seed of one response, an integer of 63 bits.
 
     Equal arguments give equal seeds in every process; different ones give unrelated seeds.
     """
@@ -92,7 +92,7 @@ def request_seed(seed: int, step: int, validate: bool, uid: str, sample: int) ->
 def check_completion(
     completion: Completion, who: str, sampling: Sampling, *, vocab_size: int
 ) -> None:
-    """Check a response, and raise RolloutError if an engine cannot have drawn it.
+    """Checks a response, and raises RolloutError if an engine cannot have drawn it.
 
     A valid response has 1 to `sampling.max_tokens` tokens of the vocabulary, and ends with a stop
     token if it is shorter. Each token has a finite log-probability and belongs to one span of

@@ -36,14 +36,14 @@ METHOD = "generate_sequences"
 
 
 def call_by_requests(method: BoundMethod, prompts: DataProto) -> "ResponsesFuture":
-    """Call `RolloutWorker.generate_sequences` with a batch by sending its requests to replicas."""
+    """Calls `RolloutWorker.generate_sequences` with a batch by sending its requests to replicas."""
     return router_of(method.group).call(prompts)
 
 
 def after_requests(
     method: BoundMethod, *args: Any, drain: bool = True, **kwargs: Any
 ) -> Future[Any]:
-    """Call a method of the ranks after the requests of earlier calls were sent to them.
+    """Calls a method of the ranks after the requests of earlier calls were sent to them.
 
     With `drain=False`, which the method gets as an argument, it does not wait for that.
     """
@@ -87,7 +87,7 @@ class RequestCall(PendingCall):
         self.stored: Part | None = None
 
     def stream(self) -> Iterator[list[FinishedRequest]]:
-        """Yield lists of responses as they end, without those of padding rows.
+        """Yields lists of responses as they end, without those of padding rows.
 
         Raises WorkerError, or CallTimeout after the group's deadline.
         """
@@ -101,7 +101,7 @@ class RequestCall(PendingCall):
                 return
 
     def wait(self, timeout: float | None) -> list[DataProto]:
-        """Wait for all responses and return their batch, in a list.
+        """Waits for all responses and returns their batch, in a list.
 
         `timeout` is in seconds; None means the group's deadline.
         """
@@ -123,14 +123,14 @@ class RequestCall(PendingCall):
         return self.error is not None or len(self.completions) == len(self.requests)
 
     def parts(self) -> list[Part]:
-        """Wait for the batch, and return a reference to it in the object store, in a list."""
+        """Waits for the batch, and returns a reference to it in the object store, in a list."""
         (batch,) = self.wait(None)
         if self.stored is None:
             self.stored = self.router.group.put(batch)
         return [self.stored]
 
     def begin_again(self) -> None:
-        """Discard all responses, and draw them again."""
+        """Discards all responses, and draws them again."""
         self.router.begin_again(self)
 
 
@@ -163,7 +163,7 @@ class RequestRouter:
         _ROUTERS.add(self)
 
     def call(self, prompts: DataProto) -> ResponsesFuture:
-        """Begin to draw the responses to a batch of prompts, and return their future."""
+        """Begins to draw the responses to a batch of prompts, and returns their future."""
         with self.changed:
             self.num_calls += 1
             name = f"call {self.num_calls}"
@@ -174,7 +174,7 @@ class RequestRouter:
         return ResponsesFuture(call)
 
     def begin_again(self, call: RequestCall) -> None:
-        """Abort the requests of a call, discard its responses, and send all requests again."""
+        """Aborts the requests of a call, discards its responses, and sends all requests again."""
         with self.changed:
             self.aborted += self.queue.remove(call.requests)
             self.sent -= call.requests.keys()
@@ -187,7 +187,7 @@ class RequestRouter:
             self._add(call)
 
     def _add(self, call: RequestCall) -> None:
-        """Queue the requests of a call, and start the thread if it does not run.
+        """Queues the requests of a call, and starts the thread if it does not run.
 
         The caller holds the lock.
         """
@@ -203,7 +203,7 @@ class RequestRouter:
     def wait_for_more(
         self, call: RequestCall, started: float, deadline_s: float
     ) -> tuple[list[FinishedRequest], bool]:
-        """Wait until more responses of a call have ended.
+        """Waits until more responses of a call have ended.
 
         Raises the call's error, or CallTimeout `deadline_s` after `started`, a time of
         `time.monotonic()`.
@@ -227,7 +227,7 @@ class RequestRouter:
             return unread, call.done()
 
     def _wait_for(self, condition: Callable[[], bool], limit_s: float) -> bool:
-        """Wait until a condition holds, which may become true at each change.
+        """Waits until a condition holds, which may become true at each change.
 
         Return False if it does not within `limit_s`, which may be infinite. The caller holds the
         lock.
@@ -236,7 +236,7 @@ class RequestRouter:
         return self.changed.wait_for(condition, timeout)
 
     def _timeout(self, call: RequestCall, deadline_s: float) -> CallTimeout:
-        """Return the error of a late call, which names the ranks that have requests of it."""
+        """Returns the error of a late call, which names the ranks that have requests of it."""
         late_ranks: set[int] = set()
         for name, replica in self.queue.replica_of.items():
             if name in call.requests:
@@ -245,7 +245,7 @@ class RequestRouter:
         return CallTimeout(self.group.role, METHOD, deadline_s, late)
 
     def wait_until_sent(self, method: str) -> None:
-        """Wait until all requests of earlier calls were sent to replicas.
+        """Waits until all requests of earlier calls were sent to replicas.
 
         Raises CallTimeout, which names `method`, after the group's deadline.
         """
@@ -260,7 +260,7 @@ class RequestRouter:
                 raise CallTimeout(self.group.role, method, deadline_s, late)
 
     def wait_for_any(self, calls: Collection[RequestCall], timeout_s: float) -> None:
-        """Wait until one of the calls is done, but not longer than `timeout_s`.
+        """Waits until one of the calls is done, but not longer than `timeout_s`.
 
         Raises CallTimeout for a call that is past the group's deadline.
         """
@@ -277,7 +277,7 @@ class RequestRouter:
                     raise self._timeout(call, deadline_s)
 
     def ages(self) -> dict[str, int]:
-        """Return the engine steps since each unfinished request was submitted, by its name."""
+        """Returns the engine steps since each unfinished request was submitted, by its name."""
         by_rank = self.group.request_ages()
         ages: dict[str, int] = {}
         for rank in self.mesh.collect_ranks:
@@ -285,13 +285,13 @@ class RequestRouter:
         return ages
 
     def report(self, call: RequestCall) -> None:
-        """Write into the timeline when each replica worked on a call that has ended."""
+        """Writes into the timeline when each replica worked on a call that has ended."""
         for replica, (started, ended) in sorted(call.spans.items()):
             rank = self.mesh.collect_ranks[replica]
             self.group.report(METHOD, rank, CallHeader(0, started, ended))
 
     def close(self, timeout_s: float) -> None:
-        """End the thread, and wait for its end, but not longer than `timeout_s`.
+        """Ends the thread, and waits for its end, but not longer than `timeout_s`.
 
         Unfinished calls raise.
         """
@@ -302,7 +302,7 @@ class RequestRouter:
             thread.join(timeout_s)
 
     def _run(self) -> None:
-        """Run the thread until no request is unfinished. If a replica fails, all calls fail."""
+        """Runs the thread until no request is unfinished. If a replica fails, all calls fail."""
         try:
             while self._exchange():
                 pass
@@ -311,7 +311,8 @@ class RequestRouter:
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        """Let all calls raise an error, and abort their requests on replicas that still answer."""
+        """Lets all calls raise an error, and aborts their requests on replicas that still
+        answer."""
         failure = self._named(error)
         with self.changed:
             for call in set(self.calls.values()):
@@ -329,7 +330,7 @@ class RequestRouter:
                 self.group.abort_requests(aborted)
 
     def _named(self, error: BaseException) -> Exception:
-        """Return the error as one of `generate_sequences`, if a method of this router failed."""
+        """Returns the error as one of `generate_sequences`, if a method of this router failed."""
         if isinstance(error, WorkerError | CallTimeout) and error.role == self.group.role:
             if error.method not in self.own_methods:
                 return error
@@ -343,7 +344,8 @@ class RequestRouter:
         return ended
 
     def _exchange(self) -> bool:
-        """Send replicas what is new, and collect responses. Return False if no request is left."""
+        """Sends replicas what is new, and collects responses. Returns False if no request is
+        left."""
         with self.changed:
             if self.is_closing:
                 raise RuntimeError(
@@ -363,7 +365,7 @@ class RequestRouter:
         return True
 
     def _begin_spans(self, taken: Sequence[Sequence[GenerationRequest]]) -> None:
-        """Record for each call the time at which a replica first takes requests of it."""
+        """Records for each call the time at which a replica first takes requests of it."""
         now = time.time()
         for replica, requests in enumerate(taken):
             for request in requests:
@@ -371,7 +373,7 @@ class RequestRouter:
                 call.spans.setdefault(replica, (now, now))
 
     def _send(self, aborted: Sequence[str], taken: Sequence[Sequence[GenerationRequest]]) -> None:
-        """Tell replicas which requests to abort, then send each one its new requests.
+        """Tells replicas which requests to abort, then sends each one its new requests.
 
         `taken` has one list for each replica; all ranks of a replica get the same list.
         """
@@ -391,7 +393,7 @@ class RequestRouter:
             self.changed.notify_all()
 
     def _collect(self) -> None:
-        """Collect the responses that have ended on replicas.
+        """Collects the responses that have ended on replicas.
 
         A group in this process cannot wait for them, so this pauses if there are none.
         """
@@ -413,7 +415,7 @@ class RequestRouter:
             time.sleep(_LOCAL_PAUSE_S)
 
     def _take_in(self, replica: int, completions: Mapping[str, Completion], num_left: int) -> None:
-        """Give the responses that have ended on a replica to their calls.
+        """Gives the responses that have ended on a replica to their calls.
 
         `num_left` is the number of requests that the replica still has. Raises RolloutError if it
         lost requests: it has none left, but some have not ended.
@@ -430,7 +432,7 @@ class RequestRouter:
             )
 
     def _ended(self, replica: int, name: str, completion: Completion) -> None:
-        """Give a response to its call, unless the request was aborted in the meantime."""
+        """Gives a response to its call, unless the request was aborted in the meantime."""
         if name in self.aborted or name not in self.calls:
             return
         self.queue.ended(name)
@@ -449,7 +451,7 @@ _ROUTERS: "weakref.WeakSet[RequestRouter]" = weakref.WeakSet()
 
 
 def router_of(group: WorkerGroup) -> RequestRouter:
-    """Return the router of a rollout group, which is made at the first call.
+    """Returns the router of a rollout group, which is made at the first call.
 
     The group must have its engines.
     """
@@ -461,6 +463,6 @@ def router_of(group: WorkerGroup) -> RequestRouter:
 
 
 def close_routers(timeout_s: float = 5.0) -> None:
-    """End the threads of all routers. This precedes the end of the processes they talk to."""
+    """Ends the threads of all routers. This precedes the end of the processes they talk to."""
     for router in list(_ROUTERS):
         router.close(timeout_s)

@@ -40,14 +40,14 @@ class RequestQueue:
         """The number of such requests of each replica."""
 
     def __len__(self) -> int:
-        """Return the number of requests that have not ended."""
+        """Returns the number of requests that have not ended."""
         number = len(self.waiting) + len(self.replica_of)
         for call in self.calls:
             number += sum(len(prompt) for prompt in call)
         return number
 
     def add(self, requests: Sequence[GenerationRequest], n: int) -> None:
-        """Add the requests of a call, in which the n requests of a prompt are consecutive."""
+        """Adds the requests of a call, in which the n requests of a prompt are consecutive."""
         if not self.is_fixed:
             self.waiting.extend(requests)
         elif requests:
@@ -59,7 +59,7 @@ class RequestQueue:
             self._begin_next_call()
 
     def take(self) -> list[list[GenerationRequest]]:
-        """Return the requests to send to each replica now, in order."""
+        """Returns the requests to send to each replica now, in order."""
         self._begin_next_call()
         self._fill()
         taken = self.assigned
@@ -67,7 +67,7 @@ class RequestQueue:
         return taken
 
     def _begin_next_call(self) -> None:
-        """Assign the next call of the routing `fixed`, if the call before has ended."""
+        """Assigns the next call of the routing `fixed`, if the call before has ended."""
         if not self.calls or self.replica_of:
             return
         prompts = self.calls.popleft()
@@ -79,7 +79,7 @@ class RequestQueue:
                     self._assign(request, replica)
 
     def _fill(self) -> None:
-        """Assign waiting requests of the routing `least_loaded` to free slots."""
+        """Assigns waiting requests of the routing `least_loaded` to free slots."""
         num_slots = self.num_slots if len(self.loads) > 1 else math.inf
         last_uid = ""
         replica = 0
@@ -92,18 +92,18 @@ class RequestQueue:
             last_uid = request.uid
 
     def _assign(self, request: GenerationRequest, replica: int) -> None:
-        """Let `take` return a request for a replica."""
+        """Lets `take` return a request for a replica."""
         self.assigned[replica].append(request)
         self.replica_of[request.name] = replica
         self.loads[replica] += 1
 
     def ended(self, name: str) -> None:
-        """Free the slot of a request, whose replica has no more to do with it."""
+        """Frees the slot of a request, whose replica has no more to do with it."""
         replica = self.replica_of.pop(name)
         self.loads[replica] -= 1
 
     def remove(self, names: Collection[str]) -> list[str]:
-        """Remove requests, and return the names of those that were assigned to a replica.
+        """Removes requests, and returns the names of those that were assigned to a replica.
 
         The replica may have these already.
         """
@@ -124,5 +124,5 @@ class RequestQueue:
 def _without(
     requests: Iterable[GenerationRequest], names: Collection[str]
 ) -> list[GenerationRequest]:
-    """Return the requests that have other names."""
+    """Returns the requests that have other names."""
     return [request for request in requests if request.name not in names]

@@ -34,8 +34,8 @@ def init_info(
 
 
 def gather(weights: Iterable[OrderedWeight]) -> Iterator[NamedTensor]:
-    """Yields the names and whole tensors of `in_order`, one by one; a collective call when there
-    are DTensors."""
+    """Yields the names and whole tensors of `in_order`, one by one. It is a collective call if
+    there are DTensors."""
     for name, weight, dtype in weights:
         tensor = weight.detach().to(dtype)
         if isinstance(tensor, DTensor):
@@ -75,7 +75,7 @@ class DirectTransport(ABC):
 
     @contextmanager
     def joined(self, rank: int, num_receivers: int, receivers: str = "") -> Iterator[None]:
-        """On all ranks of the trainer: the context in which `send` is called.
+        """Makes the context in which `send` is called. All ranks of the trainer call it.
 
         When these receivers are sent weights for the first time, rank 0 waits 5 minutes for them to
         join.
@@ -93,5 +93,5 @@ class DirectTransport(ABC):
 
     @abstractmethod
     def send(self, weights: Sequence[OrderedWeight], rank: int) -> None:
-        """On all ranks of the trainer: has the receivers load what was exported last, in the order
-        of `in_order`; a collective call."""
+        """Has the receivers load what was exported last, in the order of `in_order`. It is a
+        collective call of all ranks of the trainer."""

@@ -158,7 +158,7 @@ class StagedTransfer(WeightTransferEngine[DirectInitInfo, StagedUpdate]):
             head.quant_method.process_weights_after_loading(head)
 
     def finish_weight_update(self) -> None:
-        """Nothing is left to do."""
+        """Does nothing, because nothing is left to do."""
 
     def _find_sources(self, hf_names: list[str], shapes: list[Any]) -> dict[str, list[Source]]:
         """Returns `_sources`, from the names and shapes of the Hugging Face tensors."""
@@ -256,18 +256,18 @@ class WorkerExtension:
     adapter: Adapter
 
     def weight_fingerprints(self) -> dict[str, int]:
-        """See `StagedTransfer.fingerprints`."""
+        """Calls `StagedTransfer.fingerprints`."""
         return self.weight_transfer_engine.fingerprints()
 
     def load_adapter(self, buckets: list[Any], adapter_id: int) -> None:
-        """See `Adapter.load` and `StagedUpdate`."""
+        """Calls `Adapter.load` with the weights of buckets, as `StagedUpdate` has them."""
         manager = self.model_runner.get_model().lora_manager
         update = StagedUpdate(buckets)
         self.adapter = Adapter(manager, adapter_id)
         self.adapter.load(iterate_buckets(update.buckets))
 
     def adapter_fingerprints(self) -> dict[str, int]:
-        """See `Adapter.fingerprints`."""
+        """Calls `Adapter.fingerprints`."""
         return self.adapter.fingerprints()
 
 
