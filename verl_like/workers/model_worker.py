@@ -203,8 +203,9 @@ class TrainedWorker(ModelWorker):
         buffers.
         """
         with self.engine.on_device():
+            parameters = self.engine.named_parameters()
             export = collect_weights(
-                with_scale(self.engine.named_parameters(), self.model_config),
+                with_scale(parameters, self.model_config),
                 self.engine.named_buffers(),
                 dtype=getattr(torch, self.export_dtype),
                 rank=self.rank,

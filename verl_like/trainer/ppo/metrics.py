@@ -151,10 +151,11 @@ def _mean_max_min(name: str, values: torch.Tensor) -> dict[str, Metric]:
     skipped, have no metrics."""
     if not values.numel():
         return {}
+    smallest, largest = values.aminmax()
     return {
         f"{name}/mean": _mean(values),
-        f"{name}/max": Metric.max(values.max().item()),
-        f"{name}/min": Metric.min(values.min().item()),
+        f"{name}/max": Metric.max(largest.item()),
+        f"{name}/min": Metric.min(smallest.item()),
     }
 
 

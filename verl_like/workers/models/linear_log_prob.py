@@ -138,7 +138,8 @@ class _LinearLogProb(torch.autograd.Function):
         # retained graph.
         buffer = ctx.buffer
         ctx.buffer = None
-        computed: int | None = len(chunks) - 1
+        last = len(chunks) - 1
+        computed: int | None = last
         if buffer is None:
             computed = None
             _start, largest_chunk = chunks[0]
@@ -154,7 +155,7 @@ class _LinearLogProb(torch.autograd.Function):
         if needs_hidden:
             grad_hidden_MD = torch.zeros_like(hidden_MD, dtype=torch.float32)
         grad_weight_VD = torch.empty_like(weight_VD) if needs_weight else None
-        for index in reversed(range(len(chunks))):
+        for index in range(last, -1, -1):
             start, end = chunks[index]
             x_MC = _view(buffer, len(hidden_MD), end - start)
             if index != computed:

@@ -373,7 +373,9 @@ def special_token_ids(tokenizer: PreTrainedTokenizerBase, path: str) -> tuple[tu
     with contextlib.suppress(OSError):  # of a model without generation_config.json
         generation = GenerationConfig.from_pretrained(os.path.expanduser(path))
         if generation.eos_token_id is not None:
-            end_tokens.update(np.atleast_1d(generation.eos_token_id).tolist())
+            # One number, or several.
+            more = np.atleast_1d(generation.eos_token_id)
+            end_tokens.update(more.tolist())
     padding = tokenizer.pad_token_id
     if padding is None:
         padding = tokenizer.eos_token_id

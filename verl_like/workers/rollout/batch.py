@@ -148,14 +148,15 @@ def assemble(prompts: DataProto, completions: Sequence[Completion]) -> DataProto
     distribution that the tokens were drawn from (temperature, top-k, top-p).
     """
     n = len(completions) // max(1, len(prompts))
-    prompt_of_response = torch.arange(len(prompts)).repeat_interleave(n)
+    numbers = torch.arange(len(prompts))
+    taker = RowTaker(numbers.repeat_interleave(n))
     token_ids = prompts.tensor_batch["prompts"]
     responses = jagged_from_lists([each.token_ids for each in completions], torch.int64)
     log_probs = jagged_from_lists([each.log_probs for each in completions], torch.float32)
     metrics = {"rollout/prefix_cache_hit_rate": _hit_rate(prompts, completions)}
     return DataProto.from_dict(
         tensors={
-            "prompts": RowTaker(prompt_of_response).tensor(token_ids),
+            "prompts": taker.tensor(token_ids),
             "responses": responses,
             "response_mask": torch.ones_like(responses),
             "rollout_log_probs": log_probs,

@@ -47,13 +47,14 @@ def check_exports(exports: Sequence[WeightExport], version: int) -> dict[str, in
     buckets = buckets_of(exports)
     ranks = sorted(export.rank for export in exports)
     indices = sorted(bucket.index for bucket in buckets)
-    require("ranks", ranks, list(range(first.world_size)))
-    require("buckets", indices, list(range(first.num_buckets)))
+    require("ranks", ranks, [*range(first.world_size)])
+    require("buckets", indices, [*range(first.num_buckets)])
     names: list[str] = []
     for bucket in buckets:
         names += bucket.names
+    different_names = set(names)
     require("number of tensors", len(names), first.num_tensors)
-    require("number of different tensors", len(set(names)), first.num_tensors)
+    require("number of different tensors", len(different_names), first.num_tensors)
     fingerprints: dict[str, int] = {}
     for name in names:
         parts = [export.fingerprints.get(name, 0) for export in exports]
@@ -82,8 +83,9 @@ def check_arrival(
             f"{failure}: {len(different)} of {len(expected)} tensors differ from the trainer's: "
             f"{', '.join(different[:5])}{more}."
         )
-    all_together = repr(sorted(expected.items())).encode()
-    return hashlib.blake2b(all_together, digest_size=8).hexdigest()
+    all_together = repr(sorted(expected.items()))
+    digest = hashlib.blake2b(all_together.encode(), digest_size=8)
+    return digest.hexdigest()
 
 
 def check_staged(exports: Sequence[WeightExport], version: int, device: str) -> dict[str, int]:
