@@ -46,7 +46,8 @@ def compute_policy_loss_vanilla(
     clipped = -advantages * ratio.clamp(lowest, highest)
     surrogate = torch.maximum(unclipped, clipped)
     bound = -advantages * config.clip_ratio_c
-    losses = torch.where(advantages < 0, torch.minimum(surrogate, bound), surrogate)
+    bounded = torch.minimum(surrogate, bound)
+    losses = torch.where(advantages < 0, bounded, surrogate)
 
     with torch.no_grad():
         metrics = {

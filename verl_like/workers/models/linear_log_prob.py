@@ -138,10 +138,8 @@ class _LinearLogProb(torch.autograd.Function):
         # retained graph.
         buffer = ctx.buffer
         ctx.buffer = None
-        last = len(chunks) - 1
-        computed: int | None = last
+        has_last_chunk = buffer is not None
         if buffer is None:
-            computed = None
             _start, largest_chunk = chunks[0]
             buffer = hidden_MD.new_empty(len(hidden_MD) * largest_chunk)
         if grad_log_prob_M is None:
@@ -155,10 +153,11 @@ class _LinearLogProb(torch.autograd.Function):
         if needs_hidden:
             grad_hidden_MD = torch.zeros_like(hidden_MD, dtype=torch.float32)
         grad_weight_VD = torch.empty_like(weight_VD) if needs_weight else None
+        last = len(chunks) - 1
         for index in range(last, -1, -1):
             start, end = chunks[index]
             x_MC = _view(buffer, len(hidden_MD), end - start)
-            if index != computed:
+            if index < last or not has_last_chunk:
                 _product(hidden_MD, weight_VD[start:end], ctx.factor, buffer)
             _to_gradient(
                 x_MC,

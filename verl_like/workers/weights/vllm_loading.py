@@ -84,7 +84,8 @@ class StagedTransfer(WeightTransferEngine[DirectInitInfo, StagedUpdate]):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._sources: dict[str, list[Source]] = {}
-        """What a parameter or buffer of vLLM is made of, in the order there, by its name."""
+        """The Hugging Face tensors that each parameter or buffer of vLLM is made of, in their order
+        there, by its name."""
         self._before_packing: dict[str, Sums | None] = {}
         """What `_fingerprints_of` returned for a parameter before it was packed or rounded, by the
         name of the parameter."""
