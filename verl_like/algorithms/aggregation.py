@@ -5,11 +5,11 @@ B rows, R padded response length.
 
 from collections.abc import Callable
 
-import torch
+from torch import Tensor
 
 from verl_like.algorithms.masked import masked_mean, masked_sum
 
-Aggregate = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Aggregate = Callable[[Tensor, Tensor], Tensor]
 """(loss_mat (B, R), loss_mask (B, R)) -> scalar: `agg_loss` with its mode and its counts already
 bound."""
 
@@ -23,15 +23,15 @@ LOSS_AGG_MODES = (
 
 
 def agg_loss(
-    loss_mat: torch.Tensor,
-    loss_mask: torch.Tensor,
+    loss_mat: Tensor,
+    loss_mask: Tensor,
     loss_agg_mode: str,
     dp_size: int = 1,
     batch_num_tokens: float | None = None,
     global_batch_size: float | None = None,
     loss_scale_factor: float | None = None,
-    scale: torch.Tensor | None = None,
-) -> torch.Tensor:
+    scale: Tensor | None = None,
+) -> Tensor:
     """Returns this micro-batch's share of the mini-batch loss: the sum of the shares of all
     micro-batches and ranks *is* that loss.
 

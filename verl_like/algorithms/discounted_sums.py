@@ -2,20 +2,21 @@
 a recurrence from the last token to the first and gives the same."""
 
 import torch
+from torch import Tensor
 
 _BLOCK = 64
 """How many tokens are summed at once, by a product with a matrix."""
 
 
-def sums_from_here(terms: torch.Tensor) -> torch.Tensor:
+def sums_from_here(terms: Tensor) -> Tensor:
     """Returns the sum of each term and of those after it in its row, of terms (B, R)."""
     from_the_end = terms.flip(-1).cumsum(-1)
     return from_the_end.flip(-1)
 
 
 def gae_in_blocks(
-    rewards: torch.Tensor, values: torch.Tensor, valid: torch.Tensor, gamma: float, lam: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    rewards: Tensor, values: Tensor, valid: Tensor, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
     """Returns GAE's advantages before whitening, and its returns, (B, R) float each.
 
     `rewards`, `values` and the bool mask `valid` are (B, R).
@@ -29,7 +30,7 @@ def gae_in_blocks(
     num_before = valid.cumsum(-1) - 1
     position = torch.where(valid, num_before, length)
 
-    def left_aligned(columns: torch.Tensor) -> torch.Tensor:
+    def left_aligned(columns: Tensor) -> Tensor:
         aligned = columns.new_zeros(num_rows, width)
         aligned.scatter_(1, position, columns)
         aligned[:, length] = 0.0
@@ -46,7 +47,7 @@ def gae_in_blocks(
     return advantages, returns
 
 
-def discounted_sums(terms: torch.Tensor, discount: float) -> torch.Tensor:
+def discounted_sums(terms: Tensor, discount: float) -> Tensor:
     """Returns S_t = sum over j >= t of discount^(j - t) terms_j along each row of terms (B, W),
     where W is a multiple of 64.
 

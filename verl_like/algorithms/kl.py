@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from verl_like.algorithms.masked import masked_mean, zero_masked
 
@@ -15,7 +16,7 @@ KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 """Every name also exists with a "+" suffix: same value, gradient of k2."""
 
 
-def kl_penalty(logprob: torch.Tensor, ref_logprob: torch.Tensor, kl_penalty: str) -> torch.Tensor:
+def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
     """Returns an estimate of KL(policy || reference) per token from samples of the policy (Schulman
     2020, "Approximating KL").
 
@@ -64,14 +65,14 @@ def kl_penalty(logprob: torch.Tensor, ref_logprob: torch.Tensor, kl_penalty: str
 
 
 def apply_kl_penalty(
-    token_level_scores: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    ref_log_prob: torch.Tensor,
-    response_mask: torch.Tensor,
+    token_level_scores: Tensor,
+    old_log_probs: Tensor,
+    ref_log_prob: Tensor,
+    response_mask: Tensor,
     *,
     kl_coef: float,
     estimator: str,
-) -> tuple[torch.Tensor, float]:
+) -> tuple[Tensor, float]:
     """Subtracts kl_coef times the KL estimate from the reward, per token
     (`algorithm.use_kl_in_reward`).
 

@@ -6,6 +6,7 @@ multiplication.
 """
 
 import torch
+from torch import Tensor
 
 _TOKENS_IN_CACHE = 1 << 19
 """How many tokens of a column are computed at once, so that its values stay in the cache."""
@@ -13,7 +14,7 @@ Axis = int | tuple[int, ...] | None
 """The axes of a sum or mean; None means all."""
 
 
-def zero_masked(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def zero_masked(values: Tensor, mask: Tensor) -> Tensor:
     """Returns `values` with 0 at every position where `mask` is 0; `mask` broadcasts to `values`.
 
     A loss passes the tensor it differentiates through this before anything else: the gradient then
@@ -23,22 +24,20 @@ def zero_masked(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return torch.where(mask.bool(), values, 0.0)
 
 
-def masked_sum(values: torch.Tensor, mask: torch.Tensor, axis: Axis = None) -> torch.Tensor:
+def masked_sum(values: Tensor, mask: Tensor, axis: Axis = None) -> Tensor:
     """Returns the sum of the selected `values`, over `axis`."""
     selected = zero_masked(values, mask)
     return selected.sum(dim=axis)
 
 
-def masked_mean(values: torch.Tensor, mask: torch.Tensor, axis: Axis = None) -> torch.Tensor:
+def masked_mean(values: Tensor, mask: Tensor, axis: Axis = None) -> Tensor:
     """Returns the mean of the selected `values`, over `axis`. It is 0 where nothing is selected."""
     valid = mask.bool().expand_as(values)
     count = valid.sum(dim=axis).clamp(min=1)
     return masked_sum(values, valid, axis) / count
 
 
-def masked_whiten(
-    values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = True
-) -> torch.Tensor:
+def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
     """Returns (values - mean) / sqrt(var + 1e-8) over the selected values, and 0 elsewhere.
 
     The variance is the unbiased one. A single selected value has no spread and whitens to 0, and an
@@ -62,7 +61,7 @@ def masked_whiten(
     return whitened if shift_mean else zero_masked(whitened + mean, valid)
 
 
-def on_last_token(row_values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def on_last_token(row_values: Tensor, mask: Tensor) -> Tensor:
     """Returns a (B, R) matrix of the (B,) values of rows: each stands on the last selected position
     of its row, with 0 elsewhere."""
     valid = mask.bool()
@@ -72,7 +71,7 @@ def on_last_token(row_values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return zero_masked(row_values.unsqueeze(-1), is_last)
 
 
-def few_rows(matrix: torch.Tensor) -> list[slice]:
+def few_rows(matrix: Tensor) -> list[slice]:
     """Divides the rows of a matrix (B, R) into slices. Each has so few rows that what is computed
     for them stays in the cache."""
     num_rows, length = matrix.shape

@@ -4,6 +4,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from verl_like.algorithms.kl import kl_penalty
 from verl_like.algorithms.masked import zero_masked
@@ -97,7 +98,7 @@ class ScoringWorker(ActorRolloutRefWorker):
         The check of the rollout engine compares them with those of `RolloutWorker.draw_greedily`.
         """
 
-        def log_probs(micro: MicroBatch) -> tuple[torch.Tensor]:
+        def log_probs(micro: MicroBatch) -> tuple[Tensor]:
             packed = self.engine.pack(micro.on_host)
             (scored,) = self.engine.run(packed, 1.0)
             return (packed.of_tokens(scored),)
@@ -232,9 +233,7 @@ class ActorWorker(ScoringWorker, TrainedWorker):
         assert isinstance(self.weight_transport, DirectTransport)
         return self.weight_transport.address(self.rank, receivers)
 
-    def policy_loss(
-        self, micro: MicroBatch, mini_batch: MiniBatch
-    ) -> tuple[torch.Tensor, MicroMetrics]:
+    def policy_loss(self, micro: MicroBatch, mini_batch: MiniBatch) -> tuple[Tensor, MicroMetrics]:
         """Computes what a micro-batch adds to the loss of its mini-batch.
 
         The loss is the configured policy loss - entropy bonus + KL loss. Returns it, and metrics
@@ -306,9 +305,7 @@ class ActorWorker(ScoringWorker, TrainedWorker):
             metrics["actor/kl_coef"] = DeviceMetric((), lambda: Metric.mean(actor.kl_loss_coef))
         return loss, metrics
 
-    def ptx_loss(
-        self, micro: MicroBatch, mini_batch: MiniBatch
-    ) -> tuple[torch.Tensor, MicroMetrics]:
+    def ptx_loss(self, micro: MicroBatch, mini_batch: MiniBatch) -> tuple[Tensor, MicroMetrics]:
         """Computes what a micro-batch of the rows `ptx` adds to their loss (PPO-ptx, Ouyang et al.
         2022, arXiv:2203.02155, eq. 2).
 
@@ -323,7 +320,7 @@ class ActorWorker(ScoringWorker, TrainedWorker):
         return self.config.actor.ptx_coef * loss, metrics
 
 
-def _ratio_metrics(log_ratio_BR: torch.Tensor, mask_BR: torch.Tensor) -> MicroMetrics:
+def _ratio_metrics(log_ratio_BR: Tensor, mask_BR: Tensor) -> MicroMetrics:
     """Returns metrics of the ratio of the policy's probabilities to the rollout's.
 
     `log_ratio_BR` is its logarithm, and 0 where the mask is 0.

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from verl_like.protocol import DataProto
@@ -54,7 +54,7 @@ class CopyWorker(ModelWorker):
             )
         return super().infer(*args, **kwargs)
 
-    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the names and tensors that the trained model sends: parameters, then buffers.
 
         Parameters are DTensors with this rank's shards.

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from verl_like.algorithms.value_loss import ValueLossInputs, compute_value_loss
 from verl_like.plugins import refuse_overridden
@@ -79,18 +79,18 @@ class ValueWorker(ModelWorker):
             self.config.use_dynamic_bsz,
         )
 
-        def values(micro: MicroBatch) -> tuple[torch.Tensor]:
+        def values(micro: MicroBatch) -> tuple[Tensor]:
             return (self.values_of_tokens(micro),)
 
         return self.infer(data, ["values"], micro_batching, values, phase="values")
 
-    def values_of_tokens(self, micro: MicroBatch) -> torch.Tensor:
+    def values_of_tokens(self, micro: MicroBatch) -> Tensor:
         """Runs the model, and returns the value of each response token, (K,)."""
         packed = self.engine.pack(micro.on_host)
         scored = self.engine.run(packed)
         return packed.of_tokens(scored)
 
-    def _predict(self, micro: MicroBatch) -> torch.Tensor:
+    def _predict(self, micro: MicroBatch) -> Tensor:
         """Returns `values_of_tokens` padded to (b, R), for objectives of subclasses that use this
         form."""
         return micro.of_rows(self.values_of_tokens(micro))
@@ -143,9 +143,7 @@ class CriticWorker(ValueWorker, TrainedWorker):
         )
         return DataProto.from_dict(tensors={}, meta_info={"metrics": metrics})
 
-    def value_loss(
-        self, micro: MicroBatch, mini_batch: MiniBatch
-    ) -> tuple[torch.Tensor, MicroMetrics]:
+    def value_loss(self, micro: MicroBatch, mini_batch: MiniBatch) -> tuple[Tensor, MicroMetrics]:
         """Computes what a micro-batch adds to the clipped squared error of its mini-batch.
 
         Arguments and result are those of `ActorWorker.policy_loss`.

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from verl_like.protocol import DataProto
 from verl_like.single_controller.decorator import Dispatch, register
@@ -109,7 +110,7 @@ class ModelWorker(Worker):
         data: DataProto,
         columns: Sequence[str],
         micro_batching: MicroBatching,
-        compute: Callable[[MicroBatch], tuple[torch.Tensor, ...]],
+        compute: Callable[[MicroBatch], tuple[Tensor, ...]],
         phase: str,
     ) -> DataProto:
         """Runs the model over all rows without gradients, and returns the `columns`, jagged.

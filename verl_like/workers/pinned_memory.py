@@ -8,11 +8,12 @@ from typing import TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 _ALIGNMENT = 64
 """The alignment of tensors in one piece of memory, in bytes: a multiple of any element's size."""
 Name = TypeVar("Name")
-Tensors = Mapping[Name, torch.Tensor]
+Tensors = Mapping[Name, Tensor]
 _READ_ONLY = 0x08
 """CUDA's flag cudaHostRegisterReadOnly."""
 
@@ -48,7 +49,7 @@ def _forget_last_error() -> None:
         torch.zeros(1, device="cuda")
 
 
-def to_device(tensors: Tensors[Name], device: str) -> dict[Name, torch.Tensor]:
+def to_device(tensors: Tensors[Name], device: str) -> dict[Name, Tensor]:
     """Returns copies on a device of tensors of the host, by the same names.
 
     All tensors go to a GPU in one copy, for which this does not wait. The tensors themselves are
@@ -65,7 +66,7 @@ def to_device(tensors: Tensors[Name], device: str) -> dict[Name, torch.Tensor]:
     return _views(moved, tensors)
 
 
-def to_host(tensor: torch.Tensor) -> torch.Tensor:
+def to_host(tensor: Tensor) -> Tensor:
     """Returns a copy of a GPU's tensor in pinned host memory, or a tensor of the host itself.
 
     The former waits for all work that the GPU has to do before.
@@ -78,7 +79,7 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     return copy
 
 
-def host_places(tensors: Tensors[Name]) -> dict[Name, torch.Tensor]:
+def host_places(tensors: Tensors[Name]) -> dict[Name, Tensor]:
     """Returns uninitialised host memory for each tensor, with its shape and dtype, by its name.
 
     The memory is pinned if any tensor is on a GPU. It is one NumPy array, because that has large
@@ -101,9 +102,9 @@ def _padded_size(tensors: Tensors[Name]) -> int:
     return sum(_padded(tensor.nbytes) for tensor in tensors.values())
 
 
-def _views(memory: torch.Tensor, tensors: Tensors[Name]) -> dict[Name, torch.Tensor]:
+def _views(memory: Tensor, tensors: Tensors[Name]) -> dict[Name, Tensor]:
     """Returns views of memory in the shapes and dtypes of tensors, one after the other."""
-    views: dict[Name, torch.Tensor] = {}
+    views: dict[Name, Tensor] = {}
     start = 0
     for name, tensor in tensors.items():
         end = start + tensor.nbytes

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from verl_like.algorithms.ilql import ilql_losses
 from verl_like.algorithms.masked import zero_masked
@@ -122,7 +123,7 @@ class SupervisedWorker(TrainedWorker):
         """Returns the rows of a batch. A subclass may add columns that its loss needs."""
         return Rows.of(data, self.rows_of_sample)
 
-    def loss(self, micro: MicroBatch, mini_batch: MiniBatch) -> tuple[torch.Tensor, MicroMetrics]:
+    def loss(self, micro: MicroBatch, mini_batch: MiniBatch) -> tuple[Tensor, MicroMetrics]:
         """Computes what a micro-batch adds to the mean of `losses` over its mini-batch.
 
         The mean is over the learned tokens, or over the samples if `losses` has one number for
@@ -151,7 +152,7 @@ class SupervisedWorker(TrainedWorker):
         metrics[f"{self.prefix}/num_tokens"] = DeviceMetric((mask_bR.sum(),), Metric.sum)
         return losses.sum() / count, metrics
 
-    def losses(self, micro: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def losses(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the loss of each learned token, (b, R) with 0 elsewhere, or of each sample, (s,).
 
         Metrics of the same shapes are returned beside it, by name.
@@ -165,7 +166,7 @@ class SFTWorker(SupervisedWorker):
     model_class = PolicyModel
     prefix = "sft"
 
-    def losses(self, micro: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def losses(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns -log p(token | tokens before it) of each learned token, (b, R)."""
         return -_log_probs(self.engine, micro), {}
 
@@ -180,7 +181,7 @@ class RMWorker(SupervisedWorker):
     prefix = "rm"
     rows_of_sample = 2
 
-    def losses(self, micro: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def losses(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns -log sigmoid(r_c - r_r - margin) of each pair, (s,).
 
         The rewards r_c and r_r of the chosen and the rejected conversation are read at their last
@@ -231,7 +232,7 @@ class DPOWorker(SupervisedWorker):
         """
         rows = super().rows_of(data)
 
-        def score(micro: MicroBatch) -> tuple[torch.Tensor]:
+        def score(micro: MicroBatch) -> tuple[Tensor]:
             return (_answer_log_probs(self.reference, micro),)
 
         with self.reference.without_adapter():
@@ -242,7 +243,7 @@ class DPOWorker(SupervisedWorker):
         columns["reference_log_probs"] = log_probs_B
         return replace(rows, columns=columns)
 
-    def losses(self, micro: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def losses(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the loss `training.loss_type` of each pair, (s,).
 
         The reward of an answer, a metric, is beta log(pi / reference).
@@ -283,14 +284,14 @@ class ILQLWorker(SupervisedWorker):
                     target.add_(trained - target, alpha=self.training.polyak)
         return result
 
-    def losses(self, micro: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def losses(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the sum of `ilql_losses` of each learned token, (b, R).
 
         The configuration has the weights of the terms. The terms are metrics.
         """
         settings = self.training
         packed = self.engine.pack(micro.on_host)
-        columns: list[torch.Tensor] = []
+        columns: list[Tensor] = []
         for scored in self.engine.run(packed):
             of_tokens = packed.of_tokens(scored)
             columns.append(micro.of_rows(of_tokens))
@@ -314,7 +315,7 @@ class ILQLWorker(SupervisedWorker):
         return losses, metrics
 
 
-def _means(values: dict[str, torch.Tensor], micro: MicroBatch) -> MicroMetrics:
+def _means(values: dict[str, Tensor], micro: MicroBatch) -> MicroMetrics:
     """Returns the means of values of tokens or of samples as metrics."""
     metrics = {}
     for name, value in values.items():
@@ -323,19 +324,19 @@ def _means(values: dict[str, torch.Tensor], micro: MicroBatch) -> MicroMetrics:
     return metrics
 
 
-def _mask(values: torch.Tensor | float, micro: MicroBatch) -> torch.Tensor:
+def _mask(values: Tensor | float, micro: MicroBatch) -> Tensor:
     """Returns the mask of the learned tokens: of each row, (b, R), for values of tokens.
 
     For values of samples, (s,), it has a row for each sample with the tokens of all its
     conversations.
     """
     mask_bR = micro["response_mask"]
-    if isinstance(values, torch.Tensor) and values.ndim == 1:
+    if isinstance(values, Tensor) and values.ndim == 1:
         return mask_bR.reshape(len(values), -1)
     return mask_bR
 
 
-def _log_probs(engine: TrainingEngine, micro: MicroBatch) -> torch.Tensor:
+def _log_probs(engine: TrainingEngine, micro: MicroBatch) -> Tensor:
     """Returns log-probabilities of the learned tokens at temperature 1, (b, R) float32, 0
     elsewhere."""
     packed = engine.pack(micro.on_host)
@@ -344,6 +345,6 @@ def _log_probs(engine: TrainingEngine, micro: MicroBatch) -> torch.Tensor:
     return micro.of_rows(of_tokens)
 
 
-def _answer_log_probs(engine: TrainingEngine, micro: MicroBatch) -> torch.Tensor:
+def _answer_log_probs(engine: TrainingEngine, micro: MicroBatch) -> Tensor:
     """Returns the log-probability of each row's answer, (b,) float32."""
     return _log_probs(engine, micro).sum(-1)

@@ -19,7 +19,7 @@ from verl_like.algorithms.registry import (
 )
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
 INPUTS = {
     "token_level_rewards": "(B, R) float, the reward of each token, after the KL penalty",
@@ -68,9 +68,7 @@ class AdvantageOptions(AlgorithmOptions):
         """Raises ValueError for an option that names a reward which is none of `names`."""
 
 
-def estimate_advantages(
-    estimator: Algorithm, inputs: Mapping[str, Any]
-) -> "tuple[torch.Tensor, torch.Tensor]":
+def estimate_advantages(estimator: Algorithm, inputs: Mapping[str, Any]) -> "tuple[Tensor, Tensor]":
     """Advantages (B, R) and returns (B, R) of `estimator`, which gets those of `inputs` that it has
     parameters for.
 

@@ -15,6 +15,7 @@ Keys: `algorithm.gamma`, `algorithm.lam`.
 """
 
 import torch
+from torch import Tensor
 
 from verl_like.algorithms.advantages import register_adv_est
 from verl_like.algorithms.discounted_sums import gae_in_blocks
@@ -23,12 +24,8 @@ from verl_like.algorithms.masked import few_rows, masked_whiten
 
 @register_adv_est("gae", over_batch=True)
 def compute_gae_advantage_return(
-    token_level_rewards: torch.Tensor,
-    values: torch.Tensor,
-    response_mask: torch.Tensor,
-    gamma: float,
-    lam: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
     """Returns whitened advantages, and returns, (B, R) float each. `gamma` is the discount per
     token, `lam` is lambda."""
     with torch.no_grad():

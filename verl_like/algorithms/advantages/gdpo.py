@@ -20,6 +20,7 @@ Keys: `algorithm.gdpo_reward_keys`, `algorithm.gdpo_reward_weights`,
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from verl_like.algorithms.advantages import register_adv_est
 from verl_like.algorithms.advantages.gdpo_options import GDPOOptions
@@ -30,13 +31,13 @@ from verl_like.algorithms.masked import masked_whiten, zero_masked
 @register_adv_est("gdpo", over_batch=True)
 @torch.no_grad()
 def compute_gdpo_outcome_advantage(
-    scores_by_reward: dict[str, torch.Tensor],
-    response_mask: torch.Tensor,
+    scores_by_reward: dict[str, Tensor],
+    response_mask: Tensor,
     index: np.ndarray,
     options: GDPOOptions,
     epsilon: float = 1e-6,
     norm_adv_by_std_in_grpo: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Returns one advantage for each response, (B, R) at each of its tokens, as the advantages and
     as the returns.
 

@@ -34,6 +34,7 @@ Keys: none.
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from verl_like.algorithms.advantages import register_adv_est
 from verl_like.algorithms.discounted_sums import sums_from_here
@@ -44,15 +45,15 @@ from verl_like.algorithms.masked import zero_masked
 @register_adv_est("optimal_token_baseline")
 @torch.no_grad()
 def compute_optimal_token_baseline_advantage(
-    token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
     index: np.ndarray,
-    old_log_probs: torch.Tensor,
-    sum_pi_squared: torch.Tensor,
-    rollout_is_weights: torch.Tensor | None = None,
+    old_log_probs: Tensor,
+    sum_pi_squared: Tensor,
+    rollout_is_weights: Tensor | None = None,
     handle_zero_tail: bool = True,
     epsilon: float = 1e-8,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Returns advantages and returns, (B, R) float each; `epsilon` is added to each weight W.
 
     With `handle_zero_tail` there is no baseline at a position where no other row of the group has a
@@ -68,7 +69,7 @@ def compute_optimal_token_baseline_advantage(
     norms_so_far = zero_masked(squared_norms, valid).double().cumsum(-1)
     weights = zero_masked(norms_so_far + epsilon, valid)
 
-    def group_sum(columns: torch.Tensor) -> torch.Tensor:
+    def group_sum(columns: Tensor) -> Tensor:
         """Returns the sum of `columns` (B, R) over the rows of the group, (B, R)."""
         totals = columns.new_zeros(groups.num_groups, columns.size(1))
         totals.index_add_(0, groups.group, columns)

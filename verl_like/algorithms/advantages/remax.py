@@ -13,6 +13,7 @@ Keys: none. Each step also generates one greedy response to every prompt.
 """
 
 import torch
+from torch import Tensor
 
 from verl_like.algorithms.advantages import register_adv_est
 from verl_like.algorithms.discounted_sums import sums_from_here
@@ -22,11 +23,11 @@ from verl_like.algorithms.masked import zero_masked
 @register_adv_est("remax")
 @torch.no_grad()
 def compute_remax_outcome_advantage(
-    token_level_rewards: torch.Tensor,
-    reward_baselines: torch.Tensor,
-    response_mask: torch.Tensor,
+    token_level_rewards: Tensor,
+    reward_baselines: Tensor,
+    response_mask: Tensor,
     config: object = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Returns advantages and returns, (B, R) float each. `config` is a parameter in verl and not
     read.
 

@@ -27,18 +27,19 @@ The effective sample size falls before a run collapses (arXiv 2602.17616). Trunc
 """
 
 import torch
+from torch import Tensor
 
 from verl_like.algorithms.corrections import read_band
 from verl_like.algorithms.masked import masked_mean, zero_masked
 
 
 def compute_rollout_correction_weights(
-    log_ratio: torch.Tensor,
-    response_mask: torch.Tensor,
+    log_ratio: Tensor,
+    response_mask: Tensor,
     rollout_is: str = "token",
     rollout_is_threshold: float | str = 2.0,
     rollout_is_batch_normalize: bool = False,
-) -> tuple[torch.Tensor, dict[str, float]]:
+) -> tuple[Tensor, dict[str, float]]:
     """Returns the weights (B, R), 0 where the mask is 0 and without a gradient, and their metrics
     without the prefix.
 
@@ -67,7 +68,7 @@ def compute_rollout_correction_weights(
         if not mask.any():
             return weights, {}
 
-        def units(values: torch.Tensor) -> torch.Tensor:
+        def units(values: Tensor) -> Tensor:
             """Returns the values of what has a weight of its own: tokens, or one number a
             response."""
             if rollout_is == "token":

@@ -20,12 +20,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from verl_like.algorithms.masked import masked_mean, masked_sum, zero_masked
 
 
 def compute_offpolicy_metrics(
-    old_log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, response_mask: torch.Tensor
+    old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor
 ) -> dict[str, float]:
     """Returns the metrics without the prefix. There are none for a batch without tokens.
 
@@ -43,10 +44,10 @@ def compute_offpolicy_metrics(
         of_tokens = d[mask]
         of_rows = masked_sum(d, mask, axis=-1)[rows]
 
-        def row_mean(values: torch.Tensor) -> torch.Tensor:
+        def row_mean(values: Tensor) -> Tensor:
             return masked_mean(values, mask, axis=-1)[rows]
 
-        def mean_square_ratio(log_ratios: torch.Tensor) -> torch.Tensor:
+        def mean_square_ratio(log_ratios: Tensor) -> Tensor:
             doubled = 2 * log_ratios.clamp(-20.0, 20.0)
             return doubled.exp().mean()
 

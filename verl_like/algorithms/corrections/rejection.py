@@ -37,17 +37,18 @@ Mismatch".
 import math
 
 import torch
+from torch import Tensor
 
 from verl_like.algorithms.corrections import rejection_bounds
 from verl_like.algorithms.masked import masked_mean, masked_sum, zero_masked
 
 
 def compute_rollout_rejection_mask(
-    log_ratio: torch.Tensor,
-    response_mask: torch.Tensor,
+    log_ratio: Tensor,
+    response_mask: Tensor,
     rollout_rs: str = "token_k1",
     rollout_rs_threshold: float | str | None = None,
-) -> tuple[torch.Tensor, dict[str, float]]:
+) -> tuple[Tensor, dict[str, float]]:
     """Returns response_mask (B, R) without what is rejected, in its dtype, and metrics without the
     prefix.
 
@@ -65,7 +66,7 @@ def compute_rollout_rejection_mask(
     kept = mask.clone()
     metrics: dict[str, float] = {}
 
-    def add_shares(kept: torch.Tensor, prefix: str) -> None:
+    def add_shares(kept: Tensor, prefix: str) -> None:
         """Adds the metrics of the shares of tokens, and of responses, that lose something."""
         removed = mask & ~kept
         is_lost = removed[mask]

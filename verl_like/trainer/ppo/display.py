@@ -1,6 +1,6 @@
 """What a run of PPO shows of its metrics, its calls and its generations."""
 
-import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from verl_like.protocol import DataProto
@@ -85,7 +85,7 @@ PPO_DISPLAY = Display(
 
 
 def generation_of_row(
-    row: int, batch: DataProto, scores_B: torch.Tensor, tokenizer: PreTrainedTokenizerBase
+    row: int, batch: DataProto, scores_B: Tensor, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, str]:
     """Returns what is shown of a row of a validation batch: the last message of its prompt, its
     response, ground truth and score."""

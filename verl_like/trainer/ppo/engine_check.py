@@ -4,6 +4,7 @@ An engine that has the actor's weights may still build another model with them.
 """
 
 import torch
+from torch import Tensor
 
 from verl_like.data.prompt_dataset import PromptDataset
 from verl_like.protocol import DataProto
@@ -45,14 +46,14 @@ def draw(rollout: WorkerGroup, dataset: PromptDataset) -> list[DataProto]:
     return [answer for answer in answers if answer is not None]
 
 
-def log_probs_of(actor: WorkerGroup, drawn: list[DataProto]) -> list[torch.Tensor]:
+def log_probs_of(actor: WorkerGroup, drawn: list[DataProto]) -> list[Tensor]:
     """Returns the log-probabilities that the actor, or a copy of it, computes for the tokens that
     the replicas drew. There is a tensor for each replica, float32 at temperature 1."""
     if not drawn:
         return []
     batch = DataProto.concat([each.select(meta_info_keys=[]) for each in drawn])
     scored = actor.score_greedy(batch).get()
-    log_probs: list[torch.Tensor] = []
+    log_probs: list[Tensor] = []
     start = 0
     for each in drawn:
         end = start + len(each)
@@ -61,7 +62,7 @@ def log_probs_of(actor: WorkerGroup, drawn: list[DataProto]) -> list[torch.Tenso
     return log_probs
 
 
-def of_tokens(batch: DataProto, name: str) -> torch.Tensor:
+def of_tokens(batch: DataProto, name: str) -> Tensor:
     """Returns the values of a column for all response tokens of a batch, in one tensor
     (tokens,)."""
     values, _offsets = jagged_parts(batch.tensors()[name])
@@ -69,7 +70,7 @@ def of_tokens(batch: DataProto, name: str) -> torch.Tensor:
 
 
 def require_one_model(
-    config: PPOConfig, side: str, drawn: list[DataProto], log_probs: list[torch.Tensor]
+    config: PPOConfig, side: str, drawn: list[DataProto], log_probs: list[Tensor]
 ) -> None:
     """Raises EngineMismatch unless each replica's log-probabilities are the actor's `log_probs`, up
     to rounding. `side` says in the message whose engine it is."""
@@ -81,11 +82,7 @@ def require_one_model(
 
 
 def require_close(
-    config: PPOConfig,
-    what: str,
-    own: torch.Tensor,
-    of_actor: torch.Tensor,
-    quantization: str | None = None,
+    config: PPOConfig, what: str, own: Tensor, of_actor: Tensor, quantization: str | None = None
 ) -> None:
     """Raises EngineMismatch unless the log-probabilities `own` of `what` are the actor's, up to the
     rounding of the data types. NaN is a mismatch."""

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from verl_like.algorithms.corrections.off_policy_metrics import compute_offpolicy_metrics
 from verl_like.protocol import DataProto, Metric
@@ -37,7 +38,7 @@ def batch_metrics(
     mask_name = "sampled_mask" if "sampled_mask" in view else "response_mask"
     counted_S = view[mask_name].any(-1)  # False for the samples that were skipped
 
-    def column(name: str) -> torch.Tensor:
+    def column(name: str) -> Tensor:
         return view[name] if counted_S.all() else view[name][counted_S]
 
     mask = column(mask_name).bool()
@@ -73,13 +74,13 @@ def batch_metrics(
     return metrics
 
 
-def _longest_rows(mask: torch.Tensor, samples: SampleRows) -> torch.Tensor:
+def _longest_rows(mask: Tensor, samples: SampleRows) -> Tensor:
     """Returns the most tokens that the jagged mask marks in one row of each sample, (S,) int64."""
     zeros_S = torch.zeros(samples.num_samples, dtype=torch.int64)
     return zeros_S.scatter_reduce(0, samples.sample_of_row, num_marked(mask), "amax")
 
 
-def validation_metrics(batch: DataProto, scores_B: torch.Tensor) -> dict[str, float]:
+def validation_metrics(batch: DataProto, scores_B: Tensor) -> dict[str, float]:
     """Returns metrics of a validation, for each data source and each variable of its responses.
 
     `{data_source}/{variable}/mean@N` is the mean over prompts with N samples each, and if N > 1,
@@ -140,13 +141,13 @@ def _metrics_of_source(
     return metrics
 
 
-def _mean(values: torch.Tensor) -> Metric:
+def _mean(values: Tensor) -> Metric:
     """Returns the mean of values. That of no values is NaN, with a weight of 0."""
     mean = values.float().mean()
     return Metric.mean(mean.item(), weight=values.numel())
 
 
-def _mean_max_min(name: str, values: torch.Tensor) -> dict[str, Metric]:
+def _mean_max_min(name: str, values: Tensor) -> dict[str, Metric]:
     """Returns mean, maximum and minimum of values. No values, as when every sample of the batch was
     skipped, have no metrics."""
     if not values.numel():
@@ -159,9 +160,7 @@ def _mean_max_min(name: str, values: torch.Tensor) -> dict[str, Metric]:
     }
 
 
-def _drift(
-    rollout_log_probs: torch.Tensor, old_log_probs: torch.Tensor, mask_BR: torch.Tensor
-) -> dict[str, Metric]:
+def _drift(rollout_log_probs: Tensor, old_log_probs: Tensor, mask_BR: Tensor) -> dict[str, Metric]:
     """Returns metrics of how far the rollout engine's probabilities of tokens are from the
     trainer's. Both have the same weights. Less than two tokens have no metrics."""
     rollout = rollout_log_probs[mask_BR].exp()

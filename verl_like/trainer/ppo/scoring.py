@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from verl_like.algorithms.groups import PromptGroups
@@ -104,7 +105,7 @@ def reward_means(batch: DataProto, reward_columns: Mapping[str, float]) -> dict[
     that the reward function returned beside the score. A number that no sample has gets no mean.
     """
     is_scored_B = batch.tensor_batch["response_mask"].any(-1)
-    values: dict[str, torch.Tensor] = {}
+    values: dict[str, Tensor] = {}
     if len(reward_columns) > 1:
         for name in reward_columns:
             rewards_B = batch.tensor_batch[name].sum(-1)
@@ -120,14 +121,14 @@ def reward_means(batch: DataProto, reward_columns: Mapping[str, float]) -> dict[
     return means
 
 
-def total_scores(batch: DataProto, reward_columns: Mapping[str, float]) -> torch.Tensor:
+def total_scores(batch: DataProto, reward_columns: Mapping[str, float]) -> Tensor:
     """Returns the reward before any KL penalty: the weighted sum of the reward columns, (B, R).
 
     Raises RewardError if a column of a sample is not finite, unless the rules skipped the sample.
     An estimator that compares all rows of a batch would otherwise make every advantage infinite or
     NaN.
     """
-    weighted: list[torch.Tensor] = []
+    weighted: list[Tensor] = []
     for name, weight in reward_columns.items():
         rewards_BR = batch.tensor_batch[name]
         is_finite_B = rewards_BR.isfinite().all(-1)
@@ -146,16 +147,14 @@ def total_scores(batch: DataProto, reward_columns: Mapping[str, float]) -> torch
     return torch.stack(weighted).sum(0)
 
 
-def scores_by_reward(
-    batch: DataProto, reward_columns: Mapping[str, float]
-) -> dict[str, torch.Tensor]:
+def scores_by_reward(batch: DataProto, reward_columns: Mapping[str, float]) -> dict[str, Tensor]:
     """Returns each reward by itself, (B, R), by name, for estimators that normalise rewards
     separately.
 
     These are the weighted reward columns, and the numbers that the reward function returned beside
     the score, on the last token. A number is NaN for a sample for which it was not returned.
     """
-    scores: dict[str, torch.Tensor] = {}
+    scores: dict[str, Tensor] = {}
     for name, weight in reward_columns.items():
         scores[name] = weight * batch.tensor_batch[name]
     mask_BR = batch.tensor_batch["response_mask"]
@@ -165,7 +164,7 @@ def scores_by_reward(
     return scores
 
 
-def groups_differ(batch: DataProto, metric: str) -> torch.Tensor:
+def groups_differ(batch: DataProto, metric: str) -> Tensor:
     """Returns for each row, (B,) bool, whether the responses to its prompt differ in `metric`.
     Responses that could not be scored do not count.
 
@@ -315,7 +314,7 @@ class PendingScores:
         self.pending = self.scorer.manager.expect(num_scored)
         self.num_early = 0
         """How many responses were given to the rules before generation ended."""
-        self.mask: torch.Tensor | None = None
+        self.mask: Tensor | None = None
         """The jagged `response_mask` of the batch of responses, once they are generated."""
 
     def add(self, finished: Sequence[FinishedRequest]) -> None:

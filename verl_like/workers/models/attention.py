@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
@@ -70,7 +71,7 @@ class Sequences:
     """The sequences that N packed tokens are, and how their tokens attend to each other."""
 
     lengths: list[int]
-    cu_seqlens: torch.Tensor
+    cu_seqlens: Tensor
     """(S + 1,) int32, the start of each of the S sequences; the last entry is N."""
     scale: float | None = None
     """The factor of the attention logits; None means 1 / sqrt(D)."""
@@ -80,7 +81,7 @@ class Sequences:
     """The bound of the attention logits."""
 
 
-Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Sequences], torch.Tensor]
+Kernel = Callable[[Tensor, Tensor, Tensor, Sequences], Tensor]
 """A function of the query (1, H, N, D), key and value (1, G, N, D) and sequences, which returns the
 output (1, N, H, D)."""
 
@@ -97,7 +98,7 @@ _REFUSED = {
 that gives them does."""
 
 
-def packed_attention(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, None]]:
+def packed_attention(kernel: Kernel) -> Callable[..., tuple[Tensor, None]]:
     """Returns the attention function that transformers calls in every layer.
 
     It refuses what packed attention does not compute, does the exchanges of sequence parallelism,
@@ -107,13 +108,13 @@ def packed_attention(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, None]]
     @torch.compiler.disable
     def attend(
         module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
         *,
-        cu_seqlens: torch.Tensor | None = None,
-        sequence_lengths: torch.Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        sequence_lengths: Tensor | None = None,
         sequence_parallel: SequenceExchange | None = None,
         scaling: float | None = None,
         dropout: float = 0.0,
@@ -121,7 +122,7 @@ def packed_attention(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, None]]
         softcap: float | None = None,
         is_causal: bool | None = None,
         **further: Any,
-    ) -> tuple[torch.Tensor, None]:
+    ) -> tuple[Tensor, None]:
         if dropout:
             raise ValueError(
                 f"The model trains with attention dropout {dropout}, which makes the probability "
@@ -160,9 +161,7 @@ def packed_attention(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, None]]
     return attend
 
 
-def packed_sdpa(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: Sequences
-) -> torch.Tensor:
+def packed_sdpa(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences) -> Tensor:
     """Computes attention by torch's `scaled_dot_product_attention`.
 
     Consecutive sequences of the same length are computed in one call.
@@ -209,13 +208,8 @@ def packed_sdpa(
 
 
 def _softcapped(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask_LL: torch.Tensor,
-    scale: float | None,
-    softcap: float,
-) -> torch.Tensor:
+    q: Tensor, k: Tensor, v: Tensor, mask_LL: Tensor, scale: float | None, softcap: float
+) -> Tensor:
     """Computes attention with logits bounded by softcap * tanh(logits / softcap) (Gemma 2,
     arXiv:2408.00118)."""
     num_repeats = q.size(1) // k.size(1)
@@ -236,9 +230,7 @@ if "enable_gqa" in inspect.signature(varlen_attn).parameters:
     _VARLEN_GROUPED["enable_gqa"] = True
 
 
-def packed_varlen(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: Sequences
-) -> torch.Tensor:
+def packed_varlen(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences) -> Tensor:
     """Computes attention by torch's kernel for sequences of different lengths, in one call."""
     assert sequences.softcap is None, (
         "choose_attention gives a model with bounded logits another kernel"
@@ -264,9 +256,7 @@ def packed_varlen(
     return output_NHD.unsqueeze(0)
 
 
-def packed_flash(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: Sequences
-) -> torch.Tensor:
+def packed_flash(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences) -> Tensor:
     """Computes attention by flash-attn's kernel for sequences of different lengths, in one call."""
     from flash_attn import flash_attn_varlen_func
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LogitsProcessor, PreTrainedModel
 
 from verl_like.workers.models.linear_log_prob import linear_log_prob
@@ -63,7 +63,7 @@ class ILQLModel(PackedModel):
         self.logit_scale, self.softcap = changes_of_logits(hf)
         self.heads = ilql_heads(hf)
 
-    def forward(self, packed: PackedBatch) -> tuple[torch.Tensor, ...]:
+    def forward(self, packed: PackedBatch) -> tuple[Tensor, ...]:
         """Returns seven numbers for each scored token, (M,) float32 each.
 
         They are the log-probability, Q of both heads, the log-softmax of Q over the vocabulary of
@@ -76,7 +76,7 @@ class ILQLModel(PackedModel):
             hidden_MD, policy_VD, labels_M, scale=self.logit_scale, softcap=self.softcap
         )
 
-        def last_layer(name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        def last_layer(name: str) -> tuple[Tensor, Tensor, Tensor]:
             """Returns a head's last layer: inputs (M, H), weight (V, H), and Q of labels (M,)."""
             head: Any = self.heads[name]
             inputs_MH = head[:-1](hidden_MD)
@@ -121,7 +121,7 @@ class AdvantageWeighting(LogitsProcessor):
         self.hidden = inputs[0][:, -1]
 
     @torch.no_grad()
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> Any:
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Any:
         """Adds the advantages to the log-softmax of the logits `scores` of the next token, (B,
         V)."""
         q1 = self.heads["target_q1"](self.hidden)

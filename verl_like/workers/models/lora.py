@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from verl_like.workers.config.models import ModelConfig, TrainedModelConfig
@@ -32,7 +32,7 @@ def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return of_adapter or parameters
 
 
-def model_buffers(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
+def model_buffers(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
     """Returns names and tensors of the buffers that are in the model's checkpoints.
 
     Tied buffers come once. For a model with an adapter there are none: its buffers are those of the
@@ -129,8 +129,8 @@ def without_adapter(hf: nn.Module) -> Iterator[None]:
 
 
 def with_scale(
-    parameters: Iterable[tuple[str, torch.Tensor]], config: TrainedModelConfig
-) -> Iterator[tuple[str, torch.Tensor]]:
+    parameters: Iterable[tuple[str, Tensor]], config: TrainedModelConfig
+) -> Iterator[tuple[str, Tensor]]:
     """Yields the parameters in the form that rollout engines and copies load.
 
     In it B has the factor alpha / rank. Such a parameter is a detached copy.
@@ -144,8 +144,8 @@ def with_scale(
 
 
 def merged_weights(
-    hf: PreTrainedModel, settings: Any, trained: Mapping[str, torch.Tensor], dtype: torch.dtype
-) -> dict[str, torch.Tensor]:
+    hf: PreTrainedModel, settings: Any, trained: Mapping[str, Tensor], dtype: torch.dtype
+) -> dict[str, Tensor]:
     """Returns the weights of a model with its adapter merged into its matrices, in `dtype`.
 
     Buffers keep their dtype.

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
@@ -95,7 +95,7 @@ def load_shapes(
 
     Returns the model, and transformers' report of what is missing or does not fit.
     """
-    shapes: dict[str, torch.Tensor] = {}
+    shapes: dict[str, Tensor] = {}
     for file in files_that_are_loaded(files):
         with safe_open(file, "pt") as content:
             for name in content.keys():  # noqa: SIM118 (no dictionary)
@@ -215,9 +215,7 @@ class Trial:
             names = ", ".join(sorted(self.without_attention)) or type(hf).__name__
             raise ValueError(f"{names} {_NO_INTERFACE}, {_NOT_PACKED}.")
 
-    def _count(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: Sequences
-    ) -> torch.Tensor:
+    def _count(self, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences) -> Tensor:
         """Counts a call, as the kernel of the trial's attention."""
         self.num_calls += 1
         return query.transpose(1, 2).contiguous()
@@ -264,5 +262,5 @@ class _NoExchange(SequenceExchange):
         self.size = size
         self.rank = 0
 
-    def _exchange(self, by_rank: torch.Tensor) -> torch.Tensor:
+    def _exchange(self, by_rank: Tensor) -> Tensor:
         return by_rank.contiguous()

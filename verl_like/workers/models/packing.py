@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn, Self
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from verl_like.protocol import PAD_COLUMN, DataProto
@@ -28,7 +29,7 @@ class Rows:
     Columns with a value for each token are jagged. Others have one entry for each row.
     """
 
-    columns: Mapping[str, torch.Tensor]
+    columns: Mapping[str, Tensor]
     response_length: int
     """R, the width of a padded response."""
     known_response_length: int | None
@@ -70,25 +71,25 @@ class Rows:
     def __contains__(self, name: str) -> bool:
         return name in self.columns
 
-    def __getitem__(self, name: str) -> torch.Tensor:
+    def __getitem__(self, name: str) -> Tensor:
         return self.columns[name]
 
     @property
-    def sample_starts(self) -> torch.Tensor:
+    def sample_starts(self) -> Tensor:
         """The first row of each sample, then the number of rows, (number of samples + 1,) int64."""
         return sample_starts(self.columns, len(self))
 
     @property
-    def lengths_B(self) -> torch.Tensor:
+    def lengths_B(self) -> Tensor:
         """The number of tokens of each row's prompt and response, (B,) int64."""
         return _lengths(self.columns["prompts"]) + _lengths(self.columns["responses"])
 
     @property
-    def num_scored_B(self) -> torch.Tensor:
+    def num_scored_B(self) -> Tensor:
         """The number of scored response tokens of each row, (B,) int64."""
         return num_marked(self.columns["response_mask"])
 
-    def take(self, at: torch.Tensor) -> Self:
+    def take(self, at: Tensor) -> Self:
         """Returns copies of the rows `at`.
 
         If `at` is empty, it returns `filler_rows` rows of one token that is not scored, because a
@@ -103,7 +104,7 @@ class Rows:
                 columns[name] = _filler(name, column, self.filler_rows)
         return replace(self, columns=columns)
 
-    def response_places(self, starts: torch.Tensor | None = None) -> RowPlaces:
+    def response_places(self, starts: Tensor | None = None) -> RowPlaces:
         """Returns where the response tokens lie in padded rows.
 
         With the `starts` of samples it returns where they lie in padded samples.
@@ -112,20 +113,20 @@ class Rows:
         return places_of_samples(offsets, self.response_length, starts)
 
 
-def num_marked(mask: torch.Tensor) -> torch.Tensor:
+def num_marked(mask: Tensor) -> Tensor:
     """Returns how many tokens a jagged mask marks in each row, (B,) int64."""
     marks, offsets = jagged_parts(mask)
     num_before = offsets_of(marks.long())
     return num_before[offsets].diff()
 
 
-def _lengths(column: torch.Tensor) -> torch.Tensor:
+def _lengths(column: Tensor) -> Tensor:
     """Returns the number of tokens of each row of a jagged column, (B,) int64."""
     _values, offsets = jagged_parts(column)
     return offsets.diff()
 
 
-def _filler(name: str, column: torch.Tensor, num_rows: int) -> torch.Tensor:
+def _filler(name: str, column: Tensor, num_rows: int) -> Tensor:
     """Makes a column of rows with a prompt of one token and an empty response, all zeros."""
     if not is_jagged(column):
         return column.new_zeros(num_rows, *column.shape[1:])
@@ -140,20 +141,20 @@ def _filler(name: str, column: torch.Tensor, num_rows: int) -> torch.Tensor:
 class PackedBatch:
     """Rows without their padding, one after the other, and where their response tokens are."""
 
-    input_ids: torch.Tensor
+    input_ids: Tensor
     """(1, N) int64."""
-    position_ids: torch.Tensor
+    position_ids: Tensor
     """(1, N) int64."""
-    cu_seqlens: torch.Tensor
+    cu_seqlens: Tensor
     """(S + 1,) int32, the start of each of the S sequences; the last entry is N."""
     sequence_lengths: list[int]
     """The S lengths, on the host."""
-    scored: torch.Tensor
+    scored: Tensor
     """(M,) int64, the packed index of the token *before* each scored token, whose output predicts
     it."""
-    labels: torch.Tensor
+    labels: Tensor
     """(M,) int64, the scored tokens themselves."""
-    places: torch.Tensor
+    places: Tensor
     """(M,) int64, the index of each scored token among the response tokens."""
     num_response_tokens: int
     """K."""
@@ -167,21 +168,21 @@ class PackedBatch:
 
     def on(self, device: str) -> "PackedBatch":
         """Returns the batch with its tensors on a device."""
-        tensors: dict[str, torch.Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for name, value in vars(self).items():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, Tensor):
                 tensors[name] = value
         moved: dict[str, Any] = to_device(tensors, device)
         return replace(self, **moved)
 
-    def unpack(self, scored_values: torch.Tensor) -> NoReturn:
+    def unpack(self, scored_values: Tensor) -> NoReturn:
         """Raises ValueError. Earlier versions padded to rows, which a packed batch cannot do."""
         raise ValueError(
             "PackedBatch.unpack is gone: packed.of_tokens(values) has one number for each "
             "response token, and micro.of_rows of it pads these to (b, R), as unpack did"
         )
 
-    def of_tokens(self, scored_values: torch.Tensor) -> torch.Tensor:
+    def of_tokens(self, scored_values: Tensor) -> Tensor:
         """Expands values of the scored tokens, (M,), to all response tokens, (K,) float32.
 
         Tokens that are not scored get 0. It is differentiable. If ranks share the batch, it takes

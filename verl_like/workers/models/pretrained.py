@@ -12,7 +12,7 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -161,7 +161,7 @@ def require_finite(model: PreTrainedModel, config: ModelConfig, *, key: str) -> 
     )
 
 
-def _is_finite(tensor: torch.Tensor) -> bool:
+def _is_finite(tensor: Tensor) -> bool:
     """Returns True if no value is NaN or infinite."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
@@ -436,7 +436,7 @@ def check_tokenizer(
                 )
 
 
-def save_weights(hf: PreTrainedModel, weights: dict[str, torch.Tensor], folder: Path) -> None:
+def save_weights(hf: PreTrainedModel, weights: dict[str, Tensor], folder: Path) -> None:
     """Writes the weights to a folder, for transformers and vLLM.
 
     The weights of further heads are written to `HEADS_FILE`, which these do not read, and removed

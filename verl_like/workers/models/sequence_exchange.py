@@ -11,6 +11,7 @@ import math
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.nn.functional import all_to_all_single
 
@@ -27,8 +28,8 @@ class SequenceExchange:
         self.group = mesh.get_group()
 
     def tokens_to_heads(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, query: Tensor, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Exchanges own tokens of all heads for all tokens of own heads, in one communication.
 
         The query (1, H, n, D) becomes (1, H / s, N, D). Key and value (1, G, n, D) become
@@ -48,7 +49,7 @@ class SequenceExchange:
         own_query, own_key, own_value = _join(received).split(num_own_heads, dim=1)
         return own_query, own_key, own_value
 
-    def heads_to_tokens(self, output: torch.Tensor) -> torch.Tensor:
+    def heads_to_tokens(self, output: Tensor) -> Tensor:
         """Exchanges all tokens of own heads for own tokens of all heads, the reverse.
 
         (1, N, H / s, D) becomes (1, n, H, D).
@@ -57,7 +58,7 @@ class SequenceExchange:
         received = self._exchange(by_rank)  # (s, n, H / s, D)
         return _join(received)
 
-    def gather(self, values_m: torch.Tensor, before: int, total: int) -> torch.Tensor:
+    def gather(self, values_m: Tensor, before: int, total: int) -> Tensor:
         """Returns the values of the scored tokens of all ranks, (M,), with M = `total`.
 
         `before` of them are on the ranks before this one.
@@ -70,11 +71,11 @@ class SequenceExchange:
         gathered_M[before:end] = values_m
         return gathered_M
 
-    def _split(self, values: torch.Tensor) -> torch.Tensor:
+    def _split(self, values: Tensor) -> Tensor:
         """Divides dimension 1 among the ranks: (1, X, Y, D) becomes (s, X / s, Y, D)."""
         return values[0].unflatten(0, (self.size, -1))
 
-    def _exchange(self, by_rank: torch.Tensor) -> torch.Tensor:
+    def _exchange(self, by_rank: Tensor) -> Tensor:
         """Sends slice i of the first dimension to rank i of the group, and returns as slice i what
         that rank has sent."""
         by_rank = by_rank.contiguous()
@@ -82,7 +83,7 @@ class SequenceExchange:
         return all_to_all_single(received, by_rank, group=self.group)
 
 
-def _join(by_rank: torch.Tensor) -> torch.Tensor:
+def _join(by_rank: Tensor) -> Tensor:
     """Puts the parts of all ranks one after the other: (s, X, Y, D) becomes (1, X, s Y, D)."""
     joined = by_rank.transpose(0, 1).flatten(1, 2)
     return joined.unsqueeze(0)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from verl_like.protocol import PAD_COLUMN, DataProto, Metric
 from verl_like.protocol.row_ops import RowTaker, jagged_from_lists, jagged_parts
@@ -134,7 +135,7 @@ def names_of_real(prompts: DataProto, requests: Sequence[GenerationRequest]) -> 
     return {request.name for request in real}
 
 
-def is_real(prompts: DataProto) -> torch.Tensor:
+def is_real(prompts: DataProto) -> Tensor:
     """Returns a mask (B,) bool that is False for padding rows."""
     none_B = torch.zeros(len(prompts), dtype=torch.bool)
     return ~prompts.tensor_batch.get(PAD_COLUMN, none_B)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
@@ -65,9 +66,9 @@ class _Batch:
     """Responses that started at the same step and have the same sampling."""
 
     responses: list[_Response]
-    input_ids: torch.Tensor
+    input_ids: Tensor
     """(b, t) int64, padded on the left."""
-    attention_mask: torch.Tensor
+    attention_mask: Tensor
     """(b, t) int64."""
     cache: DynamicCache | None = None
     """The keys and values of all tokens but the last. It is None if the present weights have
@@ -247,8 +248,8 @@ class HfEngine(RolloutEngine):
 
 
 def _draw(
-    logits_bV: torch.Tensor, sampling: Sampling, generators: list[torch.Generator]
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits_bV: Tensor, sampling: Sampling, generators: list[torch.Generator]
+) -> tuple[Tensor, Tensor]:
     """Draws a token for each row with the row's own generator.
 
     The token with the largest log p - log E, where E has the exponential distribution, is a draw
@@ -270,7 +271,7 @@ def _draw(
     return tokens_b1, log_probs_bV.gather(-1, tokens_b1)
 
 
-def _warped(logits_bV: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+def _warped(logits_bV: Tensor, sampling: Sampling) -> Tensor:
     """Returns logits at the temperature, with -infinity for tokens that top-k or top-p excludes."""
     warpers: list[LogitsProcessor] = [TemperatureLogitsWarper(sampling.temperature)]
     if sampling.top_k != -1:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from verl_like.workers.weights.exports import WeightExport, buckets_of, iterate_weights
 from verl_like.workers.weights.fingerprints import fingerprint_sum, read_fingerprints
@@ -99,7 +100,7 @@ def check_staged(exports: Sequence[WeightExport], version: int, device: str) -> 
     expected = check_exports(exports, version)
     stale: StaleWeightsError | None = None
     try:
-        sums: dict[str, torch.Tensor | int] = {}
+        sums: dict[str, Tensor | int] = {}
         for name, tensor in iterate_weights(exports):
             sums[name] = fingerprint_sum(tensor.to(device))
         staged = read_fingerprints(sums)

@@ -8,14 +8,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from verl_like.workers.weights.fingerprints import local_fingerprint, read_fingerprints
 from verl_like.workers.weights.gathering import whole_tensors
 
 DEFAULT_BUCKET_BYTES = 256 << 20
-NamedTensor = tuple[str, torch.Tensor]
+NamedTensor = tuple[str, Tensor]
 """A Hugging Face name, and the parameter or buffer that has it."""
-OrderedWeight = tuple[str, torch.Tensor, torch.dtype]
+OrderedWeight = tuple[str, Tensor, torch.dtype]
 """Name, tensor, and the dtype in which it travels; see `in_order`."""
 Allocate = Callable[[int, bool], np.ndarray]
 """Returns host memory of a number of bytes, (bytes,) uint8 without values; pinned if the second
@@ -123,12 +124,12 @@ def collect_weights(
         allocate: returns the memory of a bucket. With None nothing is gathered, and the buckets
             have no values.
     """
-    fingerprints: dict[str, torch.Tensor | int] = {}
+    fingerprints: dict[str, Tensor | int] = {}
     buckets: list[WeightBucket] = []
     weights = in_order(parameters, dtype, buffers)
     groups = _in_buckets(weights, bucket_bytes)
     for index, group in enumerate(groups):
-        tensors: dict[str, torch.Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for name, weight, own_dtype in group:
             if name in fingerprints:
                 raise ValueError(
@@ -189,7 +190,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _pack(tensors: Sequence[torch.Tensor], allocate: Allocate) -> np.ndarray:
+def _pack(tensors: Sequence[Tensor], allocate: Allocate) -> np.ndarray:
     """Copies tensors of one dtype, one after the other, into (bytes,) uint8 host memory."""
     pieces = [tensor.ravel() for tensor in tensors]
     first = pieces[0]

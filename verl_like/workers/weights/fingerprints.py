@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -21,7 +22,7 @@ _ELEMENTS_PER_CHUNK = {"cpu": 1 << 16, "cuda": 1 << 25}
 chunk stay in the cache of a core."""
 
 
-def fingerprint_tensor(tensor: torch.Tensor, first_row: int = 0, first_column: int = 0) -> int:
+def fingerprint_tensor(tensor: Tensor, first_row: int = 0, first_column: int = 0) -> int:
     """Returns the fingerprint of a tensor. `read_fingerprints` reads those of several tensors with
     one wait for the device.
 
@@ -41,7 +42,7 @@ def fingerprint_tensor(tensor: torch.Tensor, first_row: int = 0, first_column: i
     return read_fingerprints({"": total})[""]
 
 
-def read_fingerprints(sums: Mapping[str, torch.Tensor | int]) -> dict[str, int]:
+def read_fingerprints(sums: Mapping[str, Tensor | int]) -> dict[str, int]:
     """Returns the fingerprints of tensors by name, from their `fingerprint_sum`; waits once for
     each device."""
     read: dict[str, int] = {}
@@ -71,9 +72,7 @@ def sum_over_ranks(fingerprints: Mapping[str, int], group: Any = None) -> dict[s
     return dict(zip(names, sums.tolist(), strict=True))
 
 
-def fingerprint_sum(
-    tensor: torch.Tensor, first_row: int = 0, first_column: int = 0
-) -> torch.Tensor:
+def fingerprint_sum(tensor: Tensor, first_row: int = 0, first_column: int = 0) -> Tensor:
     """Returns the fingerprint of `fingerprint_tensor` as a signed number, () int64, on the device
     of the tensor."""
     device = tensor.device
@@ -107,7 +106,7 @@ def fingerprint_sum(
     return total
 
 
-def _odd_factors(first: int, count: int, device: torch.device) -> torch.Tensor:
+def _odd_factors(first: int, count: int, device: torch.device) -> Tensor:
     """Returns a pseudo-random odd number for each of the indices from `first`, (count,) int64."""
     start = first + 1
     indices = torch.arange(start, start + count, device=device)
@@ -118,7 +117,7 @@ def _odd_factors(first: int, count: int, device: torch.device) -> torch.Tensor:
     return mixed | 1
 
 
-def local_fingerprint(name: str, tensor: torch.Tensor, rank: int) -> torch.Tensor | int:
+def local_fingerprint(name: str, tensor: Tensor, rank: int) -> Tensor | int:
     """Returns the `fingerprint_sum` of the part of a tensor that this rank answers for, such that
     the sum over all ranks counts every value once.
 

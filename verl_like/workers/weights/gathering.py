@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 
-def whole_tensors(tensors: Sequence[torch.Tensor], is_kept: bool = True) -> list[torch.Tensor]:
+def whole_tensors(tensors: Sequence[Tensor], is_kept: bool = True) -> list[Tensor]:
     """Returns the tensors, all of one dtype, with DTensors gathered: a collective call.
 
     All that lie in rows over the same ranks, as FSDP2 cuts parameters, are gathered by one call,
@@ -18,7 +19,7 @@ def whole_tensors(tensors: Sequence[torch.Tensor], is_kept: bool = True) -> list
     the list is empty.
     """
     in_rows: dict[tuple[Any, int], list[int]] = defaultdict(list)
-    whole: dict[int, torch.Tensor] = {}
+    whole: dict[int, Tensor] = {}
     for index, tensor in enumerate(tensors):
         if not isinstance(tensor, DTensor):
             whole[index] = tensor
@@ -52,9 +53,7 @@ def _dim_of_rows(tensor: DTensor) -> int | None:
     return dim_of_rows
 
 
-def _gather_rows(
-    tensors: Sequence[Any], group: Any, num_ranks: int, is_kept: bool
-) -> list[torch.Tensor]:
+def _gather_rows(tensors: Sequence[Any], group: Any, num_ranks: int, is_kept: bool) -> list[Tensor]:
     """Gathers whole tensors from the rows that each rank of the group has, in one call. The list is
     empty without `is_kept`."""
     if num_ranks == 1:

@@ -9,7 +9,7 @@ process of its worker; nothing else does.
 from collections.abc import Iterable
 from typing import Any
 
-import torch
+from torch import Tensor
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.utils import parse_fine_tuned_lora_name
@@ -36,7 +36,7 @@ class Adapter:
         """
         mapper = getattr(self.manager.model, "hf_to_vllm_mapper", None)
         renaming = mapper.get_rename_mapper() if mapper else None
-        values: dict[str, torch.Tensor] = {}
+        values: dict[str, Tensor] = {}
         self.sources = {}
         for name, tensor in tensors:
             own_name = name.replace(".default.", ".")

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -40,7 +41,7 @@ from verl_like.workers.weights.vllm_adapter import Adapter
 from verl_like.workers.weights.vllm_direct import DirectInitInfo, IpcReceiver
 from verl_like.workers.weights.vllm_pieces import Source, cut_parameter
 
-Sums = dict[str, torch.Tensor]
+Sums = dict[str, Tensor]
 """By the name of a Hugging Face tensor, the `fingerprint_sum` of the part of it that is in a
 parameter of vLLM."""
 _PR_SET_PDEATHSIG = 1
@@ -200,7 +201,7 @@ class StagedTransfer(WeightTransferEngine[DirectInitInfo, StagedUpdate]):
             # Other buffers of vLLM's, such as tables of positions, are its own.
             if name in self._sources:
                 tensors[name] = buffer
-        totals: dict[str, torch.Tensor | int] = {}
+        totals: dict[str, Tensor | int] = {}
         for name, tensor in tensors.items():
             # What vLLM has no place for is left out, and so it is missed, whatever its values are.
             for source in self._sources.get(name, []):
@@ -214,7 +215,7 @@ class StagedTransfer(WeightTransferEngine[DirectInitInfo, StagedUpdate]):
             return own
         return sum_over_ranks(own, group.cpu_group)
 
-    def _fingerprints_in(self, name: str, parameter: torch.Tensor) -> Sums:
+    def _fingerprints_in(self, name: str, parameter: Tensor) -> Sums:
         """Returns `_fingerprints_of` what was loaded into a parameter; raises WeightSyncError if
         there are none."""
         if name in self._before_packing:
@@ -231,7 +232,7 @@ class StagedTransfer(WeightTransferEngine[DirectInitInfo, StagedUpdate]):
             )
         return found
 
-    def _fingerprints_of(self, name: str, parameter: torch.Tensor) -> Sums | None:
+    def _fingerprints_of(self, name: str, parameter: Tensor) -> Sums | None:
         """Returns the fingerprints of what this process answers for in a parameter; None if the
         parameter's sources do not add up to it."""
         module_name, _, leaf = name.rpartition(".")
