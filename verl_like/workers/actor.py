@@ -31,7 +31,7 @@ from verl_like.workers.engine.mini_batches import (
     forward,
     update,
 )
-from verl_like.workers.model_worker import TrainedWorker
+from verl_like.workers.model_worker import TrainedWorker, metrics_alone
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS, Rows
 from verl_like.workers.planning.partition import log_prob_micro_batching
 from verl_like.workers.weights import WEIGHT_TRANSPORTS
@@ -205,7 +205,7 @@ class ActorWorker(ScoringWorker, TrainedWorker):
             beside=beside,
             check_steps=check_steps,
         )
-        return DataProto.from_dict(tensors={}, meta_info={"metrics": metrics})
+        return metrics_alone(metrics)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def send_weights(self, num_receivers: int, receivers: str = "") -> None:

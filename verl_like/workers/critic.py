@@ -20,7 +20,7 @@ from verl_like.workers.engine.mini_batches import (
     MiniBatch,
     update,
 )
-from verl_like.workers.model_worker import ModelWorker, TrainedWorker
+from verl_like.workers.model_worker import ModelWorker, TrainedWorker, metrics_alone
 from verl_like.workers.models.packed_models import ValueModel
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS, Rows
 from verl_like.workers.planning.partition import MicroBatching
@@ -141,7 +141,7 @@ class CriticWorker(ValueWorker, TrainedWorker):
             prefix="critic",
             part=data.meta_info.get("part_of_step", (1, 1)),
         )
-        return DataProto.from_dict(tensors={}, meta_info={"metrics": metrics})
+        return metrics_alone(metrics)
 
     def value_loss(self, micro: MicroBatch, mini_batch: MiniBatch) -> tuple[Tensor, MicroMetrics]:
         """Computes what a micro-batch adds to the clipped squared error of its mini-batch.

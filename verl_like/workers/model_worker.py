@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from verl_like.protocol import DataProto
+from verl_like.protocol import DataProto, Metric
 from verl_like.single_controller.decorator import Dispatch, register
 from verl_like.single_controller.worker import Worker
 from verl_like.workers.config.engine import ForwardFsdpConfig, TrainedFsdpConfig
@@ -27,6 +27,11 @@ from verl_like.workers.planning.partition import MicroBatching, num_groups
 from verl_like.workers.weights.exports import WeightExport, collect_weights
 from verl_like.workers.weights.ipc import IpcTransport
 from verl_like.workers.weights.transport import WeightTransport
+
+
+def metrics_alone(metrics: dict[str, Metric]) -> DataProto:
+    """Returns a batch without rows, as methods return it that have only metrics to tell."""
+    return DataProto.from_dict(tensors={}, meta_info={"metrics": metrics})
 
 
 class ModelWorker(Worker):

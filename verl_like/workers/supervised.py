@@ -37,7 +37,7 @@ from verl_like.workers.engine.mini_batches import (
     read_metrics,
     update,
 )
-from verl_like.workers.model_worker import TrainedWorker
+from verl_like.workers.model_worker import TrainedWorker, metrics_alone
 from verl_like.workers.models.ilql import ILQLModel
 from verl_like.workers.models.packed_models import PackedModel, PolicyModel, RewardModel
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS, Rows
@@ -99,7 +99,7 @@ class SupervisedWorker(TrainedWorker):
             prefix=self.prefix,
             part=(1, 1),
         )
-        return DataProto.from_dict(tensors={}, meta_info={"metrics": metrics})
+        return metrics_alone(metrics)
 
     @register(dispatch_mode=BY_SHARD, blocking=False, reads=COLUMNS_READ, jagged=True)
     def evaluate(self, data: DataProto) -> DataProto:
@@ -117,7 +117,7 @@ class SupervisedWorker(TrainedWorker):
         rows = self.rows_of(data)
         forward(self.engine, rows, self.micro_batching, measure, by_token=False)
         metrics = merge_metrics(read_metrics(parts))
-        return DataProto.from_dict(tensors={}, meta_info={"metrics": metrics})
+        return metrics_alone(metrics)
 
     def rows_of(self, data: DataProto) -> Rows:
         """Returns the rows of a batch. A subclass may add columns that its loss needs."""
@@ -189,8 +189,8 @@ class RMWorker(SupervisedWorker):
         """
         packed = self.engine.pack(micro.on_host)
         rewards = self.engine.run(packed)
-        chosen, rejected = rewards.view(-1, 2).unbind(1)
-        margin, _of_rejected = micro["margin"].view(-1, 2).unbind(1)
+        chosen, rejected = _of_pairs(rewards)
+        margin, _of_rejected = _of_pairs(micro["margin"])
         losses = pairwise_loss(chosen - rejected - margin)
         return losses, preference_metrics(chosen, rejected)
 
@@ -249,11 +249,11 @@ class DPOWorker(SupervisedWorker):
         The reward of an answer, a metric, is beta log(pi / reference).
         """
         log_ratios = _answer_log_probs(self.engine, micro) - micro["reference_log_probs"]
-        chosen_B, rejected_B = log_ratios.view(-1, 2).unbind(1)
+        chosen, rejected = _of_pairs(log_ratios)
         beta = self.training.beta
         loss = DPO_LOSSES[self.training.loss_type]
-        losses_B = loss(chosen_B - rejected_B, beta, self.training.label_smoothing)
-        return losses_B, preference_metrics(beta * chosen_B, beta * rejected_B)
+        losses = loss(chosen - rejected, beta, self.training.label_smoothing)
+        return losses, preference_metrics(beta * chosen, beta * rejected)
 
 
 class ILQLWorker(SupervisedWorker):
@@ -334,6 +334,12 @@ def _mask(values: Tensor | float, micro: MicroBatch) -> Tensor:
     if isinstance(values, Tensor) and values.ndim == 1:
         return mask_bR.reshape(len(values), -1)
     return mask_bR
+
+
+def _of_pairs(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the values, (s,) each, of the chosen and of the rejected rows of s pairs."""
+    chosen, rejected = values.view(-1, 2).unbind(1)
+    return chosen, rejected
 
 
 def _log_probs(engine: TrainingEngine, micro: MicroBatch) -> Tensor:

@@ -193,7 +193,8 @@ class RequestRouter:
         """
         requests = list(call.requests.values())
         if requests:
-            self.queue.add(requests, n=len(requests) // len(call.prompts))
+            n = len(requests) // len(call.prompts)
+            self.queue.add(requests, n)
         self.calls |= dict.fromkeys(call.requests, call)
         self.changed.notify_all()
         if requests and self.thread is None:
@@ -389,7 +390,8 @@ class RequestRouter:
         with self.changed:
             del self.aborted[: len(aborted)]
             # A call may have begun again in the meantime, and then its names are in `aborted`.
-            self.sent |= (names & self.calls.keys()) - {*self.aborted}
+            self.sent |= names & self.calls.keys()
+            self.sent -= set(self.aborted)
             self.changed.notify_all()
 
     def _collect(self) -> None:
