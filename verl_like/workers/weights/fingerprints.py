@@ -46,16 +46,15 @@ def read_fingerprints(sums: Mapping[str, Tensor | int]) -> dict[str, int]:
     """Returns the fingerprints of tensors by name, from their `fingerprint_sum`; waits once for
     each device."""
     read: dict[str, int] = {}
-    names_on: dict[torch.device, list[str]] = defaultdict(list)
+    on_device: dict[torch.device, dict[str, Tensor]] = defaultdict(dict)
     for name, value in sums.items():
         if isinstance(value, int):
             read[name] = value
         else:
-            names_on[value.device].append(name)
-    for names in names_on.values():
-        together = torch.stack([sums[name] for name in names])
-        for name, value in zip(names, together.tolist(), strict=True):
-            read[name] = value
+            on_device[value.device][name] = value
+    for tensors in on_device.values():
+        together = torch.stack(list(tensors.values()))
+        read |= dict(zip(tensors, together.tolist(), strict=True))
     return {name: read[name] % 2**64 for name in sums}
 
 
