@@ -64,17 +64,17 @@ class Learner:
         """
         batch = experience.batch
         work = experience.work
+        part, num_parts = batch.meta_info.get("part_of_step", (1, 1))
         balance = work.metrics(self.actor.update_actor, self.num_actor_samples)
         metrics = balance | self.staleness(batch)
         pending: list[Future[Any]] = []
         if self.critic:
-            update = self.critic.update_critic
-            pending.append(work.submit(update, batch, self.num_critic_samples))
+            size = self.num_critic_samples
+            pending.append(work.submit(self.critic.update_critic, batch, size))
         if self.version >= self.config.trainer.critic_warmup:
-            update = self.actor.update_actor
+            size = self.num_actor_samples
             ptx_rows = self.ptx_rows(batch, work)
-            pending.append(work.submit(update, batch, self.num_actor_samples, *ptx_rows))
-        part, num_parts = batch.meta_info.get("part_of_step", (1, 1))
+            pending.append(work.submit(self.actor.update_actor, batch, size, *ptx_rows))
         if part == num_parts:
             self.version += 1
         return Update(pending, metrics)
