@@ -168,9 +168,9 @@ def merged_weights(
         for name, parameter in parameters.items():
             parameter.copy_(trained[name])
     merged: Any = tuner.merge_and_unload()
-    parameters = dict(merged.named_parameters())
+    weights: dict[str, Tensor] = dict(merged.named_parameters())
     for name, value in trained.items():
         if not is_adapter(name):
-            parameters[name] = value
-    weights = {name: value.detach().to(dtype) for name, value in parameters.items()}
+            weights[name] = value
+    weights = {name: value.detach().to(dtype) for name, value in weights.items()}
     return weights | dict(model_buffers(merged))
