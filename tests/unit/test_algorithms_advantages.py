@@ -12,7 +12,7 @@ from verl_like.algorithms.advantages import (
     get_adv_estimator_fn,
     register_adv_est,
 )
-from verl_like.algorithms.advantages.gae import compute_gae_advantage_return, gae_recurrence
+from verl_like.algorithms.advantages.gae import compute_gae_advantage_return
 from verl_like.algorithms.advantages.grpo import compute_grpo_outcome_advantage
 from verl_like.algorithms.discounted_sums import discounted_sums, gae_in_blocks
 
@@ -385,6 +385,28 @@ def test_an_estimator_of_a_plugin_that_compares_rows_is_known_as_one(monkeypatch
             lambda token_level_rewards: (token_level_rewards,) * 2
         )
     assert {"minus_the_mean", "as_it_is"} & ADVANTAGE_ESTIMATORS.over_batch == {"minus_the_mean"}
+
+
+def gae_recurrence(
+    rewards: torch.Tensor, values: torch.Tensor, valid: torch.Tensor, gamma: float, lam: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes advantages before whitening, and returns, (B, R), as they are defined: token by
+    token from the last to the first."""
+    num_rows, length = values.shape
+    advantages = torch.zeros_like(values)
+    returns = torch.zeros_like(values)
+    next_advantage = values.new_zeros(num_rows)
+    next_value = values.new_zeros(num_rows)
+    for t in reversed(range(length)):
+        value = values[:, t]
+        is_valid = valid[:, t]
+        delta = rewards[:, t] + gamma * next_value - value
+        advantage = delta + gamma * lam * next_advantage
+        advantages[:, t] = torch.where(is_valid, advantage, 0.0)
+        returns[:, t] = torch.where(is_valid, advantage + value, 0.0)
+        next_advantage = torch.where(is_valid, advantage, next_advantage)
+        next_value = torch.where(is_valid, value, next_value)
+    return advantages, returns
 
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0), (0.0, 1.0)])

@@ -5,11 +5,11 @@ B rows, R padded response length.
 
 from collections.abc import Callable
 
-import torch
+from torch import Tensor
 
-from verl_like.algorithms.masked import masked_sum
+from verl_like.algorithms.masked import masked_mean, masked_sum
 
-Aggregate = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Aggregate = Callable[[Tensor, Tensor], Tensor]
 """(loss_mat (B, R), loss_mask (B, R)) -> scalar: `agg_loss` with its mode and its counts already
 bound."""
 
@@ -23,15 +23,15 @@ LOSS_AGG_MODES = (
 
 
 def agg_loss(
-    loss_mat: torch.Tensor,
-    loss_mask: torch.Tensor,
+    loss_mat: Tensor,
+    loss_mask: Tensor,
     loss_agg_mode: str,
     dp_size: int = 1,
     batch_num_tokens: float | None = None,
     global_batch_size: float | None = None,
     loss_scale_factor: float | None = None,
-    scale: torch.Tensor | None = None,
-) -> torch.Tensor:
+    scale: Tensor | None = None,
+) -> Tensor:
     """Returns this micro-batch's share of the mini-batch loss: the sum of the shares of all
     micro-batches and ranks *is* that loss.
 
@@ -70,29 +70,31 @@ def agg_loss(
             selects tokens.
     """
     _check_counts(loss_agg_mode, dp_size, batch_num_tokens, global_batch_size, loss_scale_factor)
-    loss_mat = loss_mat if scale is None else loss_mat * scale
+    valid = loss_mask.bool()
+    if scale is not None:
+        loss_mat = loss_mat * scale
     if loss_agg_mode == "seq-mean-token-mean":
-        tokens_per_row = loss_mask.bool().sum(dim=-1).clamp(min=1)
-        row_means = masked_sum(loss_mat, loss_mask, axis=-1) / tokens_per_row
+        row_means = masked_mean(loss_mat, valid, axis=-1)
         total = row_means.sum()
     else:
-        total = masked_sum(loss_mat, loss_mask)
+        total = masked_sum(loss_mat, valid)
 
     if loss_agg_mode == "token-sum":
         return total * dp_size
     if loss_agg_mode == "token-mean":
-        num_tokens = batch_num_tokens
-        denominator = float(loss_mask.bool().sum()) if num_tokens is None else num_tokens
+        if batch_num_tokens is None:
+            batch_num_tokens = float(valid.sum())
+        denominator = batch_num_tokens
     else:
-        num_rows = global_batch_size
-        has_tokens = loss_mask.bool().any(dim=-1)
-        denominator = float(has_tokens.sum()) if num_rows is None else num_rows
+        if global_batch_size is None:
+            global_batch_size = float(valid.any(dim=-1).sum())
+        denominator = global_batch_size
     if loss_agg_mode == "seq-mean-token-sum-norm":
         assert loss_scale_factor is not None
         denominator *= loss_scale_factor
     if denominator > 0:
         return total / denominator * dp_size
-    if bool(loss_mask.bool().any()):
+    if valid.any():
         raise ValueError(
             f"loss_agg_mode {loss_agg_mode!r} divides by {denominator} "
             f"(batch_num_tokens={batch_num_tokens}, global_batch_size={global_batch_size}, "

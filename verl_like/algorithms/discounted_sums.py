@@ -1,16 +1,26 @@
-"""Discounted sums over the later tokens of a row, computed in blocks: faster than a recurrence from
-the last token to the first, which gives the same."""
+"""Sums over the later tokens of a row. Discounted ones are computed in blocks, which is faster than
+a recurrence from the last token to the first and gives the same."""
 
 import torch
+from torch import Tensor
 
 _BLOCK = 64
+"""How many tokens are summed at once, by a product with a matrix."""
+
+
+def sums_from_here(terms: Tensor) -> Tensor:
+    """Returns the sum of each term and of those after it in its row, of terms (B, R)."""
+    from_the_end = terms.flip(-1).cumsum(-1)
+    return from_the_end.flip(-1)
 
 
 def gae_in_blocks(
-    rewards: torch.Tensor, values: torch.Tensor, valid: torch.Tensor, gamma: float, lam: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns GAE's advantages before whitening, and its returns, (B, R) float each; `valid` (B, R)
-    is bool."""
+    rewards: Tensor, values: Tensor, valid: Tensor, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """Returns GAE's advantages before whitening, and its returns, (B, R) float each.
+
+    `rewards`, `values` and the bool mask `valid` are (B, R).
+    """
     num_rows, length = values.shape
     # Each row's valid tokens move to the left of W positions. W is a multiple of the block and at
     # least R + 1. Position R takes what is not valid and is then cleared: zeros follow the last
@@ -20,15 +30,16 @@ def gae_in_blocks(
     num_before = valid.cumsum(-1) - 1
     position = torch.where(valid, num_before, length)
 
-    def left_aligned(columns: torch.Tensor) -> torch.Tensor:
+    def left_aligned(columns: Tensor) -> Tensor:
         aligned = columns.new_zeros(num_rows, width)
         aligned.scatter_(1, position, columns)
         aligned[:, length] = 0.0
         return aligned
 
     values_BW = left_aligned(values)
+    next_values = values_BW[:, 1:]
     delta_BW = left_aligned(rewards).sub_(values_BW)
-    delta_BW[:, :-1].add_(values_BW[:, 1:], alpha=gamma)
+    delta_BW[:, :-1].add_(next_values, alpha=gamma)
     advantages_BW = discounted_sums(delta_BW, gamma * lam)
     returns_BW = values_BW.add_(advantages_BW)
     advantages = advantages_BW.gather(1, position)
@@ -36,7 +47,7 @@ def gae_in_blocks(
     return advantages, returns
 
 
-def discounted_sums(terms: torch.Tensor, discount: float) -> torch.Tensor:
+def discounted_sums(terms: Tensor, discount: float) -> Tensor:
     """Returns S_t = sum over j >= t of discount^(j - t) terms_j along each row of terms (B, W),
     where W is a multiple of 64.
 
@@ -45,11 +56,11 @@ def discounted_sums(terms: torch.Tensor, discount: float) -> torch.Tensor:
     S_(first of the next block). The powers are at most those in the sum itself, so nothing
     overflows that the recurrence S_t = terms_t + discount S_(t+1) would not.
     """
-    steps = torch.arange(_BLOCK + 1, dtype=torch.float64, device=terms.device)
-    powers = (discount**steps).to(terms.dtype)  # 0^0 = 1
-    in_block = steps[:-1]
-    distance = (in_block.unsqueeze(1) - in_block).long()
-    discounts = powers[distance.clamp(min=0)].tril()
+    exponents = torch.arange(_BLOCK + 1, device=terms.device)
+    powers = (discount ** exponents.double()).to(terms.dtype)  # 0^0 = 1
+    positions = exponents[:-1]
+    distances = positions.unsqueeze(1) - positions
+    discounts = powers[distances.clamp(min=0)].tril()
     blocks = terms.view(len(terms), -1, _BLOCK)
     sums = blocks @ discounts
     to_next_block = powers[1:].flip(0)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from verl_like.algorithms.masked import few_rows, zero_masked
 
@@ -20,19 +21,19 @@ class PromptGroups:
     advantage.
     """
 
-    scores: torch.Tensor
+    scores: Tensor
     """(B,) float64, the sum of each row's token rewards"""
-    valid: torch.Tensor
+    valid: Tensor
     """(B, R) bool, the response tokens"""
-    scored: torch.Tensor
+    scored: Tensor
     """(B,) bool, False for the rows that were skipped"""
-    group: torch.Tensor
+    group: Tensor
     """(B,) int64, 0 to num_groups - 1"""
     num_groups: int
 
     @classmethod
     def of(
-        cls, token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: np.ndarray
+        cls, token_level_rewards: Tensor, response_mask: Tensor, index: np.ndarray
     ) -> "PromptGroups":
         """Groups the rows with equal entries in `index` (B,), of (B, R) rewards and mask."""
         valid = response_mask.bool()
@@ -40,29 +41,32 @@ class PromptGroups:
         for rows in few_rows(valid):
             rewards = zero_masked(token_level_rewards[rows], valid[rows])
             scores[rows] = rewards.sum(dim=-1)
-        numbers: dict[Hashable, int] = {}
-        group_of_rows = [numbers.setdefault(key, len(numbers)) for key in index]
+        number_of_key: dict[Hashable, int] = {}
+        group_of_row: list[int] = []
+        for key in index:
+            number = number_of_key.setdefault(key, len(number_of_key))
+            group_of_row.append(number)
         return cls(
             scores=scores,
             valid=valid,
             scored=valid.any(dim=-1),
-            group=torch.tensor(group_of_rows, dtype=torch.long, device=scores.device),
-            num_groups=len(numbers),
+            group=torch.tensor(group_of_row, dtype=torch.long, device=scores.device),
+            num_groups=len(number_of_key),
         )
 
     @property
-    def is_single(self) -> torch.Tensor:
+    def is_single(self) -> Tensor:
         """(B,) bool, the rows whose group has one row by design, skipped or not."""
         sizes = torch.bincount(self.group, minlength=self.num_groups)
         return sizes[self.group] == 1
 
     @property
-    def num_scored(self) -> torch.Tensor:
+    def num_scored(self) -> Tensor:
         """The number of scored rows in the group."""
         return self.sum(torch.ones_like(self.scores))
 
     @property
-    def has_baseline(self) -> torch.Tensor:
+    def has_baseline(self) -> Tensor:
         """(B,) bool, the scored rows with another scored row in their group, or that are a group of
         one by design.
 
@@ -72,7 +76,7 @@ class PromptGroups:
         return self.scored & (self.is_single | (self.num_scored > 1))
 
     @property
-    def differ(self) -> torch.Tensor:
+    def differ(self) -> Tensor:
         """(B,) bool, the rows of groups that have two different scores.
 
         Equal scores have equal extremes, exactly; their mean may be rounded to another number.
@@ -81,38 +85,41 @@ class PromptGroups:
         smallest = -self.largest(-self.scores, self.scored)
         return largest > smallest
 
-    def largest(self, row_values: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
-        """The largest of `row_values` (B,) among the `candidates` (B,) bool of the group; -infinity
-        without one."""
+    def largest(self, row_values: Tensor, candidates: Tensor) -> Tensor:
+        """Returns the largest of `row_values` (B,) among the `candidates` (B,) bool of the group.
+        It is -infinity if there is none."""
         values = row_values.masked_fill(~candidates, -torch.inf)
         found = values.new_full((self.num_groups,), -torch.inf)
         found.scatter_reduce_(0, self.group, values, "amax")
         return found[self.group]
 
-    def sum(self, row_values: torch.Tensor) -> torch.Tensor:
-        """The sum of `row_values` (B,) over the scored rows of the group."""
+    def sum(self, row_values: Tensor) -> Tensor:
+        """Returns the sum of `row_values` (B,) over the scored rows of the group."""
+        counted = zero_masked(row_values, self.scored)
         totals = self.scores.new_zeros(self.num_groups)
-        totals.index_add_(0, self.group, zero_masked(row_values, self.scored))
+        totals.index_add_(0, self.group, counted)
         return totals[self.group]
 
-    def mean(self) -> torch.Tensor:
-        """The mean score."""
-        return self.sum(self.scores) / self.num_scored.clamp(min=1)
+    def mean(self) -> Tensor:
+        """Returns the mean score of the group."""
+        num_scored = self.num_scored.clamp(min=1)
+        return self.sum(self.scores) / num_scored
 
-    def std(self) -> torch.Tensor:
-        """The unbiased standard deviation of the scores; 1 for a group of one by design, 0 where
-        one row is scored."""
-        squares = self.sum((self.scores - self.mean()) ** 2)
-        variance = squares / (self.num_scored - 1).clamp(min=1)
-        return torch.where(self.is_single, 1.0, torch.sqrt(variance))
+    def std(self) -> Tensor:
+        """Returns the unbiased standard deviation of the scores. It is 1 for a group of one by
+        design, and 0 if one row is scored."""
+        deviations = self.scores - self.mean()
+        num_others = (self.num_scored - 1).clamp(min=1)
+        variance = self.sum(deviations**2) / num_others
+        return torch.where(self.is_single, 1.0, variance.sqrt())
 
-    def scores_above(self, baseline: torch.Tensor) -> torch.Tensor:
-        """Score - `baseline` (B,); the score itself for a group of one by design, 0 without
-        `has_baseline`."""
+    def scores_above(self, baseline: Tensor) -> Tensor:
+        """Returns the score - `baseline` (B,). It is the score itself for a group of one by design,
+        and 0 for a row without a baseline."""
         subtracted = zero_masked(baseline, ~self.is_single)
         return zero_masked(self.scores - subtracted, self.has_baseline)
 
-    def on_tokens(self, row_values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """(B, R): each row's value at every one of its response tokens, 0 elsewhere."""
+    def on_tokens(self, row_values: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns each row's value at every one of its response tokens, and 0 elsewhere, (B, R)."""
         values = row_values.to(dtype).unsqueeze(-1)
         return zero_masked(values, self.valid)

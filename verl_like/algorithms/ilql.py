@@ -6,7 +6,7 @@ token, and h' the state before the next learned token of the row. The score r of
 of its last one.
 """
 
-import torch
+from torch import Tensor
 
 from verl_like.algorithms.discounted_sums import gae_in_blocks
 from verl_like.algorithms.masked import on_last_token
@@ -16,20 +16,20 @@ MAX_WEIGHT = 100.0
 
 
 def ilql_losses(
-    log_probs: torch.Tensor,
-    q1: torch.Tensor,
-    q2: torch.Tensor,
-    log_softmax_q1: torch.Tensor,
-    log_softmax_q2: torch.Tensor,
-    target_q: torch.Tensor,
-    values: torch.Tensor,
+    log_probs: Tensor,
+    q1: Tensor,
+    q2: Tensor,
+    log_softmax_q1: Tensor,
+    log_softmax_q2: Tensor,
+    target_q: Tensor,
+    values: Tensor,
     *,
-    scores: torch.Tensor,
-    mask: torch.Tensor,
+    scores: Tensor,
+    mask: Tensor,
     gamma: float,
     expectile: float,
     awac_beta: float,
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """Returns the four terms of the loss of each learned token, (B, R).
 
     td: sum over both heads of (Q(h, a) - r - gamma V(h'))^2, where V is 0 after the last token and
@@ -47,11 +47,14 @@ def ilql_losses(
         mask: (B, R) bool or 0/1, the learned tokens.
     """
     rewards = on_last_token(scores, mask)
-    _, targets = gae_in_blocks(rewards, values.detach(), mask.bool(), gamma, lam=0.0)
+    valid = mask.bool()
+    # With lambda 0 the returns of GAE are r + gamma V(h').
+    _advantages, targets = gae_in_blocks(rewards, values.detach(), valid, gamma, lam=0.0)
     advantages = target_q.detach() - values
     is_negative = (advantages < 0).to(advantages.dtype)
     asymmetry = (expectile - is_negative).abs()
-    weights = (awac_beta * advantages.detach()).exp().clamp(max=MAX_WEIGHT)
+    log_weights = awac_beta * advantages.detach()
+    weights = log_weights.exp().clamp(max=MAX_WEIGHT)
     return {
         "td": (q1 - targets) ** 2 + (q2 - targets) ** 2,
         "value": asymmetry * advantages**2,

@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from verl_like.algorithms.masked import masked_mean, zero_masked
 
@@ -15,7 +16,7 @@ KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 """Every name also exists with a "+" suffix: same value, gradient of k2."""
 
 
-def kl_penalty(logprob: torch.Tensor, ref_logprob: torch.Tensor, kl_penalty: str) -> torch.Tensor:
+def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
     """Returns an estimate of KL(policy || reference) per token from samples of the policy (Schulman
     2020, "Approximating KL").
 
@@ -54,8 +55,9 @@ def kl_penalty(logprob: torch.Tensor, ref_logprob: torch.Tensor, kl_penalty: str
     elif estimator in ("mse", "k2"):
         value = 0.5 * difference.square()
     else:
-        difference_clamped = difference.clamp(-20, 20)
-        value = (torch.exp(-difference_clamped) + difference_clamped - 1).clamp(-10, 10)
+        bounded = difference.clamp(-20, 20)
+        low_variance = torch.exp(-bounded) + bounded - 1
+        value = low_variance.clamp(-10, 10)
     if not kl_penalty.endswith("+"):
         return value
     with_k2_gradient = 0.5 * difference.square()
@@ -63,14 +65,14 @@ def kl_penalty(logprob: torch.Tensor, ref_logprob: torch.Tensor, kl_penalty: str
 
 
 def apply_kl_penalty(
-    token_level_scores: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    ref_log_prob: torch.Tensor,
-    response_mask: torch.Tensor,
+    token_level_scores: Tensor,
+    old_log_probs: Tensor,
+    ref_log_prob: Tensor,
+    response_mask: Tensor,
     *,
     kl_coef: float,
     estimator: str,
-) -> tuple[torch.Tensor, float]:
+) -> tuple[Tensor, float]:
     """Subtracts kl_coef times the KL estimate from the reward, per token
     (`algorithm.use_kl_in_reward`).
 
@@ -86,10 +88,12 @@ def apply_kl_penalty(
         token do not count.
     """
     with torch.no_grad():
-        kl = zero_masked(kl_penalty(old_log_probs, ref_log_prob, estimator), response_mask)
+        kl = kl_penalty(old_log_probs, ref_log_prob, estimator)
+        kl = zero_masked(kl, response_mask)
         rewards = zero_masked(token_level_scores, response_mask) - kl_coef * kl
         row_kl = masked_mean(kl, response_mask, axis=-1)
-        current_kl = masked_mean(row_kl, response_mask.bool().any(dim=-1))
+        has_tokens = response_mask.bool().any(dim=-1)
+        current_kl = masked_mean(row_kl, has_tokens)
     return rewards, float(current_kl)
 
 
@@ -136,8 +140,9 @@ class AdaptiveKLController:
                 "stay broken for the rest of the run; look for non-finite old_log_probs or "
                 "ref_log_prob"
             )
-        proportional_error = min(max(current_kl / self.target - 1, -0.2), 0.2)
-        self.value *= 1 + proportional_error * n_steps / self.horizon
+        error = current_kl / self.target - 1
+        bounded = min(max(error, -0.2), 0.2)
+        self.value *= 1 + bounded * n_steps / self.horizon
 
 
 KLController = FixedKLController | AdaptiveKLController

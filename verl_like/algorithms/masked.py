@@ -6,11 +6,15 @@ multiplication.
 """
 
 import torch
+from torch import Tensor
 
 _TOKENS_IN_CACHE = 1 << 19
+"""How many tokens of a column are computed at once, so that its values stay in the cache."""
+Axis = int | tuple[int, ...] | None
+"""The axes of a sum or mean; None means all."""
 
 
-def zero_masked(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def zero_masked(values: Tensor, mask: Tensor) -> Tensor:
     """Returns `values` with 0 at every position where `mask` is 0; `mask` broadcasts to `values`.
 
     A loss passes the tensor it differentiates through this before anything else: the gradient then
@@ -20,27 +24,20 @@ def zero_masked(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return torch.where(mask.bool(), values, 0.0)
 
 
-def masked_sum(
-    values: torch.Tensor, mask: torch.Tensor, axis: int | tuple[int, ...] | None = None
-) -> torch.Tensor:
-    """Returns the sum of the selected `values`, over `axis` (None = all axes)."""
+def masked_sum(values: Tensor, mask: Tensor, axis: Axis = None) -> Tensor:
+    """Returns the sum of the selected `values`, over `axis`."""
     selected = zero_masked(values, mask)
-    return selected.sum() if axis is None else selected.sum(dim=axis)
+    return selected.sum(dim=axis)
 
 
-def masked_mean(
-    values: torch.Tensor, mask: torch.Tensor, axis: int | tuple[int, ...] | None = None
-) -> torch.Tensor:
-    """Returns the mean of the selected `values`, over `axis` (None = all axes); 0 where nothing is
-    selected."""
+def masked_mean(values: Tensor, mask: Tensor, axis: Axis = None) -> Tensor:
+    """Returns the mean of the selected `values`, over `axis`. It is 0 where nothing is selected."""
     valid = mask.bool().expand_as(values)
-    count = valid.sum() if axis is None else valid.sum(dim=axis)
-    return masked_sum(values, valid, axis) / count.clamp(min=1)
+    count = valid.sum(dim=axis).clamp(min=1)
+    return masked_sum(values, valid, axis) / count
 
 
-def masked_whiten(
-    values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = True
-) -> torch.Tensor:
+def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
     """Returns (values - mean) / sqrt(var + 1e-8) over the selected values, and 0 elsewhere.
 
     The variance is the unbiased one. A single selected value has no spread and whitens to 0, and an
@@ -57,24 +54,27 @@ def masked_whiten(
     mean = deviation.sum() / max(count, 1)
     deviation = deviation.sub_(mean).masked_fill_(~valid, 0.0)
     row_norms = torch.linalg.vector_norm(deviation, dim=-1)
-    variance = row_norms.square().sum() / max(count - 1, 1)
+    sum_squares = row_norms.square().sum()
+    variance = sum_squares / max(count - 1, 1)
     scale = torch.rsqrt(variance + 1e-8) if count >= 2 else 1.0
     whitened = deviation * scale
     return whitened if shift_mean else zero_masked(whitened + mean, valid)
 
 
-def on_last_token(row_values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def on_last_token(row_values: Tensor, mask: Tensor) -> Tensor:
     """Returns a (B, R) matrix of the (B,) values of rows: each stands on the last selected position
     of its row, with 0 elsewhere."""
     valid = mask.bool()
-    num_from_here = valid.flip(-1).cumsum(-1).flip(-1)
-    is_last = valid & (num_from_here == 1)
+    num_so_far = valid.cumsum(-1)
+    num_of_row = num_so_far[:, -1:]
+    is_last = valid & (num_so_far == num_of_row)
     return zero_masked(row_values.unsqueeze(-1), is_last)
 
 
-def few_rows(matrix: torch.Tensor) -> list[slice]:
-    """Returns slices of the rows of (B, R), of so few rows each that what is computed for them
-    stays in the cache."""
+def few_rows(matrix: Tensor) -> list[slice]:
+    """Divides the rows of a matrix (B, R) into slices. Each has so few rows that what is computed
+    for them stays in the cache."""
     num_rows, length = matrix.shape
     at_once = max(1, _TOKENS_IN_CACHE // max(1, length))
-    return [slice(start, start + at_once) for start in range(0, num_rows, at_once)]
+    starts = range(0, num_rows, at_once)
+    return [slice(start, start + at_once) for start in starts]

@@ -1,14 +1,11 @@
 """Soft overlong punishment of DAPO (arXiv 2503.14476, equation 13)."""
 
-import torch
+from torch import Tensor
 
 
 def overlong_penalty(
-    response_lengths: torch.Tensor,
-    max_response_length: int,
-    buffer_length: int,
-    penalty_factor: float,
-) -> torch.Tensor:
+    response_lengths: Tensor, max_response_length: int, buffer_length: int, penalty_factor: float
+) -> Tensor:
     """Returns what is added to the scores of long responses, (B,) float32, from -penalty_factor
     to 0.
 

@@ -7,10 +7,11 @@ the probability sigmoid(r_c - r_r).
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 
-def pairwise_loss(difference: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
+def pairwise_loss(difference: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """Returns -(1 - e) log sigmoid(d) - e log sigmoid(-d), (B,), where e is the probability that a
     label is wrong.
 
@@ -23,15 +24,13 @@ def pairwise_loss(difference: torch.Tensor, label_smoothing: float = 0.0) -> tor
     return -right - wrong
 
 
-def ipo_loss(
-    log_ratio_difference: torch.Tensor, beta: float, label_smoothing: float
-) -> torch.Tensor:
+def ipo_loss(log_ratio_difference: Tensor, beta: float, label_smoothing: float) -> Tensor:
     """Returns (h - 1 / (2 beta))^2, (B,), of IPO (arXiv:2310.12036, eq. 17), whose tau is beta; no
     label is smoothed."""
     return (log_ratio_difference - 1 / (2 * beta)) ** 2
 
 
-DPO_LOSSES: dict[str, Callable[[torch.Tensor, float, float], torch.Tensor]] = {
+DPO_LOSSES: dict[str, Callable[[Tensor, float, float], Tensor]] = {
     "dpo": lambda log_ratio_difference, beta, smoothing: pairwise_loss(
         beta * log_ratio_difference, smoothing
     ),
@@ -40,7 +39,7 @@ DPO_LOSSES: dict[str, Callable[[torch.Tensor, float, float], torch.Tensor]] = {
 """The loss (h (B,), beta, label_smoothing) -> (B,) by `training.loss_type`."""
 
 
-def preference_metrics(chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, torch.Tensor]:
+def preference_metrics(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
     """Returns metrics of each pair, (B,) float, from the rewards (B,) of both answers.
 
     With p = sigmoid(r_c - r_r): `confidence` is max(p, 1 - p), whose mean is that of `accuracy`

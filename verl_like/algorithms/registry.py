@@ -8,7 +8,6 @@ torch; a plugin's class may be anywhere.
 """
 
 import difflib
-import functools
 import importlib
 import inspect
 import pkgutil
@@ -61,41 +60,41 @@ class AlgorithmRegistry(Registry[Algorithm]):
         self.inputs = inputs
         self.aliases = dict(aliases or {})
         self.over_batch: set[str] = set()
-        """Those of them that compare the rows of a batch with each other, beyond the responses to a
-        prompt."""
+        """The algorithms that compare all rows of a batch with each other, and not only the
+        responses to one prompt."""
 
     def modules(self) -> list[str]:
-        """The names of the files of the package."""
+        """Returns the names of the files of the package."""
         found = pkgutil.iter_modules(sys.modules[self.package].__path__)
         return sorted(module.name for module in found)
 
     def file_names(self) -> list[str]:
-        """The algorithms that have a file here."""
-        return [
-            name
-            for name in self.modules()
-            if not name.startswith("_") and not name.endswith(_OPTIONS)
-        ]
+        """Returns the algorithms that have a file here."""
+        names = self.modules()
+        return [name for name in names if not name.startswith("_") and not name.endswith(_OPTIONS)]
 
     def names(self) -> list[str]:
-        return sorted({*self.file_names(), *self.aliases, *self.entries})
+        """Returns the names of all algorithms, sorted."""
+        names = {*self.file_names(), *self.aliases, *self.entries}
+        return sorted(names)
 
     def file_options(self, name: str) -> type[AlgorithmOptions] | None:
-        """The options of an algorithm that has a file here, without importing that file; None when
-        it has none."""
+        """Returns the options of an algorithm that has a file here, or None if it has none. The
+        file itself is not imported."""
         if name + _OPTIONS not in self.modules():
             return None
         module = importlib.import_module(f"{self.package}.{name}{_OPTIONS}")
-        classes = [each for each in vars(module).values() if isinstance(each, type)]
-        (declared,) = [each for each in classes if each.__module__ == module.__name__]
-        assert issubclass(declared, AlgorithmOptions), f"{declared} is no class of options"
-        return declared
+        for declared in vars(module).values():
+            if isinstance(declared, type) and declared.__module__ == module.__name__:
+                assert issubclass(declared, AlgorithmOptions), f"{declared} is no class of options"
+                return declared
+        raise AssertionError(f"{module.__name__} has no class of options")
 
     def may_declare(self, name: str, option: str) -> bool:
-        """Return whether `name` may have an option like `option`, without importing its file, which
-        loads torch.
+        """Returns whether the algorithm `name` may have an option like `option`.
 
-        True for what a plugin registers, and where the name of an option is close to `option`.
+        The answer is True if a plugin registers the algorithm, or if the name of one of its options
+        is close to `option`. The file of the algorithm is not imported, because it loads torch.
         """
         name = self.aliases.get(name, name)
         if name not in self.file_names():
@@ -103,11 +102,12 @@ class AlgorithmRegistry(Registry[Algorithm]):
         declared = self.file_options(name)
         if declared is None:
             return False
-        return bool(difflib.get_close_matches(option, declared.model_fields, 1, cutoff=0.7))
+        matches = difflib.get_close_matches(option, declared.model_fields, cutoff=0.7)
+        return bool(matches)
 
     def name_with_option(self, key: str) -> str | None:
-        """The algorithm with a file here whose options have the configuration key `key`, if there
-        is one."""
+        """Returns the algorithm with a file here whose options have the configuration key `key`, or
+        None if there is none."""
         for name in self.file_names():
             declared = self.file_options(name)
             if declared and key in option_keys(declared):
@@ -116,8 +116,8 @@ class AlgorithmRegistry(Registry[Algorithm]):
 
     def is_taken(self, name: str, entry: Algorithm) -> bool:
         has_file = name in self.file_names()
-        is_of_other_file = has_file and entry.__module__ != f"{self.package}.{name}"
-        return name in self.entries or name in self.aliases or is_of_other_file
+        is_in_other_file = has_file and entry.__module__ != f"{self.package}.{name}"
+        return name in self.entries or name in self.aliases or is_in_other_file
 
     def check(self, name: str, entry: Algorithm) -> None:
         """Raises ValueError if the name is taken, or a parameter without a default is none of the
@@ -125,11 +125,9 @@ class AlgorithmRegistry(Registry[Algorithm]):
         super().check(name, entry)
         for parameter in required_inputs(entry) - self.inputs:
             nearest = difflib.get_close_matches(parameter, self.inputs, 1)
-            hint = (
-                f"; did you mean {nearest[0]}?"
-                if nearest
-                else f", which are {', '.join(sorted(self.inputs))}"
-            )
+            hint = f", which are {', '.join(sorted(self.inputs))}"
+            if nearest:
+                hint = f"; did you mean {nearest[0]}?"
             raise ValueError(
                 f"{self.kind} {name!r} requires the parameter {parameter!r}, which is none of "
                 f"the inputs of an {self.kind}: give it a default or another name{hint}"
@@ -170,22 +168,23 @@ class AlgorithmRegistry(Registry[Algorithm]):
 def required_inputs(function: Algorithm) -> frozenset[str]:
     """Returns the parameters without a default, but for `config` and `options`, which every
     algorithm may have."""
-    parameters = inspect.signature(function).parameters.values()
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    required = {
-        each.name for each in parameters if each.default is each.empty and each.kind not in variadic
-    }
+    required: set[str] = set()
+    for parameter in inspect.signature(function).parameters.values():
+        has_default = parameter.default is not parameter.empty
+        if not has_default and parameter.kind not in variadic:
+            required.add(parameter.name)
     return frozenset(required - {"config", "options"})
 
 
 def described_fields(inputs: type[Any]) -> dict[str, str]:
     """Returns the texts with which the fields of a class of inputs are annotated, by name."""
-    annotations: dict[str, Any] = {each.name: each.type for each in fields(inputs)}
-    return {
-        name: annotation.__metadata__[0]
-        for name, annotation in annotations.items()
-        if get_origin(annotation) is Annotated
-    }
+    texts: dict[str, str] = {}
+    for field in fields(inputs):
+        annotation: Any = field.type
+        if get_origin(annotation) is Annotated:
+            texts[field.name] = annotation.__metadata__[0]
+    return texts
 
 
 def option_keys(declared: type[AlgorithmOptions]) -> list[str]:
@@ -215,9 +214,11 @@ def read_options(function: Algorithm, **blocks: ConfigModel) -> AlgorithmOptions
     if declared is None:
         return None
     first, *rest = declared.section.split(".")
-    block = functools.reduce(getattr, rest, blocks[first])
+    block = blocks[first]
+    for name in rest:
+        block = getattr(block, name)
     extra = block.model_extra or {}
-    given = {name: extra[name] for name in declared.model_fields if name in extra}
+    given = {name: value for name, value in extra.items() if name in declared.model_fields}
     return declared.model_validate(given)
 
 

@@ -6,6 +6,7 @@ B rows, R padded response length.
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from verl_like.algorithms.aggregation import Aggregate
 from verl_like.algorithms.masked import masked_sum, zero_masked
@@ -15,13 +16,13 @@ from verl_like.algorithms.masked import masked_sum, zero_masked
 class ValueLossInputs:
     """The arguments of `compute_value_loss`."""
 
-    vpreds: torch.Tensor
+    vpreds: Tensor
     """(B, R) float, the critic's present predictions; the gradient flows here."""
-    returns: torch.Tensor
+    returns: Tensor
     """(B, R) float, the regression targets."""
-    values: torch.Tensor
+    values: Tensor
     """(B, R) float, the predictions that the returns were computed with."""
-    response_mask: torch.Tensor
+    response_mask: Tensor
     """(B, R) bool or 0/1, the tokens that count."""
     cliprange_value: float
     """How far a prediction may move from `values` before its gradient stops."""
@@ -30,14 +31,14 @@ class ValueLossInputs:
 
 
 def compute_value_loss(
-    vpreds: torch.Tensor,
-    returns: torch.Tensor,
-    values: torch.Tensor,
-    response_mask: torch.Tensor,
+    vpreds: Tensor,
+    returns: Tensor,
+    values: Tensor,
+    response_mask: Tensor,
     cliprange_value: float,
     *,
     aggregate: Aggregate,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns half the larger of the squared errors of the prediction and of the prediction clipped
     around the old value.
 

@@ -4,6 +4,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from verl_like.algorithms.kl import kl_penalty
 from verl_like.algorithms.masked import zero_masked
@@ -30,7 +31,7 @@ from verl_like.workers.engine.mini_batches import (
     forward,
     update,
 )
-from verl_like.workers.model_worker import TrainedWorker
+from verl_like.workers.model_worker import TrainedWorker, metrics_alone
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS, Rows
 from verl_like.workers.planning.partition import log_prob_micro_batching
 from verl_like.workers.weights import WEIGHT_TRANSPORTS
@@ -77,11 +78,11 @@ class ScoringWorker(ActorRolloutRefWorker):
         )
         passes = log_prob_micro_batching(self.config.rollout)
         output = self.infer(data, columns, passes, scores, phase="actor_infer")
-        entropies, _ = jagged_parts(output.tensor_batch["entropys"])
+        entropies, _offsets = jagged_parts(output.tensor_batch["entropys"])
         total = entropies.sum(dtype=torch.float64).item()
         num_tokens = Rows.of(data).num_scored_B.sum().item()
-        mean = Metric.mean(total / max(num_tokens, 1), weight=num_tokens)
-        output.meta_info["metrics"]["actor/entropy"] = mean
+        mean = total / max(num_tokens, 1)
+        output.meta_info["metrics"]["actor/entropy"] = Metric.mean(mean, weight=num_tokens)
         return output
 
     @register(
@@ -97,13 +98,14 @@ class ScoringWorker(ActorRolloutRefWorker):
         The check of the rollout engine compares them with those of `RolloutWorker.draw_greedily`.
         """
 
-        def log_probs(micro: MicroBatch) -> tuple[torch.Tensor]:
+        def log_probs(micro: MicroBatch) -> tuple[Tensor]:
             packed = self.engine.pack(micro.on_host)
             (scored,) = self.engine.run(packed, 1.0)
             return (packed.of_tokens(scored),)
 
+        rows = Rows.of(data)
         passes = log_prob_micro_batching(self.config.rollout)
-        (of_tokens,) = forward(self.engine, Rows.of(data), passes, log_probs)
+        (of_tokens,) = forward(self.engine, rows, passes, log_probs)
         return DataProto.from_dict(tensors={"old_log_probs": of_tokens})
 
     @register(
@@ -155,16 +157,16 @@ class ActorWorker(ScoringWorker, TrainedWorker):
         dispatch_mode=BY_SHARD,
         blocking=False,
         reads=[
-            *(
-                *SEQUENCE_COLUMNS,
-                "sample_id?",
-                "old_log_probs?",
-                "rollout_log_probs?",
-                "advantages",
-                "ref_log_prob?",
-            ),
-            # Some policy losses read these.
-            *("teacher_log_prob?", "rollout_is_weights?", "selected_tokens?"),
+            *SEQUENCE_COLUMNS,
+            "sample_id?",
+            "old_log_probs?",
+            "rollout_log_probs?",
+            "advantages",
+            "ref_log_prob?",
+            # Some policy losses read the next three.
+            "teacher_log_prob?",
+            "rollout_is_weights?",
+            "selected_tokens?",
             "mini_batch?",
         ],
         jagged=True,
@@ -190,19 +192,20 @@ class ActorWorker(ScoringWorker, TrainedWorker):
                     "returns to the batch."
                 )
 
-        part = data.meta_info.get("part_of_step", (1, 1))
-        beside = None if ptx is None else (Rows.of(ptx), self.ptx_loss)
+        beside = None
+        if ptx is not None:
+            beside = (Rows.of(ptx), self.ptx_loss)
         metrics = update(
             self.engine,
             rows,
             self.schedule,
             self.policy_loss,
             prefix="actor",
-            part=part,
+            part=data.meta_info.get("part_of_step", (1, 1)),
             beside=beside,
             check_steps=check_steps,
         )
-        return DataProto.from_dict(tensors={}, meta_info={"metrics": metrics})
+        return metrics_alone(metrics)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def send_weights(self, num_receivers: int, receivers: str = "") -> None:
@@ -211,16 +214,14 @@ class ActorWorker(ScoringWorker, TrainedWorker):
         This needs `rollout.sends_directly`. If several rollout groups load the weights, one after
         the other, `receivers` is the name of the group.
         """
-        assert isinstance(self.weight_transport, DirectTransport)
-        with (
-            self.weight_transport.joined(self.rank, num_receivers, receivers),
-            self.engine.on_device(),
-        ):
-            dtype = getattr(torch, self.export_dtype)
+        transport = self.weight_transport
+        assert isinstance(transport, DirectTransport)
+        engine = self.engine
+        dtype = getattr(torch, self.export_dtype)
+        with transport.joined(self.rank, num_receivers, receivers), engine.on_device():
             # A variable that refers to the weights would keep them on the device.
-            self.weight_transport.send(
-                in_order(self.engine.named_parameters(), dtype, self.engine.named_buffers()),
-                self.rank,
+            transport.send(
+                in_order(engine.named_parameters(), dtype, engine.named_buffers()), self.rank
             )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -232,9 +233,7 @@ class ActorWorker(ScoringWorker, TrainedWorker):
         assert isinstance(self.weight_transport, DirectTransport)
         return self.weight_transport.address(self.rank, receivers)
 
-    def policy_loss(
-        self, micro: MicroBatch, mini_batch: MiniBatch
-    ) -> tuple[torch.Tensor, MicroMetrics]:
+    def policy_loss(self, micro: MicroBatch, mini_batch: MiniBatch) -> tuple[Tensor, MicroMetrics]:
         """Computes what a micro-batch adds to the loss of its mini-batch.
 
         The loss is the configured policy loss - entropy bonus + KL loss. Returns it, and metrics
@@ -253,47 +252,49 @@ class ActorWorker(ScoringWorker, TrainedWorker):
         with_entropy = (
             actor.entropy_coeff != 0 or old_log_prob_BR is None or "entropy" in self.loss_inputs
         )
-        log_prob_BR, *entropy_BR = map(
-            micro.of_samples, self.score_tokens(micro, with_entropy=with_entropy)
-        )
+        scores = self.score_tokens(micro, with_entropy=with_entropy)
+        log_prob_BR = micro.of_samples(scores[0])
+        entropy_BR = micro.of_samples(scores[1]) if with_entropy else None
         if old_log_prob_BR is None:
             old_log_prob_BR = log_prob_BR.detach()
         counts = {"global_batch_info": mini_batch.global_batch_info}
         with_counts: Any = actor.model_copy(update=counts)
+        # A column is padded when it is read, so no other is.
+        loss_columns = {name: columns[name] for name in self.loss_columns if name in columns}
         inputs = PolicyLossInputs(
             old_log_prob=old_log_prob_BR,
             log_prob=log_prob_BR,
             response_mask=mask_BR,
             loss_agg_mode=actor.loss_agg_mode,
-            entropy=entropy_BR[0] if with_entropy else None,
+            entropy=entropy_BR,
             config=with_counts,
             options=self.loss_options,
-            # A column is padded when it is read, so no other is.
-            **{name: columns[name] for name in self.loss_columns if name in columns},
+            **loss_columns,
         )
         loss, values = call_by_name(self.policy_loss_fn, vars(inputs))
-        token_mean = partial(DeviceMetric.token_mean, num_tokens=mask_BR.sum())
-        metrics = {name: DeviceMetric.of(name, value, mask_BR) for name, value in values.items()}
+        metrics: MicroMetrics = {}
+        for name, value in values.items():
+            metrics[name] = DeviceMetric.of(name, value, mask_BR)
         metrics["actor/pg_loss"] = DeviceMetric.loss(loss, mini_batch)
+        num_tokens = mask_BR.sum()
+        rollout_log_prob_BR = columns.get("rollout_log_probs")
+        if rollout_log_prob_BR is not None:
+            log_ratio_BR = zero_masked(log_prob_BR.detach() - rollout_log_prob_BR, mask_BR)
+            metrics |= _ratio_metrics(log_ratio_BR, mask_BR)
         # With `old_log_probs`, `compute_log_prob` has reported the entropy, and the driver reports
         # the differences to the rollout.
         if "old_log_probs" not in columns:
-            metrics["actor/entropy"] = token_mean(entropy_BR[0].sum())
-        if "rollout_log_probs" in columns:
-            log_ratio_BR = zero_masked(log_prob_BR.detach() - columns["rollout_log_probs"], mask_BR)
-            ratio_BR = zero_masked(log_ratio_BR.clamp(-20.0, 20.0).exp(), mask_BR)
-            metrics["actor/rollout_kl"] = token_mean(-log_ratio_BR.sum())
-            # The driver computes the effective sample size from the next two metrics, because they
-            # merge exactly and it does not.
-            metrics["actor/rollout_ratio"] = token_mean(ratio_BR.sum())
-            metrics["actor/rollout_ratio_square"] = token_mean(ratio_BR.square().sum())
-        if "old_log_probs" not in columns and "rollout_log_probs" in columns:
-            probs_diff_BR = columns["rollout_log_probs"].exp() - old_log_prob_BR.exp()
-            difference_BR = zero_masked(probs_diff_BR, mask_BR).abs()
-            metrics["training/rollout_probs_diff_mean"] = token_mean(difference_BR.sum())
-            metrics["training/rollout_probs_diff_max"] = DeviceMetric.max(difference_BR.max())
+            assert entropy_BR is not None
+            metrics["actor/entropy"] = DeviceMetric.token_mean(entropy_BR.sum(), num_tokens)
+            if rollout_log_prob_BR is not None:
+                probs_diff_BR = rollout_log_prob_BR.exp() - old_log_prob_BR.exp()
+                difference_BR = zero_masked(probs_diff_BR, mask_BR).abs()
+                mean = DeviceMetric.token_mean(difference_BR.sum(), num_tokens)
+                metrics["training/rollout_probs_diff_mean"] = mean
+                metrics["training/rollout_probs_diff_max"] = DeviceMetric.max(difference_BR.max())
         if actor.entropy_coeff != 0:
-            entropy_loss = aggregate(entropy_BR[0], mask_BR)
+            assert entropy_BR is not None
+            entropy_loss = aggregate(entropy_BR, mask_BR)
             loss = loss - actor.entropy_coeff * entropy_loss
             metrics["actor/entropy_loss"] = DeviceMetric.loss(entropy_loss, mini_batch)
         if actor.use_kl_loss:
@@ -304,9 +305,7 @@ class ActorWorker(ScoringWorker, TrainedWorker):
             metrics["actor/kl_coef"] = DeviceMetric((), lambda: Metric.mean(actor.kl_loss_coef))
         return loss, metrics
 
-    def ptx_loss(
-        self, micro: MicroBatch, mini_batch: MiniBatch
-    ) -> tuple[torch.Tensor, MicroMetrics]:
+    def ptx_loss(self, micro: MicroBatch, mini_batch: MiniBatch) -> tuple[Tensor, MicroMetrics]:
         """Computes what a micro-batch of the rows `ptx` adds to their loss (PPO-ptx, Ouyang et al.
         2022, arXiv:2203.02155, eq. 2).
 
@@ -319,3 +318,21 @@ class ActorWorker(ScoringWorker, TrainedWorker):
         loss = -log_prob_BR.sum() / max(mini_batch.num_tokens, 1)
         metrics = {"actor/ptx_loss": DeviceMetric.loss(loss, mini_batch)}
         return self.config.actor.ptx_coef * loss, metrics
+
+
+def _ratio_metrics(log_ratio_BR: Tensor, mask_BR: Tensor) -> MicroMetrics:
+    """Returns metrics of the ratio of the policy's probabilities to the rollout's.
+
+    `log_ratio_BR` is its logarithm, and 0 where the mask is 0.
+    """
+    ratio_BR = log_ratio_BR.clamp(-20.0, 20.0).exp()
+    ratio_BR = zero_masked(ratio_BR, mask_BR)
+    num_tokens = mask_BR.sum()
+    square_sum = ratio_BR.square().sum()
+    return {
+        "actor/rollout_kl": DeviceMetric.token_mean(-log_ratio_BR.sum(), num_tokens),
+        # The driver computes the effective sample size from the next two metrics, because they
+        # merge exactly and it does not.
+        "actor/rollout_ratio": DeviceMetric.token_mean(ratio_BR.sum(), num_tokens),
+        "actor/rollout_ratio_square": DeviceMetric.token_mean(square_sum, num_tokens),
+    }

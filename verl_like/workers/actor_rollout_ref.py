@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from verl_like.plugins import refuse_overridden
 from verl_like.protocol import DataProto
@@ -39,22 +39,22 @@ class ActorRolloutRefWorker(ModelWorker):
 
     def score_tokens(
         self, micro: MicroBatch, *, with_entropy: bool, with_sum_pi_squared: bool = False
-    ) -> tuple[torch.Tensor, ...]:
+    ) -> tuple[Tensor, ...]:
         """Runs the model, and returns the log-probabilities of the response tokens, (K,).
 
         Entropies and sums of squared probabilities follow if asked for, (K,) each; see
         `linear_log_prob`.
         """
         packed = self.engine.pack(micro.on_host)
-        scores = self.engine.run(
-            packed, self.config.rollout.temperature, with_entropy, with_sum_pi_squared
-        )
-        return tuple(map(packed.of_tokens, scores))
+        temperature = self.config.rollout.temperature
+        scores = self.engine.run(packed, temperature, with_entropy, with_sum_pi_squared)
+        return tuple(packed.of_tokens(scored) for scored in scores)
 
-    def _score(self, micro: MicroBatch, **options: bool) -> tuple[torch.Tensor, ...]:
+    def _score(self, micro: MicroBatch, **options: bool) -> tuple[Tensor, ...]:
         """Returns the results of `score_tokens` padded to (b, R), for objectives of subclasses that
         use this form."""
-        return tuple(map(micro.of_rows, self.score_tokens(micro, **options)))
+        scores = self.score_tokens(micro, **options)
+        return tuple(micro.of_rows(scored) for scored in scores)
 
     def infer_log_probs(self, data: DataProto, column: str, phase: str) -> DataProto:
         """Returns `column`: the log-probability of each response token, jagged float32.

@@ -3,9 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-import torch
-import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from verl_like.protocol import DataProto
@@ -17,7 +15,11 @@ from verl_like.workers.critic import ValueWorker
 from verl_like.workers.model_worker import ModelWorker
 from verl_like.workers.weights.arrival import check_arrival, check_staged
 from verl_like.workers.weights.exports import WeightExport, iterate_weights
-from verl_like.workers.weights.fingerprints import local_fingerprint, read_fingerprints
+from verl_like.workers.weights.fingerprints import (
+    local_fingerprint,
+    read_fingerprints,
+    sum_over_ranks,
+)
 from verl_like.workers.weights.transport import WeightTransport
 
 
@@ -52,7 +54,7 @@ class CopyWorker(ModelWorker):
             )
         return super().infer(*args, **kwargs)
 
-    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the names and tensors that the trained model sends: parameters, then buffers.
 
         Parameters are DTensors with this rank's shards.
@@ -77,11 +79,12 @@ class CopyWorker(ModelWorker):
         received = self.weight_transport.receive(exported, self)
         expected = check_staged(received, version, self.device)
         weights = dict(self.named_weights())
-        sent = {name: tuple(tensor.shape) for name, tensor in iterate_weights(received)}
-        own = {name: tuple(weight.shape) for name, weight in weights.items()}
-        check_arrival(sent, own, f"{what} are not of the model {self.model_config.path}")
+        shapes = {name: weight.shape for name, weight in weights.items()}
+        sent_shapes = {name: tensor.shape for name, tensor in iterate_weights(received)}
+        other_model = f"{what} are not of the model {self.model_config.path}"
+        check_arrival(sent_shapes, shapes, other_model)
         self.version = None
-        buffers = {name for name, _ in self.engine.named_buffers()}
+        buffers = dict(self.engine.named_buffers())
         for name, tensor in iterate_weights(received):
             weight = weights[name]
             if name in buffers:
@@ -97,13 +100,7 @@ class CopyWorker(ModelWorker):
         of_shards = {}
         for name, weight in self.named_weights():
             of_shards[name] = local_fingerprint(name, weight, self.rank)
-        read = read_fingerprints(of_shards)
-        parts = np.array(list(read.values()), dtype=np.uint64)
-        # Fingerprints add up modulo 2**64. Sums of signed numbers have the same bits.
-        sums = torch.from_numpy(parts.view(np.int64))
-        dist.all_reduce(sums)
-        fingerprints = sums.numpy().view(np.uint64).tolist()
-        loaded = dict(zip(weights, fingerprints, strict=True))
+        loaded = sum_over_ranks(read_fingerprints(of_shards))
         fingerprint = check_arrival(expected, loaded, f"{what} did not arrive at the copy")
         self.version = version
         return fingerprint

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from verl_like.algorithms.value_loss import ValueLossInputs, compute_value_loss
 from verl_like.plugins import refuse_overridden
@@ -20,7 +20,7 @@ from verl_like.workers.engine.mini_batches import (
     MiniBatch,
     update,
 )
-from verl_like.workers.model_worker import ModelWorker, TrainedWorker
+from verl_like.workers.model_worker import ModelWorker, TrainedWorker, metrics_alone
 from verl_like.workers.models.packed_models import ValueModel
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS, Rows
 from verl_like.workers.planning.partition import MicroBatching
@@ -79,17 +79,18 @@ class ValueWorker(ModelWorker):
             self.config.use_dynamic_bsz,
         )
 
-        def values(micro: MicroBatch) -> tuple[torch.Tensor]:
+        def values(micro: MicroBatch) -> tuple[Tensor]:
             return (self.values_of_tokens(micro),)
 
         return self.infer(data, ["values"], micro_batching, values, phase="values")
 
-    def values_of_tokens(self, micro: MicroBatch) -> torch.Tensor:
+    def values_of_tokens(self, micro: MicroBatch) -> Tensor:
         """Runs the model, and returns the value of each response token, (K,)."""
         packed = self.engine.pack(micro.on_host)
-        return packed.of_tokens(self.engine.run(packed))
+        scored = self.engine.run(packed)
+        return packed.of_tokens(scored)
 
-    def _predict(self, micro: MicroBatch) -> torch.Tensor:
+    def _predict(self, micro: MicroBatch) -> Tensor:
         """Returns `values_of_tokens` padded to (b, R), for objectives of subclasses that use this
         form."""
         return micro.of_rows(self.values_of_tokens(micro))
@@ -132,16 +133,17 @@ class CriticWorker(ValueWorker, TrainedWorker):
 
         Returns the metrics.
         """
-        rows = Rows.of(data)
-        part = data.meta_info.get("part_of_step", (1, 1))
         metrics = update(
-            self.engine, rows, self.schedule, self.value_loss, prefix="critic", part=part
+            self.engine,
+            Rows.of(data),
+            self.schedule,
+            self.value_loss,
+            prefix="critic",
+            part=data.meta_info.get("part_of_step", (1, 1)),
         )
-        return DataProto.from_dict(tensors={}, meta_info={"metrics": metrics})
+        return metrics_alone(metrics)
 
-    def value_loss(
-        self, micro: MicroBatch, mini_batch: MiniBatch
-    ) -> tuple[torch.Tensor, MicroMetrics]:
+    def value_loss(self, micro: MicroBatch, mini_batch: MiniBatch) -> tuple[Tensor, MicroMetrics]:
         """Computes what a micro-batch adds to the clipped squared error of its mini-batch.
 
         Arguments and result are those of `ActorWorker.policy_loss`.
@@ -159,9 +161,9 @@ class CriticWorker(ValueWorker, TrainedWorker):
             aggregate=mini_batch.aggregate(self.config.loss_agg_mode),
         )
         loss, token_sums = compute_value_loss(**vars(inputs))
-        metrics = {
-            name: DeviceMetric.token_mean(total, num_tokens) for name, total in token_sums.items()
-        }
+        metrics: MicroMetrics = {}
+        for name, total in token_sums.items():
+            metrics[name] = DeviceMetric.token_mean(total, num_tokens)
         metrics["critic/vf_loss"] = DeviceMetric.loss(loss, mini_batch)
         metrics["critic/vpred_mean"] = DeviceMetric.token_mean(vpreds_BR.sum(), num_tokens)
         return loss, metrics

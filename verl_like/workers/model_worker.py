@@ -5,8 +5,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
-from verl_like.protocol import DataProto
+from verl_like.protocol import DataProto, Metric
 from verl_like.single_controller.decorator import Dispatch, register
 from verl_like.single_controller.worker import Worker
 from verl_like.workers.config.engine import ForwardFsdpConfig, TrainedFsdpConfig
@@ -26,6 +27,11 @@ from verl_like.workers.planning.partition import MicroBatching, num_groups
 from verl_like.workers.weights.exports import WeightExport, collect_weights
 from verl_like.workers.weights.ipc import IpcTransport
 from verl_like.workers.weights.transport import WeightTransport
+
+
+def metrics_alone(metrics: dict[str, Metric]) -> DataProto:
+    """Returns a batch without rows, as methods return it that have only metrics to tell."""
+    return DataProto.from_dict(tensors={}, meta_info={"metrics": metrics})
 
 
 class ModelWorker(Worker):
@@ -109,7 +115,7 @@ class ModelWorker(Worker):
         data: DataProto,
         columns: Sequence[str],
         micro_batching: MicroBatching,
-        compute: Callable[[MicroBatch], tuple[torch.Tensor, ...]],
+        compute: Callable[[MicroBatch], tuple[Tensor, ...]],
         phase: str,
     ) -> DataProto:
         """Runs the model over all rows without gradients, and returns the `columns`, jagged.
@@ -121,7 +127,8 @@ class ModelWorker(Worker):
         stopwatch = Stopwatch(self.engine, rows, phase, passes=1)
         values = forward(self.engine, rows, micro_batching, compute)
         tensors = dict(zip(columns, values, strict=True))
-        return DataProto.from_dict(tensors=tensors, meta_info={"metrics": stopwatch.metrics()})
+        metrics = stopwatch.metrics()
+        return DataProto.from_dict(tensors=tensors, meta_info={"metrics": metrics})
 
 
 class TrainedWorker(ModelWorker):
@@ -142,13 +149,14 @@ class TrainedWorker(ModelWorker):
         Raises ValueError if ranks or attention heads cannot be divided as the settings say.
         """
         self.register_mesh(mesh_name, settings.ulysses_sequence_parallel_size)
+        micro_batching = MicroBatching(
+            settings.ppo_micro_batch_size_per_gpu,
+            settings.ppo_max_token_len_per_gpu,
+            settings.use_dynamic_bsz,
+        )
         self.schedule = UpdateSchedule(
             num_mini_batch_samples=settings.ppo_mini_batch_size * samples_per_prompt,
-            micro_batching=MicroBatching(
-                settings.ppo_micro_batch_size_per_gpu,
-                settings.ppo_max_token_len_per_gpu,
-                settings.use_dynamic_bsz,
-            ),
+            micro_batching=micro_batching,
             epochs=settings.ppo_epochs,
         )
         self.start_engine(settings.ulysses_sequence_parallel_size, settings)
@@ -201,8 +209,9 @@ class TrainedWorker(ModelWorker):
         buffers.
         """
         with self.engine.on_device():
+            parameters = self.engine.named_parameters()
             export = collect_weights(
-                with_scale(self.engine.named_parameters(), self.model_config),
+                with_scale(parameters, self.model_config),
                 self.engine.named_buffers(),
                 dtype=getattr(torch, self.export_dtype),
                 rank=self.rank,

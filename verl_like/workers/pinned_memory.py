@@ -3,17 +3,17 @@
 import contextlib
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 _ALIGNMENT = 64
 """The alignment of tensors in one piece of memory, in bytes: a multiple of any element's size."""
 Name = TypeVar("Name")
-
-
+Tensors = Mapping[Name, Tensor]
 _READ_ONLY = 0x08
 """CUDA's flag cudaHostRegisterReadOnly."""
 
@@ -30,8 +30,9 @@ def pin(memory: np.ndarray, *, read_only: bool = False) -> None:
     runtime = torch.cuda.cudart()
     address = memory.ctypes.data
     flags = _READ_ONLY if read_only else 0
+    result = runtime.cudaHostRegister(address, memory.nbytes, flags)
     try:
-        torch.cuda.check_error(runtime.cudaHostRegister(address, memory.nbytes, flags))
+        torch.cuda.check_error(result)
     except torch.cuda.CudaError:
         _forget_last_error()
         raise
@@ -48,7 +49,7 @@ def _forget_last_error() -> None:
         torch.zeros(1, device="cuda")
 
 
-def to_device(tensors: Mapping[Name, torch.Tensor], device: str) -> dict[Name, torch.Tensor]:
+def to_device(tensors: Tensors[Name], device: str) -> dict[Name, Tensor]:
     """Returns copies on a device of tensors of the host, by the same names.
 
     All tensors go to a GPU in one copy, for which this does not wait. The tensors themselves are
@@ -56,17 +57,16 @@ def to_device(tensors: Mapping[Name, torch.Tensor], device: str) -> dict[Name, t
     """
     if device == "cpu":
         return dict(tensors)
-    sizes = _padded_sizes(tensors)
     is_gpu = device.startswith("cuda")
-    staged = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=is_gpu)
-    for name, place in _views(staged.split(sizes), tensors).items():
+    staged = torch.empty(_padded_size(tensors), dtype=torch.uint8, pin_memory=is_gpu)
+    for name, place in _views(staged, tensors).items():
         place.copy_(tensors[name])
     # torch keeps pinned memory until the copy is done, also after `staged` is gone.
     moved = staged.to(device, non_blocking=True)
-    return _views(moved.split(sizes), tensors)
+    return _views(moved, tensors)
 
 
-def to_host(tensor: torch.Tensor) -> torch.Tensor:
+def to_host(tensor: Tensor) -> Tensor:
     """Returns a copy of a GPU's tensor in pinned host memory, or a tensor of the host itself.
 
     The former waits for all work that the GPU has to do before.
@@ -79,34 +79,36 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     return copy
 
 
-def host_places(tensors: Mapping[Name, torch.Tensor]) -> dict[Name, torch.Tensor]:
+def host_places(tensors: Tensors[Name]) -> dict[Name, Tensor]:
     """Returns uninitialised host memory for each tensor, with its shape and dtype, by its name.
 
     The memory is pinned if any tensor is on a GPU. It is one NumPy array, because that has large
     pages: a copy to many small ones is slower.
     """
-    sizes = _padded_sizes(tensors)
-    memory = np.empty(sum(sizes), dtype=np.uint8)
-    if memory.nbytes and any(tensor.is_cuda for tensor in tensors.values()):
+    memory = np.empty(_padded_size(tensors), dtype=np.uint8)
+    is_any_on_gpu = any(tensor.is_cuda for tensor in tensors.values())
+    if memory.nbytes and is_any_on_gpu:
         pin(memory)
-    return _views(torch.from_numpy(memory).split(sizes), tensors)
+    return _views(torch.from_numpy(memory), tensors)
 
 
-def _padded_sizes(tensors: Mapping[Name, torch.Tensor]) -> list[int]:
-    """Returns the bytes of each tensor in one piece of memory, with the padding after it."""
-    return [math.ceil(tensor.nbytes / _ALIGNMENT) * _ALIGNMENT for tensor in tensors.values()]
+def _padded(num_bytes: int) -> int:
+    """Returns the bytes of a tensor with the padding after it."""
+    return math.ceil(num_bytes / _ALIGNMENT) * _ALIGNMENT
 
 
-def _views(
-    pieces: Sequence[torch.Tensor], tensors: Mapping[Name, torch.Tensor]
-) -> dict[Name, torch.Tensor]:
-    """Returns a view of each piece of memory in the shape and dtype of a tensor, by its name."""
-    views = {}
-    for piece, (name, tensor) in zip(pieces, tensors.items(), strict=True):
-        views[name] = _as(tensor, piece)
+def _padded_size(tensors: Tensors[Name]) -> int:
+    """Returns the bytes of all tensors in one piece of memory."""
+    return sum(_padded(tensor.nbytes) for tensor in tensors.values())
+
+
+def _views(memory: Tensor, tensors: Tensors[Name]) -> dict[Name, Tensor]:
+    """Returns views of memory in the shapes and dtypes of tensors, one after the other."""
+    views: dict[Name, Tensor] = {}
+    start = 0
+    for name, tensor in tensors.items():
+        end = start + tensor.nbytes
+        piece = memory[start:end].view(tensor.dtype)
+        views[name] = piece.view(tensor.shape)
+        start += _padded(tensor.nbytes)
     return views
-
-
-def _as(tensor: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
-    """Returns the first bytes of a piece of memory in the shape and dtype of a tensor."""
-    return piece[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)

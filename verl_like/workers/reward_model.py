@@ -2,7 +2,7 @@
 
 from typing import Any, ClassVar
 
-import torch
+from torch import Tensor
 
 from verl_like.plugins import refuse_replaced
 from verl_like.protocol import DataProto
@@ -75,7 +75,7 @@ class RewardModelWorker(ModelWorker):
         rm_scores = jagged_on_last_token(scores_B, rows["response_mask"])
         return DataProto.from_dict(tensors={"rm_scores": rm_scores})
 
-    def score_rows(self, micro: MicroBatch) -> tuple[torch.Tensor]:
+    def score_rows(self, micro: MicroBatch) -> tuple[Tensor]:
         """Runs the model, and returns the score of each row, (b,)."""
         packed = self.engine.pack(micro.on_host)
         return (self.engine.run(packed),)

@@ -97,8 +97,10 @@ class RolloutWorker(ActorRolloutRefWorker):
                 False, unfinished ones continue with the new weights.
         """
         if address:
+            # Of the ranks of the actor the first alone waits.
             exported = [
-                replace(export, address=None if export.rank else address) for export in exported
+                replace(export, address=address if export.rank == 0 else None)
+                for export in exported
             ]
         received = self.weight_transport.receive(exported, self)
         return self.engine_thread.load_weights(
@@ -130,12 +132,18 @@ class RolloutWorker(ActorRolloutRefWorker):
         self.num_calls += 1
         call = f"call {self.num_calls} of rank {self.rank}"
         requests = self.rollout.rules().requests_of(prompts, call)
-        told = names_of_real(prompts, requests) if self.rollout.is_collect else set()
+        told: set[str] = set()
+        if self.rollout.is_collect:
+            told = names_of_real(prompts, requests)
         completions: dict[str, Completion] = {}
         for finished in self.engine_thread.stream(requests):
-            completions |= {request.name: completion for request, completion in finished}
-            if of_told := [each for each in finished if each[0].name in told]:
-                yield of_told
+            to_tell: list[FinishedRequest] = []
+            for request, completion in finished:
+                completions[request.name] = completion
+                if request.name in told:
+                    to_tell.append((request, completion))
+            if to_tell:
+                yield to_tell
         return assemble(prompts, [completions[request.name] for request in requests])
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -184,10 +192,12 @@ class RolloutWorker(ActorRolloutRefWorker):
         requests = greedy_requests(prompts, max_tokens)
         completions: dict[str, Completion] = {}
         for finished in self.engine_thread.stream(requests):
-            completions |= {request.name: completion for request, completion in finished}
+            for request, completion in finished:
+                completions[request.name] = completion
         self.engine_thread.forget_prompts()
-        batch = assemble(prompts, [completions[request.name] for request in requests])
-        return batch if self.rollout.is_collect else None
+        if not self.rollout.is_collect:
+            return None
+        return assemble(prompts, [completions[request.name] for request in requests])
 
     @register(dispatch_mode=AFTER_REQUESTS)
     def sleep(self) -> None:

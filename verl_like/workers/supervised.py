@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from verl_like.algorithms.ilql import ilql_losses
 from verl_like.algorithms.masked import zero_masked
@@ -36,7 +37,7 @@ from verl_like.workers.engine.mini_batches import (
     read_metrics,
     update,
 )
-from verl_like.workers.model_worker import TrainedWorker
+from verl_like.workers.model_worker import TrainedWorker, metrics_alone
 from verl_like.workers.models.ilql import ILQLModel
 from verl_like.workers.models.packed_models import PackedModel, PolicyModel, RewardModel
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS, Rows
@@ -98,7 +99,7 @@ class SupervisedWorker(TrainedWorker):
             prefix=self.prefix,
             part=(1, 1),
         )
-        return DataProto.from_dict(tensors={}, meta_info={"metrics": metrics})
+        return metrics_alone(metrics)
 
     @register(dispatch_mode=BY_SHARD, blocking=False, reads=COLUMNS_READ, jagged=True)
     def evaluate(self, data: DataProto) -> DataProto:
@@ -113,40 +114,45 @@ class SupervisedWorker(TrainedWorker):
             parts.append(_means(values | {"loss": losses}, micro))
             return ()
 
-        forward(self.engine, self.rows_of(data), self.micro_batching, measure, by_token=False)
+        rows = self.rows_of(data)
+        forward(self.engine, rows, self.micro_batching, measure, by_token=False)
         metrics = merge_metrics(read_metrics(parts))
-        return DataProto.from_dict(tensors={}, meta_info={"metrics": metrics})
+        return metrics_alone(metrics)
 
     def rows_of(self, data: DataProto) -> Rows:
         """Returns the rows of a batch. A subclass may add columns that its loss needs."""
         return Rows.of(data, self.rows_of_sample)
 
-    def loss(self, micro: MicroBatch, mini_batch: MiniBatch) -> tuple[torch.Tensor, MicroMetrics]:
+    def loss(self, micro: MicroBatch, mini_batch: MiniBatch) -> tuple[Tensor, MicroMetrics]:
         """Computes what a micro-batch adds to the mean of `losses` over its mini-batch.
 
         The mean is over the learned tokens, or over the samples if `losses` has one number for
         each. Returns it with the metrics.
         """
         losses, values = self.losses(micro)
-        by_token = micro["response_mask"].shape
+        mask_bR = micro["response_mask"]
+        by_token = tuple(mask_bR.shape)
         by_sample = (len(micro.samples.first_rows),)
         if losses.shape not in (by_token, by_sample):
             raise ValueError(
                 f"{type(self).__name__}.losses returned the shape {tuple(losses.shape)}: give one "
-                f"for each token, {tuple(by_token)}, to which micro.of_rows pads what "
+                f"for each token, {by_token}, to which micro.of_rows pads what "
                 f"PackedBatch.of_tokens makes, or one for each sample, {by_sample}"
             )
-        count = mini_batch.num_tokens if losses.ndim == 2 else mini_batch.num_sequences
-        if losses.ndim == 1:  # a pair without a learned token is padding, and does not count
+        if losses.ndim == 2:
+            count = mini_batch.num_tokens
+        else:
+            count = mini_batch.num_sequences
+            # A pair without a learned token is padding, and does not count.
             has_tokens = _mask(losses, micro).bool().any(-1)
             losses = zero_masked(losses, has_tokens)
-        means = _means(values, micro)
-        metrics = {f"{self.prefix}/{name}": metric for name, metric in means.items()}
-        num_tokens = micro["response_mask"].sum()
-        metrics[f"{self.prefix}/num_tokens"] = DeviceMetric((num_tokens,), Metric.sum)
+        metrics: MicroMetrics = {}
+        for name, metric in _means(values, micro).items():
+            metrics[f"{self.prefix}/{name}"] = metric
+        metrics[f"{self.prefix}/num_tokens"] = DeviceMetric((mask_bR.sum(),), Metric.sum)
         return losses.sum() / count, metrics
 
-    def losses(self, micro: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def losses(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the loss of each learned token, (b, R) with 0 elsewhere, or of each sample, (s,).
 
         Metrics of the same shapes are returned beside it, by name.
@@ -160,7 +166,7 @@ class SFTWorker(SupervisedWorker):
     model_class = PolicyModel
     prefix = "sft"
 
-    def losses(self, micro: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def losses(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns -log p(token | tokens before it) of each learned token, (b, R)."""
         return -_log_probs(self.engine, micro), {}
 
@@ -175,7 +181,7 @@ class RMWorker(SupervisedWorker):
     prefix = "rm"
     rows_of_sample = 2
 
-    def losses(self, micro: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def losses(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns -log sigmoid(r_c - r_r - margin) of each pair, (s,).
 
         The rewards r_c and r_r of the chosen and the rejected conversation are read at their last
@@ -183,9 +189,10 @@ class RMWorker(SupervisedWorker):
         """
         packed = self.engine.pack(micro.on_host)
         rewards = self.engine.run(packed)
-        chosen, rejected = rewards.view(-1, 2).unbind(1)
-        margin = micro["margin"].view(-1, 2)[:, 0]
-        return pairwise_loss(chosen - rejected - margin), preference_metrics(chosen, rejected)
+        chosen, rejected = _of_pairs(rewards)
+        margin, _of_rejected = _of_pairs(micro["margin"])
+        losses = pairwise_loss(chosen - rejected - margin)
+        return losses, preference_metrics(chosen, rejected)
 
 
 class DPOWorker(SupervisedWorker):
@@ -225,26 +232,28 @@ class DPOWorker(SupervisedWorker):
         """
         rows = super().rows_of(data)
 
-        def score(micro: MicroBatch) -> tuple[torch.Tensor]:
+        def score(micro: MicroBatch) -> tuple[Tensor]:
             return (_answer_log_probs(self.reference, micro),)
 
         with self.reference.without_adapter():
             (log_probs_B,) = forward(
                 self.reference, rows, self.micro_batching, score, by_token=False
             )
-        return replace(rows, columns={**rows.columns, "reference_log_probs": log_probs_B})
+        columns = dict(rows.columns)
+        columns["reference_log_probs"] = log_probs_B
+        return replace(rows, columns=columns)
 
-    def losses(self, micro: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def losses(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the loss `training.loss_type` of each pair, (s,).
 
         The reward of an answer, a metric, is beta log(pi / reference).
         """
         log_ratios = _answer_log_probs(self.engine, micro) - micro["reference_log_probs"]
-        chosen_B, rejected_B = log_ratios.view(-1, 2).unbind(1)
+        chosen, rejected = _of_pairs(log_ratios)
         beta = self.training.beta
         loss = DPO_LOSSES[self.training.loss_type]
-        losses_B = loss(chosen_B - rejected_B, beta, self.training.label_smoothing)
-        return losses_B, preference_metrics(beta * chosen_B, beta * rejected_B)
+        losses = loss(chosen - rejected, beta, self.training.label_smoothing)
+        return losses, preference_metrics(beta * chosen, beta * rejected)
 
 
 class ILQLWorker(SupervisedWorker):
@@ -275,14 +284,17 @@ class ILQLWorker(SupervisedWorker):
                     target.add_(trained - target, alpha=self.training.polyak)
         return result
 
-    def losses(self, micro: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def losses(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the sum of `ilql_losses` of each learned token, (b, R).
 
         The configuration has the weights of the terms. The terms are metrics.
         """
         settings = self.training
         packed = self.engine.pack(micro.on_host)
-        columns = [micro.of_rows(packed.of_tokens(scored)) for scored in self.engine.run(packed)]
+        columns: list[Tensor] = []
+        for scored in self.engine.run(packed):
+            of_tokens = packed.of_tokens(scored)
+            columns.append(micro.of_rows(of_tokens))
         terms = ilql_losses(
             *columns,
             scores=micro["score"],
@@ -303,34 +315,42 @@ class ILQLWorker(SupervisedWorker):
         return losses, metrics
 
 
-def _means(values: dict[str, torch.Tensor], micro: MicroBatch) -> MicroMetrics:
+def _means(values: dict[str, Tensor], micro: MicroBatch) -> MicroMetrics:
     """Returns the means of values of tokens or of samples as metrics."""
     metrics = {}
     for name, value in values.items():
-        metrics[name] = DeviceMetric.of(name, value, _mask(value, micro))
+        mask = _mask(value, micro)
+        metrics[name] = DeviceMetric.of(name, value, mask)
     return metrics
 
 
-def _mask(values: torch.Tensor | float, micro: MicroBatch) -> torch.Tensor:
+def _mask(values: Tensor | float, micro: MicroBatch) -> Tensor:
     """Returns the mask of the learned tokens: of each row, (b, R), for values of tokens.
 
     For values of samples, (s,), it has a row for each sample with the tokens of all its
     conversations.
     """
     mask_bR = micro["response_mask"]
-    if isinstance(values, torch.Tensor) and values.ndim == 1:
+    if isinstance(values, Tensor) and values.ndim == 1:
         return mask_bR.reshape(len(values), -1)
     return mask_bR
 
 
-def _log_probs(engine: TrainingEngine, micro: MicroBatch) -> torch.Tensor:
+def _of_pairs(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the values, (s,) each, of the chosen and of the rejected rows of s pairs."""
+    chosen, rejected = values.view(-1, 2).unbind(1)
+    return chosen, rejected
+
+
+def _log_probs(engine: TrainingEngine, micro: MicroBatch) -> Tensor:
     """Returns log-probabilities of the learned tokens at temperature 1, (b, R) float32, 0
     elsewhere."""
     packed = engine.pack(micro.on_host)
-    (log_probs,) = engine.run(packed, 1.0)
-    return micro.of_rows(packed.of_tokens(log_probs))
+    (scored,) = engine.run(packed, 1.0)
+    of_tokens = packed.of_tokens(scored)
+    return micro.of_rows(of_tokens)
 
 
-def _answer_log_probs(engine: TrainingEngine, micro: MicroBatch) -> torch.Tensor:
+def _answer_log_probs(engine: TrainingEngine, micro: MicroBatch) -> Tensor:
     """Returns the log-probability of each row's answer, (b,) float32."""
     return _log_probs(engine, micro).sum(-1)

@@ -19,7 +19,7 @@ from verl_like.algorithms.registry import (
 )
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
 INPUTS = {
     "token_level_rewards": "(B, R) float, the reward of each token, after the KL penalty",
@@ -68,9 +68,7 @@ class AdvantageOptions(AlgorithmOptions):
         """Raises ValueError for an option that names a reward which is none of `names`."""
 
 
-def estimate_advantages(
-    estimator: Algorithm, inputs: Mapping[str, Any]
-) -> "tuple[torch.Tensor, torch.Tensor]":
+def estimate_advantages(estimator: Algorithm, inputs: Mapping[str, Any]) -> "tuple[Tensor, Tensor]":
     """Advantages (B, R) and returns (B, R) of `estimator`, which gets those of `inputs` that it has
     parameters for.
 
@@ -78,12 +76,15 @@ def estimate_advantages(
         ValueError: an input it needs is not there, or has another shape than the rewards, or
             another number of rows.
     """
-    shape = inputs["token_level_rewards"].shape
-    for name in inspect.signature(estimator).parameters.keys() & INPUTS.keys():
-        given = tuple(getattr(inputs.get(name), "shape", ()))
-        if len(given) in (1, 2) and given != shape[: len(given)]:
+    shape = tuple(inputs["token_level_rewards"].shape)
+    parameters = inspect.signature(estimator).parameters
+    for name in parameters.keys() & INPUTS.keys():
+        # A number has no shape, and neither has a dict of rewards.
+        own_shape = tuple(getattr(inputs.get(name), "shape", ()))
+        num_dims = len(own_shape)
+        if num_dims in (1, 2) and own_shape != shape[:num_dims]:
             raise ValueError(
-                f"{name} has shape {given} but token_level_rewards has {tuple(shape)}: an input "
+                f"{name} has shape {own_shape} but token_level_rewards has {shape}: an input "
                 "by token must be (B, R), one by row (B,)"
             )
     return call_by_name(estimator, inputs)

@@ -15,6 +15,7 @@ Keys: `actor_rollout_ref.rollout.n`.
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from verl_like.algorithms.advantages import register_adv_est
 from verl_like.algorithms.groups import PromptGroups
@@ -23,8 +24,8 @@ from verl_like.algorithms.groups import PromptGroups
 @register_adv_est("dr_grpo")
 @torch.no_grad()
 def compute_dr_grpo_outcome_advantage(
-    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: np.ndarray
-) -> tuple[torch.Tensor, torch.Tensor]:
+    token_level_rewards: Tensor, response_mask: Tensor, index: np.ndarray
+) -> tuple[Tensor, Tensor]:
     """Returns one advantage for each response, (B, R) at each of its tokens, as the advantages and
     as the returns."""
     groups = PromptGroups.of(token_level_rewards, response_mask, index)

@@ -20,6 +20,7 @@ Keys: `algorithm.gdpo_reward_keys`, `algorithm.gdpo_reward_weights`,
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from verl_like.algorithms.advantages import register_adv_est
 from verl_like.algorithms.advantages.gdpo_options import GDPOOptions
@@ -30,13 +31,13 @@ from verl_like.algorithms.masked import masked_whiten, zero_masked
 @register_adv_est("gdpo", over_batch=True)
 @torch.no_grad()
 def compute_gdpo_outcome_advantage(
-    scores_by_reward: dict[str, torch.Tensor],
-    response_mask: torch.Tensor,
+    scores_by_reward: dict[str, Tensor],
+    response_mask: Tensor,
     index: np.ndarray,
     options: GDPOOptions,
     epsilon: float = 1e-6,
     norm_adv_by_std_in_grpo: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Returns one advantage for each response, (B, R) at each of its tokens, as the advantages and
     as the returns.
 
@@ -46,13 +47,14 @@ def compute_gdpo_outcome_advantage(
     keys = options.gdpo_reward_keys
     options.require_rewards(scores_by_reward)
     valid = response_mask.bool()
-    summed = torch.zeros(len(valid), dtype=torch.float64, device=valid.device)
-    is_compared = torch.zeros(len(valid), dtype=torch.bool, device=valid.device)
+    summed = valid.new_zeros(len(valid), dtype=torch.float64)
+    is_compared = valid.new_zeros(len(valid))
     weights = options.gdpo_reward_weights or [1.0] * len(keys)
     for key, weight in zip(keys, weights, strict=True):
         scores = scores_by_reward[key]
-        lacks_score = zero_masked(scores, valid).isnan().any(dim=-1, keepdim=True)
-        groups = PromptGroups.of(scores, valid & ~lacks_score, index)
+        is_missing = zero_masked(scores, valid).isnan()
+        has_score = ~is_missing.any(dim=-1, keepdim=True)
+        groups = PromptGroups.of(scores, valid & has_score, index)
         row_advantages = groups.scores_above(groups.mean())
         if norm_adv_by_std_in_grpo:
             row_advantages = row_advantages / (groups.std() + epsilon)
@@ -60,6 +62,7 @@ def compute_gdpo_outcome_advantage(
         is_compared |= groups.has_baseline
     compared = valid & is_compared.unsqueeze(-1)
     dtype = scores_by_reward[keys[0]].dtype
-    on_tokens = zero_masked(summed.to(dtype).unsqueeze(-1), compared)
+    row_sums = summed.to(dtype).unsqueeze(-1)
+    on_tokens = zero_masked(row_sums, compared)
     advantages = masked_whiten(on_tokens, compared)
     return advantages, advantages

@@ -16,6 +16,7 @@ Keys: `actor_rollout_ref.rollout.n`. The loss that belongs to it is `gpg`.
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from verl_like.algorithms.advantages import register_adv_est
 from verl_like.algorithms.groups import PromptGroups
@@ -24,14 +25,14 @@ from verl_like.algorithms.groups import PromptGroups
 @register_adv_est("gpg", over_batch=True)
 @torch.no_grad()
 def compute_gpg_outcome_advantage(
-    token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
     index: np.ndarray,
     epsilon: float = 1e-6,
     f_norm: float = 1.0,
     alpha: float | None = None,
     config: object = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Returns one advantage for each response, (B, R) at each of its tokens, as the advantages and
     as the returns.
 

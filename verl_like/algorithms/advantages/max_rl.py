@@ -14,6 +14,7 @@ Keys: `actor_rollout_ref.rollout.n`.
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from verl_like.algorithms.advantages import register_adv_est
 from verl_like.algorithms.groups import PromptGroups
@@ -22,8 +23,8 @@ from verl_like.algorithms.groups import PromptGroups
 @register_adv_est("max_rl")
 @torch.no_grad()
 def compute_max_rl_outcome_advantage(
-    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: np.ndarray
-) -> tuple[torch.Tensor, torch.Tensor]:
+    token_level_rewards: Tensor, response_mask: Tensor, index: np.ndarray
+) -> tuple[Tensor, Tensor]:
     """Returns one advantage for each response, (B, R) at each of its tokens, as the advantages and
     as the returns.
 
@@ -37,7 +38,8 @@ def compute_max_rl_outcome_advantage(
             "without a KL penalty in them (algorithm.use_kl_in_reward=False), or choose 'grpo'"
         )
     mean = groups.mean()
-    divisor = torch.where(groups.is_single | (mean == 0), 1.0, mean)
+    is_undivided = groups.is_single | (mean == 0)
+    divisor = mean.masked_fill(is_undivided, 1.0)
     row_advantages = groups.scores_above(mean) / divisor
     advantages = groups.on_tokens(row_advantages, token_level_rewards.dtype)
     return advantages, advantages

@@ -15,6 +15,7 @@ Keys: `actor_rollout_ref.rollout.n`.
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from verl_like.algorithms.advantages import register_adv_est
 from verl_like.algorithms.groups import PromptGroups
@@ -23,12 +24,12 @@ from verl_like.algorithms.groups import PromptGroups
 @register_adv_est("opo")
 @torch.no_grad()
 def compute_opo_outcome_advantage(
-    token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
     index: np.ndarray,
     epsilon: float = 1e-6,
     config: object = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Returns one advantage for each response, (B, R) at each of its tokens, as the advantages and
     as the returns.
 

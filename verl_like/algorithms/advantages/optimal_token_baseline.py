@@ -34,8 +34,10 @@ Keys: none.
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from verl_like.algorithms.advantages import register_adv_est
+from verl_like.algorithms.discounted_sums import sums_from_here
 from verl_like.algorithms.groups import PromptGroups
 from verl_like.algorithms.masked import zero_masked
 
@@ -43,15 +45,15 @@ from verl_like.algorithms.masked import zero_masked
 @register_adv_est("optimal_token_baseline")
 @torch.no_grad()
 def compute_optimal_token_baseline_advantage(
-    token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
     index: np.ndarray,
-    old_log_probs: torch.Tensor,
-    sum_pi_squared: torch.Tensor,
-    rollout_is_weights: torch.Tensor | None = None,
+    old_log_probs: Tensor,
+    sum_pi_squared: Tensor,
+    rollout_is_weights: Tensor | None = None,
     handle_zero_tail: bool = True,
     epsilon: float = 1e-8,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Returns advantages and returns, (B, R) float each; `epsilon` is added to each weight W.
 
     With `handle_zero_tail` there is no baseline at a position where no other row of the group has a
@@ -59,23 +61,25 @@ def compute_optimal_token_baseline_advantage(
     """
     groups = PromptGroups.of(token_level_rewards, response_mask, index)
     valid = groups.valid
-    # For probabilities it is at least 0, but the inputs are rounded.
-    squared_norms = (1 - 2 * old_log_probs.exp() + sum_pi_squared).clamp(min=0)
+    squared_norms = 1 - 2 * old_log_probs.exp() + sum_pi_squared
+    # Of probabilities it is at least 0, but the inputs are rounded.
+    squared_norms = squared_norms.clamp(min=0)
     if rollout_is_weights is not None:
         squared_norms = squared_norms * rollout_is_weights**2
     norms_so_far = zero_masked(squared_norms, valid).double().cumsum(-1)
     weights = zero_masked(norms_so_far + epsilon, valid)
 
-    def group_sum(columns: torch.Tensor) -> torch.Tensor:
-        """The sum of `columns` (B, R) over the rows of the group, (B, R)."""
+    def group_sum(columns: Tensor) -> Tensor:
+        """Returns the sum of `columns` (B, R) over the rows of the group, (B, R)."""
         totals = columns.new_zeros(groups.num_groups, columns.size(1))
         totals.index_add_(0, groups.group, columns)
         return totals[groups.group]
 
     rewards = zero_masked(token_level_rewards, valid).double()
-    returns = rewards.flip(-1).cumsum(-1).flip(-1)
+    returns = sums_from_here(rewards)
     # Equal returns less the mean score are exactly 0, and so is their weighted mean.
-    centred = zero_masked(returns - groups.mean().unsqueeze(-1), valid)
+    mean_score = groups.mean().unsqueeze(-1)
+    centred = zero_masked(returns - mean_score, valid)
     baselines = group_sum(weights * centred) / group_sum(weights)
     is_alone = group_sum(valid.double()) == 1
     has_no_baseline = groups.is_single | ((groups.num_scored > 1) & handle_zero_tail)

@@ -17,6 +17,7 @@ Keys: `algorithm.gamma`.
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from verl_like.algorithms.advantages import register_adv_est
 from verl_like.algorithms.advantages.gae import compute_gae_advantage_return
@@ -24,8 +25,8 @@ from verl_like.algorithms.advantages.gae import compute_gae_advantage_return
 
 @register_adv_est("reinforce_plus_plus", over_batch=True)
 def compute_reinforce_plus_plus_outcome_advantage(
-    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, config: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+    token_level_rewards: Tensor, response_mask: Tensor, config: Any
+) -> tuple[Tensor, Tensor]:
     """Returns advantages and returns, (B, R) float each. Of `config`, the block `algorithm`, it
     reads `gamma`."""
     # This is GAE with V = 0 and lam = 1.

@@ -13,19 +13,21 @@ Keys: none. Each step also generates one greedy response to every prompt.
 """
 
 import torch
+from torch import Tensor
 
 from verl_like.algorithms.advantages import register_adv_est
+from verl_like.algorithms.discounted_sums import sums_from_here
 from verl_like.algorithms.masked import zero_masked
 
 
 @register_adv_est("remax")
 @torch.no_grad()
 def compute_remax_outcome_advantage(
-    token_level_rewards: torch.Tensor,
-    reward_baselines: torch.Tensor,
-    response_mask: torch.Tensor,
+    token_level_rewards: Tensor,
+    reward_baselines: Tensor,
+    response_mask: Tensor,
     config: object = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Returns advantages and returns, (B, R) float each. `config` is a parameter in verl and not
     read.
 
@@ -33,8 +35,8 @@ def compute_remax_outcome_advantage(
     """
     valid = response_mask.bool()
     rewards = zero_masked(token_level_rewards, valid)
-    sums = rewards.flip(-1).cumsum(-1, dtype=torch.float64).flip(-1)
-    returns = zero_masked(sums.to(rewards.dtype), valid)
+    sums = sums_from_here(rewards.double()).to(rewards.dtype)
+    returns = zero_masked(sums, valid)
     baselines = reward_baselines.unsqueeze(-1)
     has_baseline = valid & ~baselines.isnan()
     advantages = zero_masked(returns - baselines, has_baseline)

@@ -10,6 +10,7 @@ Keys: none.
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from verl_like.algorithms.advantages import register_adv_est
 from verl_like.algorithms.advantages.optimal_token_baseline import (
@@ -20,21 +21,21 @@ from verl_like.algorithms.advantages.optimal_token_baseline import (
 @register_adv_est("tir_optimal_token_baseline")
 @torch.no_grad()
 def compute_multi_turn_optimal_token_baseline_advantage(
-    token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
     index: np.ndarray,
-    old_log_probs: torch.Tensor,
-    sum_pi_squared: torch.Tensor,
-    rollout_is_weights: torch.Tensor | None = None,
+    old_log_probs: Tensor,
+    sum_pi_squared: Tensor,
+    rollout_is_weights: Tensor | None = None,
     handle_zero_tail: bool = True,
     epsilon: float = 1e-8,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Returns what `compute_optimal_token_baseline_advantage` returns when the response tokens of
     each row are moved to the left."""
     is_other = ~response_mask.bool()
     tokens_first = is_other.byte().argsort(dim=-1, stable=True)
 
-    def aligned(column: torch.Tensor) -> torch.Tensor:
+    def aligned(column: Tensor) -> Tensor:
         """Moves the response tokens of each row to the left."""
         return column.gather(1, tokens_first)
 
@@ -49,7 +50,7 @@ def compute_multi_turn_optimal_token_baseline_advantage(
         epsilon,
     )
 
-    def moved_back(column: torch.Tensor) -> torch.Tensor:
+    def moved_back(column: Tensor) -> Tensor:
         """Moves what was aligned to where it was."""
         return torch.empty_like(column).scatter_(1, tokens_first, column)
 

@@ -15,8 +15,17 @@ from pydantic import model_validator
 from verl_like.config_model import ConfigModel
 
 STATISTICS = (
-    *("token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
-    *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3"),
+    "token_k1",
+    "token_k2",
+    "token_k3",
+    "seq_sum_k1",
+    "seq_sum_k2",
+    "seq_sum_k3",
+    "seq_mean_k1",
+    "seq_mean_k2",
+    "seq_mean_k3",
+    "seq_max_k2",
+    "seq_max_k3",
 )
 """The statistics that `rollout_rs` may name; see rejection.py."""
 
@@ -50,11 +59,9 @@ class RolloutCorrectionConfig(ConfigModel):
     @model_validator(mode="after")
     def parts_fit_together(self) -> "RolloutCorrectionConfig":
         if self.bypass_mode and (self.rollout_is or self.rollout_rs):
-            needing = (
-                f"rollout_is={self.rollout_is}"
-                if self.rollout_is
-                else f"rollout_rs={self.rollout_rs}"
-            )
+            needing = f"rollout_rs={self.rollout_rs}"
+            if self.rollout_is:
+                needing = f"rollout_is={self.rollout_is}"
             raise ValueError(
                 "bypass_mode=true computes no log-probabilities of the trainer before the update, "
                 f"but {needing} compares the rollout's with them: set bypass_mode=false; or leave "
@@ -85,14 +92,15 @@ def read_band(threshold: float | str, key: str) -> tuple[float | None, float]:
             first.
     """
     match = re.fullmatch(rf"(?:({_NUMBER})_)?({_NUMBER})", str(threshold))
-    upper = float(match[2]) if match else 0.0
-    lower = float(match[1]) if match and match[1] else None
-    if not upper or lower == 0 or (lower is not None and lower > upper):
-        raise ValueError(
-            f"{key}={threshold}: expected a positive number, or a band of two such as 0.5_2.0, the "
-            "smaller first"
-        )
-    return lower, upper
+    if match:
+        lower = float(match[1]) if match[1] else None
+        upper = float(match[2])
+        if upper > 0 and (lower is None or 0 < lower <= upper):
+            return lower, upper
+    raise ValueError(
+        f"{key}={threshold}: expected a positive number, or a band of two such as 0.5_2.0, the "
+        "smaller first"
+    )
 
 
 def rejection_bounds(
@@ -103,7 +111,10 @@ def rejection_bounds(
     Raises:
         ValueError: an unknown statistic, or bounds that do not fit it.
     """
-    names = list(dict.fromkeys(name.strip() for name in statistics.split(",")))
+    names: list[str] = []
+    for name in statistics.split(","):
+        if name.strip() not in names:
+            names.append(name.strip())
     unknown = [name for name in names if name not in STATISTICS]
     if unknown:
         raise ValueError(

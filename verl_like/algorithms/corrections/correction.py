@@ -1,6 +1,6 @@
 """The configured corrections of a batch, composed."""
 
-import torch
+from torch import Tensor
 
 from verl_like.algorithms.corrections import RolloutCorrectionConfig
 from verl_like.algorithms.corrections.importance_sampling import compute_rollout_correction_weights
@@ -8,11 +8,11 @@ from verl_like.algorithms.corrections.rejection import compute_rollout_rejection
 
 
 def compute_rollout_correction_and_rejection_mask(
-    old_log_prob: torch.Tensor,
-    rollout_log_prob: torch.Tensor,
-    response_mask: torch.Tensor,
+    old_log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    response_mask: Tensor,
     config: RolloutCorrectionConfig,
-) -> tuple[torch.Tensor | None, torch.Tensor, dict[str, float]]:
+) -> tuple[Tensor | None, Tensor, dict[str, float]]:
     """Returns the weights (B, R) or None, the narrower mask (B, R), and the metrics, under
     `rollout_corr/`.
 
@@ -44,4 +44,5 @@ def compute_rollout_correction_and_rejection_mask(
             log_ratio, response_mask, config.rollout_rs, config.rollout_rs_threshold
         )
         metrics |= of_rejection
-    return weights, kept, {f"rollout_corr/{name}": value for name, value in metrics.items()}
+    named = {f"rollout_corr/{name}": value for name, value in metrics.items()}
+    return weights, kept, named

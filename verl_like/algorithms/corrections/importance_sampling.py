@@ -27,18 +27,19 @@ The effective sample size falls before a run collapses (arXiv 2602.17616). Trunc
 """
 
 import torch
+from torch import Tensor
 
 from verl_like.algorithms.corrections import read_band
 from verl_like.algorithms.masked import masked_mean, zero_masked
 
 
 def compute_rollout_correction_weights(
-    log_ratio: torch.Tensor,
-    response_mask: torch.Tensor,
+    log_ratio: Tensor,
+    response_mask: Tensor,
     rollout_is: str = "token",
     rollout_is_threshold: float | str = 2.0,
     rollout_is_batch_normalize: bool = False,
-) -> tuple[torch.Tensor, dict[str, float]]:
+) -> tuple[Tensor, dict[str, float]]:
     """Returns the weights (B, R), 0 where the mask is 0 and without a gradient, and their metrics
     without the prefix.
 
@@ -59,30 +60,36 @@ def compute_rollout_correction_weights(
             log_weights = log_weights.sum(-1, keepdim=True).expand_as(log_ratio)
         raw = log_weights.clamp(-20.0, 20.0).exp()
         raw = zero_masked(raw, mask)
-        is_below = raw < (lower or 0.0)
-        outside = (raw > upper) | is_below
-        weights = raw.clamp(max=upper) if lower is None else raw.masked_fill(outside, 0.0)
+        if lower is None:
+            weights = raw.clamp(max=upper)
+        else:
+            outside = (raw < lower) | (raw > upper)
+            weights = raw.masked_fill(outside, 0.0)
         if not mask.any():
             return weights, {}
 
-        def units(values: torch.Tensor) -> torch.Tensor:
-            """The values of what has a weight of its own: tokens, or one number a response."""
+        def units(values: Tensor) -> Tensor:
+            """Returns the values of what has a weight of its own: tokens, or one number a
+            response."""
             if rollout_is == "token":
                 return values[mask]
-            return masked_mean(values, mask, axis=-1)[mask.any(-1)]
+            has_tokens = mask.any(-1)
+            return masked_mean(values, mask, axis=-1)[has_tokens]
 
-        mean = weights[mask].mean()
-        mean_square = weights[mask].square().mean()
+        of_tokens = weights[mask]
+        raw_of_tokens = raw[mask]
+        mean = of_tokens.mean()
+        mean_square = of_tokens.square().mean()
         variance = mean_square - mean.square()
-        divisor = mean_square.clamp(min=torch.finfo(mean.dtype).tiny)
+        tiny = torch.finfo(mean.dtype).tiny
         is_high = units(raw) > upper
         is_low = units(raw) < (lower or 1 / upper)
         metrics = {
             "rollout_is_mean": mean,
             "rollout_is_std": variance.clamp(min=0.0).sqrt(),
-            "rollout_is_max": raw[mask].max(),
-            "rollout_is_min": raw[mask].min(),
-            "rollout_is_eff_sample_size": mean.square() / divisor,
+            "rollout_is_max": raw_of_tokens.max(),
+            "rollout_is_min": raw_of_tokens.min(),
+            "rollout_is_eff_sample_size": mean.square() / mean_square.clamp(min=tiny),
             "rollout_is_ratio_fraction_high": is_high.float().mean(),
             "rollout_is_ratio_fraction_low": is_low.float().mean(),
         }
@@ -91,5 +98,7 @@ def compute_rollout_correction_weights(
         if rollout_is_batch_normalize:
             factor = units(weights).mean()
             metrics["rollout_is_batch_norm_factor"] = factor
-            weights = weights / factor if factor > 0 else weights
-    return weights, {name: float(value) for name, value in metrics.items()}
+            if factor > 0:
+                weights = weights / factor
+    numbers = {name: float(value) for name, value in metrics.items()}
+    return weights, numbers

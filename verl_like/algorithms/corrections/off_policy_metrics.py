@@ -16,16 +16,19 @@ The two chi2 are the variances of untruncated weights, of tokens and of response
 its sum over a response, are clamped to [-20, 20].
 """
 
+from typing import Any
+
 import numpy as np
 import torch
+from torch import Tensor
 
 from verl_like.algorithms.masked import masked_mean, masked_sum, zero_masked
 
 
 def compute_offpolicy_metrics(
-    old_log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, response_mask: torch.Tensor
+    old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor
 ) -> dict[str, float]:
-    """The metrics without the prefix; none for a batch without tokens.
+    """Returns the metrics without the prefix. There are none for a batch without tokens.
 
     Args:
         old_log_prob: (B, R) float, the trainer's log-probabilities before the update.
@@ -41,16 +44,16 @@ def compute_offpolicy_metrics(
         of_tokens = d[mask]
         of_rows = masked_sum(d, mask, axis=-1)[rows]
 
-        def row_mean(values: torch.Tensor) -> torch.Tensor:
+        def row_mean(values: Tensor) -> Tensor:
             return masked_mean(values, mask, axis=-1)[rows]
 
-        def mean_square_ratio(log_ratios: torch.Tensor) -> torch.Tensor:
+        def mean_square_ratio(log_ratios: Tensor) -> Tensor:
             doubled = 2 * log_ratios.clamp(-20.0, 20.0)
             return doubled.exp().mean()
 
         log_ppl_diff = row_mean(-d)
         k3 = of_tokens.exp() - of_tokens - 1
-        metrics = {
+        metrics: dict[str, Any] = {
             "kl": -of_tokens.mean(),
             "k3_kl": k3.mean(),
             "training_ppl": row_mean(-old_log_prob).exp().mean(),
@@ -62,8 +65,6 @@ def compute_offpolicy_metrics(
             "chi2_seq": mean_square_ratio(of_rows) - 1,
         }
         drift = of_tokens.abs().numpy(force=True)
-    found = {name: float(value) for name, value in metrics.items()}
-    quantiles = np.quantile(drift, [0.5, 0.99, 1.0])
-    for name, quantile in zip(("p50", "p99", "max"), quantiles, strict=True):
-        found[f"drift_{name}"] = float(quantile)
-    return found
+    median, p99, largest = np.quantile(drift, [0.5, 0.99, 1.0])
+    metrics |= {"drift_p50": median, "drift_p99": p99, "drift_max": largest}
+    return {name: float(value) for name, value in metrics.items()}

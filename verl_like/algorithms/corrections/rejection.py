@@ -37,17 +37,18 @@ Mismatch".
 import math
 
 import torch
+from torch import Tensor
 
 from verl_like.algorithms.corrections import rejection_bounds
 from verl_like.algorithms.masked import masked_mean, masked_sum, zero_masked
 
 
 def compute_rollout_rejection_mask(
-    log_ratio: torch.Tensor,
-    response_mask: torch.Tensor,
+    log_ratio: Tensor,
+    response_mask: Tensor,
     rollout_rs: str = "token_k1",
     rollout_rs_threshold: float | str | None = None,
-) -> tuple[torch.Tensor, dict[str, float]]:
+) -> tuple[Tensor, dict[str, float]]:
     """Returns response_mask (B, R) without what is rejected, in its dtype, and metrics without the
     prefix.
 
@@ -65,21 +66,20 @@ def compute_rollout_rejection_mask(
     kept = mask.clone()
     metrics: dict[str, float] = {}
 
-    def shares_removed(kept: torch.Tensor, prefix: str) -> dict[str, float]:
-        """The shares of the tokens, and of the responses, that lose something."""
+    def add_shares(kept: Tensor, prefix: str) -> None:
+        """Adds the metrics of the shares of tokens, and of responses, that lose something."""
         removed = mask & ~kept
-        of_tokens = removed[mask].float().mean()
-        of_rows = removed.any(-1)[mask.any(-1)].float().mean()
-        return {
-            f"{prefix}_masked_fraction": float(of_tokens),
-            f"{prefix}_seq_masked_fraction": float(of_rows),
-        }
+        is_lost = removed[mask]
+        has_tokens = mask.any(-1)
+        loses_tokens = removed.any(-1)[has_tokens]
+        metrics[f"{prefix}_masked_fraction"] = float(is_lost.float().mean())
+        metrics[f"{prefix}_seq_masked_fraction"] = float(loses_tokens.float().mean())
 
+    if not mask.any():
+        return response_mask, {}
     with torch.no_grad():
         d = zero_masked(log_ratio, mask).clamp(-20.0, 20.0)
         divergences = {"k1": -d, "k2": d.square() / 2, "k3": d.exp() - d - 1}
-        if not mask.any():
-            return response_mask, {}
         for name, (lower, upper) in bounds.items():
             level, _, ending = name.rpartition("_")
             values = divergences[ending]
@@ -93,15 +93,16 @@ def compute_rollout_rejection_mask(
                 # k2 and k3 are never below 0, which they are where the mask is 0.
                 values = values.amax(-1, keepdim=True).expand_as(d)
             if lower is None:
-                keeps = values <= upper
+                is_kept = values <= upper
             else:
-                keeps = (values >= math.log(lower)) & (values <= math.log(upper))
-            kept &= keeps
+                is_high_enough = values >= math.log(lower)
+                is_kept = is_high_enough & (values <= math.log(upper))
+            kept &= is_kept
             prefix = f"rollout_rs_{name}"
             counted = values[mask]
             metrics[f"{prefix}_mean"] = float(counted.mean())
             metrics[f"{prefix}_max"] = float(counted.max())
             metrics[f"{prefix}_min"] = float(counted.min())
-            metrics |= shares_removed(keeps, prefix)
-        metrics |= shares_removed(kept, "rollout_rs")
+            add_shares(is_kept, prefix)
+        add_shares(kept, "rollout_rs")
     return kept.to(response_mask.dtype), metrics

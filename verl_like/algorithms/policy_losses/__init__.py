@@ -22,7 +22,7 @@ from verl_like.algorithms.registry import (
 )
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
 
 class LossConfig(Protocol):
@@ -49,36 +49,34 @@ class PolicyLossInputs:
     """What a loss may have as parameters. One that is None is not there in this run."""
 
     old_log_prob: Annotated[
-        "torch.Tensor", "(B, R) float, log-probabilities under the policy before the update"
+        "Tensor", "(B, R) float, log-probabilities under the policy before the update"
     ]
     log_prob: Annotated[
-        "torch.Tensor",
+        "Tensor",
         "(B, R) float, log-probabilities under the policy that is trained; the gradient flows here",
     ]
-    advantages: Annotated["torch.Tensor | None", "(B, R) float"] = None
-    response_mask: Annotated["torch.Tensor", "(B, R) bool or 0/1, the tokens that count"]
+    advantages: Annotated["Tensor | None", "(B, R) float"] = None
+    response_mask: Annotated["Tensor", "(B, R) bool or 0/1, the tokens that count"]
     loss_agg_mode: Annotated[str, "actor.loss_agg_mode, for `agg_loss`"]
     rollout_is_weights: Annotated[
-        "torch.Tensor | None", "(B, R) float, importance weights of algorithm.rollout_correction"
+        "Tensor | None", "(B, R) float, importance weights of algorithm.rollout_correction"
     ] = None
     entropy: Annotated[
-        "torch.Tensor | None",
-        "(B, R) float, entropy of the policy at each token, with its gradient",
+        "Tensor | None", "(B, R) float, entropy of the policy at each token, with its gradient"
     ] = None
     ref_log_prob: Annotated[
-        "torch.Tensor | None",
+        "Tensor | None",
         "(B, R) float, log-probabilities under the reference policy; the run then has one",
     ] = None
     teacher_log_prob: Annotated[
-        "torch.Tensor | None",
-        "(B, R) float, log-probabilities under the teacher; the run then has one",
+        "Tensor | None", "(B, R) float, log-probabilities under the teacher; the run then has one"
     ] = None
     rollout_log_probs: Annotated[
-        "torch.Tensor | None",
+        "Tensor | None",
         "(B, R) float, log-probabilities of the responses as the rollout engine gave them",
     ] = None
     selected_tokens: Annotated[
-        "torch.Tensor | None",
+        "Tensor | None",
         "(B, R) bool, what `options.select_tokens(old_log_probs, advantages, response_mask, "
         "generator)` returned for the whole batch, before the update",
     ] = None

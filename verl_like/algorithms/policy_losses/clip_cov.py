@@ -24,6 +24,7 @@ first optimizer step both have the same log-probabilities.
 """
 
 import torch
+from torch import Tensor
 
 from verl_like.algorithms.aggregation import agg_loss
 from verl_like.algorithms.masked import masked_mean, zero_masked
@@ -36,12 +37,12 @@ class ClipCovOptions(ClipCovKeys):
 
     def select_tokens(
         self,
-        old_log_probs: torch.Tensor,
-        advantages: torch.Tensor,
-        response_mask: torch.Tensor,
+        old_log_probs: Tensor,
+        advantages: Tensor,
+        response_mask: Tensor,
         generator: torch.Generator | None = None,
-    ) -> torch.Tensor:
-        """The drawn tokens of a whole batch, (B, R) bool."""
+    ) -> Tensor:
+        """Returns the drawn tokens of a whole batch, (B, R) bool."""
         deviation = advantages - masked_mean(advantages, response_mask)
         log_prob_deviation = old_log_probs - masked_mean(old_log_probs, response_mask)
         covariances = deviation * log_prob_deviation
@@ -60,17 +61,17 @@ class ClipCovOptions(ClipCovKeys):
 
 @register_policy_loss("clip_cov")
 def compute_policy_loss_clip_cov(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
     loss_agg_mode: str = "token-mean",
     config: LossConfig | None = None,
-    rollout_is_weights: torch.Tensor | None = None,
+    rollout_is_weights: Tensor | None = None,
     *,
-    selected_tokens: torch.Tensor,
+    selected_tokens: Tensor,
     options: ClipCovOptions,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the loss of a micro-batch, and its metrics by token, (B, R). The arguments are as in
     `PolicyLossInputs`."""
     assert config is not None

@@ -24,7 +24,7 @@ use_task_rewards. A KL to another model as a term of the loss, with the estimato
 `actor.use_kl_loss`.
 """
 
-import torch
+from torch import Tensor
 
 from verl_like.algorithms.masked import zero_masked
 from verl_like.algorithms.policy_losses import LossConfig, register_policy_loss
@@ -34,21 +34,21 @@ from verl_like.algorithms.policy_losses.vanilla import compute_policy_loss_vanil
 
 @register_policy_loss("distillation")
 def compute_policy_loss_distillation(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
     loss_agg_mode: str = "token-mean",
     config: LossConfig | None = None,
-    rollout_is_weights: torch.Tensor | None = None,
+    rollout_is_weights: Tensor | None = None,
     *,
-    teacher_log_prob: torch.Tensor,
+    teacher_log_prob: Tensor,
     options: DistillationOptions,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the loss of a micro-batch, and its metrics by token, (B, R). The arguments are as in
     `PolicyLossInputs`."""
 
-    def surrogate(advantages: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def surrogate(advantages: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the loss `vanilla` of these advantages, and its metrics."""
         return compute_policy_loss_vanilla(
             old_log_prob,

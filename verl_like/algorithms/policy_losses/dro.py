@@ -11,7 +11,7 @@ The paper learns a value function beside it; here the advantage estimator takes 
 verl. The penalty is on the distance from the policy before the update.
 """
 
-import torch
+from torch import Tensor
 
 from verl_like.algorithms.aggregation import agg_loss
 from verl_like.algorithms.masked import zero_masked
@@ -21,16 +21,16 @@ from verl_like.algorithms.policy_losses.dro_options import DroOptions
 
 @register_policy_loss("dro")
 def compute_policy_loss_dro(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
     loss_agg_mode: str = "token-mean",
     config: LossConfig | None = None,
-    rollout_is_weights: torch.Tensor | None = None,
+    rollout_is_weights: Tensor | None = None,
     *,
     options: DroOptions,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the loss of a micro-batch, and its metrics by token, (B, R). The arguments are as in
     `PolicyLossInputs`."""
     assert config is not None

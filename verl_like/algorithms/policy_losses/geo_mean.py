@@ -26,6 +26,7 @@ Tokens that a tool wrote or a correction removed enter none of the means.
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from verl_like.algorithms.aggregation import agg_loss
 from verl_like.algorithms.masked import masked_mean, zero_masked
@@ -34,14 +35,14 @@ from verl_like.algorithms.policy_losses import LossConfig, register_policy_loss
 
 @register_policy_loss("geo_mean")
 def compute_policy_loss_geo_mean(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
     loss_agg_mode: Literal["seq-mean-token-mean"] = "seq-mean-token-mean",
     config: LossConfig | None = None,
-    rollout_is_weights: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the loss of a micro-batch, and its metrics by token, (B, R). The arguments are as in
     `PolicyLossInputs`."""
     assert config is not None

@@ -22,6 +22,7 @@ until the first optimizer step both have the same log-probabilities.
 """
 
 import torch
+from torch import Tensor
 
 from verl_like.algorithms.aggregation import agg_loss
 from verl_like.algorithms.masked import masked_mean, zero_masked
@@ -34,13 +35,13 @@ class KlCovOptions(KlCovKeys):
 
     def select_tokens(
         self,
-        old_log_probs: torch.Tensor,
-        advantages: torch.Tensor,
-        response_mask: torch.Tensor,
+        old_log_probs: Tensor,
+        advantages: Tensor,
+        response_mask: Tensor,
         generator: torch.Generator | None = None,
-    ) -> torch.Tensor:
-        """The tokens of a whole batch that take the penalty, (B, R) bool; `generator` is not
-        used."""
+    ) -> Tensor:
+        """Returns the tokens of a whole batch that take the penalty, (B, R) bool. It does not use
+        `generator`."""
         deviation = advantages - masked_mean(advantages, response_mask)
         log_prob_deviation = old_log_probs - masked_mean(old_log_probs, response_mask)
         covariances = deviation * log_prob_deviation
@@ -56,17 +57,17 @@ class KlCovOptions(KlCovKeys):
 
 @register_policy_loss("kl_cov")
 def compute_policy_loss_kl_cov(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
     loss_agg_mode: str = "token-mean",
     config: LossConfig | None = None,
-    rollout_is_weights: torch.Tensor | None = None,
+    rollout_is_weights: Tensor | None = None,
     *,
-    selected_tokens: torch.Tensor,
+    selected_tokens: Tensor,
     options: KlCovOptions,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the loss of a micro-batch, and its metrics by token, (B, R). The arguments are as in
     `PolicyLossInputs`."""
     assert config is not None

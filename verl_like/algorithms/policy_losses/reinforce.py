@@ -13,7 +13,7 @@ tokens, `loss_agg_mode=seq-mean-token-sum`; the gradient of token-mean points th
 the function has no name for `loss_mode`, and its first parameter is called rollout_log_prob.
 """
 
-import torch
+from torch import Tensor
 
 from verl_like.algorithms.aggregation import agg_loss
 from verl_like.algorithms.masked import zero_masked
@@ -22,14 +22,14 @@ from verl_like.algorithms.policy_losses import LossConfig, register_policy_loss
 
 @register_policy_loss("reinforce")
 def compute_policy_loss_reinforce(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
     loss_agg_mode: str = "token-mean",
     config: LossConfig | None = None,
-    rollout_is_weights: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the loss of a micro-batch, and its metrics by token, (B, R). The arguments are as in
     `PolicyLossInputs`."""
     assert config is not None

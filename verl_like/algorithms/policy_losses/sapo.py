@@ -19,6 +19,7 @@ verl also reports `actor/pg_clipfrac` and `actor/pg_clipfrac_lower`, which are a
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from verl_like.algorithms.aggregation import agg_loss
 from verl_like.algorithms.masked import zero_masked
@@ -28,16 +29,16 @@ from verl_like.algorithms.policy_losses.sapo_options import SapoOptions
 
 @register_policy_loss("sapo")
 def compute_policy_loss_sapo(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
     loss_agg_mode: Literal["seq-mean-token-mean"] = "seq-mean-token-mean",
     config: LossConfig | None = None,
-    rollout_is_weights: torch.Tensor | None = None,
+    rollout_is_weights: Tensor | None = None,
     *,
     options: SapoOptions,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the loss of a micro-batch, and its metrics by token, (B, R). The arguments are as in
     `PolicyLossInputs`."""
     assert config is not None

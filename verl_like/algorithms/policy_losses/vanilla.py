@@ -17,6 +17,7 @@ Keys under `actor_rollout_ref.actor`: `clip_ratio`, `clip_ratio_low`, `clip_rati
 """
 
 import torch
+from torch import Tensor
 
 from verl_like.algorithms.aggregation import agg_loss
 from verl_like.algorithms.masked import zero_masked
@@ -25,14 +26,14 @@ from verl_like.algorithms.policy_losses import LossConfig, register_policy_loss
 
 @register_policy_loss("vanilla")
 def compute_policy_loss_vanilla(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
     loss_agg_mode: str = "token-mean",
     config: LossConfig | None = None,
-    rollout_is_weights: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the loss of a micro-batch, and its metrics by token, (B, R). The arguments are as in
     `PolicyLossInputs`."""
     assert config is not None
@@ -46,7 +47,8 @@ def compute_policy_loss_vanilla(
     clipped = -advantages * ratio.clamp(lowest, highest)
     surrogate = torch.maximum(unclipped, clipped)
     bound = -advantages * config.clip_ratio_c
-    losses = torch.where(advantages < 0, torch.minimum(surrogate, bound), surrogate)
+    bounded = torch.minimum(surrogate, bound)
+    losses = torch.where(advantages < 0, bounded, surrogate)
 
     with torch.no_grad():
         metrics = {

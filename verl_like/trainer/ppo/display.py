@@ -1,6 +1,6 @@
 """What a run of PPO shows of its metrics, its calls and its generations."""
 
-import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from verl_like.protocol import DataProto
@@ -18,18 +18,20 @@ PPO_DISPLAY = Display(
         ("overlap", ("perf/overlap",), "{:.0%}"),
     ),
     phases=(
-        *(
-            "gen",
-            "reward",
-            "old_log_prob",
-            "ref",
-            "teacher",
-            "values",
-            "adv",
-            "reward_model",
-            "annotate",
-        ),
-        *("update_critic", "update_actor", "update_weights", "testing", "save_checkpoint"),
+        "gen",
+        "reward",
+        "old_log_prob",
+        "ref",
+        "teacher",
+        "values",
+        "adv",
+        "reward_model",
+        "annotate",
+        "update_critic",
+        "update_actor",
+        "update_weights",
+        "testing",
+        "save_checkpoint",
     ),
     # verl's timer names.
     phase_of_method={
@@ -83,16 +85,19 @@ PPO_DISPLAY = Display(
 
 
 def generation_of_row(
-    row: int, batch: DataProto, scores_B: torch.Tensor, tokenizer: PreTrainedTokenizerBase
+    row: int, batch: DataProto, scores_B: Tensor, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, str]:
-    """What is shown of a row of a validation batch: the last message of its prompt, its response,
-    ground truth and score."""
+    """Returns what is shown of a row of a validation batch: the last message of its prompt, its
+    response, ground truth and score."""
     one = batch.rows(row, row + 1).tensor_batch
     mask = one["response_mask"].values().bool()
     response = tokenizer.decode(one["responses"].values()[mask])
+    columns = batch.non_tensor_batch
+    last_message = columns["raw_prompt"][row][-1]
+    truth = columns["reward_model"][row].get("ground_truth")
     return {
-        "prompt": batch.non_tensor_batch["raw_prompt"][row][-1]["content"],
+        "prompt": last_message["content"],
         "response": str(response),
-        "ground truth": str(batch.non_tensor_batch["reward_model"][row].get("ground_truth")),
+        "ground truth": str(truth),
         "score": f"{scores_B[row]:.2f}",
     }

@@ -3,10 +3,8 @@
 An engine that has the actor's weights may still build another model with them.
 """
 
-from itertools import pairwise
-
-import numpy as np
 import torch
+from torch import Tensor
 
 from verl_like.data.prompt_dataset import PromptDataset
 from verl_like.protocol import DataProto
@@ -41,65 +39,64 @@ def draw(rollout: WorkerGroup, dataset: PromptDataset) -> list[DataProto]:
     """
     if not hasattr(rollout, RolloutWorker.draw_greedily.__name__):
         return []
-    rows = [dataset[index] for index in range(min(NUM_PROMPTS, len(dataset)))]
-    answers = rollout.draw_greedily(dataset.collate(rows, epoch=0), NUM_TOKENS)
+    num_prompts = min(NUM_PROMPTS, len(dataset))
+    rows = [dataset[index] for index in range(num_prompts)]
+    prompts = dataset.collate(rows, epoch=0)
+    answers = rollout.draw_greedily(prompts, NUM_TOKENS)
     return [answer for answer in answers if answer is not None]
 
 
-def log_probs_of(actor: WorkerGroup, drawn: list[DataProto]) -> list[torch.Tensor]:
-    """The log-probabilities that the actor, or a copy of it, computes for the tokens that the
-    replicas drew: float32 at temperature 1, a tensor for each replica."""
+def log_probs_of(actor: WorkerGroup, drawn: list[DataProto]) -> list[Tensor]:
+    """Returns the log-probabilities that the actor, or a copy of it, computes for the tokens that
+    the replicas drew. There is a tensor for each replica, float32 at temperature 1."""
     if not drawn:
         return []
     batch = DataProto.concat([each.select(meta_info_keys=[]) for each in drawn])
     scored = actor.score_greedy(batch).get()
-    ends = np.cumsum([len(each) for each in drawn]).tolist()
-    return [
-        of_tokens(scored.rows(start, end), "old_log_probs") for start, end in pairwise([0, *ends])
-    ]
+    log_probs: list[Tensor] = []
+    start = 0
+    for each in drawn:
+        end = start + len(each)
+        log_probs.append(of_tokens(scored.rows(start, end), "old_log_probs"))
+        start = end
+    return log_probs
 
 
-def of_tokens(batch: DataProto, name: str) -> torch.Tensor:
-    """The values of a column for all response tokens of a batch, in one tensor (tokens,)."""
-    return jagged_parts(batch.tensors()[name])[0]
+def of_tokens(batch: DataProto, name: str) -> Tensor:
+    """Returns the values of a column for all response tokens of a batch, in one tensor
+    (tokens,)."""
+    values, _offsets = jagged_parts(batch.tensors()[name])
+    return values
 
 
 def require_one_model(
-    config: PPOConfig, side: str, drawn: list[DataProto], log_probs: list[torch.Tensor]
+    config: PPOConfig, side: str, drawn: list[DataProto], log_probs: list[Tensor]
 ) -> None:
     """Raises EngineMismatch unless each replica's log-probabilities are the actor's `log_probs`, up
     to rounding. `side` says in the message whose engine it is."""
     quantization = config.actor_rollout_ref.rollout.quantization
     for replica, (batch, of_actor) in enumerate(zip(drawn, log_probs, strict=True)):
+        own = of_tokens(batch, "rollout_log_probs")
         what = f"rollout replica {replica}{side}"
-        require_close(config, what, of_tokens(batch, "rollout_log_probs"), of_actor, quantization)
+        require_close(config, what, own, of_actor, quantization)
 
 
 def require_close(
-    config: PPOConfig,
-    what: str,
-    own: torch.Tensor,
-    of_actor: torch.Tensor,
-    quantization: str | None = None,
+    config: PPOConfig, what: str, own: Tensor, of_actor: Tensor, quantization: str | None = None
 ) -> None:
     """Raises EngineMismatch unless the log-probabilities `own` of `what` are the actor's, up to the
     rounding of the data types. NaN is a mismatch."""
     policy = config.actor_rollout_ref
     dtypes = {policy.rollout.dtype, policy.actor.fsdp_config.dtype}
     differences = (own - of_actor).abs()
-    largest = differences.max().item()
-    mean = differences.mean().item()
-    kind = "largest"
-    value = largest
-    limit = LARGEST_IN_FLOAT32
-    if dtypes != {"float32"}:
+    if dtypes == {"float32"} and not quantization:
+        kind = "largest"
+        value = differences.max().item()
+        limit = LARGEST_IN_FLOAT32
+    else:
         kind = "mean"
-        value = mean
-        limit = MEAN_OTHERWISE
-    if quantization:
-        kind = "mean"
-        value = mean
-        limit = MEAN_IF_QUANTISED
+        value = differences.mean().item()
+        limit = MEAN_IF_QUANTISED if quantization else MEAN_OTHERWISE
     if value <= limit:  # not so for NaN
         return
     worst = int(differences.nan_to_num(torch.inf).argmax())

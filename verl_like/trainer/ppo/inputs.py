@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from verl_like.algorithms.advantages import AdvantageOptions, get_adv_estimator_fn
 from verl_like.algorithms.policy_losses import get_policy_loss_fn
@@ -56,6 +56,9 @@ from verl_like.workers.rollout import get_rollout_engine
 from verl_like.workers.rollout.base import special_token_ids
 from verl_like.workers.rollout.vllm_families import require_served
 
+VLLM_ENGINES = ("vllm", "vllm_async")
+"""The names of the rollout engines that run vLLM."""
+
 
 @dataclass(frozen=True)
 class PPOInputs:
@@ -80,59 +83,103 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
     No worker runs yet, so what the user has to change is known within seconds. It is raised as
     ValueError or RewardError.
     """
-    own_classes = {
-        role: import_worker_class(role, path) for role, path in config.worker_classes.items()
-    }
+    own_classes: dict[str, type[Worker]] = {}
+    for role, path in config.worker_classes.items():
+        own_classes[role] = import_worker_class(role, path)
     check_policy_loss(config, own_classes)
     check_environment(config)
     check_models(config)
     starts_ray = not cluster_address(config.ray_kwargs.ray_init.address)
-    if starts_ray and (warning := check_object_store(step_bytes(config))):
-        say(warning)
+    if starts_ray:
+        warning = check_object_store(step_bytes(config))
+        if warning:
+            say(warning)
     tokenizer = pretrained.load_tokenizer(config.actor_rollout_ref.model)
     train_dataset = load_dataset(config, tokenizer, "train")
     val_dataset = load_dataset(config, tokenizer, "val")
     ptx_dataset = load_ptx_dataset(config, tokenizer)
-    highest_tokens = [
-        dataset.highest_token for dataset in (train_dataset, val_dataset, ptx_dataset) if dataset
-    ]
+    highest_tokens = [train_dataset.highest_token, val_dataset.highest_token]
+    if ptx_dataset:
+        highest_tokens.append(ptx_dataset.highest_token)
     check_tokens(config, tokenizer, max(highest_tokens))
     if config.trainer.max_staleness and not config.has_makers:
         # A checkpoint then holds rows with all their fields, so it must be possible to write them.
+        first_row = train_dataset.collate([train_dataset[0]], epoch=0)
         with tempfile.TemporaryDirectory() as folder:
-            train_dataset.collate([train_dataset[0]], epoch=0).save_to_disk(f"{folder}/row")
+            first_row.save_to_disk(f"{folder}/row")
+    check_tokenizer(config, tokenizer, train_dataset)
+    config = with_training_steps(config, len(train_dataset))
+    mapping = build_role_worker_mapping(config, own_classes)
+    scorer = start_scorer(config, cleanup, tokenizer, train_dataset, val_dataset, mapping)
+    notes = [_prompts_note("training", train_dataset), _prompts_note("validation", val_dataset)]
+    if ptx_dataset:
+        notes.append(f"{len(ptx_dataset):,} ptx rows ({ptx_dataset.num_truncated} cut)")
+    notes += notes_on_aggregation(config)
+    return PPOInputs(
+        config=config,
+        tokenizer=tokenizer,
+        train_dataset=train_dataset,
+        val_dataset=val_dataset,
+        role_worker_mapping=mapping,
+        scorer=scorer,
+        notes=tuple(notes),
+        ptx_dataset=ptx_dataset,
+    )
+
+
+def check_tokenizer(
+    config: PPOConfig, tokenizer: PreTrainedTokenizerBase, prompts: PromptDataset
+) -> None:
+    """Raises ValueError if the tokenizer, tried on the first prompts, does not read what it writes,
+    or if a teacher has another tokenizer."""
+    policy = config.actor_rollout_ref
     render: Any = functools.partial(
         tokenizer.apply_chat_template, **config.data.apply_chat_template_kwargs
     )
-    first_prompts = [
-        render(row["raw_prompt"], tokenize=False)[:10_000]
-        for row in itertools.islice(train_dataset, 16)
-    ]
-    pretrained.check_tokenizer(
-        tokenizer, config.actor_rollout_ref.model, first_prompts, key="actor_rollout_ref.model"
-    )
-    if config.plan.needs_teacher and config.actor_rollout_ref.teacher_model:
-        check_teacher(config.actor_rollout_ref.teacher_model, tokenizer)
-    config = with_training_steps(config, len(train_dataset))
+    texts: list[str] = []
+    for row in itertools.islice(prompts, 16):
+        text = render(row["raw_prompt"], tokenize=False)
+        texts.append(text[:10_000])
+    pretrained.check_tokenizer(tokenizer, policy.model, texts, key="actor_rollout_ref.model")
+    if config.plan.needs_teacher and policy.teacher_model:
+        check_teacher(policy.teacher_model, tokenizer)
+
+
+def start_scorer(
+    config: PPOConfig,
+    cleanup: contextlib.ExitStack,
+    tokenizer: PreTrainedTokenizerBase,
+    train_dataset: PromptDataset,
+    val_dataset: PromptDataset,
+    mapping: Mapping[str, RayClassWithInitArgs],
+) -> RuleScorer | None:
+    """Starts the reward processes and tries the reward function on rows of both data sets. Returns
+    None, and starts nothing, if no row has a rule.
+
+    `mapping` has the worker class of each role, which may declare reward columns. Raises ValueError
+    if rows have no reward, or if the configuration names a reward that the run does not have.
+    """
     scorer = None
     numbers: list[str] = []
     scores_every_row = config.custom_reward_function.path is not None
-    rows = [row["reward_model"] for dataset in (train_dataset, val_dataset) for row in dataset]
-    num_without_rule = 0 if scores_every_row else sum(not has_rule(row) for row in rows)
-    if num_without_rule < len(rows):  # else no rule is needed
+    num_rows = len(train_dataset) + len(val_dataset)
+    num_without_rule = 0
+    if not scores_every_row:
+        for row in itertools.chain(train_dataset, val_dataset):
+            num_without_rule += not has_rule(row["reward_model"])
+    if num_without_rule < num_rows:
         manager = start_reward_manager(config)
         cleanup.callback(manager.close)
         scorer = RuleScorer(manager, tokenizer, scores_every_row)
         numbers = scorer.check(train_dataset)
         scorer.check(val_dataset)
-    mapping = build_role_worker_mapping(config, own_classes)
     classes = {role: built.cls for role, built in mapping.items()}
     columns = reward_columns(
         classes, config.plan.reward_models_by_role, with_rules=scorer is not None
     )
     if num_without_rule and not columns.keys() - RULE_COLUMNS.keys():
         raise ValueError(
-            f"nothing rewards the responses to {num_without_rule} of {len(rows)} rows: their "
+            f"nothing rewards the responses to {num_without_rule} of {num_rows} rows: their "
             "reward_model.style is 'model', but reward_model.enable is false and neither "
             "reward_models nor a custom role with reward_columns is there; enable the reward "
             "model, set custom_reward_function.path, or correct the rows."
@@ -140,13 +187,7 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
     if config.algorithm.filter_groups.enable and not scores_every_row:
         require_rules_of_training_rows(train_dataset)
     check_names_of_rewards(config, columns, numbers)
-    notes = [_prompts_note("training", train_dataset), _prompts_note("validation", val_dataset)]
-    if ptx_dataset:
-        notes.append(f"{len(ptx_dataset):,} ptx rows ({ptx_dataset.num_truncated} cut)")
-    notes += notes_on_aggregation(config)
-    return PPOInputs(
-        config, tokenizer, train_dataset, val_dataset, mapping, scorer, tuple(notes), ptx_dataset
-    )
+    return scorer
 
 
 def _prompts_note(name: str, dataset: PromptDataset) -> str:
@@ -213,8 +254,8 @@ def check_policy_loss(config: PPOConfig, own_classes: Mapping[str, type[Worker]]
 
 
 def notes_on_aggregation(config: PPOConfig) -> list[str]:
-    """A list with a warning if the paper of the policy loss aggregates in another way than the
-    configuration says, and else an empty list."""
+    """Returns a warning in a list if the paper of the policy loss aggregates in another way than
+    the configuration says, and else an empty list."""
     actor = config.actor_rollout_ref.actor
     name = actor.policy_loss.loss_mode
     mode = actor.loss_agg_mode
@@ -232,26 +273,22 @@ def check_environment(config: PPOConfig) -> None:
     """Raises ValueError if the configuration names a rollout engine that does not exist, or needs a
     package, devices or processors that this machine does not have. A Ray cluster that runs already
     knows its own machines, so these are not checked."""
-    get_rollout_engine(config.actor_rollout_ref.rollout.name)
-    address = cluster_address(config.ray_kwargs.ray_init.address)
     engine = config.actor_rollout_ref.rollout.name
-    if engine in ("vllm", "vllm_async") and importlib.util.find_spec("vllm") is None:
+    get_rollout_engine(engine)
+    if engine in VLLM_ENGINES and importlib.util.find_spec("vllm") is None:
         raise ValueError(
             f"actor_rollout_ref.rollout.name={engine}, but vllm is not installed: run bash "
             "scripts/environment.sh, or use rollout.name=hf to debug."
         )
     for key, model in used_models(config).items():
         require_flash_attention(model.attn_implementation, key)
-    if not address:
-        pools = list(build_resource_pools(config).resource_pool_dict.values())
-        check_machine(
-            pools,
-            config.trainer.device,
-            config.ray_kwargs.ray_init.num_cpus,
-            keys="resource_pool_spec",
-        )
-        if engine in ("vllm", "vllm_async"):
-            require_vllm_for(config.trainer.device)
+    ray_init = config.ray_kwargs.ray_init
+    if not cluster_address(ray_init.address):
+        device = config.trainer.device
+        pools = build_resource_pools(config).resource_pool_dict.values()
+        check_machine(list(pools), device, ray_init.num_cpus, keys="resource_pool_spec")
+        if engine in VLLM_ENGINES:
+            require_vllm_for(device)
 
 
 def require_vllm_for(device: str) -> None:
@@ -275,7 +312,8 @@ def require_vllm_for(device: str) -> None:
 
 
 def used_models(config: PPOConfig) -> dict[str, ModelConfig]:
-    """The models of this run by their keys in the configuration. The policy is the first."""
+    """Returns the models of this run by their keys in the configuration. The policy is the
+    first."""
     policy = config.actor_rollout_ref
     models: dict[str, ModelConfig] = {"actor_rollout_ref.model": policy.model}
     if config.plan.needs_teacher and policy.teacher_model:
@@ -290,16 +328,18 @@ def used_models(config: PPOConfig) -> dict[str, ModelConfig]:
 def check_models(config: PPOConfig) -> None:
     """Raises ValueError for models that are missing or do not fit the settings, or each other."""
     models = used_models(config)
-    configs = {
-        key: pretrained.load_hf_config(model, key=key).get_text_config()
-        for key, model in models.items()
-    }
+    configs: dict[str, PretrainedConfig] = {}
+    for key, model in models.items():
+        hf_config = pretrained.load_hf_config(model, key=key)
+        configs[key] = hf_config.get_text_config()
     policy = configs["actor_rollout_ref.model"]
-    needed = config.data.max_prompt_length + config.data.max_response_length
-    lengths = (
-        f"{config.data.max_prompt_length} + {config.data.max_response_length} = {needed} tokens"
+    data = config.data
+    needed = data.max_prompt_length + data.max_response_length
+    advice = (
+        "data.max_prompt_length + data.max_response_length = "
+        f"{data.max_prompt_length} + {data.max_response_length} = {needed} tokens: lower one of "
+        "the two"
     )
-    advice = f"data.max_prompt_length + data.max_response_length = {lengths}: lower one of the two"
     for key, hf_config in configs.items():
         path = f"{pretrained.model_setting(key, 'path')}={models[key].path}"
         pretrained.check_sequence_length(hf_config, needed, path, advice)
@@ -350,8 +390,8 @@ def check_tokens(
     hf_config = pretrained.load_hf_config(model, key="actor_rollout_ref.model")
     size = hf_config.get_text_config().vocab_size
     end_tokens, padding = special_token_ids(tokenizer, model.path)
-    tokens = [highest, (max(end_tokens), "an end of a response"), (padding, "the padding")]
-    for token, place in tokens:
+    highest_end = (max(end_tokens), "an end of a response")
+    for token, place in [highest, highest_end, (padding, "the padding")]:
         if token >= size:
             raise ValueError(
                 f"{place}: token {token} ({tokenizer.decode([token])!r}) is none of the {size} of "
@@ -365,7 +405,7 @@ def check_engine_reads(config: PPOConfig) -> None:
     compute the same in vLLM as in the trainer."""
     model = config.actor_rollout_ref.model
     engine = config.actor_rollout_ref.rollout.name
-    if engine in ("vllm", "vllm_async"):
+    if engine in VLLM_ENGINES:
         hf_config = pretrained.load_hf_config(model, key="actor_rollout_ref.model")
         setting = f"actor_rollout_ref.rollout.name={engine}"
         require_served(hf_config, setting, f"actor_rollout_ref.model.path={model.path}")
@@ -374,9 +414,10 @@ def check_engine_reads(config: PPOConfig) -> None:
 def check_teacher(model: PolicyModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises ValueError unless the teacher has the tokenizer of the policy. Its embeddings may have
     more rows than the tokenizer has tokens, as padding."""
-    size = pretrained.load_hf_config(model, key=TEACHER_PATH).get_text_config().vocab_size
-    is_too_small = size < len(tokenizer)
-    if is_too_small or pretrained.load_tokenizer(model).get_vocab() != tokenizer.get_vocab():
+    hf_config = pretrained.load_hf_config(model, key=TEACHER_PATH).get_text_config()
+    own_tokenizer = pretrained.load_tokenizer(model)
+    is_too_small = hf_config.vocab_size < len(tokenizer)
+    if is_too_small or own_tokenizer.get_vocab() != tokenizer.get_vocab():
         raise ValueError(
             f"{TEACHER_PATH}={model.path}: the tokenizer of the teacher is not that of the "
             "policy, so it would read other words than the policy wrote; choose a teacher of the "
@@ -387,8 +428,9 @@ def check_teacher(model: PolicyModelConfig, tokenizer: PreTrainedTokenizerBase) 
 def load_dataset(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, part: str) -> PromptDataset:
     """Loads the prompts of a part of the data, "train" or "val"."""
     data = config.data
+    files = data.train_files if part == "train" else data.val_files
     return PromptDataset(
-        list(data.train_files if part == "train" else data.val_files),
+        list(files),
         tokenizer,
         prompt_key=data.prompt_key,
         reward_fn_key=data.reward_fn_key,
@@ -402,7 +444,7 @@ def load_dataset(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, part: st
 
 
 def prompt_sampler(config: PPOConfig, prompts: PromptDataset) -> EpochSampler:
-    """The sampler that says which prompts are in which batch."""
+    """Returns the sampler that says which prompts are in which batch."""
     data = config.data
     trainer = config.trainer
     return EpochSampler(
@@ -436,8 +478,9 @@ def with_training_steps(config: PPOConfig, num_prompts: int) -> PPOConfig:
     steps_of_epochs = sampler.num_batches_per_epoch * config.trainer.total_epochs
     steps = config.trainer.total_training_steps or steps_of_epochs
     config = config.updated({"trainer.total_training_steps": steps})
-    for problem in critic_warmup_leaves_steps_for_the_actor(config):
-        raise ValueError(problem)
+    problems = list(critic_warmup_leaves_steps_for_the_actor(config))
+    if problems:
+        raise ValueError(problems[0])
     return config
 
 
@@ -445,11 +488,8 @@ def start_reward_manager(config: PPOConfig) -> RewardManager:
     """Starts the reward processes with the reward function of the configuration."""
     function = config.custom_reward_function
     reward = config.reward
-    reward_fn = RewardFunctionSpec(
-        function.path, function.name, function.reward_kwargs, config.plugins
-    )
     return RewardManager(
-        reward_fn,
+        RewardFunctionSpec(function.path, function.name, function.reward_kwargs, config.plugins),
         num_workers=reward.num_workers,
         timeout_s=reward.timeout_s,
         on_error=reward.on_error,

@@ -1,5 +1,6 @@
 """The learner: it takes experience, and returns metrics, new weights and their version."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,8 +50,9 @@ class Learner:
             self.trained[str(Role.Critic)] = self.critic
         # The samples of one optimizer step, over all ranks:
         policy = self.config.actor_rollout_ref
-        self.num_actor_samples = policy.actor.ppo_mini_batch_size * policy.rollout.n
-        self.num_critic_samples = self.config.critic.ppo_mini_batch_size * policy.rollout.n
+        n = policy.rollout.n
+        self.num_actor_samples = policy.actor.ppo_mini_batch_size * n
+        self.num_critic_samples = self.config.critic.ppo_mini_batch_size * n
 
     def learn(self, experience: Experience) -> Update:
         """Submits the updates on experience of one or more mini-batches and returns at once.
@@ -78,8 +80,8 @@ class Learner:
         return Update(pending, metrics)
 
     def ptx_rows(self, batch: DataProto, work: RowWork) -> list[Ordered]:
-        """The rows of `data.ptx_files` for the update of the actor on this batch, as one further
-        argument of it; an empty list without such files.
+        """Returns the rows of `data.ptx_files` for the update of the actor on this batch, as one
+        further argument of it. Without such files the list is empty.
 
         Each optimizer step gets a batch of `data.ptx_batch_size` rows. Its number in the sampler
         counts all optimizer steps of all trainers so far, so that the rows depend only on the seed
@@ -91,7 +93,7 @@ class Learner:
         index, num_trainers = self.joint
         size = self.config.data.ptx_batch_size
         part, num_parts = batch.meta_info.get("part_of_step", (1, 1))
-        num_optimizer_steps = -(-work.num_samples // self.num_actor_samples)  # rounded up
+        num_optimizer_steps = math.ceil(work.num_samples / self.num_actor_samples)
         num_parts_before = (self.version - trainer.critic_warmup) * num_parts + part - 1
         first = num_parts_before * num_optimizer_steps
         sampler = EpochSampler(len(self.ptx_dataset), size, trainer.seed)
@@ -100,18 +102,19 @@ class Learner:
             _epoch, rows = sampler.batch(optimizer_step * num_trainers + index)
             numbers.extend(rows)
         ptx_batch = self.ptx_dataset.collate(numbers)
-        rows_of_ptx = Rows.of(ptx_batch)
-        tokens_B = rows_of_ptx.lengths_B.numpy()
-        starts = rows_of_ptx.sample_starts.numpy()
+        ptx_rows = Rows.of(ptx_batch)
+        tokens_B = ptx_rows.lengths_B.numpy()
+        # The tokens of a row stand for its work.
+        starts = ptx_rows.sample_starts.numpy()
+        ptx_work = RowWork(tokens_B, tokens_B, work.balance, starts)
         num_ranks = data_parallel_size(self.actor.update_actor)
         assert num_ranks is not None
-        # The tokens of a row stand for its work.
-        ptx_work = RowWork(tokens_B, tokens_B, work.balance, starts)
         return [ptx_work.in_mini_batches(ptx_batch, num_ranks, size)]
 
     def staleness(self, batch: DataProto) -> dict[str, Metric]:
-        """How old the responses are: the training steps between the weights that generated the
-        oldest token of a response and the weights that are trained on it.
+        """Returns metrics of how old the responses are. That is the number of training steps
+        between the weights that generated the oldest token of a response and the weights that are
+        trained on it.
 
         Adds the share of each age if `trainer.max_staleness` allows any. Raises ValueError if the
         responses do not say which weights generated them.
@@ -127,25 +130,26 @@ class Learner:
         for spans in batch.non_tensor_batch["policy_version"]:
             oldest_B.append(min(version for version, _start, _end in spans))
         staleness_B = self.version - np.array(oldest_B)
+        largest = staleness_B.max()
         max_staleness = self.config.trainer.max_staleness
-        assert staleness_B.min() >= 0 and staleness_B.max() <= max_staleness, (
-            staleness_B,
-            max_staleness,
-        )
+        assert staleness_B.min() >= 0 and largest <= max_staleness, (staleness_B, max_staleness)
+        num_rows = len(batch)
         metrics = {
-            "training/staleness/mean": Metric.mean(staleness_B.mean(), weight=len(batch)),
-            "training/staleness/max": Metric.max(staleness_B.max()),
+            "training/staleness/mean": Metric.mean(staleness_B.mean(), weight=num_rows),
+            "training/staleness/max": Metric.max(largest),
         }
         if max_staleness:
             for steps in range(max_staleness + 1):
                 share = (staleness_B == steps).mean()
                 name = f"training/staleness/share_{steps}"
-                metrics[name] = Metric.mean(share, weight=len(batch))
+                metrics[name] = Metric.mean(share, weight=num_rows)
         return metrics
 
     def export_weights(self) -> Weights:
-        """The actor's weights after all updates that were submitted so far. Returns at once."""
-        return Weights(self.actor.export_weights.remote(version=self.version), self.version)
+        """Returns the actor's weights after all updates that were submitted so far. It does not
+        wait for them."""
+        exports = self.actor.export_weights.remote(version=self.version)
+        return Weights(exports, self.version)
 
     def restore(self, folder: Path, version: int) -> list[str]:
         """Loads the training state that `save_training` wrote into `folder`, on the same number of

@@ -1,7 +1,6 @@
 """The driver of a maker: it starts the worker groups, builds the maker on them, and validates."""
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Generic, Self, TypeVar
 
 from transformers import PreTrainedTokenizerBase
@@ -11,7 +10,7 @@ from verl_like.data.prompt_dataset import PromptDataset
 from verl_like.protocol import metric_values
 from verl_like.registry import Registry
 from verl_like.single_controller.ray.resource_pool import ResourcePoolManager
-from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs, RayWorkerGroup
+from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.loop.recorder import Recorder
@@ -20,7 +19,7 @@ from verl_like.trainer.ppo.experience_maker import ExperienceMaker
 from verl_like.trainer.ppo.inputs import PPOInputs
 from verl_like.trainer.ppo.metrics import validation_metrics
 from verl_like.trainer.ppo.scoring import RuleScorer, reward_columns
-from verl_like.trainer.ppo.workers import build_resource_pools, start_groups
+from verl_like.trainer.ppo.workers import PlacedGroup, build_resource_pools, start_groups
 from verl_like.workers.models.pretrained import load_hf_config
 from verl_like.workers.planning.flops import ModelCost
 
@@ -59,12 +58,13 @@ class MakerDriver(Generic[RecorderT]):
     ) -> Self:
         """Makes a driver of checked inputs. It runs on the pools of their configuration, unless
         others are given."""
-        mapping = inputs.role_worker_mapping
+        if pools is None:
+            pools = build_resource_pools(inputs.config, list(inputs.role_worker_mapping))
         return cls(
             config=inputs.config,
             tokenizer=inputs.tokenizer,
-            role_worker_mapping=mapping,
-            resource_pool_manager=pools or build_resource_pools(inputs.config, list(mapping)),
+            role_worker_mapping=inputs.role_worker_mapping,
+            resource_pool_manager=pools,
             train_dataset=inputs.train_dataset,
             val_dataset=inputs.val_dataset,
             rule_scorer=inputs.scorer,
@@ -77,8 +77,8 @@ class MakerDriver(Generic[RecorderT]):
         self.global_step = 0
         """How many training steps the weights that generate have had."""
         self.groups: dict[str, WorkerGroup] = {}
-        self.placement: list[tuple[str, list[str], RayWorkerGroup]] = []
-        """(pool, roles, group) of each group of processes that was started."""
+        self.placement: list[PlacedGroup] = []
+        """Each group of processes that was started."""
         self.maker: ExperienceMaker
         """The maker that `build_maker` returned. It is there once the groups have started."""
 
@@ -93,10 +93,11 @@ class MakerDriver(Generic[RecorderT]):
     def build_maker(self) -> ExperienceMaker:
         """Builds the maker on `groups`."""
         config = self.config
-        worker_classes = {role: built.cls for role, built in self.role_worker_mapping.items()}
         model = load_hf_config(config.actor_rollout_ref.model, key="actor_rollout_ref.model")
-        with_rules = self.rule_scorer is not None
-        columns = reward_columns(worker_classes, config.plan.reward_models_by_role, with_rules)
+        classes = {role: built.cls for role, built in self.role_worker_mapping.items()}
+        columns = reward_columns(
+            classes, config.plan.reward_models_by_role, with_rules=self.rule_scorer is not None
+        )
         return ExperienceMaker(
             config=config,
             groups=self.groups,
@@ -114,18 +115,22 @@ class MakerDriver(Generic[RecorderT]):
         Returns the metrics `val-core/...` and `val-aux/...`. Among the latter are the numbers of
         responses that could not be scored.
         """
-        prompts = self.val_dataset.collate(list(self.val_dataset), epoch=0)
+        rows = list(self.val_dataset)
+        prompts = self.val_dataset.collate(rows, epoch=0)
         prompts.meta_info |= {"validate": True, "global_steps": self.global_step}
         num_samples = self.config.actor_rollout_ref.rollout.val_kwargs.n
         batch, scores_B, metrics = self.maker.generate_and_score(prompts, num_samples)
-        shown = partial(generation_of_row, batch=batch, scores_B=scores_B, tokenizer=self.tokenizer)
+
+        def shown(row: int) -> dict[str, str]:
+            return generation_of_row(row, batch, scores_B, self.tokenizer)
+
         num_shown = self.config.trainer.log_val_generations
         self.recorder.show_generations(self.global_step, len(batch), shown, num_shown)
-        counts: dict[str, float] = {}
+        found = validation_metrics(batch, scores_B)
         for name, value in metric_values(metrics).items():
             if name.startswith("reward/num_"):
-                counts[name.replace("reward/", "val-aux/")] = value
-        return validation_metrics(batch, scores_B) | counts
+                found[name.replace("reward/", "val-aux/")] = value
+        return found
 
 
 DRIVERS: Registry[type[MakerDriver[Any]]] = Registry(

@@ -21,8 +21,8 @@ from verl_like.workers.models.packed_models import PolicyModel, ValueModel
 
 
 def step_bytes(config: PPOConfig) -> dict[str, int]:
-    """The most bytes that the object store holds at the end of a step, by a description of what
-    they are.
+    """Returns the most bytes that the object store holds at the end of a step, by a description of
+    what they are.
 
     Every column is there twice: as its worker returned it, and as the driver passes it on.
     """
@@ -42,33 +42,27 @@ def step_bytes(config: PPOConfig) -> dict[str, int]:
         "driver, by the policy loss": "selected_tokens" in loss_needs,
         "compute_teacher_log_prob, or a custom role": "teacher_log_prob" in loss_needs,
     }
-    columns = [
-        column
-        for column in COLUMNS.values()
-        if column.kind == "tensor" and column.name not in VERL_COLUMNS
-    ]
-    row_bytes = sum(
-        times_made.get(c.writer, 1) * size[c.dtype] * length[c.dims[-1]] for c in columns
-    )
-    num_rows = data.train_batch_size * config.actor_rollout_ref.rollout.n
-    needed = {f"2 * {num_rows} rows of at most {row_bytes:,} bytes": 2 * num_rows * row_bytes}
+    row_bytes = 0
+    for column in COLUMNS.values():
+        if column.kind == "tensor" and column.name not in VERL_COLUMNS:
+            column_bytes = size[column.dtype] * length[column.dims[-1]]
+            row_bytes += times_made.get(column.writer, 1) * column_bytes
     rollout = config.actor_rollout_ref.rollout
-    critic = config.critic.model
+    num_rows = data.train_batch_size * rollout.n
+    needed = {f"2 * {num_rows} rows of at most {row_bytes:,} bytes": 2 * num_rows * row_bytes}
     if rollout.weight_transport == "object_store":
-        policy = ModelSize.of(
-            config.actor_rollout_ref.model, "actor_rollout_ref.model", PolicyModel
-        )
+        model = config.actor_rollout_ref.model
+        policy = ModelSize.of(model, "actor_rollout_ref.model", PolicyModel)
         needed |= _exported("policy", policy, rollout.dtype)
     has_copy = isinstance(config, DetachedConfig) and config.plan.needs_critic
     if has_copy and transport_to_copies(config) == "object_store":
-        needed |= _exported(
-            "critic", ModelSize.of(critic, "critic.model", ValueModel), critic.fsdp_config.dtype
-        )
+        critic = ModelSize.of(config.critic.model, "critic.model", ValueModel)
+        needed |= _exported("critic", critic, config.critic.model.fsdp_config.dtype)
     return needed
 
 
 def _exported(role: str, model: ModelSize, dtype: str) -> dict[str, int]:
-    """The bytes of a model's exported weights, or of its adapter alone if it has one, by a
+    """Returns the bytes of a model's exported weights, or of its adapter alone if it has one, by a
     description of them."""
     what = "weights"
     number = model.parameters
@@ -91,11 +85,9 @@ def check_object_store(needed: dict[str, int]) -> str | None:
     on_disk = shared < size
     room = min(size, shutil.disk_usage(folder).free) if on_disk else size
     total = sum(needed.values())
-    where = (
-        f"{folder}, for /dev/shm has {_gib(shared)}"
-        if on_disk
-        else f"/dev/shm, which has {_gib(shared)}"
-    )
+    where = f"/dev/shm, which has {_gib(shared)}"
+    if on_disk:
+        where = f"{folder}, for /dev/shm has {_gib(shared)}"
     if total > room:
         terms = "\n".join(f"  {what:<60} {_gib(amount):>12}" for what, amount in needed.items())
         raise ValueError(

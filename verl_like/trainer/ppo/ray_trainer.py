@@ -102,8 +102,8 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
             return
         # On a GPU that they share, the engine sleeps while the actor computes, and loses its
         # weights.
-        is_shared = config.trainer.device == "cuda" and not config.trainer.max_staleness
-        sleeps = is_shared and config.actor_rollout_ref.rollout.free_cache_engine
+        shares_gpu = config.trainer.device == "cuda" and not config.trainer.max_staleness
+        sleeps = shares_gpu and config.actor_rollout_ref.rollout.free_cache_engine
         if sleeps:
             rollout.sleep()
         log_probs = engine_check.log_probs_of(actor, drawn)
@@ -125,12 +125,12 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
             prompts = self.prompts_of(self.upcoming_batch)
         else:
             prompts = self.next_prompts()
-        epoch = Metric(prompts.meta_info["epoch"], "max")
         upcoming: DataProto | None = None
         self.upcoming_batch = self.num_prompt_batches
         if self.config.trainer.max_staleness and self.global_step < self.last_step:
             upcoming = of_step(self.next_prompts(), self.global_step + 1)
 
+        epoch = Metric(prompts.meta_info["epoch"], "max")
         prompts = of_step(prompts, self.global_step)
         generated = self.generated or self.maker.sample(prompts, self.next_prompts)
         # The next step's responses are generated during the rest of this step.
@@ -172,9 +172,10 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
         return self.prompts_of(number)
 
     def prompts_of(self, number: int) -> DataProto:
-        """The batch of prompts with a number. The first batch of the run has number 0."""
-        epoch, rows = self.sampler.batch(number)
-        prompts = self.train_dataset.collate([self.train_dataset[i] for i in rows], epoch)
+        """Returns the batch of prompts with a number. The first batch of the run has number 0."""
+        epoch, numbers = self.sampler.batch(number)
+        rows = [self.train_dataset[i] for i in numbers]
+        prompts = self.train_dataset.collate(rows, epoch)
         prompts.meta_info["epoch"] = epoch
         return prompts
 
@@ -236,7 +237,7 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
 
 
 def of_step(prompts: DataProto, step: int) -> DataProto:
-    """The same prompts with the number of a training step, which seeds the sampling."""
+    """Returns the same prompts with the number of a training step, which seeds the sampling."""
     numbered = prompts.select()
     numbered.meta_info["global_steps"] = step
     return numbered

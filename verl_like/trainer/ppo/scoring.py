@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from verl_like.algorithms.groups import PromptGroups
@@ -26,8 +27,7 @@ from verl_like.workers.config.roles import RewardModelConfig
 from verl_like.workers.rollout import FinishedRequest
 
 _PAUSE_S = 0.01
-"""The seconds below which a pause between two spans of a process is ignored, so that they count as
-one."""
+"""Two spans of a process count as one if fewer seconds than these are between them."""
 _LEFT_TO_MODELS = Answer(score=0.0)
 """What the rules answer for a row that has no rule."""
 RULE_COLUMNS = {"rule_scores": 1.0}
@@ -41,8 +41,8 @@ def reward_columns(
     reward_models: Mapping[str, RewardModelConfig],
     with_rules: bool,
 ) -> dict[str, float]:
-    """The columns whose weighted sum is the reward, with their weights: those that the worker class
-    of each role declares, and the rules' column `with_rules`.
+    """Returns the columns whose weighted sum is the reward, with their weights. They are those that
+    the worker class of each role declares and, if `with_rules`, the column of the rules.
 
     Only reward models and custom roles may declare columns. The weight of a reward model, which is
     in its configuration `reward_models[role]`, multiplies the weights that its class declares.
@@ -56,7 +56,6 @@ def reward_columns(
         spec = registered_methods(worker_class).get(method)
         written = (spec and spec.writes) or ()
         for name, weight in worker_class.reward_columns.items():
-            column = column_of(name, role) if model else name
             where = f"{worker_class.__name__}.reward_columns has {name!r}"
             if role in set(Role) and not model:
                 raise ValueError(
@@ -66,17 +65,21 @@ def reward_columns(
                 raise ValueError(
                     f"{where}, which is not in the writes=[...] of its {method}: name it there."
                 )
+            column = name
+            if model:
+                column = column_of(name, role)
+                weight = weight * model.weight
             if column in columns:
                 raise ValueError(
                     f"{where}, which another role or the rules write as well: rename the column."
                 )
-            columns[column] = weight * model.weight if model else weight
+            columns[column] = weight
     return columns
 
 
 def column_of(name: str, role: str) -> str:
-    """The name in the batch of a column that a reward model's worker calls `name`. If there are
-    several reward models, the role is appended for all but the first."""
+    """Returns the name in the batch of a column that a reward model's worker calls `name`. If there
+    are several reward models, the role is appended for all but the first."""
     return name if role == Role.RewardModel else f"{name}/{role}"
 
 
@@ -91,18 +94,22 @@ class ModelScores:
         """Waits for the scores, and returns them under their names in the batch."""
         scores = self.pending.get()
         names = list(scores.tensors())
-        return scores.rename(names, [column_of(name, self.role) for name in names])
+        names_in_batch = [column_of(name, self.role) for name in names]
+        return scores.rename(names, names_in_batch)
 
 
 def reward_means(batch: DataProto, reward_columns: Mapping[str, float]) -> dict[str, Metric]:
-    """Means over the samples that were scored.
+    """Returns means over the samples that were scored.
 
     They are taken of each reward without its weight, if there is more than one, and of each number
     that the reward function returned beside the score. A number that no sample has gets no mean.
     """
-    names = reward_columns if len(reward_columns) > 1 else ()
     is_scored_B = batch.tensor_batch["response_mask"].any(-1)
-    values = {name: batch.tensor_batch[name].sum(-1)[is_scored_B] for name in names}
+    values: dict[str, Tensor] = {}
+    if len(reward_columns) > 1:
+        for name in reward_columns:
+            rewards_B = batch.tensor_batch[name].sum(-1)
+            values[name] = rewards_B[is_scored_B]
     for name, array in extra_numbers(batch).items():
         numbers_B = torch.from_numpy(array)
         values[name] = numbers_B[is_scored_B & ~numbers_B.isnan()]
@@ -114,40 +121,42 @@ def reward_means(batch: DataProto, reward_columns: Mapping[str, float]) -> dict[
     return means
 
 
-def total_scores(batch: DataProto, reward_columns: Mapping[str, float]) -> torch.Tensor:
-    """The reward before any KL penalty: the weighted sum of the reward columns, (B, R).
+def total_scores(batch: DataProto, reward_columns: Mapping[str, float]) -> Tensor:
+    """Returns the reward before any KL penalty: the weighted sum of the reward columns, (B, R).
 
     Raises RewardError if a column of a sample is not finite, unless the rules skipped the sample.
     An estimator that compares all rows of a batch would otherwise make every advantage infinite or
     NaN.
     """
-    weighted: list[torch.Tensor] = []
+    weighted: list[Tensor] = []
     for name, weight in reward_columns.items():
         rewards_BR = batch.tensor_batch[name]
-        is_wrong_B = ~rewards_BR.isfinite().all(-1)
+        is_finite_B = rewards_BR.isfinite().all(-1)
         if "is_skipped" in batch.tensor_batch:
-            is_wrong_B &= ~batch.tensor_batch["is_skipped"]
-        if is_wrong_B.any():
-            row = int(is_wrong_B.nonzero()[0])
+            is_finite_B |= batch.tensor_batch["is_skipped"]
+        if not is_finite_B.all():
+            wrong_rows = (~is_finite_B).nonzero().flatten().tolist()
+            first = wrong_rows[0]
             raise RewardError(
-                f"the reward {name!r} of {int(is_wrong_B.sum())} of {len(batch)} samples is no "
-                f"finite number, the first of them row {row} of the batch: "
-                f"{rewards_BR[row].tolist()}; look at the weights and the data type of the "
+                f"the reward {name!r} of {len(wrong_rows)} of {len(batch)} samples is no "
+                f"finite number, the first of them row {first} of the batch: "
+                f"{rewards_BR[first].tolist()}; look at the weights and the data type of the "
                 "model that computes it"
             )
         weighted.append(weight * rewards_BR)
     return torch.stack(weighted).sum(0)
 
 
-def scores_by_reward(
-    batch: DataProto, reward_columns: Mapping[str, float]
-) -> dict[str, torch.Tensor]:
-    """Each reward by itself, (B, R), by name, for estimators that normalise rewards separately.
+def scores_by_reward(batch: DataProto, reward_columns: Mapping[str, float]) -> dict[str, Tensor]:
+    """Returns each reward by itself, (B, R), by name, for estimators that normalise rewards
+    separately.
 
     These are the weighted reward columns, and the numbers that the reward function returned beside
     the score, on the last token. A number is NaN for a sample for which it was not returned.
     """
-    scores = {name: weight * batch.tensor_batch[name] for name, weight in reward_columns.items()}
+    scores: dict[str, Tensor] = {}
+    for name, weight in reward_columns.items():
+        scores[name] = weight * batch.tensor_batch[name]
     mask_BR = batch.tensor_batch["response_mask"]
     for name, array in extra_numbers(batch).items():
         numbers_B = torch.from_numpy(array).float()
@@ -155,21 +164,23 @@ def scores_by_reward(
     return scores
 
 
-def groups_differ(batch: DataProto, metric: str) -> torch.Tensor:
-    """(B,) bool, for each row: True if the responses to its prompt differ in `metric`. Responses
-    that could not be scored do not count.
+def groups_differ(batch: DataProto, metric: str) -> Tensor:
+    """Returns for each row, (B,) bool, whether the responses to its prompt differ in `metric`.
+    Responses that could not be scored do not count.
 
     `metric` is "reward", the rules' score, or the name of a number that the reward function
     returned beside it. Raises ValueError if there is no such number.
     """
     view = view_of_samples(batch)
-    rewards = view.tensor_batch["rule_scores"].sum(-1).numpy()
-    numbers = {"reward": rewards} | extra_numbers(view)
+    rewards = view.tensor_batch["rule_scores"].sum(-1)
+    numbers = {"reward": rewards.numpy()} | extra_numbers(view)
     require_metric(metric, numbers)
     values = torch.from_numpy(numbers[metric]).unsqueeze(-1)
-    is_scored = ~view.tensor_batch["is_skipped"].unsqueeze(-1) & ~values.isnan()
+    is_skipped = view.tensor_batch["is_skipped"].unsqueeze(-1)
+    is_scored = ~is_skipped & ~values.isnan()
     groups = PromptGroups.of(values, is_scored, view.non_tensor_batch["uid"])
-    return groups.differ[SampleRows.of(batch).sample_of_row]
+    sample_of_row = SampleRows.of(batch).sample_of_row
+    return groups.differ[sample_of_row]
 
 
 def require_metric(metric: str, numbers: Collection[str]) -> None:
@@ -183,8 +194,8 @@ def require_metric(metric: str, numbers: Collection[str]) -> None:
 
 
 def extra_numbers(batch: DataProto) -> dict[str, np.ndarray]:
-    """The numbers (B,) that the reward function returned beside the score, by name. It may return
-    other values, such as texts, which are left out."""
+    """Returns the numbers (B,) that the reward function returned beside the score, by name. Other
+    values, such as texts, are left out."""
     numbers: dict[str, np.ndarray] = {}
     for name, values in batch.non_tensor_batch.items():
         if name.startswith(EXTRA_PREFIX) and values.dtype != object:
@@ -207,7 +218,7 @@ class RuleScorer:
     on_call: Callable[[CallEvent], None] | None = None
     """Called with each call of the reward processes, which appear as a worker group `rules` on the
     pool `driver`."""
-    _number_of_process: dict[int, int] = field(default_factory=dict)
+    _rank_of_process: dict[int, int] = field(default_factory=dict)
     """A rank for each reward process, by its process id."""
     _numbers: set[str] = field(default_factory=set)
     """The names of all numbers that `check` saw beside scores."""
@@ -236,9 +247,9 @@ class RuleScorer:
                 raw_prompt=row["raw_prompt"],
             )
         extra = self.manager.check(list(first.values()))
-        names = [name for name, values in extra.items() if values.dtype != object]
-        self._numbers.update(names)
-        return names
+        numbers = [name for name, values in extra.items() if values.dtype != object]
+        self._numbers.update(numbers)
+        return numbers
 
     def with_all_numbers(
         self, extra: Mapping[str, np.ndarray], num_samples: int
@@ -249,20 +260,25 @@ class RuleScorer:
         The function may return a number for one data source alone, of which a batch may have no
         row. All batches get the same columns this way.
         """
-        missing = sorted(self._numbers - extra.keys())
-        return {**extra, **{name: np.full(num_samples, np.nan) for name in missing}}
+        columns = dict(extra)
+        for name in sorted(self._numbers - extra.keys()):
+            columns[name] = np.full(num_samples, np.nan)
+        return columns
 
     def report(self, ran: list[tuple[int, float, float]]) -> None:
         """Tells `on_call` when each reward process was scoring. `ran` has the process id, start and
         end of the scoring of each sample."""
+        if self.on_call is None:
+            return
         for pid, started, finished in _merged(ran):
-            rank = self._number_of_process.setdefault(pid, len(self._number_of_process))
-            if self.on_call is not None:
-                self.on_call(CallEvent("driver", "rules", "score", rank, started, finished))
+            next_rank = len(self._rank_of_process)
+            rank = self._rank_of_process.setdefault(pid, next_rank)
+            call = CallEvent("driver", "rules", "score", rank, started, finished)
+            self.on_call(call)
 
 
 def has_rule(reward_model: dict) -> bool:
-    """Return whether a row of the dataset, whose field `reward_model` is given, is scored by a
+    """Returns whether a row of the dataset, whose field `reward_model` is given, is scored by a
     rule. If not, the reward model alone scores it."""
     return reward_model.get("style") != "model"
 
@@ -290,13 +306,15 @@ class PendingScores:
         for i, reward_model in enumerate(columns["reward_model"]):
             if not (self.scorer.scores_every_row or has_rule(reward_model)):
                 continue
+            uid = columns["uid"][i]
             for k in range(self.num_samples):
-                self.slots[columns["uid"][i], k] = len(self.rows)
+                self.slots[uid, k] = len(self.rows)
                 self.rows.append(i * self.num_samples + k)
-        self.pending = self.scorer.manager.expect(len(self.rows))
+        num_scored = len(self.rows)
+        self.pending = self.scorer.manager.expect(num_scored)
         self.num_early = 0
         """How many responses were given to the rules before generation ended."""
-        self.mask: torch.Tensor | None = None
+        self.mask: Tensor | None = None
         """The jagged `response_mask` of the batch of responses, once they are generated."""
 
     def add(self, finished: Sequence[FinishedRequest]) -> None:
@@ -334,11 +352,13 @@ class PendingScores:
         columns = self.prompts.non_tensor_batch
         for slot, text in zip(token_ids, texts, strict=True):
             i = self.rows[slot] // self.num_samples
+            uid = columns["uid"][i]
+            reward_model = columns["reward_model"][i]
             sample = RewardSample(
-                name=f"sample uid {columns['uid'][i]!r}",
+                name=f"sample uid {uid!r}",
                 data_source=columns["data_source"][i],
                 solution_str=text,
-                ground_truth=columns["reward_model"][i].get("ground_truth"),
+                ground_truth=reward_model.get("ground_truth"),
                 extra_info=columns["extra_info"][i],
                 raw_prompt=columns["raw_prompt"][i],
             )
@@ -352,14 +372,18 @@ class PendingScores:
         reward model scores 0 here.
         """
         assert self.mask is not None, "complete(batch) comes before get()"
-        answers = dict(zip(self.rows, self.pending.get().answers, strict=True))
         num_rows = len(self.mask)
-        result = RewardResult([answers.get(row, _LEFT_TO_MODELS) for row in range(num_rows)])
+        num_scored = len(self.rows)
+        answers = [_LEFT_TO_MODELS] * num_rows
+        scored = self.pending.get()
+        for row, answer in zip(self.rows, scored.answers, strict=True):
+            answers[row] = answer
+        result = RewardResult(answers)
         self.scorer.report(result.ran)
         extra = self.scorer.with_all_numbers(result.extra, num_rows)
-        early_ratio = self.num_early / max(1, len(answers))
+        early_ratio = self.num_early / max(1, num_scored)
         metrics = {
-            "reward/early_ratio": Metric.mean(early_ratio, weight=len(answers)),
+            "reward/early_ratio": Metric.mean(early_ratio, weight=num_scored),
             "reward/num_skipped": Metric.sum(int(result.skipped.sum())),
             "reward/num_errors": Metric.sum(result.num_errors),
             "reward/num_timeouts": Metric.sum(result.num_timeouts),
@@ -375,11 +399,12 @@ class PendingScores:
 def _merged(spans: list[tuple[int, float, float]]) -> list[tuple[int, float, float]]:
     """Joins spans (process id, start, end) of a process that follow each other almost at once."""
     merged: list[tuple[int, float, float]] = []
+    last_pid = -1
+    last_finished = 0.0
     for pid, started, finished in sorted(spans):
-        if merged:
-            last_pid, last_started, last_finished = merged[-1]
-            if last_pid == pid and started - last_finished < _PAUSE_S:
-                merged[-1] = (pid, last_started, finished)
-                continue
+        if pid == last_pid and started - last_finished < _PAUSE_S:
+            _pid, started, _finished = merged.pop()
         merged.append((pid, started, finished))
+        last_pid = pid
+        last_finished = finished
     return merged

@@ -23,11 +23,14 @@ from verl_like.workers.reward_model import RewardModelWorker
 from verl_like.workers.rollout_worker import RolloutWorker
 from verl_like.workers.teacher import TeacherWorker
 
+PlacedGroup = tuple[str, list[str], RayWorkerGroup]
+"""A group of processes that was started: its pool, its roles, and the group itself."""
+
 
 def build_role_worker_mapping(
     config: PPOConfig, own_classes: dict[str, type[Worker]]
 ) -> dict[str, RayClassWithInitArgs]:
-    """The worker class of each active role, with the arguments of its constructor.
+    """Returns the worker class of each active role, with the arguments of its constructor.
 
     `own_classes` has the user's classes by role, which take the places of the built-in ones. The
     class for the reward model serves all reward models. A custom role, which has no built-in class,
@@ -62,20 +65,22 @@ def build_role_worker_mapping(
         if role != Role.RewardModel:
             arguments["model_key"] = reward_model_key(role)
         built_in[role] = (reward_model_class, arguments)
-    mapping = {}
+    mapping: dict[str, RayClassWithInitArgs] = {}
     pool_of_rollout = config.role_mapping.get(Role.Rollout)
     for role in config.plan.active_roles:
         worker_class, arguments = built_in.get(role, (Worker, {"config": config}))
+        worker_class = own_classes.get(role, worker_class)
         if role in built_in and role != Role.Rollout:
             arguments["shares_device"] = config.role_mapping[role] == pool_of_rollout
-        mapping[role] = RayClassWithInitArgs(own_classes.get(role, worker_class), **arguments)
-        mapping[role].plugins = config.plugins
+        built = RayClassWithInitArgs(worker_class, **arguments)
+        built.plugins = config.plugins
+        mapping[role] = built
     return mapping
 
 
 def transport_to_copies(config: PPOConfig) -> str:
-    """How weights reach the copies of a detached maker. It is the transport to the engines, unless
-    that sends straight into the engines, which copies cannot receive."""
+    """Returns how weights reach the copies of a detached maker. It is the transport to the engines,
+    unless that sends straight into the engines, which copies cannot receive."""
     rollout = config.actor_rollout_ref.rollout
     return "object_store" if rollout.sends_directly else rollout.weight_transport
 
@@ -83,8 +88,9 @@ def transport_to_copies(config: PPOConfig) -> str:
 def import_worker_class(role: str, path: str) -> type[Worker]:
     """Imports the class at `package.module.Class` for a role. Raises ValueError if it cannot be
     imported, is not a Worker, or lacks the method `annotate`, which a custom role needs."""
+    module_and_class = ":".join(path.rsplit(".", 1))
     try:
-        worker_class = pkgutil.resolve_name(":".join(path.rsplit(".", 1)))
+        worker_class = pkgutil.resolve_name(module_and_class)
     except (Exception, SystemExit) as error:  # the module may raise anything
         problem = f"{type(error).__name__}: {error}"
         raise ValueError(
@@ -107,16 +113,18 @@ def import_worker_class(role: str, path: str) -> type[Worker]:
 def build_resource_pools(
     config: PPOConfig, roles: Sequence[str] | None = None
 ) -> ResourcePoolManager:
-    """The pools of the configuration for `roles`, by default all active ones.
+    """Returns the pools of the configuration for `roles`, by default all active ones.
 
     On each device of a pool, the training roles share one process, and the rollout engine has
     another. The pools are divided for the largest number of processes on a device.
     """
-    mapping = {role: config.role_mapping[role] for role in roles or config.plan.active_roles}
+    roles = roles or config.plan.active_roles
+    mapping = {role: config.role_mapping[role] for role in roles}
+    nodes_of_pool = {name: list(nodes) for name, nodes in config.resource_pool_spec.items()}
     pool_of_groups = [pool for pool, _roles in process_groups(mapping)]
     max_colocate_count = max(pool_of_groups.count(pool) for pool in pool_of_groups)
     return ResourcePoolManager(
-        {name: list(nodes) for name, nodes in config.resource_pool_spec.items()},
+        nodes_of_pool,
         mapping,
         use_gpu=config.trainer.device == "cuda",
         max_colocate_count=max_colocate_count,
@@ -129,20 +137,23 @@ def start_groups(
     pools: ResourcePoolManager,
     on_call: OnCall,
     joint_trainer: JointTrainer | None = None,
-) -> tuple[dict[str, WorkerGroup], list[tuple[str, list[str], RayWorkerGroup]]]:
+) -> tuple[dict[str, WorkerGroup], list[PlacedGroup]]:
     """Starts the processes of all roles. Training roles of one pool share their processes. The
     pools are reserved, unless that was done.
 
-    Returns a worker group for each role, and (pool, roles, group) for each group of processes.
-    `joint_trainer` says how processes of several trainers meet.
+    Returns a worker group for each role, and each group of processes. `joint_trainer` says how
+    processes of several trainers meet.
     """
     pools.create_resource_pool()
     groups: dict[str, WorkerGroup] = {}
-    placement = []
+    placement: list[PlacedGroup] = []
     pool_of_role = {role: config.role_mapping[role] for role in mapping}
     for pool, roles in process_groups(pool_of_role):
-        worker_class = create_colocated_worker_cls({role: mapping[role] for role in roles})
-        worker_env = joint_trainer.worker_env("+".join(roles)) if joint_trainer else None
+        class_of_role = {role: mapping[role] for role in roles}
+        worker_class = create_colocated_worker_cls(class_of_role)
+        worker_env = None
+        if joint_trainer:
+            worker_env = joint_trainer.worker_env("+".join(roles))
         processes = RayWorkerGroup(
             pools.get_resource_pool(roles[0]),
             worker_class,
@@ -164,7 +175,9 @@ def load_models(groups: Mapping[str, WorkerGroup], device: str) -> None:
     """
     rollout = [group for role, group in groups.items() if role == Role.Rollout]
     others = [group for role, group in groups.items() if role != Role.Rollout]
-    order = [others, rollout] if device == "cuda" else [[*rollout, *others]]
+    order = [rollout + others]
+    if device == "cuda":
+        order = [others, rollout]
     for together in order:
         pending = [group.init_model.remote() for group in together]
         for future in pending:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
@@ -70,7 +71,7 @@ class Sequences:
     """The sequences that N packed tokens are, and how their tokens attend to each other."""
 
     lengths: list[int]
-    cu_seqlens: torch.Tensor
+    cu_seqlens: Tensor
     """(S + 1,) int32, the start of each of the S sequences; the last entry is N."""
     scale: float | None = None
     """The factor of the attention logits; None means 1 / sqrt(D)."""
@@ -80,7 +81,7 @@ class Sequences:
     """The bound of the attention logits."""
 
 
-Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Sequences], torch.Tensor]
+Kernel = Callable[[Tensor, Tensor, Tensor, Sequences], Tensor]
 """A function of the query (1, H, N, D), key and value (1, G, N, D) and sequences, which returns the
 output (1, N, H, D)."""
 
@@ -97,7 +98,7 @@ _REFUSED = {
 that gives them does."""
 
 
-def packed_attention(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, None]]:
+def packed_attention(kernel: Kernel) -> Callable[..., tuple[Tensor, None]]:
     """Returns the attention function that transformers calls in every layer.
 
     It refuses what packed attention does not compute, does the exchanges of sequence parallelism,
@@ -107,13 +108,13 @@ def packed_attention(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, None]]
     @torch.compiler.disable
     def attend(
         module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
         *,
-        cu_seqlens: torch.Tensor | None = None,
-        sequence_lengths: torch.Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        sequence_lengths: Tensor | None = None,
         sequence_parallel: SequenceExchange | None = None,
         scaling: float | None = None,
         dropout: float = 0.0,
@@ -121,7 +122,7 @@ def packed_attention(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, None]]
         softcap: float | None = None,
         is_causal: bool | None = None,
         **further: Any,
-    ) -> tuple[torch.Tensor, None]:
+    ) -> tuple[Tensor, None]:
         if dropout:
             raise ValueError(
                 f"The model trains with attention dropout {dropout}, which makes the probability "
@@ -146,12 +147,12 @@ def packed_attention(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, None]]
         if value_size < query.size(-1):
             # Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434) has smaller values. But
             # the exchange and some kernels need the same size.
-            value = F.pad(value, (0, query.size(-1) - value_size))
+            num_zeros = query.size(-1) - value_size
+            value = F.pad(value, (0, num_zeros))
         if sequence_parallel is not None:
             query, key, value = sequence_parallel.tokens_to_heads(query, key, value)
-        sequences = Sequences(
-            sequence_lengths.tolist(), cu_seqlens, scaling, sliding_window, softcap
-        )
+        lengths = sequence_lengths.tolist()
+        sequences = Sequences(lengths, cu_seqlens, scaling, sliding_window, softcap)
         output = kernel(query, key, value, sequences)
         if sequence_parallel is not None:
             output = sequence_parallel.heads_to_tokens(output)
@@ -160,33 +161,29 @@ def packed_attention(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, None]]
     return attend
 
 
-def packed_sdpa(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: Sequences
-) -> torch.Tensor:
+def packed_sdpa(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences) -> Tensor:
     """Computes attention by torch's `scaled_dot_product_attention`.
 
     Consecutive sequences of the same length are computed in one call.
     """
-    lengths = []
-    counts = []
-    for length, same in groupby(sequences.lengths):
-        lengths.append(length)
-        counts.append(len(list(same)))
     scale = sequences.scale
     window = sequences.window
     softcap = sequences.softcap
     outputs = []
     enable_gqa = query.size(1) != key.size(1)
-    num_tokens = [length * count for length, count in zip(lengths, counts, strict=True)]
+    shapes: list[tuple[int, int]] = []
+    for length, same in groupby(sequences.lengths):
+        shapes.append((len(list(same)), length))
+    num_tokens = [count * length for count, length in shapes]
     queries = query[0].split(num_tokens, dim=1)
     keys = key[0].split(num_tokens, dim=1)
     values = value[0].split(num_tokens, dim=1)
-    for index, length in enumerate(lengths):
-        shape = (counts[index], length)
+    for index, shape in enumerate(shapes):
         # (sequences, heads, L, D)
         q = queries[index].unflatten(1, shape).transpose(0, 1)
         k = keys[index].unflatten(1, shape).transpose(0, 1)
         v = values[index].unflatten(1, shape).transpose(0, 1)
+        _count, length = shape
         mask_LL = None
         if softcap is not None or (window is not None and length > window):
             places_L = torch.arange(length, device=q.device)
@@ -205,18 +202,14 @@ def packed_sdpa(
                 scale=scale,
                 enable_gqa=enable_gqa,
             )
-        outputs.append(output.transpose(1, 2).flatten(0, 1))
+        output_NHD = output.transpose(1, 2).flatten(0, 1)
+        outputs.append(output_NHD)
     return torch.cat(outputs).unsqueeze(0)
 
 
 def _softcapped(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask_LL: torch.Tensor,
-    scale: float | None,
-    softcap: float,
-) -> torch.Tensor:
+    q: Tensor, k: Tensor, v: Tensor, mask_LL: Tensor, scale: float | None, softcap: float
+) -> Tensor:
     """Computes attention with logits bounded by softcap * tanh(logits / softcap) (Gemma 2,
     arXiv:2408.00118)."""
     num_repeats = q.size(1) // k.size(1)
@@ -237,9 +230,7 @@ if "enable_gqa" in inspect.signature(varlen_attn).parameters:
     _VARLEN_GROUPED["enable_gqa"] = True
 
 
-def packed_varlen(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: Sequences
-) -> torch.Tensor:
+def packed_varlen(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences) -> Tensor:
     """Computes attention by torch's kernel for sequences of different lengths, in one call."""
     assert sequences.softcap is None, (
         "choose_attention gives a model with bounded logits another kernel"
@@ -251,7 +242,13 @@ def packed_varlen(
     key_NGD = key[0].transpose(0, 1).contiguous()
     value_NGD = value[0].transpose(0, 1).contiguous()
     output_NHD: Any = varlen_attn(
-        *(query_NHD, key_NGD, value_NGD, starts, starts, longest, longest),
+        query_NHD,
+        key_NGD,
+        value_NGD,
+        starts,
+        starts,
+        longest,
+        longest,
         scale=sequences.scale,
         window_size=(-1 if window is None else window - 1, 0),
         **_VARLEN_GROUPED,
@@ -259,9 +256,7 @@ def packed_varlen(
     return output_NHD.unsqueeze(0)
 
 
-def packed_flash(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: Sequences
-) -> torch.Tensor:
+def packed_flash(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences) -> Tensor:
     """Computes attention by flash-attn's kernel for sequences of different lengths, in one call."""
     from flash_attn import flash_attn_varlen_func
 
@@ -269,8 +264,13 @@ def packed_flash(
     longest = max(sequences.lengths)
     window = sequences.window
     output_NHD = flash_attn_varlen_func(
-        *(tensor[0].transpose(0, 1) for tensor in (query, key, value)),
-        *(starts, starts, longest, longest),
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        starts,
+        starts,
+        longest,
+        longest,
         softmax_scale=sequences.scale,
         causal=True,
         window_size=(-1 if window is None else window - 1, 0),

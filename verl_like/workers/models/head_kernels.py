@@ -7,6 +7,7 @@ Only torch's builds for CUDA have Triton, so this module is imported only for te
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 # Legend: M scored tokens, C vocabulary entries of a chunk, T vocabulary entries of a tile.
 
@@ -19,8 +20,8 @@ are two loads of 16 bytes in bfloat16."""
 
 
 def statistics(
-    x_MC: torch.Tensor, cap: float | None, with_entropy: bool, with_sum_pi_squared: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x_MC: Tensor, cap: float | None, with_entropy: bool, with_sum_pi_squared: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Computes what `_statistics` of linear_log_prob.py returns, on a GPU."""
     lse_M = x_MC.new_empty(len(x_MC), dtype=torch.float32)
     entropy_M = torch.empty_like(lse_M)
@@ -43,13 +44,13 @@ def statistics(
 
 
 def to_gradient(
-    x_MC: torch.Tensor,
+    x_MC: Tensor,
     cap: float | None,
-    column_M: torch.Tensor,
-    lse_M: torch.Tensor,
-    grad_log_prob_M: torch.Tensor,
-    entropy_M: torch.Tensor | None,
-    grad_entropy_M: torch.Tensor | None,
+    column_M: Tensor,
+    lse_M: Tensor,
+    grad_log_prob_M: Tensor,
+    entropy_M: Tensor | None,
+    grad_entropy_M: Tensor | None,
 ) -> None:
     """Overwrites a chunk of x by its gradient, on a GPU.
 

@@ -8,6 +8,7 @@ from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_
 from huggingface_hub.errors import RemoteEntryNotFoundError
 
 _ANSWER_S = 8.0
+"""How long the hub may take to answer."""
 
 
 def require_hub_model(name: str, setting: str, *files: str) -> None:
@@ -25,21 +26,26 @@ def require_hub_model(name: str, setting: str, *files: str) -> None:
 
     def ask() -> None:
         try:
-            if not any(isinstance(try_to_load_from_cache(name, file), str) for file in asked):
-                get_hf_file_metadata(hf_hub_url(name, asked[0]), timeout=_ANSWER_S)
+            cached = [try_to_load_from_cache(name, file) for file in asked]
+            is_cached = any(isinstance(path, str) for path in cached)
+            if not is_cached:
+                url = hf_hub_url(name, asked[0])
+                get_hf_file_metadata(url, timeout=_ANSWER_S)
             answer.put(None)
         except RemoteEntryNotFoundError as error:  # the hub has the model, but not the file
             answer.put(None if files else error)
         except Exception as error:  # any error means that there is no model
             answer.put(error)
 
-    threading.Thread(target=ask, name="ask the hub", daemon=True).start()
+    thread = threading.Thread(target=ask, name="ask the hub", daemon=True)
+    thread.start()
     try:
         error = answer.get(timeout=_ANSWER_S)
     except queue.Empty:
         error = TimeoutError(f"no answer within {_ANSWER_S:g} s")
     if error is not None:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        lines = str(error).splitlines()
+        reason = lines[0] if lines else type(error).__name__
         raise ValueError(
             f"{setting}: neither a folder, nor a model in this machine's cache, nor one that "
             f"{constants.ENDPOINT} gives ({reason}); give the folder of a model, correct the "

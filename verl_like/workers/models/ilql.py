@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LogitsProcessor, PreTrainedModel
 
 from verl_like.workers.models.linear_log_prob import linear_log_prob
@@ -29,11 +29,13 @@ def ilql_heads(hf: PreTrainedModel) -> nn.ModuleDict:
     embeddings = hf.get_output_embeddings().weight
     vocab_size, size = embeddings.shape
     heads = nn.ModuleDict()
+    num_outputs = {"q1": vocab_size, "q2": vocab_size, "value": 1}
     with torch.device(embeddings.device):
-        for name, num_outputs in {"q1": vocab_size, "q2": vocab_size, "value": 1}.items():
+        for name, number in num_outputs.items():
             hidden = nn.Linear(size, 2 * size)
-            last = nn.Linear(2 * size, num_outputs, bias=False)
-            heads[name] = nn.Sequential(hidden, nn.ReLU(), last).to(embeddings.dtype)
+            last = nn.Linear(2 * size, number, bias=False)
+            head = nn.Sequential(hidden, nn.ReLU(), last)
+            heads[name] = head.to(embeddings.dtype)
     for name in ("q1", "q2"):
         target = copy.deepcopy(heads[name]).float()
         heads[f"target_{name}"] = target.requires_grad_(False)
@@ -44,7 +46,7 @@ def ilql_heads(hf: PreTrainedModel) -> nn.ModuleDict:
 
 
 def heads_file(hf: PreTrainedModel) -> Path:
-    """The file of the heads in the folder that the model was read from."""
+    """Returns the file of the heads in the folder that the model was read from."""
     return Path(hf.name_or_path or "", HEADS_FILE)
 
 
@@ -61,7 +63,7 @@ class ILQLModel(PackedModel):
         self.logit_scale, self.softcap = changes_of_logits(hf)
         self.heads = ilql_heads(hf)
 
-    def forward(self, packed: PackedBatch) -> tuple[torch.Tensor, ...]:
+    def forward(self, packed: PackedBatch) -> tuple[Tensor, ...]:
         """Returns seven numbers for each scored token, (M,) float32 each.
 
         They are the log-probability, Q of both heads, the log-softmax of Q over the vocabulary of
@@ -74,12 +76,13 @@ class ILQLModel(PackedModel):
             hidden_MD, policy_VD, labels_M, scale=self.logit_scale, softcap=self.softcap
         )
 
-        def last_layer(name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        def last_layer(name: str) -> tuple[Tensor, Tensor, Tensor]:
             """Returns a head's last layer: inputs (M, H), weight (V, H), and Q of labels (M,)."""
             head: Any = self.heads[name]
             inputs_MH = head[:-1](hidden_MD)
             weight_VH = head[-1].weight
-            q_M = (inputs_MH * weight_VH[labels_M]).sum(-1, dtype=torch.float32)
+            products_MH = inputs_MH * weight_VH[labels_M]
+            q_M = products_MH.sum(-1, dtype=torch.float32)
             return inputs_MH, weight_VH, q_M
 
         inputs1_MH, weight1_VH, q1_M = last_layer("q1")
@@ -87,10 +90,11 @@ class ILQLModel(PackedModel):
         log_softmax1 = linear_log_prob(inputs1_MH, weight1_VH, labels_M)
         log_softmax2 = linear_log_prob(inputs2_MH, weight2_VH, labels_M)
         with torch.no_grad():
-            _, _, target_q1_M = last_layer("target_q1")
-            _, _, target_q2_M = last_layer("target_q2")
+            _inputs, _weight, target_q1_M = last_layer("target_q1")
+            _inputs, _weight, target_q2_M = last_layer("target_q2")
             target_q_M = torch.minimum(target_q1_M, target_q2_M)
-        values_M = self.heads["value"](hidden_MD).sum(-1, dtype=torch.float32)
+        values_M1 = self.heads["value"](hidden_MD)
+        values_M = values_M1.sum(-1, dtype=torch.float32)
         return *log_probs, q1_M, q2_M, *log_softmax1, *log_softmax2, target_q_M, values_M
 
 
@@ -109,18 +113,19 @@ class AdvantageWeighting(LogitsProcessor):
             )
         self.heads = ilql_heads(model).to(model.dtype)
         self.beta = beta
-        model.get_output_embeddings().register_forward_pre_hook(self._keep)
+        head = model.get_output_embeddings()
+        head.register_forward_pre_hook(self._keep)
 
     def _keep(self, head: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Keeps the input of the model's head for the last token."""
         self.hidden = inputs[0][:, -1]
 
     @torch.no_grad()
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> Any:
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Any:
         """Adds the advantages to the log-softmax of the logits `scores` of the next token, (B,
         V)."""
         q1 = self.heads["target_q1"](self.hidden)
         q2 = self.heads["target_q2"](self.hidden)
         value = self.heads["value"](self.hidden)
-        advantages = (torch.minimum(q1, q2) - value).float()
-        return scores.log_softmax(-1) + self.beta * advantages
+        advantages = torch.minimum(q1, q2) - value
+        return scores.log_softmax(-1) + self.beta * advantages.float()

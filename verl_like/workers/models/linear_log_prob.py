@@ -5,6 +5,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 # Legend: M scored tokens, D hidden size, V vocabulary, C vocabulary entries of a chunk, S chunks, R
@@ -25,16 +26,16 @@ for the next pass."""
 
 
 def linear_log_prob(
-    hidden_MD: torch.Tensor,
-    weight_VD: torch.Tensor,
-    labels_M: torch.Tensor,
+    hidden_MD: Tensor,
+    weight_VD: Tensor,
+    labels_M: Tensor,
     *,
     temperature: float = 1.0,
     scale: float = 1.0,
     softcap: float | None = None,
     with_entropy: bool = False,
     with_sum_pi_squared: bool = False,
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[Tensor, ...]:
     """Computes the log-probability of each label under softmax(logits / temperature).
 
     logits = x, or softcap * tanh(x / softcap) if there is a cap (Gemma 2, arXiv 2408.00118), with
@@ -85,36 +86,40 @@ class _LinearLogProb(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        hidden_MD: torch.Tensor,
-        weight_VD: torch.Tensor,
-        labels_M: torch.Tensor,
+        hidden_MD: Tensor,
+        weight_VD: Tensor,
+        labels_M: Tensor,
         factor: float,
         cap: float | None,
         with_entropy: bool,
         with_sum_pi_squared: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         chunks = _chunks(hidden_MD, weight_VD)
-        buffer = hidden_MD.new_empty(len(hidden_MD) * chunks[0][1])
-        lse_SM = hidden_MD.new_empty(len(chunks), len(hidden_MD), dtype=torch.float32)
+        num_tokens = len(hidden_MD)
+        _start, largest_chunk = chunks[0]
+        buffer = hidden_MD.new_empty(num_tokens * largest_chunk)
+        lse_SM = hidden_MD.new_empty(len(chunks), num_tokens, dtype=torch.float32)
         entropy_SM = torch.empty_like(lse_SM)
         norm_SM = torch.empty_like(lse_SM)
         label_logit_M = torch.zeros_like(lse_SM[0])
         for index, (start, end) in enumerate(chunks):
             x_MC = _product(hidden_MD, weight_VD[start:end], factor, buffer)
-            lse_SM[index], entropy_SM[index], norm_SM[index] = _statistics(
-                x_MC, cap, with_entropy, with_sum_pi_squared
-            )
+            statistics = _statistics(x_MC, cap, with_entropy, with_sum_pi_squared)
+            lse_SM[index], entropy_SM[index], norm_SM[index] = statistics
             column_M1, is_here_M1 = _find(labels_M, start, end)
-            logit_M1 = _logits(x_MC.gather(1, column_M1), cap)
-            label_logit_M += (logit_M1 * is_here_M1).squeeze(1)
+            logit_M1 = _logits(x_MC.gather(1, column_M1), cap) * is_here_M1
+            label_logit_M += logit_M1.squeeze(1)
         lse_M = lse_SM.logsumexp(0)
         log_share_SM = lse_SM - lse_M
+        share_SM = log_share_SM.exp()
         entropy_M = None
         if with_entropy:
-            entropy_M = (log_share_SM.exp() * (entropy_SM - log_share_SM)).sum(0)
+            parts_SM = share_SM * (entropy_SM - log_share_SM)
+            entropy_M = parts_SM.sum(0)
         sum_squares_M = None
         if with_sum_pi_squared:
-            sum_squares_M = (log_share_SM.exp() * norm_SM).square().sum(0)
+            weighted_SM = share_SM * norm_SM
+            sum_squares_M = weighted_SM.square().sum(0)
             ctx.mark_non_differentiable(sum_squares_M)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden_MD, weight_VD, labels_M, log_share_SM, lse_M, entropy_M)
@@ -126,18 +131,18 @@ class _LinearLogProb(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_log_prob_M: torch.Tensor | None, grad_entropy_M: torch.Tensor | None, _: None
-    ) -> tuple[torch.Tensor | None, ...]:
+        ctx: Any, grad_log_prob_M: Tensor | None, grad_entropy_M: Tensor | None, _: None
+    ) -> tuple[Tensor | None, ...]:
         hidden_MD, weight_VD, labels_M, log_share_SM, lse_M, entropy_M = ctx.saved_tensors
         chunks = _chunks(hidden_MD, weight_VD)
         # The buffer still has the last chunk, unless this is a second backward pass through a
         # retained graph.
         buffer = ctx.buffer
         ctx.buffer = None
-        computed: int | None = len(chunks) - 1
+        has_last_chunk = buffer is not None
         if buffer is None:
-            computed = None
-            buffer = hidden_MD.new_empty(len(hidden_MD) * chunks[0][1])
+            _start, largest_chunk = chunks[0]
+            buffer = hidden_MD.new_empty(len(hidden_MD) * largest_chunk)
         if grad_log_prob_M is None:
             grad_log_prob_M = torch.zeros_like(lse_M)
         else:
@@ -149,9 +154,11 @@ class _LinearLogProb(torch.autograd.Function):
         if needs_hidden:
             grad_hidden_MD = torch.zeros_like(hidden_MD, dtype=torch.float32)
         grad_weight_VD = torch.empty_like(weight_VD) if needs_weight else None
-        for index, (start, end) in reversed(list(enumerate(chunks))):
+        last = len(chunks) - 1
+        for index in range(last, -1, -1):
+            start, end = chunks[index]
             x_MC = _view(buffer, len(hidden_MD), end - start)
-            if index != computed:
+            if index < last or not has_last_chunk:
                 _product(hidden_MD, weight_VD[start:end], ctx.factor, buffer)
             _to_gradient(
                 x_MC,
@@ -175,8 +182,8 @@ class _LinearLogProb(torch.autograd.Function):
 
 
 def _statistics(
-    x_MC: torch.Tensor, cap: float | None, with_entropy: bool, with_sum_pi_squared: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x_MC: Tensor, cap: float | None, with_entropy: bool, with_sum_pi_squared: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Returns lse, entropy and norm of the softmax of z over a chunk alone, (M,) float32 each.
 
     The norm is the root of the sum of its squares. Entropy and norm are uninitialised if they are
@@ -188,14 +195,14 @@ def _statistics(
 
 
 def _to_gradient(
-    x_MC: torch.Tensor,
+    x_MC: Tensor,
     cap: float | None,
-    column_M: torch.Tensor,
-    lse_M: torch.Tensor,
-    log_share_M: torch.Tensor,
-    grad_log_prob_M: torch.Tensor,
-    entropy_M: torch.Tensor | None,
-    grad_entropy_M: torch.Tensor | None,
+    column_M: Tensor,
+    lse_M: Tensor,
+    log_share_M: Tensor,
+    grad_log_prob_M: Tensor,
+    entropy_M: Tensor | None,
+    grad_entropy_M: Tensor | None,
 ) -> None:
     """Overwrites a chunk of x by the gradient with respect to hidden @ weight.T.
 
@@ -229,7 +236,7 @@ def _to_gradient(
     )
 
 
-def _kernels(x_MC: torch.Tensor) -> ModuleType | None:
+def _kernels(x_MC: Tensor) -> ModuleType | None:
     """Returns the module that computes a chunk on a GPU, or None on a CPU.
 
     The module needs Triton, which torch's builds for CPU lack.
@@ -242,8 +249,8 @@ def _kernels(x_MC: torch.Tensor) -> ModuleType | None:
 
 
 def _statistics_in_blocks(
-    x_MC: torch.Tensor, cap: float | None, with_entropy: bool, with_sum_pi_squared: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x_MC: Tensor, cap: float | None, with_entropy: bool, with_sum_pi_squared: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Computes what `_statistics` returns, on a CPU."""
     lse_M = x_MC.new_empty(len(x_MC), dtype=torch.float32)
     entropy_M = torch.empty_like(lse_M)
@@ -258,18 +265,19 @@ def _statistics_in_blocks(
         if with_sum_pi_squared:
             norm_M[rows] = torch.linalg.vector_norm(probs_RC, dim=-1)
         if with_entropy:
-            mean_R1 = probs_RC.mul_(logits_RC - largest_R1).sum(-1, keepdim=True)
+            weighted_RC = probs_RC.mul_(logits_RC - largest_R1)
+            mean_R1 = weighted_RC.sum(-1, keepdim=True)
             entropy_M[rows] = -(mean_R1 + log_prob_R1).squeeze(1)
     return lse_M, entropy_M, norm_M
 
 
 def _to_gradient_in_blocks(
-    x_MC: torch.Tensor,
+    x_MC: Tensor,
     cap: float | None,
-    offset_M1: torch.Tensor,
-    entropy_terms: tuple[torch.Tensor, torch.Tensor] | None,
-    column_M1: torch.Tensor,
-    at_label_M1: torch.Tensor,
+    offset_M1: Tensor,
+    entropy_terms: tuple[Tensor, Tensor] | None,
+    column_M1: Tensor,
+    at_label_M1: Tensor,
 ) -> None:
     """Overwrites a chunk of x by dz/dx (softmax(z) (offset + slope (z + centre)) + at_label).
 
@@ -293,33 +301,36 @@ def _to_gradient_in_blocks(
             x_RC.copy_(grad_RC)
 
 
-def _chunks(hidden_MD: torch.Tensor, weight_VD: torch.Tensor) -> list[tuple[int, int]]:
+def _chunks(hidden_MD: Tensor, weight_VD: Tensor) -> list[tuple[int, int]]:
     """Divides the vocabulary into chunks, and returns the start and the end of each.
 
     The first chunk is the largest.
     """
     device = hidden_MD.device.type
     vocab_size = len(weight_VD)
+    num_tokens = max(len(hidden_MD), 1)
     step = COLUMNS_PER_CHUNK[device]
-    size = max(LOGITS_PER_CHUNK[device] // max(len(hidden_MD), 1), step)
+    size = max(LOGITS_PER_CHUNK[device] // num_tokens, step)
     size = min(vocab_size, size - size % step)
-    starts = range(0, vocab_size, size)
-    return [(start, min(start + size, vocab_size)) for start in starts]
+    chunks: list[tuple[int, int]] = []
+    for start in range(0, vocab_size, size):
+        end = min(start + size, vocab_size)
+        chunks.append((start, end))
+    return chunks
 
 
-def _view(buffer: torch.Tensor, num_rows: int, num_columns: int) -> torch.Tensor:
+def _view(buffer: Tensor, num_rows: int, num_columns: int) -> Tensor:
+    """Returns the first values of a buffer as a matrix."""
     return buffer[: num_rows * num_columns].view(num_rows, num_columns)
 
 
-def _product(
-    hidden_MD: torch.Tensor, weight_CD: torch.Tensor, factor: float, buffer: torch.Tensor
-) -> torch.Tensor:
+def _product(hidden_MD: Tensor, weight_CD: Tensor, factor: float, buffer: Tensor) -> Tensor:
     """Writes x of a chunk into the buffer, and returns it."""
     x_MC = _view(buffer, len(hidden_MD), len(weight_CD))
     return x_MC.addmm_(hidden_MD, weight_CD.t(), beta=0, alpha=factor)
 
 
-def _blocks(x_MC: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+def _blocks(x_MC: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Divides a chunk into blocks of rows.
 
     Yields the rows of each block, the block, and a float32 block of its shape to work in, whose
@@ -329,18 +340,18 @@ def _blocks(x_MC: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor, torch.Ten
     size = max(1, LOGITS_PER_BLOCK // max(num_columns, 1))
     scratch = x_MC.new_empty(min(size, num_rows), num_columns, dtype=torch.float32)
     for start in range(0, num_rows, size):
-        end = min(start + size, num_rows)
-        rows = slice(start, end)
-        yield rows, x_MC[rows], scratch[: end - start]
+        rows = slice(start, start + size)
+        block = x_MC[rows]
+        yield rows, block, scratch[: len(block)]
 
 
-def _logits(x: torch.Tensor, cap: float | None) -> torch.Tensor:
+def _logits(x: Tensor, cap: float | None) -> Tensor:
     """Returns z in float32. It is x itself if x is in float32 and there is no cap."""
     x = x.float()
     return x if cap is None else cap * x.tanh()
 
 
-def _find(labels_M: torch.Tensor, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _find(labels_M: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
     """Returns the column of each label in a chunk, and whether it is in the chunk, (M, 1) each.
 
     The column of a label outside of the chunk is any column.

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from verl_like.workers.config.models import ModelConfig, TrainedModelConfig
@@ -28,11 +28,11 @@ def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     Tied parameters come once.
     """
     parameters = list(model.named_parameters())
-    of_adapter = [(name, parameter) for name, parameter in parameters if is_adapter(name)]
+    of_adapter = [named for named in parameters if is_adapter(named[0])]
     return of_adapter or parameters
 
 
-def model_buffers(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
+def model_buffers(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
     """Returns names and tensors of the buffers that are in the model's checkpoints.
 
     Tied buffers come once. For a model with an adapter there are none: its buffers are those of the
@@ -41,7 +41,7 @@ def model_buffers(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
     if any(is_adapter(name) for name, _ in model.named_parameters()):
         return []
     computed = {name for name, _ in model.named_non_persistent_buffers()}
-    return [(name, buffer) for name, buffer in model.named_buffers() if name not in computed]
+    return [named for named in model.named_buffers() if named[0] not in computed]
 
 
 def lora_config(hf: PreTrainedModel, config: TrainedModelConfig) -> Any:
@@ -53,12 +53,14 @@ def lora_config(hf: PreTrainedModel, config: TrainedModelConfig) -> Any:
 
     targets = config.target_modules
     path = os.path.expanduser(config.path)
+    if os.path.isdir(path):  # otherwise it is the name of a model of the hub
+        path = os.path.abspath(path)
     return LoraConfig(
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,
         target_modules=targets if isinstance(targets, str) else list(targets),
         modules_to_save=None if hf.can_generate() else [head_name(hf)],
-        base_model_name_or_path=os.path.abspath(path) if os.path.isdir(path) else path,
+        base_model_name_or_path=path,
     )
 
 
@@ -76,31 +78,35 @@ def add_adapter(
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     targets = config.target_modules
+    # The linear modules of the decoder layers, and their short names, such as q_proj.
     within: set[nn.Module] = set()
+    possible: set[str] = set()
     for layer in layers:
-        within.update(module for module in layer.modules() if isinstance(module, nn.Linear))
-    names = [name for name, module in hf.named_modules() if module in within]
-    possible = {name.rpartition(".")[2] for name in names}
+        for name, module in layer.named_modules():
+            if isinstance(module, nn.Linear):
+                within.add(module)
+                possible.add(name.rpartition(".")[2])
     what = f"{key}.target_modules={targets}"
     advice = f"give some of {', '.join(sorted(possible))}, or all-linear."
     try:
         inject_adapter_in_model(lora_config(hf, config), hf)
     except ValueError as error:
         raise ValueError(f"{what}: {error} Linear layers get adapters: {advice}") from error
-    for _, parameter in trained_parameters(hf):
+    for _name, parameter in trained_parameters(hf):
         parameter.data = parameter.to(hf.dtype)  # peft does this, but not on the meta device
-    modules = hf.named_modules()
-    adapted = {name: module for name, module in modules if isinstance(module, BaseTunerLayer)}
-    unused = []
+    adapted: list[str] = []
+    outside: list[str] = []
+    for name, module in hf.named_modules():
+        if isinstance(module, BaseTunerLayer):
+            adapted.append(f".{name}")
+            if module.get_base_layer() not in within:
+                outside.append(name)
+    unused: list[str] = []
     for target in [] if isinstance(targets, str) else targets:
-        if not any(f".{name}".endswith(f".{target}") for name in adapted):
+        if not any(name.endswith(f".{target}") for name in adapted):
             unused.append(target)
     if unused:
         raise ValueError(f"{what}: {type(hf).__name__} has no layer {', '.join(unused)}; {advice}")
-    outside = []
-    for name, module in adapted.items():
-        if module.get_base_layer() not in within:
-            outside.append(name)
     if outside:
         raise ValueError(
             f"{what}: {', '.join(outside)} cannot have an adapter, only decoder layers can; "
@@ -123,22 +129,23 @@ def without_adapter(hf: nn.Module) -> Iterator[None]:
 
 
 def with_scale(
-    parameters: Iterable[tuple[str, torch.Tensor]], config: TrainedModelConfig
-) -> Iterator[tuple[str, torch.Tensor]]:
+    parameters: Iterable[tuple[str, Tensor]], config: TrainedModelConfig
+) -> Iterator[tuple[str, Tensor]]:
     """Yields the parameters in the form that rollout engines and copies load.
 
     In it B has the factor alpha / rank. Such a parameter is a detached copy.
     """
     for name, parameter in parameters:
         if ".lora_B." in name:
-            yield name, parameter.detach() * (config.lora_alpha / config.lora_rank)
+            factor = config.lora_alpha / config.lora_rank
+            yield name, parameter.detach() * factor
         else:
             yield name, parameter
 
 
 def merged_weights(
-    hf: PreTrainedModel, settings: Any, trained: Mapping[str, torch.Tensor], dtype: torch.dtype
-) -> dict[str, torch.Tensor]:
+    hf: PreTrainedModel, settings: Any, trained: Mapping[str, Tensor], dtype: torch.dtype
+) -> dict[str, Tensor]:
     """Returns the weights of a model with its adapter merged into its matrices, in `dtype`.
 
     Buffers keep their dtype.
@@ -160,8 +167,10 @@ def merged_weights(
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(trained[name])
-    others = {name: value for name, value in trained.items() if not is_adapter(name)}
     merged: Any = tuner.merge_and_unload()
-    parameters = dict(merged.named_parameters()) | others
-    weights = {name: value.detach().to(dtype) for name, value in parameters.items()}
+    weights: dict[str, Tensor] = dict(merged.named_parameters())
+    for name, value in trained.items():
+        if not is_adapter(name):
+            weights[name] = value
+    weights = {name: value.detach().to(dtype) for name, value in weights.items()}
     return weights | dict(model_buffers(merged))

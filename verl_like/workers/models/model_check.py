@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
@@ -33,6 +33,7 @@ from verl_like.workers.models.pretrained import (
 from verl_like.workers.models.sequence_exchange import SequenceExchange
 
 _ATTENTION = "packed_trial"
+"""The name by which transformers finds the attention of a trial."""
 _LENGTHS = [5, 7]
 """The lengths of the sequences of a trial. If 2 ranks share them, the border of their shares is
 within the second."""
@@ -74,7 +75,8 @@ def check_model(
         hf, report = load_shapes(type(hf), hf.config, files)
         check_shapes(report, hf, config, key=key, makes_head=makes_head)
         add_adapter(hf, decoder_layers(hf), config, key)
-    if "position_ids" not in inspect.signature(hf.base_model.forward).parameters:
+    parameters = inspect.signature(hf.base_model.forward).parameters
+    if "position_ids" not in parameters:
         raise ValueError(
             f"{what}: {type(hf.base_model).__name__} takes no position ids, {_NOT_PACKED}."
         )
@@ -93,7 +95,7 @@ def load_shapes(
 
     Returns the model, and transformers' report of what is missing or does not fit.
     """
-    shapes: dict[str, torch.Tensor] = {}
+    shapes: dict[str, Tensor] = {}
     for file in files_that_are_loaded(files):
         with safe_open(file, "pt") as content:
             for name in content.keys():  # noqa: SIM118 (no dictionary)
@@ -132,7 +134,9 @@ def check_shapes(
 
     `report` is that of `load_shapes`.
     """
-    for name, in_files, expected in sorted(report["mismatched_keys"]):
+    mismatched = sorted(report["mismatched_keys"])
+    if mismatched:
+        name, in_files, expected = mismatched[0]
         raise ValueError(
             f"{model_setting(key, 'path')}={config.path} does not fit its configuration: {name} "
             f"is {list(in_files)} in its files, and {list(expected)} by its config.json with "
@@ -211,9 +215,7 @@ class Trial:
             names = ", ".join(sorted(self.without_attention)) or type(hf).__name__
             raise ValueError(f"{names} {_NO_INTERFACE}, {_NOT_PACKED}.")
 
-    def _count(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: Sequences
-    ) -> torch.Tensor:
+    def _count(self, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences) -> Tensor:
         """Counts a call, as the kernel of the trial's attention."""
         self.num_calls += 1
         return query.transpose(1, 2).contiguous()
@@ -229,10 +231,11 @@ class Trial:
 def _trial_batch(sequence_parallel_size: int) -> PackedBatch:
     """Makes a batch of two sequences, or the first rank's share of them, on the meta device."""
     positions = torch.cat([torch.arange(length) for length in _LENGTHS])
+    starts = torch.tensor([0, *_LENGTHS]).cumsum(0)
     batch = PackedBatch(
         input_ids=torch.ones_like(positions)[None],
         position_ids=positions[None],
-        cu_seqlens=torch.tensor([0, *_LENGTHS]).cumsum(0).int(),
+        cu_seqlens=starts.int(),
         sequence_lengths=_LENGTHS,
         scored=torch.arange(1),
         labels=torch.ones(1, dtype=torch.int64),
@@ -259,5 +262,5 @@ class _NoExchange(SequenceExchange):
         self.size = size
         self.rank = 0
 
-    def _exchange(self, by_rank: torch.Tensor) -> torch.Tensor:
+    def _exchange(self, by_rank: Tensor) -> Tensor:
         return by_rank.contiguous()

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -36,7 +36,7 @@ class PackedModel(nn.Module):
         self.saving: AbstractContextManager = nullcontext()
         """A context that says where autograd keeps tensors for the backbone's backward pass."""
 
-    def hidden_states(self, packed: PackedBatch) -> torch.Tensor:
+    def hidden_states(self, packed: PackedBatch) -> Tensor:
         """Runs the backbone, and returns its outputs after the final norm, (N, D)."""
         with self.saving:
             outputs: Any = self.hf.base_model(
@@ -69,7 +69,7 @@ class PolicyModel(PackedModel):
         temperature: float,
         with_entropy: bool = False,
         with_sum_pi_squared: bool = False,
-    ) -> tuple[torch.Tensor, ...]:
+    ) -> tuple[Tensor, ...]:
         """Returns what `linear_log_prob` computes for the scored tokens, (M,) float32 each.
 
         Raises ValueError for a temperature that is not positive.
@@ -114,7 +114,8 @@ def changes_of_logits(hf: PreTrainedModel) -> tuple[float, float | None]:
         )
     multiplier = getattr(config, "logit_scale", None) or 1
     divisor = getattr(config, "logits_scaling", None) or 1
-    return multiplier / divisor, getattr(config, "final_logit_softcapping", None)
+    softcap = getattr(config, "final_logit_softcapping", None)
+    return multiplier / divisor, softcap
 
 
 def head_name(hf: PreTrainedModel) -> str:
@@ -127,7 +128,7 @@ class ValueModel(PackedModel):
 
     auto_class = AutoModelForTokenClassification
 
-    def forward(self, packed: PackedBatch) -> torch.Tensor:
+    def forward(self, packed: PackedBatch) -> Tensor:
         """Returns the values, (M,) float32."""
         hidden_MD = self.hidden_states(packed)[packed.scored]
         head = self.hf.get_submodule(head_name(self.hf))
@@ -142,9 +143,10 @@ class RewardModel(PackedModel):
 
     auto_class = AutoModelForSequenceClassification
 
-    def forward(self, packed: PackedBatch) -> torch.Tensor:
+    def forward(self, packed: PackedBatch) -> Tensor:
         """Returns the scores, (S,) float32."""
         last_S = packed.cu_seqlens[1:].long() - 1
         hidden_SD = self.hidden_states(packed)[last_S]
-        scores_S1 = self.hf.get_submodule("score")(hidden_SD)
+        head = self.hf.get_submodule("score")
+        scores_S1 = head(hidden_SD)
         return scores_S1.squeeze(-1).to(torch.float32, copy=True)

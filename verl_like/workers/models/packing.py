@@ -5,11 +5,12 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn, Self
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from verl_like.protocol import PAD_COLUMN, DataProto
 from verl_like.protocol.padded import Padding, RowPlaces, places_of_samples
-from verl_like.protocol.row_ops import RowTaker, is_jagged, jagged_parts
+from verl_like.protocol.row_ops import RowTaker, is_jagged, jagged_parts, offsets_of
 from verl_like.protocol.samples import sample_starts
 from verl_like.workers.models.sequence_exchange import SequenceExchange
 from verl_like.workers.pinned_memory import to_device
@@ -28,7 +29,7 @@ class Rows:
     Columns with a value for each token are jagged. Others have one entry for each row.
     """
 
-    columns: Mapping[str, torch.Tensor]
+    columns: Mapping[str, Tensor]
     response_length: int
     """R, the width of a padded response."""
     known_response_length: int | None
@@ -50,46 +51,45 @@ class Rows:
                 "register the method that hands the batch on with jagged=True, or give "
                 "without_padding(batch, pad_token_id)"
             )
-        lengths_B = _offsets(columns["responses"]).diff()
+        lengths_B = _lengths(columns["responses"])
         if PAD_COLUMN in columns:
             is_real = torch.repeat_interleave(~columns[PAD_COLUMN], lengths_B)
             mask, offsets = jagged_parts(columns["response_mask"])
+            scored = mask * is_real
             columns["response_mask"] = torch.nested.nested_tensor_from_jagged(
-                mask * is_real, offsets=offsets
+                scored, offsets=offsets
             )
-        longest = int(lengths_B.max()) if len(lengths_B) else 0
-        known = Padding.of(data).max_response_length if "padding" in data.meta_info else None
+        longest = max(lengths_B.tolist(), default=0)
+        known = None
+        if "padding" in data.meta_info:
+            known = Padding.of(data).max_response_length
         return cls(columns, known or max(1, longest), known, filler_rows)
 
     def __len__(self) -> int:
-        return len(_offsets(self.columns["prompts"])) - 1
+        return len(_lengths(self.columns["prompts"]))
 
     def __contains__(self, name: str) -> bool:
         return name in self.columns
 
-    def __getitem__(self, name: str) -> torch.Tensor:
+    def __getitem__(self, name: str) -> Tensor:
         return self.columns[name]
 
     @property
-    def sample_starts(self) -> torch.Tensor:
+    def sample_starts(self) -> Tensor:
         """The first row of each sample, then the number of rows, (number of samples + 1,) int64."""
         return sample_starts(self.columns, len(self))
 
     @property
-    def lengths_B(self) -> torch.Tensor:
+    def lengths_B(self) -> Tensor:
         """The number of tokens of each row's prompt and response, (B,) int64."""
-        prompt_lengths_B = _offsets(self.columns["prompts"]).diff()
-        response_lengths_B = _offsets(self.columns["responses"]).diff()
-        return prompt_lengths_B + response_lengths_B
+        return _lengths(self.columns["prompts"]) + _lengths(self.columns["responses"])
 
     @property
-    def num_scored_B(self) -> torch.Tensor:
+    def num_scored_B(self) -> Tensor:
         """The number of scored response tokens of each row, (B,) int64."""
-        mask, offsets = jagged_parts(self.columns["response_mask"])
-        before = F.pad(mask.cumsum(0), (1, 0))
-        return before[offsets[1:]] - before[offsets[:-1]]
+        return num_marked(self.columns["response_mask"])
 
-    def take(self, at: torch.Tensor) -> Self:
+    def take(self, at: Tensor) -> Self:
         """Returns copies of the rows `at`.
 
         If `at` is empty, it returns `filler_rows` rows of one token that is not scored, because a
@@ -104,24 +104,34 @@ class Rows:
                 columns[name] = _filler(name, column, self.filler_rows)
         return replace(self, columns=columns)
 
-    def response_places(self, starts: torch.Tensor | None = None) -> RowPlaces:
+    def response_places(self, starts: Tensor | None = None) -> RowPlaces:
         """Returns where the response tokens lie in padded rows.
 
         With the `starts` of samples it returns where they lie in padded samples.
         """
-        return places_of_samples(_offsets(self.columns["responses"]), self.response_length, starts)
+        _values, offsets = jagged_parts(self.columns["responses"])
+        return places_of_samples(offsets, self.response_length, starts)
 
 
-def _offsets(column: torch.Tensor) -> torch.Tensor:
-    return jagged_parts(column)[1]
+def num_marked(mask: Tensor) -> Tensor:
+    """Returns how many tokens a jagged mask marks in each row, (B,) int64."""
+    marks, offsets = jagged_parts(mask)
+    num_before = offsets_of(marks.long())
+    return num_before[offsets].diff()
 
 
-def _filler(name: str, column: torch.Tensor, num_rows: int) -> torch.Tensor:
+def _lengths(column: Tensor) -> Tensor:
+    """Returns the number of tokens of each row of a jagged column, (B,) int64."""
+    _values, offsets = jagged_parts(column)
+    return offsets.diff()
+
+
+def _filler(name: str, column: Tensor, num_rows: int) -> Tensor:
     """Makes a column of rows with a prompt of one token and an empty response, all zeros."""
     if not is_jagged(column):
         return column.new_zeros(num_rows, *column.shape[1:])
     length = 1 if name == "prompts" else 0
-    values, _ = jagged_parts(column)
+    values, _offsets = jagged_parts(column)
     zeros = values.new_zeros(num_rows * length, *values.shape[1:])
     offsets = torch.arange(num_rows + 1) * length
     return torch.nested.nested_tensor_from_jagged(zeros, offsets=offsets)
@@ -131,20 +141,20 @@ def _filler(name: str, column: torch.Tensor, num_rows: int) -> torch.Tensor:
 class PackedBatch:
     """Rows without their padding, one after the other, and where their response tokens are."""
 
-    input_ids: torch.Tensor
+    input_ids: Tensor
     """(1, N) int64."""
-    position_ids: torch.Tensor
+    position_ids: Tensor
     """(1, N) int64."""
-    cu_seqlens: torch.Tensor
+    cu_seqlens: Tensor
     """(S + 1,) int32, the start of each of the S sequences; the last entry is N."""
     sequence_lengths: list[int]
     """The S lengths, on the host."""
-    scored: torch.Tensor
+    scored: Tensor
     """(M,) int64, the packed index of the token *before* each scored token, whose output predicts
     it."""
-    labels: torch.Tensor
+    labels: Tensor
     """(M,) int64, the scored tokens themselves."""
-    places: torch.Tensor
+    places: Tensor
     """(M,) int64, the index of each scored token among the response tokens."""
     num_response_tokens: int
     """K."""
@@ -158,20 +168,21 @@ class PackedBatch:
 
     def on(self, device: str) -> "PackedBatch":
         """Returns the batch with its tensors on a device."""
-        tensors = {
-            name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)
-        }
+        tensors: dict[str, Tensor] = {}
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                tensors[name] = value
         moved: dict[str, Any] = to_device(tensors, device)
         return replace(self, **moved)
 
-    def unpack(self, scored_values: torch.Tensor) -> NoReturn:
+    def unpack(self, scored_values: Tensor) -> NoReturn:
         """Raises ValueError. Earlier versions padded to rows, which a packed batch cannot do."""
         raise ValueError(
             "PackedBatch.unpack is gone: packed.of_tokens(values) has one number for each "
             "response token, and micro.of_rows of it pads these to (b, R), as unpack did"
         )
 
-    def of_tokens(self, scored_values: torch.Tensor) -> torch.Tensor:
+    def of_tokens(self, scored_values: Tensor) -> Tensor:
         """Expands values of the scored tokens, (M,), to all response tokens, (K,) float32.
 
         Tokens that are not scored get 0. It is differentiable. If ranks share the batch, it takes
@@ -192,22 +203,26 @@ class PackedBatch:
         num_tokens = self.input_ids.size(1)
         filler = -num_tokens % exchange.size
         share = (num_tokens + filler) // exchange.size
-        tokens = slice(exchange.rank * share, (exchange.rank + 1) * share)
+        start = exchange.rank * share
+        end = start + share
         # Scored tokens ascend, so those of a share are consecutive.
-        bounds = torch.arange(exchange.rank, exchange.rank + 2) * share
+        bounds = torch.tensor([start, end])
         first, last = torch.searchsorted(self.scored, bounds).tolist()
+        input_ids = F.pad(self.input_ids, (0, filler))
+        position_ids = F.pad(self.position_ids, (0, filler))
         cu_seqlens = self.cu_seqlens
         sequence_lengths = self.sequence_lengths
         if filler:
-            cu_seqlens = torch.cat([cu_seqlens, cu_seqlens[-1:] + filler])
+            end_of_filler = cu_seqlens[-1:] + filler
+            cu_seqlens = torch.cat([cu_seqlens, end_of_filler])
             sequence_lengths = [*sequence_lengths, filler]
         return replace(
             self,
-            input_ids=F.pad(self.input_ids, (0, filler))[:, tokens],
-            position_ids=F.pad(self.position_ids, (0, filler))[:, tokens],
+            input_ids=input_ids[:, start:end],
+            position_ids=position_ids[:, start:end],
             cu_seqlens=cu_seqlens,
             sequence_lengths=sequence_lengths,
-            scored=self.scored[first:last] - tokens.start,
+            scored=self.scored[first:last] - start,
             labels=self.labels[first:last],
             exchange=exchange,
             scored_before=first,
@@ -223,16 +238,16 @@ def pack(rows: Rows) -> PackedBatch:
     """
     prompts, prompt_offsets = jagged_parts(rows["prompts"])
     responses, response_offsets = jagged_parts(rows["responses"])
-    mask, _ = jagged_parts(rows["response_mask"])
+    mask, _offsets = jagged_parts(rows["response_mask"])
     is_scored = mask.bool()
     prompt_lengths_B = prompt_offsets.diff()
     response_lengths_B = response_offsets.diff()
-    if not bool((prompt_lengths_B > 0).all()):
+    if not (prompt_lengths_B > 0).all():
         raise ValueError(
             f"every row needs a prompt token, but the prompts have {prompt_lengths_B.tolist()}"
         )
     lengths_B = prompt_lengths_B + response_lengths_B
-    cu_seqlens = F.pad(lengths_B.cumsum(0), (1, 0))
+    cu_seqlens = offsets_of(lengths_B)
     starts_B = cu_seqlens[:-1]
     num_tokens = int(cu_seqlens[-1])
     prompt_shifts_B = starts_B - prompt_offsets[:-1]
@@ -244,7 +259,8 @@ def pack(rows: Rows) -> PackedBatch:
     input_ids = prompts.new_empty(num_tokens)
     input_ids[place_of_prompts] = prompts
     input_ids[place_of_responses] = responses
-    position_ids = torch.arange(num_tokens) - torch.repeat_interleave(starts_B, lengths_B)
+    start_of_tokens = torch.repeat_interleave(starts_B, lengths_B)
+    position_ids = torch.arange(num_tokens) - start_of_tokens
     return PackedBatch(
         input_ids=input_ids.unsqueeze(0),
         position_ids=position_ids.unsqueeze(0),

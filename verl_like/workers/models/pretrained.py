@@ -12,7 +12,7 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -40,6 +40,7 @@ _SIZES = (
     "num_key_value_heads",
     "vocab_size",
 )
+"""The entries of a model's configuration that have to be positive."""
 
 HEADS_FILE = "heads/model.safetensors"
 """The file of further heads, besides the model's own, in a model's folder."""
@@ -98,13 +99,13 @@ def load_pretrained(
             return model
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(new_head_seed or 0)
+        path = os.path.expanduser(config.path)
         model, report = auto_class.from_pretrained(
-            os.path.expanduser(config.path), config=hf_config, output_loading_info=True, **options
+            path, config=hf_config, output_loading_info=True, **options
         )
         add_adapter(model, decoder_layers(model), config, key)
-    require_weights(
-        report["missing_keys"], model, config, key=key, makes_head=new_head_seed is not None
-    )
+    makes_head = new_head_seed is not None
+    require_weights(report["missing_keys"], model, config, key=key, makes_head=makes_head)
     require_finite(model, config, key=key)
     return model
 
@@ -122,11 +123,11 @@ def require_weights(
     With `makes_head` the role makes a new head, so that they may lack those of a head.
     """
     new_head = ("score.", "classifier.") if makes_head else ()
-    missing = sorted(name for name in missing if not name.startswith(new_head))
-    if missing:
+    lacking = sorted(name for name in missing if not name.startswith(new_head))
+    if lacking:
         raise ValueError(
             f"{model_setting(key, 'path')}={config.path} lacks weights of {type(model).__name__}: "
-            f"{missing}; give a model that was trained for this task."
+            f"{lacking}; give a model that was trained for this task."
         )
 
 
@@ -136,7 +137,10 @@ def require_finite(model: PreTrainedModel, config: ModelConfig, *, key: str) -> 
     A buffer may be infinite, for example that of a mask, but not NaN. Buffers that are not in the
     model's files are not checked.
     """
-    bad = [name for name, parameter in model.named_parameters() if not _is_finite(parameter)]
+    bad: list[str] = []
+    for name, parameter in model.named_parameters():
+        if not _is_finite(parameter):
+            bad.append(name)
     stored = model.state_dict().keys()
     for name, buffer in model.named_buffers():
         if name in stored and buffer.isnan().any():
@@ -148,16 +152,17 @@ def require_finite(model: PreTrainedModel, config: ModelConfig, *, key: str) -> 
     places = []
     for file in sorted(Path(folder).glob("*.safetensors")):
         with safe_open(file, "pt") as content:
-            names = list(content.keys())
-            bad_names = [name for name in names if not _is_finite(content.get_tensor(name))]
-            places += [f"{name} of {file}" for name in bad_names]
+            for name in content.keys():  # noqa: SIM118 (no dictionary)
+                if not _is_finite(content.get_tensor(name)):
+                    places.append(f"{name} of {file}")
     raise ValueError(
         f"{model_setting(key, 'path')}={config.path} has weights that are NaN or infinite: "
         f"{', '.join(places or bad)}; give a model that is whole."
     )
 
 
-def _is_finite(tensor: torch.Tensor) -> bool:
+def _is_finite(tensor: Tensor) -> bool:
+    """Returns True if no value is NaN or infinite."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
     extremes = torch.stack(torch.aminmax(tensor.detach()))  # both are NaN if any value is
@@ -220,8 +225,9 @@ def load_hf_config(config: ModelConfig, *, key: str) -> PretrainedConfig:
             setattr(hf_config, name, value)
         except Exception as error:  # transformers checks the types of some attributes
             raise ValueError(f"{overrides}.{name}={value!r}: {_said(error)}") from error
+    text_config = hf_config.get_text_config()
     for name in _SIZES:
-        size = getattr(hf_config.get_text_config(), name, None)
+        size = getattr(text_config, name, None)
         if isinstance(size, int) and size < 1:
             setting = f"{path_key}={config.path}: {name}"
             if name in config.hf_overrides:
@@ -229,28 +235,38 @@ def load_hf_config(config: ModelConfig, *, key: str) -> PretrainedConfig:
             raise ValueError(
                 f"{setting}={size} in the model's configuration, expected a positive number."
             )
-    kinds = getattr(hf_config.get_text_config(), "layer_types", None) or []
-    if unsupported := sorted(set(kinds) - {"full_attention", "sliding_attention"}):
+    kinds = getattr(text_config, "layer_types", None) or []
+    unsupported = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    if unsupported:
         raise ValueError(
             f"{path_key}={config.path} has layers of {', '.join(unsupported)}, which packed "
             "sequences do not support; choose a model with full or sliding attention."
         )
-    noise = {}
-    for name, value in vars(hf_config.get_text_config()).items():
+    if isinstance(config, TrainedModelConfig):
+        _require_no_noise(text_config, f"{path_key}={config.path}", overrides)
+    return hf_config
+
+
+def _require_no_noise(text_config: PretrainedConfig, model: str, overrides: str) -> None:
+    """Raises ValueError for dropout or jitter in a model that is trained.
+
+    For the message `model` is key and path, and `overrides` the key of `override_config`.
+    """
+    noise: dict[str, float] = {}
+    for name, value in vars(text_config).items():
         # Classifiers and summaries are heads of transformers, which are not run.
         if name.startswith(("classifier", "summary")):
             continue
         is_random = "drop" in name or "jitter" in name
         if is_random and type(value) in (int, float) and value > 0:
             noise[name] = value
-    if noise and isinstance(config, TrainedModelConfig):
+    if noise:
         found = ", ".join(f"{name}={value}" for name, value in noise.items())
         advice = " and ".join(f"{overrides}.{name}=0.0" for name in noise)
         raise ValueError(
-            f"{path_key}={config.path} trains with {found}: random outputs "
+            f"{model} trains with {found}: random outputs "
             f"make the probability ratio of a policy to itself differ from 1; set {advice}."
         )
-    return hf_config
 
 
 def check_sequence_length(
@@ -265,17 +281,18 @@ def check_sequence_length(
     For the message `model` is key and path, and `advice` says where `length` comes from and how to
     lower it.
     """
-    limits = [(getattr(hf_config, "max_position_embeddings", None) or length, "positions")]
+    limit = getattr(hf_config, "max_position_embeddings", None) or length
+    kind = "positions"
     rope = getattr(hf_config, "rope_parameters", None) or {}
     # Some models have parameters by the kind of layer.
     kinds_of_layers = [rope] if "rope_type" in rope else filter(None, rope.values())
     for of_layers in kinds_of_layers:
-        if of_layers.get("rope_type") == "longrope":
+        original = of_layers.get("original_max_position_embeddings") or length
+        if of_layers.get("rope_type") == "longrope" and original < limit:
+            limit = original
             kind = (
                 "positions before rope_type=longrope changes them by the longest sequence of a pass"
             )
-            limits.append((of_layers.get("original_max_position_embeddings") or length, kind))
-    limit, kind = min(limits)
     if length > limit:
         raise ValueError(f"{model} has {limit} {kind}; {advice}, or choose another model.")
 
@@ -393,7 +410,7 @@ def check_tokenizer(
     reference.no_padding()
     # tokenizer_config.json may name more special tokens than the file.
     added = sorted(tokenizer.added_tokens_decoder.items())
-    reference.add_tokens([token for _, token in added])
+    reference.add_tokens([token for _token_id, token in added])
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         # For some model types transformers has a tokenizer class, which it uses instead of the one
@@ -419,7 +436,7 @@ def check_tokenizer(
                 )
 
 
-def save_weights(hf: PreTrainedModel, weights: dict[str, torch.Tensor], folder: Path) -> None:
+def save_weights(hf: PreTrainedModel, weights: dict[str, Tensor], folder: Path) -> None:
     """Writes the weights to a folder, for transformers and vLLM.
 
     The weights of further heads are written to `HEADS_FILE`, which these do not read, and removed

@@ -11,6 +11,7 @@ import math
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.nn.functional import all_to_all_single
 
@@ -27,51 +28,62 @@ class SequenceExchange:
         self.group = mesh.get_group()
 
     def tokens_to_heads(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, query: Tensor, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Exchanges own tokens of all heads for all tokens of own heads, in one communication.
 
         The query (1, H, n, D) becomes (1, H / s, N, D). Key and value (1, G, n, D) become
         (1, lcm(G, s) / s, N, D), because their heads are repeated if s does not divide G.
         """
-        num_repeats = math.lcm(key.size(1), self.size) // key.size(1)
+        num_heads = key.size(1)
+        num_repeats = math.lcm(num_heads, self.size) // num_heads
         if num_repeats > 1:
             key = key.repeat_interleave(num_repeats, dim=1)
             value = value.repeat_interleave(num_repeats, dim=1)
-        shape = (self.size, -1)
-        # (s, heads / s, n, D)
-        by_rank = [tensor[0].unflatten(0, shape) for tensor in (query, key, value)]
-        heads = [tensor.size(1) for tensor in by_rank]
+        by_rank = []
+        for heads in (query, key, value):
+            by_rank.append(self._split(heads))  # (s, heads / s, n, D)
+        num_own_heads = [heads.size(1) for heads in by_rank]
         to_send = torch.cat(by_rank, dim=1)
         received = self._exchange(to_send)  # (ranks that sent, own heads, n, D)
-        own = received.transpose(0, 1).flatten(1, 2).unsqueeze(0)
-        own_query, own_key, own_value = own.split(heads, dim=1)
+        own_query, own_key, own_value = _join(received).split(num_own_heads, dim=1)
         return own_query, own_key, own_value
 
-    def heads_to_tokens(self, output: torch.Tensor) -> torch.Tensor:
+    def heads_to_tokens(self, output: Tensor) -> Tensor:
         """Exchanges all tokens of own heads for own tokens of all heads, the reverse.
 
         (1, N, H / s, D) becomes (1, n, H, D).
         """
-        by_rank = output[0].unflatten(0, (self.size, -1))
+        by_rank = self._split(output)
         received = self._exchange(by_rank)  # (s, n, H / s, D)
-        return received.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+        return _join(received)
 
-    def gather(self, values_m: torch.Tensor, before: int, total: int) -> torch.Tensor:
+    def gather(self, values_m: Tensor, before: int, total: int) -> Tensor:
         """Returns the values of the scored tokens of all ranks, (M,), with M = `total`.
 
         `before` of them are on the ranks before this one.
         """
-        own = slice(before, before + len(values_m))
+        end = before + len(values_m)
         gathered_M = values_m.new_zeros(total)
-        gathered_M[own] = values_m.detach()
+        gathered_M[before:end] = values_m.detach()
         dist.all_reduce(gathered_M, group=self.group)
         # Own values have their graph, so that each rank differentiates its share of the loss.
-        gathered_M[own] = values_m
+        gathered_M[before:end] = values_m
         return gathered_M
 
-    def _exchange(self, by_rank: torch.Tensor) -> torch.Tensor:
+    def _split(self, values: Tensor) -> Tensor:
+        """Divides dimension 1 among the ranks: (1, X, Y, D) becomes (s, X / s, Y, D)."""
+        return values[0].unflatten(0, (self.size, -1))
+
+    def _exchange(self, by_rank: Tensor) -> Tensor:
         """Sends slice i of the first dimension to rank i of the group, and returns as slice i what
         that rank has sent."""
         by_rank = by_rank.contiguous()
-        return all_to_all_single(torch.empty_like(by_rank), by_rank, group=self.group)
+        received = torch.empty_like(by_rank)
+        return all_to_all_single(received, by_rank, group=self.group)
+
+
+def _join(by_rank: Tensor) -> Tensor:
+    """Puts the parts of all ranks one after the other: (s, X, Y, D) becomes (1, X, s Y, D)."""
+    joined = by_rank.transpose(0, 1).flatten(1, 2)
+    return joined.unsqueeze(0)

@@ -1,5 +1,6 @@
 """The base class of rollout engines: it checks requests, responses and weights."""
 
+import contextlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Generator, Iterable, Sequence
@@ -94,7 +95,8 @@ class RolloutEngine(ABC):
         self.dp_rank, self.tp_rank = divmod(rank, size)
         self.is_collect = self.tp_rank == 0
         self.hf_config = load_hf_config(model, key="actor_rollout_ref.model")
-        self.eos_token_ids, self.pad_token_id = special_token_ids(load_tokenizer(model), model.path)
+        tokenizer = load_tokenizer(model)
+        self.eos_token_ids, self.pad_token_id = special_token_ids(tokenizer, model.path)
         self.policy_version: int | None = None
         """The version of the weights. It is None while the engine has no verified weights."""
         self._newest_version = -1
@@ -205,7 +207,7 @@ class RolloutEngine(ABC):
                 f"{list(self._in_flight)[:5]}."
             )
         finished = self._step()
-        requests = [self._in_flight.pop(name) for name, _ in finished]
+        requests = [self._in_flight.pop(name) for name, _completion in finished]
         for request, (name, completion) in zip(requests, finished, strict=True):
             who = f"The response to {name}"
             check_completion(completion, who, request.sampling, vocab_size=self._vocab_size)
@@ -214,7 +216,8 @@ class RolloutEngine(ABC):
     @property
     def is_busy(self) -> bool:
         """True if requests are in flight, and the engine is not paused and has verified weights."""
-        return bool(self._in_flight) and not self._is_paused and self.policy_version is not None
+        has_weights = self.policy_version is not None
+        return bool(self._in_flight) and not self._is_paused and has_weights
 
     def agreed(self, number: int) -> int:
         """Returns the `number` of the replica's first rank on all of its ranks.
@@ -366,10 +369,14 @@ def special_token_ids(tokenizer: PreTrainedTokenizerBase, path: str) -> tuple[tu
             f"The tokenizer at {tokenizer.name_or_path} has no end-of-sequence token; add one to "
             "its tokenizer_config.json."
         )
-    try:
-        generation_eos = GenerationConfig.from_pretrained(os.path.expanduser(path)).eos_token_id
-    except OSError:  # the model has no generation_config.json
-        generation_eos = None
-    more = [] if generation_eos is None else np.atleast_1d(generation_eos).tolist()
-    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    return tuple(sorted({tokenizer.eos_token_id, *more})), pad
+    end_tokens = {tokenizer.eos_token_id}
+    with contextlib.suppress(OSError):  # of a model without generation_config.json
+        generation = GenerationConfig.from_pretrained(os.path.expanduser(path))
+        if generation.eos_token_id is not None:
+            # One number, or several.
+            more = np.atleast_1d(generation.eos_token_id)
+            end_tokens.update(more.tolist())
+    padding = tokenizer.pad_token_id
+    if padding is None:
+        padding = tokenizer.eos_token_id
+    return tuple(sorted(end_tokens)), padding

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from verl_like.protocol import PAD_COLUMN, DataProto, Metric
 from verl_like.protocol.row_ops import RowTaker, jagged_from_lists, jagged_parts
@@ -36,7 +37,7 @@ class RequestRules:
     """The number of requests that a replica computes at once."""
 
     def requests_of(self, prompts: DataProto, call: str) -> list[GenerationRequest]:
-        """Return the requests of a batch, (B * n,), in which those of a prompt are consecutive.
+        """Returns the requests of a batch, (B * n,), in which those of a prompt are consecutive.
 
         A request's seed depends on the run's seed, `global_steps`, `validate`, the prompt's uid and
         the number of the response; it does not depend on other rows or on their order.
@@ -74,7 +75,7 @@ class RequestRules:
         return requests
 
     def _sampling_of(self, prompts: DataProto) -> tuple[Sampling, int]:
-        """Return how the responses to a batch are drawn, and how many for each prompt."""
+        """Returns how the responses to a batch are drawn, and how many for each prompt."""
         if prompts.meta_info.get("greedy", False):
             return self.greedy, 1
         if prompts.meta_info.get("validate", False):
@@ -83,21 +84,22 @@ class RequestRules:
 
 
 def greedy_requests(prompts: DataProto, max_tokens: int) -> list[GenerationRequest]:
-    """Return requests that continue each prompt with the likeliest tokens, `max_tokens` of them.
+    """Returns requests that continue each prompt with the likeliest tokens, `max_tokens` of them.
 
     No token ends such a response early.
     """
     sampling = Sampling(
         temperature=0.0, top_k=-1, top_p=1.0, max_tokens=max_tokens, stop_token_ids=()
     )
-    return [
-        GenerationRequest(f"prompt {row}, drawn greedily", token_ids, seed=0, sampling=sampling)
-        for row, token_ids in enumerate(prompt_tokens(prompts))
-    ]
+    requests = []
+    for row, token_ids in enumerate(prompt_tokens(prompts)):
+        name = f"prompt {row}, drawn greedily"
+        requests.append(GenerationRequest(name, token_ids, seed=0, sampling=sampling))
+    return requests
 
 
 def prompt_uids(prompts: DataProto) -> list[str]:
-    """Return the uid of each row.
+    """Returns the uid of each row.
 
     Raises ValueError without a column `uid`, or if two rows have the same uid, because they would
     draw the same responses. Padding rows may repeat one.
@@ -108,8 +110,9 @@ def prompt_uids(prompts: DataProto) -> list[str]:
             f"{sorted(prompts.non_tensor_batch)}."
         )
     uids = [str(uid) for uid in prompts.non_tensor_batch["uid"]]
-    counts = Counter(itertools.compress(uids, is_real(prompts)))
-    if repeated := [uid for uid, count in counts.items() if count > 1]:
+    real_uids = itertools.compress(uids, is_real(prompts))
+    repeated = [uid for uid, count in Counter(real_uids).items() if count > 1]
+    if repeated:
         raise ValueError(
             f"generate_sequences got several rows of the prompts {repeated}, which would draw the "
             "same responses; give each prompt once and rollout.n for the number of its responses."
@@ -118,52 +121,62 @@ def prompt_uids(prompts: DataProto) -> list[str]:
 
 
 def prompt_tokens(prompts: DataProto) -> list[list[int]]:
-    """Return the token ids of each row's prompt."""
+    """Returns the token ids of each row's prompt."""
     values, offsets = jagged_parts(prompts.tensor_batch["prompts"])
     tokens = values.tolist()
     return [tokens[start:end] for start, end in itertools.pairwise(offsets.tolist())]
 
 
 def names_of_real(prompts: DataProto, requests: Sequence[GenerationRequest]) -> set[str]:
-    """Return the names of the requests of a batch without those of padding rows."""
+    """Returns the names of the requests of a batch without those of padding rows."""
     n = len(requests) // max(1, len(prompts))
-    is_real_B = is_real(prompts)
-    return {request.name for number, request in enumerate(requests) if is_real_B[number // n]}
+    is_real_N = is_real(prompts).repeat_interleave(n)
+    real = itertools.compress(requests, is_real_N)
+    return {request.name for request in real}
 
 
-def is_real(prompts: DataProto) -> torch.Tensor:
-    """Return a mask (B,) bool that is False for padding rows."""
+def is_real(prompts: DataProto) -> Tensor:
+    """Returns a mask (B,) bool that is False for padding rows."""
     none_B = torch.zeros(len(prompts), dtype=torch.bool)
     return ~prompts.tensor_batch.get(PAD_COLUMN, none_B)
 
 
 def assemble(prompts: DataProto, completions: Sequence[Completion]) -> DataProto:
-    """Return the batch of N responses beside their B prompts, repeated, all without padding.
+    """Returns the batch of N responses beside their B prompts, repeated, all without padding.
 
     The responses to a prompt are consecutive in `completions` and in the result, whose columns are
     those of `generate_sequences` in docs/columns.md. The log-probabilities are under the
     distribution that the tokens were drawn from (temperature, top-k, top-p).
     """
     n = len(completions) // max(1, len(prompts))
-    repeated = RowTaker(torch.arange(len(prompts)).repeat_interleave(n))
+    numbers = torch.arange(len(prompts))
+    taker = RowTaker(numbers.repeat_interleave(n))
+    token_ids = prompts.tensor_batch["prompts"]
     responses = jagged_from_lists([each.token_ids for each in completions], torch.int64)
     log_probs = jagged_from_lists([each.log_probs for each in completions], torch.float32)
-    is_real_B = is_real(prompts)
-    num_cached = 0
-    for number, completion in enumerate(completions):
-        if is_real_B[number // n]:
-            num_cached += completion.num_cached_tokens
-    _, offsets = jagged_parts(prompts.tensor_batch["prompts"])
-    lengths_B = offsets.diff()
-    num_prompt_tokens = n * int(lengths_B[is_real_B].sum())
-    hit_rate = Metric.mean(num_cached / max(1, num_prompt_tokens), weight=num_prompt_tokens)
+    metrics = {"rollout/prefix_cache_hit_rate": _hit_rate(prompts, completions)}
     return DataProto.from_dict(
         tensors={
-            "prompts": repeated.tensor(prompts.tensor_batch["prompts"]),
+            "prompts": taker.tensor(token_ids),
             "responses": responses,
             "response_mask": torch.ones_like(responses),
             "rollout_log_probs": log_probs,
         },
         non_tensors={"policy_version": [completion.versions for completion in completions]},
-        meta_info={"metrics": {"rollout/prefix_cache_hit_rate": hit_rate}},
+        meta_info={"metrics": metrics},
     )
+
+
+def _hit_rate(prompts: DataProto, completions: Sequence[Completion]) -> Metric:
+    """Returns the share of prompt tokens that were taken from the prefix cache.
+
+    Prompts count once for each response, and padding rows do not count.
+    """
+    n = len(completions) // max(1, len(prompts))
+    is_real_B = is_real(prompts)
+    real = itertools.compress(completions, is_real_B.repeat_interleave(n))
+    num_cached = sum(completion.num_cached_tokens for completion in real)
+    _values, offsets = jagged_parts(prompts.tensor_batch["prompts"])
+    lengths_B = offsets.diff()
+    num_prompt_tokens = n * int(lengths_B[is_real_B].sum())
+    return Metric.mean(num_cached / max(1, num_prompt_tokens), weight=num_prompt_tokens)

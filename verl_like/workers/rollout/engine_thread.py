@@ -22,6 +22,7 @@ _IDLE_S = 2.0
 """How long an idle thread waits for a command before it checks that its EngineThread still exists.
 The other ranks of a replica wait for its first rank in the meantime, half an hour at most."""
 _CLOSING_S = 5.0
+"""How long `close` waits for the thread to end."""
 _LONGEST_WAIT_S = 1.0
 """How long `stream` waits for responses before it asks again."""
 _COMMAND_S = 1800.0
@@ -100,8 +101,11 @@ class EngineThread:
             return [name for name in names if name in self._ended]
 
         def is_over() -> bool:
-            unfinished = self._ages if names is None else self._ages.keys() & set(names)
-            return self._failure is not None or not unfinished
+            if names is None:
+                is_any_left = bool(self._ages)
+            else:
+                is_any_left = any(name in self._ages for name in names)
+            return self._failure is not None or not is_any_left
 
         with self._changed:
             self._changed.wait_for(lambda: ended() or is_over(), timeout=wait_s)
@@ -119,9 +123,11 @@ class EngineThread:
         waiting = {request.name: request for request in requests}
         try:
             while waiting:
-                ended = self.collect(_LONGEST_WAIT_S, waiting)
-                if ended:
-                    yield [(waiting.pop(name), completion) for name, completion in ended.items()]
+                finished: list[FinishedRequest] = []
+                for name, completion in self.collect(_LONGEST_WAIT_S, waiting).items():
+                    finished.append((waiting.pop(name), completion))
+                if finished:
+                    yield finished
         finally:
             # A generator that fails or is closed early leaves no request behind.
             if waiting and not self._failure:
@@ -205,9 +211,11 @@ class EngineThread:
         """
         engine = self.engine
         number = self._num_ready(engine) if engine.is_collect else 0
-        for command in self._take(engine.agreed(number)):
+        number = engine.agreed(number)
+        for command in self._take(number):
             try:
-                command.answer.set_result(command.run())
+                result = command.run()
+                command.answer.set_result(result)
             except BaseException as error:  # also SystemExit, or the caller would wait forever
                 command.answer.set_exception(_as_exception(error))
         if engine.is_busy:
@@ -219,9 +227,13 @@ class EngineThread:
         It waits for a command while the engine has nothing to compute. A command that drains, and
         those after it, are due only when the engine has nothing to compute.
         """
+
+        def has_work() -> bool:
+            return bool(self._commands) or self._failure is not None
+
         with self._changed:
             if not engine.is_busy:
-                self._changed.wait_for(lambda: self._commands or self._failure, timeout=_IDLE_S)
+                self._changed.wait_for(has_work, timeout=_IDLE_S)
                 if self._commands and self._commands[0].drains:
                     return 1
             for number, command in enumerate(self._commands):
@@ -234,10 +246,12 @@ class EngineThread:
 
         This rank may have to wait for them. Raises TimeoutError if they do not come.
         """
+
+        def are_there() -> bool:
+            return len(self._commands) >= number or self._failure is not None
+
         with self._changed:
-            self._changed.wait_for(
-                lambda: len(self._commands) >= number or self._failure, timeout=_COMMAND_S
-            )
+            self._changed.wait_for(are_there, timeout=_COMMAND_S)
             if self._failure:
                 raise self._failure
             if len(self._commands) < number:
@@ -305,6 +319,7 @@ def _run(
 
 
 def _as_exception(error: BaseException) -> Exception:
+    """Returns an error that ends only what waits for it, such as for SystemExit."""
     if isinstance(error, Exception):
         return error
     ended = RuntimeError(f"The rollout engine raised {error!r}.")
@@ -313,5 +328,6 @@ def _as_exception(error: BaseException) -> Exception:
 
 
 def _close(owner: "weakref.ref[EngineThread]") -> None:
-    if (thread := owner()) is not None:
+    thread = owner()
+    if thread is not None:
         thread.close()

@@ -3,15 +3,15 @@
 It computes one token of each response at a time, on its own copy of the model.
 """
 
+import itertools
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
@@ -43,14 +43,16 @@ class _Response:
     """The version of the weights that drew each token."""
 
     def has_ended(self) -> bool:
+        """Returns whether its last token is the last that is drawn."""
         sampling = self.request.sampling
         is_last = len(self.token_ids) == sampling.max_tokens
         return is_last or self.token_ids[-1] in sampling.stop_token_ids
 
     def completion(self) -> Completion:
+        """Returns the response as the engine's caller gets it."""
         spans: list[VersionSpan] = []
         start = 0
-        for version, tokens in groupby(self.versions):
+        for version, tokens in itertools.groupby(self.versions):
             end = start + len(list(tokens))
             spans.append((version, start, end))
             start = end
@@ -64,9 +66,9 @@ class _Batch:
     """Responses that started at the same step and have the same sampling."""
 
     responses: list[_Response]
-    input_ids: torch.Tensor
+    input_ids: Tensor
     """(b, t) int64, padded on the left."""
-    attention_mask: torch.Tensor
+    attention_mask: Tensor
     """(b, t) int64."""
     cache: DynamicCache | None = None
     """The keys and values of all tokens but the last. It is None if the present weights have
@@ -94,25 +96,30 @@ class HfEngine(RolloutEngine):
                 f"rollout.tensor_model_parallel_size={self.config.tensor_model_parallel_size} "
                 "needs rollout.name=vllm; the hf engine runs on one process."
             )
-        model = self.model_config
+        self.model = self._make_model()
+        self.model.eval()
+        self.model.requires_grad_(False)
+        self.model.to(self.device)
+        self._waiting: list[GenerationRequest] = []
+        self._batches: list[_Batch] = []
+
+    def _make_model(self) -> Any:
+        """Makes the model. It has weights only if it has an adapter, which is all that the trainer
+        sends then."""
+        model_config = self.model_config
         options = {
             "dtype": getattr(torch, self.config.dtype),
-            "trust_remote_code": model.trust_remote_code,
+            "trust_remote_code": model_config.trust_remote_code,
         }
         if getattr(self.hf_config.get_text_config(), "attn_logit_softcapping", None):
             # Only transformers' eager attention applies the soft cap of attention logits.
             options["attn_implementation"] = "eager"
-        if model.lora_rank:  # the trainer sends the adapter alone
-            path = os.path.expanduser(model.path)
-            self.model: Any = AutoModelForCausalLM.from_pretrained(
-                path, config=self.hf_config, **options
-            )
-            add_adapter(self.model, decoder_layers(self.model), model, "actor_rollout_ref.model")
-        else:
-            self.model = AutoModelForCausalLM.from_config(self.hf_config, **options)
-        self.model.eval().requires_grad_(False).to(self.device)
-        self._waiting: list[GenerationRequest] = []
-        self._batches: list[_Batch] = []
+        if not model_config.lora_rank:
+            return AutoModelForCausalLM.from_config(self.hf_config, **options)
+        path = os.path.expanduser(model_config.path)
+        model = AutoModelForCausalLM.from_pretrained(path, config=self.hf_config, **options)
+        add_adapter(model, decoder_layers(model), model_config, "actor_rollout_ref.model")
+        return model
 
     def _submit(self, requests: Sequence[GenerationRequest]) -> None:
         self._wake()  # `_sleep` keeps the weights on the host
@@ -124,24 +131,33 @@ class HfEngine(RolloutEngine):
     def _abort(self, names: Collection[str]) -> None:
         self._waiting = [request for request in self._waiting if request.name not in names]
         for batch in self._batches:
-            responses = enumerate(batch.responses)
-            batch.keep([row for row, each in responses if each.request.name not in names])
+            rows: list[int] = []
+            for row, response in enumerate(batch.responses):
+                if response.request.name not in names:
+                    rows.append(row)
+            batch.keep(rows)
         self._batches = [batch for batch in self._batches if batch.responses]
 
     def _step(self) -> list[tuple[str, Completion]]:
-        num_unfinished = sum(len(batch.responses) for batch in self._batches)
-        room = self.num_slots - num_unfinished
+        room = self.num_slots - sum(len(batch.responses) for batch in self._batches)
         while self._waiting and room > 0:
-            _, alike = next(groupby(self._waiting[:room], key=attrgetter("sampling")))
-            requests = list(alike)
-            del self._waiting[: len(requests)]
+            requests = self._take_alike(room)
             self._batches.append(self._new_batch(requests))
             room -= len(requests)
-        ended: list[_Response] = []
+        ended: list[tuple[str, Completion]] = []
         for batch in self._batches:
-            ended += self._advance(batch)
+            for response in self._advance(batch):
+                ended.append((response.request.name, response.completion()))
         self._batches = [batch for batch in self._batches if batch.responses]
-        return [(each.request.name, each.completion()) for each in ended]
+        return ended
+
+    def _take_alike(self, room: int) -> list[GenerationRequest]:
+        """Takes the first waiting requests that have the same sampling, at most `room`."""
+        sampling = self._waiting[0].sampling
+        same = itertools.takewhile(lambda each: each.sampling == sampling, self._waiting)
+        requests = list(itertools.islice(same, room))
+        del self._waiting[: len(requests)]
+        return requests
 
     def _new_batch(self, requests: list[GenerationRequest]) -> _Batch:
         """Makes a batch of requests that have the same sampling; prompts are padded on the left."""
@@ -153,9 +169,10 @@ class HfEngine(RolloutEngine):
             generator = torch.Generator().manual_seed(request.seed)
             responses.append(_Response(request, generator))
             length = len(request.prompt_ids)
-            padding = width - length
-            input_ids.append([self.pad_token_id] * padding + [*request.prompt_ids])
-            attention_mask.append([0] * padding + [1] * length)
+            num_padding = width - length
+            padding = [self.pad_token_id] * num_padding
+            input_ids.append([*padding, *request.prompt_ids])
+            attention_mask.append([0] * num_padding + [1] * length)
         return _Batch(
             responses,
             torch.tensor(input_ids, device=self.device),
@@ -171,19 +188,21 @@ class HfEngine(RolloutEngine):
         if batch.cache is None:
             batch.cache = DynamicCache(config=self.model.config)
         start = batch.cache.get_seq_length()
-        position_ids = (batch.attention_mask.cumsum(-1) - 1).clamp(min=0)
-        logits_bV = self.model(
+        num_before = batch.attention_mask.cumsum(-1) - 1
+        position_ids = num_before.clamp(min=0)
+        outputs = self.model(
             input_ids=batch.input_ids[:, start:],
             attention_mask=batch.attention_mask,
             position_ids=position_ids[:, start:],
             past_key_values=batch.cache,
             logits_to_keep=1,
-        ).logits[:, -1]
+        )
+        logits_bV = outputs.logits[:, -1]
         sampling = batch.responses[0].request.sampling
-        generators = [each.generator for each in batch.responses]
+        generators = [response.generator for response in batch.responses]
         tokens_b1, log_probs_b1 = _draw(logits_bV, sampling, generators)
-        batch.input_ids = torch.cat([batch.input_ids, tokens_b1], dim=1)
         ones_b1 = torch.ones_like(tokens_b1)
+        batch.input_ids = torch.cat([batch.input_ids, tokens_b1], dim=1)
         batch.attention_mask = torch.cat([batch.attention_mask, ones_b1], dim=1)
         assert self.policy_version is not None
         tokens = tokens_b1.squeeze(1).tolist()
@@ -215,7 +234,7 @@ class HfEngine(RolloutEngine):
                 batch.cache = None
 
     def _fingerprints(self) -> dict[str, int]:
-        weights = [*trained_parameters(self.model), *model_buffers(self.model)]
+        weights = trained_parameters(self.model) + model_buffers(self.model)
         sums = {name: fingerprint_sum(weight) for name, weight in weights}
         return read_fingerprints(sums)
 
@@ -229,8 +248,8 @@ class HfEngine(RolloutEngine):
 
 
 def _draw(
-    logits_bV: torch.Tensor, sampling: Sampling, generators: list[torch.Generator]
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits_bV: Tensor, sampling: Sampling, generators: list[torch.Generator]
+) -> tuple[Tensor, Tensor]:
     """Draws a token for each row with the row's own generator.
 
     The token with the largest log p - log E, where E has the exponential distribution, is a draw
@@ -240,18 +259,26 @@ def _draw(
         The tokens (b, 1) and their log-probabilities (b, 1).
     """
     if sampling.temperature > 0:
-        warpers: list[LogitsProcessor] = [TemperatureLogitsWarper(sampling.temperature)]
-        if sampling.top_k != -1:
-            warpers.append(TopKLogitsWarper(sampling.top_k))
-        if sampling.top_p < 1:
-            warpers.append(TopPLogitsWarper(sampling.top_p))
-        for warp in warpers:
-            logits_bV = warp(torch.empty(0, dtype=torch.int64), logits_bV)
+        logits_bV = _warped(logits_bV, sampling)
     log_probs_bV = logits_bV.float().log_softmax(-1)
     keys_bV = log_probs_bV
     if sampling.temperature > 0:
-        vocab_size = logits_bV.shape[-1]
-        noise = [torch.empty(vocab_size).exponential_(generator=each) for each in generators]
-        keys_bV = log_probs_bV - torch.stack(noise).log().to(logits_bV.device)
+        noise_bV = torch.empty(logits_bV.shape)
+        for row, generator in enumerate(generators):
+            noise_bV[row].exponential_(generator=generator)
+        keys_bV = log_probs_bV - noise_bV.log().to(logits_bV.device)
     tokens_b1 = keys_bV.argmax(-1, keepdim=True)
     return tokens_b1, log_probs_bV.gather(-1, tokens_b1)
+
+
+def _warped(logits_bV: Tensor, sampling: Sampling) -> Tensor:
+    """Returns logits at the temperature, with -infinity for tokens that top-k or top-p excludes."""
+    warpers: list[LogitsProcessor] = [TemperatureLogitsWarper(sampling.temperature)]
+    if sampling.top_k != -1:
+        warpers.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        warpers.append(TopPLogitsWarper(sampling.top_p))
+    no_tokens = torch.empty(0, dtype=torch.int64)  # these warpers do not read them
+    for warp in warpers:
+        logits_bV = warp(no_tokens, logits_bV)
+    return logits_bV

@@ -70,8 +70,9 @@ class Completion:
                 "A response has token ids that are no whole numbers of 64 bits: "
                 f"{token_ids.tolist()}."
             )
+        log_probs = np.asarray(self.log_probs, np.float32)
         object.__setattr__(self, "token_ids", token_ids.astype(np.int64, copy=False))
-        object.__setattr__(self, "log_probs", np.asarray(self.log_probs, np.float32))
+        object.__setattr__(self, "log_probs", log_probs)
 
 
 FinishedRequest = tuple[GenerationRequest, Completion]
@@ -79,19 +80,19 @@ FinishedRequest = tuple[GenerationRequest, Completion]
 
 
 def request_seed(seed: int, step: int, validate: bool, uid: str, sample: int) -> int:
-    """Return the seed of one response, an integer of 63 bits.
+    """Returns the seed of one response, an integer of 63 bits.
 
     Equal arguments give equal seeds in every process; different ones give unrelated seeds.
     """
-    key = repr((seed, step, validate, uid, sample)).encode()
-    digest = hashlib.blake2b(key, digest_size=8).digest()
+    key = repr((seed, step, validate, uid, sample))
+    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 1
 
 
 def check_completion(
     completion: Completion, who: str, sampling: Sampling, *, vocab_size: int
 ) -> None:
-    """Check a response, and raise RolloutError if an engine cannot have drawn it.
+    """Checks a response, and raises RolloutError if an engine cannot have drawn it.
 
     A valid response has 1 to `sampling.max_tokens` tokens of the vocabulary, and ends with a stop
     token if it is shorter. Each token has a finite log-probability and belongs to one span of
@@ -116,11 +117,13 @@ def check_completion(
     log_probs = completion.log_probs
     if len(log_probs) != length or not np.isfinite(log_probs).all():
         raise RolloutError(f"{who} has {length} tokens but log-probabilities {log_probs.tolist()}.")
-    starts = [start for _, start, _ in completion.versions]
-    ends = [end for _, _, end in completion.versions]
-    are_consecutive = starts == [0, *ends[:-1]]
-    has_empty_span = any(start >= end for _, start, end in completion.versions)
-    if not are_consecutive or ends[-1] != length or has_empty_span:
+    num_covered = 0
+    are_consecutive = True
+    for _version, start, end in completion.versions:
+        if start != num_covered or end <= start:
+            are_consecutive = False
+        num_covered = end
+    if not are_consecutive or num_covered != length:
         raise RolloutError(
             f"{who} has {length} tokens but spans of versions {completion.versions}."
         )

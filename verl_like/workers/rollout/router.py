@@ -8,7 +8,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from verl_like.protocol import CallHeader, DataProto, DataProtoFuture, Future, Part, PendingCall
@@ -25,10 +25,10 @@ from verl_like.workers.rollout.request import (
 from verl_like.workers.rollout.routing import RequestQueue
 
 COLLECT_S = 0.05
+"""How long a replica waits for a response to end, after one has ended or requests were sent. The
+time doubles each time that none has ended."""
 LONGEST_COLLECT_S = 0.4
-"""How long a replica waits for a response to end: at first COLLECT_S. The time doubles, up to
-LONGEST_COLLECT_S, each time that none has ended. It is COLLECT_S again after one has ended or
-requests were sent."""
+"""The longest time that a replica waits for a response to end."""
 _LOCAL_PAUSE_S = 0.002
 """The pause between two collections from a group in this process, which cannot wait itself."""
 METHOD = "generate_sequences"
@@ -36,14 +36,14 @@ METHOD = "generate_sequences"
 
 
 def call_by_requests(method: BoundMethod, prompts: DataProto) -> "ResponsesFuture":
-    """Call `RolloutWorker.generate_sequences` with a batch by sending its requests to replicas."""
+    """Calls `RolloutWorker.generate_sequences` with a batch by sending its requests to replicas."""
     return router_of(method.group).call(prompts)
 
 
 def after_requests(
     method: BoundMethod, *args: Any, drain: bool = True, **kwargs: Any
 ) -> Future[Any]:
-    """Call a method of the ranks after the requests of earlier calls were sent to them.
+    """Calls a method of the ranks after the requests of earlier calls were sent to them.
 
     With `drain=False`, which the method gets as an argument, it does not wait for that.
     """
@@ -87,7 +87,7 @@ class RequestCall(PendingCall):
         self.stored: Part | None = None
 
     def stream(self) -> Iterator[list[FinishedRequest]]:
-        """Yield lists of responses as they end, without those of padding rows.
+        """Yields lists of responses as they end, without those of padding rows.
 
         Raises WorkerError, or CallTimeout after the group's deadline.
         """
@@ -101,7 +101,7 @@ class RequestCall(PendingCall):
                 return
 
     def wait(self, timeout: float | None) -> list[DataProto]:
-        """Wait for all responses and return their batch, in a list.
+        """Waits for all responses and returns their batch, in a list.
 
         `timeout` is in seconds; None means the group's deadline.
         """
@@ -123,14 +123,14 @@ class RequestCall(PendingCall):
         return self.error is not None or len(self.completions) == len(self.requests)
 
     def parts(self) -> list[Part]:
-        """Wait for the batch, and return a reference to it in the object store, in a list."""
+        """Waits for the batch, and returns a reference to it in the object store, in a list."""
         (batch,) = self.wait(None)
         if self.stored is None:
             self.stored = self.router.group.put(batch)
         return [self.stored]
 
     def begin_again(self) -> None:
-        """Discard all responses, and draw them again."""
+        """Discards all responses, and draws them again."""
         self.router.begin_again(self)
 
 
@@ -163,7 +163,7 @@ class RequestRouter:
         _ROUTERS.add(self)
 
     def call(self, prompts: DataProto) -> ResponsesFuture:
-        """Begin to draw the responses to a batch of prompts, and return their future."""
+        """Begins to draw the responses to a batch of prompts, and returns their future."""
         with self.changed:
             self.num_calls += 1
             name = f"call {self.num_calls}"
@@ -174,7 +174,7 @@ class RequestRouter:
         return ResponsesFuture(call)
 
     def begin_again(self, call: RequestCall) -> None:
-        """Abort the requests of a call, discard its responses, and send all requests again."""
+        """Aborts the requests of a call, discards its responses, and sends all requests again."""
         with self.changed:
             self.aborted += self.queue.remove(call.requests)
             self.sent -= call.requests.keys()
@@ -187,13 +187,14 @@ class RequestRouter:
             self._add(call)
 
     def _add(self, call: RequestCall) -> None:
-        """Queue the requests of a call, and start the thread if it does not run.
+        """Queues the requests of a call, and starts the thread if it does not run.
 
         The caller holds the lock.
         """
         requests = list(call.requests.values())
         if requests:
-            self.queue.add(requests, n=len(requests) // len(call.prompts))
+            n = len(requests) // len(call.prompts)
+            self.queue.add(requests, n)
         self.calls |= dict.fromkeys(call.requests, call)
         self.changed.notify_all()
         if requests and self.thread is None:
@@ -203,7 +204,7 @@ class RequestRouter:
     def wait_for_more(
         self, call: RequestCall, started: float, deadline_s: float
     ) -> tuple[list[FinishedRequest], bool]:
-        """Wait until more responses of a call have ended.
+        """Waits until more responses of a call have ended.
 
         Raises the call's error, or CallTimeout `deadline_s` after `started`, a time of
         `time.monotonic()`.
@@ -212,10 +213,13 @@ class RequestRouter:
             The responses that have ended since the last time, which can be none only if all have
             ended, and whether all have.
         """
+
+        def has_more() -> bool:
+            return bool(call.unread) or call.done()
+
         with self.changed:
             left_s = max(0.0, started + deadline_s - time.monotonic())
-            limit_s = None if math.isinf(left_s) else left_s
-            if not self.changed.wait_for(lambda: call.unread or call.done(), timeout=limit_s):
+            if not self._wait_for(has_more, left_s):
                 raise self._timeout(call, deadline_s)
             if call.error:
                 raise call.error
@@ -223,31 +227,41 @@ class RequestRouter:
             call.unread = []
             return unread, call.done()
 
+    def _wait_for(self, condition: Callable[[], bool], limit_s: float) -> bool:
+        """Waits until a condition holds, which may become true at each change.
+
+        Return False if it does not within `limit_s`, which may be infinite. The caller holds the
+        lock.
+        """
+        timeout = None if math.isinf(limit_s) else limit_s
+        return self.changed.wait_for(condition, timeout)
+
     def _timeout(self, call: RequestCall, deadline_s: float) -> CallTimeout:
-        """Return the error of a late call, which names the ranks that have requests of it."""
-        replica_of = self.queue.replica_of
-        replicas = {replica_of[name] for name in call.requests if name in replica_of}
-        ranks = sorted(self.mesh.collect_ranks[replica] for replica in replicas)
-        late = f"rank(s) {ranks} of {self.group.world_size}"
+        """Returns the error of a late call, which names the ranks that have requests of it."""
+        late_ranks: set[int] = set()
+        for name, replica in self.queue.replica_of.items():
+            if name in call.requests:
+                late_ranks.add(self.mesh.collect_ranks[replica])
+        late = f"rank(s) {sorted(late_ranks)} of {self.group.world_size}"
         return CallTimeout(self.group.role, METHOD, deadline_s, late)
 
     def wait_until_sent(self, method: str) -> None:
-        """Wait until all requests of earlier calls were sent to replicas.
+        """Waits until all requests of earlier calls were sent to replicas.
 
         Raises CallTimeout, which names `method`, after the group's deadline.
         """
         deadline_s = self.group.deadline_s
-        limit_s = None if math.isinf(deadline_s) else deadline_s
+
+        def num_unsent() -> int:
+            return len(self.queue) - len(self.sent)
+
         with self.changed:
-            if not self.changed.wait_for(lambda: not self._num_unsent(), timeout=limit_s):
-                late = f"{self._num_unsent()} requests to be sent"
+            if not self._wait_for(lambda: num_unsent() == 0, deadline_s):
+                late = f"{num_unsent()} requests to be sent"
                 raise CallTimeout(self.group.role, method, deadline_s, late)
 
-    def _num_unsent(self) -> int:
-        return len(self.queue) - len(self.sent)
-
     def wait_for_any(self, calls: Collection[RequestCall], timeout_s: float) -> None:
-        """Wait until one of the calls is done, but not longer than `timeout_s`.
+        """Waits until one of the calls is done, but not longer than `timeout_s`.
 
         Raises CallTimeout for a call that is past the group's deadline.
         """
@@ -258,12 +272,13 @@ class RequestRouter:
 
         with self.changed:
             self.changed.wait_for(is_any_done, timeout=timeout_s)
+            now = time.monotonic()
             for call in calls:
-                if not call.done() and time.monotonic() > call.begun + deadline_s:
+                if not call.done() and now > call.begun + deadline_s:
                     raise self._timeout(call, deadline_s)
 
     def ages(self) -> dict[str, int]:
-        """Return the engine steps since each unfinished request was submitted, by its name."""
+        """Returns the engine steps since each unfinished request was submitted, by its name."""
         by_rank = self.group.request_ages()
         ages: dict[str, int] = {}
         for rank in self.mesh.collect_ranks:
@@ -271,13 +286,13 @@ class RequestRouter:
         return ages
 
     def report(self, call: RequestCall) -> None:
-        """Write into the timeline when each replica worked on a call that has ended."""
-        for replica, rank in enumerate(self.mesh.collect_ranks):
-            if span := call.spans.get(replica):
-                self.group.report(METHOD, rank, CallHeader(0, *span))
+        """Writes into the timeline when each replica worked on a call that has ended."""
+        for replica, (started, ended) in sorted(call.spans.items()):
+            rank = self.mesh.collect_ranks[replica]
+            self.group.report(METHOD, rank, CallHeader(0, started, ended))
 
     def close(self, timeout_s: float) -> None:
-        """End the thread, and wait for its end, but not longer than `timeout_s`.
+        """Ends the thread, and waits for its end, but not longer than `timeout_s`.
 
         Unfinished calls raise.
         """
@@ -288,7 +303,7 @@ class RequestRouter:
             thread.join(timeout_s)
 
     def _run(self) -> None:
-        """Run the thread until no request is unfinished. If a replica fails, all calls fail."""
+        """Runs the thread until no request is unfinished. If a replica fails, all calls fail."""
         try:
             while self._exchange():
                 pass
@@ -297,7 +312,8 @@ class RequestRouter:
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        """Let all calls raise an error, and abort their requests on replicas that still answer."""
+        """Lets all calls raise an error, and aborts their requests on replicas that still
+        answer."""
         failure = self._named(error)
         with self.changed:
             for call in set(self.calls.values()):
@@ -315,7 +331,7 @@ class RequestRouter:
                 self.group.abort_requests(aborted)
 
     def _named(self, error: BaseException) -> Exception:
-        """Return the error as one of `generate_sequences`, if a method of this router failed."""
+        """Returns the error as one of `generate_sequences`, if a method of this router failed."""
         if isinstance(error, WorkerError | CallTimeout) and error.role == self.group.role:
             if error.method not in self.own_methods:
                 return error
@@ -329,7 +345,8 @@ class RequestRouter:
         return ended
 
     def _exchange(self) -> bool:
-        """Send replicas what is new, and collect responses. Return False if no request is left."""
+        """Sends replicas what is new, and collects responses. Returns False if no request is
+        left."""
         with self.changed:
             if self.is_closing:
                 raise RuntimeError(
@@ -349,14 +366,15 @@ class RequestRouter:
         return True
 
     def _begin_spans(self, taken: Sequence[Sequence[GenerationRequest]]) -> None:
-        """Record for each call the time at which a replica first takes requests of it."""
+        """Records for each call the time at which a replica first takes requests of it."""
         now = time.time()
         for replica, requests in enumerate(taken):
-            for call in {self.calls[request.name] for request in requests}:
+            for request in requests:
+                call = self.calls[request.name]
                 call.spans.setdefault(replica, (now, now))
 
     def _send(self, aborted: Sequence[str], taken: Sequence[Sequence[GenerationRequest]]) -> None:
-        """Tell replicas which requests to abort, then send each one its new requests.
+        """Tells replicas which requests to abort, then sends each one its new requests.
 
         `taken` has one list for each replica; all ranks of a replica get the same list.
         """
@@ -372,46 +390,51 @@ class RequestRouter:
         with self.changed:
             del self.aborted[: len(aborted)]
             # A call may have begun again in the meantime, and then its names are in `aborted`.
-            self.sent |= (names & self.calls.keys()) - {*self.aborted}
+            self.sent |= names & self.calls.keys()
+            self.sent -= set(self.aborted)
             self.changed.notify_all()
 
     def _collect(self) -> None:
-        """Collect the responses that have ended on replicas.
+        """Collects the responses that have ended on replicas.
 
         A group in this process cannot wait for them, so this pauses if there are none.
         """
         is_local = self.group.runs_at_once
         wait_s = 0.0 if is_local else self.collect_s
         by_rank = self.group.collect_completions(wait_s)
-        answers = [by_rank[rank] for rank in self.mesh.collect_ranks]
+        have_ended = False
         with self.changed:
-            has_ended = self._take_in(answers)
-        if is_local and not has_ended:
+            for replica, rank in enumerate(self.mesh.collect_ranks):
+                completions, num_left = by_rank[rank]
+                self._take_in(replica, completions, num_left)
+                have_ended |= bool(completions)
+            self.changed.notify_all()
+        if have_ended:
+            self.collect_s = COLLECT_S
+            return
+        self.collect_s = min(2 * self.collect_s, LONGEST_COLLECT_S)
+        if is_local:
             time.sleep(_LOCAL_PAUSE_S)
-        self.collect_s = COLLECT_S if has_ended else min(2 * self.collect_s, LONGEST_COLLECT_S)
 
-    def _take_in(self, answers: Sequence[tuple[Mapping[str, Completion], int]]) -> bool:
-        """Give responses to their calls, and return whether there were any.
+    def _take_in(self, replica: int, completions: Mapping[str, Completion], num_left: int) -> None:
+        """Gives the responses that have ended on a replica to their calls.
 
-        An answer is what a replica has ended and the number of requests that it still has. Raises
-        RolloutError if a replica lost requests: it has none left, but some have not ended.
+        `num_left` is the number of requests that the replica still has. Raises RolloutError if it
+        lost requests: it has none left, but some have not ended.
         """
-        for replica, (completions, _) in enumerate(answers):
-            for name, completion in completions.items():
-                self._ended(replica, name, completion)
-        self.changed.notify_all()
-        for replica, (_, num_left) in enumerate(answers):
-            if num_left:
-                continue
-            replica_of = self.queue.replica_of
-            if lost := [name for name in self.sent if replica_of[name] == replica]:
-                raise RolloutError(
-                    f"Replica {replica} of {self.group.role} lost {len(lost)} requests: {lost[:5]}."
-                )
-        return any(completions for completions, _ in answers)
+        for name, completion in completions.items():
+            self._ended(replica, name, completion)
+        if num_left:
+            return
+        replica_of = self.queue.replica_of
+        lost = [name for name in self.sent if replica_of[name] == replica]
+        if lost:
+            raise RolloutError(
+                f"Replica {replica} of {self.group.role} lost {len(lost)} requests: {lost[:5]}."
+            )
 
     def _ended(self, replica: int, name: str, completion: Completion) -> None:
-        """Give a response to its call, unless the request was aborted in the meantime."""
+        """Gives a response to its call, unless the request was aborted in the meantime."""
         if name in self.aborted or name not in self.calls:
             return
         self.queue.ended(name)
@@ -420,8 +443,8 @@ class RequestRouter:
         call.completions[name] = completion
         if name in call.told:
             call.unread.append((call.requests[name], completion))
-        started, _ = call.spans[replica]
-        call.spans[replica] = started, time.time()
+        started, _ended = call.spans[replica]
+        call.spans[replica] = (started, time.time())
 
 
 _MAKING = threading.Lock()
@@ -430,7 +453,7 @@ _ROUTERS: "weakref.WeakSet[RequestRouter]" = weakref.WeakSet()
 
 
 def router_of(group: WorkerGroup) -> RequestRouter:
-    """Return the router of a rollout group, which is made at the first call.
+    """Returns the router of a rollout group, which is made at the first call.
 
     The group must have its engines.
     """
@@ -442,6 +465,6 @@ def router_of(group: WorkerGroup) -> RequestRouter:
 
 
 def close_routers(timeout_s: float = 5.0) -> None:
-    """End the threads of all routers. This precedes the end of the processes they talk to."""
+    """Ends the threads of all routers. This precedes the end of the processes they talk to."""
     for router in list(_ROUTERS):
         router.close(timeout_s)

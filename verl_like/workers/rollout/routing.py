@@ -1,5 +1,6 @@
 """The assignment of requests to replicas."""
 
+import math
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 
@@ -39,23 +40,26 @@ class RequestQueue:
         """The number of such requests of each replica."""
 
     def __len__(self) -> int:
-        """Return the number of requests that have not ended."""
-        num_in_calls = 0
+        """Returns the number of requests that have not ended."""
+        number = len(self.waiting) + len(self.replica_of)
         for call in self.calls:
-            num_in_calls += sum(map(len, call))
-        return len(self.waiting) + len(self.replica_of) + num_in_calls
+            number += sum(len(prompt) for prompt in call)
+        return number
 
     def add(self, requests: Sequence[GenerationRequest], n: int) -> None:
-        """Add the requests of a call, in which the n requests of a prompt are consecutive."""
+        """Adds the requests of a call, in which the n requests of a prompt are consecutive."""
         if not self.is_fixed:
             self.waiting.extend(requests)
         elif requests:
-            starts = range(0, len(requests), n)
-            self.calls.append([list(requests[start : start + n]) for start in starts])
+            call: list[list[GenerationRequest]] = []
+            for start in range(0, len(requests), n):
+                end = start + n
+                call.append(list(requests[start:end]))
+            self.calls.append(call)
             self._begin_next_call()
 
     def take(self) -> list[list[GenerationRequest]]:
-        """Return the requests to send to each replica now, in order."""
+        """Returns the requests to send to each replica now, in order."""
         self._begin_next_call()
         self._fill()
         taken = self.assigned
@@ -63,41 +67,43 @@ class RequestQueue:
         return taken
 
     def _begin_next_call(self) -> None:
-        """Assign the next call of the routing `fixed`, if the call before has ended."""
+        """Assigns the next call of the routing `fixed`, if the call before has ended."""
         if not self.calls or self.replica_of:
             return
         prompts = self.calls.popleft()
-        shares = np.array_split(np.arange(len(prompts)), len(self.loads))
+        numbers = np.arange(len(prompts))
+        shares = np.array_split(numbers, len(self.loads))
         for replica, share in enumerate(shares):
-            for prompt in share:
-                for request in prompts[prompt]:
+            for number in share:
+                for request in prompts[number]:
                     self._assign(request, replica)
 
     def _fill(self) -> None:
-        """Assign waiting requests of the routing `least_loaded` to free slots."""
-        num_slots = self.num_slots if len(self.loads) > 1 else float("inf")
+        """Assigns waiting requests of the routing `least_loaded` to free slots."""
+        num_slots = self.num_slots if len(self.loads) > 1 else math.inf
         last_uid = ""
         replica = 0
         while self.waiting and min(self.loads) < num_slots:
             request = self.waiting.popleft()
-            is_of_last_prompt = request.uid != "" and request.uid == last_uid
-            if not is_of_last_prompt or self.loads[replica] >= num_slots:
+            shares_prompt = request.uid != "" and request.uid == last_uid
+            if not shares_prompt or self.loads[replica] >= num_slots:
                 replica = self.loads.index(min(self.loads))
             self._assign(request, replica)
             last_uid = request.uid
 
     def _assign(self, request: GenerationRequest, replica: int) -> None:
+        """Lets `take` return a request for a replica."""
         self.assigned[replica].append(request)
         self.replica_of[request.name] = replica
         self.loads[replica] += 1
 
     def ended(self, name: str) -> None:
-        """Free the slot of a request, whose replica has no more to do with it."""
+        """Frees the slot of a request, whose replica has no more to do with it."""
         replica = self.replica_of.pop(name)
         self.loads[replica] -= 1
 
     def remove(self, names: Collection[str]) -> list[str]:
-        """Remove requests, and return the names of those that were assigned to a replica.
+        """Removes requests, and returns the names of those that were assigned to a replica.
 
         The replica may have these already.
         """
@@ -108,14 +114,15 @@ class RequestQueue:
             left = [_without(prompt, names) for prompt in call]
             if any(left):
                 self.calls.append(left)
+        self.assigned = [_without(share, names) for share in self.assigned]
         assigned = [name for name in names if name in self.replica_of]
         for name in assigned:
             self.ended(name)
-        self.assigned = [_without(share, names) for share in self.assigned]
         return assigned
 
 
 def _without(
     requests: Iterable[GenerationRequest], names: Collection[str]
 ) -> list[GenerationRequest]:
+    """Returns the requests that have other names."""
     return [request for request in requests if request.name not in names]

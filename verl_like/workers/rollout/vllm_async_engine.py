@@ -37,14 +37,16 @@ class _Calls:
             ) from error
         self._loop = asyncio.new_event_loop()
         run = self._loop.run_forever
-        threading.Thread(target=run, name="calls to vLLM", daemon=True).start()
+        thread = threading.Thread(target=run, name="calls to vLLM", daemon=True)
+        thread.start()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         """Returns the method `name` of AsyncLLM as a function that waits for the result."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             method = getattr(self.llm_engine, name)
-            return self.wait(method(*args, **kwargs), name)
+            answer = method(*args, **kwargs)
+            return self.wait(answer, name)
 
         return call
 
@@ -82,29 +84,30 @@ class VllmAsyncEngine(VllmEngine):
         from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
         # The executor is given as a class, because its name would start one more process on a CPU.
-        return _Calls(arguments | {"distributed_executor_backend": UniProcExecutor})
+        arguments["distributed_executor_backend"] = UniProcExecutor
+        return _Calls(arguments)
 
     def _submit(self, requests: Sequence[GenerationRequest]) -> None:
         async def add() -> None:
             for request in requests:
                 arguments = self._vllm_request(request)
-                answer = await self.llm.llm_engine.add_request(*arguments)
-                self._answers[request.name] = asyncio.create_task(answer.get())
+                answers = await self.llm.llm_engine.add_request(*arguments)
+                task = asyncio.create_task(answers.get())
+                self._answers[request.name] = task
 
         self.llm.wait(add(), "requests")
 
     def _step(self) -> list[tuple[str, Completion]]:
         async def next_ended() -> list[str]:
-            await asyncio.wait(
-                self._answers.values(), timeout=_STEP_S, return_when=asyncio.FIRST_COMPLETED
-            )
-            return [name for name, answer in self._answers.items() if answer.done()]
+            tasks = self._answers.values()
+            await asyncio.wait(tasks, timeout=_STEP_S, return_when=asyncio.FIRST_COMPLETED)
+            return [name for name, task in self._answers.items() if task.done()]
 
         names = self.llm.wait(next_ended(), "the responses that have ended")
         ended = []
         for name in names:
-            output = self._answers.pop(name).result()
-            ended.append((name, completion(output)))
+            task = self._answers.pop(name)
+            ended.append((name, completion(task.result())))
         return ended
 
     def _has_work(self) -> bool:

@@ -4,6 +4,7 @@ With tensor parallelism a replica is several processes.
 """
 
 import importlib.util
+import math
 import os
 from collections.abc import Collection, Sequence
 from datetime import timedelta
@@ -17,15 +18,18 @@ import torch.distributed as dist
 from verl_like.single_controller.network import address_towards, open_store
 from verl_like.workers.planning.flops import attention_heads
 from verl_like.workers.rollout.base import CPU_NUM_SEQS, RolloutEngine
-from verl_like.workers.rollout.request import Completion, GenerationRequest
+from verl_like.workers.rollout.request import Completion, GenerationRequest, VersionSpan
 from verl_like.workers.weights.direct import init_info
 from verl_like.workers.weights.exports import WeightExport, buckets_of
 
 ADAPTER_ID = 1
 """vLLM's number for the policy's adapter. All versions have the same."""
 _CPU_KV_BLOCK_TOKENS = 128
+"""The tokens in a block of the cache of keys and values, as vLLM's CPU build divides it."""
 _CPU_BATCHED_TOKENS = 8192
+"""The tokens that a step computes on CPU at most, if the configuration does not say it."""
 _RENDEZVOUS_TIMEOUT = timedelta(seconds=120)
+"""How long the processes of the group may take to meet."""
 
 
 class VllmEngine(RolloutEngine):
@@ -100,16 +104,12 @@ class VllmEngine(RolloutEngine):
             max_num_seqs = self._cpu_num_seqs
             # On CPU vLLM fails if it splits a prompt whose request has a seed. No prompt is split
             # if a whole sequence has room in a batch.
-            max_num_batched_tokens = max(
-                config.max_num_batched_tokens or _CPU_BATCHED_TOKENS, self._max_model_len
-            )
+            wanted = config.max_num_batched_tokens or _CPU_BATCHED_TOKENS
+            max_num_batched_tokens = max(wanted, self._max_model_len)
         adapter: dict[str, Any] = {}
         # With LoRA vLLM reads the frozen model from its folder, and the trainer sends the adapter.
-        if rank := self.model_config.lora_rank:
-            from vllm.config.lora import MaxLoRARanks
-
-            largest = min(size for size in get_args(MaxLoRARanks) if size >= rank)
-            adapter = {"enable_lora": True, "max_loras": 1, "max_lora_rank": largest}
+        if self.model_config.lora_rank:
+            adapter = {"enable_lora": True, "max_loras": 1, "max_lora_rank": self._max_lora_rank()}
         return self._make(
             **adapter,
             model=os.path.expanduser(self.model_config.path),
@@ -145,6 +145,13 @@ class VllmEngine(RolloutEngine):
             weight_transfer_config={"backend": "staged"},
         )
 
+    def _max_lora_rank(self) -> int:
+        """Returns the smallest of vLLM's sizes of adapters that has room for the policy's."""
+        from vllm.config.lora import MaxLoRARanks
+
+        rank = self.model_config.lora_rank
+        return min(size for size in get_args(MaxLoRARanks) if size >= rank)
+
     def _check_head_size(self) -> None:
         """Raises ValueError if vLLM's attention on CPU does not support the model's head size."""
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -169,12 +176,13 @@ class VllmEngine(RolloutEngine):
         for heads in attention_heads(self.hf_config.get_text_config()):
             own = max(1, heads.key_value_number // config.tensor_model_parallel_size)
             values_per_token += 2 * own * heads.size
-        bytes_per_token = values_per_token * getattr(torch, config.dtype).itemsize
-        blocks_per_sequence = -(-self._max_model_len // _CPU_KV_BLOCK_TOKENS)
-        blocks = self._cpu_num_seqs * blocks_per_sequence + 1  # vLLM keeps one block for itself
-        wanted = blocks * _CPU_KV_BLOCK_TOKENS * bytes_per_token
+        dtype = getattr(torch, config.dtype)
+        bytes_per_block = _CPU_KV_BLOCK_TOKENS * values_per_token * dtype.itemsize
+        blocks_per_sequence = math.ceil(self._max_model_len / _CPU_KV_BLOCK_TOKENS)
+        num_blocks = self._cpu_num_seqs * blocks_per_sequence + 1  # vLLM keeps one for itself
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return min(wanted, int(config.gpu_memory_utilization * free))
+        limit = int(config.gpu_memory_utilization * free)
+        return min(num_blocks * bytes_per_block, limit)
 
     def _replica_executor(self) -> type:
         """Returns vLLM's executor for processes that vLLM did not start.
@@ -270,8 +278,11 @@ class VllmEngine(RolloutEngine):
         return request.name, prompt, parameters, None, adapter
 
     def _step(self) -> list[tuple[str, Completion]]:
-        finished = [request for request in self.llm.llm_engine.step() if request.finished]
-        return [(request.request_id, completion(request)) for request in finished]
+        ended: list[tuple[str, Completion]] = []
+        for request in self.llm.llm_engine.step():
+            if request.finished:
+                ended.append((request.request_id, completion(request)))
+        return ended
 
     def _has_work(self) -> bool:
         return self.llm.llm_engine.has_unfinished_requests()
@@ -335,7 +346,8 @@ class VllmEngine(RolloutEngine):
 
     def _fingerprints(self) -> dict[str, int]:
         what = "adapter" if self.model_config.lora_rank else "weight"
-        return self.llm.collective_rpc(f"{what}_fingerprints")[0]
+        of_processes = self.llm.collective_rpc(f"{what}_fingerprints")
+        return of_processes[0]
 
     def _sleep(self) -> None:
         if self.config.free_cache_engine and self.device == "cuda":
@@ -345,7 +357,8 @@ class VllmEngine(RolloutEngine):
             free_before, _ = torch.cuda.mem_get_info()
             # Level 2 drops the weights, because the next update brings all of them. With LoRA it
             # brings the adapter alone, so level 1 copies the weights to the host.
-            self.llm.sleep(level=1 if self.model_config.lora_rank else 2)
+            level = 1 if self.model_config.lora_rank else 2
+            self.llm.sleep(level=level)
             free_after, _ = torch.cuda.mem_get_info()
             self._given_back = free_after - free_before
             self._has_no_weights = True
@@ -353,7 +366,8 @@ class VllmEngine(RolloutEngine):
 
     def _wake(self) -> None:
         if self._has_no_weights:
-            require_room(*torch.cuda.mem_get_info(), self._given_back)
+            free, total = torch.cuda.mem_get_info()
+            require_room(free, total, self._given_back)
             self.llm.wake_up(tags=["weights"])
             self._has_no_weights = False
 
@@ -377,8 +391,10 @@ def require_room(free: int, total: int, needed: int) -> None:
 def completion(request: Any) -> Completion:
     """Returns the response of a finished request, which is vLLM's RequestOutput."""
     (output,) = request.outputs
-    spans = output.weight_versions
-    versions = tuple((int(span.version), span.start, span.end) for span in spans)
+    versions: list[VersionSpan] = []
+    for span in output.weight_versions:
+        versions.append((int(span.version), span.start, span.end))
     token_ids = np.array(output.token_ids, np.int64)
     log_probs = np.array(output.logprobs.logprobs, np.float32)
-    return Completion(token_ids, log_probs, versions, request.num_cached_tokens or 0)
+    num_cached_tokens = request.num_cached_tokens or 0
+    return Completion(token_ids, log_probs, tuple(versions), num_cached_tokens)

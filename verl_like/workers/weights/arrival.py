@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from verl_like.workers.weights.exports import WeightExport, buckets_of, iterate_weights
 from verl_like.workers.weights.fingerprints import fingerprint_sum, read_fingerprints
@@ -29,34 +30,32 @@ def check_exports(exports: Sequence[WeightExport], version: int) -> dict[str, in
     """
     if not exports:
         raise WeightSyncError(f"Weights of version {version}: no rank exported anything.")
-    first = exports[0]
-    ranks = sorted(export.rank for export in exports)
-    buckets = buckets_of(exports)
-    indices = sorted(bucket.index for bucket in buckets)
-    names: list[str] = []
-    for bucket in buckets:
-        names += bucket.names
-    checks: list[tuple[str, Any, Any]] = []
-    for export in exports:
-        of_rank = f"of rank {export.rank}"
-        checks += [
-            (f"world_size {of_rank}", export.world_size, first.world_size),
-            (f"dtype {of_rank}", export.dtype, first.dtype),
-            (f"num_tensors {of_rank}", export.num_tensors, first.num_tensors),
-            (f"num_buckets {of_rank}", export.num_buckets, first.num_buckets),
-            (f"version {of_rank}", export.version, version),
-        ]
-    checks += [
-        ("ranks", ranks, list(range(first.world_size))),
-        ("buckets", indices, list(range(first.num_buckets))),
-        ("number of tensors", len(names), first.num_tensors),
-        ("number of different tensors", len(set(names)), first.num_tensors),
-    ]
-    for what, got, expected in checks:
+
+    def require(what: str, got: Any, expected: Any) -> None:
         if got != expected:
             raise WeightSyncError(
                 f"Weights of version {version}, {what}: expected {expected}, got {got}."
             )
+
+    first = exports[0]
+    for export in exports:
+        of_rank = f"of rank {export.rank}"
+        require(f"world_size {of_rank}", export.world_size, first.world_size)
+        require(f"dtype {of_rank}", export.dtype, first.dtype)
+        require(f"num_tensors {of_rank}", export.num_tensors, first.num_tensors)
+        require(f"num_buckets {of_rank}", export.num_buckets, first.num_buckets)
+        require(f"version {of_rank}", export.version, version)
+    buckets = buckets_of(exports)
+    ranks = sorted(export.rank for export in exports)
+    indices = sorted(bucket.index for bucket in buckets)
+    require("ranks", ranks, [*range(first.world_size)])
+    require("buckets", indices, [*range(first.num_buckets)])
+    names: list[str] = []
+    for bucket in buckets:
+        names += bucket.names
+    different_names = set(names)
+    require("number of tensors", len(names), first.num_tensors)
+    require("number of different tensors", len(different_names), first.num_tensors)
     fingerprints: dict[str, int] = {}
     for name in names:
         parts = [export.fingerprints.get(name, 0) for export in exports]
@@ -75,16 +74,19 @@ def check_arrival(
 
     Otherwise raises `error`, which says `failure` and which parameters or buffers differ.
     """
-    names = sorted({**expected, **loaded})
-    different = [name for name in names if expected.get(name) != loaded.get(name)]
+    different: list[str] = []
+    for name in sorted({*expected, *loaded}):
+        if expected.get(name) != loaded.get(name):
+            different.append(name)
     if different:
         more = ", ..." if len(different) > 5 else ""
         raise error(
             f"{failure}: {len(different)} of {len(expected)} tensors differ from the trainer's: "
             f"{', '.join(different[:5])}{more}."
         )
-    all_together = repr(sorted(expected.items())).encode()
-    return hashlib.blake2b(all_together, digest_size=8).hexdigest()
+    all_together = repr(sorted(expected.items()))
+    digest = hashlib.blake2b(all_together.encode(), digest_size=8)
+    return digest.hexdigest()
 
 
 def check_staged(exports: Sequence[WeightExport], version: int, device: str) -> dict[str, int]:
@@ -96,17 +98,17 @@ def check_staged(exports: Sequence[WeightExport], version: int, device: str) -> 
     `check_exports` does, and StaleWeightsError if a value is not the trainer's.
     """
     expected = check_exports(exports, version)
-    stale = None
+    stale: StaleWeightsError | None = None
     try:
-        sums: dict[str, torch.Tensor | int] = {}
+        sums: dict[str, Tensor | int] = {}
         for name, tensor in iterate_weights(exports):
             sums[name] = fingerprint_sum(tensor.to(device))
-        failure = f"Weights of version {version} changed on their way"
         staged = read_fingerprints(sums)
+        failure = f"Weights of version {version} changed on their way"
         check_arrival(expected, staged, failure, StaleWeightsError)
     except StaleWeightsError as error:
         stale = error
-    num_stale = torch.tensor(float(stale is not None), device=device)
+    num_stale = torch.tensor(0.0 if stale is None else 1.0, device=device)
     if dist.is_initialized():
         dist.all_reduce(num_stale)
     if num_stale:

@@ -17,7 +17,8 @@ from verl_like.workers.weights.exports import Allocate, NamedTensor, OrderedWeig
 def init_info(
     exports: Sequence[WeightExport], first_rank: int, num_receivers: int
 ) -> dict[str, Any]:
-    """How vLLM's engine joins the group in which rank 0 of the trainer stands before the receivers.
+    """Returns the settings with which vLLM's engine joins the group of rank 0 of the trainer and
+    all receivers, who come after it.
 
     `first_rank` is the rank among the receivers of the first process of the engine's replica.
     """
@@ -33,8 +34,8 @@ def init_info(
 
 
 def gather(weights: Iterable[OrderedWeight]) -> Iterator[NamedTensor]:
-    """Yields the names and whole tensors of `in_order`, one by one; a collective call when there
-    are DTensors."""
+    """Yields the names and whole tensors of `in_order`, one by one. It is a collective call if
+    there are DTensors."""
     for name, weight, dtype in weights:
         tensor = weight.detach().to(dtype)
         if isinstance(tensor, DTensor):
@@ -58,12 +59,12 @@ class DirectTransport(ABC):
         """On rank 0: the group of the receivers that load now."""
 
     def address(self, rank: int, receivers: str = "") -> tuple[str, int] | None:
-        """Where rank 0 waits for these receivers, who join it once; None on the other ranks."""
+        """Returns where rank 0 waits for these receivers, who join it once; None on other ranks."""
         if rank > 0:
             return None
         if receivers not in self._ports:
             self._ports[receivers] = reserve_port()
-        _, port = self._ports[receivers]
+        _socket, port = self._ports[receivers]
         return os.environ["MASTER_ADDR"], port
 
     def publish(self, export: WeightExport) -> WeightExport:
@@ -74,17 +75,16 @@ class DirectTransport(ABC):
 
     @contextmanager
     def joined(self, rank: int, num_receivers: int, receivers: str = "") -> Iterator[None]:
-        """On all ranks of the trainer: the context in which `send` is called.
+        """Makes the context in which `send` is called. All ranks of the trainer call it.
 
         When these receivers are sent weights for the first time, rank 0 waits 5 minutes for them to
         join.
         """
         address = self.address(rank, receivers)
-        if address:
-            if receivers not in self._groups:
-                host, port = address
-                self._groups[receivers] = self._join(host, port, 1 + num_receivers)
-            self._group = self._groups[receivers]
+        if address and receivers not in self._groups:
+            host, port = address
+            self._groups[receivers] = self._join(host, port, 1 + num_receivers)
+        self._group = self._groups.get(receivers)
         yield
 
     @abstractmethod
@@ -93,5 +93,5 @@ class DirectTransport(ABC):
 
     @abstractmethod
     def send(self, weights: Sequence[OrderedWeight], rank: int) -> None:
-        """On all ranks of the trainer: has the receivers load what was exported last, in the order
-        of `in_order`; a collective call."""
+        """Has the receivers load what was exported last, in the order of `in_order`. It is a
+        collective call of all ranks of the trainer."""

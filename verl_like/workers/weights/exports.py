@@ -8,14 +8,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from verl_like.workers.weights.fingerprints import local_fingerprint, read_fingerprints
 from verl_like.workers.weights.gathering import whole_tensors
 
 DEFAULT_BUCKET_BYTES = 256 << 20
-NamedTensor = tuple[str, torch.Tensor]
+NamedTensor = tuple[str, Tensor]
 """A Hugging Face name, and the parameter or buffer that has it."""
-OrderedWeight = tuple[str, torch.Tensor, torch.dtype]
+OrderedWeight = tuple[str, Tensor, torch.dtype]
 """Name, tensor, and the dtype in which it travels; see `in_order`."""
 Allocate = Callable[[int, bool], np.ndarray]
 """Returns host memory of a number of bytes, (bytes,) uint8 without values; pinned if the second
@@ -73,7 +74,8 @@ class WeightExport:
 
 def allocate_memory(num_bytes: int, pinned: bool) -> np.ndarray:
     """Returns uninitialised host memory of this process, (num_bytes,) uint8."""
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned).numpy()
+    memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+    return memory.numpy()
 
 
 def in_order(
@@ -122,12 +124,12 @@ def collect_weights(
         allocate: returns the memory of a bucket. With None nothing is gathered, and the buckets
             have no values.
     """
-    fingerprints: dict[str, torch.Tensor | int] = {}
+    fingerprints: dict[str, Tensor | int] = {}
     buckets: list[WeightBucket] = []
     weights = in_order(parameters, dtype, buffers)
     groups = _in_buckets(weights, bucket_bytes)
     for index, group in enumerate(groups):
-        tensors: dict[str, torch.Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for name, weight, own_dtype in group:
             if name in fingerprints:
                 raise ValueError(
@@ -141,15 +143,15 @@ def collect_weights(
         is_kept = index % world_size == rank
         whole = whole_tensors([*tensors.values()], is_kept) if allocate else []
         if is_kept:
-            buckets.append(
-                WeightBucket(
-                    index,
-                    names=tuple(tensors),
-                    shapes=tuple(tuple(tensor.shape) for tensor in tensors.values()),
-                    dtype=_name(own_dtype),
-                    data=_pack(whole, allocate) if allocate else np.empty(0, np.uint8),
-                )
+            shapes = [tuple(tensor.shape) for tensor in tensors.values()]
+            bucket = WeightBucket(
+                index,
+                names=tuple(tensors),
+                shapes=tuple(shapes),
+                dtype=_name(own_dtype),
+                data=_pack(whole, allocate) if allocate else np.empty(0, np.uint8),
             )
+            buckets.append(bucket)
         del tensors, whole  # before the next bucket takes memory
     if not fingerprints:
         raise ValueError("There is no parameter to export; pass the model's named_parameters().")
@@ -184,20 +186,21 @@ def _in_buckets(weights: Iterable[OrderedWeight], bucket_bytes: int) -> list[lis
 
 
 def _name(dtype: torch.dtype) -> str:
+    """Returns the name of a dtype, e.g. `bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 
-def _pack(tensors: Sequence[torch.Tensor], allocate: Allocate) -> np.ndarray:
+def _pack(tensors: Sequence[Tensor], allocate: Allocate) -> np.ndarray:
     """Copies tensors of one dtype, one after the other, into (bytes,) uint8 host memory."""
     pieces = [tensor.ravel() for tensor in tensors]
-    on_gpu = pieces[0].is_cuda
+    first = pieces[0]
     sizes = [piece.numel() for piece in pieces]
     # Always a copy: the trainer goes on writing into its parameters. One call copies all, since a
     # model has thousands.
-    num_bytes = sum(sizes) * pieces[0].itemsize
-    data = allocate(num_bytes, on_gpu)
-    values = torch.from_numpy(data).view(pieces[0].dtype)
-    if on_gpu:  # pinned memory, so that the copies queue and are awaited once
+    num_bytes = sum(sizes) * first.itemsize
+    data = allocate(num_bytes, first.is_cuda)
+    values = torch.from_numpy(data).view(first.dtype)
+    if first.is_cuda:  # pinned memory, so that the copies queue and are awaited once
         torch._foreach_copy_(values.split(sizes), pieces, non_blocking=True)
         torch.cuda.synchronize()
     else:

@@ -3,22 +3,26 @@
 import math
 from collections import defaultdict
 from collections.abc import Mapping
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 _MULTIPLIER = 0x2C1B3C6D
 _SHIFT = 15
-"""Of `mix`, which scrambles the bits of a value."""
+"""The constants of `mix`, which scrambles the bits of a value."""
 _FIRST_INDEX_MULTIPLIER = 0x1E3779B97F4A7C15
 _SECOND_INDEX_MULTIPLIER = 0x3F58476D1CE4E5B9
 _ELEMENTS_PER_CHUNK = {"cpu": 1 << 16, "cuda": 1 << 25}
-"""By the type of the device. On a CPU a chunk's temporaries stay in the cache of a core."""
+"""How many elements are mixed at once, by the type of the device. On a CPU the temporaries of a
+chunk stay in the cache of a core."""
 
 
-def fingerprint_tensor(tensor: torch.Tensor, first_row: int = 0, first_column: int = 0) -> int:
+def fingerprint_tensor(tensor: Tensor, first_row: int = 0, first_column: int = 0) -> int:
     """Returns the fingerprint of a tensor. `read_fingerprints` reads those of several tensors with
     one wait for the device.
 
@@ -38,25 +42,36 @@ def fingerprint_tensor(tensor: torch.Tensor, first_row: int = 0, first_column: i
     return read_fingerprints({"": total})[""]
 
 
-def read_fingerprints(sums: Mapping[str, torch.Tensor | int]) -> dict[str, int]:
+def read_fingerprints(sums: Mapping[str, Tensor | int]) -> dict[str, int]:
     """Returns the fingerprints of tensors by name, from their `fingerprint_sum`; waits once for
     each device."""
     read: dict[str, int] = {}
-    on_device: dict[torch.device, dict[str, torch.Tensor]] = defaultdict(dict)
+    on_device: dict[torch.device, dict[str, Tensor]] = defaultdict(dict)
     for name, value in sums.items():
         if isinstance(value, int):
             read[name] = value
         else:
             on_device[value.device][name] = value
     for tensors in on_device.values():
-        values = torch.stack(list(tensors.values())).tolist()
-        read |= dict(zip(tensors, values, strict=True))
+        together = torch.stack(list(tensors.values()))
+        read |= dict(zip(tensors, together.tolist(), strict=True))
     return {name: read[name] % 2**64 for name in sums}
 
 
-def fingerprint_sum(
-    tensor: torch.Tensor, first_row: int = 0, first_column: int = 0
-) -> torch.Tensor:
+def sum_over_ranks(fingerprints: Mapping[str, int], group: Any = None) -> dict[str, int]:
+    """Returns the sums of fingerprints over the ranks of a process group, modulo 2**64.
+
+    It is a collective call, and every rank has the same names.
+    """
+    names = sorted(fingerprints)
+    sums = np.array([fingerprints[name] for name in names], dtype=np.uint64)
+    # torch adds up signed numbers, whose sums have the same bits.
+    signed = torch.from_numpy(sums.view(np.int64))
+    dist.all_reduce(signed, group=group)
+    return dict(zip(names, sums.tolist(), strict=True))
+
+
+def fingerprint_sum(tensor: Tensor, first_row: int = 0, first_column: int = 0) -> Tensor:
     """Returns the fingerprint of `fingerprint_tensor` as a signed number, () int64, on the device
     of the tensor."""
     device = tensor.device
@@ -78,7 +93,9 @@ def fingerprint_sum(
         column_factors = (wide_factors >> 32).int() | 1
         chunks = block.split(height)
         for chunk, factors in zip(chunks, row_factors, strict=True):
-            bits = chunk if chunk.dtype == torch.int32 else chunk.float().view(torch.int32)
+            bits = chunk
+            if chunk.dtype != torch.int32:
+                bits = chunk.float().view(torch.int32)
             mixed = bits * _MULTIPLIER  # wraps around modulo 2**32, as below
             mixed ^= mixed >> _SHIFT
             mixed *= column_factors
@@ -88,9 +105,10 @@ def fingerprint_sum(
     return total
 
 
-def _odd_factors(first: int, count: int, device: torch.device) -> torch.Tensor:
+def _odd_factors(first: int, count: int, device: torch.device) -> Tensor:
     """Returns a pseudo-random odd number for each of the indices from `first`, (count,) int64."""
-    indices = torch.arange(first + 1, first + count + 1, device=device)
+    start = first + 1
+    indices = torch.arange(start, start + count, device=device)
     mixed = indices * _FIRST_INDEX_MULTIPLIER
     mixed ^= mixed >> 32
     mixed *= _SECOND_INDEX_MULTIPLIER
@@ -98,7 +116,7 @@ def _odd_factors(first: int, count: int, device: torch.device) -> torch.Tensor:
     return mixed | 1
 
 
-def local_fingerprint(name: str, tensor: torch.Tensor, rank: int) -> torch.Tensor | int:
+def local_fingerprint(name: str, tensor: Tensor, rank: int) -> Tensor | int:
     """Returns the `fingerprint_sum` of the part of a tensor that this rank answers for, such that
     the sum over all ranks counts every value once.
 
@@ -121,11 +139,17 @@ def local_fingerprint(name: str, tensor: torch.Tensor, rank: int) -> torch.Tenso
     # Each of several trainers of a model exports on its own. The copy that counts is the one that
     # the first rank of this trainer has a part of.
     first_rank = dist.get_rank() - rank
-    first_coordinate = (mesh.mesh == first_rank).nonzero()[0].tolist()
-    for placement, own, of_first in zip(placements, coordinate, first_coordinate, strict=True):
-        if placement.is_replicate() and own != of_first:
+    places_of_first = (mesh.mesh == first_rank).nonzero()
+    first_coordinate = places_of_first[0].tolist()
+    for dim, placement in enumerate(placements):
+        if placement.is_replicate() and coordinate[dim] != first_coordinate[dim]:
             return 0
-    _, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
-    first_row, first_column = (*offsets, 0, 0)[:2]  # there may be fewer dimensions
-    columns_per_index = math.prod(tensor.shape[2:])  # an index of dimension 1
-    return fingerprint_sum(tensor.to_local(), first_row, first_column * columns_per_index)
+    _shape, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    first_row = 0
+    first_column = 0
+    if len(offsets) > 0:
+        first_row = offsets[0]
+    if len(offsets) > 1:
+        columns_per_index = math.prod(tensor.shape[2:])
+        first_column = offsets[1] * columns_per_index
+    return fingerprint_sum(tensor.to_local(), first_row, first_column)

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 
-def whole_tensors(tensors: Sequence[torch.Tensor], is_kept: bool = True) -> list[torch.Tensor]:
+def whole_tensors(tensors: Sequence[Tensor], is_kept: bool = True) -> list[Tensor]:
     """Returns the tensors, all of one dtype, with DTensors gathered: a collective call.
 
     All that lie in rows over the same ranks, as FSDP2 cuts parameters, are gathered by one call,
@@ -18,7 +19,7 @@ def whole_tensors(tensors: Sequence[torch.Tensor], is_kept: bool = True) -> list
     the list is empty.
     """
     in_rows: dict[tuple[Any, int], list[int]] = defaultdict(list)
-    whole: dict[int, torch.Tensor] = {}
+    whole: dict[int, Tensor] = {}
     for index, tensor in enumerate(tensors):
         if not isinstance(tensor, DTensor):
             whole[index] = tensor
@@ -39,39 +40,36 @@ def whole_tensors(tensors: Sequence[torch.Tensor], is_kept: bool = True) -> list
 
 
 def _dim_of_rows(tensor: DTensor) -> int | None:
-    """Returns the dimension of the mesh over which a tensor's rows lie; None if they do not, or lie
-    over several."""
-    placements = tensor.placements
-    cut_dims = [dim for dim, each in enumerate(placements) if not each.is_replicate()]
-    if len(cut_dims) != 1:
-        return None
-    (dim,) = cut_dims
-    placement = placements[dim]
-    lies_in_rows = type(placement) is Shard and placement.dim == 0
-    return dim if lies_in_rows else None
+    """Returns the dimension of the mesh along which a tensor is cut into rows. It is None if the
+    tensor is not cut so, or along several dimensions of the mesh."""
+    dim_of_rows = None
+    for dim, placement in enumerate(tensor.placements):
+        if placement.is_replicate():
+            continue
+        lies_in_rows = type(placement) is Shard and placement.dim == 0
+        if not lies_in_rows or dim_of_rows is not None:
+            return None
+        dim_of_rows = dim
+    return dim_of_rows
 
 
-def _gather_rows(
-    tensors: Sequence[Any], group: Any, num_ranks: int, is_kept: bool
-) -> list[torch.Tensor]:
-    """Gathers whole tensors from the rows that each rank of the group has; returns none without
-    `is_kept`."""
-    if num_ranks == 1 and is_kept:
-        return [tensor.to_local() for tensor in tensors]
+def _gather_rows(tensors: Sequence[Any], group: Any, num_ranks: int, is_kept: bool) -> list[Tensor]:
+    """Gathers whole tensors from the rows that each rank of the group has, in one call. The list is
+    empty without `is_kept`."""
     if num_ranks == 1:
-        return []
+        return [tensor.to_local() for tensor in tensors] if is_kept else []
     # Every rank sends as many rows as the first one has. The last ones may have fewer rows, or
     # none; what they send after those is never read.
     sizes = []
     local = []
     for tensor in tensors:
-        num_rows = -(-tensor.shape[0] // num_ranks)  # rounded up
+        num_rows = math.ceil(tensor.shape[0] / num_ranks)
         num_columns = math.prod(tensor.shape[1:])
         sizes.append(num_rows * num_columns)
         local.append(tensor.to_local().reshape(-1))
     sent = local[0].new_empty(sum(sizes))
     places = []
-    for place, values in zip(sent.split(sizes), local, strict=True):
+    for values, place in zip(local, sent.split(sizes), strict=True):
         places.append(place[: len(values)])
     torch._foreach_copy_(places, local)
     received = sent.new_empty(num_ranks * len(sent))

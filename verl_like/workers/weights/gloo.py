@@ -25,13 +25,14 @@ from verl_like.workers.weights.exports import WeightExport
 from verl_like.workers.weights.shared_memory import SharedMemoryTransport, SharedPages, with_data
 
 _TIMEOUT = timedelta(minutes=10)
-"""For a whole update, which waits for those of other rollout groups."""
+"""How long a whole update may take. It waits for the updates of other rollout groups."""
 _BUCKET_TIMEOUT = timedelta(minutes=1)
-"""For a bucket, and for all to join once the trainer is ready."""
+"""How long a bucket may take, and joining once the trainer is ready."""
 _IDLE = timedelta(days=20)
-"""For the next request of weights; a wait at a store cannot be longer than 2**31 ms."""
+"""How long a trainer waits for the next request of weights. A wait at a store cannot be longer than
+2**31 ms."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-"""What it holds is the same in all processes of a node, and differs between nodes."""
+"""A file whose text is the same in all processes of a node, and differs between nodes."""
 _log = logging.getLogger(__name__)
 
 
@@ -74,7 +75,7 @@ class GlooTransport(SharedMemoryTransport):
             received.append(with_data(export, pages))
             self._links[export.address] = link
         # Segments of earlier updates are dropped where another group has received since.
-        self._segments = [*self._latest, *self._written]
+        self._segments = self._latest + self._written
         self._keep_written()
         self._received = received
         return received
@@ -89,17 +90,18 @@ class GlooTransport(SharedMemoryTransport):
         key, pages = link.meet(export.version, worker, staged)
         pages_of_node = f"{key}/{node}"
         if link.group:
-            arrays = [self.allocate(bucket.data.nbytes, False) for bucket in export.buckets]
+            arrays: list[np.ndarray] = []
+            for bucket in export.buckets:
+                arrays.append(self.allocate(bucket.data.nbytes, pinned=False))
             _broadcast(link.group, arrays)
             pages = self._hand_out(arrays)
+        if worker.local_rank > 0:
+            pages = _read_pages(link.store, pages_of_node)
+        assert pages is not None, "a group without a sender is told where they are"
         if worker.local_rank == 0:
-            assert pages is not None, "a group without a sender is told where they are"
             addresses = json.dumps([astuple(each) for each in pages])
             link.store.set(staged, addresses)
             link.store.set(pages_of_node, addresses)
-        else:
-            pages = _read_pages(link.store, pages_of_node)
-        assert pages is not None
         if link.group:
             # The trainer ends this group's turn when the pages are in its store.
             link.group.barrier().wait(_BUCKET_TIMEOUT)
@@ -126,17 +128,7 @@ class _Link:
         only in the node's rank 0, and only if an earlier worker group has left them at the key
         `staged`. Raises StaleWeightsError if the trainer has other weights by now.
         """
-        host, port = worker.get_master_addr_port()
-        rollout = f"{host}:{port}"
-        # A failed update may be repeated: every rank comes once for each try.
-        counter = f"{version}/{rollout}"
-        num_earlier_visits = self.store.add(counter, 1) - 1
-        key = f"{counter}/{num_earlier_visits // worker.world_size}"
-        num_arrived = self.store.add(f"{key}/arrived", 1)
-        if num_arrived == worker.world_size:
-            number = self.store.add("requests", 1)
-            request = json.dumps([key, rollout, version])
-            self.store.set(f"request/{number}", request)
+        key = self._ask_for(version, worker)
         refusal = self.store.get(f"{key}/turn").decode()
         if refusal:
             raise StaleWeightsError(refusal)
@@ -147,9 +139,9 @@ class _Link:
             if leads and self.store.check([staged]):
                 pages = [each.held() for each in _read_pages(self.store, staged)]
         receives = leads and pages is None
+        received_before = self.group is not None
         rank = self.store.add(f"{key}/receivers", int(receives))
-        is_other_role = receives == (self.group is None)
-        self.store.add(f"{key}/changes", int(is_other_role))
+        self.store.add(f"{key}/changes", int(receives != received_before))
         num_decided = self.store.add(f"{key}/decided", 1)
         if num_decided == worker.world_size:
             self.store.set(f"{key}/members", "")
@@ -159,8 +151,28 @@ class _Link:
             self.group = None
         return key, pages
 
+    def _ask_for(self, version: int, worker: Worker) -> str:
+        """Returns the name of the update, which the last rank of the worker group asks for.
+
+        A failed update may be repeated. Every rank comes once for each try, and so the number of
+        earlier visits tells the tries apart.
+        """
+        host, port = worker.get_master_addr_port()
+        rollout = f"{host}:{port}"
+        counter = f"{version}/{rollout}"
+        num_earlier_visits = self.store.add(counter, 1) - 1
+        num_earlier_tries = num_earlier_visits // worker.world_size
+        key = f"{counter}/{num_earlier_tries}"
+        num_arrived = self.store.add(f"{key}/arrived", 1)
+        if num_arrived == worker.world_size:
+            number = self.store.add("requests", 1)
+            request = json.dumps([key, rollout, version])
+            self.store.set(f"request/{number}", request)
+        return key
+
 
 def _read_pages(store: dist.Store, key: str) -> list[SharedPages]:
+    """Reads the addresses that the store has at a key."""
     addresses = json.loads(store.get(key))
     return [SharedPages(*address) for address in addresses]
 
@@ -180,6 +192,7 @@ class _Sender:
         thread.start()
 
     def _serve(self) -> None:
+        """Answers requests one after the other, as long as the process runs."""
         for number in itertools.count(1):
             request = f"request/{number}"
             self.store.wait([request], _IDLE)
@@ -215,50 +228,54 @@ class _Sender:
                 self.store.delete_key(name)
 
     def _send(self, key: str, rollout: str, version: int) -> None:
+        """Broadcasts the latest weights for the update `key` of a worker group, or refuses if they
+        are not of this version any more."""
         export = self.latest
         arrays = []
         # Newer weights may be written into the pages already. What is mapped stays as it is.
         with contextlib.suppress(StaleWeightsError):
             arrays = [np.asarray(bucket.data) for bucket in export.buckets]
-        is_latest = version == export.version and export is self.latest
-        refusal = (
-            f"Version {version} of the weights was asked for, but the trainer has "
-            f"{self.latest.version} by now."
-        )
         # The group is put back when all has gone well.
         group = self.groups.pop(rollout, None)
         self.store.add(f"{key}/changes", int(group is None))
-        self.store.set(f"{key}/turn", "" if is_latest else refusal)
-        if is_latest:
-            group = _join(self.store, key, 0, group)
-            _broadcast(group, arrays)
-            group.barrier().wait(_BUCKET_TIMEOUT)
-            self.groups[rollout] = group
+        if version != export.version or export is not self.latest:
+            refusal = (
+                f"Version {version} of the weights was asked for, but the trainer has "
+                f"{self.latest.version} by now."
+            )
+            self.store.set(f"{key}/turn", refusal)
+            return
+        self.store.set(f"{key}/turn", "")
+        group = _join(self.store, key, 0, group)
+        _broadcast(group, arrays)
+        group.barrier().wait(_BUCKET_TIMEOUT)
+        self.groups[rollout] = group
 
 
 def _join(store: dist.Store, key: str, rank: int, group: Any) -> Any:
-    """Waits until all ranks have decided whether they receive; returns the group of the trainer and
-    those that do: `group` if it has the same members."""
+    """Waits until all ranks have decided whether they receive, and returns the group of the trainer
+    and those that do. It is `group` if that has the same members."""
     store.wait([f"{key}/members"], _BUCKET_TIMEOUT)
     num_changes = store.add(f"{key}/changes", 0)
-    if num_changes:
-        num_receivers = store.add(f"{key}/receivers", 0)
-        # Made by hand, since the default group of the process belongs to the engine.
-        group = dist.ProcessGroupGloo(
-            dist.PrefixStore(key, store), rank, 1 + num_receivers, _BUCKET_TIMEOUT
-        )
-    return group
+    if not num_changes:
+        return group
+    num_receivers = store.add(f"{key}/receivers", 0)
+    own_store = dist.PrefixStore(key, store)
+    # Made by hand, since the default group of the process belongs to the engine.
+    return dist.ProcessGroupGloo(own_store, rank, 1 + num_receivers, _BUCKET_TIMEOUT)
 
 
 def _broadcast(group: Any, arrays: Sequence[np.ndarray]) -> None:
     """Broadcasts from rank 0 to all others, with two buckets on their way at a time."""
     options = dist.BroadcastOptions()
-    options.rootRank = options.rootTensor = 0
+    options.rootRank = 0
+    options.rootTensor = 0
     pending: deque[dist.Work] = deque()
     for array in arrays:
         tensor = torch.from_dlpack(array)
         pending.append(group.broadcast([tensor], options))
         if len(pending) == 2:
-            pending.popleft().wait(_BUCKET_TIMEOUT)
+            oldest = pending.popleft()
+            oldest.wait(_BUCKET_TIMEOUT)
     for work in pending:
         work.wait(_BUCKET_TIMEOUT)

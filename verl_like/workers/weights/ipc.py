@@ -37,13 +37,11 @@ class IpcTransport(DirectTransport):
         from vllm.distributed.weight_transfer.packed_tensor import packed_ipc_producer
 
         device = torch.cuda.get_device_properties(torch.cuda.current_device())
-        sizes = [tensor.numel() * dtype.itemsize for _, tensor, dtype in weights]
-        chunks = packed_ipc_producer(
-            gather(weights),
-            str(device.uuid),
-            operator.itemgetter(1),
-            max(DEFAULT_BUCKET_BYTES, *sizes),
-        )
+        buffer_bytes = DEFAULT_BUCKET_BYTES
+        for _name, tensor, dtype in weights:
+            buffer_bytes = max(buffer_bytes, tensor.numel() * dtype.itemsize)
+        take_tensor = operator.itemgetter(1)
+        chunks = packed_ipc_producer(gather(weights), str(device.uuid), take_tensor, buffer_bytes)
         self.offer(chunks, rank)
         torch.cuda.ipc_collect()  # frees the buffer, which no engine has open any more
 
@@ -67,6 +65,7 @@ class IpcTransport(DirectTransport):
         self._barrier(rank)
 
     def _barrier(self, rank: int) -> None:
+        """Waits for all ranks of the trainer and all receivers."""
         dist.barrier()
         if rank == 0:
             self._group.barrier()
@@ -76,8 +75,10 @@ class IpcTransport(DirectTransport):
 def receive_chunks(
     group: Any, load: Callable[[dict[str, Any]], None], close: Callable[[], None]
 ) -> None:
-    """A receiver's part in `IpcTransport`: `load` has read a chunk when it returns, `close` closes
-    the buffer."""
+    """Does a receiver's part in `IpcTransport`.
+
+    `load` has read a chunk when it returns, and `close` closes the buffer.
+    """
     group.barrier()
     while chunk := group.broadcast_obj(None, src=0):
         load(chunk)

@@ -16,7 +16,8 @@ class NcclTransport(DirectTransport):
     def _join(self, host: str, port: int, world_size: int) -> Any:
         from vllm.distributed.weight_transfer.nccl_common import trainer_init
 
-        return trainer_init({"master_address": host, "master_port": port, "world_size": world_size})
+        place = {"master_address": host, "master_port": port, "world_size": world_size}
+        return trainer_init(place)
 
     def send(self, weights: Sequence[OrderedWeight], rank: int) -> None:
         whole = gather(weights)
@@ -27,6 +28,5 @@ class NcclTransport(DirectTransport):
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
         torch.cuda.synchronize()  # vLLM gathers on streams of its own; it waits for them in the end
-        packed_nccl_broadcast_producer(
-            whole, self._group, src=0, post_iter_func=operator.itemgetter(1)
-        )
+        take_tensor = operator.itemgetter(1)
+        packed_nccl_broadcast_producer(whole, self._group, src=0, post_iter_func=take_tensor)

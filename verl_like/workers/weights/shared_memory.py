@@ -46,6 +46,7 @@ class SharedPages:
         return self._array
 
     def _is_there(self) -> bool:
+        """Returns whether the owner still has the memory."""
         try:
             return os.readlink(self.path) == self.name
         except OSError:  # the owner has ended or closed it
@@ -62,6 +63,10 @@ class SharedPages:
         return pages
 
     def _lock(self) -> io.FileIO:
+        """Opens the memory, and locks it until the file is closed.
+
+        Raises WeightSyncError if it is gone, and StaleWeightsError if its owner writes into it.
+        """
         try:
             locked = io.FileIO(self.path)
         except OSError:
@@ -79,6 +84,7 @@ class SharedPages:
         return locked
 
     def _is_gone(self) -> WeightSyncError:
+        """Returns the error for memory that is not there."""
         return WeightSyncError(
             f"The weights are in memory of another process, {self.path}, which ended or is not on "
             "this node; use actor_rollout_ref.rollout.weight_transport=gloo or object_store "
@@ -87,11 +93,12 @@ class SharedPages:
 
     @cached_property
     def _array(self) -> np.ndarray:
+        """A view of the mapped memory, which is locked as long as the view exists."""
         locked = self._lock()
         if self not in _mapped:
-            gone = [pages for pages in _mapped if not pages._is_there()]
-            for pages in gone:
-                del _mapped[pages]
+            for pages in list(_mapped):
+                if not pages._is_there():
+                    del _mapped[pages]
             # The file is opened again: the mapping keeps it open, but must not keep the lock.
             with open(f"/proc/self/fd/{locked.fileno()}", "rb") as file:
                 memory = mmap.mmap(file.fileno(), self.nbytes, prot=mmap.PROT_READ)
@@ -132,6 +139,7 @@ def pin_pages(exports: Sequence[WeightExport]) -> None:
 
 
 def _pin_once(mapping: _Mapping) -> None:
+    """Pins mapped memory, unless that was tried before. A driver that refuses is a warning."""
     if mapping.was_pinned:
         return
     mapping.was_pinned = True
@@ -203,15 +211,16 @@ class SharedMemoryTransport:
     def _free_segment(self, num_bytes: int) -> _Segment | None:
         """Returns a segment of this size that may be written again, locked; None if there is
         none."""
-        taken = {*self._latest, *self._written}
+        taken = self._latest + self._written
         for segment in self._segments:
-            is_fitting = segment.array.nbytes == num_bytes and segment not in taken
-            if is_fitting and segment.lock():
+            fits = segment.array.nbytes == num_bytes
+            if fits and segment not in taken and segment.lock():
                 return segment
         return None
 
     def publish(self, export: WeightExport) -> WeightExport:
-        pages = self._hand_out([bucket.data for bucket in export.buckets])
+        arrays = [bucket.data for bucket in export.buckets]
+        pages = self._hand_out(arrays)
         self._keep_written()
         return with_data(export, pages)
 

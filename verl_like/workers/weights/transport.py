@@ -18,7 +18,7 @@ class WeightTransport(Protocol):
 
     @property
     def allocate(self) -> Allocate | None:
-        """On a rank of the trainer: the function that returns memory for a bucket of an export.
+        """The function that returns memory for a bucket of an export, on a rank of the trainer.
 
         The values in this memory stay as they are from `publish` to the next `publish` at least.
 
@@ -27,15 +27,15 @@ class WeightTransport(Protocol):
         """
 
     def publish(self, export: WeightExport) -> WeightExport:
-        """On a rank of the trainer: makes an export available to the receivers.
+        """Makes an export available to the receivers. Every rank of the trainer calls it.
 
         The values of its buckets are in memory of `allocate`. Returns the export that the driver
         passes on, in which values may have been replaced by where they are.
         """
 
     def receive(self, exports: Sequence[WeightExport], worker: Worker) -> Sequence[WeightExport]:
-        """On all ranks of a receiving worker group at the same time: brings the values of published
-        exports, one of each rank of the trainer, into memory of this node.
+        """Brings the values of published exports, one of each rank of the trainer, into memory of
+        this node. All ranks of a receiving worker group call it at the same time.
 
         `worker` is this rank. Returns the exports with values that NumPy can read, if the
         transport has an `allocate`. They may have been overwritten meanwhile, which `check_staged`

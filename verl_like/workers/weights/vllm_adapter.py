@@ -9,7 +9,7 @@ process of its worker; nothing else does.
 from collections.abc import Iterable
 from typing import Any
 
-import torch
+from torch import Tensor
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.utils import parse_fine_tuned_lora_name
@@ -36,19 +36,21 @@ class Adapter:
         """
         mapper = getattr(self.manager.model, "hf_to_vllm_mapper", None)
         renaming = mapper.get_rename_mapper() if mapper else None
-        values: dict[str, torch.Tensor] = {}
+        values: dict[str, Tensor] = {}
         self.sources = {}
         for name, tensor in tensors:
             own_name = name.replace(".default.", ".")
             # A copy, since what is sent lies in memory that the trainer writes again.
             values[own_name] = tensor.clone()
             self.sources[parse_fine_tuned_lora_name(own_name, renaming)] = name
-        of_a = [value for name, value in values.items() if ".lora_A." in name]
-        rank = len(of_a[0])
+            if ".lora_A." in own_name:
+                rank = len(tensor)
+        # B has the factor alpha / rank already, so vLLM is given one of 1.
+        settings = PEFTHelper(r=rank, lora_alpha=rank, target_modules=[])
         adapter = LoRAModel.from_lora_tensors(
             self.adapter_id,
             values,
-            PEFTHelper(r=rank, lora_alpha=rank, target_modules=[]),
+            settings,
             device="cpu",
             dtype=self.manager.lora_config.lora_dtype,
             weights_mapper=renaming,
@@ -64,8 +66,8 @@ class Adapter:
         found: dict[str, int] = {}
         for module_name, module in self.manager.modules.items():
             parts = self.manager.packed_modules.get(module_name, [module_name])
-            stacked_of = {True: module.lora_a_stacked, False: module.lora_b_stacked}
-            for is_a, stacked in stacked_of.items():
+            for is_a in (True, False):
+                stacked = module.lora_a_stacked if is_a else module.lora_b_stacked
                 for part, values in zip(parts, stacked, strict=True):
                     fingerprint = fingerprint_tensor(values[slot, 0])
                     name = self.sources.get((part, is_a))

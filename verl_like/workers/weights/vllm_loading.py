@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -31,15 +31,21 @@ from vllm.model_executor.model_loader.reload import (
 
 from verl_like.workers.weights.arrival import WeightSyncError
 from verl_like.workers.weights.exports import WeightBucket, iterate_buckets
-from verl_like.workers.weights.fingerprints import fingerprint_sum, read_fingerprints
+from verl_like.workers.weights.fingerprints import (
+    fingerprint_sum,
+    read_fingerprints,
+    sum_over_ranks,
+)
 from verl_like.workers.weights.shared_memory import SharedPages
 from verl_like.workers.weights.vllm_adapter import Adapter
 from verl_like.workers.weights.vllm_direct import DirectInitInfo, IpcReceiver
 from verl_like.workers.weights.vllm_pieces import Source, cut_parameter
 
-Sums = dict[str, torch.Tensor]
-"""Each the `fingerprint_sum` of what a parameter has of a Hugging Face tensor, by its name."""
+Sums = dict[str, Tensor]
+"""By the name of a Hugging Face tensor, the `fingerprint_sum` of the part of it that is in a
+parameter of vLLM."""
 _PR_SET_PDEATHSIG = 1
+"""Linux: the option of prctl that sets the signal which a process gets when its parent ends."""
 
 
 @dataclass
@@ -55,8 +61,10 @@ class StagedUpdate(WeightTransferUpdateInfo):
 
 
 def _bucket_of(fields: Mapping[str, Any]) -> WeightBucket:
-    pages = SharedPages(**fields["data"])
-    return WeightBucket(**{**fields, "data": pages})
+    """Makes a bucket again of the dictionary that a message has of it."""
+    own_fields = dict(fields)
+    own_fields["data"] = SharedPages(**fields["data"])
+    return WeightBucket(**own_fields)
 
 
 class StagedTransfer(WeightTransferEngine[DirectInitInfo, StagedUpdate]):
@@ -77,7 +85,8 @@ class StagedTransfer(WeightTransferEngine[DirectInitInfo, StagedUpdate]):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._sources: dict[str, list[Source]] = {}
-        """What a parameter or buffer of vLLM is made of, in the order there, by its name."""
+        """The Hugging Face tensors that each parameter or buffer of vLLM is made of, in their order
+        there, by its name."""
         self._before_packing: dict[str, Sums | None] = {}
         """What `_fingerprints_of` returned for a parameter before it was packed or rounded, by the
         name of the parameter."""
@@ -85,13 +94,14 @@ class StagedTransfer(WeightTransferEngine[DirectInitInfo, StagedUpdate]):
         for name, module in self.model.named_modules():
             if is_changed and isinstance(module, LinearBase):
                 method: Any = module.quant_method
-                method.process_weights_after_loading = self._fingerprint_then(
-                    name, method.process_weights_after_loading
-                )
+                pack = method.process_weights_after_loading
+                method.process_weights_after_loading = self._fingerprint_then(name, pack)
 
     def _fingerprint_then(
         self, module_name: str, pack: Callable[[Any], None]
     ) -> Callable[[Any], None]:
+        """Returns a function that takes the fingerprints of a layer and then packs it."""
+
         def fingerprint_then_pack(layer: Any) -> None:
             loaded = dict(layer.named_parameters(prefix=module_name, recurse=False))
             found: dict[str, Sums | None] = {}
@@ -137,8 +147,7 @@ class StagedTransfer(WeightTransferEngine[DirectInitInfo, StagedUpdate]):
             names += bucket.names
             dtypes += [bucket.dtype] * len(bucket.names)
             shapes += bucket.shapes
-        shape_of = dict(zip(names, shapes, strict=True))
-        self._sources = self._find_sources(shape_of)
+        self._sources = self._find_sources(names, shapes)
         if self.direct:
             self.direct.receive_weights(NCCLWeightTransferUpdateInfo(names, dtypes, shapes))
         else:
@@ -151,35 +160,34 @@ class StagedTransfer(WeightTransferEngine[DirectInitInfo, StagedUpdate]):
             head.quant_method.process_weights_after_loading(head)
 
     def finish_weight_update(self) -> None:
-        """Nothing is left to do."""
+        """Does nothing, because nothing is left to do."""
 
-    def _find_sources(self, shapes: Mapping[str, Any]) -> dict[str, list[Source]]:
-        """Returns `_sources`, from the shapes of the Hugging Face tensors by their names."""
+    def _find_sources(self, hf_names: list[str], shapes: list[Any]) -> dict[str, list[Source]]:
+        """Returns `_sources`, from the names and shapes of the Hugging Face tensors."""
         mapper = getattr(self.model, "hf_to_vllm_mapper", None)
         rename = mapper.get_rename_mapper().map_name if mapper else str
-        known = set(dict(self.model.named_parameters(remove_duplicate=False)))
+        known = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         placed: dict[str, list[tuple[int, Source]]] = defaultdict(list)
-        for hf_name, shape in shapes.items():
+        for hf_name, shape in zip(hf_names, shapes, strict=True):
             name, position = self._place_of(rename(hf_name), known)
             source = Source(hf_name, torch.Size(shape))
             placed[name].append((position, source))
         sources: dict[str, list[Source]] = {}
         for name, found in placed.items():
-            sources[name] = [source for _, source in sorted(found)]
+            sources[name] = [source for _position, source in sorted(found)]
         return sources
 
     def _place_of(self, renamed: str, known: set[str]) -> tuple[str, int]:
         """Returns the vLLM parameter, one of `known` if it is fused, in which a tensor is, and the
         tensor's position in it."""
-        place = renamed, 0
         # Such as {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}.
         fused = getattr(self.model, "packed_modules_mapping", {})
         for whole, parts in fused.items():
             for position, part in enumerate(parts):
                 name = renamed.replace(f".{part}.", f".{whole}.")
-                if f".{part}." in renamed and name in known:
-                    place = name, position
-        return place
+                if name != renamed and name in known:
+                    return name, position
+        return renamed, 0
 
     def fingerprints(self) -> dict[str, int]:
         """Returns fingerprints by Hugging Face name of the weights that the replica's processes
@@ -193,26 +201,21 @@ class StagedTransfer(WeightTransferEngine[DirectInitInfo, StagedUpdate]):
             # Other buffers of vLLM's, such as tables of positions, are its own.
             if name in self._sources:
                 tensors[name] = buffer
-        totals: dict[str, torch.Tensor | int] = {}
-        for name in tensors:
+        totals: dict[str, Tensor | int] = {}
+        for name, tensor in tensors.items():
             # What vLLM has no place for is left out, and so it is missed, whatever its values are.
             for source in self._sources.get(name, []):
-                totals[source.hf_name] = 0
-        for name, tensor in tensors.items():
+                totals.setdefault(source.hf_name, 0)
             sums = self._fingerprints_in(name, tensor)
             for hf_name, part in sums.items():
                 totals[hf_name] = totals.get(hf_name, 0) + part
-        names = sorted(totals)
         own = read_fingerprints(totals)
-        signed = [(own[name] + 2**63) % 2**64 - 2**63 for name in names]
-        of_ranks = torch.tensor(signed, dtype=torch.int64)
         group = get_tp_group()
-        if group.world_size > 1:
-            dist.all_reduce(of_ranks, group=group.cpu_group)  # wraps around modulo 2**64
-        unsigned = [value % 2**64 for value in of_ranks.tolist()]
-        return dict(zip(names, unsigned, strict=True))
+        if group.world_size == 1:
+            return own
+        return sum_over_ranks(own, group.cpu_group)
 
-    def _fingerprints_in(self, name: str, parameter: torch.Tensor) -> Sums:
+    def _fingerprints_in(self, name: str, parameter: Tensor) -> Sums:
         """Returns `_fingerprints_of` what was loaded into a parameter; raises WeightSyncError if
         there are none."""
         if name in self._before_packing:
@@ -220,16 +223,16 @@ class StagedTransfer(WeightTransferEngine[DirectInitInfo, StagedUpdate]):
         else:
             found = self._fingerprints_of(name, parameter)
         if found is None:
-            sources = [source.hf_name for source in self._sources.get(name, [])]
+            hf_names = [source.hf_name for source in self._sources.get(name, [])]
             raise WeightSyncError(
                 f"What was loaded into vLLM's parameter {name} ({type(self.model).__name__}) "
-                f"cannot be checked: it is not made of {sources} alone, which is "
+                f"cannot be checked: it is not made of {hf_names} alone, which is "
                 "what the trainer has for it, or not in a way that is known here. Set "
                 "rollout.name=hf."
             )
         return found
 
-    def _fingerprints_of(self, name: str, parameter: torch.Tensor) -> Sums | None:
+    def _fingerprints_of(self, name: str, parameter: Tensor) -> Sums | None:
         """Returns the fingerprints of what this process answers for in a parameter; None if the
         parameter's sources do not add up to it."""
         module_name, _, leaf = name.rpartition(".")
@@ -240,9 +243,10 @@ class StagedTransfer(WeightTransferEngine[DirectInitInfo, StagedUpdate]):
             return None
         sums: Sums = {}
         for piece in pieces:
-            hf_name = piece.hf_name
             part = fingerprint_sum(piece.values, piece.first_row, piece.first_column)
-            sums[hf_name] = sums[hf_name] + part if hf_name in sums else part
+            if piece.hf_name in sums:
+                part += sums[piece.hf_name]
+            sums[piece.hf_name] = part
         return sums
 
 
@@ -254,18 +258,18 @@ class WorkerExtension:
     adapter: Adapter
 
     def weight_fingerprints(self) -> dict[str, int]:
-        """See `StagedTransfer.fingerprints`."""
+        """Calls `StagedTransfer.fingerprints`."""
         return self.weight_transfer_engine.fingerprints()
 
     def load_adapter(self, buckets: list[Any], adapter_id: int) -> None:
-        """See `Adapter.load` and `StagedUpdate`."""
+        """Calls `Adapter.load` with the weights of buckets, as `StagedUpdate` has them."""
         manager = self.model_runner.get_model().lora_manager
-        self.adapter = Adapter(manager, adapter_id)
         update = StagedUpdate(buckets)
+        self.adapter = Adapter(manager, adapter_id)
         self.adapter.load(iterate_buckets(update.buckets))
 
     def adapter_fingerprints(self) -> dict[str, int]:
-        """See `Adapter.fingerprints`."""
+        """Calls `Adapter.fingerprints`."""
         return self.adapter.fingerprints()
 
 

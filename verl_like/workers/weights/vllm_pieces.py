@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
@@ -32,7 +33,7 @@ class Piece(NamedTuple):
     first_row: int
     """Where the piece begins in the Hugging Face tensor."""
     first_column: int
-    values: torch.Tensor
+    values: Tensor
     """(rows, columns)."""
 
 
@@ -50,7 +51,7 @@ class _Part(NamedTuple):
 
 
 def cut_parameter(
-    module: Any, leaf: str, parameter: torch.Tensor, sources: Sequence[Source]
+    module: Any, leaf: str, parameter: Tensor, sources: Sequence[Source]
 ) -> list[Piece] | None:
     """Cuts this process's shard of a vLLM parameter or buffer into pieces of its sources.
 
