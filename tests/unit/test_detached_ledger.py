@@ -469,10 +469,10 @@ def test_in_any_order_of_events_every_step_is_full_nothing_is_too_old_and_the_su
 
 def test_a_resumed_run_has_the_newest_kl_coefficient_of_the_steps_that_are_trained():
     ledger = PromptLedger(num_steps=4, batch_size=2, detached=DetachedBlock(), max_staleness=1)
-    for version in range(2):
+    for version in range(3):
         tickets = ledger.take("maker", version, 2)
         deliver(ledger, "maker", tickets, version)
         ledger.keep_kl_coef(version, 0.25 * (version + 1))
         ledger.trained(ledger.choose(0, version, 2), version)
-    ledger.keep_kl_coef(2, 0.75)  # of experience that no step has trained on yet
-    assert ledger.state()["kl_coefs"] == [(1, 0.5)]
+    ledger.keep_kl_coef(3, 1.0)  # of experience that no step has trained on yet
+    assert ledger.state()["kl_coefs"] == [(2, 0.75)]

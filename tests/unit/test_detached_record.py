@@ -261,3 +261,19 @@ def test_the_record_of_a_run_and_that_of_a_side_take_down_the_same(
     )
     # A side's generations stay there: the run shows the metrics alone.
     assert said.count("prompt 0") == 1
+
+
+def test_the_share_of_a_step_in_which_a_side_waited_is_in_its_row(start: Callable):
+    record = start()
+    waiting = SideRecorder("maker_0", node="")
+    # The step of one second ends at 5.0: half a second of the first wait is in it.
+    waiting.waits.extend([(3.5, 4.5), (4.75, 5.5)])
+    record.add(waiting.name, waiting)
+    for index in range(2):
+        do_step(record, index, step=1, is_last_to_do_it=index == 1)
+    record.log()
+    (row,) = [
+        json.loads(line)
+        for line in (record.recorder.run_dir / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert row["detached/idle/maker_0"] == pytest.approx(0.5 + 0.25)
