@@ -1,13 +1,13 @@
 """The trained policy: it computes log-probabilities, updates itself, and exports its weights."""
 
 from functools import partial
-from typing import Any
 
 import torch
 
 from verl_like.algorithms.kl import kl_penalty
 from verl_like.algorithms.masked import zero_masked
 from verl_like.algorithms.policy_losses import (
+    ConfigBesideCounts,
     PolicyLossInputs,
     declared_columns,
     get_policy_loss_fn,
@@ -258,15 +258,14 @@ class ActorWorker(ScoringWorker, TrainedWorker):
         )
         if old_log_prob_BR is None:
             old_log_prob_BR = log_prob_BR.detach()
-        counts = {"global_batch_info": mini_batch.global_batch_info}
-        with_counts: Any = actor.model_copy(update=counts)
         inputs = PolicyLossInputs(
             old_log_prob=old_log_prob_BR,
             log_prob=log_prob_BR,
             response_mask=mask_BR,
             loss_agg_mode=actor.loss_agg_mode,
+            counts=mini_batch.counts,
             entropy=entropy_BR[0] if with_entropy else None,
-            config=with_counts,
+            config=ConfigBesideCounts(actor, mini_batch.global_batch_info),
             options=self.loss_options,
             # A column is padded when it is read, so no other is.
             **{name: columns[name] for name in self.loss_columns if name in columns},

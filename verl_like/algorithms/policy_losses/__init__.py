@@ -1,8 +1,9 @@
 """Policy losses: `actor.policy_loss.loss_mode=<name>` is the function registered in the file
 `<name>.py` here.
 
-Shapes: B rows, R padded response length. A loss has verl's signature. It returns a scalar, this
-micro-batch's share of the mini-batch's loss (`agg_loss` makes it), and metrics. A metric is (B, R),
+Shapes: B rows, R padded response length. The first parameters of a loss here are those of verl, in
+their order, and further ones are given by name. It returns a scalar, this micro-batch's share of
+the mini-batch's loss (`agg_loss` makes it), and metrics. A metric is (B, R),
 averaged over the selected tokens; (B,), averaged over the rows that have tokens; or a number or 0-d
 tensor, the mean of this micro-batch, weighted by its tokens. In the formulas L is the loss of a
 token and A its advantage. A loss gets the fields of `PolicyLossInputs` by the names of
@@ -24,10 +25,11 @@ from verl_like.algorithms.registry import (
 if TYPE_CHECKING:
     import torch
 
+    from verl_like.algorithms.aggregation import BatchCounts
+
 
 class LossConfig(Protocol):
-    """What a loss reads as `config`: the block `actor_rollout_ref.actor`, and the counts of the
-    mini-batch."""
+    """What a loss reads as `config`: keys of the block `actor_rollout_ref.actor`."""
 
     clip_ratio: float
     clip_ratio_low: float
@@ -35,7 +37,22 @@ class LossConfig(Protocol):
     clip_ratio_c: float
     policy_loss: Any
     global_batch_info: Mapping[str, Any]
-    """The counts among the arguments of `agg_loss`."""
+    """The same as `counts.arguments`, for losses that were written for verl."""
+
+
+@dataclass(frozen=True)
+class ConfigBesideCounts:
+    """A `LossConfig`: a configuration and the counts of a mini-batch, of which neither is copied.
+
+    Any name other than its own fields is read from `block`.
+    """
+
+    block: Any
+    """The block `actor_rollout_ref.actor`."""
+    global_batch_info: Mapping[str, Any]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.block, name)
 
 
 class PolicyLossOptions(AlgorithmOptions):
@@ -58,6 +75,10 @@ class PolicyLossInputs:
     advantages: Annotated["torch.Tensor | None", "(B, R) float"] = None
     response_mask: Annotated["torch.Tensor", "(B, R) bool or 0/1, the tokens that count"]
     loss_agg_mode: Annotated[str, "actor.loss_agg_mode, for `agg_loss`"]
+    counts: Annotated[
+        "BatchCounts",
+        "the counts of the mini-batch over all ranks, for `agg_loss(..., **counts.arguments)`",
+    ]
     rollout_is_weights: Annotated[
         "torch.Tensor | None", "(B, R) float, importance weights of algorithm.rollout_correction"
     ] = None

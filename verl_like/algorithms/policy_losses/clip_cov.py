@@ -25,7 +25,7 @@ first optimizer step both have the same log-probabilities.
 
 import torch
 
-from verl_like.algorithms.aggregation import agg_loss
+from verl_like.algorithms.aggregation import BatchCounts, agg_loss
 from verl_like.algorithms.masked import masked_mean, zero_masked
 from verl_like.algorithms.policy_losses import LossConfig, register_policy_loss
 from verl_like.algorithms.policy_losses.clip_cov_options import ClipCovKeys
@@ -68,6 +68,7 @@ def compute_policy_loss_clip_cov(
     config: LossConfig | None = None,
     rollout_is_weights: torch.Tensor | None = None,
     *,
+    counts: BatchCounts,
     selected_tokens: torch.Tensor,
     options: ClipCovOptions,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -86,6 +87,7 @@ def compute_policy_loss_clip_cov(
     losses = torch.maximum(unclipped, clipped) * ~left_out
 
     metrics = {"actor/pg_clipfrac": left_out, "actor/ppo_kl": -log_ratio.detach()}
-    counts = config.global_batch_info
-    loss = agg_loss(losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **counts)
+    loss = agg_loss(
+        losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **counts.arguments
+    )
     return loss, metrics
