@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol
 
+from verl_like.algorithms.policy_losses._facts import FACTS
 from verl_like.algorithms.registry import (
     Algorithm,
     AlgorithmOptions,
@@ -122,7 +123,7 @@ INPUTS = described_fields(PolicyLossInputs)
 """What the inputs are, by name, but for `config` and `options`."""
 
 POLICY_LOSSES = AlgorithmRegistry(
-    "policy loss", __name__, "register_policy_loss", frozenset(INPUTS)
+    "policy loss", __name__, "register_policy_loss", frozenset(INPUTS), FACTS
 )
 register_policy_loss = POLICY_LOSSES.register
 get_policy_loss_fn = POLICY_LOSSES.get

@@ -311,7 +311,7 @@ def updates_in_flight_fit(config: DetachedConfig) -> Iterator[str]:
     estimator = algorithm.adv_estimator
     loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
     for key, name, is_over_batch in (
-        ("algorithm.adv_estimator", estimator, estimator in ADVANTAGE_ESTIMATORS.over_batch),
+        ("algorithm.adv_estimator", estimator, ADVANTAGE_ESTIMATORS.facts(estimator).over_batch),
         (
             "actor_rollout_ref.actor.policy_loss.loss_mode",
             loss,
