@@ -37,8 +37,11 @@ class LossConfig(Protocol):
     clip_ratio_high: float
     clip_ratio_c: float
     policy_loss: Any
-    global_batch_info: Mapping[str, Any]
-    """The same as `counts.arguments`, for losses that were written for verl."""
+
+    @property
+    def global_batch_info(self) -> Mapping[str, Any]:
+        """The same as `counts.arguments`, for losses that were written for verl."""
+        ...
 
 
 @dataclass(frozen=True)
