@@ -31,9 +31,9 @@ it is set itself; *required* keys have no default.
 
 Keys and values are checked before Ray, torch or vLLM are imported. A key that does not exist is
 refused however it is written (`a.b=1`, `+a.b=1`, `++a.b=1` or in YAML), and so are values of
-another type. Then the files of the chosen algorithms are imported, and with them torch: their own
-options are checked, and sizes that do not fit together are refused
-(`verl_like/trainer/config/rules.py`). The exit code is then 2.
+another type. Then the chosen algorithms' own options are checked, and sizes that do not fit
+together are refused (`verl_like/trainer/config/rules.py`). A plugin is imported for that. The exit
+code is then 2.
 
 The keys `detached.*` are of [detached training](detached.md) alone, `python -m
 verl_like.trainer.main_detached`.

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +21,32 @@ import torch
 import torch.distributed.checkpoint as dcp
 import transformers
 from omegaconf import OmegaConf
-from peft import LoraConfig, LoraModel
+from peft import LoraConfig, LoraModel, PeftModel, get_peft_model_state_dict
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from transformers import PreTrainedModel
 
 from verl_like.workers.models.lora import merged_weights, model_buffers, trained_parameters
-from verl_like.workers.models.pretrained import save_weights
+from verl_like.workers.models.pretrained import save_heads, save_weights
 
 ADAPTER = "adapter_config.json"
-"""peft's settings, in a checkpoint that has an adapter alone."""
+"""peft's settings, in a checkpoint that has an adapter alone, and in an export of one."""
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+"""peft's name for the file of an adapter's values."""
 
 
-def export(role_folder: Path, out: Path, dtype: str | None = None, ema: bool = False) -> None:
+def export(
+    role_folder: Path,
+    out: Path,
+    dtype: str | None = None,
+    ema: bool = False,
+    adapter_only: bool = False,
+) -> None:
     """Writes weights, configuration and tokenizer for transformers and vLLM; `out` appears complete
     or not at all.
+
+    The model of a run with LoRA is written with its adapter merged into it.
 
     Args:
         role_folder: `global_step_N/<role>` of a run.
@@ -43,9 +55,12 @@ def export(role_folder: Path, out: Path, dtype: str | None = None, ema: bool = F
             computed.
         ema: the average of the weights over training, of a run with `actor.ema_decay`, instead of
             the last ones.
+        adapter_only: the adapter of a run with LoRA in peft's format, without the model that it
+            was trained on.
 
     Raises:
-        ValueError: `role_folder` has no complete checkpoint, or `out` exists or cannot be written.
+        ValueError: `role_folder` has no complete checkpoint, or no adapter to write alone, or `out`
+            exists or cannot be written.
     """
     checkpoint = role_folder / "checkpoint"
     if not (any(checkpoint.glob("*.safetensors")) and (checkpoint / "config.json").is_file()):
@@ -56,21 +71,29 @@ def export(role_folder: Path, out: Path, dtype: str | None = None, ema: bool = F
         )
     if out.exists():
         raise ValueError(f"{out} exists: remove it, or give a folder that does not.")
+    has_adapter = (checkpoint / ADAPTER).is_file()
+    if adapter_only and not has_adapter:
+        raise ValueError(
+            f"{checkpoint} has no adapter ({ADAPTER}), because its run trained the whole model: "
+            "export it without --adapter-only, or train with lora_rank above 0."
+        )
     hf = empty_model(checkpoint, dtype)
-    if (checkpoint / ADAPTER).is_file():
-        weights = weights_of_adapter(checkpoint, hf, ema)
+    if adapter_only:
+        settings, trained = read_adapter(checkpoint, hf, ema)
+        write = partial(save_adapter, hf, settings, trained)
     else:
-        weights = read_weights(checkpoint, hf.dtype, hf.named_parameters(), ema)
-        weights |= read_buffers(checkpoint, hf)
+        whole = merged_model if has_adapter else plain_model
+        write = partial(save_weights, hf, whole(checkpoint, hf, ema))
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f"{out.name}.partial.", dir=out.parent) as folder:
-            partial = Path(folder, out.name)
-            save_weights(hf, weights, partial)
-            # The dtype in config.json is that of `hf`.
-            settings = shutil.ignore_patterns("*.safetensors", "config.json", ADAPTER)
-            shutil.copytree(checkpoint, partial, ignore=settings, dirs_exist_ok=True)
-            partial.rename(out)
+            incomplete = Path(folder, out.name)
+            write(incomplete)
+            # The dtype in config.json is that of `hf`, and the settings in ADAPTER are written
+            # with the adapter.
+            written = shutil.ignore_patterns("*.safetensors", "config.json", ADAPTER)
+            shutil.copytree(checkpoint, incomplete, ignore=written, dirs_exist_ok=True)
+            incomplete.rename(out)
     except (OSError, SafetensorError) as error:
         raise ValueError(
             f"{out} cannot be written ({error}): make room, or give another folder."
@@ -93,23 +116,68 @@ def empty_model(checkpoint: Path, dtype: str | None) -> PreTrainedModel:
         return model_class(config).to(getattr(torch, dtype) if dtype else config.dtype)
 
 
-def weights_of_adapter(checkpoint: Path, hf: PreTrainedModel, ema: bool) -> dict[str, torch.Tensor]:
+def plain_model(checkpoint: Path, hf: PreTrainedModel, ema: bool) -> dict[str, torch.Tensor]:
+    """The parameters and buffers of a model that was trained whole."""
+    weights = read_weights(checkpoint, hf.dtype, hf.named_parameters(), ema)
+    return weights | read_buffers(checkpoint, hf)
+
+
+def merged_model(checkpoint: Path, hf: PreTrainedModel, ema: bool) -> dict[str, torch.Tensor]:
     """The parameters of the model that the checkpoint's adapter was trained on, with the adapter in
     them.
 
     Raises ValueError where that model is not there any more, or the adapter is not whole.
     """
-    settings = LoraConfig.from_pretrained(str(checkpoint))
-    with torch.device("meta"):
-        names = trained_parameters(LoraModel(type(hf)(hf.config), settings, "default").model)
-    adapter = read_weights(checkpoint, torch.float32, names, ema)
+    settings, trained = read_adapter(checkpoint, hf, ema)
     try:
-        return merged_weights(hf, settings, adapter, hf.dtype)
+        return merged_weights(hf, settings, trained, hf.dtype)
     except OSError as error:
         raise ValueError(
             f"{checkpoint} has an adapter of {settings.base_model_name_or_path}, which cannot be "
             f"read ({error}): put that model there."
         ) from error
+
+
+def read_adapter(
+    checkpoint: Path, hf: PreTrainedModel, ema: bool
+) -> tuple[LoraConfig, dict[str, torch.Tensor]]:
+    """peft's settings of the checkpoint's adapter, and all that was trained, in float32 by name.
+
+    Raises ValueError where the adapter is not whole.
+    """
+    settings = LoraConfig.from_pretrained(str(checkpoint))
+    with torch.device("meta"):
+        names = trained_parameters(LoraModel(type(hf)(hf.config), settings, "default").model)
+    return settings, read_weights(checkpoint, torch.float32, names, ema)
+
+
+def save_adapter(
+    hf: PreTrainedModel, settings: LoraConfig, trained: dict[str, torch.Tensor], folder: Path
+) -> None:
+    """Writes an adapter to a new folder as peft does, in the dtype of `hf`.
+
+    peft's own function gives the names. Further heads, which peft does not read, are written as
+    `save_weights` does.
+
+    Args:
+        hf: an empty model of the class that the adapter belongs to. It gets an adapter.
+        settings: peft's settings of the adapter.
+        trained: the values of the adapter and of further heads. The heads are removed.
+        folder: the folder to make.
+    """
+    folder.mkdir()
+    values = {name: value.to(hf.dtype) for name, value in trained.items()}
+    save_heads(values, folder)
+    if hf.can_generate():
+        settings.task_type = "CAUSAL_LM"  # AutoPeftModelForCausalLM asks for it
+    settings.inference_mode = True
+    with torch.device("meta"):
+        model = PeftModel(hf, settings)
+    of_model = {f"base_model.model.{name}": value for name, value in values.items()}
+    # Otherwise peft asks the hub whether the base model has other embeddings.
+    in_file = get_peft_model_state_dict(model, of_model, save_embedding_layers=False)
+    settings.save_pretrained(str(folder))
+    save_file(in_file, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
 
 
 def read_weights(
@@ -210,11 +278,14 @@ def main() -> int:
     parser.add_argument(
         "--ema", action="store_true", help="the average of the weights (actor.ema_decay)"
     )
+    parser.add_argument(
+        "--adapter-only", action="store_true", help="the LoRA adapter alone, in peft's format"
+    )
     given = parser.parse_args()
     # One process is what is meant
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     try:
-        export(given.role_folder, given.out, given.dtype, given.ema)
+        export(given.role_folder, given.out, given.dtype, given.ema, given.adapter_only)
     except ValueError as error:
         sys.stderr.write(f"verl_like: {error}\n")
         return 2

@@ -10,7 +10,7 @@ from verl.trainer.ppo import rollout_corr_helper as verl_corrections
 from verl.workers.config import ActorConfig, PolicyLossConfig
 
 from benchmarks.serve import serve
-from verl_like.algorithms.aggregation import LOSS_AGG_MODES
+from verl_like.algorithms.aggregation import LOSS_AGG_MODES, BatchCounts
 from verl_like.algorithms.corrections import STATISTICS
 from verl_like.algorithms.corrections.importance_sampling import compute_rollout_correction_weights
 from verl_like.algorithms.corrections.off_policy_metrics import compute_offpolicy_metrics
@@ -81,10 +81,8 @@ def loss_difference(name: str, columns: dict[str, torch.Tensor], mode: str) -> f
         **{key: value for key, value in options.items() if key.startswith("tau")},
     )
     # verl divides by the width of the columns; here it is said.
-    counts = {"loss_scale_factor": LENGTH}
-    config = SimpleNamespace(
-        clip_ratio_low=0.15, clip_ratio_high=0.25, clip_ratio_c=3.0, global_batch_info=counts
-    )
+    counts = BatchCounts(loss_scale_factor=LENGTH)
+    config = SimpleNamespace(clip_ratio_low=0.15, clip_ratio_high=0.25, clip_ratio_c=3.0)
     function = get_policy_loss_fn(name)
     declared = options_class(function)
     ours, theirs = (columns["log_prob"].clone().requires_grad_() for _ in range(2))
@@ -93,6 +91,7 @@ def loss_difference(name: str, columns: dict[str, torch.Tensor], mode: str) -> f
         "log_prob": ours,
         "loss_agg_mode": mode,
         "config": config,
+        "counts": counts,
         "options": declared and declared(**options),
     }
     if hasattr(inputs["options"], "select_tokens"):
@@ -128,9 +127,7 @@ def distillation_difference(columns: dict[str, torch.Tensor]) -> float:
     """verl's parts: its KL as a negative advantage, and its clipped loss of that and of the task's
     advantages."""
     verl_config = ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1)
-    config = SimpleNamespace(
-        clip_ratio_low=0.2, clip_ratio_high=0.2, clip_ratio_c=3.0, global_batch_info={}
-    )
+    config = SimpleNamespace(clip_ratio_low=0.2, clip_ratio_high=0.2, clip_ratio_c=3.0)
     ours, theirs = (columns["log_prob"].clone().requires_grad_() for _ in range(2))
     function = get_policy_loss_fn("distillation")
     teacher = columns["rollout_log_probs"]
@@ -141,6 +138,7 @@ def distillation_difference(columns: dict[str, torch.Tensor]) -> float:
         **columns,
         "log_prob": ours,
         "config": config,
+        "counts": BatchCounts(),
         "teacher_log_prob": teacher,
         "options": declared(**options),
     }

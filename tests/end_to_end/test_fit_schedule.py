@@ -26,6 +26,28 @@ def saved(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(run)) for path in run.glob("global_step_*/*/*"))
 
 
+def test_a_run_that_only_validates_has_the_numbers_of_the_first_validation_and_leaves_others_alone(
+    tmp_path: Path, tiny_llama: Callable
+):
+    settings = [GRPO, "trainer.test_freq=-1", "trainer.save_freq=1"]
+    run_locally(tmp_path, tiny_llama, *settings, steps=1)
+    trained = (tmp_path / "runs/latest").resolve()
+    of_training = metrics_of(tmp_path)[0]
+    files = {path: path.stat().st_mtime_ns for path in trained.rglob("*")}
+    # With three steps the run of one step would go on.
+    recorder = run_locally(tmp_path, tiny_llama, *settings, "trainer.val_only=true", steps=3)
+    assert recorder.run_dir != trained
+    (row,) = metrics_of(tmp_path)
+    scores = {name: value for name, value in row.items() if name.startswith("val-core/")}
+    assert scores
+    assert scores == {name: of_training[name] for name in scores}
+    assert not saved(tmp_path)
+    assert (recorder.run_dir / "report.html").stat().st_size > 1000
+    assert {path: path.stat().st_mtime_ns for path in trained.rglob("*")} == files
+    events = (recorder.run_dir / "timeline.jsonl").read_text().splitlines()
+    assert "update_actor" not in {json.loads(event)["method"] for event in events}
+
+
 def test_a_run_validates_before_every_second_step_and_at_its_end_and_saves_every_third(
     tmp_path: Path, tiny_llama: Callable, capsys: pytest.CaptureFixture[str]
 ):

@@ -48,6 +48,15 @@ def train(
     return metrics_of(folder)
 
 
+VLLM_SETTINGS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "TORCHDYNAMO_DISABLE": "1",
+}
+"""Environment of a process with one engine, which computes in that process."""
+
+
 def assert_vllm_generates(model: Path) -> None:
     """Loads a saved model as a server would, in a process of its own."""
     program = (
@@ -57,15 +66,9 @@ def assert_vllm_generates(model: Path) -> None:
         "print(engine.generate('1+2=', vllm.SamplingParams(max_tokens=2, "
         "ignore_eos=True))[0].outputs[0].token_ids)\n"
     )
-    settings = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "TORCHDYNAMO_DISABLE": "1",
-    }
     done = subprocess.run(
         [sys.executable, "-c", program, str(model)],
-        env=os.environ | settings,
+        env=os.environ | VLLM_SETTINGS,
         capture_output=True,
         text=True,
         timeout=200,

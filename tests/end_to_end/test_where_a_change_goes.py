@@ -179,6 +179,24 @@ NEW = {
     "configuration key": {},
 }
 TOUCHED = {
+    "advantage estimator or loss": [
+        (
+            "verl_like/algorithms/advantages/_facts.py",
+            "FACTS = {\n",
+            '    "share_of_reward": AlgorithmFacts(_REWARDS),\n',
+        ),
+        (
+            "verl_like/algorithms/policy_losses/_facts.py",
+            "FACTS = {\n",
+            '    "doubled": AlgorithmFacts(_OF_DOUBLED),\n',
+        ),
+        (
+            "verl_like/algorithms/policy_losses/_facts.py",
+            '_OF_RESPONSES = "seq-mean-token-mean"\n',
+            '_OF_DOUBLED = frozenset({"log_prob", "advantages", "response_mask"})\n'
+            '_OF_DOUBLED |= {"loss_agg_mode", "rollout_is_weights"}\n',
+        ),
+    ],
     "correction": [
         (
             "verl_like/algorithms/corrections/correction.py",

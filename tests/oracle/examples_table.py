@@ -181,6 +181,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "trainer.test_freq",
         "trainer.val_before_train",
     ),
+    "tests/unit/test_training_loop.py": ("trainer.val_only",),
     "tests/end_to_end/test_best_checkpoint.py": (
         "trainer.best_ckpt_metric",
         "trainer.max_ckpt_to_keep",

@@ -25,6 +25,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from verl_like.algorithms.aggregation import BatchCounts
 from verl_like.algorithms.policy_losses import register_policy_loss
 from verl_like.algorithms.policy_losses.vanilla import compute_policy_loss_vanilla
 from verl_like.protocol import DataProto, Metric, metric_values
@@ -67,9 +68,10 @@ def twice_the_policy_loss(
     response_mask: torch.Tensor,
     loss_agg_mode: str,
     config: Any,
+    counts: BatchCounts,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     columns = old_log_prob, log_prob, advantages, response_mask
-    loss, told = compute_policy_loss_vanilla(*columns, loss_agg_mode, config)
+    loss, told = compute_policy_loss_vanilla(*columns, loss_agg_mode, config, counts=counts)
     return 2 * loss, told
 
 

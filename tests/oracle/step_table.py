@@ -409,6 +409,7 @@ REACHES_NO_FORMULA: dict[str, list[str]] = {
                 "experiment_name",
                 "logger",
                 "val_before_train",
+                "val_only",
                 "test_freq",
                 "save_freq",
             ),

@@ -4,6 +4,7 @@ gradients."""
 import inspect
 import itertools
 import math
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from verl_like.algorithms.aggregation import LOSS_AGG_MODES, agg_loss
+from verl_like.algorithms.aggregation import LOSS_AGG_MODES, BatchCounts, agg_loss
 from verl_like.algorithms.masked import masked_sum
 from verl_like.algorithms.policy_losses import (
     POLICY_LOSSES,
@@ -26,16 +27,15 @@ NAN, INF = float("nan"), float("inf")
 
 def counts_of(mask, scale=None):
     """The counts of `mask`, taken as the whole mini-batch."""
-    return {
-        "dp_size": 1,
-        "batch_num_tokens": float(mask.sum()),
-        "global_batch_size": float(mask.bool().any(dim=-1).sum()),
-        "loss_scale_factor": scale,
-    }
+    return BatchCounts(
+        batch_num_tokens=float(mask.sum()),
+        global_batch_size=float(mask.bool().any(dim=-1).sum()),
+        loss_scale_factor=scale,
+    )
 
 
 def aggregate_over(mask, mode="token-mean", scale=None):
-    return partial(agg_loss, loss_agg_mode=mode, **counts_of(mask, scale))
+    return partial(agg_loss, loss_agg_mode=mode, **counts_of(mask, scale).arguments)
 
 
 def compute_policy_loss(
@@ -51,14 +51,10 @@ def compute_policy_loss(
     weights=None,
 ):
     """The vanilla loss, and its metrics as sums over the selected tokens."""
-    config = SimpleNamespace(
-        clip_ratio_low=low,
-        clip_ratio_high=high,
-        clip_ratio_c=c,
-        global_batch_info=counts or counts_of(mask),
-    )
+    config = SimpleNamespace(clip_ratio_low=low, clip_ratio_high=high, clip_ratio_c=c)
+    counts = counts or counts_of(mask)
     loss, metrics = compute_policy_loss_vanilla(
-        old, log_prob, advantages, mask, mode, config, weights
+        old, log_prob, advantages, mask, mode, config, weights, counts=counts
     )
     assert all(value.shape == mask.shape and not value.requires_grad for value in metrics.values())
     return loss, {name: masked_sum(value.float(), mask) for name, value in metrics.items()}
@@ -321,8 +317,8 @@ def test_without_counts_the_mask_is_the_whole_mini_batch_and_dp_size_is_a_factor
     mask = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0]])
     expected = aggregate_over(mask, mode, scale=5.0)(loss_mat, mask).item()
     assert agg_loss(loss_mat, mask, mode, loss_scale_factor=5.0).item() == expected != 0
-    counts = counts_of(mask, scale=5.0) | {"dp_size": 3}
-    assert agg_loss(loss_mat, mask, mode, **counts).item() == pytest.approx(3 * expected)
+    counts = replace(counts_of(mask, scale=5.0), dp_size=3)
+    assert agg_loss(loss_mat, mask, mode, **counts.arguments).item() == pytest.approx(3 * expected)
     with pytest.raises(ValueError, match="dp_size=3, batch_num_tokens=4, global_batch_size=None"):
         agg_loss(loss_mat, mask, mode, dp_size=3, batch_num_tokens=4)
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from verl_like.algorithms.aggregation import BatchCounts
 from verl_like.algorithms.policy_losses import get_policy_loss_fn
 from verl_like.algorithms.policy_losses.clip_cov import ClipCovOptions
 from verl_like.algorithms.policy_losses.distillation import DistillationOptions
@@ -22,9 +23,7 @@ def loss_and_gradient(
 ):
     """Of one row of tokens with these probabilities; the mean over its tokens."""
     log_prob = torch.tensor([probs], dtype=torch.float64).log().requires_grad_()
-    config = SimpleNamespace(
-        clip_ratio_low=low, clip_ratio_high=high, clip_ratio_c=c, global_batch_info={}
-    )
+    config = SimpleNamespace(clip_ratio_low=low, clip_ratio_high=high, clip_ratio_c=c)
     loss, metrics = get_policy_loss_fn(name)(
         torch.tensor([old_probs], dtype=torch.float64).log(),
         log_prob,
@@ -32,6 +31,7 @@ def loss_and_gradient(
         torch.ones(1, len(probs), dtype=torch.long) if mask is None else torch.tensor([mask]),
         "seq-mean-token-mean",
         config,
+        counts=BatchCounts(),
         **more,
     )
     loss.backward()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from loss_oracles import ORACLES, SETTINGS, mini_batch
 
+from verl_like.algorithms.aggregation import BatchCounts
 from verl_like.algorithms.policy_losses import get_policy_loss_fn
 from verl_like.algorithms.registry import call_by_name, options_class
 
@@ -43,17 +44,18 @@ def batch():
 
 
 class Config:
-    """The part of the actor's block that losses read."""
+    """The part of the actor's block that losses read, and the counts of the mini-batch."""
 
     clip_ratio, clip_ratio_c = SETTINGS.clip_ratio, SETTINGS.clip_ratio_c
     clip_ratio_low, clip_ratio_high = SETTINGS.clip_ratio_low, SETTINGS.clip_ratio_high
 
     def __init__(self, mask, dp_size=1):
-        self.global_batch_info = {"dp_size": dp_size, "batch_num_tokens": float(mask.sum())}
-        self.global_batch_info |= {
-            "global_batch_size": float(mask.any(-1).sum()),
-            "loss_scale_factor": 5.0,
-        }
+        self.counts = BatchCounts(
+            dp_size=dp_size,
+            batch_num_tokens=float(mask.sum()),
+            global_batch_size=float(mask.any(-1).sum()),
+            loss_scale_factor=5.0,
+        )
 
 
 def loss_of(name, columns, mask, config, mode, weights=None, rows=slice(None), log_prob=None):
@@ -68,6 +70,7 @@ def loss_of(name, columns, mask, config, mode, weights=None, rows=slice(None), l
         "response_mask": torch.from_numpy(mask)[rows],
         "loss_agg_mode": mode,
         "config": config,
+        "counts": config.counts,
         "rollout_is_weights": None if weights is None else torch.from_numpy(weights)[rows],
         "selected_tokens": tensors["selected"],
         "teacher_log_prob": tensors["teacher"],

@@ -11,7 +11,7 @@ import pytest
 
 from verl_like.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from verl_like.algorithms.policy_losses import POLICY_LOSSES
-from verl_like.algorithms.registry import option_keys, options_class, read_options
+from verl_like.algorithms.registry import facts_of, option_keys, options_class, read_options
 from verl_like.trainer.config import ConfigError, PPOConfig, load_ppo_config, to_yaml
 
 REQUIRED = [
@@ -168,6 +168,62 @@ def test_the_options_that_are_known_before_torch_is_loaded_are_those_that_the_fu
             assert (known is None) == (taken is None), name
             if taken:
                 assert option_keys(taken) == option_keys(known), name
+
+
+def test_the_facts_that_are_known_before_torch_is_loaded_are_those_of_the_signatures():
+    for registry in (ADVANTAGE_ESTIMATORS, POLICY_LOSSES):
+        assert sorted(registry.known_facts) == registry.file_names()
+        for name, known in registry.known_facts.items():
+            function = registry.get(name)
+            assert known == facts_of(function, over_batch=name in registry.over_batch), name
+
+
+def test_the_facts_of_a_plugin_are_read_from_its_signature(plugin: str):
+    load(plugin, f"{ESTIMATOR}=shrink", "data.train_batch_size=256")
+    of_estimator = ADVANTAGE_ESTIMATORS.facts("shrink")
+    assert of_estimator.needs == {"token_level_rewards", "values", "old_log_probs"}
+    assert not of_estimator.over_batch
+    of_loss = POLICY_LOSSES.facts("towards_reference")
+    assert of_loss.needs == {"log_prob", "ref_log_prob", "response_mask"}
+    assert of_loss.loss_agg_mode == "token-mean"
+
+
+def test_both_names_of_an_estimator_have_its_facts():
+    of_groups = {"token_level_rewards", "response_mask", "index"}
+    for name in ("rloo", "rloo_vectorized"):
+        assert ADVANTAGE_ESTIMATORS.facts(name).needs == of_groups
+
+
+def test_a_whole_configuration_is_loaded_and_checked_without_torch():
+    program = (
+        "import json, sys\n"
+        "from verl_like.trainer.config import load_ppo_config\n"
+        "overrides = json.loads(sys.argv[1])\n"
+        "for estimator, loss in (('gae', 'vanilla'), ('opo', 'gspo'), ('rloo', 'clip_cov')):\n"
+        "    chosen = [f'algorithm.adv_estimator={estimator}']\n"
+        "    chosen += [f'actor_rollout_ref.actor.policy_loss.loss_mode={loss}']\n"
+        "    config = load_ppo_config([*overrides, *chosen])\n"
+        "    print(config.plan.needs_critic, config.actor_rollout_ref.actor.loss_agg_mode)\n"
+        "for registry in config.algorithm_keys.values():\n"
+        "    for name in registry.names():\n"
+        "        registry.facts(name), registry.options_of(name)\n"
+        "heavy = ('torch', 'ray', 'vllm', 'transformers', 'tensordict')\n"
+        "print([name for name in heavy if name in sys.modules])\n"
+    )
+    settings = [*REQUIRED, "actor_rollout_ref.rollout.n=2", "data.train_batch_size=256"]
+    result = subprocess.run(
+        [sys.executable, "-c", program, json.dumps(settings)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == [
+        "True token-mean",
+        "False seq-mean-token-mean",
+        "False token-mean",
+        "[]",
+    ]
 
 
 def test_both_names_of_an_estimator_have_its_options(monkeypatch: pytest.MonkeyPatch):

@@ -101,6 +101,10 @@ def config_of(*overrides: str) -> DetachedConfig:
         ),
         (["detached.update_steps=2"], "set it to at most 1"),
         (
+            ["trainer.val_only=true"],
+            "trainer.val_only=true: in detached training a maker validates while trainers train",
+        ),
+        (
             ["worker_classes.critic=a.Critic"],
             "worker_classes.critic: makers run a copy of the built-in worker",
         ),

@@ -3,7 +3,7 @@
 import importlib.util
 import re
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from verl_like.algorithms.advantages import (
     estimate_advantages,
     get_adv_estimator_fn,
 )
+from verl_like.algorithms.aggregation import BatchCounts
 from verl_like.algorithms.policy_losses import POLICY_LOSSES, get_policy_loss_fn
 from verl_like.algorithms.registry import call_by_name, options_class
 
@@ -68,18 +69,12 @@ def test_the_estimator_over_the_batch_centres_the_scores_of_its_rows(tmp_path: P
 def test_the_loss_is_the_mean_over_tokens_and_has_no_gradient_at_the_mask(tmp_path: Path):
     example("algorithms.md", "from verl_like.algorithms.aggregation import agg_loss", tmp_path)
     log_prob_BR = torch.tensor([[-1.0, -2.0, torch.nan], [-0.5, -0.5, -3.0]], requires_grad=True)
-    counts = {
-        "dp_size": 1,
-        "batch_num_tokens": 5.0,
-        "global_batch_size": 2.0,
-        "loss_scale_factor": None,
-    }
     inputs = {
         "log_prob": log_prob_BR,
         "advantages": torch.tensor([[2.0, 2.0, 0.0], [1.0, 1.0, 1.0]]),
         "response_mask": MASK_BR,
         "loss_agg_mode": "token-mean",
-        "config": SimpleNamespace(global_batch_info=counts),
+        "counts": BatchCounts(batch_num_tokens=5.0, global_batch_size=2.0),
     }
     loss, metrics = call_by_name(get_policy_loss_fn("log_prob_times_advantage"), inputs)
     loss.backward()

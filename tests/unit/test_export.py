@@ -158,6 +158,16 @@ def test_what_is_no_checkpoint_is_refused(actor, tmp_path: Path):
     assert not (tmp_path / "exported").exists()
 
 
+def test_a_run_that_trained_the_whole_model_has_no_adapter_to_export(actor, tmp_path: Path):
+    message = (
+        rf"{actor[0]}/checkpoint has no adapter \(adapter_config.json\), because its run trained "
+        "the whole model: export it without --adapter-only, or train with lora_rank above 0"
+    )
+    with pytest.raises(ValueError, match=message):
+        export(actor[0], tmp_path / "exported", adapter_only=True)
+    assert not (tmp_path / "exported").exists()
+
+
 def test_a_folder_that_exists_is_left_as_it_is(actor, tmp_path: Path):
     (tmp_path / "exported").mkdir()
     with pytest.raises(ValueError, match=f"{tmp_path}/exported exists"):
@@ -237,6 +247,8 @@ def test_the_command_reads_its_arguments_and_says_what_they_are(
         f"verl_like: {role_folder}/checkpoint has no average of the weights"
         in capsys.readouterr().err
     )
+    assert command("--adapter-only", role_folder, str(tmp_path / "adapter")) == 2
+    assert f"verl_like: {role_folder}/checkpoint has no adapter" in capsys.readouterr().err
     with pytest.raises(SystemExit) as ended:
         command(role_folder, str(tmp_path / "half"), "--dtype=float16")
     assert ended.value.code == 2 and "invalid choice: 'float16'" in capsys.readouterr().err
@@ -246,13 +258,13 @@ def test_the_command_reads_its_arguments_and_says_what_they_are(
     said = capsys.readouterr().out
     assert ended.value.code == 0 and said.startswith(
         "usage: python -m verl_like.export [-h] [--dtype {bfloat16,float32}] [--ema] "
-        "CHECKPOINT_ROLE_FOLDER OUT\n\n"
+        "[--adapter-only] CHECKPOINT_ROLE_FOLDER OUT\n\n"
         "Makes a Hugging Face folder of a model in a checkpoint\n"
     )
     for part in (
         "positional arguments: CHECKPOINT_ROLE_FOLDER global_step_N/<role> OUT the folder to make "
         "options: ",
         " --dtype {bfloat16,float32} default: in which the layers computed --ema the average of "
-        "the weights (actor.ema",
+        "the weights (actor.ema_decay) --adapter-only the LoRA adapter alone, in peft's format",
     ):
         assert part in " ".join(said.split())

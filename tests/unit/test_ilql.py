@@ -354,6 +354,20 @@ def test_a_checkpoint_has_all_heads_and_its_export_is_the_folder_that_the_worker
     )
 
 
+def test_an_adapter_that_is_exported_alone_has_the_heads_beside_it(model_path: str, tmp_path: Path):
+    group, batch = start(config_of(model_path, tmp_path, *ADAPTER))
+    group.update_model(batch).get()
+    group.save_checkpoint(str(tmp_path / "role/checkpoint"))
+    export(tmp_path / "role", tmp_path / "adapter", adapter_only=True)
+    heads = exported(group, tmp_path / "written")
+    beside = load_file(tmp_path / "adapter/heads/model.safetensors")
+    assert beside.keys() == heads.keys()
+    assert all(torch.equal(beside[name], heads[name]) for name in heads)
+    values = load_file(tmp_path / "adapter/adapter_model.safetensors")
+    assert values
+    assert all(".lora_" in name for name in values)
+
+
 def test_new_heads_follow_the_seed_and_those_of_an_export_go_on(model_path: str, tmp_path: Path):
     first, again, other = (
         exported(

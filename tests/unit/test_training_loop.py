@@ -2,6 +2,7 @@
 and an early end."""
 
 import contextlib
+import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.worker import Worker
 from verl_like.single_controller.worker_group import ClassWithInitArgs
 from verl_like.trainer.config.compose import load_config
+from verl_like.trainer.config.errors import ConfigError
 from verl_like.trainer.config.supervised import SFTConfig, broken_supervised_rules
 from verl_like.trainer.detached.side import SideRecorder
 from verl_like.trainer.loop.experience import Experience, Update
@@ -122,6 +124,31 @@ def recorder_with(tmp_path: Path) -> Iterator[Callable[..., RunRecorder]]:
             return recorder
 
         yield start
+
+
+@pytest.mark.parametrize("before", ["true", "false"])
+def test_a_run_that_only_validates_validates_once_and_neither_trains_nor_saves(
+    recorder_with: Callable, before: str
+):
+    recorder = recorder_with(
+        "trainer.val_only=true", f"trainer.val_before_train={before}", "trainer.test_freq=1"
+    )
+    loop = Loop(recorder.config, recorder, val_dataset=["a row"])
+    assert loop.fit() == 0
+    assert loop.done == ["validate 0"]
+    rows = [json.loads(line) for line in (recorder.run_dir / "metrics.jsonl").open()]
+    assert [(row["step"], row["val-core/loss"]) for row in rows] == [(0, 1.0)]
+    assert not checkpoint.steps(recorder.run_dir)
+
+
+def test_a_run_that_only_validates_needs_rows_and_continues_no_run(tmp_path: Path):
+    needed = ["data.train_files=t", "model.path=m", "trainer.val_only=true"]
+    with pytest.raises(ConfigError, match=r"trainer\.val_only=true needs rows to validate with"):
+        load_config(SFTConfig, broken_supervised_rules, needed)
+    resumed = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}"]
+    message = r"trainer: val_only=true with trainer\.resume_mode=resume_path"
+    with pytest.raises(ConfigError, match=message):
+        load_config(SFTConfig, broken_supervised_rules, [*needed, "data.val_files=v", *resumed])
 
 
 def test_a_step_learns_each_part_as_it_is_taken_and_hands_on_when_all_are_learned(

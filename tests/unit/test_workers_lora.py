@@ -2,6 +2,7 @@
 peft alone."""
 
 import dataclasses
+import json
 import multiprocessing
 import os
 import shutil
@@ -188,6 +189,105 @@ def test_checkpoint_and_export_have_the_adapter_and_the_merged_model(
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     log_probs = actor.compute_log_prob(make_batch()).get().batch["old_log_probs"].values().double()
     torch.testing.assert_close(log_probs_of(loaded, make_batch()), log_probs, atol=2e-5, rtol=0)
+
+
+@torch.no_grad()
+def logits_of(model: Any) -> torch.Tensor:
+    """The logits of two rows of twelve tokens."""
+    ids = torch.arange(24).view(2, 12)
+    return model(input_ids=ids).logits
+
+
+def test_the_exported_adapter_on_its_model_computes_as_the_merged_export(
+    actor: LocalWorkerGroup, path: str, tmp_path: Path
+):
+    actor.save_checkpoint(str(tmp_path / "actor/checkpoint"))
+    export(tmp_path / "actor", tmp_path / "merged")
+    export(tmp_path / "actor", tmp_path / "adapter", adapter_only=True)
+    base = AutoModelForCausalLM.from_pretrained(path)
+    of_base = logits_of(base)
+    of_merged = logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"))
+    of_adapter = logits_of(PeftModel.from_pretrained(base, str(tmp_path / "adapter")))
+    torch.testing.assert_close(of_adapter, of_merged, atol=1e-5, rtol=0)
+    assert (of_adapter - of_base).abs().max() > 0.01
+
+
+def test_the_exported_adapter_has_pefts_files_with_pefts_names_and_the_trained_values(
+    actor: LocalWorkerGroup, path: str, tmp_path: Path
+):
+    actor.save_checkpoint(str(tmp_path / "actor/checkpoint"))
+    export(tmp_path / "actor", tmp_path / "adapter", adapter_only=True)
+    names = {file.name for file in (tmp_path / "adapter").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= names
+    assert not {"config.json", "model.safetensors"} & names
+    settings = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert (settings["r"], settings["lora_alpha"]) == (RANK, ALPHA)
+    assert set(settings["target_modules"]) == set(TARGETS)
+    assert settings["base_model_name_or_path"] == path
+    assert settings["task_type"] == "CAUSAL_LM"
+    assert settings["inference_mode"]
+    values = load_file(tmp_path / "adapter/adapter_model.safetensors")
+    trained = parameters_of(actor.workers[0])
+    expected = {}
+    for name, value in trained.items():
+        expected["base_model.model." + name.replace(".default", "")] = value
+    assert "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight" in expected
+    assert values.keys() == expected.keys()
+    assert all(torch.equal(values[name], expected[name]) for name in expected)
+    # What peft itself writes of the same adapter
+    by_peft(path, trained).float().save_pretrained(tmp_path / "peft")
+    assert load_file(tmp_path / "peft/adapter_model.safetensors").keys() == values.keys()
+
+
+def test_the_adapter_alone_has_the_dtype_that_is_asked_for(actor: LocalWorkerGroup, tmp_path: Path):
+    actor.save_checkpoint(str(tmp_path / "actor/checkpoint"))
+    export(tmp_path / "actor", tmp_path / "adapter", "bfloat16", adapter_only=True)
+    values = load_file(tmp_path / "adapter/adapter_model.safetensors")
+    trained = parameters_of(actor.workers[0])
+    for name, value in trained.items():
+        in_file = values["base_model.model." + name.replace(".default", "")]
+        assert in_file.dtype == torch.bfloat16
+        assert torch.equal(in_file, value.bfloat16())
+
+
+def test_targets_of_all_linear_layers_are_written_by_their_names(path: str, tmp_path: Path):
+    group = local_group(ActorWorker, policy(path, target_modules="all-linear"))
+    group.save_checkpoint(str(tmp_path / "actor/checkpoint"))
+    export(tmp_path / "actor", tmp_path / "adapter", adapter_only=True)
+    settings = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    in_layer = [f"self_attn.{name}" for name in attention]
+    in_layer += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+    expected = {f"model.layers.0.{name}" for name in in_layer}
+    expected |= {f"model.layers.1.{name}" for name in in_layer}
+    assert set(settings["target_modules"]) == expected
+
+
+def test_a_critics_exported_adapter_has_its_head(path: str, tmp_path: Path):
+    critic = local_group(CriticWorker, with_adapter(critic_config(path)), seed=3)
+    critic.update_critic(make_batch()).get()
+    critic.save_checkpoint(str(tmp_path / "critic/checkpoint"))
+    export(tmp_path / "critic", tmp_path / "merged")
+    export(tmp_path / "critic", tmp_path / "adapter", adapter_only=True)
+    base = AutoModelForTokenClassification.from_pretrained(path, num_labels=1)
+    of_adapter = logits_of(PeftModel.from_pretrained(base, str(tmp_path / "adapter")))
+    merged = AutoModelForTokenClassification.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(of_adapter, logits_of(merged), atol=1e-5, rtol=0)
+    values = load_file(tmp_path / "adapter/adapter_model.safetensors")
+    assert torch.equal(values["base_model.model.score.weight"], merged.score.weight)
+    settings = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert settings["modules_to_save"] == ["score"]
+    assert settings["task_type"] is None
+
+
+def test_an_adapter_is_exported_alone_where_its_model_is_gone(path: str, tmp_path: Path):
+    model = shutil.copytree(path, tmp_path / "model")
+    group = local_group(ActorWorker, policy(str(model)))
+    group.save_checkpoint(str(tmp_path / "actor/checkpoint"))
+    shutil.rmtree(model)
+    export(tmp_path / "actor", tmp_path / "adapter", adapter_only=True)
+    values = load_file(tmp_path / "adapter/adapter_model.safetensors")
+    assert len(values) == 2 * len(TARGETS) * 2
 
 
 def test_the_layers_with_an_adapter_alone_are_told_to_leave_it_out(actor: LocalWorkerGroup):

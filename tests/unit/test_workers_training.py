@@ -22,6 +22,8 @@ from tiny_worker_models import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
+from verl_like.algorithms.aggregation import BatchCounts, agg_loss
+from verl_like.algorithms.policy_losses import POLICY_LOSSES, register_policy_loss
 from verl_like.protocol import DataProto, merge_metrics, metric_values
 from verl_like.protocol.padded import padded
 from verl_like.protocol.row_ops import jagged_parts
@@ -817,6 +819,42 @@ def test_an_objective_reads_no_number_from_the_device(
         loss.item()
         assert count.reads == 1
     assert expected <= set(metrics)
+
+
+def test_a_loss_gets_the_counts_of_the_mini_batch_beside_the_configuration(model_path, monkeypatch):
+    monkeypatch.setattr(POLICY_LOSSES, "entries", dict(POLICY_LOSSES.entries))
+    given = []
+
+    @register_policy_loss("with_counts")
+    def with_counts(log_prob, response_mask, loss_agg_mode, counts, config):
+        given.append((counts, config))
+        return agg_loss(log_prob, response_mask, loss_agg_mode, **counts.arguments), {}
+
+    @register_policy_loss("as_for_verl")
+    def as_for_verl(log_prob, response_mask, loss_agg_mode, config):
+        given.append((None, config))
+        return agg_loss(log_prob, response_mask, loss_agg_mode, **config.global_batch_info), {}
+
+    rows = MicroBatch(Rows.of(make_batch()), "cpu")
+    mini_batch = MiniBatch(
+        [], num_tokens=50.0, num_sequences=8.0, share=1.0, response_length=RESPONSE
+    )
+    losses = []
+    for name in ("with_counts", "as_for_verl"):
+        policy_loss = {"loss_mode": name}
+        config = policy_config(model_path, policy_loss=policy_loss, clip_ratio_c=4.5)
+        worker = local_group(ActorWorker, config).workers[0]
+        loss, _ = worker.policy_loss(rows, mini_batch)
+        losses.append(loss.item())
+        assert given[-1][1].block is worker.config.actor
+        assert given[-1][1].clip_ratio_c == 4.5
+    (counts, config), (_, of_verl) = given
+    assert counts == BatchCounts(50.0, 8.0, RESPONSE, dp_size=1)
+    assert config.global_batch_info == of_verl.global_batch_info == counts.arguments
+    log_prob_BR, *_ = map(rows.of_rows, worker.score_tokens(rows, with_entropy=False))
+    total = (log_prob_BR * rows["response_mask"]).sum().item()
+    assert losses[0] == pytest.approx(total / 50, rel=1e-5)
+    assert losses[0] == losses[1]
 
 
 SEQUENCE = ("prompts", "responses", "response_mask")

@@ -4,6 +4,8 @@ B rows, R padded response length.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -20,6 +22,24 @@ LOSS_AGG_MODES = (
     "seq-mean-token-sum-norm",
     "seq-mean-token-mean",
 )
+
+
+@dataclass(frozen=True)
+class BatchCounts:
+    """The counts of a mini-batch over all ranks and micro-batches, by which `agg_loss` divides.
+
+    Each field is the argument of `agg_loss` that has its name.
+    """
+
+    batch_num_tokens: float | None = None
+    global_batch_size: float | None = None
+    loss_scale_factor: float | None = None
+    dp_size: int = 1
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The counts by name: `agg_loss(..., **counts.arguments)`."""
+        return dict(vars(self))
 
 
 def agg_loss(
@@ -125,5 +145,5 @@ def _check_counts(
     if loss_agg_mode == "seq-mean-token-sum-norm" and loss_scale_factor is None:
         raise ValueError(
             "loss_agg_mode 'seq-mean-token-sum-norm' got no loss_scale_factor, by which it "
-            "divides: pass data.max_response_length, which config.global_batch_info has"
+            "divides: pass data.max_response_length, which counts.arguments has"
         )

@@ -4,7 +4,8 @@ is checked with it.
 An algorithm is a function in a file of its own, `<package>/<name>.py`, decorated with the name of
 the file. Its inputs are given by parameter name, so the parameters without a default are what it
 needs from the run. Its own options are a class in `<package>/<name>_options.py`, which loads no
-torch; a plugin's class may be anywhere.
+torch; a plugin's class may be anywhere. `<package>/_facts.py` repeats what the configuration is
+checked with, so that no file of an algorithm is imported for that.
 """
 
 import difflib
@@ -13,7 +14,7 @@ import inspect
 import pkgutil
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar, get_origin, get_type_hints
 
 from verl_like.config_model import ConfigModel
@@ -22,6 +23,18 @@ from verl_like.registry import Registered, Registry
 Algorithm = Callable[..., Any]
 _OPTIONS = "_options"
 """How the name of a file ends that holds the options of an algorithm."""
+
+
+@dataclass(frozen=True)
+class AlgorithmFacts:
+    """What the check of a configuration has to know of an algorithm."""
+
+    needs: frozenset[str]
+    """Its `required_inputs`."""
+    loss_agg_mode: str = "token-mean"
+    """The aggregation that a policy loss is defined with."""
+    over_batch: bool = False
+    """Whether it compares the rows of a batch with each other, beyond the responses to a prompt."""
 
 
 class AlgorithmOptions(ConfigModel):
@@ -44,6 +57,7 @@ class AlgorithmRegistry(Registry[Algorithm]):
             in `_options` holds no algorithm.
         decorator: the name of the decorator, for messages.
         inputs: the parameters that a run can provide.
+        known_facts: the facts of algorithms that have a file, by the name of the file.
         aliases: further names of algorithms that have a file, each with the name of the file.
     """
 
@@ -53,11 +67,13 @@ class AlgorithmRegistry(Registry[Algorithm]):
         package: str,
         decorator: str,
         inputs: frozenset[str],
+        known_facts: Mapping[str, AlgorithmFacts],
         aliases: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(kind, decorator)
         self.package = package
         self.inputs = inputs
+        self.known_facts = known_facts
         self.aliases = dict(aliases or {})
         self.over_batch: set[str] = set()
         """The algorithms that compare all rows of a batch with each other, and not only the
@@ -89,6 +105,30 @@ class AlgorithmRegistry(Registry[Algorithm]):
                 assert issubclass(declared, AlgorithmOptions), f"{declared} is no class of options"
                 return declared
         raise AssertionError(f"{module.__name__} has no class of options")
+
+    def options_of(self, name: str) -> type[AlgorithmOptions] | None:
+        """The options of an algorithm, or None when it has none. Its file is imported only if
+        `known_facts` lacks it.
+
+        Raises:
+            ValueError: there is no such algorithm; the message lists the known ones.
+        """
+        own = self.aliases.get(name, name)
+        if own in self.known_facts:
+            return self.file_options(own)
+        return options_class(self.get(name))
+
+    def facts(self, name: str) -> AlgorithmFacts:
+        """The facts of an algorithm. Its file is imported only if `known_facts` lacks it.
+
+        Raises:
+            ValueError: there is no such algorithm; the message lists the known ones.
+        """
+        own = self.aliases.get(name, name)
+        if own in self.known_facts:
+            return self.known_facts[own]
+        function = self.get(name)
+        return facts_of(function, over_batch=name in self.over_batch)
 
     def may_declare(self, name: str, option: str) -> bool:
         """Returns whether the algorithm `name` may have an option like `option`.
@@ -175,6 +215,20 @@ def required_inputs(function: Algorithm) -> frozenset[str]:
         if not has_default and parameter.kind not in variadic:
             required.add(parameter.name)
     return frozenset(required - {"config", "options"})
+
+
+def facts_of(function: Algorithm, over_batch: bool) -> AlgorithmFacts:
+    """Returns the facts that a signature tells, and `over_batch`.
+
+    The default of the parameter `loss_agg_mode` is the aggregation that a loss is defined with.
+    """
+    parameters = inspect.signature(function).parameters
+    needs = required_inputs(function)
+    if "loss_agg_mode" in parameters:
+        default = parameters["loss_agg_mode"].default
+        if isinstance(default, str):
+            return AlgorithmFacts(needs, default, over_batch)
+    return AlgorithmFacts(needs, over_batch=over_batch)
 
 
 def described_fields(inputs: type[Any]) -> dict[str, str]:

@@ -1,7 +1,6 @@
 """The trained policy: it computes log-probabilities, updates itself, and exports its weights."""
 
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,6 +8,7 @@ from torch import Tensor
 from verl_like.algorithms.kl import kl_penalty
 from verl_like.algorithms.masked import zero_masked
 from verl_like.algorithms.policy_losses import (
+    ConfigBesideCounts,
     PolicyLossInputs,
     declared_columns,
     get_policy_loss_fn,
@@ -257,8 +257,6 @@ class ActorWorker(ScoringWorker, TrainedWorker):
         entropy_BR = micro.of_samples(scores[1]) if with_entropy else None
         if old_log_prob_BR is None:
             old_log_prob_BR = log_prob_BR.detach()
-        counts = {"global_batch_info": mini_batch.global_batch_info}
-        with_counts: Any = actor.model_copy(update=counts)
         # A column is padded when it is read, so no other is.
         loss_columns = {name: columns[name] for name in self.loss_columns if name in columns}
         inputs = PolicyLossInputs(
@@ -266,8 +264,9 @@ class ActorWorker(ScoringWorker, TrainedWorker):
             log_prob=log_prob_BR,
             response_mask=mask_BR,
             loss_agg_mode=actor.loss_agg_mode,
+            counts=mini_batch.counts,
             entropy=entropy_BR,
-            config=with_counts,
+            config=ConfigBesideCounts(actor, mini_batch.global_batch_info),
             options=self.loss_options,
             **loss_columns,
         )

@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from verl_like.algorithms.advantages._facts import FACTS
 from verl_like.algorithms.registry import (
     Algorithm,
     AlgorithmOptions,
@@ -52,6 +53,7 @@ ADVANTAGE_ESTIMATORS = AlgorithmRegistry(
     __name__,
     "register_adv_est",
     frozenset(INPUTS),
+    FACTS,
     # In verl these compute the same without a loop over the groups.
     aliases={"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"},
 )

@@ -1,8 +1,9 @@
 """Policy losses: `actor.policy_loss.loss_mode=<name>` is the function registered in the file
 `<name>.py` here.
 
-Shapes: B rows, R padded response length. A loss has verl's signature. It returns a scalar, this
-micro-batch's share of the mini-batch's loss (`agg_loss` makes it), and metrics. A metric is (B, R),
+Shapes: B rows, R padded response length. The first parameters of a loss here are those of verl, in
+their order, and further ones are given by name. It returns a scalar, this micro-batch's share of
+the mini-batch's loss (`agg_loss` makes it), and metrics. A metric is (B, R),
 averaged over the selected tokens; (B,), averaged over the rows that have tokens; or a number or 0-d
 tensor, the mean of this micro-batch, weighted by its tokens. In the formulas L is the loss of a
 token and A its advantage. A loss gets the fields of `PolicyLossInputs` by the names of
@@ -14,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol
 
+from verl_like.algorithms.policy_losses._facts import FACTS
 from verl_like.algorithms.registry import (
     Algorithm,
     AlgorithmOptions,
@@ -24,18 +26,37 @@ from verl_like.algorithms.registry import (
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from verl_like.algorithms.aggregation import BatchCounts
+
 
 class LossConfig(Protocol):
-    """What a loss reads as `config`: the block `actor_rollout_ref.actor`, and the counts of the
-    mini-batch."""
+    """What a loss reads as `config`: keys of the block `actor_rollout_ref.actor`."""
 
     clip_ratio: float
     clip_ratio_low: float
     clip_ratio_high: float
     clip_ratio_c: float
     policy_loss: Any
+
+    @property
+    def global_batch_info(self) -> Mapping[str, Any]:
+        """The same as `counts.arguments`, for losses that were written for verl."""
+        ...
+
+
+@dataclass(frozen=True)
+class ConfigBesideCounts:
+    """A `LossConfig`: a configuration and the counts of a mini-batch, of which neither is copied.
+
+    Any name other than its own fields is read from `block`.
+    """
+
+    block: Any
+    """The block `actor_rollout_ref.actor`."""
     global_batch_info: Mapping[str, Any]
-    """The counts among the arguments of `agg_loss`."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.block, name)
 
 
 class PolicyLossOptions(AlgorithmOptions):
@@ -58,6 +79,10 @@ class PolicyLossInputs:
     advantages: Annotated["Tensor | None", "(B, R) float"] = None
     response_mask: Annotated["Tensor", "(B, R) bool or 0/1, the tokens that count"]
     loss_agg_mode: Annotated[str, "actor.loss_agg_mode, for `agg_loss`"]
+    counts: Annotated[
+        "BatchCounts",
+        "the counts of the mini-batch over all ranks, for `agg_loss(..., **counts.arguments)`",
+    ]
     rollout_is_weights: Annotated[
         "Tensor | None", "(B, R) float, importance weights of algorithm.rollout_correction"
     ] = None
@@ -99,7 +124,7 @@ INPUTS = described_fields(PolicyLossInputs)
 """What the inputs are, by name, but for `config` and `options`."""
 
 POLICY_LOSSES = AlgorithmRegistry(
-    "policy loss", __name__, "register_policy_loss", frozenset(INPUTS)
+    "policy loss", __name__, "register_policy_loss", frozenset(INPUTS), FACTS
 )
 register_policy_loss = POLICY_LOSSES.register
 get_policy_loss_fn = POLICY_LOSSES.get

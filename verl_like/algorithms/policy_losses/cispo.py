@@ -19,7 +19,7 @@ always 0.
 import torch
 from torch import Tensor
 
-from verl_like.algorithms.aggregation import agg_loss
+from verl_like.algorithms.aggregation import BatchCounts, agg_loss
 from verl_like.algorithms.masked import zero_masked
 from verl_like.algorithms.policy_losses import LossConfig, register_policy_loss
 
@@ -33,6 +33,8 @@ def compute_policy_loss_cispo(
     loss_agg_mode: str = "token-mean",
     config: LossConfig | None = None,
     rollout_is_weights: Tensor | None = None,
+    *,
+    counts: BatchCounts,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the loss of a micro-batch, and its metrics by token, (B, R). The arguments are as in
     `PolicyLossInputs`."""
@@ -46,6 +48,7 @@ def compute_policy_loss_cispo(
     losses = -clipped * advantages * log_prob
 
     metrics = {"actor/pg_clipfrac": ratio != clipped, "actor/ppo_kl": -log_ratio}
-    counts = config.global_batch_info
-    loss = agg_loss(losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **counts)
+    loss = agg_loss(
+        losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **counts.arguments
+    )
     return loss, metrics

@@ -26,7 +26,7 @@ first optimizer step both have the same log-probabilities.
 import torch
 from torch import Tensor
 
-from verl_like.algorithms.aggregation import agg_loss
+from verl_like.algorithms.aggregation import BatchCounts, agg_loss
 from verl_like.algorithms.masked import masked_mean, zero_masked
 from verl_like.algorithms.policy_losses import LossConfig, register_policy_loss
 from verl_like.algorithms.policy_losses.clip_cov_options import ClipCovKeys
@@ -69,6 +69,7 @@ def compute_policy_loss_clip_cov(
     config: LossConfig | None = None,
     rollout_is_weights: Tensor | None = None,
     *,
+    counts: BatchCounts,
     selected_tokens: Tensor,
     options: ClipCovOptions,
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -87,6 +88,7 @@ def compute_policy_loss_clip_cov(
     losses = torch.maximum(unclipped, clipped) * ~left_out
 
     metrics = {"actor/pg_clipfrac": left_out, "actor/ppo_kl": -log_ratio.detach()}
-    counts = config.global_batch_info
-    loss = agg_loss(losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **counts)
+    loss = agg_loss(
+        losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **counts.arguments
+    )
     return loss, metrics

@@ -26,6 +26,7 @@ use_task_rewards. A KL to another model as a term of the loss, with the estimato
 
 from torch import Tensor
 
+from verl_like.algorithms.aggregation import BatchCounts
 from verl_like.algorithms.masked import zero_masked
 from verl_like.algorithms.policy_losses import LossConfig, register_policy_loss
 from verl_like.algorithms.policy_losses.distillation_options import DistillationOptions
@@ -42,6 +43,7 @@ def compute_policy_loss_distillation(
     config: LossConfig | None = None,
     rollout_is_weights: Tensor | None = None,
     *,
+    counts: BatchCounts,
     teacher_log_prob: Tensor,
     options: DistillationOptions,
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -58,6 +60,7 @@ def compute_policy_loss_distillation(
             loss_agg_mode,
             config,
             rollout_is_weights,
+            counts=counts,
         )
 
     reverse_kl = zero_masked(log_prob.detach() - teacher_log_prob, response_mask)

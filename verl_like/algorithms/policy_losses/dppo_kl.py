@@ -26,7 +26,7 @@ in the metrics as if it were negative; its loss is 0.
 import torch
 from torch import Tensor
 
-from verl_like.algorithms.aggregation import agg_loss
+from verl_like.algorithms.aggregation import BatchCounts, agg_loss
 from verl_like.algorithms.masked import zero_masked
 from verl_like.algorithms.policy_losses import LossConfig, register_policy_loss
 
@@ -40,6 +40,8 @@ def compute_policy_loss_dppo_kl(
     loss_agg_mode: str = "token-mean",
     config: LossConfig | None = None,
     rollout_is_weights: Tensor | None = None,
+    *,
+    counts: BatchCounts,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the loss of a micro-batch, and its metrics by token, (B, R). The arguments are as in
     `PolicyLossInputs`."""
@@ -64,6 +66,7 @@ def compute_policy_loss_dppo_kl(
         "actor/ppo_kl": -log_ratio,
         "actor/pg_clipfrac_lower": is_valid & (ratio > config.clip_ratio_c),
     }
-    counts = config.global_batch_info
-    loss = agg_loss(losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **counts)
+    loss = agg_loss(
+        losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **counts.arguments
+    )
     return loss, metrics

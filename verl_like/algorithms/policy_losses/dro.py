@@ -13,7 +13,7 @@ verl. The penalty is on the distance from the policy before the update.
 
 from torch import Tensor
 
-from verl_like.algorithms.aggregation import agg_loss
+from verl_like.algorithms.aggregation import BatchCounts, agg_loss
 from verl_like.algorithms.masked import zero_masked
 from verl_like.algorithms.policy_losses import LossConfig, register_policy_loss
 from verl_like.algorithms.policy_losses.dro_options import DroOptions
@@ -29,11 +29,11 @@ def compute_policy_loss_dro(
     config: LossConfig | None = None,
     rollout_is_weights: Tensor | None = None,
     *,
+    counts: BatchCounts,
     options: DroOptions,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the loss of a micro-batch, and its metrics by token, (B, R). The arguments are as in
     `PolicyLossInputs`."""
-    assert config is not None
     log_prob = zero_masked(log_prob, response_mask)
     log_ratio = log_prob - old_log_prob
     assert options.dro_beta is not None
@@ -41,6 +41,7 @@ def compute_policy_loss_dro(
     losses = penalty - advantages * log_prob
 
     metrics = {"actor/ppo_kl": -log_ratio.detach()}
-    counts = config.global_batch_info
-    loss = agg_loss(losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **counts)
+    loss = agg_loss(
+        losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **counts.arguments
+    )
     return loss, metrics

@@ -28,7 +28,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from verl_like.algorithms.aggregation import agg_loss
+from verl_like.algorithms.aggregation import BatchCounts, agg_loss
 from verl_like.algorithms.masked import masked_mean, zero_masked
 from verl_like.algorithms.policy_losses import LossConfig, register_policy_loss
 
@@ -42,6 +42,8 @@ def compute_policy_loss_geo_mean(
     loss_agg_mode: Literal["seq-mean-token-mean"] = "seq-mean-token-mean",
     config: LossConfig | None = None,
     rollout_is_weights: Tensor | None = None,
+    *,
+    counts: BatchCounts,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the loss of a micro-batch, and its metrics by token, (B, R). The arguments are as in
     `PolicyLossInputs`."""
@@ -67,5 +69,5 @@ def compute_policy_loss_geo_mean(
             "actor/ppo_kl": -log_ratio,
             "actor/pg_clipfrac_lower": clipped & (advantages < 0),
         }
-    loss = agg_loss(losses, response_mask, loss_agg_mode, **config.global_batch_info)
+    loss = agg_loss(losses, response_mask, loss_agg_mode, **counts.arguments)
     return loss, metrics

@@ -8,7 +8,7 @@ It belongs to the advantages of the estimator of the same name. There are no met
 
 from torch import Tensor
 
-from verl_like.algorithms.aggregation import agg_loss
+from verl_like.algorithms.aggregation import BatchCounts, agg_loss
 from verl_like.algorithms.masked import zero_masked
 from verl_like.algorithms.policy_losses import LossConfig, register_policy_loss
 
@@ -22,11 +22,13 @@ def compute_policy_loss_gpg(
     loss_agg_mode: str = "token-mean",
     config: LossConfig | None = None,
     rollout_is_weights: Tensor | None = None,
+    *,
+    counts: BatchCounts,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the loss of a micro-batch, and its metrics by token, (B, R). The arguments are as in
     `PolicyLossInputs`."""
-    assert config is not None
     losses = -advantages * zero_masked(log_prob, response_mask)
-    counts = config.global_batch_info
-    loss = agg_loss(losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **counts)
+    loss = agg_loss(
+        losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **counts.arguments
+    )
     return loss, {}

@@ -26,7 +26,7 @@ neither the ratio nor the length. verl also reports `actor/pg_clipfrac_lower`, a
 import torch
 from torch import Tensor
 
-from verl_like.algorithms.aggregation import agg_loss
+from verl_like.algorithms.aggregation import BatchCounts, agg_loss
 from verl_like.algorithms.masked import masked_mean, zero_masked
 from verl_like.algorithms.policy_losses import LossConfig, register_policy_loss
 
@@ -40,6 +40,8 @@ def compute_policy_loss_gspo(
     loss_agg_mode: str = "seq-mean-token-mean",
     config: LossConfig | None = None,
     rollout_is_weights: Tensor | None = None,
+    *,
+    counts: BatchCounts,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the loss of a micro-batch, and its metrics by token, (B, R). The arguments are as in
     `PolicyLossInputs`."""
@@ -58,6 +60,7 @@ def compute_policy_loss_gspo(
     losses = torch.maximum(unclipped, clipped)
 
     metrics = {"actor/pg_clipfrac": clipped > unclipped, "actor/ppo_kl": -log_ratio.detach()}
-    counts = config.global_batch_info
-    loss = agg_loss(losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **counts)
+    loss = agg_loss(
+        losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **counts.arguments
+    )
     return loss, metrics

@@ -24,7 +24,7 @@ until the first optimizer step both have the same log-probabilities.
 import torch
 from torch import Tensor
 
-from verl_like.algorithms.aggregation import agg_loss
+from verl_like.algorithms.aggregation import BatchCounts, agg_loss
 from verl_like.algorithms.masked import masked_mean, zero_masked
 from verl_like.algorithms.policy_losses import LossConfig, register_policy_loss
 from verl_like.algorithms.policy_losses.kl_cov_options import KlCovKeys
@@ -65,17 +65,18 @@ def compute_policy_loss_kl_cov(
     config: LossConfig | None = None,
     rollout_is_weights: Tensor | None = None,
     *,
+    counts: BatchCounts,
     selected_tokens: Tensor,
     options: KlCovOptions,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the loss of a micro-batch, and its metrics by token, (B, R). The arguments are as in
     `PolicyLossInputs`."""
-    assert config is not None
     log_prob = zero_masked(log_prob, response_mask)
     log_ratio = (log_prob - old_log_prob).clamp(-20.0, 20.0)
     distance = log_ratio.abs()
     penalty = options.ppo_kl_coef * distance * selected_tokens
     losses = penalty - advantages * torch.exp(log_ratio)
-    counts = config.global_batch_info
-    loss = agg_loss(losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **counts)
+    loss = agg_loss(
+        losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **counts.arguments
+    )
     return loss, {"actor/ppo_kl": distance.detach()}

@@ -15,7 +15,7 @@ the function has no name for `loss_mode`, and its first parameter is called roll
 
 from torch import Tensor
 
-from verl_like.algorithms.aggregation import agg_loss
+from verl_like.algorithms.aggregation import BatchCounts, agg_loss
 from verl_like.algorithms.masked import zero_masked
 from verl_like.algorithms.policy_losses import LossConfig, register_policy_loss
 
@@ -29,14 +29,16 @@ def compute_policy_loss_reinforce(
     loss_agg_mode: str = "token-mean",
     config: LossConfig | None = None,
     rollout_is_weights: Tensor | None = None,
+    *,
+    counts: BatchCounts,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the loss of a micro-batch, and its metrics by token, (B, R). The arguments are as in
     `PolicyLossInputs`."""
-    assert config is not None
     log_prob = zero_masked(log_prob, response_mask)
     losses = -advantages * log_prob
 
     metrics = {"actor/ppo_kl": (old_log_prob - log_prob).detach()}
-    counts = config.global_batch_info
-    loss = agg_loss(losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **counts)
+    loss = agg_loss(
+        losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **counts.arguments
+    )
     return loss, metrics

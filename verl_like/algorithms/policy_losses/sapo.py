@@ -21,7 +21,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from verl_like.algorithms.aggregation import agg_loss
+from verl_like.algorithms.aggregation import BatchCounts, agg_loss
 from verl_like.algorithms.masked import zero_masked
 from verl_like.algorithms.policy_losses import LossConfig, register_policy_loss
 from verl_like.algorithms.policy_losses.sapo_options import SapoOptions
@@ -37,11 +37,11 @@ def compute_policy_loss_sapo(
     config: LossConfig | None = None,
     rollout_is_weights: Tensor | None = None,
     *,
+    counts: BatchCounts,
     options: SapoOptions,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the loss of a micro-batch, and its metrics by token, (B, R). The arguments are as in
     `PolicyLossInputs`."""
-    assert config is not None
     log_prob = zero_masked(log_prob, response_mask)
     log_ratio = (log_prob - old_log_prob).clamp(-20.0, 20.0)
     ratio = torch.exp(log_ratio)
@@ -51,6 +51,7 @@ def compute_policy_loss_sapo(
     losses = -advantages * gate * (4 / tau)
 
     metrics = {"actor/ppo_kl": -log_ratio.detach()}
-    counts = config.global_batch_info
-    loss = agg_loss(losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **counts)
+    loss = agg_loss(
+        losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **counts.arguments
+    )
     return loss, metrics

@@ -19,7 +19,7 @@ Keys under `actor_rollout_ref.actor`: `clip_ratio`, `clip_ratio_low`, `clip_rati
 import torch
 from torch import Tensor
 
-from verl_like.algorithms.aggregation import agg_loss
+from verl_like.algorithms.aggregation import BatchCounts, agg_loss
 from verl_like.algorithms.masked import zero_masked
 from verl_like.algorithms.policy_losses import LossConfig, register_policy_loss
 
@@ -33,6 +33,8 @@ def compute_policy_loss_vanilla(
     loss_agg_mode: str = "token-mean",
     config: LossConfig | None = None,
     rollout_is_weights: Tensor | None = None,
+    *,
+    counts: BatchCounts,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the loss of a micro-batch, and its metrics by token, (B, R). The arguments are as in
     `PolicyLossInputs`."""
@@ -56,6 +58,7 @@ def compute_policy_loss_vanilla(
             "actor/ppo_kl": -log_ratio,
             "actor/pg_clipfrac_lower": (surrogate > bound) & (advantages < 0),
         }
-    counts = config.global_batch_info
-    loss = agg_loss(losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **counts)
+    loss = agg_loss(
+        losses, response_mask, loss_agg_mode, scale=rollout_is_weights, **counts.arguments
+    )
     return loss, metrics

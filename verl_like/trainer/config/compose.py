@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 from yaml import YAMLError
 
-from verl_like.algorithms.registry import AlgorithmOptions, option_keys, options_class
+from verl_like.algorithms.registry import AlgorithmOptions, option_keys
 from verl_like.config_model import ConfigModel, Follows, OpenConfigModel
 from verl_like.plugins import import_plugins
 from verl_like.secret_values import (
@@ -106,7 +106,7 @@ def load_config(
         for key, value in _values_of(resolved)
         if has_mask(value)
     )
-    # First without the algorithms, whose files load torch
+    # First without the algorithms' own options, for which plugins are imported
     config = _validated(schema, resolved, schema.base_name)
     options = _algorithm_options(schema, names, config.plugins)
     paths: list[str] = []
@@ -152,14 +152,13 @@ def _resolved(composed: DictConfig) -> Any:
 def _algorithm_options(
     schema: type[RunConfig], names: Mapping[str, str], plugins: Sequence[str]
 ) -> list[type[AlgorithmOptions]]:
-    """Imports the plugins and the chosen algorithms, and returns the classes of their own
-    options."""
+    """Imports the plugins; returns the classes of the chosen algorithms' own options."""
     key = ""
     found = []
     try:
         import_plugins(plugins)
         for key, registry in schema.algorithm_keys.items():
-            found.append(options_class(registry.get(names[key])))
+            found.append(registry.options_of(names[key]))
     except ValueError as error:
         raise ConfigError(f"{key}={names[key]}: {error}" if key else str(error)) from error
     return [declared for declared in found if declared]

@@ -236,6 +236,11 @@ def makers_have_the_trained_model(config: DetachedConfig) -> Iterator[str]:
 def pushes_fit_the_staleness(config: DetachedConfig) -> Iterator[str]:
     detached = config.detached
     max_staleness = config.trainer.max_staleness
+    if config.trainer.val_only:
+        yield (
+            "trainer.val_only=true: in detached training a maker validates while trainers train; "
+            "run verl_like.trainer.main_ppo with it, or remove it"
+        )
     if detached.update_steps > max_staleness + 1:
         yield (
             f"detached.update_steps={detached.update_steps} pushes too rarely for "
@@ -320,7 +325,7 @@ def updates_in_flight_fit(config: DetachedConfig) -> Iterator[str]:
     estimator = algorithm.adv_estimator
     loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
     for key, name, is_over_batch in (
-        ("algorithm.adv_estimator", estimator, estimator in ADVANTAGE_ESTIMATORS.over_batch),
+        ("algorithm.adv_estimator", estimator, ADVANTAGE_ESTIMATORS.facts(estimator).over_batch),
         (
             "actor_rollout_ref.actor.policy_loss.loss_mode",
             loss,

@@ -1,7 +1,6 @@
 """Values that follow other keys, such as
 `${half_cluster:${trainer.nnodes},${trainer.n_gpus_per_node}}`."""
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -66,15 +65,11 @@ def aggregation_of_loss(loss_mode: str) -> str:
     """The aggregation that a policy loss is defined with: the default of its parameter
     `loss_agg_mode`.
 
-    token-mean for a loss without such a default, and as long as its file is not imported.
+    token-mean for a loss without such a default, and for one of a plugin that is not yet imported.
     """
-    function = POLICY_LOSSES.entries.get(loss_mode)
-    if function is None:
+    if loss_mode not in POLICY_LOSSES.names():
         return "token-mean"
-    parameter = inspect.signature(function).parameters.get("loss_agg_mode")
-    if parameter is None or not isinstance(parameter.default, str):
-        return "token-mean"
-    return parameter.default
+    return POLICY_LOSSES.facts(loss_mode).loss_agg_mode
 
 
 def _require_positive_integers(nnodes: object, n_gpus_per_node: object) -> None:

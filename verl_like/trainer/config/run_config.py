@@ -82,6 +82,9 @@ class LoopConfig(RecordConfig):
     needs it."""
     val_before_train: bool = True
     """Validate before the first step."""
+    val_only: bool = False
+    """Validate once, whatever val_before_train says, and end. Nothing is trained or saved, and no
+    earlier run continues."""
     test_freq: MinusOneOrPositive = -1
     """Training steps between validations, the last of which follows the last step; -1 means none,
     or in training on examples only that one."""
@@ -97,6 +100,16 @@ class LoopConfig(RecordConfig):
     and the experience of a whole batch, later for a push, a validation and that experience. A maker
     waits three times as long: for the start of a trainer, later for update_steps training steps and
     their checkpoints. Both begin anew when a maker is started again."""
+
+    @model_validator(mode="after")
+    def a_validation_continues_no_run(self) -> "LoopConfig":
+        if self.val_only and self.resume_mode == "resume_path":
+            raise ValueError(
+                "val_only=true with trainer.resume_mode=resume_path: a run that only validates "
+                "continues no other; export the checkpoint with python -m verl_like.export, give "
+                "that folder as the path of the model, and remove the two keys of resuming"
+            )
+        return self
 
 
 class RayInitConfig(ConfigModel):
@@ -151,6 +164,12 @@ class RunConfig(ConfigModel):
     def redaction(self) -> Redaction:
         """What masks the secrets of the configuration in messages."""
         return Redaction.of(self.model_dump(mode="json"), self._secret_paths)
+
+    @property
+    def may_continue_a_run(self) -> bool:
+        """Return whether an earlier run may continue, which `trainer.resume_mode` then chooses."""
+        only_validates = getattr(self.trainer, "val_only", False)
+        return self.trainer.resume_mode != "disable" and not only_validates
 
     @property
     def num_steps_of_run(self) -> int:

@@ -8,10 +8,10 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, Strict
 
-from verl_like.algorithms.advantages import ADVANTAGE_ESTIMATORS, get_adv_estimator_fn
+from verl_like.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from verl_like.algorithms.corrections import RolloutCorrectionConfig
-from verl_like.algorithms.policy_losses import POLICY_LOSSES, get_policy_loss_fn
-from verl_like.algorithms.registry import AlgorithmRegistry, required_inputs
+from verl_like.algorithms.policy_losses import POLICY_LOSSES
+from verl_like.algorithms.registry import AlgorithmRegistry
 from verl_like.config_model import (
     ConfigModel,
     Follows,
@@ -281,11 +281,11 @@ class PPOConfig(RunConfig):
 
 
 def plan_of_ppo(config: PPOConfig) -> PPOPlan:
-    """What follows from the configuration. Imports the files of the chosen algorithms."""
+    """What follows from the configuration. Imports no file of an algorithm of the library."""
     actor = config.actor_rollout_ref.actor
     algorithm = config.algorithm
-    estimator_needs = required_inputs(get_adv_estimator_fn(algorithm.adv_estimator))
-    loss_needs = required_inputs(get_policy_loss_fn(actor.policy_loss.loss_mode))
+    estimator_needs = ADVANTAGE_ESTIMATORS.facts(algorithm.adv_estimator).needs
+    loss_needs = POLICY_LOSSES.facts(actor.policy_loss.loss_mode).needs
     algorithm_needs = estimator_needs | loss_needs
 
     needs_critic = config.critic.enable

@@ -88,6 +88,8 @@ def broken_supervised_rules(config: SupervisedConfig) -> Iterator[str]:
     metric = config.trainer.best_ckpt_metric
     if metric is not None and not config.data.val_files:
         yield f"trainer.best_ckpt_metric={metric} is a metric of the validation; set data.val_files"
+    if config.trainer.val_only and not config.data.val_files:
+        yield "trainer.val_only=true needs rows to validate with; set data.val_files"
     ranks = config.num_processes_of_run
     shared = config.training.ulysses_sequence_parallel_size
     if config.model.fsdp_config.strategy == "single" and ranks > 1:

@@ -110,9 +110,12 @@ class TrainingLoop(abc.ABC):
 
         It validates before the first step and after every `trainer.test_freq` steps, saves after
         every `trainer.save_freq` steps, and always saves the last one. A run that was resumed
-        begins after the step of its checkpoint.
+        begins after the step of its checkpoint. With `trainer.val_only` the first validation is
+        all.
         """
         self.begin()
+        if self.config.trainer.val_only:
+            return self.global_step
         while self.global_step < self.last_step:
             self.recorder.saves_when_ended = True
             self.global_step += 1
@@ -164,14 +167,16 @@ class TrainingLoop(abc.ABC):
             self.end_run(folder)
 
     def begin(self) -> None:
-        """Validates before the first step of a new run, if `trainer.val_before_train` says so.
+        """Validates before the first step of a new run, if `trainer.val_before_train` or
+        `trainer.val_only` says so.
 
         A resumed run validates here only if it was interrupted between the checkpoint of its last
         step and the end of the validation after it. The row of that step is then in the checkpoint.
         """
         recorder = self.recorder
         if not recorder.resumed:
-            if self.val_dataset and self.config.trainer.val_before_train:
+            trainer = self.config.trainer
+            if self.val_dataset and (trainer.val_before_train or trainer.val_only):
                 recorder.log_validation(self.timed_validation())
         elif row := recorder.resumed.checkpoint.state.get(LAST_ROW):
             # Also if the run now has more steps: the checkpoint is still one without a validation.

@@ -64,7 +64,7 @@ def find_run(
     config: RunConfig, state_schema: type[RecordState] = RecordState
 ) -> tuple[ResumedRun | None, list[str]]:
     """Returns the run that goes on, as `trainer.resume_mode` says, or None for a new one; and notes
-    for the user.
+    for the user. A run that only validates is new.
 
     `state_schema` is what the state of a checkpoint has to be.
 
@@ -80,7 +80,7 @@ def find_run(
     run_dirs = sorted((path for path in parent.glob("*") if not path.is_symlink()), reverse=True)
     if is_named:
         run_dirs = [Path(trainer.resume_from_path or "").expanduser().resolve()]
-    for run_dir in run_dirs if trainer.resume_mode != "disable" else ():
+    for run_dir in run_dirs if config.may_continue_a_run else ():
         # A finished run is not hashed at every start.
         whole, _ = checkpoint.newest(run_dir, hashes=False)
         why_not = advice = ""

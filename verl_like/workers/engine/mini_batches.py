@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from verl_like.algorithms.aggregation import Aggregate, agg_loss
+from verl_like.algorithms.aggregation import Aggregate, BatchCounts, agg_loss
 from verl_like.algorithms.masked import masked_sum
 from verl_like.protocol import Metric, merge_metrics
 from verl_like.protocol.row_ops import RowTaker, jagged_from_lengths, jagged_parts
@@ -57,17 +57,22 @@ class MiniBatch:
         return partial(agg_loss, loss_agg_mode=loss_agg_mode, **self.global_batch_info)
 
     @property
-    def global_batch_info(self) -> dict[str, Any]:
-        """The counts as arguments of `agg_loss`.
+    def counts(self) -> BatchCounts:
+        """The counts by which a loss is divided.
 
         The engine adds gradients over ranks instead of averaging them, so `dp_size` is 1.
         """
-        return {
-            "dp_size": 1,
-            "batch_num_tokens": self.num_tokens,
-            "global_batch_size": self.num_sequences,
-            "loss_scale_factor": self.response_length,
-        }
+        return BatchCounts(
+            batch_num_tokens=self.num_tokens,
+            global_batch_size=self.num_sequences,
+            loss_scale_factor=self.response_length,
+            dp_size=1,
+        )
+
+    @property
+    def global_batch_info(self) -> dict[str, Any]:
+        """The counts as arguments of `agg_loss`."""
+        return self.counts.arguments
 
 
 @dataclass(frozen=True)

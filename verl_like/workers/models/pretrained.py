@@ -439,17 +439,24 @@ def check_tokenizer(
 def save_weights(hf: PreTrainedModel, weights: dict[str, Tensor], folder: Path) -> None:
     """Writes the weights to a folder, for transformers and vLLM.
 
-    The weights of further heads are written to `HEADS_FILE`, which these do not read, and removed
-    from `weights`.
+    The weights of further heads are written and removed by `save_heads`.
+    """
+    save_heads(weights, folder)
+    hf.save_pretrained(folder, state_dict=weights)
+
+
+def save_heads(weights: dict[str, torch.Tensor], folder: Path) -> None:
+    """Writes the weights of further heads, if there are any, to `HEADS_FILE` in a folder.
+
+    transformers, peft and vLLM do not read this file. The heads are removed from `weights`.
     """
     heads = {}
     for name in list(weights):
         if name.startswith("heads."):
             heads[name.removeprefix("heads.")] = weights.pop(name)
-    hf.save_pretrained(folder, state_dict=weights)
     if heads:
         file = folder / HEADS_FILE
-        file.parent.mkdir(exist_ok=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         save_file(heads, file)
 
 
