@@ -86,6 +86,16 @@ def test_the_site_has_every_page_of_docs():
     assert not missing, f"add these pages to nav in mkdocs.yml: {missing}"
 
 
+def test_every_class_that_the_glossary_names_is_in_the_source():
+    page = (ROOT / "docs/glossary.md").read_text()
+    source = "".join(path.read_text() for path in (ROOT / "verl_like").rglob("*.py"))
+    named = set(re.findall(r"`([A-Z][a-z]\w+)(?:\.\w+)?`", page))
+    known = set(re.findall(r"^class (\w+)", source, re.MULTILINE))
+    known |= set(re.findall(r"^([A-Z][a-z]\w+) = ", source, re.MULTILINE))
+    missing = named - known - {"DeviceMesh"}  # of torch
+    assert not missing, f"the glossary names classes that do not exist: {missing}"
+
+
 def test_the_loop_in_the_readme_is_the_source_line_by_line():
     excerpts = EXCERPT.findall((ROOT / "README.md").read_text())
     files = [
