@@ -25,6 +25,7 @@ from verl_like.workers.critic import CriticWorker
 from verl_like.workers.reference import ReferenceWorker
 from verl_like.workers.reward_model import RewardModelWorker
 from verl_like.workers.rollout_worker import RolloutWorker
+from verl_like.workers.teacher import TeacherWorker
 
 PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
 RECORD = PICTURES / "pools.json"
@@ -37,7 +38,7 @@ FIRST_GENERATION = 2
 """The picture begins with this generation after the first update of the actor, from 0."""
 
 TITLES = {
-    "colocated": "placement=colocated: two processes of one pool take turns",
+    "colocated": "placement=colocated: generation and training take turns",
     "split": "placement=split: actor and critic train at the same time",
     "detached": "main_detached: the maker generates while the trainer trains",
 }
@@ -218,6 +219,7 @@ def phases_of_step() -> list[tuple[str, list[tuple[str, list[str]]]]]:
     scored = [
         ("compute_log_prob", written_by(ActorWorker, "compute_log_prob")),
         ("compute_ref_log_prob", written_by(ReferenceWorker, "compute_ref_log_prob")),
+        ("compute_teacher_log_prob", written_by(TeacherWorker, "compute_teacher_log_prob")),
         ("compute_values", written_by(CriticWorker, "compute_values")),
         ("compute_rm_score", written_by(RewardModelWorker, "compute_rm_score")),
         ("rules", driver["rules"]),
@@ -323,7 +325,7 @@ PLACES = {
     "dropped/maker_lost": (220, 40),
 }
 """The upper left corner of each state."""
-STATE_SIZE = (130, 44)
+STATE_SIZE = (140, 44)
 
 
 def draw_ledger() -> str:
@@ -340,7 +342,14 @@ def draw_ledger() -> str:
         picture.arrow(points)
         (x1, y1), (x2, y2) = points[:2]
         label = ", ".join(names)
-        picture.text((x1 + x2) / 2, (y1 + y2) / 2 - 6, label, size=11, anchor="middle")
+        x = (x1 + x2) / 2
+        y = (y1 + y2) / 2 - 2
+        if x1 != x2 and y1 == y2:
+            y -= 4  # above a level line, and on any other
+        else:
+            length = 6.5 * len(label)
+            picture.box(x - length / 2, y - 11, length, 15, "#fff")
+        picture.text(x, y, label, size=11, anchor="middle")
     for state in sorted(states):
         x, y = PLACES[state]
         picture.box(x, y, width, height, "#e4ecf5")

@@ -72,6 +72,20 @@ def test_every_anchor_in_the_documents_is_a_heading_of_the_page():
     assert not missing, "\n".join(missing)
 
 
+GENERATED = {"gpu_rehearsal.md", "memory_plan.md", "mutants.md", "proofs.md", "same_numbers.md"}
+"""The pages of results, which commands write."""
+
+
+def test_each_page_says_first_for_whom_it_is():
+    silent = []
+    for page in (ROOT / "docs").glob("*.md"):
+        text = re.sub(r"<!--.*?-->\n", "", page.read_text())
+        paragraphs = [each for each in text.split("\n\n") if not each.startswith("#")]
+        if not re.search(r"\b[Ff]or (those|whoever)\b", paragraphs[0]):
+            silent.append(page.name)
+    assert set(silent) <= GENERATED, f"begin these with whom they are for: {silent}"
+
+
 def test_the_site_has_every_page_of_docs():
     def pages(entry: object) -> list[str]:
         if isinstance(entry, str):
