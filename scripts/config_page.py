@@ -43,8 +43,7 @@ or in YAML), and so are values of another type. Then the files of the chosen alg
 imported, and with them torch, and what does not fit together is refused
 (`verl_like/trainer/config/rules.py`). The exit code is then 2.
 
-The keys `detached.*` are of [detached training](detached.md) alone, `python -m
-verl_like.trainer.main_detached`.
+The keys `detached.*` are of `main_detached` alone ([detached training](detached.md)).
 
 ## Presets
 
