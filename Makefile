@@ -26,7 +26,7 @@ build/uv/bin/uv: requirements/uv.txt
 	build/uv/bin/python -m pip --disable-pip-version-check --quiet install --no-deps -r $<
 	touch $@
 
-# The CUDA path without a GPU: whole runs on the null GPU, about 20 minutes beside the first installation of 9 GB in
+# The CUDA path without a GPU: whole runs on the null GPU, which the first time installs 9 GB in
 # build/gpu_env. CHOSEN="sft ppo*" does some of the runs.
 gpu-rehearsal:
 	@python3 scripts/gpu_rehearsal.py $(CHOSEN)
@@ -35,19 +35,19 @@ gpu-rehearsal:
 gpu-environment:
 	@python3 scripts/gpu_rehearsal.py --environment
 
-# The sums of trainer/memory/sums.py beside what a 7B model reserves on the null GPU, about ten minutes; writes
+# The sums of trainer/memory/sums.py beside what a 7B model reserves on the null GPU; writes
 # docs/memory_plan.md. CHOSEN="sft lora*" does some of the cases and writes nothing.
 plan-check:
 	$(on_cpu) PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 $$python scripts/plan_check.py $(CHOSEN)
 
-# What proves and takes long, about two hours; writes docs/proofs.md, and after it the pages of rehearsal and plan.
+# What proves and takes long; writes docs/proofs.md, and after it the pages of rehearsal and plan.
 # CHOSEN="-k resume" runs a part, without these.
 proofs:
 	$(on_cpu) PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 $$python scripts/proofs.py $(CHOSEN)
 	$(if $(CHOSEN),,@python3 scripts/gpu_rehearsal.py)
 	$(if $(CHOSEN),,$(MAKE) plan-check)
 
-# About two hours; writes docs/mutants.md. AREAS="data export" tries these areas alone and does not write it. The tools are
+# Writes docs/mutants.md. AREAS="data export" tries these areas alone and does not write it. The tools are
 # laid over the environment, which stays as it is.
 mutants: build/mutation_tools
 	$(on_cpu) PYTHONPATH=$(CURDIR)/build/mutation_tools OMP_NUM_THREADS=1 $$python scripts/mutants.py $(AREAS)

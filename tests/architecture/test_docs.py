@@ -72,6 +72,20 @@ def test_every_anchor_in_the_documents_is_a_heading_of_the_page():
     assert not missing, "\n".join(missing)
 
 
+GENERATED = {"gpu_rehearsal.md", "memory_plan.md", "mutants.md", "proofs.md", "same_numbers.md"}
+"""The pages of results, which commands write."""
+
+
+def test_each_page_says_first_for_whom_it_is():
+    silent = []
+    for page in (ROOT / "docs").glob("*.md"):
+        text = re.sub(r"<!--.*?-->\n", "", page.read_text())
+        paragraphs = [each for each in text.split("\n\n") if not each.startswith("#")]
+        if not re.search(r"\b[Ff]or (those|whoever)\b", paragraphs[0]):
+            silent.append(page.name)
+    assert set(silent) <= GENERATED, f"begin these with whom they are for: {silent}"
+
+
 def test_the_site_has_every_page_of_docs():
     def pages(entry: object) -> list[str]:
         if isinstance(entry, str):
@@ -84,6 +98,16 @@ def test_the_site_has_every_page_of_docs():
         str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")
     } - set(listed)
     assert not missing, f"add these pages to nav in mkdocs.yml: {missing}"
+
+
+def test_every_class_that_the_glossary_names_is_in_the_source():
+    page = (ROOT / "docs/glossary.md").read_text()
+    source = "".join(path.read_text() for path in (ROOT / "verl_like").rglob("*.py"))
+    named = set(re.findall(r"`([A-Z][a-z]\w+)(?:\.\w+)?`", page))
+    known = set(re.findall(r"^class (\w+)", source, re.MULTILINE))
+    known |= set(re.findall(r"^([A-Z][a-z]\w+) = ", source, re.MULTILINE))
+    missing = named - known - {"DeviceMesh"}  # of torch
+    assert not missing, f"the glossary names classes that do not exist: {missing}"
 
 
 def test_the_loop_in_the_readme_is_the_source_line_by_line():

@@ -8,6 +8,7 @@ sys.path.append(str(ROOT / "scripts"))
 from algorithms_page import render_algorithms_page
 from columns_page import render_columns_table
 from config_page import EXAMPLES, render_config_page, render_examples_page
+from draw_pictures import KIND_OF_METHOD, PICTURES, draw, ledger_changes
 
 from verl_like.trainer.config.compose import leaves
 
@@ -40,3 +41,32 @@ def test_the_page_of_keys_of_training_on_examples_has_every_key_of_its_trainers(
             table = common.partition(f"\n## `{section}`\n")[2].partition("\n## ")[0]
             where = table if section else common
             assert f"| `{key}` |" in where or f"| `{path}` |" in own.get(name, ""), path
+
+
+def test_the_pictures_are_fresh_and_each_is_shown_on_a_page():
+    pages = "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
+    drawn = draw()
+    assert {path.name for path in PICTURES.glob("*.svg")} == drawn.keys()
+    for name, text in drawn.items():
+        assert (PICTURES / name).read_text() == text, "run: make docs"
+        assert f"(pictures/{name})" in pages
+
+
+def test_the_picture_of_the_ledger_has_each_state_and_call_of_a_prompt():
+    states = ["not_started", "in_flight", "in_buffer", "training", "trained"]
+    way = list(zip(states, ["take", "deliver", "choose", "trained"], states[1:], strict=False))
+    lost = [("in_flight", "lost", "again"), ("in_flight", "lost", "dropped/maker_lost")]
+    resumed = [
+        (state, "a resumed run", "again") for state in ("in_flight", "in_buffer", "training")
+    ]
+    assert set(ledger_changes()) == {*way, *lost, ("again", "take", "in_flight"), *resumed}
+
+
+def test_the_picture_of_pools_names_methods_that_workers_have():
+    source = "".join(path.read_text() for path in (ROOT / "verl_like").rglob("*.py"))
+    missing = [
+        name
+        for name in KIND_OF_METHOD
+        if f"def {name}(" not in source and f'"{name}"' not in source
+    ]
+    assert not missing

@@ -27,7 +27,7 @@ WRITTEN_BY_COMMANDS = [
     "proofs.md",
     "same_numbers.md",
 ]
-ABOUT_THE_INSIDE = ["forms.md"]
+ABOUT_THE_INSIDE = ["forms.md", "glossary.md"]
 
 
 def find(name: str) -> object:

@@ -12,7 +12,7 @@ from verl_like.algorithms.registry import options_class
 from verl_like.config_model import ConfigModel
 from verl_like.trainer.config import load_ppo_config
 from verl_like.trainer.config.compose import leaves, load_config
-from verl_like.trainer.config.detached import DetachedConfig
+from verl_like.trainer.config.detached import DetachedConfig, broken_detached_rules
 from verl_like.trainer.config.supervised import (
     DPOConfig,
     ILQLConfig,
@@ -33,6 +33,9 @@ PAGES = [
     "trouble.md",
     "install.md",
     "tutorial.md",
+    "detached.md",
+    "two_nodes.md",
+    "memory.md",
 ]
 FIRST_NAMES = (
     "data|actor_rollout_ref|critic|reward|reward_model|algorithm|trainer|training|model|detached|"
@@ -142,5 +145,7 @@ def test_a_command_of_a_page_is_a_configuration_that_can_run(
         return
     if trainer == "ppo":
         load_ppo_config(overrides)
+    elif trainer == "detached":
+        load_config(DetachedConfig, broken_detached_rules, overrides)
     else:
         load_config(SUPERVISED[trainer], broken_supervised_rules, overrides)
