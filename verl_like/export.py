@@ -1,8 +1,8 @@
 """Makes a Hugging Face folder of a model in a checkpoint: `python -m verl_like.export
 CHECKPOINT_ROLE_FOLDER OUT`.
 
-One process does it, without Ray, whatever the number of ranks that wrote the checkpoint. It reads
-the weights and no state of the optimizer, and holds the model once.
+One process does it without Ray, whatever the number of ranks that wrote the checkpoint. It reads
+the weights but no state of the optimizer, and has the model in memory once.
 """
 
 import argparse
@@ -29,26 +29,27 @@ from verl_like.workers.models.lora import merged_weights, model_buffers, trained
 from verl_like.workers.models.pretrained import save_weights
 
 ADAPTER = "adapter_config.json"
-"""peft's settings, in a checkpoint that has an adapter alone."""
+"""The file with peft's settings, in a checkpoint that has only an adapter."""
 
 
 def export(role_folder: Path, out: Path, dtype: str | None = None, ema: bool = False) -> None:
-    """Writes weights, configuration and tokenizer for transformers and vLLM; `out` appears complete
+    """Writes weights, configuration and tokenizer for transformers and vLLM. `out` appears complete
     or not at all.
 
     Args:
         role_folder: `global_step_N/<role>` of a run.
         out: the new folder.
-        dtype: name of the torch dtype of the weights; None means the one in which the layers
+        dtype: the name of the torch dtype of the weights. None means the one in which the layers
             computed.
-        ema: the average of the weights over training, of a run with `actor.ema_decay`, instead of
-            the last ones.
+        ema: True for the average of the weights over training instead of the last weights. The run
+            must have had `actor.ema_decay`.
 
     Raises:
         ValueError: `role_folder` has no complete checkpoint, or `out` exists or cannot be written.
     """
     checkpoint = role_folder / "checkpoint"
-    if not (any(checkpoint.glob("*.safetensors")) and (checkpoint / "config.json").is_file()):
+    has_weights = any(checkpoint.glob("*.safetensors"))
+    if not (has_weights and (checkpoint / "config.json").is_file()):
         raise ValueError(
             f"{role_folder} has no checkpoint (checkpoint/*.safetensors and "
             "checkpoint/config.json): give the folder of a role, such as "
@@ -78,7 +79,7 @@ def export(role_folder: Path, out: Path, dtype: str | None = None, ema: bool = F
 
 
 def empty_model(checkpoint: Path, dtype: str | None) -> PreTrainedModel:
-    """The checkpoint's model on the meta device. Raises ValueError for a class that is not in
+    """The checkpoint's model on the meta device. Raises ValueError if its class is not in
     transformers."""
     (name,) = json.loads((checkpoint / "config.json").read_text())["architectures"]
     model_class: Any = getattr(transformers, name, None)
@@ -89,20 +90,23 @@ def empty_model(checkpoint: Path, dtype: str | None) -> PreTrainedModel:
             "huggingface/."
         )
     config = model_class.config_class.from_pretrained(checkpoint)
+    torch_dtype = getattr(torch, dtype) if dtype else config.dtype
     with torch.device("meta"):
-        return model_class(config).to(getattr(torch, dtype) if dtype else config.dtype)
+        return model_class(config).to(torch_dtype)
 
 
 def weights_of_adapter(checkpoint: Path, hf: PreTrainedModel, ema: bool) -> dict[str, torch.Tensor]:
-    """The parameters of the model that the checkpoint's adapter was trained on, with the adapter in
-    them.
+    """The parameters of the model that the checkpoint's adapter was trained on, with the adapter
+    merged into them.
 
-    Raises ValueError where that model is not there any more, or the adapter is not whole.
+    Raises ValueError if that model cannot be read any more, or a part of the adapter is missing.
     """
     settings = LoraConfig.from_pretrained(str(checkpoint))
     with torch.device("meta"):
-        names = trained_parameters(LoraModel(type(hf)(hf.config), settings, "default").model)
-    adapter = read_weights(checkpoint, torch.float32, names, ema)
+        base = type(hf)(hf.config)
+        with_adapter = LoraModel(base, settings, "default")
+    parameters = trained_parameters(with_adapter.model)
+    adapter = read_weights(checkpoint, torch.float32, parameters, ema)
     try:
         return merged_weights(hf, settings, adapter, hf.dtype)
     except OSError as error:
@@ -115,8 +119,8 @@ def weights_of_adapter(checkpoint: Path, hf: PreTrainedModel, ema: bool) -> dict
 def read_weights(
     checkpoint: Path, dtype: torch.dtype, parameters: Iterable[tuple[str, torch.Tensor]], ema: bool
 ) -> dict[str, torch.Tensor]:
-    """The values of `parameters` by name, whole and in the dtype. Raises ValueError for what is not
-    there."""
+    """The whole values of `parameters` by name, in `dtype`. Raises ValueError if a file is damaged,
+    or a parameter or a part of it is missing."""
     for file in checkpoint.glob("*.safetensors"):
         try:
             safe_open(file, framework="pt")
@@ -124,7 +128,8 @@ def read_weights(
             raise ValueError(f"{file} is damaged ({error}): export another checkpoint.") from error
     reader = HuggingFaceStorageReader(str(checkpoint))
     saved: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
-    prefix, suffix = ("optimizer.", ".ema") if ema else ("model.", "")
+    prefix = "optimizer." if ema else "model."
+    suffix = ".ema" if ema else ""
     if ema and not any(name.endswith(suffix) for name in saved):
         raise ValueError(
             f"{checkpoint} has no average of the weights: train with "
@@ -138,67 +143,66 @@ def read_weights(
                 f"{checkpoint} lacks {name} or a part of it: a file is missing; export another "
                 "checkpoint."
             )
-    names = [name for name in saved if name.startswith(prefix) and name.endswith(suffix)]
-    weights = {name: torch.empty(saved[name].size, dtype=dtype) for name in names}
-    dcp.load(dict(weights), storage_reader=reader, no_dist=True)  # into these tensors
-    return {
-        name.removeprefix(prefix).removesuffix(suffix): weight for name, weight in weights.items()
-    }
+    values: dict[str, Any] = {}
+    weights: dict[str, torch.Tensor] = {}
+    for name, there in saved.items():
+        if name.startswith(prefix) and name.endswith(suffix):
+            values[name] = torch.empty(there.size, dtype=dtype)
+            weights[name.removeprefix(prefix).removesuffix(suffix)] = values[name]
+    dcp.load(values, storage_reader=reader, no_dist=True)  # fills these tensors
+    return weights
 
 
 def read_buffers(checkpoint: Path, hf: PreTrainedModel) -> dict[str, torch.Tensor]:
     """The model's buffers by name, in the dtypes that they were saved in.
 
-    A checkpoint of an earlier version lacks them: then they are those of the model that the run
-    began with, and a warning says so. Raises ValueError where that model is not there any more.
+    A checkpoint of an earlier version does not have them. Then they are those of the model that the
+    run began with, and a warning says so. Raises ValueError if that model cannot be read any more.
     """
     buffers = dict(model_buffers(hf))
     reader = HuggingFaceStorageReader(str(checkpoint))
     saved: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
-    there = {
-        f"model.{name}": saved[f"model.{name}"] for name in buffers if f"model.{name}" in saved
-    }
-    values = {
-        name: torch.empty(each.size, dtype=each.properties.dtype) for name, each in there.items()
-    }
-    dcp.load(dict(values), storage_reader=reader, no_dist=True)
-    found = {name.removeprefix("model."): value for name, value in values.items()}
-    if lacking := buffers.keys() - found.keys():
-        message = (
-            f"{checkpoint} is of an earlier version and lacks the buffers "
-            f"{', '.join(sorted(lacking))}"
-        )
-        try:
-            base = base_model(checkpoint)
-            of_base = dict(
-                model_buffers(type(hf).from_pretrained(base, config=hf.config, dtype=torch.float32))
-            )
-        except OSError as error:
-            raise ValueError(
-                f"{message}, and the model that the run began with, which has them, cannot be "
-                f"read ({error}): put it back, or go on with the run for a step and export its "
-                "next checkpoint."
-            ) from error
-        warnings.warn(f"{message}: they are those of {base}.", stacklevel=2)
-        found |= {name: of_base[name] for name in lacking}
-    return found
+    values: dict[str, Any] = {}
+    found: dict[str, torch.Tensor] = {}
+    for name in buffers:
+        if there := saved.get(f"model.{name}"):
+            found[name] = torch.empty(there.size, dtype=there.properties.dtype)
+            values[f"model.{name}"] = found[name]
+    dcp.load(values, storage_reader=reader, no_dist=True)  # fills these tensors
+    lacking = sorted(buffers.keys() - found.keys())
+    if not lacking:
+        return found
+    message = f"{checkpoint} is of an earlier version and lacks the buffers {', '.join(lacking)}"
+    try:
+        path = base_model(checkpoint)
+        base = type(hf).from_pretrained(path, config=hf.config, dtype=torch.float32)
+    except OSError as error:
+        raise ValueError(
+            f"{message}, and the model that the run began with, which has them, cannot be read "
+            f"({error}): put it back, or go on with the run for a step and export its next "
+            "checkpoint."
+        ) from error
+    warnings.warn(f"{message}: they are those of {path}.", stacklevel=2)
+    buffers_of_base = dict(model_buffers(base))
+    return found | {name: buffers_of_base[name] for name in lacking}
 
 
 def base_model(checkpoint: Path) -> str:
-    """The model that a run began with, of the role that the checkpoint is of. Raises OSError
-    without its record."""
+    """The path of the model that the role of the checkpoint began with. Raises OSError if the run's
+    config.yaml cannot be read."""
     role_folder = checkpoint.parent
-    key = {"actor": "actor_rollout_ref.model", "critic": "critic.model"}.get(
-        role_folder.name, "model"
-    )
+    key_of_role = {"actor": "actor_rollout_ref.model", "critic": "critic.model"}
+    key = key_of_role.get(role_folder.name, "model")
     config = OmegaConf.load(role_folder.parent.parent / "config.yaml")
-    return str(Path(OmegaConf.select(config, f"{key}.path")).expanduser())
+    path = OmegaConf.select(config, f"{key}.path")
+    return str(Path(path).expanduser())
 
 
 def main() -> int:
     """Returns the exit code: 0 done, 2 input refused."""
     parser = argparse.ArgumentParser(
-        prog="python -m verl_like.export", description=(__doc__ or "").split(":")[0]
+        prog="python -m verl_like.export",
+        description="Makes a Hugging Face folder of a model in a checkpoint",
     )
     parser.add_argument(
         "role_folder", type=Path, metavar="CHECKPOINT_ROLE_FOLDER", help="global_step_N/<role>"
@@ -211,7 +215,7 @@ def main() -> int:
         "--ema", action="store_true", help="the average of the weights (actor.ema_decay)"
     )
     given = parser.parse_args()
-    # One process is what is meant
+    # torch warns that there is only one process, which is intended.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     try:
         export(given.role_folder, given.out, given.dtype, given.ema)
