@@ -1,5 +1,5 @@
-"""PPO from Python, without configuration files: a strategy, models, `PPOTrainer`, `fit`. What runs
-is `main_ppo`'s."""
+"""PPO from Python, without configuration files: a strategy, models, `PPOTrainer`, and its `fit`,
+which runs the trainer of `main_ppo`."""
 
 import contextlib
 import json
@@ -35,36 +35,39 @@ from verl_like.trainer.ppo.display import PPO_DISPLAY
 from verl_like.trainer.ppo.ray_trainer import RayPPOTrainer, get_trainer
 from verl_like.trainer.ppo.run_ppo import check_ppo_inputs
 from verl_like.trainer.run import worker_template
+from verl_like.trainer.run.rows import readable_rows
 from verl_like.trainer.run.run_recorder import RunRecorder
 from verl_like.trainer.state.checkpoint import folder_of_step
 from verl_like.workers.models.hub import require_hub_model
 from verl_like.workers.models.packed_models import head_name
 
 TEXT_ALONE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-"""Chat template for a tokenizer that has none."""
+"""The chat template for a tokenizer that has none."""
 ADAMW = {"betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": False, "maximize": False}
-"""How `fit` trains, whatever the learning rate and the weight decay are."""
+"""The settings of AdamW with which `fit` trains. Learning rate and weight decay can be chosen."""
 
 
 class LocalTrainer(RayPPOTrainer):
-    """The same trainer on workers that are objects of this process."""
+    """The trainer with workers that are objects in this process."""
 
     def start_groups(self) -> dict[str, WorkerGroup]:
-        return {
-            role: LocalWorkerGroup(worker_class, role=role, on_call=self.recorder.record)
-            for role, worker_class in self.role_worker_mapping.items()
-        }
+        groups: dict[str, WorkerGroup] = {}
+        for role, worker_class in self.role_worker_mapping.items():
+            groups[role] = LocalWorkerGroup(worker_class, role=role, on_call=self.recorder.record)
+        return groups
 
 
 class Model(nn.Module):
     """A transformers model in host memory, in float32 and without dropout.
 
-    It has the weights of `pretrained`, a folder or hub name, or random ones of `config`. Without
-    both it is made as the last actor in `model_init_context` was.
+    Its weights are those of `pretrained`, a folder or the name of a model on the hub, or random
+    ones for the model that `config` describes. Without both, it is made from the same source as the
+    last actor in `model_init_context`.
     """
 
     auto_class: ClassVar[Any]
     source: ClassVar[str | PretrainedConfig | None] = None
+    """What the last actor was made from."""
 
     def __init__(
         self, pretrained: str | None = None, config: PretrainedConfig | None = None
@@ -76,24 +79,24 @@ class Model(nn.Module):
                 f"{type(self).__name__}() names no model, and no actor was made before it: give "
                 "pretrained=<folder or hub name>, or config=<a configuration of transformers>"
             )
-        if isinstance(source, str) and not Path(source).is_dir():
-            require_hub_model(source, f"{type(self).__name__}(pretrained={source!r})")
-        made = AutoConfig.from_pretrained(source) if isinstance(source, str) else deepcopy(source)
+        if isinstance(source, str):
+            if not Path(source).is_dir():
+                require_hub_model(source, f"{type(self).__name__}(pretrained={source!r})")
+            made = AutoConfig.from_pretrained(source)
+        else:
+            made = deepcopy(source)
         if self.auto_class is AutoModelForCausalLM:
             Model.source = source
         else:
             made.num_labels = 1
-        for name in [
-            name
-            for name, value in vars(made).items()
-            if "drop" in name and isinstance(value, float)
-        ]:
-            setattr(made, name, 0.0)
-        self.hf: PreTrainedModel = (
-            self.auto_class.from_pretrained(source, config=made, dtype=torch.float32)
-            if isinstance(source, str)
-            else self.auto_class.from_config(made, dtype=torch.float32)
-        )
+        for name, value in dict(vars(made)).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(made, name, 0.0)
+        self.hf: PreTrainedModel
+        if isinstance(source, str):
+            self.hf = self.auto_class.from_pretrained(source, config=made, dtype=torch.float32)
+        else:
+            self.hf = self.auto_class.from_config(made, dtype=torch.float32)
 
     @property
     def model(self) -> nn.Module:
@@ -101,18 +104,18 @@ class Model(nn.Module):
         return self.hf.base_model
 
     def cuda(self, device: Any = None) -> "Model":
-        """Stays: `fit` places the models."""
+        """Returns the model as it is, because `fit` places the models."""
         return self
 
 
 class Actor(Model):
-    """A policy; `deepcopy(actor)` is its reference."""
+    """A policy. `deepcopy(actor)` makes its reference model."""
 
     auto_class = AutoModelForCausalLM
 
 
 class Critic(Model):
-    """A critic."""
+    """A model that estimates a value at each token."""
 
     auto_class = AutoModelForTokenClassification
 
@@ -122,8 +125,8 @@ class Critic(Model):
 
 
 class RewardModel(Model):
-    """A reward model: `pretrained`, or a critic's model with its head, of no bias, which scores the
-    last token."""
+    """A model that scores a response at its last token. It is `pretrained`, or has the weights of a
+    critic's `model` and of its `value_head`, which must have no bias."""
 
     auto_class = AutoModelForSequenceClassification
 
@@ -142,16 +145,17 @@ class RewardModel(Model):
 
 
 class Strategy:
-    """Which processes train, and by its name what each of them holds (docs/memory.md).
+    """Says how many processes train, and by its name what each of them holds (docs/memory.md).
 
     Args:
-        num_processes: by default one for each GPU, and two where there is none.
-        offload: whether parameters and Adam's state are in host memory while they are not used.
-        seed: of new weights, the order of the prompts, and sampling; below 2^32, or ValueError is
-            raised.
+        num_processes: by default one for each GPU, or two if there is no GPU.
+        offload: True if parameters and Adam's state are in host memory while they are not used.
+        seed: the seed of new weights, of the order of the prompts, and of sampling. ValueError is
+            raised unless it is below 2^32.
     """
 
     name = "ddp"
+    """The value of the key `fsdp_config.strategy`."""
 
     def __init__(
         self, num_processes: int | None = None, offload: bool = False, seed: int = 42
@@ -167,18 +171,19 @@ class Strategy:
 
     @contextlib.contextmanager
     def model_init_context(self) -> Iterator[None]:
-        """Within it new weights are of the seed."""
+        """Makes random weights of new models follow from the seed."""
         Model.source = None
         with torch.random.fork_rng():
             torch.manual_seed(self.seed)
             yield
 
     def prepare(self, *given: Any) -> Any:
-        """Returns the models and (model, optimizer) pairs as they are, for `fit` places them."""
+        """Returns the models and the pairs of (model, optimizer) as they are, because `fit` places
+        them."""
         return given if len(given) > 1 else given[0]
 
     def save_model(self, model: Model, path: str, only_rank0: bool = True) -> None:
-        """Writes a folder that transformers loads, in float32."""
+        """Writes the model in float32 to a folder that transformers loads."""
         if not only_rank0:
             raise ValueError(
                 "save_model with only_rank0=False: every rank would write the same; leave it True"
@@ -186,8 +191,8 @@ class Strategy:
         model.hf.save_pretrained(path)
 
     def load_model(self, model: Model, path: str, strict: bool = True) -> None:
-        """Reads such a folder. What it does not have stays as it is, or with `strict` raises
-        ValueError."""
+        """Loads weights from a folder of transformers. Parameters that the folder does not have
+        stay as they are; with `strict`, ValueError is raised instead."""
         model_class: Any = type(model.hf)
         there, report = model_class.from_pretrained(
             path, config=model.hf.config, dtype=torch.float32, output_loading_info=True
@@ -199,12 +204,13 @@ class Strategy:
                 f"{path} is no {model_class.__name__}: it lacks {missing} and also has "
                 f"{unexpected}; give another folder, or strict=False"
             )
-        model.hf.load_state_dict(
-            {k: v for k, v in there.state_dict().items() if k not in missing}, strict=False
-        )
+        weights = there.state_dict()
+        for name in missing:
+            weights.pop(name, None)
+        model.hf.load_state_dict(weights, strict=False)
 
     def save_optimizer(self, optimizer: Any, path: str, only_rank0: bool = False) -> None:
-        """Writes the optimizer's state, a file for each rank."""
+        """Writes the optimizer's state to a folder, as one file for each rank."""
         if only_rank0 or not getattr(optimizer, "state_folder", None):
             raise ValueError(
                 f"save_optimizer with only_rank0={only_rank0}: each rank writes its shard of what "
@@ -214,10 +220,11 @@ class Strategy:
         shutil.copytree(optimizer.state_folder, path, dirs_exist_ok=True)
         for file in Path(path).glob("rank_*.safetensors"):
             if not (optimizer.state_folder / file.name).exists():
-                file.unlink()  # of an earlier save, by more ranks
+                file.unlink()  # an earlier save by more ranks wrote it
 
     def load_optimizer(self, optimizer: Any, path: str) -> None:
-        """Has `fit` start with the moments that `save_optimizer` wrote, under any strategy."""
+        """Has `fit` start with the moments that `save_optimizer` wrote. The strategy may be
+        another."""
         if not any(Path(path).glob("*.safetensors")):
             raise ValueError(
                 f"load_optimizer: {path} has no safetensors file; give a folder that "
@@ -227,7 +234,7 @@ class Strategy:
 
 
 class NaiveStrategy(Strategy):
-    """One process: this one where there is no GPU."""
+    """One process. Without a GPU it is this process."""
 
     name = "single"
 
@@ -236,11 +243,11 @@ class NaiveStrategy(Strategy):
 
 
 class DDPStrategy(Strategy):
-    """Whole copies."""
+    """Each process holds the whole model and the whole state of Adam."""
 
 
 class FsdpStrategy(Strategy):
-    """Shards, as by ZeRO of a stage from 1 to 3."""
+    """Each process holds shards, as ZeRO does in the `stage` from 1 to 3."""
 
     def __init__(self, stage: int = 3, **options: Any) -> None:
         super().__init__(**options)
@@ -248,15 +255,17 @@ class FsdpStrategy(Strategy):
 
 
 class PPOTrainer:
-    """PPO with a reward model or, where that is None, by the rules of the rows.
+    """PPO with a reward model, or without one by the rule rewards of the rows' data sources.
 
     Args:
-        initial_model: the reference of the KL penalty in the reward, whose weight is `kl_coef`.
-        actor_optim, critic_optim: give learning rates and weight decays.
-        train_batch_size: prompts of an optimizer step; `max_epochs` passes go over the experience.
-        experience_batch_size: prompts of a timestep of `fit`.
-        max_length: most tokens of prompt and response together.
-        overrides: further keys of docs/config.md, each `key=value`.
+        initial_model: the reference model of the KL penalty in the reward. `kl_coef` is the weight
+            of the penalty.
+        actor_optim, critic_optim: give the learning rates and weight decays.
+        train_batch_size: the number of prompts of an optimizer step.
+        experience_batch_size: the number of prompts of a timestep of `fit`.
+        max_epochs: the number of passes over the experience.
+        max_length: the limit of prompt and response together, in tokens.
+        overrides: further keys of docs/config.md, each as `key=value`.
     """
 
     def __init__(
@@ -281,9 +290,11 @@ class PPOTrainer:
         self.experience_batch_size = experience_batch_size
         self.max_length = max_length
         self.models: dict[str, Model] = {"actor": actor, "critic": critic, "ref": initial_model}
-        self.models |= {"reward_model": reward_model} if reward_model else {}
+        if reward_model:
+            self.models["reward_model"] = reward_model
         self.optimizers: dict[str, Any] = {Role.Actor: actor_optim, Role.Critic: critic_optim}
-        self.overrides, self.tokenizer = overrides, deepcopy(tokenizer)
+        self.overrides = overrides
+        self.tokenizer = deepcopy(tokenizer)
         self.tokenizer.chat_template = self.tokenizer.chat_template or TEXT_ALONE
         self.settings = {
             "trainer.n_gpus_per_node": strategy.num_processes,
@@ -297,7 +308,8 @@ class PPOTrainer:
             "actor_rollout_ref.actor.use_dynamic_bsz": True,
             "actor_rollout_ref.rollout.name": "hf",
             "reward_model.enable": reward_model is not None,
-            # Under an adapter the actor may have other weights than `initial_model`.
+            # The reference has a worker of its own even if the actor has an adapter, because the
+            # actor without its adapter may have other weights than `initial_model`.
             "worker_classes.ref": "verl_like.workers.reference.ReferenceWorker",
         }
 
@@ -308,49 +320,44 @@ class PPOTrainer:
         max_timesteps: int = 10,
         update_timesteps: int = 1,
     ) -> list[dict[str, float]]:
-        """Trains on prompts: texts, or rows as in docs/data.md.
+        """Trains on prompts, which are texts or rows as in docs/data.md.
 
         An episode has `max_timesteps` timesteps, and every `update_timesteps` of them are a
-        training step. Then models and optimizers have what was learnt. The run's folder is below
-        `outputs/`. Returns its metrics by step.
+        training step. Afterwards the models and optimizers have what was learned. The run's folder
+        is below `outputs/`. Returns the rows of the run's metrics.
 
-        Raises ValueError for what cannot be, such as an optimizer other than AdamW of all
-        parameters with its defaults.
+        Raises ValueError for input that cannot be used, such as an optimizer other than AdamW of
+        all parameters with its default settings.
         """
         num_steps = num_episodes * max_timesteps // update_timesteps
+        on_cpu = self.strategy.device == "cpu"
+        is_local = on_cpu and self.strategy.name == "single"
         with contextlib.ExitStack() as cleanup:
             remove_abandoned(Path(tempfile.gettempdir()), "verl_like_*")
             folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="verl_like_")))
             cleanup.callback(claim(folder).close)
-            is_local = self.strategy.device == "cpu" and self.strategy.name == "single"
             template = None
-            if self.strategy.device == "cpu" and not is_local:  # as the command starts workers
+            if on_cpu and not is_local:
                 template = worker_template.start(WORKERS)
                 cleanup.callback(template.close)
-            inputs = check_ppo_inputs(
-                self.write_inputs(folder, dataset, num_steps, update_timesteps), cleanup
-            )
+            written = self.write_inputs(folder, dataset, num_steps, update_timesteps)
+            inputs = check_ppo_inputs(written, cleanup)
             config = inputs.config
             check_memory(config)
             if reference := inputs.role_worker_mapping.get(Role.RefPolicy):
                 # The actor may start with other weights than the reference.
-                reference.kwargs["config"] = config.actor_rollout_ref.updated(
-                    {"model.path": f"{folder}/ref"}
-                )
+                path_of_reference = {"model.path": f"{folder}/ref"}
+                reference.kwargs["config"] = config.actor_rollout_ref.updated(path_of_reference)
             if not is_local:
-                start_ray(
-                    None,
-                    config.ray_kwargs.ray_init.num_cpus,
-                    template.command if template else None,
-                )
+                num_cpus = config.ray_kwargs.ray_init.num_cpus
+                start_ray(None, num_cpus, template.command if template else None)
                 cleanup.push(lambda kind, *_: end_ray(keep_logs=kind is not None))
             recorder = RunRecorder(config, PPO_DISPLAY)
-            # Before Ray ends: workers may be writing a checkpoint
+            # It is closed before Ray ends, because workers may still be writing a checkpoint.
             cleanup.callback(recorder.close, "Ended.")
             trainer_class: Any = get_trainer()
-            trainer_class = (
-                type("Trainer", (LocalTrainer, trainer_class), {}) if is_local else trainer_class
-            )
+            if is_local:
+                trainer_class = type("Trainer", (LocalTrainer, trainer_class), {})
             trainer = trainer_class.of(inputs, recorder)
             trainer.init_workers()
             for group in trainer.groups.values():
@@ -359,64 +366,47 @@ class PPOTrainer:
                 if folder_before := getattr(self.optimizers[role], "state_folder", None):
                     group.load_checkpoint(str(folder_before), optimizer_only=True)
             trainer.fit()
+            last_checkpoint = folder_of_step(recorder.run_dir, config.num_steps_of_run)
             for role in trainer.trained:
-                saved = folder_of_step(recorder.run_dir, config.num_steps_of_run) / role
-                export(saved, folder / f"trained_{role}", "float32")
-                self.strategy.load_model(self.models[role], f"{folder}/trained_{role}")
-                # Which is merged, and the next one is new
-                has_adapter = (saved / "checkpoint" / ADAPTER).is_file()
-                self.optimizers[role].state_folder = None if has_adapter else saved / "checkpoint"
-        return [
-            json.loads(line)
-            for line in (recorder.run_dir / "metrics.jsonl").read_text().splitlines()
-        ]
+                self.take_over(role, last_checkpoint / role, folder / f"trained_{role}")
+        return readable_rows((recorder.run_dir / "metrics.jsonl").read_bytes())
+
+    def take_over(self, role: str, saved: Path, exported: Path) -> None:
+        """Loads the trained weights of a role from its checkpoint into its model, by way of the new
+        folder `exported`, and notes where the state of its optimizer is."""
+        export(saved, exported, "float32")
+        self.strategy.load_model(self.models[role], str(exported))
+        # An adapter is merged into the model by the export, and the next `fit` makes a new one.
+        has_adapter = (saved / "checkpoint" / ADAPTER).is_file()
+        self.optimizers[role].state_folder = None if has_adapter else saved / "checkpoint"
 
     def write_inputs(
         self, folder: Path, dataset: Sequence[Any], num_steps: int, update_timesteps: int
     ) -> PPOConfig:
-        """Writes models and prompts; returns the configuration of a run on them."""
+        """Writes the models and prompts to a folder, and returns the configuration of a run on
+        them."""
         settings = dict(self.settings)
-        for role, key, model_key in (
-            (Role.Actor, "actor_rollout_ref.actor", ""),
-            (Role.Critic, "critic", ".model"),
-        ):
-            optimizer = self.optimizers[role]
-            parameters = {*self.models[role].parameters()}
-            (group, *others), fsdp = optimizer.param_groups, f"{key}{model_key}.fsdp_config"
-            is_whole = {*group["params"]} == parameters and all(
-                parameter.requires_grad for parameter in parameters
-            )
-            if (
-                type(optimizer) is not torch.optim.AdamW
-                or others
-                or not (is_whole and ADAMW.items() <= group.items())
-            ):
-                raise ValueError(
-                    f"fit trains all parameters of the {role} as one group by torch's AdamW with "
-                    f"{ADAMW}: give AdamW(model.parameters(), ...) and freeze none, and not "
-                    f"{optimizer}"
-                )
-            settings |= {f"{key}.optim.{name}": group[name] for name in ("lr", "weight_decay")}
-            settings |= {
-                f"{fsdp}.{part}_offload": self.strategy.offload for part in ("param", "optimizer")
-            }
-            settings[f"{fsdp}.strategy"] = self.strategy.name
+        settings |= self.training_settings(Role.Actor, "actor_rollout_ref.actor", "fsdp_config")
+        settings |= self.training_settings(Role.Critic, "critic", "model.fsdp_config")
         for name, model in self.models.items():
             model.hf.save_pretrained(folder / name)
             self.tokenizer.save_pretrained(folder / name)
-        texts: dict[str, Any] = {"data_source": "text", "reward_model": {"style": "model"}}
-        rows = [
-            row
-            if isinstance(row, Mapping)
-            else texts | {"prompt": [{"role": "user", "content": row}]}
-            for row in dataset
-        ]
-        (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        rows: list[Mapping[str, Any]] = []
+        for row in dataset:
+            if not isinstance(row, Mapping):
+                row = {
+                    "data_source": "text",
+                    "reward_model": {"style": "model"},
+                    "prompt": [{"role": "user", "content": row}],
+                }
+            rows.append(row)
+        lines = [json.dumps(row) for row in rows]
+        (folder / "prompts.jsonl").write_text("\n".join(lines))
         chats: Any = [row["prompt"] for row in rows]
         encoded: Any = self.tokenizer.apply_chat_template(
             chats, add_generation_prompt=True, return_dict=True
         )
-        longest = max(map(len, encoded["input_ids"]))
+        longest = max(len(ids) for ids in encoded["input_ids"])
         settings |= {
             "data.train_files": f"{folder}/prompts.jsonl",
             "data.val_files": f"{folder}/prompts.jsonl",
@@ -430,3 +420,36 @@ class PPOTrainer:
         }
         overrides = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
         return load_ppo_config([f"device={self.strategy.device}", *overrides, *self.overrides])
+
+    def training_settings(self, role: str, block: str, fsdp: str) -> dict[str, Any]:
+        """The keys that say how a role is trained, as its optimizer and the strategy want it.
+
+        Args:
+            block: the key of the role's block.
+            fsdp: the key of its fsdp_config within that block.
+
+        Raises:
+            ValueError: `fit` cannot train as the optimizer says.
+        """
+        optimizer = self.optimizers[role]
+        parameters = set(self.models[role].parameters())
+        group = optimizer.param_groups[0]
+        trains_all = (
+            len(optimizer.param_groups) == 1
+            and set(group["params"]) == parameters
+            and all(parameter.requires_grad for parameter in parameters)
+        )
+        has_defaults = ADAMW.items() <= group.items()
+        if type(optimizer) is not torch.optim.AdamW or not trains_all or not has_defaults:
+            raise ValueError(
+                f"fit trains all parameters of the {role} as one group by torch's AdamW with "
+                f"{ADAMW}: give AdamW(model.parameters(), ...) and freeze none, and not "
+                f"{optimizer}"
+            )
+        return {
+            f"{block}.optim.lr": group["lr"],
+            f"{block}.optim.weight_decay": group["weight_decay"],
+            f"{block}.{fsdp}.param_offload": self.strategy.offload,
+            f"{block}.{fsdp}.optimizer_offload": self.strategy.offload,
+            f"{block}.{fsdp}.strategy": self.strategy.name,
+        }
