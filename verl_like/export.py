@@ -30,6 +30,8 @@ from verl_like.workers.models.pretrained import save_weights
 
 ADAPTER = "adapter_config.json"
 """The file with peft's settings, in a checkpoint that has only an adapter."""
+Tensors = dict[str, torch.Tensor]
+"""Parameters or buffers by name."""
 
 
 def export(role_folder: Path, out: Path, dtype: str | None = None, ema: bool = False) -> None:
@@ -95,7 +97,7 @@ def empty_model(checkpoint: Path, dtype: str | None) -> PreTrainedModel:
         return model_class(config).to(torch_dtype)
 
 
-def weights_of_adapter(checkpoint: Path, hf: PreTrainedModel, ema: bool) -> dict[str, torch.Tensor]:
+def weights_of_adapter(checkpoint: Path, hf: PreTrainedModel, ema: bool) -> Tensors:
     """The parameters of the model that the checkpoint's adapter was trained on, with the adapter
     merged into them.
 
@@ -118,7 +120,7 @@ def weights_of_adapter(checkpoint: Path, hf: PreTrainedModel, ema: bool) -> dict
 
 def read_weights(
     checkpoint: Path, dtype: torch.dtype, parameters: Iterable[tuple[str, torch.Tensor]], ema: bool
-) -> dict[str, torch.Tensor]:
+) -> Tensors:
     """The whole values of `parameters` by name, in `dtype`. Raises ValueError if a file is damaged,
     or a parameter or a part of it is missing."""
     for file in checkpoint.glob("*.safetensors"):
@@ -143,8 +145,8 @@ def read_weights(
                 f"{checkpoint} lacks {name} or a part of it: a file is missing; export another "
                 "checkpoint."
             )
-    values: dict[str, Any] = {}
-    weights: dict[str, torch.Tensor] = {}
+    values = {}
+    weights = {}
     for name, there in saved.items():
         if name.startswith(prefix) and name.endswith(suffix):
             values[name] = torch.empty(there.size, dtype=dtype)
@@ -153,7 +155,7 @@ def read_weights(
     return weights
 
 
-def read_buffers(checkpoint: Path, hf: PreTrainedModel) -> dict[str, torch.Tensor]:
+def read_buffers(checkpoint: Path, hf: PreTrainedModel) -> Tensors:
     """The model's buffers by name, in the dtypes that they were saved in.
 
     A checkpoint of an earlier version does not have them. Then they are those of the model that the
@@ -162,8 +164,8 @@ def read_buffers(checkpoint: Path, hf: PreTrainedModel) -> dict[str, torch.Tenso
     buffers = dict(model_buffers(hf))
     reader = HuggingFaceStorageReader(str(checkpoint))
     saved: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
-    values: dict[str, Any] = {}
-    found: dict[str, torch.Tensor] = {}
+    values = {}
+    found = {}
     for name in buffers:
         if there := saved.get(f"model.{name}"):
             found[name] = torch.empty(there.size, dtype=there.properties.dtype)

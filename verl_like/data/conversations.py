@@ -23,6 +23,8 @@ from verl_like.protocol.row_ops import jagged_from_lists
 Message = Mapping[str, Any]
 Tokens = tuple[np.ndarray, np.ndarray]
 """The token ids of a conversation, (T,) int64, and which of them are learned, (T,) bool."""
+Row = tuple[list[Tokens], dict[str, float]]
+"""The conversations of an example, and its further columns."""
 
 
 class OverlongText(ValueError):
@@ -95,7 +97,7 @@ class ConversationDataset:
         self.highest_token = (0, "")
         self.last_tokens: set[int] = set()
         self.learns_to_end = False
-        self._rows: list[tuple[list[Tokens], dict[str, float]]] = []
+        self._rows: list[Row] = []
         for place, record in read_records(files, max_samples):
             try:
                 row, columns = self.read(record, place)
@@ -125,14 +127,15 @@ class ConversationDataset:
             for ids, learned in row:
                 self.highest_token = max(self.highest_token, (int(ids.max()), place))
                 self.last_tokens.add(int(ids[-1]))
-                self.learns_to_end |= bool(np.isin(ids[learned], self.end_tokens).any())
+                is_end = np.isin(ids[learned], self.end_tokens)
+                self.learns_to_end |= bool(is_end.any())
             self._rows.append((row, columns))
         if not self._rows:
             raise ValueError(
                 f"no {self.what} of {', '.join(files)} is left ({self.num_dropped} are too long)"
             )
 
-    def read(self, record: Any, place: str) -> tuple[list[Tokens], dict[str, float]]:
+    def read(self, record: Any, place: str) -> Row:
         """Returns the conversations of a row and its further columns. Here a row has one
         conversation and no further columns. Raises ValueError for a row that cannot be used."""
         has_text = isinstance(record, dict) and isinstance(record.get("text"), str)
@@ -212,7 +215,7 @@ class ScoredDataset(ConversationDataset):
 
     what = "scored conversation"
 
-    def read(self, record: Any, place: str) -> tuple[list[Tokens], dict[str, float]]:
+    def read(self, record: Any, place: str) -> Row:
         conversations, _ = super().read(record, place)
         score = record.get("score")
         if type(score) not in (int, float) or not abs(score) < 1e30:  # NaN is not below it either

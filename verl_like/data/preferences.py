@@ -9,6 +9,7 @@ import numpy as np
 from verl_like.data.conversations import (
     ConversationDataset,
     Message,
+    Row,
     Tokens,
     messages_in,
     tokens_of,
@@ -34,13 +35,13 @@ class PreferenceDataset(ConversationDataset):
 
     what = "pair"
 
-    def read(self, record: Any, place: str) -> tuple[list[Tokens], dict[str, float]]:
+    def read(self, record: Any, place: str) -> Row:
         """Returns the chosen and the rejected conversation of a row, and the column `margin`, which
         is 0 if the row has none. Raises ValueError for a row that cannot be used."""
         prompt: list[Message] = []
         if isinstance(record, dict) and record.get("prompt") is not None:
             prompt = messages_in(record, "prompt", "user", place, _EXPECTED)
-        answers: dict[str, list[Message]] = {}
+        answers = {}
         for side in ("chosen", "rejected"):
             answers[side] = messages_in(record, side, "assistant", place, _EXPECTED)
         for side, messages in answers.items():
@@ -68,7 +69,7 @@ class PreferenceDataset(ConversationDataset):
         margin = 0.0 if record.get("margin") is None else record["margin"]
         if type(margin) not in (int, float) or not math.isfinite(margin):
             raise bad_row(place, "field 'margin'", margin, "a number, or no such field")
-        row: list[Tokens] = []
+        row = []
         for messages in answers.values():
             tokens = tokens_of(
                 messages, num_alike, self.tokenizer, self.template_kwargs, place, self.limit

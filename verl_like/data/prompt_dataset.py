@@ -134,7 +134,7 @@ class PromptDataset:
         data_source, reward_model, extra_info and raw_prompt. If `max_response_length` is known, its
         meta_info has `padding`.
         """
-        objects: dict[str, list[Any]] = {}
+        objects = {}
         for key in ("data_source", "reward_model", "extra_info", "raw_prompt"):
             objects[key] = [row[key] for row in rows]
         objects["uid"] = [f"{epoch}-{row['index']}" for row in rows]
@@ -171,7 +171,7 @@ def _tokenize(
 def _portions(texts: Sequence[str]) -> Iterator[list[str]]:
     """Divides texts into portions. The tokenizer takes a few seconds for a portion, in which no
     signal is handled."""
-    portion: list[str] = []
+    portion = []
     num_characters = 0
     for text in texts:
         portion.append(text)

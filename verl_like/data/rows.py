@@ -101,7 +101,7 @@ def _read_file(file: str) -> list[tuple[int, Any]]:
         except (ValueError, OverflowError) as error:  # for instance, text is not UTF-8
             raise ValueError(f"{_first_unreadable(table, file)} cannot be read: {error}") from error
     if path.suffix == ".jsonl":
-        rows: list[tuple[int, Any]] = []
+        rows = []
         for index, line in enumerate(path.read_bytes().split(b"\n")):
             if line.strip():
                 rows.append((index, _parse_json(line, f"{file}, row {index}")))
@@ -217,7 +217,7 @@ def check_messages(messages: Sequence[Any], field: str, place: str) -> list[dict
     """Returns the messages without keys whose value is null. In Parquet each message has the keys
     of all messages, and they are null if it lacks them. Raises ValueError unless each message has
     the texts `role` and `content`."""
-    checked: list[dict[str, Any]] = []
+    checked = []
     for position, message in enumerate(messages):
         name = f"field {field}[{position}]"
         if not isinstance(message, dict):

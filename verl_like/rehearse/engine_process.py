@@ -161,7 +161,8 @@ def parts_of(engine: VllmEngine) -> dict[str, int]:
     """The bytes of the device that the model and the cache take."""
     runner = engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner
     model = runner.get_model()
-    weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    tensors = [*model.parameters(), *model.buffers()]
+    weights = sum(tensor.nbytes for tensor in tensors)
     storages = {}  # layers may share one
     for cache in runner.kv_caches:
         storage = cache.untyped_storage()

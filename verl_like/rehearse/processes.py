@@ -20,6 +20,9 @@ SHORT_OF_MEMORY = re.compile(r"Error: .*(memory|KV cache)", re.IGNORECASE)
 """The last line of an error of vLLM or torch that says that a GPU, or an engine's share of it, is
 too small."""
 
+Command = Mapping[str, Any]
+"""The arguments of `config_of` by name."""
+
 
 @dataclass(frozen=True)
 class Process:
@@ -59,7 +62,7 @@ class Pool:
 
 def measure_run(
     null_gpu: NullGpu,
-    command: Mapping[str, Any],
+    command: Command,
     pools: Sequence[PlannedPool],
     device_bytes: int | None = None,
 ) -> list[Pool]:
@@ -77,7 +80,7 @@ def measure_run(
             last_rank = sum(pool.nodes) - 1
             ranks = sorted({0, last_rank}) if pool.models else []
             training.append([two_at_a_time.submit(run_rank, rank=rank) for rank in ranks])
-    measured: list[Pool] = []
+    measured = []
     for pool, ranks_of_pool in zip(pools, training, strict=True):
         processes = [rank.result() for rank in ranks_of_pool]
         if pool.rollout:
@@ -91,7 +94,7 @@ def measure_run(
 
 
 def measure_rank(
-    null_gpu: NullGpu, command: Mapping[str, Any], pool: PlannedPool, rank: int, device_bytes: int
+    null_gpu: NullGpu, command: Command, pool: PlannedPool, rank: int, device_bytes: int
 ) -> Process:
     """Runs a rank of a pool's training process. Raises RuntimeError, with the last lines that it
     printed, if it fails."""
@@ -121,7 +124,7 @@ def can_run(config: Any) -> bool:
 
 
 def measure_engine(
-    null_gpu: NullGpu, command: Mapping[str, Any], pool: PlannedPool, device_bytes: int
+    null_gpu: NullGpu, command: Command, pool: PlannedPool, device_bytes: int
 ) -> Process:
     """Runs the rollout engine of a pool on a GPU of the real size, because it takes a share of the
     GPU.
@@ -139,14 +142,13 @@ def measure_engine(
         said = of_memory[-1].removeprefix("[rank0]: ")  # torch puts this before what a rank says
         return replace(counted_engine(pool), refusal=said)
     phases = tuple(Measured(**phase) for phase in answer["phases"])
-    process = Process((Role.Rollout,), 0, sum(pool.nodes), phases, note=answer["note"])
+    num_ranks = sum(pool.nodes)
+    process = Process((Role.Rollout,), 0, num_ranks, phases, note=answer["note"])
     say_measured(pool, process, began)
     return process
 
 
-def refusal_at(
-    null_gpu: NullGpu, command: Mapping[str, Any], pool: PlannedPool, rank: int, room: int
-) -> str:
+def refusal_at(null_gpu: NullGpu, command: Command, pool: PlannedPool, rank: int, room: int) -> str:
     """What torch says when a rank has only `room` bytes of its GPU, or "" if the rank runs."""
     try:
         measure_rank(null_gpu, command, pool, rank, max(1, room))
@@ -161,8 +163,9 @@ def counted_engine(pool: PlannedPool) -> Process:
     what it keeps while other roles work."""
     assert pool.rollout
     sizes = {"rollout generation": pool.rollout.working, "between calls": pool.rollout.resting}
-    phases: list[Measured] = []
+    phases = []
     for phase, parts in sizes.items():
         total = int(sum(parts.values()))
         phases.append(Measured(phase, total, total, {"engine": total}))
-    return Process((Role.Rollout,), 0, sum(pool.nodes), tuple(phases), is_counted=True)
+    num_ranks = sum(pool.nodes)
+    return Process((Role.Rollout,), 0, num_ranks, tuple(phases), is_counted=True)

@@ -75,7 +75,10 @@ def report(pools: Sequence[Pool], device_bytes: int, refusals: Refusals) -> tupl
         over_full = [
             each for each in of_processes if each.total > device_bytes or each.process.refusal
         ]
-        refused = [each for each in over_full if refusals.get((pool.name, each.process.name)) != ""]
+        refused = []
+        for each in over_full:
+            if refusals.get((pool.name, each.process.name)) != "":
+                refused.append(each)
         if not over_full:
             lines.append(f"It fits: {(device_bytes - most.total) / GB:.1f} GB are left.")
         elif not refused:

@@ -76,7 +76,7 @@ class Phases:
 
     def end(self, phase: str) -> None:
         """Ends the phase that began last, and keeps its measurement."""
-        parts: dict[str, int] = {}
+        parts = {}
         for role, engine in self.engines.items():
             for part, size in parts_of(engine).items():
                 if size:
@@ -155,9 +155,9 @@ def begin_nothing(writer: Any, state: Mapping[str, torch.Tensor], *_: Any) -> No
 def read_ones(parts: Sequence[mini_batches.MicroMetrics]) -> list[dict[str, Metric]]:
     """Takes the place of `read_metrics`, which would refuse numbers that were never computed. Every
     number of a metric is 1."""
-    read: list[dict[str, Metric]] = []
+    read = []
     for part in parts:
-        metrics: dict[str, Metric] = {}
+        metrics = {}
         for name, metric in part.items():
             ones = [1.0] * len(metric.numbers)
             metrics[name] = metric.finish(*ones)
@@ -284,12 +284,12 @@ def workers_of(pool: PlannedPool) -> dict[str, RayClassWithInitArgs]:
         worker = KINDS[type(config)].worker
         return {"model": RayClassWithInitArgs(worker, *worker_arguments(config))}
     assert isinstance(config, PPOConfig)
-    own_classes: dict[str, Any] = {}
+    own_classes = {}
     for role, path in config.worker_classes.items():
         own_classes[role] = import_worker_class(role, path)
     mapping = build_role_worker_mapping(config, own_classes)
     copies = maker_models(config, mapping) if isinstance(config, DetachedConfig) else mapping
-    workers: dict[str, RayClassWithInitArgs] = {}
+    workers = {}
     for model in pool.models:
         classes = mapping if model.is_trained else copies
         workers[model.name] = classes[model.name]
@@ -304,7 +304,7 @@ def measure(pool: PlannedPool, rank: int, world_size: int) -> list[Measured]:
     phases = Phases()
     join_nobody(rank, world_size, phases)
     replace_what_needs_numbers()
-    workers: dict[str, Any] = {}
+    workers = {}
     for role, planned in workers_of(pool).items():
         with phases.phase(f"{role} load"):
             worker = planned.cls(*planned.args, **planned.kwargs)

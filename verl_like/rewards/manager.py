@@ -248,7 +248,7 @@ class RewardManager:
     def _begin(self, process: RewardProcess, sample: RewardSample) -> None:
         """Gives a sample to a process. A process that died while it was idle, or dies while it
         loads, is replaced first. Raises RewardError if that happens `_ATTEMPTS` times."""
-        causes: list[str] = []
+        causes = []
         for _ in range(_ATTEMPTS):
             try:
                 return process.begin(sample)
@@ -304,8 +304,8 @@ class PendingRewards:
         on_error="fail" it is raised too for the first sample that could not be scored.
         """
         manager = self._manager
-        answers: list[Answer] = []
-        errors: list[Answer] = []
+        answers = []
+        errors = []
         for answer in self.answers():
             if answer.error and manager.on_error == "fail":
                 for _, future in self._submitted.values():

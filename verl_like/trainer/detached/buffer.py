@@ -6,30 +6,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from verl_like.protocol import DataProto, Metric
 from verl_like.protocol.samples import SampleRows, concat_samples
-from verl_like.trainer.detached.ledger import Ticket
-
-
-class GroupLedger(Protocol):
-    """The methods of `PromptLedger` that a buffer calls, which a handle of the ledger has too."""
-
-    def deliver(self, maker: str, groups: Sequence[tuple[int, int, int]]) -> list[int]:
-        """Takes (number, attempt, oldest version) of each group that has arrived, and returns the
-        numbers of the groups to keep."""
-
-    def choose(self, trainer: int, version: int, num_groups: int) -> list[int] | None:
-        """The numbers of the groups for the step after `version`, or None if the trainer has to
-        wait."""
-
-    def holders(self) -> list[tuple[int, dict[str, list[int]]]]:
-        """For each trainer the number of groups in its buffer, and by maker the numbers of the
-        groups that are still being made for it."""
-
-    def seconds_since_loss(self) -> float:
-        """The seconds since a maker was last given up."""
+from verl_like.trainer.detached.ledger import PromptLedger, Ticket
 
 
 class ExperienceBuffer:
@@ -39,7 +19,7 @@ class ExperienceBuffer:
     tickets for more. `extend` and `take` may run in different threads.
     """
 
-    def __init__(self, ledger: GroupLedger, trainer: int, limit: int) -> None:
+    def __init__(self, ledger: PromptLedger, trainer: int, limit: int) -> None:
         self.ledger = ledger
         self.trainer = trainer
         self.limit = limit
@@ -74,14 +54,14 @@ class ExperienceBuffer:
             )
         kept_info = ["padding"] if "padding" in batch.meta_info else []
         rows = batch.select(meta_info_keys=kept_info)
-        versions: list[int] = []  # of the oldest token of each row
+        versions = []  # of the oldest token of each row
         for spans in batch.non_tensor_batch["policy_version"]:
             versions.append(min(version for version, _start, _end in spans))
         num_samples_of_group = samples.num_samples // len(tickets)
         starts_of_groups = samples.starts[::num_samples_of_group].tolist()
         bounds = itertools.pairwise(starts_of_groups)
-        groups: dict[int, tuple[DataProto, int, int]] = {}
-        delivered: list[tuple[int, int, int]] = []
+        groups = {}
+        delivered = []
         for ticket, (start, stop) in zip(tickets, bounds, strict=True):
             groups[ticket.number] = (rows, start, stop)
             oldest = min(versions[start:stop])
@@ -149,7 +129,7 @@ class ExperienceBuffer:
     def describe_holders(self) -> str:
         """Says for each trainer how many groups its buffer has, and which groups each maker is
         still making for it."""
-        described: list[str] = []
+        described = []
         for trainer, (there, held) in enumerate(self.ledger.holders()):
             described.append(
                 f"trainer {trainer} has {there}, and in flight for it are, by maker: "

@@ -42,7 +42,7 @@ class Comparisons:
         makers that were started again are awaited. If one of them does not come, the step begins
         without it, and the returned list has a note for the user.
         """
-        notes: list[str] = []
+        notes = []
         with self._turn:
             limit_s = self.limit_s if self.is_first else LATE_S
             if not self._turn.wait_for(lambda: not self.awaited, limit_s):

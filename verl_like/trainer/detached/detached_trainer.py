@@ -329,7 +329,7 @@ class DetachedPPOTrainer(Side, TrainingLoop):
         version = self.learner.version
         with self.pushing:
             futures = []
-            exports: dict[str, ForwardedFuture] = {}
+            exports = {}
             for role, group in self.groups.items():
                 future = group.export_weights.remote(version=version)
                 futures.append(future)

@@ -62,7 +62,7 @@ def maker_models(
     arguments of the worker that it replaces which its own constructor has.
     """
     copies: dict[str, type] = {Role.Actor: ActorCopyWorker, Role.Critic: CriticCopyWorker}
-    own: dict[str, RayClassWithInitArgs] = {}
+    own = {}
     for role in config.plan.maker_roles:
         own[role] = mapping[role]
         if role in copies:
@@ -79,7 +79,7 @@ def check_maker(config: DetachedConfig, maker: type[ExperienceMaker], rollout: W
     `detached.update_in_flight` would not call."""
     if not config.detached.update_in_flight:
         return
-    own: list[str] = []
+    own = []
     for name in ("make", "begin"):
         if getattr(maker, name) is not getattr(ExperienceMaker, name):
             own.append(name)
@@ -136,12 +136,12 @@ class PromptLoader:
     def load(self, tickets: Sequence[Ticket]) -> list[tuple[list[Ticket], DataProto]]:
         """Loads the prompts of some tickets. Returns a batch (B,) for each training step, with the
         tickets of the batch. The number of the step seeds the sampling."""
-        batches: list[tuple[list[Ticket], DataProto]] = []
+        batches = []
         size = self.sampler.batch_size
         for step, of_step in itertools.groupby(tickets, key=lambda ticket: ticket.number // size):
             its_tickets = list(of_step)
             epoch, indices = self.sampler.batch(step)
-            rows: list[dict[str, Any]] = []
+            rows = []
             for ticket in its_tickets:
                 index = indices[ticket.number % size]
                 rows.append(self.dataset[index])
@@ -236,7 +236,7 @@ class ExperienceMakerHolder(Side):
         done = 0
         waiting_since = time.monotonic()
         if newest := ask(self.trainer_names[0], "newest_weights", timeout=deadline_s):
-            self.keep_newest(newest)
+            self.update_experience_maker(newest)
         while self.in_flight or num_steps is None or done < num_steps:
             version_before = self.version
             self.load_newest_weights()
@@ -407,11 +407,8 @@ class ExperienceMakerHolder(Side):
 
     @ray.method(concurrency_group="weights")
     def update_experience_maker(self, weights: PushedWeights) -> None:
-        """Takes weights that a trainer pushes. The maker loads them before it generates again."""
-        self.keep_newest(weights)
-
-    def keep_newest(self, weights: PushedWeights) -> None:
-        """Keeps weights until they are loaded, unless it has newer ones already."""
+        """Keeps weights that a trainer pushes, unless there are newer ones already. The maker loads
+        them before it generates again."""
         with self.has_pushed:
             if self.pushed is None or weights.version > self.pushed.version:
                 self.pushed = weights
@@ -461,7 +458,7 @@ class ExperienceMakerHolder(Side):
                     newest: PushedWeights = ask(trainer, "newest_weights", timeout=deadline_s)
                     if newest.version == weights.version:
                         raise
-                    self.keep_newest(newest)
+                    self.update_experience_maker(newest)
                 else:
                     self.version = weights.version
                     return

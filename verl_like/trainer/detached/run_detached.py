@@ -94,7 +94,7 @@ def check_trainer(trainer: type[RayPPOTrainer]) -> None:
     """
     if trainer is RayPPOTrainer:
         return
-    own: list[str] = []
+    own = []
     for name in dir(RayPPOTrainer):
         if name.startswith("_") and name not in ("__init__", "__post_init__"):
             continue
@@ -123,7 +123,7 @@ def check_shared_memory(pools: Sequence[RayResourcePool]) -> None:
     reserved already."""
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     all_nodes: set[str] = set()
-    places: list[str] = []
+    places = []
     for pool in pools:
         nodes: set[str] = set()
         for placement_group in pool.get_placement_groups():
@@ -439,10 +439,12 @@ class DetachedRun:
 
         A side that does not answer is removed, because a stopped process would outlive Ray.
         """
-        asked = {name: self.actors[name].status.remote() for name in self.pools}
-        ray.wait(list(asked.values()), num_returns=len(asked), timeout=STATUS_S)
-        found: list[str] = []
-        for name, answer in asked.items():
+        answers = {}
+        for name in self.pools:
+            answers[name] = self.actors[name].status.remote()
+        ray.wait(list(answers.values()), num_returns=len(answers), timeout=STATUS_S)
+        found = []
+        for name, answer in answers.items():
             try:
                 found.append(ray.get(answer, timeout=POLL_S))
             except ray.exceptions.RayError:
@@ -471,7 +473,8 @@ class DetachedRun:
         left = self.config.detached.maker_names
         while left:
             starts = Counter(self.starts)
-            self.loops = {name: self.actors[name].finish.remote(steps) for name in left}
+            for name in left:
+                self.loops[name] = self.actors[name].finish.remote(steps)
             self.watch()
             # A maker that failed meanwhile was started again. Its loop has ended by now, because
             # nothing is left to make, and it still has to do `finish`.

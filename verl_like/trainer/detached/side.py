@@ -333,7 +333,8 @@ class Side:
         self.pools = pools
         self.fingerprints = fingerprints
         self.recorder = SideRecorder(self.name, run_dir=Path(config.trainer.default_local_dir))
-        self.ledger = LedgerHandle(config.trainer.call_timeout_s)
+        self.ledger: Any = LedgerHandle(config.trainer.call_timeout_s)
+        """Has the methods of `PromptLedger`."""
         self.pushed: PushedWeights | None = None
 
     def require_same_inputs(self, config: DetachedConfig) -> None:

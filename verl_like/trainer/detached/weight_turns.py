@@ -114,11 +114,17 @@ class WeightTurns:
     def _wait_for(self, is_so: Callable[[], bool]) -> bool:
         """Waits until `is_so` returns True. Returns whether it does so within the limit. Raises the
         error of a transfer that fails meanwhile."""
-        came = self._changed.wait_for(lambda: self._failure is not None or is_so(), self.limit_s)
+
+        def is_over() -> bool:
+            return self._failure is not None or is_so()
+
+        came = self._changed.wait_for(is_over, self.limit_s)
         self.raise_failure()
         return came
 
 
 def _is_same_maker(other: str, maker: str) -> bool:
     """Returns whether `other` is another start of the same maker."""
-    return other != maker and other.rpartition(".")[0] == maker.rpartition(".")[0]
+    name, _, _start = maker.rpartition(".")
+    other_name, _, _start = other.rpartition(".")
+    return other != maker and other_name == name

@@ -123,7 +123,7 @@ class TrainingLoop(abc.ABC):
     def step(self) -> dict[str, Metric]:
         """Does one training step, which is an update or several on what `take` yields, and returns
         its metrics."""
-        updates: list[Update] = []
+        updates = []
         metrics: list[Mapping[str, Metric]] = []
         for experience in self.take():
             # The update is only submitted: the lines below, and the rest of `take`, run during it.
@@ -191,7 +191,7 @@ class TrainingLoop(abc.ABC):
         if folder is None:
             self.save_step()
         else:
-            without_model: dict[str, WorkerGroup] = {}
+            without_model = {}
             for role, group in self.trained.items():
                 if not (folder / role / "huggingface").exists():
                     without_model[role] = group

@@ -14,7 +14,6 @@ from verl_like.trainer.config.supervised import DPOConfig, ILQLConfig, RMConfig,
 from verl_like.trainer.memory.sums import (
     ASLEEP,
     ModelSize,
-    Phase,
     PlannedModel,
     PlannedPool,
     RolloutShare,
@@ -49,14 +48,6 @@ def planned_pools(config: RunConfig, device_bytes: float) -> list[PlannedPool]:
     return _pools_of(config, config.plan.active_roles, device_bytes)
 
 
-def memory_phases(config: RunConfig, device_bytes: float) -> list[Phase]:
-    """Returns all phases of all pools."""
-    phases: list[Phase] = []
-    for pool in planned_pools(config, device_bytes):
-        phases += pool.phases()
-    return phases
-
-
 def check_memory(config: RunConfig) -> list[str]:
     """Returns a note with the largest sum of each pool, if the run starts on a machine with GPUs.
 
@@ -68,7 +59,7 @@ def check_memory(config: RunConfig) -> list[str]:
     joins_cluster = cluster_address(config.ray_kwargs.ray_init.address)
     if config.trainer.device != "cuda" or not torch.cuda.is_available() or joins_cluster:
         return []
-    sizes: list[int] = []
+    sizes = []
     for index in range(torch.cuda.device_count()):
         sizes.append(torch.cuda.get_device_properties(index).total_memory)
     device_bytes = min(sizes)

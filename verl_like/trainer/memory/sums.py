@@ -7,7 +7,7 @@ layer of Llama and Qwen3. `python -m verl_like.rehearse` measures the same memor
 ASLEEP are assumptions. `pools.py` says which models are on the GPUs of a run.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +42,9 @@ STREAMS = 0.1 * GB
 WITHOUT_LOGITS = 0.25 * GB
 """Further bytes that are unused in updates of a model whose head has one output. This was measured.
 The reason is not known."""
+
+Parts = dict[str, float]
+"""The bytes of each part of the memory that something takes. The name of an estimate ends in *."""
 
 
 @dataclass(frozen=True)
@@ -122,8 +125,7 @@ class Phase:
 
     pool: str
     name: str
-    parts: Mapping[str, float]
-    """Bytes of each part of the memory. The name of an estimate ends in *."""
+    parts: Parts
 
     @property
     def total(self) -> float:
@@ -200,16 +202,12 @@ class PlannedModel:
             return moments
         return moments + self.size.trained / self.shards * torch.float32.itemsize
 
-    @property
-    def offloads_adam(self) -> bool:
-        return isinstance(self.fsdp, TrainedFsdpConfig) and self.fsdp.optimizer_offload
-
-    def at_rest(self) -> dict[str, float]:
+    def at_rest(self) -> Parts:
         """The memory that is taken between the calls of this role."""
-        parts: dict[str, float] = {}
+        parts = {}
         if not self.fsdp.param_offload:
             parts[f"{self.name} weights"] = self.stored
-        if not self.offloads_adam:
+        if not (isinstance(self.fsdp, TrainedFsdpConfig) and self.fsdp.optimizer_offload):
             parts[f"{self.name} Adam"] = self.adam
         return parts
 
@@ -230,7 +228,7 @@ class PlannedModel:
             return passes.max_tokens
         return passes.num_rows * self.sequence_length / self.ranks_of_sequence
 
-    def load(self) -> dict[str, float]:
+    def load(self) -> Parts:
         """The memory that loading takes. Whole parameters come to the device one after the other.
         Then Adam is made, and what is offloaded leaves the device."""
         largest = self.size.largest * self.model_itemsize
@@ -241,7 +239,7 @@ class PlannedModel:
             parts["a whole parameter"] = largest
         return with_fragments(parts)
 
-    def gathered(self, computed: float, gathering: float) -> dict[str, float]:
+    def gathered(self, computed: float, gathering: float) -> Parts:
         """The memory of the parameters with which a pass computes, and of the buffers in which they
         are gathered.
 
@@ -270,7 +268,7 @@ class PlannedModel:
         chunk = num_logits * 2 * REDUCTION_BYTES
         return chunk + scored * size.hidden * (self.num_bytes + REDUCTION_BYTES)
 
-    def forward(self) -> dict[str, float]:
+    def forward(self) -> Parts:
         """The memory that a pass without gradients takes in addition to `at_rest`."""
         tokens = self.tokens_of(self.forward_passes)
         layer = self.size.live_per_token * self.num_bytes * tokens
@@ -281,11 +279,11 @@ class PlannedModel:
         gathered = self.gathered(self.size.outer + two_layers, max(self.size.outer, two_layers))
         return self.moved() | with_fragments(gathered | activations, of_streams=STREAMS)
 
-    def moved(self) -> dict[str, float]:
+    def moved(self) -> Parts:
         """The memory of weights that are offloaded, and come to the device for a call."""
         return {f"{self.name} weights": self.stored} if self.fsdp.param_offload else {}
 
-    def update(self) -> dict[str, float]:
+    def update(self) -> Parts:
         """The memory that the forward and backward passes of a trained model take in addition to
         `at_rest`."""
         assert isinstance(self.fsdp, TrainedFsdpConfig) and isinstance(
@@ -333,7 +331,7 @@ class PlannedModel:
         of_streams = STREAMS if size.head else STREAMS + WITHOUT_LOGITS
         return self.moved() | with_fragments(parts, of_streams=of_streams)
 
-    def optimizer_step(self) -> dict[str, float]:
+    def optimizer_step(self) -> Parts:
         """The memory that an optimizer step takes in addition to `at_rest`."""
         parts = self.moved()
         parts[f"{self.name} Adam"] = self.adam
@@ -347,7 +345,7 @@ class PlannedModel:
         parts["gathered layers"] = head if self.size.has_adapter else 0.0
         return parts
 
-    def export(self) -> dict[str, float]:
+    def export(self) -> Parts:
         """The memory that an export takes in addition to `at_rest`. One bucket of weights at a time
         is gathered and put together from its shards."""
         itemsize = getattr(torch, self.export_dtype or self.fsdp.dtype).itemsize
@@ -356,7 +354,7 @@ class PlannedModel:
         return self.moved() | {"a bucket of weights*": bucket * (2 + 1 / self.shards)}
 
 
-def with_fragments(parts: dict[str, float], of_streams: float = 0.0) -> dict[str, float]:
+def with_fragments(parts: Parts, of_streams: float = 0.0) -> Parts:
     """Adds to the parts the memory that torch's allocator leaves unused."""
     return parts | {"fragments*": BETWEEN_TENSORS * sum(parts.values()) + of_streams}
 
@@ -365,9 +363,9 @@ def with_fragments(parts: dict[str, float], of_streams: float = 0.0) -> dict[str
 class RolloutShare:
     """The memory that a rollout engine takes of each GPU of its pool."""
 
-    working: Mapping[str, float]
+    working: Parts
     """The parts that it takes while it generates."""
-    resting: Mapping[str, float]
+    resting: Parts
     """The parts that it takes while other roles of the pool work."""
 
 
@@ -386,7 +384,7 @@ class PlannedPool:
 
     def phases(self) -> list[Phase]:
         """Returns all phases of loading, of a step, and of saving."""
-        rest: dict[str, float] = {}
+        rest: Parts = {}
         overhead = {"context*": CONTEXT} if self.models else {}
         phases = []
         for model in self.models:  # the engine starts later
@@ -394,9 +392,9 @@ class PlannedPool:
             rest |= model.at_rest()
         if self.models:
             overhead["workspaces*"] = WORKSPACES + BETWEEN_SHARDS * sum(rest.values())
-        resting_engine: Mapping[str, float] = {}
+        resting_engine: Parts = {}
         if self.rollout:
-            generation = {**rest, **self.rollout.working, **overhead}
+            generation = rest | self.rollout.working | overhead
             phases.append(Phase(self.name, "generation", generation))
             resting_engine = self.rollout.resting
         for model in self.models:
@@ -408,7 +406,7 @@ class PlannedPool:
                     working["export"] = model.export()
                 working["save"] = {}
             for name, parts in working.items():
-                all_parts = {**rest, **parts, **resting_engine, **overhead}
+                all_parts = rest | parts | resting_engine | overhead
                 phases.append(Phase(self.name, f"{model.name} {name}", all_parts))
         return phases
 

@@ -25,7 +25,7 @@ from verl_like.trainer.run.display import Display, printable
 from verl_like.trainer.run.report import write_report
 from verl_like.trainer.run.rows import readable_rows
 from verl_like.trainer.run.timeline import Timeline
-from verl_like.trainer.run.tracking import Tracking
+from verl_like.trainer.run.tracking import Row, Tracking
 from verl_like.trainer.state import checkpoint
 from verl_like.trainer.state.checkpoint import PendingCheckpoint
 from verl_like.trainer.state.resume import FINGERPRINTS, ResumedRun, fingerprints_of, lock_run
@@ -98,9 +98,9 @@ class RunRecorder:
         self.has_best_metric = False
         """True once a validation has reported `trainer.best_ckpt_metric`."""
         self.placement: list[dict[str, str]] = []
-        self.metrics: dict[str, float] = {}
+        self.metrics: Row = {}
         """The metrics of the present step, without timings."""
-        self.seconds: dict[str, float] = {}
+        self.seconds: Row = {}
         """The seconds of the driver's phases in the present step."""
         self.step_started = 0.0
         self.is_in_step = False
@@ -148,7 +148,7 @@ class RunRecorder:
 
     @contextlib.contextmanager
     def step(
-        self, step: int, total_steps: int, row: dict[str, float] | None = None
+        self, step: int, total_steps: int, row: Row | None = None
     ) -> Iterator[Callable[[Mapping[str, Metric | float]], None]]:
         """Measures a step and writes its row at the end.
 
@@ -182,7 +182,7 @@ class RunRecorder:
         for name, each in metrics.items():
             self.metrics[name] = each.value if isinstance(each, Metric) else each
 
-    def row_so_far(self) -> dict[str, float]:
+    def row_so_far(self) -> Row:
         """The metrics of the present step, with its timings until now."""
         seconds = self.timeline.phase_seconds() | self.seconds
         seconds["step"] = time.time() - self.step_started
@@ -199,14 +199,14 @@ class RunRecorder:
             metrics["perf/overlap"] = critical_path_seconds / training_seconds
         return metrics
 
-    def log_validation(self, metrics: dict[str, float], step: int = 0) -> None:
+    def log_validation(self, metrics: Row, step: int = 0) -> None:
         """Writes a row for a validation that is not part of a step, for instance that before the
         first step."""
         self._value_of(metrics)
         self.tracking.log(metrics, step)
         self.console.show_validation(step, metrics)
 
-    def is_best(self, step: int, metrics: dict[str, float]) -> bool:
+    def is_best(self, step: int, metrics: Row) -> bool:
         """Returns whether the validation after this step has the best `trainer.best_ckpt_metric` so
         far.
 
@@ -219,7 +219,7 @@ class RunRecorder:
         self.best = {"step": step, "metric": self.config.trainer.best_ckpt_metric, "value": value}
         return True
 
-    def _value_of(self, metrics: dict[str, float]) -> float:
+    def _value_of(self, metrics: Row) -> float:
         """Returns `trainer.best_ckpt_metric` of a validation, or its negative if less is better. It
         is NaN if there is no such metric."""
         name = self.config.trainer.best_ckpt_metric
@@ -396,7 +396,7 @@ class RunRecorder:
             if path.exists() and path.stat().st_size:
                 self.say(f"    {name:<40} {what}")
 
-    def _write_report(self, outcome: str, metrics: list[dict[str, float]]) -> None:
+    def _write_report(self, outcome: str, metrics: list[Row]) -> None:
         trainer = self.config.trainer
         seconds = time.time() - self.started
         summary = f"{outcome} {len(metrics)} rows of metrics, {seconds:.0f} s."
@@ -427,7 +427,7 @@ def _append_to(file: Path) -> TextIO:
     return open(file, "a", buffering=1)
 
 
-def _timings(seconds: dict[str, float]) -> dict[str, float]:
+def _timings(seconds: Row) -> Row:
     """The metrics of phases that took these seconds."""
     return {f"timing_s/{phase}": value for phase, value in seconds.items()}
 

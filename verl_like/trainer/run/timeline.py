@@ -8,10 +8,12 @@ from typing import Any, TextIO
 from verl_like.single_controller import CallEvent
 from verl_like.trainer.run.display import Display
 
+Rows = list[dict[str, Any]]
+"""Calls of workers in one step, as they are in the timeline's file."""
 
-def undisturbed(steps: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
-    """Returns the steps that neither validated nor saved, or all steps if there is none. Each step
-    is a list of rows."""
+
+def undisturbed(steps: list[Rows]) -> list[Rows]:
+    """Returns the steps that neither validated nor saved, or all steps if there is none."""
     found = [rows for rows in steps if not any(map(_is_disturbance, rows))]
     return found or steps
 
@@ -38,9 +40,9 @@ class Timeline:
         self.recording = threading.Lock()  # several threads of the driver report calls
         self.step = 0
         self.is_validating = False
-        self.rows: list[dict[str, Any]] = []
+        self.rows: Rows = []
         """The rows of the present step."""
-        self.earlier: list[list[dict[str, Any]]] = []
+        self.earlier: list[Rows] = []
         """The rows of the earlier steps that the report would show."""
 
     def start_step(self, step: int) -> None:
@@ -63,7 +65,7 @@ class Timeline:
             self.file.write(json.dumps(row) + "\n")
             self.rows.append(row)
 
-    def last_steps(self) -> list[list[dict[str, Any]]]:
+    def last_steps(self) -> list[Rows]:
         """The rows of up to three training steps. They are the last ones that neither validated nor
         saved, or just the last ones if there is none."""
         steps = self.earlier
@@ -74,7 +76,7 @@ class Timeline:
     def phase_seconds(self) -> dict[str, float]:
         """The seconds of each phase of this step, from the start of the first call to the end of
         the last. Validations do not count."""
-        calls: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        calls: dict[str, Rows] = defaultdict(list)
         for row in self.rows:
             if not row["is_validating"]:
                 method = row["method"]
@@ -95,7 +97,7 @@ class Timeline:
         sum of these times over the stages. The part of a call that ran before the previous stage
         ended, such as rewards during generation, counts as nothing.
         """
-        stages: list[list[dict[str, Any]]] = [[] for _ in self.display.stages]
+        stages: list[Rows] = [[] for _ in self.display.stages]
         others = self.display.stages.index(())
         for row in self.rows:
             if not _is_disturbance(row):

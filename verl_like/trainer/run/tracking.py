@@ -17,6 +17,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from verl_like.protocol.files import read_json
 from verl_like.trainer.state import checkpoint
 
@@ -24,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 IDS = "trackers.json"
 _MAX_ID_BYTES = 1 << 16
+Row = dict[str, float]
+"""The values of a step's or a validation's metrics, by their names."""
 MAX_WAITING = 1000
 """So many rows of metrics may wait for a tracker. It does not get further ones."""
 FINISH_S = 30.0
@@ -48,7 +52,7 @@ class TrackedRun:
 class Tracker:
     """A tracker that has started. One thread starts, uses and finishes it."""
 
-    log: Callable[[dict[str, float], int], object]
+    log: Callable[[Row, int], object]
     """Takes the metrics of a step."""
     finish: Callable[[], object]
     run_id: str | None = None
@@ -61,7 +65,7 @@ class TrackerThread:
     def __init__(self, name: str, start: Callable[[], Tracker]) -> None:
         self.name = name
         self.start = start
-        self.rows: queue.SimpleQueue[tuple[dict[str, float], int] | None] = queue.SimpleQueue()
+        self.rows: queue.SimpleQueue[tuple[Row, int] | None] = queue.SimpleQueue()
         """The rows that wait for the tracker. None means the end of the run."""
         self.num_given = 0
         self.num_logged = 0
@@ -70,7 +74,7 @@ class TrackerThread:
         self.thread = threading.Thread(target=self._run, name=f"tracker {name}", daemon=True)
         self.thread.start()
 
-    def log(self, metrics: dict[str, float], step: int) -> None:
+    def log(self, metrics: Row, step: int) -> None:
         """Queues a row, unless `MAX_WAITING` rows are waiting, and returns at once."""
         self.num_given += 1
         if self.rows.qsize() < MAX_WAITING:
@@ -154,11 +158,11 @@ class Tracking:
             checkpoint.write(self.ids_file, json.dumps(self.ids))
         return tracker
 
-    def log(self, metrics: dict[str, float], step: int) -> None:
+    def log(self, metrics: Row, step: int) -> None:
         """Writes a row of metrics to the file, and gives it to the trackers without waiting for
         them."""
         # JSON has no NaN. A metric that is not finite in a step is left out of the file.
-        row: dict[str, float] = {"step": step}
+        row: Row = {"step": step}
         for name, value in metrics.items():
             if math.isfinite(value):
                 row[name] = value
@@ -183,12 +187,10 @@ def _read_ids(file: Path) -> dict[str, str]:
         return {}
     try:
         ids = read_json(file, _MAX_ID_BYTES)
-        if not isinstance(ids, dict) or not all(isinstance(value, str) for value in ids.values()):
-            raise ValueError("expected an object of texts")
+        return TypeAdapter(dict[str, str]).validate_python(ids, strict=True)
     except (OSError, ValueError) as error:
         logger.warning("%s cannot be read (%s): trackers begin a new run.", file, error)
         return {}
-    return ids
 
 
 def _next_step(file: Path) -> int | None:
@@ -206,7 +208,7 @@ def _tensorboard(run: TrackedRun) -> Tracker:
 
     writer = SummaryWriter(str(run.run_dir / "tensorboard"), purge_step=run.next_step)
 
-    def log(metrics: dict[str, float], step: int) -> None:
+    def log(metrics: Row, step: int) -> None:
         for name, value in metrics.items():
             writer.add_scalar(name, value, step)
         writer.flush()
@@ -243,7 +245,7 @@ def _mlflow(run: TrackedRun) -> Tracker:
     mlflow.set_experiment(run.project)
     begun = mlflow.start_run(run.run_id, run_name=run.experiment)
 
-    def log(metrics: dict[str, float], step: int) -> None:
+    def log(metrics: Row, step: int) -> None:
         # MLflow refuses "@" in a metric's name, which validation metrics have (mean@1).
         renamed = {name.replace("@", "_at_"): value for name, value in metrics.items()}
         mlflow.log_metrics(renamed, step=step)

@@ -33,6 +33,9 @@ FORMAT = 2
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 26
 
+Digests = Mapping[str, dict[str, Any]]
+"""The `file_digest` of each file of a checkpoint, by its path in the checkpoint's folder."""
+
 
 def _inside(name: str) -> str:
     """Returns the name of a file. Raises ValueError unless it is below the checkpoint's folder."""
@@ -123,14 +126,13 @@ class PendingCheckpoint:
     step: int
     state: dict[str, Any]
     groups: Mapping[str, WorkerGroup]
-    written: Mapping[str, dict[str, Any]] = field(default_factory=dict)
-    """The files that workers of other drivers have written, with the `file_digest` of each."""
+    written: Digests = field(default_factory=dict)
+    """The files that workers of other drivers have written."""
     _asked: dict[str, Future[list[dict[str, Any] | None]]] = field(default_factory=dict)
     """The question to the ranks of each group, whether they have written their files."""
 
-    def files(self, wait: bool, timeout_s: float | None = None) -> dict[str, dict[str, Any]] | None:
-        """Returns the `file_digest` of each file of the workers, by its path in the folder, when
-        all files are on the disk.
+    def files(self, wait: bool, timeout_s: float | None = None) -> Digests | None:
+        """Returns the files of the workers when all of them are on the disk.
 
         With `wait` it waits for that. Without, it asks the workers, and returns None unless they
         have answered that all files are written. Raises the WorkerError of a rank that cannot
@@ -154,15 +156,12 @@ class PendingCheckpoint:
         return files
 
 
-def commit(
-    partial: Path, step: int, state: dict[str, Any], written: Mapping[str, dict[str, Any]]
-) -> Checkpoint:
+def commit(partial: Path, step: int, state: dict[str, Any], written: Digests) -> Checkpoint:
     """Makes the folder `partial` the checkpoint of the step. All its files are on the disk before
     it gets its name.
 
-    `written` has the `file_digest` of each file that is on the disk already, by its path in
-    `partial`. An earlier checkpoint of the step is replaced. Raises OSError, which leaves earlier
-    checkpoints as they are.
+    `written` has the files that are on the disk already. An earlier checkpoint of the step is
+    replaced. Raises OSError, which leaves earlier checkpoints as they are.
     """
     found = [path for path in partial.rglob("*") if path.is_file()]
     names = {str(path.relative_to(partial)) for path in found}
@@ -226,7 +225,8 @@ def read(
             f"{path} has format {manifest.get('format')}; this version reads format {FORMAT}."
         )
     is_whole = manifest.pop("sha256", None) == _digest(manifest)
-    if not is_whole or folder.name != folder_of_step(folder, manifest.get("step", -1)).name:
+    own_folder = folder_of_step(folder.parent, manifest.get("step", -1))
+    if not is_whole or folder.name != own_folder.name:
         raise DamagedCheckpoint(f"{path} is not as it was written, or of another folder.")
     _require(Manifest, manifest, path)
     if state_schema:
@@ -280,7 +280,7 @@ def newest(
 ) -> tuple[Checkpoint | None, list[str]]:
     """Returns the newest checkpoint of a run that `read` accepts, and what is wrong with newer
     ones."""
-    damages: list[str] = []
+    damages = []
     for step in reversed(steps(run_dir)):
         folder = folder_of_step(run_dir, step)
         try:

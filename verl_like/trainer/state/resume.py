@@ -127,7 +127,7 @@ def remove_remains(parent: Path) -> list[str]:
 
     A run is dead if nobody holds its lock.
     """
-    notes: list[str] = []
+    notes = []
     locks = sorted(parent.glob("*/.lock"))
     run_dirs = [lock.parent for lock in locks if not lock.parent.is_symlink()]
     for run_dir in run_dirs:
@@ -321,7 +321,8 @@ def fingerprints_of(config: RunConfig) -> dict[str, str]:
 def changed_inputs(saved: Mapping[str, str], config: RunConfig) -> list[str]:
     """The keys of paths whose fingerprints now are other ones than the `saved` ones."""
     here = fingerprints_of(config)
-    return [key for key in sorted({*saved, *here}) if saved.get(key) != here.get(key)]
+    keys = sorted({*saved, *here})
+    return [key for key in keys if saved.get(key) != here.get(key)]
 
 
 def settings_of(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

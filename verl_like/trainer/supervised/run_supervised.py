@@ -118,8 +118,9 @@ def check_inputs(config: SupervisedConfig, cleanup: contextlib.ExitStack) -> Sup
     val = load(data.val_files, max_samples=data.val_max_samples) if data.val_files else None
     datasets = [train, val] if val else [train]
     check_lengths(config, hf_config.get_text_config(), datasets)
-    first_rows = [train.token_ids(row)[0] for row in range(min(16, len(train)))]
-    first_texts = tokenizer.batch_decode([ids.tolist() for ids in first_rows])
+    num_decoded = min(16, len(train))
+    first_rows = [train.token_ids(row)[0].tolist() for row in range(num_decoded)]
+    first_texts = tokenizer.batch_decode(first_rows)
     check_tokenizer(tokenizer, config.model, first_texts, key="model")
     if isinstance(config, RMConfig):
         last_tokens = set.union(*(one.last_tokens for one in datasets))

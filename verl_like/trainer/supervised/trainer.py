@@ -83,7 +83,7 @@ class SupervisedTrainer(TrainingLoop):
             work = RowWork.of(batch, self.model_cost, balance=self.config.trainer.balance_batch)
             evaluated = work.submit(self.group.evaluate, batch).get()
             parts.append(evaluated.meta_info["metrics"])
-        metrics: dict[str, float] = {}
+        metrics = {}
         for name, value in metric_values(merge_metrics(parts)).items():
             prefix = "val-core" if name in ("loss", "accuracy") else "val-aux"
             metrics[f"{prefix}/{name}"] = value
