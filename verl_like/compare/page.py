@@ -20,7 +20,7 @@ from verl_like.trainer.supervised.display import DPO_DISPLAY, ILQL_DISPLAY, RM_D
 GenerationsOfPrompt = dict[tuple[float, str], dict[str, Any]]
 """The rows of `RunFolder.generations` of one prompt, by the step and the name of the run."""
 DISPLAYS = (PPO_DISPLAY, SFT_DISPLAY, RM_DISPLAY, DPO_DISPLAY, ILQL_DISPLAY)
-"""What the reports of all trainers show. Detached training shows the charts of PPO."""
+"""Describe what the reports of all trainers show. Detached training shows the charts of PPO."""
 MOST_PROMPTS = 20
 """The page shows the generations of so many prompts."""
 STYLE = """

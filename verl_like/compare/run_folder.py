@@ -18,7 +18,7 @@ from verl_like.trainer.run.timeline import undisturbed
 from verl_like.trainer.state.resume import read_config, settings_of
 
 TIMELINE_BYTES = 1 << 24
-"""How much of a timeline is read, from its end: only one step is shown."""
+"""So many bytes of a timeline are read, from its end, because only one step is shown."""
 GREATEST_NUMBER = sys.float_info.max / 1e10
 """The greatest number that is drawn, because an axis has no room for greater ones."""
 

@@ -1,5 +1,5 @@
-"""What a process that is measured reports: the memory of each of its phases. The last phase is what
-it keeps while other processes work."""
+"""The report of a process that is measured: the memory of each of its phases. The last phase is
+what it keeps while other processes work."""
 
 from dataclasses import dataclass
 

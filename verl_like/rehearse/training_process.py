@@ -1,4 +1,4 @@
-"""Measures a training process of a run on the null GPU. One rank runs at its real size; the other
+"""Measures a training process of a run on the null GPU. One rank runs at its real size. The other
 ranks of its process group do not exist, and its collectives do nothing."""
 
 import contextlib

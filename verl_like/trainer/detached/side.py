@@ -68,8 +68,8 @@ class SideRecorder:
     events: deque[CallEvent] = field(default_factory=deque)
     """The calls of workers that have ended."""
     rows: deque[tuple[int, Mapping[str, Metric], float]] = field(default_factory=deque)
-    """Of a trainer (training step, metrics, time at its end) for each step, and of a maker
-    (version, metrics, time at its end) for each validation."""
+    """A trainer has (training step, metrics, time at its end) for each step. A maker has (version,
+    metrics, time at its end) for each validation."""
     states: deque[tuple[int, Mapping[str, Any]]] = field(default_factory=deque)
     """(training step, `DetachedPPOTrainer.state` after it) for each checkpoint of a trainer. It is
     reported together with the row of the step, or before it."""

@@ -13,7 +13,7 @@ class WeightTurns:
     two steps.
 
     One maker loads at a time. A step waits for the makers that asked before it, so that no maker
-    waits for two steps. A maker is called by its name in the ledger, such as `maker_0.2`; the
+    waits for two steps. A maker is called by its name in the ledger, such as `maker_0.2`. The
     number at the end says how often it was started. A transfer that fails ends the run: every later
     call raises its error.
 

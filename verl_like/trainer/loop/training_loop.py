@@ -208,7 +208,7 @@ class TrainingLoop(abc.ABC):
     def save_step(self, is_last: bool = False) -> Path:
         """Begins the checkpoint of this step and returns its folder.
 
-        Workers write its files while training goes on; `commit_checkpoint` of the recorder makes
+        Workers write its files while training goes on. `commit_checkpoint` of the recorder makes
         the folder a checkpoint when they have. If the run ends with this step, the models are
         written too, in the format of Hugging Face.
         """

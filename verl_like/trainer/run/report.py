@@ -66,12 +66,14 @@ def _chart(
     label: str,
     points: Mapping[str, Sequence[tuple[float, float]]],
 ) -> str:
+    """A chart of `Display.charts`."""
     names = names_of_chart(wanted, points)
     curves = [Curve(name, points[name]) for name in names]
     return chart(curves, title=title, label=label)
 
 
 def _histogram(title: str, name: str, label: str, metrics: Sequence[dict[str, float]]) -> str:
+    """A histogram of `Display.histograms`, or "" if the run does not have its metric."""
     bins: Any = 20
     values: list[float] = []
     weights: list[float] = []

@@ -35,6 +35,15 @@ RECORDS = ("metrics.jsonl", "timeline.jsonl")
 """The files that a resumed run cuts to their length at its checkpoint, and continues."""
 GENERATIONS = "generations.jsonl"
 """Another such file. A run of an earlier version does not have it."""
+FILES = {
+    "report.html": "report",
+    "metrics.jsonl": "metrics",
+    "timeline.jsonl": "timeline",
+    GENERATIONS: "generations",
+    "config.yaml": "configuration",
+    "tensorboard": "tensorboard",
+}
+"""What the files of a run are called when the run ends."""
 LAST_WAIT_S = 60.0
 """For so many seconds a run that ends early waits for a checkpoint that is being written."""
 
@@ -345,6 +354,7 @@ class RunRecorder:
             self._close(outcome)
 
     def _close(self, outcome: str) -> None:
+        """Does the work of `close`."""
         self.begun = None  # its step has not ended
         try:
             # There may be one if the run was interrupted or failed.
@@ -364,6 +374,13 @@ class RunRecorder:
         except Exception as error:
             self.say(f"The report is not written: {type(error).__name__}: {error}")
         self.say(f"\n{outcome}")
+        self._say_validations(metrics)
+        for sentence in missing:
+            self.say(f"  {sentence}")
+        self._say_files()
+
+    def _say_validations(self, metrics: list[Row]) -> None:
+        """Says the first and the last value of each main metric of the validations."""
         validations: dict[str, list[float]] = {}
         for row in metrics:
             for name, value in row.items():
@@ -372,14 +389,10 @@ class RunRecorder:
         for name, values in validations.items():
             if len(values) > 1:
                 self.say(f"  {name}: {values[0]:.3f} at first, {values[-1]:.3f} at last")
-        files = {
-            "report.html": "report",
-            "metrics.jsonl": "metrics",
-            "timeline.jsonl": "timeline",
-            GENERATIONS: "generations",
-            "config.yaml": "configuration",
-            "tensorboard": "tensorboard",
-        }
+
+    def _say_files(self) -> None:
+        """Says which files the run has written."""
+        files = dict(FILES)
         if self.best:
             files[f"global_step_{self.best['step']}"] = f"best {self.best['metric']}"
         # These are without the checkpoints that were set aside.
@@ -388,8 +401,6 @@ class RunRecorder:
             for model in sorted(folder.glob("*/huggingface")):
                 name = str(model.relative_to(self.run_dir))
                 files[name] = f"{model.parent.name}, Hugging Face format"
-        for sentence in missing:
-            self.say(f"  {sentence}")
         self.say(f"  in {self.run_dir}:")
         for name, what in files.items():
             path = self.run_dir / name
@@ -397,6 +408,7 @@ class RunRecorder:
                 self.say(f"    {name:<40} {what}")
 
     def _write_report(self, outcome: str, metrics: list[Row]) -> None:
+        """Writes `report.html`."""
         trainer = self.config.trainer
         seconds = time.time() - self.started
         summary = f"{outcome} {len(metrics)} rows of metrics, {seconds:.0f} s."
