@@ -231,20 +231,12 @@ class ExperienceMakerHolder(Side):
             own_loader = self.start()
         loader = data_loader or own_loader
         deadline_s = self.config.trainer.call_timeout_s
-        # A trainer waits less long, because it may be waiting for another maker.
-        patience_s = 3 * deadline_s
         done = 0
         waiting_since = time.monotonic()
         if newest := ask(self.trainer_names[0], "newest_weights", timeout=deadline_s):
             self.update_experience_maker(newest)
         while self.in_flight or num_steps is None or done < num_steps:
-            version_before = self.version
-            self.load_newest_weights()
-            has_newer = self.version > version_before
-            if has_newer and not self.is_compared:
-                self.compare_engines()
-            if has_newer and self.in_flight and self.config.detached.restart_below:
-                self.restart_young()
+            self.use_newest_weights()
             limit = self.config.plan.num_prompts_at_a_time - len(self.in_flight)
             has_made_enough = num_steps is not None and done >= num_steps
             is_due = self.validation_is_due()
@@ -269,18 +261,35 @@ class ExperienceMakerHolder(Side):
             elif tickets:
                 done += 1
             else:
-                is_late = time.monotonic() - waiting_since > patience_s
-                if is_late and self.ledger.seconds_since_loss() > patience_s:
-                    waited_for = (
-                        f"weights newer than version {self.version}, from {self.trainer_names[0]}"
-                    )
-                    raise CallTimeout(self.name, "workingloop", patience_s, waited_for)
-                with self.recorder.timer("waiting for weights"), self.has_pushed:
-                    self.has_pushed.wait(timeout=POLL_S)
+                self.wait_for_weights(waiting_since)
                 continue
             waiting_since = time.monotonic()
         self.wait_for_sent()
         return done
+
+    def use_newest_weights(self) -> None:
+        """Loads newer weights if there are any. If there are, it compares the engines unless that
+        has been done, and begins young responses again if they are to be renewed."""
+        version_before = self.version
+        self.load_newest_weights()
+        if self.version <= version_before:
+            return
+        if not self.is_compared:
+            self.compare_engines()
+        if self.in_flight and self.config.detached.restart_below:
+            self.restart_young()
+
+    def wait_for_weights(self, since: float) -> None:
+        """Waits a moment for newer weights. Raises CallTimeout if the loop has waited too long
+        since the time `since`."""
+        # A trainer waits less long, because it may be waiting for another maker.
+        patience_s = 3 * self.config.trainer.call_timeout_s
+        is_late = time.monotonic() - since > patience_s
+        if is_late and self.ledger.seconds_since_loss() > patience_s:
+            waited_for = f"weights newer than version {self.version}, from {self.trainer_names[0]}"
+            raise CallTimeout(self.name, "workingloop", patience_s, waited_for)
+        with self.recorder.timer("waiting for weights"), self.has_pushed:
+            self.has_pushed.wait(timeout=POLL_S)
 
     def compare_engines(self) -> None:
         """Raises EngineMismatch unless the replicas of the rollout engine, and the copy of the
@@ -423,45 +432,55 @@ class ExperienceMakerHolder(Side):
         WorkerError if loading fails for another reason, or if weights were overwritten in each of
         `LOAD_TRIES` tries.
         """
-        config = self.config
-        trainer = self.trainer_names[0]
-        deadline_s = config.trainer.call_timeout_s
         for tries_left in reversed(range(LOAD_TRIES)):
             weights = self.pushed
             if weights is None or weights.version <= self.version:
                 return
             with self.recorder.timer("update_weights"):
-                if config.actor_rollout_ref.rollout.sends_directly:
+                if self.config.actor_rollout_ref.rollout.sends_directly:
                     weights = self.hold_weights()
-                headers: list[Any] = []
-                for export in weights.exports.values():
-                    headers.extend(part.header for part in export.parts)
-                try:
-                    ray.get(headers, timeout=deadline_s)
-                except ray.exceptions.GetTimeoutError:
-                    waited_for = f"weights of version {weights.version}, from {trainer}"
-                    raise CallTimeout(
-                        self.name, "load_newest_weights", deadline_s, waited_for
-                    ) from None
-                except ray.exceptions.RayError:  # a trainer has died, which ends the run
+                if not self.wait_for_exports(weights):
                     return
                 try:
-                    drain = {"drain": False} if config.detached.update_in_flight else {}
-                    self.run.maker.load_weights(self.weights_of_actor(weights), **drain)
-                    groups = self.run.groups
-                    for role in groups.keys() & set(TRAINED):
-                        groups[role].load_weights(weights.exports[role], version=weights.version)
+                    self.load(weights)
                 except WorkerError as error:
                     self.version = -1  # some workers may have the new weights already
                     if not tries_left or StaleWeightsError.__name__ not in error.headline():
                         raise
-                    newest: PushedWeights = ask(trainer, "newest_weights", timeout=deadline_s)
+                    deadline_s = self.config.trainer.call_timeout_s
+                    newest: PushedWeights = ask(
+                        self.trainer_names[0], "newest_weights", timeout=deadline_s
+                    )
                     if newest.version == weights.version:
                         raise
                     self.update_experience_maker(newest)
                 else:
                     self.version = weights.version
                     return
+
+    def wait_for_exports(self, weights: PushedWeights) -> bool:
+        """Waits until the trainer has exported the weights. Returns False if a trainer has died,
+        which ends the run."""
+        headers: list[Any] = []
+        for export in weights.exports.values():
+            headers.extend(part.header for part in export.parts)
+        deadline_s = self.config.trainer.call_timeout_s
+        try:
+            ray.get(headers, timeout=deadline_s)
+        except ray.exceptions.GetTimeoutError:
+            waited_for = f"weights of version {weights.version}, from {self.trainer_names[0]}"
+            raise CallTimeout(self.name, "load_newest_weights", deadline_s, waited_for) from None
+        except ray.exceptions.RayError:
+            return False
+        return True
+
+    def load(self, weights: PushedWeights) -> None:
+        """Has the engines and the copies load the weights."""
+        drain = {"drain": False} if self.config.detached.update_in_flight else {}
+        self.run.maker.load_weights(self.weights_of_actor(weights), **drain)
+        groups = self.run.groups
+        for role in groups.keys() & set(TRAINED):
+            groups[role].load_weights(weights.exports[role], version=weights.version)
 
     def hold_weights(self) -> PushedWeights:
         """Asks the first trainer for its newest weights. It does not change them until it has sent
