@@ -75,13 +75,13 @@ class PromptDataset:
             rows = list(itertools.compress(rows, fits))
             texts = list(itertools.compress(texts, fits))
         prompts = _tokenize(rows, texts, tokenizer)
+        self.num_filtered = 0
+        self.num_truncated = 0
         fits = [len(prompt) <= max_prompt_length for prompt in prompts]
-        overlong = [index for index, fit in enumerate(fits) if not fit]
-        self.num_filtered = num_rows - len(rows) + len(overlong) if filter_overlong_prompts else 0
-        self.num_truncated = 0 if filter_overlong_prompts else len(overlong)
-        if self.num_filtered:
+        if filter_overlong_prompts:
             rows = list(itertools.compress(rows, fits))
             prompts = list(itertools.compress(prompts, fits))
+            self.num_filtered = num_rows - len(rows)
             if not rows:
                 raise ValueError(
                     f"all {self.num_filtered} prompts of {files} are longer than "
@@ -89,19 +89,13 @@ class PromptDataset:
                     f"{max_prompt_length} and data.filter_overlong_prompts leaves none: raise "
                     "data.max_prompt_length"
                 )
-        elif overlong:
-            if truncation == "error":
+        else:
+            overlong = [index for index, fit in enumerate(fits) if not fit]
+            if overlong and truncation == "error":
                 raise _overlong_error(rows, prompts, overlong, max_prompt_length)
-            kept_at_start = {
-                "left": 0,
-                "middle": max_prompt_length // 2,
-                "right": max_prompt_length,
-            }
-            num_first = kept_at_start[truncation]
-            num_last = max_prompt_length - num_first
             for index in overlong:
-                prompt = prompts[index]
-                prompts[index] = prompt[:num_first] + prompt[len(prompt) - num_last :]
+                prompts[index] = _truncated(prompts[index], max_prompt_length, truncation)
+            self.num_truncated = len(overlong)
         self._rows = rows
         self._prompts = prompts
         self.highest_token = max(
@@ -182,6 +176,14 @@ def _portions(texts: Sequence[str]) -> Iterator[list[str]]:
             num_characters = 0
     if portion:
         yield portion
+
+
+def _truncated(prompt: list[int], length: int, side: str) -> list[int]:
+    """Leaves out tokens on the left, on the right or in the middle, so that `length` remain."""
+    kept_at_start = {"left": 0, "middle": length // 2, "right": length}
+    num_first = kept_at_start[side]
+    num_last = length - num_first
+    return prompt[:num_first] + prompt[len(prompt) - num_last :]
 
 
 def _overlong_text(row: PromptRow, limit: TokenLimit, text: str) -> ValueError:
