@@ -4,6 +4,10 @@ has such a description."""
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+ShownMetrics = tuple[str, tuple[str, ...], str]
+"""A label and the names of metrics, with the format in which a line shows one of them, or with the
+label of a chart's y-axis."""
+
 
 @dataclass(frozen=True)
 class Display:
@@ -12,9 +16,8 @@ class Display:
     Metrics that begin with `val-core/` are shown in any case.
     """
 
-    step_line: tuple[tuple[str, tuple[str, ...], str], ...] = ()
-    """For each part of a step's line its label, the names of metrics, of which the first that the
-    step has is shown, and the format."""
+    step_line: tuple[ShownMetrics, ...] = ()
+    """The parts of a step's line. Each shows the first of its metrics that the step has."""
     phases: tuple[str, ...] = ()
     """The phases whose seconds, `timing_s/<phase>`, the line of a step shows, in this order."""
     phase_of_method: Mapping[str, str] = field(default_factory=dict)
@@ -25,9 +28,8 @@ class Display:
     one has all methods that are not named."""
     process_of_role: Mapping[str, str] = field(default_factory=dict)
     """What the processes of a role are called, if the role does not share those of all others."""
-    charts: tuple[tuple[str, tuple[str, ...], str], ...] = ()
-    """For each chart of the report its title, the names of its metrics, and the label of the
-    y-axis. A name that ends in "/" stands for all that begin with it."""
+    charts: tuple[ShownMetrics, ...] = ()
+    """The charts of the report. A name that ends in "/" stands for all that begin with it."""
     histograms: tuple[tuple[str, str, str], ...] = ()
     """For each histogram of the report its title, the name of a metric, and the label of the
     x-axis. A name that ends in "_" stands for all that begin with it: the rest of such a name is a
