@@ -55,9 +55,8 @@ class RemoteReward:
             )
         self._url = url
         self._limit_s = _SHARE_OF_TIMEOUT * timeout_s
-        self._class = http.client.HTTPConnection
-        if parts.scheme == "https":
-            self._class = http.client.HTTPSConnection
+        is_secure = parts.scheme == "https"
+        self._class = http.client.HTTPSConnection if is_secure else http.client.HTTPConnection
         self._host = parts.hostname or ""
         self._port = parts.port
         self._target = parts.path or "/"

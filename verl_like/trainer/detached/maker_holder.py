@@ -234,7 +234,7 @@ class ExperienceMakerHolder(Side):
         done = 0
         waiting_since = time.monotonic()
         if newest := ask(self.trainer_names[0], "newest_weights", timeout=deadline_s):
-            self.update_experience_maker(newest)
+            self.keep_newest(newest)
         while self.in_flight or num_steps is None or done < num_steps:
             self.use_newest_weights()
             limit = self.config.plan.num_prompts_at_a_time - len(self.in_flight)
@@ -416,8 +416,11 @@ class ExperienceMakerHolder(Side):
 
     @ray.method(concurrency_group="weights")
     def update_experience_maker(self, weights: PushedWeights) -> None:
-        """Keeps weights that a trainer pushes, unless there are newer ones already. The maker loads
-        them before it generates again."""
+        """Takes weights that a trainer pushes. The maker loads them before it generates again."""
+        self.keep_newest(weights)
+
+    def keep_newest(self, weights: PushedWeights) -> None:
+        """Keeps weights until they are loaded, unless there are newer ones already."""
         with self.has_pushed:
             if self.pushed is None or weights.version > self.pushed.version:
                 self.pushed = weights
@@ -453,7 +456,7 @@ class ExperienceMakerHolder(Side):
                     )
                     if newest.version == weights.version:
                         raise
-                    self.update_experience_maker(newest)
+                    self.keep_newest(newest)
                 else:
                     self.version = weights.version
                     return

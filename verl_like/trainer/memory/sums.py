@@ -296,13 +296,12 @@ class PlannedModel:
         trained = size.trained / size.parameters  # 1, or with an adapter a small share
         # Gradients are summed over micro-batches in float32. In the stream that reduces there is
         # the shard of the largest unit, or of all units if they are reduced once.
-        sums_whole = self.fsdp.strategy in ("zero1", "ddp", "single")
-        if sums_whole:
-            gradients = size.trained * REDUCTION_BYTES
-            reduced = size.trained / self.shards
-        else:
-            gradients = size.trained / self.shards * REDUCTION_BYTES
-            reduced = trained * max(size.outer, size.layer) / self.shards
+        num_summed = size.trained / self.shards
+        num_reduced = trained * max(size.outer, size.layer) / self.shards
+        if self.fsdp.strategy in ("zero1", "ddp", "single"):
+            num_summed = size.trained
+            num_reduced = size.trained / self.shards
+        gradients = num_summed * REDUCTION_BYTES
         # The optimizer reads a copy in `model_dtype`. A model that is gathered whole frees its
         # layers while the copy is made, so that the copy takes no further memory.
         if not self.gathers_whole and self.fsdp.model_dtype != "float32":
@@ -326,7 +325,7 @@ class PlannedModel:
         two_units = size.outer + size.layer
         parts = {"gradients": gradients}
         parts |= self.gathered(two_units, two_units)
-        parts["reduction*"] = reduced * REDUCTION_BYTES
+        parts["reduction*"] = num_reduced * REDUCTION_BYTES
         parts["activations*"] = max(computed, at_the_end)
         of_streams = STREAMS if size.head else STREAMS + WITHOUT_LOGITS
         return self.moved() | with_fragments(parts, of_streams=of_streams)
