@@ -1,5 +1,5 @@
-"""Folders that belong to a process, so that what it leaves when it is killed can be told from what
-is in use."""
+"""Marks folders as belonging to a process. So folders that are in use can be told from those that a
+killed process left."""
 
 import contextlib
 import fcntl
@@ -13,34 +13,37 @@ _MARK = ".claimed"
 
 
 def claim(folder: Path) -> TextIO:
-    """Marks a folder as one of this process, until the returned file is closed or the process ends,
-    however it ends."""
+    """Marks a folder as belonging to this process, until the returned file is closed or the process
+    ends in any way."""
     partial = folder / f"{_MARK}.partial"
     mark = open(partial, "w")  # noqa: SIM115  held as long as the folder is used
-    # Not lockf, whose lock another look of the same process would release. It has its name once it
-    # is locked.
+    # A lock of lockf would be released if this process opened and closed the file again. The file
+    # gets its name only when it is locked.
     fcntl.flock(mark, fcntl.LOCK_EX)
     os.rename(partial, folder / _MARK)
     return mark
 
 
 def remove_abandoned(parent: Path, pattern: str) -> None:
-    """Removes the folders of this user below `parent` that a process claimed and left behind when
-    it ended."""
+    """Removes the folders of this user in `parent` that match `pattern` and were claimed by a
+    process that has ended."""
     for mark in parent.glob(f"{pattern}/{_MARK}"):
-        with contextlib.suppress(OSError):  # another process removes it, or it is claimed
-            is_own = mark.lstat().st_uid == mark.parent.stat().st_uid == os.getuid()
-            if is_own and mark.is_file() and not mark.parent.is_symlink():
+        folder = mark.parent
+        # OSError is raised if the folder is claimed, or another process removes it too.
+        with contextlib.suppress(OSError):
+            is_own = mark.lstat().st_uid == folder.stat().st_uid == os.getuid()
+            if is_own and mark.is_file() and not folder.is_symlink():
                 with open(mark) as file:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    remove_claimed(mark.parent)
+                    remove_claimed(folder)
 
 
 def remove_claimed(folder: Path, patience_s: float = 0.0) -> None:
-    """Removes a folder with its mark, which goes last.
+    """Removes a folder that this process has claimed. The mark is removed last.
 
-    Processes that are ending may write into the folder meanwhile: it is tried again for
-    `patience_s`, and what is left then is abandoned as soon as the claim is given up.
+    Processes that are ending may still write into the folder. So it is tried again for `patience_s`
+    seconds. If the folder is not empty then, it stays, and `remove_abandoned` can remove it once
+    the claim has ended.
     """
     deadline = time.monotonic() + patience_s
     while True:

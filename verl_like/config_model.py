@@ -1,4 +1,4 @@
-"""The base of all settings."""
+"""The base classes and types of the configuration's models."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,33 +19,36 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 
 
 class ConfigModel(BaseModel):
-    """Base of all settings: unknown keys are refused, values keep their type, instances are
-    read-only."""
+    """The base of all blocks of the configuration. Unknown keys and values of another type are
+    refused, and instances are read-only."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
 
     def updated(self, values: Mapping[str, Any]) -> Self:
-        """Return a copy with other values of some keys, which are given by their path from here."""
+        """Returns a copy in which some keys have other values. A key in a block below this one is
+        given by its path, for instance "trainer.seed"."""
         config = self
         for path, value in values.items():
             name, _, rest = path.partition(".")
-            value = getattr(config, name).updated({rest: value}) if rest else value
+            if rest:
+                block = getattr(config, name)
+                value = block.updated({rest: value})
             config = config.model_copy(update={name: value})
         return config
 
 
 class OpenConfigModel(ConfigModel):
-    """A block to which the chosen algorithm adds its own options; `load_config` refuses any other
-    key."""
+    """The base of a block to which the chosen algorithm adds its own options. `load_config` refuses
+    any other key."""
 
     model_config = ConfigDict(extra="allow")
 
 
 @dataclass(frozen=True)
 class Follows:
-    """In the annotation of a field: the default of the field follows other keys, e.g.
+    """Says in the annotation of a field that its default follows other keys, for instance
     `Follows("${data.max_prompt_length}")`."""
 
     keys: str

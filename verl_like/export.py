@@ -1,8 +1,8 @@
 """Makes a Hugging Face folder of a model in a checkpoint: `python -m verl_like.export
 CHECKPOINT_ROLE_FOLDER OUT`.
 
-One process does it, without Ray, whatever the number of ranks that wrote the checkpoint. It reads
-the weights and no state of the optimizer, and holds the model once.
+One process does it without Ray, whatever the number of ranks that wrote the checkpoint. It reads
+the weights but no state of the optimizer, and has the model in memory once.
 """
 
 import argparse
@@ -34,6 +34,8 @@ ADAPTER = "adapter_config.json"
 """peft's settings, in a checkpoint that has an adapter alone, and in an export of one."""
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 """peft's name for the file of an adapter's values."""
+Tensors = dict[str, torch.Tensor]
+"""Parameters or buffers by name."""
 
 
 def export(
@@ -43,7 +45,7 @@ def export(
     ema: bool = False,
     adapter_only: bool = False,
 ) -> None:
-    """Writes weights, configuration and tokenizer for transformers and vLLM; `out` appears complete
+    """Writes weights, configuration and tokenizer for transformers and vLLM. `out` appears complete
     or not at all.
 
     The model of a run with LoRA is written with its adapter merged into it.
@@ -51,7 +53,7 @@ def export(
     Args:
         role_folder: `global_step_N/<role>` of a run.
         out: the new folder.
-        dtype: name of the torch dtype of the weights; None means the one in which the layers
+        dtype: the name of the torch dtype of the weights. None means the one in which the layers
             computed.
         ema: the average of the weights over training, of a run with `actor.ema_decay`, instead of
             the last ones.
@@ -63,7 +65,8 @@ def export(
             exists or cannot be written.
     """
     checkpoint = role_folder / "checkpoint"
-    if not (any(checkpoint.glob("*.safetensors")) and (checkpoint / "config.json").is_file()):
+    has_weights = any(checkpoint.glob("*.safetensors"))
+    if not (has_weights and (checkpoint / "config.json").is_file()):
         raise ValueError(
             f"{role_folder} has no checkpoint (checkpoint/*.safetensors and "
             "checkpoint/config.json): give the folder of a role, such as "
@@ -101,7 +104,7 @@ def export(
 
 
 def empty_model(checkpoint: Path, dtype: str | None) -> PreTrainedModel:
-    """The checkpoint's model on the meta device. Raises ValueError for a class that is not in
+    """The checkpoint's model on the meta device. Raises ValueError if its class is not in
     transformers."""
     (name,) = json.loads((checkpoint / "config.json").read_text())["architectures"]
     model_class: Any = getattr(transformers, name, None)
@@ -112,21 +115,22 @@ def empty_model(checkpoint: Path, dtype: str | None) -> PreTrainedModel:
             "huggingface/."
         )
     config = model_class.config_class.from_pretrained(checkpoint)
+    torch_dtype = getattr(torch, dtype) if dtype else config.dtype
     with torch.device("meta"):
-        return model_class(config).to(getattr(torch, dtype) if dtype else config.dtype)
+        return model_class(config).to(torch_dtype)
 
 
-def plain_model(checkpoint: Path, hf: PreTrainedModel, ema: bool) -> dict[str, torch.Tensor]:
+def plain_model(checkpoint: Path, hf: PreTrainedModel, ema: bool) -> Tensors:
     """The parameters and buffers of a model that was trained whole."""
     weights = read_weights(checkpoint, hf.dtype, hf.named_parameters(), ema)
     return weights | read_buffers(checkpoint, hf)
 
 
-def merged_model(checkpoint: Path, hf: PreTrainedModel, ema: bool) -> dict[str, torch.Tensor]:
+def merged_model(checkpoint: Path, hf: PreTrainedModel, ema: bool) -> Tensors:
     """The parameters of the model that the checkpoint's adapter was trained on, with the adapter in
     them.
 
-    Raises ValueError where that model is not there any more, or the adapter is not whole.
+    Raises ValueError if that model cannot be read any more, or a part of the adapter is missing.
     """
     settings, trained = read_adapter(checkpoint, hf, ema)
     try:
@@ -138,9 +142,7 @@ def merged_model(checkpoint: Path, hf: PreTrainedModel, ema: bool) -> dict[str, 
         ) from error
 
 
-def read_adapter(
-    checkpoint: Path, hf: PreTrainedModel, ema: bool
-) -> tuple[LoraConfig, dict[str, torch.Tensor]]:
+def read_adapter(checkpoint: Path, hf: PreTrainedModel, ema: bool) -> tuple[LoraConfig, Tensors]:
     """peft's settings of the checkpoint's adapter, and all that was trained, in float32 by name.
 
     Raises ValueError where the adapter is not whole.
@@ -151,9 +153,7 @@ def read_adapter(
     return settings, read_weights(checkpoint, torch.float32, names, ema)
 
 
-def save_adapter(
-    hf: PreTrainedModel, settings: LoraConfig, trained: dict[str, torch.Tensor], folder: Path
-) -> None:
+def save_adapter(hf: PreTrainedModel, settings: LoraConfig, trained: Tensors, folder: Path) -> None:
     """Writes an adapter to a new folder as peft does, in the dtype of `hf`.
 
     peft's own function gives the names. Further heads, which peft does not read, are written as
@@ -182,9 +182,9 @@ def save_adapter(
 
 def read_weights(
     checkpoint: Path, dtype: torch.dtype, parameters: Iterable[tuple[str, torch.Tensor]], ema: bool
-) -> dict[str, torch.Tensor]:
-    """The values of `parameters` by name, whole and in the dtype. Raises ValueError for what is not
-    there."""
+) -> Tensors:
+    """The whole values of `parameters` by name, in `dtype`. Raises ValueError if a file is damaged,
+    or a parameter or a part of it is missing."""
     for file in checkpoint.glob("*.safetensors"):
         try:
             safe_open(file, framework="pt")
@@ -192,7 +192,8 @@ def read_weights(
             raise ValueError(f"{file} is damaged ({error}): export another checkpoint.") from error
     reader = HuggingFaceStorageReader(str(checkpoint))
     saved: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
-    prefix, suffix = ("optimizer.", ".ema") if ema else ("model.", "")
+    prefix = "optimizer." if ema else "model."
+    suffix = ".ema" if ema else ""
     if ema and not any(name.endswith(suffix) for name in saved):
         raise ValueError(
             f"{checkpoint} has no average of the weights: train with "
@@ -206,67 +207,66 @@ def read_weights(
                 f"{checkpoint} lacks {name} or a part of it: a file is missing; export another "
                 "checkpoint."
             )
-    names = [name for name in saved if name.startswith(prefix) and name.endswith(suffix)]
-    weights = {name: torch.empty(saved[name].size, dtype=dtype) for name in names}
-    dcp.load(dict(weights), storage_reader=reader, no_dist=True)  # into these tensors
-    return {
-        name.removeprefix(prefix).removesuffix(suffix): weight for name, weight in weights.items()
-    }
+    values = {}
+    weights = {}
+    for name, there in saved.items():
+        if name.startswith(prefix) and name.endswith(suffix):
+            values[name] = torch.empty(there.size, dtype=dtype)
+            weights[name.removeprefix(prefix).removesuffix(suffix)] = values[name]
+    dcp.load(values, storage_reader=reader, no_dist=True)  # fills these tensors
+    return weights
 
 
-def read_buffers(checkpoint: Path, hf: PreTrainedModel) -> dict[str, torch.Tensor]:
+def read_buffers(checkpoint: Path, hf: PreTrainedModel) -> Tensors:
     """The model's buffers by name, in the dtypes that they were saved in.
 
-    A checkpoint of an earlier version lacks them: then they are those of the model that the run
-    began with, and a warning says so. Raises ValueError where that model is not there any more.
+    A checkpoint of an earlier version does not have them. Then they are those of the model that the
+    run began with, and a warning says so. Raises ValueError if that model cannot be read any more.
     """
     buffers = dict(model_buffers(hf))
     reader = HuggingFaceStorageReader(str(checkpoint))
     saved: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
-    there = {
-        f"model.{name}": saved[f"model.{name}"] for name in buffers if f"model.{name}" in saved
-    }
-    values = {
-        name: torch.empty(each.size, dtype=each.properties.dtype) for name, each in there.items()
-    }
-    dcp.load(dict(values), storage_reader=reader, no_dist=True)
-    found = {name.removeprefix("model."): value for name, value in values.items()}
-    if lacking := buffers.keys() - found.keys():
-        message = (
-            f"{checkpoint} is of an earlier version and lacks the buffers "
-            f"{', '.join(sorted(lacking))}"
-        )
-        try:
-            base = base_model(checkpoint)
-            of_base = dict(
-                model_buffers(type(hf).from_pretrained(base, config=hf.config, dtype=torch.float32))
-            )
-        except OSError as error:
-            raise ValueError(
-                f"{message}, and the model that the run began with, which has them, cannot be "
-                f"read ({error}): put it back, or go on with the run for a step and export its "
-                "next checkpoint."
-            ) from error
-        warnings.warn(f"{message}: they are those of {base}.", stacklevel=2)
-        found |= {name: of_base[name] for name in lacking}
-    return found
+    values = {}
+    found = {}
+    for name in buffers:
+        if there := saved.get(f"model.{name}"):
+            found[name] = torch.empty(there.size, dtype=there.properties.dtype)
+            values[f"model.{name}"] = found[name]
+    dcp.load(values, storage_reader=reader, no_dist=True)  # fills these tensors
+    lacking = sorted(buffers.keys() - found.keys())
+    if not lacking:
+        return found
+    message = f"{checkpoint} is of an earlier version and lacks the buffers {', '.join(lacking)}"
+    try:
+        path = base_model(checkpoint)
+        base = type(hf).from_pretrained(path, config=hf.config, dtype=torch.float32)
+    except OSError as error:
+        raise ValueError(
+            f"{message}, and the model that the run began with, which has them, cannot be read "
+            f"({error}): put it back, or go on with the run for a step and export its next "
+            "checkpoint."
+        ) from error
+    warnings.warn(f"{message}: they are those of {path}.", stacklevel=2)
+    buffers_of_base = dict(model_buffers(base))
+    return found | {name: buffers_of_base[name] for name in lacking}
 
 
 def base_model(checkpoint: Path) -> str:
-    """The model that a run began with, of the role that the checkpoint is of. Raises OSError
-    without its record."""
+    """The path of the model that the role of the checkpoint began with. Raises OSError if the run's
+    config.yaml cannot be read."""
     role_folder = checkpoint.parent
-    key = {"actor": "actor_rollout_ref.model", "critic": "critic.model"}.get(
-        role_folder.name, "model"
-    )
+    key_of_role = {"actor": "actor_rollout_ref.model", "critic": "critic.model"}
+    key = key_of_role.get(role_folder.name, "model")
     config = OmegaConf.load(role_folder.parent.parent / "config.yaml")
-    return str(Path(OmegaConf.select(config, f"{key}.path")).expanduser())
+    path = OmegaConf.select(config, f"{key}.path")
+    return str(Path(path).expanduser())
 
 
 def main() -> int:
     """Returns the exit code: 0 done, 2 input refused."""
     parser = argparse.ArgumentParser(
-        prog="python -m verl_like.export", description=(__doc__ or "").split(":")[0]
+        prog="python -m verl_like.export",
+        description="Makes a Hugging Face folder of a model in a checkpoint",
     )
     parser.add_argument(
         "role_folder", type=Path, metavar="CHECKPOINT_ROLE_FOLDER", help="global_step_N/<role>"
@@ -282,7 +282,7 @@ def main() -> int:
         "--adapter-only", action="store_true", help="the LoRA adapter alone, in peft's format"
     )
     given = parser.parse_args()
-    # One process is what is meant
+    # torch warns that there is only one process, which is intended.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     try:
         export(given.role_folder, given.out, given.dtype, given.ema, given.adapter_only)

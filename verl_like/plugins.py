@@ -1,5 +1,5 @@
-"""Modules of the user that register algorithms, rewards, rollout engines and trainers (the key
-`plugins`)."""
+"""Imports the modules of the user that the key `plugins` names. They register algorithms, rewards,
+rollout engines and trainers."""
 
 import importlib
 from collections.abc import Mapping, Sequence
@@ -15,11 +15,12 @@ MOVED = {
     "verl_like.trainer.training_loop": "verl_like.trainer.loop.training_loop",
     "verl_like.workers.weight_sync": "verl_like.workers.weights",
 }
-"""Modules that the documents once named, each with where its names are now."""
+"""Modules that the documents once named, each with the module that has its names now."""
 
 
 def import_plugins(modules: Sequence[str]) -> None:
-    """Imports the modules, which register what they add; one that was imported before does nothing.
+    """Imports the modules, which register what they add. A module that was imported before is not
+    imported again.
 
     Raises ValueError, with the reason, for a module that cannot be imported.
     """
@@ -36,8 +37,8 @@ def import_plugins(modules: Sequence[str]) -> None:
 
 
 def refuse_overridden(plugin: type, base: type, replaced: Mapping[str, str]) -> None:
-    """Raises ValueError for a plugin's class with its own one of the base's methods that may only
-    be called any more; `replaced` says what to override instead."""
+    """Raises ValueError if a plugin's class overrides a method of its base that is not called any
+    more. `replaced` has these methods, each with what to override instead."""
     for name, instead in replaced.items():
         if getattr(plugin, name) is not getattr(base, name):
             raise ValueError(
@@ -47,8 +48,8 @@ def refuse_overridden(plugin: type, base: type, replaced: Mapping[str, str]) -> 
 
 
 def refuse_replaced(plugin: type, replaced: Mapping[str, str]) -> None:
-    """Raises ValueError for a method of a plugin's class, or of one that it inherits from, that
-    nothing calls any more; `replaced` says what is there instead."""
+    """Raises ValueError if a plugin's class has a method that is not called any more. `replaced`
+    has these methods, each with what there is instead."""
     for name, instead in replaced.items():
         if hasattr(plugin, name):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""What is found by its name: the library's own entries, and those that plugins register."""
+"""Finds entries by their names: those of the library, and those that plugins register."""
 
 import difflib
 from collections.abc import Callable, Mapping
@@ -15,12 +15,12 @@ class Registry(Generic[Entry]):
     """Entries of one kind by name.
 
     Args:
-        kind: what an entry is called in messages.
-        decorator: the public name of the decorator that registers one, for messages.
-        entries: the library's own.
-        taken: the message for a name that has an entry: a format string of `kind`, `name`, that
-            entry, `present`, and the one that is refused, `refused`.
-        unknown: the message for a name without an entry: a format string of `kind`, `name`,
+        kind: what messages call an entry.
+        decorator: the public name of the decorator that registers an entry, for messages.
+        entries: the entries of the library.
+        taken: the message for a name that already has an entry. It is a format string with `kind`,
+            `name`, `present` (that entry) and `refused` (the one that is refused).
+        unknown: the message for a name without an entry. It is a format string with `kind`, `name`,
             `nearest` (a question, or a full stop), `known` and `decorator`.
     """
 
@@ -44,11 +44,11 @@ class Registry(Generic[Entry]):
         return sorted(self.entries)
 
     def is_taken(self, name: str, entry: Entry) -> bool:
-        """True if `name` cannot be given to `entry`."""
+        """Returns whether the name is taken, so that `entry` cannot have it."""
         return name in self.entries
 
     def check(self, name: str, entry: Entry) -> None:
-        """Raises ValueError for an entry that cannot have the name."""
+        """Raises ValueError if the entry cannot have the name."""
         if self.is_taken(name, entry):
             present = self.entries.get(name)
             raise ValueError(
@@ -56,12 +56,13 @@ class Registry(Generic[Entry]):
             )
 
     def add(self, name: str, entry: Entry) -> None:
-        """Makes `entry` known as `name`. Raises as `check` does."""
+        """Adds an entry. Raises ValueError if it cannot have the name."""
         self.check(name, entry)
         self.entries[name] = entry
 
     def register(self, name: str) -> Callable[[Registered], Registered]:
-        """Returns a decorator that makes an entry known as `name`; it raises as `check` does."""
+        """Returns a decorator that adds an entry. It raises ValueError if the entry cannot have the
+        name."""
 
         def decorate(registered: Registered) -> Registered:
             entry: Any = registered
@@ -71,23 +72,20 @@ class Registry(Generic[Entry]):
         return decorate
 
     def get(self, name: str) -> Entry:
-        """Returns the entry known as `name`.
-
-        Raises:
-            ValueError: there is none; the message lists the known ones.
-        """
-        if name not in self.entries:
-            known = self.names()
-            # Another first letter makes another acronym: dapo is no sapo.
-            alike = [each for each in known if each[:1] == name[:1]]
-            nearest = difflib.get_close_matches(name, alike, 1)
-            raise ValueError(
-                self.unknown_message.format(
-                    kind=self.kind,
-                    name=name,
-                    nearest=f"; did you mean {nearest[0]}?" if nearest else ".",
-                    known=", ".join(known),
-                    decorator=self.decorator,
-                )
+        """Returns the entry of this name. Raises ValueError, with the known names, if there is
+        none."""
+        if name in self.entries:
+            return self.entries[name]
+        known = self.names()
+        # Names are acronyms. One with another first letter is not meant: dapo is no sapo.
+        alike = [each for each in known if each[:1] == name[:1]]
+        matches = difflib.get_close_matches(name, alike, 1)
+        raise ValueError(
+            self.unknown_message.format(
+                kind=self.kind,
+                name=name,
+                nearest=f"; did you mean {matches[0]}?" if matches else ".",
+                known=", ".join(known),
+                decorator=self.decorator,
             )
-        return self.entries[name]
+        )

@@ -1,8 +1,8 @@
 """Which values of a configuration are secret, and how they are shown.
 
 A value is secret if its key, or the environment variable that it came from, contains one of
-`WORDS`; of a URL with user information, that part alone is. Where a run shows or keeps a secret,
-`***` stands in its place.
+`WORDS`. In a URL only the user information is secret. Where a run shows or keeps a secret, `***`
+takes its place.
 """
 
 import os
@@ -14,21 +14,22 @@ from typing import Any, Self
 MASK = "***"
 WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
 NAMES_OF_NO_SECRETS = (
-    *(
-        "prompt_key",
-        "reward_fn_key",
-        "gdpo_reward_keys",
-        "tokenizer_path",
-        "max_num_batched_tokens",
-    ),
-    *("max_token_len_per_gpu", "ppo_max_token_len_per_gpu"),
-    *("forward_max_token_len_per_gpu", "log_prob_max_token_len_per_gpu"),
+    "prompt_key",
+    "reward_fn_key",
+    "gdpo_reward_keys",
+    "tokenizer_path",
+    "max_num_batched_tokens",
+    "max_token_len_per_gpu",
+    "ppo_max_token_len_per_gpu",
+    "forward_max_token_len_per_gpu",
+    "log_prob_max_token_len_per_gpu",
 )
-"""Our own keys that contain one of the words."""
+"""Keys of the library that contain one of the words, but are no secrets."""
 BLOCK_OF_SECRET_NUMBERS = "reward_kwargs"
-"""Elsewhere a number, such as `override_config.pad_token_id`, is no secret."""
+"""The block in which a number can be a secret. Elsewhere no number is one, for instance
+`override_config.pad_token_id`."""
 _SHORTEST = 6
-"""A shorter text may stand in a message by chance, and stays there."""
+"""Shorter secrets are not masked in messages, because such a text may be there by chance."""
 _USER_INFORMATION = re.compile(r"(?<=://)([^/?#\s@]*(?:@[^/?#\s@]*)*)@")
 _SECRET_VARIABLE = re.compile(
     rf"\$\{{\s*oc\.env\s*:[^}},]*(?:{'|'.join(WORDS)})[^}}]*\}}", re.IGNORECASE
@@ -38,8 +39,10 @@ Path = tuple[str, ...]
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a key, or an environment variable, has the name of a secret."""
-    return name not in NAMES_OF_NO_SECRETS and any(word in name.upper() for word in WORDS)
+    """Returns whether a key, or an environment variable, has the name of a secret."""
+    if name in NAMES_OF_NO_SECRETS:
+        return False
+    return any(word in name.upper() for word in WORDS)
 
 
 def with_masked_urls(text: str) -> str:
@@ -48,77 +51,85 @@ def with_masked_urls(text: str) -> str:
 
 
 def without_secret_variables(tree: Any) -> Any:
-    """An unresolved configuration in which `${oc.env:NAME}` with the name of a secret is another
-    text."""
+    """The unresolved configuration with another text in place of each `${oc.env:NAME}` whose NAME
+    is that of a secret."""
     if isinstance(tree, Mapping):
         return {name: without_secret_variables(value) for name, value in tree.items()}
     if isinstance(tree, list | tuple):
         return [without_secret_variables(value) for value in tree]
-    return _SECRET_VARIABLE.sub("of_a_secret_variable", tree) if isinstance(tree, str) else tree
+    if isinstance(tree, str):
+        return _SECRET_VARIABLE.sub("of_a_secret_variable", tree)
+    return tree
 
 
 def differing_paths(tree: Any, other: Any, path: Path = ()) -> Iterator[Path]:
-    """Where two configurations differ; a list differs as a whole."""
+    """Yields the path of each value in which two configurations differ. A list counts as one
+    value."""
     if isinstance(tree, Mapping) and isinstance(other, Mapping):
         for name in {**tree, **other}:
-            yield from differing_paths(tree.get(name), other.get(name), (*path, str(name)))
+            path_of_value = (*path, str(name))
+            yield from differing_paths(tree.get(name), other.get(name), path_of_value)
     elif tree != other:
         yield path
 
 
 def masked(tree: Any, secret_paths: Collection[Path] = (), path: Path = ()) -> Any:
-    """The configuration with its secrets masked; those at `secret_paths` are secret whatever their
-    name."""
+    """The configuration with its secrets masked. Values at `secret_paths` are secret whatever their
+    keys are. `path` is where `tree` is in the whole configuration."""
     if isinstance(tree, Mapping):
-        return {
-            name: masked(value, secret_paths, (*path, str(name))) for name, value in tree.items()
-        }
+        shown = {}
+        for name, value in tree.items():
+            shown[name] = masked(value, secret_paths, (*path, str(name)))
+        return shown
     if isinstance(tree, list | tuple):
         return [masked(value, secret_paths, path) for value in tree]
     if _is_secret(tree, secret_paths, path):
         return MASK
-    return with_masked_urls(tree) if isinstance(tree, str) else tree
+    if isinstance(tree, str):
+        return with_masked_urls(tree)
+    return tree
 
 
 def has_mask(tree: Any) -> bool:
-    """Whether a value, or one within it, is what a run shows of a secret, and not the secret."""
+    """Returns whether a value, or one inside it, is masked."""
     if isinstance(tree, Mapping):
         return any(map(has_mask, tree.values()))
     if isinstance(tree, list | tuple):
         return any(map(has_mask, tree))
-    return isinstance(tree, str) and (tree == MASK or f"://{MASK}@" in tree)
+    if isinstance(tree, str):
+        return tree == MASK or f"://{MASK}@" in tree
+    return False
 
 
 def hidden_as(shown: Any, tree: Any) -> Any:
-    """The tree with a mask in each place where `shown` has one, so that two configurations compare
-    without secrets."""
+    """The configuration `tree` with a mask wherever `shown` has one, so that the two are compared
+    without their secrets."""
     if isinstance(shown, Mapping) and isinstance(tree, Mapping):
         return {name: hidden_as(shown.get(name), value) for name, value in tree.items()}
-    if (
-        isinstance(shown, list | tuple)
-        and isinstance(tree, list | tuple)
-        and len(shown) == len(tree)
-    ):
+    are_lists = isinstance(shown, list | tuple) and isinstance(tree, list | tuple)
+    if are_lists and len(shown) == len(tree):
         return [hidden_as(own, value) for own, value in zip(shown, tree, strict=True)]
-    return MASK if isinstance(shown, str) and shown == MASK else tree
+    return MASK if shown == MASK else tree
 
 
 @dataclass(frozen=True)
 class Redaction:
-    """Masks secrets in messages: those of a configuration, and of environment variables with the
-    name of a secret."""
+    """Masks secrets in messages. It is called with a text and returns the masked text."""
 
     texts: tuple[str, ...]
-    """What is masked, the longest first."""
+    """The secrets, the longest first, because a secret may contain a shorter one."""
 
     @classmethod
     def of(cls, tree: Any, secret_paths: Collection[Path] = ()) -> Self:
-        """The secrets of a configuration and of this process's environment."""
-        texts = {value for name, value in os.environ.items() if is_secret_name(name)}
-        texts |= set(_secret_texts(tree, secret_paths, ()))
-        return cls(
-            tuple(sorted((text for text in texts if len(text) >= _SHORTEST), key=len, reverse=True))
-        )
+        """Masks the secrets of a configuration, and of the environment variables of this
+        process."""
+        texts = set(_secret_texts(tree, secret_paths, ()))
+        for name, value in os.environ.items():
+            if is_secret_name(name):
+                texts.add(value)
+        long_enough = [text for text in texts if len(text) >= _SHORTEST]
+        longest_first = sorted(long_enough, key=len, reverse=True)
+        return cls(tuple(longest_first))
 
     def __call__(self, text: str) -> str:
         for secret in self.texts:
@@ -127,17 +138,19 @@ class Redaction:
 
 
 def _is_secret(value: Any, secret_paths: Collection[Path], path: Path) -> bool:
+    """Returns whether the value at `path` is secret."""
     if value is None or isinstance(value, bool):
         return False
     if any(path[: len(secret)] == secret for secret in secret_paths):
         return True
-    is_number_elsewhere = isinstance(value, int | float) and BLOCK_OF_SECRET_NUMBERS not in path
-    return any(map(is_secret_name, path)) and not is_number_elsewhere
+    if isinstance(value, int | float) and BLOCK_OF_SECRET_NUMBERS not in path:
+        return False
+    return any(map(is_secret_name, path))
 
 
 def _secret_texts(tree: Any, secret_paths: Collection[Path], path: Path) -> Iterator[str]:
-    """The texts by which the secrets of a configuration are known; of user information also the
-    password alone."""
+    """Yields the secrets of a configuration as texts. The user information of a URL is one, and its
+    password is another."""
     if isinstance(tree, Mapping):
         for name, value in tree.items():
             yield from _secret_texts(value, secret_paths, (*path, str(name)))
@@ -148,5 +161,6 @@ def _secret_texts(tree: Any, secret_paths: Collection[Path], path: Path) -> Iter
         yield str(tree)
     elif isinstance(tree, str):
         for user_information in _USER_INFORMATION.findall(tree):
+            _user, _colon, password = user_information.partition(":")
             yield user_information
-            yield user_information.partition(":")[2]
+            yield password

@@ -20,8 +20,8 @@ from verl_like.trainer.config.supervised import (
     SFTConfig,
     broken_supervised_rules,
 )
-from verl_like.trainer.memory.pools import check_memory, memory_phases, planned_pools
-from verl_like.trainer.memory.sums import ModelSize, require_memory
+from verl_like.trainer.memory.pools import check_memory, planned_pools
+from verl_like.trainer.memory.sums import ModelSize, Phase, require_memory
 from verl_like.trainer.ppo.display import PPO_DISPLAY
 from verl_like.trainer.ppo.workers import build_role_worker_mapping
 from verl_like.trainer.run import shell as run
@@ -69,6 +69,11 @@ def script_config(
 ) -> PPOConfig:
     """What a script of the examples runs on GPUs."""
     return load_ppo_config([*script_overrides(model, script), *changes])
+
+
+def memory_phases(config: RunConfig, device_bytes: float) -> list[Phase]:
+    """All phases of all pools."""
+    return [phase for pool in planned_pools(config, device_bytes) for phase in pool.phases()]
 
 
 def phase(config: PPOConfig, name: str, device_bytes: float = 85e9) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """Shows runs over each other on one page: `python -m verl_like.compare RUN_DIR...`.
 
-The page needs no other file and no network. Runs may be running: their folders are only read.
+The page needs no other file and no network. Runs may be running, because their folders are only
+read.
 """
 
 import argparse
@@ -54,6 +55,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _refuse(message: str) -> int:
+    """Says why the input is refused, and returns the exit code."""
     on_one_line = " ".join(printable(message).split())
     sys.stderr.write(f"verl_like: {on_one_line}\n")
     return 2

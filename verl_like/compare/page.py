@@ -18,11 +18,11 @@ from verl_like.trainer.run.html_page import table, write_page
 from verl_like.trainer.supervised.display import DPO_DISPLAY, ILQL_DISPLAY, RM_DISPLAY, SFT_DISPLAY
 
 GenerationsOfPrompt = dict[tuple[float, str], dict[str, Any]]
-"""Rows of `RunFolder.generations` by the step and the name of the run."""
+"""The rows of `RunFolder.generations` of one prompt, by the step and the name of the run."""
 DISPLAYS = (PPO_DISPLAY, SFT_DISPLAY, RM_DISPLAY, DPO_DISPLAY, ILQL_DISPLAY)
-"""What the reports of all trainers show; makers and trainers apart show what PPO does."""
+"""Describe what the reports of all trainers show. Detached training shows the charts of PPO."""
 MOST_PROMPTS = 20
-"""How many prompts the page shows generations of."""
+"""The page shows the generations of so many prompts."""
 STYLE = """
 .legend { position: sticky; top: 0; background: white; padding: .4rem 0; z-index: 1; }
 .legend span { margin-right: 1.2rem; white-space: nowrap; }
@@ -49,10 +49,14 @@ time.</p>
 
 
 def write_comparison(path: Path, runs: Sequence[RunFolder], patterns: Sequence[str] = ()) -> None:
-    """Writes the page. `patterns` are those of metrics that are shown besides. Raises OSError."""
+    """Writes the page. `patterns` name metrics that are shown besides those of the reports. Raises
+    OSError."""
     colors = _colors(len(runs))
-    common = set(runs[0].settings).intersection(*(run.settings for run in runs))
-    every_key = set[str]().union(*(run.settings for run in runs))
+    every_key: set[str] = set()
+    common = set(runs[0].settings)
+    for run in runs:
+        every_key |= run.settings.keys()
+        common &= run.settings.keys()
     differing = _differing(common, runs)
     partial = _differing(every_key - common, runs)
     body = BODY.format(
@@ -80,12 +84,12 @@ def metrics_of(runs: Sequence[RunFolder]) -> list[str]:
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Return whether a name matches one of the shell patterns."""
+    """Returns whether a name matches one of the shell patterns."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _colors(num_runs: int) -> list[str]:
-    """A color of each run: those of matplotlib's cycle as long as there are enough."""
+    """A color for each run. If matplotlib's cycle has too few, they are taken from a color map."""
     few = color_sequences["tab10"]
     if num_runs <= len(few):
         return [to_hex(color) for color in few[:num_runs]]
@@ -98,6 +102,7 @@ def _escaped(text: str) -> str:
 
 
 def _legend(runs: Sequence[RunFolder], colors: Sequence[str]) -> str:
+    """The color, name and experiment of each run."""
     entries = []
     for run, color in zip(runs, colors, strict=True):
         swatch = f'<i style="background:{color}"></i>'
@@ -107,6 +112,7 @@ def _legend(runs: Sequence[RunFolder], colors: Sequence[str]) -> str:
 
 
 def _row_of_run(run: RunFolder) -> dict[str, str]:
+    """The row of a run in the table of runs."""
     return {
         "run": run.name,
         "project": run.project,
@@ -118,7 +124,7 @@ def _row_of_run(run: RunFolder) -> dict[str, str]:
 
 
 def _charts(runs: Sequence[RunFolder], colors: Sequence[str], patterns: Sequence[str]) -> str:
-    """A chart for each metric that a report shows, or that matches a pattern."""
+    """A chart for each metric that a report shows or a pattern names."""
     names = metrics_of(runs)
     labels = _labels(names)
     for name in names:
@@ -130,7 +136,7 @@ def _charts(runs: Sequence[RunFolder], colors: Sequence[str], patterns: Sequence
         curves = []
         for run, color, points in zip(runs, colors, points_of_run, strict=True):
             if name in points:
-                by_step = sorted(points[name], key=_step_of)
+                by_step = sorted(points[name], key=lambda point: point[0])
                 curves.append(Curve(run.name, by_step, color))
         drawn = chart(curves, label=label, has_legend=False)
         caption = f"<figcaption>{_escaped(name)}</figcaption>"
@@ -139,7 +145,7 @@ def _charts(runs: Sequence[RunFolder], colors: Sequence[str], patterns: Sequence
 
 
 def _labels(names: Sequence[str]) -> dict[str, str]:
-    """What the y-axis of a report's chart is labelled with, by the metrics that reports show."""
+    """By each metric that a report shows, the label of the y-axis of its chart."""
     labels: dict[str, str] = {}
     for display in DISPLAYS:
         for _, wanted, label in display.charts:
@@ -148,12 +154,8 @@ def _labels(names: Sequence[str]) -> dict[str, str]:
     return labels
 
 
-def _step_of(point: tuple[float, float]) -> float:
-    return point[0]
-
-
 def _generations(runs: Sequence[RunFolder]) -> str:
-    """A table for each prompt: a row for each step, and in it what each run generated."""
+    """A table for each prompt. It has a row for each step, with what each run generated."""
     by_prompt: dict[str, GenerationsOfPrompt] = {}
     for run in runs:
         for row in run.generations:
@@ -163,6 +165,7 @@ def _generations(runs: Sequence[RunFolder]) -> str:
         return "<p>None.</p>"
 
     def rank(prompt: str) -> tuple[int, float]:
+        """Prompts that more runs have come first, and then those of later steps."""
         steps = [step for step, _ in by_prompt[prompt]]
         names = {name for _, name in by_prompt[prompt]}
         return len(names), max(steps)
@@ -189,7 +192,7 @@ def _generations_of(generations: GenerationsOfPrompt, runs: Sequence[RunFolder])
 
 
 def _generation(row: Mapping[str, Any]) -> str:
-    """A cell with the texts of a generation other than its prompt."""
+    """A cell with all texts of a generation but its prompt."""
     lines = []
     for name, value in row.items():
         if name not in ("step", "prompt"):
@@ -209,7 +212,7 @@ def _differing(keys: Iterable[str], runs: Sequence[RunFolder]) -> list[dict[str,
 
 
 def _value(run: RunFolder, key: str) -> str:
-    """A value of the configuration as text; empty where the run does not have the key."""
+    """A value of the configuration as text. It is "" if the run does not have the key."""
     if key not in run.settings:
         return ""
     value = run.settings[key]

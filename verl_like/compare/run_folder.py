@@ -1,4 +1,4 @@
-"""Reads the folders of runs, which may be running: nothing in them is changed or locked."""
+"""Reads the folders of runs. Runs may be running: nothing in their folders is changed or locked."""
 
 import os
 import sys
@@ -18,9 +18,9 @@ from verl_like.trainer.run.timeline import undisturbed
 from verl_like.trainer.state.resume import read_config, settings_of
 
 TIMELINE_BYTES = 1 << 24
-"""How much of a timeline is read, from its end: only one step is shown."""
+"""So many bytes of a timeline are read, from its end, because only one step is shown."""
 GREATEST_NUMBER = sys.float_info.max / 1e10
-"""An axis has no room for greater ones."""
+"""The greatest number that is drawn, because an axis has no room for greater ones."""
 
 TEXTS_OF_CALL = ("pool", "process", "method")
 NUMBERS_OF_CALL = ("step", "started", "finished")
@@ -28,27 +28,27 @@ NUMBERS_OF_CALL = ("step", "started", "finished")
 
 @dataclass(frozen=True)
 class RunFolder:
-    """What the folder of a run holds."""
+    """The contents of a run's folder."""
 
     path: Path
     name: str
-    """The folder's name, with as many of its parents' as tell it from the other runs."""
+    """The folder's name, with the names of as many parents as are needed to tell the runs apart."""
     project: str
     experiment: str
     settings: dict[str, Any]
     """Every value of the configuration by its key, with secrets masked."""
     metrics: list[dict[str, float]]
-    """A row a step or validation, with "step"; finite numbers alone."""
+    """A row for each step or validation. It has "step", and only finite numbers."""
     newest_row: str
-    """Date and time of the newest row of metrics; empty where there is none."""
+    """The date and time of the newest row of metrics, or "" if there is none."""
     calls: list[dict[str, Any]]
-    """The calls of workers in one step, which is complete, as the run's timeline has them."""
+    """The calls of workers in one complete step, as rows of the run's timeline."""
     generations: list[dict[str, Any]]
-    """Rows with "step", "prompt" and other texts, in the order of the validations."""
+    """Rows with "step", "prompt" and further texts, in the order of the validations."""
 
     @property
     def steps(self) -> str:
-        """How far the run is."""
+        """Says how many steps the run has done."""
         if not self.metrics:
             return "no step yet"
         last = max(row["step"] for row in self.metrics)
@@ -59,8 +59,8 @@ class RunFolder:
 def read_runs(folders: Sequence[Path]) -> list[RunFolder]:
     """Reads the folders of runs.
 
-    Raises ValueError for what is no such folder, a file that cannot be read, or a run that is given
-    twice.
+    Raises ValueError if a folder is not that of a run, if a file cannot be read, and if a run is
+    given twice.
     """
     paths: list[Path] = []
     for folder in folders:
@@ -68,11 +68,13 @@ def read_runs(folders: Sequence[Path]) -> list[RunFolder]:
         if path in paths:
             raise ValueError(f"{folder} is given twice, here or by a link: name each run once.")
         paths.append(path)
-    return [_read_run(path, name) for path, name in zip(paths, _names(paths), strict=True)]
+    names = _names(paths)
+    return [_read_run(path, name) for path, name in zip(paths, names, strict=True)]
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """The last parts of each path, as many as make the names differ."""
+    """The last parts of each path. There are as many parts as are needed to make the names
+    differ."""
     num_parts = 0
     names: list[str] = []
     while len(set(names)) < len(paths):
@@ -111,7 +113,8 @@ def _read_run(path: Path, name: str) -> RunFolder:
 
 
 def _rows(file: Path, num_bytes: int | None = None) -> list[dict[str, Any]]:
-    """The rows of a file, or of its last bytes; none where there is no file. Raises OSError."""
+    """The rows of a file, or of its last `num_bytes`. There are none if there is no file. Raises
+    OSError."""
     if not os.path.lexists(file):
         return []
     with open_regular(file) as opened:
@@ -122,37 +125,43 @@ def _rows(file: Path, num_bytes: int | None = None) -> list[dict[str, Any]]:
 
 
 def _time_of(file: Path) -> str:
-    """When a file was written last, in local time."""
+    """The local time at which a file was written last."""
     written = datetime.fromtimestamp(file.stat().st_mtime)
     return written.isoformat(" ", "seconds")
 
 
 def _is_number(value: object) -> bool:
-    """Return whether a value of JSON is a finite number that can be drawn."""
+    """Returns whether a value of JSON is a finite number that can be drawn."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return abs(value) <= GREATEST_NUMBER
 
 
 def _numbers(row: dict[str, Any]) -> dict[str, float]:
+    """The values of a row that are numbers."""
     return {name: value for name, value in row.items() if _is_number(value)}
 
 
 def _is_call(row: dict[str, Any]) -> bool:
-    """Return whether a row has what a timeline shows."""
-    has_texts = all(isinstance(row.get(name), str) for name in TEXTS_OF_CALL)
-    has_numbers = all(_is_number(row.get(name)) for name in NUMBERS_OF_CALL)
-    return has_texts and has_numbers and "is_validating" in row
+    """Returns whether a row has what a timeline shows."""
+    for name in TEXTS_OF_CALL:
+        if not isinstance(row.get(name), str):
+            return False
+    for name in NUMBERS_OF_CALL:
+        if not _is_number(row.get(name)):
+            return False
+    return "is_validating" in row
 
 
 def _is_generation(row: dict[str, Any]) -> bool:
+    """Returns whether a row has a step and a prompt."""
     return _is_number(row["step"]) and isinstance(row.get("prompt"), str)
 
 
 def _calls_of_a_step(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """The calls of the last complete step that neither validated nor saved.
 
-    The newest step may be incomplete; it is taken where there is no other.
+    The newest step may be incomplete. It is taken only if there is no other.
     """
     by_step: dict[float, list[dict[str, Any]]] = {}
     for row in rows:

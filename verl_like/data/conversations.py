@@ -1,5 +1,5 @@
-"""Conversations to learn from. They are tokenised once, and the tokens that the model is to learn
-are marked."""
+"""Conversations to learn from. They are tokenised once, and the tokens that are learned are
+marked."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -22,11 +22,13 @@ from verl_like.protocol.row_ops import jagged_from_lists
 
 Message = Mapping[str, Any]
 Tokens = tuple[np.ndarray, np.ndarray]
-"""Token ids (T,) int64 of a conversation, and (T,) bool, which of them are learned."""
+"""The token ids of a conversation, (T,) int64, and which of them are learned, (T,) bool."""
+Row = tuple[list[Tokens], dict[str, float]]
+"""The conversations of an example, and its further columns."""
 
 
 class OverlongText(ValueError):
-    """A text has so many characters that it must have more tokens than `data.max_length`."""
+    """A text has so many characters that it has more tokens than `data.max_length`."""
 
 
 class ConversationDataset:
@@ -35,41 +37,39 @@ class ConversationDataset:
 
     A row has one of three forms:
 
-    - `messages`, a list of {"role", "content"}, of which each assistant's is learned;
-    - `prompt` and `response` (or `completion`), each a text or messages, of which the response is
-      learned;
+    - `messages`, a list of {"role", "content"}. Each message of an assistant is learned.
+    - `prompt` and `response` (or `completion`), each a text or messages. The response is learned.
     - `text`, which goes through no chat template. All of it but its first token is learned, and an
       end-of-sequence token after it.
 
     A conversation goes through the tokenizer's chat template as a whole. What an assistant writes
-    begins where the template's generation prompt ends, and ends with the turn, its end token
-    included. No token spans these places, so the tokens before an answer are those of a prompt in
-    generation.
+    begins where the template's generation prompt ends, and ends with the end token of the turn. No
+    token spans these places, so the tokens before an answer are those of a prompt in generation.
 
     Args:
         files: Parquet, JSONL or JSON files, read in order.
         tokenizer: has a chat template, and a padding or an end-of-sequence token.
-        max_length: limit of a conversation in tokens.
+        max_length: the limit of a conversation in tokens.
         overlong: what is done with a longer one: `error`, `drop`, or `truncate` at its end.
-        max_samples: how many rows are read, all if it is negative.
+        max_samples: the number of rows that are read. All are read if it is negative.
         apply_chat_template_kwargs: further arguments of the chat template.
-        end_tokens: tokens with which a response may end, besides the tokenizer's own.
+        end_tokens: tokens with which a response may end, besides that of the tokenizer.
 
     Attributes:
-        num_dropped, num_truncated: the number of rows that were too long.
-        longest, largest: (tokens, place) of the longest conversation, and of the row with the most
-            tokens.
+        num_dropped, num_truncated: the numbers of rows that were dropped or truncated.
+        longest: (number of tokens, place) of the longest conversation.
+        largest: (number of tokens, place) of the row with the most tokens.
         highest_token: (token id, place) of the highest token id.
         last_tokens: the tokens with which conversations end.
         learns_to_end: True if a token with which a response ends is learned in any row.
 
     Raises:
-        ValueError: files, rows, tokenizer or template that cannot be used; the message names file,
-            row and field.
+        ValueError: files, rows, tokenizer or template cannot be used. The message names file, row
+            and field.
     """
 
     what = "conversation"
-    """What a row is, for messages."""
+    """What messages call a row."""
 
     def __init__(
         self,
@@ -84,11 +84,11 @@ class ConversationDataset:
     ) -> None:
         self.tokenizer = tokenizer
         self.template_kwargs = apply_chat_template_kwargs or {}
-        self.end_tokens = [
-            token for token in (tokenizer.eos_token_id, *end_tokens) if token is not None
-        ]
+        self.end_tokens = list(end_tokens)
+        if tokenizer.eos_token_id is not None:
+            self.end_tokens.append(tokenizer.eos_token_id)
         self.pad_token_id = padding_token(tokenizer)
-        # To be cut, a longer conversation has to be tokenised anyway.
+        # A conversation that will be truncated has to be tokenised anyway.
         self.limit = None if overlong == "truncate" else TokenLimit(tokenizer, max_length)
         self.num_dropped = 0
         self.num_truncated = 0
@@ -97,7 +97,7 @@ class ConversationDataset:
         self.highest_token = (0, "")
         self.last_tokens: set[int] = set()
         self.learns_to_end = False
-        self._rows: list[tuple[list[Tokens], dict[str, float]]] = []
+        self._rows: list[Row] = []
         for place, record in read_records(files, max_samples):
             try:
                 row, columns = self.read(record, place)
@@ -127,20 +127,19 @@ class ConversationDataset:
             for ids, learned in row:
                 self.highest_token = max(self.highest_token, (int(ids.max()), place))
                 self.last_tokens.add(int(ids[-1]))
-                self.learns_to_end |= bool(np.isin(ids[learned], self.end_tokens).any())
+                is_end = np.isin(ids[learned], self.end_tokens)
+                self.learns_to_end |= bool(is_end.any())
             self._rows.append((row, columns))
         if not self._rows:
             raise ValueError(
                 f"no {self.what} of {', '.join(files)} is left ({self.num_dropped} are too long)"
             )
 
-    def read(self, record: Any, place: str) -> tuple[list[Tokens], dict[str, float]]:
-        """The conversations of a row, of which this class has one, and its further columns, of
-        which it has none. Raises ValueError for a row that cannot be used."""
-        has_no_turns = (
-            isinstance(record, dict) and not record.get("messages") and not record.get("prompt")
-        )
-        if has_no_turns and isinstance(record.get("text"), str):
+    def read(self, record: Any, place: str) -> Row:
+        """Returns the conversations of a row and its further columns. Here a row has one
+        conversation and no further columns. Raises ValueError for a row that cannot be used."""
+        has_text = isinstance(record, dict) and isinstance(record.get("text"), str)
+        if has_text and not record.get("messages") and not record.get("prompt"):
             text = require_characters(record["text"], "field 'text'", place)
             require_room(text, self.limit, place)
             tokens = list(self.tokenizer(text)["input_ids"])
@@ -162,8 +161,8 @@ class ConversationDataset:
         return [conversation], {}
 
     def check(self, row: Sequence[Tokens], place: str, where: str) -> None:
-        """Raises ValueError if no token of a conversation is learned. `where` says in the message
-        that the row was cut."""
+        """Raises ValueError if no token of a conversation is learned. If the row was cut, `where`
+        is the part of the message that says so."""
         for ids, learned in row:
             if not learned[1:].any():
                 raise ValueError(
@@ -179,13 +178,13 @@ class ConversationDataset:
         return [ids for ids, _ in self._rows[index][0]]
 
     def collate(self, indices: Iterable[int]) -> DataProto:
-        """Makes a batch of B examples. It has a row for each of their conversations, those of an
-        example next to each other.
+        """Makes a batch of B examples. It has a row for each of their conversations, with those of
+        an example next to each other.
 
         The first token of a conversation is in `prompts` and the others are in `responses`, both
         jagged int64. `response_mask` says which of the others are learned. `sample_id` (rows,)
         int64 numbers the examples, and further columns are (rows,) float32. If the batch is padded,
-        a response is as wide as the longest of the batch.
+        responses are as wide as the longest of the batch.
         """
         examples = [self._rows[index] for index in indices]
         conversations: list[Tokens] = []
@@ -216,7 +215,7 @@ class ScoredDataset(ConversationDataset):
 
     what = "scored conversation"
 
-    def read(self, record: Any, place: str) -> tuple[list[Tokens], dict[str, float]]:
+    def read(self, record: Any, place: str) -> Row:
         conversations, _ = super().read(record, place)
         score = record.get("score")
         if type(score) not in (int, float) or not abs(score) < 1e30:  # NaN is not below it either
@@ -225,7 +224,7 @@ class ScoredDataset(ConversationDataset):
 
 
 def require_room(text: str, limit: TokenLimit | None, place: str) -> None:
-    """Raises OverlongText if a text has so many characters that it must have more tokens than the
+    """Raises OverlongText if a text has so many characters that it has more tokens than the
     limit."""
     if limit and limit.is_exceeded(text):
         raise OverlongText(
@@ -235,8 +234,8 @@ def require_room(text: str, limit: TokenLimit | None, place: str) -> None:
 
 
 def messages_of(record: Any, place: str) -> tuple[list[Message], int]:
-    """The messages of a row, and the index of the first that may be learned. Raises ValueError for
-    a row of another form."""
+    """Returns the messages of a row, and the index of the first one that may be learned. Raises
+    ValueError for a row of another form."""
     expected = "messages, prompt and response, or text"
     if isinstance(record, dict) and record.get("messages") is not None:
         return messages_in(record, "messages", None, place, expected), 0
@@ -250,8 +249,8 @@ def messages_of(record: Any, place: str) -> tuple[list[Message], int]:
 def messages_in(
     record: Any, field: str, role: str | None, place: str, expected: str
 ) -> list[Message]:
-    """The messages in a field of a row. A text stands for one message of `role`, unless that is
-    None. Raises ValueError for anything else, with what was `expected`."""
+    """Returns the messages in a field of a row. A text counts as one message of `role`, unless
+    `role` is None. Raises ValueError, which says what was `expected`, for anything else."""
     if not isinstance(record, dict):
         raise bad_row(place, "the row", record, "an object with named fields")
     if record.get("tools"):
@@ -261,15 +260,12 @@ def messages_in(
         )
         raise bad_row(place, "field 'tools'", record["tools"], expected)
     value = record.get(field)
-    said = [{"role": role, "content": value}] if isinstance(value, str) and role else value
-    if not isinstance(said, list) or not said:
-        raise bad_row(
-            place,
-            f"field {field!r}",
-            value,
-            f"chat messages; the row has {', '.join(record)}, expected {expected}",
-        )
-    return list(check_messages(said, field, place))
+    if isinstance(value, str) and role:
+        value = [{"role": role, "content": value}]
+    if not isinstance(value, list) or not value:
+        expected = f"chat messages; the row has {', '.join(record)}, expected {expected}"
+        raise bad_row(place, f"field {field!r}", value, expected)
+    return list(check_messages(value, field, place))
 
 
 def tokens_of(
@@ -280,19 +276,19 @@ def tokens_of(
     place: str,
     limit: TokenLimit | None = None,
 ) -> Tokens:
-    """The tokens of a conversation. What assistants write in messages from `first` on is learned.
+    """Returns the tokens of a conversation. What assistants write in messages from `first` on is
+    learned.
 
-    The text of the whole conversation is divided into pieces, which begin and end where what is
-    learned does, and each piece is tokenised so that no token spans two of them.
+    The text of the whole conversation is divided into pieces that are learned and pieces that are
+    not. Each piece is tokenised so that no token spans two of them.
 
-    Raises ValueError for an empty turn of an assistant or one without a turn before it, if the
-    template fails, and if it writes earlier turns in another way when later ones follow.
-    Raises OverlongText if the text has so many characters that it must have more tokens than
-    `limit`.
+    Raises ValueError for an empty turn of an assistant and for one without a turn before it. Raises
+    it too if the template fails, or writes earlier turns in another way when later ones follow.
+    Raises OverlongText if the text has so many characters that it has more tokens than `limit`.
     """
     text = render(tokenizer, messages, place, template_kwargs)
     require_room(text, limit, place)
-    ends_of_pieces: list[tuple[int, bool]] = []  # and whether the piece is learned
+    ends_of_pieces: list[tuple[int, bool]] = []  # (end, True if the piece is learned)
     for count, message in enumerate(messages):
         if message["role"] != "assistant" or count < first:
             continue
@@ -324,7 +320,7 @@ def tokens_of(
         texts = [text[before:begin], text[before:end], text[begin:end]]
         previous, both, own = tokenizer(texts, add_special_tokens=False)["input_ids"]
         if both[: len(previous)] == previous:
-            # The tokens after the previous piece can differ from those of this piece by itself.
+            # After the previous piece, a piece can have other tokens than by itself.
             own = both[len(previous) :]
         elif tokenizer.decode(previous + own) != tokenizer.decode(both):
             raise ValueError(

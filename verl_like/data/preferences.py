@@ -6,21 +6,28 @@ from typing import Any
 
 import numpy as np
 
-from verl_like.data.conversations import ConversationDataset, Tokens, messages_in, tokens_of
+from verl_like.data.conversations import (
+    ConversationDataset,
+    Message,
+    Row,
+    Tokens,
+    messages_in,
+    tokens_of,
+)
 from verl_like.data.rows import bad_row
 
 _EXPECTED = "chosen and rejected, with prompt or as conversations that begin alike"
 
 
 class PreferenceDataset(ConversationDataset):
-    """Rows of two conversations, chosen and rejected. Both begin with the same messages, which are
-    the prompt.
+    """Rows with two conversations, chosen and rejected. Both begin with the same messages, which
+    are the prompt.
 
     A row has `prompt`, `chosen` and `rejected` (texts or messages), or `chosen` and `rejected` as
     whole conversations. It may have `margin`, by which the reward of the chosen answer should be
     greater than that of the rejected one. What assistants write after the prompt is learned. What
-    the template writes after the last of `end_tokens` is left out, so that the conversation ends as
-    a generated response does.
+    the template writes after the last of `end_tokens` is left out, so that the conversation ends
+    like a generated response.
 
     Arguments, attributes and errors are those of `ConversationDataset`. A pair is also refused if
     an answer is empty, or both are the same.
@@ -28,24 +35,24 @@ class PreferenceDataset(ConversationDataset):
 
     what = "pair"
 
-    def read(self, record: Any, place: str) -> tuple[list[Tokens], dict[str, float]]:
-        """The chosen and the rejected conversation of a row, and the column `margin`, 0 if the row
-        has none. Raises ValueError for a row that cannot be used."""
-        has_prompt = isinstance(record, dict) and record.get("prompt") is not None
-        prompt = messages_in(record, "prompt", "user", place, _EXPECTED) if has_prompt else []
-        answers = {
-            side: messages_in(record, side, "assistant", place, _EXPECTED)
-            for side in ("chosen", "rejected")
-        }
+    def read(self, record: Any, place: str) -> Row:
+        """Returns the chosen and the rejected conversation of a row, and the column `margin`, which
+        is 0 if the row has none. Raises ValueError for a row that cannot be used."""
+        prompt: list[Message] = []
+        if isinstance(record, dict) and record.get("prompt") is not None:
+            prompt = messages_in(record, "prompt", "user", place, _EXPECTED)
+        answers = {}
+        for side in ("chosen", "rejected"):
+            answers[side] = messages_in(record, side, "assistant", place, _EXPECTED)
         for side, messages in answers.items():
             if messages[0]["role"] == "assistant":
-                answers[side] = [*prompt, *messages]
+                answers[side] = prompt + messages
             elif messages[: len(prompt)] != prompt:
                 raise ValueError(
                     f"{place}: {side} is a conversation that does not begin with the messages of "
                     "prompt"
                 )
-        num_alike = 0  # of the first messages
+        num_alike = 0  # the number of first messages that are the same
         for chosen, rejected in zip(answers["chosen"], answers["rejected"], strict=False):
             if chosen != rejected:
                 break
@@ -62,7 +69,7 @@ class PreferenceDataset(ConversationDataset):
         margin = 0.0 if record.get("margin") is None else record["margin"]
         if type(margin) not in (int, float) or not math.isfinite(margin):
             raise bad_row(place, "field 'margin'", margin, "a number, or no such field")
-        row: list[Tokens] = []
+        row = []
         for messages in answers.values():
             tokens = tokens_of(
                 messages, num_alike, self.tokenizer, self.template_kwargs, place, self.limit
@@ -71,8 +78,8 @@ class PreferenceDataset(ConversationDataset):
         return row, {"margin": float(margin)}
 
     def without_tail(self, tokens: Tokens) -> Tokens:
-        """The conversation up to the last of `end_tokens`. It stays as it is if it has none of
-        them, or if text other than white space follows the last."""
+        """Returns the conversation up to the last of `end_tokens`. A conversation without any of
+        them, or with text other than white space after the last, is returned as it is."""
         ids, learned = tokens
         ends = np.flatnonzero(np.isin(ids, self.end_tokens))
         if not len(ends):
@@ -83,8 +90,8 @@ class PreferenceDataset(ConversationDataset):
         return ids[:stop], learned[:stop]
 
     def check(self, row: Sequence[Tokens], place: str, where: str) -> None:
-        """Raises ValueError if no token of a conversation is learned, or both have the same
-        tokens, for instance after they were cut."""
+        """Raises ValueError if no token of a conversation is learned, or if both have the same
+        tokens, for instance because they were cut."""
         super().check(row, place, where)
         (chosen, _), (rejected, _) = row
         if np.array_equal(chosen, rejected):

@@ -16,22 +16,23 @@ _PORTION_CHARACTERS = 1 << 22
 
 
 class PromptDataset:
-    """Rows in verl's schema with their prompts as token ids, none longer than `max_prompt_length`.
+    """Rows in verl's schema with their prompts as token ids. No prompt is longer than
+    `max_prompt_length`.
 
     Prompts go through the tokenizer's chat template with a generation prompt. The rollout continues
     exactly these tokens, and the length limit counts them. Arguments that are not listed are keys
-    of `data` in docs/config.md. Raises ValueError for files, rows or a tokenizer that cannot be
-    used; the message names file, row and field.
+    of `data` in docs/config.md. Raises ValueError if files, rows or the tokenizer cannot be used.
+    The message names file, row and field.
 
     Args:
         files: Parquet, JSONL or JSON files, read in order.
         tokenizer: has a chat template, and a padding or an end-of-sequence token.
-        max_prompt_length: limit in tokens, and the width P of padded prompts.
+        max_prompt_length: the limit in tokens, and the width P of padded prompts.
         max_response_length: the width R of padded responses.
 
     Attributes:
-        num_filtered: rows left out because they are too long.
-        num_truncated: rows that lost tokens.
+        num_filtered: the number of rows that were left out because they are too long.
+        num_truncated: the number of rows that lost tokens.
         highest_token: (token id, place) of the highest token id.
     """
 
@@ -64,7 +65,7 @@ class PromptDataset:
         options = {**(apply_chat_template_kwargs or {}), "add_generation_prompt": True}
         texts = [render(tokenizer, row.raw_prompt, row.place, options) for row in rows]
         num_rows = len(rows)
-        # To be truncated, a text has to be tokenised anyway.
+        # A text that will be truncated has to be tokenised anyway.
         if filter_overlong_prompts or truncation == "error":
             limit = TokenLimit(tokenizer, max_prompt_length)
             fits = [not limit.is_exceeded(text) for text in texts]
@@ -74,13 +75,13 @@ class PromptDataset:
             rows = list(itertools.compress(rows, fits))
             texts = list(itertools.compress(texts, fits))
         prompts = _tokenize(rows, texts, tokenizer)
+        self.num_filtered = 0
+        self.num_truncated = 0
         fits = [len(prompt) <= max_prompt_length for prompt in prompts]
-        overlong = [index for index, fit in enumerate(fits) if not fit]
-        self.num_filtered = num_rows - len(rows) + len(overlong) if filter_overlong_prompts else 0
-        self.num_truncated = 0 if filter_overlong_prompts else len(overlong)
-        if self.num_filtered:
+        if filter_overlong_prompts:
             rows = list(itertools.compress(rows, fits))
             prompts = list(itertools.compress(prompts, fits))
+            self.num_filtered = num_rows - len(rows)
             if not rows:
                 raise ValueError(
                     f"all {self.num_filtered} prompts of {files} are longer than "
@@ -88,19 +89,13 @@ class PromptDataset:
                     f"{max_prompt_length} and data.filter_overlong_prompts leaves none: raise "
                     "data.max_prompt_length"
                 )
-        elif overlong:
-            if truncation == "error":
+        else:
+            overlong = [index for index, fit in enumerate(fits) if not fit]
+            if overlong and truncation == "error":
                 raise _overlong_error(rows, prompts, overlong, max_prompt_length)
-            kept_at_start = {
-                "left": 0,
-                "middle": max_prompt_length // 2,
-                "right": max_prompt_length,
-            }
-            num_first = kept_at_start[truncation]
-            num_last = max_prompt_length - num_first
             for index in overlong:
-                prompt = prompts[index]
-                prompts[index] = prompt[:num_first] + prompt[len(prompt) - num_last :]
+                prompts[index] = _truncated(prompts[index], max_prompt_length, truncation)
+            self.num_truncated = len(overlong)
         self._rows = rows
         self._prompts = prompts
         self.highest_token = max(
@@ -111,7 +106,7 @@ class PromptDataset:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Row `index` as a dict of index, input_ids (list of token ids), raw_prompt, data_source,
+        """Returns a row as a dict of index, input_ids (list of token ids), raw_prompt, data_source,
         reward_model and extra_info. A negative index counts from the end."""
         row = self._rows[index]
         return {
@@ -129,15 +124,13 @@ class PromptDataset:
     def collate(self, rows: Sequence[Mapping[str, Any]], epoch: int) -> DataProto:
         """Makes a batch of B rows.
 
-        Returns:
-            prompts (B, *) int64, jagged; uid ("epoch-index"), data_source, reward_model, extra_info
-            and raw_prompt as object arrays of B; and if `max_response_length` is known, `padding`
-            in its meta_info.
+        It has prompts (B, *) int64, jagged, and as object arrays of B uid ("epoch-index"),
+        data_source, reward_model, extra_info and raw_prompt. If `max_response_length` is known, its
+        meta_info has `padding`.
         """
-        objects = {
-            key: [row[key] for row in rows]
-            for key in ("data_source", "reward_model", "extra_info", "raw_prompt")
-        }
+        objects = {}
+        for key in ("data_source", "reward_model", "extra_info", "raw_prompt"):
+            objects[key] = [row[key] for row in rows]
         objects["uid"] = [f"{epoch}-{row['index']}" for row in rows]
         meta_info = {}
         if self.max_response_length is not None:
@@ -153,11 +146,11 @@ class PromptDataset:
 def _tokenize(
     rows: Sequence[PromptRow], texts: Sequence[str], tokenizer: PreTrainedTokenizerBase
 ) -> list[list[int]]:
-    """The token ids of each row's text. Raises ValueError for a text without tokens."""
+    """Returns the token ids of each row's text. Raises ValueError for a text without tokens."""
     prompts: list[list[int]] = []
     for portion in _portions(texts):
-        # The template has written the special tokens already. This gives the same tokens as
-        # apply_chat_template(tokenize=True), but for many rows at once.
+        # The template has written the special tokens already. These are the same tokens as those
+        # of apply_chat_template(tokenize=True), but computed for many rows at once.
         encoded = tokenizer(portion, add_special_tokens=False, return_attention_mask=False)
         prompts += encoded["input_ids"]
     for row, prompt in zip(rows, prompts, strict=True):
@@ -170,9 +163,9 @@ def _tokenize(
 
 
 def _portions(texts: Sequence[str]) -> Iterator[list[str]]:
-    """Divides texts into portions. The tokenizer takes some seconds for a portion, in which no
+    """Divides texts into portions. The tokenizer takes a few seconds for a portion, in which no
     signal is handled."""
-    portion: list[str] = []
+    portion = []
     num_characters = 0
     for text in texts:
         portion.append(text)
@@ -185,8 +178,16 @@ def _portions(texts: Sequence[str]) -> Iterator[list[str]]:
         yield portion
 
 
+def _truncated(prompt: list[int], length: int, side: str) -> list[int]:
+    """Leaves out tokens on the left, on the right or in the middle, so that `length` remain."""
+    kept_at_start = {"left": 0, "middle": length // 2, "right": length}
+    num_first = kept_at_start[side]
+    num_last = length - num_first
+    return prompt[:num_first] + prompt[len(prompt) - num_last :]
+
+
 def _overlong_text(row: PromptRow, limit: TokenLimit, text: str) -> ValueError:
-    """The error for a text that must have too many tokens, because it has so many characters."""
+    """Makes the error for a text that has so many characters that it has too many tokens."""
     return ValueError(
         f"{row.place}: the prompt is longer than data.max_prompt_length={limit.max_tokens}: it "
         f"has {limit.reason(text)}. Choose one: data.filter_overlong_prompts=True to leave such "
@@ -198,7 +199,7 @@ def _overlong_text(row: PromptRow, limit: TokenLimit, text: str) -> ValueError:
 def _overlong_error(
     rows: list[PromptRow], prompts: list[list[int]], overlong: list[int], limit: int
 ) -> ValueError:
-    """The error for prompts with too many tokens. `overlong` has their indices."""
+    """Makes the error for prompts with too many tokens. `overlong` has their indices."""
     lengths = [len(prompts[index]) for index in overlong]
     return ValueError(
         f"{rows[overlong[0]].place}: the prompt has {lengths[0]} tokens, more than "

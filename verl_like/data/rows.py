@@ -14,19 +14,19 @@ from transformers import PreTrainedTokenizerBase
 
 _MESSAGES = 'a list of chat messages [{"role": "user", "content": "..."}]'
 _NOT_TEXT = ("image", "images", "video", "videos", "audio", "audios")
-"""Columns of other frameworks with what a prompt shows beside its text. No model here reads it."""
+"""Columns of other frameworks with images, videos and sounds, which no model here reads."""
 
 _MAX_NESTING = 100
-"""How many lists and objects may be nested in each other in a row."""
+"""So many lists and objects may be nested in each other in a row."""
 
 
 @dataclass(frozen=True)
 class PromptRow:
-    """One checked row and where it comes from."""
+    """A checked row."""
 
-    # The file and the number of the row, for error messages. Rows are counted from 0; in JSONL the
-    # number is that of the line, less one.
     place: str
+    """The file and the number of the row, for error messages. Rows are counted from 0, and in JSONL
+    empty lines count too."""
     raw_prompt: list[dict[str, Any]]
     data_source: str
     reward_model: dict[str, Any]
@@ -40,8 +40,8 @@ def read_prompt_rows(
     reward_fn_key: str = "data_source",
     max_samples: int = -1,
 ) -> list[PromptRow]:
-    """Reads and checks the rows of all files in order, or only the first `max_samples` if that is
-    not negative.
+    """Reads and checks the rows of all files in order. If `max_samples` is not negative, only so
+    many rows are read.
 
     Raises ValueError if a file is missing, unreadable or of another format, if a row breaks the
     schema, or if there are no rows.
@@ -57,8 +57,8 @@ def read_prompt_rows(
 
 
 def read_records(files: Sequence[str], max_samples: int = -1) -> list[tuple[str, Any]]:
-    """Reads the rows of all files in order, or only the first `max_samples` if that is not
-    negative. Returns (place, row) of each.
+    """Reads the rows of all files in order, and returns (place, row) of each. If `max_samples` is
+    not negative, only so many rows are read.
 
     Raises ValueError for a file that is missing, unreadable or of another format, and for a row
     with an image, a video or a sound.
@@ -75,8 +75,9 @@ def read_records(files: Sequence[str], max_samples: int = -1) -> list[tuple[str,
 
 def _require_text_alone(record: Any, place: str) -> None:
     """Raises ValueError for a row with an image, a video or a sound."""
-    columns = _NOT_TEXT if isinstance(record, dict) else ()
-    for name in columns:
+    if not isinstance(record, dict):
+        return
+    for name in _NOT_TEXT:
         if record.get(name):
             expected = (
                 "nothing, since the models here read text alone: leave the column out, or the row"
@@ -85,8 +86,8 @@ def _require_text_alone(record: Any, place: str) -> None:
 
 
 def _read_file(file: str) -> list[tuple[int, Any]]:
-    """The rows of a file with their numbers. Empty lines of JSONL are no rows, but count in the
-    numbers."""
+    """Returns the rows of a file with their numbers. An empty line of JSONL is not a row, but
+    counts in the numbers."""
     path = Path(file).expanduser()
     if not path.is_file():
         raise ValueError(f"data file {file} does not exist (looked for {path.resolve()})")
@@ -97,10 +98,10 @@ def _read_file(file: str) -> list[tuple[int, Any]]:
             raise ValueError(f"data file {file} is not a readable Parquet file: {error}") from error
         try:
             return list(enumerate(table.to_pylist()))
-        except (ValueError, OverflowError) as error:  # such as text that is not UTF-8
+        except (ValueError, OverflowError) as error:  # for instance, text is not UTF-8
             raise ValueError(f"{_first_unreadable(table, file)} cannot be read: {error}") from error
     if path.suffix == ".jsonl":
-        rows: list[tuple[int, Any]] = []
+        rows = []
         for index, line in enumerate(path.read_bytes().split(b"\n")):
             if line.strip():
                 rows.append((index, _parse_json(line, f"{file}, row {index}")))
@@ -130,7 +131,7 @@ def _first_unreadable(table: pa.Table, file: str) -> str:
 
 
 def _parse_json(text: bytes, place: str) -> Any:
-    """The value of a JSON text. Raises ValueError if it is no JSON in UTF-8, or nested too
+    """Returns the value of a JSON text. Raises ValueError if it is not JSON in UTF-8, or nested too
     deeply."""
     try:
         value = json.loads(text.decode("utf-8"))
@@ -144,8 +145,8 @@ def _parse_json(text: bytes, place: str) -> Any:
 
 
 def _require_shallow(value: Any, place: str) -> None:
-    """Raises ValueError for a value that is nested too deeply. Later steps, which send and compare
-    values, go into them by recursion and would fail."""
+    """Raises ValueError for a value that is nested too deeply. Later code sends and compares values
+    by recursion, which would fail."""
     level = [value]
     for _ in range(_MAX_NESTING):
         below: list[Any] = []
@@ -167,7 +168,8 @@ def _too_deep(place: str) -> ValueError:
 
 
 def _check_record(record: Any, place: str, prompt_key: str, reward_fn_key: str) -> PromptRow:
-    """The row of a prompt. Raises ValueError for the first field that is missing or wrong."""
+    """Returns the checked row of a prompt. Raises ValueError for the first field that is missing or
+    wrong."""
     if not isinstance(record, dict):
         raise bad_row(place, "the row", record, "an object with named fields")
     messages = record.get(prompt_key)
@@ -178,34 +180,32 @@ def _check_record(record: Any, place: str, prompt_key: str, reward_fn_key: str) 
         raise bad_row(place, f"field {prompt_key!r}", messages, expected)
     messages = check_messages(messages, prompt_key, place)
     data_source = record.get(reward_fn_key)
+    field = f"field {reward_fn_key!r}"
     if not isinstance(data_source, str) or not data_source:
-        raise bad_row(
-            place, f"field {reward_fn_key!r}", data_source, "a string that names the data set"
-        )
-    require_characters(data_source, f"field {reward_fn_key!r}", place)  # metrics have its name
+        raise bad_row(place, field, data_source, "a string that names the data set")
+    require_characters(data_source, field, place)  # the names of metrics have it
     reward_model = record.get("reward_model")
     if not isinstance(reward_model, dict):
         raise bad_row(
             place, "field 'reward_model'", reward_model, '{"style": "rule", "ground_truth": ...}'
         )
-    if reward_model.get("ground_truth") is None and reward_model.get("style") != "model":
+    ground_truth = reward_model.get("ground_truth")
+    field = "field reward_model['ground_truth']"
+    if ground_truth is None and reward_model.get("style") != "model":
         expected = 'the right answer (or "style": "model" in reward_model)'
-        raise bad_row(place, "field reward_model['ground_truth']", None, expected)
-    if _has_nan(reward_model.get("ground_truth")):
+        raise bad_row(place, field, None, expected)
+    if _has_nan(ground_truth):
         expected = "the right answer, since no answer equals NaN: correct the row, or leave it out"
-        raise bad_row(
-            place, "field reward_model['ground_truth']", reward_model["ground_truth"], expected
-        )
+        raise bad_row(place, field, ground_truth, expected)
     extra_info = record.get("extra_info")
     if extra_info is not None and not isinstance(extra_info, dict):
-        raise bad_row(
-            place, "field 'extra_info'", extra_info, "an object with named fields, or nothing"
-        )
+        expected = "an object with named fields, or nothing"
+        raise bad_row(place, "field 'extra_info'", extra_info, expected)
     return PromptRow(place, messages, data_source, reward_model, extra_info or {})
 
 
 def _has_nan(value: Any) -> bool:
-    """Return whether a value is NaN or contains NaN."""
+    """Returns whether a value is NaN or contains NaN."""
     if isinstance(value, dict):
         return any(map(_has_nan, value.values()))
     if isinstance(value, list):
@@ -214,30 +214,27 @@ def _has_nan(value: Any) -> bool:
 
 
 def check_messages(messages: Sequence[Any], field: str, place: str) -> list[dict[str, Any]]:
-    """The messages without keys that are null: in Parquet every message has the keys of all others,
-    null where it lacks them. Raises ValueError unless each message has the texts `role` and
-    `content`."""
+    """Returns the messages without keys whose value is null. In Parquet each message has the keys
+    of all messages, and they are null if it lacks them. Raises ValueError unless each message has
+    the texts `role` and `content`."""
+    checked = []
     for position, message in enumerate(messages):
         name = f"field {field}[{position}]"
         if not isinstance(message, dict):
             raise bad_row(place, name, message, 'a chat message {"role": "user", "content": "..."}')
         for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
-                raise bad_row(
-                    place,
-                    f"{name}[{key!r}]",
-                    message.get(key),
-                    'a text, which beside tool_calls may be ""',
-                )
-            require_characters(message[key], f"{name}[{key!r}]", place)
-    return [
-        {key: value for key, value in message.items() if value is not None} for message in messages
-    ]
+            text = message.get(key)
+            if not isinstance(text, str):
+                expected = 'a text, which beside tool_calls may be ""'
+                raise bad_row(place, f"{name}[{key!r}]", text, expected)
+            require_characters(text, f"{name}[{key!r}]", place)
+        checked.append({key: value for key, value in message.items() if value is not None})
+    return checked
 
 
 def require_characters(text: str, field: str, place: str) -> str:
-    """Returns the text. Raises ValueError if it has a lone surrogate, which JSON can contain but no
-    tokenizer can read."""
+    """Returns the text. Raises ValueError if it has a lone surrogate, which JSON may contain but
+    which no tokenizer can read."""
     if found := re.search("[\ud800-\udfff]", text):
         code = f"\\u{ord(found[0]):04x}"
         raise ValueError(
@@ -253,8 +250,8 @@ def render(
     place: str,
     options: Mapping[str, Any],
 ) -> str:
-    """The text that the chat template makes of messages. Raises ValueError, which names the row, if
-    the template fails."""
+    """Returns the text that the chat template makes of messages. Raises ValueError, which names the
+    row, if the template fails."""
     chat: Any = list(messages)
     try:
         text = str(tokenizer.apply_chat_template(chat, tokenize=False, **options))
@@ -267,7 +264,7 @@ def render(
 
 
 def padding_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The padding token, or the end-of-sequence token if there is no padding token. Raises
+    """Returns the padding token, or the end-of-sequence token if there is no padding token. Raises
     ValueError if there is neither."""
     token = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     if token is None:
@@ -288,6 +285,6 @@ def _found(value: Any) -> str:
 
 
 def bad_row(place: str, field: str, value: Any, expected: str) -> ValueError:
-    """Makes the error that says which field of which row is wrong, and what is expected there."""
+    """Makes the error that says which field of which row is wrong, and what is expected."""
     found = "missing" if value is None else _found(value)
     return ValueError(f"{place}: {field} is {found}, expected {expected}")

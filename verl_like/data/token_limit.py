@@ -1,4 +1,4 @@
-"""Finds texts that have more tokens than a limit by counting their characters, because to tokenise
+"""Finds texts that have more tokens than a limit by their number of characters, because tokenising
 megabytes takes minutes."""
 
 import json
@@ -8,8 +8,8 @@ from typing import Any
 from tokenizers import models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase
 
-# Normalizers and splitters that keep every character but blanks. What a normalizer with a pattern
-# does depends on the text, so `TokenLimit.normalized` runs the normalizer itself.
+# Normalizers and splitters that keep all characters but blanks. The effect of a normalizer with a
+# pattern depends on the text, so `TokenLimit.normalized` runs the normalizer itself.
 _NORMALIZERS = {
     "NFC",
     "NFD",
@@ -34,16 +34,16 @@ _SPLITTERS = {
 
 
 class TokenLimit:
-    """Tells that a text has more than `max_tokens` tokens, if its number of characters shows that.
+    """Finds texts whose number of characters shows that they have more than `max_tokens` tokens.
 
-    A byte-pair tokenizer that knows every byte leaves out nothing but blanks. So each other
-    character of the normalised text is in a token, and no token has more characters than the
-    longest one of the vocabulary:
+    A byte-pair tokenizer that knows every byte leaves out only blanks. So each other character of
+    the normalised text is in a token, and no token has more characters than the longest one of the
+    vocabulary:
 
         tokens >= (characters that are not blank) / (characters of the longest token)
 
-    Other tokenizers may have a token for unknown text, which stands for any number of characters.
-    With these, no text counts as too long.
+    Other tokenizers may have a token for unknown text, which can stand for any number of
+    characters. With such a tokenizer no text counts as too long.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> None:
@@ -53,26 +53,29 @@ class TokenLimit:
         """The number of characters of the longest token, or None if the tokenizer may have tokens
         for more characters."""
         if self.backend is not None and _keeps_all_characters(self.backend):
-            tokens = [*tokenizer.get_vocab(), *map(self.normalized, tokenizer.get_added_vocab())]
-            self.longest_token = max(map(len, tokens))
+            tokens = list(tokenizer.get_vocab())
+            tokens += [self.normalized(token) for token in tokenizer.get_added_vocab()]
+            self.longest_token = max(len(token) for token in tokens)
 
     def normalized(self, text: str) -> str:
-        """The text as the tokenizer normalises it, without blanks. Tokenizers write `▁` for a
-        blank."""
+        """The text as the tokenizer normalises it, but without blanks, for which tokenizers also
+        write `▁`."""
         normalizer = self.backend.normalizer
-        normalized = normalizer.normalize_str(text) if normalizer else text
-        return "".join(normalized.replace("▁", " ").split())
+        if normalizer:
+            text = normalizer.normalize_str(text)
+        words = text.replace("▁", " ").split()
+        return "".join(words)
 
     def is_exceeded(self, text: str) -> bool:
-        """Return True if the text has more tokens than the limit for certain. After False it may
-        have more or not."""
+        """Returns True if the text certainly has more tokens than the limit. If it returns False,
+        the text may have more tokens or not."""
         if self.longest_token is None:
             return False
         most_characters = self.max_tokens * self.longest_token
         return len(text) > most_characters and len(self.normalized(text)) > most_characters
 
     def reason(self, text: str) -> str:
-        """Says in a message why a text has too many tokens."""
+        """Returns the part of a message that says why a text has too many tokens."""
         return (
             f"{len(text):,} characters, which no {self.max_tokens} tokens of at most "
             f"{self.longest_token} can be"
@@ -80,8 +83,8 @@ class TokenLimit:
 
 
 def _keeps_all_characters(backend: Any) -> bool:
-    """Return whether a tokenizer is one of byte pairs that knows every byte, and normalises and
-    splits texts without leaving out other characters than blanks."""
+    """Returns whether a tokenizer is one of byte pairs that knows every byte, and leaves out only
+    blanks when it normalises and splits texts."""
     model = backend.model
     if not isinstance(model, models.BPE):
         return False
@@ -103,14 +106,14 @@ def _keeps_all_characters(backend: Any) -> bool:
 
 
 def _parts(component: Any, key: str) -> Iterator[dict[str, Any]]:
-    """The parts of a normalizer or a pre-tokenizer, as `tokenizer.json` has them; none if there is
-    no such component."""
+    """Yields the parts of a normalizer or a pre-tokenizer, in the form of `tokenizer.json`. There
+    are none if the tokenizer has no such component."""
     if component is not None:
         yield from _flat(json.loads(component.__getstate__()), key)
 
 
 def _flat(part: dict[str, Any], key: str) -> Iterator[dict[str, Any]]:
-    """A part by itself, or the parts of a sequence, which may contain further ones."""
+    """Yields a part itself, or the parts of a sequence, which may contain further sequences."""
     if part["type"] != "Sequence":
         yield part
         return

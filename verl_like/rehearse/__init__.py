@@ -1,2 +1,2 @@
-"""What a run needs of each GPU, measured on the null GPU by the run's own code: `python -m
+"""Measures what a run needs of each GPU, on the null GPU and by the run's own code: `python -m
 verl_like.rehearse`."""

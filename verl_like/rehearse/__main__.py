@@ -1,7 +1,7 @@
-"""Says what a training command needs of each GPU: `python -m verl_like.rehearse --gpu H100-80
-key=value ...`.
+"""Says how much memory a training command needs of each GPU: `python -m verl_like.rehearse --gpu
+H100-80 key=value ...`.
 
-The overrides are those of the command; nothing is trained. Ranks of each role run at their real
+The overrides are those of the command. Nothing is trained: ranks of each role run at their real
 size on the null GPU, which counts memory and computes nothing.
 """
 
@@ -19,7 +19,7 @@ from verl_like.trainer.memory.pools import planned_pools
 
 
 def main(arguments: list[str]) -> int:
-    """0 where all phases fit, 1 where one does not, 2 where the command cannot run."""
+    """Returns the exit code: 0 if all phases fit, 1 if one does not, 2 if input is refused."""
     parser = argparse.ArgumentParser(prog="python -m verl_like.rehearse", allow_abbrev=False)
     parser.add_argument(
         "--gpu", required=True, help=f"{', '.join(GPU_BYTES)}, or a size such as 85.5GB"

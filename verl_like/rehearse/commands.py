@@ -1,4 +1,4 @@
-"""The training commands that can be rehearsed, and their configurations."""
+"""The training commands that can be rehearsed, and the configuration of each."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -32,6 +32,6 @@ def config_of(
     config_name: str | None = None,
     config_dir: str | None = None,
 ) -> RunConfig:
-    """The checked configuration of `python -m verl_like.trainer.<command>`; raises ConfigError."""
+    """The checked configuration of `python -m verl_like.trainer.<command>`. Raises ConfigError."""
     schema, rules = COMMANDS[command]
     return load_config(schema, rules, overrides, config_name, config_dir)

@@ -29,22 +29,25 @@ from verl_like.workers.rollout.vllm_engine import VllmEngine
 from verl_like.workers.weights.exports import WeightBucket, WeightExport, in_order
 
 NUM_STEPS = 3
-"""Of a generation: a prompt, and tokens after it."""
+"""How many steps the engine does: one for the prompt, and the others for the tokens after it."""
 
 
 class Device:
-    """The null GPU of this process, on which vLLM takes memory beside torch's allocator."""
+    """Measures this process on the null GPU, which also counts the memory that vLLM takes without
+    torch's allocator."""
 
     def __init__(self) -> None:
         self.library = ctypes.CDLL(os.environ["LD_PRELOAD"])
         self.library.null_gpu_most.restype = ctypes.c_uint64
         self.measured: list[Measured] = []
         self.engine: VllmEngine | None = None
-        """Kept to the end: where it sleeps, torch would give back memory that is gone."""
+        """It is kept until the process ends. If it were freed while it sleeps, torch would free
+        memory that does not exist any more."""
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[dict[str, int]]:
-        """Takes the most that the device holds meanwhile; the dictionary gets parts of it."""
+        """Measures the code inside as a phase, by the most memory that the device holds in it. The
+        code writes the parts of this memory into the dictionary."""
         self.library.null_gpu_most(0)
         parts: dict[str, int] = {}
         yield parts
@@ -62,24 +65,24 @@ class Device:
 
 
 class RealSizeEngine(VllmEngine):
-    """The run's engine with weights that nobody reads, and without the graphs that only a GPU can
-    capture."""
+    """The run's engine. It reads no weights, and has no captured graphs, which need a real GPU."""
 
     def _make(self, **arguments: Any) -> Any:
-        return super()._make(**arguments | {"load_format": "dummy", "enforce_eager": True})
+        arguments["load_format"] = "dummy"
+        arguments["enforce_eager"] = True
+        return super()._make(**arguments)
 
 
 def replace_what_needs_numbers() -> None:
-    """Triton's kernels, which need a compiler for a GPU, and the tokenizer, which the model's
-    folder may lack."""
+    """Replaces Triton's kernels, which need a compiler for a GPU, and the tokenizer, which the
+    model's folder may not have."""
     from triton.runtime.jit import JITFunction
     from vllm.distributed.device_communicators import cuda_wrapper
 
     jit_function: Any = JITFunction
     jit_function.run = lambda *_, **options: None
     wrapper: Any = cuda_wrapper
-    # vLLM calls the runtime by ctypes, and would find NVIDIA's among the files that torch has
-    # loaded.
+    # vLLM calls the CUDA runtime by ctypes. It would find NVIDIA's, which torch has loaded.
     wrapper.find_loaded_library = lambda name: "libcuda.so.1"
     engine: Any = base
     engine.load_tokenizer = lambda config: None
@@ -87,31 +90,40 @@ def replace_what_needs_numbers() -> None:
 
 
 def weights_of(model: TrainedModelConfig, dtype: str) -> WeightExport:
-    """An export of the whole policy, a bucket for each tensor, in memory that nobody has written.
+    """An export of the whole policy, with a bucket for each tensor. Its memory is never written.
 
-    Here it counts nowhere: the run has it in the object store or in the actor's memory, once on a
-    node.
+    This memory is counted nowhere, because it is not the engine's: a run has it in the object store
+    or in the actor's memory, once on each node.
     """
     policy = PolicyModel(empty_model(model, PolicyModel.auto_class, key=POLICY_PATH))
     buffers = model_buffers(policy.hf)
     weights = in_order(trained_parameters(policy.hf), getattr(torch, dtype), buffers)
-    buckets = tuple(
-        WeightBucket(
+    buckets = []
+    for index, (name, tensor, own_dtype) in enumerate(weights):
+        bucket = WeightBucket(
             index,
-            (name,),
-            (tuple(tensor.shape),),
-            str(own_dtype).removeprefix("torch."),
-            unwritten(tensor.numel() * own_dtype.itemsize),
+            names=(name,),
+            shapes=(tuple(tensor.shape),),
+            dtype=str(own_dtype).removeprefix("torch."),
+            data=unwritten(tensor.numel() * own_dtype.itemsize),
         )
-        for index, (name, tensor, own_dtype) in enumerate(weights)
+        buckets.append(bucket)
+    return WeightExport(
+        version=1,
+        rank=0,
+        world_size=1,
+        dtype=dtype,
+        num_tensors=len(buckets),
+        num_buckets=len(buckets),
+        fingerprints={},
+        buckets=tuple(buckets),
     )
-    return WeightExport(1, 0, 1, dtype, len(buckets), len(buckets), {}, buckets)
 
 
 def measure(config: PPOConfig, device: Device) -> str:
-    """Takes the phases of an engine of one process; returns what is to be known of its cache."""
+    """Measures the phases of an engine in one process. Returns a note about its cache."""
     policy = config.actor_rollout_ref
-    # An actor that sends while the engine loads is not there: the same weights come staged.
+    # There is no actor that could send weights while the engine loads them.
     settings = policy.rollout.model_copy(update={"weight_transport": "object_store"})
     with device.phase("rollout start") as of_start:
         engine = RealSizeEngine(
@@ -136,7 +148,7 @@ def measure(config: PPOConfig, device: Device) -> str:
 
 
 def generate(engine: VllmEngine, prompt_length: int) -> None:
-    """Some tokens after a prompt of full length; they are numbers that nobody computed."""
+    """Has the engine read a prompt of full length and generate some tokens, which are arbitrary."""
     sampling = Sampling(
         temperature=1.0, top_k=-1, top_p=1.0, max_tokens=NUM_STEPS, stop_token_ids=()
     )
@@ -146,18 +158,20 @@ def generate(engine: VllmEngine, prompt_length: int) -> None:
 
 
 def parts_of(engine: VllmEngine) -> dict[str, int]:
-    """Bytes of the model and of the cache."""
+    """The bytes of the device that the model and the cache take."""
     runner = engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner
     model = runner.get_model()
-    weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    storages = {
-        cache.untyped_storage().data_ptr(): cache.untyped_storage().nbytes()
-        for cache in runner.kv_caches
-    }
+    tensors = [*model.parameters(), *model.buffers()]
+    weights = sum(tensor.nbytes for tensor in tensors)
+    storages = {}  # layers may share one
+    for cache in runner.kv_caches:
+        storage = cache.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
     return {"weights": weights, "cache": sum(storages.values())}
 
 
 def about_cache(engine: VllmEngine) -> str:
+    """Says how many tokens the cache has room for."""
     cache = engine.llm.llm_engine.vllm_config.cache_config
     num_tokens = cache.num_gpu_blocks * cache.block_size
     longest = engine.config.prompt_length + engine.config.response_length
@@ -178,11 +192,11 @@ def main() -> None:
     replace_what_needs_numbers()
     device = Device()
     note = measure(config, device)
-    sys.stdout.write(
-        json.dumps({"phases": [asdict(each) for each in device.measured], "note": note}) + "\n"
-    )
+    phases = [asdict(phase) for phase in device.measured]
+    answer = json.dumps({"phases": phases, "note": note})
+    sys.stdout.write(answer + "\n")
     sys.stdout.flush()
-    os._exit(0)  # without the end of the engine
+    os._exit(0)  # the engine is not shut down
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The memory of a GPU as CUDA reports it."""
+"""The memory of GPUs, as CUDA reports it."""
 
 import re
 
@@ -12,8 +12,8 @@ GPU_BYTES = {
 
 
 def bytes_of_gpu(name: str) -> int:
-    """Of a name in `GPU_BYTES`, or of a number of gigabytes (10^9 bytes) such as 85.5GB. Raises
-    ValueError."""
+    """The bytes of a GPU that is named in `GPU_BYTES`, or given as a size such as 85.5GB (of 10^9
+    bytes). Raises ValueError for anything else."""
     if name in GPU_BYTES:
         return int(GPU_BYTES[name])
     number = re.fullmatch(r"(\d+(\.\d+)?)GB", name)

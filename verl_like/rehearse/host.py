@@ -1,5 +1,5 @@
-"""The host memory of a measuring process, of which this machine may have less: nobody writes most
-of it."""
+"""The host memory of a process that is measured. Most of it is never written, so that this machine
+needs less memory than is counted."""
 
 import ctypes
 import mmap
@@ -13,21 +13,24 @@ from verl_like.workers import pinned_memory
 from verl_like.workers.weights import shared_memory
 
 _MAP_NORESERVE = 0x4000
-"""Of Linux; Python's mmap does not name it."""
+"""A flag of Linux that Python's mmap does not name."""
 
 
 def unwritten(num_bytes: int, dtype: Any = np.uint8) -> np.ndarray:
-    """Memory that takes none of the machine's before it is written."""
+    """An array in memory of its own, which takes none of this machine's until it is written."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-    return np.frombuffer(mmap.mmap(-1, max(1, num_bytes), flags=flags), dtype=dtype)[:num_bytes]
+    memory = mmap.mmap(-1, max(1, num_bytes), flags=flags)
+    return np.frombuffer(memory, dtype=dtype)[:num_bytes]
 
 
 class Unreserved:
-    """In the place of NumPy where `pinned_memory` makes places in host memory."""
+    """Takes the place of NumPy in `pinned_memory`. The arrays that it makes take no memory until
+    they are written."""
 
     num_bytes = 0
-    """Of the places that are not pinned."""
+    """The bytes of these arrays that are not pinned."""
     num_shared_and_pinned = 0
+    """The bytes of shared memory that is pinned."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(np, name)
@@ -38,13 +41,13 @@ class Unreserved:
 
 
 def pin_unreserved(memory: np.ndarray, *, read_only: bool = False) -> None:
-    """As `pinned_memory.pin`, from where on the memory counts as pinned."""
+    """Takes the place of `pinned_memory.pin`. The memory counts as pinned from then on."""
     _pin(memory, read_only=read_only)
     Unreserved.num_bytes -= memory.nbytes
 
 
 def pin_shared(memory: np.ndarray, *, read_only: bool = False) -> None:
-    """As `pinned_memory.pin`, of memory that goes on counting as shared."""
+    """Takes the place of `pinned_memory.pin` for shared memory. It goes on counting as shared."""
     _pin(memory, read_only=read_only)
     Unreserved.num_shared_and_pinned += memory.nbytes
 
@@ -53,7 +56,7 @@ _pin = pinned_memory.pin
 
 
 def leave_unreserved() -> None:
-    """Has places in host memory made without the memory, and each counted once."""
+    """Has arrays in host memory made by `Unreserved`, and all memory counted once."""
     places: Any = pinned_memory
     shared: Any = shared_memory
     places.np = Unreserved()
@@ -62,20 +65,25 @@ def leave_unreserved() -> None:
 
 
 class _MallInfo(ctypes.Structure):
-    """glibc's mallinfo2, of ten sizes."""
+    """The result of glibc's mallinfo2."""
 
     _fields_ = [
-        *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd")),
-        *(
-            (name, ctypes.c_size_t)
-            for name in ("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
-        ),
+        ("arena", ctypes.c_size_t),
+        ("ordblks", ctypes.c_size_t),
+        ("smblks", ctypes.c_size_t),
+        ("hblks", ctypes.c_size_t),
+        ("hblkhd", ctypes.c_size_t),
+        ("usmblks", ctypes.c_size_t),
+        ("fsmblks", ctypes.c_size_t),
+        ("uordblks", ctypes.c_size_t),
+        ("fordblks", ctypes.c_size_t),
+        ("keepcost", ctypes.c_size_t),
     ]
 
 
 def heap_bytes() -> int:
-    """What malloc has given out, also where nobody has written: a model in host memory counts as
-    one that was read."""
+    """The bytes that malloc has given out, written or not. So a model in host memory counts as if
+    its weights had been read."""
     mallinfo = ctypes.CDLL(None).mallinfo2
     mallinfo.restype = _MallInfo
     info = mallinfo()
@@ -83,18 +91,19 @@ def heap_bytes() -> int:
 
 
 def pinned_bytes() -> int:
-    """What CUDA has given out or was shown, without shared memory."""
+    """The bytes of pinned memory without those of shared memory."""
     counted = ctypes.CDLL(os.environ["LD_PRELOAD"]).null_gpu_pinned
     counted.restype = ctypes.c_uint64
     return counted() - Unreserved.num_shared_and_pinned
 
 
 def shared_bytes() -> int:
-    """Memory without a name that other processes may map, as `weight_transport=shared_memory` has
+    """The bytes of memory that other processes may map, as `weight_transport=shared_memory` has
     it."""
     total = 0
     for line in Path("/proc/self/maps").read_text().splitlines():
         if "/memfd:" in line and "null_gpu" not in line:
-            start, end = line.split(maxsplit=1)[0].split("-")
+            addresses = line.split(maxsplit=1)[0]
+            start, end = addresses.split("-")
             total += int(end, 16) - int(start, 16)
     return total

@@ -1,5 +1,5 @@
-"""What a measuring process answers: its phases, of which the last is what it keeps while other
-processes work."""
+"""The report of a process that is measured: the memory of each of its phases. The last phase is
+what it keeps while other processes work."""
 
 from dataclasses import dataclass
 
@@ -10,19 +10,20 @@ class Measured:
 
     phase: str
     allocated: int
-    """Of the device, at the peak, by tensors."""
+    """Most memory of the device that tensors took."""
     reserved: int
-    """Of the device, at the peak, with what torch's allocator has beside them."""
+    """Most memory of the device that torch's allocator had, for tensors and beside them."""
     parts: dict[str, int]
-    """Of `allocated`: what lies there longer than the phase."""
+    """The parts of `allocated` that stay on the device longer than the phase."""
     heap: int = 0
-    """Of the host, at its end or with a whole model that is loaded: what malloc has given out,
-    written or not."""
+    """Memory of the host that malloc had given out, written or not, at the end of the phase, or
+    while a whole model was loaded if that is more."""
     pinned: int = 0
-    """Of the host, at its end: what CUDA has given out or was shown, without what is shared."""
+    """Pinned memory of the host at the end of the phase, without shared memory."""
     shared: int = 0
-    """Of the host, at its end: pages that other processes may map."""
+    """Memory of the host that other processes may map, at the end of the phase."""
 
     @property
     def host(self) -> int:
+        """All memory of the host."""
         return self.heap + self.pinned + self.shared

@@ -1,4 +1,4 @@
-"""Runs a measuring process on the null GPU of scripts/null_gpu."""
+"""Runs a process on the null GPU of scripts/null_gpu, which counts memory and computes nothing."""
 
 import hashlib
 import json
@@ -15,16 +15,18 @@ SOURCES = ROOT / "scripts" / "null_gpu"
 GPU_ENVIRONMENT = ROOT / "build" / "gpu_env" / ".venv"
 LIMIT_S = 1800
 UNLIMITED = 4 * 10**12
-"""Bytes of a device on which everything fits; torch reserves as many addresses, several times."""
+"""Bytes of a device on which everything fits. torch reserves several times as many addresses, so
+they cannot be arbitrarily many."""
 _HAS_CUDA = (
     "import torch, sysconfig; assert torch.version.cuda; print(sysconfig.get_path('purelib'))"
 )
 
 
 class NullGpu:
-    """The library, built for the CUDA build of torch, and the Python that has that build.
+    """The library of the null GPU, which is built if need be, and a Python with a CUDA build of
+    torch.
 
-    Raises ValueError where there is no such Python, no compiler, or no clone of the repository.
+    Raises ValueError if there is no such Python, no compiler, or no clone of the repository.
     """
 
     def __init__(self) -> None:
@@ -34,8 +36,11 @@ class NullGpu:
                 "run this in a clone of the repository."
             )
         self.python, site_packages = _python_with_cuda()
-        state = b"".join(path.read_bytes() for path in sorted(SOURCES.glob("*.[chp]*")))
-        name = hashlib.sha256(state + str(site_packages).encode()).hexdigest()[:16]
+        digest = hashlib.sha256()
+        for path in sorted(SOURCES.glob("*.[chp]*")):
+            digest.update(path.read_bytes())
+        digest.update(str(site_packages).encode())
+        name = digest.hexdigest()[:16]
         self.folder = ROOT / "build" / "null_gpus" / name
         self.library = self.folder / "libnullgpu.so"
         if not self.library.exists():
@@ -47,14 +52,16 @@ class NullGpu:
             ]
             done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
             if done.returncode:
-                raise ValueError(
-                    f"The null GPU was not built: {done.stderr.strip().splitlines()[-1]}"
-                )
+                last_line = done.stderr.strip().splitlines()[-1]
+                raise ValueError(f"The null GPU was not built: {last_line}")
 
     def run(self, module: str, task: Mapping[str, Any], device_bytes: int) -> Any:
-        """What `python -m module` answers to a task, on a device of its own; RuntimeError has its
-        last lines."""
+        """Runs `python -m module` with a task, on a device of its own, and returns its answer.
+        Raises RuntimeError, with the last lines that it printed, if it fails."""
         name = f"rehearse_{uuid.uuid4().hex}"
+        search_paths = [str(ROOT)]
+        if of_caller := os.environ.get("PYTHONPATH"):
+            search_paths.append(of_caller)
         variables = {
             "LD_PRELOAD": str(self.library),
             "LD_LIBRARY_PATH": str(self.folder),
@@ -63,7 +70,7 @@ class NullGpu:
             "NULL_GPU_BYTES": str(device_bytes),
             "NULL_GPU_LARGEST_COPY": str(1 << 20),
             "CUDA_VISIBLE_DEVICES": "0",  # the null GPU, whatever the caller sees of the machine's
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+            "PYTHONPATH": os.pathsep.join(search_paths),
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
         }
@@ -81,12 +88,14 @@ class NullGpu:
             for file in Path("/dev/shm").glob(f"null_gpu.{name}.*"):
                 file.unlink()
         if done.returncode:
-            raise RuntimeError("\n".join(done.stderr.strip().splitlines()[-20:]))
-        return json.loads(done.stdout.strip().splitlines()[-1])
+            last_lines = done.stderr.strip().splitlines()[-20:]
+            raise RuntimeError("\n".join(last_lines))
+        answer = done.stdout.strip().splitlines()[-1]
+        return json.loads(answer)
 
 
 def _python_with_cuda() -> tuple[Path, Path]:
-    """A Python whose torch is built for CUDA, this one if it is, and its site-packages."""
+    """A Python with a CUDA build of torch, preferably this one, and its site-packages."""
     for python in (Path(sys.executable), GPU_ENVIRONMENT / "bin" / "python"):
         if python.exists():
             done = subprocess.run(

@@ -1,11 +1,12 @@
-"""The processes of a run, and what each of them holds of its GPU."""
+"""Measures the processes of a run: how much of its GPU and of the host's memory each takes."""
 
 import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from verl_like.rehearse.measured import Measured
@@ -16,23 +17,27 @@ from verl_like.trainer.memory.sums import PlannedPool
 TRAINING = "verl_like.rehearse.training_process"
 ENGINE = "verl_like.rehearse.engine_process"
 SHORT_OF_MEMORY = re.compile(r"Error: .*(memory|KV cache)", re.IGNORECASE)
-"""What vLLM and torch say when a GPU, or an engine's share of it, is too small."""
+"""The last line of an error of vLLM or torch that says that a GPU, or an engine's share of it, is
+too small."""
+
+Command = Mapping[str, Any]
+"""The arguments of `config_of` by name."""
 
 
 @dataclass(frozen=True)
 class Process:
-    """One rank of a worker group."""
+    """One rank of a worker group, and its measurements."""
 
     roles: tuple[str, ...]
     rank: int
     num_ranks: int
     phases: tuple[Measured, ...]
     is_counted: bool = False
-    """Whether its numbers are those of the plan, and no process ran."""
+    """True if no process ran, and the numbers are those of the plan."""
     note: str = ""
-    """What there is to know beside its phases."""
+    """A note for the user, shown below the phases."""
     refusal: str = ""
-    """Of a process that does not start on a GPU of that size alone: its error."""
+    """The error of a process that does not even start alone on a GPU of the given size."""
 
     @property
     def name(self) -> str:
@@ -42,11 +47,12 @@ class Process:
 
 @dataclass(frozen=True)
 class Pool:
-    """The processes that share the GPUs of a pool, each kind once or by two of its ranks."""
+    """The processes that share the GPUs of a pool. One rank or two stand for all ranks of a worker
+    group."""
 
     name: str
     nodes: tuple[int, ...]
-    """GPUs on each node."""
+    """The number of GPUs on each node."""
     processes: tuple[Process, ...]
 
     @property
@@ -56,89 +62,94 @@ class Pool:
 
 def measure_run(
     null_gpu: NullGpu,
-    command: Mapping[str, Any],
+    command: Command,
     pools: Sequence[PlannedPool],
     device_bytes: int | None = None,
 ) -> list[Pool]:
-    """Runs two ranks of each training process on a device on which everything fits, and an engine
-    on one of its size.
+    """Runs the first and the last rank of each training process on a device on which everything
+    fits, and each rollout engine on a device of `device_bytes`.
 
-    Without `device_bytes` engines are counted, as are those that the null GPU does not run.
+    Engines that the null GPU does not run are counted by the plan, and all of them if there is no
+    `device_bytes`.
     """
-    ranks = [
-        (pool, rank) for pool in pools if pool.models for rank in sorted({0, sum(pool.nodes) - 1})
-    ]
 
-    def measured_rank(of: tuple[PlannedPool, int]) -> Process:
-        pool, rank = of
-        return measure_rank(null_gpu, command, pool, rank, UNLIMITED)
-
+    training: list[list[Future[Process]]] = []
     with ThreadPoolExecutor(2) as two_at_a_time:
-        ran = list(two_at_a_time.map(measured_rank, ranks))
+        for pool in pools:
+            run_rank = partial(measure_rank, null_gpu, command, pool, device_bytes=UNLIMITED)
+            last_rank = sum(pool.nodes) - 1
+            ranks = sorted({0, last_rank}) if pool.models else []
+            training.append([two_at_a_time.submit(run_rank, rank=rank) for rank in ranks])
     measured = []
-    for pool in pools:
-        processes = [
-            process for (its_pool, _), process in zip(ranks, ran, strict=True) if its_pool is pool
-        ]
+    for pool, ranks_of_pool in zip(pools, training, strict=True):
+        processes = [rank.result() for rank in ranks_of_pool]
         if pool.rollout:
             if device_bytes is not None and can_run(pool.config):
-                processes.append(measure_engine(null_gpu, command, pool, device_bytes))
+                engine = measure_engine(null_gpu, command, pool, device_bytes)
             else:
-                processes.append(counted_engine(pool))
+                engine = counted_engine(pool)
+            processes.append(engine)
         measured.append(Pool(pool.name, tuple(pool.nodes), tuple(processes)))
     return measured
 
 
 def measure_rank(
-    null_gpu: NullGpu, command: Mapping[str, Any], pool: PlannedPool, rank: int, device_bytes: int
+    null_gpu: NullGpu, command: Command, pool: PlannedPool, rank: int, device_bytes: int
 ) -> Process:
-    """Runs a rank of the training process of a pool. Raises RuntimeError, with its last lines, if
-    it ends early."""
+    """Runs a rank of a pool's training process. Raises RuntimeError, with the last lines that it
+    printed, if it fails."""
     began = time.monotonic()
     num_ranks = sum(pool.nodes)
     roles = tuple(model.name for model in pool.models)
     task = {**command, "pool": pool.name, "rank": rank, "world_size": num_ranks}
-    measured = null_gpu.run(TRAINING, task, device_bytes)
-    process = Process(roles, rank, num_ranks, tuple(Measured(**phase) for phase in measured))
-    sys.stderr.write(f"{pool.name}, {process.name}: measured in {time.monotonic() - began:.0f} s\n")
+    answer = null_gpu.run(TRAINING, task, device_bytes)
+    phases = tuple(Measured(**phase) for phase in answer)
+    process = Process(roles, rank, num_ranks, phases)
+    say_measured(pool, process, began)
     return process
 
 
+def say_measured(pool: PlannedPool, process: Process, began: float) -> None:
+    """Says on standard error how long a measurement took that began at `began`."""
+    seconds = time.monotonic() - began
+    sys.stderr.write(f"{pool.name}, {process.name}: measured in {seconds:.0f} s\n")
+
+
 def can_run(config: Any) -> bool:
-    """Whether the engine is vLLM in one process, and nobody's own class for the role."""
+    """Return whether the null GPU runs the rollout engine: vLLM in one process, without a class of
+    the user for the role."""
     rollout = config.actor_rollout_ref.rollout
     is_built_in = Role.Rollout not in config.worker_classes
     return is_built_in and rollout.name != "hf" and rollout.tensor_model_parallel_size == 1
 
 
 def measure_engine(
-    null_gpu: NullGpu, command: Mapping[str, Any], pool: PlannedPool, device_bytes: int
+    null_gpu: NullGpu, command: Command, pool: PlannedPool, device_bytes: int
 ) -> Process:
-    """Runs the rollout engine of a pool on a GPU of the real size, of which it takes a share.
+    """Runs the rollout engine of a pool on a GPU of the real size, because it takes a share of the
+    GPU.
 
-    Raises RuntimeError, with its last lines, if it ends early for another reason than memory.
+    If the GPU is too small for it, the result has the error and the numbers of the plan. Raises
+    RuntimeError, with the last lines that it printed, if it fails for another reason.
     """
     began = time.monotonic()
-    roles = (Role.Rollout,)
-    num_ranks = sum(pool.nodes)
     try:
         answer = null_gpu.run(ENGINE, command, device_bytes)
     except RuntimeError as error:
         of_memory = [line for line in str(error).splitlines() if SHORT_OF_MEMORY.search(line)]
         if not of_memory:
             raise
-        said = of_memory[-1].removeprefix("[rank0]: ")  # by torch, before what a rank says
+        said = of_memory[-1].removeprefix("[rank0]: ")  # torch puts this before what a rank says
         return replace(counted_engine(pool), refusal=said)
     phases = tuple(Measured(**phase) for phase in answer["phases"])
-    process = Process(roles, 0, num_ranks, phases, note=answer["note"])
-    sys.stderr.write(f"{pool.name}, {process.name}: measured in {time.monotonic() - began:.0f} s\n")
+    num_ranks = sum(pool.nodes)
+    process = Process((Role.Rollout,), 0, num_ranks, phases, note=answer["note"])
+    say_measured(pool, process, began)
     return process
 
 
-def refusal_at(
-    null_gpu: NullGpu, command: Mapping[str, Any], pool: PlannedPool, rank: int, room: int
-) -> str:
-    """What torch says where a rank has only that many bytes of its GPU; empty where it runs."""
+def refusal_at(null_gpu: NullGpu, command: Command, pool: PlannedPool, rank: int, room: int) -> str:
+    """What torch says when a rank has only `room` bytes of its GPU, or "" if the rank runs."""
     try:
         measure_rank(null_gpu, command, pool, rank, max(1, room))
     except RuntimeError as error:
@@ -148,10 +159,13 @@ def refusal_at(
 
 
 def counted_engine(pool: PlannedPool) -> Process:
-    """The rollout engine by the plan: its share while it generates, and what it keeps meanwhile
-    others work."""
+    """The rollout engine with the numbers of the plan: its share of the GPU while it generates, and
+    what it keeps while other roles work."""
     assert pool.rollout
     sizes = {"rollout generation": pool.rollout.working, "between calls": pool.rollout.resting}
-    totals = {phase: int(sum(parts.values())) for phase, parts in sizes.items()}
-    phases = [Measured(phase, total, total, {"engine": total}) for phase, total in totals.items()]
-    return Process((Role.Rollout,), 0, sum(pool.nodes), tuple(phases), is_counted=True)
+    phases = []
+    for phase, parts in sizes.items():
+        total = int(sum(parts.values()))
+        phases.append(Measured(phase, total, total, {"engine": total}))
+    num_ranks = sum(pool.nodes)
+    return Process((Role.Rollout,), 0, num_ranks, tuple(phases), is_counted=True)

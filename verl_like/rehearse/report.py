@@ -1,4 +1,4 @@
-"""The tables of a rehearsal, and whether the run fits."""
+"""Writes the tables of a rehearsal, and decides whether the run fits."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,14 +17,18 @@ ADVICE_FOR_ENGINES = (
 )
 
 
+COLUMNS = ("allocated", "reserved", "pinned", "shared", "heap")
+"""The numbers of `Measured` that the table shows."""
+
+
 @dataclass(frozen=True)
 class AtOnce:
-    """What lies on a GPU of a pool in a phase of one process."""
+    """What lies on a GPU of a pool while one process is in a phase, and the others rest."""
 
     process: Process
     phase: Measured
     parts: Mapping[str, float]
-    """Bytes: its own, what the others keep, and what is assumed."""
+    """Bytes: those of the process, those that the others keep, and those that are assumed."""
 
     @property
     def total(self) -> float:
@@ -32,7 +36,7 @@ class AtOnce:
 
     @property
     def beside(self) -> float:
-        """Without its own."""
+        """The bytes that are not the process's own."""
         return self.total - self.phase.reserved
 
     def __str__(self) -> str:
@@ -44,39 +48,37 @@ class AtOnce:
 
 
 def most_at_once(pool: Pool) -> list[AtOnce]:
-    """Of each process the phase in which a GPU holds most; that in which it holds most of all is
-    the first."""
-    of_processes = [
-        max(
-            (_at_once(pool, process, phase) for phase in process.phases),
-            key=lambda each: each.total,
-        )
-        for process in pool.processes
-    ]
-    return sorted(of_processes, key=lambda each: -each.total)
+    """For each process the phase in which a GPU holds most. The process whose phase has most comes
+    first."""
+    most = []
+    for process in pool.processes:
+        phases = [_at_once(pool, process, phase) for phase in process.phases]
+        most.append(max(phases, key=lambda each: each.total))
+    return sorted(most, key=lambda each: -each.total)
 
 
 Refusals = Mapping[tuple[str, str], str]
-"""By pool and process, where a GPU holds more than it has in sum: what torch said at the real size;
-"" if it ran."""
+"""By the names of pool and process, for each sum that is larger than a GPU, what torch said when
+the process ran on a GPU of the real size. It is "" if the process did not fail."""
 
 
 def report(pools: Sequence[Pool], device_bytes: int, refusals: Refusals) -> tuple[str, bool]:
-    """The text, and whether the run fits on GPUs of that size."""
-    lines: list[str] = []
+    """Returns the text, and whether the run fits on GPUs of `device_bytes`."""
+    lines = []
     fits = True
     for pool in pools:
-        most, *_ = of_processes = most_at_once(pool)
-        lines += [
-            f"{pool.name}: {pool.num_gpus} GPUs of {device_bytes / GB:.1f} GB",
-            *_table(pool),
-            "",
-            str(most),
-        ]
+        of_processes = most_at_once(pool)
+        most = of_processes[0]
+        lines.append(f"{pool.name}: {pool.num_gpus} GPUs of {device_bytes / GB:.1f} GB")
+        lines += _table(pool)
+        lines += ["", str(most)]
         over_full = [
             each for each in of_processes if each.total > device_bytes or each.process.refusal
         ]
-        refused = [each for each in over_full if refusals.get((pool.name, each.process.name)) != ""]
+        refused = []
+        for each in over_full:
+            if refusals.get((pool.name, each.process.name)) != "":
+                refused.append(each)
         if not over_full:
             lines.append(f"It fits: {(device_bytes - most.total) / GB:.1f} GB are left.")
         elif not refused:
@@ -86,38 +88,43 @@ def report(pools: Sequence[Pool], device_bytes: int, refusals: Refusals) -> tupl
             )
         for each in refused:
             fits = False
-            lines += [] if each is most else [str(each)]
-            said = refusals.get((pool.name, each.process.name))
-            advice = keys_that_lower("device", "+".join(each.process.roles))
-            of_torch = f" Torch says: {said}" if said else ""
-            if each.process.refusal:
-                of_torch = f" The engine says: {each.process.refusal}"
+            if each is not most:
+                lines.append(str(each))
+            process = each.process
+            reason = ""
+            advice = keys_that_lower("device", "+".join(process.roles))
+            if said := refusals.get((pool.name, process.name)):
+                reason = f" Torch says: {said}"
+            if process.refusal:
+                reason = f" The engine says: {process.refusal}"
                 advice = ADVICE_FOR_ENGINES
-            lines.append(f"This does not fit.{of_torch} {advice}")
-        lines += [*_host_memory(pool), ""]
+            lines.append(f"This does not fit.{reason} {advice}")
+        lines += _host_memory(pool)
+        lines.append("")
     return "\n".join(lines), fits
 
 
 def _table(pool: Pool) -> list[str]:
-    columns = ("allocated", "reserved", "pinned", "shared", "heap")
-    head = f"  {'GB':44} {' '.join(f'{column:>9}' for column in columns)}  of what is allocated"
-    rows = [head]
+    """A row for each phase of each process."""
+    columns = " ".join(f"{column:>9}" for column in COLUMNS)
+    rows = [f"  {'GB':44} {columns}  of what is allocated"]
     for process in pool.processes:
         rows.append(f"  {process.name}")
         for phase in process.phases:
             parts = dict(phase.parts)
             rest = phase.allocated - sum(parts.values())
-            parts |= {"activations and buffers": rest} if rest > GB / 20 else {}
+            if rest > GB / 20:
+                parts["activations and buffers"] = rest
             named = ", ".join(f"{name} {size / GB:.1f}" for name, size in parts.items())
-            sizes = (phase.allocated, phase.reserved, phase.pinned, phase.shared, phase.heap)
-            numbers = " ".join(f"{size / GB:9.1f}" for size in sizes)
+            numbers = " ".join(f"{getattr(phase, column) / GB:9.1f}" for column in COLUMNS)
             rows.append(f"    {phase.phase:42} {numbers}  {named}")
-        rows += [f"    {process.note}"] if process.note else []
+        if process.note:
+            rows.append(f"    {process.note}")
     return rows
 
 
 def _at_once(pool: Pool, process: Process, phase: Measured) -> AtOnce:
-    """In a phase of one process, while the others rest."""
+    """What lies on a GPU in a phase of one process, while the others rest."""
     parts = {"this process": float(phase.reserved)}
     others = {each.roles: each for each in pool.processes if each.roles != process.roles}
     for roles, other in others.items():
@@ -127,42 +134,32 @@ def _at_once(pool: Pool, process: Process, phase: Measured) -> AtOnce:
 
 
 def _host_memory(pool: Pool) -> list[str]:
-    """The most that the training processes on the first node hold of its memory, where rank 0 is,
-    and the engines."""
-    ranks = [process for process in pool.processes if Role.Rollout not in process.roles]
-    engines = [
-        process
-        for process in pool.processes
-        if Role.Rollout in process.roles and not process.is_counted
-    ]
-    num_processes = pool.nodes[0]
+    """For the training processes, and for the engines, the most that those on the first node take
+    of its memory. Rank 0 is there."""
+    num_others = pool.nodes[0] - 1
     lines = []
+    ranks = [process for process in pool.processes if Role.Rollout not in process.roles]
     if ranks:
-        first = ranks[0]
-        other = ranks[-1]
-        pairs = zip(first.phases, other.phases, strict=True)
-        lines.append(
-            _most_of_host("training", [(one, each, num_processes - 1) for one, each in pairs])
-        )
-    for engine in engines:
-        lines.append(
-            _most_of_host("engine", [(phase, phase, num_processes - 1) for phase in engine.phases])
-        )
+        lines.append(_most_of_host("training", ranks[0], ranks[-1], num_others))
+    for process in pool.processes:
+        if Role.Rollout in process.roles and not process.is_counted:
+            lines.append(_most_of_host("engine", process, process, num_others))
     return lines
 
 
-def _most_of_host(what: str, phases: Sequence[tuple[Measured, Measured, int]]) -> str:
-    """In words, of the phases of one process and so many others."""
-    first, other, num_others = max(
-        phases, key=lambda phase: phase[0].host + phase[2] * phase[1].host
-    )
-    sizes = {
-        name: (getattr(first, name) + num_others * getattr(other, name)) / GB
-        for name in ("pinned", "shared", "heap")
-    }
-    sums = " + ".join(f"{name} {size:.1f}" for name, size in sizes.items())
-    total = sum(sizes.values())
+def _most_of_host(what: str, first: Process, other: Process, num_others: int) -> str:
+    """Describes the phase in which `first` and `num_others` processes like `other` take most."""
+    totals = []
+    for own, others in zip(first.phases, other.phases, strict=True):
+        totals.append(own.host + num_others * others.host)
+    largest = totals.index(max(totals))
+    own = first.phases[largest]
+    others = other.phases[largest]
+    sizes = []
+    for name in ("pinned", "shared", "heap"):
+        size = getattr(own, name) + num_others * getattr(others, name)
+        sizes.append(f"{name} {size / GB:.1f}")
     return (
         f"Host memory of the first node, {num_others + 1} {what} processes, at most in "
-        f"{first.phase}: {sums} = {total:.1f} GB"
+        f"{own.phase}: {' + '.join(sizes)} = {totals[largest] / GB:.1f} GB"
     )

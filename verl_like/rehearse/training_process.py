@@ -1,8 +1,7 @@
-"""Measures a training process of a run on the null GPU: one rank at its real size, with a group
-that is not there."""
+"""Measures a training process of a run on the null GPU. One rank runs at its real size. The other
+ranks of its process group do not exist, and its collectives do nothing."""
 
 import contextlib
-import functools
 import json
 import os
 import sys
@@ -20,6 +19,7 @@ from verl_like.protocol.samples import count_samples
 from verl_like.rehearse.commands import config_of
 from verl_like.rehearse.host import heap_bytes, leave_unreserved, pinned_bytes, shared_bytes
 from verl_like.rehearse.measured import Measured
+from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.single_controller.worker import rank_environment
 from verl_like.trainer.config.detached import DetachedConfig
 from verl_like.trainer.config.roles import Role
@@ -40,73 +40,86 @@ from verl_like.workers.models import linear_log_prob
 from verl_like.workers.planning.partition import MicroBatching
 
 NUM_MICRO_BATCHES = 2
-"""Of an optimizer step: from the second on there are gradients of those before."""
+"""How many micro-batches an optimizer step has. From the second on, the gradients of those before
+lie on the device."""
 
 
 class Phases:
-    """Takes the peak of each phase."""
+    """Measures the memory of this process, phase by phase."""
 
     def __init__(self) -> None:
-        self.measured: list[Measured] = []
+        self.measured: dict[str, Measured] = {}
+        """By phase, its last measurement."""
         self.engines: dict[str, Any] = {}
+        """By role, the training engine of its worker."""
         self.most_heap = 0
+        """The most bytes that malloc had given out when the present phase looked."""
 
     @contextlib.contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
+    def phase(self, name: str) -> Iterator[None]:
+        """Measures the code inside as a phase."""
         self.begin()
         yield
-        self.end(phase)
+        self.end(name)
 
     def begin(self) -> None:
-        """Torch gives what it keeps of freed memory back before it says that memory is short: so
-        does each phase."""
-        if torch.cuda.is_initialized():  # the worker sets what the allocator reads when it starts
+        """Begins a phase. Frees what torch's allocator keeps of freed memory, as torch itself does
+        before it says that memory is short."""
+        if torch.cuda.is_initialized():  # a worker sets the allocator's options when it starts
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         self.most_heap = 0
 
     def look_at_heap(self) -> None:
-        """A whole model may lie there now."""
+        """Counts the host memory in use now. It is called while a whole model may lie there."""
         self.most_heap = max(self.most_heap, heap_bytes())
 
     def end(self, phase: str) -> None:
-        parts: dict[str, int] = {}
+        """Ends the phase that began last, and keeps its measurement."""
+        parts = {}
         for role, engine in self.engines.items():
-            parts |= {f"{role} {part}": size for part, size in parts_of(engine).items() if size}
+            for part, size in parts_of(engine).items():
+                if size:
+                    parts[f"{role} {part}"] = size
         self.look_at_heap()
-        self.measured.append(
-            Measured(
-                phase,
-                allocated=torch.cuda.max_memory_allocated(),
-                reserved=torch.cuda.max_memory_reserved(),
-                parts=parts,
-                heap=self.most_heap,
-                pinned=pinned_bytes(),
-                shared=shared_bytes(),
-            )
+        self.measured[phase] = Measured(
+            phase,
+            allocated=torch.cuda.max_memory_allocated(),
+            reserved=torch.cuda.max_memory_reserved(),
+            parts=parts,
+            heap=self.most_heap,
+            pinned=pinned_bytes(),
+            shared=shared_bytes(),
         )
 
 
 def parts_of(engine: fsdp.FsdpEngine) -> dict[str, int]:
-    """Bytes of the device that a model's parameters, optimizer and gradients take now."""
-
-    def on_device(tensors: Sequence[torch.Tensor | None]) -> int:
-        own = [local_part(tensor) for tensor in tensors if tensor is not None]
-        return sum(tensor.nbytes for tensor in own if tensor.is_cuda)
-
-    state = engine.optimizer.state.values() if engine.optimizer else ()
+    """The bytes of the device that a model's weights, optimizer and gradients take now."""
+    moments: list[torch.Tensor] = []
+    if engine.optimizer:
+        for state_of_parameter in engine.optimizer.state.values():
+            moments.extend(state_of_parameter.values())
+    gradients = [parameter.grad for parameter in engine.parameters]
     return {
-        "weights": on_device([*engine.model.parameters(), *engine.model.buffers()]),
-        "optimizer": on_device(
-            [value for of_parameter in state for value in of_parameter.values()]
-        ),
-        "gradients": on_device([parameter.grad for parameter in engine.parameters]),
+        "weights": bytes_on_device([*engine.model.parameters(), *engine.model.buffers()]),
+        "optimizer": bytes_on_device(moments),
+        "gradients": bytes_on_device(gradients),
     }
 
 
+def bytes_on_device(tensors: Sequence[torch.Tensor | None]) -> int:
+    """The bytes of the device that this rank's parts of the tensors take. None counts nothing."""
+    total = 0
+    for tensor in tensors:
+        if tensor is not None:
+            part = local_part(tensor)
+            total += part.nbytes if part.is_cuda else 0
+    return total
+
+
 def empty_weights(model_class: Any, config: Any, settings: Any, **options: Any) -> Any:
-    """In the place of `load_pretrained`: on rank 0 a model in host memory that nobody has written,
-    and so not there."""
+    """Takes the place of `load_pretrained`. On rank 0 it returns a model in host memory whose
+    weights are never written, so that they take no memory of this machine."""
     with_weights = options.pop("weights")
     model = _load_pretrained(model_class, config, settings, weights=False, **options)
     return model.to_empty(device="cpu") if with_weights else model
@@ -116,23 +129,23 @@ _load_pretrained = model_worker.load_pretrained
 
 
 class NoKernels:
-    """In the place of the head's Triton kernels: numbers that are not computed."""
+    """Takes the place of the head's Triton kernels, and computes nothing."""
 
     @staticmethod
     def statistics(x_MC: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
+        """Returns three tensors of the shape and dtype of the statistics, all zero."""
         return tuple(x_MC.new_zeros(len(x_MC), dtype=torch.float32) for _ in range(3))
 
     @staticmethod
     def to_gradient(*_: Any) -> None:
-        pass
+        """Leaves the logits as they are."""
 
 
 def begin_nothing(writer: Any, state: Mapping[str, torch.Tensor], *_: Any) -> None:
-    """In the place of `ShardWriter.begin`: memory for a copy of the state, which is neither copied
-    nor written.
+    """Takes the place of `ShardWriter.begin`. It allocates the memory for a copy of the state, but
+    neither copies nor writes a file.
 
-    What is offloaded would be copied within the host, which would write the memory that nobody has
-    written.
+    A copy of an offloaded state would write host memory, which this machine may not have.
     """
     if not writer.buffers:
         writer._allocate(state)
@@ -140,54 +153,58 @@ def begin_nothing(writer: Any, state: Mapping[str, torch.Tensor], *_: Any) -> No
 
 
 def read_ones(parts: Sequence[mini_batches.MicroMetrics]) -> list[dict[str, Metric]]:
-    """As `read_metrics`, which would refuse numbers that nobody computed."""
-    return [
-        {name: metric.finish(*[1.0] * len(metric.numbers)) for name, metric in part.items()}
-        for part in parts
-    ]
+    """Takes the place of `read_metrics`, which would refuse numbers that were never computed. Every
+    number of a metric is 1."""
+    read = []
+    for part in parts:
+        metrics = {}
+        for name, metric in part.items():
+            ones = [1.0] * len(metric.numbers)
+            metrics[name] = metric.finish(*ones)
+        read.append(metrics)
+    return read
 
 
 class NobodyElse:
-    """`torch.distributed` for an engine whose other ranks are not there: what rank 0 would send
-    stays as it is."""
+    """Takes the place of `torch.distributed` in an engine whose other ranks do not exist. What rank
+    0 would send stays as it is."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(dist, name)
 
     def broadcast_object_list(self, objects: list[Any], src: int) -> None:
-        pass
-
-
-def distribute_nothing(model: Any, weights: Any, options: Any) -> None:
-    """In the place of `set_model_state_dict`: each weight comes to the device, whole and one at a
-    time."""
-    for value in model.state_dict().values():
-        torch.empty(value.shape, dtype=value.dtype, device="cuda")
+        """Leaves the objects as they are."""
 
 
 def join_nobody(rank: int, world_size: int, phases: Phases) -> None:
-    """A process group whose other ranks are not there, and whose collectives do nothing."""
+    """Makes a process group whose other ranks do not exist, and whose collectives do nothing."""
     os.environ |= rank_environment(rank, world_size, 0, 1, "cuda")
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-    engine: Any = fsdp
-    engine.dist = NobodyElse()
 
     def distribute(model: Any, weights: Any, options: Any) -> None:
+        """Takes the place of `set_model_state_dict`. Whole weights come to the device, one at a
+        time."""
         phases.look_at_heap()
-        distribute_nothing(model, weights, options)
+        for value in model.state_dict().values():
+            torch.empty(value.shape, dtype=value.dtype, device="cuda")
 
+    engine: Any = fsdp
+    engine.dist = NobodyElse()
     engine.set_model_state_dict = distribute
 
 
 def replace_what_needs_numbers() -> None:
-    """Weights that nobody reads, the head's Triton kernels, metrics, the limit of steps without a
-    norm, files, and host memory."""
-    modules: tuple[Any, ...] = (model_worker, linear_log_prob, fsdp, mini_batches, ShardWriter)
-    workers, head, engine, updates, writer = modules
+    """Replaces what would read or check numbers, because nothing computes any, and what would write
+    files or host memory."""
+    workers: Any = model_worker
     workers.load_pretrained = empty_weights
+    head: Any = linear_log_prob
     head._kernels = lambda x_MC: NoKernels
-    engine.MAX_SKIPPED_STEPS = 10**9
+    engine: Any = fsdp
+    engine.MAX_SKIPPED_STEPS = 10**9  # a step whose norm is not finite is skipped
+    updates: Any = mini_batches
     updates.read_metrics = read_ones
+    writer: Any = ShardWriter
     writer.begin = begin_nothing
     leave_unreserved()
 
@@ -196,50 +213,53 @@ def rows_of_ppo(config: PPOConfig, num_rows: int) -> DataProto:
     """Prompts and responses of full length, with all columns that a role reads."""
     prompt = config.data.max_prompt_length
     response = config.data.max_response_length
-    by_token = (
+    tensors = full_rows(num_rows, prompt, response)
+    for name in (
         "advantages",
         "returns",
         "values",
         "old_log_probs",
         "ref_log_prob",
         "rollout_log_probs",
-    )
-    tensors = full_rows(num_rows, prompt, response)
-    tensors |= {
-        name: torch.zeros_like(tensors["responses"], dtype=torch.float32) for name in by_token
-    }
+    ):
+        tensors[name] = torch.zeros_like(tensors["responses"], dtype=torch.float32)
     return DataProto.from_dict(tensors, meta_info={"padding": (prompt, response, 0)})
 
 
 def rows_of_examples(config: SupervisedConfig, num_examples: int, example_length: int) -> DataProto:
-    """Conversations of full length, one an example or a pair of them, all of whose tokens but the
-    first are learned."""
+    """Conversations of full length. An example of `example_length` tokens has one or a pair of
+    them, and all tokens but the first of a conversation are learned."""
     length = config.data.max_length
-    of_each = example_length // length
-    num_rows = num_examples * of_each
+    rows_of_example = example_length // length
+    num_rows = num_examples * rows_of_example
     tensors = full_rows(num_rows, 1, length - 1)
-    tensors["sample_id"] = torch.arange(num_examples).repeat_interleave(of_each)
-    tensors |= {name: torch.zeros(num_rows) for name in ("margin", "score")}
+    tensors["sample_id"] = torch.arange(num_examples).repeat_interleave(rows_of_example)
+    tensors["margin"] = torch.zeros(num_rows)
+    tensors["score"] = torch.zeros(num_rows)
     return DataProto.from_dict(tensors, meta_info={"padding": (1, length - 1, 0)})
 
 
 def full_rows(num_rows: int, prompt_length: int, response_length: int) -> dict[str, torch.Tensor]:
-    """Prompts and responses, each token of which is scored."""
-    prompts = torch.ones(num_rows * prompt_length, dtype=torch.int64)
-    responses = torch.ones(num_rows * response_length, dtype=torch.int64)
+    """Prompts and responses, all of whose tokens are scored."""
     return {
-        "prompts": jagged_from_lengths(prompts, torch.full((num_rows,), prompt_length)),
-        "responses": jagged_from_lengths(responses, torch.full((num_rows,), response_length)),
-        "response_mask": jagged_from_lengths(responses, torch.full((num_rows,), response_length)),
+        "prompts": rows_of_ones(num_rows, prompt_length),
+        "responses": rows_of_ones(num_rows, response_length),
+        "response_mask": rows_of_ones(num_rows, response_length),
     }
 
 
+def rows_of_ones(num_rows: int, length: int) -> torch.Tensor:
+    """A jagged int64 column whose rows all have `length` values, each of them 1."""
+    values = torch.ones(num_rows * length, dtype=torch.int64)
+    return jagged_from_lengths(values, torch.full((num_rows,), length))
+
+
 def rows_of(config: RunConfig, model: PlannedModel, passes: MicroBatching) -> DataProto:
-    """Those of `NUM_MICRO_BATCHES` passes."""
-    per_pass = (
-        max(1, passes.max_tokens // model.sequence_length) if passes.by_tokens else passes.num_rows
-    )
-    num_rows = NUM_MICRO_BATCHES * per_pass
+    """Rows of full length that fill `NUM_MICRO_BATCHES` micro-batches."""
+    rows_of_pass = passes.num_rows
+    if passes.by_tokens:
+        rows_of_pass = max(1, passes.max_tokens // model.sequence_length)
+    num_rows = NUM_MICRO_BATCHES * rows_of_pass
     if isinstance(config, SupervisedConfig):
         return rows_of_examples(config, num_rows, model.sequence_length)
     assert isinstance(config, PPOConfig)
@@ -253,66 +273,62 @@ METHODS = {
     Role.Teacher: ("compute_teacher_log_prob", ""),
     "model": ("evaluate", "update_model"),
 }
-"""By role: what runs it forward, and what trains it; of a reward model `compute_rm_score`."""
+"""By role, the method that runs the model forward and the one that trains it. A reward model has
+`compute_rm_score`."""
 
 
-def workers_of(pool: PlannedPool) -> dict[str, Callable[[], Any]]:
-    """What makes the worker of each role of the pool's training process, custom roles among
-    them."""
+def workers_of(pool: PlannedPool) -> dict[str, RayClassWithInitArgs]:
+    """The worker of each role of the pool's training process, custom roles among them."""
     config = pool.config
     if isinstance(config, SupervisedConfig):
-        kind = KINDS[type(config)]
-        return {"model": lambda: kind.worker(*worker_arguments(config))}
+        worker = KINDS[type(config)].worker
+        return {"model": RayClassWithInitArgs(worker, *worker_arguments(config))}
     assert isinstance(config, PPOConfig)
-    own_classes = {
-        role: import_worker_class(role, path) for role, path in config.worker_classes.items()
-    }
+    own_classes = {}
+    for role, path in config.worker_classes.items():
+        own_classes[role] = import_worker_class(role, path)
     mapping = build_role_worker_mapping(config, own_classes)
     copies = maker_models(config, mapping) if isinstance(config, DetachedConfig) else mapping
-    made = {
-        model.name: (mapping if model.is_trained else copies)[model.name] for model in pool.models
-    }
-    made |= {
-        role: mapping[role]
-        for role in config.plan.custom_roles
-        if config.role_mapping[role] == pool.name
-    }
-    return {
-        role: functools.partial(built.cls, *built.args, **built.kwargs)
-        for role, built in made.items()
-    }
+    workers = {}
+    for model in pool.models:
+        classes = mapping if model.is_trained else copies
+        workers[model.name] = classes[model.name]
+    for role in config.plan.custom_roles:
+        if config.role_mapping[role] == pool.name:
+            workers[role] = mapping[role]
+    return workers
 
 
 def measure(pool: PlannedPool, rank: int, world_size: int) -> list[Measured]:
-    """All phases of the training process of a pool."""
+    """Measures all phases of one rank of a pool's training process."""
     phases = Phases()
     join_nobody(rank, world_size, phases)
     replace_what_needs_numbers()
-    workers: dict[str, Any] = {}
-    for role, make in workers_of(pool).items():
-        with phases(f"{role} load"):
-            worker = workers[role] = make()
+    workers = {}
+    for role, planned in workers_of(pool).items():
+        with phases.phase(f"{role} load"):
+            worker = planned.cls(*planned.args, **planned.kwargs)
             worker.init_model()
+            workers[role] = worker
             if isinstance(worker, ModelWorker):
                 phases.engines[role] = worker.engine
     for worker, model in with_plans(workers, pool):
         forward, update = METHODS.get(model.name, ("compute_rm_score", ""))
         rows = rows_of(pool.config, model, model.forward_passes)
-        with phases(f"{model.name} forward pass"):
+        with phases.phase(f"{model.name} forward pass"):
             getattr(worker, forward)(rows)
         if model.is_trained:
             measure_training(phases, model, worker, getattr(worker, update), pool.config)
-    with phases("between calls"):
+    with phases.phase("between calls"):
         pass
-    # Of the two updates the second
-    return list({each.phase: each for each in phases.measured}.values())
+    return list(phases.measured.values())
 
 
 def with_plans(workers: Mapping[str, Any], pool: PlannedPool) -> list[tuple[Any, PlannedModel]]:
-    """Each worker that is called, with the plan of its model.
+    """Pairs each worker that is called with the plan of its model.
 
-    A custom role has none: what its calls take is not known. A plan may have no worker of its own:
-    that of DPO's trains and holds the reference.
+    The worker of a custom role has no plan, because nobody knows what its methods take. A plan may
+    have no worker: the worker of DPO's model holds the reference model too.
     """
     models = {model.name: model for model in pool.models}
     return [(worker, models[role]) for role, worker in workers.items() if role in models]
@@ -325,37 +341,38 @@ def measure_training(
     update: Callable[[DataProto], Any],
     config: Any,
 ) -> None:
-    """Two updates, since the first makes the optimizer's state; the optimizer step is a phase of
-    its own. Then what sends and saves the weights."""
+    """Measures two updates, because the first makes the optimizer's state, and then the export and
+    the saving of the weights. The optimizer step is a phase of its own."""
     passes = worker.schedule.micro_batching
     rows = rows_of(config, model, passes)
     worker.schedule = mini_batches.UpdateSchedule(count_samples(rows), passes, epochs=1)
     engine: Any = worker.engine
     step = engine.step
 
-    def step_apart() -> float:
+    def measured_step() -> float:
         phases.end(f"{model.name} update")
-        with phases(f"{model.name} optimizer step"):
+        with phases.phase(f"{model.name} optimizer step"):
             return step()
 
-    engine.step = step_apart
+    engine.step = measured_step
     for _ in range(2):
         phases.begin()
         update(rows)
     engine.step = step
     if model.export_dtype:
-        with phases(f"{model.name} export"):
+        with phases.phase(f"{model.name} export"):
             worker.export_weights(1)
-    with phases(f"{model.name} save"):
+    with phases.phase(f"{model.name} save"):
         worker.save_checkpoint("nowhere")
 
 
 def main() -> None:
     task = json.loads(sys.argv[1])
     config = config_of(task["command"], task["overrides"], task["config_name"], task["config_dir"])
-    (pool,) = [pool for pool in planned_pools(config, 0) if pool.name == task["pool"]]
-    measured = measure(pool, task["rank"], task["world_size"])
-    sys.stdout.write(json.dumps([asdict(each) for each in measured]) + "\n")
+    pools = {pool.name: pool for pool in planned_pools(config, 0)}
+    measured = measure(pools[task["pool"]], task["rank"], task["world_size"])
+    answer = [asdict(each) for each in measured]
+    sys.stdout.write(json.dumps(answer) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Exact match: the whole response, without surrounding white space, against the ground truth."""
+"""Exact match: compares the whole response, without surrounding white space, with the ground
+truth."""
 
 from typing import Any
 
@@ -12,8 +13,8 @@ def compute_score(
     ground_truth: str | list[str],
     extra_info: dict[str, Any] | None = None,
 ) -> float:
-    """Returns 1 if the response is the ground truth, or one of the entries if that is a list, and
-    else 0."""
+    """Returns 1 if the response is the ground truth, or one of its entries if it is a list.
+    Otherwise it returns 0."""
     answers = ground_truth if isinstance(ground_truth, list) else [ground_truth]
     accepted = [str(answer).strip() for answer in answers]
     return float(solution_str.strip() in accepted)

@@ -1,11 +1,11 @@
-"""GSM8K: the number after `####` in the response against the ground truth."""
+"""GSM8K: compares the number after `####` in the response with the ground truth."""
 
 import re
 from typing import Any
 
 from verl_like.rewards.registry import register_reward
 
-# The answer is at the end. To look only there keeps the search cheap for a very long response.
+# The answer is at the end. Only the end is searched, so that a very long response takes no longer.
 SOLUTION_CLIP_CHARS = 300
 _NUMBER = r"-?[0-9][0-9,]*(?:\.[0-9]+)?|-?\.[0-9]+"
 _STRICT = re.compile(rf"#### ({_NUMBER})")
@@ -13,10 +13,10 @@ _FLEXIBLE = re.compile(_NUMBER)
 
 
 def extract_solution(solution_str: str, method: str = "strict") -> str | None:
-    """The answer in a response, without thousands separators, or None if there is none.
+    """Returns the answer in a response without thousands separators, or None if there is none.
 
-    With the `method` "strict" the answer is the last number that follows `####`, with "flexible"
-    the last number. Raises ValueError for another method.
+    With the `method` "strict" the answer is the last number that follows `####`. With "flexible" it
+    is the last number. Raises ValueError for another method.
     """
     if method not in ("strict", "flexible"):
         raise ValueError(f"method is {method!r}, expected 'strict' or 'flexible'")
@@ -41,4 +41,5 @@ def compute_score(
     answer = extract_solution(solution_str, method)
     if answer is None:
         return 0.0
-    return score if answer == str(ground_truth).replace(",", "") else format_score
+    is_right = answer == str(ground_truth).replace(",", "")
+    return score if is_right else format_score

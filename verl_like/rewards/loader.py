@@ -19,49 +19,50 @@ from verl_like.rewards.remote import RemoteReward
 
 @dataclass(frozen=True)
 class RewardFunctionSpec:
-    """Which reward function to load. The defaults mean the functions that are registered by data
-    source."""
+    """Says which reward function to load. By default it is the one that is registered for the data
+    source of a sample."""
 
     path: str | None = None
-    """A Python file, `pkg://module`, the URL of a reward server, or None for the rewards registered
-    by data source."""
+    """A Python file, `pkg://module`, the URL of a reward server, or None for the rewards that are
+    registered by data source."""
     name: str = "compute_score"
-    """The function in it: `f(data_source, solution_str, ground_truth, extra_info,
-    **reward_kwargs)`, sync or async."""
+    """The name of the function `f(data_source, solution_str, ground_truth, extra_info,
+    **reward_kwargs)`. It may be async."""
     reward_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Further keyword arguments of the function."""
     plugins: tuple[str, ...] = ()
-    """Modules that register rewards by data source; imported when `path` is None."""
+    """Modules that register rewards by data source. They are imported if `path` is None."""
     sha256: str | None = None
-    """The hash that the file at `path` must have, see `as_it_is_now`. None if any will do."""
+    """The hash that the file at `path` must have, see `as_it_is_now`. None means any hash."""
 
     def as_it_is_now(self) -> Self:
-        """Adds the hash of the file, so that a process that is started later does not load a file
-        that was changed meanwhile."""
+        """Adds the hash of the file. So a process that is started later does not load a file that
+        has been changed."""
         file = Path(self.path or "").expanduser()
         return replace(self, sha256=_hash_of(file)) if file.is_file() else self
 
 
 def score_by_data_source(data_source: str, **arguments: Any) -> Any:
-    """The default reward function. It calls the function that is registered for the sample's data
-    source."""
-    return get_reward_fn(data_source)(data_source=data_source, **arguments)
+    """The default reward function. It calls the function that is registered for the data source of
+    the sample."""
+    reward_fn = get_reward_fn(data_source)
+    return reward_fn(data_source=data_source, **arguments)
 
 
 def takes_raw_prompt(reward_fn: Callable[..., Any]) -> bool:
-    """Return whether a function is called with the prompt's chat messages too, because it has a
-    parameter `raw_prompt`."""
+    """Returns whether a function has a parameter `raw_prompt`. Such a function gets the chat
+    messages of the prompt."""
     return "raw_prompt" in inspect.signature(reward_fn).parameters
 
 
 def load_reward_function(
     spec: RewardFunctionSpec, timeout_s: float = 30.0
 ) -> functools.partial[Any]:
-    """Loads a reward function and binds `reward_kwargs` to it. A reward server has `timeout_s`
-    seconds for a sample.
+    """Loads a reward function and binds `reward_kwargs` to it. `timeout_s` is the deadline of a
+    reward server for a sample.
 
-    Raises ValueError if the file, the module or the function is missing, or if the function cannot
-    be called with the arguments of a reward function.
+    Raises ValueError if the file, the module or the function is missing, or if the function does
+    not take the arguments of a reward function.
     """
     path = spec.path
     name = spec.name
@@ -119,8 +120,8 @@ def _hash_of(file: Path) -> str:
 
 
 def _import_module(path: str, sha256: str | None) -> ModuleType:
-    """Imports the module at `path`, a file or `pkg://module`. Raises ValueError if it is not there,
-    or if the file has not the hash `sha256`."""
+    """Imports the module at `path`, which is a file or `pkg://module`. Raises ValueError if it does
+    not exist, or if the file does not have the hash `sha256`."""
     if path.startswith("pkg://"):
         module_name = path.removeprefix("pkg://")
         try:
@@ -147,6 +148,6 @@ def _import_module(path: str, sha256: str | None) -> ModuleType:
             "pkg://module"
         )
     module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # dataclasses and pickling look their module up by name
+    sys.modules[module_name] = module  # dataclasses and pickle look for their module by name
     spec.loader.exec_module(module)
     return module

@@ -1,5 +1,5 @@
-"""Scores samples in reward processes, which are isolated from the driver, with a deadline for every
-sample."""
+"""Scores samples in reward processes, which are isolated from the driver. Every sample has a
+deadline."""
 
 import functools
 import logging
@@ -22,16 +22,17 @@ from verl_like.rewards.scoring_server import clipped
 
 logger = logging.getLogger(__name__)
 
-_RESTART_S = 5.0  # what replacing a process takes on average beside loading the function
+_RESTART_S = 5.0
+"""Seconds that replacing a process takes on average, without loading the function."""
 _ATTEMPTS = 3
 _MAX_ERROR_CHARS = 4_000
-# What a process and its supervisor have resident before they load the function
 _IDLE_BYTES = 64 << 20
+"""Resident memory of a process and its supervisor before they load the function."""
 _POLICIES = "reward.on_error=skip (leave the sample out) or reward.on_error=score (score it 0)"
 
 
 def most_workers() -> int:
-    """The number of reward processes that fit into half of this machine's memory."""
+    """Returns how many reward processes fit into half of this machine's memory."""
     return max(1, psutil.virtual_memory().total // 2 // _IDLE_BYTES)
 
 
@@ -44,23 +45,23 @@ class RewardResult:
 
     @functools.cached_property
     def scores(self) -> np.ndarray:
-        """(B,) float32. It is 0 for a sample that was skipped, or failed under
+        """(B,) float32. It is 0 for a sample that was skipped, and for one that failed under
         on_error="score"."""
         return np.array([answer.score or 0.0 for answer in self.answers], dtype=np.float32)
 
     @functools.cached_property
     def skipped(self) -> np.ndarray:
-        """(B,) bool. It is True if the function returned None, or failed under on_error="skip"."""
+        """(B,) bool. True if the function returned None, or failed under on_error="skip"."""
         return np.array([answer.score is None for answer in self.answers], dtype=np.bool_)
 
     @functools.cached_property
     def extra(self) -> dict[str, np.ndarray]:
-        """What the function returned beside the score, as arrays (B,) by name.
+        """The values that the function returned beside the score, as arrays (B,) by name.
 
-        An array of numbers is float64, with NaN for a sample that lacks the number. Other arrays
-        are of objects, with None for a sample that lacks the value.
+        An array of numbers is float64, with NaN for a sample without the number. Other arrays are
+        of objects, with None for a sample without the value.
         """
-        keys: dict[str, None] = {}  # a set that keeps the order
+        keys: dict[str, None] = {}  # in place of a set, which has no order
         for answer in self.answers:
             keys |= dict.fromkeys(answer.extra)
         columns = {}
@@ -75,20 +76,19 @@ class RewardResult:
 
     @property
     def num_errors(self) -> int:
-        """The number of samples for which the function raised an error, died or returned something
-        unusable."""
+        """The number of samples for which the function raised an error, died, or returned something
+        that is no score."""
         return sum(bool(answer.error) and not answer.timed_out for answer in self.answers)
 
     @property
     def num_timeouts(self) -> int:
-        """The number of samples without an answer within timeout_s, or with a TimeoutError. They do
-        not count in `num_errors`."""
+        """The number of samples without an answer within timeout_s, or with a TimeoutError.
+        `num_errors` does not count them."""
         return sum(bool(answer.error) and answer.timed_out for answer in self.answers)
 
     @property
     def ran(self) -> list[tuple[int, float, float]]:
-        """(process id, start, end) of each sample that has an answer of a process, by
-        time.time()."""
+        """(process id, start, end) by time.time() of each sample that a process has answered."""
         return [answer.ran for answer in self.answers if answer.ran is not None]
 
 
@@ -97,15 +97,15 @@ class RewardError(RuntimeError):
 
 
 class RewardManager:
-    """Runs a reward function in `num_workers` processes. Each loads it once and scores one sample
-    at a time.
+    """Runs a reward function in `num_workers` processes. Each of them loads it once and scores one
+    sample at a time.
 
     A process is replaced if it dies, takes longer than `timeout_s` seconds for a sample, or uses
     more than `max_memory_gb` (10^9 bytes, counting the programs that it starts). `on_error` says
     what happens with a sample that could not be scored: "fail" raises `RewardError` from `get`,
     "skip" marks it as skipped, "score" gives it the score 0. `redacted` masks secrets in errors of
-    the function. Raises ValueError if the function cannot be loaded, or if the machine has no
-    memory for so many processes.
+    the function. Raises ValueError if the function cannot be loaded, or if the memory of the
+    machine is too small for so many processes.
     """
 
     def __init__(
@@ -122,7 +122,8 @@ class RewardManager:
                 f"reward.num_workers={num_workers} and reward.timeout_s={timeout_s} must be at "
                 "least 1 and above 0"
             )
-        if num_workers > (most := most_workers()):
+        most = most_workers()
+        if num_workers > most:
             raise ValueError(
                 f"reward.num_workers={num_workers} processes take more than half of this "
                 f"machine's memory, with {_IDLE_BYTES >> 20} MiB for each before it loads its "
@@ -141,8 +142,8 @@ class RewardManager:
         self._free: queue.SimpleQueue[RewardProcess] = queue.SimpleQueue()
         for process in self._processes:
             self._free.put(process)
-        # The threads block SIGINT, and the processes that they start inherit this: Ctrl-C reaches
-        # only the driver, which then stops them.
+        # The threads block SIGINT, and so do the processes that they start. So Ctrl-C reaches only
+        # the driver, which then stops the processes.
         self._threads = ThreadPoolExecutor(
             num_workers,
             initializer=signal.pthread_sigmask,
@@ -161,7 +162,8 @@ class RewardManager:
             ) from error
         except ValueError as error:
             self.close()
-            raise ValueError(clipped(self.redacted(str(error)), _MAX_ERROR_CHARS)) from None
+            message = self.redacted(str(error))
+            raise ValueError(clipped(message, _MAX_ERROR_CHARS)) from None
         except BaseException:
             self.close()
             raise
@@ -175,17 +177,16 @@ class RewardManager:
         return pending
 
     def expect(self, num_samples: int) -> "PendingRewards":
-        """The future result of `num_samples` samples, which are submitted to it later, in any
-        order."""
+        """Returns the future result of `num_samples` samples. They are submitted to it later, in
+        any order."""
         self._futures = [future for future in self._futures if not future.done()]
         return PendingRewards(self, num_samples, num_ahead=len(self._futures))
 
     def check(self, samples: list[RewardSample]) -> dict[str, np.ndarray]:
-        """Scores samples with an example response before training.
+        """Scores samples with an example response before training. Returns `RewardResult.extra`.
 
-        Returns what the function returned beside the scores, as in `RewardResult.extra`. Raises
-        RewardError if a sample fails. Under on_error="skip", with which the run would leave such
-        samples out, it raises only if all samples fail, and otherwise logs a warning.
+        Raises RewardError if a sample fails. Under on_error="skip" the run leaves such samples out,
+        so an error is raised only if all samples fail, and otherwise a warning is logged.
         """
         answers = list(self.submit(samples).answers())
         errors = [answer.error for answer in answers if answer.error]
@@ -198,7 +199,7 @@ class RewardManager:
         return RewardResult(answers).extra
 
     def close(self) -> None:
-        """Stops the reward processes. Samples that are still being scored are cancelled."""
+        """Stops the reward processes. Samples that are not scored yet are cancelled."""
         self._is_closed = True
         for process in self._processes:
             process.kill()
@@ -207,8 +208,8 @@ class RewardManager:
             process.stop()
 
     def schedule(self, sample: RewardSample) -> "Future[Answer]":
-        """Has a sample scored as soon as a process is free, and returns its future answer. Raises
-        ValueError for a subclass of RewardSample, whose further fields would be lost."""
+        """Has a sample scored when a process is free, and returns its future answer. Raises
+        ValueError for a subclass of RewardSample, because its further fields would be lost."""
         if type(sample) is not RewardSample:
             raise ValueError(
                 f"{type(sample).__name__} is no RewardSample, whose fields alone reach the "
@@ -219,8 +220,8 @@ class RewardManager:
         return future
 
     def _score(self, sample: RewardSample) -> Answer:
-        """Scores a sample, in one of the threads. Raises RewardError if no process can be started
-        any more."""
+        """Scores a sample. This runs in one of the threads. Raises RewardError if no process can be
+        started any more."""
         process = self._free.get_nowait()  # there are as many processes as threads
         failed = f"the reward of {sample.name} (data_source {sample.data_source!r}) failed: "
         try:
@@ -247,7 +248,7 @@ class RewardManager:
     def _begin(self, process: RewardProcess, sample: RewardSample) -> None:
         """Gives a sample to a process. A process that died while it was idle, or dies while it
         loads, is replaced first. Raises RewardError if that happens `_ATTEMPTS` times."""
-        causes: list[str] = []
+        causes = []
         for _ in range(_ATTEMPTS):
             try:
                 return process.begin(sample)
@@ -272,10 +273,10 @@ class RewardManager:
 
 
 class PendingRewards:
-    """The future result of samples, some of which may not have been submitted yet.
+    """The future result of samples. Some of them may not have been submitted yet.
 
-    `num_ahead` is the number of samples that were submitted before and are not scored yet. The
-    deadline counts them.
+    `num_ahead` is the number of earlier samples that are not scored yet. They count in the
+    deadline.
     """
 
     def __init__(self, manager: RewardManager, num_samples: int, num_ahead: int) -> None:
@@ -286,25 +287,25 @@ class PendingRewards:
         self._longest_s = START_S + rounds * (manager.timeout_s + manager.restart_s)
 
     def submit(self, index: int, sample: RewardSample) -> None:
-        """Starts scoring the sample that is number `index` in the result."""
+        """Starts scoring a sample. `index` is its place in the result."""
         assert index not in self._submitted, f"sample {index} was submitted already"
         future = self._manager.schedule(sample)
         self._submitted[index] = (sample, future)
 
     def missing(self) -> list[int]:
-        """The indices of the samples that were not submitted yet. `get` needs all."""
+        """The indices of the samples that were not submitted yet. `get` needs all samples."""
         return [index for index in range(self._num_samples) if index not in self._submitted]
 
     def get(self) -> RewardResult:
-        """Waits for all samples and returns their answers. The deadline is the time that it takes
-        if every sample hangs.
+        """Waits for all samples and returns their answers. The deadline is long enough for samples
+        that all hang.
 
         Raises RewardError if no process can be started any more, or if the deadline passes. Under
-        on_error="fail" it raises it too for the first sample that could not be scored.
+        on_error="fail" it is raised too for the first sample that could not be scored.
         """
         manager = self._manager
-        answers: list[Answer] = []
-        errors: list[Answer] = []
+        answers = []
+        errors = []
         for answer in self.answers():
             if answer.error and manager.on_error == "fail":
                 for _, future in self._submitted.values():
@@ -328,8 +329,9 @@ class PendingRewards:
         deadline = time.monotonic() + self._longest_s
         assert not self.missing(), "a sample was never submitted"
         for _, (sample, future) in sorted(self._submitted.items()):
+            seconds_left = max(0.0, deadline - time.monotonic())
             try:
-                yield future.result(timeout=max(0.0, deadline - time.monotonic()))
+                yield future.result(timeout=seconds_left)
             except CancelledError:
                 raise RuntimeError(
                     f"{sample.name} was not scored: the manager was closed"

@@ -1,4 +1,4 @@
-"""One reward process. It has a socket of its own to the driver, so that its failure affects no
+"""Runs one reward process. It has its own socket to the driver, so that its failure affects no
 other process."""
 
 import contextlib
@@ -20,21 +20,25 @@ from verl_like.rewards.sample import RewardSample
 from verl_like.rewards.scoring_server import MAX_ANSWER_BYTES
 from verl_like.rewards.supervisor import MEMORY_EXIT_CODE, descendants
 
-START_S = 60.0  # a process starts and imports the user's module within this time
-_TRANSFER_S = 60  # it continues to read or write a message within this time
+START_S = 60.0
+"""In so many seconds a process starts and imports the user's module."""
+_TRANSFER_S = 60
+"""In so many seconds it goes on with reading or writing a message."""
 _EXIT_S = 10.0
 GIGABYTE = 10**9
 
 
 class ProcessDied(RuntimeError):
-    """A reward process ended unexpectedly, or was ended because it sent what is no answer."""
+    """A reward process ended unexpectedly, or was ended because it sent something that is no
+    answer."""
 
 
 class Answer(BaseModel):
-    """The result for a sample: its score, None as the score to leave it out, or an error.
+    """The result for a sample: its score, or None as the score to leave the sample out, or an
+    error.
 
-    A reward process sends it as JSON text. For a sample whose process ended without an answer, the
-    driver makes one.
+    A reward process sends it as JSON text. If a process ends without an answer, the driver makes
+    one.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -43,16 +47,16 @@ class Answer(BaseModel):
     extra: dict[str, Any] = {}
     error: str = ""
     timed_out: bool = False
-    # JSON has lists and no tuples, so a list is accepted here.
+    # A list is accepted too, because JSON has no tuples.
     ran: Annotated[tuple[int, float, float], Strict(False)] | None = None
-    """(process id, start, end), by time.time(). None if the process gave no answer."""
+    """(process id, start, end) by time.time(). None if the process gave no answer."""
 
 
 class RewardProcess:
-    """A reward process, and after it ended the process that replaces it.
+    """A reward process. After it has ended, this object stands for the process that replaces it.
 
     The process is a new interpreter that imports none of the driver's modules, not even `__main__`.
-    Only one thread at a time may use this object, but `kill` may be called from any thread.
+    Only one thread at a time may use this object, but any thread may call `kill`.
     """
 
     def __init__(
@@ -68,7 +72,7 @@ class RewardProcess:
     def start(self) -> None:
         """Starts the process, unless it runs, and waits until it has loaded the reward function.
 
-        Raises ProcessDied if the process ended or took too long, and ValueError if the function
+        Raises ProcessDied if the process ends or takes too long, and ValueError if the function
         cannot be loaded.
         """
         if self._popen is not None:
@@ -91,8 +95,8 @@ class RewardProcess:
     def begin(self, sample: RewardSample) -> None:
         """Starts the process if needed, sends it a sample, and waits until it begins to score it.
 
-        Raises the errors of `start`. After a ProcessDied from here the sample was not begun, so it
-        is not the cause.
+        Raises the errors of `start`. If this raises ProcessDied, the sample was not begun, so it is
+        not the cause.
         """
         self.start()
         self._send(sample)
@@ -105,7 +109,8 @@ class RewardProcess:
 
     def answer(self) -> Answer:
         """Waits for the answer to the sample that was begun. Raises ProcessDied if the process
-        ends, and TimeoutError if it takes longer than `timeout_s`, after which it is stopped."""
+        ends. If it takes longer than `timeout_s`, the process is stopped and TimeoutError is
+        raised."""
         message = self._receive(self.timeout_s)
         try:
             answer = Answer.model_validate(message)
@@ -116,21 +121,21 @@ class RewardProcess:
         return answer
 
     def kill(self) -> None:
-        """Ends the process for good, even if a thread waits for it. `stop` has to be called
-        afterwards, when no thread waits for it any more."""
+        """Ends the process for good, even while a thread waits for it. When no thread waits any
+        more, `stop` has to be called."""
         with self._lock:
             self._is_killed = True
             if self._popen is not None:
                 self._popen.send_signal(signal.SIGTERM)
-                # Programs that the function started may hold the other end open.
+                # Programs that the function has started may keep the other end open.
                 self._socket.shutdown(socket.SHUT_RDWR)
 
     def stop(self) -> int:
-        """Ends the process if it runs and returns its exit code, or 0 if it did not run."""
+        """Ends the process if it runs. Returns its exit code, or 0 if it did not run."""
         with self._lock:
             if self._popen is None:
                 return 0
-            # The signal goes to the supervisor, which ends all programs below it.
+            # The supervisor gets the signal and ends all programs below it.
             self._popen.send_signal(signal.SIGTERM)
             try:
                 exit_code = self._popen.wait(timeout=_EXIT_S)
@@ -145,8 +150,8 @@ class RewardProcess:
             return exit_code
 
     def _spawn(self) -> None:
-        """Starts the interpreter, which runs `serve` with one end of a new socket. Raises
-        ProcessDied if it cannot be started, or after `kill`."""
+        """Starts an interpreter that runs `serve` with one end of a new socket. Raises ProcessDied
+        if it cannot be started, or if `kill` was called."""
         ours, theirs = socket.socketpair()
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", _TRANSFER_S, 0))
@@ -164,7 +169,7 @@ class RewardProcess:
                     [sys.executable, "-c", program],
                     stdin=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
-                    process_group=0,  # what a terminal sends to the driver's group is not for it
+                    process_group=0,  # it does not get the terminal's signals to the driver
                 )
             except OSError as error:
                 ours.close()
@@ -179,8 +184,8 @@ class RewardProcess:
             raise self._died() from error
 
     def _receive(self, limit_s: float) -> dict[str, Any]:
-        """Waits for the next message. If none comes within `limit_s`, it stops the process and
-        raises TimeoutError."""
+        """Waits for the next message. If none comes within `limit_s`, the process is stopped and
+        TimeoutError is raised."""
         if not self._connection.poll(limit_s):
             self.stop()
             raise TimeoutError
@@ -197,8 +202,8 @@ class RewardProcess:
         return message
 
     def _no_answer(self, message: object) -> ProcessDied:
-        """Stops a process that sent what is no answer, and returns the error. What it sends next
-        could be taken for the answer to another sample."""
+        """Stops a process that has sent something else than an answer, and returns the error. Its
+        next message could be taken for the answer to another sample."""
         self.stop()
         return ProcessDied(
             f"it sent what is no answer, {repr(message)[:100]}, and was stopped: its code writes "
@@ -206,11 +211,11 @@ class RewardProcess:
         )
 
     def _died(self) -> ProcessDied:
-        """Makes the error for a process whose end of the socket is closed: it has ended, or is
-        about to. The error says with which exit code."""
+        """Makes the error for a process that has closed its end of the socket, because it has ended
+        or is ending. The error has its exit code."""
         assert self._popen is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._popen.wait(timeout=_EXIT_S)  # for its own exit code
+            self._popen.wait(timeout=_EXIT_S)  # otherwise `stop` would change its exit code
         exit_code = self.stop()
         if exit_code == MEMORY_EXIT_CODE:
             limit = f"reward.max_memory_gb={self.max_memory_gb:g}"

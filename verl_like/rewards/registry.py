@@ -7,7 +7,8 @@ from typing import Any
 from verl_like.registry import Registry
 
 RewardFn = Callable[..., Any]
-MAX_SCORE = 3.4e38  # scores become float32
+MAX_SCORE = 3.4e38
+"""The largest score, because scores become float32."""
 
 REWARD_FNS: Registry[RewardFn] = Registry(
     "reward",
@@ -21,8 +22,8 @@ REWARD_FNS: Registry[RewardFn] = Registry(
 
 
 def register_reward(*data_sources: str) -> Callable[[RewardFn], RewardFn]:
-    """Decorator that registers a reward function for data sources. The name of a data source may be
-    a shell pattern such as `lighteval/*`.
+    """Returns a decorator that registers a reward function for data sources. The name of a data
+    source may be a shell pattern such as `lighteval/*`.
 
     Raises ValueError if one of the names is registered already.
     """
@@ -36,11 +37,8 @@ def register_reward(*data_sources: str) -> Callable[[RewardFn], RewardFn]:
 
 
 def get_reward_fn(data_source: str) -> RewardFn:
-    """Returns the reward function of a data source: that of its exact name, else that of the first
-    registered pattern that matches.
-
-    Raises ValueError if there is none.
-    """
+    """Returns the reward function of a data source. It is the one of this name, or else the one of
+    the first registered pattern that matches. Raises ValueError if there is none."""
     if data_source not in REWARD_FNS.entries:
         for pattern, reward_fn in REWARD_FNS.entries.items():
             if fnmatchcase(data_source, pattern):

@@ -1,5 +1,5 @@
-"""A reward function on a server: each sample is sent as JSON by POST, again if that fails, until
-the sample's deadline."""
+"""A reward function on a server. Each sample is sent as JSON by POST. If that fails, it is sent
+again until the sample's deadline."""
 
 import contextlib
 import http.client
@@ -13,8 +13,9 @@ from urllib.parse import urlsplit
 from verl_like.rewards.registry import MAX_SCORE
 
 TOKEN_VARIABLE = "VERL_LIKE_REWARD_TOKEN"
-# The client gives up before its process is killed, because the client knows the cause.
 _SHARE_OF_TIMEOUT = 0.8
+"""After this share of the timeout the client gives up. It knows the cause, but the driver, which
+kills its process after the timeout, does not."""
 _FIRST_PAUSE_S = 0.1
 _URL = re.compile(r"https?://([\w.-]+|\[[\da-fA-F:]+\])(:\d{1,5})?([/?][!-~]*)?", re.ASCII)
 _MAX_REPLY_BYTES = 64 * 1024
@@ -25,17 +26,17 @@ _WHAT_IS_EXPECTED = (
 
 
 class RewardServerError(RuntimeError):
-    """A reward server could not be reached, refused a sample or replied with no score."""
+    """A reward server could not be reached, refused a sample, or did not reply with a score."""
 
 
 class RemoteReward:
-    """A reward function that asks a server. Its arguments are the body of a POST to `url`, and the
-    reply is the score.
+    """A reward function that asks a server. It sends its arguments as the body of a POST to `url`,
+    and the reply is the score.
 
-    After a failed connection or a status of 5xx it tries again, until 80% of `timeout_s` seconds
-    have passed. Any other status but 2xx is an error at once. The token of docs/rewards.md is sent
-    with each request, and masked in messages if the server repeats it. Raises ValueError if the URL
-    or the token cannot be sent.
+    If the connection fails or the status is 5xx, it tries again until 80% of `timeout_s` seconds
+    have passed. Any other status except 2xx is an error at once. The token of docs/rewards.md is
+    sent with each request. If the server repeats it, messages show it masked. Raises ValueError if
+    the URL or the token cannot be sent.
     """
 
     def __init__(self, url: str, timeout_s: float) -> None:
@@ -54,21 +55,22 @@ class RemoteReward:
             )
         self._url = url
         self._limit_s = _SHARE_OF_TIMEOUT * timeout_s
-        self._class = (
-            http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        )
+        is_secure = parts.scheme == "https"
+        self._class = http.client.HTTPSConnection if is_secure else http.client.HTTPConnection
         self._host = parts.hostname or ""
         self._port = parts.port
-        self._target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        self._target = parts.path or "/"
+        if parts.query:
+            self._target += f"?{parts.query}"
         self._headers = {"Content-Type": "application/json"}
-        # Without a token this is a character that no text has, so that nothing is masked.
+        # Without a token this is a character that no text has. So nothing is masked.
         self._token = token or "\0"
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
 
     def __call__(self, raw_prompt: list[dict[str, Any]] | None, **arguments: Any) -> dict[str, Any]:
-        """Sends the arguments of a reward function and returns the server's reply, as a dict with
-        the key `score`.
+        """Sends the arguments of a reward function. Returns the server's reply as a dict with the
+        key `score`.
 
         Raises RewardServerError if the server cannot be reached or its reply is no score, and
         TimeoutError if it does not reply within the deadline.
@@ -77,8 +79,9 @@ class RemoteReward:
         deadline = time.monotonic() + self._limit_s
         pause_s = _FIRST_PAUSE_S
         while True:
+            seconds_left = max(0.01, deadline - time.monotonic())
             try:
-                status, reply = self._post(body, max(0.01, deadline - time.monotonic()))
+                status, reply = self._post(body, seconds_left)
             except TimeoutError:
                 raise TimeoutError(
                     f"{self._url} gave no answer within {self._limit_s:g} s"
@@ -95,31 +98,28 @@ class RemoteReward:
             pause_s *= 2
 
     def _post(self, body: bytes, limit_s: float) -> tuple[int, bytes]:
-        """Sends a request. Returns the status and the reply, of which at most one byte more than is
-        allowed is read."""
-        with contextlib.closing(self._class(self._host, self._port, timeout=limit_s)) as connection:
+        """Sends a request, and returns the status and the reply. At most one byte more than the
+        allowed length is read."""
+        connection = self._class(self._host, self._port, timeout=limit_s)
+        with contextlib.closing(connection):
             connection.request("POST", self._target, body, self._headers)
             response = connection.getresponse()
             reply = response.read(_MAX_REPLY_BYTES + 1)
-            # A reply that is cut short is an error: "12" would become the number 1.
+            # An incomplete reply is an error, because "12" could arrive as the number 1.
             if response.length and len(reply) <= _MAX_REPLY_BYTES:
                 raise http.client.IncompleteRead(reply, response.length)
             return response.status, reply
 
     def _checked(self, status: int, reply: bytes) -> dict[str, Any]:
-        """The fields of a reply, `score` among them. Raises RewardServerError for a status other
-        than 2xx, and for a reply that is too long or no score."""
+        """Returns the fields of a reply, with the key `score`. Raises RewardServerError if the
+        status is not 2xx, or the reply is too long or no score."""
         if not 200 <= status < 300:
             raise self._error(f"answered status {status}", reply)
         if len(reply) > _MAX_REPLY_BYTES:
             raise self._error(f"replied with more than {_MAX_REPLY_BYTES} bytes", reply)
         try:
-            value = json.loads(
-                self._redacted(reply.decode()),
-                parse_float=_number,
-                parse_int=_number,
-                parse_constant=_number,
-            )
+            text = self._redacted(reply.decode())
+            value = json.loads(text, parse_float=_number, parse_int=_number, parse_constant=_number)
             # This raises ValueError for half a surrogate pair, which cannot be written to a file.
             json.dumps(value, ensure_ascii=False).encode()
         except (ValueError, RecursionError):
@@ -133,7 +133,7 @@ class RemoteReward:
         return fields
 
     def _error(self, problem: str, reply: bytes | None = None) -> RewardServerError:
-        """Makes the error for a problem of the server, with the beginning of its reply."""
+        """Makes the error for a problem of the server. It has the beginning of the reply."""
         excerpt = ""
         if reply:
             start = self._redacted(reply.decode(errors="replace"))[:_EXCERPT_CHARS]
@@ -148,7 +148,8 @@ class RemoteReward:
 
 
 def _number(text: str) -> float:
-    """A number of a reply. Raises ValueError for NaN and for what is too large for float32."""
+    """Returns a number of a reply. Raises ValueError for NaN and for numbers that are too large for
+    float32."""
     value = float(text)
     if not abs(value) <= MAX_SCORE:  # also NaN
         raise ValueError

@@ -1,5 +1,5 @@
-"""What is scored. The driver makes it and a reward process reads it, so this file imports nothing
-heavy."""
+"""The sample that a reward function scores. Reward processes import this file, so it imports no
+large library."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,11 +7,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RewardSample:
-    """One response to score. `solution_str` is the decoded response only, without the prompt."""
+    """One response to score."""
 
-    name: str  # what messages call it, such as "sample uid '0-17'"
+    name: str
+    """What messages call the sample, for instance "sample uid '0-17'"."""
     data_source: str
     solution_str: str
+    """The decoded response without the prompt."""
     ground_truth: Any
     extra_info: dict[str, Any] | None = None
-    raw_prompt: list[dict[str, Any]] | None = None  # chat messages
+    raw_prompt: list[dict[str, Any]] | None = None
+    """The chat messages of the prompt."""

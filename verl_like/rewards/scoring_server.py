@@ -1,7 +1,7 @@
-"""The program of a reward process: it loads the function once, then scores one sample at a time.
+"""The program of a reward process. It loads the function once, then scores one sample at a time.
 
-Answers and errors are sent to the driver as JSON text, so that the driver unpickles no object of
-custom code. Their length is bounded, whatever the function returns or raises.
+Answers and errors are sent to the driver as JSON text, so that the driver unpickles nothing that
+custom code has made. Their length is limited, whatever the function returns or raises.
 """
 
 import asyncio
@@ -21,16 +21,17 @@ from verl_like.rewards.sample import RewardSample
 from verl_like.rewards.supervisor import supervise
 
 MAX_ANSWER_BYTES = 1 << 20
-"""The driver does not read a longer message of a reward process. This module never sends one."""
+"""The driver reads no longer messages of a reward process. This module never sends one."""
 _MAX_EXTRA_BYTES = 64 * 1024
 _MAX_ERROR_CHARS = 64_000
-"""How much of an error's text is sent to the driver, which masks secrets and then shows far less.
-So no part of a secret is shown that remained because the text was cut here."""
+"""An error's text is cut to so many characters before it is sent to the driver. This may cut a
+secret in two, which is then not masked. But it is not shown either, because the driver shows far
+fewer characters."""
 _STANDARD_ERROR = 2
 _WHAT_IS_EXPECTED = (
     'a finite number, {"score": finite number, ...}, or None to leave the sample out'
 )
-# These files only find and call the function, so a message does not name their lines.
+# Messages do not name lines of these files, because they only find and call the function.
 _CALLERS = (__file__, loader.__file__, names.__file__, registry.__file__, remote.__file__)
 
 
@@ -38,9 +39,9 @@ def serve(socket_fd: int, parent_pid: int, max_memory_bytes: int) -> None:
     """Runs a reward process. It loads the function that the first message names, and then scores
     the sample of each further message.
 
-    It answers the first message with the error of loading the function, if there is one. It answers
-    each sample twice: when it begins, and with the score. Its parent process, the supervisor, ends
-    this process and the programs that it started, at the latest when the driver ends.
+    It answers the first message with the error of loading the function, or null. It answers each
+    sample twice: when it begins, and with the score. Its parent process, the supervisor, ends this
+    process and the programs that it has started, at the latest when the driver ends.
     """
     supervise(parent_pid, max_memory_bytes)
     os.set_inheritable(socket_fd, False)
@@ -57,9 +58,10 @@ def serve(socket_fd: int, parent_pid: int, max_memory_bytes: int) -> None:
             f"custom_reward_function.path={spec.path} fails on import: "
             f"{type(error).__name__}: {error}"
         )
-    connection.send_bytes(
-        json.dumps({"load_error": problem and clipped(problem, _MAX_ERROR_CHARS)}).encode()
-    )
+    if problem is not None:
+        problem = clipped(problem, _MAX_ERROR_CHARS)
+    loaded = json.dumps({"load_error": problem})
+    connection.send_bytes(loaded.encode())
     while problem is None:
         try:
             sample: RewardSample = connection.recv()
@@ -67,8 +69,8 @@ def serve(socket_fd: int, parent_pid: int, max_memory_bytes: int) -> None:
             return
         connection.send_bytes(b'{"begun": true}')
         started = time.time()
-        # If the function hangs, standard error says where, just before the driver stops this
-        # process.
+        # If the function hangs, its stack is written to standard error just before the driver stops
+        # this process.
         faulthandler.dump_traceback_later(0.9 * timeout_s, file=_STANDARD_ERROR)
         answer = _score(reward_fn, loop, sample)
         faulthandler.cancel_dump_traceback_later()
@@ -79,8 +81,8 @@ def serve(socket_fd: int, parent_pid: int, max_memory_bytes: int) -> None:
 def _score(
     reward_fn: functools.partial[Any], loop: asyncio.AbstractEventLoop, sample: RewardSample
 ) -> dict[str, Any]:
-    """The fields of the sample's `Answer`, except the time that it took. Whatever the function
-    raises becomes the error of the answer."""
+    """Returns the fields of the sample's `Answer` but `ran`. If the function raises an error, it
+    becomes the error of the answer."""
     further = {"raw_prompt": sample.raw_prompt} if loader.takes_raw_prompt(reward_fn) else {}
     try:
         result = reward_fn(
@@ -102,8 +104,8 @@ def _score(
 
 
 def _checked(result: Any) -> dict[str, Any]:
-    """The fields of an `Answer` for what a reward function returned: the score and extra metrics,
-    or an error if it returned something else."""
+    """Returns the fields of an `Answer` for the result of a reward function: its score and extra
+    metrics, or an error if it has none."""
     extra: dict[str, Any] = {}
     score = _plain(result)
     if isinstance(score, dict):
@@ -124,8 +126,8 @@ def _checked(result: Any) -> dict[str, Any]:
 
 
 def _problem_of_extra(value: Any) -> str:
-    """Says what is wrong with the value of an extra metric. The text is empty if nothing is. NaN is
-    allowed, and means that the number is missing."""
+    """Says what is wrong with the value of an extra metric, or returns "" if nothing is. NaN is
+    allowed and means that the number is missing."""
     if isinstance(value, int | float) and abs(value) > registry.MAX_SCORE:
         return f"is {float(value)}"
     try:
@@ -137,15 +139,15 @@ def _problem_of_extra(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Turns a scalar of NumPy or torch into a Python number, without importing either library.
+    """Turns a scalar of NumPy or torch into a Python number without importing these libraries.
     Other values are returned as they are."""
     is_scalar = hasattr(value, "item") and getattr(value, "ndim", None) == 0
     return value.item() if is_scalar else value
 
 
 def clipped(text: str, max_chars: int) -> str:
-    """The text in a form that can be written to a file. If it is longer than `max_chars`, its
-    middle is left out."""
+    """Returns the text in a form that can be written to a file. If it is longer than `max_chars`,
+    its middle is left out."""
     text = text.encode(errors="backslashreplace").decode()
     if len(text) <= max_chars:
         return text
@@ -153,14 +155,16 @@ def clipped(text: str, max_chars: int) -> str:
 
 
 def _bad_return(result: Any, found: str) -> dict[str, Any]:
+    """Returns the fields of an `Answer` for a result that is no score."""
     problem = f"the function returned {found} ({result!r}), expected {_WHAT_IS_EXPECTED}"
     return {"error": clipped(problem, _MAX_ERROR_CHARS)}
 
 
 def _place(error: BaseException, reward_fn: functools.partial[Any]) -> str:
     """Names the last line of the function's own file in the traceback of its error, or else the
-    last line of any file. The text is empty if the function was not reached."""
-    code = getattr(inspect.unwrap(reward_fn.func), "__code__", None)  # None for a callable object
+    last line of any file. Returns "" if the function was not reached."""
+    function = inspect.unwrap(reward_fn.func)
+    code = getattr(function, "__code__", None)  # a callable object has none
     stack = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in stack if frame.filename not in _CALLERS]
     own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]

@@ -1,9 +1,9 @@
-"""The supervisor of a reward process, which is its parent process. When the reward process ends, or
-has to end, the supervisor ends every program that the process started.
+"""The supervisor of a reward process, which is its parent process. When the reward process ends or
+has to end, the supervisor ends all programs that the process has started.
 
-Both are the same program before a fork, and the supervisor runs no custom code. A program whose own
-parent has ended becomes a child of the supervisor (PR_SET_CHILD_SUBREAPER), so the supervisor finds
-programs in sessions of their own too.
+A reward process is a fork of its supervisor, which runs no custom code. A program whose parent has
+ended becomes a child of the supervisor (PR_SET_CHILD_SUBREAPER). So the supervisor also finds
+programs in sessions of their own.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 MEMORY_EXIT_CODE = 199
-"""Exit code of a supervisor whose process used too much memory."""
+"""The exit code of a supervisor whose process used too much memory."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _LOOK_S = 0.1
@@ -26,13 +26,13 @@ _SIGNALS = {signal.SIGTERM, signal.SIGCHLD}
 
 
 def supervise(parent_pid: int, max_memory_bytes: int) -> None:
-    """Forks the process. The child returns from here as the reward process; the parent becomes its
+    """Forks this process. The child returns and becomes the reward process. The parent becomes its
     supervisor and never returns.
 
-    The supervisor ends with the child's exit code or signal, or with `MEMORY_EXIT_CODE` if the
-    child and the programs below it used more than `max_memory_bytes`, or by SIGTERM. The driver,
-    whose process id is `parent_pid`, sends SIGTERM to stop it, and the kernel does when the driver
-    has died. Only Linux has what this needs; elsewhere nothing is supervised.
+    The supervisor ends with the child's exit code or signal. It ends with `MEMORY_EXIT_CODE` if the
+    child and the programs below it use more than `max_memory_bytes`. It ends by SIGTERM too, which
+    the driver sends to stop it, or the kernel when the driver has died. `parent_pid` is the process
+    id of the driver. This works only on Linux. On other systems nothing is supervised.
     """
     if sys.platform != "linux":
         return
@@ -45,7 +45,7 @@ def supervise(parent_pid: int, max_memory_bytes: int) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, inherited - _SIGNALS)
         _end_with_parent(signal.SIGKILL, supervisor)
         return
-    # With its copy of the socket closed, the driver's socket ends when the child ends.
+    # Its copy of the socket is closed, so that the driver's end closes when the child ends.
     os.closerange(3, 1 << 16)
     code = _watch(child, max_memory_bytes)
     _end_descendants()
@@ -53,7 +53,8 @@ def supervise(parent_pid: int, max_memory_bytes: int) -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """The ids of the processes below a process. Some may start or end meanwhile, and be missed."""
+    """Returns the ids of the processes below a process. Those that start or end meanwhile may be
+    missed."""
     found = []
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):  # the thread has ended
@@ -65,21 +66,25 @@ def descendants(pid: int) -> list[int]:
 
 
 def _watch(child: int, max_memory_bytes: int) -> int:
-    """Waits until the child has ended or has to end. Returns the exit code for the supervisor, or
-    minus the number of the signal by which it is to end."""
+    """Waits until the child has ended or has to end. Returns the exit code of the supervisor, or
+    minus the number of the signal by which it has to end."""
     while True:
         received = signal.sigtimedwait(_SIGNALS, _LOOK_S)
         if received and received.si_signo == signal.SIGTERM:
             return -signal.SIGTERM
-        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            if ended[0] == child:
-                return min(os.waitstatus_to_exitcode(ended[1]), MEMORY_EXIT_CODE - 1)
-        if sum(map(_resident_bytes, descendants(os.getpid()))) > max_memory_bytes:
+        ended = -1
+        while ended:
+            ended, status = os.waitpid(-1, os.WNOHANG)
+            if ended == child:
+                return min(os.waitstatus_to_exitcode(status), MEMORY_EXIT_CODE - 1)
+        num_bytes = sum(_resident_bytes(pid) for pid in descendants(os.getpid()))
+        if num_bytes > max_memory_bytes:
             return MEMORY_EXIT_CODE
 
 
 def _resident_bytes(pid: int) -> int:
-    """The memory of a process. Pages that several processes share count for each of them."""
+    """Returns the resident memory of a process. Pages that several processes share count for each
+    of them."""
     try:
         fields = Path(f"/proc/{pid}/statm").read_text().split()
     except OSError:  # it has ended
@@ -88,10 +93,10 @@ def _resident_bytes(pid: int) -> int:
 
 
 def _end_descendants() -> None:
-    """Kills all processes below this one, and those that they start meanwhile. Gives up after
+    """Kills all processes below this one, and those that they start meanwhile. It gives up after
     `_END_S` seconds."""
     deadline = time.monotonic() + _END_S
-    with contextlib.suppress(ChildProcessError):  # raised when none is left
+    with contextlib.suppress(ChildProcessError):  # raised when no child is left
         while time.monotonic() < deadline:
             for pid in descendants(os.getpid()):
                 with contextlib.suppress(ProcessLookupError):

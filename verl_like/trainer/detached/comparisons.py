@@ -1,5 +1,5 @@
-"""The time at which the engines of makers are compared with the actor: it is between two steps of
-the first trainer."""
+"""Decides when the engines of makers are compared with the actor, which is between two steps of the
+first trainer."""
 
 import threading
 from collections.abc import Callable, Iterable
@@ -8,19 +8,20 @@ from typing import Any
 from verl_like.single_controller.failure import CallTimeout
 
 LATE_S = 120.0
-"""How long a step waits for a maker that was started again."""
+"""For how many seconds a step waits for a maker that was started again."""
 
 
 class Comparisons:
     """Lets makers compare their engines with an actor while its weights do not change.
 
-    The first step waits until all makers have done so. A maker that asks when the actor has other
-    weights than the maker asks again with newer ones, and the next step waits for it.
+    The first step waits until all makers have done so. If a maker asks while the actor has other
+    weights than the maker, the maker asks again when it has newer ones, and the next step waits for
+    it.
 
     Args:
-        name: of the trainer, for messages.
+        name: the trainer's name, for messages.
         makers: the names of the makers for which the first step waits.
-        limit_s: how long the first step waits, in seconds.
+        limit_s: for how many seconds the first step waits.
     """
 
     def __init__(self, name: str, makers: Iterable[str], limit_s: float) -> None:
@@ -35,14 +36,13 @@ class Comparisons:
         self._turn = threading.Condition()
 
     def begin_step(self) -> list[str]:
-        """Waits for the makers. The weights may change from then on, until `in_step` is set to
-        False.
+        """Waits for the makers. Then the weights may change until `in_step` is set to False.
 
         Before the first step it raises CallTimeout if a maker does not come in time. Later only
-        makers that were started again are awaited; if one does not come, the step begins without
-        it, and the result has a note for the user.
+        makers that were started again are awaited. If one of them does not come, the step begins
+        without it, and the returned list has a note for the user.
         """
-        notes: list[str] = []
+        notes = []
         with self._turn:
             limit_s = self.limit_s if self.is_first else LATE_S
             if not self._turn.wait_for(lambda: not self.awaited, limit_s):
@@ -61,8 +61,9 @@ class Comparisons:
         return notes
 
     def score(self, maker: str, has_weights: Callable[[], bool], compute: Callable[[], Any]) -> Any:
-        """Returns what `compute` returns, after which no step waits for the maker. If the actor has
-        not the maker's weights, it returns None, and the next step waits for the maker."""
+        """Returns what `compute` returns, and steps do not wait for the maker any more. If
+        `has_weights` says that the actor does not have the maker's weights, it returns None, and
+        the next step waits for the maker."""
         with self._turn:
             if self.in_step or not has_weights():
                 self.awaited.add(maker)

@@ -1,4 +1,4 @@
-"""A trainer of detached training: it gets experience from the makers and gives them weights."""
+"""A trainer of detached training. It gets experience from makers and gives them weights."""
 
 import contextlib
 import threading
@@ -53,13 +53,13 @@ from verl_like.workers.planning.flops import ModelCost
 class DetachedPPOTrainer(Side, TrainingLoop):
     """The driver of one trainer, as a named Ray actor.
 
-    It has the loop of every trainer, and takes its experience out of its buffer. It does not
-    validate, as the makers do that. If several trainers train one model, the first of them pushes
-    the weights to the makers.
+    Its loop is that of every trainer, and takes experience out of the buffer. It does not validate,
+    because the makers do that. If several trainers train one model, the first of them pushes the
+    weights to the makers.
 
     Args:
         experience_maker_holder_name_list: the names of the makers, which get the weights.
-        env_info: which of the trainers of the model this is, and where they meet.
+        env_info: says which of the model's trainers this is, and where the trainers meet.
 
     The other arguments are those of `Side`.
     """
@@ -82,9 +82,9 @@ class DetachedPPOTrainer(Side, TrainingLoop):
         self.pushing = threading.Lock()
         room = self.config.data.train_batch_size * (config.trainer.max_staleness + 1)
         makers = () if self.index else experience_maker_holder_name_list
-        # This limit is as long as the first step waits for experience.
+        # The first step waits just as long for experience.
         self.comparisons = Comparisons(self.name, makers, 2 * config.trainer.call_timeout_s)
-        # This one is enough for a maker to be started again, and then for the weights to be sent.
+        # In this time a maker can be started again and then load the weights.
         self.turns = WeightTurns(self.name, 3 * config.trainer.call_timeout_s)
         self.buffer = ExperienceBuffer(self.ledger, self.index, limit=room)
         self.numbers: list[int] = []
@@ -104,10 +104,11 @@ class DetachedPPOTrainer(Side, TrainingLoop):
         """Trains and returns the version of the weights at the end.
 
         Args:
-            total_steps: by default `trainer.total_training_steps`.
-            update_steps: the weights are pushed after so many steps each, and after the last step.
-            train_epochs: the passes over each batch, by default `ppo_epochs` of the configuration.
-            resumed: a checkpoint, after whose step training continues.
+            total_steps: the number of steps, by default `trainer.total_training_steps`.
+            update_steps: after so many steps each, and after the last step, the weights are pushed.
+            train_epochs: the number of passes over each batch, by default `ppo_epochs` of the
+                configuration.
+            resumed: the checkpoint after whose step training continues.
         """
         self.total_steps = total_steps or self.config.num_steps_of_run
         self.ends_after = self.total_steps
@@ -130,21 +131,21 @@ class DetachedPPOTrainer(Side, TrainingLoop):
 
     @property
     def last_step(self) -> int:
-        """The step after which the run ends. The ledger may make it an earlier one than planned,
-        when SIGTERM ends the run."""
+        """The step after which the run ends. It can become an earlier one than planned, because the
+        ledger ends the run after SIGTERM."""
         return self.ends_after
 
     def run_step(self) -> None:
-        """Does one step. Makers may load weights when it has ended, since no call of the workers is
-        under way then."""
+        """Does one step. Then makers may load weights, because no call of the workers is running
+        any more."""
         super().run_step()
         self.turns.end_step()
 
     def take(self) -> Iterator[Experience]:
         """Yields the groups of the present step from the buffer.
 
-        They come mini-batch by mini-batch if training computes the same then, so that the first
-        mini-batch can be trained before the last has been delivered.
+        They come mini-batch by mini-batch if training computes the same that way. Then the first
+        mini-batch is trained before the last one has arrived.
         """
         config = self.config
         num_parts = config.plan.num_parts_of_step
@@ -152,7 +153,7 @@ class DetachedPPOTrainer(Side, TrainingLoop):
         self.numbers = []
         self.batches = []
         for part in range(1, num_parts + 1):
-            with self.recorder.timer("waiting for experience"):  # nothing trains meanwhile
+            with self.recorder.timer("waiting for experience"):
                 numbers, batch = self.wait_for_groups(num_groups, version=self.global_step - 1)
             self.numbers += numbers
             self.batches.append(batch.select())
@@ -166,9 +167,9 @@ class DetachedPPOTrainer(Side, TrainingLoop):
 
     def wait_for_groups(self, num_groups: int, version: int) -> tuple[list[int], DataProto]:
         """Waits for `num_groups` groups for the step after `version`, and then until that step may
-        change the weights. Returns the groups' numbers and rows."""
-        # This is longer than a call of a maker may take. So a maker whose call hangs is given up
-        # before the trainer gives up.
+        change the weights. Returns the numbers and rows of the groups."""
+        # This is longer than a call of a maker may take, so that a maker whose call hangs is given
+        # up before the trainer is.
         deadline_s = 2 * self.config.trainer.call_timeout_s
         taken = self.buffer.take(num_groups, version, deadline_s, self.turns.raise_failure)
         self.begin_step(version)
@@ -179,34 +180,35 @@ class DetachedPPOTrainer(Side, TrainingLoop):
         return self.update
 
     def metrics_of(self, experience: Experience) -> dict[str, Metric]:
-        """Computes the metrics of the whole step when its last part is there, and adds what makers
-        measured of the groups that came until now."""
+        """Computes the metrics of the whole step when its last part has come, and adds those that
+        makers have sent until now."""
         part, num_parts = experience.batch.meta_info["part_of_step"]
         if part < num_parts:
             return {}
         data = self.config.data
         batch = concat_samples(self.batches) if num_parts > 1 else self.batches[0]
         metrics = batch_metrics(batch, data.max_prompt_length, data.max_response_length)
-        # Makers may add to the queue meanwhile.
-        num_of_makers = len(self.buffer.metrics)
-        of_makers = [self.buffer.metrics.popleft() for _ in range(num_of_makers)]
-        return merge_metrics([metrics, *of_makers])
+        parts = [metrics]
+        # Only those that are there now are taken, because makers may add further ones meanwhile.
+        for _ in range(len(self.buffer.metrics)):
+            parts.append(self.buffer.metrics.popleft())
+        return merge_metrics(parts)
 
     def account(self, learned: Mapping[str, Metric]) -> dict[str, Metric]:
-        """Tells the ledger that the groups of this step are trained, and returns its counts of
-        prompts. If other trainers have still to do the step, there are none."""
-        # It is missing if the actor did not learn from these samples, as in the critic's warm-up.
+        """Tells the ledger that the groups of this step are trained. Returns the ledger's counts of
+        prompts, or nothing if other trainers still have to do the step."""
+        # The metric is missing if the actor did not learn, as in the critic's warm-up.
         size = learned.get("actor/eff_sample_size", Metric.mean(1.0)).value
         counts = self.ledger.trained(self.numbers, self.global_step - 1, size)
         self.ends_after = min(self.total_steps, self.ledger.last_step())
-        # Only the last trainer that does the step has counts, and the ledger's state to save.
+        # Only the last trainer that does the step gets counts, and saves the ledger's state.
         is_saved = self.is_saved_by_number or self.global_step == self.last_step
         self.state_of_ledger = self.ledger.state() if counts and is_saved else None
         return {f"detached/{name}": Metric.max(count) for name, count in counts.items()}
 
     def hand_on(self) -> None:
-        """Pushes the weights after every `update_steps` steps and after the last. Then makers may
-        compare their engines with the actor again."""
+        """Pushes the weights if this is due, and lets makers compare their engines with the actor
+        again."""
         if self.global_step % self.update_steps == 0 or self.global_step == self.total_steps:
             with self.recorder.timer("export_weights"):
                 self.push()
@@ -217,26 +219,27 @@ class DetachedPPOTrainer(Side, TrainingLoop):
 
     def new_folder(self) -> Path:
         """The folder of this step's checkpoint. It is not emptied, because other trainers may have
-        written their parts into it."""
+        written into it already."""
         return partial_of_step(self.recorder.run_dir, self.global_step)
 
     def state(self) -> dict[str, Any]:
-        """The state of the ledger after the step. The last trainer that does the step has it; the
-        others have None."""
+        """The ledger's state after the step. Only the last trainer that does the step has it, and
+        it is None for the others."""
         return {"ledger": self.state_of_ledger}
 
     def begin_step(self, version: int) -> None:
-        """Waits until the step after `version` may change the weights: until makers have compared
-        their engines with the actor, and have loaded the weights that they asked for.
+        """Waits until the step after `version` may change the weights. This is so when makers have
+        compared their engines with the actor, and have loaded the weights that they asked for.
 
-        Does nothing for the second and further parts of a step.
+        For the second and later parts of a step it does nothing.
         """
         if self.comparisons.in_step:
             return
         if self.comparisons.awaited and self.pushed and self.pushed.version < version:
-            # Makers that are to be compared need the actor's weights, although no push is due.
+            # No push is due, but makers need the actor's weights for the comparison.
             self.push()
-        # Makers have to load weights to compare themselves, which `turns` allows until its step.
+        # Comparisons come first, because they need weights, which makers can load only before
+        # `turns.begin_step`.
         self.recorder.notes += self.comparisons.begin_step()
         self.turns.begin_step()
 
@@ -245,7 +248,7 @@ class DetachedPPOTrainer(Side, TrainingLoop):
         self, maker: str, version: int, drawn: list[DataProto]
     ) -> list[torch.Tensor] | None:
         """The actor's log-probabilities of the tokens `drawn`, which a maker's replicas generated
-        with the weights of `version`. None if the actor has other weights by now."""
+        with the weights of `version`. Returns None if the actor has other weights by now."""
         actor = self.groups[Role.Actor]
         return self.comparisons.score(
             maker,
@@ -255,11 +258,11 @@ class DetachedPPOTrainer(Side, TrainingLoop):
 
     @ray.method(concurrency_group="turns")
     def hold_weights(self, maker: str) -> PushedWeights:
-        """Gives a maker the newest weights, which then do not change until `send_weights` has sent
-        them. This is used with `rollout.weight_transport=nccl`.
+        """Returns the newest weights, which do not change until `send_weights` has sent them. This
+        is used with `rollout.weight_transport=nccl`.
 
-        Waits until no step runs and no other maker loads weights. `maker` is its name in the
-        ledger.
+        It waits until no step runs and no other maker loads weights. `maker` is the name of the
+        maker in the ledger.
         """
         self.turns.begin_loading(maker)
         with self.turns.loading(maker, ends=False):
@@ -271,15 +274,15 @@ class DetachedPPOTrainer(Side, TrainingLoop):
 
     @ray.method(concurrency_group="turns")
     def send_weights(self, maker: str, num_receivers: int) -> None:
-        """Sends the weights to the maker for which they are held. Its `num_receivers` rollout
-        processes load them during this call."""
+        """Sends the weights to the maker that has asked for them by `hold_weights`. Its
+        `num_receivers` rollout processes load them during this call."""
         with self.turns.loading(maker):
             self.groups[Role.Actor].send_weights.remote(num_receivers, maker).get()
 
     def start(self) -> None:
         """Starts the workers and loads the models."""
         config = self.config
-        # Trained roles have only the worker classes of this library.
+        # A user cannot replace the workers of trained roles.
         synchronous = build_role_worker_mapping(config, own_classes={})
         built_in = {role: synchronous[role] for role in config.plan.trainer_roles}
         mapping = dict(self.model_fn(config)) if self.model_fn else built_in
@@ -305,40 +308,41 @@ class DetachedPPOTrainer(Side, TrainingLoop):
     def extend(
         self, maker: str, tickets: Sequence[Ticket], batch: DataProto, metrics: dict[str, Metric]
     ) -> None:
-        """Takes the experience that a maker made of some tickets, n samples of each."""
+        """Puts the experience of some tickets, with n samples for each, into the buffer. A maker
+        calls this."""
         self.buffer.extend(maker, tickets, batch, metrics)
 
     def push(self) -> None:
-        """Exports the weights and tells all makers where they are. Only the first trainer does so;
-        every trainer has all the weights."""
+        """Exports the weights and tells all makers where they are. Only the first trainer does so,
+        because every trainer has all the weights."""
         if self.index:
             return
         self.export()
         for name in self.maker_names:
-            # A maker that died asks for the newest weights when it is started again.
+            # A maker that has died asks for the newest weights when it is started again.
             with contextlib.suppress(WorkerDied):
                 side_named(name).update_experience_maker.remote(self.pushed)
 
     def export(self) -> None:
-        """Has the workers export their weights and waits until they have. The weights stay with the
-        workers; `pushed` has references to them."""
+        """Has the workers export their weights, and waits until they have done so. The weights stay
+        with the workers, and `pushed` refers to them."""
         version = self.learner.version
         with self.pushing:
-            futures = {
-                role: group.export_weights.remote(version=version)
-                for role, group in self.groups.items()
-            }
-            exports: dict[str, ForwardedFuture] = {}
-            for role, future in futures.items():
+            futures = []
+            exports = {}
+            for role, group in self.groups.items():
+                future = group.export_weights.remote(version=version)
+                futures.append(future)
                 exports[role] = ForwardedFuture(tuple(future.parts), future.collect)
-            for future in futures.values():
+            for future in futures:
                 future.finish()
             self.pushed = PushedWeights(version, exports)
         self.learner.actor.report_finished_calls()
 
     @ray.method(concurrency_group="weights")
     def newest_weights(self) -> PushedWeights | None:
-        """What was exported last, for a maker that was started again or found its weights
-        overwritten. Waits for an export that is running. None before the first."""
+        """The weights that were exported last, or None before the first export. A maker asks for
+        them when it starts, or when the weights that it reads are overwritten. An export that is
+        running is awaited."""
         with self.pushing:
             return self.pushed

@@ -1,5 +1,5 @@
-"""A maker of detached training: it makes experience with the weights that the trainers push, and
-sends it to them."""
+"""A maker of detached training. It makes experience with the weights that the trainers push, and
+sends the experience to them."""
 
 import contextlib
 import inspect
@@ -56,36 +56,40 @@ LOAD_TRIES = 3
 def maker_models(
     config: DetachedConfig, mapping: Mapping[str, RayClassWithInitArgs]
 ) -> dict[str, RayClassWithInitArgs]:
-    """The workers of a maker's roles, chosen from `mapping`, the workers of a synchronous run.
+    """The workers of a maker's roles. `mapping` has those of a synchronous run.
 
-    Actor and critic are replaced by copies, which compute but do not train. A copy gets those
-    arguments of the worker it replaces that its constructor has.
+    Copies take the places of actor and critic. They compute but do not train. A copy gets those
+    arguments of the worker that it replaces which its own constructor has.
     """
     copies: dict[str, type] = {Role.Actor: ActorCopyWorker, Role.Critic: CriticCopyWorker}
-    own = {role: mapping[role] for role in config.plan.maker_roles}
-    for role in own.keys() & copies.keys():
-        parameters = inspect.signature(copies[role]).parameters
-        given = mapping[role].kwargs
-        kwargs = {name: value for name, value in given.items() if name in parameters}
-        own[role] = RayClassWithInitArgs(copies[role], **kwargs)
-        own[role].plugins = config.plugins
+    own = {}
+    for role in config.plan.maker_roles:
+        own[role] = mapping[role]
+        if role in copies:
+            parameters = inspect.signature(copies[role]).parameters
+            given = mapping[role].kwargs
+            kwargs = {name: value for name, value in given.items() if name in parameters}
+            own[role] = RayClassWithInitArgs(copies[role], **kwargs)
+            own[role].plugins = config.plugins
     return own
 
 
 def check_maker(config: DetachedConfig, maker: type[ExperienceMaker], rollout: WorkerGroup) -> None:
     """Raises ValueError if a plugin's maker or rollout worker has a method of its own that
     `detached.update_in_flight` would not call."""
-    own: list[str] = []
+    if not config.detached.update_in_flight:
+        return
+    own = []
     for name in ("make", "begin"):
         if getattr(maker, name) is not getattr(ExperienceMaker, name):
             own.append(name)
-    if own and config.detached.update_in_flight:
+    if own:
         raise ValueError(
             f"the plugin's maker {maker.__name__} has its own {', '.join(own)}, which "
             "detached.update_in_flight=true does not call, since it has the responses generated "
             "itself; set it to false"
         )
-    if config.detached.update_in_flight and rollout.generate_sequences.call_fn is None:
+    if rollout.generate_sequences.call_fn is None:
         raise ValueError(
             f"the worker of {rollout.role} has its own generate_sequences, which "
             "detached.update_in_flight=true does not call, since it sends requests; set it to "
@@ -95,23 +99,26 @@ def check_maker(config: DetachedConfig, maker: type[ExperienceMaker], rollout: W
 
 @dataclass
 class InFlight:
-    """A prompt (1,) whose n responses are being generated."""
+    """A prompt whose n responses are being generated."""
 
     ticket: Ticket
     prompt: DataProto
+    """A batch of one row."""
     responses: ResponsesFuture
     is_renewed: bool = False
-    """True if the responses were begun again with newer weights."""
+    """True if the responses were begun again with newer weights. This is done once at most."""
 
     def age(self, ages: Mapping[str, int]) -> float:
-        """How many steps of the engine ago the oldest unfinished response was begun. `ages` has
-        this number for each unfinished response, by the name of its request.
+        """Returns how many steps of the engine ago the oldest unfinished response was begun.
+        `ages` has this number for each unfinished response, by the name of its request.
 
-        It is infinite if all responses are finished, and for a group that was begun again, because
-        neither is to be begun again.
+        It is infinite if all responses are finished or were begun again, because such a group is
+        not begun again.
         """
+        if self.is_renewed:
+            return math.inf
         unfinished = [ages[name] for name in self.responses.call.requests if name in ages]
-        return math.inf if self.is_renewed else max(unfinished, default=math.inf)
+        return max(unfinished, default=math.inf)
 
 
 @dataclass
@@ -127,15 +134,18 @@ class PromptLoader:
         return cls(prompts, prompt_sampler(config, prompts))
 
     def load(self, tickets: Sequence[Ticket]) -> list[tuple[list[Ticket], DataProto]]:
-        """The prompts of some tickets, as one batch (B,) for each training step, with the tickets
-        of the batch. The number of the step seeds the sampling."""
-        batches: list[tuple[list[Ticket], DataProto]] = []
+        """Loads the prompts of some tickets. Returns a batch (B,) for each training step, with the
+        tickets of the batch. The number of the step seeds the sampling."""
+        batches = []
         size = self.sampler.batch_size
         for step, of_step in itertools.groupby(tickets, key=lambda ticket: ticket.number // size):
             its_tickets = list(of_step)
-            epoch, rows = self.sampler.batch(step)
-            its_rows = [self.dataset[rows[ticket.number % size]] for ticket in its_tickets]
-            prompts = self.dataset.collate(its_rows, epoch)
+            epoch, indices = self.sampler.batch(step)
+            rows = []
+            for ticket in its_tickets:
+                index = indices[ticket.number % size]
+                rows.append(self.dataset[index])
+            prompts = self.dataset.collate(rows, epoch)
             prompts.meta_info |= {"epoch": epoch, "global_steps": step + 1}
             batches.append((its_tickets, prompts))
         return batches
@@ -143,15 +153,18 @@ class PromptLoader:
 
 @remote(concurrency_groups={"weights": 1, "status": 1})
 class ExperienceMakerHolder(Side):
-    """The driver of one maker, as a named Ray actor. Arguments besides those of `Side`:
+    """The driver of one maker, as a named Ray actor.
 
     Args:
-        detached_trainer_name_list: the names of the trainers that get the experience, at the index
-            that a ticket has.
-        env_info: which of the makers this is. The first one validates, see `trainer.test_freq`.
+        detached_trainer_name_list: the names of the trainers that get the experience. A ticket has
+            the index of its trainer in this list.
+        env_info: says which of the makers this is. The first one validates, see
+            `trainer.test_freq`.
         start: how often this maker has been started. It is part of the maker's name in the ledger,
             so that the ledger can tell it from the process that it replaces.
         validated: the version that the replaced process validated last, or -1.
+
+    The other arguments are those of `Side`.
     """
 
     def __init__(
@@ -171,21 +184,23 @@ class ExperienceMakerHolder(Side):
         self.name_in_ledger = f"{self.name}.{start}"
         self.cleanup = contextlib.ExitStack()
         self.version = -1
-        """The version of the weights that generate. It is -1 before the first push, and while some
-        workers have newer weights than others."""
+        """The version of the weights with which responses are generated. It is -1 before the first
+        push, and while some workers have newer weights than others."""
         self.validated = validated
         """The version that was validated last."""
         self.is_compared = False
-        """True once the engines were compared with the first trainer's actor."""
+        """True once the engines have been compared with the first trainer's actor."""
         self.has_pushed = threading.Condition()
-        """Notified when a trainer has pushed weights."""
+        """It is notified when a trainer has pushed weights."""
         self.in_flight: dict[str, InFlight] = {}
-        """By the uid of the prompt, what is being generated with `detached.update_in_flight`."""
+        """By the uid of its prompt, each group that is being generated with
+        `detached.update_in_flight`."""
         self.sent: dict[Any, str] = {}
-        """Experience that was sent: the reference to the trainer's answer -> its name."""
+        """For experience that was sent, Ray's reference to the answer -> the trainer's name."""
 
     def start(self) -> PromptLoader:
-        """Starts the workers and loads the models. Returns the prompts of the configuration."""
+        """Starts the workers and loads the models. Returns a loader of the configuration's
+        prompts."""
         inputs = check_inputs(self.config, self.cleanup)
         built_in = maker_models(self.config, inputs.role_worker_mapping)
         mapping = dict(self.model_fn(self.config)) if self.model_fn else built_in
@@ -205,36 +220,30 @@ class ExperienceMakerHolder(Side):
         self, data_loader: PromptLoader | None = None, num_steps: int | None = None
     ) -> int:
         """Makes experience and sends it, until the ledger gives no more tickets, or `num_steps`
-        times. Returns how often it made some.
+        times. Returns how often it has made experience.
 
         In each round it loads newer weights if there are any, validates if that is due, and makes
-        experience of as many prompts as the ledger allows. `data_loader` takes the place of the
-        prompts of the configuration. Raises CallTimeout if it waits too long for newer weights.
+        experience of as many prompts as the ledger allows. With a `data_loader`, it loads the
+        prompts instead of those of the configuration. Raises CallTimeout if the loop waits too long
+        for newer weights.
         """
         with self.recorder.timer("starting"):
             own_loader = self.start()
         loader = data_loader or own_loader
         deadline_s = self.config.trainer.call_timeout_s
-        patience_s = 3 * deadline_s  # longer than a trainer's, which may wait for another maker
         done = 0
         waiting_since = time.monotonic()
         if newest := ask(self.trainer_names[0], "newest_weights", timeout=deadline_s):
             self.keep_newest(newest)
         while self.in_flight or num_steps is None or done < num_steps:
-            version_before = self.version
-            self.load_newest_weights()
-            has_newer = self.version > version_before
-            if has_newer and not self.is_compared:
-                self.compare_engines()
-            if has_newer and self.in_flight and self.config.detached.restart_below:
-                self.restart_young()
+            self.use_newest_weights()
             limit = self.config.plan.num_prompts_at_a_time - len(self.in_flight)
             has_made_enough = num_steps is not None and done >= num_steps
             is_due = self.validation_is_due()
             if is_due and not self.in_flight:
                 self.validate()
             elif is_due or has_made_enough:
-                limit = 0  # nothing begins until what is in flight has ended and was sent
+                limit = 0  # nothing begins until all in flight has ended and was sent
             tickets: list[Ticket] | None = []
             if self.version >= 0:
                 tickets = self.ledger.take(self.name_in_ledger, self.version, limit)
@@ -252,33 +261,55 @@ class ExperienceMakerHolder(Side):
             elif tickets:
                 done += 1
             else:
-                is_late = time.monotonic() - waiting_since > patience_s
-                if is_late and self.ledger.seconds_since_loss() > patience_s:
-                    waited_for = (
-                        f"weights newer than version {self.version}, from {self.trainer_names[0]}"
-                    )
-                    raise CallTimeout(self.name, "workingloop", patience_s, waited_for)
-                with self.recorder.timer("waiting for weights"), self.has_pushed:
-                    self.has_pushed.wait(timeout=POLL_S)
+                self.wait_for_weights(waiting_since)
                 continue
             waiting_since = time.monotonic()
         self.wait_for_sent()
         return done
 
+    def use_newest_weights(self) -> None:
+        """Loads newer weights if there are any. If there are, it compares the engines unless that
+        has been done, and begins young responses again if they are to be renewed."""
+        version_before = self.version
+        self.load_newest_weights()
+        if self.version <= version_before:
+            return
+        if not self.is_compared:
+            self.compare_engines()
+        if self.in_flight and self.config.detached.restart_below:
+            self.restart_young()
+
+    def wait_for_weights(self, since: float) -> None:
+        """Waits a moment for newer weights. Raises CallTimeout if the loop has waited too long
+        since the time `since`."""
+        # A trainer waits less long, because it may be waiting for another maker.
+        patience_s = 3 * self.config.trainer.call_timeout_s
+        is_late = time.monotonic() - since > patience_s
+        if is_late and self.ledger.seconds_since_loss() > patience_s:
+            waited_for = f"weights newer than version {self.version}, from {self.trainer_names[0]}"
+            raise CallTimeout(self.name, "workingloop", patience_s, waited_for)
+        with self.recorder.timer("waiting for weights"), self.has_pushed:
+            self.has_pushed.wait(timeout=POLL_S)
+
     def compare_engines(self) -> None:
         """Raises EngineMismatch unless the replicas of the rollout engine, and the copy of the
         actor, compute the same model as the first trainer's actor.
 
-        If that actor has other weights by now, they are compared after the next weights are loaded.
+        If that actor has other weights by now, this is done when the next weights are loaded.
         """
         groups = self.run.groups
         config = self.config
         drawn = engine_check.draw(groups[Role.Rollout], self.run.train_dataset)
         if not drawn:
             self.recorder.say(engine_check.UNKNOWN_ROLLOUT)
-        arguments = (self.name, self.version, drawn)
-        deadline_s = config.trainer.call_timeout_s
-        log_probs = ask(self.trainer_names[0], "score_greedy", *arguments, timeout=deadline_s)
+        log_probs = ask(
+            self.trainer_names[0],
+            "score_greedy",
+            self.name,
+            self.version,
+            drawn,
+            timeout=config.trainer.call_timeout_s,
+        )
         if log_probs is None:
             return
         engine_check.require_one_model(config, f" of {self.name}", drawn, log_probs)
@@ -290,17 +321,20 @@ class ExperienceMakerHolder(Side):
         self.is_compared = True
 
     def submit(self, tickets: Sequence[Ticket], prompts: DataProto) -> None:
-        """Begins the responses to (B,) prompts, while others are generated."""
+        """Begins the responses to (B,) prompts while others are being generated."""
         router = router_of(self.run.groups[Role.Rollout])
         uids = prompts.non_tensor_batch["uid"]
-        for row, (ticket, uid) in enumerate(zip(tickets, uids, strict=True)):
+        for row, ticket in enumerate(tickets):
             prompt = prompts.rows(row, row + 1)
-            self.in_flight[uid] = InFlight(ticket, prompt, router.call(prompt))
+            self.in_flight[uids[row]] = InFlight(ticket, prompt, router.call(prompt))
 
     def restart_young(self) -> None:
-        """Begins the responses to those prompts again, with the weights just loaded, that were
-        begun less than `detached.restart_below` steps of the engine ago. This is done at most once
-        for each prompt, and tells the ledger that no older tokens are left."""
+        """Begins young responses again with the weights that were just loaded, and tells the ledger
+        that these prompts have no older tokens any more.
+
+        Young are those that were begun less than `detached.restart_below` steps of the engine ago.
+        Each prompt is begun again once at most.
+        """
         ages = router_of(self.run.groups[Role.Rollout]).ages()
         limit = self.config.detached.restart_below
         young = [group for group in self.in_flight.values() if group.age(ages) < limit]
@@ -312,14 +346,15 @@ class ExperienceMakerHolder(Side):
 
     def advance(self) -> int:
         """Makes experience of the prompts in flight whose responses are all complete, and sends it.
-        Returns 1, or 0 if there were none, for which it waits for a moment.
+        Returns 1, or 0 if there are none after a short wait.
 
         The engine generates the other responses meanwhile.
         """
         router = router_of(self.run.groups[Role.Rollout])
         maker = self.run.maker
         with self.recorder.timer("making experience"):
-            router.wait_for_any([group.responses.call for group in self.in_flight.values()], POLL_S)
+            calls = [group.responses.call for group in self.in_flight.values()]
+            router.wait_for_any(calls, POLL_S)
             uids = [uid for uid, group in self.in_flight.items() if group.responses.done()]
             if not uids:
                 return 0
@@ -327,7 +362,7 @@ class ExperienceMakerHolder(Side):
             prompts = DataProto.concat([group.prompt.select(meta_info_keys=[]) for group in ended])
             prompts.meta_info = dict(ended[0].prompt.meta_info)
             responses = concat_samples([group.responses.get() for group in ended])
-            # A future that is done, since `sample` takes the future of a generation.
+            # `sample` takes the future of a generation. This one is done already.
             call = LocalCall([], [Part(None, responses)], None)
             generation = Future(call, lambda outputs: outputs[0])
             generated = maker.sample(prompts, None, generation)
@@ -336,17 +371,17 @@ class ExperienceMakerHolder(Side):
         return 1
 
     def send(self, tickets: Sequence[Ticket], experience: Experience) -> None:
-        """Sends the experience of each ticket to the ticket's trainer, and returns before it has
-        arrived. First it waits until the previous experience has arrived."""
+        """Sends the experience of each ticket to the ticket's trainer, without waiting until it has
+        arrived. Before that it waits until the previous experience has arrived."""
         self.wait_for_sent()
         if self.config.algorithm.use_kl_in_reward:
             self.ledger.keep_kl_coef(self.version, self.run.maker.kl_controller.value)
         n = self.config.actor_rollout_ref.rollout.n
-        # What a reward function returns beside the score may differ from call to call, and nothing
-        # learns from it.
+        # The reward function's further results are left out: their names may differ from call to
+        # call, and nothing learns from them.
         batch = experience.batch.select(non_tensor_batch_keys=["uid", "policy_version"])
         if self.config.algorithm.rollout_correction.bypass_mode:
-            batch.tensor_batch.pop("old_log_probs")  # the trainer has them as rollout_log_probs
+            batch.tensor_batch.pop("old_log_probs")  # rollout_log_probs are the same
         ticket_of_row = SampleRows.of(batch).sample_of_row.numpy() // n
         metrics = dict(experience.metrics)
         for index, name in enumerate(self.trainer_names):
@@ -359,17 +394,18 @@ class ExperienceMakerHolder(Side):
             trainer = side_named(name)
             answer = trainer.extend.remote(self.name_in_ledger, its_tickets, its_rows, metrics)
             self.sent[answer] = name
-            metrics = {}  # only the first trainer gets them, so that they count once
+            metrics = {}  # only one trainer gets them, so that they count once
 
     def wait_for_sent(self) -> None:
-        """Waits until the trainers have what was sent. Raises CallTimeout or WorkerDied if one does
-        not take it."""
+        """Waits until the trainers have the experience that was sent. Raises CallTimeout or
+        WorkerDied if one does not take it."""
         deadline_s = self.config.trainer.call_timeout_s
         with self.recorder.timer("waiting for experience to arrive"):
             deadline = time.monotonic() + deadline_s
             for reference, name in self.sent.items():
+                seconds_left = max(0.0, deadline - time.monotonic())
                 try:
-                    ray.get(reference, timeout=max(0.0, deadline - time.monotonic()))
+                    ray.get(reference, timeout=seconds_left)
                 except ray.exceptions.GetTimeoutError:
                     raise CallTimeout(
                         self.name, "send", deadline_s, f"its experience to arrive at {name}"
@@ -380,11 +416,11 @@ class ExperienceMakerHolder(Side):
 
     @ray.method(concurrency_group="weights")
     def update_experience_maker(self, weights: PushedWeights) -> None:
-        """Called by a trainer to push weights. The maker loads them before it generates again."""
+        """Takes weights that a trainer pushes. The maker loads them before it generates again."""
         self.keep_newest(weights)
 
     def keep_newest(self, weights: PushedWeights) -> None:
-        """Keeps weights to load them, unless there are newer ones already."""
+        """Keeps weights until they are loaded, unless there are newer ones already."""
         with self.has_pushed:
             if self.pushed is None or weights.version > self.pushed.version:
                 self.pushed = weights
@@ -392,45 +428,32 @@ class ExperienceMakerHolder(Side):
 
     def load_newest_weights(self) -> None:
         """Has the engines and the copies load the weights that were pushed last, if they are newer.
-        All get the same version.
+        All of them get the same version.
 
-        If a trainer died and a part of the weights with it, the maker keeps its version. If newer
-        weights overwrote a part, the maker loads those instead, all of them. Raises WorkerError if
-        loading fails for another reason, or if weights were overwritten in each of `LOAD_TRIES`
-        tries.
+        If a trainer died and took a part of the weights with it, the maker keeps its version. If
+        newer weights overwrote a part, the maker loads all of the newer ones instead. Raises
+        WorkerError if loading fails for another reason, or if weights were overwritten in each of
+        `LOAD_TRIES` tries.
         """
-        config = self.config
-        trainer = self.trainer_names[0]
-        deadline_s = config.trainer.call_timeout_s
         for tries_left in reversed(range(LOAD_TRIES)):
-            if (weights := self.pushed) is None or weights.version <= self.version:
+            weights = self.pushed
+            if weights is None or weights.version <= self.version:
                 return
             with self.recorder.timer("update_weights"):
-                if config.actor_rollout_ref.rollout.sends_directly:
+                if self.config.actor_rollout_ref.rollout.sends_directly:
                     weights = self.hold_weights()
-                headers: list[Any] = []
-                for export in weights.exports.values():
-                    headers.extend(part.header for part in export.parts)
-                try:
-                    ray.get(headers, timeout=deadline_s)
-                except ray.exceptions.GetTimeoutError:
-                    waited_for = f"weights of version {weights.version}, from {trainer}"
-                    raise CallTimeout(
-                        self.name, "load_newest_weights", deadline_s, waited_for
-                    ) from None
-                except ray.exceptions.RayError:  # the run ends anyway, because a trainer has died
+                if not self.wait_for_exports(weights):
                     return
                 try:
-                    drain = {"drain": False} if config.detached.update_in_flight else {}
-                    self.run.maker.load_weights(self.weights_of_actor(weights), **drain)
-                    groups = self.run.groups
-                    for role in groups.keys() & set(TRAINED):
-                        groups[role].load_weights(weights.exports[role], version=weights.version)
+                    self.load(weights)
                 except WorkerError as error:
-                    self.version = -1  # some workers may have the new weights and others not
+                    self.version = -1  # some workers may have the new weights already
                     if not tries_left or StaleWeightsError.__name__ not in error.headline():
                         raise
-                    newest: PushedWeights = ask(trainer, "newest_weights", timeout=deadline_s)
+                    deadline_s = self.config.trainer.call_timeout_s
+                    newest: PushedWeights = ask(
+                        self.trainer_names[0], "newest_weights", timeout=deadline_s
+                    )
                     if newest.version == weights.version:
                         raise
                     self.keep_newest(newest)
@@ -438,29 +461,56 @@ class ExperienceMakerHolder(Side):
                     self.version = weights.version
                     return
 
+    def wait_for_exports(self, weights: PushedWeights) -> bool:
+        """Waits until the trainer has exported the weights. Returns False if a trainer has died,
+        which ends the run."""
+        headers: list[Any] = []
+        for export in weights.exports.values():
+            headers.extend(part.header for part in export.parts)
+        deadline_s = self.config.trainer.call_timeout_s
+        try:
+            ray.get(headers, timeout=deadline_s)
+        except ray.exceptions.GetTimeoutError:
+            waited_for = f"weights of version {weights.version}, from {self.trainer_names[0]}"
+            raise CallTimeout(self.name, "load_newest_weights", deadline_s, waited_for) from None
+        except ray.exceptions.RayError:
+            return False
+        return True
+
+    def load(self, weights: PushedWeights) -> None:
+        """Has the engines and the copies load the weights."""
+        drain = {"drain": False} if self.config.detached.update_in_flight else {}
+        self.run.maker.load_weights(self.weights_of_actor(weights), **drain)
+        groups = self.run.groups
+        for role in groups.keys() & set(TRAINED):
+            groups[role].load_weights(weights.exports[role], version=weights.version)
+
     def hold_weights(self) -> PushedWeights:
-        """Gets the newest weights from the first trainer, which does not change them until it has
-        sent them."""
-        # The deadline is long because a step of the trainer may be under way.
+        """Asks the first trainer for its newest weights. It does not change them until it has sent
+        them."""
+        # The deadline is long because the trainer may have to end a step before.
         deadline_s = 3 * self.config.trainer.call_timeout_s
         return ask(self.trainer_names[0], "hold_weights", self.name_in_ledger, timeout=deadline_s)
 
     def weights_of_actor(self, weights: PushedWeights) -> Weights:
-        """The weights that the engines load. If they come straight from the trainer's GPUs, its
-        `send` has the trainer send them while the engines load."""
+        """The weights that the engines load. If they come straight from the trainer's GPUs, their
+        method `send` has the trainer send them while the engines load."""
 
         def send(num_receivers: int) -> Question:
-            arguments = (self.name_in_ledger, num_receivers)
-            deadline_s = self.config.trainer.call_timeout_s
-            trainer = self.trainer_names[0]
-            return Question.asked(trainer, "send_weights", *arguments, timeout=deadline_s)
+            return Question.asked(
+                self.trainer_names[0],
+                "send_weights",
+                self.name_in_ledger,
+                num_receivers,
+                timeout=self.config.trainer.call_timeout_s,
+            )
 
         return Weights(weights.exports[Role.Actor], weights.version, send, weights.address)
 
     def validation_is_due(self) -> bool:
-        """Return whether this maker is to validate now. The first maker validates before training,
-        if `trainer.val_before_train` says so, and then with the first version that it gets after
-        each `trainer.test_freq` steps."""
+        """Returns whether this maker has to validate now. The first maker validates before training
+        if `trainer.val_before_train` says so. Later it validates with the first version that it
+        gets after every `trainer.test_freq` steps."""
         trainer = self.config.trainer
         if self.index != 0:
             return False
@@ -473,7 +523,7 @@ class ExperienceMakerHolder(Side):
         return num_due > num_done
 
     def validate(self) -> None:
-        """Validates with the weights that this maker has. The next report has the metrics."""
+        """Validates with the present weights. The next report has the metrics."""
         self.validated = self.version
         self.run.global_step = self.version
         with self.recorder.validation():
@@ -481,8 +531,8 @@ class ExperienceMakerHolder(Side):
         self.recorder.log_validation(metrics, self.version)
 
     def finish(self, version: int) -> None:
-        """Called after the loop: loads the last weights, which are those of `version`. The first
-        maker validates with them, unless it has done so."""
+        """Loads the last weights, which have this version. The first maker validates with them,
+        unless it has done so. This is called after the loop."""
         self.load_newest_weights()
         assert self.version == version, (self.version, version)
         if self.index == 0 and self.config.trainer.test_freq > 0 and self.validated != version:

@@ -1,5 +1,5 @@
-"""A run of detached training: it starts makers and trainers, writes what they report, and replaces
-makers that fail."""
+"""A run of detached training. It starts makers and trainers, records what they report, and starts
+makers that fail again."""
 
 import contextlib
 import os
@@ -18,7 +18,11 @@ from verl_like.rewards.manager import RewardError
 from verl_like.single_controller.failure import CallTimeout, PlacementError, WorkerDied, WorkerError
 from verl_like.single_controller.network import open_store
 from verl_like.single_controller.ray.process_handles import START_DEADLINE_S
-from verl_like.single_controller.ray.resource_pool import RayResourcePool, reserve
+from verl_like.single_controller.ray.resource_pool import (
+    RayResourcePool,
+    ResourcePoolManager,
+    reserve,
+)
 from verl_like.trainer.config.detached import DetachedConfig
 from verl_like.trainer.config.roles import Role
 from verl_like.trainer.detached.detached_trainer import DetachedPPOTrainer
@@ -39,9 +43,9 @@ from verl_like.trainer.state.resume import read_fingerprints
 from verl_like.trainer.state.run_state import DetachedState
 
 ANSWER_S = 20.0
-"""A maker or trainer that does not answer for this long counts as stopped or dead."""
+"""A maker or trainer that does not answer for so many seconds counts as stopped or dead."""
 STATUS_S = 5.0
-"""How long a run that fails waits until makers and trainers have said what they are doing."""
+"""For so many seconds a run that fails waits until makers and trainers say what they are doing."""
 POLL_S = 0.5
 """How long one wait lasts before the run looks again."""
 DISPLAY = replace(
@@ -57,13 +61,13 @@ DISPLAY = replace(
     ),
     phases=("waiting_for_experience", "update", "export_weights", "save_checkpoint"),
 )
-"""What a run of PPO shows, with the phases of a trainer, and how long each side waits for the
-other."""
+"""Shows what a run of PPO shows, but the phases of a trainer, and how long makers and trainers wait
+for each other."""
 OF_MAKERS = {name for name in vars(MakerDriver) if not name.startswith("_")}
 """The methods and attributes that a maker's driver has."""
 WOULD_FAIL_AGAIN = ("__init__", "init_model", "its loop")
-"""An error in one of these would come again, because it comes from wrong input or from the program.
-The death of a process would not."""
+"""An error in one of these would happen again, because its cause is wrong input or the program. The
+death of a process might not happen again."""
 
 
 def run_detached(config: DetachedConfig, template: WorkerTemplate | None = None) -> int:
@@ -72,7 +76,7 @@ def run_detached(config: DetachedConfig, template: WorkerTemplate | None = None)
 
 
 def check_detached_inputs(config: DetachedConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
-    """Checks all inputs, as each maker does again, and fills in the number of training steps.
+    """Checks all inputs, and fills in the number of training steps. Each maker checks them again.
     Raises ValueError or RewardError for what the user has to change."""
     check_trainer(get_trainer())
     with contextlib.ExitStack() as until_checked:
@@ -90,7 +94,7 @@ def check_trainer(trainer: type[RayPPOTrainer]) -> None:
     """
     if trainer is RayPPOTrainer:
         return
-    own: list[str] = []
+    own = []
     for name in dir(RayPPOTrainer):
         if name.startswith("_") and name not in ("__init__", "__post_init__"):
             continue
@@ -99,14 +103,15 @@ def check_trainer(trainer: type[RayPPOTrainer]) -> None:
     of_makers = [name for name in own if name in OF_MAKERS]
     if get_maker_driver() is not MakerDriver and own == of_makers:
         return
-    driver = (
-        "a subclass of MakerDriver that is registered with register_maker_driver of "
-        "verl_like.trainer.ppo.maker_driver"
-    )
     what = f"the plugin's trainer {trainer.__name__}"
     if own:
         what += f", which has its own {', '.join(own)}"
-    advice = f"give {', '.join(of_makers)} to {driver}, too, " if of_makers else ""
+    advice = ""
+    if of_makers:
+        advice = (
+            f"give {', '.join(of_makers)} to a subclass of MakerDriver that is registered with "
+            "register_maker_driver of verl_like.trainer.ppo.maker_driver, too, "
+        )
     raise ValueError(
         f"detached training does not call {what}: {advice}train with main_ppo, or without the "
         "plugin"
@@ -114,17 +119,19 @@ def check_trainer(trainer: type[RayPPOTrainer]) -> None:
 
 
 def check_shared_memory(pools: Sequence[RayResourcePool]) -> None:
-    """Raises PlacementError unless all processes of the pools are on one node. The pools have to be
-    reserved."""
+    """Raises PlacementError unless all processes of the pools are on one node. The pools must be
+    reserved already."""
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-    nodes_of_pools: dict[str, set[str]] = {}
+    all_nodes: set[str] = set()
+    places = []
     for pool in pools:
-        nodes = nodes_of_pools.setdefault(pool.name, set())
+        nodes: set[str] = set()
         for placement_group in pool.get_placement_groups():
             table = ray.util.placement_group_table(placement_group)
             nodes.update(addresses[node] for node in table["bundles_to_node_id"].values())
-    if len(set().union(*nodes_of_pools.values())) > 1:
-        places = [f"{name} on {', '.join(sorted(nodes))}" for name, nodes in nodes_of_pools.items()]
+        all_nodes |= nodes
+        places.append(f"{pool.name} on {', '.join(sorted(nodes))}")
+    if len(all_nodes) > 1:
         raise PlacementError(
             "actor_rollout_ref.rollout.weight_transport=shared_memory is for one node, but there "
             f"are {'; '.join(places)}: set gloo or object_store"
@@ -134,8 +141,8 @@ def check_shared_memory(pools: Sequence[RayResourcePool]) -> None:
 def fit(inputs: PPOInputs, recorder: RunRecorder) -> None:
     """Starts the makers and trainers, and trains until the last step. If training fails, the error
     gets a note that says what each of them was doing."""
-    # Makers check their inputs again. Given an address, they leave out the checks for a Ray that
-    # would be started on this machine.
+    # Makers check their inputs again. With an address they skip the checks for a Ray that would be
+    # started on this machine.
     address = ray.get_runtime_context().gcs_address
     values = {
         "trainer.default_local_dir": str(recorder.run_dir),
@@ -161,25 +168,22 @@ def fit(inputs: PPOInputs, recorder: RunRecorder) -> None:
 class DetachedRun:
     """The ledger, makers and trainers of a run, which it starts and watches.
 
-    Experience and weights travel between the makers and trainers. This process gets numbers and
-    metrics only. A maker or a trainer is called a side.
+    Experience and weights travel between makers and trainers. This process gets only numbers and
+    metrics. A maker or a trainer is called a side.
     """
 
     def __init__(self, config: DetachedConfig, recorder: RunRecorder) -> None:
         self.config = config
         self.recorder = recorder
         self.fingerprints = read_fingerprints(recorder.run_dir)
-        makers = {
-            name: (config.of_maker(name), config.plan.maker_roles)
-            for name in config.detached.maker_names
-        }
-        trainers = {
-            name: (config.of_trainer(name), config.plan.trainer_roles)
-            for name in config.detached.trainer_names
-        }
-        self.pools = {
-            name: build_resource_pools(*side) for name, side in (trainers | makers).items()
-        }
+        self.pools: dict[str, ResourcePoolManager] = {}
+        """The pools of each side, by name."""
+        for name in config.detached.trainer_names:
+            of_trainer = config.of_trainer(name)
+            self.pools[name] = build_resource_pools(of_trainer, config.plan.trainer_roles)
+        for name in config.detached.maker_names:
+            of_maker = config.of_maker(name)
+            self.pools[name] = build_resource_pools(of_maker, config.plan.maker_roles)
         self.actors: dict[str, Any] = {}
         """The Ray actors of the ledger and of all sides, by name."""
         self.loops: dict[str, Any] = {}
@@ -187,7 +191,8 @@ class DetachedRun:
         self.restarts_left = Counter(
             dict.fromkeys(config.detached.maker_names, config.detached.max_restarts)
         )
-        """How often each maker may still be started again. Trainers have 0."""
+        """How often each maker may still be started again. A trainer is not in it, which counts as
+        0."""
         self.starts: Counter[str] = Counter()
         """How often each maker was started."""
         self.reports: dict[str, SideRecorder] = {}
@@ -197,18 +202,19 @@ class DetachedRun:
         self.last_step = -1
         """The step after which the run ends, if SIGTERM has come, or -1."""
         self.failure: Exception | None = None
-        """The error of a maker that failed when all steps were trained. It ends the run after the
+        """The error of a maker that failed after all steps were trained. It ends the run when the
         trainers have written their files."""
 
     def start(self) -> None:
         """Starts the ledger, the trainers and the makers, and the loops of both."""
         config = self.config
-        detached = self.config.detached
+        detached = config.detached
         steps = config.trainer.total_training_steps
         all_pools: list[RayResourcePool] = []
         for pools in self.pools.values():
             all_pools.extend(pools.resource_pool_dict.values())
-        # All are reserved together: one side could take the only node that has room for another.
+        # All pools are reserved together. Otherwise one side could take the only node that has room
+        # for another side.
         reserve(all_pools)
         ledger_class: Any = ray.remote(PromptLedger)
         self.actors[LEDGER] = ledger_class.options(name=LEDGER, num_cpus=0).remote(
@@ -226,7 +232,7 @@ class DetachedRun:
             # The processes of all trainers meet in this store. It lives as long as this object.
             self.store = open_store(host)
             port = self.store.port
-        for index, name in enumerate(config.detached.trainer_names):
+        for index, name in enumerate(detached.trainer_names):
             env_info = {
                 "rank": index,
                 "world_size": count,
@@ -235,14 +241,14 @@ class DetachedRun:
             }
             actor = trainer_class.options(name=name, num_cpus=0).remote(
                 config,
-                config.detached.maker_names,
+                detached.maker_names,
                 env_info=env_info,
                 pools=self.pools[name],
                 fingerprints=self.fingerprints,
             )
             self.actors[name] = actor
             self.loops[name] = actor.fit.remote(steps, detached.update_steps, resumed=self.resumed)
-        for name in config.detached.maker_names:
+        for name in detached.maker_names:
             self.start_maker(name)
         place = self.actors[LEDGER].__ray_call__.remote(lambda _: SideRecorder(LEDGER))
         self.ledger_place = ray.get(place, timeout=START_DEADLINE_S)
@@ -250,33 +256,34 @@ class DetachedRun:
     def start_maker(self, name: str) -> None:
         """Starts a maker and its loop, for the first time or again."""
         self.starts[name] += 1
-        env_info = {
-            "rank": self.config.detached.maker_names.index(name),
-            "world_size": len(self.config.detached.maker_names),
-        }
+        maker_names = self.config.detached.maker_names
+        trainer_names = self.config.detached.trainer_names
+        env_info = {"rank": maker_names.index(name), "world_size": len(maker_names)}
         maker_class: Any = ExperienceMakerHolder
-        self.pools[name].create_resource_pool()
+        pools = self.pools[name]
+        pools.create_resource_pool()
         if self.config.actor_rollout_ref.rollout.weight_transport == "shared_memory":
-            trainer = self.pools[self.config.detached.trainer_names[0]].resource_pool_dict.values()
-            check_shared_memory([*trainer, self.pools[name].get_resource_pool(Role.Rollout)])
+            pools_of_trainer = self.pools[trainer_names[0]].resource_pool_dict.values()
+            check_shared_memory([*pools_of_trainer, pools.get_resource_pool(Role.Rollout)])
         actor = maker_class.options(name=name, num_cpus=0).remote(
             self.config,
-            self.config.detached.trainer_names,
+            trainer_names,
             env_info=env_info,
             start=self.starts[name],
             validated=max([self.record.validated, *self.record.validations]),
-            pools=self.pools[name],
+            pools=pools,
             fingerprints=self.fingerprints,
         )
         self.actors[name] = actor
         self.loops[name] = actor.workingloop.remote()
 
     def watch(self) -> None:
-        """Collects reports and restarts makers until all loops have ended.
+        """Collects reports, and starts makers that fail again, until all loops have ended.
 
-        Raises the error that ended a trainer, or a maker more often than `max_restarts`. If all
-        steps are trained then, a maker's error is raised only after the last checkpoint is
-        complete. Raises KeyboardInterrupt if SIGTERM ends the run before its last step.
+        Raises the error of a trainer, and that of a maker which failed more often than
+        `max_restarts`. A maker's error after all steps were trained is raised only when the last
+        checkpoint is complete. Raises KeyboardInterrupt if SIGTERM ends the run before its last
+        step.
         """
         while self.loops:
             ended, _ = ray.wait(list(self.loops.values()), timeout=POLL_S)
@@ -295,8 +302,8 @@ class DetachedRun:
             raise self.failure
 
     def end_early(self) -> None:
-        """Called when SIGTERM has come: has the ledger end the run after the first step that no
-        trainer has done. If all steps are done, the run ends after its last validation."""
+        """Has the ledger end the run after the first step that no trainer has done. If all steps
+        are done, the run ends after its last validation. This is called when SIGTERM has come."""
         self.last_step = ask(LEDGER, "end", timeout=ANSWER_S)
         if self.record.step == self.last_step:
             said = (
@@ -321,12 +328,12 @@ class DetachedRun:
 
     def show_counts(self) -> None:
         """Tells the user how many prompts are in which state."""
-        counts = ", ".join(f"{count} {name}" for name, count in self.counts().items())
-        self.recorder.say(f"Prompts: {counts}")
+        counts = [f"{count} {name}" for name, count in self.counts().items()]
+        self.recorder.say(f"Prompts: {', '.join(counts)}")
 
     def end_of_loop(self, name: str, loop: Any) -> None:
-        """Handles a loop that has ended. Either it is done, or it failed, and `failed` or `give_up`
-        decides what happens."""
+        """Collects the last report of a side whose loop has ended. If the loop failed, `failed` or
+        `give_up` decides what happens."""
         try:
             ray.get(loop, timeout=ANSWER_S)
         except RayTaskError as error:
@@ -334,11 +341,10 @@ class DetachedRun:
             if isinstance(cause, RewardError | EngineMismatch):
                 self.give_up(name, cause)
                 return
-            is_of_other = isinstance(cause, WorkerDied | CallTimeout) and (
-                cause.role == LEDGER or cause.role in self.config.detached.trainer_names
-            )
-            if is_of_other:
-                name = cause.role  # another side, which is dead or does not answer, ended the loop
+            # The loop may have ended because another side is dead or does not answer.
+            others = (LEDGER, *self.config.detached.trainer_names)
+            if isinstance(cause, WorkerDied | CallTimeout) and cause.role in others:
+                name = cause.role
             if not isinstance(cause, WorkerError | CallTimeout):
                 cause = WorkerError(name, 0, *self.place_of(name), "its loop", str(error))
             self.failed(name, cause)
@@ -349,8 +355,8 @@ class DetachedRun:
             self.collect(name)
 
     def collect(self, name: str) -> None:
-        """Asks a side what happened since its last report, and gives it to the record. The first
-        report may take longer, while the side starts."""
+        """Asks a side for its report, and gives it to the record. The first report may take longer,
+        because the side is still starting."""
         timeout = ANSWER_S if name in self.reports else START_DEADLINE_S
         try:
             report: SideRecorder = ask(name, "report", timeout=timeout)
@@ -358,14 +364,19 @@ class DetachedRun:
             self.failed(name, error)
             return
         self.reports[name] = report
-        placements = [each.placement for each in self.reports.values()]
-        all_have_started = len(self.reports) == len(self.pools) and all(placements)
-        rows: list[dict[str, str]] = []
-        for placement in placements:
-            rows.extend(placement)
-        if all_have_started and rows != self.recorder.placement:
-            self.recorder.show_placement(rows)
+        self.show_placement()
         self.record.add(name, report)
+
+    def show_placement(self) -> None:
+        """Shows where the workers of all sides are, once all have started, and again if that
+        changes."""
+        rows: list[dict[str, str]] = []
+        for report in self.reports.values():
+            if not report.placement:
+                return
+            rows.extend(report.placement)
+        if len(self.reports) == len(self.pools) and rows != self.recorder.placement:
+            self.recorder.show_placement(rows)
 
     def place_of(self, name: str) -> tuple[str, int]:
         """The node and the process id of a side, or ("?", 0) if it has not reported yet."""
@@ -373,18 +384,18 @@ class DetachedRun:
         return (report.node, report.pid) if report else ("?", 0)
 
     def failed(self, name: str, error: WorkerError | CallTimeout) -> None:
-        """Starts a maker that failed again. The ledger gives its prompts out again.
+        """Starts a maker that failed again. The ledger gives its prompts to other makers.
 
-        Raises the error instead, which ends the run, if the side is not a maker, if the maker would
-        fail in the same way again, or if it has failed too often.
+        If the side is not a maker, would fail in the same way again, or has failed too often, it
+        gives the side up instead.
         """
         if isinstance(error, WorkerDied) and error.role == name:
             place = self.place_of(name)
             error = WorkerDied(name, 0, *place, error.method, error.cause, error.shortage)
         would_fail_again = False
         if type(error) is WorkerError:
-            # If an allocation failed, and no process was killed, there is too little memory for
-            # these prompts, and there will be again.
+            # If an allocation failed and no process was killed, the memory is too small for these
+            # prompts, and would be too small again.
             would_fail_again = error.method in WOULD_FAIL_AGAIN or bool(error.shortage)
         if would_fail_again or not self.restarts_left[name]:
             error.add_note(f"This ended {name}.")
@@ -394,8 +405,17 @@ class DetachedRun:
         headline = error.headline() if isinstance(error, WorkerError) else str(error)
         self.recorder.say(f"{name} failed and is started again: {headline}")
         self.remove(name)
+        self.wait_until_gone(name, error)
+        self.loops.pop(name, None)
+        self.reports.pop(name, None)
+        ask(LEDGER, "lost", f"{name}.{self.starts[name]}", timeout=ANSWER_S)
+        self.start_maker(name)
+
+    def wait_until_gone(self, name: str, error: Exception) -> None:
+        """Waits until Ray has no actor of this name any more. Raises `error` after `ANSWER_S`
+        seconds."""
         deadline = time.monotonic() + ANSWER_S
-        # Ray raises ValueError when there is no actor of this name any more.
+        # Ray raises ValueError when there is none.
         with contextlib.suppress(ValueError):
             while ray.get_actor(name):
                 if time.monotonic() > deadline:
@@ -404,14 +424,10 @@ class DetachedRun:
                     )
                     raise error
                 time.sleep(POLL_S)
-        self.loops.pop(name, None)
-        self.reports.pop(name, None)
-        ask(LEDGER, "lost", f"{name}.{self.starts[name]}", timeout=ANSWER_S)
-        self.start_maker(name)
 
     def give_up(self, name: str, error: Exception) -> None:
-        """Raises the error, which ends the run. If it is a maker's and all steps are trained, it is
-        kept instead, and `watch` raises it at its end."""
+        """Raises the error, which ends the run. The error of a maker is kept instead if all steps
+        are trained, and `watch` raises it at its end."""
         is_maker = name in self.config.detached.maker_names
         if not is_maker or not ask(LEDGER, "has_trained_all", timeout=ANSWER_S):
             raise error from None
@@ -419,14 +435,16 @@ class DetachedRun:
         self.loops.pop(name, None)
 
     def statuses(self) -> str:
-        """What each side says that it is doing, with the stack of its loop.
+        """Asks each side what it is doing, and returns the answers, with the stack of each loop.
 
-        A side that does not answer is removed, because a process that is stopped would outlive Ray.
+        A side that does not answer is removed, because a stopped process would outlive Ray.
         """
-        asked = {name: self.actors[name].status.remote() for name in self.pools}
-        ray.wait(list(asked.values()), num_returns=len(asked), timeout=STATUS_S)
-        found: list[str] = []
-        for name, answer in asked.items():
+        answers = {}
+        for name in self.pools:
+            answers[name] = self.actors[name].status.remote()
+        ray.wait(list(answers.values()), num_returns=len(answers), timeout=STATUS_S)
+        found = []
+        for name, answer in answers.items():
             try:
                 found.append(ray.get(answer, timeout=POLL_S))
             except ray.exceptions.RayError:
@@ -435,14 +453,14 @@ class DetachedRun:
         return "".join(found)
 
     def remove(self, name: str) -> None:
-        """Kills what is left of a side. It releases the side's pools too, which ends the workers at
-        once; Ray would do so later."""
+        """Kills what is left of a side. The side's pools are released, which ends its workers at
+        once. Otherwise Ray would end them later."""
         ray.kill(self.actors[name])
         node, pid = self.place_of(name)
         if node == ray.util.get_node_ip_address():
             with contextlib.suppress(OSError):  # raised if the process has ended
-                # Ray's own kill may miss the fork of a `WorkerTemplate`. If the fork is stopped, it
-                # ends when it is continued.
+                # Ray's kill may miss the fork of a `WorkerTemplate`. A fork that is stopped ends
+                # when it is continued.
                 os.kill(pid, signal.SIGCONT)
         if name in self.pools:
             for pool in self.pools[name].resource_pool_dict.values():
@@ -455,9 +473,10 @@ class DetachedRun:
         left = self.config.detached.maker_names
         while left:
             starts = Counter(self.starts)
-            self.loops = {name: self.actors[name].finish.remote(steps) for name in left}
+            for name in left:
+                self.loops[name] = self.actors[name].finish.remote(steps)
             self.watch()
-            # A maker that failed meanwhile was started again. Its loop has ended by now, as nothing
-            # is left to make, and it has still to do `finish`.
+            # A maker that failed meanwhile was started again. Its loop has ended by now, because
+            # nothing is left to make, and it still has to do `finish`.
             left = [name for name in left if self.starts[name] > starts[name]]
         self.record.renew_checkpoint()

@@ -1,5 +1,5 @@
-"""What the makers and trainers of detached training have in common. Each of them is called a side
-here; this file has how sides find and call each other, and what they record."""
+"""What makers and trainers of detached training have in common: how they find and call each other,
+and what they record. Each of them is called a side."""
 
 import functools
 import os
@@ -32,29 +32,29 @@ from verl_like.trainer.state.resume import ResumedRun, changed_inputs
 LEDGER = "ledger"
 """The name of the actor that is the run's `PromptLedger`."""
 POLL_S = 0.1
-"""How long one wait lasts before the loop looks again."""
+"""How many seconds a wait lasts before the loop looks again."""
 GONE = (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError)
-"""The errors that Ray raises for a call of a side that died, or that its memory monitor killed."""
+"""Ray raises these errors for a call of a side that died or was killed by Ray's memory monitor."""
 
 remote: Any = ray.remote  # the type of ray.remote does not know concurrency groups
 
 ModelFn = Callable[[DetachedConfig], Mapping[str, RayClassWithInitArgs]]
-"""A function from the configuration to the worker class of each role that a side runs."""
+"""A function that takes the configuration and returns the worker class of each role of a side."""
 EnvInfo = Mapping[str, str | int]
-"""`rank` and `world_size`: which of the makers, or of the trainers, a side is, and how many there
-are. Several trainers meet in the store at `master_addr` and `master_port`, see `JointTrainer`;
-makers do not meet."""
+"""`rank` says which of the makers, or of the trainers, a side is, and `world_size` how many there
+are. Several trainers meet in the store at `master_addr` and `master_port`, see `JointTrainer`."""
 
 
 @dataclass(frozen=True)
 class PushedWeights:
-    """One version of the weights: what each trained role exported. Any driver can give the exports
-    to its own worker groups."""
+    """The exports of one version of the weights, by role. Any driver can give them to its own
+    worker groups."""
 
     version: int
     exports: Mapping[str, ForwardedFuture]
     address: tuple[str, int] | None = None
-    """Where the actor waits for the maker that asked, with `rollout.weight_transport=nccl`."""
+    """With `rollout.weight_transport=nccl`, the address at which the actor waits for the maker that
+    asked."""
 
 
 @dataclass
@@ -68,17 +68,17 @@ class SideRecorder:
     events: deque[CallEvent] = field(default_factory=deque)
     """The calls of workers that have ended."""
     rows: deque[tuple[int, Mapping[str, Metric], float]] = field(default_factory=deque)
-    """A trainer has (training step, metrics, time at its end) for each step, a maker
-    (version, metrics, time) for each validation."""
+    """A trainer has (training step, metrics, time at its end) for each step. A maker has (version,
+    metrics, time at its end) for each validation."""
     states: deque[tuple[int, Mapping[str, Any]]] = field(default_factory=deque)
-    """(training step, what a trainer saves of it beside files), see `DetachedPPOTrainer.state`.
-    It is reported together with the row of the step, or before it."""
+    """(training step, `DetachedPPOTrainer.state` after it) for each checkpoint of a trainer. It is
+    reported together with the row of the step, or before it."""
     files: deque[tuple[int, Mapping[str, Any]]] = field(default_factory=deque)
-    """(training step, the files of its checkpoint that the ranks of a trainer wrote), see
+    """(training step, the files that the ranks of a trainer wrote) for each checkpoint, see
     `PendingCheckpoint`."""
     waits: deque[tuple[float, float]] = field(default_factory=deque)
-    """(start, end) of waits for other sides. A wait that has not ended is reported with the present
-    time as its end, and again in the next report."""
+    """(start, end) of each wait for other sides. A wait that has not ended is reported with the
+    present time as its end, and again in the next report."""
     notes: deque[str] = field(default_factory=deque)
     """Notes for the user."""
     seconds: dict[str, float] = field(default_factory=dict)
@@ -88,18 +88,18 @@ class SideRecorder:
     node: str = field(default_factory=ray.util.get_node_ip_address)
     pid: int = field(default_factory=os.getpid)
     doing: tuple[str, float] = field(default_factory=lambda: ("starting", time.time()))
-    """The present phase of the side's loop, and the time at which it began."""
+    """The present phase of the side's loop, and when it began."""
     thread: int = 0
-    """The thread of the side's loop, which measures the phases."""
+    """The id of the thread in which the side's loop runs."""
     run_dir: Path = field(default_factory=Path)
     """The folder of the run, in which its checkpoints are."""
     resumed: ResumedRun | None = None
-    """It is always None here. `DetachedPPOTrainer.fit` gets the checkpoint of a resumed run."""
+    """It is always None here. `DetachedPPOTrainer.fit` gets a resumed run's checkpoint itself."""
     saves_when_ended: bool = False
     is_ending: bool = False
-    """It is always False here. SIGTERM is sent to the run, which tells the ledger."""
+    """It is always False here. The process of the run gets SIGTERM, and tells the ledger."""
     pending: PendingCheckpoint | None = None
-    """The checkpoint of which the workers are writing files."""
+    """The checkpoint whose files the workers are writing."""
 
     def record(self, event: CallEvent) -> None:
         """Keeps a call of a worker for the next report."""
@@ -115,8 +115,8 @@ class SideRecorder:
 
     @contextmanager
     def timer(self, phase: str) -> Iterator[None]:
-        """Measures the code inside as seconds of a phase, and reports the phase as what the side is
-        doing. The time of a phase whose name begins with "waiting" counts as idle."""
+        """Measures the seconds of the code inside as those of a phase. The side reports the phase
+        as what it is doing. A phase whose name begins with "waiting" counts as idle time."""
         before = self.doing
         started = time.time()
         self.doing = (phase, started)
@@ -132,8 +132,8 @@ class SideRecorder:
     def step(
         self, step: int, total_steps: int, row: dict[str, float] | None = None
     ) -> Iterator[Callable[[Mapping[str, Metric | float]], None]]:
-        """Measures a step of a trainer and keeps its row. It yields a function, which adds metrics
-        to the row."""
+        """Measures a step of a trainer and keeps its row. It yields a function that adds metrics to
+        the row."""
         started = time.time()
         given: list[Mapping[str, Any]] = []
         self.seconds = {}
@@ -146,13 +146,14 @@ class SideRecorder:
 
         yield log
         ended = time.time()
-        timings: dict[str, Metric] = {}
-        for name, value in ({"step": ended - started} | self.seconds).items():
-            timings[f"timing_s/{name.replace(' ', '_')}"] = Metric.max(value)
-        self.rows.append((step, merge_metrics([*given, timings]), ended))
+        timings = {"timing_s/step": Metric.max(ended - started)}
+        for phase, seconds in self.seconds.items():
+            timings[f"timing_s/{phase.replace(' ', '_')}"] = Metric.max(seconds)
+        row_of_step = merge_metrics([*given, timings])
+        self.rows.append((step, row_of_step, ended))
 
     def validation(self) -> AbstractContextManager[None]:
-        """Measures a validation, as a phase of its own."""
+        """Measures a validation as a phase."""
         return self.timer("testing")
 
     def log_validation(self, metrics: dict[str, float], step: int = 0) -> None:
@@ -161,7 +162,7 @@ class SideRecorder:
         self.rows.append((step, means, time.time()))
 
     def is_best(self, step: int, metrics: dict[str, float]) -> bool:
-        """Returns False: in detached training a step is saved before it is validated."""
+        """Returns False, because in detached training a step is saved before it is validated."""
         return False
 
     def begin_checkpoint(
@@ -184,7 +185,7 @@ class SideRecorder:
             self.pending = None
 
     def complete_checkpoint(self, step: int) -> None:
-        """Does nothing: the run completes the checkpoint when the makers have validated."""
+        """Does nothing, because the run completes the checkpoint when the makers have validated."""
 
     def show_generations(
         self,
@@ -193,19 +194,21 @@ class SideRecorder:
         generation_of_row: Callable[[int], dict[str, str]],
         num_shown: int,
     ) -> None:
-        """Does nothing: the run shows only the metrics of a validation."""
+        """Does nothing, because the run shows only the metrics of a validation."""
 
     def report(self) -> "SideRecorder":
-        """Takes out what was recorded since the last report."""
-        # The loop may record more meanwhile. So rows are taken before states and files: the state
-        # of each row that is reported is reported too, and so are the files from before it.
+        """Returns what was recorded since the last report, and forgets it."""
+        # The loop may record more meanwhile. Rows are taken before states and files, so that the
+        # state of each reported row, and the files that were written before it, are reported too.
         events = _take_all(self.events)
         rows = _take_all(self.rows)
         states = _take_all(self.states)
         files = _take_all(self.files)
         notes = _take_all(self.notes)
         phase, since = self.doing
-        waits = deque([(since, time.time())] if phase.startswith("waiting") else [])
+        waits: deque[tuple[float, float]] = deque()
+        if phase.startswith("waiting"):
+            waits.append((since, time.time()))
         waits.extend(_take_all(self.waits))
         return replace(
             self,
@@ -220,8 +223,7 @@ class SideRecorder:
         )
 
     def status_and_stack(self) -> str:
-        """Says what the side does or waits for, since when, and what the innermost calls of its
-        loop are."""
+        """Says in which phase the side's loop is, since when, and what its innermost calls are."""
         frame = sys._current_frames().get(self.thread)
         stack = traceback.format_stack(frame, limit=12) if frame else ["  Its loop has ended.\n"]
         phase, since = self.doing
@@ -229,13 +231,15 @@ class SideRecorder:
 
 
 def _take_all(queue: deque[Any]) -> deque[Any]:
-    """Takes out what is in the queue now. Another thread may add to it meanwhile."""
-    return deque(queue.popleft() for _ in range(len(queue)))
+    """Removes all elements that the queue has now, and returns them. Another thread may add further
+    ones meanwhile."""
+    size = len(queue)
+    return deque(queue.popleft() for _ in range(size))
 
 
 def side_named(name: str) -> Any:
-    """The actor of a maker, of a trainer or of the ledger. Raises WorkerDied if there is none of
-    this name any more."""
+    """The actor of a maker, a trainer or the ledger. Raises WorkerDied if there is none of this
+    name any more."""
     try:
         return ray.get_actor(name)
     except ValueError as error:
@@ -243,7 +247,7 @@ def side_named(name: str) -> Any:
 
 
 def side_died(name: str, method: str, error: Exception) -> WorkerDied:
-    """Makes the error that says that a side died. The run adds the node and the process."""
+    """Makes the error for a side that died. The run adds its node and its process."""
     if isinstance(error, ray.exceptions.OutOfMemoryError):
         return WorkerDied(name, 0, "?", 0, method, *of_memory_monitor(error))
     last_line = str(error).strip().splitlines()[-1]
@@ -252,7 +256,7 @@ def side_died(name: str, method: str, error: Exception) -> WorkerDied:
 
 @dataclass(frozen=True)
 class Question:
-    """A call of another side, which may still be running."""
+    """A call of another side. It may still be running."""
 
     name: str
     method: str
@@ -286,7 +290,7 @@ def ask(name: str, method: str, *args: Any, timeout: float) -> Any:
 
 
 class LedgerHandle:
-    """Has the methods of the run's `PromptLedger`. Each calls the ledger's actor, with a
+    """Calls the methods of the run's `PromptLedger`, which is in another process, each with a
     deadline."""
 
     def __init__(self, deadline_s: float) -> None:
@@ -301,13 +305,14 @@ class Side:
     `status`.
 
     Args:
-        config: of the run.
+        config: the configuration of the run.
         model_fn: gives the worker class of each role that this side runs. By default they are those
             of the configuration.
-        env_info: which of the makers, or of the trainers, this side is.
-        pools: what the workers run on. By default the side reserves those of the configuration.
-        fingerprints: of the files that the run began with. They must be those of the files that
-            this side has read.
+        env_info: says which of the makers, or of the trainers, this side is.
+        pools: the pools in which the workers run. By default the side reserves those of the
+            configuration.
+        fingerprints: those of the files that the run began with. This side must have read the same
+            files.
     """
 
     def __init__(
@@ -328,14 +333,15 @@ class Side:
         self.pools = pools
         self.fingerprints = fingerprints
         self.recorder = SideRecorder(self.name, run_dir=Path(config.trainer.default_local_dir))
-        self.ledger = LedgerHandle(config.trainer.call_timeout_s)
+        self.ledger: Any = LedgerHandle(config.trainer.call_timeout_s)
+        """Has the methods of `PromptLedger`."""
         self.pushed: PushedWeights | None = None
 
     def require_same_inputs(self, config: DetachedConfig) -> None:
         """Raises ValueError if the files of data, models and the reward function are not those that
         the run began with.
 
-        It is called after they were read, because they may change meanwhile.
+        It is called after this side has read them, because they may change until then.
         """
         if self.fingerprints is None:
             return
@@ -349,11 +355,11 @@ class Side:
 
     @ray.method(concurrency_group="status")
     def report(self) -> SideRecorder:
-        """What happened since the last report. It is answered during the side's loop too, so a side
+        """Returns what happened since the last report. A side answers during its loop too, so one
         that does not answer is stopped or dead."""
         return self.recorder.report()
 
     @ray.method(concurrency_group="status")
     def status(self) -> str:
-        """Says what this side does now, with the stack of its loop."""
+        """Says what this side is doing, with the stack of its loop."""
         return self.recorder.status_and_stack()

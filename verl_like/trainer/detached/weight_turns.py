@@ -1,4 +1,5 @@
-"""Turns with the first trainer's weights: either a step changes them, or one maker loads them."""
+"""Takes turns with the first trainer's weights: either a step changes them, or one maker loads
+them."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -12,23 +13,27 @@ class WeightTurns:
     two steps.
 
     One maker loads at a time. A step waits for the makers that asked before it, so that no maker
-    waits for two steps. A maker is called by its name in the ledger, such as `maker_0.2`; the
+    waits for two steps. A maker is called by its name in the ledger, such as `maker_0.2`. The
     number at the end says how often it was started. A transfer that fails ends the run: every later
     call raises its error.
 
     Args:
-        name: of the trainer, for messages.
-        limit_s: how long a step waits for makers, and a maker for its turn, in seconds.
+        name: the trainer's name, for messages.
+        limit_s: for how many seconds a step waits for makers, and a maker for its turn.
     """
 
     def __init__(self, name: str, limit_s: float) -> None:
         self.name = name
         self.limit_s = limit_s
         self._changed = threading.Condition()
-        self._in_step = False  # a step may change the weights
-        self._waiting: set[str] = set()  # the makers that wait for their turn
-        self._receiver: str | None = None  # the maker whose turn it is
-        self._failure: Exception | None = None  # the error of a transfer
+        self._in_step = False
+        """True while a step may change the weights."""
+        self._waiting: set[str] = set()
+        """The makers that wait for their turn."""
+        self._receiver: str | None = None
+        """The maker whose turn it is."""
+        self._failure: Exception | None = None
+        """The error of a transfer."""
 
     def raise_failure(self) -> None:
         """Raises the error of a transfer, if one failed."""
@@ -36,8 +41,8 @@ class WeightTurns:
             raise self._failure
 
     def begin_step(self) -> None:
-        """Waits for the makers that load or wait to load. The weights may change from then on,
-        until `end_step`.
+        """Waits for the makers that load or wait for their turn. Then the weights may change until
+        `end_step`.
 
         Raises CallTimeout if a maker does not end its turn, and the error of a transfer that
         failed.
@@ -50,18 +55,18 @@ class WeightTurns:
             self._in_step = True
 
     def end_step(self) -> None:
-        """Notes that the weights are those of one version again, so that makers may load them."""
+        """Notes that all weights are of one version again, so that makers may load them."""
         with self._changed:
             self._in_step = False
             self._changed.notify_all()
 
     def begin_loading(self, maker: str) -> None:
-        """Waits for the maker's turn. The weights do not change from then on, until `loading` has
-        ended the turn.
+        """Waits for the maker's turn. Then the weights do not change until `loading` has ended the
+        turn.
 
-        A maker that was started again takes the place of its process before, which has died. Raises
-        CallTimeout if the turn does not come in time, or if a later start of this maker has taken
-        its place; and the error of a transfer that failed.
+        A maker that was started again takes the place of its earlier process, which has died.
+        Raises CallTimeout if the turn does not come in time, or if a later start of this maker has
+        taken its place. Raises the error of a transfer that failed.
         """
         with self._changed:
             replaced = {other for other in self._waiting if _is_same_maker(other, maker)}
@@ -82,10 +87,11 @@ class WeightTurns:
 
     @contextmanager
     def loading(self, maker: str, *, ends: bool = True) -> Iterator[None]:
-        """Surrounds a part of the maker's turn. The turn is over after the last part, `ends`, or
-        after an error, which ends the run too.
+        """Surrounds a part of the maker's turn. The turn ends after this part if `ends`, and after
+        an error, which ends the run too.
 
-        Raises CallTimeout if it is not the maker's turn, because it has been started again since.
+        Raises CallTimeout if it is not the maker's turn any more, because the maker was started
+        again.
         """
         with self._changed:
             self.raise_failure()
@@ -106,14 +112,19 @@ class WeightTurns:
                 self._changed.notify_all()
 
     def _wait_for(self, is_so: Callable[[], bool]) -> bool:
-        """Waits until `is_so` returns True, and returns False if it does not within the limit.
-        Raises the error of a transfer that fails meanwhile."""
-        came = self._changed.wait_for(lambda: self._failure is not None or is_so(), self.limit_s)
+        """Waits until `is_so` returns True. Returns whether it does so within the limit. Raises the
+        error of a transfer that fails meanwhile."""
+
+        def is_over() -> bool:
+            return self._failure is not None or is_so()
+
+        came = self._changed.wait_for(is_over, self.limit_s)
         self.raise_failure()
         return came
 
 
 def _is_same_maker(other: str, maker: str) -> bool:
-    """Return whether `other` names another start of the same maker: as the newest start asks last,
-    an earlier one."""
-    return other != maker and other.rpartition(".")[0] == maker.rpartition(".")[0]
+    """Returns whether `other` is another start of the same maker."""
+    name, _, _start = maker.rpartition(".")
+    other_name, _, _start = other.rpartition(".")
+    return other != maker and other_name == name

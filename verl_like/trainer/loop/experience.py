@@ -1,5 +1,5 @@
-"""The two values that the training loop passes on: `Experience`, which a trainer learns from, and
-`Update`, which stands for the updates on it."""
+"""The two values of the training loop: `Experience`, from which a trainer learns, and `Update`,
+which has the calls that train on it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,20 +17,20 @@ class Experience:
     """In PPO (B * n,) responses with `advantages` and `returns`, the n responses to a prompt next
     to each other. In training on examples the rows of the examples."""
     work: RowWork
-    """How much work each row is, by which the rows are divided among ranks."""
+    """The work of each row. The rows are divided among ranks by it."""
     metrics: Mapping[str, Metric]
-    """What was measured while the batch was made."""
+    """The metrics of making the batch."""
 
 
 @dataclass(frozen=True)
 class Update:
-    """The updates of a training step, or of a part of one, which may still be running."""
+    """The updates of a training step, or of a part of a step. They may still be running."""
 
     pending: Sequence[Future[Any]]
-    """The calls of the workers, of each model that is updated."""
+    """For each model that is updated, the call of its workers."""
     metrics: Mapping[str, Metric]
-    """What is known before the updates end: how evenly the ranks are loaded, and how old the
-    responses are."""
+    """The metrics that are known before the updates end: how evenly the ranks are loaded, and how
+    old the responses are."""
 
     @classmethod
     def of_parts(cls, parts: Sequence["Update"]) -> "Update":
@@ -54,13 +54,12 @@ class Update:
         sample size is mean(r)^2 / mean(r^2). It is computed here, because it needs the two means
         over all optimizer steps. An update that did not measure r has none.
         """
-        of_updates: list[Mapping[str, Metric]] = [self.metrics]
+        parts: list[Mapping[str, Metric]] = [self.metrics]
         for future in self.pending:
             result = future.get()
-            of_updates.append(result.meta_info.get("metrics", {}))
-        metrics = merge_metrics(of_updates)
-        ratio = metrics.get("actor/rollout_ratio")
-        if ratio:
+            parts.append(result.meta_info.get("metrics", {}))
+        metrics = merge_metrics(parts)
+        if ratio := metrics.get("actor/rollout_ratio"):
             ratio_square = metrics["actor/rollout_ratio_square"]
             size = ratio.value**2 / ratio_square.value
             metrics["actor/eff_sample_size"] = Metric.mean(size, ratio.weight)

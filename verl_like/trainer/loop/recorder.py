@@ -1,4 +1,4 @@
-"""The protocols of a recorder, to which makers, learners and trainers report what they do."""
+"""The protocols of recorders. Makers, learners and trainers report to a recorder what they do."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -28,7 +28,7 @@ class Recorder(Protocol):
         """Shows a note to the user."""
 
     def show_placement(self, rows: list[dict[str, str]]) -> None:
-        """Shows where the workers are, as `placement_rows` gives it. It replaces what was shown
+        """Shows where the workers are, in the form of `placement_rows`. It replaces what was shown
         before."""
 
     def show_generations(
@@ -40,7 +40,8 @@ class Recorder(Protocol):
     ) -> None:
         """Shows `num_shown` of the `num_rows` rows of a validation batch, different ones each time.
 
-        `generation_of_row` makes what is shown of a row, and is called for those rows alone.
+        `generation_of_row` returns the texts that are shown of a row. It is called only for rows
+        that are shown.
         """
 
 
@@ -60,17 +61,17 @@ class LoopRecorder(Recorder, Protocol):
     def step(
         self, step: int, total_steps: int, row: dict[str, float] | None = None
     ) -> AbstractContextManager[Callable[[Mapping[str, Metric | float]], None]]:
-        """Measures a step and writes its row at the end. It yields a function, which adds metrics
-        to the row; `row` is what the row has from before the run was resumed."""
+        """Measures a step and writes its row at the end. It yields a function that adds metrics to
+        the row. In a resumed run, `row` has what the row had before."""
 
     def validation(self) -> AbstractContextManager[None]:
-        """Surrounds a validation, so that its time counts for no phase of the step."""
+        """Surrounds a validation, so that its time does not count for phases of the step."""
 
     def log_validation(self, metrics: dict[str, float], step: int = 0) -> None:
         """Writes a row for a validation that is not part of a step."""
 
     def is_best(self, step: int, metrics: dict[str, float]) -> bool:
-        """Return whether the validation after a step is the best so far. If it is, the step's
+        """Returns whether the validation after a step is the best so far. If so, the step's
         checkpoint is kept."""
 
     def begin_checkpoint(

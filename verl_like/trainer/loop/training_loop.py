@@ -1,5 +1,5 @@
-"""The loop of every trainer: steps, validations, checkpoints, and an end by SIGTERM without the
-loss of a step."""
+"""The loop of every trainer: steps, validations and checkpoints. If SIGTERM ends the run, no step
+is lost."""
 
 import abc
 import inspect
@@ -28,7 +28,7 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 class TrainingLoop(abc.ABC):
     """The base class of every trainer. In each step it takes experience, learns from it and hands
-    on the weights; around the steps it validates and saves checkpoints.
+    on the weights. Before and after steps it validates and saves checkpoints.
 
     A subclass implements three things. `take` says where experience comes from: the trainer's own
     maker, the buffer of detached training, or batches of data. `learn` submits the update on it.
@@ -87,13 +87,14 @@ class TrainingLoop(abc.ABC):
         """Tells the source of the experience that the step has been learned, and returns the
         metrics that the source adds to the step's metrics `learned`.
 
-        The source may have less left than was planned: `last_step` can be smaller afterwards.
+        The source may have less experience left than planned, so `last_step` can be smaller
+        afterwards.
         """
         return {}
 
     def hand_on(self) -> None:
-        """Gives the weights of the step to those who generate with them. A trainer on examples
-        has nobody to give them to."""
+        """Gives the weights of the step to those who generate with them. In training on examples
+        there is nobody."""
         return
 
     @abc.abstractmethod
@@ -125,7 +126,7 @@ class TrainingLoop(abc.ABC):
     def step(self) -> dict[str, Metric]:
         """Does one training step, which is an update or several on what `take` yields, and returns
         its metrics."""
-        updates: list[Update] = []
+        updates = []
         metrics: list[Mapping[str, Metric]] = []
         for experience in self.take():
             # The update is only submitted: the lines below, and the rest of `take`, run during it.
@@ -179,7 +180,8 @@ class TrainingLoop(abc.ABC):
             if self.val_dataset and (trainer.val_before_train or trainer.val_only):
                 recorder.log_validation(self.timed_validation())
         elif row := recorder.resumed.checkpoint.state.get(LAST_ROW):
-            # Also if the run now has more steps: the checkpoint is still one without a validation.
+            # This is done even if the run has more steps now, because the checkpoint has no
+            # validation yet.
             with recorder.step(self.global_step, self.last_step, row) as log:
                 log(self.last_validation())
             recorder.complete_checkpoint(self.global_step)
@@ -194,7 +196,7 @@ class TrainingLoop(abc.ABC):
         if folder is None:
             self.save_step()
         else:
-            without_model: dict[str, WorkerGroup] = {}
+            without_model = {}
             for role, group in self.trained.items():
                 if not (folder / role / "huggingface").exists():
                     without_model[role] = group
@@ -211,7 +213,7 @@ class TrainingLoop(abc.ABC):
     def save_step(self, is_last: bool = False) -> Path:
         """Begins the checkpoint of this step and returns its folder.
 
-        Workers write its files while training goes on; `commit_checkpoint` of the recorder makes
+        Workers write its files while training goes on. `commit_checkpoint` of the recorder makes
         the folder a checkpoint when they have. If the run ends with this step, the models are
         written too, in the format of Hugging Face.
         """

@@ -1,1 +1,1 @@
-"""How much memory a run takes, added up before anything starts, and the keys that lower it."""
+"""Adds up the memory that a run takes before anything starts, and names the keys that lower it."""

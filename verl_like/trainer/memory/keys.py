@@ -1,5 +1,5 @@
-"""The configuration keys that lower the memory of a role, which the error of a role without enough
-memory names."""
+"""Names the configuration keys that lower the memory of a role. The error of a role that has too
+little memory names them."""
 
 from dataclasses import dataclass
 
@@ -11,11 +11,11 @@ class MemoryKeys:
     """The keys of the settings of one role."""
 
     passes: str
-    """Key of the size of its micro-batches."""
+    """The key of the size of its micro-batches."""
     engine: str
-    """Key of its fsdp_config."""
+    """The key of its fsdp_config."""
     trained_model: str | None = None
-    """Key of its model; None for a model that is not trained."""
+    """The key of its model, or None for a model that is not trained."""
 
 
 OF_ROLE = {
@@ -45,8 +45,12 @@ ENGINE_SHARE = "actor_rollout_ref.rollout.gpu_memory_utilization"
 
 
 def keys_that_lower(memory: str, roles: str) -> str:
-    """A sentence with the keys that lower the `memory`, host or device, of `roles`, joined by a
-    plus sign."""
+    """Returns a sentence with the keys that lower the memory of some roles.
+
+    Args:
+        memory: "host" or "device".
+        roles: the names of the roles, joined by plus signs.
+    """
     of_roles = [OF_ROLE[role] for role in roles.split("+") if role in OF_ROLE]
     trained = [keys for keys in of_roles if keys.trained_model]
     offload = "true" if memory == "device" else "false"

@@ -1,4 +1,4 @@
-"""The models and engines that lie on the GPUs of a run, for the sums of `sums.py`."""
+"""Finds the models and engines that are on the GPUs of a run, for the sums of `sums.py`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,13 +14,13 @@ from verl_like.trainer.config.supervised import DPOConfig, ILQLConfig, RMConfig,
 from verl_like.trainer.memory.sums import (
     ASLEEP,
     ModelSize,
-    Phase,
     PlannedModel,
     PlannedPool,
     RolloutShare,
     require_memory,
 )
 from verl_like.workers.config.engine import ForwardFsdpConfig
+from verl_like.workers.config.models import ModelConfig
 from verl_like.workers.models.ilql import ILQLModel
 from verl_like.workers.models.packed_models import PackedModel, PolicyModel, RewardModel, ValueModel
 from verl_like.workers.models.pretrained import TEACHER_PATH
@@ -30,9 +30,10 @@ POLICY_PATH = "actor_rollout_ref.model"
 
 
 def planned_pools(config: RunConfig, device_bytes: float) -> list[PlannedPool]:
-    """Return the pools of a run of any entry point, on GPUs of `device_bytes`.
+    """Returns the pools of a run of any command, on GPUs of `device_bytes`.
 
-    Of detached makers and trainers, the first ones stand for all. Custom roles are not counted.
+    In detached training the first maker stands for all makers, and the first trainer for all
+    trainers. Custom roles are not counted.
     """
     if isinstance(config, SupervisedConfig):
         trainer = config.trainer
@@ -47,55 +48,51 @@ def planned_pools(config: RunConfig, device_bytes: float) -> list[PlannedPool]:
     return _pools_of(config, config.plan.active_roles, device_bytes)
 
 
-def memory_phases(config: RunConfig, device_bytes: float) -> list[Phase]:
-    """Return all phases of all pools."""
-    return [phase for pool in planned_pools(config, device_bytes) for phase in pool.phases()]
-
-
 def check_memory(config: RunConfig) -> list[str]:
-    """Say what a GPU of each pool holds at most, if the run starts on a machine that has GPUs.
+    """Returns a note with the largest sum of each pool, if the run starts on a machine with GPUs.
 
-    Raises ValueError if what is certain does not fit. Returns nothing for a run that joins a
-    cluster, whose GPUs the driver cannot see.
+    Raises ValueError if a sum does not fit for certain. For a run that joins a cluster there is no
+    note, because the driver cannot see the GPUs.
     """
-    if not isinstance(config, PPOConfig | SupervisedConfig):  # a trainer of somebody's own
+    if not isinstance(config, PPOConfig | SupervisedConfig):  # the trainer of a plugin
         return []
     joins_cluster = cluster_address(config.ray_kwargs.ray_init.address)
     if config.trainer.device != "cuda" or not torch.cuda.is_available() or joins_cluster:
         return []
-    devices = [
-        torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())
-    ]
-    device_bytes = min(device.total_memory for device in devices)
+    sizes = []
+    for index in range(torch.cuda.device_count()):
+        sizes.append(torch.cuda.get_device_properties(index).total_memory)
+    device_bytes = min(sizes)
     return [require_memory(planned_pools(config, device_bytes), device_bytes)]
 
 
 def _pools_of(
     config: PPOConfig, roles: Sequence[str], device_bytes: float, copied: Sequence[str] = ()
 ) -> list[PlannedPool]:
-    """Return the pools of these roles. Roles in `copied` have copies of their models."""
-    models = {
-        role: _model_of(config, role, is_copy=role in copied)
-        for role in roles
-        if _has_model(config, role)
-    }
+    """Returns the pools of these roles. The models of roles in `copied` are not trained."""
     pools = []
     for name in dict.fromkeys(config.role_mapping[role] for role in roles):
-        its_roles = [role for role in roles if config.role_mapping[role] == name]
-        rollout = _rollout_share(config, device_bytes) if Role.Rollout in its_roles else None
-        its_models = [models[role] for role in its_roles if role in models]
-        if its_models or rollout:  # a pool may have custom roles alone
-            pools.append(
-                PlannedPool(name, config, config.resource_pool_spec[name], its_models, rollout)
-            )
+        models: list[PlannedModel] = []
+        rollout: RolloutShare | None = None
+        for role in roles:
+            if config.role_mapping[role] != name:
+                continue
+            if role == Role.Rollout:
+                rollout = _rollout_share(config, device_bytes)
+            elif _has_model(config, role):
+                models.append(_model_of(config, role, is_copy=role in copied))
+        if models or rollout:  # a pool may have only custom roles
+            nodes = config.resource_pool_spec[name]
+            pools.append(PlannedPool(name, config, nodes, models, rollout))
     return pools
 
 
 def _rollout_share(config: PPOConfig, device_bytes: float) -> RolloutShare:
+    """The memory that the rollout engine takes of a GPU."""
     rollout = config.actor_rollout_ref.rollout
     working = {"engine's share": rollout.gpu_memory_utilization * device_bytes}
     asleep = {"sleeping engine*": ASLEEP}
-    if rollout.name == "hf":  # has a whole model, reserves nothing, and sleeps in host memory
+    if rollout.name == "hf":  # it has a whole model, reserves nothing, and sleeps in host memory
         policy = ModelSize.of(config.actor_rollout_ref.model, POLICY_PATH, PolicyModel)
         weights = policy.parameters * getattr(torch, rollout.dtype).itemsize + policy.buffers
         working = {"engine's weights": weights}
@@ -104,25 +101,24 @@ def _rollout_share(config: PPOConfig, device_bytes: float) -> RolloutShare:
 
 
 def _has_model(config: PPOConfig, role: str) -> bool:
-    """Return whether the role is a built-in one that has a model in a training process."""
+    """Returns whether the role is a built-in one that has a model in a training process."""
     if role == Role.Teacher:
         return config.actor_rollout_ref.teacher_model is not None
-    return (
-        role in (Role.Actor, Role.RefPolicy, Role.Critic)
-        or role in config.plan.reward_models_by_role
-    )
+    if role in (Role.Actor, Role.RefPolicy, Role.Critic):
+        return True
+    return role in config.plan.reward_models_by_role
 
 
 def _model_of(config: PPOConfig, role: str, is_copy: bool) -> PlannedModel:
+    """The model of a built-in role of PPO."""
     policy = config.actor_rollout_ref
-    critic = config.critic
-    data = config.data
-    lengths: dict[str, Any] = {
-        "sequence_length": data.max_prompt_length + data.max_response_length,
-        "scored_length": data.max_response_length,
-    }
     ranks = config.num_processes(role)
+    lengths: dict[str, Any] = {
+        "sequence_length": config.data.max_prompt_length + config.data.max_response_length,
+        "scored_length": config.data.max_response_length,
+    }
     if role == Role.Critic:
+        critic = config.critic
         forward_passes = MicroBatching(
             critic.forward_micro_batch_size_per_gpu,
             critic.forward_max_token_len_per_gpu,
@@ -147,10 +143,14 @@ def _model_of(config: PPOConfig, role: str, is_copy: bool) -> PlannedModel:
             reward.forward_max_token_len_per_gpu,
             reward.use_dynamic_bsz,
         )
-        size = ModelSize.of(reward.model, reward_model_key(role), RewardModel)
-        fsdp = reward.model.fsdp_config
         return _planned(
-            role, size, reward.model, fsdp, ranks, forward_passes=forward_passes, **lengths
+            role,
+            ModelSize.of(reward.model, reward_model_key(role), RewardModel),
+            reward.model,
+            reward.model.fsdp_config,
+            ranks,
+            forward_passes=forward_passes,
+            **lengths,
         )
     lengths["ranks_of_sequence"] = policy.actor.ulysses_sequence_parallel_size
     if role == Role.Actor:
@@ -167,19 +167,17 @@ def _model_of(config: PPOConfig, role: str, is_copy: bool) -> PlannedModel:
             export_dtype=policy.rollout.dtype,
             **lengths,
         )
-    model, key = (
-        (policy.model, POLICY_PATH)
-        if role == Role.RefPolicy
-        else (policy.teacher_model, TEACHER_PATH)
-    )
-    assert model
-    size = ModelSize.of(model, key, PolicyModel)
-    fsdp = policy.ref.fsdp_config
+    model: ModelConfig = policy.model
+    key = POLICY_PATH
+    if role == Role.Teacher:
+        assert policy.teacher_model
+        model = policy.teacher_model
+        key = TEACHER_PATH
     return _planned(
         role,
-        size,
+        ModelSize.of(model, key, PolicyModel),
         model,
-        fsdp,
+        policy.ref.fsdp_config,
         ranks,
         forward_passes=log_prob_micro_batching(policy.ref),
         **lengths,
@@ -187,7 +185,7 @@ def _model_of(config: PPOConfig, role: str, is_copy: bool) -> PlannedModel:
 
 
 def _passes_of_updates(settings: Any) -> MicroBatching:
-    """Return the micro-batches of the updates of an actor or a critic."""
+    """The micro-batches of the updates of an actor or a critic."""
     return MicroBatching(
         settings.ppo_micro_batch_size_per_gpu,
         settings.ppo_max_token_len_per_gpu,
@@ -205,8 +203,8 @@ def _planned(
     is_copy: bool = False,
     **more: Any,
 ) -> PlannedModel:
-    """Return the model of a role on `ranks`. A copy is not trained, and stored in the data type in
-    which it computes."""
+    """The model of a role on so many ranks. A copy is not trained, and is stored in the data type
+    in which it computes."""
     if is_copy:
         fsdp = ForwardFsdpConfig(param_offload=fsdp.param_offload, dtype=fsdp.dtype)
         more |= {"update_passes": None, "has_ema": False, "export_dtype": None}
@@ -215,29 +213,29 @@ def _planned(
 
 
 def _models_of_examples(config: SupervisedConfig) -> list[PlannedModel]:
-    """Return the model that learns, and before it the reference model of DPO."""
+    """The model that is trained, and before it the reference model of DPO."""
     training = config.training
     model = config.model
-    length = config.data.max_length
     classes: dict[type, type[PackedModel]] = {RMConfig: RewardModel, ILQLConfig: ILQLModel}
-    is_of_pairs = isinstance(config, RMConfig | DPOConfig)
+    length = config.data.max_length
+    if isinstance(config, RMConfig | DPOConfig):
+        length *= 2  # an example has two conversations
     passes = MicroBatching(
         training.micro_batch_size_per_gpu, training.max_token_len_per_gpu, training.use_dynamic_bsz
     )
     shared: dict[str, Any] = {
         "forward_passes": passes,
-        "sequence_length": 2 * length if is_of_pairs else length,
-        "scored_length": 2 * length if is_of_pairs else length,
+        "sequence_length": length,
+        "scored_length": length,
         "ranks_of_sequence": training.ulysses_sequence_parallel_size,
     }
     size = ModelSize.of(model, "model", classes.get(type(config), PolicyModel))
     ranks = config.num_processes_of_run
+    fsdp = model.fsdp_config
     has_reference = isinstance(config, DPOConfig) and not model.lora_rank
     own = shared | {"update_passes": passes, "runs_reference": has_reference}
-    trained = _planned("model", size, model, model.fsdp_config, ranks, **own)
+    trained = _planned("model", size, model, fsdp, ranks, **own)
     if not has_reference:
         return [trained]
-    return [
-        _planned("reference", size, model, model.fsdp_config, ranks, is_copy=True, **shared),
-        trained,
-    ]
+    reference = _planned("reference", size, model, fsdp, ranks, is_copy=True, **shared)
+    return [reference, trained]

@@ -1,13 +1,13 @@
-"""How much memory a model takes on a GPU: a sum for each phase, made before anything starts.
+"""Computes how much memory models take on a GPU, as a sum for each phase, before anything starts.
 
 Weights, Adam, gradients and the engine's share are exact. FSDP2 gathers, computes and reduces in
-three streams. Memory that one of them has had is not another's, so what they take at most adds up,
-though not at one time. Activations are the tensors that autograd saves in a layer of Llama and
-Qwen3. `python -m verl_like.rehearse` measures what is added up here. CONTEXT and ASLEEP are
-assumptions. `pools.py` says which models lie on the GPUs of a run.
+three streams. Memory that one stream has used is not used by another, so their largest amounts add
+up, although they are not needed at one time. Activations are the tensors that autograd saves in a
+layer of Llama and Qwen3. `python -m verl_like.rehearse` measures the same memory. CONTEXT and
+ASLEEP are assumptions. `pools.py` says which models are on the GPUs of a run.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,35 +28,38 @@ CONTEXT = 1.0 * GB
 ASLEEP = 1.5 * GB
 """Bytes that a sleeping engine keeps for its CUDA context and captured graphs."""
 REDUCTION_BYTES = 4
-"""Gradients are reduced in float32."""
+"""Bytes of a number in the reduction of gradients, which is in float32."""
 BETWEEN_TENSORS = 0.03
-"""What torch's allocator, with segments that grow, has beside what a load or a pass takes, as a
-share of that."""
+"""Memory that torch's allocator leaves unused in a load or a pass, as a share of the memory that
+these take. Its segments can grow."""
 BETWEEN_SHARDS = 0.012
-"""What torch's allocator has beside what lies there between the calls, as a share of that."""
+"""Memory that torch's allocator leaves unused between calls, as a share of the memory in use."""
 WORKSPACES = 0.15 * GB
-"""Bytes that a process keeps once it has computed: those of cuBLAS, and the ends of torch's
-segments."""
+"""Bytes that a process keeps after it has computed: the workspaces of cuBLAS, and the ends of
+torch's segments."""
 STREAMS = 0.1 * GB
-"""Bytes at the ends of the segments of the streams of a pass."""
+"""Bytes that the streams of a pass leave unused at the ends of their segments."""
 WITHOUT_LOGITS = 0.25 * GB
-"""Bytes that updates of a model with a head of one number have in addition between tensors. This
-was measured; the reason is not known."""
+"""Further bytes that are unused in updates of a model whose head has one output. This was measured.
+The reason is not known."""
+
+Parts = dict[str, float]
+"""The bytes of each part of the memory that something takes. The name of an estimate ends in *."""
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Numbers of parameters, and the widths that activations have."""
+    """The numbers of a model's parameters, and the sizes of its activations."""
 
     parameters: int
     buffers: int
-    """Bytes of the buffers that belong to the model. Every rank has all of them."""
+    """Bytes of the model's buffers. Every rank has all of them."""
     trained: int
-    """Number of trained parameters: those of the adapter, or all where there is none."""
+    """Number of trained parameters: those of the adapter, or all if there is no adapter."""
     largest: int
-    """Numbers in the largest parameter."""
+    """Size of the largest parameter tensor, in numbers."""
     largest_trained: int
-    """Numbers in the largest parameter that is trained."""
+    """Size of the largest parameter tensor that is trained, in numbers."""
     layer: int
     """Parameters of the largest decoder layer."""
     outer: int
@@ -65,20 +68,21 @@ class ModelSize:
     has_adapter: bool
     hidden: int
     activations_per_token: int
-    """Values that autograd saves for a token in one decoder layer, without checkpointing: in Llama
-    13 hidden sizes and 4 intermediate ones, and with norms of queries and keys, as in Qwen3, up to
-    19."""
+    """Values that autograd saves for a token in one decoder layer, without checkpointing. In Llama
+    they are 13 hidden sizes and 4 intermediate ones. In Qwen3, with norms of queries and keys, they
+    are up to 19 hidden sizes."""
     live_per_token: int
-    """Values that exist at once for a token in a decoder layer without gradients: in Llama 4 hidden
-    sizes and 3 intermediate ones, with an adapter 4 intermediate ones."""
+    """Values that exist at one time for a token in a decoder layer, in a pass without gradients. In
+    Llama they are 4 hidden sizes and 3 intermediate ones, or with an adapter 4 intermediate
+    ones."""
     head: int
-    """Parameters of the language-model head; 0 where there is none."""
+    """Parameters of the language-model head, or 0 if there is none."""
     further_heads: int = 0
-    """Trained parameters of heads beside the model's own, as ILQL has them."""
+    """Trained parameters of heads other than the model's own, which ILQL has."""
 
     @classmethod
     def of(cls, config: ModelConfig, key: str, model_class: type[PackedModel]) -> "ModelSize":
-        """Count the parameters of a model that is made without memory."""
+        """Counts the parameters of a model, which is made without memory."""
         model = model_class(empty_model(config, model_class.auto_class, key=key))
         hf = model.hf
         text = hf.config.get_text_config()
@@ -121,8 +125,7 @@ class Phase:
 
     pool: str
     name: str
-    parts: Mapping[str, float]
-    """Bytes by what takes them. A name that ends in * marks an estimate."""
+    parts: Parts
 
     @property
     def total(self) -> float:
@@ -130,40 +133,40 @@ class Phase:
 
     @property
     def certain(self) -> float:
-        """Bytes that are no estimate."""
+        """Bytes of the parts that are not estimates."""
         return sum(size for part, size in self.parts.items() if not part.endswith("*"))
 
     def __str__(self) -> str:
-        parts = " + ".join(
-            f"{part} {size / GB:.1f}" for part, size in self.parts.items() if size >= GB / 20
-        )
-        return f"{self.pool}, {self.name}: {parts} = {self.total / GB:.1f} GB"
+        parts = [f"{part} {size / GB:.1f}" for part, size in self.parts.items() if size >= GB / 20]
+        return f"{self.pool}, {self.name}: {' + '.join(parts)} = {self.total / GB:.1f} GB"
 
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """One model of a training process."""
+    """A model of a training process, with the settings on which its memory depends."""
 
     name: str
     size: ModelSize
     model: ModelConfig
     fsdp: TrainedFsdpConfig | ForwardFsdpConfig
     shards: int
+    """The number of ranks that share the parameters."""
     sequence_length: int
-    """Longest rows in tokens."""
+    """Length of the longest rows, in tokens."""
     scored_length: int
-    """How many of these tokens the head reads."""
+    """The number of these tokens that the head reads."""
     forward_passes: MicroBatching
     """The largest micro-batches of passes without gradients."""
     update_passes: MicroBatching | None = None
-    """The largest micro-batches of updates; None for a model that is not trained."""
+    """The largest micro-batches of updates. None for a model that is not trained."""
     has_ema: bool = False
+    """True if an average of the weights over training is kept."""
     ranks_of_sequence: int = 1
-    """Ranks that share each sequence, as `ulysses_sequence_parallel_size` says."""
+    """The number of ranks that share each sequence, see `ulysses_sequence_parallel_size`."""
     runs_reference: bool = False
     """True if a reference model of the same size computes in the same calls."""
     export_dtype: str | None = None
-    """Name of the dtype in which its weights are sent."""
+    """The name of the dtype in which the weights are sent, or None if they are not sent."""
 
     @property
     def is_trained(self) -> bool:
@@ -171,40 +174,46 @@ class PlannedModel:
 
     @property
     def stored(self) -> float:
+        """Bytes of a rank's weights between passes."""
         return self.bytes_of(self.size.parameters) + self.size.buffers
 
     @property
     def stored_trained(self) -> float:
+        """Bytes of a rank's trained weights between passes."""
         return self.bytes_of(self.size.trained)
 
     @property
     def model_itemsize(self) -> int:
-        """Bytes of a number between passes."""
+        """Bytes of a number of the weights between passes."""
         return getattr(torch, self.fsdp.model_dtype).itemsize
 
     def bytes_of(self, num_parameters: int) -> float:
-        """Bytes of a rank's shards of that many parameters."""
+        """Bytes of a rank's shards of so many parameters."""
         return num_parameters / self.shards * self.model_itemsize
 
     @property
     def adam(self) -> float:
-        """Two moments of each trained parameter, in the parameters' data type, and with it the
-        average in float32."""
-        average = self.size.trained / self.shards * torch.float32.itemsize if self.has_ema else 0.0
-        return 2 * self.stored_trained + average if self.is_trained else 0.0
+        """Bytes of Adam's two moments, in the parameters' data type, and of the average of the
+        weights, in float32."""
+        if not self.is_trained:
+            return 0.0
+        moments = 2 * self.stored_trained
+        if not self.has_ema:
+            return moments
+        return moments + self.size.trained / self.shards * torch.float32.itemsize
 
-    @property
-    def offloads_adam(self) -> bool:
-        return isinstance(self.fsdp, TrainedFsdpConfig) and self.fsdp.optimizer_offload
-
-    def at_rest(self) -> dict[str, float]:
-        """What lies on the GPU between the calls of this role."""
-        parts = {} if self.fsdp.param_offload else {f"{self.name} weights": self.stored}
-        return parts if self.offloads_adam else parts | {f"{self.name} Adam": self.adam}
+    def at_rest(self) -> Parts:
+        """The memory that is taken between the calls of this role."""
+        parts = {}
+        if not self.fsdp.param_offload:
+            parts[f"{self.name} weights"] = self.stored
+        if not (isinstance(self.fsdp, TrainedFsdpConfig) and self.fsdp.optimizer_offload):
+            parts[f"{self.name} Adam"] = self.adam
+        return parts
 
     @property
     def gathers_whole(self) -> bool:
-        """True if all parameters stay gathered from the forward to the backward pass."""
+        """True if all parameters stay gathered from the forward pass to the backward pass."""
         return self.shards == 1 or self.fsdp.strategy != "zero3"
 
     @property
@@ -213,28 +222,29 @@ class PlannedModel:
         return getattr(torch, self.fsdp.dtype).itemsize
 
     def tokens_of(self, passes: MicroBatching) -> float:
-        """Tokens of one rank in a pass. A budget of tokens counts for each rank; a number of rows
-        is that of all ranks which share the sequences."""
+        """The tokens of one rank in a pass. A limit of tokens is one for each rank, but a number of
+        rows is that of all ranks that share the sequences."""
         if passes.by_tokens:
             return passes.max_tokens
         return passes.num_rows * self.sequence_length / self.ranks_of_sequence
 
-    def load(self) -> dict[str, float]:
-        """What loading takes: whole parameters come to the device one after the other, then Adam is
-        made, and what is offloaded leaves."""
+    def load(self) -> Parts:
+        """The memory that loading takes. Whole parameters come to the device one after the other.
+        Then Adam is made, and what is offloaded leaves the device."""
         largest = self.size.largest * self.model_itemsize
-        beside = (
-            {f"{self.name} Adam": self.adam}
-            if self.adam > largest
-            else {"a whole parameter": largest}
-        )
-        return with_fragments({f"{self.name} weights": self.stored} | beside)
+        parts = {f"{self.name} weights": self.stored}
+        if self.adam > largest:
+            parts[f"{self.name} Adam"] = self.adam
+        else:
+            parts["a whole parameter"] = largest
+        return with_fragments(parts)
 
-    def gathered(self, computed: float, gathering: float) -> dict[str, float]:
-        """The parameters that a pass computes with, and the buffers into which they are gathered.
+    def gathered(self, computed: float, gathering: float) -> Parts:
+        """The memory of the parameters with which a pass computes, and of the buffers in which they
+        are gathered.
 
-        `computed` and `gathering` are the numbers of parameters in them at one time, for a model
-        that does not keep all.
+        `computed` and `gathering` are the numbers of parameters that these have at one time, if the
+        model does not keep all of them.
         """
         parameters = self.size.parameters
         computed = parameters if self.gathers_whole else min(parameters, computed)
@@ -248,8 +258,8 @@ class PlannedModel:
         }
 
     def head_working(self, tokens: float, passes: MicroBatching) -> float:
-        """What the head takes for the scored tokens: a chunk of logits twice, and hidden states
-        with their gradient in float32."""
+        """The bytes that the head takes: a chunk of logits twice, and the hidden states of the
+        scored tokens with their gradient in float32."""
         size = self.size
         if not size.head:
             return 0.0
@@ -258,23 +268,24 @@ class PlannedModel:
         chunk = num_logits * 2 * REDUCTION_BYTES
         return chunk + scored * size.hidden * (self.num_bytes + REDUCTION_BYTES)
 
-    def forward(self) -> dict[str, float]:
-        """What a pass without gradients takes in addition to `at_rest`."""
+    def forward(self) -> Parts:
+        """The memory that a pass without gradients takes in addition to `at_rest`."""
         tokens = self.tokens_of(self.forward_passes)
         layer = self.size.live_per_token * self.num_bytes * tokens
         activations = {"activations*": max(layer, self.head_working(tokens, self.forward_passes))}
-        # Layers are short without gradients: one is gathered, and another is there, while one is
-        # computed.
+        # Layers take little time without gradients. While one layer is computed, another is there
+        # already, and a third is being gathered.
         two_layers = 2 * self.size.layer
         gathered = self.gathered(self.size.outer + two_layers, max(self.size.outer, two_layers))
         return self.moved() | with_fragments(gathered | activations, of_streams=STREAMS)
 
-    def moved(self) -> dict[str, float]:
-        """Weights that lie in host memory and come to the device for a call."""
+    def moved(self) -> Parts:
+        """The memory of weights that are offloaded, and come to the device for a call."""
         return {f"{self.name} weights": self.stored} if self.fsdp.param_offload else {}
 
-    def update(self) -> dict[str, float]:
-        """What the forward and backward passes of a trained model take in addition to `at_rest`."""
+    def update(self) -> Parts:
+        """The memory that the forward and backward passes of a trained model take in addition to
+        `at_rest`."""
         assert isinstance(self.fsdp, TrainedFsdpConfig) and isinstance(
             self.model, TrainedModelConfig
         )
@@ -282,130 +293,126 @@ class PlannedModel:
         size = self.size
         itemsize = self.num_bytes
         tokens = self.tokens_of(self.update_passes)
-        trained = size.trained / size.parameters  # all, or an adapter's small part
-        # The float32 sum over micro-batches, and the copy in `model_dtype` that the optimizer
-        # reads. A model that is gathered whole frees its layers while it makes the copy, which then
-        # takes no further memory.
-        sums_whole = self.fsdp.strategy in ("zero1", "ddp", "single")
-        gradients = size.trained * REDUCTION_BYTES / (1 if sums_whole else self.shards)
-        gradients += (
-            0.0 if self.gathers_whole or self.fsdp.model_dtype == "float32" else self.stored_trained
-        )
-        # In the stream that reduces: the shard of the largest unit, or of all of them where they
-        # are reduced once.
-        reduced = (
-            size.trained if sums_whole else trained * max(size.outer, size.layer)
-        ) / self.shards
+        trained = size.trained / size.parameters  # 1, or with an adapter a small share
+        # Gradients are summed over micro-batches in float32. In the stream that reduces there is
+        # the shard of the largest unit, or of all units if they are reduced once.
+        num_summed = size.trained / self.shards
+        num_reduced = trained * max(size.outer, size.layer) / self.shards
+        if self.fsdp.strategy in ("zero1", "ddp", "single"):
+            num_summed = size.trained
+            num_reduced = size.trained / self.shards
+        gradients = num_summed * REDUCTION_BYTES
+        # The optimizer reads a copy in `model_dtype`. A model that is gathered whole frees its
+        # layers while the copy is made, so that the copy takes no further memory.
+        if not self.gathers_whole and self.fsdp.model_dtype != "float32":
+            gradients += self.stored_trained
         layer = size.activations_per_token * itemsize * tokens
-        # The activations of one layer, and their gradients
+        # The backward pass of a layer has its activations and their gradients.
         backward = layer + 6 * size.hidden * itemsize * tokens
-        kept = (
-            size.hidden * itemsize * tokens if self.model.enable_gradient_checkpointing else layer
-        )
-        # Of the activations in host memory, some are on their way there or back.
-        kept *= min(5, size.num_layers) if self.model.enable_activation_offload else size.num_layers
-        computed = kept + max(backward, self.head_working(tokens, self.update_passes))
-        of_heads = (trained * size.head + size.further_heads) * itemsize
-        computed += trained * size.layer * (itemsize + REDUCTION_BYTES) + of_heads
-        # At the end of the backward pass the activations are gone, and the outermost unit is
+        kept = layer
+        if self.model.enable_gradient_checkpointing:
+            kept = size.hidden * itemsize * tokens
+        num_kept = size.num_layers
+        if self.model.enable_activation_offload:
+            num_kept = min(5, size.num_layers)  # some layers are on their way to the host or back
+        head = self.head_working(tokens, self.update_passes)
+        computed = num_kept * kept + max(backward, head)
+        computed += trained * size.layer * (itemsize + REDUCTION_BYTES)
+        computed += (trained * size.head + size.further_heads) * itemsize
+        # At the end of the backward pass the activations are freed, and the outermost unit is
         # reduced.
         at_the_end = trained * size.outer * (itemsize + REDUCTION_BYTES)
         two_units = size.outer + size.layer
-        parts = {"gradients": gradients} | self.gathered(two_units, two_units)
-        parts |= {"reduction*": reduced * REDUCTION_BYTES}
-        parts |= {"activations*": max(computed, at_the_end)}
+        parts = {"gradients": gradients}
+        parts |= self.gathered(two_units, two_units)
+        parts["reduction*"] = num_reduced * REDUCTION_BYTES
+        parts["activations*"] = max(computed, at_the_end)
         of_streams = STREAMS if size.head else STREAMS + WITHOUT_LOGITS
         return self.moved() | with_fragments(parts, of_streams=of_streams)
 
-    def optimizer_step(self) -> dict[str, float]:
-        """What an optimizer step takes in addition to `at_rest`: gradients as the optimizer reads
-        them."""
-        in_float32 = self.has_ema and self.fsdp.model_dtype != "float32"
-        parts = {
-            f"{self.name} Adam": self.adam,
-            "gradients": self.stored_trained,
-            "weights for their average": self.size.trained / self.shards * REDUCTION_BYTES
-            if in_float32
-            else 0.0,
-            # With an adapter nothing is reduced at the end, which would free the head.
-            "gathered layers": self.size.head * self.num_bytes if self.size.has_adapter else 0.0,
-        }
-        return self.moved() | parts
+    def optimizer_step(self) -> Parts:
+        """The memory that an optimizer step takes in addition to `at_rest`."""
+        parts = self.moved()
+        parts[f"{self.name} Adam"] = self.adam
+        parts["gradients"] = self.stored_trained  # as the optimizer reads them
+        is_cast = self.has_ema and self.fsdp.model_dtype != "float32"
+        in_float32 = self.size.trained / self.shards * REDUCTION_BYTES
+        parts["weights for their average"] = in_float32 if is_cast else 0.0
+        # With an adapter nothing is reduced at the end of the backward pass, which would free the
+        # head.
+        head = self.size.head * self.num_bytes
+        parts["gathered layers"] = head if self.size.has_adapter else 0.0
+        return parts
 
-    def export(self) -> dict[str, float]:
-        """What an export takes in addition to `at_rest`: one bucket of weights is gathered at a
-        time and put together from its shards."""
+    def export(self) -> Parts:
+        """The memory that an export takes in addition to `at_rest`. One bucket of weights at a time
+        is gathered and put together from its shards."""
         itemsize = getattr(torch, self.export_dtype or self.fsdp.dtype).itemsize
         largest = self.size.largest_trained * itemsize
         bucket = max(largest, min(DEFAULT_BUCKET_BYTES, self.size.trained * itemsize))
         return self.moved() | {"a bucket of weights*": bucket * (2 + 1 / self.shards)}
 
 
-def with_fragments(parts: dict[str, float], of_streams: float = 0.0) -> dict[str, float]:
-    """Return the parts with what torch's allocator has beside them."""
+def with_fragments(parts: Parts, of_streams: float = 0.0) -> Parts:
+    """Adds to the parts the memory that torch's allocator leaves unused."""
     return parts | {"fragments*": BETWEEN_TENSORS * sum(parts.values()) + of_streams}
 
 
 @dataclass(frozen=True)
 class RolloutShare:
-    """What a rollout engine takes of each GPU of its pool."""
+    """The memory that a rollout engine takes of each GPU of its pool."""
 
-    working: Mapping[str, float]
-    """What it takes while it generates."""
-    resting: Mapping[str, float]
-    """What it takes while other roles of the pool work."""
+    working: Parts
+    """The parts that it takes while it generates."""
+    resting: Parts
+    """The parts that it takes while other roles of the pool work."""
 
 
 @dataclass(frozen=True)
 class PlannedPool:
-    """What lies on each GPU of a pool: an engine, and models that share a process, in the order in
-    which they load."""
+    """What is on each GPU of a pool: an engine, and models that share a process, in the order in
+    which they are loaded."""
 
     name: str
     config: RunConfig
-    """The configuration that its processes read."""
+    """The configuration of its processes."""
     nodes: Sequence[int]
-    """GPUs on each node, each with one process of the models."""
+    """The number of GPUs on each node. Each GPU has one process of the models."""
     models: Sequence[PlannedModel]
     rollout: RolloutShare | None = None
 
     def phases(self) -> list[Phase]:
-        """Return all phases of a step, and those before and after it."""
-        rest: dict[str, float] = {}
+        """Returns all phases of loading, of a step, and of saving."""
+        rest: Parts = {}
         overhead = {"context*": CONTEXT} if self.models else {}
         phases = []
-        for model in self.models:  # the engine starts after them
+        for model in self.models:  # the engine starts later
             phases.append(Phase(self.name, f"{model.name} load", rest | model.load() | overhead))
             rest |= model.at_rest()
-        workspaces = WORKSPACES + BETWEEN_SHARDS * sum(rest.values())
-        overhead |= {"workspaces*": workspaces} if self.models else {}
-        beside: Mapping[str, float] = {}
+        if self.models:
+            overhead["workspaces*"] = WORKSPACES + BETWEEN_SHARDS * sum(rest.values())
+        resting_engine: Parts = {}
         if self.rollout:
-            phases.append(
-                Phase(self.name, "generation", {**rest, **self.rollout.working, **overhead})
-            )
-            beside = self.rollout.resting
+            generation = rest | self.rollout.working | overhead
+            phases.append(Phase(self.name, "generation", generation))
+            resting_engine = self.rollout.resting
         for model in self.models:
             working = {"forward pass": model.forward()}
             if model.is_trained:
-                working |= {"update": model.update(), "optimizer step": model.optimizer_step()}
-                working |= {"export": model.export()} if model.export_dtype else {}
-                working |= {"save": {}}
+                working["update"] = model.update()
+                working["optimizer step"] = model.optimizer_step()
+                if model.export_dtype:
+                    working["export"] = model.export()
+                working["save"] = {}
             for name, parts in working.items():
-                phases.append(
-                    Phase(
-                        self.name, f"{model.name} {name}", {**rest, **parts, **beside, **overhead}
-                    )
-                )
+                all_parts = rest | parts | resting_engine | overhead
+                phases.append(Phase(self.name, f"{model.name} {name}", all_parts))
         return phases
 
 
 def require_memory(pools: Sequence[PlannedPool], device_bytes: float) -> str:
-    """The sum of each pool's largest phase, one line each, beside the memory of a GPU,
-    `device_bytes`.
-
-    Raises ValueError if what is certain does not fit.
-    """
+    """Returns a line with the sum of each pool's largest phase. `device_bytes` is the memory of a
+    GPU. Raises ValueError for a phase whose certain parts do not fit."""
     lines = [f"Memory of a GPU at most, of {device_bytes / GB:.1f} GB (* estimated):"]
     for pool in pools:
         phases = pool.phases()
@@ -419,10 +426,8 @@ def require_memory(pools: Sequence[PlannedPool], device_bytes: float) -> str:
                     "sums)."
                 )
         largest = max(phases, key=lambda phase: phase.total)
-        over = (
-            " - may not fit: smaller micro-batches or offload may be needed"
-            if largest.total > device_bytes
-            else ""
-        )
-        lines.append(f"  {largest}{over}")
+        warning = ""
+        if largest.total > device_bytes:
+            warning = " - may not fit: smaller micro-batches or offload may be needed"
+        lines.append(f"  {largest}{warning}")
     return "\n".join(lines)

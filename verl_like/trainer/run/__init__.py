@@ -1,2 +1,2 @@
-"""What every run has: its start and end, its record, report and trackers, and the processes it
+"""The parts of every run: its start and end, its record, report and trackers, and the processes it
 starts."""

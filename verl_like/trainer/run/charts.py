@@ -1,4 +1,4 @@
-"""Draws charts of metrics and timelines of worker calls as SVG, which stands within a page."""
+"""Draws charts of metrics and timelines of worker calls as SVG that is part of a page."""
 
 import io
 import itertools
@@ -16,11 +16,11 @@ from verl_like.trainer.run.display import printable
 pyplot.rcParams["text.parse_math"] = False  # a data source's name may have dollar signs
 
 SHORTEST_CALL_S = 1e-3
-"""A timeline leaves shorter calls out."""
+"""Shorter calls are left out of a timeline."""
 FEW_POINTS = 30
-"""A curve of fewer points has a marker at each."""
+"""A curve of fewer points has a marker at each of them."""
 METHODS_OF_A_LINE = 8
-"""How many methods a line of a timeline's legend has."""
+"""The most methods that a line of a timeline's legend has."""
 
 
 @dataclass(frozen=True)
@@ -28,29 +28,27 @@ class Curve:
     """A metric over the steps."""
 
     name: str
-    """Its name in the legend."""
+    """The name in the legend."""
     points: Sequence[tuple[float, float]]
-    """Step and value of each point."""
+    """The step and the value of each point."""
     color: Any = None
-    """A color of matplotlib; None takes the next one of its cycle."""
+    """A color of matplotlib. None means the next one of its cycle."""
 
 
 def chart(curves: Sequence[Curve], *, title: str = "", label: str, has_legend: bool = True) -> str:
-    """A chart of curves over each other; `label` is that of the y-axis. Nothing without curves."""
+    """A chart with several curves. `label` is that of the y-axis. It is "" if there are no
+    curves."""
     if not curves:
         return ""
     figure, axes = pyplot.subplots(figsize=(5, 3), layout="constrained")
     for curve in curves:
-        steps = [step for step, _ in curve.points]
-        values = [value for _, value in curve.points]
-        marker = "o" if len(curve.points) < FEW_POINTS else ""
         axes.plot(
-            steps,
-            values,
+            [step for step, _ in curve.points],
+            [value for _, value in curve.points],
             label=printable(curve.name),
             color=curve.color,
             linewidth=1.4,
-            marker=marker,
+            marker="o" if len(curve.points) < FEW_POINTS else "",
             markersize=3,
         )
     axes.set(title=title, xlabel="step", ylabel=label)
@@ -63,7 +61,8 @@ def chart(curves: Sequence[Curve], *, title: str = "", label: str, has_legend: b
 def points_by_metric(
     metrics: Sequence[Mapping[str, float]],
 ) -> dict[str, list[tuple[float, float]]]:
-    """Step and value of each point of every metric; `metrics` has one row a step, with "step"."""
+    """The step and the value of each point, by metric. `metrics` has a row for each step, with
+    "step"."""
     points: dict[str, list[tuple[float, float]]] = {}
     for row in metrics:
         for name, value in row.items():
@@ -72,10 +71,8 @@ def points_by_metric(
 
 
 def names_of_chart(wanted: Sequence[str], names: Iterable[str]) -> list[str]:
-    """Returns the names that a chart shows.
-
-    In `wanted` a name that ends in "/" stands for all that begin with it.
-    """
+    """Returns the names that a chart shows. A wanted name that ends in "/" stands for all names
+    that begin with it."""
     prefixes = tuple(name for name in wanted if name.endswith("/"))
     return [name for name in names if name in wanted or name.startswith(prefixes)]
 
@@ -83,33 +80,37 @@ def names_of_chart(wanted: Sequence[str], names: Iterable[str]) -> list[str]:
 def histogram(
     values: Sequence[float], weights: Sequence[float], bins: Any, title: str, label: str
 ) -> str:
-    """A histogram of weighted values as shares of all; `label` is that of the x-axis."""
+    """A histogram of weighted values, as shares of the total weight. `label` is that of the
+    x-axis."""
     total = sum(weights)
+    shares = [weight / total for weight in weights]
     figure, axes = pyplot.subplots(figsize=(5, 3), layout="constrained")
-    axes.hist(values, bins=bins, weights=[weight / total for weight in weights])
+    axes.hist(values, bins=bins, weights=shares)
     axes.set(title=title, xlabel=label, ylabel="share")
     axes.grid(alpha=0.3)
     return _svg(figure)
 
 
 def timelines(calls_of_part: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """Timelines below each other on one scale of seconds, each of which begins with its first call.
+    """Timelines below each other with one scale of seconds. Each of them begins with its first
+    call.
 
-    Every pool has a lane with a row for each of its processes. Nothing without calls.
+    Every pool has a lane with a row for each of its processes. The result is "" if there are no
+    calls.
 
     Args:
-        calls_of_part: rows of a run's timeline, by what stands above them.
+        calls_of_part: the rows of each timeline, by its title.
     """
     shown = {}
-    found = set()
+    methods: list[str] = []
     for title, calls in calls_of_part.items():
         long_enough = [c for c in calls if c["finished"] - c["started"] > SHORTEST_CALL_S]
         if long_enough:
             shown[title] = long_enough
-            found |= {call["method"] for call in long_enough}
+            methods += [call["method"] for call in long_enough]
     if not shown:
         return ""
-    methods = sorted(found)
+    methods = sorted(set(methods))
     colors = {method: f"C{number}" for number, method in enumerate(methods)}
     num_lanes = [len(_lanes(calls)) for calls in shown.values()]
     height = 0.45 * sum(num_lanes) + 0.6 * len(shown) + 1.0
@@ -137,33 +138,32 @@ def timelines(calls_of_part: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
 
 
 def _lanes(calls: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Pool and process of each row of a timeline."""
+    """The pool and the process of each row of a timeline."""
     return sorted({(call["pool"], call["process"]) for call in calls})
 
 
 def _draw_timeline(
     axes: Any, calls: Sequence[Mapping[str, Any]], colors: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Draws the calls of a part; returns the bars by the method."""
+    """Draws the calls of a timeline. Returns the bars by method."""
     lanes = _lanes(calls)
     origin = min(call["started"] for call in calls)
     bars = {}
-    for method in colors:
+    for method, color in colors.items():
         of_method = [call for call in calls if call["method"] == method]
         if not of_method:
             continue
         rows = [lanes.index((call["pool"], call["process"])) for call in of_method]
         starts = [call["started"] - origin for call in of_method]
         seconds = [call["finished"] - call["started"] for call in of_method]
-        bars[method] = axes.barh(
-            rows, seconds, left=starts, height=0.7, linewidth=0, color=colors[method]
-        )
+        bars[method] = axes.barh(rows, seconds, left=starts, height=0.7, linewidth=0, color=color)
     for number, (above, below) in enumerate(itertools.pairwise(lanes)):
-        if above[0] != below[0]:  # another pool
+        pool_above, _process = above
+        pool_below, _process = below
+        if pool_above != pool_below:
             axes.axhline(number + 0.5, color="black", linewidth=0.8)
     for step in sorted({call["step"] for call in calls}):
-        first = min(call["started"] for call in calls if call["step"] == step)
-        start = first - origin
+        start = min(call["started"] for call in calls if call["step"] == step) - origin
         axes.axvline(start, color="grey", linestyle=":", linewidth=0.8)
         axes.text(start, -0.62, f" step {step}", fontsize="x-small", va="bottom")
     names = [printable(f"{pool}\n{process}") for pool, process in lanes]
@@ -173,6 +173,7 @@ def _draw_timeline(
 
 
 def _svg(figure: Any) -> str:
+    """Turns a figure into an element of SVG, and closes it."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None})
     pyplot.close(figure)

@@ -1,5 +1,5 @@
-"""Prints what a person sees of a run: the placement table, a progress bar, one line a step, sampled
-generations."""
+"""Prints what the user sees of a run: where the workers are, a progress bar, a line for each step,
+and some generations."""
 
 import io
 import math
@@ -22,14 +22,13 @@ from verl_like.trainer.run.display import Display, printable
 
 
 class RunConsole:
-    """Prints to standard output; on a terminal a progress bar with the time left stays at the
-    bottom."""
+    """Prints to standard output. On a terminal it shows a progress bar with the time left."""
 
     def __init__(self, display: Display, redacted: Callable[[str], str]) -> None:
         self.display = display
         self.redacted = redacted
         """Masks the secrets in a text."""
-        # The encoding of a terminal may lack a character.
+        # A character that the encoding of the output lacks is printed as an escape sequence.
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="backslashreplace")
         self.console = Console(soft_wrap=True, highlight=False)
@@ -42,7 +41,7 @@ class RunConsole:
             TextColumn("left"),
             TimeRemainingColumn(),
             console=self.console,
-            # In seconds. A step of a large model takes minutes, and rich forgets after 30 s.
+            # In seconds. The default is 30, but a step of a large model takes minutes.
             speed_estimate_period=3600,
             # Nothing in the output of a notebook can stay at the bottom without ipywidgets.
             disable=self.console.is_jupyter,
@@ -54,7 +53,7 @@ class RunConsole:
         self.console.print(self._shown(text))
 
     def show_table(self, title: str, rows: list[dict[str, str]]) -> None:
-        """Prints a table, whose head are the keys of the first row."""
+        """Prints a table. The keys of the first row are its head."""
         table = Table(*rows[0], title=title, title_justify="left")
         for row in rows:
             cells = [self._shown(cell) for cell in row.values()]
@@ -62,7 +61,7 @@ class RunConsole:
         self.console.print(table)
 
     def _shown(self, text: str) -> str:
-        """The text without secrets, control characters and markup."""
+        """The text without secrets and control characters. Markup in it has no effect."""
         return escape(printable(self.redacted(text)))
 
     def start_training(self, total_steps: int) -> None:
@@ -93,7 +92,7 @@ class RunConsole:
         self.progress.update(self.task, completed=step)
 
     def show_validation(self, step: int, metrics: dict[str, float]) -> None:
-        """Prints the lines of a validation before the first training step."""
+        """Prints the lines of a validation that is not part of a step."""
         for shown in _validation(metrics):
             self.console.print(f"[bold cyan]validation at step {step}[/]  [bold]{shown}[/]")
 
@@ -103,9 +102,9 @@ class RunConsole:
 
 
 def _validation(metrics: dict[str, float]) -> list[str]:
-    """Name and value of each metric of the validation."""
-    return [
-        f"{escape(printable(name))} {value:.3f}"
-        for name, value in metrics.items()
-        if name.startswith("val-core/")
-    ]
+    """The name and the value of each metric of a validation, as text."""
+    shown = []
+    for name, value in metrics.items():
+        if name.startswith("val-core/"):
+            shown.append(f"{escape(printable(name))} {value:.3f}")
+    return shown

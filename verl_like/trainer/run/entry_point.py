@@ -1,4 +1,4 @@
-"""What every `python -m verl_like.trainer.main_...` does around its run."""
+"""What every command `python -m verl_like.trainer.main_...` does before and after its run."""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,12 +20,14 @@ def entry_point(
     usage: str,
     workers: Sequence[str],
 ) -> Iterator[tuple[Schema, worker_template.WorkerTemplate | None]]:
-    """Around a run of `python -m verl_like.trainer.<name>`: its configuration, and on a CPU a
-    template of the modules `workers`. An interrupt ends the process with code 130."""
+    """Surrounds a run of `python -m verl_like.trainer.<name>`. It yields the configuration, and on
+    a CPU a template that imports the modules `workers`. An interrupt ends the process with code
+    130."""
     try:
         command = f"python -m verl_like.trainer.{name}"
         config: Any = config_from_command_line(schema, rules, sys.argv[1:], command, usage)
         # On a GPU an import may start CUDA, which a fork cannot use.
-        yield config, worker_template.start(workers) if config.trainer.device == "cpu" else None
+        on_cpu = config.trainer.device == "cpu"
+        yield config, worker_template.start(workers) if on_cpu else None
     except KeyboardInterrupt:
         sys.exit(130)

@@ -27,17 +27,15 @@ pre {{ background: #f6f8fa; padding: 1rem; overflow-x: auto; }}
 
 
 def write_page(path: Path, title: str, body: str, style: str = "") -> None:
-    """Writes a page. `title` is text; `body` is HTML, in which all text is escaped already.
-
-    Raises OSError.
-    """
+    """Writes a page. `title` is text, and `body` is HTML in which all text is escaped already.
+    Raises OSError."""
     text = PAGE.format(title=html.escape(title), body=body, style=style)
-    # A lone surrogate has no bytes in UTF-8: its code is written.
+    # A lone surrogate cannot be written in UTF-8, so its code is written instead.
     path.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def table(rows: Sequence[Mapping[str, object]]) -> str:
-    """A table of values, whose head are the keys of the first row."""
+    """A table of values. The keys of the first row are its head."""
     if not rows:
         return "<p>None.</p>"
     head = "".join(f"<th>{html.escape(key)}</th>" for key in rows[0])
@@ -46,5 +44,8 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
 
 
 def _table_row(row: Mapping[str, object]) -> str:
-    cells = "".join(f"<td>{html.escape(str(value))}</td>" for value in row.values())
-    return f"<tr>{cells}</tr>"
+    cells = []
+    for value in row.values():
+        text = html.escape(str(value))
+        cells.append(f"<td>{text}</td>")
+    return f"<tr>{''.join(cells)}</tr>"

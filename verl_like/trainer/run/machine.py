@@ -1,5 +1,5 @@
-"""Checks that the pools of a run fit on this machine, where Ray is started and no cluster is
-named."""
+"""Checks that the pools of a run fit on this machine, if Ray is started here and the run joins no
+cluster."""
 
 import os
 from collections.abc import Sequence
@@ -13,10 +13,8 @@ from verl_like.single_controller.ray.resource_pool import RayResourcePool
 def check_machine(
     pools: Sequence[RayResourcePool], device: str, num_cpus: int | None, *, keys: str
 ) -> None:
-    """Raises ValueError, with the sums, unless this machine has the processes and devices.
-
-    `keys` names the keys of the configuration that set the pools.
-    """
+    """Raises ValueError, with the sums, unless this machine has the CPUs and devices that the pools
+    need. `keys` names the keys of the configuration that set the pools."""
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError(
             "trainer.device=cuda, but this machine has no CUDA device: give trainer.device=cpu "

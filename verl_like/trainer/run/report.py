@@ -1,5 +1,5 @@
-"""Draws `report.html`, one file that needs no other: curves of the run and a timeline with one lane
-a pool."""
+"""Writes `report.html`, a page with the run's curves, a timeline of the last steps, and tables. It
+needs no other file."""
 
 import html
 import itertools
@@ -42,14 +42,12 @@ def write_report(
     config: str,
     display: Display,
 ) -> None:
-    """Writes the report.
-
-    `metrics` has one row a step (with "step"), and `steps` the rows of some steps of the timeline.
-    """
+    """Writes the report. `metrics` has a row for each step, with "step". `steps` has the rows of
+    some steps of the timeline."""
     points = points_by_metric(metrics)
     charts = [_chart(*each, points) for each in display.charts]
     charts += [_histogram(*each, metrics) for each in display.histograms]
-    calls = list(itertools.chain(*steps))
+    calls = list(itertools.chain.from_iterable(steps))
     body = BODY.format(
         summary=html.escape(summary),
         charts="".join(charts),
@@ -68,12 +66,14 @@ def _chart(
     label: str,
     points: Mapping[str, Sequence[tuple[float, float]]],
 ) -> str:
+    """A chart of `Display.charts`."""
     names = names_of_chart(wanted, points)
     curves = [Curve(name, points[name]) for name in names]
     return chart(curves, title=title, label=label)
 
 
 def _histogram(title: str, name: str, label: str, metrics: Sequence[dict[str, float]]) -> str:
+    """A histogram of `Display.histograms`, or "" if the run does not have its metric."""
     bins: Any = 20
     values: list[float] = []
     weights: list[float] = []
@@ -94,10 +94,8 @@ def _histogram(title: str, name: str, label: str, metrics: Sequence[dict[str, fl
 
 
 def _speed(metrics: list[dict[str, float]]) -> str:
-    """A table of the speed and the time of the steps.
-
-    It leaves out the first step, which warms up, where there are others.
-    """
+    """A table of the speed and the times of the steps. The first step, which warms up, is left out
+    if there are others."""
     steps = [row for row in metrics if "timing_s/step" in row]
     counted = steps[1:] or steps
     values_of: dict[str, list[float]] = {}

@@ -6,10 +6,8 @@ from typing import Any
 
 
 def readable_rows(content: bytes) -> list[dict[str, Any]]:
-    """The objects with a step.
-
-    A line that is damaged is left out, such as the last one of a file that is being written.
-    """
+    """The objects that have a "step". A line that cannot be read is left out, for instance the last
+    one of a file that is being written."""
     rows = []
     for line in content.splitlines():
         with contextlib.suppress(ValueError, RecursionError):

@@ -1,5 +1,5 @@
-"""Keeps the record of a run: its folder, metrics, timeline, generations, console output and the
-report at the end."""
+"""Keeps the record of a run: its folder, metrics, timeline, generations, checkpoints, console
+output, and the report at the end."""
 
 import contextlib
 import json
@@ -25,29 +25,38 @@ from verl_like.trainer.run.display import Display, printable
 from verl_like.trainer.run.report import write_report
 from verl_like.trainer.run.rows import readable_rows
 from verl_like.trainer.run.timeline import Timeline
-from verl_like.trainer.run.tracking import Tracking
+from verl_like.trainer.run.tracking import Row, Tracking
 from verl_like.trainer.state import checkpoint
 from verl_like.trainer.state.checkpoint import PendingCheckpoint
 from verl_like.trainer.state.resume import FINGERPRINTS, ResumedRun, fingerprints_of, lock_run
 from verl_like.trainer.state.run_state import IS_COMPLETE, LAST_ROW
 
 RECORDS = ("metrics.jsonl", "timeline.jsonl")
-"""Files that a resumed run cuts to their length at its checkpoint, and goes on with."""
+"""The files that a resumed run cuts to their length at its checkpoint, and continues."""
 GENERATIONS = "generations.jsonl"
-"""Another such file, which a run of an earlier version does not have."""
+"""Another such file. A run of an earlier version does not have it."""
+FILES = {
+    "report.html": "report",
+    "metrics.jsonl": "metrics",
+    "timeline.jsonl": "timeline",
+    GENERATIONS: "generations",
+    "config.yaml": "configuration",
+    "tensorboard": "tensorboard",
+}
+"""What the files of a run are called when the run ends."""
 LAST_WAIT_S = 60.0
-"""Longest wait, when a run ends before its last step, for a checkpoint that is being written."""
+"""For so many seconds a run that ends early waits for a checkpoint that is being written."""
 
 
 class UnknownMetric(ValueError):
-    """`trainer.best_ckpt_metric` is none of the validation's metrics, which the message names."""
+    """`trainer.best_ckpt_metric` is none of the validation's metrics. The message names them."""
 
 
 class RunRecorder:
-    """Writes everything of one run to `run_dir`, a new folder below `trainer.default_local_dir`.
+    """Writes the record of one run to `run_dir`, a new folder in `trainer.default_local_dir`.
 
-    Nothing is overwritten. A resumed run goes on in its folder, where what it wrote after its
-    checkpoint is cut off.
+    Nothing is overwritten. A resumed run continues in its folder, in which all that it wrote after
+    its checkpoint is cut off.
     """
 
     def __init__(
@@ -87,31 +96,32 @@ class RunRecorder:
         )
         shown: dict[str, Any] = state["shown"] if resumed else {}
         self.generations: list[dict[str, Any]] = shown.get("generations", [])
-        """The rows of the first and of the last validation, which the report shows."""
+        """The rows of the first and of the last validation. The report shows them."""
         self.num_validations: int = shown.get("num_validations", 0)
-        best: dict[str, Any] = state.get("best", {})
-        is_there = best.get("step") in checkpoint.steps(self.run_dir)
-        goes_on = is_there and best["metric"] == trainer.best_ckpt_metric
-        self.best = best if goes_on else {}
-        """The step with the best validation so far, its metric, and the value it was compared by;
-        or empty."""
+        self.best: dict[str, Any] = state.get("best", {})
+        """The step with the best validation so far, its metric, and the value by which it was
+        compared. It is empty if there is none."""
+        is_there = self.best.get("step") in checkpoint.steps(self.run_dir)
+        if not is_there or self.best["metric"] != trainer.best_ckpt_metric:
+            self.best = {}
         self.has_best_metric = False
         """True once a validation has reported `trainer.best_ckpt_metric`."""
         self.placement: list[dict[str, str]] = []
-        self.metrics: dict[str, float] = {}
-        """The metrics of the present step, without its times."""
-        self.seconds: dict[str, float] = {}
+        self.metrics: Row = {}
+        """The metrics of the present step, without timings."""
+        self.seconds: Row = {}
         """The seconds of the driver's phases in the present step."""
         self.step_started = 0.0
         self.is_in_step = False
         """True until the row of the present step is written."""
         self.saves_when_ended = False
-        """True if the trainer looks at `is_ending` after each step, and then saves and ends."""
+        """True if the trainer checks `is_ending` after each step, and then saves and ends."""
         self.is_ending = False
+        """True if SIGTERM has come, and the run is to end after this step."""
         self.begun: PendingCheckpoint | None = None
-        """A checkpoint of the present step, whose row is not written."""
+        """A checkpoint of the present step, whose row is not written yet."""
         self.pending: PendingCheckpoint | None = None
-        """A checkpoint that workers write."""
+        """A checkpoint whose files workers are writing."""
         self.started = time.time()
 
     def record(self, event: CallEvent) -> None:
@@ -123,22 +133,23 @@ class RunRecorder:
         self.console.say(note)
 
     def show_placement(self, rows: list[dict[str, str]]) -> None:
-        """Shows where the run is placed, in place of what was shown before."""
+        """Shows where the workers are. This replaces what was shown before."""
         self.placement = rows
         if rows:
             self.console.show_table("Placement", rows)
 
     @contextlib.contextmanager
     def timer(self, phase: str) -> Iterator[None]:
-        """Adds the seconds of a phase on the driver to the step's `timing_s/{phase}`."""
+        """Adds the seconds of the code inside to `timing_s/{phase}` of the step."""
         started = time.time()
         yield
-        before = self.seconds.get(phase, 0.0)
-        self.seconds[phase] = before + time.time() - started
+        seconds = time.time() - started
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
     @contextlib.contextmanager
     def validation(self) -> Iterator[None]:
-        """Marks the calls within it as a validation, which does not count in the step's phases."""
+        """Marks the calls inside as a validation, so that they do not count in the step's
+        phases."""
         self.timeline.is_validating = True
         with self.timer("testing"):
             yield
@@ -146,12 +157,12 @@ class RunRecorder:
 
     @contextlib.contextmanager
     def step(
-        self, step: int, total_steps: int, row: dict[str, float] | None = None
+        self, step: int, total_steps: int, row: Row | None = None
     ) -> Iterator[Callable[[Mapping[str, Metric | float]], None]]:
-        """Times a step and writes its row when it is complete.
+        """Measures a step and writes its row at the end.
 
-        The yielded function takes the metrics of the step. `row` is what `row_so_far` was, where a
-        run goes on within a step.
+        It yields a function that adds metrics to the row. If the run was interrupted in this step,
+        `row` has what `row_so_far` had returned.
         """
         if not self.timeline.step:
             self.console.start_training(total_steps)
@@ -180,8 +191,8 @@ class RunRecorder:
         for name, each in metrics.items():
             self.metrics[name] = each.value if isinstance(each, Metric) else each
 
-    def row_so_far(self) -> dict[str, float]:
-        """The metrics of the present step with its times until now."""
+    def row_so_far(self) -> Row:
+        """The metrics of the present step, with its timings until now."""
         seconds = self.timeline.phase_seconds() | self.seconds
         seconds["step"] = time.time() - self.step_started
         metrics = self.metrics | _timings(seconds)
@@ -197,19 +208,19 @@ class RunRecorder:
             metrics["perf/overlap"] = critical_path_seconds / training_seconds
         return metrics
 
-    def log_validation(self, metrics: dict[str, float], step: int = 0) -> None:
-        """Writes a row for a validation by itself, such as that before the first step, of which
-        there is no checkpoint."""
+    def log_validation(self, metrics: Row, step: int = 0) -> None:
+        """Writes a row for a validation that is not part of a step, for instance that before the
+        first step."""
         self._value_of(metrics)
         self.tracking.log(metrics, step)
         self.console.show_validation(step, metrics)
 
-    def is_best(self, step: int, metrics: dict[str, float]) -> bool:
+    def is_best(self, step: int, metrics: Row) -> bool:
         """Returns whether the validation after this step has the best `trainer.best_ckpt_metric` so
         far.
 
-        The step's checkpoint is then kept until another one is better. Raises UnknownMetric if the
-        first validation does not report it.
+        The checkpoint of the best step is kept until another step is better. Raises UnknownMetric
+        if the first validation does not report the metric.
         """
         value = self._value_of(metrics)
         if not value > self.best.get("value", -math.inf):
@@ -217,11 +228,9 @@ class RunRecorder:
         self.best = {"step": step, "metric": self.config.trainer.best_ckpt_metric, "value": value}
         return True
 
-    def _value_of(self, metrics: dict[str, float]) -> float:
-        """Returns `trainer.best_ckpt_metric` of a validation, or NaN where there is none.
-
-        Where less is better, it returns the negative.
-        """
+    def _value_of(self, metrics: Row) -> float:
+        """Returns `trainer.best_ckpt_metric` of a validation, or its negative if less is better. It
+        is NaN if there is no such metric."""
         name = self.config.trainer.best_ckpt_metric
         if name is None:
             return math.nan
@@ -241,48 +250,49 @@ class RunRecorder:
         generation_of_row: Callable[[int], dict[str, str]],
         num_shown: int,
     ) -> None:
-        """Shows and keeps `num_shown` rows of a validation batch, other rows each time."""
+        """Shows and keeps `num_shown` of the `num_rows` rows of a validation batch, different ones
+        each time."""
         num_shown = min(num_shown, num_rows)
         first = self.num_validations * num_shown
         self.num_validations += 1
         rows = []
-        for k in range(num_shown):
-            generation = generation_of_row((first + k) % num_rows)
+        for number in range(first, first + num_shown):
+            generation = generation_of_row(number % num_rows)
             row = {name: _shown(self.redacted(text)) for name, text in generation.items()}
             rows.append(row)
-        if rows:
-            rows_of_step = [{"step": step} | row for row in rows]
-            self.generations = [*self.generations[:num_shown], *rows_of_step]
-            for row_of_step in rows_of_step:
-                self.generations_file.write(json.dumps(row_of_step) + "\n")
-            self.console.show_table(f"Generations at step {step}", rows)
+        if not rows:
+            return
+        self.generations = self.generations[:num_shown]
+        for row in rows:
+            row_of_step = {"step": step} | row
+            self.generations.append(row_of_step)
+            self.generations_file.write(json.dumps(row_of_step) + "\n")
+        self.console.show_table(f"Generations at step {step}", rows)
 
     def terminate(self, number: int, frame: Any) -> None:
-        """Handles SIGTERM, which ends a pre-empted run: after a checkpoint where the trainer saves,
-        or else now."""
+        """Handles SIGTERM, which a pre-empted run gets. The run ends after a checkpoint of this
+        step, or at once if the trainer does not save now, or if a second SIGTERM comes."""
         if not self.saves_when_ended or self.is_ending:
             self.begun = None
             self.pending = None
             raise KeyboardInterrupt
-        # A handler must not print while the console does.
+        # Nothing is printed here, because the console may be printing.
         self.is_ending = True
 
     def begin_checkpoint(
         self, partial: Path, step: int, state: dict[str, Any], groups: Mapping[str, WorkerGroup]
     ) -> None:
-        """Keeps the state of a step until `commit_checkpoint` finds its files written.
+        """Keeps the state of a step until `commit_checkpoint` finds that its files are written.
 
-        Within a step this becomes the state at the step's end. Where it is committed before, the
-        checkpoint has the row so far, with which a run that goes on finishes the step.
+        The state of the record is added at the end of the step. If the checkpoint is committed
+        before, it has the row so far, and a resumed run completes the step with that.
         """
         assert self.pending is None and self.begun is None
         self.begun = PendingCheckpoint(partial, step, state, groups)
 
     def add_record(self) -> None:
-        """Adds the record so far to the state that was begun.
-
-        The row of the step is part of it as long as the row is not written.
-        """
+        """Adds the state of the record to the checkpoint that was begun, and the row so far if the
+        row of the step is not written yet."""
         if not self.begun:
             return
         state = self.begun.state | self.state_of_record()
@@ -293,7 +303,7 @@ class RunRecorder:
         self.begun = None
 
     def complete_checkpoint(self, step: int) -> None:
-        """Says in a checkpoint that the validation of its step is recorded, too. Raises OSError."""
+        """Notes in a checkpoint that the validation of its step is recorded. Raises OSError."""
         self.renew_checkpoint(step, {IS_COMPLETE: True})
 
     def renew_checkpoint(self, step: int, changes: dict[str, Any]) -> None:
@@ -303,8 +313,8 @@ class RunRecorder:
         self._remove_old_checkpoints(self.best)
 
     def state_of_record(self) -> dict[str, Any]:
-        """Brings the record so far to the disk, and returns what a run that goes on has to know of
-        it."""
+        """Makes sure that the files of the record are on the disk, and returns what a resumed run
+        needs to continue them."""
         files = {}
         for file in (self.tracking.jsonl, self.timeline_file, self.generations_file):
             os.fsync(file.fileno())
@@ -314,10 +324,11 @@ class RunRecorder:
         return {"files": files, "shown": shown, "best": self.best}
 
     def commit_checkpoint(self, wait: bool, timeout_s: float | None = None) -> None:
-        """Makes what was begun a checkpoint, if it is written or with `wait`.
+        """Completes the checkpoint that was begun, if all its files are written. With `wait` it
+        waits for them, for `timeout_s` seconds if that is given.
 
-        The oldest checkpoints are removed where there are too many; the best one stays. Raises
-        WorkerError, CallTimeout or OSError, and leaves earlier checkpoints as they are.
+        Then it removes old checkpoints. Raises WorkerError, CallTimeout or OSError, which leave
+        earlier checkpoints as they are.
         """
         self.add_record()
         pending = self.pending
@@ -331,26 +342,27 @@ class RunRecorder:
         self._remove_old_checkpoints(pending.state["best"])
 
     def _remove_old_checkpoints(self, best: dict[str, Any]) -> None:
-        """Removes the oldest checkpoints where there are too many, but not the best one."""
+        """Removes the oldest checkpoints if there are too many, but not the best one."""
         num_newest = self.config.trainer.max_ckpt_to_keep
         others = [best["step"]] if best else []
         checkpoint.keep(self.run_dir, num_newest, others)
 
     def close(self, outcome: str) -> None:
-        """Writes `report.html` and says where everything is; `outcome` is how the run ended."""
-        # The folder is locked until the last write.
+        """Writes `report.html`, and says where all files are. `outcome` says how the run ended."""
+        # The folder is locked until everything is written.
         with self.lock:
             self._close(outcome)
 
     def _close(self, outcome: str) -> None:
+        """Does the work of `close`."""
         self.begun = None  # its step has not ended
         try:
-            # A checkpoint is left where the run was interrupted or failed.
+            # There may be one if the run was interrupted or failed.
             self.commit_checkpoint(wait=True, timeout_s=LAST_WAIT_S)
         except (WorkerError, CallTimeout, OSError) as error:
             reason = str(error).splitlines()[0]
             self.say(f"The checkpoint that was being written is lost: {reason}")
-        checkpoint.remove_partial(self.run_dir)  # first, since what follows needs room on the disk
+        checkpoint.remove_partial(self.run_dir)  # the files that follow need room on the disk
         self.console.close()
         missing = self.tracking.close()
         self.timeline_file.close()
@@ -358,10 +370,17 @@ class RunRecorder:
         metrics = readable_rows((self.run_dir / "metrics.jsonl").read_bytes())
         try:
             self._write_report(outcome, metrics)
-        # The names and texts of data and model may not be drawable, and the run itself is complete.
+        # Texts of data and model may not be drawable, but the run itself is complete.
         except Exception as error:
             self.say(f"The report is not written: {type(error).__name__}: {error}")
         self.say(f"\n{outcome}")
+        self._say_validations(metrics)
+        for sentence in missing:
+            self.say(f"  {sentence}")
+        self._say_files()
+
+    def _say_validations(self, metrics: list[Row]) -> None:
+        """Says the first and the last value of each main metric of the validations."""
         validations: dict[str, list[float]] = {}
         for row in metrics:
             for name, value in row.items():
@@ -370,26 +389,26 @@ class RunRecorder:
         for name, values in validations.items():
             if len(values) > 1:
                 self.say(f"  {name}: {values[0]:.3f} at first, {values[-1]:.3f} at last")
-        files = {"report.html": "report", "metrics.jsonl": "metrics", "timeline.jsonl": "timeline"}
-        files |= {GENERATIONS: "generations", "config.yaml": "configuration"}
-        files |= {"tensorboard": "tensorboard"}
+
+    def _say_files(self) -> None:
+        """Says which files the run has written."""
+        files = dict(FILES)
         if self.best:
             files[f"global_step_{self.best['step']}"] = f"best {self.best['metric']}"
-        # Checkpoints that are set aside are not among these.
+        # These are without the checkpoints that were set aside.
         for step in checkpoint.steps(self.run_dir):
             folder = checkpoint.folder_of_step(self.run_dir, step)
             for model in sorted(folder.glob("*/huggingface")):
                 name = str(model.relative_to(self.run_dir))
                 files[name] = f"{model.parent.name}, Hugging Face format"
-        for sentence in missing:
-            self.say(f"  {sentence}")
         self.say(f"  in {self.run_dir}:")
         for name, what in files.items():
             path = self.run_dir / name
             if path.exists() and path.stat().st_size:
                 self.say(f"    {name:<40} {what}")
 
-    def _write_report(self, outcome: str, metrics: list[dict[str, float]]) -> None:
+    def _write_report(self, outcome: str, metrics: list[Row]) -> None:
+        """Writes `report.html`."""
         trainer = self.config.trainer
         seconds = time.time() - self.started
         summary = f"{outcome} {len(metrics)} rows of metrics, {seconds:.0f} s."
@@ -407,7 +426,7 @@ class RunRecorder:
 
 
 def _cut_records(run_dir: Path, lengths: Mapping[str, int]) -> None:
-    """Shortens the files of the record to what they were at a checkpoint. Raises OSError."""
+    """Cuts the files of the record to the lengths that they had at a checkpoint. Raises OSError."""
     for name in RECORDS:
         cut_file(run_dir / name, lengths[name])
     with contextlib.suppress(FileNotFoundError):
@@ -415,19 +434,19 @@ def _cut_records(run_dir: Path, lengths: Mapping[str, int]) -> None:
 
 
 def _append_to(file: Path) -> TextIO:
-    """Opens a file at its end. Each line is written at once, so that a killed run keeps its
-    lines."""
+    """Opens a file to append to it. Each line is written at once, so that a run that is killed has
+    all of them."""
     return open(file, "a", buffering=1)
 
 
-def _timings(seconds: dict[str, float]) -> dict[str, float]:
+def _timings(seconds: Row) -> Row:
     """The metrics of phases that took these seconds."""
     return {f"timing_s/{phase}": value for phase, value in seconds.items()}
 
 
 def placement_rows(groups: list[tuple[str, list[str], RayWorkerGroup]]) -> list[dict[str, str]]:
-    """Pool, roles and processes of each worker group, a row a node; waits until they have
-    started."""
+    """The pool, roles and processes of each worker group, with a row for each node. It waits until
+    the processes have started."""
     rows = []
     for pool, roles, group in groups:
         nodes = group.worker_nodes
@@ -446,7 +465,7 @@ def placement_rows(groups: list[tuple[str, list[str], RayWorkerGroup]]) -> list[
 
 
 def _shown(text: str, max_length: int = 240) -> str:
-    """The text on one line, without its middle when it is long."""
+    """The text on one line. If it is long, its middle is left out."""
     if len(text) > max_length:
         half = max_length // 2
         text = f"{text[:half]} ... {text[-half:]}"
@@ -454,7 +473,7 @@ def _shown(text: str, max_length: int = 240) -> str:
 
 
 def _new_run_dir(parent: Path) -> Path:
-    """Makes `parent/<date>_<time>`, numbered when two runs start in one second."""
+    """Makes `parent/<date>_<time>`, with a number if another run has started in this second."""
     stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     run_dir = parent / stamp
     number = 1
@@ -466,8 +485,8 @@ def _new_run_dir(parent: Path) -> Path:
 
 
 def _link_latest(run_dir: Path) -> None:
-    """Makes `latest`, beside the run, a link to it."""
+    """Makes `latest`, in the folder of the runs, a link to this run."""
     link = run_dir.parent / f".latest.{os.getpid()}"
-    link.unlink(missing_ok=True)  # of a killed process with this number
+    link.unlink(missing_ok=True)  # a killed process with the same id may have left one
     link.symlink_to(run_dir.name)
     link.replace(run_dir.parent / "latest")

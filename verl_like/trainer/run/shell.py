@@ -1,7 +1,7 @@
-"""Runs any trainer: checks its inputs, records the run, starts Ray, trains, and ends every process.
+"""Runs any trainer: checks its inputs, records the run, starts Ray, trains, and ends all processes.
 
-A trainer consists of a schema and its rules (trainer/config), its `check_inputs`, its `fit`, and
-its `Display`.
+A trainer consists of a schema with its rules (trainer/config), `check_inputs`, `fit`, and a
+`Display`.
 """
 
 import contextlib
@@ -47,20 +47,21 @@ def run(
     """Runs a trainer and returns the exit code: 0 done, 1 a part of the run failed, 2 input
     refused, 130 interrupted.
 
-    All input is checked before Ray starts. However the run ends, the processes it started are gone
-    and what it wrote so far is valid.
+    All input is checked before Ray starts. However the run ends, the processes that it started are
+    gone then, and all that it has written is valid.
 
     Args:
         config: a configuration that keeps its rules.
         check_inputs: returns what the trainer needs, or raises ValueError or RewardError for wrong
-            input. What it returns has `notes` for the start of the run, and a `config` to record,
-            in which is filled in what depends on the data. The stack stops what it starts.
-        fit: trains to the end, after Ray was started.
-        display: what the record shows.
-        template: the process of which the workers of a Ray that is started here are forks.
-        state_schema: what the trainer keeps in a checkpoint beside the models.
+            input. The result has `notes` for the start of the run, and the `config` to record, with
+            the values that depend on the data. The stack stops what `check_inputs` starts.
+        fit: trains until the last step. It is called when Ray has been started.
+        display: says what the record shows.
+        template: the process that is forked for each worker, if Ray is started here.
+        state_schema: what a checkpoint has beside the models.
     """
-    # A shell's background jobs ignore interrupts by default.
+    # SIGTERM, which a pre-empted run gets, counts as an interrupt too. Without a handler the
+    # background jobs of a shell would ignore interrupts.
     handle_signals(signal.default_int_handler)
     with contextlib.ExitStack() as cleanup:
         if template:
@@ -139,7 +140,7 @@ def train(
     recorder: RunRecorder,
     template: WorkerTemplate | None = None,
 ) -> int:
-    """Starts Ray and trains to the end; returns the exit code."""
+    """Starts Ray and trains until the last step. Returns the exit code."""
     try:
         train_or_raise(inputs, fit, recorder, template)
     except KeyboardInterrupt:
@@ -156,8 +157,8 @@ def train_or_raise(
     template: WorkerTemplate | None = None,
     uses_ray: bool = True,
 ) -> None:
-    """Starts Ray, if it is used, and trains to the end. Raises RunFailed, without the secrets of
-    the configuration, if a part of the run fails."""
+    """Starts Ray, if it is used, and trains until the last step. Raises RunFailed, without the
+    secrets of the configuration, if a part of the run fails."""
     outcome = "Failed with an unexpected error; standard error has the traceback."
     has_failed = True
     try:
@@ -181,12 +182,13 @@ def train_or_raise(
         UnknownMetric,
     ) as error:
         outcome = f"Stopped: {error.headline() if isinstance(error, WorkerError) else error}"
-        advice = []
+        lines = [str(error)]
         if isinstance(error, WorkerError) and error.shortage:
-            advice.append(keys_that_lower(error.shortage.memory, error.role))
-        text = "\n".join([str(error), *advice, *getattr(error, "__notes__", [])])
-        raise RunFailed(recorder.redacted(text)) from None
-    except OSError as error:  # a full disk, above all
+            lines.append(keys_that_lower(error.shortage.memory, error.role))
+        lines += getattr(error, "__notes__", [])
+        message = "\n".join(lines)
+        raise RunFailed(recorder.redacted(message)) from None
+    except OSError as error:  # above all a full disk
         outcome = (
             f"Stopped in step {recorder.timeline.step}: {error}. Earlier checkpoints are as "
             "they were."
@@ -194,8 +196,8 @@ def train_or_raise(
         text = f"{outcome} They are in {recorder.run_dir}."
         raise RunFailed(recorder.redacted(text)) from None
     finally:
-        # A second signal must not stop the report. During Ray's shutdown SIGTERM ends the process,
-        # so it comes last.
+        # A second signal must not interrupt the report. Ray is ended last, because SIGTERM would
+        # end the process during Ray's shutdown.
         handle_signals(signal.SIG_IGN)
         try:
             recorder.close(outcome)

@@ -1,4 +1,4 @@
-"""Records what ran when: every worker call of the run, and the seconds of each phase of a step."""
+"""Records when each call of a worker ran, and computes the seconds of each phase of a step."""
 
 import json
 import threading
@@ -8,14 +8,14 @@ from typing import Any, TextIO
 from verl_like.single_controller import CallEvent
 from verl_like.trainer.run.display import Display
 
+Rows = list[dict[str, Any]]
+"""Calls of workers in one step, as they are in the timeline's file."""
 
-def undisturbed(steps: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
-    """Returns the steps that neither validated nor saved, or all where there is none.
 
-    Each step is a list of rows.
-    """
-    without = [rows for rows in steps if not any(map(_is_disturbance, rows))]
-    return without or steps
+def undisturbed(steps: list[Rows]) -> list[Rows]:
+    """Returns the steps that neither validated nor saved, or all steps if there is none."""
+    found = [rows for rows in steps if not any(map(_is_disturbance, rows))]
+    return found or steps
 
 
 def _is_disturbance(row: dict[str, Any]) -> bool:
@@ -26,8 +26,8 @@ def _is_disturbance(row: dict[str, Any]) -> bool:
 class Timeline:
     """Writes each `CallEvent` to `file` as a line of JSON.
 
-    It keeps the rows of this step and of the steps that the report shows. Times are seconds of the
-    worker's clock (time.time()).
+    It keeps the rows of the present step and of the steps that the report shows. Times are seconds
+    by time.time() of the worker.
     """
 
     def __init__(self, file: TextIO, display: Display) -> None:
@@ -37,43 +37,46 @@ class Timeline:
         for number, methods in enumerate(display.stages):
             for method in methods:
                 self.stage_of_method[method] = number
-        self.recording = threading.Lock()  # threads of the driver report calls
+        self.recording = threading.Lock()  # several threads of the driver report calls
         self.step = 0
         self.is_validating = False
-        self.rows: list[dict[str, Any]] = []
-        """The rows of the present step, as they are in the file."""
-        self.earlier: list[list[dict[str, Any]]] = []
+        self.rows: Rows = []
+        """The rows of the present step."""
+        self.earlier: list[Rows] = []
         """The rows of the earlier steps that the report would show."""
 
     def start_step(self, step: int) -> None:
-        """Begins a step, to which the calls belong from now on."""
+        """Begins a step. The calls from now on belong to it."""
         self.earlier = self.last_steps()
         self.step = step
         self.rows = []
 
     def record(self, event: CallEvent) -> None:
         """Adds a call."""
-        # The process of its pool that ran the call: roles that train share theirs.
+        # Roles that train share a process. Others have processes of their own.
         kind = self.display.process_of_role.get(event.role, "training")
-        process = f"{kind} {event.rank}"
-        place = {"step": self.step, "is_validating": self.is_validating, "process": process}
-        row = place | vars(event)
+        row = {
+            "step": self.step,
+            "is_validating": self.is_validating,
+            "process": f"{kind} {event.rank}",
+            **vars(event),
+        }
         with self.recording:
             self.file.write(json.dumps(row) + "\n")
             self.rows.append(row)
 
-    def last_steps(self) -> list[list[dict[str, Any]]]:
-        """The rows of up to three training steps: the last ones that neither validated nor saved,
-        or just the last."""
+    def last_steps(self) -> list[Rows]:
+        """The rows of up to three training steps. They are the last ones that neither validated nor
+        saved, or just the last ones if there is none."""
         steps = self.earlier
         if self.step and self.rows:
             steps = [*self.earlier, self.rows]
         return undisturbed(steps)[-3:]
 
     def phase_seconds(self) -> dict[str, float]:
-        """The seconds of each phase that trained in this step, from the first rank's start to the
-        last rank's end."""
-        calls: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        """The seconds of each phase of this step, from the start of the first call to the end of
+        the last. Validations do not count."""
+        calls: dict[str, Rows] = defaultdict(list)
         for row in self.rows:
             if not row["is_validating"]:
                 method = row["method"]
@@ -87,13 +90,14 @@ class Timeline:
         return seconds
 
     def critical_path_seconds(self) -> float:
-        """The least time of a training step with the calls of this step; 0 if it had none.
+        """The least time that a training step with the calls of this step can take. It is 0 if the
+        step had none.
 
-        A stage takes at least the seconds of the calls of its busiest process; the critical path is
-        the sum of these over the stages. What ran before the previous stage ended, such as rewards
-        during generation, costs nothing.
+        A stage takes at least as long as the calls of its busiest process. The critical path is the
+        sum of these times over the stages. The part of a call that ran before the previous stage
+        ended, such as rewards during generation, counts as nothing.
         """
-        stages: list[list[dict[str, Any]]] = [[] for _ in self.display.stages]
+        stages: list[Rows] = [[] for _ in self.display.stages]
         others = self.display.stages.index(())
         for row in self.rows:
             if not _is_disturbance(row):
@@ -105,7 +109,8 @@ class Timeline:
             busy: dict[tuple[str, str], float] = defaultdict(float)
             for row in rows:
                 started = max(row["started"], stage_start)
-                busy[row["pool"], row["process"]] += max(0.0, row["finished"] - started)
+                seconds = max(0.0, row["finished"] - started)
+                busy[row["pool"], row["process"]] += seconds
             total += max(busy.values(), default=0.0)
             ends = [row["finished"] for row in rows]
             stage_start = max([stage_start, *ends])

@@ -1,7 +1,7 @@
 """Sends the metrics of each step to the trackers of `trainer.logger`.
 
-No tracker holds up a step or stops the run. A resumed run goes on in the run that each tracker had
-begun for it: `trackers.json` in its folder has their ids.
+No tracker delays a step or stops the run. A resumed run continues in the run that each tracker
+began for it. `trackers.json` in the run's folder has the ids of these runs.
 """
 
 import functools
@@ -17,6 +17,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from verl_like.protocol.files import read_json
 from verl_like.trainer.state import checkpoint
 
@@ -24,10 +26,12 @@ logger = logging.getLogger(__name__)
 
 IDS = "trackers.json"
 _MAX_ID_BYTES = 1 << 16
+Row = dict[str, float]
+"""The values of a step's or a validation's metrics, by their names."""
 MAX_WAITING = 1000
-"""How many rows of metrics may wait for one tracker. It does not get further ones."""
+"""So many rows of metrics may wait for a tracker. It does not get further ones."""
 FINISH_S = 30.0
-"""Longest time that the end of a run waits for all trackers."""
+"""For so many seconds the end of a run waits for all trackers."""
 
 
 @dataclass(frozen=True)
@@ -39,39 +43,39 @@ class TrackedRun:
     experiment: str
     config: dict[str, Any]
     run_id: str | None
-    """The tracker's id of the run in which this one goes on, if it does."""
+    """The tracker's id of the run that this one continues, or None for a new run."""
     next_step: int | None
-    """The step after those that the run has already, or None where it has none."""
+    """The step after those that the run has done already, or None if it has done none."""
 
 
 @dataclass(frozen=True)
 class Tracker:
     """A tracker that has started. One thread starts, uses and finishes it."""
 
-    log: Callable[[dict[str, float], int], object]
+    log: Callable[[Row, int], object]
     """Takes the metrics of a step."""
     finish: Callable[[], object]
     run_id: str | None = None
-    """The tracker's id of its run; None where the folder of the run says enough."""
+    """The tracker's id of its run. None if the tracker needs only the folder to continue it."""
 
 
 class TrackerThread:
-    """Gives a tracker the rows of metrics in their order, from a thread of its own."""
+    """Gives the rows of metrics to a tracker in a thread of its own."""
 
     def __init__(self, name: str, start: Callable[[], Tracker]) -> None:
         self.name = name
         self.start = start
-        self.rows: queue.SimpleQueue[tuple[dict[str, float], int] | None] = queue.SimpleQueue()
-        """The rows that wait. None stands for the end of the run."""
+        self.rows: queue.SimpleQueue[tuple[Row, int] | None] = queue.SimpleQueue()
+        """The rows that wait for the tracker. None means the end of the run."""
         self.num_given = 0
         self.num_logged = 0
         self.problem = ""
-        """Why the tracker lacks rows, where that is known."""
+        """Why the tracker lacks rows, or "" if that is not known."""
         self.thread = threading.Thread(target=self._run, name=f"tracker {name}", daemon=True)
         self.thread.start()
 
-    def log(self, metrics: dict[str, float], step: int) -> None:
-        """Queues a row, unless `MAX_WAITING` rows wait; returns at once."""
+    def log(self, metrics: Row, step: int) -> None:
+        """Queues a row, unless `MAX_WAITING` rows are waiting, and returns at once."""
         self.num_given += 1
         if self.rows.qsize() < MAX_WAITING:
             self.rows.put((dict(metrics), step))
@@ -79,14 +83,14 @@ class TrackerThread:
             self.problem = f"more than {MAX_WAITING} rows waited for it"
 
     def end(self) -> None:
-        """Queues the end of the run; returns at once."""
+        """Queues the end of the run, and returns at once."""
         self.rows.put(None)
 
     def missing(self, deadline: float) -> str | None:
-        """Waits for the tracker's end until `deadline`, by time.monotonic().
+        """Waits until the tracker has ended, but not after `deadline` by time.monotonic().
 
-        Returns a sentence if the tracker lacks rows. A tracker that has not ended by then is left
-        alone: its thread ends with the process.
+        Returns a sentence if the tracker lacks rows. The thread of a tracker that has not ended by
+        then ends with the process.
         """
         seconds = max(0.0, deadline - time.monotonic())
         self.thread.join(seconds)
@@ -109,7 +113,7 @@ class TrackerThread:
                 tracker.log(*row)
                 self.num_logged += 1
             tracker.finish()
-        # The run goes on whatever a tracker raises.
+        # No error of a tracker ends the run.
         except (Exception, SystemExit) as error:
             self.problem = f"{type(error).__name__}: {error}"
             logger.warning(
@@ -146,7 +150,7 @@ class Tracking:
                 self.trackers.append(TrackerThread(name, start))
 
     def _start(self, name: str, run: TrackedRun) -> Tracker:
-        """Starts a tracker, and keeps the id of its run before that run has any metrics."""
+        """Starts a tracker. The id of its run is kept before the run has any metrics."""
         tracker = TRACKERS[name](run)
         with self.ids_lock:
             if tracker.run_id:
@@ -154,17 +158,20 @@ class Tracking:
             checkpoint.write(self.ids_file, json.dumps(self.ids))
         return tracker
 
-    def log(self, metrics: dict[str, float], step: int) -> None:
-        """Writes a row of metrics to the file and hands it to the trackers without waiting for
+    def log(self, metrics: Row, step: int) -> None:
+        """Writes a row of metrics to the file, and gives it to the trackers without waiting for
         them."""
         # JSON has no NaN. A metric that is not finite in a step is left out of the file.
-        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        self.jsonl.write(json.dumps({"step": step} | finite) + "\n")
+        row: Row = {"step": step}
+        for name, value in metrics.items():
+            if math.isfinite(value):
+                row[name] = value
+        self.jsonl.write(json.dumps(row) + "\n")
         for tracker in self.trackers:
             tracker.log(metrics, step)
 
     def close(self) -> list[str]:
-        """Ends the trackers within `FINISH_S`; returns a sentence for each that lacks rows."""
+        """Ends the trackers within `FINISH_S`. Returns a sentence for each that lacks rows."""
         self.jsonl.close()
         deadline = time.monotonic() + FINISH_S
         for tracker in self.trackers:
@@ -174,24 +181,20 @@ class Tracking:
 
 
 def _read_ids(file: Path) -> dict[str, str]:
-    """Reads the ids of the trackers' runs.
-
-    A file that is not as it was written has none, and a warning says so.
-    """
+    """Reads the ids of the trackers' runs. If the file cannot be read, there are none, and a
+    warning says so."""
     if not file.exists():
         return {}
     try:
         ids = read_json(file, _MAX_ID_BYTES)
-        if not isinstance(ids, dict) or not all(isinstance(value, str) for value in ids.values()):
-            raise ValueError("expected an object of texts")
+        return TypeAdapter(dict[str, str]).validate_python(ids, strict=True)
     except (OSError, ValueError) as error:
         logger.warning("%s cannot be read (%s): trackers begin a new run.", file, error)
         return {}
-    return ids
 
 
 def _next_step(file: Path) -> int | None:
-    """Returns the step after that of the last row that can be read, or None without such a row."""
+    """The step after that of the last row that can be read, or None if there is no such row."""
     for line in reversed(file.read_bytes().splitlines()):
         try:
             return int(json.loads(line)["step"]) + 1
@@ -205,7 +208,7 @@ def _tensorboard(run: TrackedRun) -> Tracker:
 
     writer = SummaryWriter(str(run.run_dir / "tensorboard"), purge_step=run.next_step)
 
-    def log(metrics: dict[str, float], step: int) -> None:
+    def log(metrics: Row, step: int) -> None:
         for name, value in metrics.items():
             writer.add_scalar(name, value, step)
         writer.flush()
@@ -242,7 +245,7 @@ def _mlflow(run: TrackedRun) -> Tracker:
     mlflow.set_experiment(run.project)
     begun = mlflow.start_run(run.run_id, run_name=run.experiment)
 
-    def log(metrics: dict[str, float], step: int) -> None:
+    def log(metrics: Row, step: int) -> None:
         # MLflow refuses "@" in a metric's name, which validation metrics have (mean@1).
         renamed = {name.replace("@", "_at_"): value for name, value in metrics.items()}
         mlflow.log_metrics(renamed, step=step)

@@ -1,9 +1,9 @@
-"""Starts a process that imports what workers need. Each worker of a Ray that is started here is a
-fork of it.
+"""Starts a process that imports what workers need. If Ray is started here, each worker is a fork of
+this process.
 
-The imports take seconds of CPU time in each process; a fork takes milliseconds. Ray starts a worker
-with the command line `WorkerTemplate.command`, the script `worker_fork.py`, which asks the template
-for a fork and ends when that does.
+The imports take seconds of CPU time in each process, but a fork takes milliseconds. Ray starts a
+worker by `WorkerTemplate.command`, which runs the script `worker_fork.py`. The script asks the
+template for a fork, and ends when the fork does.
 """
 
 import gc
@@ -38,12 +38,12 @@ class WorkerTemplate:
 
     @property
     def command(self) -> str:
-        """The command with which Ray starts workers in place of Python."""
+        """The command by which Ray starts workers, instead of that of Python."""
         socket_path = f"{self.folder.name}/socket"
         return shlex.join([sys.executable, "-S", "-E", worker_fork.__file__, socket_path])
 
     def close(self) -> None:
-        """Ends the template; the workers live on."""
+        """Ends the template, but not the workers."""
         self.process.kill()
         self.process.wait(timeout=60)
         self.folder.cleanup()
@@ -52,11 +52,9 @@ class WorkerTemplate:
 
 def start(modules: Sequence[str]) -> WorkerTemplate:
     """Starts a template that imports these modules, and returns at once. The template ends with
-    this process.
+    this process. Files that templates of killed processes left are removed.
 
-    What templates of killed processes left is removed.
-
-    No module may import Ray, which reads the environment when it is imported: each worker has
+    No module may import Ray. Ray reads the environment when it is imported, but each worker has
     another environment.
     """
     remove_abandoned(Path(tempfile.gettempdir()), "verl_like_*")
@@ -72,7 +70,7 @@ def start(modules: Sequence[str]) -> WorkerTemplate:
             str(listener.fileno()),
             *modules,
         ]
-        # Libraries read the number of threads when they are loaded; a fork sets its own.
+        # Libraries read the number of threads when they are loaded. A fork sets its own number.
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], env=environment
@@ -81,30 +79,31 @@ def start(modules: Sequence[str]) -> WorkerTemplate:
 
 
 def serve(listener: socket.socket, modules: Sequence[str]) -> None:
-    """Imports the modules, then forks a worker for each connection until standard input ends.
-
-    Only a worker returns from it.
-    """
+    """Imports the modules, then forks a worker for each connection until standard input ends. It
+    returns only in a worker."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles an interrupt of the terminal
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks that end leave no zombie
     for module in modules:
         importlib.import_module(module)
-    gc.freeze()  # forks then do not collect these objects, whose memory stays shared
-    while sys.stdin.buffer not in select.select([listener, sys.stdin.buffer], [], [])[0]:
+    gc.freeze()  # forks do not touch these objects when they collect garbage, so memory is shared
+    while True:
+        ready, _, _ = select.select([listener, sys.stdin.buffer], [], [])
+        if sys.stdin.buffer in ready:
+            break
         connection, _ = listener.accept()
         if os.fork() == 0:
             listener.close()
             _become_worker(connection)
             return
         connection.close()
-    # This leaves out the end of Python, in which libraries list on the terminal of a killed driver
-    # what they still hold.
+    # Python is not shut down, because libraries would then report objects on the terminal, also
+    # that of a killed driver.
     os._exit(0)
 
 
 def _become_worker(connection: socket.socket) -> None:
-    """Runs the script of a connection as a new process would. The connection ends with the
-    script."""
+    """Runs the script that a connection asks for, as a new process would. The connection ends with
+    the script."""
     message, streams, _, _ = socket.recv_fds(connection, 1 << 20, 3)
     while not message.endswith(b"\0"):
         message += connection.recv(1 << 20)

@@ -1,2 +1,2 @@
-"""What a run leaves on disk to go on from: checkpoints, their manifests, and how a run is found and
+"""The state from which a run can continue: checkpoints, their manifests, and how a run is found and
 resumed."""

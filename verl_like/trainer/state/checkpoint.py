@@ -1,8 +1,8 @@
-"""Writes and finds the checkpoints of a run. The folder of a checkpoint is there complete with its
-manifest, or not at all.
+"""Writes and finds the checkpoints of a run. The folder of a checkpoint is complete, with its
+manifest, or does not exist.
 
-`global_step_N/` holds the training state of the roles, which their workers write while training
-goes on, and `manifest.json`:
+`global_step_N/` has the training state of the roles, which their workers write while training goes
+on, and `manifest.json`:
 
     {"format": 2, "step": N, "created": "<UTC>", "state": {...}, "files": {"actor/...": {"bytes":
      ..., "sha256": ...}}, "sha256": <of the JSON of the rest>}
@@ -33,10 +33,12 @@ FORMAT = 2
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 26
 
+Digests = Mapping[str, dict[str, Any]]
+"""The `file_digest` of each file of a checkpoint, by its path in the checkpoint's folder."""
+
 
 def _inside(name: str) -> str:
-    """Returns the name of a file, or raises ValueError if it is not below the checkpoint's
-    folder."""
+    """Returns the name of a file. Raises ValueError unless it is below the checkpoint's folder."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts:
         raise ValueError("expected a path below the checkpoint's folder")
@@ -44,7 +46,7 @@ def _inside(name: str) -> str:
 
 
 class FileDigest(BaseModel):
-    """Size and hash of a file, as `file_digest` gives them."""
+    """The size and the hash of a file, as `file_digest` returns them."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -53,7 +55,7 @@ class FileDigest(BaseModel):
 
 
 class Manifest(BaseModel):
-    """What `manifest.json` holds beside its own hash."""
+    """The content of `manifest.json` without its own hash."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -66,16 +68,16 @@ class Manifest(BaseModel):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint whose files are as they were written."""
+    """A complete checkpoint. Its files are as they were written."""
 
     folder: Path
     step: int
     state: dict[str, Any]
-    """What the trainer and the record of its run keep beside the models; JSON values."""
+    """What the trainer and the record of its run save beside the models, as JSON values."""
 
 
 class DamagedCheckpoint(ValueError):
-    """A checkpoint that is not as it was written; the message names the file."""
+    """A checkpoint is not as it was written. The message names the file."""
 
 
 def folder_of_step(run_dir: Path, step: int) -> Path:
@@ -84,12 +86,12 @@ def folder_of_step(run_dir: Path, step: int) -> Path:
 
 
 def partial_of_step(run_dir: Path, step: int) -> Path:
-    """The folder of the files of a step's checkpoint, until `commit` gives it its name."""
+    """The folder of a step's checkpoint until `commit` renames it to `folder_of_step`."""
     return run_dir / f"global_step_{step}.partial"
 
 
 def begin(run_dir: Path, step: int) -> Path:
-    """`partial_of_step`, empty."""
+    """Makes the empty folder `partial_of_step` and returns it."""
     partial = partial_of_step(run_dir, step)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
@@ -97,10 +99,10 @@ def begin(run_dir: Path, step: int) -> Path:
 
 
 def save_training(groups: Mapping[str, WorkerGroup], folder: Path) -> None:
-    """Has every rank copy what the training of its model needs to continue.
+    """Has every rank copy what it needs to continue the training of its model.
 
-    Each rank then writes its part to `folder/<role>/checkpoint` while training goes on: see
-    PendingCheckpoint.
+    Then each rank writes its part to `folder/<role>/checkpoint` while training goes on. A
+    `PendingCheckpoint` knows when all have done so.
     """
     futures = []
     for role, group in groups.items():
@@ -111,59 +113,55 @@ def save_training(groups: Mapping[str, WorkerGroup], folder: Path) -> None:
 
 
 def save_models(groups: Mapping[str, WorkerGroup], folder: Path) -> None:
-    """Writes the models in Hugging Face format, for which rank 0 gathers them."""
+    """Has rank 0 of each role gather its model and write it in Hugging Face format."""
     for role, group in groups.items():
         group.save_hf(str(folder / role / "huggingface"))
 
 
 @dataclass
 class PendingCheckpoint:
-    """A checkpoint that workers are writing."""
+    """A checkpoint whose files workers are writing."""
 
     partial: Path
     step: int
     state: dict[str, Any]
     groups: Mapping[str, WorkerGroup]
-    written: Mapping[str, dict[str, Any]] = field(default_factory=dict)
-    """`files` of workers that others drive, once all of them are on the disk."""
+    written: Digests = field(default_factory=dict)
+    """The files that workers of other drivers have written."""
     _asked: dict[str, Future[list[dict[str, Any] | None]]] = field(default_factory=dict)
-    """The answers of the ranks of each group to the question whether they have written."""
+    """The question to the ranks of each group, whether they have written their files."""
 
-    def files(self, wait: bool, timeout_s: float | None = None) -> dict[str, dict[str, Any]] | None:
-        """Returns the `file_digest` of each file of the workers, by its path in the folder, once
-        all of them are on the disk.
+    def files(self, wait: bool, timeout_s: float | None = None) -> Digests | None:
+        """Returns the files of the workers when all of them are on the disk.
 
-        Without `wait` it asks the workers, and returns None unless their answers are there and say
-        that all files are. Raises the WorkerError of a rank that cannot write, or CallTimeout.
+        With `wait` it waits for that. Without, it asks the workers, and returns None unless they
+        have answered that all files are written. Raises the WorkerError of a rank that cannot
+        write, or CallTimeout.
         """
         if wait or not self._asked:
-            asked = {}
+            self._asked = {}
             for role, group in self.groups.items():
-                asked[role] = group.save_result.remote(wait)
-            self._asked = asked
+                self._asked[role] = group.save_result.remote(wait)
         if not wait and not all(future.done() for future in self._asked.values()):
             return None
         answers = {role: future.get(timeout_s) for role, future in self._asked.items()}
         self._asked = {}
         files = dict(self.written)
-        for role, of_rank in answers.items():
-            for written in of_rank:
-                if written is None:
+        for role, files_of_ranks in answers.items():
+            for files_of_rank in files_of_ranks:
+                if files_of_rank is None:
                     return None
-                files |= {f"{role}/checkpoint/{name}": digest for name, digest in written.items()}
+                for name, digest in files_of_rank.items():
+                    files[f"{role}/checkpoint/{name}"] = digest
         return files
 
 
-def commit(
-    partial: Path, step: int, state: dict[str, Any], written: Mapping[str, dict[str, Any]]
-) -> Checkpoint:
-    """Makes what is in `partial` the checkpoint of the step.
+def commit(partial: Path, step: int, state: dict[str, Any], written: Digests) -> Checkpoint:
+    """Makes the folder `partial` the checkpoint of the step. All its files are on the disk before
+    it gets its name.
 
-    All of it is on the disk before the folder gets its name.
-
-    `written` are the `file_digest`s of files that are on the disk already, by their path in
-    `partial`. A checkpoint that is there already is replaced. Raises OSError, and leaves earlier
-    checkpoints as they are.
+    `written` has the files that are on the disk already. An earlier checkpoint of the step is
+    replaced. Raises OSError, which leaves earlier checkpoints as they are.
     """
     found = [path for path in partial.rglob("*") if path.is_file()]
     names = {str(path.relative_to(partial)) for path in found}
@@ -178,23 +176,22 @@ def commit(
         files[name] = written.get(name) or file_digest(partial / name, sync=True)
     created = datetime.now(UTC).isoformat(timespec="seconds")
     manifest = {"format": FORMAT, "step": step, "created": created, "state": state, "files": files}
-    for path in filter(Path.is_dir, partial.rglob("*")):
-        _sync_folder(path)
+    for path in partial.rglob("*"):
+        if path.is_dir():
+            _sync_folder(path)
     _write_manifest(partial, manifest)
     folder = folder_of_step(partial.parent, step)
     if folder.exists():
         remove(folder)
     os.rename(partial, folder)
     _sync_folder(folder.parent)
-    _sync_folder(folder.parent.parent)  # the run's own entry
+    _sync_folder(folder.parent.parent)  # it has the entry of the run's folder
     return Checkpoint(folder, step, state)
 
 
 def renew(folder: Path, changes: dict[str, Any]) -> None:
-    """Changes keys in the state of a complete checkpoint. Raises OSError.
-
-    At any moment the checkpoint has either the earlier state or the new one.
-    """
+    """Changes keys in the state of a complete checkpoint. At any moment it has either the earlier
+    state or the new one. Raises OSError."""
     manifest = json.loads((folder / MANIFEST).read_text())
     del manifest["sha256"]
     manifest["state"] |= changes
@@ -202,7 +199,8 @@ def renew(folder: Path, changes: dict[str, Any]) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """Writes a file so that it is whole or as it was before, also after a loss of power."""
+    """Writes a file so that at any moment it has either its earlier content or the new one, even if
+    the power fails."""
     partial = path.with_name(f"{path.name}.partial")
     with open(partial, "w") as file:
         file.write(text)
@@ -215,10 +213,10 @@ def write(path: Path, text: str) -> None:
 def read(
     folder: Path, *, hashes: bool = True, state_schema: type[BaseModel] | None = None
 ) -> Checkpoint:
-    """Reads and checks a checkpoint, without `hashes` by the sizes of its files alone.
+    """Reads and checks a checkpoint. Without `hashes` it checks only the sizes of the files.
 
-    `state_schema` is what the state has to be, where it is used. Raises DamagedCheckpoint, naming
-    the first file that is not as it was written.
+    `state_schema` is what the state has to be, if the state will be used. Raises DamagedCheckpoint,
+    which names the first file that is not as it was written.
     """
     path = folder / MANIFEST
     manifest = _read_manifest(path)
@@ -227,7 +225,8 @@ def read(
             f"{path} has format {manifest.get('format')}; this version reads format {FORMAT}."
         )
     is_whole = manifest.pop("sha256", None) == _digest(manifest)
-    if not is_whole or folder.name != folder_of_step(folder, manifest.get("step", -1)).name:
+    own_folder = folder_of_step(folder.parent, manifest.get("step", -1))
+    if not is_whole or folder.name != own_folder.name:
         raise DamagedCheckpoint(f"{path} is not as it was written, or of another folder.")
     _require(Manifest, manifest, path)
     if state_schema:
@@ -245,7 +244,7 @@ def read(
                 f"{found['sha256'][:12]}..., the manifest says {expected['bytes']} with "
                 f"{expected['sha256'][:12]}..."
             )
-    # A load would take in any such file.
+    # Loading would read any such file.
     for path in folder.rglob("*.safetensors"):
         if str(path.relative_to(folder)) not in files:
             raise DamagedCheckpoint(f"{path} is not in the manifest.")
@@ -253,7 +252,7 @@ def read(
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
-    """The JSON object in a manifest. Raises DamagedCheckpoint."""
+    """The JSON object in a manifest. Raises DamagedCheckpoint if there is none."""
     try:
         manifest = read_json(path, MAX_MANIFEST_BYTES)
         if not isinstance(manifest, dict):
@@ -264,7 +263,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _require(schema: type[BaseModel], values: Any, path: Path) -> None:
-    """Raises DamagedCheckpoint, with the first key that is wrong, unless the values of the manifest
+    """Raises DamagedCheckpoint, which names the first wrong key, unless the values of the manifest
     fit the schema."""
     try:
         schema.model_validate_json(json.dumps(values))
@@ -279,9 +278,9 @@ def _require(schema: type[BaseModel], values: Any, path: Path) -> None:
 def newest(
     run_dir: Path, *, hashes: bool = True, state_schema: type[BaseModel] | None = None
 ) -> tuple[Checkpoint | None, list[str]]:
-    """Returns the newest checkpoint of a run that is as it was written, by `read`, and what is
-    wrong with newer ones."""
-    damages: list[str] = []
+    """Returns the newest checkpoint of a run that `read` accepts, and what is wrong with newer
+    ones."""
+    damages = []
     for step in reversed(steps(run_dir)):
         folder = folder_of_step(run_dir, step)
         try:
@@ -294,7 +293,7 @@ def newest(
 
 
 def steps(run_dir: Path) -> list[int]:
-    """The steps of a run that have a checkpoint with a manifest, rising."""
+    """The steps of a run that have a checkpoint with a manifest, in ascending order."""
     found = []
     for path in run_dir.glob(f"global_step_*/{MANIFEST}"):
         number = path.parent.name.rpartition("_")[2]
@@ -304,10 +303,8 @@ def steps(run_dir: Path) -> list[int]:
 
 
 def keep(run_dir: Path, num_newest: int, others: Iterable[int] = ()) -> None:
-    """Removes all checkpoints but the newest ones and those of the steps `others`.
-
-    A warning names one that cannot be removed.
-    """
+    """Removes all checkpoints but the newest ones and those of the steps `others`. If one cannot be
+    removed, a warning names it."""
     kept = {*steps(run_dir)[-num_newest:], *others}
     for step in steps(run_dir):
         if step not in kept:
@@ -318,8 +315,8 @@ def keep(run_dir: Path, num_newest: int, others: Iterable[int] = ()) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Removes a checkpoint. It loses its name first, so that `remove_partial` takes what a killed
-    run leaves of it."""
+    """Removes a checkpoint. It is renamed first, so that `remove_partial` removes the rest of it if
+    the run is killed meanwhile."""
     partial = folder.with_name(f"{folder.name}.old.partial")
     shutil.rmtree(partial, ignore_errors=True)
     os.rename(folder, partial)
@@ -327,14 +324,14 @@ def remove(folder: Path) -> None:
 
 
 def remove_partial(run_dir: Path) -> None:
-    """Removes what saves and removals of a run left that did not come to their end."""
+    """Removes what is left of saves and removals that were interrupted."""
     for partial in run_dir.glob("global_step_*.partial"):
         shutil.rmtree(partial, ignore_errors=True)
 
 
 def set_aside(run_dir: Path, after: int) -> None:
-    """Renames the checkpoints after a step to `global_step_N.damaged`, so that they are not
-    counted."""
+    """Renames the checkpoints of later steps to `global_step_N.damaged`, so that they are not used
+    any more."""
     later = [step for step in steps(run_dir) if step > after]
     for step in later:
         folder = folder_of_step(run_dir, step)
@@ -344,14 +341,18 @@ def set_aside(run_dir: Path, after: int) -> None:
 
 
 def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    write(folder / MANIFEST, json.dumps(manifest | {"sha256": _digest(manifest)}, indent=1))
+    with_hash = manifest | {"sha256": _digest(manifest)}
+    write(folder / MANIFEST, json.dumps(with_hash, indent=1))
 
 
 def _digest(manifest: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
+    """The hash of a manifest that does not have it yet."""
+    text = json.dumps(manifest)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _sync_folder(folder: Path) -> None:
+    """Has the entries of a folder written to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,5 @@
-"""Finds the run that goes on before Ray starts: the newest unfinished one with the same numbers."""
+"""Finds the run that is continued, before Ray starts. It is the newest unfinished one that computes
+the same numbers."""
 
 import contextlib
 import fcntl
@@ -26,7 +27,7 @@ from verl_like.trainer.state.checkpoint import Checkpoint
 from verl_like.trainer.state.run_state import IS_COMPLETE, LAST_ROW, RecordState
 
 FINGERPRINTS = "inputs.json"
-"""File of a run's folder with what `fingerprints_of` returned when it began."""
+"""The file of a run's folder with what `fingerprints_of` returned when the run began."""
 _FREE_KEYS = """
 trainer.project_name trainer.experiment_name trainer.logger trainer.default_local_dir
 trainer.call_timeout_s
@@ -40,74 +41,79 @@ reward.num_workers reward.timeout_s data.*_files *.path *_path
 *.gpu_memory_utilization *.max_num_seqs *.max_num_batched_tokens *.enforce_eager *.free_cache_engine
 *.weight_transport reward.max_memory_gb detached.max_attempts detached.max_restarts
 """.split()  # noqa: SIM905  a list would have a line for each
-"""Keys that a resumed run may change: names, paths, frequencies, placement, and in how many pieces
-what is computed. The files behind a path are compared by their fingerprint."""
+"""The keys that a resumed run may change: names, paths, frequencies, placement, and how computing
+is divided into pieces. Files are compared by their fingerprints, whatever their paths are."""
 
 _MAX_FILE_BYTES = 1 << 20
 _MAX_YAML_DEPTH = 50
 
 _locks: dict[Path, TextIO] = {}
-"""The last lock of each file that this process took."""
+"""The last lock that this process took of each file."""
 
 
 @dataclass(frozen=True)
 class ResumedRun:
-    """A run that goes on from a checkpoint."""
+    """A run that is continued from a checkpoint."""
 
     run_dir: Path
     checkpoint: Checkpoint
     lock: TextIO
-    """The lock of the folder, held."""
+    """The lock of the folder, which this process holds."""
 
 
 def find_run(
     config: RunConfig, state_schema: type[RecordState] = RecordState
 ) -> tuple[ResumedRun | None, list[str]]:
-    """Returns the run that goes on, as `trainer.resume_mode` says, or None for a new one; and notes
-    for the user. A run that only validates is new.
-
-    `state_schema` is what the state of a checkpoint has to be.
+    """Returns the run to continue, as `trainer.resume_mode` says, or None for a new run. A run that
+    only validates is new. The second result has notes for the user. `state_schema` is what the
+    state of a checkpoint has to be.
 
     Raises:
-        ValueError: the run is live, a checkpoint is damaged where that is refused, the run has
-            other numbers or read other files, or the one that is named has no checkpoint or all
-            steps.
+        ValueError: the run is live, a checkpoint is damaged and that is refused, or the run read
+            other files. Or the run that is named has no checkpoint, has done all steps, or computes
+            other numbers.
     """
     trainer = config.trainer
-    is_named = trainer.resume_mode == "resume_path"
     parent = Path(trainer.default_local_dir).expanduser().resolve()
     notes = remove_remains(parent)
-    run_dirs = sorted((path for path in parent.glob("*") if not path.is_symlink()), reverse=True)
+    if not config.may_continue_a_run:
+        return None, notes
+    is_named = trainer.resume_mode == "resume_path"
     if is_named:
         run_dirs = [Path(trainer.resume_from_path or "").expanduser().resolve()]
-    for run_dir in run_dirs if config.may_continue_a_run else ():
-        # A finished run is not hashed at every start.
-        whole, _ = checkpoint.newest(run_dir, hashes=False)
-        why_not = advice = ""
-        if not checkpoint.steps(run_dir):
-            why_not = f"has no checkpoint (global_step_N/{checkpoint.MANIFEST})"
-            advice = "name a run that saved one"
-        elif (
-            whole
-            and whole.step >= (steps := config.num_steps_of_run)
-            and not lacks_validation(whole, steps)
-        ):
-            why_not = f"already has {whole.step} of {steps} steps"
-            advice = "raise trainer.total_training_steps"
-        elif differing := differing_keys(config, run_dir):
-            why_not = f"has {'; '.join(differing)}"
+    else:
+        run_dirs = sorted(path for path in parent.glob("*") if not path.is_symlink())
+    for run_dir in reversed(run_dirs):
+        obstacle, advice = why_ended(config, run_dir)
+        is_unfinished = not obstacle
+        if is_unfinished and (differing := differing_keys(config, run_dir)):
+            obstacle = f"has {'; '.join(differing)}"
             advice = "give what changes numbers as it was"
-            notes += (
-                [] if is_named else [f"{run_dir} is unfinished and is not continued: it {why_not}."]
-            )
-        if why_not and is_named:
+        if obstacle and is_named:
             raise ValueError(
-                f"trainer.resume_from_path={run_dir} {why_not}: {advice}, or "
+                f"trainer.resume_from_path={run_dir} {obstacle}: {advice}, or "
                 "trainer.resume_mode=disable."
             )
-        if not why_not and (run := go_on(config, run_dir, notes, state_schema)):
+        if obstacle and is_unfinished:
+            notes.append(f"{run_dir} is unfinished and is not continued: it {obstacle}.")
+        if not obstacle and (run := go_on(config, run_dir, notes, state_schema)):
             return run, notes
     return None, notes
+
+
+def why_ended(config: RunConfig, run_dir: Path) -> tuple[str, str]:
+    """Says why there is nothing left to continue of a run, and what to do about it. Both texts are
+    "" for an unfinished run."""
+    if not checkpoint.steps(run_dir):
+        obstacle = f"has no checkpoint (global_step_N/{checkpoint.MANIFEST})"
+        return obstacle, "name a run that saved one"
+    # Only the sizes of files are checked, because a finished run is not read at every start.
+    newest, _ = checkpoint.newest(run_dir, hashes=False)
+    steps = config.num_steps_of_run
+    if newest and newest.step >= steps and not lacks_validation(newest, steps):
+        obstacle = f"already has {newest.step} of {steps} steps"
+        return obstacle, "raise trainer.total_training_steps"
+    return "", ""
 
 
 def lacks_validation(newest: Checkpoint, num_steps: int) -> bool:
@@ -117,12 +123,12 @@ def lacks_validation(newest: Checkpoint, num_steps: int) -> bool:
 
 
 def remove_remains(parent: Path) -> list[str]:
-    """Removes what runs in a folder were saving when they were killed; returns a note for each
-    checkpoint.
+    """Removes the checkpoints that runs in a folder were writing when they were killed. Returns a
+    note for each of them.
 
-    A run is known to be dead by its lock, which nobody holds.
+    A run is dead if nobody holds its lock.
     """
-    notes: list[str] = []
+    notes = []
     locks = sorted(parent.glob("*/.lock"))
     run_dirs = [lock.parent for lock in locks if not lock.parent.is_symlink()]
     for run_dir in run_dirs:
@@ -131,8 +137,9 @@ def remove_remains(parent: Path) -> list[str]:
             # A run that is alive, or cannot be locked, is left alone.
             with contextlib.suppress(ValueError), lock_run(run_dir):
                 checkpoint.remove_partial(run_dir)
-            gone = [partial for partial in partials if not partial.exists()]
-            notes += [f"Removed {partial}, which a killed run left." for partial in gone]
+        for partial in partials:
+            if not partial.exists():
+                notes.append(f"Removed {partial}, which a killed run left.")
     return notes
 
 
@@ -142,10 +149,11 @@ def go_on(
     notes: list[str],
     state_schema: type[RecordState] = RecordState,
 ) -> ResumedRun | None:
-    """Locks the run and reads its newest checkpoint; adds to `notes` what is damaged and what goes
-    on.
+    """Locks a run and reads its newest checkpoint. Adds to `notes` which checkpoints are damaged,
+    and from where the run goes on.
 
-    None where all checkpoints are damaged and that is not refused. Raises ValueError as `find_run`.
+    Returns None if all checkpoints are damaged and that is not refused. Raises ValueError as
+    `find_run` does.
     """
     if changed := changed_inputs(read_fingerprints(run_dir), config):
         raise ValueError(
@@ -155,9 +163,8 @@ def go_on(
     lock = lock_run(run_dir)
     newest, damages = checkpoint.newest(run_dir, state_schema=state_schema)
     is_named = config.trainer.resume_mode == "resume_path"
-    is_refused = damages and (
-        config.trainer.damaged_ckpt == "refuse" or (is_named and newest is None)
-    )
+    lacks_checkpoint = is_named and newest is None
+    is_refused = damages and (config.trainer.damaged_ckpt == "refuse" or lacks_checkpoint)
     if is_refused or newest is None:
         lock.close()
     if is_refused:
@@ -178,11 +185,11 @@ def go_on(
 
 
 def differing_keys(config: RunConfig, run_dir: Path) -> list[str]:
-    """`key=there (here: value)` of each key that changes numbers and differs from the run's
-    configuration.
+    """Returns `key=there (here: value)` for each key that changes numbers and differs from the
+    run's configuration.
 
-    A key that the run did not have, as of an earlier version, has its default there, but not those
-    of a whole block, which is another trainer's.
+    A run of an earlier version may lack keys, which then have their defaults there. Keys of a whole
+    block that the run lacks have none, because the run is another trainer's.
     """
     try:
         read_fingerprints(run_dir)
@@ -192,11 +199,11 @@ def differing_keys(config: RunConfig, run_dir: Path) -> list[str]:
         tree = OmegaConf.to_container(merged, resolve=True)
     except (OSError, ValueError, OmegaConfBaseException) as error:
         return [f"no config.yaml and {FINGERPRINTS} that can be read ({error})"]
-    # The secrets are those of the new command, and are not compared.
+    # Secrets are not compared: the run has only their masks, and those of the command are used.
     tree = hidden_as(config.shown(), masked(tree))
-    values = settings_of(tree)
-    there = {key: value for key, value in values if key.split(".")[0] in saved}
-    here = dict(settings_of(hidden_as(tree, config.shown())))
+    there = {key: value for key, value in settings_of(tree) if key.split(".")[0] in saved}
+    without_secrets = hidden_as(tree, config.shown())
+    here = dict(settings_of(without_secrets))
     differing = []
     for key in sorted({*there, *here}):
         is_free = any(fnmatchcase(key, free) for free in _FREE_KEYS)
@@ -206,8 +213,8 @@ def differing_keys(config: RunConfig, run_dir: Path) -> list[str]:
 
 
 def rename_keys(saved: DictConfig, replaced: Mapping[str, str]) -> None:
-    """Gives the keys of a run of an earlier version, some of which have successors, their names of
-    today."""
+    """Renames the keys of a run of an earlier version that have a successor. `replaced` maps such
+    keys to their successors."""
     for key, successor in replaced.items():
         section, _, name = key.rpartition(".")
         if section in saved and name in saved[section]:
@@ -215,14 +222,15 @@ def rename_keys(saved: DictConfig, replaced: Mapping[str, str]) -> None:
 
 
 def read_fingerprints(run_dir: Path) -> dict[str, str]:
-    """What `fingerprints_of` returned when the run began. Raises OSError or ValueError for another
-    file."""
+    """Reads what `fingerprints_of` returned when the run began. Raises OSError or ValueError if the
+    file cannot be read or is another one."""
     values = read_json(run_dir / FINGERPRINTS, _MAX_FILE_BYTES)
     return TypeAdapter(dict[str, str]).validate_python(values, strict=True)
 
 
 def read_config(run_dir: Path) -> DictConfig:
-    """The run's `config.yaml`. Raises OSError or ValueError for another file."""
+    """Reads the run's `config.yaml`. Raises OSError or ValueError if the file cannot be read or is
+    another one."""
     path = run_dir / "config.yaml"
     text = read_text(path, _MAX_FILE_BYTES)
     try:
@@ -239,27 +247,28 @@ def _check_yaml(text: str) -> None:
     """Raises ValueError for YAML that would fill the memory or the stack when it is loaded."""
     depth = 0
     for event in yaml.parse(text):
-        if isinstance(event, yaml.AliasEvent):  # OmegaConf copies what it stands for
+        if isinstance(event, yaml.AliasEvent):  # OmegaConf copies the value that it stands for
             raise ValueError("it has an alias")
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
-            event, yaml.CollectionEndEvent
-        )
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        if isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
         if depth > _MAX_YAML_DEPTH:
             raise ValueError(f"it is nested more than {_MAX_YAML_DEPTH} levels deep")
 
 
 def lock_run(run_dir: Path) -> TextIO:
-    """Locks a run's folder until the process ends. Raises ValueError, naming the process, if a live
-    run holds it."""
+    """Locks a run's folder until the process ends. Raises ValueError, which names the process, if a
+    live run holds the lock."""
     path = run_dir / ".lock"
-    # A second lock of a process would replace its first.
+    # A second lock by the same process would replace the first one.
     if path in _locks and not _locks[path].closed:
         raise ValueError(
             f"{run_dir} is being written by this process: wait for the end of that run."
         )
     try:
         lock = open(path, "a+")  # noqa: SIM115  held as long as the run
-        # flock would not do: a fork of this process must not hold the lock.
+        # flock cannot be used, because a fork of this process would hold its lock too.
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ValueError(
@@ -278,19 +287,17 @@ def lock_run(run_dir: Path) -> TextIO:
 
 
 def fingerprints_of(config: RunConfig) -> dict[str, str]:
-    """A hash of what is behind each path of the configuration.
+    """Returns a hash for each key whose value is a path or paths.
 
-    A file counts whole; of those in a folder, as of a model, names, sizes, and first and last MiB;
-    and by its name what is not on the disk: a model of the hub, a module, a URL.
+    Of a file the whole content is hashed. Of each file in a folder, such as that of a model, it is
+    name, size, and the first and the last MiB. Of what is not on the disk, such as a model of the
+    hub, a module or a URL, it is the name.
     """
     fingerprints = {}
     for key, value in settings_of(config.model_dump(mode="json")):
         paths = [value] if isinstance(value, str) else value
-        if (
-            not paths
-            or not key.endswith((".path", "_path", "_files"))
-            or key.startswith("trainer.")
-        ):
+        is_input = key.endswith((".path", "_path", "_files")) and not key.startswith("trainer.")
+        if not is_input or not paths:
             continue
         digest = hashlib.sha256()
         for name in paths:
@@ -313,16 +320,16 @@ def fingerprints_of(config: RunConfig) -> dict[str, str]:
 
 
 def changed_inputs(saved: Mapping[str, str], config: RunConfig) -> list[str]:
-    """The keys of paths behind which there is something else now than what `saved` are the
-    fingerprints of."""
+    """The keys of paths whose fingerprints now are other ones than the `saved` ones."""
     here = fingerprints_of(config)
-    return [key for key in sorted({*saved, *here}) if saved.get(key) != here.get(key)]
+    keys = sorted({*saved, *here})
+    return [key for key in keys if saved.get(key) != here.get(key)]
 
 
 def settings_of(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields key and value of every setting.
+    """Yields the key and the value of every setting.
 
-    A list is a value, and so are the reward's arguments, whose names mean nothing.
+    A list is a value, and so are all arguments of the reward function together.
     """
     if not isinstance(tree, dict) or not tree or prefix.endswith(".reward_kwargs"):
         yield prefix, tree

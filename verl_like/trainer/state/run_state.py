@@ -1,7 +1,7 @@
-"""Defines what the `state` in the manifest of a checkpoint holds, by the kind of run.
+"""Defines what the `state` in the manifest of a checkpoint has, for each kind of run.
 
-Anything else is refused. The manifest is JSON that anybody can write: its hash says that it is
-whole, not who wrote it.
+Anything else is refused. The manifest is JSON, which anybody can write: its hash says that it is
+complete, not who wrote it.
 """
 
 from typing import Annotated, Literal
@@ -11,29 +11,29 @@ from pydantic import BaseModel, ConfigDict, Field
 Count = Annotated[int, Field(ge=0)]
 
 LAST_ROW = "last_row"
-"""A key in the state of a run's last step, which is saved before the last validation: the metrics
-of the step until then."""
+"""The key of the last step's metrics. Its checkpoint has them because it is written before the last
+validation, after which the row of the step is written."""
 IS_COMPLETE = "is_complete"
-"""A key in the same state, as soon as the validation is recorded."""
+"""A key in the same state. It is set when the last validation has been recorded."""
 
 
 class StateModel(BaseModel):
-    """The base of these blocks. Values keep their type, and unknown keys are refused."""
+    """The base of these models. Unknown keys and values of another type are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class RecordFiles(StateModel):
-    """Lengths in bytes of the files that a resumed run cuts; it cuts no other file."""
+    """The lengths in bytes to which a resumed run cuts its files. It cuts no other file."""
 
     metrics: Annotated[int, Field(ge=0, alias="metrics.jsonl")]
     timeline: Annotated[int, Field(ge=0, alias="timeline.jsonl")]
     generations: Annotated[int, Field(ge=0, alias="generations.jsonl")] = 0
-    """A run of an earlier version has no such file."""
+    """0 for a run of an earlier version, which has no such file."""
 
 
 class Shown(StateModel):
-    """What was shown of the validations."""
+    """The generations that the report shows, and how many validations there were."""
 
     generations: list[dict[str, str | int]]
     num_validations: Count
@@ -48,10 +48,7 @@ class Best(StateModel):
 
 
 class RecordState(StateModel):
-    """The state of the record, which every run has.
-
-    A trainer outside the package may add its own keys.
-    """
+    """The state of the record, which every run has. A trainer of a plugin may add its own keys."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -80,7 +77,7 @@ class PPOState(LoopState):
 
 
 class PluginPPOState(PPOState):
-    """The state of a plugin's subclass, which checks in its `restore` what it adds."""
+    """The state of a plugin's trainer of PPO. Its `restore` has to check the keys that it adds."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 

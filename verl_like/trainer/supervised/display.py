@@ -1,11 +1,12 @@
-"""What training on examples shows of its metrics and its calls."""
+"""Describes what the record of training on examples shows."""
 
 from verl_like.trainer.run.display import Display
 
 
 def display_of(prefix: str, unit: str) -> Display:
-    """What is shown of a run whose metrics begin with `prefix`. `unit` is the unit of the loss."""
-    of_pairs = tuple(f"{prefix}/{name}" for name in ("chosen_reward", "rejected_reward", "margin"))
+    """Describes what is shown of a run whose metrics begin with `prefix`. `unit` is the unit of the
+    loss."""
+    rewards = (f"{prefix}/chosen_reward", f"{prefix}/rejected_reward", f"{prefix}/margin")
     terms = tuple(f"{prefix}/{name}_loss" for name in ("td", "value", "cql", "lm"))
     return Display(
         step_line=(
@@ -20,7 +21,7 @@ def display_of(prefix: str, unit: str) -> Display:
         charts=(
             ("Validation", ("val-core/",), ""),
             ("Loss", (f"{prefix}/loss",), unit),
-            ("Rewards", of_pairs, ""),
+            ("Rewards", rewards, ""),
             ("Terms of the loss", terms, unit),
             ("Q and V", (f"{prefix}/target_q", f"{prefix}/value"), "score"),
             ("Accuracy", (f"{prefix}/accuracy", f"{prefix}/confidence"), "share"),

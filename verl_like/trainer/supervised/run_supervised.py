@@ -1,5 +1,5 @@
-"""A run of training on examples: it gives the run shell the check of its inputs and its training,
-and each kind of training its worker, data and display."""
+"""A run of training on examples: its kinds, the check of its inputs, and the start of its
+training."""
 
 import contextlib
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ from verl_like.workers.supervised import (
 
 @dataclass(frozen=True)
 class Kind:
-    """What differs between the ways of training on examples."""
+    """What differs between SFT, reward models, DPO and ILQL."""
 
     worker: type[SupervisedWorker]
     dataset: type[ConversationDataset]
@@ -69,13 +69,13 @@ KINDS: dict[type[SupervisedConfig], Kind] = {
 
 @dataclass(frozen=True)
 class SupervisedInputs:
-    """What training needs, after it was checked."""
+    """The checked inputs of training."""
 
     config: SupervisedConfig
     train_dataset: ConversationDataset
     val_dataset: ConversationDataset | None
     notes: tuple[str, ...]
-    """What is shown to the user when the run begins."""
+    """Notes for the user at the start of the run."""
 
 
 def run_supervised(config: SupervisedConfig, template: WorkerTemplate | None = None) -> int:
@@ -84,8 +84,8 @@ def run_supervised(config: SupervisedConfig, template: WorkerTemplate | None = N
 
 
 def check_inputs(config: SupervisedConfig, cleanup: contextlib.ExitStack) -> SupervisedInputs:
-    """Reads the data, checks it and the model, and fills in the number of training steps. Raises
-    ValueError for what the user has to change, before a worker starts."""
+    """Reads and checks the data, checks the model, and fills in the number of training steps.
+    Raises ValueError for what the user has to change. No worker has been started then."""
     if not cluster_address(config.ray_kwargs.ray_init.address):
         num_cpus = config.ray_kwargs.ray_init.num_cpus
         keys = "trainer.nnodes and trainer.n_gpus_per_node"
@@ -96,15 +96,18 @@ def check_inputs(config: SupervisedConfig, cleanup: contextlib.ExitStack) -> Sup
     files = fetch_weights(config.model, key="model")
     size = config.training.ulysses_sequence_parallel_size
     require_shares_of_heads(hf_config, size, "training.ulysses_sequence_parallel_size")
-    model_class = kind.worker.model_class
     check_model(
-        config.model, model_class, files, key="model", makes_head=True, sequence_parallel_size=size
+        config.model,
+        kind.worker.model_class,
+        files,
+        key="model",
+        makes_head=True,
+        sequence_parallel_size=size,
     )
     data = config.data
-    dataset = kind.dataset
     tokenizer = load_tokenizer(config.model)
     load = partial(
-        dataset,
+        kind.dataset,
         tokenizer=tokenizer,
         max_length=data.max_length,
         overlong=data.overlong,
@@ -115,8 +118,10 @@ def check_inputs(config: SupervisedConfig, cleanup: contextlib.ExitStack) -> Sup
     val = load(data.val_files, max_samples=data.val_max_samples) if data.val_files else None
     datasets = [train, val] if val else [train]
     check_lengths(config, hf_config.get_text_config(), datasets)
-    first_rows = [train.token_ids(row)[0].tolist() for row in range(min(16, len(train)))]
-    check_tokenizer(tokenizer, config.model, tokenizer.batch_decode(first_rows), key="model")
+    num_decoded = min(16, len(train))
+    first_rows = [train.token_ids(row)[0].tolist() for row in range(num_decoded)]
+    first_texts = tokenizer.batch_decode(first_rows)
+    check_tokenizer(tokenizer, config.model, first_texts, key="model")
     if isinstance(config, RMConfig):
         last_tokens = set.union(*(one.last_tokens for one in datasets))
         config = with_padding_token(config, hf_config, tokenizer, last_tokens)
@@ -127,9 +132,9 @@ def check_inputs(config: SupervisedConfig, cleanup: contextlib.ExitStack) -> Sup
     too_long = ""
     if train.num_dropped or train.num_truncated:
         too_long = f" ({train.num_dropped} too long and left out, {train.num_truncated} cut)"
-    notes = [f"{len(train):,} training {dataset.what}s{too_long}"]
+    notes = [f"{len(train):,} training {train.what}s{too_long}"]
     if val:
-        notes.append(f"{len(val):,} validation {dataset.what}s")
+        notes.append(f"{len(val):,} validation {val.what}s")
     if not train.learns_to_end:
         notes.append(
             "Warning: no training row has an end-of-sequence token where it is learned, so the "
@@ -142,8 +147,8 @@ def check_inputs(config: SupervisedConfig, cleanup: contextlib.ExitStack) -> Sup
 def check_lengths(
     config: SupervisedConfig, hf_config: PretrainedConfig, datasets: Sequence[ConversationDataset]
 ) -> None:
-    """Raises ValueError for a token or a length of a conversation that the model cannot read, and
-    for an example that has more tokens than fit into one pass."""
+    """Raises ValueError if the model cannot read a token or so long a conversation, and if an
+    example has more tokens than a pass may have."""
     token, place = max(one.highest_token for one in datasets)
     if token >= hf_config.vocab_size:
         raise ValueError(
@@ -172,11 +177,11 @@ def with_padding_token(
     tokenizer: PreTrainedTokenizerBase,
     last_tokens: set[int],
 ) -> RMConfig:
-    """The configuration with the padding token in `model.override_config`.
+    """Returns the configuration with the padding token in `model.override_config`.
 
-    transformers reads the reward at the last token of a row that is not this one. Raises ValueError
-    if the model does not have the token, or if it is one of `last_tokens`, with which conversations
-    end: the reward would then be read at the wrong token.
+    transformers reads the reward at the last token of a row that is not the padding token. Raises
+    ValueError if the model does not have this token, or if it is one of `last_tokens`, with which
+    conversations end, because the reward would be read at the wrong token.
     """
     given = getattr(hf_config, "pad_token_id", None)
     pad_token_id = tokenizer.pad_token_id if given is None else given

@@ -18,10 +18,8 @@ from verl_like.workers.planning.flops import ModelCost
 
 @dataclass(eq=False)
 class SupervisedTrainer(TrainingLoop):
-    """Minimises the worker's loss on batches of examples. A training step is one optimizer step.
-
-    `group` has workers of a `SupervisedWorker`, whose class says what the loss is.
-    """
+    """Minimises a loss on batches of examples. A training step is one optimizer step. The workers
+    of `group` are of a subclass of `SupervisedWorker`, which says what the loss is."""
 
     config: SupervisedConfig
     train_dataset: ConversationDataset
@@ -44,9 +42,8 @@ class SupervisedTrainer(TrainingLoop):
         if resumed := self.recorder.resumed:
             checkpoint = resumed.checkpoint
             self.global_step = checkpoint.state["global_step"]
-            notes_of_ranks = self.group.load_checkpoint(
-                str(checkpoint.folder / "model" / "checkpoint")
-            )
+            folder = checkpoint.folder / "model" / "checkpoint"
+            notes_of_ranks = self.group.load_checkpoint(str(folder))
             for note in notes_of_ranks[0]:  # every rank returns the same
                 self.recorder.say(note)
 
@@ -70,7 +67,7 @@ class SupervisedTrainer(TrainingLoop):
         return Update([update], metrics)
 
     def validation_is_due(self, is_last: bool) -> bool:
-        """Return whether a validation follows this step. The last step always has one."""
+        """Returns whether a validation follows this step. The last step always has one."""
         return is_last or super().validation_is_due(is_last)
 
     def validate(self) -> dict[str, float]:
@@ -86,7 +83,7 @@ class SupervisedTrainer(TrainingLoop):
             work = RowWork.of(batch, self.model_cost, balance=self.config.trainer.balance_batch)
             evaluated = work.submit(self.group.evaluate, batch).get()
             parts.append(evaluated.meta_info["metrics"])
-        metrics: dict[str, float] = {}
+        metrics = {}
         for name, value in metric_values(merge_metrics(parts)).items():
             prefix = "val-core" if name in ("loss", "accuracy") else "val-aux"
             metrics[f"{prefix}/{name}"] = value
