@@ -24,6 +24,7 @@ from omegaconf import OmegaConf
 from peft import LoraConfig, LoraModel, PeftModel, get_peft_model_state_dict
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from transformers import PreTrainedModel
 
@@ -34,7 +35,7 @@ ADAPTER = "adapter_config.json"
 """peft's settings, in a checkpoint that has an adapter alone, and in an export of one."""
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 """peft's name for the file of an adapter's values."""
-Tensors = dict[str, torch.Tensor]
+Tensors = dict[str, Tensor]
 """Parameters or buffers by name."""
 
 
@@ -181,7 +182,7 @@ def save_adapter(hf: PreTrainedModel, settings: LoraConfig, trained: Tensors, fo
 
 
 def read_weights(
-    checkpoint: Path, dtype: torch.dtype, parameters: Iterable[tuple[str, torch.Tensor]], ema: bool
+    checkpoint: Path, dtype: torch.dtype, parameters: Iterable[tuple[str, Tensor]], ema: bool
 ) -> Tensors:
     """The whole values of `parameters` by name, in `dtype`. Raises ValueError if a file is damaged,
     or a parameter or a part of it is missing."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 import numpy as np
-import torch
 from tensordict import TensorDict
+from torch import Tensor
 
 from verl_like.protocol.row_ops import (
     RowIndices,
@@ -31,7 +31,7 @@ State = tuple[int | None, dict[str, WireTensor], dict[str, np.ndarray], dict[str
 
 
 def _tensor_to_wire(value: Any) -> Any:
-    return to_wire(value) if isinstance(value, torch.Tensor) else value
+    return to_wire(value) if isinstance(value, Tensor) else value
 
 
 def _tensor_from_wire(value: Any) -> Any:
@@ -110,7 +110,7 @@ class Batch:
         assert self.batch is not None, "this batch has no tensors"
         return self.batch
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
         """Returns the tensor columns by name, as a new dict. It is empty if there is no `batch`."""
         return {} if self.batch is None else columns_of(self.batch)
 
@@ -121,7 +121,7 @@ class Batch:
     def with_columns(
         self,
         num_rows: int,
-        tensors: Mapping[str, torch.Tensor],
+        tensors: Mapping[str, Tensor],
         arrays: dict[str, np.ndarray],
         meta_info: dict[str, Any],
     ) -> Self:

@@ -7,6 +7,7 @@ from typing import Any, Self, cast
 import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from verl_like.protocol import merge, row_ops
@@ -70,7 +71,7 @@ class VerlDataProto(Batch):
                 f"from_tensordict: the TensorDict has batch_size {list(tensor_dict.batch_size)}; "
                 "give one whose only batch dimension is the rows, e.g. by reshape(-1)."
             )
-        tensors: dict[str, torch.Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         arrays: dict[str, np.ndarray] = {}
         entries: dict[str, Any] = {}
         for name in map(str, tensor_dict.keys()):
@@ -135,7 +136,7 @@ class VerlDataProto(Batch):
         """Returns rows for torch's DataLoader, in one call instead of one by one."""
         return self.select_idxs(indices)
 
-    def reorder(self, indices: torch.Tensor) -> None:
+    def reorder(self, indices: Tensor) -> None:
         """Orders the rows in place: row i becomes the old row indices[i]. Raises ValueError unless
         `indices` is a permutation."""
         order = row_ops.row_indices(indices, len(self))
@@ -169,7 +170,7 @@ class VerlDataProto(Batch):
             self.batch = TensorDict(renamed, batch_size=[len(self)], device=device)
         return self
 
-    def sample_level_repeat(self, repeat_times: Sequence[int] | np.ndarray | torch.Tensor) -> Self:
+    def sample_level_repeat(self, repeat_times: Sequence[int] | np.ndarray | Tensor) -> Self:
         """Returns row i repeat_times[i] times, its copies side by side."""
         counts = torch.as_tensor(repeat_times, dtype=torch.int64).cpu()
         if counts.shape != (len(self),) or bool((counts < 0).any()):

@@ -7,6 +7,7 @@ from typing import Any, overload
 import numpy as np
 import torch
 from tensordict import TensorDict
+from torch import Tensor
 
 from verl_like.protocol import merge, row_ops
 from verl_like.protocol.compat import VerlDataProto
@@ -31,7 +32,7 @@ class DataProto(VerlDataProto):
 
     @staticmethod
     def from_dict(
-        tensors: Mapping[str, torch.Tensor] | None = None,
+        tensors: Mapping[str, Tensor] | None = None,
         non_tensors: Mapping[str, np.ndarray | Sequence[Any]] | None = None,
         meta_info: dict[str, Any] | None = None,
     ) -> "DataProto":
@@ -58,10 +59,10 @@ class DataProto(VerlDataProto):
     ) -> "DataProto":
         """Makes a batch of tensors, which go to `batch`, and NumPy arrays, which go to
         `non_tensor_batch`. Raises ValueError for anything else."""
-        tensors: dict[str, torch.Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         arrays: dict[str, Any] = {}
         for name, value in data.items():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, Tensor):
                 tensors[name] = value
             else:
                 arrays[name] = value
@@ -83,7 +84,7 @@ class DataProto(VerlDataProto):
             return DataProtoItem(batch, elements, row.meta_info)
         if isinstance(index, slice):
             return self.slice(index.start, index.stop, index.step)
-        if isinstance(index, (list, tuple, np.ndarray, torch.Tensor)):
+        if isinstance(index, (list, tuple, np.ndarray, Tensor)):
             return self.select_idxs(index)
         raise TypeError(
             "DataProto is indexed by an int, a slice, a list, an array or a tensor, not "

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from verl_like.protocol.dataproto import DataProto
 from verl_like.protocol.row_ops import is_jagged, jagged_from_offsets, jagged_parts, offsets_of
@@ -43,7 +44,7 @@ class RowPlaces:
     Raises ValueError for a row that is longer than the width.
     """
 
-    def __init__(self, offsets: torch.Tensor, width: int, *, at_end: bool = False) -> None:
+    def __init__(self, offsets: Tensor, width: int, *, at_end: bool = False) -> None:
         lengths = offsets.diff()
         longest = int(lengths.max()) if len(lengths) else 0
         if longest > width:
@@ -59,7 +60,7 @@ class RowPlaces:
         shift = torch.repeat_interleave(first - offsets[:-1], lengths)
         self.of_values = shift + torch.arange(int(offsets[-1]))
 
-    def pad(self, values: torch.Tensor, fill: int = 0) -> torch.Tensor:
+    def pad(self, values: Tensor, fill: int = 0) -> Tensor:
         """Puts values (N, ...) at their places in (B, width, ...), with `fill` elsewhere."""
         num_rows, width = self.shape
         of_entry = values.shape[1:]
@@ -67,14 +68,14 @@ class RowPlaces:
         padded.index_copy_(0, self.of_values, values.detach())
         return padded.view(num_rows, width, *of_entry)
 
-    def strip(self, padded: torch.Tensor) -> torch.Tensor:
+    def strip(self, padded: Tensor) -> Tensor:
         """Takes values (N, ...) from their places in (B, width, ...). It is the inverse of `pad`,
         and drops what lies elsewhere."""
         entries = padded.detach().flatten(0, 1)
         return entries.index_select(0, self.of_values)
 
 
-class PaddedColumns(MutableMapping[str, torch.Tensor]):
+class PaddedColumns(MutableMapping[str, Tensor]):
     """The columns of a batch in verl's layout, each padded when it is first read.
 
     Args:
@@ -92,7 +93,7 @@ class PaddedColumns(MutableMapping[str, torch.Tensor]):
         num_rows = self.samples.num_samples if self.samples else len(data)
         self.batch_size = torch.Size([num_rows])
         self.device: torch.device | None = None
-        self.response_offsets: torch.Tensor | None = None
+        self.response_offsets: Tensor | None = None
         self.response_places: RowPlaces | None = None
         if "responses" in self.columns:
             width = self.padding.max_response_length
@@ -106,9 +107,9 @@ class PaddedColumns(MutableMapping[str, torch.Tensor]):
             self.names.discard("prompts")
         else:
             self.names.update(VERL_COLUMNS)
-        self.read: dict[str, torch.Tensor] = {}
+        self.read: dict[str, Tensor] = {}
         """Columns that somebody has read, in this view or in one with the same batch."""
-        self.written: dict[str, torch.Tensor] = {}
+        self.written: dict[str, Tensor] = {}
         """Columns that were put in."""
         self.removed: set[str] = set()
 
@@ -120,7 +121,7 @@ class PaddedColumns(MutableMapping[str, torch.Tensor]):
         other.removed = {*self.removed}
         return other
 
-    def __getitem__(self, name: str) -> torch.Tensor:
+    def __getitem__(self, name: str) -> Tensor:
         if name in self.written:
             return self.written[name]
         if name not in self:
@@ -129,7 +130,7 @@ class PaddedColumns(MutableMapping[str, torch.Tensor]):
             self.read[name] = self._make(name)
         return self.read[name]
 
-    def __setitem__(self, name: str, column: torch.Tensor) -> None:
+    def __setitem__(self, name: str, column: Tensor) -> None:
         if name in (*VERL_COLUMNS, "prompts", "responses"):
             raise ValueError(
                 f"{name} was put into a padded view, which cannot change tokens: make another batch"
@@ -165,7 +166,7 @@ class PaddedColumns(MutableMapping[str, torch.Tensor]):
         """Returns the number of rows, as a TensorDict does."""
         return self.batch_size[0]
 
-    def _make(self, name: str) -> torch.Tensor:
+    def _make(self, name: str) -> Tensor:
         if name in VERL_COLUMNS:
             return self._made_of_both(name)
         column = self.columns[name]
@@ -183,10 +184,10 @@ class PaddedColumns(MutableMapping[str, torch.Tensor]):
         assert not self.samples, f"{name} has no entry a response token"
         return column  # of another kind
 
-    def _prompt_places(self, offsets: torch.Tensor) -> RowPlaces:
+    def _prompt_places(self, offsets: Tensor) -> RowPlaces:
         return RowPlaces(offsets, self.padding.max_prompt_length, at_end=True)
 
-    def _made_of_both(self, name: str) -> torch.Tensor:
+    def _made_of_both(self, name: str) -> Tensor:
         prompts, prompt_offsets = jagged_parts(self.columns["prompts"])
         in_prompt = self._prompt_places(prompt_offsets)
         if name == "input_ids":
@@ -209,7 +210,7 @@ class PaddedColumns(MutableMapping[str, torch.Tensor]):
         return torch.cat([is_prompt_BP, is_response_BR], dim=1)
 
 
-def places_of_samples(offsets: torch.Tensor, width: int, starts: torch.Tensor | None) -> RowPlaces:
+def places_of_samples(offsets: Tensor, width: int, starts: Tensor | None) -> RowPlaces:
     """Returns the places of the values of response columns in (B, width), or with the `starts` of
     samples of several rows in (S, W).
 
@@ -262,7 +263,7 @@ def padded(data: DataProto, names: Collection[str] | None = None) -> DataProto:
     return DataProto.from_dict(tensors, data.non_tensor_batch, data.meta_info)
 
 
-def _positions(prompt_mask_BP: torch.Tensor, length: int) -> torch.Tensor:
+def _positions(prompt_mask_BP: Tensor, length: int) -> Tensor:
     """Returns the positions (B, T) int64. They are 0 on the first token of the prompt and before
     it."""
     num_prompt_tokens_B = prompt_mask_BP.sum(-1, keepdim=True)
@@ -282,7 +283,7 @@ def view_of_samples(data: DataProto) -> PaddedView:
     return PaddedView(data)
 
 
-def view_with(view: DataProto, columns: Mapping[str, torch.Tensor]) -> DataProto:
+def view_with(view: DataProto, columns: Mapping[str, Tensor]) -> DataProto:
     """Returns another view, with columns beside those of `view` or in place of them. `view` stays
     as it is."""
     other = copy.copy(view)
@@ -309,7 +310,7 @@ def strip(view: DataProto, data: DataProto) -> DataProto:
     _, offsets = jagged_parts(tensors["responses"])
     in_response: RowPlaces | None = None
     samples: SampleRows | None = None
-    stripped: dict[int, torch.Tensor] = {}  # columns without padding, by the id of the padded ones
+    stripped: dict[int, Tensor] = {}  # columns without padding, by the id of the padded ones
     columns: Any = view.batch
     if isinstance(columns, PaddedColumns):
         in_response = columns.response_places

@@ -11,11 +11,12 @@ from typing import Any, TypeGuard, cast
 import numpy as np
 import torch
 from tensordict import TensorDict
+from torch import Tensor
 from torch.nested._internal.nested_tensor import NestedTensor
 
-ColumnData = torch.Tensor | np.ndarray
+ColumnData = Tensor | np.ndarray
 _HUGE_PAGE = 2 * 1024 * 1024
-RowIndices = Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor
+RowIndices = Sequence[int] | Sequence[bool] | np.ndarray | Tensor
 
 
 def _is_worth_telling(record: logging.LogRecord) -> bool:
@@ -30,17 +31,17 @@ def _is_worth_telling(record: logging.LogRecord) -> bool:
 logging.getLogger("torch.fx._symbolic_trace").addFilter(_is_worth_telling)
 
 
-def is_jagged(column: ColumnData) -> TypeGuard[torch.Tensor]:
+def is_jagged(column: ColumnData) -> TypeGuard[Tensor]:
     # The class is asked for first: torch takes 10 us for any property of a jagged tensor.
     if isinstance(column, NestedTensor):
         return True
-    return isinstance(column, torch.Tensor) and column.is_nested
+    return isinstance(column, Tensor) and column.is_nested
 
 
 def check_tensor_column(place: str, column: Any) -> None:
     """Raises ValueError, which names the place, unless `column` is a tensor with rows, strided or
     ragged in dim 1."""
-    if not isinstance(column, torch.Tensor) or column.ndim == 0:
+    if not isinstance(column, Tensor) or column.ndim == 0:
         raise ValueError(
             f"{place} is a {type(column).__name__}, not a tensor with rows; put it in "
             "non_tensor_batch, one value per row, or in meta_info."
@@ -59,21 +60,21 @@ def check_tensor_column(place: str, column: Any) -> None:
         )
 
 
-def jagged_parts(column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def jagged_parts(column: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the values (sum of lengths, ...) and the offsets (B + 1,) of a jagged tensor (B,
     ragged, ...).
 
     They are views of it if it is contiguous.
     """
     parts = cast(NestedTensor, column)
-    values: torch.Tensor = parts._values
+    values: Tensor = parts._values
     if parts._lengths is None and values.is_contiguous() and not values.requires_grad:
         return values, parts._offsets  # a thirtieth of the time of what follows
     column = column.contiguous()  # closes the holes that torch.nested.narrow leaves
     return column.values(), cast(Any, column).offsets()
 
 
-def offsets_of(lengths: torch.Tensor) -> torch.Tensor:
+def offsets_of(lengths: Tensor) -> Tensor:
     """Returns where each row begins in the values, and the end of the last one: (B + 1,) int64.
 
     `lengths` are those of the rows (B,).
@@ -83,9 +84,7 @@ def offsets_of(lengths: torch.Tensor) -> torch.Tensor:
     return offsets
 
 
-def jagged_from_lists(
-    rows: Sequence[Sequence[Any] | np.ndarray], dtype: torch.dtype
-) -> torch.Tensor:
+def jagged_from_lists(rows: Sequence[Sequence[Any] | np.ndarray], dtype: torch.dtype) -> Tensor:
     """Makes a jagged tensor of rows of numbers."""
     num_values = [len(row) for row in rows]
     lengths = torch.tensor(num_values, dtype=torch.int64)
@@ -97,7 +96,7 @@ def jagged_from_lists(
     return jagged_from_lengths(torch.from_numpy(values).to(dtype), lengths)
 
 
-def jagged_on_last_token(values_B: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def jagged_on_last_token(values_B: Tensor, mask: Tensor) -> Tensor:
     """Makes a column by response token of one value per row (B,).
 
     It has each row's value on the row's last token of the mask, and 0 on the others. A row without
@@ -116,24 +115,24 @@ def jagged_on_last_token(values_B: torch.Tensor, mask: torch.Tensor) -> torch.Te
     return jagged_from_offsets(column, offsets)
 
 
-def jagged_from_offsets(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+def jagged_from_offsets(values: Tensor, offsets: Tensor) -> Tensor:
     """Makes a jagged tensor of its values and offsets. It is the inverse of `jagged_parts`."""
     return torch.nested.nested_tensor_from_jagged(values, offsets=offsets)
 
 
-def jagged_from_lengths(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+def jagged_from_lengths(values: Tensor, lengths: Tensor) -> Tensor:
     """Makes a jagged tensor of its values and the lengths of its rows (B,)."""
     return jagged_from_offsets(values, offsets_of(lengths))
 
 
-def share_offsets(columns: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def share_offsets(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns the columns; jagged ones with rows of the same lengths share one offsets tensor, that
     of the first.
 
     torch computes only between jagged tensors that share it. A column that shares it already stays
     the same tensor.
     """
-    known: list[torch.Tensor] = []
+    known: list[Tensor] = []
     shared = dict(columns)
     for name, column in columns.items():
         if is_jagged(column):
@@ -142,7 +141,7 @@ def share_offsets(columns: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor
 
 
 def tensor_dict(
-    columns: Mapping[str, torch.Tensor], num_rows: int, device: torch.device | None = None
+    columns: Mapping[str, Tensor], num_rows: int, device: torch.device | None = None
 ) -> TensorDict:
     """Makes a TensorDict of columns of `num_rows` rows, of which the jagged ones share offsets.
 
@@ -151,12 +150,12 @@ def tensor_dict(
     return TensorDict(share_offsets(columns), batch_size=[num_rows], device=device)
 
 
-def columns_of(table: TensorDict) -> dict[str, torch.Tensor]:
+def columns_of(table: TensorDict) -> dict[str, Tensor]:
     """Returns the columns of a TensorDict by name, as a new dict."""
-    return cast(dict[str, torch.Tensor], dict(table.items()))
+    return cast(dict[str, Tensor], dict(table.items()))
 
 
-def _on_offsets(column: torch.Tensor, known: list[torch.Tensor]) -> torch.Tensor:
+def _on_offsets(column: Tensor, known: list[Tensor]) -> Tensor:
     """Returns the jagged column with those of the known offsets that equal its own.
 
     If there are none, its own offsets become known.
@@ -172,14 +171,14 @@ def _on_offsets(column: torch.Tensor, known: list[torch.Tensor]) -> torch.Tensor
     return jagged_from_offsets(values, offsets) if has_holes else column
 
 
-def _are_equal(offsets: torch.Tensor, others: torch.Tensor) -> bool:
+def _are_equal(offsets: Tensor, others: Tensor) -> bool:
     """Returns True if two offsets have the same values. On the meta device there are no values."""
     if offsets.device != others.device or offsets.device.type == "meta":
         return False
     return torch.equal(offsets, others)
 
 
-def write_count(tensor: torch.Tensor) -> int:
+def write_count(tensor: Tensor) -> int:
     """Returns torch's counter of in-place writes, which a jagged tensor shares with its values.
 
     It is -1 for inference-mode tensors, which have none. torch does not count writes through
@@ -199,7 +198,7 @@ def view_rows(column: ColumnData, start: int, stop: int) -> ColumnData:
     return jagged_from_offsets(values[first:end], row_offsets - first)
 
 
-def row_indices(idxs: RowIndices, num_rows: int) -> torch.Tensor:
+def row_indices(idxs: RowIndices, num_rows: int) -> Tensor:
     """Returns indices or a mask of bools as int64 on CPU, each in 0..num_rows-1. Negative indices
     count from the end.
 
@@ -237,9 +236,9 @@ class RowTaker:
     Jagged columns that share their offsets share the copies' offsets, too.
     """
 
-    def __init__(self, indices: torch.Tensor) -> None:
+    def __init__(self, indices: Tensor) -> None:
         self.indices = indices
-        self._jagged: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self._jagged: list[tuple[Tensor, Tensor, Tensor]] = []
         """Offsets of jagged columns; where in their values the copies' values lie; the offsets of
         the copies."""
 
@@ -248,7 +247,7 @@ class RowTaker:
             return column[self.indices.numpy()]
         return self.tensor(column)
 
-    def tensor(self, column: torch.Tensor) -> torch.Tensor:
+    def tensor(self, column: Tensor) -> Tensor:
         """Copies rows of a tensor."""
         if not column.is_nested:
             indices = self.indices.to(column.device)
@@ -260,7 +259,7 @@ class RowTaker:
         taken = values.detach().index_select(0, places)
         return jagged_from_offsets(taken, new_offsets)
 
-    def _of_jagged(self, offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _of_jagged(self, offsets: Tensor) -> tuple[Tensor, Tensor]:
         for known, places, new_offsets in self._jagged:
             if known is offsets:
                 return places, new_offsets
@@ -299,7 +298,7 @@ def concat_columns(name: str, parts: Sequence[Any]) -> ColumnData:
     return torch.cat([part.detach() for part in parts], out=memory)
 
 
-def _empty(like: torch.Tensor, num_rows: int) -> torch.Tensor | None:
+def _empty(like: Tensor, num_rows: int) -> Tensor | None:
     """Returns uninitialised memory for a large column of `num_rows` rows. It is None if torch may
     as well allocate the memory itself.
 
@@ -341,7 +340,7 @@ def deep_equal(left: Any, right: Any) -> bool:
     nested in containers."""
     if left is right:
         return True
-    for kind in (torch.Tensor, np.ndarray):
+    for kind in (Tensor, np.ndarray):
         if isinstance(left, kind) and isinstance(right, kind):
             return _columns_equal(left, right)
         if isinstance(left, kind) or isinstance(right, kind):
@@ -376,7 +375,7 @@ def _columns_equal(left: Any, right: Any) -> bool:
         return False
     if left.dtype == object:
         return all(map(deep_equal, left.flat, right.flat))
-    if isinstance(left, torch.Tensor):
+    if isinstance(left, Tensor):
         right = right.to(left.device)
     both_nan = (left != left) & (right != right)
     same = (left == right) | both_nan

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from verl_like.protocol.dataproto import DataProto
 from verl_like.protocol.row_ops import offsets_of
@@ -12,7 +13,7 @@ from verl_like.protocol.row_ops import offsets_of
 SAMPLE_COLUMN = "sample_id"
 
 
-def sample_starts(columns: Mapping[str, torch.Tensor], num_rows: int) -> torch.Tensor:
+def sample_starts(columns: Mapping[str, Tensor], num_rows: int) -> Tensor:
     """Returns the first row of each sample of some columns, and the number of rows: (S + 1,) int64.
 
     A sample is one row, or several that follow each other with the same `sample_id`.
@@ -26,7 +27,7 @@ def sample_starts(columns: Mapping[str, torch.Tensor], num_rows: int) -> torch.T
 class SampleRows:
     """The division of rows into samples."""
 
-    def __init__(self, starts: torch.Tensor) -> None:
+    def __init__(self, starts: Tensor) -> None:
         """Args: starts: (S + 1,) int64, the first row of each sample, and the number of rows."""
         num_rows_S = starts.diff()
         self.starts = starts
@@ -69,7 +70,7 @@ def concat_samples(parts: Sequence[DataProto]) -> DataProto:
     whole = DataProto.concat(parts)
     if SAMPLE_COLUMN not in whole.tensors() or not len(whole):
         return whole
-    numbers: list[torch.Tensor] = []
+    numbers: list[Tensor] = []
     num_before = 0
     for part in parts:
         samples = SampleRows.of(part)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 import torch
+from torch import Tensor
 
 from verl_like.protocol.metric import Metric
 from verl_like.protocol.row_ops import jagged_from_offsets, jagged_parts, object_array
@@ -31,7 +32,7 @@ class WireTensor:
     offsets: np.ndarray | None = None
 
 
-def to_wire(tensor: torch.Tensor) -> WireTensor:
+def to_wire(tensor: Tensor) -> WireTensor:
     """Returns a view of a CPU tensor. A GPU tensor is copied to the CPU, and a non-contiguous one
     is made contiguous."""
     tensor = tensor.detach()
@@ -48,7 +49,7 @@ def to_wire(tensor: torch.Tensor) -> WireTensor:
     return WireTensor(array, dtype, offsets)
 
 
-def from_wire(wire: WireTensor) -> torch.Tensor:
+def from_wire(wire: WireTensor) -> Tensor:
     """Returns a CPU tensor on the memory of the arrays. Nobody may write into it if the memory came
     from another process."""
     # from_dlpack, unlike from_numpy, takes a read-only array; writes are found by
@@ -110,7 +111,7 @@ def _encode(value: Any, place: str, arrays: dict[str, np.ndarray]) -> Any:
         return {"dict": pairs}
     if isinstance(value, Metric):
         return {"metric": [value.value, value.reduction, value.weight]}
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         wire = to_wire(value)
         parts = (wire.array, wire.dtype, wire.offsets)
         return {"tensor": encode_all(parts)}

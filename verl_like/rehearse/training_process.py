@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from verl_like.protocol import DataProto, Metric
@@ -95,7 +96,7 @@ class Phases:
 
 def parts_of(engine: fsdp.FsdpEngine) -> dict[str, int]:
     """The bytes of the device that a model's weights, optimizer and gradients take now."""
-    moments: list[torch.Tensor] = []
+    moments: list[Tensor] = []
     if engine.optimizer:
         for state_of_parameter in engine.optimizer.state.values():
             moments.extend(state_of_parameter.values())
@@ -107,7 +108,7 @@ def parts_of(engine: fsdp.FsdpEngine) -> dict[str, int]:
     }
 
 
-def bytes_on_device(tensors: Sequence[torch.Tensor | None]) -> int:
+def bytes_on_device(tensors: Sequence[Tensor | None]) -> int:
     """The bytes of the device that this rank's parts of the tensors take. None counts nothing."""
     total = 0
     for tensor in tensors:
@@ -132,7 +133,7 @@ class NoKernels:
     """Takes the place of the head's Triton kernels, and computes nothing."""
 
     @staticmethod
-    def statistics(x_MC: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
+    def statistics(x_MC: Tensor, *_: Any) -> tuple[Tensor, ...]:
         """Returns three tensors of the shape and dtype of the statistics, all zero."""
         return tuple(x_MC.new_zeros(len(x_MC), dtype=torch.float32) for _ in range(3))
 
@@ -141,7 +142,7 @@ class NoKernels:
         """Leaves the logits as they are."""
 
 
-def begin_nothing(writer: Any, state: Mapping[str, torch.Tensor], *_: Any) -> None:
+def begin_nothing(writer: Any, state: Mapping[str, Tensor], *_: Any) -> None:
     """Takes the place of `ShardWriter.begin`. It allocates the memory for a copy of the state, but
     neither copies nor writes a file.
 
@@ -239,7 +240,7 @@ def rows_of_examples(config: SupervisedConfig, num_examples: int, example_length
     return DataProto.from_dict(tensors, meta_info={"padding": (1, length - 1, 0)})
 
 
-def full_rows(num_rows: int, prompt_length: int, response_length: int) -> dict[str, torch.Tensor]:
+def full_rows(num_rows: int, prompt_length: int, response_length: int) -> dict[str, Tensor]:
     """Prompts and responses, all of whose tokens are scored."""
     return {
         "prompts": rows_of_ones(num_rows, prompt_length),
@@ -248,7 +249,7 @@ def full_rows(num_rows: int, prompt_length: int, response_length: int) -> dict[s
     }
 
 
-def rows_of_ones(num_rows: int, length: int) -> torch.Tensor:
+def rows_of_ones(num_rows: int, length: int) -> Tensor:
     """A jagged int64 column whose rows all have `length` values, each of them 1."""
     values = torch.ones(num_rows * length, dtype=torch.int64)
     return jagged_from_lengths(values, torch.full((num_rows,), length))

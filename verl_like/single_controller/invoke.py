@@ -6,7 +6,7 @@ import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from verl_like.protocol import CallHeader, DataProto
 from verl_like.protocol.row_ops import write_count
@@ -110,9 +110,7 @@ class Invoker:
         return result
 
 
-def _check_unwritten(
-    method: str, columns: Mapping[str, torch.Tensor], counts: Mapping[str, int]
-) -> None:
+def _check_unwritten(method: str, columns: Mapping[str, Tensor], counts: Mapping[str, int]) -> None:
     """Raises ValueError if a column has another `write_count` than before the call.
 
     A method may replace columns in its batch, which is its own container, but not write into their

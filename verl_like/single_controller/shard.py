@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
+from torch import Tensor
 
 from verl_like.protocol import PAD_COLUMN, DataProto, DataProtoFuture, Part
 
@@ -31,7 +31,7 @@ class Ordered:
     def __init__(
         self,
         batch: DataProto | DataProtoFuture,
-        order: Sequence[int] | np.ndarray | torch.Tensor,
+        order: Sequence[int] | np.ndarray | Tensor,
         sizes: Sequence[int] | None = None,
     ) -> None:
         self.batch = batch

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-import torch
+from torch import Tensor
 
 from verl_like.protocol import DataProto, Metric, merge_metrics
 from verl_like.protocol.samples import concat_samples
@@ -244,9 +244,7 @@ class DetachedPPOTrainer(Side, TrainingLoop):
         self.turns.begin_step()
 
     @ray.method(concurrency_group="weights")
-    def score_greedy(
-        self, maker: str, version: int, drawn: list[DataProto]
-    ) -> list[torch.Tensor] | None:
+    def score_greedy(self, maker: str, version: int, drawn: list[DataProto]) -> list[Tensor] | None:
         """The actor's log-probabilities of the tokens `drawn`, which a maker's replicas generated
         with the weights of `version`. Returns None if the actor has other weights by now."""
         actor = self.groups[Role.Actor]

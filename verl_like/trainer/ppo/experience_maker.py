@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
 from verl_like.algorithms.advantages import estimate_advantages, get_adv_estimator_fn
 from verl_like.algorithms.corrections.correction import (
@@ -65,12 +66,12 @@ class Scored:
     """How much work each row is, by which the rows are divided among ranks."""
     metrics: Mapping[str, Metric]
     """What was measured so far."""
-    kept_BR: torch.Tensor | None = None
+    kept_BR: Tensor | None = None
     """The tokens of `response_mask` that the correction of rollout against trainer keeps. None if
     it rejects no tokens, or has not run yet."""
 
     def with_columns(
-        self, columns: Mapping[str, torch.Tensor], metrics: Mapping[str, Metric] | None = None
+        self, columns: Mapping[str, Tensor], metrics: Mapping[str, Metric] | None = None
     ) -> "Scored":
         """Adds columns to the view, or replaces those that have the same names, and adds
         metrics."""
@@ -201,7 +202,7 @@ class ExperienceMaker:
 
     def generate_and_score(
         self, prompts: DataProto, num_samples: int
-    ) -> tuple[DataProto, torch.Tensor, dict[str, Metric]]:
+    ) -> tuple[DataProto, Tensor, dict[str, Metric]]:
         """Generates and scores responses to (B,) prompts that are not trained on, as in validation.
 
         Only what the reward needs is computed. Returns (B * num_samples,) rows with the reward
@@ -419,7 +420,7 @@ class ExperienceMaker:
         """
         columns = rewarded.batch.tensor_batch
         config = self.config.algorithm.rollout_correction
-        made: dict[str, torch.Tensor] = {}
+        made: dict[str, Tensor] = {}
         if config.bypass_mode:
             made["old_log_probs"] = columns["rollout_log_probs"]
         if not (config.rollout_is or config.rollout_rs):
@@ -463,7 +464,7 @@ class ExperienceMaker:
         """
         columns = estimated.batch.tensor_batch
         policy = self.config.actor_rollout_ref
-        made: dict[str, torch.Tensor] = {}
+        made: dict[str, Tensor] = {}
         mask_BR = columns["response_mask"]
         if estimated.kept_BR is not None:
             made["sampled_mask"] = mask_BR

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 SMALLEST_BYTES = 1 << 20
 """Smaller tensors are not offloaded, because the copies would cost more than they save."""
@@ -16,12 +16,12 @@ SMALLEST_BYTES = 1 << 20
 class Offloaded:
     """A saved tensor in host memory."""
 
-    host: torch.Tensor
+    host: Tensor
     device: torch.device
     before: "weakref.ref[Offloaded] | None"
     """The tensor that was saved before this one, if it still exists. The backward pass needs it
     after this one."""
-    fetched: torch.Tensor | None = None
+    fetched: Tensor | None = None
     """The copy on the device, after it was begun."""
     arrived: torch.cuda.Event | None = None
     """The event at the end of the copy to a GPU."""
@@ -43,7 +43,7 @@ class ActivationOffload(torch.autograd.graph.saved_tensors_hooks):
         self.side_stream = torch.cuda.Stream() if torch.cuda.is_available() else None
         self.newest: weakref.ref[Offloaded] | None = None
 
-    def _save(self, tensor: torch.Tensor) -> Any:
+    def _save(self, tensor: Tensor) -> Any:
         """Copies a tensor to the host, unless it is a parameter or small."""
         base = tensor if tensor._base is None else tensor._base
         if isinstance(base, nn.Parameter) or tensor.nbytes < SMALLEST_BYTES:
@@ -59,9 +59,9 @@ class ActivationOffload(torch.autograd.graph.saved_tensors_hooks):
         self.newest = weakref.ref(saved)
         return saved
 
-    def _fetch(self, saved: Any) -> torch.Tensor:
+    def _fetch(self, saved: Any) -> Tensor:
         """Returns the tensor of `_save` on its device, and begins to copy the one before it."""
-        if isinstance(saved, torch.Tensor):
+        if isinstance(saved, Tensor):
             return saved
         self._issue(saved)
         before = saved.before and saved.before()

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-import torch
+from torch import Tensor
 
 from verl_like.workers.models.packing import PackedBatch, Rows
 from verl_like.workers.planning.flops import ModelCost
@@ -45,7 +45,7 @@ class TrainingEngine(Protocol):
     def run(self, packed: PackedBatch, *inputs: Any) -> Any:
         """Runs the model on a packed batch. `inputs` are further arguments of the model."""
 
-    def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
+    def backward(self, loss: Tensor, *, is_last: bool) -> None:
         """Adds the gradient of a loss to those since the last step.
 
         The call before `step` has `is_last`. After it the gradients are summed over all ranks.
@@ -58,13 +58,13 @@ class TrainingEngine(Protocol):
         many such steps in a row raise FloatingPointError.
         """
 
-    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yields names in the Hugging Face model and parameters, which are tensors or DTensors.
 
         Tied parameters come once. Of a model with an adapter only trained parameters come.
         """
 
-    def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Yields names in the Hugging Face model and buffers that belong to it, see
         `model_buffers`.
 

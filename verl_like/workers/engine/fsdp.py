@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -196,7 +197,7 @@ class FsdpEngine(TrainingEngine):
         is_wanted = isinstance(self.fsdp, TrainedFsdpConfig) and self.fsdp.optimizer_offload
         return self.optimizer is not None and is_wanted
 
-    def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _to_host(self, tensor: Tensor) -> Tensor:
         """Copies a parameter to its place on the host. Buffers, which are small, stay."""
         places = self._parameter_places
         return places.to_host(id(tensor), tensor) if id(tensor) in places else tensor
@@ -207,14 +208,14 @@ class FsdpEngine(TrainingEngine):
         return HostMemory({id(parameter): parameter for parameter in parameters})
 
     @property
-    def _optimizer_state(self) -> dict[Any, dict[str, torch.Tensor]]:
+    def _optimizer_state(self) -> dict[Any, dict[str, Tensor]]:
         """The state of the optimizer by parameter; only a model that is trained has one."""
         assert self.optimizer is not None
         return self.optimizer.state
 
     @cached_property
     def _optimizer_places(self) -> HostMemory:
-        values: dict[Hashable, torch.Tensor] = {}
+        values: dict[Hashable, Tensor] = {}
         for parameter, state in self._optimizer_state.items():
             for name, value in state.items():
                 values[id(parameter), name] = value
@@ -243,7 +244,7 @@ class FsdpEngine(TrainingEngine):
     def run(self, packed: PackedBatch, *inputs: Any) -> Any:
         return self.model(packed, *inputs)
 
-    def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
+    def backward(self, loss: Tensor, *, is_last: bool) -> None:
         """Does what `TrainingEngine.backward` says.
 
         With zero2 and zero3 a rank has its shard of the gradients after each call, in float32.
@@ -322,7 +323,7 @@ class FsdpEngine(TrainingEngine):
         yield from trained_parameters(self.model.hf)
         yield from self.model.heads.named_parameters("heads")
 
-    def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         yield from model_buffers(self.model.hf)
 
     @cached_property
@@ -415,7 +416,7 @@ class FsdpEngine(TrainingEngine):
             # The settings are saved last, because save_weights writes the dtype of `hf`.
             save_settings(self.model.hf, self.tokenizer, dtype, path)
 
-    def _state(self) -> dict[str, torch.Tensor]:
+    def _state(self) -> dict[str, Tensor]:
         """Returns the training state by name: tensors that `load` writes into, and two counts."""
         state = {"training_steps": torch.tensor(self.training_steps)}
         state["skipped_steps"] = torch.tensor(self.consecutive_skips)

@@ -3,6 +3,7 @@
 from collections.abc import Hashable, Mapping
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from verl_like.workers.pinned_memory import host_places
@@ -19,10 +20,10 @@ class HostMemory:
     """
 
     @torch.no_grad()  # to_local() is then no operation
-    def __init__(self, tensors: Mapping[Hashable, torch.Tensor]) -> None:
+    def __init__(self, tensors: Mapping[Hashable, Tensor]) -> None:
         parts = {name: local_part(tensor) for name, tensor in tensors.items()}
         memory = host_places(parts)
-        self.places: dict[Hashable, torch.Tensor] = {}
+        self.places: dict[Hashable, Tensor] = {}
         for name, tensor in tensors.items():
             place = torch.empty_like(tensor, device="cpu")
             local_part(place).data = memory[name]
@@ -32,7 +33,7 @@ class HostMemory:
         return name in self.places
 
     @torch.no_grad()
-    def to_host(self, name: Hashable, tensor: torch.Tensor) -> torch.Tensor:
+    def to_host(self, name: Hashable, tensor: Tensor) -> Tensor:
         """Copies a tensor to its place and returns the place, or returns a tensor that is its
         place already."""
         place = self.places[name]
@@ -43,6 +44,6 @@ class HostMemory:
         return place.copy_(tensor, non_blocking=True)
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """Returns this rank's part of a DTensor, or another tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, MutableMapping
 from functools import cached_property
 
-import torch
+from torch import Tensor
 
 from verl_like.protocol.row_ops import is_jagged, jagged_parts
 from verl_like.protocol.samples import SampleRows
@@ -18,27 +18,27 @@ _IN_SAMPLES = "places in samples"
 _FIRST_ROWS = "first rows of samples"
 
 
-class ColumnViews(MutableMapping[str, torch.Tensor]):
+class ColumnViews(MutableMapping[str, Tensor]):
     """A mapping of columns, each of which is made when it is first read.
 
     Columns may be added or replaced.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
-        self._columns: dict[str, torch.Tensor | None] = dict.fromkeys(names)
+        self._columns: dict[str, Tensor | None] = dict.fromkeys(names)
 
     @abstractmethod
-    def _make(self, name: str) -> torch.Tensor:
+    def _make(self, name: str) -> Tensor:
         """Makes a column that is read for the first time."""
 
-    def __getitem__(self, name: str) -> torch.Tensor:
+    def __getitem__(self, name: str) -> Tensor:
         column = self._columns[name]
         if column is None:
             column = self._make(name)
             self._columns[name] = column
         return column
 
-    def __setitem__(self, name: str, column: torch.Tensor) -> None:
+    def __setitem__(self, name: str, column: Tensor) -> None:
         self._columns[name] = column
 
     def __delitem__(self, name: str) -> None:
@@ -76,7 +76,7 @@ class MicroBatch(ColumnViews):
             self.in_samples = rows.response_places(self.samples.starts)
 
     @cached_property
-    def moved(self) -> dict[str, torch.Tensor]:
+    def moved(self) -> dict[str, Tensor]:
         """The columns on the device without padding, (K, ...) if by response token, and the places
         of their values in padded rows and samples."""
         values = {}
@@ -89,11 +89,11 @@ class MicroBatch(ColumnViews):
             values[_FIRST_ROWS] = self.samples.first_rows
         return to_device(values, self.device)
 
-    def _make(self, name: str) -> torch.Tensor:
+    def _make(self, name: str) -> Tensor:
         column = self.moved[name]
         return self._padded(column) if is_jagged(self.on_host[name]) else column
 
-    def __setitem__(self, name: str, column: torch.Tensor) -> None:
+    def __setitem__(self, name: str, column: Tensor) -> None:
         num_rows, _ = self.in_rows.shape
         if len(column) != num_rows:
             raise ValueError(
@@ -102,7 +102,7 @@ class MicroBatch(ColumnViews):
             )
         super().__setitem__(name, column)
 
-    def of_tokens(self, values: torch.Tensor) -> torch.Tensor:
+    def of_tokens(self, values: Tensor) -> Tensor:
         """Returns values of the response tokens without padding.
 
         Values (K,) are returned as they are, and padded ones (b, R, ...) become (K, ...). Raises
@@ -119,11 +119,11 @@ class MicroBatch(ColumnViews):
             )
         return values
 
-    def of_rows(self, values: torch.Tensor) -> torch.Tensor:
+    def of_rows(self, values: Tensor) -> Tensor:
         """Pads values (K,) of the response tokens to (b, R), with 0."""
         return self._padded(self.of_tokens(values))
 
-    def of_samples(self, values: torch.Tensor) -> torch.Tensor:
+    def of_samples(self, values: Tensor) -> Tensor:
         """Pads values (K,) or (b, R) of the response tokens to (s, W), with 0.
 
         The tokens of a sample's rows follow each other.
@@ -137,7 +137,7 @@ class MicroBatch(ColumnViews):
         """
         return _OfSamples(self)
 
-    def column_of_samples(self, name: str) -> torch.Tensor:
+    def column_of_samples(self, name: str) -> Tensor:
         """Makes one column of `by_sample`."""
         if self.samples.is_plain:
             return self[name]
@@ -149,10 +149,10 @@ class MicroBatch(ColumnViews):
             return self.of_samples(column)
         return column[self.moved[_FIRST_ROWS]]
 
-    def _padded(self, values: torch.Tensor) -> torch.Tensor:
+    def _padded(self, values: Tensor) -> Tensor:
         return _scatter(values, self.moved[_IN_ROWS], self.in_rows.shape)
 
-    def _padded_by_sample(self, values: torch.Tensor) -> torch.Tensor:
+    def _padded_by_sample(self, values: Tensor) -> Tensor:
         if self.samples.is_plain:
             return self._padded(values)
         return _scatter(values, self.moved[_IN_SAMPLES], self.in_samples.shape)
@@ -165,11 +165,11 @@ class _OfSamples(ColumnViews):
         super().__init__(micro)
         self.micro = micro
 
-    def _make(self, name: str) -> torch.Tensor:
+    def _make(self, name: str) -> Tensor:
         return self.micro.column_of_samples(name)
 
 
-def _scatter(values: torch.Tensor, places: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+def _scatter(values: Tensor, places: Tensor, shape: tuple[int, int]) -> Tensor:
     """Puts values of tokens, (K, ...), at their places in a tensor (*shape, ...) that is 0
     elsewhere. It is differentiable."""
     shape_of_value = values.shape[1:]

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn import functional as F
 
 from verl_like.algorithms.aggregation import Aggregate, BatchCounts, agg_loss
@@ -36,7 +37,7 @@ from verl_like.workers.planning.partition import MicroBatching, pack_into_micro_
 class MiniBatch:
     """The rows of one optimizer step on this rank, and their counts over all ranks."""
 
-    micro_batches: list[torch.Tensor]
+    micro_batches: list[Tensor]
     """The indices of this rank's rows in each micro-batch, (b,) int64. Every rank has the same
     number of micro-batches."""
     num_tokens: float
@@ -95,13 +96,13 @@ class DeviceMetric:
     Fetching them waits for all work of the device, so `read_metrics` fetches many at once.
     """
 
-    numbers: tuple[torch.Tensor, ...]
+    numbers: tuple[Tensor, ...]
     """Scalars, without their graph."""
     finish: Callable[..., Metric]
     """A function that makes the metric from the numbers, as floats."""
 
     @classmethod
-    def loss(cls, value: torch.Tensor, mini_batch: MiniBatch) -> "DeviceMetric":
+    def loss(cls, value: Tensor, mini_batch: MiniBatch) -> "DeviceMetric":
         """Makes the metric of what a micro-batch adds to the loss of its mini-batch.
 
         Merged, such metrics are the mean of the losses of all mini-batches.
@@ -114,12 +115,12 @@ class DeviceMetric:
         return cls((value.detach(),), mean)
 
     @classmethod
-    def max(cls, value: torch.Tensor) -> "DeviceMetric":
+    def max(cls, value: Tensor) -> "DeviceMetric":
         """Makes a metric that is the largest of its values when merged."""
         return cls((value.detach(),), Metric.max)
 
     @classmethod
-    def token_mean(cls, total: torch.Tensor, num_tokens: torch.Tensor) -> "DeviceMetric":
+    def token_mean(cls, total: Tensor, num_tokens: Tensor) -> "DeviceMetric":
         """Makes the metric of a mean over tokens from a sum and the number of tokens.
 
         Merged, such metrics are the mean over all tokens. Without tokens it is 0, with weight 0.
@@ -131,7 +132,7 @@ class DeviceMetric:
         return cls((total.detach(), num_tokens), mean)
 
     @classmethod
-    def of(cls, name: str, value: torch.Tensor | float, mask_BR: torch.Tensor) -> "DeviceMetric":
+    def of(cls, name: str, value: Tensor | float, mask_BR: Tensor) -> "DeviceMetric":
         """Makes the metric `name` from what a loss reports of a micro-batch.
 
         `value` is a value for each token (B, R) or for each row (B,), or one number, which is a
@@ -139,7 +140,7 @@ class DeviceMetric:
         another shape.
         """
         num_tokens = mask_BR.sum()
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, Tensor):
             return cls((num_tokens,), lambda tokens: Metric.mean(value, weight=tokens))
         detached = value.detach()
         if value.shape == mask_BR.shape:
@@ -159,7 +160,7 @@ class DeviceMetric:
 
 MicroMetrics = dict[str, DeviceMetric]
 
-MicroLoss = Callable[[MicroBatch, MiniBatch], tuple[torch.Tensor, MicroMetrics]]
+MicroLoss = Callable[[MicroBatch, MiniBatch], tuple[Tensor, MicroMetrics]]
 """A function of a micro-batch and its mini-batch. It returns what the former adds to the loss of
 the latter, and metrics."""
 
@@ -168,10 +169,10 @@ def forward(
     engine: TrainingEngine,
     rows: Rows,
     micro_batching: MicroBatching,
-    run: Callable[[MicroBatch], tuple[torch.Tensor, ...]],
+    run: Callable[[MicroBatch], tuple[Tensor, ...]],
     *,
     by_token: bool = True,
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """Runs a model over all rows without gradients, and returns what it computes, on the host.
 
     `run` maps a micro-batch of b rows to tensors, which become one column each, in the order of the
@@ -284,7 +285,7 @@ def update(
 
 def read_metrics(parts: Sequence[MicroMetrics]) -> list[dict[str, Metric]]:
     """Fetches the numbers of all metrics from the device in one transfer, and makes the metrics."""
-    numbers: list[torch.Tensor] = []
+    numbers: list[Tensor] = []
     for part in parts:
         for metric in part.values():
             numbers += [number.double() for number in metric.numbers]
@@ -310,7 +311,7 @@ def memory_metrics(device: str, prefix: str) -> dict[str, Metric]:
 
 def _mini_batches(
     rows: Rows, schedule: UpdateSchedule, sequence_parallel_size: int, count: int | None = None
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """Returns this rank's samples of each optimizer step of an epoch.
 
     Every rank has the same number of steps, of which some may have none of its samples. The column
@@ -341,10 +342,7 @@ def _mini_batches(
 
 
 def _plan(
-    rows: Rows,
-    chunks: Sequence[torch.Tensor],
-    schedule: UpdateSchedule,
-    sequence_parallel_size: int,
+    rows: Rows, chunks: Sequence[Tensor], schedule: UpdateSchedule, sequence_parallel_size: int
 ) -> list[MiniBatch]:
     """Returns the mini-batches of all epochs, with their counts over all ranks.
 
@@ -372,11 +370,11 @@ def _plan(
 
 def _micro_batches(
     rows: Rows,
-    chunks: Sequence[torch.Tensor],
+    chunks: Sequence[Tensor],
     micro_batching: MicroBatching,
     sequence_parallel_size: int,
     group: dist.ProcessGroup | None = None,
-) -> list[list[torch.Tensor]]:
+) -> list[list[Tensor]]:
     """Divides each chunk of this rank's samples into micro-batches, and returns their rows.
 
     The ranks of the group, by default all ranks, communicate in each pass. So each of them gets as
@@ -409,13 +407,13 @@ def _micro_batches(
     return rows_of_chunks
 
 
-def _sums(values_B: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+def _sums(values_B: Tensor, starts: Tensor) -> Tensor:
     """Returns the sum of integers over the rows of each sample, (number of samples,)."""
     before = F.pad(values_B.cumsum(0), (1, 0))
     return before[starts[1:]] - before[starts[:-1]]
 
 
-def _rows_of(samples: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+def _rows_of(samples: Tensor, starts: Tensor) -> Tensor:
     """Returns the row numbers of some samples, one sample after the other."""
     num_rows = starts.diff()[samples]
     before = num_rows.cumsum(0) - num_rows

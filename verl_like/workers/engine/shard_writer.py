@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from torch import Tensor
 from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -35,7 +36,7 @@ class ShardWriter:
     def __init__(self, rank: int, mesh: DeviceMesh) -> None:
         self.name = f"rank_{rank:05}.safetensors"
         self.mesh = mesh
-        self.buffers: dict[str, torch.Tensor] = {}
+        self.buffers: dict[str, Tensor] = {}
         self.offsets: dict[str, dict[str, list[int]]] = {}
         """The offsets of each buffer in its whole tensor, in the form that the reader needs."""
         self.threads = ThreadPoolExecutor(2, "checkpoint")
@@ -43,7 +44,7 @@ class ShardWriter:
 
     @torch.no_grad()  # to_local() is then no operation
     def begin(
-        self, state: Mapping[str, torch.Tensor], folder: Path, write_others: Callable[[], None]
+        self, state: Mapping[str, Tensor], folder: Path, write_others: Callable[[], None]
     ) -> None:
         """Copies this rank's part of the state, then begins to write it to the folder in a thread.
 
@@ -69,7 +70,7 @@ class ShardWriter:
             torch.cuda.synchronize()
         self.writing = self.threads.submit(self._write, folder, write_others)
 
-    def _allocate(self, state: Mapping[str, torch.Tensor]) -> None:
+    def _allocate(self, state: Mapping[str, Tensor]) -> None:
         """Chooses the tensors that this rank writes, and allocates a buffer for each of them.
 
         Replicas take turns over the names. Tensors that are not sharded are written by the first

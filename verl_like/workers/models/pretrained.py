@@ -445,7 +445,7 @@ def save_weights(hf: PreTrainedModel, weights: dict[str, Tensor], folder: Path) 
     hf.save_pretrained(folder, state_dict=weights)
 
 
-def save_heads(weights: dict[str, torch.Tensor], folder: Path) -> None:
+def save_heads(weights: dict[str, Tensor], folder: Path) -> None:
     """Writes the weights of further heads, if there are any, to `HEADS_FILE` in a folder.
 
     transformers, peft and vLLM do not read this file. The heads are removed from `weights`.

@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 # Legend: B rows. One multiplication and one addition are two FLOPs; only matrix products count.
@@ -82,7 +83,7 @@ class ModelCost:
         of_windows = [(float(flops), window) for window, flops in per_pair.items()]
         return cls(2.0 * sum(used), per_scored_token, tuple(of_windows))
 
-    def forward(self, lengths_B: torch.Tensor, num_scored_B: torch.Tensor) -> torch.Tensor:
+    def forward(self, lengths_B: Tensor, num_scored_B: Tensor) -> Tensor:
         """Returns the FLOPs of one forward pass over each row, (B,) float64.
 
         `lengths_B` has the number of its tokens, and `num_scored_B` the number of those that the
