@@ -80,7 +80,8 @@ def test_an_uneven_pool_counts_ranks_node_by_node(stop_all):
     assert [p["local_world_size"] for p in places] == [2, 2, 1]
     assert group.environment("TOY_FLAG") == ["on"] * 3
     assert [p["pid"] for p in places] == group.worker_pids
-    assert [ray.get_actor(f"toy_{rank}") for rank in range(3)] == group.workers
+    assert group.worker_names == ["toy_0", "toy_1", "toy_2"]
+    assert [ray.get_actor(name) for name in group.worker_names] == group.workers
     # The ranks meet at the group's master address, and 1 + 2 + 3 = 6.
     group.init_process_group()
     assert group.sum_of_ranks() == [6.0, 6.0, 6.0]
@@ -148,6 +149,9 @@ def test_the_manager_gives_each_role_its_pool(stop_all):
     stop_all += manager.resource_pool_dict.values()
     assert manager.get_resource_pool("actor") is manager.get_resource_pool("ref")
     assert manager.get_resource_pool("critic").process_on_nodes == [2]
+    assert manager.get_n_gpus() == 0
+    of_gpus = ResourcePoolManager({"a": [2, 1], "b": [4]}, {"actor": "a"}, use_gpu=True)
+    assert of_gpus.get_n_gpus() == 7
     with pytest.raises(ValueError, match="role 'reward' has no pool"):
         manager.get_resource_pool("reward")
     with pytest.raises(ValueError, match="role actor is mapped to pool 'c'"):

@@ -15,7 +15,9 @@ from verl_like.single_controller.worker import reserve_port
 
 def test_local_ranks_follow_from_the_processes_of_each_node():
     pool = RayResourcePool([2, 1, 3])
-    assert (pool.world_size, pool.process_on_nodes) == (6, [2, 1, 3])
+    assert (pool.world_size, pool.process_on_nodes, pool.store) == (6, [2, 1, 3], [2, 1, 3])
+    assert pool.local_rank_list() == [0, 1, 0, 0, 1, 2]
+    assert pool.local_world_size_list() == [2, 2, 1, 3, 3, 3]
     assert pool.local_ranks() == [(0, 2), (1, 2), (0, 1), (0, 3), (1, 3), (2, 3)]
 
 

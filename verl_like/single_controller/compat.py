@@ -1,4 +1,5 @@
-"""What code written for verl calls of a WorkerGroup, and the library itself does not call."""
+"""What code written for verl calls of worker groups and pools, and the library itself does not
+call."""
 
 import abc
 from typing import Any
@@ -36,3 +37,28 @@ class VerlWorkerGroup(abc.ABC):
     def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
         """Returns the result of `execute_rank_zero`."""
         return self.execute_rank_zero(method_name, *args, **kwargs).get()
+
+
+class VerlResourcePool(abc.ABC):
+    """What verl's pools have besides."""
+
+    process_on_nodes: list[int]
+
+    @abc.abstractmethod
+    def local_ranks(self) -> list[tuple[int, int]]:
+        """Returns for each rank its number on its node, and the number of the pool's processes
+        there."""
+
+    @property
+    def store(self) -> list[int]:
+        """verl's other name for `process_on_nodes`."""
+        return self.process_on_nodes
+
+    def local_rank_list(self) -> list[int]:
+        """Returns for each rank its number on its node: [2, 1] gives [0, 1, 0]."""
+        return [local_rank for local_rank, _ in self.local_ranks()]
+
+    def local_world_size_list(self) -> list[int]:
+        """Returns for each rank the number of the pool's processes on its node: [2, 1] gives
+        [2, 2, 1]."""
+        return [num_processes for _, num_processes in self.local_ranks()]

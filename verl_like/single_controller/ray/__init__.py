@@ -5,4 +5,5 @@ from verl_like.single_controller.ray.worker_group import (
     RayClassWithInitArgs,
     RayWorkerGroup,
     create_colocated_worker_cls,
+    create_colocated_worker_raw_cls,
 )

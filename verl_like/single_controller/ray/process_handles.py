@@ -68,6 +68,8 @@ class ProcessHandles:
         self.bundles = pool.take()
         threads = _threads_per_rank(self.bundles)
         prefix = name_prefix or f"{role}-{secrets.token_hex(3)}"
+        self.names = [f"{prefix}_{rank}" for rank in range(pool.world_size)]
+        """The names of the actors in Ray, by rank."""
         process_class = ray.remote(WorkerProcess)
         self.actors: list[Any] = []
         for rank, (group, index) in enumerate(self.bundles):
@@ -76,7 +78,7 @@ class ProcessHandles:
             env.update(worker_env)
             in_bundle = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
             actor_class = process_class.options(
-                name=f"{prefix}_{rank}",
+                name=self.names[rank],
                 num_cpus=1,
                 num_gpus=1 / pool.max_colocate_count if pool.use_gpu else 0,
                 scheduling_strategy=in_bundle,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
+from verl_like.single_controller.compat import VerlResourcePool
 from verl_like.single_controller.failure import PlacementError
 from verl_like.single_controller.ray.cluster import (
     Resources,
@@ -24,7 +25,7 @@ _POLL_S = 0.2
 Bundle = tuple[PlacementGroup, int]  # a placement group and the index of one of its bundles
 
 
-class RayResourcePool:
+class RayResourcePool(VerlResourcePool):
     """Processes on the nodes of a Ray cluster, reserved by ResourcePoolManager or when the first
     worker group starts.
 
@@ -217,3 +218,9 @@ class ResourcePoolManager:
         if role not in self.mapping:
             raise ValueError(f"role {role!r} has no pool: add it to role_mapping ({self.mapping})")
         return self.resource_pool_dict[self.mapping[role]]
+
+    def get_n_gpus(self) -> int:
+        """Returns the number of GPUs of all pools together."""
+        if not self.use_gpu:
+            return 0
+        return sum(pool.world_size for pool in self.resource_pool_dict.values())

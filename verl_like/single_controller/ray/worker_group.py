@@ -33,6 +33,9 @@ def create_colocated_worker_cls(
     return class_dict
 
 
+create_colocated_worker_raw_cls = create_colocated_worker_cls  # verl's other name
+
+
 class RayWorkerGroup(WorkerGroup):
     """The workers of one role on a resource pool.
 
@@ -105,6 +108,11 @@ class RayWorkerGroup(WorkerGroup):
     def workers(self) -> list[Any]:
         """The actor handles, by rank."""
         return self.processes.actors
+
+    @property
+    def worker_names(self) -> list[str]:
+        """Returns the names of the actors in Ray, by rank."""
+        return self.processes.names
 
     @property
     def worker_pids(self) -> list[int]:
