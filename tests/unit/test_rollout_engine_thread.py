@@ -285,6 +285,9 @@ def test_a_step_that_raises_fails_whatever_waits_for_the_engine_and_every_later_
     errors.append(error.value)
     assert isinstance(errors[0], RolloutError) and "lost 2 requests: ['a', 'g']" in str(errors[0])
     assert all(error is errors[0] for error in errors)
+    thread._fail(RuntimeError("a later failure"))  # it answers none of them again
+    with pytest.raises(RolloutError, match="lost 2 requests"):
+        thread.ages()
 
 
 def test_collect_gives_what_has_ended_each_once_and_waits_no_longer_than_it_is_told(

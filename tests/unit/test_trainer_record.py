@@ -618,3 +618,19 @@ def test_the_step_line_shows_reward_kl_lengths_drift_speed_and_the_seconds_of_ea
 def test_a_long_text_is_shown_on_one_line_without_its_middle():
     assert _shown("a" * 30 + "b" * 30, max_length=20) == "a" * 10 + " ... " + "b" * 10
     assert _shown("one\ntwo", max_length=7) == "one two"
+
+
+def test_a_tracker_is_told_the_project_and_the_experiment_of_the_run(tmp_path, monkeypatch):
+    told = []
+
+    def start(run: TrackedRun) -> Tracker:
+        told.append((run.project, run.experiment))
+        return Tracker(lambda metrics, step: None, list)
+
+    monkeypatch.setitem(TRACKERS, "mlflow", start)
+    settings = [f"trainer.default_local_dir={tmp_path}", "trainer.logger=[mlflow]"]
+    settings += ["trainer.project_name=sums", "trainer.experiment_name=of_two"]
+    recorder = RunRecorder(load_ppo_config([*REQUIRED, *settings]), PPO_DISPLAY)
+    recorder.tracking.log({"reward": 1.0}, step=1)
+    recorder.close("Done.")
+    assert told == [("sums", "of_two")]
