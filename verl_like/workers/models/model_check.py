@@ -194,8 +194,12 @@ class Trial:
             layer.register_forward_hook(self._end_layer)
 
     def run(self, sequence_parallel_size: int) -> None:
-        """Runs the pass. Raises ValueError unless every layer uses packed attention as it can be
-        computed."""
+        """Runs the pass.
+
+        Raises ValueError if transformers kept another attention, if packed attention refuses an
+        argument, if the pass fails otherwise, or if a layer ran without calling packed attention.
+        Returns without a result for a model that reads values, which meta tensors do not have.
+        """
         hf = self.model.hf
         # If a model does not support it, transformers warns and keeps another implementation.
         if hf.config._attn_implementation != _ATTENTION:
@@ -206,7 +210,9 @@ class Trial:
             raise
         except Exception as error:  # the code of a model may raise anything
             if isinstance(error, NotImplementedError) or "meta" in str(error):
-                # The model needs values. Attention checks the same in the first pass with values.
+                # The model needs values, so the pass ends here. In the first pass with values
+                # packed attention refuses what it does not compute. A layer that never calls it is
+                # not found.
                 return
             raise ValueError(
                 f"a pass over packed sequences fails ({type(error).__name__}: {error})."
@@ -237,7 +243,7 @@ def _trial_batch(sequence_parallel_size: int) -> PackedBatch:
         position_ids=positions[None],
         cu_seqlens=starts.int(),
         sequence_lengths=_LENGTHS,
-        scored=torch.arange(1),
+        scored=torch.arange(1),  # one token, as few as a batch can have
         labels=torch.ones(1, dtype=torch.int64),
         places=torch.zeros(1, dtype=torch.int64),
         num_response_tokens=1,
