@@ -6,6 +6,7 @@ sequences. All of this happens on torch's meta device, without memory.
 
 import inspect
 import json
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -198,26 +199,27 @@ class Trial:
 
         Raises ValueError if transformers kept another attention, if packed attention refuses an
         argument, if the pass fails otherwise, or if a layer ran without calling packed attention.
-        Returns without a result for a model that reads values, which meta tensors do not have.
+        A model may read values, which meta tensors do not have. Then the layers before that are
+        checked.
         """
         hf = self.model.hf
         # If a model does not support it, transformers warns and keeps another implementation.
         if hf.config._attn_implementation != _ATTENTION:
             raise ValueError(f"{type(hf).__name__} {_NO_INTERFACE}, {_NOT_PACKED}.")
+        is_complete = True
         try:
             self.model.hidden_states(_trial_batch(sequence_parallel_size))
         except ValueError:
             raise
         except Exception as error:  # the code of a model may raise anything
-            if isinstance(error, NotImplementedError) or "meta" in str(error):
-                # The model needs values, so the pass ends here. In the first pass with values
-                # packed attention refuses what it does not compute. A layer that never calls it is
-                # not found.
-                return
-            raise ValueError(
-                f"a pass over packed sequences fails ({type(error).__name__}: {error})."
-            ) from error
-        if self.without_attention or not self.num_calls:
+            if not _is_want_of_values(error):
+                raise ValueError(
+                    f"a pass over packed sequences fails ({type(error).__name__}: {error})."
+                ) from error
+            # The pass ends here. In the first pass with values packed attention refuses what it
+            # does not compute. A later layer that never calls it is not found.
+            is_complete = False
+        if self.without_attention or (is_complete and not self.num_calls):
             names = ", ".join(sorted(self.without_attention)) or type(hf).__name__
             raise ValueError(f"{names} {_NO_INTERFACE}, {_NOT_PACKED}.")
 
@@ -232,6 +234,12 @@ class Trial:
     def _end_layer(self, layer: nn.Module, inputs: Any, outputs: Any) -> None:
         if self.num_calls == self.num_before_layer:
             self.without_attention.add(type(layer).__name__)
+
+
+def _is_want_of_values(error: Exception) -> bool:
+    """Returns True if an operation failed because meta tensors have no values."""
+    names_meta = re.search(r"\bmeta\b", str(error)) is not None
+    return isinstance(error, NotImplementedError) or names_meta
 
 
 def _trial_batch(sequence_parallel_size: int) -> PackedBatch:
