@@ -10,8 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 # Legend: M scored tokens, C vocabulary entries of a chunk, T vocabulary entries of a tile.
-# x = factor * hidden @ weight.T. z: the logits divided by the temperature, which are cap * tanh(x)
-# with cap = softcap / temperature, or x if there is no cap.
+# z: the logits divided by the temperature. x = factor * hidden @ weight.T.
+# Without a cap: z = x and factor = scale / temperature.
+# With a cap: z = cap * tanh(x), cap = softcap / temperature and factor = scale / softcap.
 
 TILE = 4096
 """The number of columns that a program loads at a time."""

@@ -10,8 +10,9 @@ from torch.autograd.function import once_differentiable
 
 # Legend: M scored tokens, D hidden size, V vocabulary, C vocabulary entries of a chunk, S chunks, R
 # rows of a block.
-# x = factor * hidden @ weight.T. z: the logits divided by the temperature, which are cap * tanh(x)
-# with cap = softcap / temperature, or x if there is no cap.
+# z: the logits divided by the temperature. x = factor * hidden @ weight.T.
+# Without a cap: z = x and factor = scale / temperature.
+# With a cap: z = cap * tanh(x), cap = softcap / temperature and factor = scale / softcap.
 
 LOGITS_PER_CHUNK = {"cpu": 1 << 24, "cuda": 1 << 27}
 """The largest number of logits that exist at a time, by device: 64 MiB in float32 on a CPU, 256 MiB
@@ -40,10 +41,10 @@ def linear_log_prob(
 ) -> tuple[Tensor, ...]:
     """Computes the log-probability of each label under softmax(logits / temperature).
 
-    logits = x, or softcap * tanh(x / softcap) if there is a cap (Gemma 2, arXiv 2408.00118), with
-    x = scale * hidden @ weight.T. The logits of one chunk of the vocabulary are computed at a time,
-    for all tokens, and again in the backward pass; only the last chunk is kept. Products are in the
-    dtype of the inputs, all else in float32.
+    logits = raw, or softcap * tanh(raw / softcap) if there is a cap (Gemma 2, arXiv 2408.00118),
+    with raw = scale * hidden @ weight.T. The logits of one chunk of the vocabulary are computed at
+    a time, for all tokens, and again in the backward pass; only the last chunk is kept. Products
+    are in the dtype of the inputs, all else in float32.
 
     Args:
         hidden_MD: (M, D) outputs of the backbone.

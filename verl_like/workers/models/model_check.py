@@ -199,8 +199,8 @@ class Trial:
 
         Raises ValueError if transformers kept another attention, if packed attention refuses an
         argument, if the pass fails otherwise, or if a layer ran without calling packed attention.
-        A model may read values, which meta tensors do not have. Then the layers before that are
-        checked.
+        A model may read values, which meta tensors do not have. Then only the layers that ran
+        before are checked.
         """
         hf = self.model.hf
         # If a model does not support it, transformers warns and keeps another implementation.
