@@ -99,7 +99,7 @@ def config_of(*overrides: str) -> DetachedConfig:
             ["trainer.max_staleness=2"],
             "trainer.max_staleness=2 trains on responses that older weights drew",
         ),
-        (["detached.update_steps=2"], "set it to at most 1"),
+        (["detached.update_steps=2"], "set update_steps to at most 1"),
         (
             ["trainer.val_only=true"],
             "trainer.val_only=true: in detached training a maker validates while trainers train",

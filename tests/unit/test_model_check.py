@@ -30,7 +30,12 @@ from verl_like.workers.config.engine import ForwardFsdpConfig
 from verl_like.workers.config.models import ModelConfig, TrainedModelConfig
 from verl_like.workers.models.model_check import Trial, check_model
 from verl_like.workers.models.packed_models import PolicyModel, RewardModel, ValueModel
-from verl_like.workers.models.pretrained import fetch_weights, load_pretrained, require_finite
+from verl_like.workers.models.pretrained import (
+    decoder_layers,
+    fetch_weights,
+    load_pretrained,
+    require_finite,
+)
 
 TINY = {
     "vocab_size": len(VOCABULARY),
@@ -130,6 +135,44 @@ def test_a_layer_beside_others_that_does_not_attend_is_named():
         trial = Trial(PolicyModel(AutoModelForCausalLM.from_config(config)))
     with pytest.raises(
         ValueError, match=r"^Lfm2DecoderLayer does not compute attention by transformers' interface"
+    ):
+        trial.run(1)
+
+
+def read_values(module: torch.nn.Module, inputs: object, outputs: torch.Tensor) -> None:
+    outputs.sum().item()
+
+
+@pytest.mark.parametrize("layer_types", [["full_attention", "conv"], ["conv", "full_attention"]])
+def test_a_layer_that_does_not_attend_is_named_also_if_the_pass_ends_for_want_of_values(
+    layer_types: list[str],
+):
+    config = Lfm2Config(**TINY, layer_types=layer_types)
+    with torch.device("meta"):
+        trial = Trial(PolicyModel(AutoModelForCausalLM.from_config(config)))
+    decoder_layers(trial.model.hf)[-1].register_forward_hook(read_values)
+    with pytest.raises(
+        ValueError, match=r"^Lfm2DecoderLayer does not compute attention by transformers' interface"
+    ):
+        trial.run(1)
+
+
+def test_a_model_that_reads_values_passes_with_the_layers_that_attend():
+    with torch.device("meta"):
+        trial = Trial(PolicyModel(AutoModelForCausalLM.from_config(LlamaConfig(**TINY))))
+    decoder_layers(trial.model.hf)[-1].register_forward_hook(read_values)
+    trial.run(1)
+
+
+def test_an_error_that_only_has_the_letters_meta_in_a_word_is_no_want_of_values():
+    def refuse(module: torch.nn.Module, inputs: object) -> None:
+        raise RuntimeError("the metadata of the cache is missing")
+
+    with torch.device("meta"):
+        trial = Trial(PolicyModel(AutoModelForCausalLM.from_config(LlamaConfig(**TINY))))
+    decoder_layers(trial.model.hf)[-1].register_forward_pre_hook(refuse)
+    with pytest.raises(
+        ValueError, match=r"a pass over packed sequences fails \(RuntimeError: the metadata of"
     ):
         trial.run(1)
 

@@ -93,11 +93,16 @@ def test_user_modes_are_named_once_and_in_capitals():
         register_dispatch_mode("my mode", print, print)
 
 
-def test_a_dispatch_function_that_returns_too_few_entries_is_an_error():
+@pytest.mark.parametrize(
+    ("of_ranks", "got"),
+    [([7], "list of 1"), ((7, 8, 9), "tuple of 3"), (7, "int")],
+    ids=["too few", "too many", "no list"],
+)
+def test_a_dispatch_function_that_returns_no_entry_for_each_rank_is_an_error(of_ranks, got):
     class Custom(Worker):
         @register(
             dispatch_mode={
-                "dispatch_fn": lambda group, x: (([x],), {}),
+                "dispatch_fn": lambda group, x: ((of_ranks,), {}),
                 "collect_fn": lambda group, out: out,
             }
         )
@@ -106,7 +111,8 @@ def test_a_dispatch_function_that_returns_too_few_entries_is_an_error():
 
     with pytest.raises(
         ValueError,
-        match=r"worker\.method must return one list per argument with one entry for each of 2",
+        match=r"worker\.method must return one list per argument with one entry for each of 2 "
+        rf"ranks, got {got}$",
     ):
         LocalWorkerGroup(ClassWithInitArgs(Custom), 2).method(1)
 

@@ -298,50 +298,81 @@ def view_with(view: DataProto, columns: Mapping[str, Tensor]) -> DataProto:
 
 
 def strip(view: DataProto, data: DataProto) -> DataProto:
-    """Returns a batch without padding, with the columns that were added to a view of it, or to
-    `padded(data)`, or were replaced there.
+    """Returns `data` with what was changed in `view`, without padding.
 
-    A column (B, R, ...) of the view is one by response token, unless the batch has one of this name
-    that is not jagged. A column of the view that was put in under another name as well stays one
-    column.
+    `view` is a PaddedView of `data`, or a batch in the layout of `padded(data)`. Columns that were
+    put into it join those of `data` or replace them. Columns removed from a PaddedView are left
+    out. A batch in the layout of `padded` may have some columns only, so a column that it lacks
+    stays in the result. All its columns count as put in, but for `prompts`, `responses` and those
+    that are made of both.
+
+    A column that was put in becomes:
+
+    1. if it is jagged, itself;
+    2. if it is the very tensor that was read from the view, under any name, the column of `data`
+       that was padded for it, so that both names share one column;
+    3. if its first dimensions are those of padded responses, (B, R) or (S, W), a jagged column with
+       the row lengths of `responses`, unless `data` has a dense column of this name;
+    4. otherwise itself, or in a view of samples its sample's entry for each row.
+
+    One tensor that was put in under several names becomes one column, as its first name decides.
+    Arrays and meta_info are those of the view. Where samples have several rows, the view's arrays
+    are repeated for each row, and those of `data` win.
     """
     tensors = data.tensors()
     arrays = dict(view.non_tensor_batch)
     _, offsets = jagged_parts(tensors["responses"])
-    in_response: RowPlaces | None = None
     samples: SampleRows | None = None
-    stripped: dict[int, Tensor] = {}  # columns without padding, by the id of the padded ones
-    columns: Any = view.batch
-    if isinstance(columns, PaddedColumns):
-        in_response = columns.response_places
-        samples = columns.samples
-        written = columns.written
-        for name, column in columns.read.items():
+    stripped_of_id: dict[int, Tensor] = {}  # by the id of the padded column
+    padded_columns: Any = view.batch
+    if isinstance(padded_columns, PaddedColumns):
+        assert padded_columns.response_places is not None, "there are responses"
+        response_places = padded_columns.response_places
+        samples = padded_columns.samples
+        written = padded_columns.written
+        for name, column in padded_columns.read.items():
             if name in tensors:
-                stripped[id(column)] = tensors[name]
-        for name in columns.removed:
+                stripped_of_id[id(column)] = tensors[name]
+        for name in padded_columns.removed:
             tensors.pop(name, None)
     else:
-        made = (*VERL_COLUMNS, "prompts", "responses")
-        written = {name: column for name, column in view.tensors().items() if name not in made}
-    if in_response is None:
-        in_response = RowPlaces(offsets, Padding.of(data).max_response_length)
+        response_places = RowPlaces(offsets, Padding.of(data).max_response_length)
+        of_tokens = (*VERL_COLUMNS, "prompts", "responses")
+        written = {name: column for name, column in view.tensors().items() if name not in of_tokens}
     for name, column in written.items():
-        if id(column) not in stripped:
-            was_dense = name in tensors and not is_jagged(tensors[name])
-            is_padded = not column.is_nested and column.shape[:2] == in_response.shape
-            if is_padded and not was_dense:
-                stripped[id(column)] = jagged_from_offsets(in_response.strip(column), offsets)
-            elif samples and not column.is_nested:
-                stripped[id(column)] = column[samples.sample_of_row]
-            else:
-                stripped[id(column)] = column
-        tensors[name] = stripped[id(column)]
+        if id(column) not in stripped_of_id:
+            is_dense_in_data = name in tensors and not is_jagged(tensors[name])
+            stripped_of_id[id(column)] = _stripped(
+                column, is_dense_in_data, response_places, offsets, samples
+            )
+        tensors[name] = stripped_of_id[id(column)]
     if samples:
         sample_of_row = samples.sample_of_row.numpy()
         arrays = {name: array[sample_of_row] for name, array in arrays.items()}
         arrays |= data.non_tensor_batch
     return DataProto.from_dict(tensors, arrays, view.meta_info)
+
+
+def _stripped(
+    column: Tensor,
+    is_dense_in_data: bool,
+    response_places: RowPlaces,
+    offsets: Tensor,
+    samples: SampleRows | None,
+) -> Tensor:
+    """Returns what a column becomes that was put into a view, and that was not read from it.
+
+    `offsets` are those of the rows' responses. `samples` is None if each row of the view is one row
+    of the batch.
+    """
+    if column.is_nested:
+        return column
+    has_shape_of_responses = column.shape[:2] == response_places.shape
+    if has_shape_of_responses and not is_dense_in_data:
+        return jagged_from_offsets(response_places.strip(column), offsets)
+    if samples:
+        return column[samples.sample_of_row]
+    return column
 
 
 def without_padding(data: DataProto, pad_token_id: int) -> DataProto:

@@ -290,7 +290,12 @@ class BoundMethod:
         return value
 
     def _dispatch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Arguments]:
-        """Returns the arguments of each rank that runs."""
+        """Returns the arguments of each rank that runs.
+
+        It is rank 0 alone, or every rank with the arguments that the mode's dispatch function gives
+        it. Raises ValueError for PerRank where rank 0 alone runs, and for a dispatch function that
+        does not give every rank an entry of every argument.
+        """
         group = self.group
         spec = self.spec
         if spec.dispatch_mode is Dispatch.RANK_ZERO:
@@ -302,11 +307,14 @@ class BoundMethod:
             return [(list(args), kwargs)]
         rank_args, rank_kwargs = spec.dispatch_mode.dispatch_fn(group, *args, **kwargs)
         for values in (*rank_args, *rank_kwargs.values()):
-            if not isinstance(values, list | tuple) or len(values) != group.world_size:
+            is_list = isinstance(values, list | tuple)
+            if not is_list or len(values) != group.world_size:
+                got = type(values).__name__
+                if is_list:
+                    got += f" of {len(values)}"
                 raise ValueError(
                     f"the dispatch function of {group.role}.{spec.name} must return one list per "
-                    f"argument with one entry for each of {group.world_size} ranks, got "
-                    f"{type(values).__name__}"
+                    f"argument with one entry for each of {group.world_size} ranks, got {got}"
                 )
         calls: list[Arguments] = []
         for rank in range(group.world_size):

@@ -49,10 +49,11 @@ class StoredBatch:
 
 
 def pack(value: Any) -> list[Any] | bytes:
-    """Packs the values of a call.
+    """Returns the form in which a value travels. `unpack` is the inverse.
 
-    A header becomes bytes, and a batch or a shard of one becomes [kind, plain lists]. Any other
-    value stays as it is.
+    A CallHeader becomes bytes, and bytes are always a header. All else becomes [kind, content]. The
+    content of the kinds batch, stored and shard is plain lists. That of the kind value is any other
+    value as it is, bytes included.
     """
     if isinstance(value, DataProto):
         return ["batch", pack_state(*value.__getstate__())]
@@ -67,6 +68,7 @@ def pack(value: Any) -> list[Any] | bytes:
         columns = None if value.columns is None else list(value.columns)
         place = [value.index, value.num_shards]
         rows = [value.row_numbers, value.num_batch_rows, value.ordered]
+        # The content is in the order of BatchShard's fields, as `unpack` expects.
         return ["shard", [parts, *place, columns, *rows]]
     return ["value", value]
 
@@ -130,7 +132,8 @@ def _unpack_array(packed: Any) -> Any:
 def fetch(references: Sequence[Any], timeout: float) -> list[Any]:
     """Returns what references and stored batches stand for, in order. Anything else passes through.
 
-    Raises the WorkerError of a call that failed, TimeoutError after `timeout` seconds.
+    Raises the WorkerError of a call that failed. Raises TimeoutError if one wait takes more than
+    `timeout` seconds. There is one wait for all references, and one for each stored batch.
     """
     values = _get(references, timeout)
     for place, value in enumerate(values):

@@ -35,7 +35,16 @@ _LOG_LINES = 20
 
 class ProcessHandles:
     """The Ray actors of a pool, one per rank, which colocated roles share. They start in the
-    background."""
+    background.
+
+    Args:
+        role: name in messages and in the names of the actors. Colocated roles are joined by +.
+        pool: where the processes run, one per rank.
+        classes: the worker class of each role, with the arguments of its constructor.
+        name_prefix: actor names are `{name_prefix}_{rank}`; None for the role and a random suffix.
+        worker_env: further environment variables of the processes. It may replace OMP_NUM_THREADS,
+            but not what the group sets: rank, sizes, device and the master's address.
+    """
 
     def __init__(
         self,
@@ -53,6 +62,7 @@ class ProcessHandles:
         """Held while a call is submitted, so that all ranks get the calls of several threads in one
         order."""
         self.stopping = threading.Lock()
+        """Held while `stopped` is set, so that the group is stopped once."""
         self.stopped: Exception | None = None  # why the actors are gone; later calls raise it
         device = "cuda" if pool.use_gpu else "cpu"
         environments = []
@@ -75,7 +85,7 @@ class ProcessHandles:
         for rank, (group, index) in enumerate(self.bundles):
             env = environments[rank]
             env["OMP_NUM_THREADS"] = str(threads[rank])
-            env.update(worker_env)
+            env.update(worker_env)  # last, because it may set the number of threads
             in_bundle = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
             actor_class = process_class.options(
                 name=self.names[rank],

@@ -44,9 +44,10 @@ class RayWorkerGroup(WorkerGroup):
 
     Args:
         resource_pool: where the processes run, one per rank.
-        ray_cls_with_init: the worker class, or the result of create_colocated_worker_cls, to be
-            followed by `spawn`.
-        role: name in messages, events and actor names.
+        ray_cls_with_init: the worker class, or the result of create_colocated_worker_cls. The group
+            of several roles has no registered methods: `spawn` gives the groups that have them.
+        role: name in messages, events and actor names. It is not used for the result of
+            create_colocated_worker_cls, whose roles are joined by +.
         name_prefix: actor names are `{name_prefix}_{rank}`; by default the role and a random
             suffix.
         worker_env: further environment variables of the processes.
@@ -70,10 +71,10 @@ class RayWorkerGroup(WorkerGroup):
         with_args = ray_cls_with_init
         if not isinstance(with_args, dict):
             with_args = {role: with_args}
-        role = "+".join(with_args)
-        processes = ProcessHandles(role, resource_pool, with_args, name_prefix, worker_env or {})
+        joined = "+".join(with_args)
+        processes = ProcessHandles(joined, resource_pool, with_args, name_prefix, worker_env or {})
         classes = {name: with_args[name].cls for name in with_args}
-        self._attach(processes, classes, role, deadline_s, on_call)
+        self._attach(processes, classes, joined, deadline_s, on_call)
 
     def _attach(
         self,
@@ -88,7 +89,8 @@ class RayWorkerGroup(WorkerGroup):
         self.deadline_s = deadline_s
         self._unreported = UnreportedCalls(role, self.report)
         world_size = len(processes.actors)
-        super().__init__(classes.get(role), role, world_size, processes.pool.name, on_call)
+        worker_cls = classes.get(role)  # None for several roles that are joined
+        super().__init__(worker_cls, role, world_size, processes.pool.name, on_call)
 
     def spawn(self, roles: Sequence[str]) -> dict[str, "RayWorkerGroup"]:
         """Returns a group for each of the colocated roles, on the same processes."""

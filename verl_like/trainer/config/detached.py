@@ -234,6 +234,12 @@ def makers_have_the_trained_model(config: DetachedConfig) -> Iterator[str]:
 
 
 def pushes_fit_the_staleness(config: DetachedConfig) -> Iterator[str]:
+    """A sentence for each broken rule on pushes. Weights are pushed every `update_steps` steps.
+
+    With more than max_staleness + 1 steps no weights would be new enough before the next push, and
+    makers would wait for ever. With exactly as many, makers use weights that are at most
+    update_steps - 1 steps old. The brake allows just as many, so it has no effect.
+    """
     detached = config.detached
     max_staleness = config.trainer.max_staleness
     if config.trainer.val_only:
@@ -245,7 +251,7 @@ def pushes_fit_the_staleness(config: DetachedConfig) -> Iterator[str]:
         yield (
             f"detached.update_steps={detached.update_steps} pushes too rarely for "
             f"trainer.max_staleness={max_staleness}: makers would wait for weights for ever; set "
-            f"it to at most {max_staleness + 1}"
+            f"update_steps to at most {max_staleness + 1}"
         )
     if detached.min_effective_sample_size and detached.update_steps == max_staleness + 1:
         yield (

@@ -90,32 +90,43 @@ def check_trainer(trainer: type[RayPPOTrainer]) -> None:
     """Raises ValueError for a trainer of a plugin, since detached training would not call it.
 
     There is an exception for a plugin that serves main_ppo and detached training: its trainer is
-    accepted if it changes only what a MakerDriver has, and the plugin registers a driver too.
+    accepted if it overrides only what a MakerDriver has, and the plugin registers a driver too.
+    Whether that driver has the same methods is not checked. A trainer with a constructor of its own
+    is always refused.
     """
     if trainer is RayPPOTrainer:
         return
-    own = []
-    for name in dir(RayPPOTrainer):
-        if name.startswith("_") and name not in ("__init__", "__post_init__"):
-            continue
-        if getattr_static(trainer, name) is not getattr_static(RayPPOTrainer, name):
-            own.append(name)
-    of_makers = [name for name in own if name in OF_MAKERS]
-    if get_maker_driver() is not MakerDriver and own == of_makers:
+    overridden = overridden_by(trainer)
+    overridden_of_makers = [name for name in overridden if name in OF_MAKERS]
+    others = [name for name in overridden if name not in OF_MAKERS]
+    has_own_driver = get_maker_driver() is not MakerDriver
+    if has_own_driver and not others:
         return
     what = f"the plugin's trainer {trainer.__name__}"
-    if own:
-        what += f", which has its own {', '.join(own)}"
+    if overridden:
+        what += f", which has its own {', '.join(overridden)}"
     advice = ""
-    if of_makers:
+    if overridden_of_makers:
         advice = (
-            f"give {', '.join(of_makers)} to a subclass of MakerDriver that is registered with "
-            "register_maker_driver of verl_like.trainer.ppo.maker_driver, too, "
+            f"give {', '.join(overridden_of_makers)} to a subclass of MakerDriver that is "
+            "registered with register_maker_driver of verl_like.trainer.ppo.maker_driver, too, "
         )
     raise ValueError(
         f"detached training does not call {what}: {advice}train with main_ppo, or without the "
         "plugin"
     )
+
+
+def overridden_by(trainer: type[RayPPOTrainer]) -> list[str]:
+    """Returns what a trainer overrides of RayPPOTrainer: public methods and attributes, and
+    `__init__` and `__post_init__`. Names that are new in the trainer are not among them."""
+    overridden = []
+    for name in dir(RayPPOTrainer):
+        if name.startswith("_") and name not in ("__init__", "__post_init__"):
+            continue
+        if getattr_static(trainer, name) is not getattr_static(RayPPOTrainer, name):
+            overridden.append(name)
+    return overridden
 
 
 def check_shared_memory(pools: Sequence[RayResourcePool]) -> None:

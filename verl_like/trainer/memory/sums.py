@@ -42,6 +42,12 @@ STREAMS = 0.1 * GB
 WITHOUT_LOGITS = 0.25 * GB
 """Further bytes that are unused in updates of a model whose head has one output. This was measured.
 The reason is not known."""
+HIDDEN_GRADIENTS = 6
+"""How many gradients of the size of the hidden states exist at one time in the backward pass of a
+layer. This is an estimate."""
+LAYERS_NOT_OFFLOADED = 5
+"""Of how many layers the saved activations are on the device at one time with activation offload,
+because they are on their way to the host or back. This is an estimate."""
 
 Parts = dict[str, float]
 """The bytes of each part of the memory that something takes. The name of an estimate ends in *."""
@@ -283,52 +289,77 @@ class PlannedModel:
         """The memory of weights that are offloaded, and come to the device for a call."""
         return {f"{self.name} weights": self.stored} if self.fsdp.param_offload else {}
 
+    @property
+    def trained_share(self) -> float:
+        """The share of the parameters that is trained: 1, or with an adapter a small share."""
+        return self.size.trained / self.size.parameters
+
+    @property
+    def reduces_once(self) -> bool:
+        """True if gradients are reduced once an optimizer step, and whole until then."""
+        return self.fsdp.strategy in ("zero1", "ddp", "single")
+
     def update(self) -> Parts:
         """The memory that the forward and backward passes of a trained model take in addition to
         `at_rest`."""
-        assert isinstance(self.fsdp, TrainedFsdpConfig) and isinstance(
-            self.model, TrainedModelConfig
-        )
+        assert self.is_trained
+        two_units = self.size.outer + self.size.layer
+        parts = {"gradients": self.gradients()}
+        parts |= self.gathered(two_units, two_units)
+        parts["reduction*"] = self.reduction()
+        parts["activations*"] = self.update_activations()
+        of_streams = STREAMS if self.size.head else STREAMS + WITHOUT_LOGITS
+        return self.moved() | with_fragments(parts, of_streams=of_streams)
+
+    def gradients(self) -> float:
+        """Bytes of a rank's gradients, which are summed over micro-batches in float32, and of the
+        copy in `model_dtype` that the optimizer reads."""
+        num_summed = self.size.trained / self.shards
+        if self.reduces_once:
+            num_summed = self.size.trained
+        copied = 0.0
+        # A model that is gathered whole frees its layers while the copy is made, so that the copy
+        # takes no further memory.
+        if not self.gathers_whole and self.fsdp.model_dtype != "float32":
+            copied = self.stored_trained
+        return num_summed * REDUCTION_BYTES + copied
+
+    def reduction(self) -> float:
+        """Bytes that the stream takes which reduces gradients: the shard of the largest unit, or of
+        all units if they are reduced once."""
+        largest_unit = max(self.size.outer, self.size.layer)
+        num_reduced = self.trained_share * largest_unit / self.shards
+        if self.reduces_once:
+            num_reduced = self.size.trained / self.shards
+        return num_reduced * REDUCTION_BYTES
+
+    def update_activations(self) -> float:
+        """Bytes of the activations of an update, with the gradients that are not reduced yet."""
+        assert isinstance(self.model, TrainedModelConfig)
         assert self.update_passes
         size = self.size
         itemsize = self.num_bytes
         tokens = self.tokens_of(self.update_passes)
-        trained = size.trained / size.parameters  # 1, or with an adapter a small share
-        # Gradients are summed over micro-batches in float32. In the stream that reduces there is
-        # the shard of the largest unit, or of all units if they are reduced once.
-        num_summed = size.trained / self.shards
-        num_reduced = trained * max(size.outer, size.layer) / self.shards
-        if self.fsdp.strategy in ("zero1", "ddp", "single"):
-            num_summed = size.trained
-            num_reduced = size.trained / self.shards
-        gradients = num_summed * REDUCTION_BYTES
-        # The optimizer reads a copy in `model_dtype`. A model that is gathered whole frees its
-        # layers while the copy is made, so that the copy takes no further memory.
-        if not self.gathers_whole and self.fsdp.model_dtype != "float32":
-            gradients += self.stored_trained
-        layer = size.activations_per_token * itemsize * tokens
-        # The backward pass of a layer has its activations and their gradients.
-        backward = layer + 6 * size.hidden * itemsize * tokens
-        kept = layer
+        hidden_states = size.hidden * itemsize * tokens
+        layer_activations = size.activations_per_token * itemsize * tokens
+        kept = layer_activations
         if self.model.enable_gradient_checkpointing:
-            kept = size.hidden * itemsize * tokens
+            kept = hidden_states
         num_kept = size.num_layers
         if self.model.enable_activation_offload:
-            num_kept = min(5, size.num_layers)  # some layers are on their way to the host or back
+            num_kept = min(LAYERS_NOT_OFFLOADED, size.num_layers)
+        # The backward pass of a layer has its activations and their gradients.
+        backward = layer_activations + HIDDEN_GRADIENTS * hidden_states
         head = self.head_working(tokens, self.update_passes)
-        computed = num_kept * kept + max(backward, head)
-        computed += trained * size.layer * (itemsize + REDUCTION_BYTES)
-        computed += (trained * size.head + size.further_heads) * itemsize
+        during_backward = num_kept * kept + max(backward, head)
+        # The gradients of one layer, in the layers' data type and in float32 for the reduction
+        during_backward += self.trained_share * size.layer * (itemsize + REDUCTION_BYTES)
+        # The gradients of the heads, which are in the outermost unit and wait for its reduction
+        during_backward += (self.trained_share * size.head + size.further_heads) * itemsize
         # At the end of the backward pass the activations are freed, and the outermost unit is
         # reduced.
-        at_the_end = trained * size.outer * (itemsize + REDUCTION_BYTES)
-        two_units = size.outer + size.layer
-        parts = {"gradients": gradients}
-        parts |= self.gathered(two_units, two_units)
-        parts["reduction*"] = num_reduced * REDUCTION_BYTES
-        parts["activations*"] = max(computed, at_the_end)
-        of_streams = STREAMS if size.head else STREAMS + WITHOUT_LOGITS
-        return self.moved() | with_fragments(parts, of_streams=of_streams)
+        at_the_end = self.trained_share * size.outer * (itemsize + REDUCTION_BYTES)
+        return max(during_backward, at_the_end)
 
     def optimizer_step(self) -> Parts:
         """The memory that an optimizer step takes in addition to `at_rest`."""

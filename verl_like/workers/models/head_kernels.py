@@ -10,6 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 # Legend: M scored tokens, C vocabulary entries of a chunk, T vocabulary entries of a tile.
+# z: the logits divided by the temperature. x = factor * hidden @ weight.T.
+# Without a cap: z = x and factor = scale / temperature.
+# With a cap: z = cap * tanh(x), cap = softcap / temperature and factor = scale / softcap.
 
 TILE = 4096
 """The number of columns that a program loads at a time."""
@@ -20,9 +23,21 @@ are two loads of 16 bytes in bfloat16."""
 
 
 def statistics(
-    x_MC: Tensor, cap: float | None, with_entropy: bool, with_sum_pi_squared: bool
+    x_MC: Tensor, cap: float | None, with_entropy: bool, with_norm: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes what `_statistics` of linear_log_prob.py returns, on a GPU."""
+    """Returns lse, entropy and norm of softmax(z) over this chunk's columns alone, (M,) float32
+    each.
+
+    The norm is the root of the sum of the squared probabilities. Entropy and norm are uninitialised
+    memory if they are not asked for.
+
+    Args:
+        x_MC: factor * hidden @ weight.T, as `linear_log_prob` computes it. With a cap the division
+            by softcap is in it already.
+        cap: softcap / temperature, or None for a model without a cap.
+        with_entropy: whether the entropy is asked for.
+        with_norm: whether the norm is asked for.
+    """
     lse_M = x_MC.new_empty(len(x_MC), dtype=torch.float32)
     entropy_M = torch.empty_like(lse_M)
     norm_M = torch.empty_like(lse_M)
@@ -36,7 +51,7 @@ def statistics(
             1.0 if cap is None else cap,
             HAS_CAP=cap is not None,
             WITH_ENTROPY=with_entropy,
-            WITH_NORM=with_sum_pi_squared,
+            WITH_NORM=with_norm,
             TILE=TILE,
             num_warps=NUM_WARPS,
         )

@@ -10,6 +10,9 @@ from torch.autograd.function import once_differentiable
 
 # Legend: M scored tokens, D hidden size, V vocabulary, C vocabulary entries of a chunk, S chunks, R
 # rows of a block.
+# z: the logits divided by the temperature. x = factor * hidden @ weight.T.
+# Without a cap: z = x and factor = scale / temperature.
+# With a cap: z = cap * tanh(x), cap = softcap / temperature and factor = scale / softcap.
 
 LOGITS_PER_CHUNK = {"cpu": 1 << 24, "cuda": 1 << 27}
 """The largest number of logits that exist at a time, by device: 64 MiB in float32 on a CPU, 256 MiB
@@ -38,10 +41,10 @@ def linear_log_prob(
 ) -> tuple[Tensor, ...]:
     """Computes the log-probability of each label under softmax(logits / temperature).
 
-    logits = x, or softcap * tanh(x / softcap) if there is a cap (Gemma 2, arXiv 2408.00118), with
-    x = scale * hidden @ weight.T. The logits of one chunk of the vocabulary are computed at a time,
-    for all tokens, and again in the backward pass; only the last chunk is kept. Products are in the
-    dtype of the inputs, all else in float32.
+    logits = raw, or softcap * tanh(raw / softcap) if there is a cap (Gemma 2, arXiv 2408.00118),
+    with raw = scale * hidden @ weight.T. The logits of one chunk of the vocabulary are computed at
+    a time, for all tokens, and again in the backward pass; only the last chunk is kept. Products
+    are in the dtype of the inputs, all else in float32.
 
     Args:
         hidden_MD: (M, D) outputs of the backbone.
@@ -182,16 +185,16 @@ class _LinearLogProb(torch.autograd.Function):
 
 
 def _statistics(
-    x_MC: Tensor, cap: float | None, with_entropy: bool, with_sum_pi_squared: bool
+    x_MC: Tensor, cap: float | None, with_entropy: bool, with_norm: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns lse, entropy and norm of the softmax of z over a chunk alone, (M,) float32 each.
+    """Returns lse, entropy and norm of softmax(z) over a chunk's columns alone, (M,) float32 each.
 
-    The norm is the root of the sum of its squares. Entropy and norm are uninitialised if they are
-    not asked for.
+    The norm is the root of the sum of the squared probabilities. Entropy and norm are uninitialised
+    memory if they are not asked for.
     """
     kernels = _kernels(x_MC)
     compute = _statistics_in_blocks if kernels is None else kernels.statistics
-    return compute(x_MC, cap, with_entropy, with_sum_pi_squared)
+    return compute(x_MC, cap, with_entropy, with_norm)
 
 
 def _to_gradient(
@@ -249,7 +252,7 @@ def _kernels(x_MC: Tensor) -> ModuleType | None:
 
 
 def _statistics_in_blocks(
-    x_MC: Tensor, cap: float | None, with_entropy: bool, with_sum_pi_squared: bool
+    x_MC: Tensor, cap: float | None, with_entropy: bool, with_norm: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes what `_statistics` returns, on a CPU."""
     lse_M = x_MC.new_empty(len(x_MC), dtype=torch.float32)
@@ -262,7 +265,7 @@ def _statistics_in_blocks(
         largest_R1 = logits_RC.amax(-1, keepdim=True)
         log_prob_R1 = probs_RC.amax(-1, keepdim=True).log()
         lse_M[rows] = (largest_R1 - log_prob_R1).squeeze(1)
-        if with_sum_pi_squared:
+        if with_norm:
             norm_M[rows] = torch.linalg.vector_norm(probs_RC, dim=-1)
         if with_entropy:
             weighted_RC = probs_RC.mul_(logits_RC - largest_R1)
