@@ -157,7 +157,7 @@ def _labels(names: Sequence[str]) -> dict[str, str]:
 def _generations(runs: Sequence[RunFolder]) -> str:
     """A table for each prompt. It has a row for each step, with what each run generated.
 
-    Prompts that more runs have come first, and then those that were shown later, at most
+    Prompts of more runs are first, then those that were shown later. There are at most
     MOST_PROMPTS. If a run has a prompt twice in a step, its last row counts.
     """
     by_prompt: dict[str, GenerationsOfPrompt] = {}

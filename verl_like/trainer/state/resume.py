@@ -329,7 +329,7 @@ def changed_inputs(saved: Mapping[str, str], config: RunConfig) -> list[str]:
 def settings_of(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yields the key and the value of every setting.
 
-    A list is a value, and so is an empty block. So are the arguments of the reward function
+    A list is a value, and so is an empty block. So are all arguments of the reward function
     together, because their names are those of the user's function.
     """
     if not isinstance(tree, dict) or not tree or prefix.endswith(".reward_kwargs"):

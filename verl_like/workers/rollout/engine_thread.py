@@ -56,8 +56,7 @@ class EngineThread:
     """
 
     def __init__(self, make: Callable[[], RolloutEngine]) -> None:
-        """Returns when the engine is made. Raises what `make` raises, and the thread has ended
-        then."""
+        """Returns when the engine is made. Raises what `make` raises, and the thread ends then."""
         self._changed = threading.Condition()
         self._commands: deque[_Command] = deque()
         self._ages: dict[str, int] = {}
