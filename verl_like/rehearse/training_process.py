@@ -147,8 +147,8 @@ def begin_nothing(writer: Any, state: Mapping[str, Tensor], *_: Any) -> None:
     """Takes the place of `ShardWriter.begin`. It allocates the memory for a copy of the state, but
     neither copies nor writes a file.
 
-    The memory of an offloaded state and that of the buffers were never written, so they take none
-    of this machine's. A copy would write the buffers, for which this machine may have no room.
+    The buffers were never written, so they take none of this machine's memory. A copy of an
+    offloaded state would write them, and this machine may have no room for them.
     """
     if not writer.buffers:
         writer._allocate(state)
