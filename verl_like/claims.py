@@ -14,11 +14,14 @@ _MARK = ".claimed"
 
 def claim(folder: Path) -> TextIO:
     """Marks a folder as belonging to this process, until the returned file is closed or the process
-    ends in any way."""
+    ends in any way.
+
+    The mark gets the name that `remove_abandoned` looks for only when it is locked. So a mark that
+    is found unlocked has no living owner.
+    """
     partial = folder / f"{_MARK}.partial"
     mark = open(partial, "w")  # noqa: SIM115  held as long as the folder is used
-    # A lock of lockf would be released if this process opened and closed the file again. The file
-    # gets its name only when it is locked.
+    # A lock of lockf would be released if this process opened and closed the file once more.
     fcntl.flock(mark, fcntl.LOCK_EX)
     os.rename(partial, folder / _MARK)
     return mark

@@ -79,6 +79,14 @@ def test_the_rollout_samples_from_the_weights_the_actor_exported(config, transpo
     )
 
 
+def test_a_second_init_model_of_the_rollout_is_refused_and_makes_no_second_engine(config):
+    (worker,) = local_group(RolloutWorker, config, seed=1).workers
+    engine = worker.rollout
+    with pytest.raises(ValueError, match="init_model is called again on rank 0, which has a roll"):
+        worker.init_model()
+    assert worker.rollout is engine
+
+
 def actor_and_rollout_that_ends_early(config, worker_class=RolloutWorker):
     """The groups, the rollout with the weights as version 3, and its responses, which every fourth
     token ends."""

@@ -155,7 +155,11 @@ def _labels(names: Sequence[str]) -> dict[str, str]:
 
 
 def _generations(runs: Sequence[RunFolder]) -> str:
-    """A table for each prompt. It has a row for each step, with what each run generated."""
+    """A table for each prompt. It has a row for each step, with what each run generated.
+
+    Prompts of more runs are first, then those that were shown later. There are at most
+    MOST_PROMPTS. If a run has a prompt twice in a step, its last row counts.
+    """
     by_prompt: dict[str, GenerationsOfPrompt] = {}
     for run in runs:
         for row in run.generations:

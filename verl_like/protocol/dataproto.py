@@ -158,7 +158,8 @@ class DataProto(VerlDataProto):
         non_tensor_batch_keys: Sequence[str] | None = None,
         meta_info_keys: Sequence[str] | None = None,
     ) -> "DataProto":
-        """Removes these keys in place and returns them as a DataProto. None removes nothing.
+        """Removes these keys in place and returns them as a DataProto. None removes nothing. A
+        result without columns has no rows.
 
         Raises ValueError naming a key that does not exist, and then removes nothing.
         """

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any
 
@@ -146,11 +147,14 @@ def begin_nothing(writer: Any, state: Mapping[str, Tensor], *_: Any) -> None:
     """Takes the place of `ShardWriter.begin`. It allocates the memory for a copy of the state, but
     neither copies nor writes a file.
 
-    A copy of an offloaded state would write host memory, which this machine may not have.
+    The buffers were never written, so they take none of this machine's memory. A copy of an
+    offloaded state would write them, and this machine may have no room for them.
     """
     if not writer.buffers:
         writer._allocate(state)
-    writer.writing = writer.threads.submit(dict)
+    written: Future[dict[str, Any]] = Future()
+    written.set_result({})  # no file
+    writer.writing = written
 
 
 def read_ones(parts: Sequence[mini_batches.MicroMetrics]) -> list[dict[str, Metric]]:

@@ -174,7 +174,8 @@ def check_reads(role: str, spec: MethodSpec, batches: Sequence[DataProto]) -> No
 
 
 def check_writes(role: str, spec: MethodSpec, result: Any) -> None:
-    """Raises ValueError if a returned batch lacks a column that the method declares to write."""
+    """Raises ValueError if a returned batch lacks a column or meta entry that the method declares
+    to write. Names that end in ? may be missing."""
     if spec.writes is None:
         return
     if not isinstance(result, DataProto):
@@ -193,6 +194,8 @@ def check_writes(role: str, spec: MethodSpec, result: Any) -> None:
 def _as_names(
     argument: str, method: Callable[..., Any], names: Sequence[str] | None
 ) -> tuple[str, ...] | None:
+    """Returns the names as a tuple. Raises ValueError for a single text, which would count as its
+    letters, and for what is no text."""
     if names is None:
         return None
     are_texts = all(isinstance(name, str) for name in names)

@@ -52,7 +52,15 @@ class RolloutWorker(ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Starts the rollout engine, which has no weights before `load_weights`."""
+        """Starts the rollout engine, which has no weights before `load_weights`.
+
+        Raises ValueError if it is called again.
+        """
+        if "engine_thread" in vars(self):
+            raise ValueError(
+                f"init_model is called again on rank {self.rank}, which has a rollout engine "
+                "already: call it once"
+            )
         engine_class = get_rollout_engine(self.config.rollout.name)
         make_engine = partial(
             engine_class,
@@ -65,6 +73,7 @@ class RolloutWorker(ActorRolloutRefWorker):
         )
         self.engine_thread = EngineThread(make_engine)
         self.rollout = self.engine_thread.engine
+        # Tells the driver which replica this rank is in, and whether its results are collected.
         self._register_dispatch_collect_info(
             "rollout", self.rollout.dp_rank, self.rollout.is_collect
         )

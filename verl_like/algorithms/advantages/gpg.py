@@ -36,11 +36,12 @@ def compute_gpg_outcome_advantage(
     """Returns one advantage for each response, (B, R) at each of its tokens, as the advantages and
     as the returns.
 
-    `f_norm` divides the advantages; None computes `alpha` from the batch. `epsilon` and
-    `config` are parameters in verl and not read.
+    `f_norm` divides the advantages. `alpha` multiplies them; if it is None, it is computed from the
+    batch. `epsilon` and `config` are parameters in verl and not read.
     """
     groups = PromptGroups.of(token_level_rewards, response_mask, index)
     row_advantages = groups.scores_above(groups.mean()) / f_norm
+    # A group of one keeps its score as the advantage.
     is_single_with_score = groups.is_single & (groups.scores != 0)
     has_gradient = groups.scored & (groups.differ | is_single_with_score)
     num_with_gradient = has_gradient.sum().clamp(min=1)

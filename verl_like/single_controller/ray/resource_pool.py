@@ -128,7 +128,7 @@ class RayResourcePool(VerlResourcePool):
 
 
 def reserve(pools: Sequence[RayResourcePool], timeout_s: float = PLACEMENT_DEADLINE_S) -> None:
-    """Reserves every pool that is not reserved yet, all of them or none, on nodes that have room
+    """Reserves those of the pools that are not reserved yet, all or none, on nodes that have room
     for all at once.
 
     Resources of groups that were just shut down come back within moments, hence the wait. Raises
@@ -137,23 +137,24 @@ def reserve(pools: Sequence[RayResourcePool], timeout_s: float = PLACEMENT_DEADL
     """
     pools = [pool for pool in pools if pool._placement_groups is None]
     requests = {pool.name: pool.node_requests() for pool in pools}
-    entries = list(itertools.chain.from_iterable(requests.values()))
-    if assign(entries, node_resources(total=True)) is None:
+    requests_by_node = list(itertools.chain.from_iterable(requests.values()))
+    if assign(requests_by_node, node_resources(total=True)) is None:
         raise PlacementError(
             f"the cluster is too small for the resource pools\n{placement_table(requests)}"
         )
     deadline = time.monotonic() + timeout_s
     while True:
-        chosen = assign(entries, node_resources(total=False))
+        chosen = assign(requests_by_node, node_resources(total=False))
         if chosen is not None:
             nodes = iter(chosen)
-            groups = {pool.name: _placement_groups(pool, nodes) for pool in pools}
+            groups = {pool.name: _create_groups(pool, nodes) for pool in pools}
             everything = list(itertools.chain.from_iterable(groups.values()))
             try:
                 ready = [group.ready() for group in everything]
                 ray.get(ready, timeout=timeout_s / NUM_TRIES)
                 break
             except ray.exceptions.GetTimeoutError:  # somebody else took a node at the same time
+                # Groups that are ready are given back too.
                 for group in everything:
                     remove_placement_group(group)
         if time.monotonic() > deadline:
@@ -166,8 +167,9 @@ def reserve(pools: Sequence[RayResourcePool], timeout_s: float = PLACEMENT_DEADL
         pool._placement_groups = groups[pool.name]
 
 
-def _placement_groups(pool: RayResourcePool, nodes: Iterator[str]) -> list[PlacementGroup]:
-    """Makes a placement group for each node entry of the pool, on the next of the nodes."""
+def _create_groups(pool: RayResourcePool, nodes: Iterator[str]) -> list[PlacementGroup]:
+    """Makes a placement group for each node entry of the pool. Takes the pool's nodes off the
+    iterator."""
     groups = []
     for index, num_processes in enumerate(pool.process_on_nodes):
         # Left to itself, Ray takes the emptiest node for each group, and no room may be left for a

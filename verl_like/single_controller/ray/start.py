@@ -139,8 +139,8 @@ def start_ray(address: str | None, num_cpus: int | None, worker_command: str | N
 
 
 def end_ray(keep_logs: bool) -> None:
-    """Ends the Ray that was started, with its folder unless the logs are kept, or leaves the one
-    that was joined.
+    """Ends the Ray that this process started, and removes its folder unless the logs are kept. A
+    Ray that was only joined goes on.
 
     Kept logs are removed when the next Ray starts.
     """
@@ -149,8 +149,9 @@ def end_ray(keep_logs: bool) -> None:
         if not keep_logs:
             with contextlib.suppress(OSError):  # somebody else removed it
                 remove_claimed(session, ENDING_S)  # Ray's agents end a moment later
+            # Only a link to nothing is removed. That of another Ray stays.
             latest = session.with_name("session_latest")
             if latest.is_symlink() and not latest.exists():
                 latest.unlink(missing_ok=True)
-        mark.close()
+        mark.close()  # the claim ends, so the next start may remove what is left
     _claims.clear()

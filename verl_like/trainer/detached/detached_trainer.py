@@ -278,11 +278,15 @@ class DetachedPPOTrainer(Side, TrainingLoop):
             self.groups[Role.Actor].send_weights.remote(num_receivers, maker).get()
 
     def start(self) -> None:
-        """Starts the workers and loads the models."""
+        """Starts the workers and loads the models.
+
+        `fit` calls it and the constructor does not, so that the actor answers meanwhile. The inputs
+        are compared last, because files may change while they are read.
+        """
         config = self.config
         # A user cannot replace the workers of trained roles.
-        synchronous = build_role_worker_mapping(config, own_classes={})
-        built_in = {role: synchronous[role] for role in config.plan.trainer_roles}
+        workers_of_synchronous_run = build_role_worker_mapping(config, own_classes={})
+        built_in = {role: workers_of_synchronous_run[role] for role in config.plan.trainer_roles}
         mapping = dict(self.model_fn(config)) if self.model_fn else built_in
         pools = self.pools or build_resource_pools(config, list(mapping))
         joint: JointTrainer | None = None

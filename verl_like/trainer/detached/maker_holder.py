@@ -76,7 +76,7 @@ def maker_models(
 
 def check_maker(config: DetachedConfig, maker: type[ExperienceMaker], rollout: WorkerGroup) -> None:
     """Raises ValueError if a plugin's maker or rollout worker has a method of its own that
-    `detached.update_in_flight` would not call."""
+    `detached.update_in_flight` would not call. It does call the maker's `sample` and `complete`."""
     if not config.detached.update_in_flight:
         return
     own = []
@@ -89,11 +89,13 @@ def check_maker(config: DetachedConfig, maker: type[ExperienceMaker], rollout: W
             "detached.update_in_flight=true does not call, since it has the responses generated "
             "itself; set it to false"
         )
-    if rollout.generate_sequences.call_fn is None:
+    # An override without this library's @register has no call_fn.
+    has_own_generate = rollout.generate_sequences.call_fn is None
+    if has_own_generate:
         raise ValueError(
             f"the worker of {rollout.role} has its own generate_sequences, which "
-            "detached.update_in_flight=true does not call, since it sends requests; set it to "
-            "false"
+            "detached.update_in_flight=true does not call, since the maker sends requests to the "
+            "engine itself; set it to false"
         )
 
 
@@ -397,18 +399,19 @@ class ExperienceMakerHolder(Side):
             metrics = {}  # only one trainer gets them, so that they count once
 
     def wait_for_sent(self) -> None:
-        """Waits until the trainers have the experience that was sent. Raises CallTimeout or
-        WorkerDied if one does not take it."""
-        deadline_s = self.config.trainer.call_timeout_s
+        """Waits until the trainers have the experience that was sent, `trainer.call_timeout_s` for
+        all of them together. Raises CallTimeout if one does not answer in that time, and WorkerDied
+        if one is gone."""
+        timeout_s = self.config.trainer.call_timeout_s
         with self.recorder.timer("waiting for experience to arrive"):
-            deadline = time.monotonic() + deadline_s
+            deadline = time.monotonic() + timeout_s
             for reference, name in self.sent.items():
                 seconds_left = max(0.0, deadline - time.monotonic())
                 try:
                     ray.get(reference, timeout=seconds_left)
                 except ray.exceptions.GetTimeoutError:
                     raise CallTimeout(
-                        self.name, "send", deadline_s, f"its experience to arrive at {name}"
+                        self.name, "send", timeout_s, f"its experience to arrive at {name}"
                     ) from None
                 except GONE as error:
                     raise side_died(name, "extend", error) from None

@@ -272,16 +272,20 @@ class DetachedRun:
         env_info = {"rank": maker_names.index(name), "world_size": len(maker_names)}
         maker_class: Any = ExperienceMakerHolder
         pools = self.pools[name]
+        # `start` has reserved all pools, and `remove` has released those of a maker that failed.
         pools.create_resource_pool()
         if self.config.actor_rollout_ref.rollout.weight_transport == "shared_memory":
-            pools_of_trainer = self.pools[trainer_names[0]].resource_pool_dict.values()
-            check_shared_memory([*pools_of_trainer, pools.get_resource_pool(Role.Rollout)])
+            trainer_pools = self.pools[trainer_names[0]].resource_pool_dict.values()
+            check_shared_memory([*trainer_pools, pools.get_resource_pool(Role.Rollout)])
+        # The newest version that was validated. The record has written `validated`, and has not
+        # written `validations` yet.
+        validated = max([self.record.validated, *self.record.validations])
         actor = maker_class.options(name=name, num_cpus=0).remote(
             self.config,
             trainer_names,
             env_info=env_info,
             start=self.starts[name],
-            validated=max([self.record.validated, *self.record.validations]),
+            validated=validated,
             pools=pools,
             fingerprints=self.fingerprints,
         )

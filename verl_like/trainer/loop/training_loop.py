@@ -213,9 +213,10 @@ class TrainingLoop(abc.ABC):
     def save_step(self, is_last: bool = False) -> Path:
         """Begins the checkpoint of this step and returns its folder.
 
-        Workers write its files while training goes on. `commit_checkpoint` of the recorder makes
-        the folder a checkpoint when they have. If the run ends with this step, the models are
-        written too, in the format of Hugging Face.
+        First it waits until the previous checkpoint is complete. Workers write the files while
+        training goes on. The recorder's `commit_checkpoint` renames the folder once all files are
+        written. If the run ends with this step, also by SIGTERM, the models are written too, in the
+        format of Hugging Face.
         """
         with self.recorder.timer("save_checkpoint"):
             partial = self.save()

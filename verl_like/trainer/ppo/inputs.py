@@ -58,6 +58,10 @@ from verl_like.workers.rollout.vllm_families import require_served
 
 VLLM_ENGINES = ("vllm", "vllm_async")
 """The names of the rollout engines that run vLLM."""
+NUM_TRIED_PROMPTS = 16
+"""On how many prompts the tokenizer is tried."""
+TRIED_CHARACTERS = 10_000
+"""How many characters of such a prompt are tried."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,10 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
     """Checks the models, the data and the reward function, and starts the reward processes, which
     `cleanup` stops.
 
+    The order of the checks is: the loss, this machine, the models, the room of the object store,
+    the data with its tokens, the number of steps, the workers, and the rewards. Rows that no rule
+    scores need a reward model, or a custom role with reward_columns.
+
     No worker runs yet, so what the user has to change is known within seconds. It is raised as
     ValueError or RewardError.
     """
@@ -98,16 +106,12 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
     train_dataset = load_dataset(config, tokenizer, "train")
     val_dataset = load_dataset(config, tokenizer, "val")
     ptx_dataset = load_ptx_dataset(config, tokenizer)
-    highest_tokens = [train_dataset.highest_token, val_dataset.highest_token]
-    if ptx_dataset:
-        highest_tokens.append(ptx_dataset.highest_token)
-    check_tokens(config, tokenizer, max(highest_tokens))
+    _check_texts(config, tokenizer, train_dataset, val_dataset, ptx_dataset)
     if config.trainer.max_staleness and not config.has_makers:
         # A checkpoint then holds rows with all their fields, so it must be possible to write them.
         first_row = train_dataset.collate([train_dataset[0]], epoch=0)
         with tempfile.TemporaryDirectory() as folder:
             first_row.save_to_disk(f"{folder}/row")
-    check_tokenizer(config, tokenizer, train_dataset)
     config = with_training_steps(config, len(train_dataset))
     mapping = build_role_worker_mapping(config, own_classes)
     scorer = start_scorer(config, cleanup, tokenizer, train_dataset, val_dataset, mapping)
@@ -127,6 +131,23 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
     )
 
 
+def _check_texts(
+    config: PPOConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    train_dataset: PromptDataset,
+    val_dataset: PromptDataset,
+    ptx_dataset: ConversationDataset | None,
+) -> None:
+    """Checks the tokens of the data, and the tokenizer. Raises ValueError as `check_tokens` and
+    `check_tokenizer` do."""
+    # Pairs (token, place).
+    highest_tokens = [train_dataset.highest_token, val_dataset.highest_token]
+    if ptx_dataset:
+        highest_tokens.append(ptx_dataset.highest_token)
+    check_tokens(config, tokenizer, max(highest_tokens))
+    check_tokenizer(config, tokenizer, train_dataset)
+
+
 def check_tokenizer(
     config: PPOConfig, tokenizer: PreTrainedTokenizerBase, prompts: PromptDataset
 ) -> None:
@@ -137,9 +158,9 @@ def check_tokenizer(
         tokenizer.apply_chat_template, **config.data.apply_chat_template_kwargs
     )
     texts: list[str] = []
-    for row in itertools.islice(prompts, 16):
+    for row in itertools.islice(prompts, NUM_TRIED_PROMPTS):
         text = render(row["raw_prompt"], tokenize=False)
-        texts.append(text[:10_000])
+        texts.append(text[:TRIED_CHARACTERS])
     pretrained.check_tokenizer(tokenizer, policy.model, texts, key="actor_rollout_ref.model")
     if config.plan.needs_teacher and policy.teacher_model:
         check_teacher(policy.teacher_model, tokenizer)
@@ -167,6 +188,7 @@ def start_scorer(
     if not scores_every_row:
         for row in itertools.chain(train_dataset, val_dataset):
             num_without_rule += not has_rule(row["reward_model"])
+    # Reward processes are started only if some row is scored by a rule.
     if num_without_rule < num_rows:
         manager = start_reward_manager(config)
         cleanup.callback(manager.close)
@@ -177,17 +199,24 @@ def start_scorer(
     columns = reward_columns(
         classes, config.plan.reward_models_by_role, with_rules=scorer is not None
     )
-    if num_without_rule and not columns.keys() - RULE_COLUMNS.keys():
+    _require_rewards(columns, num_without_rule, num_rows)
+    if config.algorithm.filter_groups.enable and not scores_every_row:
+        require_rules_of_training_rows(train_dataset)
+    check_names_of_rewards(config, columns, numbers)
+    return scorer
+
+
+def _require_rewards(columns: Collection[str], num_without_rule: int, num_rows: int) -> None:
+    """Raises ValueError if some rows have no rule and no other column rewards them. `columns` are
+    the reward columns of the run."""
+    has_other_rewards = any(name not in RULE_COLUMNS for name in columns)
+    if num_without_rule and not has_other_rewards:
         raise ValueError(
             f"nothing rewards the responses to {num_without_rule} of {num_rows} rows: their "
             "reward_model.style is 'model', but reward_model.enable is false and neither "
             "reward_models nor a custom role with reward_columns is there; enable the reward "
             "model, set custom_reward_function.path, or correct the rows."
         )
-    if config.algorithm.filter_groups.enable and not scores_every_row:
-        require_rules_of_training_rows(train_dataset)
-    check_names_of_rewards(config, columns, numbers)
-    return scorer
 
 
 def _prompts_note(name: str, dataset: PromptDataset) -> str:
@@ -385,17 +414,18 @@ def check_tokens(
     config: PPOConfig, tokenizer: PreTrainedTokenizerBase, highest: tuple[int, str]
 ) -> None:
     """Raises ValueError unless the policy has the tokens that end responses, the padding token, and
-    `highest`, the highest token of the data with its place."""
+    `highest`, the highest token of the data with its place. The tokenizer itself may have more
+    tokens than the policy."""
     model = config.actor_rollout_ref.model
     hf_config = pretrained.load_hf_config(model, key="actor_rollout_ref.model")
-    size = hf_config.get_text_config().vocab_size
+    vocab_size = hf_config.get_text_config().vocab_size
     end_tokens, padding = special_token_ids(tokenizer, model.path)
     highest_end = (max(end_tokens), "an end of a response")
     for token, place in [highest, highest_end, (padding, "the padding")]:
-        if token >= size:
+        if token >= vocab_size:
             raise ValueError(
-                f"{place}: token {token} ({tokenizer.decode([token])!r}) is none of the {size} of "
-                f"the model at actor_rollout_ref.model.path={model.path}: set "
+                f"{place}: token {token} ({tokenizer.decode([token])!r}) is none of the "
+                f"{vocab_size} of the model at actor_rollout_ref.model.path={model.path}: set "
                 "actor_rollout_ref.model.tokenizer_path to the model's own tokenizer."
             )
 
@@ -426,7 +456,8 @@ def check_teacher(model: PolicyModelConfig, tokenizer: PreTrainedTokenizerBase) 
 
 
 def load_dataset(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, part: str) -> PromptDataset:
-    """Loads the prompts of a part of the data, "train" or "val"."""
+    """Loads the prompts of a part of the data, "train" or "val". The width of padded responses is
+    the length that the rollout engine may draw."""
     data = config.data
     files = data.train_files if part == "train" else data.val_files
     return PromptDataset(

@@ -18,7 +18,7 @@ from verl_like.trainer.ppo.display import generation_of_row
 from verl_like.trainer.ppo.experience_maker import ExperienceMaker
 from verl_like.trainer.ppo.inputs import PPOInputs
 from verl_like.trainer.ppo.metrics import validation_metrics
-from verl_like.trainer.ppo.scoring import RuleScorer, reward_columns
+from verl_like.trainer.ppo.scoring import COUNT_PREFIX, RuleScorer, reward_columns
 from verl_like.trainer.ppo.workers import PlacedGroup, build_resource_pools, start_groups
 from verl_like.workers.models.pretrained import load_hf_config
 from verl_like.workers.planning.flops import ModelCost
@@ -112,8 +112,9 @@ class MakerDriver(Generic[RecorderT]):
         """Generates responses to the validation set with the sampling of `rollout.val_kwargs`,
         scores them, and shows a few of them.
 
-        Returns the metrics `val-core/...` and `val-aux/...`. Among the latter are the numbers of
-        responses that could not be scored.
+        Returns the metrics `val-core/...` and `val-aux/...`. A response that could not be scored
+        counts as 0 in the mean of the reward, see `generate_and_score`. The latter count these
+        responses in num_skipped, num_errors and num_timeouts.
         """
         rows = list(self.val_dataset)
         prompts = self.val_dataset.collate(rows, epoch=0)
@@ -128,7 +129,7 @@ class MakerDriver(Generic[RecorderT]):
         self.recorder.show_generations(self.global_step, len(batch), shown, num_shown)
         found = validation_metrics(batch, scores_B)
         for name, value in metric_values(metrics).items():
-            if name.startswith("reward/num_"):
+            if name.startswith(COUNT_PREFIX):
                 found[name.replace("reward/", "val-aux/")] = value
         return found
 

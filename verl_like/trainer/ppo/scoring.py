@@ -32,6 +32,8 @@ _LEFT_TO_MODELS = Answer(score=0.0)
 """What the rules answer for a row that has no rule."""
 RULE_COLUMNS = {"rule_scores": 1.0}
 """The reward column of the rules, with its weight."""
+COUNT_PREFIX = "reward/num_"
+"""The prefix of the metrics in which `PendingScores` counts responses that could not be scored."""
 EXTRA_PREFIX = "reward_extra/"
 """The prefix of the columns with what a reward function returns besides the score."""
 
@@ -126,7 +128,7 @@ def total_scores(batch: DataProto, reward_columns: Mapping[str, float]) -> Tenso
 
     Raises RewardError if a column of a sample is not finite, unless the rules skipped the sample.
     An estimator that compares all rows of a batch would otherwise make every advantage infinite or
-    NaN.
+    NaN. A sample that the rules skipped may keep NaN, because the caller masks its row.
     """
     weighted: list[Tensor] = []
     for name, weight in reward_columns.items():
@@ -166,7 +168,8 @@ def scores_by_reward(batch: DataProto, reward_columns: Mapping[str, float]) -> d
 
 def groups_differ(batch: DataProto, metric: str) -> Tensor:
     """Returns for each row, (B,) bool, whether the responses to its prompt differ in `metric`.
-    Responses that could not be scored do not count.
+    Responses that could not be scored do not count. Responses of several rows are compared as one
+    sample, and each of their rows gets the result.
 
     `metric` is "reward", the rules' score, or the name of a number that the reward function
     returned beside it. Raises ValueError if there is no such number.
@@ -175,6 +178,7 @@ def groups_differ(batch: DataProto, metric: str) -> Tensor:
     rewards = view.tensor_batch["rule_scores"].sum(-1)
     numbers = {"reward": rewards.numpy()} | extra_numbers(view)
     require_metric(metric, numbers)
+    # (B, 1), because PromptGroups takes values and a mask by token: here each response has one.
     values = torch.from_numpy(numbers[metric]).unsqueeze(-1)
     is_skipped = view.tensor_batch["is_skipped"].unsqueeze(-1)
     is_scored = ~is_skipped & ~values.isnan()

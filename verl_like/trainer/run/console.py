@@ -24,11 +24,12 @@ from verl_like.trainer.run.display import Display, printable
 class RunConsole:
     """Prints to standard output. On a terminal it shows a progress bar with the time left."""
 
-    def __init__(self, display: Display, redacted: Callable[[str], str]) -> None:
+    def __init__(self, display: Display, redact: Callable[[str], str]) -> None:
         self.display = display
-        self.redacted = redacted
+        self.redact = redact
         """Masks the secrets in a text."""
-        # A character that the encoding of the output lacks is printed as an escape sequence.
+        # A character that the encoding of the output lacks is printed as an escape sequence, and
+        # raises nothing.
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="backslashreplace")
         self.console = Console(soft_wrap=True, highlight=False)
@@ -62,7 +63,7 @@ class RunConsole:
 
     def _shown(self, text: str) -> str:
         """The text without secrets and control characters. Markup in it has no effect."""
-        return escape(printable(self.redacted(text)))
+        return escape(printable(self.redact(text)))
 
     def start_training(self, total_steps: int) -> None:
         """Shows the progress bar and starts its clock."""

@@ -220,9 +220,10 @@ class RunRecorder:
         far.
 
         The checkpoint of the best step is kept until another step is better. Raises UnknownMetric
-        if the first validation does not report the metric.
+        if the validation does not report the metric and none of this process has reported it yet.
         """
         value = self._value_of(metrics)
+        # Also for NaN, which is not larger than anything.
         if not value > self.best.get("value", -math.inf):
             return False
         self.best = {"step": step, "metric": self.config.trainer.best_ckpt_metric, "value": value}
@@ -262,6 +263,7 @@ class RunRecorder:
             rows.append(row)
         if not rows:
             return
+        # Those of the first validation stay.
         self.generations = self.generations[:num_shown]
         for row in rows:
             row_of_step = {"step": step} | row
@@ -354,8 +356,10 @@ class RunRecorder:
             self._close(outcome)
 
     def _close(self, outcome: str) -> None:
-        """Does the work of `close`."""
-        self.begun = None  # its step has not ended
+        """Completes a checkpoint that is being written, drops one whose step has not ended, closes
+        the files, writes the report, and says where everything is."""
+        # The step failed before its row was written, so its checkpoint is dropped.
+        self.begun = None
         try:
             # There may be one if the run was interrupted or failed.
             self.commit_checkpoint(wait=True, timeout_s=LAST_WAIT_S)
@@ -392,6 +396,15 @@ class RunRecorder:
 
     def _say_files(self) -> None:
         """Says which files the run has written."""
+        self.say(f"  in {self.run_dir}:")
+        for name, what in self._files().items():
+            path = self.run_dir / name
+            if path.exists() and path.stat().st_size:
+                self.say(f"    {name:<40} {what}")
+
+    def _files(self) -> dict[str, str]:
+        """Returns what each file of the run is called: those of FILES, the best checkpoint, and the
+        models in the format of Hugging Face."""
         files = dict(FILES)
         if self.best:
             files[f"global_step_{self.best['step']}"] = f"best {self.best['metric']}"
@@ -401,11 +414,7 @@ class RunRecorder:
             for model in sorted(folder.glob("*/huggingface")):
                 name = str(model.relative_to(self.run_dir))
                 files[name] = f"{model.parent.name}, Hugging Face format"
-        self.say(f"  in {self.run_dir}:")
-        for name, what in files.items():
-            path = self.run_dir / name
-            if path.exists() and path.stat().st_size:
-                self.say(f"    {name:<40} {what}")
+        return files
 
     def _write_report(self, outcome: str, metrics: list[Row]) -> None:
         """Writes `report.html`."""

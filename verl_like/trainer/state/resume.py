@@ -229,8 +229,8 @@ def read_fingerprints(run_dir: Path) -> dict[str, str]:
 
 
 def read_config(run_dir: Path) -> DictConfig:
-    """Reads the run's `config.yaml`. Raises OSError or ValueError if the file cannot be read or is
-    another one."""
+    """Reads the run's `config.yaml`. Raises OSError or ValueError if the file cannot be read, or is
+    one that no run writes."""
     path = run_dir / "config.yaml"
     text = read_text(path, _MAX_FILE_BYTES)
     try:
@@ -329,7 +329,8 @@ def changed_inputs(saved: Mapping[str, str], config: RunConfig) -> list[str]:
 def settings_of(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yields the key and the value of every setting.
 
-    A list is a value, and so are all arguments of the reward function together.
+    A list is a value, and so is an empty block. So are all arguments of the reward function
+    together, because their names are those of the user's function.
     """
     if not isinstance(tree, dict) or not tree or prefix.endswith(".reward_kwargs"):
         yield prefix, tree

@@ -85,7 +85,10 @@ def run_supervised(config: SupervisedConfig, template: WorkerTemplate | None = N
 
 def check_inputs(config: SupervisedConfig, cleanup: contextlib.ExitStack) -> SupervisedInputs:
     """Reads and checks the data, checks the model, and fills in the number of training steps.
-    Raises ValueError for what the user has to change. No worker has been started then."""
+    Raises ValueError for what the user has to change. No worker has been started then.
+
+    `cleanup` is not used, because nothing is started here.
+    """
     if not cluster_address(config.ray_kwargs.ray_init.address):
         num_cpus = config.ray_kwargs.ray_init.num_cpus
         keys = "trainer.nnodes and trainer.n_gpus_per_node"
@@ -94,28 +97,20 @@ def check_inputs(config: SupervisedConfig, cleanup: contextlib.ExitStack) -> Sup
     kind = KINDS[type(config)]
     hf_config = load_hf_config(config.model, key="model")
     files = fetch_weights(config.model, key="model")
-    size = config.training.ulysses_sequence_parallel_size
-    require_shares_of_heads(hf_config, size, "training.ulysses_sequence_parallel_size")
+    sequence_parallel_size = config.training.ulysses_sequence_parallel_size
+    require_shares_of_heads(
+        hf_config, sequence_parallel_size, "training.ulysses_sequence_parallel_size"
+    )
     check_model(
         config.model,
         kind.worker.model_class,
         files,
         key="model",
         makes_head=True,
-        sequence_parallel_size=size,
+        sequence_parallel_size=sequence_parallel_size,
     )
-    data = config.data
     tokenizer = load_tokenizer(config.model)
-    load = partial(
-        kind.dataset,
-        tokenizer=tokenizer,
-        max_length=data.max_length,
-        overlong=data.overlong,
-        apply_chat_template_kwargs=data.apply_chat_template_kwargs,
-        end_tokens=special_token_ids(tokenizer, config.model.path)[0],
-    )
-    train = load(data.train_files, max_samples=data.train_max_samples)
-    val = load(data.val_files, max_samples=data.val_max_samples) if data.val_files else None
+    train, val = _load_datasets(config, tokenizer)
     datasets = [train, val] if val else [train]
     check_lengths(config, hf_config.get_text_config(), datasets)
     num_decoded = min(16, len(train))
@@ -125,10 +120,35 @@ def check_inputs(config: SupervisedConfig, cleanup: contextlib.ExitStack) -> Sup
     if isinstance(config, RMConfig):
         last_tokens = set.union(*(one.last_tokens for one in datasets))
         config = with_padding_token(config, hf_config, tokenizer, last_tokens)
-    sampler = EpochSampler(len(train), data.train_batch_size)
+    # Raises ValueError if there are fewer rows than one batch takes.
+    sampler = EpochSampler(len(train), config.data.train_batch_size)
     steps_of_epochs = sampler.num_batches_per_epoch * config.trainer.total_epochs
     steps = config.trainer.total_training_steps or steps_of_epochs
     config = config.updated({"trainer.total_training_steps": steps})
+    return SupervisedInputs(config, train, val, _notes(train, val))
+
+
+def _load_datasets(
+    config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[ConversationDataset, ConversationDataset | None]:
+    """Loads the training rows, and the validation rows if `data.val_files` names files."""
+    data = config.data
+    end_tokens, _padding = special_token_ids(tokenizer, config.model.path)
+    load = partial(
+        KINDS[type(config)].dataset,
+        tokenizer=tokenizer,
+        max_length=data.max_length,
+        overlong=data.overlong,
+        apply_chat_template_kwargs=data.apply_chat_template_kwargs,
+        end_tokens=end_tokens,
+    )
+    train = load(data.train_files, max_samples=data.train_max_samples)
+    val = load(data.val_files, max_samples=data.val_max_samples) if data.val_files else None
+    return train, val
+
+
+def _notes(train: ConversationDataset, val: ConversationDataset | None) -> tuple[str, ...]:
+    """Says how many rows there are, and warns if none teaches the model to end."""
     too_long = ""
     if train.num_dropped or train.num_truncated:
         too_long = f" ({train.num_dropped} too long and left out, {train.num_truncated} cut)"
@@ -141,7 +161,7 @@ def check_inputs(config: SupervisedConfig, cleanup: contextlib.ExitStack) -> Sup
             "model does not learn to end: the chat template writes none behind an answer, or rows "
             "are cut; change the template."
         )
-    return SupervisedInputs(config, train, val, tuple(notes))
+    return tuple(notes)
 
 
 def check_lengths(

@@ -77,7 +77,8 @@ class ActivationOffload(torch.autograd.graph.saved_tensors_hooks):
     def _issue(self, saved: Offloaded) -> None:
         """Begins the copy to the device, if it has not begun.
 
-        It follows the copy to the host on the same stream.
+        Both copies are on the side stream, so this one begins after the copy to the host has ended.
+        `_fetch` clears `fetched`, so a second backward pass copies again.
         """
         if saved.fetched is None:
             with self._beside_computation(saved.device):

@@ -35,8 +35,8 @@ def choose_attention(
             not support it.
     """
     require_flash_attention(requested, key="model")
-    on_gpu = device == "cuda" and dtype in (torch.bfloat16, torch.float16)
-    if requested in ("flash_attention_2", "varlen") and not on_gpu:
+    is_half_on_gpu = device == "cuda" and dtype in (torch.bfloat16, torch.float16)
+    if requested in ("flash_attention_2", "varlen") and not is_half_on_gpu:
         raise ValueError(
             f"attn_implementation={requested} computes in bfloat16 or float16 on a GPU, not in "
             f"{dtype} on {device}; leave override_config.attn_implementation out."
@@ -49,9 +49,9 @@ def choose_attention(
         )
     if requested is None:
         requested = "sdpa"
-        if on_gpu and importlib.util.find_spec("flash_attn") is not None:
+        if is_half_on_gpu and importlib.util.find_spec("flash_attn") is not None:
             requested = "flash_attention_2"
-        elif on_gpu and softcap is None:
+        elif is_half_on_gpu and softcap is None:
             requested = "varlen"
     return _PACKED_NAMES[requested]
 

@@ -158,15 +158,17 @@ class _LinearLogProb(torch.autograd.Function):
             grad_hidden_MD = torch.zeros_like(hidden_MD, dtype=torch.float32)
         grad_weight_VD = torch.empty_like(weight_VD) if needs_weight else None
         last = len(chunks) - 1
+        # From the last chunk, which is still in the buffer.
         for index in range(last, -1, -1):
             start, end = chunks[index]
-            x_MC = _view(buffer, len(hidden_MD), end - start)
-            if index < last or not has_last_chunk:
-                _product(hidden_MD, weight_VD[start:end], ctx.factor, buffer)
+            if index == last and has_last_chunk:
+                x_MC = _view(buffer, len(hidden_MD), end - start)
+            else:
+                x_MC = _product(hidden_MD, weight_VD[start:end], ctx.factor, buffer)
             _to_gradient(
                 x_MC,
                 ctx.cap,
-                labels_M - start,
+                labels_M - start,  # may be outside of the chunk
                 lse_M,
                 log_share_SM[index],
                 grad_log_prob_M,
@@ -340,10 +342,11 @@ def _blocks(x_MC: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
     memory is the same for all blocks.
     """
     num_rows, num_columns = x_MC.shape
-    size = max(1, LOGITS_PER_BLOCK // max(num_columns, 1))
-    scratch = x_MC.new_empty(min(size, num_rows), num_columns, dtype=torch.float32)
-    for start in range(0, num_rows, size):
-        rows = slice(start, start + size)
+    rows_per_block = max(1, LOGITS_PER_BLOCK // max(num_columns, 1))
+    largest_block = min(rows_per_block, num_rows)
+    scratch = x_MC.new_empty(largest_block, num_columns, dtype=torch.float32)
+    for start in range(0, num_rows, rows_per_block):
+        rows = slice(start, start + rows_per_block)
         block = x_MC[rows]
         yield rows, block, scratch[: len(block)]
 

@@ -16,7 +16,7 @@ from transformers import (
 from verl_like.workers.models.linear_log_prob import linear_log_prob
 from verl_like.workers.models.packing import PackedBatch
 
-# Legend: N tokens without padding, M scored tokens, S sequences, D hidden size.
+# Legend: N tokens of the packed batch, M scored tokens, S sequences, D hidden size.
 
 
 class PackedModel(nn.Module):
@@ -37,7 +37,13 @@ class PackedModel(nn.Module):
         """A context that says where autograd keeps tensors for the backbone's backward pass."""
 
     def hidden_states(self, packed: PackedBatch) -> Tensor:
-        """Runs the backbone, and returns its outputs after the final norm, (N, D)."""
+        """Runs the backbone, and returns its outputs after the final norm, (N, D), for the tokens
+        in `packed`.
+
+        If ranks share the batch, these are this rank's share of the tokens, filler included.
+        Attention exchanges tokens for heads with the other ranks (`packed.exchange`, see
+        SequenceExchange), so the tokens attend to all tokens of their sequence.
+        """
         with self.saving:
             outputs: Any = self.hf.base_model(
                 input_ids=packed.input_ids,

@@ -357,8 +357,10 @@ def load_tokenizer(config: TrainedModelConfig) -> PreTrainedTokenizerBase:
             return AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
         return PreTrainedTokenizerFast.from_pretrained(path)
     except Exception as error:  # the reader may raise anything for a wrong file
+        # It names tokenizer.json only if that is the damaged file.
+        place = _unreadable(file) or path
         raise ValueError(
-            f"{_unreadable(file) or path}: no tokenizer can be read there ({_said(error)}); copy "
+            f"{place}: no tokenizer can be read there ({_said(error)}); copy "
             "it anew, or set model.tokenizer_path to a folder with a tokenizer of this vocabulary."
         ) from error
 
@@ -397,7 +399,8 @@ def check_tokenizer(
     *,
     key: str,
 ) -> None:
-    """Raises ValueError if a run's tokenizer differs from its `tokenizer.json`.
+    """Raises ValueError if a run's tokenizer differs from its `tokenizer.json`. Without such a file
+    nothing is checked.
 
     The tokenizer of the run, and the one that it exports, must give the same token ids for `texts`,
     and the same texts after decoding.
@@ -413,21 +416,21 @@ def check_tokenizer(
     reference.add_tokens([token for _token_id, token in added])
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
-        # For some model types transformers has a tokenizer class, which it uses instead of the one
-        # that the folder names.
+        # An export has the model's configuration too. For some model types transformers has a
+        # tokenizer class, which it uses instead of the one that the folder names.
         load_hf_config(config, key=key).save_pretrained(folder)
         exported = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
     for text in texts:
         ids = reference.encode(text, add_special_tokens=False).ids
         decoded = reference.decode(ids)
-        for name, one in (("the run", tokenizer), ("an export of it", exported)):
-            own_ids = one(text, add_special_tokens=False)["input_ids"]
-            own_decoded = one.decode(
+        for name, other in (("the run", tokenizer), ("an export of it", exported)):
+            own_ids = other(text, add_special_tokens=False)["input_ids"]
+            own_decoded = other.decode(
                 ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
             )
             if own_ids != ids or own_decoded != decoded:
                 raise ValueError(
-                    f"the tokenizer of {key}, as {name} reads it ({type(one).__name__}), is not "
+                    f"the tokenizer of {key}, as {name} reads it ({type(other).__name__}), is not "
                     f"that of {file}: {text!r} becomes {own_ids}, not {ids}, and those are "
                     f"decoded as {own_decoded!r}, not {decoded!r}. Training, or a program that "
                     "loads its result, would read other text than the model knows: set "

@@ -56,6 +56,7 @@ class EngineThread:
     """
 
     def __init__(self, make: Callable[[], RolloutEngine]) -> None:
+        """Returns when the engine is made. Raises what `make` raises, and the thread ends then."""
         self._changed = threading.Condition()
         self._commands: deque[_Command] = deque()
         self._ages: dict[str, int] = {}
@@ -68,10 +69,11 @@ class EngineThread:
         """The engine. Other threads may read only those attributes of it that do not change."""
         made: Future[None] = Future()
         num_threads = torch.get_num_threads()
-        arguments = (weakref.ref(self), [make], made, self._has_ended, num_threads)
+        makers = [make]  # a list, which `_run` empties
+        arguments = (weakref.ref(self), makers, made, self._has_ended, num_threads)
         thread = threading.Thread(target=_run, args=arguments, name="rollout engine", daemon=True)
         thread.start()
-        made.result()
+        made.result()  # `_run` has set `engine`
         # A process that ends while a thread runs torch's code would abort.
         atexit.register(_close, weakref.ref(self))
 

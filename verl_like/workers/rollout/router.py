@@ -294,7 +294,8 @@ class RequestRouter:
     def close(self, timeout_s: float) -> None:
         """Ends the thread, and waits for its end, but not longer than `timeout_s`.
 
-        Unfinished calls raise.
+        Unfinished calls raise RuntimeError. So does every later call with requests: its first
+        `_exchange` raises the error and sends nothing.
         """
         with self.changed:
             self.is_closing = True

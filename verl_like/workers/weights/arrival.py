@@ -94,11 +94,12 @@ def check_staged(exports: Sequence[WeightExport], version: int, device: str) -> 
     returns the trainer's fingerprint of each tensor by name.
 
     `device` computes the fingerprints, of one tensor at a time. All ranks of a process group call
-    it, since they load together: what one of them refuses, all do. Raises WeightSyncError as
-    `check_exports` does, and StaleWeightsError if a value is not the trainer's.
+    it, since they load together. If a value is not the trainer's on one rank, all ranks raise
+    StaleWeightsError. Raises WeightSyncError as `check_exports` does, before the ranks speak to
+    each other: all have the same exports, so all refuse them.
     """
     expected = check_exports(exports, version)
-    stale: StaleWeightsError | None = None
+    own_error: StaleWeightsError | None = None
     try:
         sums: dict[str, Tensor | int] = {}
         for name, tensor in iterate_weights(exports):
@@ -107,10 +108,12 @@ def check_staged(exports: Sequence[WeightExport], version: int, device: str) -> 
         failure = f"Weights of version {version} changed on their way"
         check_arrival(expected, staged, failure, StaleWeightsError)
     except StaleWeightsError as error:
-        stale = error
-    num_stale = torch.tensor(0.0 if stale is None else 1.0, device=device)
+        own_error = error
+    num_refusing = torch.tensor(0.0 if own_error is None else 1.0, device=device)
     if dist.is_initialized():
-        dist.all_reduce(num_stale)
-    if num_stale:
-        raise stale or StaleWeightsError(f"Weights of version {version} are stale on another rank.")
+        dist.all_reduce(num_refusing)
+    if own_error is not None:
+        raise own_error
+    if num_refusing:
+        raise StaleWeightsError(f"Weights of version {version} are stale on another rank.")
     return expected

@@ -43,8 +43,11 @@ def fingerprint_tensor(tensor: Tensor, first_row: int = 0, first_column: int = 0
 
 
 def read_fingerprints(sums: Mapping[str, Tensor | int]) -> dict[str, int]:
-    """Returns the fingerprints of tensors by name, from their `fingerprint_sum`; waits once for
-    each device."""
+    """Returns the fingerprints of tensors by name; waits once for each device.
+
+    `sums` has what `fingerprint_sum` returned, which is signed, or the 0 of a rank that does not
+    answer for the tensor.
+    """
     read: dict[str, int] = {}
     on_device: dict[torch.device, dict[str, Tensor]] = defaultdict(dict)
     for name, value in sums.items():
