@@ -84,7 +84,6 @@ def test_colocated_and_split_runs_give_equal_results(
     assert scored < max(e["finished"] for e in first_step if e["method"] == "generate_sequences")
 
 
-@pytest.mark.proof
 def test_a_new_role_a_reward_model_and_a_reference_on_pools_of_their_own_and_plugins_take_part(
     tmp_path: Path, tiny_llama: Callable, plugins: str, monkeypatch: pytest.MonkeyPatch
 ):

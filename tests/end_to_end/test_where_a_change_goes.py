@@ -244,7 +244,8 @@ TESTED_ELSEWHERE = {
     "estimator, loss, engine, reward or trainer outside the package": "end_to_end/test_plugins.py::"
     "test_a_run_whose_parts_come_from_plugins_equals_the_built_in_one",
     "trainer": "end_to_end/test_run_shell.py::test_a_trainer_of_a_few_lines_trains_and_leaves_metrics_and_a_report",
-    "placement": "end_to_end/test_ppo_run.py::test_colocated_and_split_runs_give_equal_results",
+    "placement": "ray_cpu/test_ray_flow.py::"
+    "test_colocated_split_and_local_runs_of_one_flow_give_equal_results",
 }
 RULES_FOR_KEYS = [
     "tests/architecture/test_config_surface.py::test_every_key_is_documented",
