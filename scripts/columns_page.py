@@ -15,8 +15,8 @@ uids = scored.batch.non_tensor_batch["uid"]
 ```
 
 A method of a worker names what it needs, `@register(..., reads=["responses", "uid"],
-writes=["my_scores"])`, and gets nothing else ([dispatch](dispatch.md)). This is the way of a batch
-through a step:
+writes=["my_scores"])`, and gets these, `is_pad` and meta_info ([dispatch](dispatch.md)). This is
+the way of a batch through a step:
 
 ![The columns that each phase of a step adds to the batch](pictures/batch.svg)
 
@@ -33,7 +33,8 @@ Padded they are where code is easier to write so, and in verl's layout: prompts 
 same for every batch, rank and micro-batch.
 
 * Estimators, policy losses, corrections and the phases of `ExperienceMaker` after scoring
-  (`reward`, `correct`, `estimate`) get (B, R). A column is padded when it is first read.
+  (`reward`, `correct`, `estimate`, `choose_tokens`) get (B, R). A column is padded when it is first
+  read.
 * A worker's method that is registered without `jagged=True` gets padded columns, among them
   `input_ids`, `attention_mask` and `position_ids` if it reads them, and the columns (B, R) that it
   returns lose their padding. Code that was written for verl runs so.

@@ -97,7 +97,8 @@ data:
 ```
 
 Every run writes its resolved configuration to `config.yaml` in its output folder; started with that
-folder and name, it runs again. """
+folder and name, it runs again.
+"""
 
 
 EXAMPLES_HEAD = """# Keys of training on examples

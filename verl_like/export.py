@@ -146,7 +146,7 @@ def merged_model(checkpoint: Path, hf: PreTrainedModel, ema: bool) -> Tensors:
 def read_adapter(checkpoint: Path, hf: PreTrainedModel, ema: bool) -> tuple[LoraConfig, Tensors]:
     """peft's settings of the checkpoint's adapter, and all that was trained, in float32 by name.
 
-    Raises ValueError where the adapter is not whole.
+    Raises ValueError if a part of the adapter is missing.
     """
     settings = LoraConfig.from_pretrained(str(checkpoint))
     with torch.device("meta"):

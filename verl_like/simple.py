@@ -1,4 +1,4 @@
-"""PPO by the statements of ColossalAI, whose place is verl_like/compat/colossalai.py."""
+"""The names of verl_like/compat/colossalai.py under their earlier module."""
 
 from verl_like.compat.colossalai import (
     Actor,

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from inspect import signature
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,6 +24,7 @@ from verl_like.trainer.run import worker_template
 from verl_like.trainer.run.errors import InputRefused
 from verl_like.trainer.run.rows import readable_rows
 from verl_like.trainer.run.run_recorder import GENERATIONS
+from verl_like.trainer.run.shell import cannot_be_written
 from verl_like.trainer.state import checkpoint
 from verl_like.trainer.state.resume import settings_of
 
@@ -45,24 +45,30 @@ class TrainedRun:
     validation before the first."""
     generations: list[dict[str, Any]]
     """The rows of `generations.jsonl`: the validation's responses that the run showed."""
-    checkpoint: Path
-    """The folder of the newest checkpoint."""
+    checkpoint: Path | None
+    """The folder of the newest checkpoint. None if the run only validated (`trainer.val_only`)."""
 
     @property
     def model(self) -> Path:
         """The folder of the trained policy, which transformers and vLLM load. It is there after the
-        last step of the run."""
+        last step of the run. Raises ValueError if the run only validated."""
+        if self.checkpoint is None:
+            raise ValueError(
+                f"the run in {self.run_dir} has no trained model, because it only validated: set "
+                "trainer.val_only=false to train"
+            )
         return self.checkpoint / Role.Actor / "huggingface"
 
     @classmethod
     def of(cls, run_dir: Path) -> Self:
-        """Reads the folder of a run that has a checkpoint."""
-        step = checkpoint.steps(run_dir)[-1]
+        """Reads the folder of a run that has ended."""
+        steps = checkpoint.steps(run_dir)
+        newest = checkpoint.folder_of_step(run_dir, steps[-1]) if steps else None
         return cls(
             run_dir,
             metrics=readable_rows((run_dir / "metrics.jsonl").read_bytes()),
             generations=readable_rows((run_dir / GENERATIONS).read_bytes()),
-            checkpoint=checkpoint.folder_of_step(run_dir, step),
+            checkpoint=newest,
         )
 
 
@@ -97,9 +103,13 @@ def train(
     folder = None
     if reward_fn is not None or models:
         folder = new_folder(config)
-    try:
-        if folder:
+    if folder:
+        try:
             config = write_inputs(config, folder, reward_fn, models, tokenizer)
+        except BaseException:
+            shutil.rmtree(folder)
+            raise
+    try:
         # On a GPU an import may start CUDA, which a fork cannot use.
         template = worker_template.start(WORKERS) if config.trainer.device == "cpu" else None
         run_dir = run_ppo_or_raise(config, template)
@@ -151,7 +161,7 @@ def require_reward_fn(config: PPOConfig, reward_fn: object) -> None:
         )
     name = getattr(reward_fn, "__name__", type(reward_fn).__name__)
     try:
-        require_signature(reward_fn, f"train(reward_fn=...): {name}{signature(reward_fn)}", {})
+        require_signature(reward_fn, f"train(reward_fn=...): {name}", "", {})
     except ValueError as error:
         raise InputRefused(str(error)) from None
 
@@ -211,7 +221,7 @@ def new_folder(config: PPOConfig) -> Path:
         parent.mkdir(parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(prefix=f"{stamp}_", dir=parent))
     except OSError as error:
-        raise cannot_be_written(config, error) from None
+        raise InputRefused(cannot_be_written(config, error)) from None
 
 
 def write_inputs(
@@ -236,17 +246,11 @@ def write_inputs(
             assert tokenizer, "models and their tokenizer go together"
             model.save_pretrained(folder / name)
             tokenizer.save_pretrained(folder / name)
+        return with_paths(config, {name: str(folder / name) for name in models})
     except (OSError, SafetensorError) as error:
-        raise cannot_be_written(config, error) from None
+        raise InputRefused(cannot_be_written(config, error)) from None
     except ValueError as error:
         raise InputRefused(str(error)) from None
-    return with_paths(config, {name: str(folder / name) for name in models})
-
-
-def cannot_be_written(config: PPOConfig, error: Exception) -> InputRefused:
-    """The error for a folder of the runs in which nothing can be written."""
-    folder = f"trainer.default_local_dir={config.trainer.default_local_dir}"
-    return InputRefused(f"{folder} cannot be written ({error}): make room there, or give another.")
 
 
 def with_paths(config: PPOConfig, folders: Mapping[str, str]) -> PPOConfig:

@@ -1,6 +1,7 @@
 """Policy, value and entropy losses against hand-derived numbers, a NumPy reference and numerical
 gradients."""
 
+import copy
 import inspect
 import itertools
 import math
@@ -16,11 +17,13 @@ from verl_like.algorithms.aggregation import LOSS_AGG_MODES, BatchCounts, agg_lo
 from verl_like.algorithms.masked import masked_sum
 from verl_like.algorithms.policy_losses import (
     POLICY_LOSSES,
+    ConfigBesideCounts,
     get_policy_loss_fn,
     register_policy_loss,
 )
 from verl_like.algorithms.policy_losses.vanilla import compute_policy_loss_vanilla
 from verl_like.algorithms.value_loss import compute_value_loss
+from verl_like.workers.config.roles import ActorConfig
 
 NAN, INF = float("nan"), float("inf")
 
@@ -361,3 +364,15 @@ def test_policy_losses_are_found_by_name_and_a_taken_name_is_refused(monkeypatch
         match=r"unknown policy loss 'vanila'; did you mean vanilla\? Known are .*vanilla",
     ):
         get_policy_loss_fn("vanila")
+
+
+def test_a_loss_may_copy_and_change_its_configuration_and_keeps_the_counts():
+    counts = {"batch_num_tokens": 7.0, "dp_size": 2}
+    block = ActorConfig(clip_ratio_low=0.25, clip_ratio_high=0.75, loss_agg_mode="token-mean")
+    config = ConfigBesideCounts(block, counts)
+    changed = config.updated({"clip_ratio_low": 0.125})
+    copies = [copy.copy(config), copy.deepcopy(config)]
+    for each in (*copies, changed, config.model_copy(update={"clip_ratio_high": 0.5})):
+        assert each.global_batch_info == counts
+    assert [each.clip_ratio_low for each in (*copies, changed)] == [0.25, 0.25, 0.125]
+    assert config.clip_ratio_low == 0.25

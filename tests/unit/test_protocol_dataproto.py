@@ -507,3 +507,12 @@ def test_a_column_with_holes_one_that_is_moved_and_those_of_a_tensordict_share_o
     assert moved.batch["a"].offsets() is moved.batch["b"].offsets()
     on_meta = direct.to("meta").select()
     assert on_meta.batch["a"].device.type == "meta" and len(on_meta) == 2
+
+
+def test_pop_leaves_the_dicts_that_others_hold_as_they_are():
+    data = make_batch()
+    arrays = data.non_tensor_batch
+    meta_info = data.meta_info
+    data.pop(non_tensor_batch_keys=["uid"], meta_info_keys=["temperature"])
+    assert "uid" in arrays and "temperature" in meta_info
+    assert "uid" not in data.non_tensor_batch and "temperature" not in data.meta_info

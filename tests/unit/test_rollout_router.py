@@ -1,10 +1,12 @@
 """Calls of a rollout group as requests, on two real replicas in this process."""
 
 import math
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -616,3 +618,28 @@ def test_in_the_timeline_a_call_begins_with_its_first_request(make_group: MakeGr
     assert len(spans) == 2 and all(
         started < first_were_sent < finished for started, finished in spans
     )
+
+
+def test_what_a_replica_has_lost_costs_no_response_that_another_one_ended() -> None:
+    router = object.__new__(RequestRouter)
+    completion: Any = object()
+    router.group = SimpleNamespace(
+        role="rollout",
+        runs_at_once=False,
+        collect_completions=lambda wait_s: [({}, 0), ({"of the second": completion}, 0)],
+    )
+    router.mesh = SimpleNamespace(collect_ranks=[0, 1])
+    router.changed = threading.Condition()
+    router.collect_s = 0.1
+    router.sent = {"of the first", "of the second"}
+    router.queue = SimpleNamespace(replica_of={"of the first": 0, "of the second": 1})
+    ended = []
+
+    def end(replica: int, name: str, given: Any) -> None:
+        ended.append((replica, name, given))
+        router.sent.discard(name)
+
+    router._ended = end
+    with pytest.raises(RolloutError, match=r"Replica 0 of rollout lost 1 requests: .*of the first"):
+        router._collect()
+    assert ended == [(1, "of the second", completion)]

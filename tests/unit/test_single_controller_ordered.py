@@ -166,3 +166,5 @@ def test_an_ordered_batch_is_refused_where_it_has_no_meaning():
     future = GROUPS[2].echo.remote(Ordered(batch, [3, 2, 1, 0]))
     with pytest.raises(ValueError, match="names each of its 4 rows once"):
         Ordered(future, [4, 3, 2, 1, 0])
+    with pytest.raises(ValueError, match="names each of its 1 rows once"):
+        Ordered(batch_of(1, [1]), np.array(0))

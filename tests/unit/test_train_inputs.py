@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from verl_like.train import train, with_paths, write_inputs
+from verl_like.train import TrainedRun, train, with_paths, write_inputs
 from verl_like.trainer.config import PPOConfig, load_ppo_config
 from verl_like.trainer.config.compose import load_config
 from verl_like.trainer.config.detached import DetachedConfig, broken_detached_rules
@@ -199,3 +199,12 @@ def test_the_same_call_reads_the_same_inputs_so_that_its_run_goes_on_and_another
     first, again, another = written
     assert changed_inputs(fingerprints_of(first), again) == []
     assert changed_inputs(fingerprints_of(first), another) == ["custom_reward_function.path"]
+
+
+def test_a_run_that_only_validated_has_metrics_and_no_model(tmp_path: Path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "val-core/sums/reward/mean@1": 0.25}\n')
+    (tmp_path / "generations.jsonl").write_text('{"step": 0, "response": "7"}\n')
+    run = TrainedRun.of(tmp_path)
+    assert run.metrics[0]["val-core/sums/reward/mean@1"] == 0.25 and run.checkpoint is None
+    with pytest.raises(ValueError, match=r"set trainer\.val_only=false to train"):
+        _ = run.model

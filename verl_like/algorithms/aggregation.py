@@ -102,13 +102,13 @@ def agg_loss(
     if loss_agg_mode == "token-sum":
         return total * dp_size
     if loss_agg_mode == "token-mean":
-        if batch_num_tokens is None:
-            batch_num_tokens = float(valid.sum())
         denominator = batch_num_tokens
+        if denominator is None:
+            denominator = float(valid.sum())
     else:
-        if global_batch_size is None:
-            global_batch_size = float(valid.any(dim=-1).sum())
         denominator = global_batch_size
+        if denominator is None:
+            denominator = float(valid.any(dim=-1).sum())
     if loss_agg_mode == "seq-mean-token-sum-norm":
         assert loss_scale_factor is not None
         denominator *= loss_scale_factor

@@ -100,14 +100,18 @@ class AlgorithmRegistry(Registry[Algorithm]):
         if name + _OPTIONS not in self.modules():
             return None
         module = importlib.import_module(f"{self.package}.{name}{_OPTIONS}")
+        classes: list[type[AlgorithmOptions]] = []
         for declared in vars(module).values():
             if isinstance(declared, type) and declared.__module__ == module.__name__:
                 assert issubclass(declared, AlgorithmOptions), f"{declared} is no class of options"
-                return declared
-        raise AssertionError(f"{module.__name__} has no class of options")
+                classes.append(declared)
+        assert len(classes) == 1, (
+            f"{module.__name__} has {len(classes)} classes of options, not one"
+        )
+        return classes[0]
 
     def options_of(self, name: str) -> type[AlgorithmOptions] | None:
-        """The options of an algorithm, or None when it has none. Its file is imported only if
+        """Returns the options of an algorithm, or None if it has none. Its file is imported only if
         `known_facts` lacks it.
 
         Raises:
@@ -119,7 +123,7 @@ class AlgorithmRegistry(Registry[Algorithm]):
         return options_class(self.get(name))
 
     def facts(self, name: str) -> AlgorithmFacts:
-        """The facts of an algorithm. Its file is imported only if `known_facts` lacks it.
+        """Returns the facts of an algorithm. Its file is imported only if `known_facts` lacks it.
 
         Raises:
             ValueError: there is no such algorithm; the message lists the known ones.

@@ -135,7 +135,8 @@ class PPOTrainer:
 
             run_dir = run_ppo_or_raise(config, template, check_inputs, fit, uses_ray=not is_local)
             run = TrainedRun.of(run_dir)
-            self.take_over(run.checkpoint, folder)
+            if run.checkpoint:  # None if the run only validated
+                self.take_over(run.checkpoint, folder)
         return run.metrics
 
     def fit_checked(self, inputs: PPOInputs, recorder: RunRecorder, is_local: bool) -> None:

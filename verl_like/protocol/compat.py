@@ -1,6 +1,5 @@
 """What code written for verl calls of a DataProto, and the library itself does not call."""
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self, cast
 
@@ -130,7 +129,7 @@ class VerlDataProto(Batch):
             generator=generator,
             **options,
         )
-        return itertools.chain.from_iterable(itertools.repeat(loader, epochs))
+        return (mini_batch for _ in range(epochs) for mini_batch in loader)
 
     def __getitems__(self, indices: list[int]) -> Self:
         """Returns rows for torch's DataLoader, in one call instead of one by one."""

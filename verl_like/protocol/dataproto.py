@@ -172,10 +172,10 @@ class DataProto(VerlDataProto):
         if tensors:
             assert self.batch is not None
             self.batch = self.batch.exclude(*tensors)
-        for name in arrays:
-            del self.non_tensor_batch[name]
-        for name in meta:
-            del self.meta_info[name]
+        # New dicts, because others may hold these ones.
+        left = self.non_tensor_batch.items()
+        self.non_tensor_batch = {name: array for name, array in left if name not in arrays}
+        self.meta_info = {name: value for name, value in self.meta_info.items() if name not in meta}
         return result
 
     def to(self, device: str | torch.device | int) -> "DataProto":

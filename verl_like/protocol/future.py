@@ -60,7 +60,7 @@ class PendingCall(Protocol):
 class Future(Generic[T]):
     """The value of a call, which `collect` makes of the outputs of its ranks.
 
-    The first `get` keeps the value or the error.
+    The first `get` that does not time out keeps the value or the error.
     """
 
     def __init__(self, call: PendingCall, collect: Callable[[list[Any]], T]) -> None:

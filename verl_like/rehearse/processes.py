@@ -72,7 +72,6 @@ def measure_run(
     Engines that the null GPU does not run are counted by the plan, and all of them if there is no
     `device_bytes`.
     """
-
     training: list[list[Future[Process]]] = []
     with ThreadPoolExecutor(2) as two_at_a_time:
         for pool in pools:
@@ -80,9 +79,13 @@ def measure_run(
             last_rank = sum(pool.nodes) - 1
             ranks = sorted({0, last_rank}) if pool.models else []
             training.append([two_at_a_time.submit(run_rank, rank=rank) for rank in ranks])
+        try:
+            ran = [[rank.result() for rank in ranks_of_pool] for ranks_of_pool in training]
+        except BaseException:
+            two_at_a_time.shutdown(wait=False, cancel_futures=True)
+            raise
     measured = []
-    for pool, ranks_of_pool in zip(pools, training, strict=True):
-        processes = [rank.result() for rank in ranks_of_pool]
+    for pool, processes in zip(pools, ran, strict=True):
         if pool.rollout:
             if device_bytes is not None and can_run(pool.config):
                 engine = measure_engine(null_gpu, command, pool, device_bytes)
@@ -116,7 +119,7 @@ def say_measured(pool: PlannedPool, process: Process, began: float) -> None:
 
 
 def can_run(config: Any) -> bool:
-    """Return whether the null GPU runs the rollout engine: vLLM in one process, without a class of
+    """Returns whether the null GPU runs the rollout engine: vLLM in one process, without a class of
     the user for the role."""
     rollout = config.actor_rollout_ref.rollout
     is_built_in = Role.Rollout not in config.worker_classes

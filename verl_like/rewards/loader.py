@@ -86,15 +86,15 @@ def load_reward_function(
             f"custom_reward_function.path={path} has no function {name!r} (it has: "
             f"{', '.join(functions) or 'none'}): set custom_reward_function.name"
         )
-    require_signature(reward_fn, f"{name}{inspect.signature(reward_fn)} in {path}", reward_kwargs)
+    require_signature(reward_fn, name, f" in {path}", reward_kwargs)
     return functools.partial(reward_fn, **reward_kwargs)
 
 
 def require_signature(
-    reward_fn: Callable[..., Any], shown: str, reward_kwargs: Mapping[str, Any]
+    reward_fn: Callable[..., Any], name: str, place: str, reward_kwargs: Mapping[str, Any]
 ) -> None:
-    """Raises ValueError, which names the function as `shown`, if a function cannot be called with
-    the arguments of a reward function."""
+    """Raises ValueError if a function cannot be called with the arguments of a reward function. The
+    message names it as `name`, with its parameters and `place` behind that."""
     further: dict[str, Any] = {"raw_prompt": []} if takes_raw_prompt(reward_fn) else {}
     try:
         inspect.signature(reward_fn).bind(
@@ -107,7 +107,7 @@ def require_signature(
         )
     except TypeError as error:
         raise ValueError(
-            f"{shown} cannot be called as a reward "
+            f"{name}{inspect.signature(reward_fn)}{place} cannot be called as a reward "
             f"function ({error}): it takes data_source, solution_str, ground_truth, extra_info "
             "and the keys of custom_reward_function.reward_kwargs "
             f"({', '.join(reward_kwargs) or 'none set'})"

@@ -40,7 +40,7 @@ class VerlWorkerGroup(abc.ABC):
 
 
 class VerlResourcePool(abc.ABC):
-    """What verl's pools have besides."""
+    """The further names that verl's pools have for the same numbers."""
 
     process_on_nodes: list[int]
 
@@ -48,11 +48,6 @@ class VerlResourcePool(abc.ABC):
     def local_ranks(self) -> list[tuple[int, int]]:
         """Returns for each rank its number on its node, and the number of the pool's processes
         there."""
-
-    @property
-    def store(self) -> list[int]:
-        """verl's other name for `process_on_nodes`."""
-        return self.process_on_nodes
 
     def local_rank_list(self) -> list[int]:
         """Returns for each rank its number on its node: [2, 1] gives [0, 1, 0]."""

@@ -157,9 +157,9 @@ def check_reads(role: str, spec: MethodSpec, batches: Sequence[DataProto]) -> No
         return
     present: set[str] = set()
     for batch in batches:
-        columns = batch.columns()
-        present.update(columns, batch.meta_info)
-        if "prompts" in columns and is_jagged(columns["prompts"]) and not spec.jagged:
+        present.update(batch.columns(), batch.meta_info)
+        prompts = batch.tensors().get("prompts")
+        if prompts is not None and is_jagged(prompts) and not spec.jagged:
             present.update(VERL_COLUMNS)
     for name in spec.reads:
         if name.endswith("?") or name in present:

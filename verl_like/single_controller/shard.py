@@ -37,16 +37,16 @@ class Ordered:
         self.batch = batch
         self.sizes = sizes
         self.order = np.asarray(order, dtype=np.int64)
-        num_rows = len(self.order)
+        num_rows = self.order.size
         if isinstance(batch, DataProto):
             num_rows = len(batch)
         elif batch.order is not None:  # of another future nobody knows the number of rows yet
             num_rows = len(batch.order)
-        ascending = np.sort(self.order)
-        if not np.array_equal(ascending, np.arange(num_rows)):
+        ascending = np.sort(self.order, axis=None)
+        if self.order.ndim != 1 or not np.array_equal(ascending, np.arange(num_rows)):
             raise ValueError(
                 f"the order of an Ordered batch names each of its {num_rows} rows once, got "
-                f"{self.order.shape} numbers: {self.order[:20].tolist()}"
+                f"{self.order.shape} numbers: {self.order.flatten()[:20].tolist()}"
             )
         if sizes is not None and (min(sizes, default=0) < 0 or sum(sizes) != num_rows):
             raise ValueError(

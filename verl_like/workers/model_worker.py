@@ -30,7 +30,7 @@ from verl_like.workers.weights.transport import WeightTransport
 
 
 def metrics_alone(metrics: dict[str, Metric]) -> DataProto:
-    """Returns a batch without rows, as methods return it that have only metrics to tell."""
+    """Returns a batch that has metrics and no rows, for methods that have no more to return."""
     return DataProto.from_dict(tensors={}, meta_info={"metrics": metrics})
 
 

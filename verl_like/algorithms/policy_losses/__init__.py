@@ -12,7 +12,7 @@ its parameters.
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol
 
 from verl_like.algorithms.policy_losses._facts import FACTS
@@ -56,7 +56,18 @@ class ConfigBesideCounts:
     global_batch_info: Mapping[str, Any]
 
     def __getattr__(self, name: str) -> Any:
+        # copy and pickle ask for special methods before `block` is there.
+        if name == "block" or name.startswith("__"):
+            raise AttributeError(name)
         return getattr(self.block, name)
+
+    def updated(self, values: Mapping[str, Any]) -> "ConfigBesideCounts":
+        """Returns the same counts beside the block with other values."""
+        return replace(self, block=self.block.updated(values))
+
+    def model_copy(self, **options: Any) -> "ConfigBesideCounts":
+        """Returns the same counts beside a copy of the block, as pydantic makes it."""
+        return replace(self, block=self.block.model_copy(**options))
 
 
 class PolicyLossOptions(AlgorithmOptions):

@@ -92,10 +92,11 @@ def placement_table(requests: dict[str, list[Resources]]) -> str:
             lines.append(_table_row(f"{pool}, node {index}", gpu, cpu))
     free = node_resources(total=False)
     lines.append(_table_row("node", "GPU", "CPU") + "   (free / all)")
+    resources_of_nodes = node_resources(total=True)
     addresses = {}
-    for node in ray.nodes():
+    for node in ray.nodes():  # last, so that it has every node that is shown
         addresses[node["NodeID"]] = node["NodeManagerAddress"]
-    for name, everything in node_resources(total=True).items():
+    for name, everything in resources_of_nodes.items():
         free_here = free.get(name, {})
         gpu = f"{free_here.get('GPU', 0):g} / {everything['GPU']:g}"
         cpu = f"{free_here.get('CPU', 0):g} / {everything['CPU']:g}"

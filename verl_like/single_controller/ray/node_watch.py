@@ -29,8 +29,8 @@ class Look:
     """What was found on a node."""
 
     stopped: Mapping[int, Mapping[int, str]]
-    """By the id of a worker's process, the stopped ones among it and the processes that it started,
-    with their titles."""
+    """For each worker, by its process id: which of its process and the processes that it started
+    are stopped, by process id, with their titles."""
     memory: str
     """The table that `largest_processes` returns."""
     num_oom_kills: int

@@ -58,6 +58,7 @@ class RayResourcePool(VerlResourcePool):
                 f"{max_colocate_count}"
             )
         self.process_on_nodes = list(process_on_nodes)
+        self.store = self.process_on_nodes  # verl's other name
         self.max_colocate_count = max_colocate_count
         self.name = name_prefix or f"pool-{secrets.token_hex(3)}"
         self.use_gpu = use_gpu

@@ -113,7 +113,7 @@ class RayWorkerGroup(WorkerGroup):
 
     @property
     def worker_names(self) -> list[str]:
-        """Returns the names of the actors in Ray, by rank."""
+        """The names of the actors in Ray, by rank."""
         return self.processes.names
 
     @property

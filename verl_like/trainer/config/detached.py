@@ -189,6 +189,7 @@ def broken_detached_rules(config: DetachedConfig) -> Iterator[str]:
     yield from makers_can_follow(config)
     yield from updates_in_flight_fit(config)
     yield from makers_have_the_trained_model(config)
+    yield from a_maker_validates_while_trainers_train(config)
     yield from pushes_fit_the_staleness(config)
     yield from makers_and_trainers_are_apart(config)
 
@@ -233,6 +234,15 @@ def makers_have_the_trained_model(config: DetachedConfig) -> Iterator[str]:
         )
 
 
+def a_maker_validates_while_trainers_train(config: DetachedConfig) -> Iterator[str]:
+    """A sentence if the run is only to validate, which main_ppo does."""
+    if config.trainer.val_only:
+        yield (
+            "trainer.val_only=true: in detached training a maker validates while trainers train; "
+            "run verl_like.trainer.main_ppo with it, or remove it"
+        )
+
+
 def pushes_fit_the_staleness(config: DetachedConfig) -> Iterator[str]:
     """A sentence for each broken rule on pushes. Weights are pushed every `update_steps` steps.
 
@@ -242,11 +252,6 @@ def pushes_fit_the_staleness(config: DetachedConfig) -> Iterator[str]:
     """
     detached = config.detached
     max_staleness = config.trainer.max_staleness
-    if config.trainer.val_only:
-        yield (
-            "trainer.val_only=true: in detached training a maker validates while trainers train; "
-            "run verl_like.trainer.main_ppo with it, or remove it"
-        )
     if detached.update_steps > max_staleness + 1:
         yield (
             f"detached.update_steps={detached.update_steps} pushes too rarely for "

@@ -167,7 +167,7 @@ class RunConfig(ConfigModel):
 
     @property
     def may_continue_a_run(self) -> bool:
-        """Return whether an earlier run may continue, which `trainer.resume_mode` then chooses."""
+        """True if an earlier run may continue. `trainer.resume_mode` then says which."""
         only_validates = getattr(self.trainer, "val_only", False)
         return self.trainer.resume_mode != "disable" and not only_validates
 

@@ -326,9 +326,9 @@ class ExperienceMakerHolder(Side):
         """Begins the responses to (B,) prompts while others are being generated."""
         router = router_of(self.run.groups[Role.Rollout])
         uids = prompts.non_tensor_batch["uid"]
-        for row, ticket in enumerate(tickets):
+        for row, (ticket, uid) in enumerate(zip(tickets, uids, strict=True)):
             prompt = prompts.rows(row, row + 1)
-            self.in_flight[uids[row]] = InFlight(ticket, prompt, router.call(prompt))
+            self.in_flight[uid] = InFlight(ticket, prompt, router.call(prompt))
 
     def restart_young(self) -> None:
         """Begins young responses again with the weights that were just loaded, and tells the ledger

@@ -1,5 +1,5 @@
-"""A run of detached training. It starts makers and trainers, records what they report, and starts
-makers that fail again."""
+"""A run of detached training. It starts makers and trainers, records what they report, and restarts
+makers that fail."""
 
 import contextlib
 import os
@@ -293,7 +293,7 @@ class DetachedRun:
         self.loops[name] = actor.workingloop.remote()
 
     def watch(self) -> None:
-        """Collects reports, and starts makers that fail again, until all loops have ended.
+        """Collects reports, and restarts makers that fail, until all loops have ended.
 
         Raises the error of a trainer, and that of a maker which failed more often than
         `max_restarts`. A maker's error after all steps were trained is raised only when the last
@@ -399,7 +399,7 @@ class DetachedRun:
         return (report.node, report.pid) if report else ("?", 0)
 
     def failed(self, name: str, error: WorkerError | CallTimeout) -> None:
-        """Starts a maker that failed again. The ledger gives its prompts to other makers.
+        """Restarts a maker that failed. The ledger gives its prompts out again.
 
         If the side is not a maker, would fail in the same way again, or has failed too often, it
         gives the side up instead.

@@ -259,7 +259,7 @@ class TrainingLoop(abc.ABC):
         return metrics
 
     def validation_is_due(self, is_last: bool) -> bool:
-        """Return whether a validation follows this step. Every `trainer.test_freq`-th step has
+        """Returns whether a validation follows this step. Every `trainer.test_freq`-th step has
         one, and so has the last; with a `test_freq` of 0 or less, no step has one."""
         freq = self.config.trainer.test_freq
         return freq > 0 and (is_last or self.global_step % freq == 0)

@@ -420,15 +420,15 @@ class ExperienceMaker:
         """
         columns = rewarded.batch.tensor_batch
         config = self.config.algorithm.rollout_correction
-        made: dict[str, Tensor] = {}
         if config.bypass_mode:
-            made["old_log_probs"] = columns["rollout_log_probs"]
+            # The configuration refuses it together with weights or rejection.
+            return rewarded.with_columns({"old_log_probs": columns["rollout_log_probs"]})
         if not (config.rollout_is or config.rollout_rs):
-            return rewarded.with_columns(made)
-        old_log_probs = made["old_log_probs"] if config.bypass_mode else columns["old_log_probs"]
+            return rewarded
         weights_BR, kept_BR, values = compute_rollout_correction_and_rejection_mask(
-            old_log_probs, columns["rollout_log_probs"], columns["response_mask"], config
+            columns["old_log_probs"], columns["rollout_log_probs"], columns["response_mask"], config
         )
+        made: dict[str, Tensor] = {}
         if weights_BR is not None:
             made["rollout_is_weights"] = weights_BR
         metrics = {name: Metric.mean(value) for name, value in values.items()}

@@ -445,9 +445,11 @@ def check_teacher(model: PolicyModelConfig, tokenizer: PreTrainedTokenizerBase) 
     """Raises ValueError unless the teacher has the tokenizer of the policy. Its embeddings may have
     more rows than the tokenizer has tokens, as padding."""
     hf_config = pretrained.load_hf_config(model, key=TEACHER_PATH).get_text_config()
-    own_tokenizer = pretrained.load_tokenizer(model)
-    is_too_small = hf_config.vocab_size < len(tokenizer)
-    if is_too_small or own_tokenizer.get_vocab() != tokenizer.get_vocab():
+    # A teacher that is too small may have no tokenizer.
+    is_own = hf_config.vocab_size >= len(tokenizer)
+    if is_own:
+        is_own = pretrained.load_tokenizer(model).get_vocab() == tokenizer.get_vocab()
+    if not is_own:
         raise ValueError(
             f"{TEACHER_PATH}={model.path}: the tokenizer of the teacher is not that of the "
             "policy, so it would read other words than the policy wrote; choose a teacher of the "

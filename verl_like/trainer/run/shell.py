@@ -122,16 +122,24 @@ def begin(
         resumed, notes = find_run(inputs.config, state_schema)
         try:
             recorder = RunRecorder(inputs.config, display, resumed)
-        except OSError as error:
-            folder = f"trainer.default_local_dir={inputs.config.trainer.default_local_dir}"
-            raise ValueError(
-                f"{folder} cannot be written ({error}): make room there, or give another."
-            ) from error
+        except BaseException as error:
+            if resumed:
+                # This process may live on and try again.
+                resumed.lock.close()
+            if isinstance(error, OSError):
+                raise ValueError(cannot_be_written(inputs.config, error)) from error
+            raise
     except (ValueError, RewardError, OSError) as error:
         raise InputRefused(config.redaction()(str(error))) from None
     for note in [*inputs.notes, *memory, *notes]:
         recorder.say(note)
     return inputs, recorder
+
+
+def cannot_be_written(config: RunConfig, error: Exception) -> str:
+    """Returns the message for a folder of the runs in which nothing can be written."""
+    folder = f"trainer.default_local_dir={config.trainer.default_local_dir}"
+    return f"{folder} cannot be written ({error}): make room there, or give another."
 
 
 def train(
@@ -142,11 +150,11 @@ def train(
 ) -> int:
     """Starts Ray and trains until the last step. Returns the exit code."""
     try:
-        train_or_raise(inputs, fit, recorder, template)
+        train_or_raise(inputs, fit, recorder, template, tell=say)
     except KeyboardInterrupt:
         return 130
-    except RunFailed as error:
-        return say(str(error), 1)
+    except RunFailed:
+        return 1
     return 0
 
 
@@ -156,9 +164,20 @@ def train_or_raise(
     recorder: RunRecorder,
     template: WorkerTemplate | None = None,
     uses_ray: bool = True,
+    tell: Callable[[str], object] | None = None,
 ) -> None:
-    """Starts Ray, if it is used, and trains until the last step. Raises RunFailed, without the
-    secrets of the configuration, if a part of the run fails."""
+    """Starts Ray, if it is used, and trains until the last step.
+
+    Raises RunFailed, without the secrets of the configuration, if a part of the run fails. `tell`
+    gets its text at once, before the record is completed and Ray is ended, which take time.
+    """
+
+    def failure(text: str) -> RunFailed:
+        text = recorder.redacted(text)
+        if tell:
+            tell(text)
+        return RunFailed(text)
+
     outcome = "Failed with an unexpected error; standard error has the traceback."
     has_failed = True
     try:
@@ -186,15 +205,13 @@ def train_or_raise(
         if isinstance(error, WorkerError) and error.shortage:
             lines.append(keys_that_lower(error.shortage.memory, error.role))
         lines += getattr(error, "__notes__", [])
-        message = "\n".join(lines)
-        raise RunFailed(recorder.redacted(message)) from None
+        raise failure("\n".join(lines)) from None
     except OSError as error:  # above all a full disk
         outcome = (
             f"Stopped in step {recorder.timeline.step}: {error}. Earlier checkpoints are as "
             "they were."
         )
-        text = f"{outcome} They are in {recorder.run_dir}."
-        raise RunFailed(recorder.redacted(text)) from None
+        raise failure(f"{outcome} They are in {recorder.run_dir}.") from None
     finally:
         # A second signal must not interrupt the report. Ray is ended last, because SIGTERM would
         # end the process during Ray's shutdown.

@@ -139,9 +139,8 @@ class PendingCheckpoint:
         write, or CallTimeout.
         """
         if wait or not self._asked:
-            self._asked = {}
-            for role, group in self.groups.items():
-                self._asked[role] = group.save_result.remote(wait)
+            asked = {role: group.save_result.remote(wait) for role, group in self.groups.items()}
+            self._asked = asked  # only if all were asked
         if not wait and not all(future.done() for future in self._asked.values()):
             return None
         answers = {role: future.get(timeout_s) for role, future in self._asked.items()}

@@ -84,7 +84,7 @@ def find_run(
     else:
         run_dirs = sorted(path for path in parent.glob("*") if not path.is_symlink())
     for run_dir in reversed(run_dirs):
-        obstacle, advice = why_ended(config, run_dir)
+        obstacle, advice = why_not_continued(config, run_dir)
         is_unfinished = not obstacle
         if is_unfinished and (differing := differing_keys(config, run_dir)):
             obstacle = f"has {'; '.join(differing)}"
@@ -101,7 +101,7 @@ def find_run(
     return None, notes
 
 
-def why_ended(config: RunConfig, run_dir: Path) -> tuple[str, str]:
+def why_not_continued(config: RunConfig, run_dir: Path) -> tuple[str, str]:
     """Says why there is nothing left to continue of a run, and what to do about it. Both texts are
     "" for an unfinished run."""
     if not checkpoint.steps(run_dir):
@@ -320,7 +320,7 @@ def fingerprints_of(config: RunConfig) -> dict[str, str]:
 
 
 def changed_inputs(saved: Mapping[str, str], config: RunConfig) -> list[str]:
-    """The keys of paths whose fingerprints now are other ones than the `saved` ones."""
+    """The keys of paths whose fingerprints differ from the `saved` ones."""
     here = fingerprints_of(config)
     keys = sorted({*saved, *here})
     return [key for key in keys if saved.get(key) != here.get(key)]

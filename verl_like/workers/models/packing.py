@@ -66,7 +66,8 @@ class Rows:
         return cls(columns, known or max(1, longest), known, filler_rows)
 
     def __len__(self) -> int:
-        return len(_lengths(self.columns["prompts"]))
+        _values, offsets = jagged_parts(self.columns["prompts"])
+        return len(offsets) - 1
 
     def __contains__(self, name: str) -> bool:
         return name in self.columns

@@ -321,7 +321,8 @@ def _run(
 
 
 def _as_exception(error: BaseException) -> Exception:
-    """Returns an error that ends only what waits for it, such as for SystemExit."""
+    """Returns the error itself, or a RuntimeError for one that would end a process, such as
+    SystemExit."""
     if isinstance(error, Exception):
         return error
     ended = RuntimeError(f"The rollout engine raised {error!r}.")

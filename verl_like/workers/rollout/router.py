@@ -8,7 +8,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from verl_like.protocol import CallHeader, DataProto, DataProtoFuture, Future, Part, PendingCall
@@ -230,7 +230,7 @@ class RequestRouter:
     def _wait_for(self, condition: Callable[[], bool], limit_s: float) -> bool:
         """Waits until a condition holds, which may become true at each change.
 
-        Return False if it does not within `limit_s`, which may be infinite. The caller holds the
+        Returns False if it does not within `limit_s`, which may be infinite. The caller holds the
         lock.
         """
         timeout = None if math.isinf(limit_s) else limit_s
@@ -403,13 +403,17 @@ class RequestRouter:
         is_local = self.group.runs_at_once
         wait_s = 0.0 if is_local else self.collect_s
         by_rank = self.group.collect_completions(wait_s)
+        answers = [by_rank[rank] for rank in self.mesh.collect_ranks]
         have_ended = False
         with self.changed:
-            for replica, rank in enumerate(self.mesh.collect_ranks):
-                completions, num_left = by_rank[rank]
-                self._take_in(replica, completions, num_left)
+            for replica, (completions, _num_left) in enumerate(answers):
                 have_ended |= bool(completions)
+                for name, completion in completions.items():
+                    self._ended(replica, name, completion)
             self.changed.notify_all()
+            # After this, so that a replica's loss costs no response that others have ended.
+            for replica, (_completions, num_left) in enumerate(answers):
+                self._require_none_lost(replica, num_left)
         if have_ended:
             self.collect_s = COLLECT_S
             return
@@ -417,14 +421,9 @@ class RequestRouter:
         if is_local:
             time.sleep(_LOCAL_PAUSE_S)
 
-    def _take_in(self, replica: int, completions: Mapping[str, Completion], num_left: int) -> None:
-        """Gives the responses that have ended on a replica to their calls.
-
-        `num_left` is the number of requests that the replica still has. Raises RolloutError if it
-        lost requests: it has none left, but some have not ended.
-        """
-        for name, completion in completions.items():
-            self._ended(replica, name, completion)
+    def _require_none_lost(self, replica: int, num_left: int) -> None:
+        """Raises RolloutError if a replica lost requests: it has none left, but some have not
+        ended. `num_left` is the number of requests that it still has."""
         if num_left:
             return
         replica_of = self.queue.replica_of

@@ -211,7 +211,7 @@ class SharedMemoryTransport:
     def _free_segment(self, num_bytes: int) -> _Segment | None:
         """Returns a segment of this size that may be written again, locked; None if there is
         none."""
-        taken = self._latest + self._written
+        taken = {*self._latest, *self._written}
         for segment in self._segments:
             fits = segment.array.nbytes == num_bytes
             if fits and segment not in taken and segment.lock():

@@ -37,6 +37,7 @@ class Adapter:
         mapper = getattr(self.manager.model, "hf_to_vllm_mapper", None)
         renaming = mapper.get_rename_mapper() if mapper else None
         values: dict[str, Tensor] = {}
+        ranks: set[int] = set()
         self.sources = {}
         for name, tensor in tensors:
             own_name = name.replace(".default.", ".")
@@ -44,7 +45,8 @@ class Adapter:
             values[own_name] = tensor.clone()
             self.sources[parse_fine_tuned_lora_name(own_name, renaming)] = name
             if ".lora_A." in own_name:
-                rank = len(tensor)
+                ranks.add(len(tensor))
+        (rank,) = ranks
         # B has the factor alpha / rank already, so vLLM is given one of 1.
         settings = PEFTHelper(r=rank, lora_alpha=rank, target_modules=[])
         adapter = LoRAModel.from_lora_tensors(
