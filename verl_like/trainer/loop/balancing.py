@@ -2,7 +2,7 @@
 with `trainer.balance_batch`, as much work for each."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -36,8 +36,9 @@ class RowWork:
     @classmethod
     def of(cls, batch: DataProto, cost: ModelCost, *, balance: bool) -> "RowWork":
         rows = Rows.of(batch)
-        flops_B = cost.forward(rows.lengths_B, rows.num_scored_B).numpy()
-        return cls(rows.lengths_B.numpy(), flops_B, balance, rows.sample_starts.numpy())
+        lengths_B = rows.lengths_B
+        flops_B = cost.forward(lengths_B, rows.num_scored_B)
+        return cls(lengths_B.numpy(), flops_B.numpy(), balance, rows.sample_starts.numpy())
 
     def submit(
         self,
@@ -61,7 +62,8 @@ class RowWork:
         num_ranks = data_parallel_size(method)
         if num_ranks is not None and num_of_step is not None:
             self.require_mini_batch_column(method, num_ranks, num_of_step)
-            return method.remote(self.in_mini_batches(batch, num_ranks, num_of_step), *beside)
+            mini_batches = self.in_mini_batches(batch, num_ranks, num_of_step)
+            return method.remote(mini_batches, *beside)
         assert not beside
         if num_ranks is None or not len(batch):
             return method.remote(batch)
@@ -80,7 +82,9 @@ class RowWork:
         read = method.spec.read_columns
         reads_column = read is None or "mini_batch" in read
         is_one_step = self.num_samples <= num_of_step
-        is_even = num_of_step % num_ranks == 0 and self.num_samples % num_of_step == 0
+        steps_are_even = num_of_step % num_ranks == 0
+        steps_are_whole = self.num_samples % num_of_step == 0
+        is_even = steps_are_even and steps_are_whole
         if not (reads_column or is_one_step or is_even):
             raise ValueError(
                 f"{method.group.role}.{method.spec.name} does not read the column mini_batch, "
@@ -92,7 +96,8 @@ class RowWork:
         """Returns the batch with the column `mini_batch`, in the order in which the ranks get its
         rows."""
         numbered = self.with_numbers(batch)
-        numbered.tensor_batch["mini_batch"] = torch.from_numpy(self.sample_of_row // num_of_step)
+        mini_batch_of_row = self.sample_of_row // num_of_step
+        numbered.tensor_batch["mini_batch"] = torch.from_numpy(mini_batch_of_row)
         return ordered(numbered, self.shares(num_ranks, num_of_step))
 
     def with_numbers(self, batch: DataProto) -> DataProto:
@@ -114,28 +119,25 @@ class RowWork:
     def sample_of_row(self) -> np.ndarray:
         """The number (B,) of the sample to which each row belongs."""
         num_rows_S = np.diff(self.sample_starts)
-        return np.repeat(np.arange(self.num_samples), num_rows_S)
+        samples = np.arange(self.num_samples)
+        return np.repeat(samples, num_rows_S)
 
-    def shares(
-        self, num_ranks: int, num_of_step: int, balance: bool | None = None
-    ) -> list[np.ndarray]:
+    def shares(self, num_ranks: int, num_of_step: int) -> list[np.ndarray]:
         """Returns the rows of each rank, as int64 arrays: whole samples, one mini-batch after the
-        other.
-
-        `balance` takes the place of the field of that name, to compare both ways. A rank without a
-        sample gets an empty array.
-        """
-        balance = self.balance if balance is None else balance
-        work_S: np.ndarray | None = None
-        if balance and self.num_samples:
-            work_S = np.add.reduceat(self.flops_B, self.sample_starts[:-1])
-        samples_of_ranks = rank_shares(self.num_samples, num_of_step, num_ranks, work_B=work_S)
-        rows_of_samples = np.split(np.arange(len(self.flops_B)), self.sample_starts[1:-1])
-        shares: list[np.ndarray] = []
+        other. A rank without a sample gets an empty array."""
+        first_rows = self.sample_starts[:-1]
+        work_S = None
+        if self.balance and self.num_samples:
+            work_S = np.add.reduceat(self.flops_B, first_rows)
+        samples_of_ranks = rank_shares(self.num_samples, num_of_step, num_ranks, work_S)
+        all_rows = np.arange(len(self.flops_B))
+        rows_of_samples = np.split(all_rows, first_rows[1:])
+        shares = []
         for samples in samples_of_ranks:
-            rows = [rows_of_samples[sample] for sample in samples]
-            no_rows = np.arange(0)  # concatenate needs at least one array
-            shares.append(np.concatenate([no_rows, *rows]))
+            rows = [np.arange(0)]  # concatenate needs at least one array
+            for sample in samples:
+                rows.append(rows_of_samples[sample])
+            shares.append(np.concatenate(rows))
         return shares
 
     def metrics(self, method: BoundMethod, num_of_step: int) -> dict[str, Metric]:
@@ -150,38 +152,48 @@ class RowWork:
         assert num_ranks is not None
         if not len(self.flops_B):
             return {}
-        plain = self.shares(num_ranks, num_of_step, balance=False)
+        without_balancing = replace(self, balance=False)
+        plain = without_balancing.shares(num_ranks, num_of_step)
         used = self.shares(num_ranks, num_of_step)
         before = self._tokens_of(plain)
         after = self._tokens_of(used)
+        least = before.min()
+        most = before.max()
         metrics = {
-            "global_seqlen/min": Metric.min(before.min()),
-            "global_seqlen/max": Metric.max(before.max()),
-            "global_seqlen/minmax_diff": Metric.max(before.max() - before.min()),
+            "global_seqlen/min": Metric.min(least),
+            "global_seqlen/max": Metric.max(most),
+            "global_seqlen/minmax_diff": Metric.max(most - least),
             "global_seqlen/balanced_min": Metric.min(after.min()),
             "global_seqlen/balanced_max": Metric.max(after.max()),
             "global_seqlen/mean": Metric.mean(before.mean()),
         }
         num_mini_batches = -(-self.num_samples // num_of_step)  # rounded up
         mini_batch_of_row = self.sample_of_row // num_of_step
-        for name, shares in (("unbalanced", plain), ("balanced", used)):
+        divisions = {"unbalanced": plain, "balanced": used}
+        for name, shares in divisions.items():
             flops = np.zeros((num_ranks, num_mini_batches))
-            for rank, rows in enumerate(shares):
-                np.add.at(flops[rank], mini_batch_of_row[rows], self.flops_B[rows])
+            for flops_of_rank, rows in zip(flops, shares, strict=True):
+                mini_batches = mini_batch_of_row[rows]
+                np.add.at(flops_of_rank, mini_batches, self.flops_B[rows])
             busiest = flops.max(0).sum()
-            imbalance = busiest / flops.mean(0).sum()
-            metrics[f"perf/imbalance/{name}"] = Metric.mean(imbalance, weight=flops.mean())
+            mean = flops.mean(0).sum()
+            imbalance = Metric.mean(busiest / mean, weight=flops.mean())
+            metrics[f"perf/imbalance/{name}"] = imbalance
         return metrics
 
     def _tokens_of(self, shares: Sequence[np.ndarray]) -> np.ndarray:
         """Returns the tokens of each rank, if rank i gets the rows `shares[i]`."""
-        return np.array([self.tokens_B[rows].sum() for rows in shares])
+        tokens = []
+        for rows in shares:
+            tokens.append(self.tokens_B[rows].sum())
+        return np.array(tokens)
 
 
 def ordered(batch: DataProto, shares: Sequence[np.ndarray]) -> Ordered:
     """Returns the batch in the order in which rank i gets the rows `shares[i]`."""
+    order = np.concatenate(shares)
     num_rows = [len(rows) for rows in shares]
-    return Ordered(batch, np.concatenate(shares), num_rows)
+    return Ordered(batch, order, num_rows)
 
 
 def data_parallel_size(method: BoundMethod) -> int | None:

@@ -36,10 +36,11 @@ class Update:
     def of_parts(cls, parts: Sequence["Update"]) -> "Update":
         """Joins the updates on the parts of one step."""
         pending: list[Future[Any]] = []
+        metrics = []
         for part in parts:
             pending.extend(part.pending)
-        metrics = merge_metrics([part.metrics for part in parts])
-        return cls(pending, metrics)
+            metrics.append(part.metrics)
+        return cls(pending, merge_metrics(metrics))
 
     def finish(self) -> None:
         """Waits until the updates have ended. Raises the error of one that failed."""
@@ -54,10 +55,11 @@ class Update:
         sample size is mean(r)^2 / mean(r^2). It is computed here, because it needs the two means
         over all optimizer steps. An update that did not measure r has none.
         """
-        parts: list[Mapping[str, Metric]] = [self.metrics]
+        parts = [self.metrics]
         for future in self.pending:
             result = future.get()
-            parts.append(result.meta_info.get("metrics", {}))
+            metrics_of_model = result.meta_info.get("metrics", {})
+            parts.append(metrics_of_model)
         metrics = merge_metrics(parts)
         if ratio := metrics.get("actor/rollout_ratio"):
             ratio_square = metrics["actor/rollout_ratio_square"]

@@ -10,6 +10,9 @@ from verl_like.single_controller import CallEvent
 from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer.state.resume import ResumedRun
 
+Log = Callable[[Mapping[str, Metric | float]], None]
+"""Adds metrics to the row of a step."""
+
 
 class Recorder(Protocol):
     """Records what happens while experience is made and learned from.
@@ -60,7 +63,7 @@ class LoopRecorder(Recorder, Protocol):
 
     def step(
         self, step: int, total_steps: int, row: dict[str, float] | None = None
-    ) -> AbstractContextManager[Callable[[Mapping[str, Metric | float]], None]]:
+    ) -> AbstractContextManager[Log]:
         """Measures a step and writes its row at the end. It yields a function that adds metrics to
         the row. In a resumed run, `row` has what the row had before."""
 

@@ -3,7 +3,7 @@ is lost."""
 
 import abc
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,10 @@ from verl_like.plugins import refuse_replaced
 from verl_like.protocol import Metric, merge_metrics
 from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer.loop.experience import Experience, Update
-from verl_like.trainer.loop.recorder import LoopRecorder
+from verl_like.trainer.loop.recorder import Log, LoopRecorder
 from verl_like.trainer.state import checkpoint
 from verl_like.trainer.state.run_state import LAST_ROW
 
-Log = Callable[[Mapping[str, Metric | float]], None]
-"""Adds metrics to the row of a step."""
 _REPLACED = {
     "next_step": "override step, which takes its batch itself, or take, which gives what a step "
     "trains on",
@@ -52,10 +50,14 @@ class TrainingLoop(abc.ABC):
         super().__init_subclass__(**arguments)
         refuse_replaced(cls, _REPLACED)
         name = f"{cls.__module__}.{cls.__name__}"
-        _self, *parameters = inspect.signature(cls.step).parameters.values()
-        named = [each.name for each in parameters if each.kind not in _VARIADIC]
-        # Ray adds an argument to the methods of an actor. Its name begins with an underscore.
-        given = [parameter for parameter in named if not parameter.startswith("_")]
+        signature = inspect.signature(cls.step)
+        _self, *parameters = signature.parameters.values()
+        given = []
+        for parameter in parameters:
+            # Ray adds an argument to the methods of an actor. Its name begins with an underscore.
+            is_of_ray = parameter.name.startswith("_")
+            if parameter.kind not in _VARIADIC and not is_of_ray:
+                given.append(parameter.name)
         if given:
             raise ValueError(
                 f"{name}.step has the arguments {', '.join(given)}, and a step takes its batch "
@@ -104,7 +106,7 @@ class TrainingLoop(abc.ABC):
     @property
     def last_step(self) -> int:
         """The number of the step after which the run ends."""
-        return int(self.config.num_steps_of_run)
+        return self.config.num_steps_of_run
 
     def fit(self) -> int:
         """Trains until `last_step` and returns the number of the step it ended with.
@@ -127,7 +129,7 @@ class TrainingLoop(abc.ABC):
         """Does one training step, which is an update or several on what `take` yields, and returns
         its metrics."""
         updates = []
-        metrics: list[Mapping[str, Metric]] = []
+        metrics = []
         for experience in self.take():
             # The update is only submitted: the lines below, and the rest of `take`, run during it.
             updates.append(self.learn(experience))
@@ -149,7 +151,7 @@ class TrainingLoop(abc.ABC):
         validation decides whether it is the best step, which is saved too.
         """
         recorder = self.recorder
-        folder: Path | None = None  # of this step's checkpoint, if it has one
+        folder = None  # of this step's checkpoint, if it has one
         with recorder.step(self.global_step, self.last_step) as log:
             log(self.step())
             is_last = self.global_step == self.last_step
@@ -177,8 +179,10 @@ class TrainingLoop(abc.ABC):
         recorder = self.recorder
         if not recorder.resumed:
             trainer = self.config.trainer
-            if self.val_dataset and (trainer.val_before_train or trainer.val_only):
-                recorder.log_validation(self.timed_validation())
+            is_due = trainer.val_before_train or trainer.val_only
+            if self.val_dataset and is_due:
+                metrics = self.timed_validation()
+                recorder.log_validation(metrics)
         elif row := recorder.resumed.checkpoint.state.get(LAST_ROW):
             # This is done even if the run has more steps now, because the checkpoint has no
             # validation yet.
@@ -198,7 +202,8 @@ class TrainingLoop(abc.ABC):
         else:
             without_model = {}
             for role, group in self.trained.items():
-                if not (folder / role / "huggingface").exists():
+                model = folder / role / "huggingface"
+                if not model.exists():
                     without_model[role] = group
             checkpoint.save_models(without_model, folder)
         self.recorder.commit_checkpoint(wait=True)
@@ -208,7 +213,7 @@ class TrainingLoop(abc.ABC):
     def is_saved_by_number(self) -> bool:
         """True if `trainer.save_freq` says that this step is saved."""
         save_freq = self.config.trainer.save_freq
-        return bool(save_freq > 0 and self.global_step % save_freq == 0)
+        return save_freq > 0 and self.global_step % save_freq == 0
 
     def save_step(self, is_last: bool = False) -> Path:
         """Begins the checkpoint of this step and returns its folder.
@@ -222,7 +227,8 @@ class TrainingLoop(abc.ABC):
             partial = self.save()
             if is_last or self.recorder.is_ending:
                 checkpoint.save_models(self.trained, partial)
-        self.recorder.begin_checkpoint(partial, self.global_step, self.state(), self.trained)
+        state = self.state()
+        self.recorder.begin_checkpoint(partial, self.global_step, state, self.trained)
         return partial
 
     def validate_in_step(self, log: Log) -> bool:
@@ -261,8 +267,10 @@ class TrainingLoop(abc.ABC):
     def validation_is_due(self, is_last: bool) -> bool:
         """Returns whether a validation follows this step. Every `trainer.test_freq`-th step has
         one, and so has the last; with a `test_freq` of 0 or less, no step has one."""
-        freq = self.config.trainer.test_freq
-        return freq > 0 and (is_last or self.global_step % freq == 0)
+        test_freq = self.config.trainer.test_freq
+        if test_freq <= 0:
+            return False
+        return is_last or self.global_step % test_freq == 0
 
     def save(self) -> Path:
         """Has the workers copy their training state and write it while training goes on. Returns
