@@ -11,6 +11,9 @@ from verl_like.protocol import DataProto, Metric
 from verl_like.protocol.samples import SampleRows, concat_samples
 from verl_like.trainer.detached.ledger import PromptLedger, Ticket
 
+Piece = tuple[DataProto, int, int]
+"""Rows of a batch: the batch, its first row that is meant, and the row after the last one."""
+
 
 class ExperienceBuffer:
     """Keeps the groups of samples that have arrived for a trainer until the trainer takes them.
@@ -23,8 +26,8 @@ class ExperienceBuffer:
         self.ledger = ledger
         self.trainer = trainer
         self.limit = limit
-        # number of the group -> (its batch, its first row in it, the row after its last one)
-        self._groups: dict[int, tuple[DataProto, int, int]] = {}
+        self._groups: dict[int, Piece] = {}
+        """The rows of each group, by its number."""
         self._changed = threading.Condition()
         self.metrics: deque[dict[str, Metric]] = deque()
         """The metrics that makers sent with groups that were kept."""
@@ -47,9 +50,10 @@ class ExperienceBuffer:
         and a step mixes the groups of several calls.
         """
         samples = SampleRows.of(batch)
-        if not tickets or not len(batch) or samples.num_samples % len(tickets):
+        num_samples = samples.num_samples
+        if not tickets or not num_samples or num_samples % len(tickets):
             raise ValueError(
-                f"{samples.num_samples} samples are not whole groups of {len(tickets)} tickets; "
+                f"{num_samples} samples are not whole groups of {len(tickets)} tickets; "
                 "send all samples of each prompt."
             )
         kept_info = ["padding"] if "padding" in batch.meta_info else []
@@ -57,9 +61,9 @@ class ExperienceBuffer:
         versions = []  # of the oldest token of each row
         for spans in batch.non_tensor_batch["policy_version"]:
             versions.append(min(version for version, _start, _end in spans))
-        num_samples_of_group = samples.num_samples // len(tickets)
-        starts_of_groups = samples.starts[::num_samples_of_group].tolist()
-        bounds = itertools.pairwise(starts_of_groups)
+        num_samples_of_group = num_samples // len(tickets)
+        starts_of_groups = samples.starts[::num_samples_of_group]
+        bounds = itertools.pairwise(starts_of_groups.tolist())
         groups = {}
         delivered = []
         for ticket, (start, stop) in zip(tickets, bounds, strict=True):
@@ -94,14 +98,15 @@ class ExperienceBuffer:
         up, the seconds count from then.
         """
         started = time.monotonic()
-        numbers: list[int] | None = None
+        numbers = None
         with self._changed:
             while True:
                 if len(self) >= num_groups:
                     numbers = self.ledger.choose(self.trainer, version, num_groups)
                 if numbers:
                     break
-                is_late = time.monotonic() - started > deadline_s
+                seconds = time.monotonic() - started
+                is_late = seconds > deadline_s
                 if is_late and self.ledger.seconds_since_loss() > deadline_s:
                     raise TimeoutError(
                         f"each trainer needs {num_groups} groups for the step after version "
@@ -114,7 +119,7 @@ class ExperienceBuffer:
             groups = [self._groups.pop(number) for number in numbers]
         # Groups that are next to each other in one batch are cut out together. So a batch that is
         # trained as it was made is not copied.
-        pieces: list[tuple[DataProto, int, int]] = []
+        pieces: list[Piece] = []
         for batch, start, stop in groups:
             if pieces:
                 last_batch, last_start, last_stop = pieces[-1]

@@ -28,6 +28,7 @@ from verl_like.trainer.detached.side import (
     SideRecorder,
     remote,
     side_named,
+    take_all,
 )
 from verl_like.trainer.detached.weight_turns import WeightTurns
 from verl_like.trainer.loop.balancing import RowWork
@@ -40,6 +41,7 @@ from verl_like.trainer.ppo.metrics import batch_metrics
 from verl_like.trainer.ppo.workers import (
     build_resource_pools,
     build_role_worker_mapping,
+    load_models,
     start_groups,
 )
 from verl_like.trainer.run.run_recorder import placement_rows
@@ -80,13 +82,15 @@ class DetachedPPOTrainer(Side, TrainingLoop):
         self.config = config.of_trainer(self.name)
         self.maker_names = experience_maker_holder_name_list
         self.pushing = threading.Lock()
-        room = self.config.data.train_batch_size * (config.trainer.max_staleness + 1)
+        timeout_s = config.trainer.call_timeout_s
         makers = () if self.index else experience_maker_holder_name_list
         # The first step waits just as long for experience.
-        self.comparisons = Comparisons(self.name, makers, 2 * config.trainer.call_timeout_s)
+        self.comparisons = Comparisons(self.name, makers, 2 * timeout_s)
         # In this time a maker can be started again and then load the weights.
-        self.turns = WeightTurns(self.name, 3 * config.trainer.call_timeout_s)
-        self.buffer = ExperienceBuffer(self.ledger, self.index, limit=room)
+        self.turns = WeightTurns(self.name, 3 * timeout_s)
+        num_steps = config.trainer.max_staleness + 1
+        limit = num_steps * self.config.data.train_batch_size
+        self.buffer = ExperienceBuffer(self.ledger, self.index, limit)
         self.numbers: list[int] = []
         """The numbers of the groups of the present step."""
         self.batches: list[DataProto] = []
@@ -114,16 +118,16 @@ class DetachedPPOTrainer(Side, TrainingLoop):
         self.ends_after = self.total_steps
         self.update_steps = update_steps
         if train_epochs is not None:
-            self.config = self.config.updated(
-                {
-                    "actor_rollout_ref.actor.ppo_epochs": train_epochs,
-                    "critic.ppo_epochs": train_epochs,
-                }
-            )
+            epochs = {
+                "actor_rollout_ref.actor.ppo_epochs": train_epochs,
+                "critic.ppo_epochs": train_epochs,
+            }
+            self.config = self.config.updated(epochs)
         with self.recorder.timer("starting"):
             self.start()
             if resumed:
-                self.recorder.notes += self.learner.restore(resumed.folder, resumed.step)
+                notes = self.learner.restore(resumed.folder, resumed.step)
+                self.recorder.notes += notes
         self.trained = self.learner.trained
         self.global_step = self.learner.version
         self.push()
@@ -150,11 +154,17 @@ class DetachedPPOTrainer(Side, TrainingLoop):
         config = self.config
         num_parts = config.plan.num_parts_of_step
         num_groups = config.data.train_batch_size // num_parts
+        version = self.global_step - 1
+        # This is longer than a call of a maker may take, so that a maker whose call hangs is given
+        # up before the trainer is.
+        deadline_s = 2 * config.trainer.call_timeout_s
+        check = self.turns.raise_failure
         self.numbers = []
         self.batches = []
         for part in range(1, num_parts + 1):
             with self.recorder.timer("waiting for experience"):
-                numbers, batch = self.wait_for_groups(num_groups, version=self.global_step - 1)
+                numbers, batch = self.buffer.take(num_groups, version, deadline_s, check)
+                self.begin_step(version)
             self.numbers += numbers
             self.batches.append(batch.select())
             batch.meta_info["part_of_step"] = (part, num_parts)
@@ -164,16 +174,6 @@ class DetachedPPOTrainer(Side, TrainingLoop):
                 work = RowWork.of(batch, self.model_cost, balance=config.trainer.balance_batch)
                 yield Experience(batch, work, {})
                 self.update.finish()
-
-    def wait_for_groups(self, num_groups: int, version: int) -> tuple[list[int], DataProto]:
-        """Waits for `num_groups` groups for the step after `version`, and then until that step may
-        change the weights. Returns the numbers and rows of the groups."""
-        # This is longer than a call of a maker may take, so that a maker whose call hangs is given
-        # up before the trainer is.
-        deadline_s = 2 * self.config.trainer.call_timeout_s
-        taken = self.buffer.take(num_groups, version, deadline_s, self.turns.raise_failure)
-        self.begin_step(version)
-        return taken
 
     def learn(self, experience: Experience) -> Update:
         self.update = self.learner.learn(experience)
@@ -188,28 +188,31 @@ class DetachedPPOTrainer(Side, TrainingLoop):
         data = self.config.data
         batch = concat_samples(self.batches) if num_parts > 1 else self.batches[0]
         metrics = batch_metrics(batch, data.max_prompt_length, data.max_response_length)
-        parts = [metrics]
-        # Only those that are there now are taken, because makers may add further ones meanwhile.
-        for _ in range(len(self.buffer.metrics)):
-            parts.append(self.buffer.metrics.popleft())
-        return merge_metrics(parts)
+        metrics_of_makers = take_all(self.buffer.metrics)
+        return merge_metrics([metrics, *metrics_of_makers])
 
     def account(self, learned: Mapping[str, Metric]) -> dict[str, Metric]:
         """Tells the ledger that the groups of this step are trained. Returns the ledger's counts of
         prompts, or nothing if other trainers still have to do the step."""
         # The metric is missing if the actor did not learn, as in the critic's warm-up.
-        size = learned.get("actor/eff_sample_size", Metric.mean(1.0)).value
-        counts = self.ledger.trained(self.numbers, self.global_step - 1, size)
-        self.ends_after = min(self.total_steps, self.ledger.last_step())
+        size = learned.get("actor/eff_sample_size", Metric.mean(1.0))
+        version = self.global_step - 1
+        counts = self.ledger.trained(self.numbers, version, size.value)
+        last_step = self.ledger.last_step()
+        self.ends_after = min(self.total_steps, last_step)
         # Only the last trainer that does the step gets counts, and saves the ledger's state.
         is_saved = self.is_saved_by_number or self.global_step == self.last_step
         self.state_of_ledger = self.ledger.state() if counts and is_saved else None
-        return {f"detached/{name}": Metric.max(count) for name, count in counts.items()}
+        metrics = {}
+        for name, count in counts.items():
+            metrics[f"detached/{name}"] = Metric.max(count)
+        return metrics
 
     def hand_on(self) -> None:
         """Pushes the weights if this is due, and lets makers compare their engines with the actor
         again."""
-        if self.global_step % self.update_steps == 0 or self.global_step == self.total_steps:
+        is_last = self.global_step == self.total_steps
+        if is_last or self.global_step % self.update_steps == 0:
             with self.recorder.timer("export_weights"):
                 self.push()
         self.comparisons.in_step = False
@@ -240,7 +243,8 @@ class DetachedPPOTrainer(Side, TrainingLoop):
             self.push()
         # Comparisons come first, because they need weights, which makers can load only before
         # `turns.begin_step`.
-        self.recorder.notes += self.comparisons.begin_step()
+        notes = self.comparisons.begin_step()
+        self.recorder.notes += notes
         self.turns.begin_step()
 
     @ray.method(concurrency_group="weights")
@@ -264,18 +268,21 @@ class DetachedPPOTrainer(Side, TrainingLoop):
         """
         self.turns.begin_loading(maker)
         with self.turns.loading(maker, ends=False):
-            if self.pushed is None or self.pushed.version < self.learner.version:
+            version = self.learner.version
+            if self.pushed is None or self.pushed.version < version:
                 self.export()
             assert self.pushed is not None
-            addresses = self.groups[Role.Actor].address_for(maker)
+            actor = self.groups[Role.Actor]
+            addresses = actor.address_for(maker)
             return replace(self.pushed, address=addresses[0])
 
     @ray.method(concurrency_group="turns")
     def send_weights(self, maker: str, num_receivers: int) -> None:
         """Sends the weights to the maker that has asked for them by `hold_weights`. Its
         `num_receivers` rollout processes load them during this call."""
+        actor = self.groups[Role.Actor]
         with self.turns.loading(maker):
-            self.groups[Role.Actor].send_weights.remote(num_receivers, maker).get()
+            actor.send_weights.remote(num_receivers, maker).get()
 
     def start(self) -> None:
         """Starts the workers and loads the models.
@@ -284,27 +291,29 @@ class DetachedPPOTrainer(Side, TrainingLoop):
         are compared last, because files may change while they are read.
         """
         config = self.config
-        # A user cannot replace the workers of trained roles.
-        workers_of_synchronous_run = build_role_worker_mapping(config, own_classes={})
-        built_in = {role: workers_of_synchronous_run[role] for role in config.plan.trainer_roles}
-        mapping = dict(self.model_fn(config)) if self.model_fn else built_in
+        if self.model_fn:
+            mapping = dict(self.model_fn(config))
+        else:
+            # A user cannot replace the workers of trained roles.
+            of_synchronous_run = build_role_worker_mapping(config, own_classes={})
+            mapping = {role: of_synchronous_run[role] for role in config.plan.trainer_roles}
         pools = self.pools or build_resource_pools(config, list(mapping))
-        joint: JointTrainer | None = None
+        joint = None
         world_size = int(self.env_info["world_size"])
         if world_size > 1:
             host = str(self.env_info["master_addr"])
             port = int(self.env_info["master_port"])
             joint = JointTrainer(self.index, world_size, host, port)
         self.groups, placement = start_groups(config, mapping, pools, self.recorder.record, joint)
-        ptx = load_ptx_dataset(config, load_tokenizer(config.actor_rollout_ref.model))
+        model = config.actor_rollout_ref.model
+        tokenizer = load_tokenizer(model)
+        ptx = load_ptx_dataset(config, tokenizer)
         self.learner = Learner(config, self.groups, ptx, (self.index, world_size))
-        hf_config = load_hf_config(config.actor_rollout_ref.model, key="actor_rollout_ref.model")
+        hf_config = load_hf_config(model, key="actor_rollout_ref.model")
         self.model_cost = ModelCost.of(hf_config)
         self.recorder.show_placement(placement_rows(placement))
-        loading = [group.init_model.remote() for group in self.groups.values()]
-        for future in loading:
-            future.get()
-        self.require_same_inputs(config)
+        load_models(self.groups, config.trainer.device)
+        self.require_same_inputs()
 
     @ray.method(concurrency_group="buffer")
     def extend(
@@ -323,7 +332,8 @@ class DetachedPPOTrainer(Side, TrainingLoop):
         for name in self.maker_names:
             # A maker that has died asks for the newest weights when it is started again.
             with contextlib.suppress(WorkerDied):
-                side_named(name).update_experience_maker.remote(self.pushed)
+                maker = side_named(name)
+                maker.update_experience_maker.remote(self.pushed)
 
     def export(self) -> None:
         """Has the workers export their weights, and waits until they have done so. The weights stay
@@ -335,7 +345,8 @@ class DetachedPPOTrainer(Side, TrainingLoop):
             for role, group in self.groups.items():
                 future = group.export_weights.remote(version=version)
                 futures.append(future)
-                exports[role] = ForwardedFuture(tuple(future.parts), future.collect)
+                parts = tuple(future.parts)
+                exports[role] = ForwardedFuture(parts, future.collect)
             for future in futures:
                 future.finish()
             self.pushed = PushedWeights(version, exports)

@@ -40,11 +40,6 @@ class _Open:
     taken_at: int | None = None
     """The version of the trainer when it took the group, or None until it does."""
 
-    @property
-    def is_waiting(self) -> bool:
-        """True while the group is in the buffer of its trainer."""
-        return self.arrival is not None and self.taken_at is None
-
 
 class PromptLedger:
     """Gives tickets to makers, says which groups a trainer may take, and counts what becomes of
@@ -110,9 +105,10 @@ class PromptLedger:
         # (version, coefficient), in the order in which they were kept
         self._kl_coefs: list[tuple[int, float]] = []
         if saved:
-            self._live = list(saved["trained"])
-            self._taken = list(saved["trained"])
-            self._trained = list(saved["trained"])
+            trained = saved["trained"]
+            self._live = list(trained)
+            self._taken = list(trained)
+            self._trained = list(trained)
             # They are sorted, and a sorted list is a heap.
             self._again = [(number, attempt) for number, attempt in saved["unfinished"]]
             self._next_number = saved["next_number"]
@@ -129,18 +125,19 @@ class PromptLedger:
         unfinished = list(self._again)
         for number, entry in self._open.items():
             unfinished.append((number, entry.attempt))
-        kl_coefs: list[tuple[int, float]] = []
+        num_trained = min(self._trained)
+        kl_coefs = []
         for version, kl_coef in self._kl_coefs:
             # Coefficients after experience for later steps than the trained ones are left out.
-            if version * self.share < min(self._trained):
-                kl_coefs = [(version, kl_coef)]
+            if version * self.share < num_trained:
+                kl_coefs.append((version, kl_coef))
         return {
             "trained": list(self._trained),
             "unfinished": sorted(unfinished),
             "next_number": self._next_number,
             "dropped": dict(self._dropped),
             "effective_sample_sizes": list(self._effective_sample_sizes),
-            "kl_coefs": kl_coefs,
+            "kl_coefs": kl_coefs[-1:],
         }
 
     def keep_kl_coef(self, version: int, kl_coef: float) -> None:
@@ -151,7 +148,10 @@ class PromptLedger:
     def kl_coef(self) -> float | None:
         """Returns the coefficient that was kept last, with which a maker that starts continues, or
         None if none was kept."""
-        return self._kl_coefs[-1][1] if self._kl_coefs else None
+        if not self._kl_coefs:
+            return None
+        _version, kl_coef = self._kl_coefs[-1]
+        return kl_coef
 
     def end(self) -> int:
         """Ends the run after the first step that no trainer has done yet, and returns the number of
@@ -187,8 +187,11 @@ class PromptLedger:
         """
         if maker in self._lost or self.has_trained_all():
             return None
-        ahead = self.detached.update_steps if self.is_braking else self.max_staleness + 1
-        allowed = min(version + ahead, self._last_step) * self.share
+        ahead = self.max_staleness + 1
+        if self.is_braking:
+            ahead = self.detached.update_steps
+        last_step = min(version + ahead, self._last_step)
+        allowed = last_step * self.share
         tickets: list[Ticket] = []
         while len(tickets) < limit:
             free = [trainer for trainer, live in enumerate(self._live) if live < allowed]
@@ -203,15 +206,18 @@ class PromptLedger:
                 self._next_number += 1
             self._open[number] = _Open(trainer, attempt, maker, version)
             self._live[trainer] += 1
-            tickets.append(Ticket(number, attempt, trainer))
+            ticket = Ticket(number, attempt, trainer)
+            tickets.append(ticket)
         return tickets
 
     def _load(self, trainer: int) -> tuple[int, int, int]:
         """Returns what is compared to choose the trainer of the next ticket. The least gets it."""
         live = self._live[trainer]
-        # Round robin means: to the trainer that was given the fewest.
-        is_least_loaded = self.detached.routing == "least_loaded"
-        waiting = self._buffered[trainer] if is_least_loaded else live
+        if self.detached.routing == "least_loaded":
+            waiting = self._buffered[trainer]
+        else:
+            # Round robin means: to the trainer that was given the fewest.
+            waiting = live
         return waiting, live, trainer
 
     def deliver(self, maker: str, groups: Sequence[tuple[int, int, int]]) -> list[int]:
@@ -257,15 +263,14 @@ class PromptLedger:
         may still ask and deliver for a moment.
         """
         self._lost[maker] = time.monotonic()
-        undelivered: list[int] = []
-        for number, entry in self._open.items():
-            if entry.maker == maker and entry.arrival is None:
-                undelivered.append(number)
-        for number in undelivered:
-            entry = self._open.pop(number)
+        for number, entry in list(self._open.items()):
+            if entry.maker != maker or entry.arrival is not None:
+                continue
+            del self._open[number]
             self._live[entry.trainer] -= 1
-            if entry.attempt + 1 < self.detached.max_attempts:
-                heappush(self._again, (number, entry.attempt + 1))
+            next_attempt = entry.attempt + 1
+            if next_attempt < self.detached.max_attempts:
+                heappush(self._again, (number, next_attempt))
             else:
                 self._dropped["maker_lost"] += 1
 
@@ -279,14 +284,17 @@ class PromptLedger:
         here, and not in the middle of a step.
         """
         num_taken = self._taken[trainer]
-        as_far = [each for each, taken in enumerate(self._taken) if taken == num_taken]
-        chosen = {each: self._choice(each, version, num_groups) for each in as_far}
+        chosen = {}
+        for each, taken in enumerate(self._taken):
+            if taken == num_taken:
+                chosen[each] = self._choice(each, version, num_groups)
         if not all(chosen.values()):
             return None
         numbers = chosen[trainer]
         for number in numbers:
             entry = self._open[number]
-            assert 0 <= version - entry.version <= self.max_staleness, (number, entry, version)
+            age = version - entry.version
+            assert 0 <= age <= self.max_staleness, (number, entry, version)
             entry.taken_at = version
         self._taken[trainer] += num_groups
         self._buffered[trainer] -= num_groups
@@ -299,29 +307,30 @@ class PromptLedger:
         It must wait if too few groups are there, and also if afterwards more groups would be due by
         some version, delivered or not, than the steps until then have places for.
         """
-        not_taken: dict[int, _Open] = {}
+        delivered = []
+        due_versions = {}  # by number
         for number, entry in self._open.items():
-            if entry.trainer == trainer and entry.taken_at is None:
-                not_taken[number] = entry
-        delivered = [
-            (entry.version, entry.arrival, number)
-            for number, entry in not_taken.items()
-            if entry.is_waiting
-        ]
-        first_due = sorted(delivered)[:num_groups]
+            if entry.trainer != trainer or entry.taken_at is not None:
+                continue
+            due_versions[number] = entry.version + self.max_staleness
+            if entry.arrival is not None:
+                delivered.append((entry.version, entry.arrival, number))
+        delivered.sort()
+        first_due = delivered[:num_groups]
+        num_taken = self._taken[trainer] + num_groups
         # How many groups this step takes after these:
-        places = (version + 1) * self.share - self._taken[trainer] - num_groups
+        places = (version + 1) * self.share - num_taken
         assert 0 <= places < self.share, (trainer, version, num_groups, self._taken)
-        numbers = {number for _version, _arrival, number in first_due}
-        if len(numbers) < num_groups:
+        if len(first_due) < num_groups:
             return []
-        due_versions: list[int] = []
-        for number, entry in not_taken.items():
-            if number not in numbers:
-                due_versions.append(entry.version + self.max_staleness)
-        for by in range(version, version + self.max_staleness + 1):
-            num_due = sum(due <= by for due in due_versions)
-            if num_due > places + (by - version) * self.share:
+        numbers = []
+        for _version, _arrival, number in first_due:
+            numbers.append(number)
+            del due_versions[number]
+        for num_steps in range(self.max_staleness + 1):
+            by = version + num_steps
+            num_due = sum(due <= by for due in due_versions.values())
+            if num_due > places + num_steps * self.share:
                 return []
         return sorted(numbers)
 
@@ -338,10 +347,13 @@ class PromptLedger:
             assert entry.taken_at == version, (number, entry, version)
             self._trained[entry.trainer] += 1
             self._effective_sample_sizes[entry.trainer] = effective_sample_size
-        is_done = min(self._trained) == (version + 1) * self.share
+        num_trained = min(self._trained)
+        is_done = num_trained == (version + 1) * self.share
         if not is_done:
             return {}
-        return self.counts() | {"brake": int(self.is_braking)}
+        counts = self.counts()
+        counts["brake"] = int(self.is_braking)
+        return counts
 
     def seconds_since_loss(self) -> float:
         """Returns the seconds since a maker was last given up, infinite if none was.
@@ -357,7 +369,8 @@ class PromptLedger:
         held: list[dict[str, list[int]]] = [{} for _ in self._live]
         for number, entry in self._open.items():
             if entry.arrival is None:
-                held[entry.trainer].setdefault(entry.maker, []).append(number)
+                held_for_trainer = held[entry.trainer]
+                held_for_trainer.setdefault(entry.maker, []).append(number)
         return list(zip(self._buffered, held, strict=True))
 
     def counts(self) -> dict[str, int]:
@@ -368,20 +381,25 @@ class PromptLedger:
         needed by the steps of the run, but never given out. Asserts that all but the last add up to
         the number of prompts that were ever given out.
         """
+        num_trained = sum(self._trained)
+        in_flight = [entry for entry in self._open.values() if entry.arrival is None]
         counts = {
-            "trained": sum(self._trained),
-            "training": sum(self._taken) - sum(self._trained),
+            "trained": num_trained,
+            "training": sum(self._taken) - num_trained,
             "in_buffer": sum(self._buffered),
-            "in_flight": sum(entry.arrival is None for entry in self._open.values()),
+            "in_flight": len(in_flight),
             "again": len(self._again),
         }
-        prompts_of_step = self.share * len(self._live)
-        needed = self.num_steps * prompts_of_step - sum(counts.values())
+        num_prompts_of_step = self.share * len(self._live)
+        num_prompts = self.num_steps * num_prompts_of_step
+        needed = num_prompts - sum(counts.values())
         for reason in sorted(self._dropped):
             counts[f"dropped/{reason}"] = self._dropped[reason]
-        assert sum(counts.values()) == self._next_number, (counts, self._next_number)
-        assert sum(self._live) == len(self._open) + sum(self._trained)
-        return counts | {"not_started": needed}
+        num_given_out = sum(counts.values())
+        assert num_given_out == self._next_number, (counts, self._next_number)
+        assert sum(self._live) == len(self._open) + num_trained
+        counts["not_started"] = needed
+        return counts
 
     def _is_with(self, maker: str, number: int, attempt: int) -> bool:
         """Returns True if the maker has this attempt in flight, so that it was not delivered yet

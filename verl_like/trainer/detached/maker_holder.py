@@ -64,13 +64,17 @@ def maker_models(
     copies: dict[str, type] = {Role.Actor: ActorCopyWorker, Role.Critic: CriticCopyWorker}
     own = {}
     for role in config.plan.maker_roles:
-        own[role] = mapping[role]
+        built = mapping[role]
         if role in copies:
-            parameters = inspect.signature(copies[role]).parameters
-            given = mapping[role].kwargs
-            kwargs = {name: value for name, value in given.items() if name in parameters}
-            own[role] = RayClassWithInitArgs(copies[role], **kwargs)
-            own[role].plugins = config.plugins
+            copy = copies[role]
+            parameters = inspect.signature(copy).parameters
+            kwargs = {}
+            for name, value in built.kwargs.items():
+                if name in parameters:
+                    kwargs[name] = value
+            built = RayClassWithInitArgs(copy, **kwargs)
+            built.plugins = config.plugins
+        own[role] = built
     return own
 
 
@@ -81,7 +85,8 @@ def check_maker(config: DetachedConfig, maker: type[ExperienceMaker], rollout: W
         return
     own = []
     for name in ("make", "begin"):
-        if getattr(maker, name) is not getattr(ExperienceMaker, name):
+        original = getattr(ExperienceMaker, name)
+        if getattr(maker, name) is not original:
             own.append(name)
     if own:
         raise ValueError(
@@ -119,7 +124,10 @@ class InFlight:
         """
         if self.is_renewed:
             return math.inf
-        unfinished = [ages[name] for name in self.responses.call.requests if name in ages]
+        unfinished = []
+        for name in self.responses.call.requests:
+            if name in ages:
+                unfinished.append(ages[name])
         return max(unfinished, default=math.inf)
 
 
@@ -140,7 +148,11 @@ class PromptLoader:
         tickets of the batch. The number of the step seeds the sampling."""
         batches = []
         size = self.sampler.batch_size
-        for step, of_step in itertools.groupby(tickets, key=lambda ticket: ticket.number // size):
+
+        def step_of(ticket: Ticket) -> int:
+            return ticket.number // size
+
+        for step, of_step in itertools.groupby(tickets, step_of):
             its_tickets = list(of_step)
             epoch, indices = self.sampler.batch(step)
             rows = []
@@ -203,20 +215,26 @@ class ExperienceMakerHolder(Side):
     def start(self) -> PromptLoader:
         """Starts the workers and loads the models. Returns a loader of the configuration's
         prompts."""
-        inputs = check_inputs(self.config, self.cleanup)
-        built_in = maker_models(self.config, inputs.role_worker_mapping)
-        mapping = dict(self.model_fn(self.config)) if self.model_fn else built_in
-        inputs = replace(inputs, config=self.config, role_worker_mapping=mapping)
-        self.run = get_maker_driver().of(inputs, self.recorder, self.pools)
-        self.run.groups = self.run.start_groups()
-        self.run.maker = self.run.build_maker()
-        check_maker(self.config, type(self.run.maker), self.run.groups[Role.Rollout])
-        if (kl_coef := self.ledger.kl_coef()) is not None:
-            self.run.maker.kl_controller.value = kl_coef
-        self.recorder.show_placement(placement_rows(self.run.placement))
-        load_models(self.run.groups, self.config.trainer.device)
-        self.require_same_inputs(self.config)
-        return PromptLoader.of(self.config, inputs.train_dataset)
+        config = self.config
+        inputs = check_inputs(config, self.cleanup)
+        if self.model_fn:
+            mapping = dict(self.model_fn(config))
+        else:
+            mapping = maker_models(config, inputs.role_worker_mapping)
+        inputs = replace(inputs, config=config, role_worker_mapping=mapping)
+        driver = get_maker_driver()
+        run = driver.of(inputs, self.recorder, self.pools)
+        self.run = run
+        run.groups = run.start_groups()
+        run.maker = run.build_maker()
+        check_maker(config, type(run.maker), run.groups[Role.Rollout])
+        kl_coef = self.ledger.kl_coef()
+        if kl_coef is not None:
+            run.maker.kl_controller.value = kl_coef
+        self.recorder.show_placement(placement_rows(run.placement))
+        load_models(run.groups, config.trainer.device)
+        self.require_same_inputs()
+        return PromptLoader.of(config, inputs.train_dataset)
 
     def workingloop(
         self, data_loader: PromptLoader | None = None, num_steps: int | None = None
@@ -232,23 +250,26 @@ class ExperienceMakerHolder(Side):
         with self.recorder.timer("starting"):
             own_loader = self.start()
         loader = data_loader or own_loader
+        most_steps = math.inf if num_steps is None else num_steps
         deadline_s = self.config.trainer.call_timeout_s
         done = 0
         waiting_since = time.monotonic()
-        if newest := ask(self.trainer_names[0], "newest_weights", timeout=deadline_s):
-            self.keep_newest(newest)
-        while self.in_flight or num_steps is None or done < num_steps:
+        newest = ask(self.trainer_names[0], "newest_weights", timeout=deadline_s)
+        if newest:
+            self.update_experience_maker(newest)
+        while self.in_flight or done < most_steps:
             self.use_newest_weights()
             limit = self.config.plan.num_prompts_at_a_time - len(self.in_flight)
-            has_made_enough = num_steps is not None and done >= num_steps
+            has_made_enough = done >= most_steps
             is_due = self.validation_is_due()
             if is_due and not self.in_flight:
                 self.validate()
             elif is_due or has_made_enough:
                 limit = 0  # nothing begins until all in flight has ended and was sent
-            tickets: list[Ticket] | None = []
             if self.version >= 0:
                 tickets = self.ledger.take(self.name_in_ledger, self.version, limit)
+            else:
+                tickets = []
             if tickets is None:
                 break
             for its_tickets, prompts in loader.load(tickets):
@@ -286,7 +307,8 @@ class ExperienceMakerHolder(Side):
         since the time `since`."""
         # A trainer waits less long, because it may be waiting for another maker.
         patience_s = 3 * self.config.trainer.call_timeout_s
-        is_late = time.monotonic() - since > patience_s
+        seconds = time.monotonic() - since
+        is_late = seconds > patience_s
         if is_late and self.ledger.seconds_since_loss() > patience_s:
             waited_for = f"weights newer than version {self.version}, from {self.trainer_names[0]}"
             raise CallTimeout(self.name, "workingloop", patience_s, waited_for)
@@ -301,21 +323,18 @@ class ExperienceMakerHolder(Side):
         """
         groups = self.run.groups
         config = self.config
-        drawn = engine_check.draw(groups[Role.Rollout], self.run.train_dataset)
+        rollout = groups[Role.Rollout]
+        drawn = engine_check.draw(rollout, self.run.train_dataset)
         if not drawn:
             self.recorder.say(engine_check.UNKNOWN_ROLLOUT)
-        log_probs = ask(
-            self.trainer_names[0],
-            "score_greedy",
-            self.name,
-            self.version,
-            drawn,
-            timeout=config.trainer.call_timeout_s,
-        )
+        trainer = self.trainer_names[0]
+        timeout_s = config.trainer.call_timeout_s
+        log_probs = ask(trainer, "score_greedy", self.name, self.version, drawn, timeout=timeout_s)
         if log_probs is None:
             return
         engine_check.require_one_model(config, f" of {self.name}", drawn, log_probs)
-        if drawn and (copy := groups.get(Role.Actor)):
+        copy = groups.get(Role.Actor)
+        if drawn and copy:
             what = f"the copy of the actor of {self.name}"
             of_copy = engine_check.log_probs_of(copy, drawn)
             for own, of_actor in zip(of_copy, log_probs, strict=True):
@@ -328,7 +347,8 @@ class ExperienceMakerHolder(Side):
         uids = prompts.non_tensor_batch["uid"]
         for row, (ticket, uid) in enumerate(zip(tickets, uids, strict=True)):
             prompt = prompts.rows(row, row + 1)
-            self.in_flight[uid] = InFlight(ticket, prompt, router.call(prompt))
+            responses = router.call(prompt)
+            self.in_flight[uid] = InFlight(ticket, prompt, responses)
 
     def restart_young(self) -> None:
         """Begins young responses again with the weights that were just loaded, and tells the ledger
@@ -337,13 +357,16 @@ class ExperienceMakerHolder(Side):
         Young are those that were begun less than `detached.restart_below` steps of the engine ago.
         Each prompt is begun again once at most.
         """
-        ages = router_of(self.run.groups[Role.Rollout]).ages()
+        router = router_of(self.run.groups[Role.Rollout])
+        ages = router.ages()
         limit = self.config.detached.restart_below
-        young = [group for group in self.in_flight.values() if group.age(ages) < limit]
-        for group in young:
-            group.responses.call.begin_again()
-            group.is_renewed = True
-        tickets = [(group.ticket.number, group.ticket.attempt) for group in young]
+        tickets = []
+        for group in self.in_flight.values():
+            if group.age(ages) < limit:
+                group.responses.call.begin_again()
+                group.is_renewed = True
+                ticket = group.ticket
+                tickets.append((ticket.number, ticket.attempt))
         self.ledger.renew(self.name_in_ledger, tickets, self.version)
 
     def advance(self) -> int:
@@ -357,42 +380,57 @@ class ExperienceMakerHolder(Side):
         with self.recorder.timer("making experience"):
             calls = [group.responses.call for group in self.in_flight.values()]
             router.wait_for_any(calls, POLL_S)
-            uids = [uid for uid, group in self.in_flight.items() if group.responses.done()]
-            if not uids:
+            ended = []
+            for uid, group in list(self.in_flight.items()):
+                if group.responses.done():
+                    del self.in_flight[uid]
+                    ended.append(group)
+            if not ended:
                 return 0
-            ended = [self.in_flight.pop(uid) for uid in uids]
-            prompts = DataProto.concat([group.prompt.select(meta_info_keys=[]) for group in ended])
-            prompts.meta_info = dict(ended[0].prompt.meta_info)
-            responses = concat_samples([group.responses.get() for group in ended])
+            tickets = [group.ticket for group in ended]
+            rows = [group.prompt.select(meta_info_keys=[]) for group in ended]
+            prompts = DataProto.concat(rows)
+            first_prompt = ended[0].prompt
+            prompts.meta_info = dict(first_prompt.meta_info)
+            parts = [group.responses.get() for group in ended]
+            responses = concat_samples(parts)
             # `sample` takes the future of a generation. This one is done already.
-            call = LocalCall([], [Part(None, responses)], None)
+            part = Part(None, responses)
+            call = LocalCall([], [part], None)
             generation = Future(call, lambda outputs: outputs[0])
             generated = maker.sample(prompts, None, generation)
             experience = maker.complete(generated)
-            self.send([group.ticket for group in ended], experience)
+            self.send(tickets, experience)
         return 1
 
     def send(self, tickets: Sequence[Ticket], experience: Experience) -> None:
         """Sends the experience of each ticket to the ticket's trainer, without waiting until it has
         arrived. Before that it waits until the previous experience has arrived."""
         self.wait_for_sent()
-        if self.config.algorithm.use_kl_in_reward:
-            self.ledger.keep_kl_coef(self.version, self.run.maker.kl_controller.value)
-        n = self.config.actor_rollout_ref.rollout.n
+        config = self.config
+        if config.algorithm.use_kl_in_reward:
+            kl_coef = self.run.maker.kl_controller.value
+            self.ledger.keep_kl_coef(self.version, kl_coef)
         # The reward function's further results are left out: their names may differ from call to
         # call, and nothing learns from them.
         batch = experience.batch.select(non_tensor_batch_keys=["uid", "policy_version"])
-        if self.config.algorithm.rollout_correction.bypass_mode:
+        if config.algorithm.rollout_correction.bypass_mode:
             batch.tensor_batch.pop("old_log_probs")  # rollout_log_probs are the same
-        ticket_of_row = SampleRows.of(batch).sample_of_row.numpy() // n
+        samples = SampleRows.of(batch)
+        sample_of_row = samples.sample_of_row.numpy()
+        ticket_of_row = sample_of_row // config.actor_rollout_ref.rollout.n
         metrics = dict(experience.metrics)
         for index, name in enumerate(self.trainer_names):
-            places = [place for place, ticket in enumerate(tickets) if ticket.trainer == index]
+            its_tickets = []
+            places = []
+            for place, ticket in enumerate(tickets):
+                if ticket.trainer == index:
+                    its_tickets.append(ticket)
+                    places.append(place)
             if not places:
                 continue
             is_its_own = np.isin(ticket_of_row, places)
             its_rows = batch if is_its_own.all() else batch.select_idxs(is_its_own)
-            its_tickets = [tickets[place] for place in places]
             trainer = side_named(name)
             answer = trainer.extend.remote(self.name_in_ledger, its_tickets, its_rows, metrics)
             self.sent[answer] = name
@@ -410,22 +448,19 @@ class ExperienceMakerHolder(Side):
                 try:
                     ray.get(reference, timeout=seconds_left)
                 except ray.exceptions.GetTimeoutError:
-                    raise CallTimeout(
-                        self.name, "send", timeout_s, f"its experience to arrive at {name}"
-                    ) from None
+                    waited_for = f"its experience to arrive at {name}"
+                    raise CallTimeout(self.name, "send", timeout_s, waited_for) from None
                 except GONE as error:
                     raise side_died(name, "extend", error) from None
         self.sent = {}
 
     @ray.method(concurrency_group="weights")
     def update_experience_maker(self, weights: PushedWeights) -> None:
-        """Takes weights that a trainer pushes. The maker loads them before it generates again."""
-        self.keep_newest(weights)
-
-    def keep_newest(self, weights: PushedWeights) -> None:
-        """Keeps weights until they are loaded, unless there are newer ones already."""
+        """Keeps weights that a trainer pushes, unless there are newer ones already. The maker loads
+        them before it generates again."""
         with self.has_pushed:
-            if self.pushed is None or weights.version > self.pushed.version:
+            is_newer = self.pushed is None or weights.version > self.pushed.version
+            if is_newer:
                 self.pushed = weights
                 self.has_pushed.notify_all()
 
@@ -451,15 +486,14 @@ class ExperienceMakerHolder(Side):
                     self.load(weights)
                 except WorkerError as error:
                     self.version = -1  # some workers may have the new weights already
-                    if not tries_left or StaleWeightsError.__name__ not in error.headline():
+                    were_overwritten = StaleWeightsError.__name__ in error.headline()
+                    if not tries_left or not were_overwritten:
                         raise
                     deadline_s = self.config.trainer.call_timeout_s
-                    newest: PushedWeights = ask(
-                        self.trainer_names[0], "newest_weights", timeout=deadline_s
-                    )
+                    newest = ask(self.trainer_names[0], "newest_weights", timeout=deadline_s)
                     if newest.version == weights.version:
                         raise
-                    self.keep_newest(newest)
+                    self.update_experience_maker(newest)
                 else:
                     self.version = weights.version
                     return
@@ -467,9 +501,10 @@ class ExperienceMakerHolder(Side):
     def wait_for_exports(self, weights: PushedWeights) -> bool:
         """Waits until the trainer has exported the weights. Returns False if a trainer has died,
         which ends the run."""
-        headers: list[Any] = []
+        headers = []
         for export in weights.exports.values():
-            headers.extend(part.header for part in export.parts)
+            for part in export.parts:
+                headers.append(part.header)
         deadline_s = self.config.trainer.call_timeout_s
         try:
             ray.get(headers, timeout=deadline_s)
@@ -482,33 +517,37 @@ class ExperienceMakerHolder(Side):
 
     def load(self, weights: PushedWeights) -> None:
         """Has the engines and the copies load the weights."""
-        drain = {"drain": False} if self.config.detached.update_in_flight else {}
-        self.run.maker.load_weights(self.weights_of_actor(weights), **drain)
+        maker = self.run.maker
+        weights_of_actor = self.weights_of_actor(weights)
+        if self.config.detached.update_in_flight:
+            maker.load_weights(weights_of_actor, drain=False)
+        else:
+            maker.load_weights(weights_of_actor)
         groups = self.run.groups
         for role in groups.keys() & set(TRAINED):
-            groups[role].load_weights(weights.exports[role], version=weights.version)
+            export = weights.exports[role]
+            groups[role].load_weights(export, version=weights.version)
 
     def hold_weights(self) -> PushedWeights:
         """Asks the first trainer for its newest weights. It does not change them until it has sent
         them."""
         # The deadline is long because the trainer may have to end a step before.
         deadline_s = 3 * self.config.trainer.call_timeout_s
-        return ask(self.trainer_names[0], "hold_weights", self.name_in_ledger, timeout=deadline_s)
+        trainer = self.trainer_names[0]
+        return ask(trainer, "hold_weights", self.name_in_ledger, timeout=deadline_s)
 
     def weights_of_actor(self, weights: PushedWeights) -> Weights:
         """The weights that the engines load. If they come straight from the trainer's GPUs, their
         method `send` has the trainer send them while the engines load."""
 
         def send(num_receivers: int) -> Question:
-            return Question.asked(
-                self.trainer_names[0],
-                "send_weights",
-                self.name_in_ledger,
-                num_receivers,
-                timeout=self.config.trainer.call_timeout_s,
-            )
+            trainer = self.trainer_names[0]
+            maker = self.name_in_ledger
+            timeout_s = self.config.trainer.call_timeout_s
+            return Question.asked(trainer, "send_weights", maker, num_receivers, timeout=timeout_s)
 
-        return Weights(weights.exports[Role.Actor], weights.version, send, weights.address)
+        exports = weights.exports[Role.Actor]
+        return Weights(exports, weights.version, send, weights.address)
 
     def validation_is_due(self) -> bool:
         """Returns whether this maker has to validate now. The first maker validates before training
@@ -538,6 +577,7 @@ class ExperienceMakerHolder(Side):
         unless it has done so. This is called after the loop."""
         self.load_newest_weights()
         assert self.version == version, (self.version, version)
-        if self.index == 0 and self.config.trainer.test_freq > 0 and self.validated != version:
+        validates = self.index == 0 and self.config.trainer.test_freq > 0
+        if validates and self.validated != version:
             self.validate()
         self.cleanup.close()

@@ -9,7 +9,7 @@ from verl_like.protocol import Metric, merge_metrics, metric_values
 from verl_like.trainer.config.detached import DetachedConfig
 from verl_like.trainer.detached.side import SideRecorder
 from verl_like.trainer.run.run_recorder import RunRecorder
-from verl_like.trainer.state.checkpoint import PendingCheckpoint, partial_of_step
+from verl_like.trainer.state.checkpoint import Digests, PendingCheckpoint, partial_of_step
 
 
 class DetachedRecord:
@@ -19,23 +19,26 @@ class DetachedRecord:
     def __init__(self, config: DetachedConfig, recorder: RunRecorder) -> None:
         self.config = config
         self.recorder = recorder
-        resumed = recorder.resumed.checkpoint if recorder.resumed else None
         self.rows: dict[int, list[tuple[Mapping[str, Metric], float]]] = defaultdict(list)
         """By step, the rows of the trainers that have done it, see `SideRecorder.rows`."""
         self.states: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
         """By step, what trainers saved of it beside files, see `SideRecorder.states`."""
         self.waits: dict[str, dict[float, float]] = defaultdict(dict)
         """By the name of a side, its waits for other sides: start -> end."""
-        self.step = resumed.step if resumed else 0
+        self.step = 0
         """The last step that is written."""
-        self.files: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
+        self.files: dict[int, list[Digests]] = defaultdict(list)
         """By step, the files of the trainers that have written theirs of its checkpoint."""
         self.begun: PendingCheckpoint | None = None
         """A checkpoint that the trainers are writing."""
         self.validations: dict[int, Mapping[str, Metric]] = {}
         """By version, the validations that are not written yet."""
-        self.validated: int = resumed.state["validated"] if resumed else -1
+        self.validated = -1
         """The version of the last validation that is written, or -1."""
+        if recorder.resumed:
+            resumed = recorder.resumed.checkpoint
+            self.step = resumed.step
+            self.validated = resumed.state["validated"]
 
     def add(self, name: str, report: SideRecorder) -> None:
         """Takes in what happened on the maker or trainer `name` since its last report."""
@@ -58,9 +61,10 @@ class DetachedRecord:
     def log(self) -> None:
         """Writes the steps and validations that are complete. It is called when all sides, makers
         too, have reported until now, because a step's row says how long they waited."""
-        num_trainers = len(self.config.detached.trainer_names)
-        done = [step for step, rows in self.rows.items() if len(rows) == num_trainers]
-        for step in done:
+        num_trainers = self.config.detached.num_trainers
+        for step, rows in list(self.rows.items()):
+            if len(rows) != num_trainers:
+                continue
             # This is the checkpoint before, for which trainers wait before they save again.
             self.commit_checkpoint()
             self.log_validations(step - 1)
@@ -82,11 +86,16 @@ class DetachedRecord:
     def log_step(self, step: int) -> None:
         """Writes the row of a step that all trainers have done."""
         reported = self.rows.pop(step)
-        metrics = merge_metrics([metrics for metrics, _ended in reported])
-        last_ended = max(ended for _metrics, ended in reported)
-        values = metric_values(metrics)
-        idle = self.idle_shares(last_ended, values["timing_s/step"])
-        values |= {"training/global_step": step} | idle
+        parts = []
+        ends = []
+        for metrics, ended in reported:
+            parts.append(metrics)
+            ends.append(ended)
+        values = metric_values(merge_metrics(parts))
+        seconds = values["timing_s/step"]
+        idle_shares = self.idle_shares(max(ends), seconds)
+        values["training/global_step"] = step
+        values |= idle_shares
         self.recorder.timeline.start_step(step)
         self.recorder.tracking.log(values, step)
         self.recorder.console.show_step(step, self.config.num_steps_of_run, values)
@@ -96,7 +105,8 @@ class DetachedRecord:
         """Remembers the state of the step that was written last, until all trainers have written
         their files. One of `states`, of the trainer that did the step last, has the ledger's."""
         (ledger,) = [state["ledger"] for state in states if state["ledger"]]
-        state = {"ledger": ledger, "validated": self.validated} | self.recorder.state_of_record()
+        state = {"ledger": ledger, "validated": self.validated}
+        state |= self.recorder.state_of_record()
         folder = partial_of_step(self.recorder.run_dir, self.step)
         # The recorder does not get it yet, because it would complete it if the run ended now.
         self.begun = PendingCheckpoint(folder, self.step, state, {})
@@ -106,19 +116,21 @@ class DetachedRecord:
         if self.begun is None:
             return
         step = self.begun.step
-        if len(self.files[step]) != len(self.config.detached.trainer_names):
+        num_trainers = self.config.detached.num_trainers
+        if len(self.files[step]) != num_trainers:
             return
-        digests: dict[str, Any] = {}
+        written: dict[str, Any] = {}
         for files_of_trainer in self.files.pop(step):
-            digests |= files_of_trainer
-        self.begun.written = digests
+            written |= files_of_trainer
+        self.begun.written = written
         self.recorder.pending = self.begun
         self.begun = None
         self.recorder.commit_checkpoint(wait=True)
 
     def renew_checkpoint(self) -> None:
         """Adds the validations that were written since to the checkpoint of the last step."""
-        state = {"validated": self.validated} | self.recorder.state_of_record()
+        state = {"validated": self.validated}
+        state |= self.recorder.state_of_record()
         self.recorder.renew_checkpoint(self.step, state)
 
     def idle_shares(self, ended: float, seconds: float) -> dict[str, float]:
@@ -127,13 +139,15 @@ class DetachedRecord:
         The step took `seconds` until the time `ended`. Waits from before it are forgotten.
         """
         started = ended - seconds
-        shares: dict[str, float] = {}
+        shares = {}
         for name, waits in self.waits.items():
-            within = {start: end for start, end in waits.items() if end > started}
-            self.waits[name] = within
+            within = {}
             waited = 0.0
-            for start, end in within.items():
-                in_step = min(end, ended) - max(start, started)
-                waited += max(0.0, in_step)
+            for start, end in waits.items():
+                if end > started:
+                    within[start] = end
+                    in_step = min(end, ended) - max(start, started)
+                    waited += max(0.0, in_step)
+            self.waits[name] = within
             shares[f"detached/idle/{name}"] = waited / seconds
         return shares

@@ -98,9 +98,8 @@ def check_trainer(trainer: type[RayPPOTrainer]) -> None:
         return
     overridden = overridden_by(trainer)
     overridden_of_makers = [name for name in overridden if name in OF_MAKERS]
-    others = [name for name in overridden if name not in OF_MAKERS]
     has_own_driver = get_maker_driver() is not MakerDriver
-    if has_own_driver and not others:
+    if has_own_driver and overridden == overridden_of_makers:
         return
     what = f"the plugin's trainer {trainer.__name__}"
     if overridden:
@@ -124,7 +123,8 @@ def overridden_by(trainer: type[RayPPOTrainer]) -> list[str]:
     for name in dir(RayPPOTrainer):
         if name.startswith("_") and name not in ("__init__", "__post_init__"):
             continue
-        if getattr_static(trainer, name) is not getattr_static(RayPPOTrainer, name):
+        original = getattr_static(RayPPOTrainer, name)
+        if getattr_static(trainer, name) is not original:
             overridden.append(name)
     return overridden
 
@@ -133,14 +133,15 @@ def check_shared_memory(pools: Sequence[RayResourcePool]) -> None:
     """Raises PlacementError unless all processes of the pools are on one node. The pools must be
     reserved already."""
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-    all_nodes: set[str] = set()
+    all_nodes = set()
     places = []
     for pool in pools:
-        nodes: set[str] = set()
+        nodes = set()
         for placement_group in pool.get_placement_groups():
             table = ray.util.placement_group_table(placement_group)
-            nodes.update(addresses[node] for node in table["bundles_to_node_id"].values())
-        all_nodes |= nodes
+            for node in table["bundles_to_node_id"].values():
+                nodes.add(addresses[node])
+        all_nodes.update(nodes)
         places.append(f"{pool.name} on {', '.join(sorted(nodes))}")
     if len(all_nodes) > 1:
         raise PlacementError(
@@ -199,9 +200,8 @@ class DetachedRun:
         """The Ray actors of the ledger and of all sides, by name."""
         self.loops: dict[str, Any] = {}
         """The reference to the result of each side's loop, as long as the loop runs."""
-        self.restarts_left = Counter(
-            dict.fromkeys(config.detached.maker_names, config.detached.max_restarts)
-        )
+        max_restarts = config.detached.max_restarts
+        self.restarts_left = Counter(dict.fromkeys(config.detached.maker_names, max_restarts))
         """How often each maker may still be started again. A trainer is not in it, which counts as
         0."""
         self.starts: Counter[str] = Counter()
@@ -228,13 +228,15 @@ class DetachedRun:
         # for another side.
         reserve(all_pools)
         ledger_class: Any = ray.remote(PromptLedger)
-        self.actors[LEDGER] = ledger_class.options(name=LEDGER, num_cpus=0).remote(
+        saved = self.resumed.state["ledger"] if self.resumed else None
+        ledger = ledger_class.options(name=LEDGER, num_cpus=0).remote(
             steps,
             config.data.train_batch_size,
             detached,
-            self.resumed.state["ledger"] if self.resumed else None,
+            saved,
             max_staleness=config.trainer.max_staleness,
         )
+        self.actors[LEDGER] = ledger
         trainer_class: Any = DetachedPPOTrainer
         host = ray.util.get_node_ip_address()
         port = 0
@@ -257,11 +259,12 @@ class DetachedRun:
                 pools=self.pools[name],
                 fingerprints=self.fingerprints,
             )
+            loop = actor.fit.remote(steps, detached.update_steps, resumed=self.resumed)
             self.actors[name] = actor
-            self.loops[name] = actor.fit.remote(steps, detached.update_steps, resumed=self.resumed)
+            self.loops[name] = loop
         for name in detached.maker_names:
             self.start_maker(name)
-        place = self.actors[LEDGER].__ray_call__.remote(lambda _: SideRecorder(LEDGER))
+        place = ledger.__ray_call__.remote(lambda _: SideRecorder(LEDGER))
         self.ledger_place = ray.get(place, timeout=START_DEADLINE_S)
 
     def start_maker(self, name: str) -> None:
@@ -276,7 +279,8 @@ class DetachedRun:
         pools.create_resource_pool()
         if self.config.actor_rollout_ref.rollout.weight_transport == "shared_memory":
             trainer_pools = self.pools[trainer_names[0]].resource_pool_dict.values()
-            check_shared_memory([*trainer_pools, pools.get_resource_pool(Role.Rollout)])
+            rollout_pool = pools.get_resource_pool(Role.Rollout)
+            check_shared_memory([*trainer_pools, rollout_pool])
         # The newest version that was validated. The record has written `validated`, and has not
         # written `validations` yet.
         validated = max([self.record.validated, *self.record.validations])
@@ -301,14 +305,15 @@ class DetachedRun:
         step.
         """
         while self.loops:
-            ended, _ = ray.wait(list(self.loops.values()), timeout=POLL_S)
             names = {loop: name for name, loop in self.loops.items()}
+            ended, _running = ray.wait(list(names), timeout=POLL_S)
             for loop in ended:
                 self.end_of_loop(names[loop], loop)
             for name in list(self.loops):
                 self.collect(name)
             self.record.log()
-            if self.record.step == self.last_step < self.config.num_steps_of_run:
+            ends_early = self.last_step < self.config.num_steps_of_run
+            if ends_early and self.record.step == self.last_step:
                 raise KeyboardInterrupt
             self.counts()
             if self.recorder.is_ending and self.last_step < 0:
@@ -343,8 +348,10 @@ class DetachedRun:
 
     def show_counts(self) -> None:
         """Tells the user how many prompts are in which state."""
-        counts = [f"{count} {name}" for name, count in self.counts().items()]
-        self.recorder.say(f"Prompts: {', '.join(counts)}")
+        said = []
+        for name, count in self.counts().items():
+            said.append(f"{count} {name}")
+        self.recorder.say(f"Prompts: {', '.join(said)}")
 
     def end_of_loop(self, name: str, loop: Any) -> None:
         """Collects the last report of a side whose loop has ended. If the loop failed, `failed` or
@@ -361,10 +368,12 @@ class DetachedRun:
             if isinstance(cause, WorkerDied | CallTimeout) and cause.role in others:
                 name = cause.role
             if not isinstance(cause, WorkerError | CallTimeout):
-                cause = WorkerError(name, 0, *self.place_of(name), "its loop", str(error))
+                node, pid = self.place_of(name)
+                cause = WorkerError(name, 0, node, pid, "its loop", str(error))
             self.failed(name, cause)
         except GONE as error:
-            self.failed(name, side_died(name, "its loop", error))
+            died = side_died(name, "its loop", error)
+            self.failed(name, died)
         else:
             del self.loops[name]
             self.collect(name)
@@ -385,18 +394,21 @@ class DetachedRun:
     def show_placement(self) -> None:
         """Shows where the workers of all sides are, once all have started, and again if that
         changes."""
-        rows: list[dict[str, str]] = []
+        rows = []
         for report in self.reports.values():
             if not report.placement:
                 return
             rows.extend(report.placement)
-        if len(self.reports) == len(self.pools) and rows != self.recorder.placement:
+        is_complete = len(self.reports) == len(self.pools)
+        if is_complete and rows != self.recorder.placement:
             self.recorder.show_placement(rows)
 
     def place_of(self, name: str) -> tuple[str, int]:
         """The node and the process id of a side, or ("?", 0) if it has not reported yet."""
         report = self.ledger_place if name == LEDGER else self.reports.get(name)
-        return (report.node, report.pid) if report else ("?", 0)
+        if report is None:
+            return "?", 0
+        return report.node, report.pid
 
     def failed(self, name: str, error: WorkerError | CallTimeout) -> None:
         """Restarts a maker that failed. The ledger gives its prompts out again.
@@ -405,8 +417,8 @@ class DetachedRun:
         gives the side up instead.
         """
         if isinstance(error, WorkerDied) and error.role == name:
-            place = self.place_of(name)
-            error = WorkerDied(name, 0, *place, error.method, error.cause, error.shortage)
+            node, pid = self.place_of(name)
+            error = WorkerDied(name, 0, node, pid, error.method, error.cause, error.shortage)
         would_fail_again = False
         if type(error) is WorkerError:
             # If an allocation failed and no process was killed, the memory is too small for these
@@ -456,8 +468,10 @@ class DetachedRun:
         """
         answers = {}
         for name in self.pools:
-            answers[name] = self.actors[name].status.remote()
-        ray.wait(list(answers.values()), num_returns=len(answers), timeout=STATUS_S)
+            actor = self.actors[name]
+            answers[name] = actor.status.remote()
+        pending = list(answers.values())
+        ray.wait(pending, num_returns=len(pending), timeout=STATUS_S)
         found = []
         for name, answer in answers.items():
             try:
@@ -489,7 +503,8 @@ class DetachedRun:
         while left:
             starts = Counter(self.starts)
             for name in left:
-                self.loops[name] = self.actors[name].finish.remote(steps)
+                maker = self.actors[name]
+                self.loops[name] = maker.finish.remote(steps)
             self.watch()
             # A maker that failed meanwhile was started again. Its loop has ended by now, because
             # nothing is left to make, and it still has to do `finish`.

@@ -26,7 +26,9 @@ from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.single_controller.shard import ForwardedFuture
 from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer.config.detached import DetachedConfig
-from verl_like.trainer.state.checkpoint import PendingCheckpoint
+from verl_like.trainer.loop.recorder import Log
+from verl_like.trainer.run.tracking import Row
+from verl_like.trainer.state.checkpoint import Digests, PendingCheckpoint
 from verl_like.trainer.state.resume import ResumedRun, changed_inputs
 
 LEDGER = "ledger"
@@ -73,7 +75,7 @@ class SideRecorder:
     states: deque[tuple[int, Mapping[str, Any]]] = field(default_factory=deque)
     """(training step, `DetachedPPOTrainer.state` after it) for each checkpoint of a trainer. It is
     reported together with the row of the step, or before it."""
-    files: deque[tuple[int, Mapping[str, Any]]] = field(default_factory=deque)
+    files: deque[tuple[int, Digests]] = field(default_factory=deque)
     """(training step, the files that the ranks of a trainer wrote) for each checkpoint, see
     `PendingCheckpoint`."""
     waits: deque[tuple[float, float]] = field(default_factory=deque)
@@ -124,14 +126,13 @@ class SideRecorder:
         yield
         self.doing = before
         ended = time.time()
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + ended - started
+        seconds_before = self.seconds.get(phase, 0.0)
+        self.seconds[phase] = seconds_before + ended - started
         if phase.startswith("waiting"):
             self.waits.append((started, ended))
 
     @contextmanager
-    def step(
-        self, step: int, total_steps: int, row: dict[str, float] | None = None
-    ) -> Iterator[Callable[[Mapping[str, Metric | float]], None]]:
+    def step(self, step: int, total_steps: int, row: Row | None = None) -> Iterator[Log]:
         """Measures a step of a trainer and keeps its row. It yields a function that adds metrics to
         the row."""
         started = time.time()
@@ -139,16 +140,16 @@ class SideRecorder:
         self.seconds = {}
 
         def log(metrics: Mapping[str, Metric | float]) -> None:
-            assert all(isinstance(metric, Metric) for metric in metrics.values()), (
-                "rows of several trainers are merged"
-            )
+            for metric in metrics.values():
+                assert isinstance(metric, Metric), "rows of several trainers are merged"
             given.append(metrics)
 
         yield log
         ended = time.time()
         timings = {"timing_s/step": Metric.max(ended - started)}
         for phase, seconds in self.seconds.items():
-            timings[f"timing_s/{phase.replace(' ', '_')}"] = Metric.max(seconds)
+            name = phase.replace(" ", "_")
+            timings[f"timing_s/{name}"] = Metric.max(seconds)
         row_of_step = merge_metrics([*given, timings])
         self.rows.append((step, row_of_step, ended))
 
@@ -156,12 +157,13 @@ class SideRecorder:
         """Measures a validation as a phase."""
         return self.timer("testing")
 
-    def log_validation(self, metrics: dict[str, float], step: int = 0) -> None:
+    def log_validation(self, metrics: Row, step: int = 0) -> None:
         """Keeps the row of a validation with the weights of version `step`."""
         means = {name: Metric.mean(value) for name, value in metrics.items()}
-        self.rows.append((step, means, time.time()))
+        ended = time.time()
+        self.rows.append((step, means, ended))
 
-    def is_best(self, step: int, metrics: dict[str, float]) -> bool:
+    def is_best(self, step: int, metrics: Row) -> bool:
         """Returns False, because in detached training a step is saved before it is validated."""
         return False
 
@@ -200,16 +202,16 @@ class SideRecorder:
         """Returns what was recorded since the last report, and forgets it."""
         # The loop may record more meanwhile. Rows are taken before states and files, so that the
         # state of each reported row, and the files that were written before it, are reported too.
-        events = _take_all(self.events)
-        rows = _take_all(self.rows)
-        states = _take_all(self.states)
-        files = _take_all(self.files)
-        notes = _take_all(self.notes)
+        events = take_all(self.events)
+        rows = take_all(self.rows)
+        states = take_all(self.states)
+        files = take_all(self.files)
+        notes = take_all(self.notes)
         phase, since = self.doing
-        waits: deque[tuple[float, float]] = deque()
+        now = time.time()
+        waits = take_all(self.waits)
         if phase.startswith("waiting"):
-            waits.append((since, time.time()))
-        waits.extend(_take_all(self.waits))
+            waits.appendleft((since, now))
         return replace(
             self,
             events=events,
@@ -224,13 +226,17 @@ class SideRecorder:
 
     def status_and_stack(self) -> str:
         """Says in which phase the side's loop is, since when, and what its innermost calls are."""
-        frame = sys._current_frames().get(self.thread)
-        stack = traceback.format_stack(frame, limit=12) if frame else ["  Its loop has ended.\n"]
+        frames = sys._current_frames()
+        frame = frames.get(self.thread)
+        stack = ["  Its loop has ended.\n"]
+        if frame:
+            stack = traceback.format_stack(frame, limit=12)
         phase, since = self.doing
-        return f"{self.name}: {phase} for {time.time() - since:.0f} s\n{''.join(stack)}"
+        seconds = time.time() - since
+        return f"{self.name}: {phase} for {seconds:.0f} s\n{''.join(stack)}"
 
 
-def _take_all(queue: deque[Any]) -> deque[Any]:
+def take_all(queue: deque[Any]) -> deque[Any]:
     """Removes all elements that the queue has now, and returns them. Another thread may add further
     ones meanwhile."""
     size = len(queue)
@@ -249,9 +255,10 @@ def side_named(name: str) -> Any:
 def side_died(name: str, method: str, error: Exception) -> WorkerDied:
     """Makes the error for a side that died. The run adds its node and its process."""
     if isinstance(error, ray.exceptions.OutOfMemoryError):
-        return WorkerDied(name, 0, "?", 0, method, *of_memory_monitor(error))
-    last_line = str(error).strip().splitlines()[-1]
-    return WorkerDied(name, 0, "?", 0, method, last_line)
+        cause, shortage = of_memory_monitor(error)
+        return WorkerDied(name, 0, "?", 0, method, cause, shortage)
+    lines = str(error).strip().splitlines()
+    return WorkerDied(name, 0, "?", 0, method, lines[-1])
 
 
 @dataclass(frozen=True)
@@ -268,7 +275,8 @@ class Question:
     def asked(cls, name: str, method: str, *args: Any, timeout: float) -> "Question":
         """Calls a method of a side and returns at once. Raises WorkerDied if there is no side of
         this name."""
-        answer = getattr(side_named(name), method).remote(*args)
+        side = side_named(name)
+        answer = getattr(side, method).remote(*args)
         return cls(name, method, answer, timeout)
 
     def get(self) -> Any:
@@ -315,6 +323,9 @@ class Side:
             files.
     """
 
+    config: DetachedConfig
+    """What this side reads of the configuration."""
+
     def __init__(
         self,
         config: DetachedConfig,
@@ -332,12 +343,13 @@ class Side:
         self.model_fn = model_fn
         self.pools = pools
         self.fingerprints = fingerprints
-        self.recorder = SideRecorder(self.name, run_dir=Path(config.trainer.default_local_dir))
+        run_dir = Path(config.trainer.default_local_dir)
+        self.recorder = SideRecorder(name, run_dir=run_dir)
         self.ledger: Any = LedgerHandle(config.trainer.call_timeout_s)
         """Has the methods of `PromptLedger`."""
         self.pushed: PushedWeights | None = None
 
-    def require_same_inputs(self, config: DetachedConfig) -> None:
+    def require_same_inputs(self) -> None:
         """Raises ValueError if the files of data, models and the reward function are not those that
         the run began with.
 
@@ -345,7 +357,7 @@ class Side:
         """
         if self.fingerprints is None:
             return
-        changed = changed_inputs(self.fingerprints, config)
+        changed = changed_inputs(self.fingerprints, self.config)
         if changed:
             raise ValueError(
                 f"{self.name} read other files than the run began with: {', '.join(changed)}. "

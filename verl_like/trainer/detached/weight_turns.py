@@ -51,7 +51,8 @@ class WeightTurns:
             is_free = self._wait_for(lambda: not (self._waiting or self._receiver))
             if not is_free:
                 missing = self._receiver or ", ".join(sorted(self._waiting))
-                raise CallTimeout(self.name, "fit", self.limit_s, f"{missing} to load the weights")
+                waited_for = f"{missing} to load the weights"
+                raise CallTimeout(self.name, "fit", self.limit_s, waited_for)
             self._in_step = True
 
     def end_step(self) -> None:
@@ -69,20 +70,24 @@ class WeightTurns:
         taken its place. Raises the error of a transfer that failed.
         """
         with self._changed:
-            replaced = {other for other in self._waiting if _is_same_maker(other, maker)}
-            self._waiting -= replaced
+            for other in list(self._waiting):
+                if _is_same_maker(other, maker):
+                    self._waiting.discard(other)
             if self._receiver and _is_same_maker(self._receiver, maker):
                 self._receiver = None
             self._waiting.add(maker)
             self._changed.notify_all()
-            came = self._wait_for(
-                lambda: maker not in self._waiting or not (self._in_step or self._receiver)
-            )
-            if not came or maker not in self._waiting:
-                self._waiting.discard(maker)
+
+            def has_ended() -> bool:
+                is_free = not (self._in_step or self._receiver)
+                return is_free or maker not in self._waiting
+
+            came = self._wait_for(has_ended)
+            is_replaced = maker not in self._waiting
+            self._waiting.discard(maker)
+            if is_replaced or not came:
                 waited_for = f"the turn of {maker} to load the weights"
                 raise CallTimeout(self.name, "hold_weights", self.limit_s, waited_for)
-            self._waiting.discard(maker)
             self._receiver = maker
 
     @contextmanager
@@ -96,9 +101,8 @@ class WeightTurns:
         with self._changed:
             self.raise_failure()
             if self._receiver != maker:
-                raise CallTimeout(
-                    self.name, "send_weights", self.limit_s, f"the turn of {maker}, which is over"
-                )
+                waited_for = f"the turn of {maker}, which is over"
+                raise CallTimeout(self.name, "send_weights", self.limit_s, waited_for)
         try:
             yield
         except Exception as error:
