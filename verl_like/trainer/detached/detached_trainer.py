@@ -158,12 +158,12 @@ class DetachedPPOTrainer(Side, TrainingLoop):
         # This is longer than a call of a maker may take, so that a maker whose call hangs is given
         # up before the trainer is.
         deadline_s = 2 * config.trainer.call_timeout_s
-        check = self.turns.raise_failure
+        raise_failure = self.turns.raise_failure
         self.numbers = []
         self.batches = []
         for part in range(1, num_parts + 1):
             with self.recorder.timer("waiting for experience"):
-                numbers, batch = self.buffer.take(num_groups, version, deadline_s, check)
+                numbers, batch = self.buffer.take(num_groups, version, deadline_s, raise_failure)
                 self.begin_step(version)
             self.numbers += numbers
             self.batches.append(batch.select())
@@ -198,8 +198,7 @@ class DetachedPPOTrainer(Side, TrainingLoop):
         size = learned.get("actor/eff_sample_size", Metric.mean(1.0))
         version = self.global_step - 1
         counts = self.ledger.trained(self.numbers, version, size.value)
-        last_step = self.ledger.last_step()
-        self.ends_after = min(self.total_steps, last_step)
+        self.ends_after = min(self.total_steps, self.ledger.last_step())
         # Only the last trainer that does the step gets counts, and saves the ledger's state.
         is_saved = self.is_saved_by_number or self.global_step == self.last_step
         self.state_of_ledger = self.ledger.state() if counts and is_saved else None

@@ -251,10 +251,9 @@ class ExperienceMakerHolder(Side):
             own_loader = self.start()
         loader = data_loader or own_loader
         most_steps = math.inf if num_steps is None else num_steps
-        deadline_s = self.config.trainer.call_timeout_s
         done = 0
         waiting_since = time.monotonic()
-        newest = ask(self.trainer_names[0], "newest_weights", timeout=deadline_s)
+        newest = self.ask_trainer("newest_weights")
         if newest:
             self.update_experience_maker(newest)
         while self.in_flight or done < most_steps:
@@ -327,9 +326,7 @@ class ExperienceMakerHolder(Side):
         drawn = engine_check.draw(rollout, self.run.train_dataset)
         if not drawn:
             self.recorder.say(engine_check.UNKNOWN_ROLLOUT)
-        trainer = self.trainer_names[0]
-        timeout_s = config.trainer.call_timeout_s
-        log_probs = ask(trainer, "score_greedy", self.name, self.version, drawn, timeout=timeout_s)
+        log_probs = self.ask_trainer("score_greedy", self.name, self.version, drawn)
         if log_probs is None:
             return
         engine_check.require_one_model(config, f" of {self.name}", drawn, log_probs)
@@ -479,7 +476,9 @@ class ExperienceMakerHolder(Side):
                 return
             with self.recorder.timer("update_weights"):
                 if self.config.actor_rollout_ref.rollout.sends_directly:
-                    weights = self.hold_weights()
+                    # The trainer does not change these until it has sent them. It may have to end
+                    # a step before.
+                    weights = self.ask_trainer("hold_weights", self.name_in_ledger, num_calls=3)
                 if not self.wait_for_exports(weights):
                     return
                 try:
@@ -489,8 +488,7 @@ class ExperienceMakerHolder(Side):
                     were_overwritten = StaleWeightsError.__name__ in error.headline()
                     if not tries_left or not were_overwritten:
                         raise
-                    deadline_s = self.config.trainer.call_timeout_s
-                    newest = ask(self.trainer_names[0], "newest_weights", timeout=deadline_s)
+                    newest = self.ask_trainer("newest_weights")
                     if newest.version == weights.version:
                         raise
                     self.update_experience_maker(newest)
@@ -528,13 +526,11 @@ class ExperienceMakerHolder(Side):
             export = weights.exports[role]
             groups[role].load_weights(export, version=weights.version)
 
-    def hold_weights(self) -> PushedWeights:
-        """Asks the first trainer for its newest weights. It does not change them until it has sent
-        them."""
-        # The deadline is long because the trainer may have to end a step before.
-        deadline_s = 3 * self.config.trainer.call_timeout_s
-        trainer = self.trainer_names[0]
-        return ask(trainer, "hold_weights", self.name_in_ledger, timeout=deadline_s)
+    def ask_trainer(self, method: str, *args: Any, num_calls: int = 1) -> Any:
+        """Calls a method of the first trainer and returns its result. The trainer may take as long
+        as `num_calls` calls of workers."""
+        deadline_s = num_calls * self.config.trainer.call_timeout_s
+        return ask(self.trainer_names[0], method, *args, timeout=deadline_s)
 
     def weights_of_actor(self, weights: PushedWeights) -> Weights:
         """The weights that the engines load. If they come straight from the trainer's GPUs, their

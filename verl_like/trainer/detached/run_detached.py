@@ -270,22 +270,25 @@ class DetachedRun:
     def start_maker(self, name: str) -> None:
         """Starts a maker and its loop, for the first time or again."""
         self.starts[name] += 1
-        maker_names = self.config.detached.maker_names
-        trainer_names = self.config.detached.trainer_names
-        env_info = {"rank": maker_names.index(name), "world_size": len(maker_names)}
+        config = self.config
+        maker_names = config.detached.maker_names
+        trainer_names = config.detached.trainer_names
+        index = maker_names.index(name)
+        env_info = {"rank": index, "world_size": len(maker_names)}
         maker_class: Any = ExperienceMakerHolder
         pools = self.pools[name]
         # `start` has reserved all pools, and `remove` has released those of a maker that failed.
         pools.create_resource_pool()
-        if self.config.actor_rollout_ref.rollout.weight_transport == "shared_memory":
-            trainer_pools = self.pools[trainer_names[0]].resource_pool_dict.values()
+        if config.actor_rollout_ref.rollout.weight_transport == "shared_memory":
+            pools_of_trainer = self.pools[trainer_names[0]]
+            trainer_pools = pools_of_trainer.resource_pool_dict.values()
             rollout_pool = pools.get_resource_pool(Role.Rollout)
             check_shared_memory([*trainer_pools, rollout_pool])
         # The newest version that was validated. The record has written `validated`, and has not
         # written `validations` yet.
         validated = max([self.record.validated, *self.record.validations])
         actor = maker_class.options(name=name, num_cpus=0).remote(
-            self.config,
+            config,
             trainer_names,
             env_info=env_info,
             start=self.starts[name],
