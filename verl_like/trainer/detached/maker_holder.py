@@ -255,7 +255,7 @@ class ExperienceMakerHolder(Side):
         waiting_since = time.monotonic()
         newest = self.ask_trainer("newest_weights")
         if newest:
-            self.update_experience_maker(newest)
+            self.keep_newest(newest)
         while self.in_flight or done < most_steps:
             self.use_newest_weights()
             limit = self.config.plan.num_prompts_at_a_time - len(self.in_flight)
@@ -453,8 +453,11 @@ class ExperienceMakerHolder(Side):
 
     @ray.method(concurrency_group="weights")
     def update_experience_maker(self, weights: PushedWeights) -> None:
-        """Keeps weights that a trainer pushes, unless there are newer ones already. The maker loads
-        them before it generates again."""
+        """Takes weights that a trainer pushes. The maker loads them before it generates again."""
+        self.keep_newest(weights)
+
+    def keep_newest(self, weights: PushedWeights) -> None:
+        """Keeps weights until they are loaded, unless there are newer ones already."""
         with self.has_pushed:
             is_newer = self.pushed is None or weights.version > self.pushed.version
             if is_newer:
@@ -491,7 +494,7 @@ class ExperienceMakerHolder(Side):
                     newest = self.ask_trainer("newest_weights")
                     if newest.version == weights.version:
                         raise
-                    self.update_experience_maker(newest)
+                    self.keep_newest(newest)
                 else:
                     self.version = weights.version
                     return
