@@ -105,8 +105,7 @@ class ExperienceBuffer:
                     numbers = self.ledger.choose(self.trainer, version, num_groups)
                 if numbers:
                     break
-                seconds = time.monotonic() - started
-                is_late = seconds > deadline_s
+                is_late = time.monotonic() - started > deadline_s
                 if is_late and self.ledger.seconds_since_loss() > deadline_s:
                     raise TimeoutError(
                         f"each trainer needs {num_groups} groups for the step after version "
@@ -127,7 +126,9 @@ class ExperienceBuffer:
                     pieces[-1] = (batch, last_start, stop)
                     continue
             pieces.append((batch, start, stop))
-        parts = [batch.rows(start, stop) for batch, start, stop in pieces]
+        parts = []
+        for batch, start, stop in pieces:
+            parts.append(batch.rows(start, stop))
         rows = parts[0] if len(parts) == 1 else concat_samples(parts)
         return numbers, rows
 

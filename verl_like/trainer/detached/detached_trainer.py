@@ -186,7 +186,9 @@ class DetachedPPOTrainer(Side, TrainingLoop):
         if part < num_parts:
             return {}
         data = self.config.data
-        batch = concat_samples(self.batches) if num_parts > 1 else self.batches[0]
+        batch = self.batches[0]
+        if num_parts > 1:
+            batch = concat_samples(self.batches)
         metrics = batch_metrics(batch, data.max_prompt_length, data.max_response_length)
         metrics_of_makers = take_all(self.buffer.metrics)
         return merge_metrics([metrics, *metrics_of_makers])
@@ -201,7 +203,9 @@ class DetachedPPOTrainer(Side, TrainingLoop):
         self.ends_after = min(self.total_steps, self.ledger.last_step())
         # Only the last trainer that does the step gets counts, and saves the ledger's state.
         is_saved = self.is_saved_by_number or self.global_step == self.last_step
-        self.state_of_ledger = self.ledger.state() if counts and is_saved else None
+        self.state_of_ledger = None
+        if counts and is_saved:
+            self.state_of_ledger = self.ledger.state()
         metrics = {}
         for name, count in counts.items():
             metrics[f"detached/{name}"] = Metric.max(count)
@@ -279,9 +283,8 @@ class DetachedPPOTrainer(Side, TrainingLoop):
     def send_weights(self, maker: str, num_receivers: int) -> None:
         """Sends the weights to the maker that has asked for them by `hold_weights`. Its
         `num_receivers` rollout processes load them during this call."""
-        actor = self.groups[Role.Actor]
         with self.turns.loading(maker):
-            actor.send_weights.remote(num_receivers, maker).get()
+            self.groups[Role.Actor].send_weights.remote(num_receivers, maker).get()
 
     def start(self) -> None:
         """Starts the workers and loads the models.
@@ -295,7 +298,9 @@ class DetachedPPOTrainer(Side, TrainingLoop):
         else:
             # A user cannot replace the workers of trained roles.
             of_synchronous_run = build_role_worker_mapping(config, own_classes={})
-            mapping = {role: of_synchronous_run[role] for role in config.plan.trainer_roles}
+            mapping = {}
+            for role in config.plan.trainer_roles:
+                mapping[role] = of_synchronous_run[role]
         pools = self.pools or build_resource_pools(config, list(mapping))
         joint = None
         world_size = int(self.env_info["world_size"])
@@ -331,8 +336,7 @@ class DetachedPPOTrainer(Side, TrainingLoop):
         for name in self.maker_names:
             # A maker that has died asks for the newest weights when it is started again.
             with contextlib.suppress(WorkerDied):
-                maker = side_named(name)
-                maker.update_experience_maker.remote(self.pushed)
+                side_named(name).update_experience_maker.remote(self.pushed)
 
     def export(self) -> None:
         """Has the workers export their weights, and waits until they have done so. The weights stay
@@ -344,8 +348,7 @@ class DetachedPPOTrainer(Side, TrainingLoop):
             for role, group in self.groups.items():
                 future = group.export_weights.remote(version=version)
                 futures.append(future)
-                parts = tuple(future.parts)
-                exports[role] = ForwardedFuture(parts, future.collect)
+                exports[role] = ForwardedFuture(tuple(future.parts), future.collect)
             for future in futures:
                 future.finish()
             self.pushed = PushedWeights(version, exports)

@@ -194,7 +194,10 @@ class PromptLedger:
         allowed = last_step * self.share
         tickets: list[Ticket] = []
         while len(tickets) < limit:
-            free = [trainer for trainer, live in enumerate(self._live) if live < allowed]
+            free = []
+            for trainer, live in enumerate(self._live):
+                if live < allowed:
+                    free.append(trainer)
             if not free:
                 break
             trainer = min(free, key=self._load)
@@ -206,8 +209,7 @@ class PromptLedger:
                 self._next_number += 1
             self._open[number] = _Open(trainer, attempt, maker, version)
             self._live[trainer] += 1
-            ticket = Ticket(number, attempt, trainer)
-            tickets.append(ticket)
+            tickets.append(Ticket(number, attempt, trainer))
         return tickets
 
     def _load(self, trainer: int) -> tuple[int, int, int]:

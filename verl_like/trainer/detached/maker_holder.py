@@ -250,7 +250,9 @@ class ExperienceMakerHolder(Side):
         with self.recorder.timer("starting"):
             own_loader = self.start()
         loader = data_loader or own_loader
-        most_steps = math.inf if num_steps is None else num_steps
+        most_steps = math.inf
+        if num_steps is not None:
+            most_steps = num_steps
         done = 0
         waiting_since = time.monotonic()
         newest = self.ask_trainer("newest_weights")
@@ -306,8 +308,7 @@ class ExperienceMakerHolder(Side):
         since the time `since`."""
         # A trainer waits less long, because it may be waiting for another maker.
         patience_s = 3 * self.config.trainer.call_timeout_s
-        seconds = time.monotonic() - since
-        is_late = seconds > patience_s
+        is_late = time.monotonic() - since > patience_s
         if is_late and self.ledger.seconds_since_loss() > patience_s:
             waited_for = f"weights newer than version {self.version}, from {self.trainer_names[0]}"
             raise CallTimeout(self.name, "workingloop", patience_s, waited_for)
@@ -384,16 +385,18 @@ class ExperienceMakerHolder(Side):
                     ended.append(group)
             if not ended:
                 return 0
-            tickets = [group.ticket for group in ended]
-            rows = [group.prompt.select(meta_info_keys=[]) for group in ended]
-            prompts = DataProto.concat(rows)
-            first_prompt = ended[0].prompt
-            prompts.meta_info = dict(first_prompt.meta_info)
-            parts = [group.responses.get() for group in ended]
+            tickets = []
+            rows_of_prompts = []
+            parts = []
+            for group in ended:
+                tickets.append(group.ticket)
+                rows_of_prompts.append(group.prompt.select(meta_info_keys=[]))
+                parts.append(group.responses.get())
+            prompts = DataProto.concat(rows_of_prompts)
+            prompts.meta_info = dict(ended[0].prompt.meta_info)
             responses = concat_samples(parts)
             # `sample` takes the future of a generation. This one is done already.
-            part = Part(None, responses)
-            call = LocalCall([], [part], None)
+            call = LocalCall([], [Part(None, responses)], None)
             generation = Future(call, lambda outputs: outputs[0])
             generated = maker.sample(prompts, None, generation)
             experience = maker.complete(generated)
@@ -526,8 +529,7 @@ class ExperienceMakerHolder(Side):
             maker.load_weights(weights_of_actor)
         groups = self.run.groups
         for role in groups.keys() & set(TRAINED):
-            export = weights.exports[role]
-            groups[role].load_weights(export, version=weights.version)
+            groups[role].load_weights(weights.exports[role], version=weights.version)
 
     def ask_trainer(self, method: str, *args: Any, num_calls: int = 1) -> Any:
         """Calls a method of the first trainer and returns its result. The trainer may take as long

@@ -77,8 +77,9 @@ class DetachedRecord:
 
     def log_validations(self, version: int) -> None:
         """Writes the validations of versions up to `version`."""
-        due = [validated for validated in self.validations if validated <= version]
-        for validated in due:
+        for validated in list(self.validations):
+            if validated > version:
+                continue
             metrics = self.validations.pop(validated)
             self.recorder.log_validation(metric_values(metrics), validated)
             self.validated = validated

@@ -208,7 +208,9 @@ class DetachedRun:
         """How often each maker was started."""
         self.reports: dict[str, SideRecorder] = {}
         """The last report of each side."""
-        self.resumed = recorder.resumed.checkpoint if recorder.resumed else None
+        self.resumed = None
+        if recorder.resumed:
+            self.resumed = recorder.resumed.checkpoint
         self.record = DetachedRecord(config, recorder)
         self.last_step = -1
         """The step after which the run ends, if SIGTERM has come, or -1."""
@@ -228,7 +230,9 @@ class DetachedRun:
         # for another side.
         reserve(all_pools)
         ledger_class: Any = ray.remote(PromptLedger)
-        saved = self.resumed.state["ledger"] if self.resumed else None
+        saved = None
+        if self.resumed:
+            saved = self.resumed.state["ledger"]
         ledger = ledger_class.options(name=LEDGER, num_cpus=0).remote(
             steps,
             config.data.train_batch_size,
@@ -259,9 +263,8 @@ class DetachedRun:
                 pools=self.pools[name],
                 fingerprints=self.fingerprints,
             )
-            loop = actor.fit.remote(steps, detached.update_steps, resumed=self.resumed)
             self.actors[name] = actor
-            self.loops[name] = loop
+            self.loops[name] = actor.fit.remote(steps, detached.update_steps, resumed=self.resumed)
         for name in detached.maker_names:
             self.start_maker(name)
         place = ledger.__ray_call__.remote(lambda _: SideRecorder(LEDGER))
@@ -273,8 +276,7 @@ class DetachedRun:
         config = self.config
         maker_names = config.detached.maker_names
         trainer_names = config.detached.trainer_names
-        index = maker_names.index(name)
-        env_info = {"rank": index, "world_size": len(maker_names)}
+        env_info = {"rank": maker_names.index(name), "world_size": len(maker_names)}
         maker_class: Any = ExperienceMakerHolder
         pools = self.pools[name]
         # `start` has reserved all pools, and `remove` has released those of a maker that failed.
@@ -308,7 +310,9 @@ class DetachedRun:
         step.
         """
         while self.loops:
-            names = {loop: name for name, loop in self.loops.items()}
+            names = {}
+            for name, loop in self.loops.items():
+                names[loop] = name
             ended, _running = ray.wait(list(names), timeout=POLL_S)
             for loop in ended:
                 self.end_of_loop(names[loop], loop)
@@ -384,7 +388,9 @@ class DetachedRun:
     def collect(self, name: str) -> None:
         """Asks a side for its report, and gives it to the record. The first report may take longer,
         because the side is still starting."""
-        timeout = ANSWER_S if name in self.reports else START_DEADLINE_S
+        timeout = ANSWER_S
+        if name not in self.reports:
+            timeout = START_DEADLINE_S
         try:
             report: SideRecorder = ask(name, "report", timeout=timeout)
         except (CallTimeout, WorkerDied) as error:
@@ -408,7 +414,10 @@ class DetachedRun:
 
     def place_of(self, name: str) -> tuple[str, int]:
         """The node and the process id of a side, or ("?", 0) if it has not reported yet."""
-        report = self.ledger_place if name == LEDGER else self.reports.get(name)
+        if name == LEDGER:
+            report = self.ledger_place
+        else:
+            report = self.reports.get(name)
         if report is None:
             return "?", 0
         return report.node, report.pid
@@ -432,7 +441,9 @@ class DetachedRun:
             self.give_up(name, error)
             return
         self.restarts_left[name] -= 1
-        headline = error.headline() if isinstance(error, WorkerError) else str(error)
+        headline = str(error)
+        if isinstance(error, WorkerError):
+            headline = error.headline()
         self.recorder.say(f"{name} failed and is started again: {headline}")
         self.remove(name)
         self.wait_until_gone(name, error)
@@ -471,8 +482,7 @@ class DetachedRun:
         """
         answers = {}
         for name in self.pools:
-            actor = self.actors[name]
-            answers[name] = actor.status.remote()
+            answers[name] = self.actors[name].status.remote()
         pending = list(answers.values())
         ray.wait(pending, num_returns=len(pending), timeout=STATUS_S)
         found = []
@@ -506,8 +516,7 @@ class DetachedRun:
         while left:
             starts = Counter(self.starts)
             for name in left:
-                maker = self.actors[name]
-                self.loops[name] = maker.finish.remote(steps)
+                self.loops[name] = self.actors[name].finish.remote(steps)
             self.watch()
             # A maker that failed meanwhile was started again. Its loop has ended by now, because
             # nothing is left to make, and it still has to do `finish`.

@@ -159,9 +159,10 @@ class SideRecorder:
 
     def log_validation(self, metrics: Row, step: int = 0) -> None:
         """Keeps the row of a validation with the weights of version `step`."""
-        means = {name: Metric.mean(value) for name, value in metrics.items()}
-        ended = time.time()
-        self.rows.append((step, means, ended))
+        means = {}
+        for name, value in metrics.items():
+            means[name] = Metric.mean(value)
+        self.rows.append((step, means, time.time()))
 
     def is_best(self, step: int, metrics: Row) -> bool:
         """Returns False, because in detached training a step is saved before it is validated."""
@@ -226,8 +227,7 @@ class SideRecorder:
 
     def status_and_stack(self) -> str:
         """Says in which phase the side's loop is, since when, and what its innermost calls are."""
-        frames = sys._current_frames()
-        frame = frames.get(self.thread)
+        frame = sys._current_frames().get(self.thread)
         stack = ["  Its loop has ended.\n"]
         if frame:
             stack = traceback.format_stack(frame, limit=12)
