@@ -11,8 +11,8 @@ from verl_like.protocol import DataProto, Metric
 from verl_like.protocol.samples import SampleRows, concat_samples
 from verl_like.trainer.detached.ledger import PromptLedger, Ticket
 
-Piece = tuple[DataProto, int, int]
-"""Rows of a batch: the batch, its first row that is meant, and the row after the last one."""
+RowRange = tuple[DataProto, int, int]
+"""Some rows of a batch: the batch, the first of the rows, and the row after the last."""
 
 
 class ExperienceBuffer:
@@ -26,7 +26,7 @@ class ExperienceBuffer:
         self.ledger = ledger
         self.trainer = trainer
         self.limit = limit
-        self._groups: dict[int, Piece] = {}
+        self._groups: dict[int, RowRange] = {}
         """The rows of each group, by its number."""
         self._changed = threading.Condition()
         self.metrics: deque[dict[str, Metric]] = deque()
@@ -118,16 +118,16 @@ class ExperienceBuffer:
             groups = [self._groups.pop(number) for number in numbers]
         # Groups that are next to each other in one batch are cut out together. So a batch that is
         # trained as it was made is not copied.
-        pieces: list[Piece] = []
+        ranges: list[RowRange] = []
         for batch, start, stop in groups:
-            if pieces:
-                last_batch, last_start, last_stop = pieces[-1]
+            if ranges:
+                last_batch, last_start, last_stop = ranges[-1]
                 if last_batch is batch and last_stop == start:
-                    pieces[-1] = (batch, last_start, stop)
+                    ranges[-1] = (batch, last_start, stop)
                     continue
-            pieces.append((batch, start, stop))
+            ranges.append((batch, start, stop))
         parts = []
-        for batch, start, stop in pieces:
+        for batch, start, stop in ranges:
             parts.append(batch.rows(start, stop))
         rows = parts[0] if len(parts) == 1 else concat_samples(parts)
         return numbers, rows

@@ -197,9 +197,9 @@ class DetachedPPOTrainer(Side, TrainingLoop):
         """Tells the ledger that the groups of this step are trained. Returns the ledger's counts of
         prompts, or nothing if other trainers still have to do the step."""
         # The metric is missing if the actor did not learn, as in the critic's warm-up.
-        size = learned.get("actor/eff_sample_size", Metric.mean(1.0))
+        size = learned.get("actor/eff_sample_size", Metric.mean(1.0)).value
         version = self.global_step - 1
-        counts = self.ledger.trained(self.numbers, version, size.value)
+        counts = self.ledger.trained(self.numbers, version, size)
         self.ends_after = min(self.total_steps, self.ledger.last_step())
         # Only the last trainer that does the step gets counts, and saves the ledger's state.
         is_saved = self.is_saved_by_number or self.global_step == self.last_step
@@ -214,8 +214,7 @@ class DetachedPPOTrainer(Side, TrainingLoop):
     def hand_on(self) -> None:
         """Pushes the weights if this is due, and lets makers compare their engines with the actor
         again."""
-        is_last = self.global_step == self.total_steps
-        if is_last or self.global_step % self.update_steps == 0:
+        if self.global_step % self.update_steps == 0 or self.global_step == self.total_steps:
             with self.recorder.timer("export_weights"):
                 self.push()
         self.comparisons.in_step = False
@@ -297,10 +296,10 @@ class DetachedPPOTrainer(Side, TrainingLoop):
             mapping = dict(self.model_fn(config))
         else:
             # A user cannot replace the workers of trained roles.
-            of_synchronous_run = build_role_worker_mapping(config, own_classes={})
+            built_in = build_role_worker_mapping(config, own_classes={})
             mapping = {}
             for role in config.plan.trainer_roles:
-                mapping[role] = of_synchronous_run[role]
+                mapping[role] = built_in[role]
         pools = self.pools or build_resource_pools(config, list(mapping))
         joint = None
         world_size = int(self.env_info["world_size"])

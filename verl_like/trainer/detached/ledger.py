@@ -125,11 +125,11 @@ class PromptLedger:
         unfinished = list(self._again)
         for number, entry in self._open.items():
             unfinished.append((number, entry.attempt))
-        num_trained = min(self._trained)
+        least_trained = min(self._trained)
         kl_coefs = []
         for version, kl_coef in self._kl_coefs:
             # Coefficients after experience for later steps than the trained ones are left out.
-            if version * self.share < num_trained:
+            if version * self.share < least_trained:
                 kl_coefs.append((version, kl_coef))
         return {
             "trained": list(self._trained),
@@ -190,14 +190,14 @@ class PromptLedger:
         ahead = self.max_staleness + 1
         if self.is_braking:
             ahead = self.detached.update_steps
-        last_step = min(version + ahead, self._last_step)
-        allowed = last_step * self.share
+        furthest_step = min(version + ahead, self._last_step)
+        allowed = furthest_step * self.share
         tickets: list[Ticket] = []
         while len(tickets) < limit:
             free = []
-            for trainer, live in enumerate(self._live):
+            for index, live in enumerate(self._live):
                 if live < allowed:
-                    free.append(trainer)
+                    free.append(index)
             if not free:
                 break
             trainer = min(free, key=self._load)
@@ -319,9 +319,8 @@ class PromptLedger:
                 delivered.append((entry.version, entry.arrival, number))
         delivered.sort()
         first_due = delivered[:num_groups]
-        num_taken = self._taken[trainer] + num_groups
         # How many groups this step takes after these:
-        places = (version + 1) * self.share - num_taken
+        places = (version + 1) * self.share - self._taken[trainer] - num_groups
         assert 0 <= places < self.share, (trainer, version, num_groups, self._taken)
         if len(first_due) < num_groups:
             return []
@@ -329,10 +328,10 @@ class PromptLedger:
         for _version, _arrival, number in first_due:
             numbers.append(number)
             del due_versions[number]
-        for num_steps in range(self.max_staleness + 1):
-            by = version + num_steps
+        for num_later in range(self.max_staleness + 1):
+            by = version + num_later
             num_due = sum(due <= by for due in due_versions.values())
-            if num_due > places + num_steps * self.share:
+            if num_due > places + num_later * self.share:
                 return []
         return sorted(numbers)
 
@@ -349,8 +348,8 @@ class PromptLedger:
             assert entry.taken_at == version, (number, entry, version)
             self._trained[entry.trainer] += 1
             self._effective_sample_sizes[entry.trainer] = effective_sample_size
-        num_trained = min(self._trained)
-        is_done = num_trained == (version + 1) * self.share
+        least_trained = min(self._trained)
+        is_done = least_trained == (version + 1) * self.share
         if not is_done:
             return {}
         counts = self.counts()

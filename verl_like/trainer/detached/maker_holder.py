@@ -66,13 +66,13 @@ def maker_models(
     for role in config.plan.maker_roles:
         built = mapping[role]
         if role in copies:
-            copy = copies[role]
-            parameters = inspect.signature(copy).parameters
+            copy_class = copies[role]
+            parameters = inspect.signature(copy_class).parameters
             kwargs = {}
             for name, value in built.kwargs.items():
                 if name in parameters:
                     kwargs[name] = value
-            built = RayClassWithInitArgs(copy, **kwargs)
+            built = RayClassWithInitArgs(copy_class, **kwargs)
             built.plugins = config.plugins
         own[role] = built
     return own
@@ -482,9 +482,12 @@ class ExperienceMakerHolder(Side):
                 return
             with self.recorder.timer("update_weights"):
                 if self.config.actor_rollout_ref.rollout.sends_directly:
-                    # The trainer does not change these until it has sent them. It may have to end
-                    # a step before.
-                    weights = self.ask_trainer("hold_weights", self.name_in_ledger, num_calls=3)
+                    # The newest weights, which the trainer keeps until it has sent them. The
+                    # deadline is long because it may have to end a step first.
+                    held: PushedWeights = self.ask_trainer(
+                        "hold_weights", self.name_in_ledger, num_calls=3
+                    )
+                    weights = held
                 if not self.wait_for_exports(weights):
                     return
                 try:
@@ -494,7 +497,7 @@ class ExperienceMakerHolder(Side):
                     were_overwritten = StaleWeightsError.__name__ in error.headline()
                     if not tries_left or not were_overwritten:
                         raise
-                    newest = self.ask_trainer("newest_weights")
+                    newest: PushedWeights = self.ask_trainer("newest_weights")
                     if newest.version == weights.version:
                         raise
                     self.keep_newest(newest)

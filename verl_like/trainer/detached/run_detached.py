@@ -319,8 +319,7 @@ class DetachedRun:
             for name in list(self.loops):
                 self.collect(name)
             self.record.log()
-            ends_early = self.last_step < self.config.num_steps_of_run
-            if ends_early and self.record.step == self.last_step:
+            if self.record.step == self.last_step < self.config.num_steps_of_run:
                 raise KeyboardInterrupt
             self.counts()
             if self.recorder.is_ending and self.last_step < 0:

@@ -27,7 +27,6 @@ from verl_like.single_controller.shard import ForwardedFuture
 from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer.config.detached import DetachedConfig
 from verl_like.trainer.loop.recorder import Log
-from verl_like.trainer.run.tracking import Row
 from verl_like.trainer.state.checkpoint import Digests, PendingCheckpoint
 from verl_like.trainer.state.resume import ResumedRun, changed_inputs
 
@@ -132,7 +131,9 @@ class SideRecorder:
             self.waits.append((started, ended))
 
     @contextmanager
-    def step(self, step: int, total_steps: int, row: Row | None = None) -> Iterator[Log]:
+    def step(
+        self, step: int, total_steps: int, row: dict[str, float] | None = None
+    ) -> Iterator[Log]:
         """Measures a step of a trainer and keeps its row. It yields a function that adds metrics to
         the row."""
         started = time.time()
@@ -157,14 +158,14 @@ class SideRecorder:
         """Measures a validation as a phase."""
         return self.timer("testing")
 
-    def log_validation(self, metrics: Row, step: int = 0) -> None:
+    def log_validation(self, metrics: dict[str, float], step: int = 0) -> None:
         """Keeps the row of a validation with the weights of version `step`."""
         means = {}
         for name, value in metrics.items():
             means[name] = Metric.mean(value)
         self.rows.append((step, means, time.time()))
 
-    def is_best(self, step: int, metrics: Row) -> bool:
+    def is_best(self, step: int, metrics: dict[str, float]) -> bool:
         """Returns False, because in detached training a step is saved before it is validated."""
         return False
 
@@ -324,7 +325,7 @@ class Side:
     """
 
     config: DetachedConfig
-    """What this side reads of the configuration."""
+    """The part of the configuration that this side reads. The subclass sets it."""
 
     def __init__(
         self,

@@ -78,11 +78,11 @@ class WeightTurns:
             self._waiting.add(maker)
             self._changed.notify_all()
 
-            def has_ended() -> bool:
+            def need_not_wait() -> bool:
                 is_free = not (self._in_step or self._receiver)
                 return is_free or maker not in self._waiting
 
-            came = self._wait_for(has_ended)
+            came = self._wait_for(need_not_wait)
             is_replaced = maker not in self._waiting
             self._waiting.discard(maker)
             if is_replaced or not came:

@@ -62,8 +62,8 @@ class RowWork:
         num_ranks = data_parallel_size(method)
         if num_ranks is not None and num_of_step is not None:
             self.require_mini_batch_column(method, num_ranks, num_of_step)
-            mini_batches = self.in_mini_batches(batch, num_ranks, num_of_step)
-            return method.remote(mini_batches, *beside)
+            in_order = self.in_mini_batches(batch, num_ranks, num_of_step)
+            return method.remote(in_order, *beside)
         assert not beside
         if num_ranks is None or not len(batch):
             return method.remote(batch)
@@ -173,8 +173,7 @@ class RowWork:
         for name, shares in divisions.items():
             flops = np.zeros((num_ranks, num_mini_batches))
             for flops_of_rank, rows in zip(flops, shares, strict=True):
-                mini_batches = mini_batch_of_row[rows]
-                np.add.at(flops_of_rank, mini_batches, self.flops_B[rows])
+                np.add.at(flops_of_rank, mini_batch_of_row[rows], self.flops_B[rows])
             busiest = flops.max(0).sum()
             mean = flops.mean(0).sum()
             imbalance = Metric.mean(busiest / mean, weight=flops.mean())

@@ -11,7 +11,7 @@ from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer.state.resume import ResumedRun
 
 Log = Callable[[Mapping[str, Metric | float]], None]
-"""Adds metrics to the row of a step."""
+"""What `LoopRecorder.step` yields: a function that adds metrics to the row of that step."""
 
 
 class Recorder(Protocol):

@@ -106,7 +106,7 @@ class TrainingLoop(abc.ABC):
     @property
     def last_step(self) -> int:
         """The number of the step after which the run ends."""
-        return self.config.num_steps_of_run
+        return int(self.config.num_steps_of_run)
 
     def fit(self) -> int:
         """Trains until `last_step` and returns the number of the step it ended with.
@@ -178,11 +178,11 @@ class TrainingLoop(abc.ABC):
         """
         recorder = self.recorder
         if not recorder.resumed:
-            trainer = self.config.trainer
-            is_due = trainer.val_before_train or trainer.val_only
-            if self.val_dataset and is_due:
-                metrics = self.timed_validation()
-                recorder.log_validation(metrics)
+            if self.val_dataset:
+                trainer = self.config.trainer
+                if trainer.val_before_train or trainer.val_only:
+                    metrics = self.timed_validation()
+                    recorder.log_validation(metrics)
         elif row := recorder.resumed.checkpoint.state.get(LAST_ROW):
             # This is done even if the run has more steps now, because the checkpoint has no
             # validation yet.
@@ -202,8 +202,8 @@ class TrainingLoop(abc.ABC):
         else:
             without_model = {}
             for role, group in self.trained.items():
-                model = folder / role / "huggingface"
-                if not model.exists():
+                folder_of_model = folder / role / "huggingface"
+                if not folder_of_model.exists():
                     without_model[role] = group
             checkpoint.save_models(without_model, folder)
         self.recorder.commit_checkpoint(wait=True)
