@@ -38,8 +38,8 @@ class HostMemory:
         place already."""
         place = self.places[name]
         if not tensor.is_cuda:
-            is_place = local_part(tensor).data_ptr() == local_part(place).data_ptr()
-            if is_place:
+            address = local_part(tensor).data_ptr()
+            if address == local_part(place).data_ptr():
                 return tensor
         return place.copy_(tensor, non_blocking=True)
 

@@ -1,5 +1,6 @@
 """The columns of a micro-batch as losses read them: on the device, and padded when first read."""
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, MutableMapping
 from functools import cached_property
@@ -91,7 +92,9 @@ class MicroBatch(ColumnViews):
 
     def _make(self, name: str) -> Tensor:
         column = self.moved[name]
-        return self._padded(column) if is_jagged(self.on_host[name]) else column
+        if is_jagged(self.on_host[name]):
+            return self._padded(column)
+        return column
 
     def __setitem__(self, name: str, column: Tensor) -> None:
         num_rows, _ = self.in_rows.shape
@@ -108,9 +111,10 @@ class MicroBatch(ColumnViews):
         Values (K,) are returned as they are, and padded ones (b, R, ...) become (K, ...). Raises
         ValueError for another shape.
         """
-        num_tokens = len(self.in_rows.of_values)
         if values.shape[:2] == self.in_rows.shape:
-            return values.flatten(0, 1).index_select(0, self.moved[_IN_ROWS])
+            entries = values.flatten(0, 1)
+            return entries.index_select(0, self.moved[_IN_ROWS])
+        num_tokens = len(self.in_rows.of_values)
         if values.shape != (num_tokens,):
             raise ValueError(
                 f"values of response tokens have shape {tuple(values.shape)}: give one for each "
@@ -173,6 +177,7 @@ def _scatter(values: Tensor, places: Tensor, shape: tuple[int, int]) -> Tensor:
     """Puts values of tokens, (K, ...), at their places in a tensor (*shape, ...) that is 0
     elsewhere. It is differentiable."""
     shape_of_value = values.shape[1:]
-    zeros = values.new_zeros(shape[0] * shape[1], *shape_of_value)
+    num_places = math.prod(shape)
+    zeros = values.new_zeros(num_places, *shape_of_value)
     padded = zeros.index_copy(0, places, values)
     return padded.view(*shape, *shape_of_value)

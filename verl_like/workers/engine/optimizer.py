@@ -53,7 +53,8 @@ def learning_rate(step: int, config: OptimConfig, total_steps: int | None) -> fl
         return config.lr * (step + 1) / warmup
     if config.lr_scheduler_type == "constant":
         return config.lr
-    progress = min(1.0, (step - warmup) / max(1, total - warmup))
+    num_decay_steps = max(1, total - warmup)
+    progress = min(1.0, (step - warmup) / num_decay_steps)
     if config.lr_scheduler_type == "linear":
         remaining = 1 - progress
     else:

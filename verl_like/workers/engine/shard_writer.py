@@ -63,7 +63,8 @@ class ShardWriter:
         copies = []
         for first in range(min(2, len(buffers))):
             half = (buffers[first::2], shards[first::2])
-            copies.append(self.threads.submit(torch._foreach_copy_, *half, non_blocking=True))
+            copy = self.threads.submit(torch._foreach_copy_, *half, non_blocking=True)
+            copies.append(copy)
         for copy in copies:
             copy.result()
         if torch.cuda.is_available():
@@ -77,8 +78,9 @@ class ShardWriter:
         rank of a replica.
         """
         replica = self.mesh["replica"]
+        names = list(state)
+        own_names = names[replica.get_local_rank() :: replica.size()]
         shards = {}
-        own_names = list(state)[replica.get_local_rank() :: replica.size()]
         for name in own_names:
             tensor = state[name]
             shard = local_part(tensor)
@@ -99,7 +101,9 @@ class ShardWriter:
         Before that it waits if `wait` is True, and otherwise returns None. Raises OSError, which
         names the file, if it cannot be written.
         """
-        return self.writing.result() if wait or self.writing.done() else None
+        if wait or self.writing.done():
+            return self.writing.result()
+        return None
 
     def _write(self, folder: Path, write_others: Callable[[], None]) -> dict[str, dict[str, Any]]:
         """Writes the buffers to the file, in a thread, and returns its `file_digest` by its

@@ -117,8 +117,13 @@ class Rows:
 def num_marked(mask: Tensor) -> Tensor:
     """Returns how many tokens a jagged mask marks in each row, (B,) int64."""
     marks, offsets = jagged_parts(mask)
-    num_before = offsets_of(marks.long())
-    return num_before[offsets].diff()
+    return sums_between(marks.long(), offsets)
+
+
+def sums_between(values: Tensor, offsets: Tensor) -> Tensor:
+    """Returns the sum of the integers from each offset to the next one, int64."""
+    sums_before = offsets_of(values)
+    return sums_before[offsets].diff()
 
 
 def _lengths(column: Tensor) -> Tensor:
