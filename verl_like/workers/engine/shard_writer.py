@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from verl_like.protocol.files import file_digest
+from verl_like.workers.engine.base import FileDigests
 from verl_like.workers.engine.host_memory import local_part
 from verl_like.workers.pinned_memory import host_places
 
@@ -37,10 +38,10 @@ class ShardWriter:
         self.name = f"rank_{rank:05}.safetensors"
         self.mesh = mesh
         self.buffers: dict[str, Tensor] = {}
-        self.offsets: dict[str, dict[str, list[int]]] = {}
+        self.offsets: dict[str, Any] = {}
         """The offsets of each buffer in its whole tensor, in the form that the reader needs."""
         self.threads = ThreadPoolExecutor(2, "checkpoint")
-        self.writing: Future[dict[str, dict[str, Any]]]
+        self.writing: Future[FileDigests]
 
     @torch.no_grad()  # to_local() is then no operation
     def begin(
@@ -95,7 +96,7 @@ class ShardWriter:
                 shards[name] = shard
         self.buffers = host_places(shards)
 
-    def result(self, wait: bool) -> dict[str, dict[str, Any]] | None:
+    def result(self, wait: bool) -> FileDigests | None:
         """Returns `file_digest` of the file of the last `begin`, by its name, once it is written.
 
         Before that it waits if `wait` is True, and otherwise returns None. Raises OSError, which
@@ -105,7 +106,7 @@ class ShardWriter:
             return self.writing.result()
         return None
 
-    def _write(self, folder: Path, write_others: Callable[[], None]) -> dict[str, dict[str, Any]]:
+    def _write(self, folder: Path, write_others: Callable[[], None]) -> FileDigests:
         """Writes the buffers to the file, in a thread, and returns its `file_digest` by its
         name."""
         file = folder / self.name

@@ -84,7 +84,8 @@ def peak_flops(device: str, dtype: str) -> float:
             if part in name:
                 return peak
     size = 8192 if device == "cuda" else 768
-    matrix = torch.ones(size, size, dtype=getattr(torch, dtype), device=device)
+    torch_dtype = getattr(torch, dtype)
+    matrix = torch.ones(size, size, dtype=torch_dtype, device=device)
     seconds = []
     for _ in range(5):
         start = time.perf_counter()
