@@ -104,7 +104,7 @@ def _padded_size(tensors: Tensors[Name]) -> int:
 
 def _views(memory: Tensor, tensors: Tensors[Name]) -> dict[Name, Tensor]:
     """Returns views of memory in the shapes and dtypes of tensors, one after the other."""
-    views: dict[Name, Tensor] = {}
+    views = {}
     start = 0
     for name, tensor in tensors.items():
         end = start + tensor.nbytes

@@ -144,9 +144,9 @@ class RolloutWorker(ActorRolloutRefWorker):
         told: set[str] = set()
         if self.rollout.is_collect:
             told = names_of_real(prompts, requests)
-        completions: dict[str, Completion] = {}
+        completions = {}
         for finished in self.engine_thread.stream(requests):
-            to_tell: list[FinishedRequest] = []
+            to_tell = []
             for request, completion in finished:
                 completions[request.name] = completion
                 if request.name in told:
@@ -199,7 +199,7 @@ class RolloutWorker(ActorRolloutRefWorker):
         """
         max_tokens = min(num_tokens, self.config.rollout.response_length)
         requests = greedy_requests(prompts, max_tokens)
-        completions: dict[str, Completion] = {}
+        completions = {}
         for finished in self.engine_thread.stream(requests):
             for request, completion in finished:
                 completions[request.name] = completion

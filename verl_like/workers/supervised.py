@@ -291,7 +291,7 @@ class ILQLWorker(SupervisedWorker):
         """
         settings = self.training
         packed = self.engine.pack(micro.on_host)
-        columns: list[Tensor] = []
+        columns = []
         for scored in self.engine.run(packed):
             of_tokens = packed.of_tokens(scored)
             columns.append(micro.of_rows(of_tokens))

@@ -402,7 +402,7 @@ class FsdpEngine(TrainingEngine):
         dtype = getattr(torch, self.dtype)
         settings = self.adapter_settings
         kept_dtype = None if settings else dtype  # an adapter is merged before the conversion
-        kept: dict[str, Tensor] = {}
+        kept = {}
         # All ranks gather one parameter after the other, and rank 0 keeps them. They are gathered
         # in host memory, because a rollout engine may use the device.
         for name, parameter in self.named_parameters():

@@ -94,7 +94,7 @@ def _meet(trainer: JointTrainer, rank: int, world_size: int) -> dist.Store:
 
     Each rank joins by setting a key of its own.
     """
-    keys: list[list[str]] = []
+    keys = []
     for index in range(trainer.count):
         of_trainer = [f"{index} {each} {world_size}" for each in range(world_size)]
         keys.append(of_trainer)

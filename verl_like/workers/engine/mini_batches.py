@@ -19,12 +19,12 @@ from torch import Tensor
 from verl_like.algorithms.aggregation import Aggregate, BatchCounts, agg_loss
 from verl_like.algorithms.masked import masked_sum
 from verl_like.protocol import Metric, merge_metrics
-from verl_like.protocol.row_ops import RowTaker, jagged_from_lengths, jagged_parts
+from verl_like.protocol.row_ops import RowTaker, jagged_from_lengths, jagged_parts, offsets_of
 from verl_like.workers.engine.base import TrainingEngine
 from verl_like.workers.engine.mesh import num_trainers, own_ranks
 from verl_like.workers.engine.micro_batch import MicroBatch
 from verl_like.workers.engine.throughput import Stopwatch
-from verl_like.workers.models.packing import Rows, sums_between
+from verl_like.workers.models.packing import Rows, places_from, sums_between
 from verl_like.workers.pinned_memory import to_host
 from verl_like.workers.planning.partition import MicroBatching, pack_into_micro_batches
 
@@ -260,7 +260,7 @@ def update(
             whole_step = replace(mini_batches[0], share=share)
             if not whole_step.num_tokens:  # no row counts
                 continue
-            unread: list[MicroMetrics] = []
+            unread = []
             for index, (all_rows, loss, mini_batch, at) in enumerate(passes):
                 micro = MicroBatch(all_rows.take(at), engine.device)
                 micro_loss, micro_metrics = loss(micro, mini_batch)
@@ -423,9 +423,7 @@ def _micro_batches(
 def _rows_of(samples: Tensor, starts: Tensor) -> Tensor:
     """Returns the row numbers of some samples, one sample after the other."""
     num_rows = starts.diff()[samples]
-    num_before = num_rows.cumsum(0) - num_rows
-    shifts = torch.repeat_interleave(starts[samples] - num_before, num_rows)
-    return shifts + torch.arange(len(shifts))
+    return places_from(starts[samples], offsets_of(num_rows))
 
 
 def _most_of_any_rank(counts: list[int], group: dist.ProcessGroup | None = None) -> list[int]:

@@ -79,13 +79,14 @@ def add_adapter(
 
     targets = config.target_modules
     # The linear modules of the decoder layers, and their short names, such as q_proj.
-    within: set[nn.Module] = set()
-    possible: set[str] = set()
+    within = set()
+    possible = set()
     for layer in layers:
         for name, module in layer.named_modules():
             if isinstance(module, nn.Linear):
+                _, _, short_name = name.rpartition(".")
                 within.add(module)
-                possible.add(name.rpartition(".")[2])
+                possible.add(short_name)
     what = f"{key}.target_modules={targets}"
     advice = f"give some of {', '.join(sorted(possible))}, or all-linear."
     try:
@@ -94,15 +95,16 @@ def add_adapter(
         raise ValueError(f"{what}: {error} Linear layers get adapters: {advice}") from error
     for _name, parameter in trained_parameters(hf):
         parameter.data = parameter.to(hf.dtype)  # peft does this, but not on the meta device
-    adapted: list[str] = []
-    outside: list[str] = []
+    adapted = []
+    outside = []
     for name, module in hf.named_modules():
         if isinstance(module, BaseTunerLayer):
             adapted.append(f".{name}")
             if module.get_base_layer() not in within:
                 outside.append(name)
-    unused: list[str] = []
-    for target in [] if isinstance(targets, str) else targets:
+    unused = []
+    names = () if isinstance(targets, str) else targets
+    for target in names:
         if not any(name.endswith(f".{target}") for name in adapted):
             unused.append(target)
     if unused:
@@ -172,5 +174,6 @@ def merged_weights(
     for name, value in trained.items():
         if not is_adapter(name):
             weights[name] = value
-    weights = {name: value.detach().to(dtype) for name, value in weights.items()}
+    for name, value in weights.items():
+        weights[name] = value.detach().to(dtype)
     return weights | dict(model_buffers(merged))

@@ -10,7 +10,13 @@ from torch.nn import functional as F
 
 from verl_like.protocol import PAD_COLUMN, DataProto
 from verl_like.protocol.padded import Padding, RowPlaces, places_of_samples
-from verl_like.protocol.row_ops import RowTaker, is_jagged, jagged_parts, offsets_of
+from verl_like.protocol.row_ops import (
+    RowTaker,
+    is_jagged,
+    jagged_from_offsets,
+    jagged_parts,
+    offsets_of,
+)
 from verl_like.protocol.samples import sample_starts
 from verl_like.workers.models.sequence_exchange import SequenceExchange
 from verl_like.workers.pinned_memory import to_device
@@ -55,10 +61,7 @@ class Rows:
         if PAD_COLUMN in columns:
             is_real = torch.repeat_interleave(~columns[PAD_COLUMN], lengths_B)
             mask, offsets = jagged_parts(columns["response_mask"])
-            scored = mask * is_real
-            columns["response_mask"] = torch.nested.nested_tensor_from_jagged(
-                scored, offsets=offsets
-            )
+            columns["response_mask"] = jagged_from_offsets(mask * is_real, offsets)
         longest = max(lengths_B.tolist(), default=0)
         known = None
         if "padding" in data.meta_info:
@@ -126,6 +129,13 @@ def sums_between(values: Tensor, offsets: Tensor) -> Tensor:
     return sums_before[offsets].diff()
 
 
+def places_from(starts_B: Tensor, offsets: Tensor) -> Tensor:
+    """Returns the places of the values of jagged rows that begin at `starts_B` instead, int64."""
+    shifts_B = starts_B - offsets[:-1]
+    shifts = torch.repeat_interleave(shifts_B, offsets.diff())
+    return shifts + torch.arange(len(shifts))
+
+
 def _lengths(column: Tensor) -> Tensor:
     """Returns the number of tokens of each row of a jagged column, (B,) int64."""
     _values, offsets = jagged_parts(column)
@@ -138,9 +148,10 @@ def _filler(name: str, column: Tensor, num_rows: int) -> Tensor:
         return column.new_zeros(num_rows, *column.shape[1:])
     length = 1 if name == "prompts" else 0
     values, _offsets = jagged_parts(column)
-    zeros = values.new_zeros(num_rows * length, *values.shape[1:])
+    num_values = num_rows * length
+    zeros = values.new_zeros(num_values, *values.shape[1:])
     offsets = torch.arange(num_rows + 1) * length
-    return torch.nested.nested_tensor_from_jagged(zeros, offsets=offsets)
+    return jagged_from_offsets(zeros, offsets)
 
 
 @dataclass(frozen=True)
@@ -174,7 +185,7 @@ class PackedBatch:
 
     def on(self, device: str) -> "PackedBatch":
         """Returns the batch with its tensors on a device."""
-        tensors: dict[str, Tensor] = {}
+        tensors = {}
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
                 tensors[name] = value
@@ -256,12 +267,8 @@ def pack(rows: Rows) -> PackedBatch:
     cu_seqlens = offsets_of(lengths_B)
     starts_B = cu_seqlens[:-1]
     num_tokens = int(cu_seqlens[-1])
-    prompt_shifts_B = starts_B - prompt_offsets[:-1]
-    response_shifts_B = starts_B + prompt_lengths_B - response_offsets[:-1]
-    shift_of_prompts = torch.repeat_interleave(prompt_shifts_B, prompt_lengths_B)
-    shift_of_responses = torch.repeat_interleave(response_shifts_B, response_lengths_B)
-    place_of_prompts = shift_of_prompts + torch.arange(len(prompts))
-    place_of_responses = shift_of_responses + torch.arange(len(responses))
+    place_of_prompts = places_from(starts_B, prompt_offsets)
+    place_of_responses = places_from(starts_B + prompt_lengths_B, response_offsets)
     input_ids = prompts.new_empty(num_tokens)
     input_ids[place_of_prompts] = prompts
     input_ids[place_of_responses] = responses
