@@ -80,9 +80,11 @@ class ScoringWorker(ActorRolloutRefWorker):
         output = self.infer(data, columns, passes, scores, phase="actor_infer")
         entropies, _offsets = jagged_parts(output.tensor_batch["entropys"])
         total = entropies.sum(dtype=torch.float64).item()
-        num_tokens = Rows.of(data).num_scored_B.sum().item()
+        num_scored_B = Rows.of(data).num_scored_B
+        num_tokens = num_scored_B.sum().item()
         mean = total / max(num_tokens, 1)
-        output.meta_info["metrics"]["actor/entropy"] = Metric.mean(mean, weight=num_tokens)
+        metrics = output.meta_info["metrics"]
+        metrics["actor/entropy"] = Metric.mean(mean, weight=num_tokens)
         return output
 
     @register(
@@ -149,9 +151,8 @@ class ActorWorker(ScoringWorker, TrainedWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Loads the model."""
-        actor = self.config.actor
         n = self.config.rollout.n
-        self.start_training_engine("actor", actor, samples_per_prompt=n)
+        self.start_training_engine("actor", self.config.actor, samples_per_prompt=n)
 
     @register(
         dispatch_mode=BY_SHARD,
@@ -257,8 +258,10 @@ class ActorWorker(ScoringWorker, TrainedWorker):
         entropy_BR = micro.of_samples(scores[1]) if with_entropy else None
         if old_log_prob_BR is None:
             old_log_prob_BR = log_prob_BR.detach()
-        # A column is padded when it is read, so no other is.
-        loss_columns = {name: columns[name] for name in self.loss_columns if name in columns}
+        loss_columns = {}
+        for name in self.loss_columns:
+            if name in columns:
+                loss_columns[name] = columns[name]  # pads it, which no other column needs
         inputs = PolicyLossInputs(
             old_log_prob=old_log_prob_BR,
             log_prob=log_prob_BR,
@@ -301,7 +304,8 @@ class ActorWorker(ScoringWorker, TrainedWorker):
             kl_loss = aggregate(kl_BR, mask_BR)
             loss = loss + actor.kl_loss_coef * kl_loss
             metrics["actor/kl_loss"] = DeviceMetric.loss(kl_loss, mini_batch)
-            metrics["actor/kl_coef"] = DeviceMetric((), lambda: Metric.mean(actor.kl_loss_coef))
+            coefficient = Metric.mean(actor.kl_loss_coef)
+            metrics["actor/kl_coef"] = DeviceMetric((), lambda: coefficient)
         return loss, metrics
 
     def ptx_loss(self, micro: MicroBatch, mini_batch: MiniBatch) -> tuple[Tensor, MicroMetrics]:

@@ -93,7 +93,8 @@ class ValueWorker(ModelWorker):
     def _predict(self, micro: MicroBatch) -> Tensor:
         """Returns `values_of_tokens` padded to (b, R), for objectives of subclasses that use this
         form."""
-        return micro.of_rows(self.values_of_tokens(micro))
+        values = self.values_of_tokens(micro)
+        return micro.of_rows(values)
 
 
 class CriticWorker(ValueWorker, TrainedWorker):
@@ -151,7 +152,8 @@ class CriticWorker(ValueWorker, TrainedWorker):
         columns = micro.by_sample()
         mask_BR = columns["response_mask"]
         num_tokens = mask_BR.sum()
-        vpreds_BR = micro.of_samples(self.values_of_tokens(micro))
+        values = self.values_of_tokens(micro)
+        vpreds_BR = micro.of_samples(values)
         inputs = ValueLossInputs(
             vpreds=vpreds_BR,
             returns=columns["returns"],

@@ -153,7 +153,8 @@ class RolloutWorker(ActorRolloutRefWorker):
                     to_tell.append((request, completion))
             if to_tell:
                 yield to_tell
-        return assemble(prompts, [completions[request.name] for request in requests])
+        in_order = [completions[request.name] for request in requests]
+        return assemble(prompts, in_order)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def request_rules(self) -> RequestRules:
@@ -206,7 +207,8 @@ class RolloutWorker(ActorRolloutRefWorker):
         self.engine_thread.forget_prompts()
         if not self.rollout.is_collect:
             return None
-        return assemble(prompts, [completions[request.name] for request in requests])
+        in_order = [completions[request.name] for request in requests]
+        return assemble(prompts, in_order)
 
     @register(dispatch_mode=AFTER_REQUESTS)
     def sleep(self) -> None:

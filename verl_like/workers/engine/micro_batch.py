@@ -2,8 +2,10 @@
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections import UserDict
+from collections.abc import Iterable
 from functools import cached_property
+from typing import Any
 
 from torch import Tensor
 
@@ -19,40 +21,24 @@ _IN_SAMPLES = "places in samples"
 _FIRST_ROWS = "first rows of samples"
 
 
-class ColumnViews(MutableMapping[str, Tensor]):
+class ColumnViews(UserDict[str, Tensor]):
     """A mapping of columns, each of which is made when it is first read.
 
     Columns may be added or replaced.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
-        self._columns: dict[str, Tensor | None] = dict.fromkeys(names)
+        self.data: dict[str, Any] = dict.fromkeys(names)
+        """The columns by name, None if nobody has read them yet."""
 
     @abstractmethod
     def _make(self, name: str) -> Tensor:
         """Makes a column that is read for the first time."""
 
     def __getitem__(self, name: str) -> Tensor:
-        column = self._columns[name]
-        if column is None:
-            column = self._make(name)
-            self._columns[name] = column
-        return column
-
-    def __setitem__(self, name: str, column: Tensor) -> None:
-        self._columns[name] = column
-
-    def __delitem__(self, name: str) -> None:
-        del self._columns[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._columns
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._columns)
-
-    def __len__(self) -> int:
-        return len(self._columns)
+        if self.data[name] is None:
+            self.data[name] = self._make(name)
+        return self.data[name]
 
 
 class MicroBatch(ColumnViews):
@@ -145,7 +131,7 @@ class MicroBatch(ColumnViews):
         """Makes one column of `by_sample`."""
         if self.samples.is_plain:
             return self[name]
-        is_unread = self._columns[name] is None
+        is_unread = self.data[name] is None
         if is_unread and is_jagged(self.on_host[name]):
             return self._padded_by_sample(self.moved[name])
         column = self[name]

@@ -216,11 +216,8 @@ def _by_length(packed: Tensor, shapes: list[tuple[int, int]]) -> list[Tensor]:
     """
     num_tokens = [count * length for count, length in shapes]
     parts = packed[0].split(num_tokens, dim=1)
-    by_length = []
-    for part, shape in zip(parts, shapes, strict=True):
-        by_sequence = part.unflatten(1, shape)
-        by_length.append(by_sequence.transpose(0, 1))
-    return by_length
+    pairs = zip(parts, shapes, strict=True)
+    return [part.unflatten(1, shape).transpose(0, 1) for part, shape in pairs]
 
 
 def _softcapped(

@@ -140,9 +140,8 @@ def with_scale(
     for name, parameter in parameters:
         if ".lora_B." in name:
             factor = config.lora_alpha / config.lora_rank
-            yield name, parameter.detach() * factor
-        else:
-            yield name, parameter
+            parameter = parameter.detach() * factor
+        yield name, parameter
 
 
 def merged_weights(
