@@ -106,12 +106,16 @@ def _meet(trainer: JointTrainer, rank: int, world_size: int) -> dist.Store:
         )
         store = dist.PrefixStore(trainer.processes, server)
         own_keys = keys[trainer.index]
+        all_keys = list(chain.from_iterable(keys))
         store.set(own_keys[rank], "")
-        store.wait(list(chain.from_iterable(keys)), JOIN_DEADLINE)
+        store.wait(all_keys, JOIN_DEADLINE)
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         missing: Any = "0 (no store)"
         if store:
-            missing = [index for index, names in enumerate(keys) if not store.check(names)]
+            missing = []
+            for index, of_trainer in enumerate(keys):
+                if not store.check(of_trainer):
+                    missing.append(index)
         raise TimeoutError(
             f"trainer(s) {missing} of {trainer.count} did not bring {world_size} rank(s) of "
             f"{trainer.processes} to {address} within {JOIN_DEADLINE}: start all, with the same "

@@ -124,7 +124,8 @@ class DeviceMetric:
         """
 
         def mean(total: float, tokens: float) -> Metric:
-            return Metric.mean(total / max(tokens, 1), weight=tokens)
+            value = total / max(tokens, 1)
+            return Metric.mean(value, weight=tokens)
 
         return cls((total.detach(), num_tokens), mean)
 
@@ -178,7 +179,8 @@ def forward(
 
     The ranks of this worker group alone take part, without other trainers of the model.
     """
-    all_samples = torch.arange(len(rows.sample_starts) - 1)
+    num_samples = len(rows.sample_starts) - 1
+    all_samples = torch.arange(num_samples)
     (micro_batches,) = _micro_batches(
         rows, [all_samples], micro_batching, engine.sequence_parallel_size, group=own_ranks()
     )
@@ -190,7 +192,8 @@ def forward(
             if by_token:
                 kept = [micro.of_tokens(each) for each in results]
             else:  # a pass without rows has run filler rows, whose results are dropped
-                kept = [each[: len(at)] for each in results]
+                num_rows = len(at)
+                kept = [each[:num_rows] for each in results]
             outputs.append(kept)
     order = torch.cat(micro_batches)
     columns = []
@@ -261,10 +264,10 @@ def update(
             if not whole_step.num_tokens:  # no row counts
                 continue
             unread = []
-            for index, (all_rows, loss, mini_batch, at) in enumerate(passes):
+            for number_of_pass, (all_rows, loss, mini_batch, at) in enumerate(passes, start=1):
                 micro = MicroBatch(all_rows.take(at), engine.device)
                 micro_loss, micro_metrics = loss(micro, mini_batch)
-                engine.backward(micro_loss, is_last=index == len(passes) - 1)
+                engine.backward(micro_loss, is_last=number_of_pass == len(passes))
                 unread.append(micro_metrics)
                 unread.append({f"{prefix}/loss": DeviceMetric.loss(micro_loss, whole_step)})
             norms.append(engine.step())
@@ -327,8 +330,8 @@ def _mini_batches(
     num_samples = len(first_rows)
     if "mini_batch" in rows:
         number_S = rows["mini_batch"][first_rows]
-        num_own_steps = int(number_S.max()) + 1 if num_samples else 1
-        (num_steps,) = _most_of_any_rank([num_own_steps])
+        last_step = int(number_S.max()) if num_samples else 0
+        (num_steps,) = _most_of_any_rank([last_step + 1])
         samples_of_steps = []
         for step in range(num_steps):
             (samples,) = torch.where(number_S == step)
@@ -352,10 +355,10 @@ def _plan(
     Each row is on `sequence_parallel_size` ranks and counts once.
     """
     micro_batches = _micro_batches(rows, chunks, schedule.micro_batching, sequence_parallel_size)
-    tokens_S = sums_between(rows.num_scored_B, rows.sample_starts).double()
+    num_tokens_S = sums_between(rows.num_scored_B, rows.sample_starts)
     own_counts = []
     for chunk in chunks:
-        tokens = tokens_S[chunk]
+        tokens = num_tokens_S[chunk].double()
         num_sequences = (tokens > 0).sum()
         own_count = torch.stack([tokens.sum(), num_sequences])
         own_counts.append(own_count)
@@ -400,7 +403,10 @@ def _micro_batches(
             lengths_S = lengths_S.clamp(max=max_tokens)
         lengths = [lengths_S[chunk].tolist() for chunk in chunks]
         pack = partial(pack_into_micro_batches, max_tokens=max_tokens)
-        own_counts = [max(1, len(pack(of_chunk))) for of_chunk in lengths]
+        own_counts = []
+        for of_chunk in lengths:
+            num_packed = len(pack(of_chunk))
+            own_counts.append(max(1, num_packed))
         counts = _most_of_any_rank(own_counts, group)
         micro_batches = []
         for chunk, of_chunk, count in zip(chunks, lengths, counts, strict=True):

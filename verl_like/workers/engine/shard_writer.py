@@ -59,15 +59,15 @@ class ShardWriter:
             self._allocate(state)
         buffers = list(self.buffers.values())
         shards = [local_part(state[name]).detach() for name in self.buffers]
+
+        def copy_half(first: int) -> None:
+            torch._foreach_copy_(buffers[first::2], shards[first::2], non_blocking=True)
+
         # Two threads copy half of the tensors each. One thread takes up to twice as long for many
         # tensors in small pages as for one piece of memory.
-        copies = []
-        for first in range(min(2, len(buffers))):
-            half = (buffers[first::2], shards[first::2])
-            copy = self.threads.submit(torch._foreach_copy_, *half, non_blocking=True)
-            copies.append(copy)
-        for copy in copies:
-            copy.result()
+        num_halves = min(2, len(buffers))
+        copies = self.threads.map(copy_half, range(num_halves))
+        list(copies)  # waits for both
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.writing = self.threads.submit(self._write, folder, write_others)
@@ -114,7 +114,8 @@ class ShardWriter:
             folder.mkdir(parents=True, exist_ok=True)
             write_others()
             save_file(self.buffers, file, {CUSTOM_METADATA_KEY: json.dumps(self.offsets)})
-            return {self.name: file_digest(file, sync=True)}
+            digest = file_digest(file, sync=True)
+            return {self.name: digest}
         except (OSError, SafetensorError) as error:
             raise OSError(
                 f"{file} cannot be written ({error}). Earlier checkpoints are as they were."

@@ -66,7 +66,8 @@ class Rows:
         known = None
         if "padding" in data.meta_info:
             known = Padding.of(data).max_response_length
-        return cls(columns, known or max(1, longest), known, filler_rows)
+        response_length = known or max(1, longest)
+        return cls(columns, response_length, known, filler_rows)
 
     def __len__(self) -> int:
         _values, offsets = jagged_parts(self.columns["prompts"])
@@ -86,7 +87,9 @@ class Rows:
     @property
     def lengths_B(self) -> Tensor:
         """The number of tokens of each row's prompt and response, (B,) int64."""
-        return _lengths(self.columns["prompts"]) + _lengths(self.columns["responses"])
+        prompt_lengths_B = _lengths(self.columns["prompts"])
+        response_lengths_B = _lengths(self.columns["responses"])
+        return prompt_lengths_B + response_lengths_B
 
     @property
     def num_scored_B(self) -> Tensor:
@@ -224,7 +227,8 @@ class PackedBatch:
         end = start + share
         # Scored tokens ascend, so those of a share are consecutive.
         bounds = torch.tensor([start, end])
-        first, last = torch.searchsorted(self.scored, bounds).tolist()
+        places = torch.searchsorted(self.scored, bounds)
+        first, last = places.tolist()
         input_ids = F.pad(self.input_ids, (0, filler))
         position_ids = F.pad(self.position_ids, (0, filler))
         cu_seqlens = self.cu_seqlens

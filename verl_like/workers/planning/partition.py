@@ -118,10 +118,12 @@ def balance(work: Sequence[float] | np.ndarray, num_parts: int) -> list[np.ndarr
     work_B = np.concatenate([work, fillers])
     rows_per_part = len(work_B) // num_parts
     longest_first = _longest_first(work_B.tolist(), num_parts, rows_per_part)
-    starts = [_differencing(work_B, num_parts), np.array(longest_first)]
+    differencing = _differencing(work_B, num_parts)
+    starts = [differencing, np.array(longest_first)]
 
     def largest_load(table: np.ndarray) -> float:
-        return work_B[table].sum(1).max()
+        loads = work_B[table].sum(1)
+        return loads.max()
 
     shares = min(starts, key=largest_load)
     _exchange(shares, work_B)
@@ -224,7 +226,8 @@ def _differencing(work_B: np.ndarray, num_parts: int) -> np.ndarray:
     """
     groups = []
     longest_first = np.argsort(-work_B, kind="stable")
-    for number, rows in enumerate(longest_first.reshape(-1, num_parts)):
+    rows_of_groups = longest_first.reshape(-1, num_parts)
+    for number, rows in enumerate(rows_of_groups):
         loads = work_B[rows]  # the work of each part, the heaviest first
         difference = loads[-1] - loads[0]  # negative, so that the heap has the largest one first
         group = (difference, number, loads, rows[:, None])
