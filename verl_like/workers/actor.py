@@ -31,7 +31,7 @@ from verl_like.workers.engine.mini_batches import (
     forward,
     update,
 )
-from verl_like.workers.model_worker import TrainedWorker, metrics_alone
+from verl_like.workers.model_worker import TrainedWorker, log_probs_of_tokens, metrics_alone
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS, Rows
 from verl_like.workers.planning.partition import log_prob_micro_batching
 from verl_like.workers.weights import WEIGHT_TRANSPORTS
@@ -101,9 +101,7 @@ class ScoringWorker(ActorRolloutRefWorker):
         """
 
         def log_probs(micro: MicroBatch) -> tuple[Tensor]:
-            packed = self.engine.pack(micro.on_host)
-            (scored,) = self.engine.run(packed, 1.0)
-            return (packed.of_tokens(scored),)
+            return (log_probs_of_tokens(self.engine, micro),)
 
         rows = Rows.of(data)
         passes = log_prob_micro_batching(self.config.rollout)
@@ -282,7 +280,7 @@ class ActorWorker(ScoringWorker, TrainedWorker):
         rollout_log_prob_BR = columns.get("rollout_log_probs")
         if rollout_log_prob_BR is not None:
             log_ratio_BR = zero_masked(log_prob_BR.detach() - rollout_log_prob_BR, mask_BR)
-            metrics |= _ratio_metrics(log_ratio_BR, mask_BR)
+            metrics |= _ratio_metrics(log_ratio_BR, mask_BR, num_tokens)
         # With `old_log_probs`, `compute_log_prob` has reported the entropy, and the driver reports
         # the differences to the rollout.
         if "old_log_probs" not in columns:
@@ -315,22 +313,20 @@ class ActorWorker(ScoringWorker, TrainedWorker):
         The loss is -ptx_coef / N sum log p(token | tokens before it), over the N learned tokens of
         such rows in the mini-batch.
         """
-        packed = self.engine.pack(micro.on_host)
-        (log_probs,) = self.engine.run(packed, 1.0)  # whatever temperature the rollout has
-        log_prob_BR = micro.of_rows(packed.of_tokens(log_probs))
+        log_probs = log_probs_of_tokens(self.engine, micro)  # whatever temperature the rollout has
+        log_prob_BR = micro.of_rows(log_probs)
         loss = -log_prob_BR.sum() / max(mini_batch.num_tokens, 1)
         metrics = {"actor/ptx_loss": DeviceMetric.loss(loss, mini_batch)}
         return self.config.actor.ptx_coef * loss, metrics
 
 
-def _ratio_metrics(log_ratio_BR: Tensor, mask_BR: Tensor) -> MicroMetrics:
+def _ratio_metrics(log_ratio_BR: Tensor, mask_BR: Tensor, num_tokens: Tensor) -> MicroMetrics:
     """Returns metrics of the ratio of the policy's probabilities to the rollout's.
 
-    `log_ratio_BR` is its logarithm, and 0 where the mask is 0.
+    `log_ratio_BR` is its logarithm, and 0 where the mask is 0; the mask has `num_tokens`.
     """
-    ratio_BR = log_ratio_BR.clamp(-20.0, 20.0).exp()
-    ratio_BR = zero_masked(ratio_BR, mask_BR)
-    num_tokens = mask_BR.sum()
+    bounded_BR = log_ratio_BR.clamp(-20.0, 20.0)
+    ratio_BR = zero_masked(bounded_BR.exp(), mask_BR)
     square_sum = ratio_BR.square().sum()
     return {
         "actor/rollout_kl": DeviceMetric.token_mean(-log_ratio_BR.sum(), num_tokens),

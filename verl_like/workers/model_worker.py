@@ -34,6 +34,14 @@ def metrics_alone(metrics: dict[str, Metric]) -> DataProto:
     return DataProto.from_dict(tensors={}, meta_info={"metrics": metrics})
 
 
+def log_probs_of_tokens(engine: TrainingEngine, micro: MicroBatch) -> Tensor:
+    """Runs a language model, and returns the log-probabilities of the response tokens at
+    temperature 1, (K,)."""
+    packed = engine.pack(micro.on_host)
+    (scored,) = engine.run(packed, 1.0)
+    return packed.of_tokens(scored)
+
+
 class ModelWorker(Worker):
     """One rank of a model that an engine runs. `init_model` of a subclass starts the engine.
 

@@ -3,6 +3,7 @@
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from verl_like.plugins import refuse_replaced
@@ -200,10 +201,8 @@ class RolloutWorker(ActorRolloutRefWorker):
         """
         max_tokens = min(num_tokens, self.config.rollout.response_length)
         requests = greedy_requests(prompts, max_tokens)
-        completions = {}
-        for finished in self.engine_thread.stream(requests):
-            for request, completion in finished:
-                completions[request.name] = completion
+        finished = chain.from_iterable(self.engine_thread.stream(requests))
+        completions = {request.name: completion for request, completion in finished}
         self.engine_thread.forget_prompts()
         if not self.rollout.is_collect:
             return None

@@ -37,7 +37,7 @@ from verl_like.workers.engine.mini_batches import (
     read_metrics,
     update,
 )
-from verl_like.workers.model_worker import TrainedWorker, metrics_alone
+from verl_like.workers.model_worker import TrainedWorker, log_probs_of_tokens, metrics_alone
 from verl_like.workers.models.ilql import ILQLModel
 from verl_like.workers.models.packed_models import PackedModel, PolicyModel, RewardModel
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS, Rows
@@ -353,10 +353,8 @@ def _of_pairs(values: Tensor) -> tuple[Tensor, Tensor]:
 def _log_probs(engine: TrainingEngine, micro: MicroBatch) -> Tensor:
     """Returns log-probabilities of the learned tokens at temperature 1, (b, R) float32, 0
     elsewhere."""
-    packed = engine.pack(micro.on_host)
-    (scored,) = engine.run(packed, 1.0)
-    of_tokens = packed.of_tokens(scored)
-    return micro.of_rows(of_tokens)
+    log_probs = log_probs_of_tokens(engine, micro)
+    return micro.of_rows(log_probs)
 
 
 def _answer_log_probs(engine: TrainingEngine, micro: MicroBatch) -> Tensor:

@@ -323,7 +323,7 @@ class FsdpEngine(TrainingEngine):
         assert self.training is not None
         return learning_rate(self.training_steps, self.training.optim, self.total_training_steps)
 
-    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         yield from trained_parameters(self.model.hf)
         yield from self.model.heads.named_parameters("heads")
 

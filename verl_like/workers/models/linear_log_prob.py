@@ -108,7 +108,7 @@ class _LinearLogProb(torch.autograd.Function):
             x_MC = _product(hidden_MD, weight_VD[start:end], factor, buffer)
             statistics = _statistics(x_MC, cap, with_entropy, with_sum_pi_squared)
             lse_SM[index], entropy_SM[index], norm_SM[index] = statistics
-            column_M1, is_here_M1 = _find(labels_M, start, end)
+            column_M1, is_here_M1 = _in_chunk(labels_M - start, end - start)
             x_M1 = x_MC.gather(1, column_M1)
             logit_M1 = _logits(x_M1, cap) * is_here_M1
             label_logit_M += logit_M1.squeeze(1)
@@ -235,7 +235,7 @@ def _to_gradient(
         centre_M1 = (entropy_M - lse_M).unsqueeze(1)
         slope_M1 = grad_entropy_M.unsqueeze(1) * -share_M1
         entropy_terms = (centre_M1, slope_M1)
-    column_M1, is_here_M1 = _find(column_M, 0, x_MC.size(1))
+    column_M1, is_here_M1 = _in_chunk(column_M, x_MC.size(1))
     at_label_M1 = offset_M1 * is_here_M1
     offset_M1 = offset_M1 * -share_M1
     _to_gradient_in_blocks(x_MC, cap, offset_M1, entropy_terms, column_M1, at_label_M1)
@@ -364,12 +364,11 @@ def _logits(x: Tensor, cap: float | None) -> Tensor:
     return x if cap is None else cap * x.tanh()
 
 
-def _find(labels_M: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
+def _in_chunk(column_M: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
     """Returns the column of each label in a chunk, and whether it is in the chunk, (M, 1) each.
 
-    The column of a label outside of the chunk is any column.
+    The column of a label outside of the chunk becomes any column of it.
     """
-    labels_M1 = labels_M.unsqueeze(1)
-    column_M1 = (labels_M1 - start).clamp(0, end - start - 1)
-    is_here_M1 = (labels_M1 >= start) & (labels_M1 < end)
-    return column_M1, is_here_M1
+    column_M1 = column_M.unsqueeze(1)
+    is_here_M1 = (column_M1 >= 0) & (column_M1 < num_columns)
+    return column_M1.clamp(0, num_columns - 1), is_here_M1
