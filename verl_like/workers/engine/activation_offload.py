@@ -49,7 +49,8 @@ class ActivationOffload(torch.autograd.graph.saved_tensors_hooks):
     def _save(self, tensor: Tensor) -> Any:
         """Copies a tensor to the host, unless it is a parameter or small."""
         base = tensor if tensor._base is None else tensor._base
-        if isinstance(base, nn.Parameter) or tensor.nbytes < SMALLEST_BYTES:
+        is_small = tensor.nbytes < SMALLEST_BYTES
+        if is_small or isinstance(base, nn.Parameter):
             return tensor
         is_on_gpu = tensor.is_cuda
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_on_gpu)
@@ -89,7 +90,8 @@ class ActivationOffload(torch.autograd.graph.saved_tensors_hooks):
         with self._beside_computation(saved.device):
             saved.fetched = saved.host.to(saved.device, non_blocking=True)
             if saved.fetched.is_cuda:
-                saved.arrived = torch.cuda.current_stream().record_event()
+                stream = torch.cuda.current_stream()
+                saved.arrived = stream.record_event()
 
     def _beside_computation(self, device: torch.device) -> contextlib.AbstractContextManager:
         """Returns a context whose GPU work runs on the side stream, after the work so far.
@@ -98,5 +100,6 @@ class ActivationOffload(torch.autograd.graph.saved_tensors_hooks):
         """
         if device.type != "cuda":
             return contextlib.nullcontext()
-        self.side_stream.wait_stream(torch.cuda.current_stream())
+        computation = torch.cuda.current_stream()
+        self.side_stream.wait_stream(computation)
         return torch.cuda.stream(self.side_stream)

@@ -94,14 +94,16 @@ class FsdpEngine(TrainingEngine):
         self.mesh, batch_mesh = build_mesh(device, fsdp.num_shards, sequence_parallel_size)
         # If each rank has all parameters, nothing is gathered, and freeing layers would save
         # little.
-        is_sharded = self.mesh["shard"].size() > 1
+        num_shards = self.mesh["shard"].size()
+        is_sharded = num_shards > 1
         self.frees_layers = fsdp.strategy == "zero3" and is_sharded
         self.shards_gradients = fsdp.strategy in ("zero2", "zero3") and is_sharded
         self.model = build_model(self.rank == 0)
         if training is None:
             self.model.requires_grad_(False)
         hf = self.model.hf
-        self.adapter_settings = getattr(hf, "peft_config", {}).get("default")
+        adapters = getattr(hf, "peft_config", {})
+        self.adapter_settings = adapters.get("default")
         self.exchange = None
         if batch_mesh is not None:
             require_shares_of_heads(
@@ -225,10 +227,11 @@ class FsdpEngine(TrainingEngine):
         return HostMemory(values)
 
     def _optimizer_to_host(self) -> None:
+        places = self._optimizer_places
         for parameter, state in self._optimizer_state.items():
             for name, value in state.items():
                 key = (id(parameter), name)
-                state[name] = self._optimizer_places.to_host(key, value)
+                state[name] = places.to_host(key, value)
 
     def _optimizer_to_device(self) -> None:
         for state in self._optimizer_state.values():
@@ -260,7 +263,8 @@ class FsdpEngine(TrainingEngine):
         loss.backward()
 
     def step(self) -> float:
-        assert self.optimizer is not None and self.training is not None
+        assert self.optimizer is not None
+        assert self.training is not None
         grad_norm = self._clip_gradients(self.training.grad_clip)
         if not math.isfinite(grad_norm):
             self.consecutive_skips += 1
@@ -297,7 +301,8 @@ class FsdpEngine(TrainingEngine):
         own_norm = torch.nn.utils.get_total_norm(gradients)
         # The norm of no gradients is float32, but that of other ranks may be bfloat16.
         squared = own_norm.float().square()
-        dist.all_reduce(squared, group=self.mesh.get_group("shard"))
+        group = self.mesh.get_group("shard")
+        dist.all_reduce(squared, group=group)
         grad_norm = squared.sqrt().item()
         if gradients and grad_norm > grad_clip:
             torch._foreach_mul_(gradients, grad_clip / grad_norm)
@@ -363,18 +368,21 @@ class FsdpEngine(TrainingEngine):
                 file.write_bytes(content)
 
         # Offloaded tensors are copied from the host, because a rollout engine may use the device.
-        self.writer.begin(self._state(), Path(path), write_settings)
+        state = self._state()
+        self.writer.begin(state, Path(path), write_settings)
 
     def saved_files(self, *, wait: bool) -> FileDigests | None:
         return self.writer.result(wait)
 
     @torch.no_grad()
     def load(self, path: str, optimizer_only: bool = False) -> list[str]:
-        if not any(Path(path).glob("*.safetensors")):
+        files = Path(path).glob("*.safetensors")
+        if not any(files):
             raise ValueError(f"There is no checkpoint at {path}: it has no safetensors file.")
         reader = HuggingFaceStorageReader(path)
         state = self._state()
-        saved: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
+        metadata = reader.read_metadata()
+        saved = metadata.state_dict_metadata
         lacking = []
         for name, _ in self.named_buffers():
             key = f"model.{name}"
@@ -428,7 +436,8 @@ class FsdpEngine(TrainingEngine):
         for name, parameter in self.named_parameters():
             state[f"model.{name}"] = parameter
             if self.optimizer:
-                for key, value in self._optimizer_state[parameter].items():
+                values = self._optimizer_state[parameter]
+                for key, value in values.items():
                     state[f"optimizer.{name}.{key}"] = value
         return state | {f"model.{name}": buffer for name, buffer in self.named_buffers()}
 

@@ -59,7 +59,8 @@ def _remember_own_ranks(trainer: JointTrainer | None) -> None:
     size = dist.get_world_size() // trainer.count
     for index in range(trainer.count):
         first = index * size
-        group = dist.new_group(range(first, first + size))
+        ranks = range(first, first + size)
+        group = dist.new_group(ranks)
         if index == trainer.index:
             _own_ranks = group
 

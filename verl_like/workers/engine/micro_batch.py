@@ -53,7 +53,8 @@ class MicroBatch(ColumnViews):
     """
 
     def __init__(self, rows: Rows, device: str) -> None:
-        super().__init__(name for name in rows.columns if name != "prompts")
+        names = [name for name in rows.columns if name != "prompts"]
+        super().__init__(names)
         self.on_host = rows
         self.device = device
         self.samples = SampleRows(rows.sample_starts)
@@ -135,17 +136,20 @@ class MicroBatch(ColumnViews):
         if is_unread and is_jagged(self.on_host[name]):
             return self._padded_by_sample(self.moved[name])
         column = self[name]
-        if column.shape[:2] == self.in_rows.shape:  # a value for each response token
+        is_by_token = column.shape[:2] == self.in_rows.shape
+        if is_by_token:
             return self.of_samples(column)
         return column[self.moved[_FIRST_ROWS]]
 
     def _padded(self, values: Tensor) -> Tensor:
-        return _scatter(values, self.moved[_IN_ROWS], self.in_rows.shape)
+        places = self.moved[_IN_ROWS]
+        return _scatter(values, places, self.in_rows.shape)
 
     def _padded_by_sample(self, values: Tensor) -> Tensor:
         if self.samples.is_plain:
             return self._padded(values)
-        return _scatter(values, self.moved[_IN_SAMPLES], self.in_samples.shape)
+        places = self.moved[_IN_SAMPLES]
+        return _scatter(values, places, self.in_samples.shape)
 
 
 class _OfSamples(ColumnViews):

@@ -294,8 +294,9 @@ def read_metrics(parts: Sequence[MicroMetrics]) -> list[dict[str, Metric]]:
     for part in parts:
         for metric in part.values():
             numbers += metric.numbers
-    together = torch.stack([number.double() for number in numbers])
-    read = iter(to_host(together).tolist())
+    doubles = [number.double() for number in numbers]
+    on_host = to_host(torch.stack(doubles))
+    read = iter(on_host.tolist())
     finished = []
     for part in parts:
         metrics = {}

@@ -58,5 +58,6 @@ def learning_rate(step: int, config: OptimConfig, total_steps: int | None) -> fl
     if config.lr_scheduler_type == "linear":
         remaining = 1 - progress
     else:
-        remaining = 0.5 * (1 + math.cos(math.pi * progress))
+        cosine = math.cos(math.pi * progress)
+        remaining = 0.5 * (1 + cosine)
     return config.lr * remaining

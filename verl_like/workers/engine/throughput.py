@@ -61,7 +61,8 @@ class Stopwatch:
         """
         seconds = time.perf_counter() - self.start
         engine = self.engine
-        peak = peak_flops(engine.device, engine.dtype) * engine.sequence_parallel_size
+        peak_of_rank = peak_flops(engine.device, engine.dtype)
+        peak = peak_of_rank * engine.sequence_parallel_size
         speed = self.tokens / seconds / num_parts
         utilization = self.flops / (seconds * peak)
         return {
