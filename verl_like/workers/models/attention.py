@@ -188,9 +188,10 @@ def packed_sdpa(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences)
         mask_LL = None
         has_window = window is not None and length > window
         if has_window or softcap is not None:
+            reach = window or length
             places_L = torch.arange(length, device=q.device)
             distance_LL = places_L[:, None] - places_L
-            mask_LL = (distance_LL >= 0) & (distance_LL < (window or length))
+            mask_LL = (distance_LL >= 0) & (distance_LL < reach)
         if softcap is not None:
             assert mask_LL is not None
             output = _softcapped(q, k, v, mask_LL, scale, softcap)
@@ -250,13 +251,10 @@ def packed_varlen(query: Tensor, key: Tensor, value: Tensor, sequences: Sequence
     )
     starts = sequences.cu_seqlens
     longest = max(sequences.lengths)
-    query_NHD = query[0].transpose(0, 1).contiguous()
-    key_NGD = key[0].transpose(0, 1).contiguous()
-    value_NGD = value[0].transpose(0, 1).contiguous()
     output_NHD: Any = varlen_attn(
-        query_NHD,
-        key_NGD,
-        value_NGD,
+        _by_token(query).contiguous(),
+        _by_token(key).contiguous(),
+        _by_token(value).contiguous(),
         starts,
         starts,
         longest,
@@ -268,6 +266,11 @@ def packed_varlen(query: Tensor, key: Tensor, value: Tensor, sequences: Sequence
     return output_NHD.unsqueeze(0)
 
 
+def _by_token(packed: Tensor) -> Tensor:
+    """Returns packed heads (1, H, N, D) as (N, H, D), a view."""
+    return packed[0].transpose(0, 1)
+
+
 def packed_flash(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences) -> Tensor:
     """Computes attention by flash-attn's kernel for sequences of different lengths, in one call."""
     from flash_attn import flash_attn_varlen_func
@@ -275,9 +278,9 @@ def packed_flash(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences
     starts = sequences.cu_seqlens
     longest = max(sequences.lengths)
     output_NHD = flash_attn_varlen_func(
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
+        _by_token(query),
+        _by_token(key),
+        _by_token(value),
         starts,
         starts,
         longest,

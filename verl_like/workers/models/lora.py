@@ -38,7 +38,8 @@ def model_buffers(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
     Tied buffers come once. For a model with an adapter there are none: its buffers are those of the
     frozen model, which every process reads from the model's folder.
     """
-    if any(is_adapter(name) for name, _ in model.named_parameters()):
+    parameters = model.named_parameters()
+    if any(is_adapter(name) for name, _ in parameters):
         return []
     computed = {name for name, _ in model.named_non_persistent_buffers()}
     return [named for named in model.named_buffers() if named[0] not in computed]

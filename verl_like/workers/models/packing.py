@@ -210,9 +210,9 @@ class PackedBatch:
         """
         if self.exchange is not None:
             scored_values = self.exchange.gather(scored_values, self.scored_before, self.num_scored)
-        device = scored_values.device
-        zeros = torch.zeros(self.num_response_tokens, dtype=torch.float32, device=device)
-        return zeros.index_copy(0, self.places, scored_values.float())
+        values = scored_values.float()
+        zeros = values.new_zeros(self.num_response_tokens)
+        return zeros.index_copy(0, self.places, values)
 
     def shard(self, exchange: SequenceExchange) -> "PackedBatch":
         """Returns this rank's share of the tokens, with the scored tokens among them.
