@@ -69,7 +69,7 @@ class ModelCost:
             is_end = parameter is head or parameter is embedding
             if is_end or parameter.ndim < 2:
                 continue
-            used_share = 1
+            used_share = 1.0
             if parameter.ndim == 3:
                 # The experts of a layer are stacked: (experts, out, in).
                 used_share = active_experts / len(parameter)
