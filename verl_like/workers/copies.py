@@ -1,7 +1,9 @@
 """Copies of the trained actor and critic, which only run forward, with weights from the trainer."""
 
+from collections.abc import Iterator
 from typing import Any
 
+from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from verl_like.protocol import DataProto
@@ -52,6 +54,14 @@ class CopyWorker(ModelWorker):
             )
         return super().infer(*args, **kwargs)
 
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields the names and tensors that the trained model sends: parameters, then buffers.
+
+        Parameters are DTensors with this rank's shards.
+        """
+        yield from self.engine.named_parameters()
+        yield from self.engine.named_buffers()
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_weights(self, exported: list[WeightExport], version: int) -> str:
         """Loads what all ranks of the trained model exported into this rank's shard, and verifies
@@ -68,14 +78,13 @@ class CopyWorker(ModelWorker):
         what = f"Weights of version {version}"
         received = self.weight_transport.receive(exported, self)
         expected = check_staged(received, version, self.device)
-        # What the trained model sends: DTensors with this rank's shards, and buffers.
-        buffers = dict(self.engine.named_buffers())
-        weights = dict(self.engine.named_parameters()) | buffers
+        weights = dict(self.named_weights())
         shapes = {name: weight.shape for name, weight in weights.items()}
         sent_shapes = {name: tensor.shape for name, tensor in iterate_weights(received)}
         other_model = f"{what} are not of the model {self.model_config.path}"
         check_arrival(sent_shapes, shapes, other_model)
         self.version = None
+        buffers = dict(self.engine.named_buffers())
         for name, tensor in iterate_weights(received):
             weight = weights[name]
             if name in buffers:
@@ -89,7 +98,7 @@ class CopyWorker(ModelWorker):
             )
             weight.to_local().copy_(own_part.to_local())
         sums = {}
-        for name, weight in weights.items():
+        for name, weight in self.named_weights():  # what the engine has now
             sums[name] = local_fingerprint(name, weight, self.rank)
         own_fingerprints = read_fingerprints(sums)
         loaded = sum_over_ranks(own_fingerprints)
