@@ -256,10 +256,8 @@ class ActorWorker(ScoringWorker, TrainedWorker):
         entropy_BR = micro.of_samples(scores[1]) if with_entropy else None
         if old_log_prob_BR is None:
             old_log_prob_BR = log_prob_BR.detach()
-        loss_columns = {}
-        for name in self.loss_columns:
-            if name in columns:
-                loss_columns[name] = columns[name]  # pads it, which no other column needs
+        # A column is padded when it is read, so no other is.
+        loss_columns = {name: columns[name] for name in self.loss_columns if name in columns}
         inputs = PolicyLossInputs(
             old_log_prob=old_log_prob_BR,
             log_prob=log_prob_BR,
@@ -325,8 +323,8 @@ def _ratio_metrics(log_ratio_BR: Tensor, mask_BR: Tensor, num_tokens: Tensor) ->
 
     `log_ratio_BR` is its logarithm, and 0 where the mask is 0; the mask has `num_tokens`.
     """
-    bounded_BR = log_ratio_BR.clamp(-20.0, 20.0)
-    ratio_BR = zero_masked(bounded_BR.exp(), mask_BR)
+    ratio_BR = log_ratio_BR.clamp(-20.0, 20.0).exp()
+    ratio_BR = zero_masked(ratio_BR, mask_BR)
     square_sum = ratio_BR.square().sum()
     return {
         "actor/rollout_kl": DeviceMetric.token_mean(-log_ratio_BR.sum(), num_tokens),

@@ -152,8 +152,7 @@ class CriticWorker(ValueWorker, TrainedWorker):
         columns = micro.by_sample()
         mask_BR = columns["response_mask"]
         num_tokens = mask_BR.sum()
-        values = self.values_of_tokens(micro)
-        vpreds_BR = micro.of_samples(values)
+        vpreds_BR = micro.of_samples(self.values_of_tokens(micro))
         inputs = ValueLossInputs(
             vpreds=vpreds_BR,
             returns=columns["returns"],

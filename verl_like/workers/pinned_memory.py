@@ -86,8 +86,8 @@ def host_places(tensors: Tensors[Name]) -> dict[Name, Tensor]:
     pages: a copy to many small ones is slower.
     """
     memory = np.empty(_padded_size(tensors), dtype=np.uint8)
-    is_on_gpu = any(tensor.is_cuda for tensor in tensors.values())
-    if is_on_gpu and memory.nbytes:
+    is_any_on_gpu = any(tensor.is_cuda for tensor in tensors.values())
+    if is_any_on_gpu and memory.nbytes:
         pin(memory)
     return _views(torch.from_numpy(memory), tensors)
 

@@ -59,12 +59,13 @@ class MiniBatch:
     def counts(self) -> BatchCounts:
         """The counts by which a loss is divided.
 
-        The engine adds gradients over ranks instead of averaging them, so `dp_size` stays 1.
+        The engine adds gradients over ranks instead of averaging them, so `dp_size` is 1.
         """
         return BatchCounts(
             batch_num_tokens=self.num_tokens,
             global_batch_size=self.num_sequences,
             loss_scale_factor=self.response_length,
+            dp_size=1,
         )
 
     @property
@@ -198,8 +199,7 @@ def forward(
     order = torch.cat(micro_batches)
     columns = []
     for values in zip(*outputs, strict=True):
-        column = torch.cat(values)
-        columns.append(to_host(column))
+        columns.append(to_host(torch.cat(values)))
     if by_token:
         _, offsets = jagged_parts(rows["responses"])
         lengths = offsets.diff()[order]

@@ -211,10 +211,8 @@ def packed_sdpa(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences)
 
 
 def _by_length(packed: Tensor, shapes: list[tuple[int, int]]) -> list[Tensor]:
-    """Divides packed heads (1, H, N, D) into tensors (sequences, H, L, D).
-
-    `shapes` are (sequences, L) of these. They are views.
-    """
+    """Divides packed heads (1, H, N, D) into views (sequences, H, L, D), whose sequences and L are
+    in `shapes`."""
     num_tokens = [count * length for count, length in shapes]
     parts = packed[0].split(num_tokens, dim=1)
     pairs = zip(parts, shapes, strict=True)

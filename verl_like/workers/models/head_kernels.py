@@ -181,8 +181,8 @@ def _gradient_kernel(
         grad_entropy = tl.load(grad_entropy_M + row)
         entropy = tl.load(entropy_M + row)
         slope_T += grad_entropy * (log_prob_T + entropy)
-    label = tl.load(column_M + row)
-    at_label_T = tl.where(column_T == label, grad_log_prob, 0.0)
+    label_column = tl.load(column_M + row)
+    at_label_T = tl.where(column_T == label_column, grad_log_prob, 0.0)
     grad_T = at_label_T - tl.exp(log_prob_T) * slope_T
     if HAS_CAP:
         # This is cap - z^2 / cap, in a form that keeps precision if z is close to the cap.

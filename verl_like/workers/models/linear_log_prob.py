@@ -228,7 +228,7 @@ def _to_gradient(
         kernels.to_gradient(x_MC, cap, column_M, lse_M, grad_log_prob_M, entropy_M, grad_entropy_M)
         return
     share_M1 = log_share_M.exp().unsqueeze(1)
-    offset_M1 = grad_log_prob_M.unsqueeze(1)
+    grad_log_prob_M1 = grad_log_prob_M.unsqueeze(1)
     entropy_terms = None
     if grad_entropy_M is not None:
         assert entropy_M is not None, "its gradient is asked for"
@@ -236,8 +236,8 @@ def _to_gradient(
         slope_M1 = grad_entropy_M.unsqueeze(1) * -share_M1
         entropy_terms = (centre_M1, slope_M1)
     column_M1, is_here_M1 = _in_chunk(column_M, x_MC.size(1))
-    at_label_M1 = offset_M1 * is_here_M1
-    offset_M1 = offset_M1 * -share_M1
+    offset_M1 = grad_log_prob_M1 * -share_M1
+    at_label_M1 = grad_log_prob_M1 * is_here_M1
     _to_gradient_in_blocks(x_MC, cap, offset_M1, entropy_terms, column_M1, at_label_M1)
 
 

@@ -141,8 +141,9 @@ def with_scale(
     for name, parameter in parameters:
         if ".lora_B." in name:
             factor = config.lora_alpha / config.lora_rank
-            parameter = parameter.detach() * factor
-        yield name, parameter
+            yield name, parameter.detach() * factor
+        else:
+            yield name, parameter
 
 
 def merged_weights(
@@ -174,6 +175,5 @@ def merged_weights(
     for name, value in trained.items():
         if not is_adapter(name):
             weights[name] = value
-    for name, value in weights.items():
-        weights[name] = value.detach().to(dtype)
+    weights = {name: value.detach().to(dtype) for name, value in weights.items()}
     return weights | dict(model_buffers(merged))

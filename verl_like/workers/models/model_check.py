@@ -120,10 +120,10 @@ def files_that_are_loaded(files: Sequence[Path]) -> list[Path]:
     Some folders have the same weights a second time, in another format.
     """
     index_file = files[0].parent / SAFE_WEIGHTS_INDEX_NAME
-    names = [SAFE_WEIGHTS_NAME]
+    names = {SAFE_WEIGHTS_NAME}
     if index_file.is_file():
         index = json.loads(index_file.read_text())
-        names = index["weight_map"].values()
+        names = set(index["weight_map"].values())
     return [file for file in files if file.name in names]
 
 
@@ -218,8 +218,7 @@ class Trial:
             # The pass ends here. In the first pass with values packed attention refuses what it
             # does not compute. A later layer that never calls it is not found.
             is_complete = False
-        is_without = is_complete and not self.num_calls
-        if self.without_attention or is_without:
+        if self.without_attention or (is_complete and not self.num_calls):
             names = ", ".join(sorted(self.without_attention)) or type(hf).__name__
             raise ValueError(f"{names} {_NO_INTERFACE}, {_NOT_PACKED}.")
 

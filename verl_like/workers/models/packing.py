@@ -133,7 +133,7 @@ def sums_between(values: Tensor, offsets: Tensor) -> Tensor:
 
 
 def places_from(starts_B: Tensor, offsets: Tensor) -> Tensor:
-    """Returns the places of the values of jagged rows that begin at `starts_B` instead, int64."""
+    """Returns the place of each value of jagged rows if the rows begin at `starts_B`, int64."""
     shifts_B = starts_B - offsets[:-1]
     shifts = torch.repeat_interleave(shifts_B, offsets.diff())
     return shifts + torch.arange(len(shifts))
@@ -227,8 +227,7 @@ class PackedBatch:
         end = start + share
         # Scored tokens ascend, so those of a share are consecutive.
         bounds = torch.tensor([start, end])
-        places = torch.searchsorted(self.scored, bounds)
-        first, last = places.tolist()
+        first, last = torch.searchsorted(self.scored, bounds).tolist()
         input_ids = F.pad(self.input_ids, (0, filler))
         position_ids = F.pad(self.position_ids, (0, filler))
         cu_seqlens = self.cu_seqlens

@@ -347,8 +347,7 @@ def load_tokenizer(config: TrainedModelConfig) -> PreTrainedTokenizerBase:
     Raises ValueError, which names the file or folder, for files that are not a tokenizer.
     """
     path = os.path.expanduser(config.tokenizer)
-    is_of_hub = not Path(path).is_dir()
-    if is_of_hub and config.tokenizer != config.path:
+    if config.tokenizer != config.path and not Path(path).is_dir():
         require_hub_model(
             path,
             f"model.tokenizer_path={config.tokenizer}",

@@ -64,18 +64,16 @@ class ModelCost:
         head = model.get_output_embeddings().weight
         embedding = model.get_input_embeddings().weight
         active_experts = getattr(config, "num_experts_per_tok", 1)
-        num_used = 0.0
+        used: list[float] = []
         for parameter in model.parameters():
             is_end = parameter is head or parameter is embedding
             if is_end or parameter.ndim < 2:
                 continue
-            used_share = 1.0
-            if parameter.ndim == 3:
-                # The experts of a layer are stacked: (experts, out, in).
-                used_share = active_experts / len(parameter)
-            num_used += parameter.numel() * used_share
+            # The experts of a layer are stacked: (experts, out, in).
+            used_share = active_experts / len(parameter) if parameter.ndim == 3 else 1
+            used.append(parameter.numel() * used_share)
         per_scored_token = 2.0 * head.numel() if with_head else 0.0
-        return cls(2.0 * num_used, per_scored_token, _flops_per_pair(config))
+        return cls(2.0 * sum(used), per_scored_token, _flops_per_pair(config))
 
     def forward(self, lengths_B: Tensor, num_scored_B: Tensor) -> Tensor:
         """Returns the FLOPs of one forward pass over each row, (B,) float64.
