@@ -31,7 +31,7 @@ from verl_like.workers.engine.mini_batches import (
     forward,
     update,
 )
-from verl_like.workers.model_worker import TrainedWorker, metrics_alone
+from verl_like.workers.model_worker import TrainedWorker, log_probs_of_tokens, metrics_alone
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS, Rows
 from verl_like.workers.planning.partition import log_prob_micro_batching
 from verl_like.workers.weights import WEIGHT_TRANSPORTS
@@ -80,9 +80,11 @@ class ScoringWorker(ActorRolloutRefWorker):
         output = self.infer(data, columns, passes, scores, phase="actor_infer")
         entropies, _offsets = jagged_parts(output.tensor_batch["entropys"])
         total = entropies.sum(dtype=torch.float64).item()
-        num_tokens = Rows.of(data).num_scored_B.sum().item()
+        num_scored_B = Rows.of(data).num_scored_B
+        num_tokens = num_scored_B.sum().item()
         mean = total / max(num_tokens, 1)
-        output.meta_info["metrics"]["actor/entropy"] = Metric.mean(mean, weight=num_tokens)
+        metrics = output.meta_info["metrics"]
+        metrics["actor/entropy"] = Metric.mean(mean, weight=num_tokens)
         return output
 
     @register(
@@ -99,9 +101,7 @@ class ScoringWorker(ActorRolloutRefWorker):
         """
 
         def log_probs(micro: MicroBatch) -> tuple[Tensor]:
-            packed = self.engine.pack(micro.on_host)
-            (scored,) = self.engine.run(packed, 1.0)
-            return (packed.of_tokens(scored),)
+            return (log_probs_of_tokens(self.engine, micro),)
 
         rows = Rows.of(data)
         passes = log_prob_micro_batching(self.config.rollout)
@@ -149,9 +149,8 @@ class ActorWorker(ScoringWorker, TrainedWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Loads the model."""
-        actor = self.config.actor
         n = self.config.rollout.n
-        self.start_training_engine("actor", actor, samples_per_prompt=n)
+        self.start_training_engine("actor", self.config.actor, samples_per_prompt=n)
 
     @register(
         dispatch_mode=BY_SHARD,
@@ -279,7 +278,7 @@ class ActorWorker(ScoringWorker, TrainedWorker):
         rollout_log_prob_BR = columns.get("rollout_log_probs")
         if rollout_log_prob_BR is not None:
             log_ratio_BR = zero_masked(log_prob_BR.detach() - rollout_log_prob_BR, mask_BR)
-            metrics |= _ratio_metrics(log_ratio_BR, mask_BR)
+            metrics |= _ratio_metrics(log_ratio_BR, mask_BR, num_tokens)
         # With `old_log_probs`, `compute_log_prob` has reported the entropy, and the driver reports
         # the differences to the rollout.
         if "old_log_probs" not in columns:
@@ -301,7 +300,8 @@ class ActorWorker(ScoringWorker, TrainedWorker):
             kl_loss = aggregate(kl_BR, mask_BR)
             loss = loss + actor.kl_loss_coef * kl_loss
             metrics["actor/kl_loss"] = DeviceMetric.loss(kl_loss, mini_batch)
-            metrics["actor/kl_coef"] = DeviceMetric((), lambda: Metric.mean(actor.kl_loss_coef))
+            coefficient = Metric.mean(actor.kl_loss_coef)
+            metrics["actor/kl_coef"] = DeviceMetric((), lambda: coefficient)
         return loss, metrics
 
     def ptx_loss(self, micro: MicroBatch, mini_batch: MiniBatch) -> tuple[Tensor, MicroMetrics]:
@@ -311,22 +311,20 @@ class ActorWorker(ScoringWorker, TrainedWorker):
         The loss is -ptx_coef / N sum log p(token | tokens before it), over the N learned tokens of
         such rows in the mini-batch.
         """
-        packed = self.engine.pack(micro.on_host)
-        (log_probs,) = self.engine.run(packed, 1.0)  # whatever temperature the rollout has
-        log_prob_BR = micro.of_rows(packed.of_tokens(log_probs))
+        log_probs = log_probs_of_tokens(self.engine, micro)  # whatever temperature the rollout has
+        log_prob_BR = micro.of_rows(log_probs)
         loss = -log_prob_BR.sum() / max(mini_batch.num_tokens, 1)
         metrics = {"actor/ptx_loss": DeviceMetric.loss(loss, mini_batch)}
         return self.config.actor.ptx_coef * loss, metrics
 
 
-def _ratio_metrics(log_ratio_BR: Tensor, mask_BR: Tensor) -> MicroMetrics:
+def _ratio_metrics(log_ratio_BR: Tensor, mask_BR: Tensor, num_tokens: Tensor) -> MicroMetrics:
     """Returns metrics of the ratio of the policy's probabilities to the rollout's.
 
-    `log_ratio_BR` is its logarithm, and 0 where the mask is 0.
+    `log_ratio_BR` is its logarithm, and 0 where the mask is 0; the mask has `num_tokens`.
     """
     ratio_BR = log_ratio_BR.clamp(-20.0, 20.0).exp()
     ratio_BR = zero_masked(ratio_BR, mask_BR)
-    num_tokens = mask_BR.sum()
     square_sum = ratio_BR.square().sum()
     return {
         "actor/rollout_kl": DeviceMetric.token_mean(-log_ratio_BR.sum(), num_tokens),

@@ -97,10 +97,11 @@ class CopyWorker(ModelWorker):
                 tensor, weight.device_mesh, weight.placements, src_data_rank=None
             )
             weight.to_local().copy_(own_part.to_local())
-        of_shards = {}
-        for name, weight in self.named_weights():
-            of_shards[name] = local_fingerprint(name, weight, self.rank)
-        loaded = sum_over_ranks(read_fingerprints(of_shards))
+        sums = {}
+        for name, weight in self.named_weights():  # what the engine has now
+            sums[name] = local_fingerprint(name, weight, self.rank)
+        own_fingerprints = read_fingerprints(sums)
+        loaded = sum_over_ranks(own_fingerprints)
         fingerprint = check_arrival(expected, loaded, f"{what} did not arrive at the copy")
         self.version = version
         return fingerprint

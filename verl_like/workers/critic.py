@@ -93,7 +93,8 @@ class ValueWorker(ModelWorker):
     def _predict(self, micro: MicroBatch) -> Tensor:
         """Returns `values_of_tokens` padded to (b, R), for objectives of subclasses that use this
         form."""
-        return micro.of_rows(self.values_of_tokens(micro))
+        values = self.values_of_tokens(micro)
+        return micro.of_rows(values)
 
 
 class CriticWorker(ValueWorker, TrainedWorker):

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from verl_like.workers.config.engine import ForwardFsdpConfig, TrainedFsdpConfig
 from verl_like.workers.config.models import ModelConfig, TrainedModelConfig
 from verl_like.workers.config.roles import ActorConfig, CriticConfig
 from verl_like.workers.config.supervised import TrainingConfig
-from verl_like.workers.engine.base import TrainingEngine
+from verl_like.workers.engine.base import FileDigests, TrainingEngine
 from verl_like.workers.engine.fsdp import FsdpEngine
 from verl_like.workers.engine.mesh import init_process_group
 from verl_like.workers.engine.mini_batches import MicroBatch, UpdateSchedule, forward
@@ -32,6 +32,14 @@ from verl_like.workers.weights.transport import WeightTransport
 def metrics_alone(metrics: dict[str, Metric]) -> DataProto:
     """Returns a batch that has metrics and no rows, for methods that have no more to return."""
     return DataProto.from_dict(tensors={}, meta_info={"metrics": metrics})
+
+
+def log_probs_of_tokens(engine: TrainingEngine, micro: MicroBatch) -> Tensor:
+    """Runs a language model, and returns the log-probabilities of the response tokens at
+    temperature 1, (K,)."""
+    packed = engine.pack(micro.on_host)
+    (scored,) = engine.run(packed, 1.0)
+    return packed.of_tokens(scored)
 
 
 class ModelWorker(Worker):
@@ -174,7 +182,7 @@ class TrainedWorker(ModelWorker):
             self.engine.saved_files(wait=True)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def save_result(self, wait: bool) -> dict[str, dict[str, Any]] | None:
+    def save_result(self, wait: bool) -> FileDigests | None:
         """Returns the files that this rank wrote in the last `save_checkpoint`.
 
         By the name of each file there are its bytes and sha256. While files are being written, this

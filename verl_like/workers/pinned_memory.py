@@ -1,7 +1,6 @@
 """Pinned host memory, to and from which a GPU copies at full speed."""
 
 import contextlib
-import math
 import weakref
 from collections.abc import Mapping
 from typing import TypeVar
@@ -58,7 +57,8 @@ def to_device(tensors: Tensors[Name], device: str) -> dict[Name, Tensor]:
     if device == "cpu":
         return dict(tensors)
     is_gpu = device.startswith("cuda")
-    staged = torch.empty(_padded_size(tensors), dtype=torch.uint8, pin_memory=is_gpu)
+    num_bytes = _padded_size(tensors)
+    staged = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_gpu)
     for name, place in _views(staged, tensors).items():
         place.copy_(tensors[name])
     # torch keeps pinned memory until the copy is done, also after `staged` is gone.
@@ -87,14 +87,14 @@ def host_places(tensors: Tensors[Name]) -> dict[Name, Tensor]:
     """
     memory = np.empty(_padded_size(tensors), dtype=np.uint8)
     is_any_on_gpu = any(tensor.is_cuda for tensor in tensors.values())
-    if memory.nbytes and is_any_on_gpu:
+    if is_any_on_gpu and memory.nbytes:
         pin(memory)
     return _views(torch.from_numpy(memory), tensors)
 
 
 def _padded(num_bytes: int) -> int:
     """Returns the bytes of a tensor with the padding after it."""
-    return math.ceil(num_bytes / _ALIGNMENT) * _ALIGNMENT
+    return num_bytes + -num_bytes % _ALIGNMENT
 
 
 def _padded_size(tensors: Tensors[Name]) -> int:
@@ -104,7 +104,7 @@ def _padded_size(tensors: Tensors[Name]) -> int:
 
 def _views(memory: Tensor, tensors: Tensors[Name]) -> dict[Name, Tensor]:
     """Returns views of memory in the shapes and dtypes of tensors, one after the other."""
-    views: dict[Name, Tensor] = {}
+    views = {}
     start = 0
     for name, tensor in tensors.items():
         end = start + tensor.nbytes

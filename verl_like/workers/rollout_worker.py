@@ -3,6 +3,7 @@
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from verl_like.plugins import refuse_replaced
@@ -144,16 +145,17 @@ class RolloutWorker(ActorRolloutRefWorker):
         told: set[str] = set()
         if self.rollout.is_collect:
             told = names_of_real(prompts, requests)
-        completions: dict[str, Completion] = {}
+        completions = {}
         for finished in self.engine_thread.stream(requests):
-            to_tell: list[FinishedRequest] = []
+            to_tell = []
             for request, completion in finished:
                 completions[request.name] = completion
                 if request.name in told:
                     to_tell.append((request, completion))
             if to_tell:
                 yield to_tell
-        return assemble(prompts, [completions[request.name] for request in requests])
+        in_order = [completions[request.name] for request in requests]
+        return assemble(prompts, in_order)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def request_rules(self) -> RequestRules:
@@ -199,14 +201,13 @@ class RolloutWorker(ActorRolloutRefWorker):
         """
         max_tokens = min(num_tokens, self.config.rollout.response_length)
         requests = greedy_requests(prompts, max_tokens)
-        completions: dict[str, Completion] = {}
-        for finished in self.engine_thread.stream(requests):
-            for request, completion in finished:
-                completions[request.name] = completion
+        finished = chain.from_iterable(self.engine_thread.stream(requests))
+        completions = {request.name: completion for request, completion in finished}
         self.engine_thread.forget_prompts()
         if not self.rollout.is_collect:
             return None
-        return assemble(prompts, [completions[request.name] for request in requests])
+        in_order = [completions[request.name] for request in requests]
+        return assemble(prompts, in_order)
 
     @register(dispatch_mode=AFTER_REQUESTS)
     def sleep(self) -> None:

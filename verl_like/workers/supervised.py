@@ -37,7 +37,7 @@ from verl_like.workers.engine.mini_batches import (
     read_metrics,
     update,
 )
-from verl_like.workers.model_worker import TrainedWorker, metrics_alone
+from verl_like.workers.model_worker import TrainedWorker, log_probs_of_tokens, metrics_alone
 from verl_like.workers.models.ilql import ILQLModel
 from verl_like.workers.models.packed_models import PackedModel, PolicyModel, RewardModel
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS, Rows
@@ -45,6 +45,10 @@ from verl_like.workers.planning.partition import MicroBatching
 
 BY_SHARD = make_nd_compute_dataproto_dispatch_fn(mesh_name="model")
 COLUMNS_READ = (*SEQUENCE_COLUMNS, "sample_id?", "mini_batch?", "margin?", "score?")
+
+Losses = tuple[Tensor, dict[str, Tensor]]
+"""The loss of each learned token, (b, R) with 0 elsewhere, or of each sample, (s,), and metrics of
+the same shapes by name."""
 
 
 class SupervisedWorker(TrainedWorker):
@@ -84,9 +88,10 @@ class SupervisedWorker(TrainedWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Loads the model."""
-        self.register_mesh("model", self.training.ulysses_sequence_parallel_size)
+        sequence_parallel_size = self.training.ulysses_sequence_parallel_size
+        self.register_mesh("model", sequence_parallel_size)
         self.schedule = UpdateSchedule(self.batch_size, self.micro_batching, epochs=1)
-        self.start_engine(self.training.ulysses_sequence_parallel_size, self.training)
+        self.start_engine(sequence_parallel_size, self.training)
 
     @register(dispatch_mode=BY_SHARD, blocking=False, reads=COLUMNS_READ, jagged=True)
     def update_model(self, data: DataProto) -> DataProto:
@@ -144,15 +149,17 @@ class SupervisedWorker(TrainedWorker):
         else:
             count = mini_batch.num_sequences
             # A pair without a learned token is padding, and does not count.
-            has_tokens = _mask(losses, micro).bool().any(-1)
+            mask = _mask(losses, micro)
+            has_tokens = mask.bool().any(-1)
             losses = zero_masked(losses, has_tokens)
         metrics: MicroMetrics = {}
         for name, metric in _means(values, micro).items():
             metrics[f"{self.prefix}/{name}"] = metric
-        metrics[f"{self.prefix}/num_tokens"] = DeviceMetric((mask_bR.sum(),), Metric.sum)
+        num_tokens = mask_bR.sum()
+        metrics[f"{self.prefix}/num_tokens"] = DeviceMetric((num_tokens,), Metric.sum)
         return losses.sum() / count, metrics
 
-    def losses(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def losses(self, micro: MicroBatch) -> Losses:
         """Returns the loss of each learned token, (b, R) with 0 elsewhere, or of each sample, (s,).
 
         Metrics of the same shapes are returned beside it, by name.
@@ -166,7 +173,7 @@ class SFTWorker(SupervisedWorker):
     model_class = PolicyModel
     prefix = "sft"
 
-    def losses(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def losses(self, micro: MicroBatch) -> Losses:
         """Returns -log p(token | tokens before it) of each learned token, (b, R)."""
         return -_log_probs(self.engine, micro), {}
 
@@ -181,7 +188,7 @@ class RMWorker(SupervisedWorker):
     prefix = "rm"
     rows_of_sample = 2
 
-    def losses(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def losses(self, micro: MicroBatch) -> Losses:
         """Returns -log sigmoid(r_c - r_r - margin) of each pair, (s,).
 
         The rewards r_c and r_r of the chosen and the rejected conversation are read at their last
@@ -243,7 +250,7 @@ class DPOWorker(SupervisedWorker):
         columns["reference_log_probs"] = log_probs_B
         return replace(rows, columns=columns)
 
-    def losses(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def losses(self, micro: MicroBatch) -> Losses:
         """Returns the loss `training.loss_type` of each pair, (s,).
 
         The reward of an answer, a metric, is beta log(pi / reference).
@@ -284,14 +291,14 @@ class ILQLWorker(SupervisedWorker):
                     target.add_(trained - target, alpha=self.training.polyak)
         return result
 
-    def losses(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def losses(self, micro: MicroBatch) -> Losses:
         """Returns the sum of `ilql_losses` of each learned token, (b, R).
 
         The configuration has the weights of the terms. The terms are metrics.
         """
         settings = self.training
         packed = self.engine.pack(micro.on_host)
-        columns: list[Tensor] = []
+        columns = []
         for scored in self.engine.run(packed):
             of_tokens = packed.of_tokens(scored)
             columns.append(micro.of_rows(of_tokens))
@@ -338,17 +345,16 @@ def _mask(values: Tensor | float, micro: MicroBatch) -> Tensor:
 
 def _of_pairs(values: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the values, (s,) each, of the chosen and of the rejected rows of s pairs."""
-    chosen, rejected = values.view(-1, 2).unbind(1)
+    pairs = values.view(-1, 2)
+    chosen, rejected = pairs.unbind(1)
     return chosen, rejected
 
 
 def _log_probs(engine: TrainingEngine, micro: MicroBatch) -> Tensor:
     """Returns log-probabilities of the learned tokens at temperature 1, (b, R) float32, 0
     elsewhere."""
-    packed = engine.pack(micro.on_host)
-    (scored,) = engine.run(packed, 1.0)
-    of_tokens = packed.of_tokens(scored)
-    return micro.of_rows(of_tokens)
+    log_probs = log_probs_of_tokens(engine, micro)
+    return micro.of_rows(log_probs)
 
 
 def _answer_log_probs(engine: TrainingEngine, micro: MicroBatch) -> Tensor:

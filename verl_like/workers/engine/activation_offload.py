@@ -40,20 +40,24 @@ class ActivationOffload(torch.autograd.graph.saved_tensors_hooks):
 
     def __init__(self) -> None:
         super().__init__(self._save, self._fetch)
-        self.side_stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+        self.side_stream: Any = None
+        """A stream of the GPU, if there is one."""
+        if torch.cuda.is_available():
+            self.side_stream = torch.cuda.Stream()
         self.newest: weakref.ref[Offloaded] | None = None
 
     def _save(self, tensor: Tensor) -> Any:
         """Copies a tensor to the host, unless it is a parameter or small."""
         base = tensor if tensor._base is None else tensor._base
-        if isinstance(base, nn.Parameter) or tensor.nbytes < SMALLEST_BYTES:
+        is_small = tensor.nbytes < SMALLEST_BYTES
+        if is_small or isinstance(base, nn.Parameter):
             return tensor
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        is_on_gpu = tensor.is_cuda
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_on_gpu)
         with self._beside_computation(tensor.device):
-            host.copy_(tensor, non_blocking=tensor.is_cuda)
-        if tensor.is_cuda:
+            host.copy_(tensor, non_blocking=is_on_gpu)
+        if is_on_gpu:
             # torch reuses the tensor's memory only after the copy is done.
-            assert self.side_stream is not None, "CUDA has no tensors where it is not available"
             tensor.record_stream(self.side_stream)
         saved = Offloaded(host, tensor.device, self.newest)
         self.newest = weakref.ref(saved)
@@ -70,8 +74,9 @@ class ActivationOffload(torch.autograd.graph.saved_tensors_hooks):
         tensor = saved.fetched
         saved.fetched = None
         if saved.arrived is not None:
-            torch.cuda.current_stream().wait_event(saved.arrived)
-            tensor.record_stream(torch.cuda.current_stream())
+            stream = torch.cuda.current_stream()
+            stream.wait_event(saved.arrived)
+            tensor.record_stream(stream)
         return tensor
 
     def _issue(self, saved: Offloaded) -> None:
@@ -80,11 +85,13 @@ class ActivationOffload(torch.autograd.graph.saved_tensors_hooks):
         Both copies are on the side stream, so this one begins after the copy to the host has ended.
         `_fetch` clears `fetched`, so a second backward pass copies again.
         """
-        if saved.fetched is None:
-            with self._beside_computation(saved.device):
-                saved.fetched = saved.host.to(saved.device, non_blocking=True)
-                if saved.fetched.is_cuda:
-                    saved.arrived = torch.cuda.current_stream().record_event()
+        if saved.fetched is not None:
+            return
+        with self._beside_computation(saved.device):
+            saved.fetched = saved.host.to(saved.device, non_blocking=True)
+            if saved.fetched.is_cuda:
+                stream = torch.cuda.current_stream()
+                saved.arrived = stream.record_event()
 
     def _beside_computation(self, device: torch.device) -> contextlib.AbstractContextManager:
         """Returns a context whose GPU work runs on the side stream, after the work so far.
@@ -93,6 +100,6 @@ class ActivationOffload(torch.autograd.graph.saved_tensors_hooks):
         """
         if device.type != "cuda":
             return contextlib.nullcontext()
-        assert self.side_stream is not None
-        self.side_stream.wait_stream(torch.cuda.current_stream())
+        computation = torch.cuda.current_stream()
+        self.side_stream.wait_stream(computation)
         return torch.cuda.stream(self.side_stream)

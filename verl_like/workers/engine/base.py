@@ -9,6 +9,9 @@ from torch import Tensor
 from verl_like.workers.models.packing import PackedBatch, Rows
 from verl_like.workers.planning.flops import ModelCost
 
+FileDigests = dict[str, dict[str, Any]]
+"""What `file_digest` returns of some files, by their names."""
+
 
 class TrainingEngine(Protocol):
     """One model over the ranks of a worker group, and its optimizer if it is trained.
@@ -79,7 +82,7 @@ class TrainingEngine(Protocol):
         `saved_files` must be called before the next `save`.
         """
 
-    def saved_files(self, *, wait: bool) -> dict[str, dict[str, Any]] | None:
+    def saved_files(self, *, wait: bool) -> FileDigests | None:
         """Returns `file_digest` of each file that this rank wrote in the last `save`, by its name.
 
         While files are being written, it waits for them if `wait` is True, and otherwise returns

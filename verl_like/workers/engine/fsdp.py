@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
 from verl_like.workers.config.engine import ForwardFsdpConfig, TrainedFsdpConfig
@@ -23,8 +22,8 @@ from verl_like.workers.config.models import ModelConfig, TrainedModelConfig
 from verl_like.workers.config.roles import ActorConfig, CriticConfig
 from verl_like.workers.config.supervised import TrainingConfig
 from verl_like.workers.engine.activation_offload import ActivationOffload
-from verl_like.workers.engine.base import TrainingEngine
-from verl_like.workers.engine.host_memory import HostMemory
+from verl_like.workers.engine.base import FileDigests, TrainingEngine
+from verl_like.workers.engine.host_memory import HostMemory, local_part
 from verl_like.workers.engine.mesh import build_mesh
 from verl_like.workers.engine.optimizer import build_optimizer, learning_rate
 from verl_like.workers.engine.shard_writer import ShardWriter
@@ -91,17 +90,20 @@ class FsdpEngine(TrainingEngine):
         self.total_training_steps = total_training_steps
         self.dtype = fsdp.dtype
         self.sequence_parallel_size = sequence_parallel_size
+        self.rank = dist.get_rank()
         self.mesh, batch_mesh = build_mesh(device, fsdp.num_shards, sequence_parallel_size)
         # If each rank has all parameters, nothing is gathered, and freeing layers would save
         # little.
-        is_sharded = self.mesh["shard"].size() > 1
+        num_shards = self.mesh["shard"].size()
+        is_sharded = num_shards > 1
         self.frees_layers = fsdp.strategy == "zero3" and is_sharded
         self.shards_gradients = fsdp.strategy in ("zero2", "zero3") and is_sharded
-        self.model = build_model(dist.get_rank() == 0)
+        self.model = build_model(self.rank == 0)
         if training is None:
             self.model.requires_grad_(False)
         hf = self.model.hf
-        self.adapter_settings = getattr(hf, "peft_config", {}).get("default")
+        adapters = getattr(hf, "peft_config", {})
+        self.adapter_settings = adapters.get("default")
         self.exchange = None
         if batch_mesh is not None:
             require_shares_of_heads(
@@ -124,12 +126,15 @@ class FsdpEngine(TrainingEngine):
         self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self.ema_decay = training.ema_decay if isinstance(training, ActorConfig) else None
         self.optimizer = None
+        self.offloads_optimizer = False
         if training:
             with_ema = self.ema_decay is not None
             self.optimizer = build_optimizer(self.parameters, training.optim, with_ema)
+            if isinstance(fsdp, TrainedFsdpConfig):
+                self.offloads_optimizer = fsdp.optimizer_offload
         self.training_steps = 0
         self.consecutive_skips = 0
-        self.writer = ShardWriter(dist.get_rank(), self.mesh)
+        self.writer = ShardWriter(self.rank, self.mesh)
         self._offload()
 
     def _shard(self, model: PackedModel) -> None:
@@ -137,12 +142,11 @@ class FsdpEngine(TrainingEngine):
 
         Every decoder layer is a unit of sharding, and the rest of the model is another one.
         """
-        weights = model.state_dict() if dist.get_rank() == 0 else {}
-        buffers = dict(model.named_buffers()) if dist.get_rank() == 0 else {}
-        dtypes = [[buffer.dtype for buffer in model.buffers()]]
-        precision = MixedPrecisionPolicy(
-            param_dtype=getattr(torch, self.fsdp.dtype), reduce_dtype=torch.float32
-        )
+        weights = model.state_dict() if self.rank == 0 else {}
+        buffers = dict(model.named_buffers())
+        dtypes = [buffer.dtype for buffer in model.buffers()]
+        computing_dtype = getattr(torch, self.dtype)
+        precision = MixedPrecisionPolicy(param_dtype=computing_dtype, reduce_dtype=torch.float32)
         model.to("meta")
         model.hf.tie_weights()  # moving to another device unties
         for unit in self.units:
@@ -153,8 +157,10 @@ class FsdpEngine(TrainingEngine):
         model.to_empty(device=self.device)
         # Ranks may differ in the dtype of buffers: transformers keeps some of them in float32 if it
         # reads the model from a file, but not if it makes the model on the meta device.
-        dist.broadcast_object_list(dtypes, src=0)
-        for buffer, dtype in zip(model.buffers(), dtypes[0], strict=True):
+        dtypes_of_first = [dtypes]
+        dist.broadcast_object_list(dtypes_of_first, src=0)
+        (dtypes,) = dtypes_of_first
+        for buffer, dtype in zip(model.buffers(), dtypes, strict=True):
             buffer.data = buffer.data.to(dtype)
         for unit in self.units:
             unit.set_gradient_divide_factor(1.0)
@@ -163,7 +169,7 @@ class FsdpEngine(TrainingEngine):
         set_model_state_dict(model, weights, options=options)
         # The weights lack the buffers that no checkpoint has, such as the rotary frequencies.
         for name, buffer in model.named_buffers():
-            if buffers:
+            if self.rank == 0:
                 buffer.copy_(buffers[name])
             dist.broadcast(buffer, src=0)
 
@@ -185,22 +191,21 @@ class FsdpEngine(TrainingEngine):
         """
         if self.fsdp.param_offload:
             self.model._apply(self._to_host)
-        if self._offloads_optimizer:
+        if self.offloads_optimizer:
             self._optimizer_to_host()
-        if self.device == "cuda" and (self.fsdp.param_offload or self._offloads_optimizer):
+        if self.device != "cuda":
+            return
+        if self.fsdp.param_offload or self.offloads_optimizer:
             torch.cuda.current_stream().synchronize()  # now the copies may be read
-        if self.device == "cuda" and self.shares_device:
+        if self.shares_device:
             torch.cuda.empty_cache()
-
-    @property
-    def _offloads_optimizer(self) -> bool:
-        is_wanted = isinstance(self.fsdp, TrainedFsdpConfig) and self.fsdp.optimizer_offload
-        return self.optimizer is not None and is_wanted
 
     def _to_host(self, tensor: Tensor) -> Tensor:
         """Copies a parameter to its place on the host. Buffers, which are small, stay."""
         places = self._parameter_places
-        return places.to_host(id(tensor), tensor) if id(tensor) in places else tensor
+        if id(tensor) in places:
+            return places.to_host(id(tensor), tensor)
+        return tensor
 
     @cached_property
     def _parameter_places(self) -> HostMemory:
@@ -222,10 +227,11 @@ class FsdpEngine(TrainingEngine):
         return HostMemory(values)
 
     def _optimizer_to_host(self) -> None:
+        places = self._optimizer_places
         for parameter, state in self._optimizer_state.items():
             for name, value in state.items():
                 key = (id(parameter), name)
-                state[name] = self._optimizer_places.to_host(key, value)
+                state[name] = places.to_host(key, value)
 
     def _optimizer_to_device(self) -> None:
         for state in self._optimizer_state.values():
@@ -257,7 +263,8 @@ class FsdpEngine(TrainingEngine):
         loss.backward()
 
     def step(self) -> float:
-        assert self.optimizer is not None and self.training is not None
+        assert self.optimizer is not None
+        assert self.training is not None
         grad_norm = self._clip_gradients(self.training.grad_clip)
         if not math.isfinite(grad_norm):
             self.consecutive_skips += 1
@@ -272,12 +279,12 @@ class FsdpEngine(TrainingEngine):
             self.consecutive_skips = 0
             for group in self.optimizer.param_groups:
                 group["lr"] = self.lr
-            if self._offloads_optimizer:
+            if self.offloads_optimizer:
                 self._optimizer_to_device()
             self.optimizer.step()
             if self.ema_decay is not None:
                 self._average(1 - self.ema_decay)
-            if self._offloads_optimizer:
+            if self.offloads_optimizer:
                 self._optimizer_to_host()
         self.optimizer.zero_grad()
         return grad_norm
@@ -290,10 +297,12 @@ class FsdpEngine(TrainingEngine):
         gradients = []
         for parameter in self.parameters:
             if parameter.grad is not None:
-                gradients.append(cast(DTensor, parameter.grad).to_local())
+                gradients.append(local_part(parameter.grad))
+        own_norm = torch.nn.utils.get_total_norm(gradients)
         # The norm of no gradients is float32, but that of other ranks may be bfloat16.
-        squared = torch.nn.utils.get_total_norm(gradients).float().square()
-        dist.all_reduce(squared, group=self.mesh.get_group("shard"))
+        squared = own_norm.float().square()
+        group = self.mesh.get_group("shard")
+        dist.all_reduce(squared, group=group)
         grad_norm = squared.sqrt().item()
         if gradients and grad_norm > grad_clip:
             torch._foreach_mul_(gradients, grad_clip / grad_norm)
@@ -305,9 +314,9 @@ class FsdpEngine(TrainingEngine):
         averages = []
         weights = []
         for parameter in self.parameters:
-            average = cast(DTensor, self._optimizer_state[parameter]["ema"])
-            averages.append(average.to_local())
-            weights.append(cast(DTensor, parameter).to_local())
+            average = self._optimizer_state[parameter]["ema"]
+            averages.append(local_part(average))
+            weights.append(local_part(parameter))
         if self.fsdp.model_dtype != "float32":
             stored = weights
             weights = [torch.empty_like(each, dtype=torch.float32) for each in weights]
@@ -319,7 +328,7 @@ class FsdpEngine(TrainingEngine):
         assert self.training is not None
         return learning_rate(self.training_steps, self.training.optim, self.total_training_steps)
 
-    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         yield from trained_parameters(self.model.hf)
         yield from self.model.heads.named_parameters("heads")
 
@@ -337,55 +346,56 @@ class FsdpEngine(TrainingEngine):
 
         They are made once, because that takes long and holds Python's global lock.
         """
+        contents = {}
+        dtype = getattr(torch, self.dtype)
         with TemporaryDirectory() as folder:
-            save_settings(self.model.hf, self.tokenizer, getattr(torch, self.dtype), folder)
+            save_settings(self.model.hf, self.tokenizer, dtype, folder)
             if self.adapter_settings:
                 self.adapter_settings.save_pretrained(folder)
-            files = [file for file in Path(folder).rglob("*") if file.is_file()]
-            return {str(file.relative_to(folder)): file.read_bytes() for file in files}
+            for file in Path(folder).rglob("*"):
+                if file.is_file():
+                    name = str(file.relative_to(folder))
+                    contents[name] = file.read_bytes()
+        return contents
 
     def save(self, path: str) -> None:
         def write_settings() -> None:
-            if dist.get_rank() != 0:
+            if self.rank != 0:
                 return
             for name, content in self.settings_files.items():
-                Path(path, name).parent.mkdir(exist_ok=True)
-                Path(path, name).write_bytes(content)
+                file = Path(path, name)
+                file.parent.mkdir(exist_ok=True)
+                file.write_bytes(content)
 
         # Offloaded tensors are copied from the host, because a rollout engine may use the device.
-        self.writer.begin(self._state(), Path(path), write_settings)
+        state = self._state()
+        self.writer.begin(state, Path(path), write_settings)
 
-    def saved_files(self, *, wait: bool) -> dict[str, dict[str, Any]] | None:
+    def saved_files(self, *, wait: bool) -> FileDigests | None:
         return self.writer.result(wait)
 
     @torch.no_grad()
     def load(self, path: str, optimizer_only: bool = False) -> list[str]:
-        if not any(Path(path).glob("*.safetensors")):
+        files = Path(path).glob("*.safetensors")
+        if not any(files):
             raise ValueError(f"There is no checkpoint at {path}: it has no safetensors file.")
         reader = HuggingFaceStorageReader(path)
         state = self._state()
-        saved: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
-        there = {name: list(tensor.size) for name, tensor in saved.items()}
-        lacking = [name for name, _ in self.named_buffers() if f"model.{name}" not in saved]
-        for name in lacking:  # earlier versions did not save buffers
-            del state[f"model.{name}"]
-        here = {name: list(tensor.size()) for name, tensor in state.items()}
-        for name in sorted({*there, *here}):
-            if there.get(name) != here.get(name):
-                raise ValueError(
-                    f"{path} is a checkpoint of another model: {name} is {there.get(name)} there, "
-                    f"and {here.get(name)} here; give the model of that run."
-                )
-            chunks = {(chunk.offsets, chunk.sizes) for chunk in saved[name].chunks}
-            num_saved = sum(sizes.numel() for _, sizes in chunks)
-            if num_saved < math.prod(here[name]):
-                raise ValueError(
-                    f"{path} has only a part of {name}: give a default_local_dir that all nodes "
-                    "see."
-                )
+        metadata = reader.read_metadata()
+        saved = metadata.state_dict_metadata
+        lacking = []
+        for name, _ in self.named_buffers():
+            key = f"model.{name}"
+            if key not in saved:  # earlier versions did not save buffers
+                lacking.append(name)
+                del state[key]
+        _check_saved(saved, state, path)
         loaded = state
         if optimizer_only:
-            loaded = {name: state[name] for name in state if name.startswith("optimizer.")}
+            loaded = {}
+            for name, tensor in state.items():
+                if name.startswith("optimizer."):
+                    loaded[name] = tensor
         dcp.load(loaded, storage_reader=reader)  # this writes into the tensors
         self.training_steps = int(state["training_steps"])
         self.consecutive_skips = int(state["skipped_steps"])
@@ -404,17 +414,20 @@ class FsdpEngine(TrainingEngine):
         # All ranks gather one parameter after the other, and rank 0 keeps them. They are gathered
         # in host memory, because a rollout engine may use the device.
         for name, parameter in self.named_parameters():
-            on_host = cast(DTensor, parameter.detach().to("cpu", kept_dtype))
+            on_host: Any = parameter.detach().to("cpu", kept_dtype)
             gathered = on_host.full_tensor()
-            if dist.get_rank() == 0:
+            if self.rank == 0:
                 kept[name] = gathered
-        kept |= {name: buffer.to("cpu") for name, buffer in self.named_buffers()}
-        if dist.get_rank() == 0:
-            if settings:
-                kept = merged_weights(self.model.hf, settings, kept, dtype)
-            save_weights(self.model.hf, kept, Path(path))
-            # The settings are saved last, because save_weights writes the dtype of `hf`.
-            save_settings(self.model.hf, self.tokenizer, dtype, path)
+        if self.rank != 0:
+            return
+        for name, buffer in self.named_buffers():
+            kept[name] = buffer.to("cpu")
+        hf = self.model.hf
+        if settings:
+            kept = merged_weights(hf, settings, kept, dtype)
+        save_weights(hf, kept, Path(path))
+        # The settings are saved last, because save_weights writes the dtype of `hf`.
+        save_settings(hf, self.tokenizer, dtype, path)
 
     def _state(self) -> dict[str, Tensor]:
         """Returns the training state by name: tensors that `load` writes into, and two counts."""
@@ -423,6 +436,28 @@ class FsdpEngine(TrainingEngine):
         for name, parameter in self.named_parameters():
             state[f"model.{name}"] = parameter
             if self.optimizer:
-                for key, value in self._optimizer_state[parameter].items():
+                values = self._optimizer_state[parameter]
+                for key, value in values.items():
                     state[f"optimizer.{name}.{key}"] = value
         return state | {f"model.{name}": buffer for name, buffer in self.named_buffers()}
+
+
+def _check_saved(saved: Mapping[str, Any], state: Mapping[str, Tensor], path: str) -> None:
+    """Raises ValueError if the checkpoint at `path` is of another state, or has a part of it.
+
+    `saved` has torch's description of each tensor of the checkpoint.
+    """
+    for name in sorted({*saved, *state}):
+        there = list(saved[name].size) if name in saved else None
+        here = list(state[name].size()) if name in state else None
+        if there != here:
+            raise ValueError(
+                f"{path} is a checkpoint of another model: {name} is {there} there, and {here} "
+                "here; give the model of that run."
+            )
+        chunks = {(chunk.offsets, chunk.sizes) for chunk in saved[name].chunks}
+        num_saved = sum(sizes.numel() for _, sizes in chunks)
+        if num_saved < state[name].numel():
+            raise ValueError(
+                f"{path} has only a part of {name}: give a default_local_dir that all nodes see."
+            )

@@ -22,11 +22,10 @@ class HostMemory:
     @torch.no_grad()  # to_local() is then no operation
     def __init__(self, tensors: Mapping[Hashable, Tensor]) -> None:
         parts = {name: local_part(tensor) for name, tensor in tensors.items()}
-        memory = host_places(parts)
         self.places: dict[Hashable, Tensor] = {}
-        for name, tensor in tensors.items():
-            place = torch.empty_like(tensor, device="cpu")
-            local_part(place).data = memory[name]
+        for name, memory in host_places(parts).items():
+            place = torch.empty_like(tensors[name], device="cpu")
+            local_part(place).data = memory
             self.places[name] = place
 
     def __contains__(self, name: Hashable) -> bool:
@@ -38,12 +37,14 @@ class HostMemory:
         place already."""
         place = self.places[name]
         if not tensor.is_cuda:
-            is_place = local_part(tensor).data_ptr() == local_part(place).data_ptr()
-            if is_place:
+            address = local_part(tensor).data_ptr()
+            if address == local_part(place).data_ptr():
                 return tensor
         return place.copy_(tensor, non_blocking=True)
 
 
 def local_part(tensor: Tensor) -> Tensor:
     """Returns this rank's part of a DTensor, or another tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return tensor

@@ -37,10 +37,12 @@ def init_process_group(device: str, rank: int, world_size: int) -> None:
         torch.cuda.set_device(0)
     if trainer := JointTrainer.of_process():
         store = _meet(trainer, rank, world_size)
-        rank = trainer.index * world_size + rank
-        world_size = trainer.count * world_size
+        rank += trainer.index * world_size
+        world_size *= trainer.count
+    elif world_size > 1:
+        store = _store_of_group(rank)
     else:
-        store = _store_of_group(rank) if world_size > 1 else dist.HashStore()
+        store = dist.HashStore()
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_DEADLINE
@@ -52,11 +54,15 @@ def _remember_own_ranks(trainer: JointTrainer | None) -> None:
     """Makes the process group that `own_ranks` returns. All ranks take part in making each one."""
     global _own_ranks
     _own_ranks = None
-    if trainer:
-        size = dist.get_world_size() // trainer.count
-        firsts = range(0, trainer.count * size, size)
-        groups = [dist.new_group(range(first, first + size)) for first in firsts]
-        _own_ranks = groups[trainer.index]
+    if trainer is None:
+        return
+    size = dist.get_world_size() // trainer.count
+    for index in range(trainer.count):
+        first = index * size
+        ranks = range(first, first + size)
+        group = dist.new_group(ranks)
+        if index == trainer.index:
+            _own_ranks = group
 
 
 def own_ranks() -> dist.ProcessGroup | None:
@@ -65,6 +71,12 @@ def own_ranks() -> dist.ProcessGroup | None:
     None means the group of all ranks, if there are no other trainers.
     """
     return _own_ranks
+
+
+def num_trainers() -> int:
+    """Returns the number of trainers whose ranks are in the process group."""
+    trainer = JointTrainer.of_process()
+    return trainer.count if trainer else 1
 
 
 def _store_of_group(rank: int) -> dist.Store:
@@ -83,9 +95,10 @@ def _meet(trainer: JointTrainer, rank: int, world_size: int) -> dist.Store:
 
     Each rank joins by setting a key of its own.
     """
-    keys: dict[int, list[str]] = {}
+    keys = []
     for index in range(trainer.count):
-        keys[index] = [f"{index} {each} {world_size}" for each in range(world_size)]
+        of_trainer = [f"{index} {each} {world_size}" for each in range(world_size)]
+        keys.append(of_trainer)
     address = (trainer.master_addr, trainer.master_port)
     store = None
     try:
@@ -93,12 +106,17 @@ def _meet(trainer: JointTrainer, rank: int, world_size: int) -> dist.Store:
             *address, is_master=False, timeout=JOIN_DEADLINE, wait_for_workers=False
         )
         store = dist.PrefixStore(trainer.processes, server)
-        store.set(keys[trainer.index][rank], "")
-        store.wait(list(chain.from_iterable(keys.values())), JOIN_DEADLINE)
+        own_keys = keys[trainer.index]
+        all_keys = list(chain.from_iterable(keys))
+        store.set(own_keys[rank], "")
+        store.wait(all_keys, JOIN_DEADLINE)
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         missing: Any = "0 (no store)"
         if store:
-            missing = [index for index in keys if not store.check(keys[index])]
+            missing = []
+            for index, of_trainer in enumerate(keys):
+                if not store.check(of_trainer):
+                    missing.append(index)
         raise TimeoutError(
             f"trainer(s) {missing} of {trainer.count} did not bring {world_size} rank(s) of "
             f"{trainer.processes} to {address} within {JOIN_DEADLINE}: start all, with the same "
@@ -126,15 +144,13 @@ def build_mesh(
     """
     num_ranks = dist.get_world_size()
     ranks = init_device_mesh(device, (num_ranks,), mesh_dim_names=("rank",))
-    trainer = JointTrainer.of_process()
-    num_trainers = trainer.count if trainer else 1
-    own = ranks.size() // num_trainers
-    shards = own if num_shards == -1 else num_shards
-    copies = num_groups(shards, own, "ranks of the pool", key="fsdp_config.fsdp_size")
-    shape = (num_trainers * copies, shards)
+    num_own_ranks = num_ranks // num_trainers()
+    shards = num_own_ranks if num_shards == -1 else num_shards
+    copies = num_groups(shards, num_own_ranks, "ranks of the pool", key="fsdp_config.fsdp_size")
+    shape = (num_trainers() * copies, shards)
     parameters = ranks._unflatten(0, shape, ("replica", "shard"))
     if sequence_parallel_size == 1:
         return parameters, None
-    shards_of_batch = ranks.size() // sequence_parallel_size
+    shards_of_batch = num_ranks // sequence_parallel_size
     shape = (shards_of_batch, sequence_parallel_size)
     return parameters, ranks._unflatten(0, shape, ("data", "sequence"))

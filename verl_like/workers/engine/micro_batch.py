@@ -1,8 +1,11 @@
 """The columns of a micro-batch as losses read them: on the device, and padded when first read."""
 
+import math
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections import UserDict
+from collections.abc import Iterable
 from functools import cached_property
+from typing import Any
 
 from torch import Tensor
 
@@ -18,40 +21,24 @@ _IN_SAMPLES = "places in samples"
 _FIRST_ROWS = "first rows of samples"
 
 
-class ColumnViews(MutableMapping[str, Tensor]):
+class ColumnViews(UserDict[str, Tensor]):
     """A mapping of columns, each of which is made when it is first read.
 
     Columns may be added or replaced.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
-        self._columns: dict[str, Tensor | None] = dict.fromkeys(names)
+        self.data: dict[str, Any] = dict.fromkeys(names)
+        """The columns by name, None if nobody has read them yet."""
 
     @abstractmethod
     def _make(self, name: str) -> Tensor:
         """Makes a column that is read for the first time."""
 
     def __getitem__(self, name: str) -> Tensor:
-        column = self._columns[name]
-        if column is None:
-            column = self._make(name)
-            self._columns[name] = column
-        return column
-
-    def __setitem__(self, name: str, column: Tensor) -> None:
-        self._columns[name] = column
-
-    def __delitem__(self, name: str) -> None:
-        del self._columns[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._columns
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._columns)
-
-    def __len__(self) -> int:
-        return len(self._columns)
+        if self.data[name] is None:
+            self.data[name] = self._make(name)
+        return self.data[name]
 
 
 class MicroBatch(ColumnViews):
@@ -66,7 +53,8 @@ class MicroBatch(ColumnViews):
     """
 
     def __init__(self, rows: Rows, device: str) -> None:
-        super().__init__(name for name in rows.columns if name != "prompts")
+        names = [name for name in rows.columns if name != "prompts"]
+        super().__init__(names)
         self.on_host = rows
         self.device = device
         self.samples = SampleRows(rows.sample_starts)
@@ -91,7 +79,9 @@ class MicroBatch(ColumnViews):
 
     def _make(self, name: str) -> Tensor:
         column = self.moved[name]
-        return self._padded(column) if is_jagged(self.on_host[name]) else column
+        if is_jagged(self.on_host[name]):
+            return self._padded(column)
+        return column
 
     def __setitem__(self, name: str, column: Tensor) -> None:
         num_rows, _ = self.in_rows.shape
@@ -108,9 +98,10 @@ class MicroBatch(ColumnViews):
         Values (K,) are returned as they are, and padded ones (b, R, ...) become (K, ...). Raises
         ValueError for another shape.
         """
-        num_tokens = len(self.in_rows.of_values)
         if values.shape[:2] == self.in_rows.shape:
-            return values.flatten(0, 1).index_select(0, self.moved[_IN_ROWS])
+            entries = values.flatten(0, 1)
+            return entries.index_select(0, self.moved[_IN_ROWS])
+        num_tokens = len(self.in_rows.of_values)
         if values.shape != (num_tokens,):
             raise ValueError(
                 f"values of response tokens have shape {tuple(values.shape)}: give one for each "
@@ -141,21 +132,24 @@ class MicroBatch(ColumnViews):
         """Makes one column of `by_sample`."""
         if self.samples.is_plain:
             return self[name]
-        is_unread = self._columns[name] is None
+        is_unread = self.data[name] is None
         if is_unread and is_jagged(self.on_host[name]):
             return self._padded_by_sample(self.moved[name])
         column = self[name]
-        if column.shape[:2] == self.in_rows.shape:  # a value for each response token
+        is_by_token = column.shape[:2] == self.in_rows.shape
+        if is_by_token:
             return self.of_samples(column)
         return column[self.moved[_FIRST_ROWS]]
 
     def _padded(self, values: Tensor) -> Tensor:
-        return _scatter(values, self.moved[_IN_ROWS], self.in_rows.shape)
+        places = self.moved[_IN_ROWS]
+        return _scatter(values, places, self.in_rows.shape)
 
     def _padded_by_sample(self, values: Tensor) -> Tensor:
         if self.samples.is_plain:
             return self._padded(values)
-        return _scatter(values, self.moved[_IN_SAMPLES], self.in_samples.shape)
+        places = self.moved[_IN_SAMPLES]
+        return _scatter(values, places, self.in_samples.shape)
 
 
 class _OfSamples(ColumnViews):
@@ -173,6 +167,7 @@ def _scatter(values: Tensor, places: Tensor, shape: tuple[int, int]) -> Tensor:
     """Puts values of tokens, (K, ...), at their places in a tensor (*shape, ...) that is 0
     elsewhere. It is differentiable."""
     shape_of_value = values.shape[1:]
-    zeros = values.new_zeros(shape[0] * shape[1], *shape_of_value)
+    num_places = math.prod(shape)
+    zeros = values.new_zeros(num_places, *shape_of_value)
     padded = zeros.index_copy(0, places, values)
     return padded.view(*shape, *shape_of_value)

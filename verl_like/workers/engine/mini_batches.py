@@ -15,18 +15,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional as F
 
 from verl_like.algorithms.aggregation import Aggregate, BatchCounts, agg_loss
 from verl_like.algorithms.masked import masked_sum
 from verl_like.protocol import Metric, merge_metrics
-from verl_like.protocol.row_ops import RowTaker, jagged_from_lengths, jagged_parts
-from verl_like.workers.config.joint_trainer import JointTrainer
+from verl_like.protocol.row_ops import RowTaker, jagged_from_lengths, jagged_parts, offsets_of
 from verl_like.workers.engine.base import TrainingEngine
-from verl_like.workers.engine.mesh import own_ranks
+from verl_like.workers.engine.mesh import num_trainers, own_ranks
 from verl_like.workers.engine.micro_batch import MicroBatch
 from verl_like.workers.engine.throughput import Stopwatch
-from verl_like.workers.models.packing import Rows
+from verl_like.workers.models.packing import Rows, places_from, sums_between
 from verl_like.workers.pinned_memory import to_host
 from verl_like.workers.planning.partition import MicroBatching, pack_into_micro_batches
 
@@ -127,7 +125,8 @@ class DeviceMetric:
         """
 
         def mean(total: float, tokens: float) -> Metric:
-            return Metric.mean(total / max(tokens, 1), weight=tokens)
+            value = total / max(tokens, 1)
+            return Metric.mean(value, weight=tokens)
 
         return cls((total.detach(), num_tokens), mean)
 
@@ -141,13 +140,13 @@ class DeviceMetric:
         """
         num_tokens = mask_BR.sum()
         if not isinstance(value, Tensor):
-            return cls((num_tokens,), lambda tokens: Metric.mean(value, weight=tokens))
+            return cls((num_tokens,), partial(Metric.mean, value))
         detached = value.detach()
-        if value.shape == mask_BR.shape:
-            return cls.token_mean(masked_sum(detached.float(), mask_BR), num_tokens)
         if value.ndim == 0:
-            numbers = (detached, num_tokens)
-            return cls(numbers, lambda mean, tokens: Metric.mean(mean, weight=tokens))
+            return cls((detached, num_tokens), Metric.mean)
+        if value.shape == mask_BR.shape:
+            total = masked_sum(detached.float(), mask_BR)
+            return cls.token_mean(total, num_tokens)
         has_tokens_B = mask_BR.bool().any(-1)
         if value.shape == has_tokens_B.shape:
             total = masked_sum(detached.float(), has_tokens_B)
@@ -181,7 +180,8 @@ def forward(
 
     The ranks of this worker group alone take part, without other trainers of the model.
     """
-    all_samples = torch.arange(len(rows.sample_starts) - 1)
+    num_samples = len(rows.sample_starts) - 1
+    all_samples = torch.arange(num_samples)
     (micro_batches,) = _micro_batches(
         rows, [all_samples], micro_batching, engine.sequence_parallel_size, group=own_ranks()
     )
@@ -191,9 +191,11 @@ def forward(
             micro = MicroBatch(rows.take(at), engine.device)
             results = run(micro)
             if by_token:
-                outputs.append([micro.of_tokens(each) for each in results])
+                kept = [micro.of_tokens(each) for each in results]
             else:  # a pass without rows has run filler rows, whose results are dropped
-                outputs.append([each[: len(at)] for each in results])
+                num_rows = len(at)
+                kept = [each[:num_rows] for each in results]
+            outputs.append(kept)
     order = torch.cat(micro_batches)
     columns = []
     for values in zip(*outputs, strict=True):
@@ -231,22 +233,23 @@ def update(
         check_steps: gets the number of optimizer steps before the first one, and may raise.
     """
     number, num_parts = part
+    sequence_parallel_size = engine.sequence_parallel_size
     stopwatch = Stopwatch(engine, rows, prefix, passes=3 * schedule.epochs)
-    chunks = _mini_batches(rows, schedule, engine.sequence_parallel_size)
+    chunks = _mini_batches(rows, schedule, sequence_parallel_size)
     check_steps(len(chunks) * schedule.epochs)
     losses = [(rows, loss)]
-    plans = [_plan(rows, chunks, schedule, engine.sequence_parallel_size)]
+    plans = [_plan(rows, chunks, schedule, sequence_parallel_size)]
     if beside:
         others, _ = beside
         stopwatch.count(others)
-        other_chunks = _mini_batches(others, schedule, engine.sequence_parallel_size, len(chunks))
+        other_chunks = _mini_batches(others, schedule, sequence_parallel_size, len(chunks))
         if len(other_chunks) != len(chunks):
             raise ValueError(
                 f"the rows of {len(other_chunks)} optimizer steps are given beside those of "
                 f"{len(chunks)}: number both alike in the column mini_batch"
             )
         losses.append(beside)
-        plans.append(_plan(others, other_chunks, schedule, engine.sequence_parallel_size))
+        plans.append(_plan(others, other_chunks, schedule, sequence_parallel_size))
     metrics: list[dict[str, Metric]] = []
     norms = []
     lr = engine.lr
@@ -256,25 +259,27 @@ def update(
             for (all_rows, loss), mini_batch in zip(losses, mini_batches, strict=True):
                 for at in mini_batch.micro_batches:
                     passes.append((all_rows, loss, mini_batch, at))
-            share = engine.sequence_parallel_size / (len(passes) * dist.get_world_size())
+            share = _share_of_pass(len(passes), sequence_parallel_size)
             whole_step = replace(mini_batches[0], share=share)
             if not whole_step.num_tokens:  # no row counts
                 continue
-            unread: list[MicroMetrics] = []
-            for index, (all_rows, loss, mini_batch, at) in enumerate(passes):
+            unread = []
+            for number_of_pass, (all_rows, loss, mini_batch, at) in enumerate(passes, start=1):
                 micro = MicroBatch(all_rows.take(at), engine.device)
                 micro_loss, micro_metrics = loss(micro, mini_batch)
-                engine.backward(micro_loss, is_last=index == len(passes) - 1)
+                engine.backward(micro_loss, is_last=number_of_pass == len(passes))
                 unread.append(micro_metrics)
                 unread.append({f"{prefix}/loss": DeviceMetric.loss(micro_loss, whole_step)})
             norms.append(engine.step())
             metrics += read_metrics(unread)
     if number == num_parts:
         engine.training_steps += 1
-    finite = [norm for norm in norms if math.isfinite(norm)]
-    metrics += [{f"{prefix}/grad_norm": Metric.mean(norm)} for norm in finite]
-    # All ranks skip the same steps, so the first rank alone counts them.
-    num_skipped = len(norms) - len(finite) if dist.get_rank() == 0 else 0
+    num_skipped = 0
+    for norm in norms:
+        if math.isfinite(norm):
+            metrics.append({f"{prefix}/grad_norm": Metric.mean(norm)})
+        elif dist.get_rank() == 0:  # all ranks skip the same steps, and one counts them
+            num_skipped += 1
     metrics += [
         {f"{prefix}/lr": Metric.mean(lr), f"{prefix}/skipped_steps": Metric.sum(num_skipped)},
         memory_metrics(engine.device, prefix),
@@ -288,8 +293,10 @@ def read_metrics(parts: Sequence[MicroMetrics]) -> list[dict[str, Metric]]:
     numbers: list[Tensor] = []
     for part in parts:
         for metric in part.values():
-            numbers += [number.double() for number in metric.numbers]
-    read = iter(to_host(torch.stack(numbers)).tolist())
+            numbers += metric.numbers
+    doubles = [number.double() for number in numbers]
+    on_host = to_host(torch.stack(doubles))
+    read = iter(on_host.tolist())
     finished = []
     for part in parts:
         metrics = {}
@@ -303,10 +310,11 @@ def read_metrics(parts: Sequence[MicroMetrics]) -> list[dict[str, Metric]]:
 def memory_metrics(device: str, prefix: str) -> dict[str, Metric]:
     """Returns the most memory that any rank has used so far, in GB (10^9 bytes)."""
     if device == "cuda":
-        num_bytes = torch.cuda.max_memory_allocated()
-        return {f"{prefix}/perf/max_memory_allocated_gb": Metric.max(num_bytes / 1e9)}
+        gigabytes = torch.cuda.max_memory_allocated() / 1e9
+        return {f"{prefix}/perf/max_memory_allocated_gb": Metric.max(gigabytes)}
     kibibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {f"{prefix}/perf/cpu_memory_used_gb": Metric.max(kibibytes * 1024 / 1e9)}
+    gigabytes = kibibytes * 1024 / 1e9
+    return {f"{prefix}/perf/cpu_memory_used_gb": Metric.max(gigabytes)}
 
 
 def _mini_batches(
@@ -323,22 +331,21 @@ def _mini_batches(
     num_samples = len(first_rows)
     if "mini_batch" in rows:
         number_S = rows["mini_batch"][first_rows]
-        num_own_steps = int(number_S.max()) + 1 if num_samples else 1
-        (num_steps,) = _most_of_any_rank([num_own_steps])
+        last_step = int(number_S.max()) if num_samples else 0
+        (num_steps,) = _most_of_any_rank([last_step + 1])
         samples_of_steps = []
         for step in range(num_steps):
-            is_in_step_S = number_S == step
-            samples_of_steps.append(is_in_step_S.nonzero().squeeze(1))
+            (samples,) = torch.where(number_S == step)
+            samples_of_steps.append(samples)
         return samples_of_steps
     if count is None:
         num_all_samples = torch.tensor(num_samples)
         dist.all_reduce(num_all_samples)
-        trainer = JointTrainer.of_process()
-        num_trainers = trainer.count if trainer else 1
         # A sample counts once for each rank that has it.
-        num_of_step = schedule.num_mini_batch_samples * sequence_parallel_size * num_trainers
+        num_of_step = schedule.num_mini_batch_samples * sequence_parallel_size * num_trainers()
         count = math.ceil(num_all_samples.item() / num_of_step)
-    return list(torch.arange(num_samples).tensor_split(max(1, count)))
+    samples = torch.arange(num_samples)
+    return list(samples.tensor_split(max(1, count)))
 
 
 def _plan(
@@ -349,23 +356,29 @@ def _plan(
     Each row is on `sequence_parallel_size` ranks and counts once.
     """
     micro_batches = _micro_batches(rows, chunks, schedule.micro_batching, sequence_parallel_size)
-    tokens_S = _sums(rows.num_scored_B, rows.sample_starts).double()
+    num_tokens_S = sums_between(rows.num_scored_B, rows.sample_starts)
     own_counts = []
     for chunk in chunks:
-        tokens = tokens_S[chunk]
+        tokens = num_tokens_S[chunk].double()
         num_sequences = (tokens > 0).sum()
-        own_counts.append(torch.stack([tokens.sum(), num_sequences]))
+        own_count = torch.stack([tokens.sum(), num_sequences])
+        own_counts.append(own_count)
     counts = torch.stack(own_counts)
     dist.all_reduce(counts)
     counts /= sequence_parallel_size
     mini_batches = []
     for own, of_step in zip(micro_batches, counts.tolist(), strict=True):
         num_tokens, num_sequences = of_step
-        share = sequence_parallel_size / (len(own) * dist.get_world_size())
-        mini_batches.append(
-            MiniBatch(own, num_tokens, num_sequences, share, rows.known_response_length)
-        )
+        share = _share_of_pass(len(own), sequence_parallel_size)
+        length = rows.known_response_length
+        mini_batch = MiniBatch(own, num_tokens, num_sequences, share, length)
+        mini_batches.append(mini_batch)
     return mini_batches * schedule.epochs
+
+
+def _share_of_pass(num_passes: int, sequence_parallel_size: int) -> float:
+    """Returns `MiniBatch.share` for a number of passes on each rank."""
+    return sequence_parallel_size / (num_passes * dist.get_world_size())
 
 
 def _micro_batches(
@@ -385,40 +398,39 @@ def _micro_batches(
     starts = rows.sample_starts
     if micro_batching.by_tokens:
         max_tokens = micro_batching.max_tokens * sequence_parallel_size
-        lengths_S = _sums(rows.lengths_B, starts)
+        lengths_S = sums_between(rows.lengths_B, starts)
         # A sample of several rows may exceed the limit. It then has a micro-batch of its own.
         if len(lengths_S) < len(rows):
             lengths_S = lengths_S.clamp(max=max_tokens)
         lengths = [lengths_S[chunk].tolist() for chunk in chunks]
         pack = partial(pack_into_micro_batches, max_tokens=max_tokens)
-        own_counts = [max(1, len(pack(of_chunk))) for of_chunk in lengths]
+        own_counts = []
+        for of_chunk in lengths:
+            num_packed = len(pack(of_chunk))
+            own_counts.append(max(1, num_packed))
         counts = _most_of_any_rank(own_counts, group)
         micro_batches = []
         for chunk, of_chunk, count in zip(chunks, lengths, counts, strict=True):
             packed = pack(of_chunk, at_least=count)
-            micro_batches.append([chunk[micro_batch] for micro_batch in packed])
+            passes = [chunk[places] for places in packed]
+            micro_batches.append(passes)
     else:
         micro_batches = [list(chunk.split(micro_batching.num_rows)) for chunk in chunks]
-        counts = _most_of_any_rank([len(samples) for samples in micro_batches], group)
+        own_counts = [len(passes) for passes in micro_batches]
+        counts = _most_of_any_rank(own_counts, group)
     rows_of_chunks = []
-    for samples_of_passes, count in zip(micro_batches, counts, strict=True):
-        empty = [torch.arange(0)] * (count - len(samples_of_passes))
-        rows_of_chunks.append([_rows_of(samples, starts) for samples in samples_of_passes + empty])
+    for passes, count in zip(micro_batches, counts, strict=True):
+        num_empty = count - len(passes)
+        passes += [torch.arange(0)] * num_empty
+        rows_of_passes = [_rows_of(samples, starts) for samples in passes]
+        rows_of_chunks.append(rows_of_passes)
     return rows_of_chunks
-
-
-def _sums(values_B: Tensor, starts: Tensor) -> Tensor:
-    """Returns the sum of integers over the rows of each sample, (number of samples,)."""
-    before = F.pad(values_B.cumsum(0), (1, 0))
-    return before[starts[1:]] - before[starts[:-1]]
 
 
 def _rows_of(samples: Tensor, starts: Tensor) -> Tensor:
     """Returns the row numbers of some samples, one sample after the other."""
     num_rows = starts.diff()[samples]
-    before = num_rows.cumsum(0) - num_rows
-    offsets = torch.repeat_interleave(starts[:-1][samples] - before, num_rows)
-    return offsets + torch.arange(int(num_rows.sum()))
+    return places_from(starts[samples], offsets_of(num_rows))
 
 
 def _most_of_any_rank(counts: list[int], group: dist.ProcessGroup | None = None) -> list[int]:

@@ -53,9 +53,11 @@ def learning_rate(step: int, config: OptimConfig, total_steps: int | None) -> fl
         return config.lr * (step + 1) / warmup
     if config.lr_scheduler_type == "constant":
         return config.lr
-    progress = min(1.0, (step - warmup) / max(1, total - warmup))
+    num_decay_steps = max(1, total - warmup)
+    progress = min(1.0, (step - warmup) / num_decay_steps)
     if config.lr_scheduler_type == "linear":
         remaining = 1 - progress
     else:
-        remaining = 0.5 * (1 + math.cos(math.pi * progress))
+        cosine = math.cos(math.pi * progress)
+        remaining = 0.5 * (1 + cosine)
     return config.lr * remaining

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from verl_like.protocol.files import file_digest
+from verl_like.workers.engine.base import FileDigests
 from verl_like.workers.engine.host_memory import local_part
 from verl_like.workers.pinned_memory import host_places
 
@@ -37,10 +38,10 @@ class ShardWriter:
         self.name = f"rank_{rank:05}.safetensors"
         self.mesh = mesh
         self.buffers: dict[str, Tensor] = {}
-        self.offsets: dict[str, dict[str, list[int]]] = {}
+        self.offsets: dict[str, Any] = {}
         """The offsets of each buffer in its whole tensor, in the form that the reader needs."""
         self.threads = ThreadPoolExecutor(2, "checkpoint")
-        self.writing: Future[dict[str, dict[str, Any]]]
+        self.writing: Future[FileDigests]
 
     @torch.no_grad()  # to_local() is then no operation
     def begin(
@@ -58,14 +59,15 @@ class ShardWriter:
             self._allocate(state)
         buffers = list(self.buffers.values())
         shards = [local_part(state[name]).detach() for name in self.buffers]
+
+        def copy_half(first: int) -> None:
+            torch._foreach_copy_(buffers[first::2], shards[first::2], non_blocking=True)
+
         # Two threads copy half of the tensors each. One thread takes up to twice as long for many
         # tensors in small pages as for one piece of memory.
-        copies = []
-        for first in range(min(2, len(buffers))):
-            half = (buffers[first::2], shards[first::2])
-            copies.append(self.threads.submit(torch._foreach_copy_, *half, non_blocking=True))
-        for copy in copies:
-            copy.result()
+        num_halves = min(2, len(buffers))
+        copies = self.threads.map(copy_half, range(num_halves))
+        list(copies)  # waits for both
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.writing = self.threads.submit(self._write, folder, write_others)
@@ -77,8 +79,9 @@ class ShardWriter:
         rank of a replica.
         """
         replica = self.mesh["replica"]
+        names = list(state)
+        own_names = names[replica.get_local_rank() :: replica.size()]
         shards = {}
-        own_names = list(state)[replica.get_local_rank() :: replica.size()]
         for name in own_names:
             tensor = state[name]
             shard = local_part(tensor)
@@ -93,15 +96,17 @@ class ShardWriter:
                 shards[name] = shard
         self.buffers = host_places(shards)
 
-    def result(self, wait: bool) -> dict[str, dict[str, Any]] | None:
+    def result(self, wait: bool) -> FileDigests | None:
         """Returns `file_digest` of the file of the last `begin`, by its name, once it is written.
 
         Before that it waits if `wait` is True, and otherwise returns None. Raises OSError, which
         names the file, if it cannot be written.
         """
-        return self.writing.result() if wait or self.writing.done() else None
+        if wait or self.writing.done():
+            return self.writing.result()
+        return None
 
-    def _write(self, folder: Path, write_others: Callable[[], None]) -> dict[str, dict[str, Any]]:
+    def _write(self, folder: Path, write_others: Callable[[], None]) -> FileDigests:
         """Writes the buffers to the file, in a thread, and returns its `file_digest` by its
         name."""
         file = folder / self.name
@@ -109,7 +114,8 @@ class ShardWriter:
             folder.mkdir(parents=True, exist_ok=True)
             write_others()
             save_file(self.buffers, file, {CUSTOM_METADATA_KEY: json.dumps(self.offsets)})
-            return {self.name: file_digest(file, sync=True)}
+            digest = file_digest(file, sync=True)
+            return {self.name: digest}
         except (OSError, SafetensorError) as error:
             raise OSError(
                 f"{file} cannot be written ({error}). Earlier checkpoints are as they were."

@@ -46,8 +46,9 @@ class Stopwatch:
         tokens_B = rows.lengths_B
         flops_B = self.engine.cost.forward(tokens_B, rows.num_scored_B)
         if PAD_COLUMN in rows:
-            tokens_B = tokens_B[~rows[PAD_COLUMN]]
-            flops_B = flops_B[~rows[PAD_COLUMN]]
+            is_real_B = ~rows[PAD_COLUMN]
+            tokens_B = tokens_B[is_real_B]
+            flops_B = flops_B[is_real_B]
         self.tokens += int(tokens_B.sum())
         self.flops += self.passes * float(flops_B.sum())
 
@@ -60,10 +61,13 @@ class Stopwatch:
         """
         seconds = time.perf_counter() - self.start
         engine = self.engine
-        peak = peak_flops(engine.device, engine.dtype) * engine.sequence_parallel_size
+        peak_of_rank = peak_flops(engine.device, engine.dtype)
+        peak = peak_of_rank * engine.sequence_parallel_size
+        speed = self.tokens / seconds / num_parts
+        utilization = self.flops / (seconds * peak)
         return {
-            f"perf/tokens_per_s/{self.phase}": Metric.sum(self.tokens / seconds / num_parts),
-            f"perf/mfu/{self.phase}": Metric.mean(self.flops / (seconds * peak), weight=seconds),
+            f"perf/tokens_per_s/{self.phase}": Metric.sum(speed),
+            f"perf/mfu/{self.phase}": Metric.mean(utilization, weight=seconds),
         }
 
 
@@ -77,9 +81,9 @@ def peak_flops(device: str, dtype: str) -> float:
     """
     if device == "cuda" and dtype == "bfloat16":
         name = torch.cuda.get_device_name()
-        known = [peak for part, peak in _DENSE_BFLOAT16_PEAKS.items() if part in name]
-        if known:
-            return known[0]
+        for part, peak in _DENSE_BFLOAT16_PEAKS.items():
+            if part in name:
+                return peak
     size = 8192 if device == "cuda" else 768
     torch_dtype = getattr(torch, dtype)
     matrix = torch.ones(size, size, dtype=torch_dtype, device=device)

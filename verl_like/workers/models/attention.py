@@ -80,6 +80,12 @@ class Sequences:
     softcap: float | None = None
     """The bound of the attention logits."""
 
+    @property
+    def window_size(self) -> tuple[int, int]:
+        """How many tokens before it and after it a token attends to; -1 means all."""
+        before = -1 if self.window is None else self.window - 1
+        return before, 0
+
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Sequences], Tensor]
 """A function of the query (1, H, N, D), key and value (1, G, N, D) and sequences, which returns the
@@ -171,24 +177,21 @@ def packed_sdpa(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences)
     softcap = sequences.softcap
     outputs = []
     enable_gqa = query.size(1) != key.size(1)
-    shapes: list[tuple[int, int]] = []
+    shapes = []
     for length, same in groupby(sequences.lengths):
-        shapes.append((len(list(same)), length))
-    num_tokens = [count * length for count, length in shapes]
-    queries = query[0].split(num_tokens, dim=1)
-    keys = key[0].split(num_tokens, dim=1)
-    values = value[0].split(num_tokens, dim=1)
-    for index, shape in enumerate(shapes):
-        # (sequences, heads, L, D)
-        q = queries[index].unflatten(1, shape).transpose(0, 1)
-        k = keys[index].unflatten(1, shape).transpose(0, 1)
-        v = values[index].unflatten(1, shape).transpose(0, 1)
-        _count, length = shape
+        count = len(list(same))
+        shapes.append((count, length))
+    queries = _by_length(query, shapes)
+    keys = _by_length(key, shapes)
+    values = _by_length(value, shapes)
+    for (_count, length), q, k, v in zip(shapes, queries, keys, values, strict=True):
         mask_LL = None
-        if softcap is not None or (window is not None and length > window):
+        has_window = window is not None and length > window
+        if has_window or softcap is not None:
+            reach = window or length
             places_L = torch.arange(length, device=q.device)
             distance_LL = places_L[:, None] - places_L
-            mask_LL = (distance_LL >= 0) & (distance_LL < (window or length))
+            mask_LL = (distance_LL >= 0) & (distance_LL < reach)
         if softcap is not None:
             assert mask_LL is not None
             output = _softcapped(q, k, v, mask_LL, scale, softcap)
@@ -205,6 +208,15 @@ def packed_sdpa(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences)
         output_NHD = output.transpose(1, 2).flatten(0, 1)
         outputs.append(output_NHD)
     return torch.cat(outputs).unsqueeze(0)
+
+
+def _by_length(packed: Tensor, shapes: list[tuple[int, int]]) -> list[Tensor]:
+    """Divides packed heads (1, H, N, D) into views (sequences, H, L, D), whose sequences and L are
+    in `shapes`."""
+    num_tokens = [count * length for count, length in shapes]
+    parts = packed[0].split(num_tokens, dim=1)
+    pairs = zip(parts, shapes, strict=True)
+    return [part.unflatten(1, shape).transpose(0, 1) for part, shape in pairs]
 
 
 def _softcapped(
@@ -237,23 +249,24 @@ def packed_varlen(query: Tensor, key: Tensor, value: Tensor, sequences: Sequence
     )
     starts = sequences.cu_seqlens
     longest = max(sequences.lengths)
-    window = sequences.window
-    query_NHD = query[0].transpose(0, 1).contiguous()
-    key_NGD = key[0].transpose(0, 1).contiguous()
-    value_NGD = value[0].transpose(0, 1).contiguous()
     output_NHD: Any = varlen_attn(
-        query_NHD,
-        key_NGD,
-        value_NGD,
+        _by_token(query).contiguous(),
+        _by_token(key).contiguous(),
+        _by_token(value).contiguous(),
         starts,
         starts,
         longest,
         longest,
         scale=sequences.scale,
-        window_size=(-1 if window is None else window - 1, 0),
+        window_size=sequences.window_size,
         **_VARLEN_GROUPED,
     )
     return output_NHD.unsqueeze(0)
+
+
+def _by_token(packed: Tensor) -> Tensor:
+    """Returns packed heads (1, H, N, D) as (N, H, D), a view."""
+    return packed[0].transpose(0, 1)
 
 
 def packed_flash(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences) -> Tensor:
@@ -262,18 +275,17 @@ def packed_flash(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences
 
     starts = sequences.cu_seqlens
     longest = max(sequences.lengths)
-    window = sequences.window
     output_NHD = flash_attn_varlen_func(
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
+        _by_token(query),
+        _by_token(key),
+        _by_token(value),
         starts,
         starts,
         longest,
         longest,
         softmax_scale=sequences.scale,
         causal=True,
-        window_size=(-1 if window is None else window - 1, 0),
+        window_size=sequences.window_size,
         softcap=sequences.softcap or 0.0,
     )
     return output_NHD.unsqueeze(0)

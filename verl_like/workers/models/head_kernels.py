@@ -130,7 +130,8 @@ def _statistics_kernel(
         column_T = start + tl.arange(0, TILE)
         is_here_T = column_T < C
         x_T = tl.load(x_C + column_T, mask=is_here_T, other=0.0)
-        z_T = tl.where(is_here_T, _logits(x_T, cap, HAS_CAP), float("-inf"))
+        z_T = _logits(x_T, cap, HAS_CAP)
+        z_T = tl.where(is_here_T, z_T, float("-inf"))
         before = largest
         largest = tl.maximum(before, tl.max(z_T, 0))
         d_T = z_T - largest
@@ -170,17 +171,21 @@ def _gradient_kernel(
     row = tl.program_id(0).to(tl.int64)
     column_T = tl.program_id(1) * TILE + tl.arange(0, TILE)
     is_here_T = column_T < C
-    x_T = x_MC + row * C + column_T
-    z_T = _logits(tl.load(x_T, mask=is_here_T, other=0.0), cap, HAS_CAP)
+    place_T = x_MC + row * C + column_T
+    x_T = tl.load(place_T, mask=is_here_T, other=0.0)
+    z_T = _logits(x_T, cap, HAS_CAP)
     log_prob_T = z_T - tl.load(lse_M + row)
     grad_log_prob = tl.load(grad_log_prob_M + row)
     slope_T = grad_log_prob
     if HAS_ENTROPY:
-        slope_T += tl.load(grad_entropy_M + row) * (log_prob_T + tl.load(entropy_M + row))
-    at_label_T = tl.where(column_T == tl.load(column_M + row), grad_log_prob, 0.0)
+        grad_entropy = tl.load(grad_entropy_M + row)
+        entropy = tl.load(entropy_M + row)
+        slope_T += grad_entropy * (log_prob_T + entropy)
+    label_column = tl.load(column_M + row)
+    at_label_T = tl.where(column_T == label_column, grad_log_prob, 0.0)
     grad_T = at_label_T - tl.exp(log_prob_T) * slope_T
     if HAS_CAP:
         # This is cap - z^2 / cap, in a form that keeps precision if z is close to the cap.
         inverse = 1.0 / cap
         grad_T *= (cap - z_T) * (cap + z_T) * inverse
-    tl.store(x_T, grad_T.to(x_MC.dtype.element_ty), mask=is_here_T)
+    tl.store(place_T, grad_T.to(x_MC.dtype.element_ty), mask=is_here_T)

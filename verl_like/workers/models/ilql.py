@@ -31,9 +31,10 @@ def ilql_heads(hf: PreTrainedModel) -> nn.ModuleDict:
     heads = nn.ModuleDict()
     num_outputs = {"q1": vocab_size, "q2": vocab_size, "value": 1}
     with torch.device(embeddings.device):
+        hidden_size = 2 * size
         for name, number in num_outputs.items():
-            hidden = nn.Linear(size, 2 * size)
-            last = nn.Linear(2 * size, number, bias=False)
+            hidden = nn.Linear(size, hidden_size)
+            last = nn.Linear(hidden_size, number, bias=False)
             head = nn.Sequential(hidden, nn.ReLU(), last)
             heads[name] = head.to(embeddings.dtype)
     for name in ("q1", "q2"):
@@ -41,7 +42,8 @@ def ilql_heads(hf: PreTrainedModel) -> nn.ModuleDict:
         heads[f"target_{name}"] = target.requires_grad_(False)
     file = heads_file(hf)
     if file.is_file() and not embeddings.is_meta:
-        heads.load_state_dict(load_file(file))
+        weights = load_file(file)
+        heads.load_state_dict(weights)
     return heads
 
 
@@ -69,7 +71,7 @@ class ILQLModel(PackedModel):
         They are the log-probability, Q of both heads, the log-softmax of Q over the vocabulary of
         both heads, the smaller Q of the target heads, and V of the state before the token.
         """
-        hidden_MD = self.hidden_states(packed)[packed.scored]
+        hidden_MD = self.scored_states(packed)
         labels_M = packed.labels
         policy_VD = self.hf.get_output_embeddings().weight
         log_probs = linear_log_prob(
@@ -116,7 +118,7 @@ class AdvantageWeighting(LogitsProcessor):
         head = model.get_output_embeddings()
         head.register_forward_pre_hook(self._keep)
 
-    def _keep(self, head: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def _keep(self, head: nn.Module, inputs: Any) -> None:
         """Keeps the input of the model's head for the last token."""
         self.hidden = inputs[0][:, -1]
 

@@ -99,8 +99,7 @@ class _LinearLogProb(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         chunks = _chunks(hidden_MD, weight_VD)
         num_tokens = len(hidden_MD)
-        _start, largest_chunk = chunks[0]
-        buffer = hidden_MD.new_empty(num_tokens * largest_chunk)
+        buffer = _buffer(hidden_MD, chunks)
         lse_SM = hidden_MD.new_empty(len(chunks), num_tokens, dtype=torch.float32)
         entropy_SM = torch.empty_like(lse_SM)
         norm_SM = torch.empty_like(lse_SM)
@@ -109,8 +108,9 @@ class _LinearLogProb(torch.autograd.Function):
             x_MC = _product(hidden_MD, weight_VD[start:end], factor, buffer)
             statistics = _statistics(x_MC, cap, with_entropy, with_sum_pi_squared)
             lse_SM[index], entropy_SM[index], norm_SM[index] = statistics
-            column_M1, is_here_M1 = _find(labels_M, start, end)
-            logit_M1 = _logits(x_MC.gather(1, column_M1), cap) * is_here_M1
+            column_M1, is_here_M1 = _in_chunk(labels_M - start, end - start)
+            x_M1 = x_MC.gather(1, column_M1)
+            logit_M1 = _logits(x_M1, cap) * is_here_M1
             label_logit_M += logit_M1.squeeze(1)
         lse_M = lse_SM.logsumexp(0)
         log_share_SM = lse_SM - lse_M
@@ -144,8 +144,7 @@ class _LinearLogProb(torch.autograd.Function):
         ctx.buffer = None
         has_last_chunk = buffer is not None
         if buffer is None:
-            _start, largest_chunk = chunks[0]
-            buffer = hidden_MD.new_empty(len(hidden_MD) * largest_chunk)
+            buffer = _buffer(hidden_MD, chunks)
         if grad_log_prob_M is None:
             grad_log_prob_M = torch.zeros_like(lse_M)
         else:
@@ -157,14 +156,15 @@ class _LinearLogProb(torch.autograd.Function):
         if needs_hidden:
             grad_hidden_MD = torch.zeros_like(hidden_MD, dtype=torch.float32)
         grad_weight_VD = torch.empty_like(weight_VD) if needs_weight else None
-        last = len(chunks) - 1
         # From the last chunk, which is still in the buffer.
-        for index in range(last, -1, -1):
+        for index in reversed(range(len(chunks))):
             start, end = chunks[index]
-            if index == last and has_last_chunk:
+            weight_CD = weight_VD[start:end]
+            if has_last_chunk:
                 x_MC = _view(buffer, len(hidden_MD), end - start)
+                has_last_chunk = False
             else:
-                x_MC = _product(hidden_MD, weight_VD[start:end], ctx.factor, buffer)
+                x_MC = _product(hidden_MD, weight_CD, ctx.factor, buffer)
             _to_gradient(
                 x_MC,
                 ctx.cap,
@@ -178,9 +178,9 @@ class _LinearLogProb(torch.autograd.Function):
             if grad_weight_VD is not None:
                 torch.mm(x_MC.t(), hidden_MD, out=grad_weight_VD[start:end])
             if grad_hidden_MD is not None and x_MC.dtype == torch.float32:
-                grad_hidden_MD.addmm_(x_MC, weight_VD[start:end])
+                grad_hidden_MD.addmm_(x_MC, weight_CD)
             elif grad_hidden_MD is not None:
-                grad_hidden_MD += x_MC @ weight_VD[start:end]
+                grad_hidden_MD += x_MC @ weight_CD
         if grad_hidden_MD is not None:
             grad_hidden_MD = grad_hidden_MD.to(hidden_MD.dtype)
         return grad_hidden_MD, grad_weight_VD, None, None, None, None, None
@@ -228,17 +228,17 @@ def _to_gradient(
         kernels.to_gradient(x_MC, cap, column_M, lse_M, grad_log_prob_M, entropy_M, grad_entropy_M)
         return
     share_M1 = log_share_M.exp().unsqueeze(1)
-    offset_M1 = grad_log_prob_M.unsqueeze(1)
+    grad_log_prob_M1 = grad_log_prob_M.unsqueeze(1)
     entropy_terms = None
     if grad_entropy_M is not None:
         assert entropy_M is not None, "its gradient is asked for"
         centre_M1 = (entropy_M - lse_M).unsqueeze(1)
         slope_M1 = grad_entropy_M.unsqueeze(1) * -share_M1
         entropy_terms = (centre_M1, slope_M1)
-    column_M1, is_here_M1 = _find(column_M, 0, x_MC.size(1))
-    _to_gradient_in_blocks(
-        x_MC, cap, offset_M1 * -share_M1, entropy_terms, column_M1, offset_M1 * is_here_M1
-    )
+    column_M1, is_here_M1 = _in_chunk(column_M, x_MC.size(1))
+    offset_M1 = grad_log_prob_M1 * -share_M1
+    at_label_M1 = grad_log_prob_M1 * is_here_M1
+    _to_gradient_in_blocks(x_MC, cap, offset_M1, entropy_terms, column_M1, at_label_M1)
 
 
 def _kernels(x_MC: Tensor) -> ModuleType | None:
@@ -315,13 +315,20 @@ def _chunks(hidden_MD: Tensor, weight_VD: Tensor) -> list[tuple[int, int]]:
     vocab_size = len(weight_VD)
     num_tokens = max(len(hidden_MD), 1)
     step = COLUMNS_PER_CHUNK[device]
-    size = max(LOGITS_PER_CHUNK[device] // num_tokens, step)
-    size = min(vocab_size, size - size % step)
-    chunks: list[tuple[int, int]] = []
+    num_columns = LOGITS_PER_CHUNK[device] // num_tokens
+    size = max(num_columns - num_columns % step, step)
+    size = min(size, vocab_size)
+    chunks = []
     for start in range(0, vocab_size, size):
         end = min(start + size, vocab_size)
         chunks.append((start, end))
     return chunks
+
+
+def _buffer(hidden_MD: Tensor, chunks: list[tuple[int, int]]) -> Tensor:
+    """Allocates memory for x of any chunk."""
+    _start, largest_chunk = chunks[0]
+    return hidden_MD.new_empty(len(hidden_MD) * largest_chunk)
 
 
 def _view(buffer: Tensor, num_rows: int, num_columns: int) -> Tensor:
@@ -344,11 +351,11 @@ def _blocks(x_MC: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
     num_rows, num_columns = x_MC.shape
     rows_per_block = max(1, LOGITS_PER_BLOCK // max(num_columns, 1))
     largest_block = min(rows_per_block, num_rows)
-    scratch = x_MC.new_empty(largest_block, num_columns, dtype=torch.float32)
+    scratch_RC = x_MC.new_empty(largest_block, num_columns, dtype=torch.float32)
     for start in range(0, num_rows, rows_per_block):
         rows = slice(start, start + rows_per_block)
-        block = x_MC[rows]
-        yield rows, block, scratch[: len(block)]
+        x_RC = x_MC[rows]
+        yield rows, x_RC, scratch_RC[: len(x_RC)]
 
 
 def _logits(x: Tensor, cap: float | None) -> Tensor:
@@ -357,12 +364,11 @@ def _logits(x: Tensor, cap: float | None) -> Tensor:
     return x if cap is None else cap * x.tanh()
 
 
-def _find(labels_M: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
+def _in_chunk(column_M: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
     """Returns the column of each label in a chunk, and whether it is in the chunk, (M, 1) each.
 
-    The column of a label outside of the chunk is any column.
+    The column of a label outside of the chunk becomes any column of it.
     """
-    labels_M1 = labels_M.unsqueeze(1)
-    column_M1 = (labels_M1 - start).clamp(0, end - start - 1)
-    is_here_M1 = (labels_M1 >= start) & (labels_M1 < end)
-    return column_M1, is_here_M1
+    column_M1 = column_M.unsqueeze(1)
+    is_here_M1 = (column_M1 >= 0) & (column_M1 < num_columns)
+    return column_M1.clamp(0, num_columns - 1), is_here_M1

@@ -38,7 +38,8 @@ def model_buffers(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
     Tied buffers come once. For a model with an adapter there are none: its buffers are those of the
     frozen model, which every process reads from the model's folder.
     """
-    if any(is_adapter(name) for name, _ in model.named_parameters()):
+    parameters = model.named_parameters()
+    if any(is_adapter(name) for name, _ in parameters):
         return []
     computed = {name for name, _ in model.named_non_persistent_buffers()}
     return [named for named in model.named_buffers() if named[0] not in computed]
@@ -79,13 +80,14 @@ def add_adapter(
 
     targets = config.target_modules
     # The linear modules of the decoder layers, and their short names, such as q_proj.
-    within: set[nn.Module] = set()
-    possible: set[str] = set()
+    within = set()
+    possible = set()
     for layer in layers:
         for name, module in layer.named_modules():
             if isinstance(module, nn.Linear):
+                _, _, short_name = name.rpartition(".")
                 within.add(module)
-                possible.add(name.rpartition(".")[2])
+                possible.add(short_name)
     what = f"{key}.target_modules={targets}"
     advice = f"give some of {', '.join(sorted(possible))}, or all-linear."
     try:
@@ -94,15 +96,16 @@ def add_adapter(
         raise ValueError(f"{what}: {error} Linear layers get adapters: {advice}") from error
     for _name, parameter in trained_parameters(hf):
         parameter.data = parameter.to(hf.dtype)  # peft does this, but not on the meta device
-    adapted: list[str] = []
-    outside: list[str] = []
+    adapted = []
+    outside = []
     for name, module in hf.named_modules():
         if isinstance(module, BaseTunerLayer):
             adapted.append(f".{name}")
             if module.get_base_layer() not in within:
                 outside.append(name)
-    unused: list[str] = []
-    for target in [] if isinstance(targets, str) else targets:
+    unused = []
+    names = () if isinstance(targets, str) else targets
+    for target in names:
         if not any(name.endswith(f".{target}") for name in adapted):
             unused.append(target)
     if unused:

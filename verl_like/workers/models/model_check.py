@@ -9,7 +9,6 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +64,13 @@ def check_model(
     what = f"{model_setting(key, 'path')}={config.path}"
     hf_config = load_hf_config(config, key=key)
     is_own_code = config.trust_remote_code and getattr(hf_config, "auto_map", None)
-    if type(hf_config) not in model_class.auto_class._model_mapping and not is_own_code:
-        task = model_class.auto_class.__name__.removeprefix("AutoModelFor")
+    auto_class = model_class.auto_class
+    if type(hf_config) not in auto_class._model_mapping and not is_own_code:
+        task = auto_class.__name__.removeprefix("AutoModelFor")
         raise ValueError(
             f"{what} is a {hf_config.model_type}, of which transformers has no model for {task}."
         )
-    hf = empty_model(config, model_class.auto_class, key=key)
+    hf = empty_model(config, auto_class, key=key)
     # Files of other formats are pickles, which this does not read.
     if all(file.suffix == ".safetensors" for file in files):
         hf, report = load_shapes(type(hf), hf.config, files)
@@ -96,7 +96,7 @@ def load_shapes(
 
     Returns the model, and transformers' report of what is missing or does not fit.
     """
-    shapes: dict[str, Tensor] = {}
+    shapes = {}
     for file in files_that_are_loaded(files):
         with safe_open(file, "pt") as content:
             for name in content.keys():  # noqa: SIM118 (no dictionary)
@@ -119,12 +119,11 @@ def files_that_are_loaded(files: Sequence[Path]) -> list[Path]:
 
     Some folders have the same weights a second time, in another format.
     """
-    index = files[0].parent / SAFE_WEIGHTS_INDEX_NAME
-    if index.is_file():
-        file_of_weight = json.loads(index.read_text())["weight_map"]
-        names = set(file_of_weight.values())
-    else:
-        names = {SAFE_WEIGHTS_NAME}
+    index_file = files[0].parent / SAFE_WEIGHTS_INDEX_NAME
+    names = {SAFE_WEIGHTS_NAME}
+    if index_file.is_file():
+        index = json.loads(index_file.read_text())
+        names = set(index["weight_map"].values())
     return [file for file in files if file.name in names]
 
 
@@ -238,13 +237,15 @@ class Trial:
 
 def _is_want_of_values(error: Exception) -> bool:
     """Returns True if an operation failed because meta tensors have no values."""
-    names_meta = re.search(r"\bmeta\b", str(error)) is not None
-    return isinstance(error, NotImplementedError) or names_meta
+    if isinstance(error, NotImplementedError):
+        return True
+    return re.search(r"\bmeta\b", str(error)) is not None
 
 
 def _trial_batch(sequence_parallel_size: int) -> PackedBatch:
     """Makes a batch of two sequences, or the first rank's share of them, on the meta device."""
-    positions = torch.cat([torch.arange(length) for length in _LENGTHS])
+    positions_of_sequences = [torch.arange(length) for length in _LENGTHS]
+    positions = torch.cat(positions_of_sequences)
     starts = torch.tensor([0, *_LENGTHS]).cumsum(0)
     batch = PackedBatch(
         input_ids=torch.ones_like(positions)[None],
@@ -258,12 +259,7 @@ def _trial_batch(sequence_parallel_size: int) -> PackedBatch:
     )
     if sequence_parallel_size > 1:
         batch = batch.shard(_NoExchange(sequence_parallel_size))
-    return replace(
-        batch,
-        input_ids=batch.input_ids.to("meta"),
-        position_ids=batch.position_ids.to("meta"),
-        cu_seqlens=batch.cu_seqlens.to("meta"),
-    )
+    return batch.on("meta")
 
 
 class _NoExchange(SequenceExchange):

@@ -56,6 +56,10 @@ class PackedModel(nn.Module):
             )
         return outputs.last_hidden_state[0]
 
+    def scored_states(self, packed: PackedBatch) -> Tensor:
+        """Returns the `hidden_states` that predict the scored tokens, (M, D)."""
+        return self.hidden_states(packed)[packed.scored]
+
 
 class PolicyModel(PackedModel):
     """A language model, which gives the log-probabilities of the scored tokens.
@@ -86,7 +90,7 @@ class PolicyModel(PackedModel):
                 "use > 0."
             )
         return linear_log_prob(
-            self.hidden_states(packed)[packed.scored],
+            self.scored_states(packed),
             self.hf.get_output_embeddings().weight,
             packed.labels,
             temperature=temperature,
@@ -136,12 +140,12 @@ class ValueModel(PackedModel):
 
     def forward(self, packed: PackedBatch) -> Tensor:
         """Returns the values, (M,) float32."""
-        hidden_MD = self.hidden_states(packed)[packed.scored]
         head = self.hf.get_submodule(head_name(self.hf))
-        values_M1 = head(hidden_MD)
+        values_M1 = head(self.scored_states(packed))
         # The output is a copy, because FSDP2's hooks on a view would be lost by an in-place
         # operation on it.
-        return values_M1.squeeze(-1).to(torch.float32, copy=True)
+        values_M = values_M1.squeeze(-1)
+        return values_M.to(torch.float32, copy=True)
 
 
 class RewardModel(PackedModel):
@@ -154,5 +158,5 @@ class RewardModel(PackedModel):
         last_S = packed.cu_seqlens[1:].long() - 1
         hidden_SD = self.hidden_states(packed)[last_S]
         head = self.hf.get_submodule("score")
-        scores_S1 = head(hidden_SD)
-        return scores_S1.squeeze(-1).to(torch.float32, copy=True)
+        scores_S = head(hidden_SD).squeeze(-1)
+        return scores_S.to(torch.float32, copy=True)

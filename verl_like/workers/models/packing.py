@@ -10,7 +10,13 @@ from torch.nn import functional as F
 
 from verl_like.protocol import PAD_COLUMN, DataProto
 from verl_like.protocol.padded import Padding, RowPlaces, places_of_samples
-from verl_like.protocol.row_ops import RowTaker, is_jagged, jagged_parts, offsets_of
+from verl_like.protocol.row_ops import (
+    RowTaker,
+    is_jagged,
+    jagged_from_offsets,
+    jagged_parts,
+    offsets_of,
+)
 from verl_like.protocol.samples import sample_starts
 from verl_like.workers.models.sequence_exchange import SequenceExchange
 from verl_like.workers.pinned_memory import to_device
@@ -55,15 +61,13 @@ class Rows:
         if PAD_COLUMN in columns:
             is_real = torch.repeat_interleave(~columns[PAD_COLUMN], lengths_B)
             mask, offsets = jagged_parts(columns["response_mask"])
-            scored = mask * is_real
-            columns["response_mask"] = torch.nested.nested_tensor_from_jagged(
-                scored, offsets=offsets
-            )
+            columns["response_mask"] = jagged_from_offsets(mask * is_real, offsets)
         longest = max(lengths_B.tolist(), default=0)
         known = None
         if "padding" in data.meta_info:
             known = Padding.of(data).max_response_length
-        return cls(columns, known or max(1, longest), known, filler_rows)
+        response_length = known or max(1, longest)
+        return cls(columns, response_length, known, filler_rows)
 
     def __len__(self) -> int:
         _values, offsets = jagged_parts(self.columns["prompts"])
@@ -83,7 +87,9 @@ class Rows:
     @property
     def lengths_B(self) -> Tensor:
         """The number of tokens of each row's prompt and response, (B,) int64."""
-        return _lengths(self.columns["prompts"]) + _lengths(self.columns["responses"])
+        prompt_lengths_B = _lengths(self.columns["prompts"])
+        response_lengths_B = _lengths(self.columns["responses"])
+        return prompt_lengths_B + response_lengths_B
 
     @property
     def num_scored_B(self) -> Tensor:
@@ -117,8 +123,20 @@ class Rows:
 def num_marked(mask: Tensor) -> Tensor:
     """Returns how many tokens a jagged mask marks in each row, (B,) int64."""
     marks, offsets = jagged_parts(mask)
-    num_before = offsets_of(marks.long())
-    return num_before[offsets].diff()
+    return sums_between(marks.long(), offsets)
+
+
+def sums_between(values: Tensor, offsets: Tensor) -> Tensor:
+    """Returns the sum of the integers from each offset to the next one, int64."""
+    sums_before = offsets_of(values)
+    return sums_before[offsets].diff()
+
+
+def places_from(starts_B: Tensor, offsets: Tensor) -> Tensor:
+    """Returns the place of each value of jagged rows if the rows begin at `starts_B`, int64."""
+    shifts_B = starts_B - offsets[:-1]
+    shifts = torch.repeat_interleave(shifts_B, offsets.diff())
+    return shifts + torch.arange(len(shifts))
 
 
 def _lengths(column: Tensor) -> Tensor:
@@ -133,9 +151,10 @@ def _filler(name: str, column: Tensor, num_rows: int) -> Tensor:
         return column.new_zeros(num_rows, *column.shape[1:])
     length = 1 if name == "prompts" else 0
     values, _offsets = jagged_parts(column)
-    zeros = values.new_zeros(num_rows * length, *values.shape[1:])
+    num_values = num_rows * length
+    zeros = values.new_zeros(num_values, *values.shape[1:])
     offsets = torch.arange(num_rows + 1) * length
-    return torch.nested.nested_tensor_from_jagged(zeros, offsets=offsets)
+    return jagged_from_offsets(zeros, offsets)
 
 
 @dataclass(frozen=True)
@@ -169,7 +188,7 @@ class PackedBatch:
 
     def on(self, device: str) -> "PackedBatch":
         """Returns the batch with its tensors on a device."""
-        tensors: dict[str, Tensor] = {}
+        tensors = {}
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
                 tensors[name] = value
@@ -191,9 +210,9 @@ class PackedBatch:
         """
         if self.exchange is not None:
             scored_values = self.exchange.gather(scored_values, self.scored_before, self.num_scored)
-        device = scored_values.device
-        zeros = torch.zeros(self.num_response_tokens, dtype=torch.float32, device=device)
-        return zeros.index_copy(0, self.places, scored_values.float())
+        values = scored_values.float()
+        zeros = values.new_zeros(self.num_response_tokens)
+        return zeros.index_copy(0, self.places, values)
 
     def shard(self, exchange: SequenceExchange) -> "PackedBatch":
         """Returns this rank's share of the tokens, with the scored tokens among them.
@@ -251,12 +270,8 @@ def pack(rows: Rows) -> PackedBatch:
     cu_seqlens = offsets_of(lengths_B)
     starts_B = cu_seqlens[:-1]
     num_tokens = int(cu_seqlens[-1])
-    prompt_shifts_B = starts_B - prompt_offsets[:-1]
-    response_shifts_B = starts_B + prompt_lengths_B - response_offsets[:-1]
-    shift_of_prompts = torch.repeat_interleave(prompt_shifts_B, prompt_lengths_B)
-    shift_of_responses = torch.repeat_interleave(response_shifts_B, response_lengths_B)
-    place_of_prompts = shift_of_prompts + torch.arange(len(prompts))
-    place_of_responses = shift_of_responses + torch.arange(len(responses))
+    place_of_prompts = places_from(starts_B, prompt_offsets)
+    place_of_responses = places_from(starts_B + prompt_lengths_B, response_offsets)
     input_ids = prompts.new_empty(num_tokens)
     input_ids[place_of_prompts] = prompts
     input_ids[place_of_responses] = responses

@@ -137,7 +137,7 @@ def require_finite(model: PreTrainedModel, config: ModelConfig, *, key: str) -> 
     A buffer may be infinite, for example that of a mask, but not NaN. Buffers that are not in the
     model's files are not checked.
     """
-    bad: list[str] = []
+    bad = []
     for name, parameter in model.named_parameters():
         if not _is_finite(parameter):
             bad.append(name)
@@ -148,7 +148,9 @@ def require_finite(model: PreTrainedModel, config: ModelConfig, *, key: str) -> 
     if not bad:
         return
     path = os.path.expanduser(config.path)
-    folder = path if Path(path).is_dir() else snapshot_download(path, local_files_only=True)
+    folder = path
+    if not Path(path).is_dir():
+        folder = snapshot_download(path, local_files_only=True)
     places = []
     for file in sorted(Path(folder).glob("*.safetensors")):
         with safe_open(file, "pt") as content:
@@ -201,11 +203,12 @@ def load_hf_config(config: ModelConfig, *, key: str) -> PretrainedConfig:
     path_key = model_setting(key, "path")
     overrides = model_setting(key, "override_config")
     looks_like_path = path.startswith(("/", ".")) or path.count("/") > 1
-    if looks_like_path and not Path(path, "config.json").is_file():
+    config_file = Path(path, "config.json")
+    if looks_like_path and not config_file.is_file():
         raise ValueError(
-            f"{path_key}={config.path}: there is no model "
-            f"({Path(path).absolute() / 'config.json'} does not exist); give the folder of a "
-            "Hugging Face model, or a hub name such as Qwen/Qwen3-0.6B."
+            f"{path_key}={config.path}: there is no model ({config_file.absolute()} does not "
+            "exist); give the folder of a Hugging Face model, or a hub name such as "
+            "Qwen/Qwen3-0.6B."
         )
     if not Path(path).is_dir():
         require_hub_model(path, f"{path_key}={config.path}")
@@ -252,7 +255,7 @@ def _require_no_noise(text_config: PretrainedConfig, model: str, overrides: str)
 
     For the message `model` is key and path, and `overrides` the key of `override_config`.
     """
-    noise: dict[str, float] = {}
+    noise = {}
     for name, value in vars(text_config).items():
         # Classifiers and summaries are heads of transformers, which are not run.
         if name.startswith(("classifier", "summary")):
@@ -264,8 +267,8 @@ def _require_no_noise(text_config: PretrainedConfig, model: str, overrides: str)
         found = ", ".join(f"{name}={value}" for name, value in noise.items())
         advice = " and ".join(f"{overrides}.{name}=0.0" for name in noise)
         raise ValueError(
-            f"{model} trains with {found}: random outputs "
-            f"make the probability ratio of a policy to itself differ from 1; set {advice}."
+            f"{model} trains with {found}: random outputs make the probability ratio of a policy "
+            f"to itself differ from 1; set {advice}."
         )
 
 
@@ -285,8 +288,8 @@ def check_sequence_length(
     kind = "positions"
     rope = getattr(hf_config, "rope_parameters", None) or {}
     # Some models have parameters by the kind of layer.
-    kinds_of_layers = [rope] if "rope_type" in rope else filter(None, rope.values())
-    for of_layers in kinds_of_layers:
+    kinds_of_layers = [rope] if "rope_type" in rope else rope.values()
+    for of_layers in filter(None, kinds_of_layers):
         original = of_layers.get("original_max_position_embeddings") or length
         if of_layers.get("rope_type") == "longrope" and original < limit:
             limit = original
@@ -420,10 +423,11 @@ def check_tokenizer(
         # tokenizer class, which it uses instead of the one that the folder names.
         load_hf_config(config, key=key).save_pretrained(folder)
         exported = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+    readers = {"the run": tokenizer, "an export of it": exported}
     for text in texts:
         ids = reference.encode(text, add_special_tokens=False).ids
         decoded = reference.decode(ids)
-        for name, other in (("the run", tokenizer), ("an export of it", exported)):
+        for name, other in readers.items():
             own_ids = other(text, add_special_tokens=False)["input_ids"]
             own_decoded = other.decode(
                 ids, skip_special_tokens=True, clean_up_tokenization_spaces=False

@@ -40,13 +40,12 @@ class SequenceExchange:
         if num_repeats > 1:
             key = key.repeat_interleave(num_repeats, dim=1)
             value = value.repeat_interleave(num_repeats, dim=1)
-        by_rank = []
-        for heads in (query, key, value):
-            by_rank.append(self._split(heads))  # (s, heads / s, n, D)
+        by_rank = [self._split(heads) for heads in (query, key, value)]  # (s, heads / s, n, D)
         num_own_heads = [heads.size(1) for heads in by_rank]
         to_send = torch.cat(by_rank, dim=1)
         received = self._exchange(to_send)  # (ranks that sent, own heads, n, D)
-        own_query, own_key, own_value = _join(received).split(num_own_heads, dim=1)
+        own_heads = _join(received)
+        own_query, own_key, own_value = own_heads.split(num_own_heads, dim=1)
         return own_query, own_key, own_value
 
     def heads_to_tokens(self, output: Tensor) -> Tensor:

@@ -28,7 +28,8 @@ def attention_heads(text_config: PretrainedConfig) -> list[AttentionHeads]:
         number = config.num_attention_heads
         key_value_number = getattr(config, "num_key_value_heads", None) or number
         size = getattr(config, "head_dim", None) or config.hidden_size // number
-        heads.append(AttentionHeads(number, key_value_number, size))
+        of_layer = AttentionHeads(number, key_value_number, size)
+        heads.append(of_layer)
     return heads
 
 
@@ -54,34 +55,25 @@ class ModelCost:
 
         The model is made on the meta device, without memory.
         """
-        hf_config = hf_config.get_text_config()
+        config = hf_config.get_text_config()
         # Code of the model's own may run, because reading its configuration needed that permission.
-        own_code = type(hf_config).__module__.startswith("transformers_modules.")
+        module_of_config = type(config).__module__
+        own_code = module_of_config.startswith("transformers_modules.")
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=own_code)
-        head = model.get_output_embeddings()
-        embedding = model.get_input_embeddings()
-        ends = {id(head.weight), id(embedding.weight)}
-        active = getattr(hf_config, "num_experts_per_tok", 1)
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=own_code)
+        head = model.get_output_embeddings().weight
+        embedding = model.get_input_embeddings().weight
+        active_experts = getattr(config, "num_experts_per_tok", 1)
         used: list[float] = []
         for parameter in model.parameters():
-            if parameter.ndim < 2 or id(parameter) in ends:
+            is_end = parameter is head or parameter is embedding
+            if is_end or parameter.ndim < 2:
                 continue
             # The experts of a layer are stacked: (experts, out, in).
-            used_share = active / len(parameter) if parameter.ndim == 3 else 1
+            used_share = active_experts / len(parameter) if parameter.ndim == 3 else 1
             used.append(parameter.numel() * used_share)
-        window = getattr(hf_config, "sliding_window", None)
-        kinds = getattr(hf_config, "layer_types", None)
-        if not kinds:
-            kinds = ["sliding_attention"] * hf_config.num_hidden_layers
-        per_pair: Counter[int | None] = Counter()
-        for heads, kind in zip(attention_heads(hf_config), kinds, strict=True):
-            window_of_layer = window if kind == "sliding_attention" else None
-            # A pair is two products of vectors: query with key, and weight with value.
-            per_pair[window_of_layer] += 4 * heads.number * heads.size
-        per_scored_token = 2.0 * head.weight.numel() if with_head else 0.0
-        of_windows = [(float(flops), window) for window, flops in per_pair.items()]
-        return cls(2.0 * sum(used), per_scored_token, tuple(of_windows))
+        per_scored_token = 2.0 * head.numel() if with_head else 0.0
+        return cls(2.0 * sum(used), per_scored_token, _flops_per_pair(config))
 
     def forward(self, lengths_B: Tensor, num_scored_B: Tensor) -> Tensor:
         """Returns the FLOPs of one forward pass over each row, (B,) float64.
@@ -96,6 +88,22 @@ class ModelCost:
             reach = lengths_B.clamp(max=window) if window else lengths_B
             # Each of the first `reach` tokens attends to one more token than the one before it, and
             # each of the others attends to `reach` tokens.
-            num_pairs_B = reach * (reach + 1) // 2 + (lengths_B - reach) * reach
+            first_pairs_B = reach * (reach + 1) // 2
+            other_pairs_B = (lengths_B - reach) * reach
+            num_pairs_B = first_pairs_B + other_pairs_B
             total_B += flops * num_pairs_B.double()
         return total_B
+
+
+def _flops_per_pair(text_config: PretrainedConfig) -> tuple[tuple[float, int | None], ...]:
+    """Returns `ModelCost.per_pair` of a language model."""
+    window = getattr(text_config, "sliding_window", None)
+    kinds = getattr(text_config, "layer_types", None)
+    if not kinds:
+        kinds = ["sliding_attention"] * text_config.num_hidden_layers
+    per_pair: Counter[int | None] = Counter()
+    for heads, kind in zip(attention_heads(text_config), kinds, strict=True):
+        window_of_layer = window if kind == "sliding_attention" else None
+        # A pair is two products of vectors: query with key, and weight with value.
+        per_pair[window_of_layer] += 4 * heads.number * heads.size
+    return tuple((flops, window) for window, flops in per_pair.items())

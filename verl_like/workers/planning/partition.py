@@ -5,7 +5,7 @@ can compute the same plan.
 """
 
 import heapq
-from bisect import bisect_left
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -69,29 +69,32 @@ def pack_into_micro_batches(
         at_least: the least number of micro-batches to make, if there are as many rows. Ranks that
             compute together give the largest number that any of them needs.
     """
-    lengths_B = np.asarray(lengths, dtype=np.int64)
-    if (lengths_B > max_tokens).any():
-        longest = int(lengths_B.argmax())
+    longest = max(lengths, default=0)
+    if longest > max_tokens:
         raise ValueError(
-            f"row {longest} has {lengths_B[longest]} tokens, more than the {max_tokens} of a "
+            f"row {lengths.index(longest)} has {longest} tokens, more than the {max_tokens} of a "
             "micro-batch; raise the *_max_token_len_per_gpu of this pass to at least the longest "
             "sequence."
         )
-    tokens: list[int] = lengths_B.tolist()
-    micro_batches = _first_fit_decreasing(tokens, max_tokens)
-    count = min(max(len(micro_batches), at_least), len(tokens))
-    is_full = lengths_B.sum() >= _FULL * count * max_tokens
-    if len(micro_batches) < len(tokens) and not is_full:
-        even = _longest_first(tokens, count)
-        if max(_totals(even, tokens)) <= max_tokens:
+
+    def num_tokens(micro_batch: list[int]) -> int:
+        return sum(lengths[row] for row in micro_batch)
+
+    num_rows = len(lengths)
+    micro_batches = _first_fit_decreasing(lengths, max_tokens)
+    count = max(len(micro_batches), at_least)
+    count = min(count, num_rows)
+    is_full = sum(lengths) >= _FULL * count * max_tokens
+    if len(micro_batches) < num_rows and not is_full:
+        even = _longest_first(lengths, count)
+        if max(map(num_tokens, even)) <= max_tokens:
             micro_batches = even
     while len(micro_batches) < count:
         largest = max(micro_batches, key=len)
-        half = [largest.pop() for _ in range(len(largest) // 2)]
+        num_moved = len(largest) // 2
+        half = [largest.pop() for _ in range(num_moved)]
         micro_batches.append(half)
-    totals = np.array(_totals(micro_batches, tokens))
-    longest_first = np.argsort(-totals, kind="stable")
-    return [micro_batches[index] for index in longest_first.tolist()]
+    return sorted(micro_batches, key=num_tokens, reverse=True)
 
 
 def balance(work: Sequence[float] | np.ndarray, num_parts: int) -> list[np.ndarray]:
@@ -112,16 +115,20 @@ def balance(work: Sequence[float] | np.ndarray, num_parts: int) -> list[np.ndarr
         return [np.arange(0)] * num_parts
     # Rows without work fill the shares up to the same number of rows, and are left out in the end.
     fillers = np.zeros(-num_rows % num_parts)
-    work_B = np.concatenate([np.asarray(work, dtype=np.float64), fillers])
-    longest_first = _longest_first(work_B.tolist(), num_parts, len(work_B) // num_parts)
-    starts = [_differencing(work_B, num_parts), np.array(longest_first)]
+    work_B = np.concatenate([work, fillers])
+    rows_per_part = len(work_B) // num_parts
+    longest_first = _longest_first(work_B.tolist(), num_parts, rows_per_part)
+    differencing = _differencing(work_B, num_parts)
+    starts = [differencing, np.array(longest_first)]
 
     def largest_load(table: np.ndarray) -> float:
-        return work_B[table].sum(1).max()
+        loads = work_B[table].sum(1)
+        return loads.max()
 
     shares = min(starts, key=largest_load)
     _exchange(shares, work_B)
-    return [rows[rows < num_rows] for rows in np.sort(shares, axis=1)]
+    shares.sort(axis=1)
+    return [rows[rows < num_rows] for rows in shares]
 
 
 def rank_shares(
@@ -137,17 +144,18 @@ def rank_shares(
     number of ranks. Its rows are divided by `balance` if their work is given, and otherwise into
     consecutive parts. No rank gets more of them than the mean, rounded up.
     """
-    of_ranks: list[list[np.ndarray]] = [[] for _ in range(num_ranks)]
+    of_ranks: list[list[np.ndarray]] = [[np.arange(0)] for _ in range(num_ranks)]
     for first in range(0, num_rows, num_mini_batch_rows):
-        rows = np.arange(first, min(first + num_mini_batch_rows, num_rows))
+        end = min(first + num_mini_batch_rows, num_rows)
         if work_B is None:
+            rows = np.arange(first, end)
             shares = np.array_split(rows, num_ranks)
         else:
-            work = np.asarray(work_B)[rows]
-            shares = [first + share for share in balance(work, num_ranks)]
+            balanced = balance(work_B[first:end], num_ranks)
+            shares = [first + share for share in balanced]
         for of_rank, share in zip(of_ranks, shares, strict=True):
             of_rank.append(share)
-    return [np.concatenate([np.arange(0), *shares]) for shares in of_ranks]
+    return [np.concatenate(shares) for shares in of_ranks]
 
 
 def num_groups(size: int, total: int, of: str, *, key: str) -> int:
@@ -169,27 +177,21 @@ def require_shares_of_heads(hf_config: PretrainedConfig, size: int, key: str) ->
     num_groups(size, heads, what, key=key)
 
 
-def _totals(parts: list[list[int]], work: Sequence[float]) -> list[float]:
-    """Returns the sum of the work of each part's rows."""
-    return [sum(map(work.__getitem__, rows)) for rows in parts]
-
-
-def _first_fit_decreasing(lengths: list[int], capacity: int) -> list[list[int]]:
+def _first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Puts each row, the longest first, into the first bin that has room for it.
 
     This fills one bin after the other: a bin gets the longest remaining row that fits, again and
     again. The bins are the same, but each row costs only a binary search.
     """
-    num_rows = len(lengths)
-    # One number stands for length and row, so that sorting orders rows by length.
-    left = sorted(length * num_rows + row for row, length in enumerate(lengths))
-    bins: list[list[int]] = []
-    while left:
+    length_of = lengths.__getitem__
+    shortest_first = sorted(range(len(lengths)), key=length_of)
+    bins = []
+    while shortest_first:
         rows = []
         room = capacity
-        while fitting := bisect_left(left, (room + 1) * num_rows):
-            length, row = divmod(left.pop(fitting - 1), num_rows)
-            room -= length
+        while num_fitting := bisect_right(shortest_first, room, key=length_of):
+            row = shortest_first.pop(num_fitting - 1)
+            room -= lengths[row]
             rows.append(row)
         bins.append(rows)
     return bins
@@ -204,8 +206,8 @@ def _longest_first(
     """
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     loads = [(0.0, part) for part in range(num_parts)]  # a heap
-    longest_first = sorted(range(len(work)), key=work.__getitem__, reverse=True)
-    for row in longest_first:
+    rows = range(len(work))
+    for row in sorted(rows, key=work.__getitem__, reverse=True):
         load, part = loads[0]
         parts[part].append(row)
         if len(parts[part]) == max_rows:
@@ -224,21 +226,25 @@ def _differencing(work_B: np.ndarray, num_parts: int) -> np.ndarray:
     """
     groups = []
     longest_first = np.argsort(-work_B, kind="stable")
-    for number, rows in enumerate(longest_first.reshape(-1, num_parts)):
+    rows_of_groups = longest_first.reshape(-1, num_parts)
+    for number, rows in enumerate(rows_of_groups):
         loads = work_B[rows]  # the work of each part, the heaviest first
         difference = loads[-1] - loads[0]  # negative, so that the heap has the largest one first
-        groups.append((difference, number, loads, rows[:, None]))
+        group = (difference, number, loads, rows[:, None])
+        groups.append(group)
     heapq.heapify(groups)
     while len(groups) > 1:
         _, number, loads, rows = heapq.heappop(groups)
         _, _, other_loads, other_rows = heapq.heappop(groups)
         loads = loads + other_loads[::-1]
+        joined = np.concatenate([rows, other_rows[::-1]], axis=1)
         heaviest_first = np.argsort(-loads, kind="stable")
         loads = loads[heaviest_first]
-        joined = np.concatenate([rows, other_rows[::-1]], axis=1)
         difference = loads[-1] - loads[0]
-        heapq.heappush(groups, (difference, number, loads, joined[heaviest_first]))
-    return groups[0][3]
+        group = (difference, number, loads, joined[heaviest_first])
+        heapq.heappush(groups, group)
+    _, _, _, table = groups[0]
+    return table
 
 
 def _exchange(shares: np.ndarray, work_B: np.ndarray) -> None:
@@ -254,18 +260,22 @@ def _exchange(shares: np.ndarray, work_B: np.ndarray) -> None:
     stale = 0
     stride = 1 + shares.shape[1] // _WIDTH
     for number in range(_ROUNDS):
-        is_even = loads.max() <= (1 + _TOLERANCE) * loads.mean()
-        if is_even or stale == _PATIENCE:
+        even_enough = (1 + _TOLERANCE) * loads.mean()
+        if loads.max() <= even_enough or stale == _PATIENCE:
             return
         heaviest_first = np.argsort(-loads, kind="stable")
+        lightest_first = heaviest_first[::-1]
         heavy = heaviest_first[:half]
-        light = np.roll(heaviest_first[::-1][:half], -number)
+        light = np.roll(lightest_first[:half], -number)
         first = number % stride
-        gap = loads[heavy] - loads[light]
-        heavy_work = work_B[shares[heavy, first::stride]]
-        light_work = work_B[shares[light, first::stride]]
+        heavy_rows = shares[heavy, first::stride]
+        light_rows = shares[light, first::stride]
+        heavy_work = work_B[heavy_rows]
+        light_work = work_B[light_rows]
         moved = heavy_work[:, :, None] - light_work[:, None, :]  # by an exchange of two rows
-        distance = np.abs(moved - gap[:, None, None] / 2)
+        gap = loads[heavy] - loads[light]
+        half_gap = gap[:, None, None] / 2
+        distance = np.abs(moved - half_gap)
         nearest = distance.reshape(half, -1).argmin(1)
         mine, theirs = np.divmod(nearest, moved.shape[2])
         moved = moved[np.arange(half), mine, theirs]
@@ -275,10 +285,12 @@ def _exchange(shares: np.ndarray, work_B: np.ndarray) -> None:
         moved = moved[helps]
         mine = mine[helps] * stride + first
         theirs = theirs[helps] * stride + first
-        heavy_rows = shares[heavy, mine]
+        given = shares[heavy, mine]
         shares[heavy, mine] = shares[light, theirs]
-        shares[light, theirs] = heavy_rows
+        shares[light, theirs] = given
         loads[heavy] -= moved
         loads[light] += moved
-        stale = 0 if loads.max() < best else stale + 1
-        best = min(best, loads.max())
+        stale += 1
+        if loads.max() < best:
+            best = loads.max()
+            stale = 0
