@@ -75,8 +75,9 @@ class Scored:
     ) -> "Scored":
         """Adds columns to the view, or replaces those that have the same names, and adds
         metrics."""
+        batch = view_with(self.batch, columns)
         merged = merge_metrics([self.metrics, metrics or {}])
-        return replace(self, batch=view_with(self.batch, columns), metrics=merged)
+        return replace(self, batch=batch, metrics=merged)
 
 
 @dataclass(frozen=True)
@@ -171,29 +172,33 @@ class ExperienceMaker:
         The calls are all submitted before the first result is awaited, so those on separate pools
         run at the same time.
         """
-        config = self.config
+        plan = self.config.plan
+        trainer = self.config.trainer
         batch = of_present_kind(generated).batch
-        if config.actor_rollout_ref.rollout.free_cache_engine and not config.trainer.max_staleness:
+        frees_memory = self.config.actor_rollout_ref.rollout.free_cache_engine
+        if frees_memory and not trainer.max_staleness:
             self.groups[Role.Rollout].sleep()
 
-        work = RowWork.of(batch, self.model_cost, balance=config.trainer.balance_batch)
+        work = RowWork.of(batch, self.model_cost, balance=trainer.balance_batch)
         pending: list[Any] = []
-        if config.plan.needs_old_log_probs:
+        if plan.needs_old_log_probs:
             actor = self.groups[Role.Actor]
             pending.append(work.submit(actor.compute_log_prob, batch))
-        if config.plan.role_of_reference:
-            reference = self.groups[config.plan.role_of_reference]
+        if plan.role_of_reference:
+            reference = self.groups[plan.role_of_reference]
             pending.append(work.submit(reference.compute_ref_log_prob, batch))
         if teacher := self.groups.get(Role.Teacher):
             pending.append(work.submit(teacher.compute_teacher_log_prob, batch))
         if critic := self.groups.get(Role.Critic):
             pending.append(work.submit(critic.compute_values, batch))
-        for role in config.plan.reward_models_by_role:
-            model_scores = work.submit(self.groups[role].compute_rm_score, batch)
+        for role in plan.reward_models_by_role:
+            reward_model = self.groups[role]
+            model_scores = work.submit(reward_model.compute_rm_score, batch)
             pending.append(scoring.ModelScores(role, model_scores))
-        for role in config.plan.custom_roles:
+        for role in plan.custom_roles:
             # This call keeps the batch's own order, so that the samples of a prompt stay together.
-            pending.append(self.groups[role].annotate.remote(batch))
+            group = self.groups[role]
+            pending.append(group.annotate.remote(batch))
         if generated.scores:
             pending.append(generated.scores.complete(batch))
         rows, metrics = self.collect(batch, pending)
@@ -223,10 +228,11 @@ class ExperienceMaker:
             pending.append(generated.scores.complete(batch))
         rows, scoring_metrics = self.collect(batch, pending)
         rewards = padded(rows, [*self.reward_columns, "is_skipped"])
-        scores_B = scoring.total_scores(rewards, self.reward_columns).sum(-1)
+        scores_BR = scoring.total_scores(rewards, self.reward_columns)
         is_skipped_B = rows.tensor_batch.get("is_skipped", torch.tensor(False))
-        scores_B = scores_B.masked_fill(is_skipped_B, 0.0)
-        return rows, scores_B, merge_metrics([generated.metrics, scoring_metrics])
+        scores_B = scores_BR.sum(-1).masked_fill(is_skipped_B, 0.0)
+        metrics = merge_metrics([generated.metrics, scoring_metrics])
+        return rows, scores_B, metrics
 
     def load_weights(self, weights: Weights, checks_first: bool = True, drain: bool = True) -> None:
         """Has the rollout engines load weights and check them against the actor's fingerprint.
@@ -275,9 +281,9 @@ class ExperienceMaker:
         assert more_prompts, "dynamic sampling replaces prompts by others"
         num_wanted = len(prompts) * n
         meta_info = prompts.meta_info
-        differing: list[DataProto] = []
-        equal: list[DataProto] = []
-        metrics: list[Mapping[str, Metric]] = []
+        differing = []
+        equal = []
+        metrics = []
         while True:
             generated = self.generate_with_baselines(prompts, generation)
             assert generated.scores, "only rules score before the whole batch is there"
@@ -295,21 +301,26 @@ class ExperienceMaker:
         all_samples = concat_samples([*differing, *equal])
         batch = select_samples(all_samples, 0, num_wanted)
         num_equal = sum(map(count_samples, equal))
+        num_filler = max(0, num_wanted - num_differing)
+        num_surplus = max(0, num_differing - num_wanted)
         counts = {
             "rollout/num_prompt_batches": Metric.sum(len(differing)),
             "rollout/num_equal_groups": Metric.sum(num_equal // n),
-            "rollout/num_filler_groups": Metric.sum(max(0, num_wanted - num_differing) // n),
-            "rollout/num_surplus_groups": Metric.sum(max(0, num_differing - num_wanted) // n),
+            "rollout/num_filler_groups": Metric.sum(num_filler // n),
+            "rollout/num_surplus_groups": Metric.sum(num_surplus // n),
         }
-        return Generated(batch, None, merge_metrics([*metrics, counts]))
+        merged = merge_metrics([*metrics, counts])
+        return Generated(batch, None, merged)
 
     def with_scores(self, generated: Generated) -> Generated:
         """Waits for the rules' scores and returns the same responses with them as columns."""
         batch = of_present_kind(generated).batch
         if not generated.scores:
             return generated
-        scored, metrics = self.collect(batch, [generated.scores.complete(batch)])
-        return Generated(scored, None, merge_metrics([generated.metrics, metrics]))
+        pending = generated.scores.complete(batch)
+        scored, metrics = self.collect(batch, [pending])
+        merged = merge_metrics([generated.metrics, metrics])
+        return Generated(scored, None, merged)
 
     def generate_with_baselines(
         self, prompts: DataProto, generation: Future[DataProto] | None = None
@@ -343,11 +354,14 @@ class ExperienceMaker:
         `generation` is what `begin` returned for the prompts, if they are being generated already.
         """
         generation = generation or self.begin(prompts)
-        scores = PendingScores(self.rule_scorer, prompts, num_samples) if self.rule_scorer else None
+        scores = None
+        if self.rule_scorer:
+            scores = PendingScores(self.rule_scorer, prompts, num_samples)
         for finished in generation.stream():
             if scores:
                 scores.add(finished)
-        repeated = prompts.select(batch_keys=[]).repeat(num_samples, interleave=True)
+        without_tensors = prompts.select(batch_keys=[])
+        repeated = without_tensors.repeat(num_samples)
         batch, metrics = self.collect(repeated, [generation])
         return Generated(batch, scores, metrics)
 
@@ -428,10 +442,12 @@ class ExperienceMaker:
         weights_BR, kept_BR, values = compute_rollout_correction_and_rejection_mask(
             columns["old_log_probs"], columns["rollout_log_probs"], columns["response_mask"], config
         )
-        made: dict[str, Tensor] = {}
+        made = {}
         if weights_BR is not None:
             made["rollout_is_weights"] = weights_BR
-        metrics = {name: Metric.mean(value) for name, value in values.items()}
+        metrics = {}
+        for name, value in values.items():
+            metrics[name] = Metric.mean(value)
         corrected = rewarded.with_columns(made, metrics)
         return replace(corrected, kept_BR=kept_BR if config.rollout_rs else None)
 
@@ -473,7 +489,8 @@ class ExperienceMaker:
         policy_loss = get_policy_loss_fn(policy.actor.policy_loss.loss_mode)
         loss_options = read_options(policy_loss, actor_rollout_ref=policy)
         if select_tokens := getattr(loss_options, "select_tokens", None):
-            generator = torch.Generator().manual_seed(estimated.batch.meta_info["global_steps"])
+            step = estimated.batch.meta_info["global_steps"]
+            generator = torch.Generator().manual_seed(step)
             made["selected_tokens"] = select_tokens(
                 columns["old_log_probs"], columns["advantages"], mask_BR, generator
             )

@@ -99,19 +99,25 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
     check_models(config)
     starts_ray = not cluster_address(config.ray_kwargs.ray_init.address)
     if starts_ray:
-        warning = check_object_store(step_bytes(config))
-        if warning:
+        needed = step_bytes(config)
+        if warning := check_object_store(needed):
             say(warning)
     tokenizer = pretrained.load_tokenizer(config.actor_rollout_ref.model)
     train_dataset = load_dataset(config, tokenizer, "train")
     val_dataset = load_dataset(config, tokenizer, "val")
     ptx_dataset = load_ptx_dataset(config, tokenizer)
-    _check_texts(config, tokenizer, train_dataset, val_dataset, ptx_dataset)
+    # Pairs (token, place).
+    highest_tokens = [train_dataset.highest_token, val_dataset.highest_token]
+    if ptx_dataset:
+        highest_tokens.append(ptx_dataset.highest_token)
+    check_tokens(config, tokenizer, max(highest_tokens))
+    check_tokenizer(config, tokenizer, train_dataset)
     if config.trainer.max_staleness and not config.has_makers:
         # A checkpoint then holds rows with all their fields, so it must be possible to write them.
-        first_row = train_dataset.collate([train_dataset[0]], epoch=0)
+        first_row = train_dataset[0]
+        batch = train_dataset.collate([first_row], epoch=0)
         with tempfile.TemporaryDirectory() as folder:
-            first_row.save_to_disk(f"{folder}/row")
+            batch.save_to_disk(f"{folder}/row")
     config = with_training_steps(config, len(train_dataset))
     mapping = build_role_worker_mapping(config, own_classes)
     scorer = start_scorer(config, cleanup, tokenizer, train_dataset, val_dataset, mapping)
@@ -129,23 +135,6 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
         notes=tuple(notes),
         ptx_dataset=ptx_dataset,
     )
-
-
-def _check_texts(
-    config: PPOConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    train_dataset: PromptDataset,
-    val_dataset: PromptDataset,
-    ptx_dataset: ConversationDataset | None,
-) -> None:
-    """Checks the tokens of the data, and the tokenizer. Raises ValueError as `check_tokens` and
-    `check_tokenizer` do."""
-    # Pairs (token, place).
-    highest_tokens = [train_dataset.highest_token, val_dataset.highest_token]
-    if ptx_dataset:
-        highest_tokens.append(ptx_dataset.highest_token)
-    check_tokens(config, tokenizer, max(highest_tokens))
-    check_tokenizer(config, tokenizer, train_dataset)
 
 
 def check_tokenizer(
@@ -264,17 +253,19 @@ def check_policy_loss(config: PPOConfig, own_classes: Mapping[str, type[Worker]]
     by role."""
     actor = config.actor_rollout_ref.actor
     name = actor.policy_loss.loss_mode
-    modes = get_type_hints(get_policy_loss_fn(name)).get("loss_agg_mode")
-    if get_origin(modes) is Literal and actor.loss_agg_mode not in get_args(modes):
+    type_hints = get_type_hints(get_policy_loss_fn(name))
+    hint = type_hints.get("loss_agg_mode")
+    modes = get_args(hint)
+    if get_origin(hint) is Literal and actor.loss_agg_mode not in modes:
         raise ValueError(
             f"actor_rollout_ref.actor.loss_agg_mode={actor.loss_agg_mode}: the policy loss {name} "
-            f"is defined only for {' and '.join(get_args(modes))}; set that"
+            f"is defined only for {' and '.join(modes)}; set that"
         )
-    written: set[str] = set()
+    missing = set(config.plan.loss_needs)
     for worker_class in own_classes.values():
         for method in registered_methods(worker_class).values():
-            written.update(method.writes or ())
-    if "teacher_log_prob" in config.plan.loss_needs - written and not config.plan.needs_teacher:
+            missing.difference_update(method.writes or ())
+    if "teacher_log_prob" in missing and not config.plan.needs_teacher:
         raise ValueError(
             f"actor_rollout_ref.actor.policy_loss.loss_mode={name} needs teacher_log_prob, which "
             "no role of this run writes: add a custom role that does or, where the loss has that "
@@ -314,8 +305,9 @@ def check_environment(config: PPOConfig) -> None:
     ray_init = config.ray_kwargs.ray_init
     if not cluster_address(ray_init.address):
         device = config.trainer.device
-        pools = build_resource_pools(config).resource_pool_dict.values()
-        check_machine(list(pools), device, ray_init.num_cpus, keys="resource_pool_spec")
+        manager = build_resource_pools(config)
+        pools = list(manager.resource_pool_dict.values())
+        check_machine(pools, device, ray_init.num_cpus, keys="resource_pool_spec")
         if engine in VLLM_ENGINES:
             require_vllm_for(device)
 
@@ -402,7 +394,8 @@ def check_model_of_role(config: PPOConfig, key: str, model: ModelConfig) -> None
     size = 1
     if role != Role.RewardModel:
         size_key, size = sequence_parallel(config, role)
-        require_shares_of_heads(pretrained.load_hf_config(model, key=key), size, size_key)
+        hf_config = pretrained.load_hf_config(model, key=key)
+        require_shares_of_heads(hf_config, size, size_key)
     if role not in config.worker_classes:
         makes_head = model_class is ValueModel
         check_model(
@@ -444,11 +437,13 @@ def check_engine_reads(config: PPOConfig) -> None:
 def check_teacher(model: PolicyModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises ValueError unless the teacher has the tokenizer of the policy. Its embeddings may have
     more rows than the tokenizer has tokens, as padding."""
-    hf_config = pretrained.load_hf_config(model, key=TEACHER_PATH).get_text_config()
+    hf_config = pretrained.load_hf_config(model, key=TEACHER_PATH)
+    vocab_size = hf_config.get_text_config().vocab_size
     # A teacher that is too small may have no tokenizer.
-    is_own = hf_config.vocab_size >= len(tokenizer)
+    is_own = vocab_size >= len(tokenizer)
     if is_own:
-        is_own = pretrained.load_tokenizer(model).get_vocab() == tokenizer.get_vocab()
+        own_tokenizer = pretrained.load_tokenizer(model)
+        is_own = own_tokenizer.get_vocab() == tokenizer.get_vocab()
     if not is_own:
         raise ValueError(
             f"{TEACHER_PATH}={model.path}: the tokenizer of the teacher is not that of the "
@@ -479,10 +474,8 @@ def load_dataset(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, part: st
 def prompt_sampler(config: PPOConfig, prompts: PromptDataset) -> EpochSampler:
     """Returns the sampler that says which prompts are in which batch."""
     data = config.data
-    trainer = config.trainer
-    return EpochSampler(
-        len(prompts), data.train_batch_size, seed=trainer.seed, shuffle=data.shuffle
-    )
+    seed = config.trainer.seed
+    return EpochSampler(len(prompts), data.train_batch_size, seed, data.shuffle)
 
 
 def load_ptx_dataset(
@@ -521,8 +514,9 @@ def start_reward_manager(config: PPOConfig) -> RewardManager:
     """Starts the reward processes with the reward function of the configuration."""
     function = config.custom_reward_function
     reward = config.reward
+    spec = RewardFunctionSpec(function.path, function.name, function.reward_kwargs, config.plugins)
     return RewardManager(
-        RewardFunctionSpec(function.path, function.name, function.reward_kwargs, config.plugins),
+        spec,
         num_workers=reward.num_workers,
         timeout_s=reward.timeout_s,
         on_error=reward.on_error,

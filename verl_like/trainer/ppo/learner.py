@@ -4,13 +4,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from verl_like.data.conversations import ConversationDataset
 from verl_like.data.sampler import EpochSampler
-from verl_like.protocol import DataProto, Future, Metric
+from verl_like.protocol import DataProto, Metric
 from verl_like.single_controller import Ordered
 from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer.config.roles import Role
@@ -67,14 +66,16 @@ class Learner:
         part, num_parts = batch.meta_info.get("part_of_step", (1, 1))
         balance = work.metrics(self.actor.update_actor, self.num_actor_samples)
         metrics = balance | self.staleness(batch)
-        pending: list[Future[Any]] = []
+        pending = []
         if self.critic:
             size = self.num_critic_samples
-            pending.append(work.submit(self.critic.update_critic, batch, size))
+            update = work.submit(self.critic.update_critic, batch, size)
+            pending.append(update)
         if self.version >= self.config.trainer.critic_warmup:
             size = self.num_actor_samples
             ptx_rows = self.ptx_rows(batch, work)
-            pending.append(work.submit(self.actor.update_actor, batch, size, *ptx_rows))
+            update = work.submit(self.actor.update_actor, batch, size, *ptx_rows)
+            pending.append(update)
         if part == num_parts:
             self.version += 1
         return Update(pending, metrics)
@@ -94,10 +95,11 @@ class Learner:
         size = self.config.data.ptx_batch_size
         part, num_parts = batch.meta_info.get("part_of_step", (1, 1))
         num_optimizer_steps = math.ceil(work.num_samples / self.num_actor_samples)
-        num_parts_before = (self.version - trainer.critic_warmup) * num_parts + part - 1
+        num_steps_before = self.version - trainer.critic_warmup
+        num_parts_before = num_steps_before * num_parts + part - 1
         first = num_parts_before * num_optimizer_steps
         sampler = EpochSampler(len(self.ptx_dataset), size, trainer.seed)
-        numbers: list[int] = []
+        numbers = []
         for optimizer_step in range(first, first + num_optimizer_steps):
             _epoch, rows = sampler.batch(optimizer_step * num_trainers + index)
             numbers.extend(rows)
@@ -126,7 +128,7 @@ class Learner:
                 "the responses have no column policy_version, so how old they are is not known; a "
                 "custom rollout worker has to write it, see docs/columns.md"
             )
-        oldest_B: list[int] = []
+        oldest_B = []
         for spans in batch.non_tensor_batch["policy_version"]:
             oldest_B.append(min(version for version, _start, _end in spans))
         staleness_B = self.version - np.array(oldest_B)

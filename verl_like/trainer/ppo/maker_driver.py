@@ -1,5 +1,6 @@
 """The driver of a maker: it starts the worker groups, builds the maker on them, and validates."""
 
+import functools
 from dataclasses import dataclass
 from typing import Any, Generic, Self, TypeVar
 
@@ -121,10 +122,9 @@ class MakerDriver(Generic[RecorderT]):
         prompts.meta_info |= {"validate": True, "global_steps": self.global_step}
         num_samples = self.config.actor_rollout_ref.rollout.val_kwargs.n
         batch, scores_B, metrics = self.maker.generate_and_score(prompts, num_samples)
-
-        def shown(row: int) -> dict[str, str]:
-            return generation_of_row(row, batch, scores_B, self.tokenizer)
-
+        shown = functools.partial(
+            generation_of_row, batch=batch, scores_B=scores_B, tokenizer=self.tokenizer
+        )
         num_shown = self.config.trainer.log_val_generations
         self.recorder.show_generations(self.global_step, len(batch), shown, num_shown)
         found = validation_metrics(batch, scores_B)

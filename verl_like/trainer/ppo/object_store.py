@@ -45,7 +45,8 @@ def step_bytes(config: PPOConfig) -> dict[str, int]:
     row_bytes = 0
     for column in COLUMNS.values():
         if column.kind == "tensor" and column.name not in VERL_COLUMNS:
-            column_bytes = size[column.dtype] * length[column.dims[-1]]
+            width = column.dims[-1]
+            column_bytes = size[column.dtype] * length[width]
             row_bytes += times_made.get(column.writer, 1) * column_bytes
     rollout = config.actor_rollout_ref.rollout
     num_rows = data.train_batch_size * rollout.n
@@ -69,7 +70,8 @@ def _exported(role: str, model: ModelSize, dtype: str) -> dict[str, int]:
     if model.has_adapter:
         what = "adapter"
         number = model.trained
-    return {f"{what} of the {role}, {dtype}": number * getattr(torch, dtype).itemsize}
+    num_bytes = number * getattr(torch, dtype).itemsize
+    return {f"{what} of the {role}, {dtype}": num_bytes}
 
 
 def check_object_store(needed: dict[str, int]) -> str | None:
@@ -83,10 +85,11 @@ def check_object_store(needed: dict[str, int]) -> str | None:
     shared = get_shared_memory_bytes()
     folder = get_default_system_temp_dir()
     on_disk = shared < size
-    room = min(size, shutil.disk_usage(folder).free) if on_disk else size
     total = sum(needed.values())
+    room = size
     where = f"/dev/shm, which has {_gib(shared)}"
     if on_disk:
+        room = min(size, shutil.disk_usage(folder).free)
         where = f"{folder}, for /dev/shm has {_gib(shared)}"
     if total > room:
         terms = "\n".join(f"  {what:<60} {_gib(amount):>12}" for what, amount in needed.items())

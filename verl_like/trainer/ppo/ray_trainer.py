@@ -76,7 +76,8 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
         self.maker = self.build_maker()
         self.learner = self.build_learner()
         self.trained = self.learner.trained
-        self.recorder.show_placement(placement_rows(self.placement))  # waits for the processes
+        rows = placement_rows(self.placement)  # waits for the processes
+        self.recorder.show_placement(rows)
         load_models(self.groups, self.config.trainer.device)
         if self.recorder.resumed:
             self.restore(self.recorder.resumed.checkpoint)
@@ -125,9 +126,10 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
             prompts = self.prompts_of(self.upcoming_batch)
         else:
             prompts = self.next_prompts()
-        upcoming: DataProto | None = None
+        upcoming = None
         self.upcoming_batch = self.num_prompt_batches
-        if self.config.trainer.max_staleness and self.global_step < self.last_step:
+        has_next_step = self.global_step < self.last_step
+        if self.config.trainer.max_staleness and has_next_step:
             upcoming = of_step(self.next_prompts(), self.global_step + 1)
 
         epoch = Metric(prompts.meta_info["epoch"], "max")
@@ -206,7 +208,7 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
     @property
     def groups_with_state(self) -> dict[str, WorkerGroup]:
         """The groups of roles that are not trained here, but have a state in checkpoints."""
-        found: dict[str, WorkerGroup] = {}
+        found = {}
         for role, group in self.groups.items():
             if role not in self.trained and hasattr(group, "save_checkpoint"):
                 found[role] = group
@@ -227,7 +229,8 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
         self.num_prompt_batches = state["num_prompt_batches"]
         self.upcoming_batch = state["upcoming_batch"]
         self.maker.kl_controller.value = state["kl_coef"]
-        for note in self.learner.restore(checkpoint.folder, state["version"]):
+        notes = self.learner.restore(checkpoint.folder, state["version"])
+        for note in notes:
             self.recorder.say(note)
         for role, group in self.groups_with_state.items():
             group.load_checkpoint(str(checkpoint.folder / role / "checkpoint"))

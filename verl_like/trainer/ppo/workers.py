@@ -65,7 +65,7 @@ def build_role_worker_mapping(
         if role != Role.RewardModel:
             arguments["model_key"] = reward_model_key(role)
         built_in[role] = (reward_model_class, arguments)
-    mapping: dict[str, RayClassWithInitArgs] = {}
+    mapping = {}
     pool_of_rollout = config.role_mapping.get(Role.Rollout)
     for role in config.plan.active_roles:
         worker_class, arguments = built_in.get(role, (Worker, {"config": config}))
@@ -102,7 +102,8 @@ def import_worker_class(role: str, path: str) -> type[Worker]:
             f"worker_classes.{role}={path} is not a Worker: subclass "
             "verl_like.single_controller.worker.Worker."
         )
-    if role not in set(Role) and "annotate" not in registered_methods(worker_class):
+    is_custom = role not in set(Role)
+    if is_custom and "annotate" not in registered_methods(worker_class):
         raise ValueError(
             f"worker_classes.{role}={path} has no registered method annotate, by which a custom "
             "role adds columns to the batch: add one, or correct the name of the role."
@@ -120,7 +121,9 @@ def build_resource_pools(
     """
     roles = roles or config.plan.active_roles
     mapping = {role: config.role_mapping[role] for role in roles}
-    nodes_of_pool = {name: list(nodes) for name, nodes in config.resource_pool_spec.items()}
+    nodes_of_pool = {}
+    for name, nodes in config.resource_pool_spec.items():
+        nodes_of_pool[name] = list(nodes)
     pool_of_groups = [pool for pool, _roles in process_groups(mapping)]
     max_colocate_count = max(pool_of_groups.count(pool) for pool in pool_of_groups)
     return ResourcePoolManager(
