@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from verl_like.algorithms.advantages import AdvantageOptions, get_adv_estimator_fn
 from verl_like.algorithms.policy_losses import get_policy_loss_fn
@@ -91,7 +91,7 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
     No worker runs yet, so what the user has to change is known within seconds. It is raised as
     ValueError or RewardError.
     """
-    own_classes: dict[str, type[Worker]] = {}
+    own_classes = {}
     for role, path in config.worker_classes.items():
         own_classes[role] = import_worker_class(role, path)
     check_policy_loss(config, own_classes)
@@ -170,7 +170,7 @@ def start_scorer(
     if rows have no reward, or if the configuration names a reward that the run does not have.
     """
     scorer = None
-    numbers: list[str] = []
+    numbers = []
     scores_every_row = config.custom_reward_function.path is not None
     num_rows = len(train_dataset) + len(val_dataset)
     num_without_rule = 0
@@ -349,7 +349,7 @@ def used_models(config: PPOConfig) -> dict[str, ModelConfig]:
 def check_models(config: PPOConfig) -> None:
     """Raises ValueError for models that are missing or do not fit the settings, or each other."""
     models = used_models(config)
-    configs: dict[str, PretrainedConfig] = {}
+    configs = {}
     for key, model in models.items():
         hf_config = pretrained.load_hf_config(model, key=key)
         configs[key] = hf_config.get_text_config()

@@ -28,7 +28,6 @@ def step_bytes(config: PPOConfig) -> dict[str, int]:
     """
     data = config.data
     length = {"P": data.max_prompt_length, "R": data.max_response_length, "B": 1}
-    size = {"int64": 8, "float32": 4, "bool": 1}
     correction = config.algorithm.rollout_correction
     loss_needs = config.plan.loss_needs
     times_made = {
@@ -46,8 +45,8 @@ def step_bytes(config: PPOConfig) -> dict[str, int]:
     for column in COLUMNS.values():
         if column.kind == "tensor" and column.name not in VERL_COLUMNS:
             width = column.dims[-1]
-            column_bytes = size[column.dtype] * length[width]
-            row_bytes += times_made.get(column.writer, 1) * column_bytes
+            num_bytes = getattr(torch, column.dtype).itemsize * length[width]
+            row_bytes += times_made.get(column.writer, 1) * num_bytes
     rollout = config.actor_rollout_ref.rollout
     num_rows = data.train_batch_size * rollout.n
     needed = {f"2 * {num_rows} rows of at most {row_bytes:,} bytes": 2 * num_rows * row_bytes}

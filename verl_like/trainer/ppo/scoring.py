@@ -178,12 +178,12 @@ def groups_differ(batch: DataProto, metric: str) -> Tensor:
     returned beside it. Raises ValueError if there is no such number.
     """
     view = view_of_samples(batch)
-    rewards_B = view.tensor_batch["rule_scores"].sum(-1)
-    numbers = {"reward": rewards_B.numpy()} | extra_numbers(view)
+    rewards = view.tensor_batch["rule_scores"].sum(-1)
+    numbers = {"reward": rewards.numpy()} | extra_numbers(view)
     require_metric(metric, numbers)
     # (B, 1), because PromptGroups takes values and a mask by token: here each response has one.
-    values_B = torch.from_numpy(numbers[metric])
-    values = values_B.unsqueeze(-1)
+    compared = torch.from_numpy(numbers[metric])
+    values = compared.unsqueeze(-1)
     is_skipped = view.tensor_batch["is_skipped"].unsqueeze(-1)
     is_scored = ~is_skipped & ~values.isnan()
     uids = view.non_tensor_batch["uid"]

@@ -149,7 +149,7 @@ def start_groups(
     """
     pools.create_resource_pool()
     groups: dict[str, WorkerGroup] = {}
-    placement: list[PlacedGroup] = []
+    placement = []
     pool_of_role = {role: config.role_mapping[role] for role in mapping}
     for pool, roles in process_groups(pool_of_role):
         class_of_role = {role: mapping[role] for role in roles}

@@ -19,6 +19,7 @@ from rich.progress import (
 from rich.table import Table
 
 from verl_like.trainer.run.display import Display, printable
+from verl_like.trainer.run.tracking import Row
 
 
 class RunConsole:
@@ -71,7 +72,7 @@ class RunConsole:
         self.progress.update(self.task, total=total_steps)
         self.progress.start_task(self.task)
 
-    def show_step(self, step: int, total_steps: int, metrics: dict[str, float]) -> None:
+    def show_step(self, step: int, total_steps: int, metrics: Row) -> None:
         """Prints the line of a step."""
         shown = []
         for label, names, template in self.display.step_line:
@@ -92,7 +93,7 @@ class RunConsole:
         self.console.print("  ".join(line))
         self.progress.update(self.task, completed=step)
 
-    def show_validation(self, step: int, metrics: dict[str, float]) -> None:
+    def show_validation(self, step: int, metrics: Row) -> None:
         """Prints the lines of a validation that is not part of a step."""
         for shown in _validation(metrics):
             self.console.print(f"[bold cyan]validation at step {step}[/]  [bold]{shown}[/]")
@@ -102,10 +103,11 @@ class RunConsole:
         self.progress.stop()
 
 
-def _validation(metrics: dict[str, float]) -> list[str]:
+def _validation(metrics: Row) -> list[str]:
     """The name and the value of each metric of a validation, as text."""
     shown = []
     for name, value in metrics.items():
         if name.startswith("val-core/"):
-            shown.append(f"{escape(printable(name))} {value:.3f}")
+            shown_name = escape(printable(name))
+            shown.append(f"{shown_name} {value:.3f}")
     return shown

@@ -43,5 +43,8 @@ def printable(text: str) -> str:
     A control character could change the state of a terminal. A lone surrogate cannot be written to
     a file or drawn.
     """
-    shown = [char if char.isprintable() or char == "\n" else " " for char in text]
+    shown = []
+    for char in text:
+        stays = char.isprintable() or char == "\n"
+        shown.append(char if stays else " ")
     return "".join(shown)

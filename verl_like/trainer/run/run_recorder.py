@@ -6,6 +6,7 @@ import json
 import math
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime
@@ -66,9 +67,8 @@ class RunRecorder:
         self.config = config
         self.display = display
         self.resumed = resumed
-        state: dict[str, Any] = {}
+        state = resumed.checkpoint.state if resumed else {}
         if resumed:
-            state = resumed.checkpoint.state
             self.run_dir = resumed.run_dir
             self.lock = resumed.lock
             checkpoint.remove_partial(self.run_dir)
@@ -94,14 +94,15 @@ class RunRecorder:
             trainer.experiment_name,
             config.shown(),
         )
-        shown: dict[str, Any] = state["shown"] if resumed else {}
+        shown = state.get("shown", {})
         self.generations: list[dict[str, Any]] = shown.get("generations", [])
         """The rows of the first and of the last validation. The report shows them."""
         self.num_validations: int = shown.get("num_validations", 0)
         self.best: dict[str, Any] = state.get("best", {})
         """The step with the best validation so far, its metric, and the value by which it was
         compared. It is empty if there is none."""
-        is_there = self.best.get("step") in checkpoint.steps(self.run_dir)
+        saved_steps = checkpoint.steps(self.run_dir)
+        is_there = self.best.get("step") in saved_steps
         if not is_there or self.best["metric"] != trainer.best_ckpt_metric:
             self.best = {}
         self.has_best_metric = False
@@ -194,12 +195,13 @@ class RunRecorder:
     def row_so_far(self) -> Row:
         """The metrics of the present step, with its timings until now."""
         seconds = self.timeline.phase_seconds() | self.seconds
-        seconds["step"] = time.time() - self.step_started
+        step_seconds = time.time() - self.step_started
+        seconds["step"] = step_seconds
         metrics = self.metrics | _timings(seconds)
-        metrics["perf/time_per_step"] = seconds["step"]
+        metrics["perf/time_per_step"] = step_seconds
         testing_seconds = seconds.get("testing", 0.0)
         saving_seconds = seconds.get("save_checkpoint", 0.0)
-        training_seconds = seconds["step"] - testing_seconds - saving_seconds
+        training_seconds = step_seconds - testing_seconds - saving_seconds
         if "perf/total_num_tokens" in metrics:
             throughput = metrics["perf/total_num_tokens"] / training_seconds
             metrics["perf/total_throughput"] = throughput
@@ -223,10 +225,12 @@ class RunRecorder:
         if the validation does not report the metric and none of this process has reported it yet.
         """
         value = self._value_of(metrics)
+        best_value = self.best.get("value", -math.inf)
         # Also for NaN, which is not larger than anything.
-        if not value > self.best.get("value", -math.inf):
+        if not value > best_value:
             return False
-        self.best = {"step": step, "metric": self.config.trainer.best_ckpt_metric, "value": value}
+        metric = self.config.trainer.best_ckpt_metric
+        self.best = {"step": step, "metric": metric, "value": value}
         return True
 
     def _value_of(self, metrics: Row) -> float:
@@ -259,7 +263,9 @@ class RunRecorder:
         rows = []
         for number in range(first, first + num_shown):
             generation = generation_of_row(number % num_rows)
-            row = {name: _shown(self.redacted(text)) for name, text in generation.items()}
+            row = {}
+            for name, text in generation.items():
+                row[name] = _shown(self.redacted(text))
             rows.append(row)
         if not rows:
             return
@@ -299,8 +305,10 @@ class RunRecorder:
             return
         state = self.begun.state | self.state_of_record()
         if self.is_in_step:
-            row = self.row_so_far()
-            state[LAST_ROW] = {name: float(value) for name, value in row.items()}
+            last_row = {}
+            for name, value in self.row_so_far().items():
+                last_row[name] = float(value)
+            state[LAST_ROW] = last_row
         self.pending = replace(self.begun, state=state)
         self.begun = None
 
@@ -319,9 +327,10 @@ class RunRecorder:
         needs to continue them."""
         files = {}
         for file in (self.tracking.jsonl, self.timeline_file, self.generations_file):
-            os.fsync(file.fileno())
+            descriptor = file.fileno()
+            os.fsync(descriptor)
             name = Path(file.name).name
-            files[name] = os.fstat(file.fileno()).st_size
+            files[name] = os.fstat(descriptor).st_size
         shown = {"generations": self.generations, "num_validations": self.num_validations}
         return {"files": files, "shown": shown, "best": self.best}
 
@@ -371,7 +380,8 @@ class RunRecorder:
         missing = self.tracking.close()
         self.timeline_file.close()
         self.generations_file.close()
-        metrics = readable_rows((self.run_dir / "metrics.jsonl").read_bytes())
+        content = (self.run_dir / "metrics.jsonl").read_bytes()
+        metrics = readable_rows(content)
         try:
             self._write_report(outcome, metrics)
         # Texts of data and model may not be drawable, but the run itself is complete.
@@ -385,11 +395,11 @@ class RunRecorder:
 
     def _say_validations(self, metrics: list[Row]) -> None:
         """Says the first and the last value of each main metric of the validations."""
-        validations: dict[str, list[float]] = {}
+        validations = defaultdict(list)
         for row in metrics:
             for name, value in row.items():
                 if name.startswith("val-core/"):
-                    validations.setdefault(name, []).append(value)
+                    validations[name].append(value)
         for name, values in validations.items():
             if len(values) > 1:
                 self.say(f"  {name}: {values[0]:.3f} at first, {values[-1]:.3f} at last")
@@ -419,11 +429,12 @@ class RunRecorder:
     def _write_report(self, outcome: str, metrics: list[Row]) -> None:
         """Writes `report.html`."""
         trainer = self.config.trainer
+        title = f"{trainer.project_name} / {trainer.experiment_name}"
         seconds = time.time() - self.started
         summary = f"{outcome} {len(metrics)} rows of metrics, {seconds:.0f} s."
         write_report(
             self.run_dir / "report.html",
-            title=self.redacted(f"{trainer.project_name} / {trainer.experiment_name}"),
+            title=self.redacted(title),
             summary=self.redacted(summary),
             metrics=metrics,
             steps=self.timeline.last_steps(),

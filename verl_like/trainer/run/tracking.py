@@ -82,10 +82,6 @@ class TrackerThread:
         else:
             self.problem = f"more than {MAX_WAITING} rows waited for it"
 
-    def end(self) -> None:
-        """Queues the end of the run, and returns at once."""
-        self.rows.put(None)
-
     def missing(self, deadline: float) -> str | None:
         """Waits until the tracker has ended, but not after `deadline` by time.monotonic().
 
@@ -155,7 +151,8 @@ class Tracking:
         with self.ids_lock:
             if tracker.run_id:
                 self.ids[name] = tracker.run_id
-            checkpoint.write(self.ids_file, json.dumps(self.ids))
+            text = json.dumps(self.ids)
+            checkpoint.write(self.ids_file, text)
         return tracker
 
     def log(self, metrics: Row, step: int) -> None:
@@ -175,7 +172,7 @@ class Tracking:
         self.jsonl.close()
         deadline = time.monotonic() + FINISH_S
         for tracker in self.trackers:
-            tracker.end()
+            tracker.rows.put(None)
         missing = [tracker.missing(deadline) for tracker in self.trackers]
         return [sentence for sentence in missing if sentence]
 
@@ -187,7 +184,8 @@ def _read_ids(file: Path) -> dict[str, str]:
         return {}
     try:
         ids = read_json(file, _MAX_ID_BYTES)
-        return TypeAdapter(dict[str, str]).validate_python(ids, strict=True)
+        schema = TypeAdapter(dict[str, str])
+        return schema.validate_python(ids, strict=True)
     except (OSError, ValueError) as error:
         logger.warning("%s cannot be read (%s): trackers begin a new run.", file, error)
         return {}
@@ -195,9 +193,11 @@ def _read_ids(file: Path) -> dict[str, str]:
 
 def _next_step(file: Path) -> int | None:
     """The step after that of the last row that can be read, or None if there is no such row."""
-    for line in reversed(file.read_bytes().splitlines()):
+    lines = file.read_bytes().splitlines()
+    for line in reversed(lines):
         try:
-            return int(json.loads(line)["step"]) + 1
+            row = json.loads(line)
+            return int(row["step"]) + 1
         except (ValueError, TypeError, KeyError, RecursionError):
             continue
     return None
@@ -206,7 +206,8 @@ def _next_step(file: Path) -> int | None:
 def _tensorboard(run: TrackedRun) -> Tracker:
     from torch.utils.tensorboard import SummaryWriter
 
-    writer = SummaryWriter(str(run.run_dir / "tensorboard"), purge_step=run.next_step)
+    folder = str(run.run_dir / "tensorboard")
+    writer = SummaryWriter(folder, purge_step=run.next_step)
 
     def log(metrics: Row, step: int) -> None:
         for name, value in metrics.items():
@@ -247,7 +248,9 @@ def _mlflow(run: TrackedRun) -> Tracker:
 
     def log(metrics: Row, step: int) -> None:
         # MLflow refuses "@" in a metric's name, which validation metrics have (mean@1).
-        renamed = {name.replace("@", "_at_"): value for name, value in metrics.items()}
+        renamed = {}
+        for name, value in metrics.items():
+            renamed[name.replace("@", "_at_")] = value
         mlflow.log_metrics(renamed, step=step)
 
     return Tracker(log, mlflow.end_run, begun.info.run_id)
