@@ -12,7 +12,6 @@ from verl_like.protocol.row_ops import jagged_parts
 from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.run.errors import EngineMismatch
-from verl_like.workers.rollout_worker import RolloutWorker
 
 NUM_PROMPTS = 4
 NUM_TOKENS = 8
@@ -37,7 +36,7 @@ def draw(rollout: WorkerGroup, dataset: PromptDataset) -> list[DataProto]:
 
     The list is empty for a custom rollout worker that has no `draw_greedily`.
     """
-    if not hasattr(rollout, RolloutWorker.draw_greedily.__name__):
+    if not hasattr(rollout, "draw_greedily"):
         return []
     num_prompts = min(NUM_PROMPTS, len(dataset))
     rows = [dataset[index] for index in range(num_prompts)]
@@ -103,7 +102,8 @@ def require_close(
         limit = MEAN_IF_QUANTISED if quantization else MEAN_OTHERWISE
     if value <= limit:  # not so for NaN
         return
-    worst = int(differences.nan_to_num(torch.inf).argmax())
+    largest_if_nan = differences.nan_to_num(torch.inf)
+    worst = int(largest_if_nan.argmax())
     raise EngineMismatch(
         f"{what} does not compute the actor's model, though its weights are the actor's: of "
         f"{len(own)} tokens drawn greedily at the start the {kind} difference of "

@@ -244,7 +244,9 @@ class ExperienceMaker:
         rollout = self.groups[Role.Rollout]
         sent = None
         if self.config.actor_rollout_ref.rollout.sends_directly:
-            send = weights.send or self.groups[Role.Actor].send_weights.remote
+            send = weights.send
+            if send is None:
+                send = self.groups[Role.Actor].send_weights.remote
             sent = send(rollout.world_size)
         # Only what differs from the defaults is given: a custom rollout may not know the arguments.
         options: dict[str, Any] = {}
@@ -293,7 +295,8 @@ class ExperienceMaker:
             equal.append(generated.batch[~differs_B])
             metrics.append(generated.metrics)
             num_differing = sum(map(count_samples, differing))
-            if num_differing >= num_wanted or len(differing) == options.max_num_gen_batches:
+            is_last_batch = len(differing) == options.max_num_gen_batches
+            if num_differing >= num_wanted or is_last_batch:
                 break
             prompts = more_prompts().select()
             prompts.meta_info |= meta_info  # among it the step, which seeds the sampling
@@ -374,7 +377,8 @@ class ExperienceMaker:
             output = future.get()
             metrics.append(output.meta_info.get("metrics", {}))
             other_info = [name for name in output.meta_info if name != "metrics"]
-            batch = batch.union(output.select(meta_info_keys=other_info))
+            columns = output.select(meta_info_keys=other_info)
+            batch = batch.union(columns)
         return batch, merge_metrics(metrics)
 
     def reward(self, scored: Scored) -> Scored:
@@ -449,7 +453,8 @@ class ExperienceMaker:
         for name, value in values.items():
             metrics[name] = Metric.mean(value)
         corrected = rewarded.with_columns(made, metrics)
-        return replace(corrected, kept_BR=kept_BR if config.rollout_rs else None)
+        kept = kept_BR if config.rollout_rs else None
+        return replace(corrected, kept_BR=kept)
 
     def estimate(self, corrected: Scored) -> Scored:
         """Adds `advantages` and `returns` (B, R) by the configured estimator."""
@@ -465,9 +470,11 @@ class ExperienceMaker:
             "norm_adv_by_std_in_grpo": algorithm.norm_adv_by_std_in_grpo,
         }
         if "scores_by_reward" in self.config.plan.estimator_needs:
-            inputs["scores_by_reward"] = scoring.scores_by_reward(batch, self.reward_columns)
+            scores = scoring.scores_by_reward(batch, self.reward_columns)
+            inputs["scores_by_reward"] = scores
         columns: Any = batch.batch  # a column is padded when the estimator reads it
-        advantages_BR, returns_BR = estimate_advantages(estimator, ChainMap(inputs, columns))
+        inputs_and_columns = ChainMap(inputs, columns)
+        advantages_BR, returns_BR = estimate_advantages(estimator, inputs_and_columns)
         return corrected.with_columns({"advantages": advantages_BR, "returns": returns_BR})
 
     def choose_tokens(self, estimated: Scored) -> Scored:

@@ -146,7 +146,7 @@ def check_tokenizer(
     render: Any = functools.partial(
         tokenizer.apply_chat_template, **config.data.apply_chat_template_kwargs
     )
-    texts: list[str] = []
+    texts = []
     for row in itertools.islice(prompts, NUM_TRIED_PROMPTS):
         text = render(row["raw_prompt"], tokenize=False)
         texts.append(text[:TRIED_CHARACTERS])
@@ -184,7 +184,9 @@ def start_scorer(
         scorer = RuleScorer(manager, tokenizer, scores_every_row)
         numbers = scorer.check(train_dataset)
         scorer.check(val_dataset)
-    classes = {role: built.cls for role, built in mapping.items()}
+    classes = {}
+    for role, built in mapping.items():
+        classes[role] = built.cls
     columns = reward_columns(
         classes, config.plan.reward_models_by_role, with_rules=scorer is not None
     )
@@ -224,7 +226,9 @@ def require_rules_of_training_rows(train_dataset: PromptDataset) -> None:
     Dynamic sampling compares the scores that rules give, before other rewards are there, so a
     prompt without a rule would never count.
     """
-    num_without_rule = sum(not has_rule(row["reward_model"]) for row in train_dataset)
+    num_without_rule = 0
+    for row in train_dataset:
+        num_without_rule += not has_rule(row["reward_model"])
     if num_without_rule:
         raise ValueError(
             "algorithm.filter_groups.enable=true compares the scores that rules give, but "
@@ -242,7 +246,8 @@ def check_names_of_rewards(
     algorithm = config.algorithm
     if algorithm.filter_groups.enable:
         require_metric(algorithm.filter_groups.metric, ["reward", *numbers])
-    options = read_options(get_adv_estimator_fn(algorithm.adv_estimator), algorithm=algorithm)
+    estimator = get_adv_estimator_fn(algorithm.adv_estimator)
+    options = read_options(estimator, algorithm=algorithm)
     if isinstance(options, AdvantageOptions):
         options.require_rewards([*columns, *numbers])
 
@@ -295,7 +300,8 @@ def check_environment(config: PPOConfig) -> None:
     knows its own machines, so these are not checked."""
     engine = config.actor_rollout_ref.rollout.name
     get_rollout_engine(engine)
-    if engine in VLLM_ENGINES and importlib.util.find_spec("vllm") is None:
+    runs_vllm = engine in VLLM_ENGINES
+    if runs_vllm and importlib.util.find_spec("vllm") is None:
         raise ValueError(
             f"actor_rollout_ref.rollout.name={engine}, but vllm is not installed: run bash "
             "scripts/environment.sh, or use rollout.name=hf to debug."
@@ -308,7 +314,7 @@ def check_environment(config: PPOConfig) -> None:
         manager = build_resource_pools(config)
         pools = list(manager.resource_pool_dict.values())
         check_machine(pools, device, ray_init.num_cpus, keys="resource_pool_spec")
-        if engine in VLLM_ENGINES:
+        if runs_vllm:
             require_vllm_for(device)
 
 
@@ -456,7 +462,9 @@ def load_dataset(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, part: st
     """Loads the prompts of a part of the data, "train" or "val". The width of padded responses is
     the length that the rollout engine may draw."""
     data = config.data
-    files = data.train_files if part == "train" else data.val_files
+    files = data.val_files
+    if part == "train":
+        files = data.train_files
     return PromptDataset(
         list(files),
         tokenizer,

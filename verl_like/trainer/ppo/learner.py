@@ -101,7 +101,8 @@ class Learner:
         sampler = EpochSampler(len(self.ptx_dataset), size, trainer.seed)
         numbers = []
         for optimizer_step in range(first, first + num_optimizer_steps):
-            _epoch, rows = sampler.batch(optimizer_step * num_trainers + index)
+            number_of_batch = optimizer_step * num_trainers + index
+            _epoch, rows = sampler.batch(number_of_batch)
             numbers.extend(rows)
         ptx_batch = self.ptx_dataset.collate(numbers)
         ptx_rows = Rows.of(ptx_batch)
@@ -121,7 +122,8 @@ class Learner:
         Adds the share of each age if `trainer.max_staleness` allows any. Raises ValueError if the
         responses do not say which weights generated them.
         """
-        if not len(batch):
+        num_rows = len(batch)
+        if not num_rows:
             return {}
         if "policy_version" not in batch.non_tensor_batch:
             raise ValueError(
@@ -135,7 +137,6 @@ class Learner:
         largest = staleness_B.max()
         max_staleness = self.config.trainer.max_staleness
         assert staleness_B.min() >= 0 and largest <= max_staleness, (staleness_B, max_staleness)
-        num_rows = len(batch)
         metrics = {
             "training/staleness/mean": Metric.mean(staleness_B.mean(), weight=num_rows),
             "training/staleness/max": Metric.max(largest),

@@ -40,13 +40,16 @@ def batch_metrics(
 
     def column(name: str) -> Tensor:
         values = view[name]
-        return values if counted_S.all() else values[counted_S]
+        if counted_S.all():
+            return values
+        return values[counted_S]
 
     mask = column(mask_name).bool()
     returns = column("returns")[mask]
     prompt_lengths_S = prompt_offsets.diff()[samples.first_rows]
     prompt_lengths = prompt_lengths_S[counted_S].float()
-    longest_rows = _longest_rows(tensors[mask_name], samples)[counted_S]
+    longest_rows_S = _longest_rows(tensors[mask_name], samples)
+    longest_rows = longest_rows_S[counted_S]
     distributions = {
         "critic/score": column("token_level_scores").sum(-1),
         "critic/rewards": column("token_level_rewards").sum(-1),

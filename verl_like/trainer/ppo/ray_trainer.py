@@ -24,7 +24,6 @@ from verl_like.trainer.ppo.metrics import batch_metrics
 from verl_like.trainer.ppo.workers import load_models
 from verl_like.trainer.run.run_recorder import RunRecorder, placement_rows
 from verl_like.trainer.state.checkpoint import Checkpoint
-from verl_like.workers.actor import ScoringWorker
 
 _GENERATED = "generated.safetensors"
 """The file of a checkpoint with the responses that were generated ahead, for the next step."""
@@ -94,7 +93,7 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
         config = self.config
         actor = self.groups[Role.Actor]
         rollout = self.groups[Role.Rollout]
-        if not hasattr(actor, ScoringWorker.score_greedy.__name__):
+        if not hasattr(actor, "score_greedy"):
             self.recorder.say(engine_check.UNKNOWN_ACTOR)
             return
         drawn = engine_check.draw(rollout, self.train_dataset)
@@ -130,13 +129,16 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
         self.upcoming_batch = self.num_prompt_batches
         has_next_step = self.global_step < self.last_step
         if self.config.trainer.max_staleness and has_next_step:
-            upcoming = of_step(self.next_prompts(), self.global_step + 1)
+            next_prompts = self.next_prompts()
+            upcoming = of_step(next_prompts, self.global_step + 1)
 
         epoch = Metric(prompts.meta_info["epoch"], "max")
         prompts = of_step(prompts, self.global_step)
         generated = self.generated or self.maker.sample(prompts, self.next_prompts)
         # The next step's responses are generated during the rest of this step.
-        generation = self.maker.begin(upcoming) if upcoming else None
+        generation = None
+        if upcoming:
+            generation = self.maker.begin(upcoming)
         experience = self.maker.complete(generated)
         metrics = merge_metrics([experience.metrics, {"training/epoch": epoch}])
         yield replace(experience, metrics=metrics)
@@ -196,7 +198,8 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
         were generated ahead."""
         folder = super().save()
         for role, group in self.groups_with_state.items():
-            group.save_checkpoint(str(folder / role / "checkpoint"))
+            path = str(folder / role / "checkpoint")
+            group.save_checkpoint(path)
         if self.generated:
             # Scores that are still computed cannot be saved.
             self.generated = self.maker.with_scores(self.generated)
@@ -210,7 +213,8 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
         """The groups of roles that are not trained here, but have a state in checkpoints."""
         found = {}
         for role, group in self.groups.items():
-            if role not in self.trained and hasattr(group, "save_checkpoint"):
+            has_state = hasattr(group, "save_checkpoint")
+            if has_state and role not in self.trained:
                 found[role] = group
         return found
 
@@ -233,7 +237,8 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
         for note in notes:
             self.recorder.say(note)
         for role, group in self.groups_with_state.items():
-            group.load_checkpoint(str(checkpoint.folder / role / "checkpoint"))
+            path = str(checkpoint.folder / role / "checkpoint")
+            group.load_checkpoint(path)
         generated = checkpoint.folder / _GENERATED
         if generated.exists():
             self.generated = read_generated(generated, self.train_dataset.pad_token_id)
@@ -250,7 +255,8 @@ def read_generated(path: Path, pad_token_id: int) -> Generated:
     """Reads the responses that a checkpoint holds. Earlier versions wrote padded batches, which
     lose their padding here."""
     batch = DataProto.load_from_disk(path)
-    if not is_jagged(batch.tensors()["prompts"]):
+    prompts = batch.tensors()["prompts"]
+    if not is_jagged(prompts):
         batch = without_padding(batch, pad_token_id)
     metrics = batch.meta_info.pop(_METRICS)
     return Generated(batch, None, metrics)

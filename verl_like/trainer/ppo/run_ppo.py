@@ -46,4 +46,6 @@ def run_ppo_or_raise(
 
 def state_schema() -> type[PPOState] | type[PluginPPOState]:
     """What the trainer keeps in a checkpoint. A plugin's trainer may keep more."""
-    return PPOState if get_trainer() is RayPPOTrainer else PluginPPOState
+    if get_trainer() is RayPPOTrainer:
+        return PPOState
+    return PluginPPOState

@@ -84,7 +84,9 @@ def reward_columns(
 def column_of(name: str, role: str) -> str:
     """Returns the name in the batch of a column that a reward model's worker calls `name`. If there
     are several reward models, the role is appended for all but the first."""
-    return name if role == Role.RewardModel else f"{name}/{role}"
+    if role == Role.RewardModel:
+        return name
+    return f"{name}/{role}"
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,8 @@ def reward_means(batch: DataProto, reward_columns: Mapping[str, float]) -> dict[
             values[name] = rewards_B[is_scored_B]
     for name, array in extra_numbers(batch).items():
         numbers_B = torch.from_numpy(array)
-        values[name] = numbers_B[is_scored_B & ~numbers_B.isnan()]
+        has_number_B = is_scored_B & ~numbers_B.isnan()
+        values[name] = numbers_B[has_number_B]
     means = {}
     for name, numbers in values.items():
         if len(numbers):
@@ -255,8 +258,12 @@ class RuleScorer:
                 extra_info=row["extra_info"],
                 raw_prompt=row["raw_prompt"],
             )
-        extra = self.manager.check(list(first.values()))
-        numbers = [name for name, values in extra.items() if values.dtype != object]
+        samples = list(first.values())
+        extra = self.manager.check(samples)
+        numbers = []
+        for name, values in extra.items():
+            if values.dtype != object:
+                numbers.append(name)
         self._numbers.update(numbers)
         return numbers
 
@@ -270,7 +277,8 @@ class RuleScorer:
         row. All batches get the same columns this way.
         """
         columns = dict(extra)
-        for name in sorted(self._numbers - extra.keys()):
+        missing = self._numbers - extra.keys()
+        for name in sorted(missing):
             columns[name] = np.full(num_samples, np.nan)
         return columns
 
@@ -313,7 +321,8 @@ class PendingScores:
         self.slots: dict[tuple[str, int], int] = {}
         """The slot of each response, by its prompt's uid and its number among its samples."""
         for i, reward_model in enumerate(columns["reward_model"]):
-            if not (self.scorer.scores_every_row or has_rule(reward_model)):
+            is_scored = self.scorer.scores_every_row or has_rule(reward_model)
+            if not is_scored:
                 continue
             uid = columns["uid"][i]
             for k in range(self.num_samples):
@@ -330,7 +339,8 @@ class PendingScores:
         """Starts scoring responses that are complete while others are still generated."""
         early = {}
         for request, completion in finished:
-            slot = self.slots.get((request.uid, request.index))
+            name = (request.uid, request.index)
+            slot = self.slots.get(name)
             if slot is not None:
                 early[slot] = completion.token_ids.tolist()
         self.num_early += len(early)

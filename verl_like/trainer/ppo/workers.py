@@ -82,7 +82,9 @@ def transport_to_copies(config: PPOConfig) -> str:
     """Returns how weights reach the copies of a detached maker. It is the transport to the engines,
     unless that sends straight into the engines, which copies cannot receive."""
     rollout = config.actor_rollout_ref.rollout
-    return "object_store" if rollout.sends_directly else rollout.weight_transport
+    if rollout.sends_directly:
+        return "object_store"
+    return rollout.weight_transport
 
 
 def import_worker_class(role: str, path: str) -> type[Worker]:
@@ -176,8 +178,13 @@ def load_models(groups: Mapping[str, WorkerGroup], device: str) -> None:
     vLLM takes its share of the free memory, and asserts that no other process frees memory while it
     measures how much there is.
     """
-    rollout = [group for role, group in groups.items() if role == Role.Rollout]
-    others = [group for role, group in groups.items() if role != Role.Rollout]
+    rollout = []
+    others = []
+    for role, group in groups.items():
+        if role == Role.Rollout:
+            rollout.append(group)
+        else:
+            others.append(group)
     order = [rollout + others]
     if device == "cuda":
         order = [others, rollout]

@@ -123,7 +123,10 @@ def timelines(calls_of_part: Mapping[str, Calls]) -> str:
         return ""
     methods = sorted(names)
     colors = {method: f"C{number}" for number, method in enumerate(methods)}
-    num_lanes = [len(_lanes(calls)) for calls in shown.values()]
+    num_lanes = []
+    for calls in shown.values():
+        lanes = _lanes(calls)
+        num_lanes.append(len(lanes))
     height = 0.45 * sum(num_lanes) + 0.6 * len(shown) + 1.0
     figure, axes_of_part = pyplot.subplots(
         len(shown),
@@ -151,7 +154,8 @@ def timelines(calls_of_part: Mapping[str, Calls]) -> str:
 
 def _lanes(calls: Calls) -> list[tuple[str, str]]:
     """The pool and the process of each row of a timeline."""
-    return sorted({(call["pool"], call["process"]) for call in calls})
+    lanes = {(call["pool"], call["process"]) for call in calls}
+    return sorted(lanes)
 
 
 def _draw_timeline(axes: Any, calls: Calls, colors: Mapping[str, str]) -> dict[str, Any]:

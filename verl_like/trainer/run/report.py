@@ -50,9 +50,11 @@ def write_report(
     for heading, wanted, label in display.charts:
         names = names_of_chart(wanted, points)
         curves = [Curve(name, points[name]) for name in names]
-        charts.append(chart(curves, title=heading, label=label))
+        drawn = chart(curves, title=heading, label=label)
+        charts.append(drawn)
     for heading, name, label in display.histograms:
-        charts.append(_histogram(heading, name, label, metrics))
+        drawn = _histogram(heading, name, label, metrics)
+        charts.append(drawn)
     calls = list(itertools.chain.from_iterable(steps))
     body = BODY.format(
         summary=html.escape(summary),

@@ -145,7 +145,8 @@ class RunRecorder:
         started = time.time()
         yield
         seconds = time.time() - started
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
+        seconds_before = self.seconds.get(phase, 0.0)
+        self.seconds[phase] = seconds_before + seconds
 
     @contextlib.contextmanager
     def validation(self) -> Iterator[None]:
@@ -190,7 +191,8 @@ class RunRecorder:
     def log(self, metrics: Mapping[str, Metric | float]) -> None:
         """Adds metrics to the row of the present step."""
         for name, each in metrics.items():
-            self.metrics[name] = each.value if isinstance(each, Metric) else each
+            value = each.value if isinstance(each, Metric) else each
+            self.metrics[name] = value
 
     def row_so_far(self) -> Row:
         """The metrics of the present step, with its timings until now."""
@@ -246,7 +248,9 @@ class RunRecorder:
             )
         self.has_best_metric = True
         value = metrics.get(name, math.nan)
-        return -value if name.endswith(("loss", "brier")) else value
+        if name.endswith(("loss", "brier")):
+            return -value
+        return value
 
     def show_generations(
         self,
@@ -471,13 +475,17 @@ def placement_rows(groups: list[tuple[str, list[str], RayWorkerGroup]]) -> list[
     for pool, roles, group in groups:
         nodes = group.worker_nodes
         for node in dict.fromkeys(nodes):
-            ranks = [rank for rank, its_node in enumerate(nodes) if its_node == node]
-            pids = [group.worker_pids[rank] for rank in ranks]
+            ranks = []
+            pids = []
+            for rank, its_node in enumerate(nodes):
+                if its_node == node:
+                    ranks.append(str(rank))
+                    pids.append(str(group.worker_pids[rank]))
             row = {
                 "pool": pool,
                 "node": node,
-                "ranks": ", ".join(map(str, ranks)),
-                "processes": ", ".join(map(str, pids)),
+                "ranks": ", ".join(ranks),
+                "processes": ", ".join(pids),
                 "roles": " + ".join(roles),
             }
             rows.append(row)

@@ -202,10 +202,12 @@ def train_or_raise(
         PlacementError,
         UnknownMetric,
     ) as error:
-        outcome = f"Stopped: {error.headline() if isinstance(error, WorkerError) else error}"
+        outcome = f"Stopped: {error}"
         lines = [str(error)]
-        if isinstance(error, WorkerError) and error.shortage:
-            lines.append(keys_that_lower(error.shortage.memory, error.role))
+        if isinstance(error, WorkerError):
+            outcome = f"Stopped: {error.headline()}"
+            if error.shortage:
+                lines.append(keys_that_lower(error.shortage.memory, error.role))
         lines += getattr(error, "__notes__", [])
         raise failure("\n".join(lines)) from None
     except OSError as error:  # above all a full disk

@@ -40,7 +40,8 @@ class WorkerTemplate:
     def command(self) -> str:
         """The command by which Ray starts workers, instead of that of Python."""
         socket_path = f"{self.folder.name}/socket"
-        return shlex.join([sys.executable, "-S", "-E", worker_fork.__file__, socket_path])
+        words = [sys.executable, "-S", "-E", worker_fork.__file__, socket_path]
+        return shlex.join(words)
 
     def close(self) -> None:
         """Ends the template, but not the workers."""

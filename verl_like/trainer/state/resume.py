@@ -334,7 +334,11 @@ def changed_inputs(saved: Mapping[str, str], config: RunConfig) -> list[str]:
     """The keys of paths whose fingerprints differ from the `saved` ones."""
     here = fingerprints_of(config)
     keys = sorted({*saved, *here})
-    return [key for key in keys if saved.get(key) != here.get(key)]
+    changed = []
+    for key in keys:
+        if saved.get(key) != here.get(key):
+            changed.append(key)
+    return changed
 
 
 def settings_of(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -347,4 +351,5 @@ def settings_of(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield prefix, tree
         return
     for name, value in tree.items():
-        yield from settings_of(value, f"{prefix}.{name}" if prefix else str(name))
+        key = f"{prefix}.{name}" if prefix else str(name)
+        yield from settings_of(value, key)
