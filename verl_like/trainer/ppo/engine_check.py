@@ -102,8 +102,8 @@ def require_close(
         limit = MEAN_IF_QUANTISED if quantization else MEAN_OTHERWISE
     if value <= limit:  # not so for NaN
         return
-    largest_if_nan = differences.nan_to_num(torch.inf)
-    worst = int(largest_if_nan.argmax())
+    with_nan_as_inf = differences.nan_to_num(torch.inf)
+    worst = int(with_nan_as_inf.argmax())
     raise EngineMismatch(
         f"{what} does not compute the actor's model, though its weights are the actor's: of "
         f"{len(own)} tokens drawn greedily at the start the {kind} difference of "

@@ -75,8 +75,8 @@ class Scored:
     ) -> "Scored":
         """Adds columns to the view, or replaces those that have the same names, and adds
         metrics."""
-        batch = view_with(self.batch, columns)
         merged = merge_metrics([self.metrics, metrics or {}])
+        batch = view_with(self.batch, columns)
         return replace(self, batch=batch, metrics=merged)
 
 
@@ -152,7 +152,8 @@ class ExperienceMaker:
     def begin(self, prompts: DataProto) -> Future[DataProto]:
         """Starts the generation of responses to (B,) prompts with the present weights, and returns
         at once."""
-        return self.groups[Role.Rollout].generate_sequences.remote(prompts)
+        rollout = self.groups[Role.Rollout]
+        return rollout.generate_sequences.remote(prompts)
 
     def complete(self, generated: Generated) -> Experience:
         """Makes experience of what `sample` returned."""
@@ -180,17 +181,18 @@ class ExperienceMaker:
             self.groups[Role.Rollout].sleep()
 
         work = RowWork.of(batch, self.model_cost, balance=trainer.balance_batch)
-        pending: list[Any] = []
+        methods = []
         if plan.needs_old_log_probs:
             actor = self.groups[Role.Actor]
-            pending.append(work.submit(actor.compute_log_prob, batch))
+            methods.append(actor.compute_log_prob)
         if plan.role_of_reference:
             reference = self.groups[plan.role_of_reference]
-            pending.append(work.submit(reference.compute_ref_log_prob, batch))
+            methods.append(reference.compute_ref_log_prob)
         if teacher := self.groups.get(Role.Teacher):
-            pending.append(work.submit(teacher.compute_teacher_log_prob, batch))
+            methods.append(teacher.compute_teacher_log_prob)
         if critic := self.groups.get(Role.Critic):
-            pending.append(work.submit(critic.compute_values, batch))
+            methods.append(critic.compute_values)
+        pending: list[Any] = [work.submit(method, batch) for method in methods]
         for role in plan.reward_models_by_role:
             reward_model = self.groups[role]
             model_scores = work.submit(reward_model.compute_rm_score, batch)
@@ -217,7 +219,8 @@ class ExperienceMaker:
         batch = generated.batch
         pending: list[Any] = []
         for role in self.config.plan.reward_models_by_role:
-            model_scores = self.groups[role].compute_rm_score.remote(batch)
+            reward_model = self.groups[role]
+            model_scores = reward_model.compute_rm_score.remote(batch)
             pending.append(scoring.ModelScores(role, model_scores))
         for role in self.config.plan.custom_roles:
             annotate = self.groups[role].annotate
@@ -227,7 +230,8 @@ class ExperienceMaker:
         if generated.scores:
             pending.append(generated.scores.complete(batch))
         rows, scoring_metrics = self.collect(batch, pending)
-        rewards = padded(rows, [*self.reward_columns, "is_skipped"])
+        needed = [*self.reward_columns, "is_skipped"]
+        rewards = padded(rows, needed)
         scores_BR = scoring.total_scores(rewards, self.reward_columns)
         is_skipped_B = rows.tensor_batch.get("is_skipped", torch.tensor(False))
         scores_B = scores_BR.sum(-1).masked_fill(is_skipped_B, 0.0)
@@ -375,7 +379,8 @@ class ExperienceMaker:
         metrics = []
         for future in pending:
             output = future.get()
-            metrics.append(output.meta_info.get("metrics", {}))
+            measured = output.meta_info.get("metrics", {})
+            metrics.append(measured)
             other_info = [name for name in output.meta_info if name != "metrics"]
             columns = output.select(meta_info_keys=other_info)
             batch = batch.union(columns)
@@ -392,7 +397,8 @@ class ExperienceMaker:
         columns = scored.batch.tensor_batch
         mask_BR = columns["response_mask"]
         if "is_skipped" in columns:
-            mask_BR = mask_BR * ~columns["is_skipped"].unsqueeze(-1)
+            is_scored_B = ~columns["is_skipped"]
+            mask_BR = mask_BR * is_scored_B.unsqueeze(-1)
         masked = view_with(scored.batch, {"response_mask": mask_BR})
         scores_BR = scoring.total_scores(masked, self.reward_columns)
         metrics = scoring.reward_means(masked, self.reward_columns)

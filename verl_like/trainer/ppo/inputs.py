@@ -121,7 +121,8 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
     config = with_training_steps(config, len(train_dataset))
     mapping = build_role_worker_mapping(config, own_classes)
     scorer = start_scorer(config, cleanup, tokenizer, train_dataset, val_dataset, mapping)
-    notes = [_prompts_note("training", train_dataset), _prompts_note("validation", val_dataset)]
+    notes = [_prompts_note("training", train_dataset)]
+    notes.append(_prompts_note("validation", val_dataset))
     if ptx_dataset:
         notes.append(f"{len(ptx_dataset):,} ptx rows ({ptx_dataset.num_truncated} cut)")
     notes += notes_on_aggregation(config)

@@ -112,7 +112,8 @@ class Learner:
         ptx_work = RowWork(tokens_B, tokens_B, work.balance, starts)
         num_ranks = data_parallel_size(self.actor.update_actor)
         assert num_ranks is not None
-        return [ptx_work.in_mini_batches(ptx_batch, num_ranks, size)]
+        rows_of_update = ptx_work.in_mini_batches(ptx_batch, num_ranks, size)
+        return [rows_of_update]
 
     def staleness(self, batch: DataProto) -> dict[str, Metric]:
         """Returns metrics of how old the responses are. That is the number of training steps
@@ -134,11 +135,12 @@ class Learner:
         for spans in batch.non_tensor_batch["policy_version"]:
             oldest_B.append(min(version for version, _start, _end in spans))
         staleness_B = self.version - np.array(oldest_B)
+        mean = staleness_B.mean()
         largest = staleness_B.max()
         max_staleness = self.config.trainer.max_staleness
         assert staleness_B.min() >= 0 and largest <= max_staleness, (staleness_B, max_staleness)
         metrics = {
-            "training/staleness/mean": Metric.mean(staleness_B.mean(), weight=num_rows),
+            "training/staleness/mean": Metric.mean(mean, weight=num_rows),
             "training/staleness/max": Metric.max(largest),
         }
         if max_staleness:
@@ -159,7 +161,8 @@ class Learner:
         ranks or another. The weights are then those of `version`. Returns notes for the user."""
         notes: list[str] = []
         for role, group in self.trained.items():
-            notes_of_ranks = group.load_checkpoint(str(folder / role / "checkpoint"))
+            path = str(folder / role / "checkpoint")
+            notes_of_ranks = group.load_checkpoint(path)
             notes += notes_of_ranks[0]  # every rank returns the same
         self.version = version
         return notes

@@ -73,7 +73,8 @@ def batch_metrics(
     if "values" in view and mask.any():
         values = column("values")[mask]
         metrics |= _mean_max_min("critic/values", values)
-        residual_variance = (returns - values).var(unbiased=False)
+        residuals = returns - values
+        residual_variance = residuals.var(unbiased=False)
         variance = returns.var(unbiased=False)
         unexplained = residual_variance / (variance + 1e-5)
         explained = 1.0 - unexplained.item()
@@ -116,7 +117,8 @@ def validation_metrics(batch: DataProto, scores_B: Tensor) -> dict[str, float]:
         by_prompt[uid].append(response)
     metrics: dict[str, float] = {}
     for source, by_prompt in by_source.items():
-        metrics |= _metrics_of_source(source, list(by_prompt.values()))
+        responses_of_prompts = list(by_prompt.values())
+        metrics |= _metrics_of_source(source, responses_of_prompts)
     return metrics
 
 
@@ -136,10 +138,12 @@ def _metrics_of_source(
         means = []
         bests = []
         for responses in responses_of_prompts:
-            if name == core:
-                values = [response.get(name, 0.0) for response in responses]
-            else:
-                values = [response[name] for response in responses if name in response]
+            values = []
+            for response in responses:
+                if name in response:
+                    values.append(response[name])
+                elif name == core:
+                    values.append(0.0)
             if values:
                 means.append(np.mean(values))
                 bests.append(max(values))

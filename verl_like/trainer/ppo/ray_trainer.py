@@ -102,7 +102,8 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
             return
         # On a GPU that they share, the engine sleeps while the actor computes, and loses its
         # weights.
-        shares_gpu = config.trainer.device == "cuda" and not config.trainer.max_staleness
+        on_gpu = config.trainer.device == "cuda"
+        shares_gpu = on_gpu and not config.trainer.max_staleness
         sleeps = shares_gpu and config.actor_rollout_ref.rollout.free_cache_engine
         if sleeps:
             rollout.sleep()

@@ -15,7 +15,8 @@ from verl_like.trainer.state.run_state import PluginPPOState, PPOState
 
 def run_ppo(config: PPOConfig, template: WorkerTemplate | None = None) -> int:
     """Runs PPO and returns the exit code of the process."""
-    return run(config, check_ppo_inputs, fit, PPO_DISPLAY, template, state_schema())
+    schema = state_schema()
+    return run(config, check_ppo_inputs, fit, PPO_DISPLAY, template, schema)
 
 
 def check_ppo_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
@@ -41,7 +42,8 @@ def run_ppo_or_raise(
 ) -> Path:
     """Runs PPO for a caller in Python and returns the folder of the run. Raises as `run_or_raise`,
     which explains the arguments."""
-    return run_or_raise(config, check_inputs, fit, PPO_DISPLAY, template, state_schema(), uses_ray)
+    schema = state_schema()
+    return run_or_raise(config, check_inputs, fit, PPO_DISPLAY, template, schema, uses_ray)
 
 
 def state_schema() -> type[PPOState] | type[PluginPPOState]:

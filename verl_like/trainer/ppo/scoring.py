@@ -53,7 +53,9 @@ def reward_columns(
     Raises ValueError if the role may not declare a column, if its class does not write the column,
     or if two roles write it.
     """
-    columns = dict(RULE_COLUMNS) if with_rules else {}
+    columns = {}
+    if with_rules:
+        columns.update(RULE_COLUMNS)
     for role, worker_class in worker_classes.items():
         model = reward_models.get(role)
         method = "compute_rm_score" if model else "annotate"

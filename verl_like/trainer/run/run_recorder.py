@@ -278,7 +278,8 @@ class RunRecorder:
         for row in rows:
             row_of_step = {"step": step} | row
             self.generations.append(row_of_step)
-            self.generations_file.write(json.dumps(row_of_step) + "\n")
+            line = json.dumps(row_of_step)
+            self.generations_file.write(line + "\n")
         self.console.show_table(f"Generations at step {step}", rows)
 
     def terminate(self, number: int, frame: Any) -> None:
@@ -453,8 +454,9 @@ def _cut_records(run_dir: Path, lengths: Mapping[str, int]) -> None:
     """Cuts the files of the record to the lengths that they had at a checkpoint. Raises OSError."""
     for name in RECORDS:
         cut_file(run_dir / name, lengths[name])
+    length = lengths.get(GENERATIONS, 0)
     with contextlib.suppress(FileNotFoundError):
-        cut_file(run_dir / GENERATIONS, lengths.get(GENERATIONS, 0))
+        cut_file(run_dir / GENERATIONS, length)
 
 
 def _append_to(file: Path) -> TextIO:
@@ -465,7 +467,10 @@ def _append_to(file: Path) -> TextIO:
 
 def _timings(seconds: Row) -> Row:
     """The metrics of phases that took these seconds."""
-    return {f"timing_s/{phase}": value for phase, value in seconds.items()}
+    timings = {}
+    for phase, value in seconds.items():
+        timings[f"timing_s/{phase}"] = value
+    return timings
 
 
 def placement_rows(groups: list[tuple[str, list[str], RayWorkerGroup]]) -> list[dict[str, str]]:

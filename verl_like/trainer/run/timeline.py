@@ -64,8 +64,9 @@ class Timeline:
             "process": f"{kind} {event.rank}",
             **vars(event),
         }
+        line = json.dumps(row)
         with self.recording:
-            self.file.write(json.dumps(row) + "\n")
+            self.file.write(line + "\n")
             self.rows.append(row)
 
     def last_steps(self) -> list[Rows]:

@@ -163,7 +163,8 @@ class Tracking:
         for name, value in metrics.items():
             if math.isfinite(value):
                 row[name] = value
-        self.jsonl.write(json.dumps(row) + "\n")
+        line = json.dumps(row)
+        self.jsonl.write(line + "\n")
         for tracker in self.trackers:
             tracker.log(metrics, step)
 
@@ -173,8 +174,11 @@ class Tracking:
         deadline = time.monotonic() + FINISH_S
         for tracker in self.trackers:
             tracker.rows.put(None)
-        missing = [tracker.missing(deadline) for tracker in self.trackers]
-        return [sentence for sentence in missing if sentence]
+        missing = []
+        for tracker in self.trackers:
+            if sentence := tracker.missing(deadline):
+                missing.append(sentence)
+        return missing
 
 
 def _read_ids(file: Path) -> dict[str, str]:

@@ -340,12 +340,12 @@ def remove_partial(run_dir: Path) -> None:
 def set_aside(run_dir: Path, after: int) -> None:
     """Renames the checkpoints of later steps to `global_step_N.damaged`, so that they are not used
     any more."""
-    later = [step for step in steps(run_dir) if step > after]
-    for step in later:
-        folder = folder_of_step(run_dir, step)
-        damaged = folder.with_name(f"{folder.name}.damaged")
-        shutil.rmtree(damaged, ignore_errors=True)
-        os.rename(folder, damaged)
+    for step in steps(run_dir):
+        if step > after:
+            folder = folder_of_step(run_dir, step)
+            damaged = folder.with_name(f"{folder.name}.damaged")
+            shutil.rmtree(damaged, ignore_errors=True)
+            os.rename(folder, damaged)
 
 
 def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:

@@ -82,7 +82,10 @@ def find_run(
     if is_named:
         run_dirs = [Path(trainer.resume_from_path or "").expanduser().resolve()]
     else:
-        run_dirs = sorted(path for path in parent.glob("*") if not path.is_symlink())
+        run_dirs = []
+        for path in sorted(parent.glob("*")):
+            if not path.is_symlink():
+                run_dirs.append(path)
     for run_dir in reversed(run_dirs):
         obstacle, advice = why_not_continued(config, run_dir)
         is_unfinished = not obstacle
@@ -132,9 +135,10 @@ def remove_remains(parent: Path) -> list[str]:
     A run is dead if nobody holds its lock.
     """
     notes = []
-    locks = sorted(parent.glob("*/.lock"))
-    run_dirs = [lock.parent for lock in locks if not lock.parent.is_symlink()]
-    for run_dir in run_dirs:
+    for lock in sorted(parent.glob("*/.lock")):
+        run_dir = lock.parent
+        if run_dir.is_symlink():
+            continue
         partials = sorted(run_dir.glob("global_step_*.partial"))
         if partials:
             # A run that is alive, or cannot be locked, is left alone.
@@ -195,7 +199,8 @@ def differing_keys(config: RunConfig, run_dir: Path) -> list[str]:
         read_fingerprints(run_dir)
         saved = read_config(run_dir)
         rename_keys(saved, type(config).replaced_keys)
-        merged = OmegaConf.merge(default_tree(type(config)), saved)
+        defaults = default_tree(type(config))
+        merged = OmegaConf.merge(defaults, saved)
         tree = OmegaConf.to_container(merged, resolve=True)
     except (OSError, ValueError, OmegaConfBaseException) as error:
         return [f"no config.yaml and {FINGERPRINTS} that can be read ({error})"]
@@ -302,7 +307,8 @@ def fingerprints_of(config: RunConfig) -> dict[str, str]:
     hub, a module or a URL, it is the name.
     """
     fingerprints = {}
-    for key, value in settings_of(config.model_dump(mode="json")):
+    values = config.model_dump(mode="json")
+    for key, value in settings_of(values):
         paths = [value] if isinstance(value, str) else value
         is_input = key.endswith((".path", "_path", "_files"))
         is_of_record = key.startswith("trainer.")

@@ -52,7 +52,8 @@ class SupervisedTrainer(TrainingLoop):
         """Yields the (B,) examples of the present step."""
         epoch, rows = self.sampler.batch(self.global_step - 1)
         batch = self.train_dataset.collate(rows)
-        work = RowWork.of(batch, self.model_cost, balance=self.config.trainer.balance_batch)
+        balance = self.config.trainer.balance_batch
+        work = RowWork.of(batch, self.model_cost, balance=balance)
         metrics = {
             "training/epoch": Metric(epoch, "max"),
             "perf/total_num_tokens": Metric.sum(work.tokens_B.sum()),
@@ -84,7 +85,8 @@ class SupervisedTrainer(TrainingLoop):
             rows = range(start, min(start + size, num_rows))
             batch = self.val_dataset.collate(rows)
             work = RowWork.of(batch, self.model_cost, balance=config.trainer.balance_batch)
-            evaluated = work.submit(self.group.evaluate, batch).get()
+            evaluation = work.submit(self.group.evaluate, batch)
+            evaluated = evaluation.get()
             parts.append(evaluated.meta_info["metrics"])
         merged = merge_metrics(parts)
         metrics = {}
