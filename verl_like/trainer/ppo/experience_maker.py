@@ -202,7 +202,8 @@ class ExperienceMaker:
             group = self.groups[role]
             pending.append(group.annotate.remote(batch))
         if generated.scores:
-            pending.append(generated.scores.complete(batch))
+            rule_scores = generated.scores.complete(batch)
+            pending.append(rule_scores)
         rows, metrics = self.collect(batch, pending)
         merged = merge_metrics([generated.metrics, metrics])
         return Scored(view_of_samples(rows), rows, work, merged)
@@ -228,7 +229,8 @@ class ExperienceMaker:
             if self.reward_columns.keys() & written:
                 pending.append(annotate.remote(batch))
         if generated.scores:
-            pending.append(generated.scores.complete(batch))
+            rule_scores = generated.scores.complete(batch)
+            pending.append(rule_scores)
         rows, scoring_metrics = self.collect(batch, pending)
         needed = [*self.reward_columns, "is_skipped"]
         rewards = padded(rows, needed)

@@ -191,16 +191,6 @@ def start_scorer(
     columns = reward_columns(
         classes, config.plan.reward_models_by_role, with_rules=scorer is not None
     )
-    _require_rewards(columns, num_without_rule, num_rows)
-    if config.algorithm.filter_groups.enable and not scores_every_row:
-        require_rules_of_training_rows(train_dataset)
-    check_names_of_rewards(config, columns, numbers)
-    return scorer
-
-
-def _require_rewards(columns: Collection[str], num_without_rule: int, num_rows: int) -> None:
-    """Raises ValueError if some rows have no rule and no other column rewards them. `columns` are
-    the reward columns of the run."""
     has_other_rewards = any(name not in RULE_COLUMNS for name in columns)
     if num_without_rule and not has_other_rewards:
         raise ValueError(
@@ -209,6 +199,10 @@ def _require_rewards(columns: Collection[str], num_without_rule: int, num_rows: 
             "reward_models nor a custom role with reward_columns is there; enable the reward "
             "model, set custom_reward_function.path, or correct the rows."
         )
+    if config.algorithm.filter_groups.enable and not scores_every_row:
+        require_rules_of_training_rows(train_dataset)
+    check_names_of_rewards(config, columns, numbers)
+    return scorer
 
 
 def _prompts_note(name: str, dataset: PromptDataset) -> str:

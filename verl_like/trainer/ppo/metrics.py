@@ -46,7 +46,8 @@ def batch_metrics(
 
     mask = column(mask_name).bool()
     returns = column("returns")[mask]
-    prompt_lengths_S = prompt_offsets.diff()[samples.first_rows]
+    prompt_lengths_B = prompt_offsets.diff()
+    prompt_lengths_S = prompt_lengths_B[samples.first_rows]
     prompt_lengths = prompt_lengths_S[counted_S].float()
     longest_rows_S = _longest_rows(tensors[mask_name], samples)
     longest_rows = longest_rows_S[counted_S]

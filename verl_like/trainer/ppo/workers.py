@@ -71,7 +71,8 @@ def build_role_worker_mapping(
         worker_class, arguments = built_in.get(role, (Worker, {"config": config}))
         worker_class = own_classes.get(role, worker_class)
         if role in built_in and role != Role.Rollout:
-            arguments["shares_device"] = config.role_mapping[role] == pool_of_rollout
+            pool = config.role_mapping[role]
+            arguments["shares_device"] = pool == pool_of_rollout
         built = RayClassWithInitArgs(worker_class, **arguments)
         built.plugins = config.plugins
         mapping[role] = built

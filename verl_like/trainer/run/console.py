@@ -18,7 +18,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from verl_like.trainer.run.display import Display, printable
+from verl_like.trainer.run.display import Display, TableRows, printable
 from verl_like.trainer.run.tracking import Row
 
 
@@ -54,8 +54,8 @@ class RunConsole:
         """Prints a text."""
         self.console.print(self._shown(text))
 
-    def show_table(self, title: str, rows: list[dict[str, str]]) -> None:
-        """Prints a table. The keys of the first row are its head."""
+    def show_table(self, title: str, rows: TableRows) -> None:
+        """Prints a table."""
         table = Table(*rows[0], title=title, title_justify="left")
         for row in rows:
             cells = [self._shown(cell) for cell in row.values()]

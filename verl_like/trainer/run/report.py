@@ -15,7 +15,7 @@ from verl_like.trainer.run.charts import (
     points_by_metric,
     timelines,
 )
-from verl_like.trainer.run.display import Display
+from verl_like.trainer.run.display import Display, TableRows
 from verl_like.trainer.run.html_page import table, write_page
 from verl_like.trainer.run.tracking import Row
 
@@ -38,7 +38,7 @@ def write_report(
     summary: str,
     metrics: list[Row],
     steps: list[list[dict[str, Any]]],
-    placement: list[dict[str, str]],
+    placement: TableRows,
     generations: list[dict[str, Any]],
     config: str,
     display: Display,

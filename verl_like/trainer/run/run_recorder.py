@@ -22,7 +22,7 @@ from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer.config.compose import to_yaml
 from verl_like.trainer.config.run_config import RunConfig
 from verl_like.trainer.run.console import RunConsole
-from verl_like.trainer.run.display import Display, printable
+from verl_like.trainer.run.display import Display, TableRows, printable
 from verl_like.trainer.run.report import write_report
 from verl_like.trainer.run.rows import readable_rows
 from verl_like.trainer.run.timeline import Timeline
@@ -98,7 +98,7 @@ class RunRecorder:
         self.generations: list[dict[str, Any]] = shown.get("generations", [])
         """The rows of the first and of the last validation. The report shows them."""
         self.num_validations: int = shown.get("num_validations", 0)
-        self.best: dict[str, Any] = state.get("best", {})
+        self.best = state.get("best", {})
         """The step with the best validation so far, its metric, and the value by which it was
         compared. It is empty if there is none."""
         saved_steps = checkpoint.steps(self.run_dir)
@@ -107,7 +107,7 @@ class RunRecorder:
             self.best = {}
         self.has_best_metric = False
         """True once a validation has reported `trainer.best_ckpt_metric`."""
-        self.placement: list[dict[str, str]] = []
+        self.placement: TableRows = []
         self.metrics: Row = {}
         """The metrics of the present step, without timings."""
         self.seconds: Row = {}
@@ -133,7 +133,7 @@ class RunRecorder:
         """Tells the user something on the console."""
         self.console.say(note)
 
-    def show_placement(self, rows: list[dict[str, str]]) -> None:
+    def show_placement(self, rows: TableRows) -> None:
         """Shows where the workers are. This replaces what was shown before."""
         self.placement = rows
         if rows:
@@ -410,16 +410,9 @@ class RunRecorder:
                 self.say(f"  {name}: {values[0]:.3f} at first, {values[-1]:.3f} at last")
 
     def _say_files(self) -> None:
-        """Says which files the run has written."""
+        """Says which files the run has written: those of FILES, the best checkpoint, and the models
+        in the format of Hugging Face."""
         self.say(f"  in {self.run_dir}:")
-        for name, what in self._files().items():
-            path = self.run_dir / name
-            if path.exists() and path.stat().st_size:
-                self.say(f"    {name:<40} {what}")
-
-    def _files(self) -> dict[str, str]:
-        """Returns what each file of the run is called: those of FILES, the best checkpoint, and the
-        models in the format of Hugging Face."""
         files = dict(FILES)
         if self.best:
             files[f"global_step_{self.best['step']}"] = f"best {self.best['metric']}"
@@ -429,7 +422,10 @@ class RunRecorder:
             for model in sorted(folder.glob("*/huggingface")):
                 name = str(model.relative_to(self.run_dir))
                 files[name] = f"{model.parent.name}, Hugging Face format"
-        return files
+        for name, what in files.items():
+            path = self.run_dir / name
+            if path.exists() and path.stat().st_size:
+                self.say(f"    {name:<40} {what}")
 
     def _write_report(self, outcome: str, metrics: list[Row]) -> None:
         """Writes `report.html`."""
@@ -473,7 +469,7 @@ def _timings(seconds: Row) -> Row:
     return timings
 
 
-def placement_rows(groups: list[tuple[str, list[str], RayWorkerGroup]]) -> list[dict[str, str]]:
+def placement_rows(groups: list[tuple[str, list[str], RayWorkerGroup]]) -> TableRows:
     """The pool, roles and processes of each worker group, with a row for each node. It waits until
     the processes have started."""
     rows = []

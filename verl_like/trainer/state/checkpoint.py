@@ -125,7 +125,7 @@ class PendingCheckpoint:
     groups: Mapping[str, WorkerGroup]
     written: Digests = field(default_factory=dict)
     """The files that workers of other drivers have written."""
-    _asked: dict[str, Future[list[dict[str, Any] | None]]] = field(default_factory=dict)
+    _asked: dict[str, Future[Any]] = field(default_factory=dict)
     """The question to the ranks of each group, whether they have written their files."""
 
     def files(self, wait: bool, timeout_s: float | None = None) -> Digests | None:

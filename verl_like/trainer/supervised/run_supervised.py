@@ -110,7 +110,20 @@ def check_inputs(config: SupervisedConfig, cleanup: contextlib.ExitStack) -> Sup
         sequence_parallel_size=sequence_parallel_size,
     )
     tokenizer = load_tokenizer(config.model)
-    train, val = _load_datasets(config, tokenizer)
+    end_tokens, _padding = special_token_ids(tokenizer, config.model.path)
+    data = config.data
+    load = partial(
+        kind.dataset,
+        tokenizer=tokenizer,
+        max_length=data.max_length,
+        overlong=data.overlong,
+        apply_chat_template_kwargs=data.apply_chat_template_kwargs,
+        end_tokens=end_tokens,
+    )
+    train = load(data.train_files, max_samples=data.train_max_samples)
+    val = None
+    if data.val_files:
+        val = load(data.val_files, max_samples=data.val_max_samples)
     datasets = [train, val] if val else [train]
     check_lengths(config, hf_config.get_text_config(), datasets)
     num_decoded = min(16, len(train))
@@ -124,32 +137,11 @@ def check_inputs(config: SupervisedConfig, cleanup: contextlib.ExitStack) -> Sup
         last_tokens = set.union(*(one.last_tokens for one in datasets))
         config = with_padding_token(config, hf_config, tokenizer, last_tokens)
     # Raises ValueError if there are fewer rows than one batch takes.
-    sampler = EpochSampler(len(train), config.data.train_batch_size)
+    sampler = EpochSampler(len(train), data.train_batch_size)
     steps_of_epochs = sampler.num_batches_per_epoch * config.trainer.total_epochs
     steps = config.trainer.total_training_steps or steps_of_epochs
     config = config.updated({"trainer.total_training_steps": steps})
     return SupervisedInputs(config, train, val, _notes(train, val))
-
-
-def _load_datasets(
-    config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase
-) -> tuple[ConversationDataset, ConversationDataset | None]:
-    """Loads the training rows, and the validation rows if `data.val_files` names files."""
-    data = config.data
-    end_tokens, _padding = special_token_ids(tokenizer, config.model.path)
-    load = partial(
-        KINDS[type(config)].dataset,
-        tokenizer=tokenizer,
-        max_length=data.max_length,
-        overlong=data.overlong,
-        apply_chat_template_kwargs=data.apply_chat_template_kwargs,
-        end_tokens=end_tokens,
-    )
-    train = load(data.train_files, max_samples=data.train_max_samples)
-    val = None
-    if data.val_files:
-        val = load(data.val_files, max_samples=data.val_max_samples)
-    return train, val
 
 
 def _notes(train: ConversationDataset, val: ConversationDataset | None) -> tuple[str, ...]:

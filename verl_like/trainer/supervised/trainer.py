@@ -82,7 +82,8 @@ class SupervisedTrainer(TrainingLoop):
         num_rows = len(self.val_dataset)
         parts = []
         for start in range(0, num_rows, size):
-            rows = range(start, min(start + size, num_rows))
+            stop = min(start + size, num_rows)
+            rows = range(start, stop)
             batch = self.val_dataset.collate(rows)
             work = RowWork.of(batch, self.model_cost, balance=config.trainer.balance_batch)
             evaluation = work.submit(self.group.evaluate, batch)
