@@ -370,8 +370,8 @@ class PendingScores:
         """Decodes responses, given by their slots, and has the reward manager score them."""
         if not token_ids:
             return
-        responses = list(token_ids.values())
-        texts = self.scorer.tokenizer.batch_decode(responses, skip_special_tokens=True)
+        tokenizer = self.scorer.tokenizer
+        texts = tokenizer.batch_decode(list(token_ids.values()), skip_special_tokens=True)
         columns = self.prompts.non_tensor_batch
         for slot, text in zip(token_ids, texts, strict=True):
             i = self.rows[slot] // self.num_samples
