@@ -173,37 +173,32 @@ class ExperienceMaker:
         The calls are all submitted before the first result is awaited, so those on separate pools
         run at the same time.
         """
-        plan = self.config.plan
-        trainer = self.config.trainer
+        config = self.config
         batch = of_present_kind(generated).batch
-        frees_memory = self.config.actor_rollout_ref.rollout.free_cache_engine
-        if frees_memory and not trainer.max_staleness:
+        frees_memory = config.actor_rollout_ref.rollout.free_cache_engine
+        if frees_memory and not config.trainer.max_staleness:
             self.groups[Role.Rollout].sleep()
 
-        work = RowWork.of(batch, self.model_cost, balance=trainer.balance_batch)
-        methods = []
-        if plan.needs_old_log_probs:
+        work = RowWork.of(batch, self.model_cost, balance=config.trainer.balance_batch)
+        pending: list[Any] = []
+        if config.plan.needs_old_log_probs:
             actor = self.groups[Role.Actor]
-            methods.append(actor.compute_log_prob)
-        if plan.role_of_reference:
-            reference = self.groups[plan.role_of_reference]
-            methods.append(reference.compute_ref_log_prob)
+            pending.append(work.submit(actor.compute_log_prob, batch))
+        if config.plan.role_of_reference:
+            reference = self.groups[config.plan.role_of_reference]
+            pending.append(work.submit(reference.compute_ref_log_prob, batch))
         if teacher := self.groups.get(Role.Teacher):
-            methods.append(teacher.compute_teacher_log_prob)
+            pending.append(work.submit(teacher.compute_teacher_log_prob, batch))
         if critic := self.groups.get(Role.Critic):
-            methods.append(critic.compute_values)
-        pending: list[Any] = [work.submit(method, batch) for method in methods]
-        for role in plan.reward_models_by_role:
-            reward_model = self.groups[role]
-            model_scores = work.submit(reward_model.compute_rm_score, batch)
+            pending.append(work.submit(critic.compute_values, batch))
+        for role in config.plan.reward_models_by_role:
+            model_scores = work.submit(self.groups[role].compute_rm_score, batch)
             pending.append(scoring.ModelScores(role, model_scores))
-        for role in plan.custom_roles:
+        for role in config.plan.custom_roles:
             # This call keeps the batch's own order, so that the samples of a prompt stay together.
-            group = self.groups[role]
-            pending.append(group.annotate.remote(batch))
+            pending.append(self.groups[role].annotate.remote(batch))
         if generated.scores:
-            rule_scores = generated.scores.complete(batch)
-            pending.append(rule_scores)
+            pending.append(generated.scores.complete(batch))
         rows, metrics = self.collect(batch, pending)
         merged = merge_metrics([generated.metrics, metrics])
         return Scored(view_of_samples(rows), rows, work, merged)

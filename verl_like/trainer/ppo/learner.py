@@ -69,13 +69,11 @@ class Learner:
         pending = []
         if self.critic:
             size = self.num_critic_samples
-            update = work.submit(self.critic.update_critic, batch, size)
-            pending.append(update)
+            pending.append(work.submit(self.critic.update_critic, batch, size))
         if self.version >= self.config.trainer.critic_warmup:
             size = self.num_actor_samples
             ptx_rows = self.ptx_rows(batch, work)
-            update = work.submit(self.actor.update_actor, batch, size, *ptx_rows)
-            pending.append(update)
+            pending.append(work.submit(self.actor.update_actor, batch, size, *ptx_rows))
         if part == num_parts:
             self.version += 1
         return Update(pending, metrics)
