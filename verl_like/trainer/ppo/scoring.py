@@ -411,9 +411,8 @@ class PendingScores:
             "reward/num_errors": Metric.sum(result.num_errors),
             "reward/num_timeouts": Metric.sum(result.num_timeouts),
         }
-        scores_B = torch.from_numpy(result.scores)
         columns = {
-            "rule_scores": jagged_on_last_token(scores_B, self.mask),
+            "rule_scores": jagged_on_last_token(torch.from_numpy(result.scores), self.mask),
             "is_skipped": torch.from_numpy(result.skipped),
         }
         non_tensors = {}
