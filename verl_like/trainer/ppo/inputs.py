@@ -121,8 +121,7 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
     config = with_training_steps(config, len(train_dataset))
     mapping = build_role_worker_mapping(config, own_classes)
     scorer = start_scorer(config, cleanup, tokenizer, train_dataset, val_dataset, mapping)
-    notes = [_prompts_note("training", train_dataset)]
-    notes.append(_prompts_note("validation", val_dataset))
+    notes = [_prompts_note("training", train_dataset), _prompts_note("validation", val_dataset)]
     if ptx_dataset:
         notes.append(f"{len(ptx_dataset):,} ptx rows ({ptx_dataset.num_truncated} cut)")
     notes += notes_on_aggregation(config)
@@ -457,9 +456,7 @@ def load_dataset(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, part: st
     """Loads the prompts of a part of the data, "train" or "val". The width of padded responses is
     the length that the rollout engine may draw."""
     data = config.data
-    files = data.val_files
-    if part == "train":
-        files = data.train_files
+    files = data.train_files if part == "train" else data.val_files
     return PromptDataset(
         list(files),
         tokenizer,

@@ -185,8 +185,7 @@ def _drift(rollout_log_probs: Tensor, old_log_probs: Tensor, mask_BR: Tensor) ->
     difference = (rollout - actor).abs()
     largest = difference.max().item()
     deviation = difference.std().item()
-    both = torch.stack([rollout, actor])
-    correlations = torch.corrcoef(both)
+    correlations = torch.corrcoef(torch.stack([rollout, actor]))
     correlation = correlations[0, 1].item()
     off_policy = compute_offpolicy_metrics(old_log_probs, rollout_log_probs, mask_BR)
     metrics = {}

@@ -53,9 +53,7 @@ def reward_columns(
     Raises ValueError if the role may not declare a column, if its class does not write the column,
     or if two roles write it.
     """
-    columns = {}
-    if with_rules:
-        columns.update(RULE_COLUMNS)
+    columns = dict(RULE_COLUMNS) if with_rules else {}
     for role, worker_class in worker_classes.items():
         model = reward_models.get(role)
         method = "compute_rm_score" if model else "annotate"
@@ -341,8 +339,7 @@ class PendingScores:
         """Starts scoring responses that are complete while others are still generated."""
         early = {}
         for request, completion in finished:
-            name = (request.uid, request.index)
-            slot = self.slots.get(name)
+            slot = self.slots.get((request.uid, request.index))
             if slot is not None:
                 early[slot] = completion.token_ids.tolist()
         self.num_early += len(early)

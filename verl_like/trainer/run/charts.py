@@ -68,8 +68,7 @@ def points_by_metric(metrics: Sequence[Mapping[str, float]]) -> dict[str, Points
     points: dict[str, Points] = {}
     for row in metrics:
         for name, value in row.items():
-            of_metric = points.setdefault(name, [])
-            of_metric.append((row["step"], value))
+            points.setdefault(name, []).append((row["step"], value))
     return points
 
 

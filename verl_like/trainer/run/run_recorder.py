@@ -67,8 +67,9 @@ class RunRecorder:
         self.config = config
         self.display = display
         self.resumed = resumed
-        state = resumed.checkpoint.state if resumed else {}
+        state: dict[str, Any] = {}
         if resumed:
+            state = resumed.checkpoint.state
             self.run_dir = resumed.run_dir
             self.lock = resumed.lock
             checkpoint.remove_partial(self.run_dir)
@@ -94,11 +95,11 @@ class RunRecorder:
             trainer.experiment_name,
             config.shown(),
         )
-        shown = state.get("shown", {})
+        shown: dict[str, Any] = state["shown"] if resumed else {}
         self.generations: list[dict[str, Any]] = shown.get("generations", [])
         """The rows of the first and of the last validation. The report shows them."""
         self.num_validations: int = shown.get("num_validations", 0)
-        self.best = state.get("best", {})
+        self.best: dict[str, Any] = state.get("best", {})
         """The step with the best validation so far, its metric, and the value by which it was
         compared. It is empty if there is none."""
         saved_steps = checkpoint.steps(self.run_dir)
@@ -385,8 +386,7 @@ class RunRecorder:
         missing = self.tracking.close()
         self.timeline_file.close()
         self.generations_file.close()
-        content = (self.run_dir / "metrics.jsonl").read_bytes()
-        metrics = readable_rows(content)
+        metrics = readable_rows((self.run_dir / "metrics.jsonl").read_bytes())
         try:
             self._write_report(outcome, metrics)
         # Texts of data and model may not be drawable, but the run itself is complete.

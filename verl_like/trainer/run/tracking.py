@@ -82,6 +82,10 @@ class TrackerThread:
         else:
             self.problem = f"more than {MAX_WAITING} rows waited for it"
 
+    def end(self) -> None:
+        """Queues the end of the run, and returns at once."""
+        self.rows.put(None)
+
     def missing(self, deadline: float) -> str | None:
         """Waits until the tracker has ended, but not after `deadline` by time.monotonic().
 
@@ -173,7 +177,7 @@ class Tracking:
         self.jsonl.close()
         deadline = time.monotonic() + FINISH_S
         for tracker in self.trackers:
-            tracker.rows.put(None)
+            tracker.end()
         missing = []
         for tracker in self.trackers:
             if sentence := tracker.missing(deadline):

@@ -21,12 +21,11 @@ from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, JsonValue, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, JsonValue, ValidationError
 
 from verl_like.protocol import Future
 from verl_like.protocol.files import file_digest, read_json
 from verl_like.single_controller.worker_group import WorkerGroup
-from verl_like.trainer.state.run_state import StateModel
 
 logger = logging.getLogger(__name__)
 
@@ -46,15 +45,19 @@ def _inside(name: str) -> str:
     return name
 
 
-class FileDigest(StateModel):
+class FileDigest(BaseModel):
     """The size and the hash of a file, as `file_digest` returns them."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     bytes: int
     sha256: str
 
 
-class Manifest(StateModel):
+class Manifest(BaseModel):
     """The content of `manifest.json` without its own hash."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     format: int
     step: int
@@ -125,7 +128,7 @@ class PendingCheckpoint:
     groups: Mapping[str, WorkerGroup]
     written: Digests = field(default_factory=dict)
     """The files that workers of other drivers have written."""
-    _asked: dict[str, Future[Any]] = field(default_factory=dict)
+    _asked: dict[str, Future[list[dict[str, Any] | None]]] = field(default_factory=dict)
     """The question to the ranks of each group, whether they have written their files."""
 
     def files(self, wait: bool, timeout_s: float | None = None) -> Digests | None:

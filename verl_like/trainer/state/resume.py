@@ -310,9 +310,8 @@ def fingerprints_of(config: RunConfig) -> dict[str, str]:
     values = config.model_dump(mode="json")
     for key, value in settings_of(values):
         paths = [value] if isinstance(value, str) else value
-        is_input = key.endswith((".path", "_path", "_files"))
-        is_of_record = key.startswith("trainer.")
-        if not is_input or is_of_record or not paths:
+        is_input = key.endswith((".path", "_path", "_files")) and not key.startswith("trainer.")
+        if not is_input or not paths:
             continue
         digest = hashlib.sha256()
         for name in paths:

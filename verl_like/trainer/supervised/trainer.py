@@ -86,8 +86,7 @@ class SupervisedTrainer(TrainingLoop):
             rows = range(start, stop)
             batch = self.val_dataset.collate(rows)
             work = RowWork.of(batch, self.model_cost, balance=config.trainer.balance_batch)
-            evaluation = work.submit(self.group.evaluate, batch)
-            evaluated = evaluation.get()
+            evaluated = work.submit(self.group.evaluate, batch).get()
             parts.append(evaluated.meta_info["metrics"])
         merged = merge_metrics(parts)
         metrics = {}
