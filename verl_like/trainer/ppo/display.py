@@ -91,7 +91,8 @@ def generation_of_row(
     response, ground truth and score."""
     one = batch.rows(row, row + 1).tensor_batch
     mask = one["response_mask"].values().bool()
-    response = tokenizer.decode(one["responses"].values()[mask])
+    sampled_tokens = one["responses"].values()[mask]
+    response = tokenizer.decode(sampled_tokens)
     columns = batch.non_tensor_batch
     last_message = columns["raw_prompt"][row][-1]
     truth = columns["reward_model"][row].get("ground_truth")

@@ -12,7 +12,6 @@ from verl_like.protocol.row_ops import jagged_parts
 from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.run.errors import EngineMismatch
-from verl_like.workers.rollout_worker import RolloutWorker
 
 NUM_PROMPTS = 4
 NUM_TOKENS = 8
@@ -37,7 +36,7 @@ def draw(rollout: WorkerGroup, dataset: PromptDataset) -> list[DataProto]:
 
     The list is empty for a custom rollout worker that has no `draw_greedily`.
     """
-    if not hasattr(rollout, RolloutWorker.draw_greedily.__name__):
+    if not hasattr(rollout, "draw_greedily"):
         return []
     num_prompts = min(NUM_PROMPTS, len(dataset))
     rows = [dataset[index] for index in range(num_prompts)]
@@ -51,13 +50,15 @@ def log_probs_of(actor: WorkerGroup, drawn: list[DataProto]) -> list[Tensor]:
     the replicas drew. There is a tensor for each replica, float32 at temperature 1."""
     if not drawn:
         return []
-    batch = DataProto.concat([each.select(meta_info_keys=[]) for each in drawn])
+    parts = [each.select(meta_info_keys=[]) for each in drawn]
+    batch = DataProto.concat(parts)
     scored = actor.score_greedy(batch).get()
-    log_probs: list[Tensor] = []
+    log_probs = []
     start = 0
-    for each in drawn:
-        end = start + len(each)
-        log_probs.append(of_tokens(scored.rows(start, end), "old_log_probs"))
+    for part in parts:
+        end = start + len(part)
+        rows = scored.rows(start, end)
+        log_probs.append(of_tokens(rows, "old_log_probs"))
         start = end
     return log_probs
 
@@ -75,7 +76,8 @@ def require_one_model(
     """Raises EngineMismatch unless each replica's log-probabilities are the actor's `log_probs`, up
     to rounding. `side` says in the message whose engine it is."""
     quantization = config.actor_rollout_ref.rollout.quantization
-    for replica, (batch, of_actor) in enumerate(zip(drawn, log_probs, strict=True)):
+    pairs = zip(drawn, log_probs, strict=True)
+    for replica, (batch, of_actor) in enumerate(pairs):
         own = of_tokens(batch, "rollout_log_probs")
         what = f"rollout replica {replica}{side}"
         require_close(config, what, own, of_actor, quantization)
@@ -87,7 +89,8 @@ def require_close(
     """Raises EngineMismatch unless the log-probabilities `own` of `what` are the actor's, up to the
     rounding of the data types. NaN is a mismatch."""
     policy = config.actor_rollout_ref
-    dtypes = {policy.rollout.dtype, policy.actor.fsdp_config.dtype}
+    actor_dtype = policy.actor.fsdp_config.dtype
+    dtypes = {policy.rollout.dtype, actor_dtype}
     differences = (own - of_actor).abs()
     if dtypes == {"float32"} and not quantization:
         kind = "largest"
@@ -99,13 +102,14 @@ def require_close(
         limit = MEAN_IF_QUANTISED if quantization else MEAN_OTHERWISE
     if value <= limit:  # not so for NaN
         return
-    worst = int(differences.nan_to_num(torch.inf).argmax())
+    with_nan_as_inf = differences.nan_to_num(torch.inf)
+    worst = int(with_nan_as_inf.argmax())
     raise EngineMismatch(
         f"{what} does not compute the actor's model, though its weights are the actor's: of "
         f"{len(own)} tokens drawn greedily at the start the {kind} difference of "
         f"log-probabilities is {value:.3g}, and at most {limit:g} is rounding "
         f"({policy.rollout.name} computes in {quantization or policy.rollout.dtype}, the actor in "
-        f"{policy.actor.fsdp_config.dtype}). Where they differ most it has {own[worst]:.6f} and "
+        f"{actor_dtype}). Where they differ most it has {own[worst]:.6f} and "
         f"the actor {of_actor[worst]:.6f}. Compare how both read {policy.model.path}/config.json, "
         "such as rope and norms, or set actor_rollout_ref.rollout.name=hf."
     )

@@ -76,7 +76,8 @@ class Scored:
         """Adds columns to the view, or replaces those that have the same names, and adds
         metrics."""
         merged = merge_metrics([self.metrics, metrics or {}])
-        return replace(self, batch=view_with(self.batch, columns), metrics=merged)
+        batch = view_with(self.batch, columns)
+        return replace(self, batch=batch, metrics=merged)
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,8 @@ class ExperienceMaker:
     def begin(self, prompts: DataProto) -> Future[DataProto]:
         """Starts the generation of responses to (B,) prompts with the present weights, and returns
         at once."""
-        return self.groups[Role.Rollout].generate_sequences.remote(prompts)
+        rollout = self.groups[Role.Rollout]
+        return rollout.generate_sequences.remote(prompts)
 
     def complete(self, generated: Generated) -> Experience:
         """Makes experience of what `sample` returned."""
@@ -173,7 +175,8 @@ class ExperienceMaker:
         """
         config = self.config
         batch = of_present_kind(generated).batch
-        if config.actor_rollout_ref.rollout.free_cache_engine and not config.trainer.max_staleness:
+        frees_memory = config.actor_rollout_ref.rollout.free_cache_engine
+        if frees_memory and not config.trainer.max_staleness:
             self.groups[Role.Rollout].sleep()
 
         work = RowWork.of(batch, self.model_cost, balance=config.trainer.balance_batch)
@@ -212,7 +215,8 @@ class ExperienceMaker:
         batch = generated.batch
         pending: list[Any] = []
         for role in self.config.plan.reward_models_by_role:
-            model_scores = self.groups[role].compute_rm_score.remote(batch)
+            reward_model = self.groups[role]
+            model_scores = reward_model.compute_rm_score.remote(batch)
             pending.append(scoring.ModelScores(role, model_scores))
         for role in self.config.plan.custom_roles:
             annotate = self.groups[role].annotate
@@ -220,13 +224,16 @@ class ExperienceMaker:
             if self.reward_columns.keys() & written:
                 pending.append(annotate.remote(batch))
         if generated.scores:
-            pending.append(generated.scores.complete(batch))
+            rule_scores = generated.scores.complete(batch)
+            pending.append(rule_scores)
         rows, scoring_metrics = self.collect(batch, pending)
-        rewards = padded(rows, [*self.reward_columns, "is_skipped"])
-        scores_B = scoring.total_scores(rewards, self.reward_columns).sum(-1)
+        needed = [*self.reward_columns, "is_skipped"]
+        rewards = padded(rows, needed)
+        scores_BR = scoring.total_scores(rewards, self.reward_columns)
         is_skipped_B = rows.tensor_batch.get("is_skipped", torch.tensor(False))
-        scores_B = scores_B.masked_fill(is_skipped_B, 0.0)
-        return rows, scores_B, merge_metrics([generated.metrics, scoring_metrics])
+        scores_B = scores_BR.sum(-1).masked_fill(is_skipped_B, 0.0)
+        metrics = merge_metrics([generated.metrics, scoring_metrics])
+        return rows, scores_B, metrics
 
     def load_weights(self, weights: Weights, checks_first: bool = True, drain: bool = True) -> None:
         """Has the rollout engines load weights and check them against the actor's fingerprint.
@@ -238,7 +245,9 @@ class ExperienceMaker:
         rollout = self.groups[Role.Rollout]
         sent = None
         if self.config.actor_rollout_ref.rollout.sends_directly:
-            send = weights.send or self.groups[Role.Actor].send_weights.remote
+            send = weights.send
+            if send is None:
+                send = self.groups[Role.Actor].send_weights.remote
             sent = send(rollout.world_size)
         # Only what differs from the defaults is given: a custom rollout may not know the arguments.
         options: dict[str, Any] = {}
@@ -275,9 +284,9 @@ class ExperienceMaker:
         assert more_prompts, "dynamic sampling replaces prompts by others"
         num_wanted = len(prompts) * n
         meta_info = prompts.meta_info
-        differing: list[DataProto] = []
-        equal: list[DataProto] = []
-        metrics: list[Mapping[str, Metric]] = []
+        differing = []
+        equal = []
+        metrics = []
         while True:
             generated = self.generate_with_baselines(prompts, generation)
             assert generated.scores, "only rules score before the whole batch is there"
@@ -287,7 +296,8 @@ class ExperienceMaker:
             equal.append(generated.batch[~differs_B])
             metrics.append(generated.metrics)
             num_differing = sum(map(count_samples, differing))
-            if num_differing >= num_wanted or len(differing) == options.max_num_gen_batches:
+            is_last_batch = len(differing) == options.max_num_gen_batches
+            if num_differing >= num_wanted or is_last_batch:
                 break
             prompts = more_prompts().select()
             prompts.meta_info |= meta_info  # among it the step, which seeds the sampling
@@ -295,21 +305,26 @@ class ExperienceMaker:
         all_samples = concat_samples([*differing, *equal])
         batch = select_samples(all_samples, 0, num_wanted)
         num_equal = sum(map(count_samples, equal))
+        num_filler = max(0, num_wanted - num_differing)
+        num_surplus = max(0, num_differing - num_wanted)
         counts = {
             "rollout/num_prompt_batches": Metric.sum(len(differing)),
             "rollout/num_equal_groups": Metric.sum(num_equal // n),
-            "rollout/num_filler_groups": Metric.sum(max(0, num_wanted - num_differing) // n),
-            "rollout/num_surplus_groups": Metric.sum(max(0, num_differing - num_wanted) // n),
+            "rollout/num_filler_groups": Metric.sum(num_filler // n),
+            "rollout/num_surplus_groups": Metric.sum(num_surplus // n),
         }
-        return Generated(batch, None, merge_metrics([*metrics, counts]))
+        merged = merge_metrics([*metrics, counts])
+        return Generated(batch, None, merged)
 
     def with_scores(self, generated: Generated) -> Generated:
         """Waits for the rules' scores and returns the same responses with them as columns."""
         batch = of_present_kind(generated).batch
         if not generated.scores:
             return generated
-        scored, metrics = self.collect(batch, [generated.scores.complete(batch)])
-        return Generated(scored, None, merge_metrics([generated.metrics, metrics]))
+        pending = generated.scores.complete(batch)
+        scored, metrics = self.collect(batch, [pending])
+        merged = merge_metrics([generated.metrics, metrics])
+        return Generated(scored, None, merged)
 
     def generate_with_baselines(
         self, prompts: DataProto, generation: Future[DataProto] | None = None
@@ -343,11 +358,14 @@ class ExperienceMaker:
         `generation` is what `begin` returned for the prompts, if they are being generated already.
         """
         generation = generation or self.begin(prompts)
-        scores = PendingScores(self.rule_scorer, prompts, num_samples) if self.rule_scorer else None
+        scores = None
+        if self.rule_scorer:
+            scores = PendingScores(self.rule_scorer, prompts, num_samples)
         for finished in generation.stream():
             if scores:
                 scores.add(finished)
-        repeated = prompts.select(batch_keys=[]).repeat(num_samples, interleave=True)
+        without_tensors = prompts.select(batch_keys=[])
+        repeated = without_tensors.repeat(num_samples)
         batch, metrics = self.collect(repeated, [generation])
         return Generated(batch, scores, metrics)
 
@@ -358,9 +376,11 @@ class ExperienceMaker:
         metrics = []
         for future in pending:
             output = future.get()
-            metrics.append(output.meta_info.get("metrics", {}))
+            measured = output.meta_info.get("metrics", {})
+            metrics.append(measured)
             other_info = [name for name in output.meta_info if name != "metrics"]
-            batch = batch.union(output.select(meta_info_keys=other_info))
+            columns = output.select(meta_info_keys=other_info)
+            batch = batch.union(columns)
         return batch, merge_metrics(metrics)
 
     def reward(self, scored: Scored) -> Scored:
@@ -374,7 +394,8 @@ class ExperienceMaker:
         columns = scored.batch.tensor_batch
         mask_BR = columns["response_mask"]
         if "is_skipped" in columns:
-            mask_BR = mask_BR * ~columns["is_skipped"].unsqueeze(-1)
+            is_scored_B = ~columns["is_skipped"]
+            mask_BR = mask_BR * is_scored_B.unsqueeze(-1)
         masked = view_with(scored.batch, {"response_mask": mask_BR})
         scores_BR = scoring.total_scores(masked, self.reward_columns)
         metrics = scoring.reward_means(masked, self.reward_columns)
@@ -428,12 +449,15 @@ class ExperienceMaker:
         weights_BR, kept_BR, values = compute_rollout_correction_and_rejection_mask(
             columns["old_log_probs"], columns["rollout_log_probs"], columns["response_mask"], config
         )
-        made: dict[str, Tensor] = {}
+        made = {}
         if weights_BR is not None:
             made["rollout_is_weights"] = weights_BR
-        metrics = {name: Metric.mean(value) for name, value in values.items()}
+        metrics = {}
+        for name, value in values.items():
+            metrics[name] = Metric.mean(value)
         corrected = rewarded.with_columns(made, metrics)
-        return replace(corrected, kept_BR=kept_BR if config.rollout_rs else None)
+        kept = kept_BR if config.rollout_rs else None
+        return replace(corrected, kept_BR=kept)
 
     def estimate(self, corrected: Scored) -> Scored:
         """Adds `advantages` and `returns` (B, R) by the configured estimator."""
@@ -449,9 +473,11 @@ class ExperienceMaker:
             "norm_adv_by_std_in_grpo": algorithm.norm_adv_by_std_in_grpo,
         }
         if "scores_by_reward" in self.config.plan.estimator_needs:
-            inputs["scores_by_reward"] = scoring.scores_by_reward(batch, self.reward_columns)
+            scores = scoring.scores_by_reward(batch, self.reward_columns)
+            inputs["scores_by_reward"] = scores
         columns: Any = batch.batch  # a column is padded when the estimator reads it
-        advantages_BR, returns_BR = estimate_advantages(estimator, ChainMap(inputs, columns))
+        inputs_and_columns = ChainMap(inputs, columns)
+        advantages_BR, returns_BR = estimate_advantages(estimator, inputs_and_columns)
         return corrected.with_columns({"advantages": advantages_BR, "returns": returns_BR})
 
     def choose_tokens(self, estimated: Scored) -> Scored:
@@ -473,7 +499,8 @@ class ExperienceMaker:
         policy_loss = get_policy_loss_fn(policy.actor.policy_loss.loss_mode)
         loss_options = read_options(policy_loss, actor_rollout_ref=policy)
         if select_tokens := getattr(loss_options, "select_tokens", None):
-            generator = torch.Generator().manual_seed(estimated.batch.meta_info["global_steps"])
+            step = estimated.batch.meta_info["global_steps"]
+            generator = torch.Generator().manual_seed(step)
             made["selected_tokens"] = select_tokens(
                 columns["old_log_probs"], columns["advantages"], mask_BR, generator
             )

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from verl_like.algorithms.advantages import AdvantageOptions, get_adv_estimator_fn
 from verl_like.algorithms.policy_losses import get_policy_loss_fn
@@ -91,7 +91,7 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
     No worker runs yet, so what the user has to change is known within seconds. It is raised as
     ValueError or RewardError.
     """
-    own_classes: dict[str, type[Worker]] = {}
+    own_classes = {}
     for role, path in config.worker_classes.items():
         own_classes[role] = import_worker_class(role, path)
     check_policy_loss(config, own_classes)
@@ -99,19 +99,25 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
     check_models(config)
     starts_ray = not cluster_address(config.ray_kwargs.ray_init.address)
     if starts_ray:
-        warning = check_object_store(step_bytes(config))
-        if warning:
+        needed = step_bytes(config)
+        if warning := check_object_store(needed):
             say(warning)
     tokenizer = pretrained.load_tokenizer(config.actor_rollout_ref.model)
     train_dataset = load_dataset(config, tokenizer, "train")
     val_dataset = load_dataset(config, tokenizer, "val")
     ptx_dataset = load_ptx_dataset(config, tokenizer)
-    _check_texts(config, tokenizer, train_dataset, val_dataset, ptx_dataset)
+    # Pairs (token, place).
+    highest_tokens = [train_dataset.highest_token, val_dataset.highest_token]
+    if ptx_dataset:
+        highest_tokens.append(ptx_dataset.highest_token)
+    check_tokens(config, tokenizer, max(highest_tokens))
+    check_tokenizer(config, tokenizer, train_dataset)
     if config.trainer.max_staleness and not config.has_makers:
         # A checkpoint then holds rows with all their fields, so it must be possible to write them.
-        first_row = train_dataset.collate([train_dataset[0]], epoch=0)
+        first_row = train_dataset[0]
+        batch = train_dataset.collate([first_row], epoch=0)
         with tempfile.TemporaryDirectory() as folder:
-            first_row.save_to_disk(f"{folder}/row")
+            batch.save_to_disk(f"{folder}/row")
     config = with_training_steps(config, len(train_dataset))
     mapping = build_role_worker_mapping(config, own_classes)
     scorer = start_scorer(config, cleanup, tokenizer, train_dataset, val_dataset, mapping)
@@ -131,23 +137,6 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
     )
 
 
-def _check_texts(
-    config: PPOConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    train_dataset: PromptDataset,
-    val_dataset: PromptDataset,
-    ptx_dataset: ConversationDataset | None,
-) -> None:
-    """Checks the tokens of the data, and the tokenizer. Raises ValueError as `check_tokens` and
-    `check_tokenizer` do."""
-    # Pairs (token, place).
-    highest_tokens = [train_dataset.highest_token, val_dataset.highest_token]
-    if ptx_dataset:
-        highest_tokens.append(ptx_dataset.highest_token)
-    check_tokens(config, tokenizer, max(highest_tokens))
-    check_tokenizer(config, tokenizer, train_dataset)
-
-
 def check_tokenizer(
     config: PPOConfig, tokenizer: PreTrainedTokenizerBase, prompts: PromptDataset
 ) -> None:
@@ -157,7 +146,7 @@ def check_tokenizer(
     render: Any = functools.partial(
         tokenizer.apply_chat_template, **config.data.apply_chat_template_kwargs
     )
-    texts: list[str] = []
+    texts = []
     for row in itertools.islice(prompts, NUM_TRIED_PROMPTS):
         text = render(row["raw_prompt"], tokenize=False)
         texts.append(text[:TRIED_CHARACTERS])
@@ -181,7 +170,7 @@ def start_scorer(
     if rows have no reward, or if the configuration names a reward that the run does not have.
     """
     scorer = None
-    numbers: list[str] = []
+    numbers = []
     scores_every_row = config.custom_reward_function.path is not None
     num_rows = len(train_dataset) + len(val_dataset)
     num_without_rule = 0
@@ -195,20 +184,12 @@ def start_scorer(
         scorer = RuleScorer(manager, tokenizer, scores_every_row)
         numbers = scorer.check(train_dataset)
         scorer.check(val_dataset)
-    classes = {role: built.cls for role, built in mapping.items()}
+    classes = {}
+    for role, built in mapping.items():
+        classes[role] = built.cls
     columns = reward_columns(
         classes, config.plan.reward_models_by_role, with_rules=scorer is not None
     )
-    _require_rewards(columns, num_without_rule, num_rows)
-    if config.algorithm.filter_groups.enable and not scores_every_row:
-        require_rules_of_training_rows(train_dataset)
-    check_names_of_rewards(config, columns, numbers)
-    return scorer
-
-
-def _require_rewards(columns: Collection[str], num_without_rule: int, num_rows: int) -> None:
-    """Raises ValueError if some rows have no rule and no other column rewards them. `columns` are
-    the reward columns of the run."""
     has_other_rewards = any(name not in RULE_COLUMNS for name in columns)
     if num_without_rule and not has_other_rewards:
         raise ValueError(
@@ -217,6 +198,10 @@ def _require_rewards(columns: Collection[str], num_without_rule: int, num_rows: 
             "reward_models nor a custom role with reward_columns is there; enable the reward "
             "model, set custom_reward_function.path, or correct the rows."
         )
+    if config.algorithm.filter_groups.enable and not scores_every_row:
+        require_rules_of_training_rows(train_dataset)
+    check_names_of_rewards(config, columns, numbers)
+    return scorer
 
 
 def _prompts_note(name: str, dataset: PromptDataset) -> str:
@@ -235,7 +220,9 @@ def require_rules_of_training_rows(train_dataset: PromptDataset) -> None:
     Dynamic sampling compares the scores that rules give, before other rewards are there, so a
     prompt without a rule would never count.
     """
-    num_without_rule = sum(not has_rule(row["reward_model"]) for row in train_dataset)
+    num_without_rule = 0
+    for row in train_dataset:
+        num_without_rule += not has_rule(row["reward_model"])
     if num_without_rule:
         raise ValueError(
             "algorithm.filter_groups.enable=true compares the scores that rules give, but "
@@ -253,7 +240,8 @@ def check_names_of_rewards(
     algorithm = config.algorithm
     if algorithm.filter_groups.enable:
         require_metric(algorithm.filter_groups.metric, ["reward", *numbers])
-    options = read_options(get_adv_estimator_fn(algorithm.adv_estimator), algorithm=algorithm)
+    estimator = get_adv_estimator_fn(algorithm.adv_estimator)
+    options = read_options(estimator, algorithm=algorithm)
     if isinstance(options, AdvantageOptions):
         options.require_rewards([*columns, *numbers])
 
@@ -264,17 +252,19 @@ def check_policy_loss(config: PPOConfig, own_classes: Mapping[str, type[Worker]]
     by role."""
     actor = config.actor_rollout_ref.actor
     name = actor.policy_loss.loss_mode
-    modes = get_type_hints(get_policy_loss_fn(name)).get("loss_agg_mode")
-    if get_origin(modes) is Literal and actor.loss_agg_mode not in get_args(modes):
+    type_hints = get_type_hints(get_policy_loss_fn(name))
+    hint = type_hints.get("loss_agg_mode")
+    modes = get_args(hint)
+    if get_origin(hint) is Literal and actor.loss_agg_mode not in modes:
         raise ValueError(
             f"actor_rollout_ref.actor.loss_agg_mode={actor.loss_agg_mode}: the policy loss {name} "
-            f"is defined only for {' and '.join(get_args(modes))}; set that"
+            f"is defined only for {' and '.join(modes)}; set that"
         )
-    written: set[str] = set()
+    missing = set(config.plan.loss_needs)
     for worker_class in own_classes.values():
         for method in registered_methods(worker_class).values():
-            written.update(method.writes or ())
-    if "teacher_log_prob" in config.plan.loss_needs - written and not config.plan.needs_teacher:
+            missing.difference_update(method.writes or ())
+    if "teacher_log_prob" in missing and not config.plan.needs_teacher:
         raise ValueError(
             f"actor_rollout_ref.actor.policy_loss.loss_mode={name} needs teacher_log_prob, which "
             "no role of this run writes: add a custom role that does or, where the loss has that "
@@ -304,7 +294,8 @@ def check_environment(config: PPOConfig) -> None:
     knows its own machines, so these are not checked."""
     engine = config.actor_rollout_ref.rollout.name
     get_rollout_engine(engine)
-    if engine in VLLM_ENGINES and importlib.util.find_spec("vllm") is None:
+    runs_vllm = engine in VLLM_ENGINES
+    if runs_vllm and importlib.util.find_spec("vllm") is None:
         raise ValueError(
             f"actor_rollout_ref.rollout.name={engine}, but vllm is not installed: run bash "
             "scripts/environment.sh, or use rollout.name=hf to debug."
@@ -314,9 +305,10 @@ def check_environment(config: PPOConfig) -> None:
     ray_init = config.ray_kwargs.ray_init
     if not cluster_address(ray_init.address):
         device = config.trainer.device
-        pools = build_resource_pools(config).resource_pool_dict.values()
-        check_machine(list(pools), device, ray_init.num_cpus, keys="resource_pool_spec")
-        if engine in VLLM_ENGINES:
+        manager = build_resource_pools(config)
+        pools = list(manager.resource_pool_dict.values())
+        check_machine(pools, device, ray_init.num_cpus, keys="resource_pool_spec")
+        if runs_vllm:
             require_vllm_for(device)
 
 
@@ -357,7 +349,7 @@ def used_models(config: PPOConfig) -> dict[str, ModelConfig]:
 def check_models(config: PPOConfig) -> None:
     """Raises ValueError for models that are missing or do not fit the settings, or each other."""
     models = used_models(config)
-    configs: dict[str, PretrainedConfig] = {}
+    configs = {}
     for key, model in models.items():
         hf_config = pretrained.load_hf_config(model, key=key)
         configs[key] = hf_config.get_text_config()
@@ -402,7 +394,8 @@ def check_model_of_role(config: PPOConfig, key: str, model: ModelConfig) -> None
     size = 1
     if role != Role.RewardModel:
         size_key, size = sequence_parallel(config, role)
-        require_shares_of_heads(pretrained.load_hf_config(model, key=key), size, size_key)
+        hf_config = pretrained.load_hf_config(model, key=key)
+        require_shares_of_heads(hf_config, size, size_key)
     if role not in config.worker_classes:
         makes_head = model_class is ValueModel
         check_model(
@@ -444,11 +437,13 @@ def check_engine_reads(config: PPOConfig) -> None:
 def check_teacher(model: PolicyModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises ValueError unless the teacher has the tokenizer of the policy. Its embeddings may have
     more rows than the tokenizer has tokens, as padding."""
-    hf_config = pretrained.load_hf_config(model, key=TEACHER_PATH).get_text_config()
+    hf_config = pretrained.load_hf_config(model, key=TEACHER_PATH)
+    vocab_size = hf_config.get_text_config().vocab_size
     # A teacher that is too small may have no tokenizer.
-    is_own = hf_config.vocab_size >= len(tokenizer)
+    is_own = vocab_size >= len(tokenizer)
     if is_own:
-        is_own = pretrained.load_tokenizer(model).get_vocab() == tokenizer.get_vocab()
+        own_tokenizer = pretrained.load_tokenizer(model)
+        is_own = own_tokenizer.get_vocab() == tokenizer.get_vocab()
     if not is_own:
         raise ValueError(
             f"{TEACHER_PATH}={model.path}: the tokenizer of the teacher is not that of the "
@@ -479,10 +474,8 @@ def load_dataset(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, part: st
 def prompt_sampler(config: PPOConfig, prompts: PromptDataset) -> EpochSampler:
     """Returns the sampler that says which prompts are in which batch."""
     data = config.data
-    trainer = config.trainer
-    return EpochSampler(
-        len(prompts), data.train_batch_size, seed=trainer.seed, shuffle=data.shuffle
-    )
+    seed = config.trainer.seed
+    return EpochSampler(len(prompts), data.train_batch_size, seed, data.shuffle)
 
 
 def load_ptx_dataset(
@@ -521,8 +514,9 @@ def start_reward_manager(config: PPOConfig) -> RewardManager:
     """Starts the reward processes with the reward function of the configuration."""
     function = config.custom_reward_function
     reward = config.reward
+    spec = RewardFunctionSpec(function.path, function.name, function.reward_kwargs, config.plugins)
     return RewardManager(
-        RewardFunctionSpec(function.path, function.name, function.reward_kwargs, config.plugins),
+        spec,
         num_workers=reward.num_workers,
         timeout_s=reward.timeout_s,
         on_error=reward.on_error,

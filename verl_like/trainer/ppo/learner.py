@@ -4,13 +4,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from verl_like.data.conversations import ConversationDataset
 from verl_like.data.sampler import EpochSampler
-from verl_like.protocol import DataProto, Future, Metric
+from verl_like.protocol import DataProto, Metric
 from verl_like.single_controller import Ordered
 from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer.config.roles import Role
@@ -67,7 +66,7 @@ class Learner:
         part, num_parts = batch.meta_info.get("part_of_step", (1, 1))
         balance = work.metrics(self.actor.update_actor, self.num_actor_samples)
         metrics = balance | self.staleness(batch)
-        pending: list[Future[Any]] = []
+        pending = []
         if self.critic:
             size = self.num_critic_samples
             pending.append(work.submit(self.critic.update_critic, batch, size))
@@ -94,12 +93,14 @@ class Learner:
         size = self.config.data.ptx_batch_size
         part, num_parts = batch.meta_info.get("part_of_step", (1, 1))
         num_optimizer_steps = math.ceil(work.num_samples / self.num_actor_samples)
-        num_parts_before = (self.version - trainer.critic_warmup) * num_parts + part - 1
+        num_steps_before = self.version - trainer.critic_warmup
+        num_parts_before = num_steps_before * num_parts + part - 1
         first = num_parts_before * num_optimizer_steps
         sampler = EpochSampler(len(self.ptx_dataset), size, trainer.seed)
-        numbers: list[int] = []
+        numbers = []
         for optimizer_step in range(first, first + num_optimizer_steps):
-            _epoch, rows = sampler.batch(optimizer_step * num_trainers + index)
+            number_of_batch = optimizer_step * num_trainers + index
+            _epoch, rows = sampler.batch(number_of_batch)
             numbers.extend(rows)
         ptx_batch = self.ptx_dataset.collate(numbers)
         ptx_rows = Rows.of(ptx_batch)
@@ -109,7 +110,8 @@ class Learner:
         ptx_work = RowWork(tokens_B, tokens_B, work.balance, starts)
         num_ranks = data_parallel_size(self.actor.update_actor)
         assert num_ranks is not None
-        return [ptx_work.in_mini_batches(ptx_batch, num_ranks, size)]
+        rows_of_update = ptx_work.in_mini_batches(ptx_batch, num_ranks, size)
+        return [rows_of_update]
 
     def staleness(self, batch: DataProto) -> dict[str, Metric]:
         """Returns metrics of how old the responses are. That is the number of training steps
@@ -119,23 +121,24 @@ class Learner:
         Adds the share of each age if `trainer.max_staleness` allows any. Raises ValueError if the
         responses do not say which weights generated them.
         """
-        if not len(batch):
+        num_rows = len(batch)
+        if not num_rows:
             return {}
         if "policy_version" not in batch.non_tensor_batch:
             raise ValueError(
                 "the responses have no column policy_version, so how old they are is not known; a "
                 "custom rollout worker has to write it, see docs/columns.md"
             )
-        oldest_B: list[int] = []
+        oldest_B = []
         for spans in batch.non_tensor_batch["policy_version"]:
             oldest_B.append(min(version for version, _start, _end in spans))
         staleness_B = self.version - np.array(oldest_B)
+        mean = staleness_B.mean()
         largest = staleness_B.max()
         max_staleness = self.config.trainer.max_staleness
         assert staleness_B.min() >= 0 and largest <= max_staleness, (staleness_B, max_staleness)
-        num_rows = len(batch)
         metrics = {
-            "training/staleness/mean": Metric.mean(staleness_B.mean(), weight=num_rows),
+            "training/staleness/mean": Metric.mean(mean, weight=num_rows),
             "training/staleness/max": Metric.max(largest),
         }
         if max_staleness:
@@ -156,7 +159,8 @@ class Learner:
         ranks or another. The weights are then those of `version`. Returns notes for the user."""
         notes: list[str] = []
         for role, group in self.trained.items():
-            notes_of_ranks = group.load_checkpoint(str(folder / role / "checkpoint"))
+            path = str(folder / role / "checkpoint")
+            notes_of_ranks = group.load_checkpoint(path)
             notes += notes_of_ranks[0]  # every rank returns the same
         self.version = version
         return notes

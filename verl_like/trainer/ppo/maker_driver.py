@@ -1,5 +1,6 @@
 """The driver of a maker: it starts the worker groups, builds the maker on them, and validates."""
 
+import functools
 from dataclasses import dataclass
 from typing import Any, Generic, Self, TypeVar
 
@@ -7,7 +8,6 @@ from transformers import PreTrainedTokenizerBase
 
 from verl_like.algorithms.kl import get_kl_controller
 from verl_like.data.prompt_dataset import PromptDataset
-from verl_like.protocol import metric_values
 from verl_like.registry import Registry
 from verl_like.single_controller.ray.resource_pool import ResourcePoolManager
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
@@ -59,7 +59,8 @@ class MakerDriver(Generic[RecorderT]):
         """Makes a driver of checked inputs. It runs on the pools of their configuration, unless
         others are given."""
         if pools is None:
-            pools = build_resource_pools(inputs.config, list(inputs.role_worker_mapping))
+            roles = list(inputs.role_worker_mapping)
+            pools = build_resource_pools(inputs.config, roles)
         return cls(
             config=inputs.config,
             tokenizer=inputs.tokenizer,
@@ -94,7 +95,9 @@ class MakerDriver(Generic[RecorderT]):
         """Builds the maker on `groups`."""
         config = self.config
         model = load_hf_config(config.actor_rollout_ref.model, key="actor_rollout_ref.model")
-        classes = {role: built.cls for role, built in self.role_worker_mapping.items()}
+        classes = {}
+        for role, built in self.role_worker_mapping.items():
+            classes[role] = built.cls
         columns = reward_columns(
             classes, config.plan.reward_models_by_role, with_rules=self.rule_scorer is not None
         )
@@ -121,16 +124,16 @@ class MakerDriver(Generic[RecorderT]):
         prompts.meta_info |= {"validate": True, "global_steps": self.global_step}
         num_samples = self.config.actor_rollout_ref.rollout.val_kwargs.n
         batch, scores_B, metrics = self.maker.generate_and_score(prompts, num_samples)
-
-        def shown(row: int) -> dict[str, str]:
-            return generation_of_row(row, batch, scores_B, self.tokenizer)
-
+        shown = functools.partial(
+            generation_of_row, batch=batch, scores_B=scores_B, tokenizer=self.tokenizer
+        )
         num_shown = self.config.trainer.log_val_generations
         self.recorder.show_generations(self.global_step, len(batch), shown, num_shown)
         found = validation_metrics(batch, scores_B)
-        for name, value in metric_values(metrics).items():
+        for name, count in metrics.items():
             if name.startswith(COUNT_PREFIX):
-                found[name.replace("reward/", "val-aux/")] = value
+                shown_name = name.replace("reward/", "val-aux/")
+                found[shown_name] = count.value
         return found
 
 

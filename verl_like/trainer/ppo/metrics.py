@@ -39,13 +39,18 @@ def batch_metrics(
     counted_S = view[mask_name].any(-1)  # False for the samples that were skipped
 
     def column(name: str) -> Tensor:
-        return view[name] if counted_S.all() else view[name][counted_S]
+        values = view[name]
+        if counted_S.all():
+            return values
+        return values[counted_S]
 
     mask = column(mask_name).bool()
     returns = column("returns")[mask]
-    prompt_lengths_S = prompt_offsets.diff()[samples.first_rows]
+    prompt_lengths_B = prompt_offsets.diff()
+    prompt_lengths_S = prompt_lengths_B[samples.first_rows]
     prompt_lengths = prompt_lengths_S[counted_S].float()
-    longest_rows = _longest_rows(tensors[mask_name], samples)[counted_S]
+    longest_rows_S = _longest_rows(tensors[mask_name], samples)
+    longest_rows = longest_rows_S[counted_S]
     distributions = {
         "critic/score": column("token_level_scores").sum(-1),
         "critic/rewards": column("token_level_rewards").sum(-1),
@@ -57,9 +62,11 @@ def batch_metrics(
     metrics: dict[str, Metric] = {}
     for name, values in distributions.items():
         metrics |= _mean_max_min(name, values)
-    metrics["response_length/clip_ratio"] = _mean(longest_rows == max_response_length)
-    metrics["prompt_length/clip_ratio"] = _mean(prompt_lengths == max_prompt_length)
-    metrics["perf/total_num_tokens"] = Metric.sum(num_tokens)
+    metrics |= {
+        "response_length/clip_ratio": _mean(longest_rows == max_response_length),
+        "prompt_length/clip_ratio": _mean(prompt_lengths == max_prompt_length),
+        "perf/total_num_tokens": Metric.sum(num_tokens),
+    }
     # With bypass_mode the two columns are one, and there is nothing to compare.
     old_log_probs = tensors.get("old_log_probs")
     if old_log_probs is not None and old_log_probs is not tensors["rollout_log_probs"]:
@@ -67,17 +74,20 @@ def batch_metrics(
     if "values" in view and mask.any():
         values = column("values")[mask]
         metrics |= _mean_max_min("critic/values", values)
-        residual_variance = (returns - values).var(unbiased=False)
+        residuals = returns - values
+        residual_variance = residuals.var(unbiased=False)
         variance = returns.var(unbiased=False)
         unexplained = residual_variance / (variance + 1e-5)
-        metrics["critic/vf_explained_var"] = Metric.mean(1.0 - unexplained.item())
+        explained = 1.0 - unexplained.item()
+        metrics["critic/vf_explained_var"] = Metric.mean(explained)
     return metrics
 
 
 def _longest_rows(mask: Tensor, samples: SampleRows) -> Tensor:
     """Returns the most tokens that the jagged mask marks in one row of each sample, (S,) int64."""
+    num_marked_B = num_marked(mask)
     zeros_S = torch.zeros(samples.num_samples, dtype=torch.int64)
-    return zeros_S.scatter_reduce(0, samples.sample_of_row, num_marked(mask), "amax")
+    return zeros_S.scatter_reduce(0, samples.sample_of_row, num_marked_B, "amax")
 
 
 def validation_metrics(batch: DataProto, scores_B: Tensor) -> dict[str, float]:
@@ -102,11 +112,14 @@ def validation_metrics(batch: DataProto, scores_B: Tensor) -> dict[str, float]:
         for name, numbers_B in numbers.items():
             if not np.isnan(numbers_B[i]):
                 response[name] = float(numbers_B[i])
-        by_prompt = by_source.setdefault(columns["data_source"][i], defaultdict(list))
-        by_prompt[columns["uid"][i]].append(response)
+        source = columns["data_source"][i]
+        uid = columns["uid"][i]
+        by_prompt = by_source.setdefault(source, defaultdict(list))
+        by_prompt[uid].append(response)
     metrics: dict[str, float] = {}
     for source, by_prompt in by_source.items():
-        metrics |= _metrics_of_source(source, list(by_prompt.values()))
+        responses_of_prompts = list(by_prompt.values())
+        metrics |= _metrics_of_source(source, responses_of_prompts)
     return metrics
 
 
@@ -121,17 +134,19 @@ def _metrics_of_source(
             names |= dict.fromkeys(response)
     core = "acc" if "acc" in names else "reward"
     num_samples = max(len(responses) for responses in responses_of_prompts)
-    metrics: dict[str, float] = {}
+    metrics = {}
     for name in names:
-        means: list[float] = []
-        bests: list[float] = []
+        means = []
+        bests = []
         for responses in responses_of_prompts:
-            if name == core:
-                values = [response.get(name, 0.0) for response in responses]
-            else:
-                values = [response[name] for response in responses if name in response]
+            values = []
+            for response in responses:
+                if name in response:
+                    values.append(response[name])
+                elif name == core:
+                    values.append(0.0)
             if values:
-                means.append(float(np.mean(values)))
+                means.append(np.mean(values))
                 bests.append(max(values))
         kind = "val-core" if name == core else "val-aux"
         prefix = f"{kind}/{source}/{name}"
@@ -143,8 +158,8 @@ def _metrics_of_source(
 
 def _mean(values: Tensor) -> Metric:
     """Returns the mean of values. That of no values is NaN, with a weight of 0."""
-    mean = values.float().mean()
-    return Metric.mean(mean.item(), weight=values.numel())
+    mean = values.float().mean().item()
+    return Metric.mean(mean, weight=values.numel())
 
 
 def _mean_max_min(name: str, values: Tensor) -> dict[str, Metric]:
@@ -168,14 +183,17 @@ def _drift(rollout_log_probs: Tensor, old_log_probs: Tensor, mask_BR: Tensor) ->
     if rollout.numel() < 2:
         return {}
     difference = (rollout - actor).abs()
+    largest = difference.max().item()
+    deviation = difference.std().item()
     correlations = torch.corrcoef(torch.stack([rollout, actor]))
-    correlation = correlations[0, 1]
+    correlation = correlations[0, 1].item()
     off_policy = compute_offpolicy_metrics(old_log_probs, rollout_log_probs, mask_BR)
-    metrics: dict[str, Metric] = {}
+    metrics = {}
     for name, value in off_policy.items():
         metrics[f"rollout_corr/{name}"] = Metric.mean(value)
-    metrics["training/rollout_probs_diff_mean"] = _mean(difference)
-    metrics["training/rollout_probs_diff_max"] = Metric.max(difference.max().item())
-    metrics["training/rollout_probs_diff_std"] = Metric.mean(difference.std().item())
-    metrics["training/rollout_actor_probs_pearson_corr"] = Metric.mean(correlation.item())
-    return metrics
+    return metrics | {
+        "training/rollout_probs_diff_mean": _mean(difference),
+        "training/rollout_probs_diff_max": Metric.max(largest),
+        "training/rollout_probs_diff_std": Metric.mean(deviation),
+        "training/rollout_actor_probs_pearson_corr": Metric.mean(correlation),
+    }

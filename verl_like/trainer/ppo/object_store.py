@@ -27,8 +27,7 @@ def step_bytes(config: PPOConfig) -> dict[str, int]:
     Every column is there twice: as its worker returned it, and as the driver passes it on.
     """
     data = config.data
-    length = {"P": data.max_prompt_length, "R": data.max_response_length, "B": 1}
-    size = {"int64": 8, "float32": 4, "bool": 1}
+    length_of = {"P": data.max_prompt_length, "R": data.max_response_length, "B": 1}
     correction = config.algorithm.rollout_correction
     loss_needs = config.plan.loss_needs
     times_made = {
@@ -45,8 +44,9 @@ def step_bytes(config: PPOConfig) -> dict[str, int]:
     row_bytes = 0
     for column in COLUMNS.values():
         if column.kind == "tensor" and column.name not in VERL_COLUMNS:
-            column_bytes = size[column.dtype] * length[column.dims[-1]]
-            row_bytes += times_made.get(column.writer, 1) * column_bytes
+            dtype = getattr(torch, column.dtype)
+            length = length_of[column.dims[-1]]
+            row_bytes += times_made.get(column.writer, 1) * length * dtype.itemsize
     rollout = config.actor_rollout_ref.rollout
     num_rows = data.train_batch_size * rollout.n
     needed = {f"2 * {num_rows} rows of at most {row_bytes:,} bytes": 2 * num_rows * row_bytes}
@@ -56,8 +56,9 @@ def step_bytes(config: PPOConfig) -> dict[str, int]:
         needed |= _exported("policy", policy, rollout.dtype)
     has_copy = isinstance(config, DetachedConfig) and config.plan.needs_critic
     if has_copy and transport_to_copies(config) == "object_store":
-        critic = ModelSize.of(config.critic.model, "critic.model", ValueModel)
-        needed |= _exported("critic", critic, config.critic.model.fsdp_config.dtype)
+        model_of_critic = config.critic.model
+        critic = ModelSize.of(model_of_critic, "critic.model", ValueModel)
+        needed |= _exported("critic", critic, model_of_critic.fsdp_config.dtype)
     return needed
 
 
@@ -69,7 +70,8 @@ def _exported(role: str, model: ModelSize, dtype: str) -> dict[str, int]:
     if model.has_adapter:
         what = "adapter"
         number = model.trained
-    return {f"{what} of the {role}, {dtype}": number * getattr(torch, dtype).itemsize}
+    num_bytes = number * getattr(torch, dtype).itemsize
+    return {f"{what} of the {role}, {dtype}": num_bytes}
 
 
 def check_object_store(needed: dict[str, int]) -> str | None:
@@ -83,10 +85,12 @@ def check_object_store(needed: dict[str, int]) -> str | None:
     shared = get_shared_memory_bytes()
     folder = get_default_system_temp_dir()
     on_disk = shared < size
-    room = min(size, shutil.disk_usage(folder).free) if on_disk else size
     total = sum(needed.values())
+    room = size
     where = f"/dev/shm, which has {_gib(shared)}"
     if on_disk:
+        disk = shutil.disk_usage(folder)
+        room = min(size, disk.free)
         where = f"{folder}, for /dev/shm has {_gib(shared)}"
     if total > room:
         terms = "\n".join(f"  {what:<60} {_gib(amount):>12}" for what, amount in needed.items())

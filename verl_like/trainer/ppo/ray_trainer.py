@@ -24,7 +24,6 @@ from verl_like.trainer.ppo.metrics import batch_metrics
 from verl_like.trainer.ppo.workers import load_models
 from verl_like.trainer.run.run_recorder import RunRecorder, placement_rows
 from verl_like.trainer.state.checkpoint import Checkpoint
-from verl_like.workers.actor import ScoringWorker
 
 _GENERATED = "generated.safetensors"
 """The file of a checkpoint with the responses that were generated ahead, for the next step."""
@@ -76,7 +75,8 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
         self.maker = self.build_maker()
         self.learner = self.build_learner()
         self.trained = self.learner.trained
-        self.recorder.show_placement(placement_rows(self.placement))  # waits for the processes
+        rows = placement_rows(self.placement)  # waits for the processes
+        self.recorder.show_placement(rows)
         load_models(self.groups, self.config.trainer.device)
         if self.recorder.resumed:
             self.restore(self.recorder.resumed.checkpoint)
@@ -93,7 +93,7 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
         config = self.config
         actor = self.groups[Role.Actor]
         rollout = self.groups[Role.Rollout]
-        if not hasattr(actor, ScoringWorker.score_greedy.__name__):
+        if not hasattr(actor, "score_greedy"):
             self.recorder.say(engine_check.UNKNOWN_ACTOR)
             return
         drawn = engine_check.draw(rollout, self.train_dataset)
@@ -102,7 +102,8 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
             return
         # On a GPU that they share, the engine sleeps while the actor computes, and loses its
         # weights.
-        shares_gpu = config.trainer.device == "cuda" and not config.trainer.max_staleness
+        on_gpu = config.trainer.device == "cuda"
+        shares_gpu = on_gpu and not config.trainer.max_staleness
         sleeps = shares_gpu and config.actor_rollout_ref.rollout.free_cache_engine
         if sleeps:
             rollout.sleep()
@@ -125,10 +126,12 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
             prompts = self.prompts_of(self.upcoming_batch)
         else:
             prompts = self.next_prompts()
-        upcoming: DataProto | None = None
+        upcoming = None
         self.upcoming_batch = self.num_prompt_batches
-        if self.config.trainer.max_staleness and self.global_step < self.last_step:
-            upcoming = of_step(self.next_prompts(), self.global_step + 1)
+        has_next_step = self.global_step < self.last_step
+        if self.config.trainer.max_staleness and has_next_step:
+            next_prompts = self.next_prompts()
+            upcoming = of_step(next_prompts, self.global_step + 1)
 
         epoch = Metric(prompts.meta_info["epoch"], "max")
         prompts = of_step(prompts, self.global_step)
@@ -194,7 +197,8 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
         were generated ahead."""
         folder = super().save()
         for role, group in self.groups_with_state.items():
-            group.save_checkpoint(str(folder / role / "checkpoint"))
+            path = str(folder / role / "checkpoint")
+            group.save_checkpoint(path)
         if self.generated:
             # Scores that are still computed cannot be saved.
             self.generated = self.maker.with_scores(self.generated)
@@ -206,9 +210,10 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
     @property
     def groups_with_state(self) -> dict[str, WorkerGroup]:
         """The groups of roles that are not trained here, but have a state in checkpoints."""
-        found: dict[str, WorkerGroup] = {}
+        found = {}
         for role, group in self.groups.items():
-            if role not in self.trained and hasattr(group, "save_checkpoint"):
+            has_state = hasattr(group, "save_checkpoint")
+            if has_state and role not in self.trained:
                 found[role] = group
         return found
 
@@ -227,10 +232,12 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
         self.num_prompt_batches = state["num_prompt_batches"]
         self.upcoming_batch = state["upcoming_batch"]
         self.maker.kl_controller.value = state["kl_coef"]
-        for note in self.learner.restore(checkpoint.folder, state["version"]):
+        notes = self.learner.restore(checkpoint.folder, state["version"])
+        for note in notes:
             self.recorder.say(note)
         for role, group in self.groups_with_state.items():
-            group.load_checkpoint(str(checkpoint.folder / role / "checkpoint"))
+            path = str(checkpoint.folder / role / "checkpoint")
+            group.load_checkpoint(path)
         generated = checkpoint.folder / _GENERATED
         if generated.exists():
             self.generated = read_generated(generated, self.train_dataset.pad_token_id)
@@ -247,7 +254,8 @@ def read_generated(path: Path, pad_token_id: int) -> Generated:
     """Reads the responses that a checkpoint holds. Earlier versions wrote padded batches, which
     lose their padding here."""
     batch = DataProto.load_from_disk(path)
-    if not is_jagged(batch.tensors()["prompts"]):
+    prompts = batch.tensors()["prompts"]
+    if not is_jagged(prompts):
         batch = without_padding(batch, pad_token_id)
     metrics = batch.meta_info.pop(_METRICS)
     return Generated(batch, None, metrics)

@@ -26,6 +26,8 @@ from verl_like.trainer.config.roles import Role
 from verl_like.workers.config.roles import RewardModelConfig
 from verl_like.workers.rollout import FinishedRequest
 
+Span = tuple[int, float, float]
+"""A process id, and the start and the end of what the process did."""
 _PAUSE_S = 0.01
 """Two spans of a process count as one if fewer seconds than these are between them."""
 _LEFT_TO_MODELS = Answer(score=0.0)
@@ -82,7 +84,9 @@ def reward_columns(
 def column_of(name: str, role: str) -> str:
     """Returns the name in the batch of a column that a reward model's worker calls `name`. If there
     are several reward models, the role is appended for all but the first."""
-    return name if role == Role.RewardModel else f"{name}/{role}"
+    if role == Role.RewardModel:
+        return name
+    return f"{name}/{role}"
 
 
 @dataclass(frozen=True)
@@ -107,15 +111,16 @@ def reward_means(batch: DataProto, reward_columns: Mapping[str, float]) -> dict[
     that the reward function returned beside the score. A number that no sample has gets no mean.
     """
     is_scored_B = batch.tensor_batch["response_mask"].any(-1)
-    values: dict[str, Tensor] = {}
+    values = {}
     if len(reward_columns) > 1:
         for name in reward_columns:
             rewards_B = batch.tensor_batch[name].sum(-1)
             values[name] = rewards_B[is_scored_B]
     for name, array in extra_numbers(batch).items():
         numbers_B = torch.from_numpy(array)
-        values[name] = numbers_B[is_scored_B & ~numbers_B.isnan()]
-    means: dict[str, Metric] = {}
+        has_number_B = is_scored_B & ~numbers_B.isnan()
+        values[name] = numbers_B[has_number_B]
+    means = {}
     for name, numbers in values.items():
         if len(numbers):
             mean = float(numbers.mean())
@@ -130,14 +135,15 @@ def total_scores(batch: DataProto, reward_columns: Mapping[str, float]) -> Tenso
     An estimator that compares all rows of a batch would otherwise make every advantage infinite or
     NaN. A sample that the rules skipped may keep NaN, because the caller masks its row.
     """
-    weighted: list[Tensor] = []
+    weighted = []
     for name, weight in reward_columns.items():
         rewards_BR = batch.tensor_batch[name]
         is_finite_B = rewards_BR.isfinite().all(-1)
         if "is_skipped" in batch.tensor_batch:
             is_finite_B |= batch.tensor_batch["is_skipped"]
         if not is_finite_B.all():
-            wrong_rows = (~is_finite_B).nonzero().flatten().tolist()
+            is_wrong_B = ~is_finite_B
+            wrong_rows = is_wrong_B.nonzero().flatten().tolist()
             first = wrong_rows[0]
             raise RewardError(
                 f"the reward {name!r} of {len(wrong_rows)} of {len(batch)} samples is no "
@@ -156,7 +162,7 @@ def scores_by_reward(batch: DataProto, reward_columns: Mapping[str, float]) -> d
     These are the weighted reward columns, and the numbers that the reward function returned beside
     the score, on the last token. A number is NaN for a sample for which it was not returned.
     """
-    scores: dict[str, Tensor] = {}
+    scores = {}
     for name, weight in reward_columns.items():
         scores[name] = weight * batch.tensor_batch[name]
     mask_BR = batch.tensor_batch["response_mask"]
@@ -179,10 +185,12 @@ def groups_differ(batch: DataProto, metric: str) -> Tensor:
     numbers = {"reward": rewards.numpy()} | extra_numbers(view)
     require_metric(metric, numbers)
     # (B, 1), because PromptGroups takes values and a mask by token: here each response has one.
-    values = torch.from_numpy(numbers[metric]).unsqueeze(-1)
+    compared = torch.from_numpy(numbers[metric])
+    values = compared.unsqueeze(-1)
     is_skipped = view.tensor_batch["is_skipped"].unsqueeze(-1)
     is_scored = ~is_skipped & ~values.isnan()
-    groups = PromptGroups.of(values, is_scored, view.non_tensor_batch["uid"])
+    uids = view.non_tensor_batch["uid"]
+    groups = PromptGroups.of(values, is_scored, uids)
     sample_of_row = SampleRows.of(batch).sample_of_row
     return groups.differ[sample_of_row]
 
@@ -200,7 +208,7 @@ def require_metric(metric: str, numbers: Collection[str]) -> None:
 def extra_numbers(batch: DataProto) -> dict[str, np.ndarray]:
     """Returns the numbers (B,) that the reward function returned beside the score, by name. Other
     values, such as texts, are left out."""
-    numbers: dict[str, np.ndarray] = {}
+    numbers = {}
     for name, values in batch.non_tensor_batch.items():
         if name.startswith(EXTRA_PREFIX) and values.dtype != object:
             numbers[name.removeprefix(EXTRA_PREFIX)] = values
@@ -250,8 +258,12 @@ class RuleScorer:
                 extra_info=row["extra_info"],
                 raw_prompt=row["raw_prompt"],
             )
-        extra = self.manager.check(list(first.values()))
-        numbers = [name for name, values in extra.items() if values.dtype != object]
+        samples = list(first.values())
+        extra = self.manager.check(samples)
+        numbers = []
+        for name, values in extra.items():
+            if values.dtype != object:
+                numbers.append(name)
         self._numbers.update(numbers)
         return numbers
 
@@ -265,13 +277,14 @@ class RuleScorer:
         row. All batches get the same columns this way.
         """
         columns = dict(extra)
-        for name in sorted(self._numbers - extra.keys()):
+        missing = self._numbers - extra.keys()
+        for name in sorted(missing):
             columns[name] = np.full(num_samples, np.nan)
         return columns
 
-    def report(self, ran: list[tuple[int, float, float]]) -> None:
-        """Tells `on_call` when each reward process was scoring. `ran` has the process id, start and
-        end of the scoring of each sample."""
+    def report(self, ran: list[Span]) -> None:
+        """Tells `on_call` when each reward process was scoring. `ran` has the span of the scoring
+        of each sample."""
         if self.on_call is None:
             return
         for pid, started, finished in _merged(ran):
@@ -308,7 +321,8 @@ class PendingScores:
         self.slots: dict[tuple[str, int], int] = {}
         """The slot of each response, by its prompt's uid and its number among its samples."""
         for i, reward_model in enumerate(columns["reward_model"]):
-            if not (self.scorer.scores_every_row or has_rule(reward_model)):
+            is_scored = self.scorer.scores_every_row or has_rule(reward_model)
+            if not is_scored:
                 continue
             uid = columns["uid"][i]
             for k in range(self.num_samples):
@@ -323,7 +337,7 @@ class PendingScores:
 
     def add(self, finished: Sequence[FinishedRequest]) -> None:
         """Starts scoring responses that are complete while others are still generated."""
-        early: dict[int, list[int]] = {}
+        early = {}
         for request, completion in finished:
             slot = self.slots.get((request.uid, request.index))
             if slot is not None:
@@ -336,14 +350,16 @@ class PendingScores:
         and returns itself: `get` waits for all scores."""
         self.mask = batch.tensor_batch["response_mask"]
         slots = list(self.pending.missing())
-        late: dict[int, list[int]] = {}
-        if slots:
-            rows = [self.rows[slot] for slot in slots]
-            columns = batch.select_idxs(rows).tensor_batch
-            responses = columns["responses"].unbind()
-            masks = columns["response_mask"].unbind()
-            for slot, response, mask in zip(slots, responses, masks, strict=True):
-                late[slot] = response[mask.bool()].tolist()
+        if not slots:
+            return self
+        rows = [self.rows[slot] for slot in slots]
+        columns = batch.select_idxs(rows).tensor_batch
+        responses = columns["responses"].unbind()
+        masks = columns["response_mask"].unbind()
+        late = {}
+        for slot, response, mask in zip(slots, responses, masks, strict=True):
+            sampled_tokens = response[mask.bool()]
+            late[slot] = sampled_tokens.tolist()
         self._submit(late)
         return self
 
@@ -388,7 +404,7 @@ class PendingScores:
         early_ratio = self.num_early / max(1, num_scored)
         metrics = {
             "reward/early_ratio": Metric.mean(early_ratio, weight=num_scored),
-            "reward/num_skipped": Metric.sum(int(result.skipped.sum())),
+            "reward/num_skipped": Metric.sum(result.skipped.sum()),
             "reward/num_errors": Metric.sum(result.num_errors),
             "reward/num_timeouts": Metric.sum(result.num_timeouts),
         }
@@ -396,13 +412,15 @@ class PendingScores:
             "rule_scores": jagged_on_last_token(torch.from_numpy(result.scores), self.mask),
             "is_skipped": torch.from_numpy(result.skipped),
         }
-        non_tensors = {f"{EXTRA_PREFIX}{name}": values for name, values in extra.items()}
-        return DataProto.from_dict(columns, non_tensors, meta_info={"metrics": metrics})
+        non_tensors = {}
+        for name, values in extra.items():
+            non_tensors[f"{EXTRA_PREFIX}{name}"] = values
+        return DataProto.from_dict(columns, non_tensors, {"metrics": metrics})
 
 
-def _merged(spans: list[tuple[int, float, float]]) -> list[tuple[int, float, float]]:
-    """Joins spans (process id, start, end) of a process that follow each other almost at once."""
-    merged: list[tuple[int, float, float]] = []
+def _merged(spans: list[Span]) -> list[Span]:
+    """Joins spans of a process that follow each other almost at once."""
+    merged: list[Span] = []
     last_pid = -1
     last_finished = 0.0
     for pid, started, finished in sorted(spans):

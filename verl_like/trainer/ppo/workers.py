@@ -65,13 +65,14 @@ def build_role_worker_mapping(
         if role != Role.RewardModel:
             arguments["model_key"] = reward_model_key(role)
         built_in[role] = (reward_model_class, arguments)
-    mapping: dict[str, RayClassWithInitArgs] = {}
+    mapping = {}
     pool_of_rollout = config.role_mapping.get(Role.Rollout)
     for role in config.plan.active_roles:
         worker_class, arguments = built_in.get(role, (Worker, {"config": config}))
         worker_class = own_classes.get(role, worker_class)
         if role in built_in and role != Role.Rollout:
-            arguments["shares_device"] = config.role_mapping[role] == pool_of_rollout
+            pool = config.role_mapping[role]
+            arguments["shares_device"] = pool == pool_of_rollout
         built = RayClassWithInitArgs(worker_class, **arguments)
         built.plugins = config.plugins
         mapping[role] = built
@@ -82,7 +83,9 @@ def transport_to_copies(config: PPOConfig) -> str:
     """Returns how weights reach the copies of a detached maker. It is the transport to the engines,
     unless that sends straight into the engines, which copies cannot receive."""
     rollout = config.actor_rollout_ref.rollout
-    return "object_store" if rollout.sends_directly else rollout.weight_transport
+    if rollout.sends_directly:
+        return "object_store"
+    return rollout.weight_transport
 
 
 def import_worker_class(role: str, path: str) -> type[Worker]:
@@ -102,7 +105,8 @@ def import_worker_class(role: str, path: str) -> type[Worker]:
             f"worker_classes.{role}={path} is not a Worker: subclass "
             "verl_like.single_controller.worker.Worker."
         )
-    if role not in set(Role) and "annotate" not in registered_methods(worker_class):
+    is_custom = role not in set(Role)
+    if is_custom and "annotate" not in registered_methods(worker_class):
         raise ValueError(
             f"worker_classes.{role}={path} has no registered method annotate, by which a custom "
             "role adds columns to the batch: add one, or correct the name of the role."
@@ -120,7 +124,9 @@ def build_resource_pools(
     """
     roles = roles or config.plan.active_roles
     mapping = {role: config.role_mapping[role] for role in roles}
-    nodes_of_pool = {name: list(nodes) for name, nodes in config.resource_pool_spec.items()}
+    nodes_of_pool = {}
+    for name, nodes in config.resource_pool_spec.items():
+        nodes_of_pool[name] = list(nodes)
     pool_of_groups = [pool for pool, _roles in process_groups(mapping)]
     max_colocate_count = max(pool_of_groups.count(pool) for pool in pool_of_groups)
     return ResourcePoolManager(
@@ -146,7 +152,7 @@ def start_groups(
     """
     pools.create_resource_pool()
     groups: dict[str, WorkerGroup] = {}
-    placement: list[PlacedGroup] = []
+    placement = []
     pool_of_role = {role: config.role_mapping[role] for role in mapping}
     for pool, roles in process_groups(pool_of_role):
         class_of_role = {role: mapping[role] for role in roles}
@@ -173,8 +179,13 @@ def load_models(groups: Mapping[str, WorkerGroup], device: str) -> None:
     vLLM takes its share of the free memory, and asserts that no other process frees memory while it
     measures how much there is.
     """
-    rollout = [group for role, group in groups.items() if role == Role.Rollout]
-    others = [group for role, group in groups.items() if role != Role.Rollout]
+    rollout = []
+    others = []
+    for role, group in groups.items():
+        if role == Role.Rollout:
+            rollout.append(group)
+        else:
+            others.append(group)
     order = [rollout + others]
     if device == "cuda":
         order = [others, rollout]

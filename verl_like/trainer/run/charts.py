@@ -15,6 +15,10 @@ from verl_like.trainer.run.display import printable
 
 pyplot.rcParams["text.parse_math"] = False  # a data source's name may have dollar signs
 
+Calls = Sequence[Mapping[str, Any]]
+"""Rows of a timeline."""
+Points = list[tuple[float, float]]
+"""The step and the value of each point."""
 SHORTEST_CALL_S = 1e-3
 """Shorter calls are left out of a timeline."""
 FEW_POINTS = 30
@@ -29,8 +33,7 @@ class Curve:
 
     name: str
     """The name in the legend."""
-    points: Sequence[tuple[float, float]]
-    """The step and the value of each point."""
+    points: Points
     color: Any = None
     """A color of matplotlib. None means the next one of its cycle."""
 
@@ -42,9 +45,11 @@ def chart(curves: Sequence[Curve], *, title: str = "", label: str, has_legend: b
         return ""
     figure, axes = pyplot.subplots(figsize=(5, 3), layout="constrained")
     for curve in curves:
+        steps = [step for step, _value in curve.points]
+        values = [value for _step, value in curve.points]
         axes.plot(
-            [step for step, _ in curve.points],
-            [value for _, value in curve.points],
+            steps,
+            values,
             label=printable(curve.name),
             color=curve.color,
             linewidth=1.4,
@@ -58,12 +63,9 @@ def chart(curves: Sequence[Curve], *, title: str = "", label: str, has_legend: b
     return _svg(figure)
 
 
-def points_by_metric(
-    metrics: Sequence[Mapping[str, float]],
-) -> dict[str, list[tuple[float, float]]]:
-    """The step and the value of each point, by metric. `metrics` has a row for each step, with
-    "step"."""
-    points: dict[str, list[tuple[float, float]]] = {}
+def points_by_metric(metrics: Sequence[Mapping[str, float]]) -> dict[str, Points]:
+    """The points of each metric. `metrics` has a row for each step, with "step"."""
+    points: dict[str, Points] = {}
     for row in metrics:
         for name, value in row.items():
             points.setdefault(name, []).append((row["step"], value))
@@ -74,7 +76,11 @@ def names_of_chart(wanted: Sequence[str], names: Iterable[str]) -> list[str]:
     """Returns the names that a chart shows. A wanted name that ends in "/" stands for all names
     that begin with it."""
     prefixes = tuple(name for name in wanted if name.endswith("/"))
-    return [name for name in names if name in wanted or name.startswith(prefixes)]
+    shown = []
+    for name in names:
+        if name in wanted or name.startswith(prefixes):
+            shown.append(name)
+    return shown
 
 
 def histogram(
@@ -91,7 +97,7 @@ def histogram(
     return _svg(figure)
 
 
-def timelines(calls_of_part: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+def timelines(calls_of_part: Mapping[str, Calls]) -> str:
     """Timelines below each other with one scale of seconds. Each of them begins with its first
     call.
 
@@ -102,17 +108,24 @@ def timelines(calls_of_part: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
         calls_of_part: the rows of each timeline, by its title.
     """
     shown = {}
-    methods: list[str] = []
+    names = set()
     for title, calls in calls_of_part.items():
-        long_enough = [c for c in calls if c["finished"] - c["started"] > SHORTEST_CALL_S]
+        long_enough = []
+        for call in calls:
+            seconds = call["finished"] - call["started"]
+            if seconds > SHORTEST_CALL_S:
+                long_enough.append(call)
+                names.add(call["method"])
         if long_enough:
             shown[title] = long_enough
-            methods += [call["method"] for call in long_enough]
     if not shown:
         return ""
-    methods = sorted(set(methods))
+    methods = sorted(names)
     colors = {method: f"C{number}" for number, method in enumerate(methods)}
-    num_lanes = [len(_lanes(calls)) for calls in shown.values()]
+    num_lanes = []
+    for calls in shown.values():
+        lanes = _lanes(calls)
+        num_lanes.append(len(lanes))
     height = 0.45 * sum(num_lanes) + 0.6 * len(shown) + 1.0
     figure, axes_of_part = pyplot.subplots(
         len(shown),
@@ -123,10 +136,11 @@ def timelines(calls_of_part: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
         layout="constrained",
     )
     bars: dict[str, Any] = {}
-    for axes, (title, calls) in zip(axes_of_part[:, 0], shown.items(), strict=True):
+    column = axes_of_part[:, 0]
+    for axes, (title, calls) in zip(column, shown.items(), strict=True):
         bars |= _draw_timeline(axes, calls, colors)
         axes.set_title(printable(title), fontsize="small", loc="left")
-    axes_of_part[-1, 0].set_xlabel("seconds")
+    column[-1].set_xlabel("seconds")
     figure.legend(
         [bars[method] for method in methods],
         [printable(method) for method in methods],
@@ -137,33 +151,39 @@ def timelines(calls_of_part: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     return _svg(figure)
 
 
-def _lanes(calls: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+def _lanes(calls: Calls) -> list[tuple[str, str]]:
     """The pool and the process of each row of a timeline."""
-    return sorted({(call["pool"], call["process"]) for call in calls})
+    lanes = {(call["pool"], call["process"]) for call in calls}
+    return sorted(lanes)
 
 
-def _draw_timeline(
-    axes: Any, calls: Sequence[Mapping[str, Any]], colors: Mapping[str, str]
-) -> dict[str, Any]:
+def _draw_timeline(axes: Any, calls: Calls, colors: Mapping[str, str]) -> dict[str, Any]:
     """Draws the calls of a timeline. Returns the bars by method."""
     lanes = _lanes(calls)
     origin = min(call["started"] for call in calls)
     bars = {}
     for method, color in colors.items():
-        of_method = [call for call in calls if call["method"] == method]
-        if not of_method:
-            continue
-        rows = [lanes.index((call["pool"], call["process"])) for call in of_method]
-        starts = [call["started"] - origin for call in of_method]
-        seconds = [call["finished"] - call["started"] for call in of_method]
-        bars[method] = axes.barh(rows, seconds, left=starts, height=0.7, linewidth=0, color=color)
-    for number, (above, below) in enumerate(itertools.pairwise(lanes)):
-        pool_above, _process = above
-        pool_below, _process = below
-        if pool_above != pool_below:
+        rows = []
+        starts = []
+        seconds = []
+        for call in calls:
+            if call["method"] == method:
+                lane = (call["pool"], call["process"])
+                rows.append(lanes.index(lane))
+                starts.append(call["started"] - origin)
+                seconds.append(call["finished"] - call["started"])
+        if rows:
+            bars[method] = axes.barh(
+                rows, seconds, left=starts, height=0.7, linewidth=0, color=color
+            )
+    pools = [pool for pool, _process in lanes]
+    for number, (above, below) in enumerate(itertools.pairwise(pools)):
+        if above != below:
             axes.axhline(number + 0.5, color="black", linewidth=0.8)
-    for step in sorted({call["step"] for call in calls}):
-        start = min(call["started"] for call in calls if call["step"] == step) - origin
+    steps = {call["step"] for call in calls}
+    for step in sorted(steps):
+        times = [call["started"] for call in calls if call["step"] == step]
+        start = min(times) - origin
         axes.axvline(start, color="grey", linestyle=":", linewidth=0.8)
         axes.text(start, -0.62, f" step {step}", fontsize="x-small", va="bottom")
     names = [printable(f"{pool}\n{process}") for pool, process in lanes]

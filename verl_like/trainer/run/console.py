@@ -18,7 +18,8 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from verl_like.trainer.run.display import Display, printable
+from verl_like.trainer.run.display import Display, TableRows, printable
+from verl_like.trainer.run.tracking import Row
 
 
 class RunConsole:
@@ -53,8 +54,8 @@ class RunConsole:
         """Prints a text."""
         self.console.print(self._shown(text))
 
-    def show_table(self, title: str, rows: list[dict[str, str]]) -> None:
-        """Prints a table. The keys of the first row are its head."""
+    def show_table(self, title: str, rows: TableRows) -> None:
+        """Prints a table."""
         table = Table(*rows[0], title=title, title_justify="left")
         for row in rows:
             cells = [self._shown(cell) for cell in row.values()]
@@ -71,7 +72,7 @@ class RunConsole:
         self.progress.update(self.task, total=total_steps)
         self.progress.start_task(self.task)
 
-    def show_step(self, step: int, total_steps: int, metrics: dict[str, float]) -> None:
+    def show_step(self, step: int, total_steps: int, metrics: Row) -> None:
         """Prints the line of a step."""
         shown = []
         for label, names, template in self.display.step_line:
@@ -92,7 +93,7 @@ class RunConsole:
         self.console.print("  ".join(line))
         self.progress.update(self.task, completed=step)
 
-    def show_validation(self, step: int, metrics: dict[str, float]) -> None:
+    def show_validation(self, step: int, metrics: Row) -> None:
         """Prints the lines of a validation that is not part of a step."""
         for shown in _validation(metrics):
             self.console.print(f"[bold cyan]validation at step {step}[/]  [bold]{shown}[/]")
@@ -102,10 +103,11 @@ class RunConsole:
         self.progress.stop()
 
 
-def _validation(metrics: dict[str, float]) -> list[str]:
+def _validation(metrics: Row) -> list[str]:
     """The name and the value of each metric of a validation, as text."""
     shown = []
     for name, value in metrics.items():
         if name.startswith("val-core/"):
-            shown.append(f"{escape(printable(name))} {value:.3f}")
+            shown_name = escape(printable(name))
+            shown.append(f"{shown_name} {value:.3f}")
     return shown

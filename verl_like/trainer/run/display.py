@@ -4,6 +4,8 @@ has such a description."""
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+TableRows = list[dict[str, str]]
+"""The rows of a table. The keys of the first row are its head."""
 ShownMetrics = tuple[str, tuple[str, ...], str]
 """A label and the names of metrics, with the format in which a line shows one of them, or with the
 label of a chart's y-axis."""
@@ -43,5 +45,8 @@ def printable(text: str) -> str:
     A control character could change the state of a terminal. A lone surrogate cannot be written to
     a file or drawn.
     """
-    shown = [char if char.isprintable() or char == "\n" else " " for char in text]
+    shown = []
+    for char in text:
+        stays = char.isprintable() or char == "\n"
+        shown.append(char if stays else " ")
     return "".join(shown)

@@ -25,9 +25,12 @@ def entry_point(
     130."""
     try:
         command = f"python -m verl_like.trainer.{name}"
-        config: Any = config_from_command_line(schema, rules, sys.argv[1:], command, usage)
+        arguments = sys.argv[1:]
+        config: Any = config_from_command_line(schema, rules, arguments, command, usage)
+        template = None
         # On a GPU an import may start CUDA, which a fork cannot use.
-        on_cpu = config.trainer.device == "cpu"
-        yield config, worker_template.start(workers) if on_cpu else None
+        if config.trainer.device == "cpu":
+            template = worker_template.start(workers)
+        yield config, template
     except KeyboardInterrupt:
         sys.exit(130)

@@ -29,7 +29,8 @@ pre {{ background: #f6f8fa; padding: 1rem; overflow-x: auto; }}
 def write_page(path: Path, title: str, body: str, style: str = "") -> None:
     """Writes a page. `title` is text, and `body` is HTML in which all text is escaped already.
     Raises OSError."""
-    text = PAGE.format(title=html.escape(title), body=body, style=style)
+    escaped = html.escape(title)
+    text = PAGE.format(title=escaped, body=body, style=style)
     # A lone surrogate cannot be written in UTF-8, so its code is written instead.
     path.write_text(text, encoding="utf-8", errors="backslashreplace")
 

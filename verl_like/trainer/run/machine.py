@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from verl_like.single_controller.ray.cluster import assign
+from verl_like.single_controller.ray.cluster import Resources, assign
 from verl_like.single_controller.ray.resource_pool import RayResourcePool
 
 
@@ -21,16 +21,16 @@ def check_machine(
             "(of PPO: device=cpu) to compute on the CPU, or ray_kwargs.ray_init.address to use a "
             "cluster that has GPUs."
         )
-    node: dict[str, float] = {
+    node: Resources = {
         "CPU": num_cpus or os.cpu_count() or 1,
         "GPU": torch.cuda.device_count() if device == "cuda" else 0,
     }
-    entries: list[dict[str, float]] = []
+    entries: list[Resources] = []
     for pool in pools:
         entries += pool.node_requests()
     if assign(entries, {"here": node}) is not None:
         return
-    needed: dict[str, float] = dict.fromkeys(entries[0], 0)
+    needed: Resources = dict.fromkeys(entries[0], 0)
     for entry in entries:
         for kind in needed:
             needed[kind] += entry[kind]

@@ -3,7 +3,7 @@ needs no other file."""
 
 import html
 import itertools
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ from verl_like.trainer.run.charts import (
     points_by_metric,
     timelines,
 )
-from verl_like.trainer.run.display import Display
+from verl_like.trainer.run.display import Display, TableRows
 from verl_like.trainer.run.html_page import table, write_page
+from verl_like.trainer.run.tracking import Row
 
 BODY = """<p>{summary}</p>
 <h2>Curves</h2><div class="charts">{charts}</div>
@@ -35,9 +36,9 @@ def write_report(
     *,
     title: str,
     summary: str,
-    metrics: list[dict[str, float]],
+    metrics: list[Row],
     steps: list[list[dict[str, Any]]],
-    placement: list[dict[str, str]],
+    placement: TableRows,
     generations: list[dict[str, Any]],
     config: str,
     display: Display,
@@ -45,8 +46,15 @@ def write_report(
     """Writes the report. `metrics` has a row for each step, with "step". `steps` has the rows of
     some steps of the timeline."""
     points = points_by_metric(metrics)
-    charts = [_chart(*each, points) for each in display.charts]
-    charts += [_histogram(*each, metrics) for each in display.histograms]
+    charts = []
+    for heading, wanted, label in display.charts:
+        names = names_of_chart(wanted, points)
+        curves = [Curve(name, points[name]) for name in names]
+        drawn = chart(curves, title=heading, label=label)
+        charts.append(drawn)
+    for heading, name, label in display.histograms:
+        drawn = _histogram(heading, name, label, metrics)
+        charts.append(drawn)
     calls = list(itertools.chain.from_iterable(steps))
     body = BODY.format(
         summary=html.escape(summary),
@@ -60,49 +68,40 @@ def write_report(
     write_page(path, title, body)
 
 
-def _chart(
-    title: str,
-    wanted: Sequence[str],
-    label: str,
-    points: Mapping[str, Sequence[tuple[float, float]]],
-) -> str:
-    """A chart of `Display.charts`."""
-    names = names_of_chart(wanted, points)
-    curves = [Curve(name, points[name]) for name in names]
-    return chart(curves, title=title, label=label)
-
-
-def _histogram(title: str, name: str, label: str, metrics: Sequence[dict[str, float]]) -> str:
+def _histogram(title: str, name: str, label: str, metrics: list[Row]) -> str:
     """A histogram of `Display.histograms`, or "" if the run does not have its metric."""
     bins: Any = 20
-    values: list[float] = []
-    weights: list[float] = []
+    is_prefix = name.endswith("_")
+    values = []
+    weights = []
     for row in metrics:
-        if name.endswith("_"):
-            shares = {key: row[key] for key in row if key.startswith(name)}
-            values += [float(key.removeprefix(name)) for key in shares]
-            weights += shares.values()
+        if is_prefix:
+            for key, share in row.items():
+                if key.startswith(name):
+                    number = key.removeprefix(name)
+                    values.append(float(number))
+                    weights.append(share)
         elif name in row:
             values.append(row[name])
             weights.append(1.0)
     if not values:
         return ""
-    if name.endswith("_"):
+    if is_prefix:
         greatest = int(max(values))
         bins = [number - 0.5 for number in range(greatest + 2)]
     return histogram(values, weights, bins, title, label)
 
 
-def _speed(metrics: list[dict[str, float]]) -> str:
+def _speed(metrics: list[Row]) -> str:
     """A table of the speed and the times of the steps. The first step, which warms up, is left out
     if there are others."""
     steps = [row for row in metrics if "timing_s/step" in row]
     counted = steps[1:] or steps
-    values_of: dict[str, list[float]] = {}
+    values_of = defaultdict(list)
     for row in counted:
         for name, value in row.items():
             if name.startswith(("perf/", "timing_s/")):
-                values_of.setdefault(name, []).append(value)
+                values_of[name].append(value)
     rows = []
     for name in sorted(values_of):
         values = sorted(values_of[name])

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime
@@ -21,7 +22,7 @@ from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer.config.compose import to_yaml
 from verl_like.trainer.config.run_config import RunConfig
 from verl_like.trainer.run.console import RunConsole
-from verl_like.trainer.run.display import Display, printable
+from verl_like.trainer.run.display import Display, TableRows, printable
 from verl_like.trainer.run.report import write_report
 from verl_like.trainer.run.rows import readable_rows
 from verl_like.trainer.run.timeline import Timeline
@@ -101,12 +102,13 @@ class RunRecorder:
         self.best: dict[str, Any] = state.get("best", {})
         """The step with the best validation so far, its metric, and the value by which it was
         compared. It is empty if there is none."""
-        is_there = self.best.get("step") in checkpoint.steps(self.run_dir)
+        saved_steps = checkpoint.steps(self.run_dir)
+        is_there = self.best.get("step") in saved_steps
         if not is_there or self.best["metric"] != trainer.best_ckpt_metric:
             self.best = {}
         self.has_best_metric = False
         """True once a validation has reported `trainer.best_ckpt_metric`."""
-        self.placement: list[dict[str, str]] = []
+        self.placement: TableRows = []
         self.metrics: Row = {}
         """The metrics of the present step, without timings."""
         self.seconds: Row = {}
@@ -132,7 +134,7 @@ class RunRecorder:
         """Tells the user something on the console."""
         self.console.say(note)
 
-    def show_placement(self, rows: list[dict[str, str]]) -> None:
+    def show_placement(self, rows: TableRows) -> None:
         """Shows where the workers are. This replaces what was shown before."""
         self.placement = rows
         if rows:
@@ -144,7 +146,8 @@ class RunRecorder:
         started = time.time()
         yield
         seconds = time.time() - started
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
+        seconds_before = self.seconds.get(phase, 0.0)
+        self.seconds[phase] = seconds_before + seconds
 
     @contextlib.contextmanager
     def validation(self) -> Iterator[None]:
@@ -189,17 +192,19 @@ class RunRecorder:
     def log(self, metrics: Mapping[str, Metric | float]) -> None:
         """Adds metrics to the row of the present step."""
         for name, each in metrics.items():
-            self.metrics[name] = each.value if isinstance(each, Metric) else each
+            value = each.value if isinstance(each, Metric) else each
+            self.metrics[name] = value
 
     def row_so_far(self) -> Row:
         """The metrics of the present step, with its timings until now."""
         seconds = self.timeline.phase_seconds() | self.seconds
-        seconds["step"] = time.time() - self.step_started
+        step_seconds = time.time() - self.step_started
+        seconds["step"] = step_seconds
         metrics = self.metrics | _timings(seconds)
-        metrics["perf/time_per_step"] = seconds["step"]
+        metrics["perf/time_per_step"] = step_seconds
         testing_seconds = seconds.get("testing", 0.0)
         saving_seconds = seconds.get("save_checkpoint", 0.0)
-        training_seconds = seconds["step"] - testing_seconds - saving_seconds
+        training_seconds = step_seconds - testing_seconds - saving_seconds
         if "perf/total_num_tokens" in metrics:
             throughput = metrics["perf/total_num_tokens"] / training_seconds
             metrics["perf/total_throughput"] = throughput
@@ -223,10 +228,12 @@ class RunRecorder:
         if the validation does not report the metric and none of this process has reported it yet.
         """
         value = self._value_of(metrics)
+        best_value = self.best.get("value", -math.inf)
         # Also for NaN, which is not larger than anything.
-        if not value > self.best.get("value", -math.inf):
+        if not value > best_value:
             return False
-        self.best = {"step": step, "metric": self.config.trainer.best_ckpt_metric, "value": value}
+        metric = self.config.trainer.best_ckpt_metric
+        self.best = {"step": step, "metric": metric, "value": value}
         return True
 
     def _value_of(self, metrics: Row) -> float:
@@ -242,7 +249,9 @@ class RunRecorder:
             )
         self.has_best_metric = True
         value = metrics.get(name, math.nan)
-        return -value if name.endswith(("loss", "brier")) else value
+        if name.endswith(("loss", "brier")):
+            return -value
+        return value
 
     def show_generations(
         self,
@@ -259,7 +268,9 @@ class RunRecorder:
         rows = []
         for number in range(first, first + num_shown):
             generation = generation_of_row(number % num_rows)
-            row = {name: _shown(self.redacted(text)) for name, text in generation.items()}
+            row = {}
+            for name, text in generation.items():
+                row[name] = _shown(self.redacted(text))
             rows.append(row)
         if not rows:
             return
@@ -268,7 +279,8 @@ class RunRecorder:
         for row in rows:
             row_of_step = {"step": step} | row
             self.generations.append(row_of_step)
-            self.generations_file.write(json.dumps(row_of_step) + "\n")
+            line = json.dumps(row_of_step)
+            self.generations_file.write(line + "\n")
         self.console.show_table(f"Generations at step {step}", rows)
 
     def terminate(self, number: int, frame: Any) -> None:
@@ -299,8 +311,10 @@ class RunRecorder:
             return
         state = self.begun.state | self.state_of_record()
         if self.is_in_step:
-            row = self.row_so_far()
-            state[LAST_ROW] = {name: float(value) for name, value in row.items()}
+            last_row = {}
+            for name, value in self.row_so_far().items():
+                last_row[name] = float(value)
+            state[LAST_ROW] = last_row
         self.pending = replace(self.begun, state=state)
         self.begun = None
 
@@ -319,9 +333,10 @@ class RunRecorder:
         needs to continue them."""
         files = {}
         for file in (self.tracking.jsonl, self.timeline_file, self.generations_file):
-            os.fsync(file.fileno())
+            descriptor = file.fileno()
+            os.fsync(descriptor)
             name = Path(file.name).name
-            files[name] = os.fstat(file.fileno()).st_size
+            files[name] = os.fstat(descriptor).st_size
         shown = {"generations": self.generations, "num_validations": self.num_validations}
         return {"files": files, "shown": shown, "best": self.best}
 
@@ -385,26 +400,19 @@ class RunRecorder:
 
     def _say_validations(self, metrics: list[Row]) -> None:
         """Says the first and the last value of each main metric of the validations."""
-        validations: dict[str, list[float]] = {}
+        validations = defaultdict(list)
         for row in metrics:
             for name, value in row.items():
                 if name.startswith("val-core/"):
-                    validations.setdefault(name, []).append(value)
+                    validations[name].append(value)
         for name, values in validations.items():
             if len(values) > 1:
                 self.say(f"  {name}: {values[0]:.3f} at first, {values[-1]:.3f} at last")
 
     def _say_files(self) -> None:
-        """Says which files the run has written."""
+        """Says which files the run has written: those of FILES, the best checkpoint, and the models
+        in the format of Hugging Face."""
         self.say(f"  in {self.run_dir}:")
-        for name, what in self._files().items():
-            path = self.run_dir / name
-            if path.exists() and path.stat().st_size:
-                self.say(f"    {name:<40} {what}")
-
-    def _files(self) -> dict[str, str]:
-        """Returns what each file of the run is called: those of FILES, the best checkpoint, and the
-        models in the format of Hugging Face."""
         files = dict(FILES)
         if self.best:
             files[f"global_step_{self.best['step']}"] = f"best {self.best['metric']}"
@@ -414,16 +422,20 @@ class RunRecorder:
             for model in sorted(folder.glob("*/huggingface")):
                 name = str(model.relative_to(self.run_dir))
                 files[name] = f"{model.parent.name}, Hugging Face format"
-        return files
+        for name, what in files.items():
+            path = self.run_dir / name
+            if path.exists() and path.stat().st_size:
+                self.say(f"    {name:<40} {what}")
 
     def _write_report(self, outcome: str, metrics: list[Row]) -> None:
         """Writes `report.html`."""
         trainer = self.config.trainer
+        title = f"{trainer.project_name} / {trainer.experiment_name}"
         seconds = time.time() - self.started
         summary = f"{outcome} {len(metrics)} rows of metrics, {seconds:.0f} s."
         write_report(
             self.run_dir / "report.html",
-            title=self.redacted(f"{trainer.project_name} / {trainer.experiment_name}"),
+            title=self.redacted(title),
             summary=self.redacted(summary),
             metrics=metrics,
             steps=self.timeline.last_steps(),
@@ -438,8 +450,9 @@ def _cut_records(run_dir: Path, lengths: Mapping[str, int]) -> None:
     """Cuts the files of the record to the lengths that they had at a checkpoint. Raises OSError."""
     for name in RECORDS:
         cut_file(run_dir / name, lengths[name])
+    length = lengths.get(GENERATIONS, 0)
     with contextlib.suppress(FileNotFoundError):
-        cut_file(run_dir / GENERATIONS, lengths.get(GENERATIONS, 0))
+        cut_file(run_dir / GENERATIONS, length)
 
 
 def _append_to(file: Path) -> TextIO:
@@ -450,23 +463,30 @@ def _append_to(file: Path) -> TextIO:
 
 def _timings(seconds: Row) -> Row:
     """The metrics of phases that took these seconds."""
-    return {f"timing_s/{phase}": value for phase, value in seconds.items()}
+    timings = {}
+    for phase, value in seconds.items():
+        timings[f"timing_s/{phase}"] = value
+    return timings
 
 
-def placement_rows(groups: list[tuple[str, list[str], RayWorkerGroup]]) -> list[dict[str, str]]:
+def placement_rows(groups: list[tuple[str, list[str], RayWorkerGroup]]) -> TableRows:
     """The pool, roles and processes of each worker group, with a row for each node. It waits until
     the processes have started."""
     rows = []
     for pool, roles, group in groups:
         nodes = group.worker_nodes
         for node in dict.fromkeys(nodes):
-            ranks = [rank for rank, its_node in enumerate(nodes) if its_node == node]
-            pids = [group.worker_pids[rank] for rank in ranks]
+            ranks = []
+            pids = []
+            for rank, its_node in enumerate(nodes):
+                if its_node == node:
+                    ranks.append(str(rank))
+                    pids.append(str(group.worker_pids[rank]))
             row = {
                 "pool": pool,
                 "node": node,
-                "ranks": ", ".join(map(str, ranks)),
-                "processes": ", ".join(map(str, pids)),
+                "ranks": ", ".join(ranks),
+                "processes": ", ".join(pids),
                 "roles": " + ".join(roles),
             }
             rows.append(row)

@@ -32,14 +32,18 @@ from verl_like.trainer.state.resume import find_run
 from verl_like.trainer.state.run_state import RecordState
 from verl_like.workers.rollout.router import close_routers
 
+CheckInputs = Callable[[Any, contextlib.ExitStack], Any]
+"""What checks the inputs of a trainer, see `run`."""
+Fit = Callable[[Any, RunRecorder], None]
+"""What trains, see `run`."""
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """What stops a run: an interrupt, and SIGTERM, which ends a pre-empted run."""
 
 
 def run(
     config: RunConfig,
-    check_inputs: Callable[[Any, contextlib.ExitStack], Any],
-    fit: Callable[[Any, RunRecorder], None],
+    check_inputs: CheckInputs,
+    fit: Fit,
     display: Display,
     template: WorkerTemplate | None = None,
     state_schema: type[RecordState] = RecordState,
@@ -77,8 +81,8 @@ def run(
 
 def run_or_raise(
     config: RunConfig,
-    check_inputs: Callable[[Any, contextlib.ExitStack], Any],
-    fit: Callable[[Any, RunRecorder], None],
+    check_inputs: CheckInputs,
+    fit: Fit,
     display: Display,
     template: WorkerTemplate | None = None,
     state_schema: type[RecordState] = RecordState,
@@ -105,7 +109,7 @@ def run_or_raise(
 
 def begin(
     config: RunConfig,
-    check_inputs: Callable[[Any, contextlib.ExitStack], Any],
+    check_inputs: CheckInputs,
     display: Display,
     cleanup: contextlib.ExitStack,
     state_schema: type[RecordState],
@@ -130,7 +134,8 @@ def begin(
                 raise ValueError(cannot_be_written(inputs.config, error)) from error
             raise
     except (ValueError, RewardError, OSError) as error:
-        raise InputRefused(config.redaction()(str(error))) from None
+        redacted = config.redaction()
+        raise InputRefused(redacted(str(error))) from None
     for note in [*inputs.notes, *memory, *notes]:
         recorder.say(note)
     return inputs, recorder
@@ -143,10 +148,7 @@ def cannot_be_written(config: RunConfig, error: Exception) -> str:
 
 
 def train(
-    inputs: Any,
-    fit: Callable[[Any, RunRecorder], None],
-    recorder: RunRecorder,
-    template: WorkerTemplate | None = None,
+    inputs: Any, fit: Fit, recorder: RunRecorder, template: WorkerTemplate | None = None
 ) -> int:
     """Starts Ray and trains until the last step. Returns the exit code."""
     try:
@@ -160,9 +162,9 @@ def train(
 
 def train_or_raise(
     inputs: Any,
-    fit: Callable[[Any, RunRecorder], None],
+    fit: Fit,
     recorder: RunRecorder,
-    template: WorkerTemplate | None = None,
+    template: WorkerTemplate | None,
     uses_ray: bool = True,
     tell: Callable[[str], object] | None = None,
 ) -> None:
@@ -200,10 +202,12 @@ def train_or_raise(
         PlacementError,
         UnknownMetric,
     ) as error:
-        outcome = f"Stopped: {error.headline() if isinstance(error, WorkerError) else error}"
+        outcome = f"Stopped: {error}"
         lines = [str(error)]
-        if isinstance(error, WorkerError) and error.shortage:
-            lines.append(keys_that_lower(error.shortage.memory, error.role))
+        if isinstance(error, WorkerError):
+            outcome = f"Stopped: {error.headline()}"
+            if error.shortage:
+                lines.append(keys_that_lower(error.shortage.memory, error.role))
         lines += getattr(error, "__notes__", [])
         raise failure("\n".join(lines)) from None
     except OSError as error:  # above all a full disk

@@ -14,7 +14,10 @@ Rows = list[dict[str, Any]]
 
 def undisturbed(steps: list[Rows]) -> list[Rows]:
     """Returns the steps that neither validated nor saved, or all steps if there is none."""
-    found = [rows for rows in steps if not any(map(_is_disturbance, rows))]
+    found = []
+    for rows in steps:
+        if not any(map(_is_disturbance, rows)):
+            found.append(rows)
     return found or steps
 
 
@@ -61,8 +64,9 @@ class Timeline:
             "process": f"{kind} {event.rank}",
             **vars(event),
         }
+        line = json.dumps(row)
         with self.recording:
-            self.file.write(json.dumps(row) + "\n")
+            self.file.write(line + "\n")
             self.rows.append(row)
 
     def last_steps(self) -> list[Rows]:
@@ -76,7 +80,7 @@ class Timeline:
     def phase_seconds(self) -> dict[str, float]:
         """The seconds of each phase of this step, from the start of the first call to the end of
         the last. Validations do not count."""
-        calls: dict[str, Rows] = defaultdict(list)
+        calls = defaultdict(list)
         for row in self.rows:
             if not row["is_validating"]:
                 method = row["method"]
@@ -108,9 +112,10 @@ class Timeline:
         for rows in stages:
             busy: dict[tuple[str, str], float] = defaultdict(float)
             for row in rows:
+                process = (row["pool"], row["process"])
                 started = max(row["started"], stage_start)
                 seconds = max(0.0, row["finished"] - started)
-                busy[row["pool"], row["process"]] += seconds
+                busy[process] += seconds
             total += max(busy.values(), default=0.0)
             ends = [row["finished"] for row in rows]
             stage_start = max([stage_start, *ends])

@@ -155,7 +155,8 @@ class Tracking:
         with self.ids_lock:
             if tracker.run_id:
                 self.ids[name] = tracker.run_id
-            checkpoint.write(self.ids_file, json.dumps(self.ids))
+            text = json.dumps(self.ids)
+            checkpoint.write(self.ids_file, text)
         return tracker
 
     def log(self, metrics: Row, step: int) -> None:
@@ -166,7 +167,8 @@ class Tracking:
         for name, value in metrics.items():
             if math.isfinite(value):
                 row[name] = value
-        self.jsonl.write(json.dumps(row) + "\n")
+        line = json.dumps(row)
+        self.jsonl.write(line + "\n")
         for tracker in self.trackers:
             tracker.log(metrics, step)
 
@@ -176,8 +178,11 @@ class Tracking:
         deadline = time.monotonic() + FINISH_S
         for tracker in self.trackers:
             tracker.end()
-        missing = [tracker.missing(deadline) for tracker in self.trackers]
-        return [sentence for sentence in missing if sentence]
+        missing = []
+        for tracker in self.trackers:
+            if sentence := tracker.missing(deadline):
+                missing.append(sentence)
+        return missing
 
 
 def _read_ids(file: Path) -> dict[str, str]:
@@ -187,7 +192,8 @@ def _read_ids(file: Path) -> dict[str, str]:
         return {}
     try:
         ids = read_json(file, _MAX_ID_BYTES)
-        return TypeAdapter(dict[str, str]).validate_python(ids, strict=True)
+        schema = TypeAdapter(dict[str, str])
+        return schema.validate_python(ids, strict=True)
     except (OSError, ValueError) as error:
         logger.warning("%s cannot be read (%s): trackers begin a new run.", file, error)
         return {}
@@ -195,9 +201,11 @@ def _read_ids(file: Path) -> dict[str, str]:
 
 def _next_step(file: Path) -> int | None:
     """The step after that of the last row that can be read, or None if there is no such row."""
-    for line in reversed(file.read_bytes().splitlines()):
+    lines = file.read_bytes().splitlines()
+    for line in reversed(lines):
         try:
-            return int(json.loads(line)["step"]) + 1
+            row = json.loads(line)
+            return int(row["step"]) + 1
         except (ValueError, TypeError, KeyError, RecursionError):
             continue
     return None
@@ -206,7 +214,8 @@ def _next_step(file: Path) -> int | None:
 def _tensorboard(run: TrackedRun) -> Tracker:
     from torch.utils.tensorboard import SummaryWriter
 
-    writer = SummaryWriter(str(run.run_dir / "tensorboard"), purge_step=run.next_step)
+    folder = str(run.run_dir / "tensorboard")
+    writer = SummaryWriter(folder, purge_step=run.next_step)
 
     def log(metrics: Row, step: int) -> None:
         for name, value in metrics.items():
@@ -247,7 +256,9 @@ def _mlflow(run: TrackedRun) -> Tracker:
 
     def log(metrics: Row, step: int) -> None:
         # MLflow refuses "@" in a metric's name, which validation metrics have (mean@1).
-        renamed = {name.replace("@", "_at_"): value for name, value in metrics.items()}
+        renamed = {}
+        for name, value in metrics.items():
+            renamed[name.replace("@", "_at_")] = value
         mlflow.log_metrics(renamed, step=step)
 
     return Tracker(log, mlflow.end_run, begun.info.run_id)

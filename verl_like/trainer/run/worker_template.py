@@ -40,7 +40,8 @@ class WorkerTemplate:
     def command(self) -> str:
         """The command by which Ray starts workers, instead of that of Python."""
         socket_path = f"{self.folder.name}/socket"
-        return shlex.join([sys.executable, "-S", "-E", worker_fork.__file__, socket_path])
+        words = [sys.executable, "-S", "-E", worker_fork.__file__, socket_path]
+        return shlex.join(words)
 
     def close(self) -> None:
         """Ends the template, but not the workers."""
@@ -86,9 +87,10 @@ def serve(listener: socket.socket, modules: Sequence[str]) -> None:
     for module in modules:
         importlib.import_module(module)
     gc.freeze()  # forks do not touch these objects when they collect garbage, so memory is shared
+    standard_input = sys.stdin.buffer
     while True:
-        ready, _, _ = select.select([listener, sys.stdin.buffer], [], [])
-        if sys.stdin.buffer in ready:
+        ready, _, _ = select.select([listener, standard_input], [], [])
+        if standard_input in ready:
             break
         connection, _ = listener.accept()
         if os.fork() == 0:
@@ -118,9 +120,11 @@ def _become_worker(connection: socket.socket) -> None:
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
     sys.argv[:] = request["arguments"]
-    if (torch := sys.modules.get("torch")) and "OMP_NUM_THREADS" in os.environ:
+    torch = sys.modules.get("torch")
+    num_threads = os.environ.get("OMP_NUM_THREADS")
+    if torch and num_threads is not None:
         # torch read the variable when it was imported.
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        torch.set_num_threads(int(num_threads))
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 

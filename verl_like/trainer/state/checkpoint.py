@@ -139,11 +139,16 @@ class PendingCheckpoint:
         write, or CallTimeout.
         """
         if wait or not self._asked:
-            asked = {role: group.save_result.remote(wait) for role, group in self.groups.items()}
+            asked = {}
+            for role, group in self.groups.items():
+                asked[role] = group.save_result.remote(wait)
             self._asked = asked  # only if all were asked
-        if not wait and not all(future.done() for future in self._asked.values()):
+        futures = self._asked.values()
+        if not wait and not all(future.done() for future in futures):
             return None
-        answers = {role: future.get(timeout_s) for role, future in self._asked.items()}
+        answers = {}
+        for role, future in self._asked.items():
+            answers[role] = future.get(timeout_s)
         self._asked = {}
         files = dict(self.written)
         for role, files_of_ranks in answers.items():
@@ -155,15 +160,18 @@ class PendingCheckpoint:
         return files
 
 
-def commit(partial: Path, step: int, state: dict[str, Any], written: Digests) -> Checkpoint:
+def commit(partial: Path, step: int, state: dict[str, Any], written: Digests) -> None:
     """Makes the folder `partial` the checkpoint of the step. All its files are on the disk before
     it gets its name.
 
     `written` has the files that are on the disk already. An earlier checkpoint of the step is
     replaced. Raises OSError, which leaves earlier checkpoints as they are.
     """
-    found = [path for path in partial.rglob("*") if path.is_file()]
-    names = {str(path.relative_to(partial)) for path in found}
+    names = set()
+    for path in partial.rglob("*"):
+        if path.is_file():
+            relative = path.relative_to(partial)
+            names.add(str(relative))
     missing = sorted(written.keys() - names)
     if missing:
         raise OSError(
@@ -185,7 +193,6 @@ def commit(partial: Path, step: int, state: dict[str, Any], written: Digests) ->
     os.rename(partial, folder)
     _sync_folder(folder.parent)
     _sync_folder(folder.parent.parent)  # it has the entry of the run's folder
-    return Checkpoint(folder, step, state)
 
 
 def renew(folder: Path, changes: dict[str, Any]) -> None:
@@ -234,7 +241,10 @@ def read(
     for name, expected in files.items():
         path = folder / name
         try:
-            found = file_digest(path) if hashes else expected | {"bytes": path.stat().st_size}
+            if hashes:
+                found = file_digest(path)
+            else:
+                found = expected | {"bytes": path.stat().st_size}
         except OSError as error:
             raise DamagedCheckpoint(f"{path} cannot be read ({error}).") from error
         if found != expected:
@@ -245,7 +255,8 @@ def read(
             )
     # Loading would read any such file.
     for path in folder.rglob("*.safetensors"):
-        if str(path.relative_to(folder)) not in files:
+        name = str(path.relative_to(folder))
+        if name not in files:
             raise DamagedCheckpoint(f"{path} is not in the manifest.")
     return Checkpoint(folder, manifest["step"], manifest["state"])
 
@@ -304,8 +315,9 @@ def steps(run_dir: Path) -> list[int]:
 def keep(run_dir: Path, num_newest: int, others: Iterable[int] = ()) -> None:
     """Removes all checkpoints but the newest ones and those of the steps `others`. If one cannot be
     removed, a warning names it."""
-    kept = {*steps(run_dir)[-num_newest:], *others}
-    for step in steps(run_dir):
+    all_steps = steps(run_dir)
+    kept = {*all_steps[-num_newest:], *others}
+    for step in all_steps:
         if step not in kept:
             try:
                 remove(folder_of_step(run_dir, step))
@@ -331,17 +343,18 @@ def remove_partial(run_dir: Path) -> None:
 def set_aside(run_dir: Path, after: int) -> None:
     """Renames the checkpoints of later steps to `global_step_N.damaged`, so that they are not used
     any more."""
-    later = [step for step in steps(run_dir) if step > after]
-    for step in later:
-        folder = folder_of_step(run_dir, step)
-        damaged = folder.with_name(f"{folder.name}.damaged")
-        shutil.rmtree(damaged, ignore_errors=True)
-        os.rename(folder, damaged)
+    for step in steps(run_dir):
+        if step > after:
+            folder = folder_of_step(run_dir, step)
+            damaged = folder.with_name(f"{folder.name}.damaged")
+            shutil.rmtree(damaged, ignore_errors=True)
+            os.rename(folder, damaged)
 
 
 def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     with_hash = manifest | {"sha256": _digest(manifest)}
-    write(folder / MANIFEST, json.dumps(with_hash, indent=1))
+    text = json.dumps(with_hash, indent=1)
+    write(folder / MANIFEST, text)
 
 
 def _digest(manifest: dict[str, Any]) -> str:

@@ -82,7 +82,10 @@ def find_run(
     if is_named:
         run_dirs = [Path(trainer.resume_from_path or "").expanduser().resolve()]
     else:
-        run_dirs = sorted(path for path in parent.glob("*") if not path.is_symlink())
+        run_dirs = []
+        for path in sorted(parent.glob("*")):
+            if not path.is_symlink():
+                run_dirs.append(path)
     for run_dir in reversed(run_dirs):
         obstacle, advice = why_not_continued(config, run_dir)
         is_unfinished = not obstacle
@@ -96,7 +99,9 @@ def find_run(
             )
         if obstacle and is_unfinished:
             notes.append(f"{run_dir} is unfinished and is not continued: it {obstacle}.")
-        if not obstacle and (run := go_on(config, run_dir, notes, state_schema)):
+        if obstacle:
+            continue
+        if run := go_on(config, run_dir, notes, state_schema):
             return run, notes
     return None, notes
 
@@ -119,7 +124,8 @@ def why_not_continued(config: RunConfig, run_dir: Path) -> tuple[str, str]:
 def lacks_validation(newest: Checkpoint, num_steps: int) -> bool:
     """Returns whether the run ended between its last step and the record of its last validation."""
     state = newest.state
-    return newest.step == num_steps and bool(state.get(LAST_ROW)) and not state.get(IS_COMPLETE)
+    has_row = bool(state.get(LAST_ROW))
+    return newest.step == num_steps and has_row and not state.get(IS_COMPLETE)
 
 
 def remove_remains(parent: Path) -> list[str]:
@@ -129,9 +135,10 @@ def remove_remains(parent: Path) -> list[str]:
     A run is dead if nobody holds its lock.
     """
     notes = []
-    locks = sorted(parent.glob("*/.lock"))
-    run_dirs = [lock.parent for lock in locks if not lock.parent.is_symlink()]
-    for run_dir in run_dirs:
+    for lock in sorted(parent.glob("*/.lock")):
+        run_dir = lock.parent
+        if run_dir.is_symlink():
+            continue
         partials = sorted(run_dir.glob("global_step_*.partial"))
         if partials:
             # A run that is alive, or cannot be locked, is left alone.
@@ -144,10 +151,7 @@ def remove_remains(parent: Path) -> list[str]:
 
 
 def go_on(
-    config: RunConfig,
-    run_dir: Path,
-    notes: list[str],
-    state_schema: type[RecordState] = RecordState,
+    config: RunConfig, run_dir: Path, notes: list[str], state_schema: type[RecordState]
 ) -> ResumedRun | None:
     """Locks a run and reads its newest checkpoint. Adds to `notes` which checkpoints are damaged,
     and from where the run goes on.
@@ -195,20 +199,27 @@ def differing_keys(config: RunConfig, run_dir: Path) -> list[str]:
         read_fingerprints(run_dir)
         saved = read_config(run_dir)
         rename_keys(saved, type(config).replaced_keys)
-        merged = OmegaConf.merge(default_tree(type(config)), saved)
+        defaults = default_tree(type(config))
+        merged = OmegaConf.merge(defaults, saved)
         tree = OmegaConf.to_container(merged, resolve=True)
     except (OSError, ValueError, OmegaConfBaseException) as error:
         return [f"no config.yaml and {FINGERPRINTS} that can be read ({error})"]
     # Secrets are not compared: the run has only their masks, and those of the command are used.
     tree = hidden_as(config.shown(), masked(tree))
-    there = {key: value for key, value in settings_of(tree) if key.split(".")[0] in saved}
+    there = {}
+    for key, value in settings_of(tree):
+        section, _, _ = key.partition(".")
+        if section in saved:
+            there[key] = value
     without_secrets = hidden_as(tree, config.shown())
     here = dict(settings_of(without_secrets))
     differing = []
     for key in sorted({*there, *here}):
         is_free = any(fnmatchcase(key, free) for free in _FREE_KEYS)
-        if there.get(key) != here.get(key) and not is_free:
-            differing.append(f"{key}={there.get(key)} (here: {here.get(key)})")
+        value = there.get(key)
+        value_here = here.get(key)
+        if value != value_here and not is_free:
+            differing.append(f"{key}={value} (here: {value_here})")
     return differing
 
 
@@ -218,14 +229,16 @@ def rename_keys(saved: DictConfig, replaced: Mapping[str, str]) -> None:
     for key, successor in replaced.items():
         section, _, name = key.rpartition(".")
         if section in saved and name in saved[section]:
-            OmegaConf.update(saved, successor, saved[section].pop(name), force_add=True)
+            value = saved[section].pop(name)
+            OmegaConf.update(saved, successor, value, force_add=True)
 
 
 def read_fingerprints(run_dir: Path) -> dict[str, str]:
     """Reads what `fingerprints_of` returned when the run began. Raises OSError or ValueError if the
     file cannot be read or is another one."""
     values = read_json(run_dir / FINGERPRINTS, _MAX_FILE_BYTES)
-    return TypeAdapter(dict[str, str]).validate_python(values, strict=True)
+    schema = TypeAdapter(dict[str, str])
+    return schema.validate_python(values, strict=True)
 
 
 def read_config(run_dir: Path) -> DictConfig:
@@ -294,7 +307,8 @@ def fingerprints_of(config: RunConfig) -> dict[str, str]:
     hub, a module or a URL, it is the name.
     """
     fingerprints = {}
-    for key, value in settings_of(config.model_dump(mode="json")):
+    values = config.model_dump(mode="json")
+    for key, value in settings_of(values):
         paths = [value] if isinstance(value, str) else value
         is_input = key.endswith((".path", "_path", "_files")) and not key.startswith("trainer.")
         if not is_input or not paths:
@@ -304,7 +318,8 @@ def fingerprints_of(config: RunConfig) -> dict[str, str]:
             path = Path(name).expanduser()
             if path.is_file():
                 with open_regular(path) as file:
-                    digest.update(hashlib.file_digest(file, "sha256").digest())
+                    digest_of_file = hashlib.file_digest(file, "sha256")
+                digest.update(digest_of_file.digest())
             elif not path.is_dir():
                 digest.update(with_masked_urls(name).encode())
             for part in sorted(path.glob("*.*")):
@@ -313,7 +328,8 @@ def fingerprints_of(config: RunConfig) -> dict[str, str]:
                 if part.is_file():
                     with open(part, "rb") as file:
                         digest.update(file.read(1 << 20))
-                        file.seek(max(0, size - (1 << 20)))
+                        start_of_end = max(0, size - (1 << 20))
+                        file.seek(start_of_end)
                         digest.update(file.read())
         fingerprints[key] = digest.hexdigest()
     return fingerprints
@@ -323,7 +339,11 @@ def changed_inputs(saved: Mapping[str, str], config: RunConfig) -> list[str]:
     """The keys of paths whose fingerprints differ from the `saved` ones."""
     here = fingerprints_of(config)
     keys = sorted({*saved, *here})
-    return [key for key in keys if saved.get(key) != here.get(key)]
+    changed = []
+    for key in keys:
+        if saved.get(key) != here.get(key):
+            changed.append(key)
+    return changed
 
 
 def settings_of(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -336,4 +356,5 @@ def settings_of(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield prefix, tree
         return
     for name, value in tree.items():
-        yield from settings_of(value, f"{prefix}.{name}" if prefix else str(name))
+        key = f"{prefix}.{name}" if prefix else str(name)
+        yield from settings_of(value, key)

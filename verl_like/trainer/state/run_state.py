@@ -26,9 +26,9 @@ class StateModel(BaseModel):
 class RecordFiles(StateModel):
     """The lengths in bytes to which a resumed run cuts its files. It cuts no other file."""
 
-    metrics: Annotated[int, Field(ge=0, alias="metrics.jsonl")]
-    timeline: Annotated[int, Field(ge=0, alias="timeline.jsonl")]
-    generations: Annotated[int, Field(ge=0, alias="generations.jsonl")] = 0
+    metrics: Count = Field(alias="metrics.jsonl")
+    timeline: Count = Field(alias="timeline.jsonl")
+    generations: Count = Field(0, alias="generations.jsonl")
     """0 for a run of an earlier version, which has no such file."""
 
 
@@ -50,7 +50,7 @@ class Best(StateModel):
 class RecordState(StateModel):
     """The state of the record, which every run has. A trainer of a plugin may add its own keys."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
+    model_config = ConfigDict(extra="allow")
 
     files: RecordFiles
     shown: Shown
@@ -62,7 +62,7 @@ class RecordState(StateModel):
 class LoopState(RecordState):
     """The state of `TrainingLoop`."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid")
 
     global_step: Count
 
@@ -79,7 +79,7 @@ class PPOState(LoopState):
 class PluginPPOState(PPOState):
     """The state of a plugin's trainer of PPO. Its `restore` has to check the keys that it adds."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
+    model_config = ConfigDict(extra="allow")
 
 
 class LedgerState(StateModel):
@@ -96,7 +96,7 @@ class LedgerState(StateModel):
 class DetachedState(RecordState):
     """The state of a detached run."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid")
 
     ledger: LedgerState
     validated: Annotated[int, Field(ge=-1)]

@@ -2,7 +2,6 @@
 training."""
 
 import contextlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -91,8 +90,9 @@ def check_inputs(config: SupervisedConfig, cleanup: contextlib.ExitStack) -> Sup
     """
     if not cluster_address(config.ray_kwargs.ray_init.address):
         num_cpus = config.ray_kwargs.ray_init.num_cpus
+        pool = pool_of(config)
         keys = "trainer.nnodes and trainer.n_gpus_per_node"
-        check_machine([pool_of(config)], config.trainer.device, num_cpus, keys=keys)
+        check_machine([pool], config.trainer.device, num_cpus, keys=keys)
     require_flash_attention(config.model.attn_implementation, "model")
     kind = KINDS[type(config)]
     hf_config = load_hf_config(config.model, key="model")
@@ -110,32 +110,10 @@ def check_inputs(config: SupervisedConfig, cleanup: contextlib.ExitStack) -> Sup
         sequence_parallel_size=sequence_parallel_size,
     )
     tokenizer = load_tokenizer(config.model)
-    train, val = _load_datasets(config, tokenizer)
-    datasets = [train, val] if val else [train]
-    check_lengths(config, hf_config.get_text_config(), datasets)
-    num_decoded = min(16, len(train))
-    first_rows = [train.token_ids(row)[0].tolist() for row in range(num_decoded)]
-    first_texts = tokenizer.batch_decode(first_rows)
-    check_tokenizer(tokenizer, config.model, first_texts, key="model")
-    if isinstance(config, RMConfig):
-        last_tokens = set.union(*(one.last_tokens for one in datasets))
-        config = with_padding_token(config, hf_config, tokenizer, last_tokens)
-    # Raises ValueError if there are fewer rows than one batch takes.
-    sampler = EpochSampler(len(train), config.data.train_batch_size)
-    steps_of_epochs = sampler.num_batches_per_epoch * config.trainer.total_epochs
-    steps = config.trainer.total_training_steps or steps_of_epochs
-    config = config.updated({"trainer.total_training_steps": steps})
-    return SupervisedInputs(config, train, val, _notes(train, val))
-
-
-def _load_datasets(
-    config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase
-) -> tuple[ConversationDataset, ConversationDataset | None]:
-    """Loads the training rows, and the validation rows if `data.val_files` names files."""
-    data = config.data
     end_tokens, _padding = special_token_ids(tokenizer, config.model.path)
+    data = config.data
     load = partial(
-        KINDS[type(config)].dataset,
+        kind.dataset,
         tokenizer=tokenizer,
         max_length=data.max_length,
         overlong=data.overlong,
@@ -143,8 +121,27 @@ def _load_datasets(
         end_tokens=end_tokens,
     )
     train = load(data.train_files, max_samples=data.train_max_samples)
-    val = load(data.val_files, max_samples=data.val_max_samples) if data.val_files else None
-    return train, val
+    val = None
+    if data.val_files:
+        val = load(data.val_files, max_samples=data.val_max_samples)
+    datasets = [train, val] if val else [train]
+    check_lengths(config, hf_config.get_text_config(), datasets)
+    num_decoded = min(16, len(train))
+    first_rows = []
+    for row in range(num_decoded):
+        tokens = train.token_ids(row)[0]
+        first_rows.append(tokens.tolist())
+    first_texts = tokenizer.batch_decode(first_rows)
+    check_tokenizer(tokenizer, config.model, first_texts, key="model")
+    if isinstance(config, RMConfig):
+        last_tokens = set.union(*(one.last_tokens for one in datasets))
+        config = with_padding_token(config, hf_config, tokenizer, last_tokens)
+    # Raises ValueError if there are fewer rows than one batch takes.
+    sampler = EpochSampler(len(train), data.train_batch_size)
+    steps_of_epochs = sampler.num_batches_per_epoch * config.trainer.total_epochs
+    steps = config.trainer.total_training_steps or steps_of_epochs
+    config = config.updated({"trainer.total_training_steps": steps})
+    return SupervisedInputs(config, train, val, _notes(train, val))
 
 
 def _notes(train: ConversationDataset, val: ConversationDataset | None) -> tuple[str, ...]:
@@ -165,7 +162,7 @@ def _notes(train: ConversationDataset, val: ConversationDataset | None) -> tuple
 
 
 def check_lengths(
-    config: SupervisedConfig, hf_config: PretrainedConfig, datasets: Sequence[ConversationDataset]
+    config: SupervisedConfig, hf_config: PretrainedConfig, datasets: list[ConversationDataset]
 ) -> None:
     """Raises ValueError if the model cannot read a token or so long a conversation, and if an
     example has more tokens than a pass may have."""
@@ -203,16 +200,20 @@ def with_padding_token(
     ValueError if the model does not have this token, or if it is one of `last_tokens`, with which
     conversations end, because the reward would be read at the wrong token.
     """
-    given = getattr(hf_config, "pad_token_id", None)
-    pad_token_id = tokenizer.pad_token_id if given is None else given
+    pad_token_id = getattr(hf_config, "pad_token_id", None)
+    if pad_token_id is None:
+        pad_token_id = tokenizer.pad_token_id
     size = hf_config.get_text_config().vocab_size
-    if pad_token_id is not None and (pad_token_id in last_tokens or not 0 <= pad_token_id < size):
-        raise ValueError(
-            f"the padding token {pad_token_id} of model.path={config.model.path} ends "
-            f"conversations, or is none of the model's {size} tokens: transformers would read the "
-            "reward at another token, or not load the model; set "
-            "model.override_config.pad_token_id to one of its tokens that ends no conversation."
-        )
+    if pad_token_id is not None:
+        is_of_model = 0 <= pad_token_id < size
+        if pad_token_id in last_tokens or not is_of_model:
+            raise ValueError(
+                f"the padding token {pad_token_id} of model.path={config.model.path} ends "
+                f"conversations, or is none of the model's {size} tokens: transformers would read "
+                "the reward at another token, or not load the model; set "
+                "model.override_config.pad_token_id to one of its tokens that ends no "
+                "conversation."
+            )
     override = {**config.model.override_config, "pad_token_id": pad_token_id}
     return config.updated({"model.override_config": override})
 
@@ -220,16 +221,17 @@ def with_padding_token(
 def fit(inputs: SupervisedInputs, recorder: RunRecorder) -> None:
     """Starts the workers and trains until the last step."""
     config = inputs.config
-    trainer = config.trainer
-    worker = RayClassWithInitArgs(KINDS[type(config)].worker, *worker_arguments(config))
+    kind = KINDS[type(config)]
+    arguments = worker_arguments(config)
     group = RayWorkerGroup(
         pool_of(config),
-        worker,
+        RayClassWithInitArgs(kind.worker, *arguments),
         role="model",
-        deadline_s=trainer.call_timeout_s,
+        deadline_s=config.trainer.call_timeout_s,
         on_call=recorder.record,
     )
-    recorder.show_placement(placement_rows([("model_pool", ["model"], group)]))
+    rows = placement_rows([("model_pool", ["model"], group)])
+    recorder.show_placement(rows)
     training = SupervisedTrainer(config, inputs.train_dataset, inputs.val_dataset, group, recorder)
     training.init_workers()
     training.fit()
@@ -239,11 +241,13 @@ def pool_of(config: SupervisedConfig) -> RayResourcePool:
     """The pool on which the model is trained: one process on each device."""
     trainer = config.trainer
     processes_on_nodes = [trainer.n_gpus_per_node] * trainer.nnodes
-    return RayResourcePool(processes_on_nodes, trainer.device == "cuda", "model_pool")
+    on_gpu = trainer.device == "cuda"
+    return RayResourcePool(processes_on_nodes, on_gpu, "model_pool")
 
 
 def worker_arguments(config: SupervisedConfig) -> tuple[Any, ...]:
     """The arguments of the constructor of every `SupervisedWorker`."""
+    batch_size = config.data.train_batch_size
     steps = config.num_steps_of_run
     seed = config.trainer.seed
-    return config.model, config.training, config.data.train_batch_size, steps, seed
+    return config.model, config.training, batch_size, steps, seed

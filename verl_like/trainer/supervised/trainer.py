@@ -34,7 +34,8 @@ class SupervisedTrainer(TrainingLoop):
         self.sampler = EpochSampler(num_rows, data.train_batch_size, seed, data.shuffle)
         self.trained = {"model": self.group}
         hf_config = load_hf_config(self.config.model, key="model")
-        self.model_cost = ModelCost.of(hf_config, with_head=not isinstance(self.config, RMConfig))
+        with_head = not isinstance(self.config, RMConfig)
+        self.model_cost = ModelCost.of(hf_config, with_head=with_head)
 
     def init_workers(self) -> None:
         """Loads the model. A resumed run continues after the step of its checkpoint."""
@@ -51,7 +52,8 @@ class SupervisedTrainer(TrainingLoop):
         """Yields the (B,) examples of the present step."""
         epoch, rows = self.sampler.batch(self.global_step - 1)
         batch = self.train_dataset.collate(rows)
-        work = RowWork.of(batch, self.model_cost, balance=self.config.trainer.balance_batch)
+        balance = self.config.trainer.balance_batch
+        work = RowWork.of(batch, self.model_cost, balance=balance)
         metrics = {
             "training/epoch": Metric(epoch, "max"),
             "perf/total_num_tokens": Metric.sum(work.tokens_B.sum()),
@@ -61,9 +63,10 @@ class SupervisedTrainer(TrainingLoop):
     def learn(self, experience: Experience) -> Update:
         """Submits one optimizer step."""
         work = experience.work
+        method = self.group.update_model
         num_examples = self.config.data.train_batch_size
-        update = work.submit(self.group.update_model, experience.batch, num_examples)
-        metrics = work.metrics(self.group.update_model, num_examples)
+        update = work.submit(method, experience.batch, num_examples)
+        metrics = work.metrics(method, num_examples)
         return Update([update], metrics)
 
     def validation_is_due(self, is_last: bool) -> bool:
@@ -74,17 +77,20 @@ class SupervisedTrainer(TrainingLoop):
         """Computes the means of what `evaluate` measures over the validation set. Loss and accuracy
         are called `val-core/...`, other metrics `val-aux/...`."""
         assert self.val_dataset
-        size = self.config.data.train_batch_size
+        config = self.config
+        size = config.data.train_batch_size
         num_rows = len(self.val_dataset)
         parts = []
         for start in range(0, num_rows, size):
             stop = min(start + size, num_rows)
-            batch = self.val_dataset.collate(range(start, stop))
-            work = RowWork.of(batch, self.model_cost, balance=self.config.trainer.balance_batch)
+            rows = range(start, stop)
+            batch = self.val_dataset.collate(rows)
+            work = RowWork.of(batch, self.model_cost, balance=config.trainer.balance_batch)
             evaluated = work.submit(self.group.evaluate, batch).get()
             parts.append(evaluated.meta_info["metrics"])
+        merged = merge_metrics(parts)
         metrics = {}
-        for name, value in metric_values(merge_metrics(parts)).items():
+        for name, value in metric_values(merged).items():
             prefix = "val-core" if name in ("loss", "accuracy") else "val-aux"
             metrics[f"{prefix}/{name}"] = value
         return metrics
