@@ -17,8 +17,8 @@ from verl_like.workers.models.pretrained import load_hf_config, load_tokenizer
 from verl_like.workers.planning.partition import num_groups
 from verl_like.workers.rollout.batch import RequestRules
 from verl_like.workers.rollout.request import (
-    Completion,
     GenerationRequest,
+    NamedCompletion,
     RolloutError,
     Sampling,
     check_completion,
@@ -109,7 +109,7 @@ class RolloutEngine(ABC):
         """Queues requests, whose names differ from those of all requests in flight."""
 
     @abstractmethod
-    def _step(self) -> list[tuple[str, Completion]]:
+    def _step(self) -> list[NamedCompletion]:
         """Computes the next token of every request that the engine has room for.
 
         Returns the names and responses of those that ended.
@@ -190,7 +190,7 @@ class RolloutEngine(ABC):
                 "data.max_response_length."
             )
 
-    def step(self) -> list[tuple[str, Completion]]:
+    def step(self) -> list[NamedCompletion]:
         """Computes the next token of every request that the engine has room for.
 
         Returns the names and responses of those that ended. A paused engine and one without
@@ -207,10 +207,13 @@ class RolloutEngine(ABC):
                 f"{list(self._in_flight)[:5]}."
             )
         finished = self._step()
-        requests = [self._in_flight.pop(name) for name, _completion in finished]
-        for request, (name, completion) in zip(requests, finished, strict=True):
+        samplings = {}
+        for name, _completion in finished:
+            request = self._in_flight.pop(name)
+            samplings[name] = request.sampling
+        for name, completion in finished:
             who = f"The response to {name}"
-            check_completion(completion, who, request.sampling, vocab_size=self._vocab_size)
+            check_completion(completion, who, samplings[name], vocab_size=self._vocab_size)
         return finished
 
     @property
@@ -226,7 +229,7 @@ class RolloutEngine(ABC):
         """
         return number
 
-    def stream(self) -> Generator[list[tuple[str, Completion]], None, None]:
+    def stream(self) -> Generator[list[NamedCompletion], None, None]:
         """Steps until no request is in flight, and yields what ended in each step.
 
         Raises RuntimeError if the engine is paused.
@@ -238,7 +241,10 @@ class RolloutEngine(ABC):
 
     def abort(self, names: Iterable[str]) -> list[str]:
         """Drops requests, and returns the names of those that were in flight."""
-        aborted = [name for name in names if self._in_flight.pop(name, None)]
+        aborted = []
+        for name in names:
+            if self._in_flight.pop(name, None):
+                aborted.append(name)
         self._abort(aborted)
         return aborted
 
@@ -332,7 +338,7 @@ class RolloutEngine(ABC):
     def rules(self) -> RequestRules:
         """Returns how batches of prompts become requests, by the configuration."""
         config = self.config
-        val_kwargs = self.config.val_kwargs
+        val_kwargs = config.val_kwargs
         training = self._sampling(config)
         return RequestRules(
             seed=self.seed,

@@ -51,7 +51,7 @@ class RequestQueue:
         if not self.is_fixed:
             self.waiting.extend(requests)
         elif requests:
-            call: list[list[GenerationRequest]] = []
+            call = []
             for start in range(0, len(requests), n):
                 end = start + n
                 call.append(list(requests[start:end]))
@@ -80,7 +80,9 @@ class RequestQueue:
 
     def _fill(self) -> None:
         """Assigns waiting requests of the routing `least_loaded` to free slots."""
-        num_slots = self.num_slots if len(self.loads) > 1 else math.inf
+        num_slots = math.inf
+        if len(self.loads) > 1:
+            num_slots = self.num_slots
         last_uid = ""
         replica = 0
         while self.waiting and min(self.loads) < num_slots:
@@ -115,9 +117,11 @@ class RequestQueue:
             if any(left):
                 self.calls.append(left)
         self.assigned = [_without(share, names) for share in self.assigned]
-        assigned = [name for name in names if name in self.replica_of]
-        for name in assigned:
-            self.ended(name)
+        assigned = []
+        for name in names:
+            if name in self.replica_of:
+                self.ended(name)
+                assigned.append(name)
         return assigned
 
 
