@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from verl_like.workers.weights.exports import WeightExport, buckets_of, iterate_weights
 from verl_like.workers.weights.fingerprints import fingerprint_sum, read_fingerprints
@@ -40,26 +39,28 @@ def check_exports(exports: Sequence[WeightExport], version: int) -> dict[str, in
     first = exports[0]
     for export in exports:
         of_rank = f"of rank {export.rank}"
-        require(f"world_size {of_rank}", export.world_size, first.world_size)
-        require(f"dtype {of_rank}", export.dtype, first.dtype)
-        require(f"num_tensors {of_rank}", export.num_tensors, first.num_tensors)
-        require(f"num_buckets {of_rank}", export.num_buckets, first.num_buckets)
+        for field in ("world_size", "dtype", "num_tensors", "num_buckets"):
+            own = getattr(export, field)
+            require(f"{field} {of_rank}", own, getattr(first, field))
         require(f"version {of_rank}", export.version, version)
     buckets = buckets_of(exports)
     ranks = sorted(export.rank for export in exports)
     indices = sorted(bucket.index for bucket in buckets)
-    require("ranks", ranks, [*range(first.world_size)])
-    require("buckets", indices, [*range(first.num_buckets)])
+    all_ranks = [*range(first.world_size)]
+    all_indices = [*range(first.num_buckets)]
+    require("ranks", ranks, all_ranks)
+    require("buckets", indices, all_indices)
     names: list[str] = []
     for bucket in buckets:
         names += bucket.names
     different_names = set(names)
     require("number of tensors", len(names), first.num_tensors)
     require("number of different tensors", len(different_names), first.num_tensors)
-    fingerprints: dict[str, int] = {}
+    fingerprints = {}
     for name in names:
         parts = [export.fingerprints.get(name, 0) for export in exports]
-        fingerprints[name] = sum(parts) % 2**64
+        total = sum(parts)
+        fingerprints[name] = total % 2**64
     return fingerprints
 
 
@@ -74,8 +75,9 @@ def check_arrival(
 
     Otherwise raises `error`, which says `failure` and which parameters or buffers differ.
     """
-    different: list[str] = []
-    for name in sorted({*expected, *loaded}):
+    different = []
+    all_names = {*expected, *loaded}
+    for name in sorted(all_names):
         if expected.get(name) != loaded.get(name):
             different.append(name)
     if different:
@@ -101,15 +103,17 @@ def check_staged(exports: Sequence[WeightExport], version: int, device: str) -> 
     expected = check_exports(exports, version)
     own_error: StaleWeightsError | None = None
     try:
-        sums: dict[str, Tensor | int] = {}
+        sums = {}
         for name, tensor in iterate_weights(exports):
-            sums[name] = fingerprint_sum(tensor.to(device))
+            on_device = tensor.to(device)
+            sums[name] = fingerprint_sum(on_device)
         staged = read_fingerprints(sums)
         failure = f"Weights of version {version} changed on their way"
         check_arrival(expected, staged, failure, StaleWeightsError)
     except StaleWeightsError as error:
         own_error = error
-    num_refusing = torch.tensor(0.0 if own_error is None else 1.0, device=device)
+    refuses = own_error is not None
+    num_refusing = torch.tensor(float(refuses), device=device)
     if dist.is_initialized():
         dist.all_reduce(num_refusing)
     if own_error is not None:

@@ -86,7 +86,9 @@ def in_order(
     Parameters are cast to `dtype`; buffers keep theirs. vLLM packs all of them into one piece of
     memory, in which each has to begin at a multiple of its elements' size.
     """
-    weights = [(name, tensor, dtype) for name, tensor in parameters]
+    weights = []
+    for name, tensor in parameters:
+        weights.append((name, tensor, dtype))
     for name, tensor in buffers:
         weights.append((name, tensor, tensor.dtype))
     return sorted(weights, key=lambda weight: -weight[2].itemsize)
@@ -125,11 +127,11 @@ def collect_weights(
             have no values.
     """
     fingerprints: dict[str, Tensor | int] = {}
-    buckets: list[WeightBucket] = []
+    buckets = []
     weights = in_order(parameters, dtype, buffers)
     groups = _in_buckets(weights, bucket_bytes)
     for index, group in enumerate(groups):
-        tensors: dict[str, Tensor] = {}
+        tensors = {}
         for name, weight, own_dtype in group:
             if name in fingerprints:
                 raise ValueError(
@@ -201,7 +203,8 @@ def _pack(tensors: Sequence[Tensor], allocate: Allocate) -> np.ndarray:
     data = allocate(num_bytes, first.is_cuda)
     values = torch.from_numpy(data).view(first.dtype)
     if first.is_cuda:  # pinned memory, so that the copies queue and are awaited once
-        torch._foreach_copy_(values.split(sizes), pieces, non_blocking=True)
+        places = values.split(sizes)
+        torch._foreach_copy_(places, pieces, non_blocking=True)
         torch.cuda.synchronize()
     else:
         torch.cat(pieces, out=values)
@@ -227,10 +230,11 @@ def iterate_buckets(buckets: Iterable[WeightBucket]) -> Iterator[NamedTensor]:
         with warnings.catch_warnings():
             # Buffers in Ray's object store are read-only; nobody writes into these tensors.
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            flat = torch.from_numpy(np.asarray(bucket.data))
-        flat = flat.view(getattr(torch, bucket.dtype))
+            data = torch.from_numpy(np.asarray(bucket.data))
+        dtype = getattr(torch, bucket.dtype)
+        values = data.view(dtype)
         sizes = [math.prod(shape) for shape in bucket.shapes]
-        pieces = flat.split(sizes)
+        pieces = values.split(sizes)
         for name, piece, shape in zip(bucket.names, pieces, bucket.shapes, strict=True):
             # Tensor.view first tries to read the shape as a dtype, and so takes twice as long.
             yield name, torch.reshape(piece, shape)

@@ -54,13 +54,14 @@ class GlooTransport(SharedMemoryTransport):
         """What was received last. It holds the pages that another process wrote."""
 
     def publish(self, export: WeightExport) -> WeightExport:
-        self._sender = self._sender or _Sender()
+        sender = self._sender or _Sender()
+        self._sender = sender
         published = super().publish(export)
-        self._sender.latest = replace(published, address=self._sender.address)
-        return self._sender.latest
+        sender.latest = replace(published, address=sender.address)
+        return sender.latest
 
     def receive(self, exports: Sequence[WeightExport], worker: Worker) -> Sequence[WeightExport]:
-        received: list[WeightExport] = []
+        received = []
         links = self._links
         self._links = {}
         # One after the other, so that two worker groups never wait for each other's trainer.
@@ -90,9 +91,10 @@ class GlooTransport(SharedMemoryTransport):
         key, pages = link.meet(export.version, worker, staged)
         pages_of_node = f"{key}/{node}"
         if link.group:
-            arrays: list[np.ndarray] = []
+            arrays = []
             for bucket in export.buckets:
-                arrays.append(self.allocate(bucket.data.nbytes, pinned=False))
+                num_bytes = bucket.data.nbytes
+                arrays.append(self.allocate(num_bytes, pinned=False))
             _broadcast(link.group, arrays)
             pages = self._hand_out(arrays)
         if worker.local_rank > 0:
@@ -137,7 +139,8 @@ class _Link:
         # If the process that had the pages has ended, this rank receives them anew.
         with contextlib.suppress(WeightSyncError, OSError):
             if leads and self.store.check([staged]):
-                pages = [each.held() for each in _read_pages(self.store, staged)]
+                staged_pages = _read_pages(self.store, staged)
+                pages = [each.held() for each in staged_pages]
         receives = leads and pages is None
         received_before = self.group is not None
         rank = self.store.add(f"{key}/receivers", int(receives))
@@ -273,7 +276,8 @@ def _broadcast(group: Any, arrays: Sequence[np.ndarray]) -> None:
     pending: deque[dist.Work] = deque()
     for array in arrays:
         tensor = torch.from_dlpack(array)
-        pending.append(group.broadcast([tensor], options))
+        work = group.broadcast([tensor], options)
+        pending.append(work)
         if len(pending) == 2:
             oldest = pending.popleft()
             oldest.wait(_BUCKET_TIMEOUT)

@@ -36,12 +36,15 @@ class IpcTransport(DirectTransport):
     def send(self, weights: Sequence[OrderedWeight], rank: int) -> None:
         from vllm.distributed.weight_transfer.packed_tensor import packed_ipc_producer
 
-        device = torch.cuda.get_device_properties(torch.cuda.current_device())
+        number_of_gpu = torch.cuda.current_device()
+        gpu = torch.cuda.get_device_properties(number_of_gpu)
         buffer_bytes = DEFAULT_BUCKET_BYTES
         for _name, tensor, dtype in weights:
-            buffer_bytes = max(buffer_bytes, tensor.numel() * dtype.itemsize)
+            num_bytes = tensor.numel() * dtype.itemsize
+            buffer_bytes = max(buffer_bytes, num_bytes)
+        whole = gather(weights)
         take_tensor = operator.itemgetter(1)
-        chunks = packed_ipc_producer(gather(weights), str(device.uuid), take_tensor, buffer_bytes)
+        chunks = packed_ipc_producer(whole, str(gpu.uuid), take_tensor, buffer_bytes)
         self.offer(chunks, rank)
         torch.cuda.ipc_collect()  # frees the buffer, which no engine has open any more
 
