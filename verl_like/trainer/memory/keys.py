@@ -41,7 +41,6 @@ OF_ROLE = {
     # The model of a trainer on examples
     "model": MemoryKeys("training.micro_batch_size_per_gpu", "model.fsdp_config", "model"),
 }
-ENGINE_SHARE = "actor_rollout_ref.rollout.gpu_memory_utilization"
 
 
 def keys_that_lower(memory: str, roles: str) -> str:
@@ -51,7 +50,10 @@ def keys_that_lower(memory: str, roles: str) -> str:
         memory: "host" or "device".
         roles: the names of the roles, joined by plus signs.
     """
-    of_roles = [OF_ROLE[role] for role in roles.split("+") if role in OF_ROLE]
+    of_roles = []
+    for role in roles.split("+"):
+        if role in OF_ROLE:
+            of_roles.append(OF_ROLE[role])
     trained = [keys for keys in of_roles if keys.trained_model]
     offload = "true" if memory == "device" else "false"
     advice = [f"a smaller {keys.passes}" for keys in of_roles]
@@ -59,7 +61,7 @@ def keys_that_lower(memory: str, roles: str) -> str:
     advice += [f"{keys.engine}.param_offload={offload}" for keys in of_roles]
     advice += [f"{keys.engine}.optimizer_offload={offload}" for keys in trained]
     if roles != "model":
-        advice.append(f"a smaller {ENGINE_SHARE}")
+        advice.append("a smaller actor_rollout_ref.rollout.gpu_memory_utilization")
     if memory == "device":
         advice.append("more processes by trainer.n_gpus_per_node")
     else:
