@@ -316,16 +316,17 @@ class RolloutEngine(ABC):
         if self.device == "cuda":
             pin_pages(exports)
         is_written_by_trainer = self.config.weight_transport in ("shared_memory", "gloo")
-        is_read_twice = is_written_by_trainer or (checks_first and not self.config.sends_directly)
-        if is_read_twice:
+        is_read_twice = checks_first and not self.config.sends_directly
+        if is_written_by_trainer or is_read_twice:
             expected = check_staged(exports, version, self.device)
         else:
             expected = check_exports(exports, version)
         self.policy_version = None  # until the whole update has arrived
         self._wake()
         self._load(exports, version)
+        loaded = self._fingerprints()
         failure = f"Weights of version {version} did not arrive at rollout rank {self.rank}"
-        fingerprint = check_arrival(expected, self._fingerprints(), failure)
+        fingerprint = check_arrival(expected, loaded, failure)
         self.policy_version = version
         self._newest_version = version
         return fingerprint

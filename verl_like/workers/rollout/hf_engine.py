@@ -117,7 +117,8 @@ class HfEngine(RolloutEngine):
             "dtype": getattr(torch, self.config.dtype),
             "trust_remote_code": model_config.trust_remote_code,
         }
-        if getattr(self.hf_config.get_text_config(), "attn_logit_softcapping", None):
+        text_config = self.hf_config.get_text_config()
+        if getattr(text_config, "attn_logit_softcapping", None):
             # Only transformers' eager attention applies the soft cap of attention logits.
             options["attn_implementation"] = "eager"
         if not model_config.lora_rank:
@@ -180,7 +181,8 @@ class HfEngine(RolloutEngine):
             num_padding = width - length
             padding = [self.pad_token_id] * num_padding
             input_ids.append([*padding, *request.prompt_ids])
-            attention_mask.append([0] * num_padding + [1] * length)
+            mask = [0] * num_padding + [1] * length
+            attention_mask.append(mask)
         return _Batch(
             responses,
             torch.tensor(input_ids, device=self.device),

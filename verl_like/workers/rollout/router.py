@@ -278,7 +278,8 @@ class RequestRouter:
             self.changed.wait_for(is_any_done, timeout=timeout_s)
             now = time.monotonic()
             for call in calls:
-                if not call.done() and now > call.begun + deadline_s:
+                is_late = now > call.begun + deadline_s
+                if is_late and not call.done():
                     raise self._timeout(call, deadline_s)
 
     def ages(self) -> dict[str, int]:
@@ -323,7 +324,8 @@ class RequestRouter:
         with self.changed:
             for call in set(self.calls.values()):
                 call.error = failure
-            self.aborted += self.queue.remove(list(self.calls))
+            unfinished = list(self.calls)
+            self.aborted += self.queue.remove(unfinished)
             self.calls = {}
             self.sent = set()
             self.thread = None

@@ -54,7 +54,8 @@ class RequestQueue:
             call = []
             for start in range(0, len(requests), n):
                 end = start + n
-                call.append(list(requests[start:end]))
+                requests_of_prompt = requests[start:end]
+                call.append(list(requests_of_prompt))
             self.calls.append(call)
             self._begin_next_call()
 

@@ -60,7 +60,8 @@ class VllmEngine(RolloutEngine):
         if self.config.tensor_model_parallel_size == 1:
             self.llm = self._start("uni")
         else:
-            self.llm = self._start(self._replica_executor())
+            executor = self._replica_executor()
+            self.llm = self._start(executor)
             self._unlink_shared_memory()
 
     def _prepare_import(self) -> None:
@@ -281,7 +282,8 @@ class VllmEngine(RolloutEngine):
         ended = []
         for request in self.llm.llm_engine.step():
             if request.finished:
-                ended.append((request.request_id, completion(request)))
+                response = completion(request)
+                ended.append((request.request_id, response))
         return ended
 
     def _has_work(self) -> bool:

@@ -226,7 +226,8 @@ def iterate_weights(exports: Sequence[WeightExport]) -> Iterator[NamedTensor]:
 
 def iterate_buckets(buckets: Iterable[WeightBucket]) -> Iterator[NamedTensor]:
     """Yields the weights of buckets as `iterate_weights` does."""
-    for bucket in sorted(buckets, key=lambda bucket: bucket.index):
+    ordered = sorted(buckets, key=lambda bucket: bucket.index)
+    for bucket in ordered:
         with warnings.catch_warnings():
             # Buffers in Ray's object store are read-only; nobody writes into these tensors.
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
@@ -235,6 +236,7 @@ def iterate_buckets(buckets: Iterable[WeightBucket]) -> Iterator[NamedTensor]:
         values = data.view(dtype)
         sizes = [math.prod(shape) for shape in bucket.shapes]
         pieces = values.split(sizes)
-        for name, piece, shape in zip(bucket.names, pieces, bucket.shapes, strict=True):
+        named = zip(bucket.names, pieces, bucket.shapes, strict=True)
+        for name, piece, shape in named:
             # Tensor.view first tries to read the shape as a dtype, and so takes twice as long.
             yield name, torch.reshape(piece, shape)

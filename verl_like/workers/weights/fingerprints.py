@@ -73,7 +73,8 @@ def sum_over_ranks(fingerprints: Mapping[str, int], group: Any = None) -> dict[s
     # torch adds up signed numbers, whose sums have the same bits.
     signed = torch.from_numpy(sums.view(np.int64))
     dist.all_reduce(signed, group=group)
-    return dict(zip(names, sums.tolist(), strict=True))
+    totals = sums.tolist()
+    return dict(zip(names, totals, strict=True))
 
 
 def fingerprint_sum(tensor: Tensor, first_row: int = 0, first_column: int = 0) -> Tensor:
@@ -95,7 +96,8 @@ def fingerprint_sum(tensor: Tensor, first_row: int = 0, first_column: int = 0) -
     factors_of_chunks = row_factors.split(height)
     for left in range(0, num_columns, width):
         block = matrix[:, left : left + width]
-        wide_factors = _odd_factors(first_column + left, block.shape[1], device)
+        block_width = block.shape[1]
+        wide_factors = _odd_factors(first_column + left, block_width, device)
         column_factors = (wide_factors >> 32).int() | 1
         chunks = block.split(height)
         for chunk, factors in zip(chunks, factors_of_chunks, strict=True):
@@ -107,7 +109,8 @@ def fingerprint_sum(tensor: Tensor, first_row: int = 0, first_column: int = 0) -
             mixed *= column_factors
             mixed ^= mixed >> _SHIFT
             row_sums = mixed.sum(dim=1, dtype=torch.int64)
-            total += (row_sums * factors).sum()
+            weighted_sums = row_sums * factors
+            total += weighted_sums.sum()
     return total
 
 

@@ -101,7 +101,8 @@ class GlooTransport(SharedMemoryTransport):
             pages = _read_pages(link.store, pages_of_node)
         assert pages is not None, "a group without a sender is told where they are"
         if worker.local_rank == 0:
-            addresses = json.dumps([astuple(each) for each in pages])
+            fields_of_pages = [astuple(each) for each in pages]
+            addresses = json.dumps(fields_of_pages)
             link.store.set(staged, addresses)
             link.store.set(pages_of_node, addresses)
         if link.group:
@@ -143,8 +144,9 @@ class _Link:
                 pages = [each.held() for each in staged_pages]
         receives = leads and pages is None
         received_before = self.group is not None
+        has_changed = receives != received_before
         rank = self.store.add(f"{key}/receivers", int(receives))
-        self.store.add(f"{key}/changes", int(receives != received_before))
+        self.store.add(f"{key}/changes", int(has_changed))
         num_decided = self.store.add(f"{key}/decided", 1)
         if num_decided == worker.world_size:
             self.store.set(f"{key}/members", "")
@@ -240,7 +242,8 @@ class _Sender:
             arrays = [np.asarray(bucket.data) for bucket in export.buckets]
         # The group is put back when all has gone well.
         group = self.groups.pop(rollout, None)
-        self.store.add(f"{key}/changes", int(group is None))
+        is_new = group is None
+        self.store.add(f"{key}/changes", int(is_new))
         if version != export.version or export is not self.latest:
             refusal = (
                 f"Version {version} of the weights was asked for, but the trainer has "
@@ -264,8 +267,9 @@ def _join(store: dist.Store, key: str, rank: int, group: Any) -> Any:
         return group
     num_receivers = store.add(f"{key}/receivers", 0)
     own_store = dist.PrefixStore(key, store)
+    size = 1 + num_receivers
     # Made by hand, since the default group of the process belongs to the engine.
-    return dist.ProcessGroupGloo(own_store, rank, 1 + num_receivers, _BUCKET_TIMEOUT)
+    return dist.ProcessGroupGloo(own_store, rank, size, _BUCKET_TIMEOUT)
 
 
 def _broadcast(group: Any, arrays: Sequence[np.ndarray]) -> None:

@@ -51,8 +51,9 @@ class IpcTransport(DirectTransport):
     def offer(self, chunks: Iterable[Any], rank: int) -> None:
         """Has the receivers read vLLM's chunks. A chunk is there on all ranks before it is
         announced, and until all receivers have read it."""
+        world_size = dist.get_world_size()
         for chunk in chunks:
-            handles: list[Any] = [None] * dist.get_world_size()
+            handles: list[Any] = [None] * world_size
             dist.all_gather_object(handles, chunk.ipc_handle)
             if rank == 0:
                 handle_of_gpu: dict[Any, Any] = {}

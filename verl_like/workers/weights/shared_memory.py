@@ -215,7 +215,8 @@ class SharedMemoryTransport(WeightTransport):
         taken = {*self._latest, *self._written}
         for segment in self._segments:
             fits = segment.array.nbytes == num_bytes
-            if fits and segment not in taken and segment.lock():
+            is_free = segment not in taken
+            if fits and is_free and segment.lock():
                 return segment
         return None
 

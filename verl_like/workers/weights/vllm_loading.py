@@ -109,7 +109,8 @@ class StagedTransfer(WeightTransferEngine[DirectInitInfo, StagedUpdate]):
             for name, parameter in loaded.items():
                 found[name] = self._fingerprints_of(name, parameter)
             pack(layer)
-            for name, parameter in layer.named_parameters(prefix=module_name, recurse=False):
+            packed = layer.named_parameters(prefix=module_name, recurse=False)
+            for name, parameter in packed:
                 if parameter is not loaded.get(name):
                     # New parameters, such as scales, are made of no Hugging Face one.
                     self._before_packing[name] = found.get(name, {})
@@ -150,7 +151,8 @@ class StagedTransfer(WeightTransferEngine[DirectInitInfo, StagedUpdate]):
             shapes += bucket.shapes
         self._sources = self._find_sources(names, shapes)
         if self.direct:
-            self.direct.receive_weights(NCCLWeightTransferUpdateInfo(names, dtypes, shapes))
+            announced = NCCLWeightTransferUpdateInfo(names, dtypes, shapes)
+            self.direct.receive_weights(announced)
         else:
             self.model.load_weights(iterate_buckets(buckets))
         finalize_layerwise_reload(self.model, self.model_config)
@@ -177,7 +179,8 @@ class StagedTransfer(WeightTransferEngine[DirectInitInfo, StagedUpdate]):
             placed[name].append((position, source))
         sources = {}
         for name, found in placed.items():
-            sources[name] = [source for _position, source in sorted(found)]
+            in_order = sorted(found)
+            sources[name] = [source for _position, source in in_order]
         return sources
 
     def _place_of(self, renamed: str, known: set[str]) -> tuple[str, int]:
@@ -211,7 +214,8 @@ class StagedTransfer(WeightTransferEngine[DirectInitInfo, StagedUpdate]):
                 totals.setdefault(source.hf_name, 0)
             sums = self._fingerprints_in(name, tensor)
             for hf_name, part in sums.items():
-                totals[hf_name] = totals.get(hf_name, 0) + part
+                total = totals.get(hf_name, 0)
+                totals[hf_name] = total + part
         own = read_fingerprints(totals)
         group = get_tp_group()
         if group.world_size == 1:
