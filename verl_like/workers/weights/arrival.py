@@ -105,8 +105,7 @@ def check_staged(exports: Sequence[WeightExport], version: int, device: str) -> 
     try:
         sums = {}
         for name, tensor in iterate_weights(exports):
-            on_device = tensor.to(device)
-            sums[name] = fingerprint_sum(on_device)
+            sums[name] = fingerprint_sum(tensor.to(device))
         staged = read_fingerprints(sums)
         failure = f"Weights of version {version} changed on their way"
         check_arrival(expected, staged, failure, StaleWeightsError)

@@ -109,8 +109,7 @@ def fingerprint_sum(tensor: Tensor, first_row: int = 0, first_column: int = 0) -
             mixed *= column_factors
             mixed ^= mixed >> _SHIFT
             row_sums = mixed.sum(dim=1, dtype=torch.int64)
-            weighted_sums = row_sums * factors
-            total += weighted_sums.sum()
+            total += (row_sums * factors).sum()
     return total
 
 

@@ -31,7 +31,8 @@ class WeightTransport(ABC):
         """Makes an export available to the receivers. Every rank of the trainer calls it.
 
         The values of its buckets are in memory of `allocate`. Returns the export that the driver
-        passes on, in which values may have been replaced by where they are.
+        passes on, in which values may have been replaced by where they are. By default it is the
+        same.
         """
         return export
 
@@ -41,6 +42,7 @@ class WeightTransport(ABC):
 
         `worker` is this rank. Returns the exports with values that NumPy can read, if the
         transport has an `allocate`. They may have been overwritten meanwhile, which `check_staged`
-        notices. Raises StaleWeightsError if the trainer has newer weights instead.
+        notices. By default they are the same. Raises StaleWeightsError if the trainer has newer
+        weights instead.
         """
         return exports
