@@ -50,10 +50,7 @@ def keys_that_lower(memory: str, roles: str) -> str:
         memory: "host" or "device".
         roles: the names of the roles, joined by plus signs.
     """
-    of_roles = []
-    for role in roles.split("+"):
-        if role in OF_ROLE:
-            of_roles.append(OF_ROLE[role])
+    of_roles = [OF_ROLE[role] for role in roles.split("+") if role in OF_ROLE]
     trained = [keys for keys in of_roles if keys.trained_model]
     offload = "true" if memory == "device" else "false"
     advice = [f"a smaller {keys.passes}" for keys in of_roles]

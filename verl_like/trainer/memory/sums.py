@@ -313,6 +313,7 @@ class PlannedModel:
     def update(self) -> Parts:
         """The memory that the forward and backward passes of a trained model take in addition to
         `at_rest`."""
+        assert self.is_trained
         two_units = self.size.outer + self.size.layer
         parts = {"gradients": self.gradients()}
         parts |= self.gathered(two_units, two_units)
@@ -393,8 +394,7 @@ class PlannedModel:
         largest = self.size.largest_trained * itemsize
         all_trained = self.size.trained * itemsize
         bucket = max(largest, min(DEFAULT_BUCKET_BYTES, all_trained))
-        num_copies = 2 + 1 / self.shards
-        return self.moved() | {"a bucket of weights*": bucket * num_copies}
+        return self.moved() | {"a bucket of weights*": bucket * (2 + 1 / self.shards)}
 
 
 def with_fragments(parts: Parts, of_streams: float = 0.0) -> Parts:

@@ -207,13 +207,10 @@ class RolloutEngine(ABC):
                 f"{list(self._in_flight)[:5]}."
             )
         finished = self._step()
-        samplings = {}
-        for name, _completion in finished:
-            request = self._in_flight.pop(name)
-            samplings[name] = request.sampling
-        for name, completion in finished:
+        requests = [self._in_flight.pop(name) for name, _completion in finished]
+        for request, (name, completion) in zip(requests, finished, strict=True):
             who = f"The response to {name}"
-            check_completion(completion, who, samplings[name], vocab_size=self._vocab_size)
+            check_completion(completion, who, request.sampling, vocab_size=self._vocab_size)
         return finished
 
     @property

@@ -5,7 +5,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -103,24 +103,25 @@ class EngineThread:
         """
         gathers_until = time.monotonic() + min(GATHER_S, wait_s)
 
-        def those_in(requests: Mapping[str, Any]) -> list[str]:
+        def ended() -> list[str]:
             if names is None:
-                return list(requests)
-            return [name for name in names if name in requests]
+                return list(self._ended)
+            return [name for name in names if name in self._ended]
 
         def is_over() -> bool:
-            return self._failure is not None or not those_in(self._ages)
-
-        def has_any_ended() -> bool:
-            return bool(those_in(self._ended)) or is_over()
+            if names is None:
+                is_any_left = bool(self._ages)
+            else:
+                is_any_left = any(name in self._ages for name in names)
+            return self._failure is not None or not is_any_left
 
         with self._changed:
-            self._changed.wait_for(has_any_ended, timeout=wait_s)
+            self._changed.wait_for(lambda: ended() or is_over(), timeout=wait_s)
             left_s = max(0.0, gathers_until - time.monotonic())
             self._changed.wait_for(is_over, timeout=left_s)
             if self._failure:
                 raise self._failure
-            return {name: self._ended.pop(name) for name in those_in(self._ended)}
+            return {name: self._ended.pop(name) for name in ended()}
 
     def stream(
         self, requests: Sequence[GenerationRequest]

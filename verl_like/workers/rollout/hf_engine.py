@@ -276,8 +276,7 @@ def _draw(
         noise_bV = torch.empty(logits_bV.shape)
         for row, generator in enumerate(generators):
             noise_bV[row].exponential_(generator=generator)
-        log_noise_bV = noise_bV.log().to(logits_bV.device)
-        keys_bV = log_probs_bV - log_noise_bV
+        keys_bV = log_probs_bV - noise_bV.log().to(logits_bV.device)
     tokens_b1 = keys_bV.argmax(-1, keepdim=True)
     return tokens_b1, log_probs_bV.gather(-1, tokens_b1)
 

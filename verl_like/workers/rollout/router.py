@@ -30,11 +30,11 @@ time doubles each time that none has ended."""
 LONGEST_COLLECT_S = 0.4
 """The longest time that a replica waits for a response to end."""
 _CLOSING_S = 5.0
-"""How long `close` waits for the thread to end."""
+"""The longest time that `close` waits for the thread to end."""
 _LOCAL_PAUSE_S = 0.002
 """The pause between two collections from a group in this process, which cannot wait itself."""
 _OWN_METHODS = ("submit_requests", "abort_requests", "collect_completions")
-"""The methods that a router calls."""
+"""The methods that a router calls for `METHOD`, which errors name instead."""
 METHOD = "generate_sequences"
 """The method that a call stands for, as errors and the timeline name it."""
 
@@ -297,7 +297,7 @@ class RequestRouter:
             self.group.report(METHOD, rank, CallHeader(0, started, ended))
 
     def close(self) -> None:
-        """Ends the thread, and waits a while for its end.
+        """Ends the thread, and waits for its end, but not longer than `_CLOSING_S`.
 
         Unfinished calls raise RuntimeError. So does every later call with requests: its first
         `_exchange` raises the error and sends nothing.

@@ -118,11 +118,9 @@ class RequestQueue:
             if any(left):
                 self.calls.append(left)
         self.assigned = [_without(share, names) for share in self.assigned]
-        assigned = []
-        for name in names:
-            if name in self.replica_of:
-                self.ended(name)
-                assigned.append(name)
+        assigned = [name for name in names if name in self.replica_of]
+        for name in assigned:
+            self.ended(name)
         return assigned
 
 

@@ -39,9 +39,10 @@ def check_exports(exports: Sequence[WeightExport], version: int) -> dict[str, in
     first = exports[0]
     for export in exports:
         of_rank = f"of rank {export.rank}"
-        for field in ("world_size", "dtype", "num_tensors", "num_buckets"):
-            own = getattr(export, field)
-            require(f"{field} {of_rank}", own, getattr(first, field))
+        require(f"world_size {of_rank}", export.world_size, first.world_size)
+        require(f"dtype {of_rank}", export.dtype, first.dtype)
+        require(f"num_tensors {of_rank}", export.num_tensors, first.num_tensors)
+        require(f"num_buckets {of_rank}", export.num_buckets, first.num_buckets)
         require(f"version {of_rank}", export.version, version)
     buckets = buckets_of(exports)
     ranks = sorted(export.rank for export in exports)
@@ -111,8 +112,7 @@ def check_staged(exports: Sequence[WeightExport], version: int, device: str) -> 
         check_arrival(expected, staged, failure, StaleWeightsError)
     except StaleWeightsError as error:
         own_error = error
-    refuses = own_error is not None
-    num_refusing = torch.tensor(float(refuses), device=device)
+    num_refusing = torch.tensor(0.0 if own_error is None else 1.0, device=device)
     if dist.is_initialized():
         dist.all_reduce(num_refusing)
     if own_error is not None:

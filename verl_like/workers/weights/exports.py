@@ -86,9 +86,7 @@ def in_order(
     Parameters are cast to `dtype`; buffers keep theirs. vLLM packs all of them into one piece of
     memory, in which each has to begin at a multiple of its elements' size.
     """
-    weights = []
-    for name, tensor in parameters:
-        weights.append((name, tensor, dtype))
+    weights = [(name, tensor, dtype) for name, tensor in parameters]
     for name, tensor in buffers:
         weights.append((name, tensor, tensor.dtype))
     return sorted(weights, key=lambda weight: -weight[2].itemsize)

@@ -70,10 +70,9 @@ def _gather_rows(tensors: Sequence[Any], group: Any, num_ranks: int, is_kept: bo
         own_rows = tensor.to_local()
         local.append(own_rows.reshape(-1))
     sent = local[0].new_empty(sum(sizes))
-    rooms = sent.split(sizes)
     places = []
-    for values, room in zip(local, rooms, strict=True):
-        places.append(room[: len(values)])
+    for values, place in zip(local, sent.split(sizes), strict=True):
+        places.append(place[: len(values)])
     torch._foreach_copy_(places, local)
     received = sent.new_empty(num_ranks * len(sent))
     dist.all_gather_into_tensor(received, sent, group=group)

@@ -36,8 +36,8 @@ class IpcTransport(DirectTransport):
     def send(self, weights: Sequence[OrderedWeight], rank: int) -> None:
         from vllm.distributed.weight_transfer.packed_tensor import packed_ipc_producer
 
-        number_of_gpu = torch.cuda.current_device()
-        gpu = torch.cuda.get_device_properties(number_of_gpu)
+        index = torch.cuda.current_device()
+        gpu = torch.cuda.get_device_properties(index)
         buffer_bytes = DEFAULT_BUCKET_BYTES
         for _name, tensor, dtype in weights:
             num_bytes = tensor.numel() * dtype.itemsize

@@ -215,8 +215,7 @@ class SharedMemoryTransport(WeightTransport):
         taken = {*self._latest, *self._written}
         for segment in self._segments:
             fits = segment.array.nbytes == num_bytes
-            is_free = segment not in taken
-            if fits and is_free and segment.lock():
+            if fits and segment not in taken and segment.lock():
                 return segment
         return None
 

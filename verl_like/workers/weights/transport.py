@@ -31,8 +31,8 @@ class WeightTransport(ABC):
         """Makes an export available to the receivers. Every rank of the trainer calls it.
 
         The values of its buckets are in memory of `allocate`. Returns the export that the driver
-        passes on, in which values may have been replaced by where they are. By default it is the
-        same.
+        passes on, in which values may have been replaced by where they are; by default `export`
+        itself.
         """
         return export
 
@@ -41,8 +41,8 @@ class WeightTransport(ABC):
         this node. All ranks of a receiving worker group call it at the same time.
 
         `worker` is this rank. Returns the exports with values that NumPy can read, if the
-        transport has an `allocate`. They may have been overwritten meanwhile, which `check_staged`
-        notices. By default they are the same. Raises StaleWeightsError if the trainer has newer
+        transport has an `allocate`; by default `exports` themselves. They may have been overwritten
+        meanwhile, which `check_staged` notices. Raises StaleWeightsError if the trainer has newer
         weights instead.
         """
         return exports

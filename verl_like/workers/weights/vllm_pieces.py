@@ -92,8 +92,8 @@ def cut_parameter(
         if is_first_copy:
             first_row = part.first_row
             if by_rows:
-                number_of_shard = rank // part.num_copies
-                first_row += number_of_shard * own_rows
+                shard = rank // part.num_copies
+                first_row += shard * own_rows
             first_column = rank * num_columns if by_columns else 0
             values = matrix[start:end]
             piece = Piece(part.hf_name, first_row, first_column, values)
