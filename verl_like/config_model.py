@@ -14,8 +14,11 @@ def _refuse_zero(value: int) -> int:
 
 
 PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
 MinusOneOrPositive = Annotated[int, Field(ge=-1), AfterValidator(_refuse_zero)]
+PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
+FromZeroToOne = Annotated[float, Field(ge=0, le=1)]
 
 
 class ConfigModel(BaseModel):

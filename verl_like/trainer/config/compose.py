@@ -81,7 +81,7 @@ def load_config(
             [<schema.base_name>, _self_]`.
     """
     composed = compose_tree(schema, overrides, config_name, config_dir)
-    raw: Any = OmegaConf.to_container(composed, resolve=False)
+    raw = OmegaConf.to_container(composed, resolve=False)
     names = {
         key: OmegaConf.select(composed, key, throw_on_resolution_failure=False)
         for key in schema.algorithm_keys
@@ -109,7 +109,7 @@ def load_config(
     # First without the algorithms' own options, for which plugins are imported
     config = _validated(schema, resolved, schema.base_name)
     options = _algorithm_options(schema, names, config.plugins)
-    paths: list[str] = []
+    paths = []
     for declared in options:
         paths += option_keys(declared)
     _raise_if_any(_unknown_keys(schema, raw, lambda path, _: path in paths, paths))

@@ -6,12 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
-from typing import Annotated, ClassVar, Literal, Self
-
-from pydantic import Field
+from typing import ClassVar, Literal, Self
 
 from verl_like.algorithms.advantages import ADVANTAGE_ESTIMATORS
-from verl_like.config_model import ConfigModel, PositiveInt
+from verl_like.config_model import ConfigModel, FromZeroToOne, NonNegativeInt, PositiveInt
 from verl_like.trainer.config.roles import Role
 from verl_like.trainer.config.rules import broken_rules
 from verl_like.trainer.config.schema import PPOConfig, PPOPlan, plan_of_ppo
@@ -45,11 +43,11 @@ class DetachedBlock(ConfigModel):
     """Whether a maker sends the responses to a prompt when they have ended, begins others in their
     place, and loads newer weights in mid-response; otherwise it takes and sends the prompts of a
     step together."""
-    restart_below: Annotated[int, Field(ge=0)] = 0
+    restart_below: NonNegativeInt = 0
     """Responses that began fewer steps of the engine ago when newer weights are loaded in
     mid-response are begun again, once, so that they may take a step longer; 0 never. Short
     responses are then trained a little more often."""
-    min_effective_sample_size: Annotated[float, Field(ge=0, le=1)] = 0.0
+    min_effective_sample_size: FromZeroToOne = 0.0
     """Brake: after a step whose actor/eff_sample_size was below this share in any trainer, makers
     start nothing that would be older than update_steps - 1, until a step is above it again; 0 never
     brakes."""
@@ -58,7 +56,7 @@ class DetachedBlock(ConfigModel):
     fewest."""
     max_attempts: PositiveInt = 3
     """Times that a prompt is given out; it is dropped when that many makers died over it."""
-    max_restarts: Annotated[int, Field(ge=0)] = 3
+    max_restarts: NonNegativeInt = 3
     """Times that each maker is started again after it failed."""
 
     @property
@@ -150,10 +148,11 @@ def plan_of_detached(config: DetachedConfig) -> DetachedPlan:
     ppo = plan_of_ppo(config)
     roles = ppo.active_roles
     makers_need_actor = ppo.needs_old_log_probs or ppo.role_of_reference == Role.Actor
+    roles_of_makers = [role for role in roles if role != Role.Actor or makers_need_actor]
     part_of_batch = math.ceil(config.data.train_batch_size / config.detached.num_makers)
     return DetachedPlan(
         **vars(ppo),
-        maker_roles=tuple(role for role in roles if role != Role.Actor or makers_need_actor),
+        maker_roles=tuple(roles_of_makers),
         trainer_roles=tuple(role for role in roles if role in TRAINED),
         num_prompts_at_a_time=config.detached.experience_batch_size or part_of_batch,
         num_parts_of_step=_num_parts_of_step(config, ppo.needs_critic),
@@ -270,10 +269,11 @@ def pushes_fit_the_staleness(config: DetachedConfig) -> Iterator[str]:
 def makers_and_trainers_are_apart(config: DetachedConfig) -> Iterator[str]:
     detached = config.detached
     algorithm = config.algorithm
-    pool_of = {role: config.role_mapping[role] for role in config.plan.active_roles}
-    pools_of_trained = {pool for role, pool in pool_of.items() if role in TRAINED}
-    others = {role: pool for role, pool in pool_of.items() if role not in TRAINED}
-    shared = [role for role, pool in others.items() if pool in pools_of_trained]
+    pools_of_trained = {config.role_mapping[role] for role in config.plan.trainer_roles}
+    shared = []
+    for role in config.plan.active_roles:
+        if role not in TRAINED and config.role_mapping[role] in pools_of_trained:
+            shared.append(role)
     if shared:
         yield (
             f"{', '.join(sorted(shared))} and a trained role share a pool, but makers and "
@@ -333,17 +333,14 @@ def updates_in_flight_fit(config: DetachedConfig) -> Iterator[str]:
             "of the same weights, which there is not with detached.update_in_flight=true; set it "
             "to false"
         )
-    estimator = algorithm.adv_estimator
-    loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
-    for key, name, is_over_batch in (
-        ("algorithm.adv_estimator", estimator, ADVANTAGE_ESTIMATORS.facts(estimator).over_batch),
-        (
-            "actor_rollout_ref.actor.policy_loss.loss_mode",
-            loss,
-            "selected_tokens" in config.plan.loss_needs,
-        ),
-    ):
-        if detached.update_in_flight and is_over_batch:
+    over_batch = {}
+    if ADVANTAGE_ESTIMATORS.facts(algorithm.adv_estimator).over_batch:
+        over_batch["algorithm.adv_estimator"] = algorithm.adv_estimator
+    if "selected_tokens" in config.plan.loss_needs:
+        loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
+        over_batch["actor_rollout_ref.actor.policy_loss.loss_mode"] = loss
+    for key, name in over_batch.items():
+        if detached.update_in_flight:
             yield (
                 f"{key}={name} compares the rows of a batch, and with "
                 "detached.update_in_flight=true a maker has only the few that ended together; set "

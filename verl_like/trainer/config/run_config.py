@@ -6,7 +6,13 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, PrivateAttr, Strict, model_validator
 
 from verl_like.algorithms.registry import AlgorithmRegistry
-from verl_like.config_model import ConfigModel, Follows, MinusOneOrPositive, PositiveInt
+from verl_like.config_model import (
+    ConfigModel,
+    Follows,
+    MinusOneOrPositive,
+    PositiveFloat,
+    PositiveInt,
+)
 from verl_like.secret_values import Redaction, masked
 
 
@@ -16,6 +22,7 @@ def list_of_one(value: object) -> object:
 
 # A list becomes a tuple, so that nothing below the entry point can change it.
 Strings = Annotated[tuple[str, ...], BeforeValidator(list_of_one), Strict(False)]
+Paths = Annotated[Strings, Field(min_length=1)]
 Logger = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "trackio"]
 
 
@@ -94,7 +101,7 @@ class LoopConfig(RecordConfig):
     balance_batch: bool = True
     """Give the ranks rows of about equal work, attention included; the rows of a mini-batch stay
     the same."""
-    call_timeout_s: Annotated[float, Field(gt=0)] = 3600.0
+    call_timeout_s: PositiveFloat = 3600.0
     """Seconds one call of a worker group may take before the run stops. In detached training a
     trainer waits twice as long: at first for a maker's start, the validation before the first step
     and the experience of a whole batch, later for a push, a validation and that experience. A maker

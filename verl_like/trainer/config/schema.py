@@ -15,12 +15,16 @@ from verl_like.algorithms.registry import AlgorithmRegistry
 from verl_like.config_model import (
     ConfigModel,
     Follows,
+    FromZeroToOne,
     MinusOneOrPositive,
+    NonNegativeFloat,
+    NonNegativeInt,
     OpenConfigModel,
+    PositiveFloat,
     PositiveInt,
 )
 from verl_like.trainer.config.roles import Role
-from verl_like.trainer.config.run_config import LoopConfig, RunConfig, Strings
+from verl_like.trainer.config.run_config import LoopConfig, Paths, RunConfig, Strings
 from verl_like.workers.config.roles import (
     ActorRolloutRefConfig,
     CriticConfig,
@@ -28,8 +32,6 @@ from verl_like.workers.config.roles import (
     KlPenalty,
     RewardModelConfig,
 )
-
-Paths = Annotated[Strings, Field(min_length=1)]
 
 
 class DataConfig(ConfigModel):
@@ -91,9 +93,9 @@ class OverlongBufferConfig(ConfigModel):
 
     enable: bool = False
     """Add the penalty to the score of every training response."""
-    len: Annotated[int, Field(ge=0)] = 0
+    len: NonNegativeInt = 0
     """Tokens below data.max_response_length over which the penalty grows from 0."""
-    penalty_factor: Annotated[float, Field(ge=0)] = 1.0
+    penalty_factor: NonNegativeFloat = 1.0
     """The penalty at data.max_response_length."""
 
 
@@ -102,9 +104,9 @@ class RewardConfig(ConfigModel):
 
     num_workers: PositiveInt = 2
     """Processes that score responses."""
-    timeout_s: Annotated[float, Field(gt=0)] = 30.0
+    timeout_s: PositiveFloat = 30.0
     """Seconds one response may take to score; a process that takes longer is replaced."""
-    max_memory_gb: Annotated[float, Field(gt=0)] = 4.0
+    max_memory_gb: PositiveFloat = 4.0
     """Memory of one such process with the programs that it starts, in 10^9 bytes; one that uses
     more is replaced."""
     on_error: Literal["fail", "skip", "score"] = "fail"
@@ -118,9 +120,9 @@ class KlControlConfig(ConfigModel):
 
     type: Literal["fixed", "adaptive"] = "fixed"
     """fixed, or adaptive: kl_coef moves until the measured KL is target_kl (arXiv:1909.08593)."""
-    kl_coef: Annotated[float, Field(ge=0)] = 0.001
+    kl_coef: NonNegativeFloat = 0.001
     """The coefficient; with adaptive, its first value."""
-    target_kl: Annotated[float, Field(gt=0)] = 0.1
+    target_kl: PositiveFloat = 0.1
     """KL divergence the adaptive coefficient aims at, per token."""
 
 
@@ -149,9 +151,9 @@ class AlgorithmConfig(OpenConfigModel):
     adv_estimator: str = "gae"
     """Advantage estimator: one of docs/algorithms.md, or of a plugin. Critic, reference and groups
     follow from it."""
-    gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
+    gamma: FromZeroToOne = 1.0
     """Discount per token."""
-    lam: Annotated[float, Field(ge=0, le=1)] = 1.0
+    lam: FromZeroToOne = 1.0
     """Lambda of GAE: 0 is low variance, 1 low bias."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide GRPO's advantages by the standard deviation of the group; false is Dr.GRPO
@@ -174,16 +176,16 @@ class TrainerConfig(LoopConfig):
     """GPUs per node, one training process each; with device cpu, processes per node."""
     total_epochs: PositiveInt = 30
     """Passes over the training prompts."""
-    critic_warmup: Annotated[int, Field(ge=0)] = 0
+    critic_warmup: NonNegativeInt = 0
     """First training steps in which only the critic is updated; the actor's schedule counts the
     others."""
-    max_staleness: Annotated[int, Field(ge=0)] = 0
+    max_staleness: NonNegativeInt = 0
     """Most training steps between the weights that drew a token and those that are trained on it.
     With 0 a batch is drawn with the weights that it trains. With 1 main_ppo generates the next
     responses while a step trains; the rollout then needs a pool of its own. main_detached takes any
     number, and above 0 its trainers train each mini-batch as it arrives, where ppo_epochs is 1 and
     the mini-batches of actor and critic are equally large."""
-    log_val_generations: Annotated[int, Field(ge=0)] = 3
+    log_val_generations: NonNegativeInt = 3
     """Validation responses that are shown with their scores."""
 
 

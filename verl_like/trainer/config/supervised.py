@@ -2,12 +2,12 @@
 step."""
 
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from verl_like.config_model import ConfigModel, MinusOneOrPositive, PositiveInt
-from verl_like.trainer.config.run_config import LoopConfig, RunConfig, Strings
+from verl_like.trainer.config.run_config import LoopConfig, Paths, RunConfig, Strings
 from verl_like.workers.config.supervised import (
     DPOTrainingConfig,
     ILQLTrainingConfig,
@@ -19,7 +19,7 @@ from verl_like.workers.config.supervised import (
 class ExamplesConfig(ConfigModel):
     """Conversations, or pairs of them: where they are and how they become batches."""
 
-    train_files: Annotated[Strings, Field(min_length=1)]
+    train_files: Paths
     """Training rows: one file or a list of files (parquet, JSON, JSONL). Conversations have
     messages, or prompt and response, for ILQL also score; pairs have prompt, chosen and
     rejected."""

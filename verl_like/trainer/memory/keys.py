@@ -41,7 +41,6 @@ OF_ROLE = {
     # The model of a trainer on examples
     "model": MemoryKeys("training.micro_batch_size_per_gpu", "model.fsdp_config", "model"),
 }
-ENGINE_SHARE = "actor_rollout_ref.rollout.gpu_memory_utilization"
 
 
 def keys_that_lower(memory: str, roles: str) -> str:
@@ -59,7 +58,7 @@ def keys_that_lower(memory: str, roles: str) -> str:
     advice += [f"{keys.engine}.param_offload={offload}" for keys in of_roles]
     advice += [f"{keys.engine}.optimizer_offload={offload}" for keys in trained]
     if roles != "model":
-        advice.append(f"a smaller {ENGINE_SHARE}")
+        advice.append("a smaller actor_rollout_ref.rollout.gpu_memory_utilization")
     if memory == "device":
         advice.append("more processes by trainer.n_gpus_per_node")
     else:

@@ -57,7 +57,8 @@ def check_memory(config: RunConfig) -> list[str]:
     if not isinstance(config, PPOConfig | SupervisedConfig):  # the trainer of a plugin
         return []
     joins_cluster = cluster_address(config.ray_kwargs.ray_init.address)
-    if config.trainer.device != "cuda" or not torch.cuda.is_available() or joins_cluster:
+    has_gpus = config.trainer.device == "cuda" and torch.cuda.is_available()
+    if joins_cluster or not has_gpus:
         return []
     sizes = []
     for index in range(torch.cuda.device_count()):
@@ -71,9 +72,10 @@ def _pools_of(
 ) -> list[PlannedPool]:
     """Returns the pools of these roles. The models of roles in `copied` are not trained."""
     pools = []
-    for name in dict.fromkeys(config.role_mapping[role] for role in roles):
-        models: list[PlannedModel] = []
-        rollout: RolloutShare | None = None
+    names = [config.role_mapping[role] for role in roles]
+    for name in dict.fromkeys(names):
+        models = []
+        rollout = None
         for role in roles:
             if config.role_mapping[role] != name:
                 continue
@@ -94,7 +96,8 @@ def _rollout_share(config: PPOConfig, device_bytes: float) -> RolloutShare:
     asleep = {"sleeping engine*": ASLEEP}
     if rollout.name == "hf":  # it has a whole model, reserves nothing, and sleeps in host memory
         policy = ModelSize.of(config.actor_rollout_ref.model, POLICY_PATH, PolicyModel)
-        weights = policy.parameters * getattr(torch, rollout.dtype).itemsize + policy.buffers
+        itemsize = getattr(torch, rollout.dtype).itemsize
+        weights = policy.parameters * itemsize + policy.buffers
         working = {"engine's weights": weights}
         asleep = {}
     return RolloutShare(working, asleep if rollout.free_cache_engine else working)
@@ -209,7 +212,7 @@ def _planned(
         fsdp = ForwardFsdpConfig(param_offload=fsdp.param_offload, dtype=fsdp.dtype)
         more |= {"update_passes": None, "has_ema": False, "export_dtype": None}
     shards = ranks if fsdp.num_shards == -1 else fsdp.num_shards
-    return PlannedModel(str(name), size, model, fsdp, shards, **more)
+    return PlannedModel(name, size, model, fsdp, shards, **more)
 
 
 def _models_of_examples(config: SupervisedConfig) -> list[PlannedModel]:
@@ -229,7 +232,8 @@ def _models_of_examples(config: SupervisedConfig) -> list[PlannedModel]:
         "scored_length": length,
         "ranks_of_sequence": training.ulysses_sequence_parallel_size,
     }
-    size = ModelSize.of(model, "model", classes.get(type(config), PolicyModel))
+    model_class = classes.get(type(config), PolicyModel)
+    size = ModelSize.of(model, "model", model_class)
     ranks = config.num_processes_of_run
     fsdp = model.fsdp_config
     has_reference = isinstance(config, DPOConfig) and not model.lora_rank

@@ -92,30 +92,34 @@ class ModelSize:
         model = model_class(empty_model(config, model_class.auto_class, key=key))
         hf = model.hf
         text = hf.config.get_text_config()
+        hidden = text.hidden_size
+        intermediate = getattr(text, "intermediate_size", None) or 4 * hidden
         head = hf.get_output_embeddings()
-        intermediate = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
         layers = [count_parameters(layer) for layer in decoder_layers(hf)]
         total = count_parameters(model)
-        trained = [p.numel() for _, p in trained_parameters(hf)]
+        trained = [parameter.numel() for _name, parameter in trained_parameters(hf)]
         has_adapter = sum(trained) < count_parameters(hf)
-        of_heads = [p.numel() for p in model.heads.parameters() if p.requires_grad]
+        of_heads = []
+        for parameter in model.heads.parameters():
+            if parameter.requires_grad:
+                of_heads.append(parameter.numel())
         trained += of_heads
-        has_norms = any("q_norm" in name for name, _ in hf.named_parameters())
+        has_norms = any("q_norm" in name for name, _parameter in hf.named_parameters())
         saved_hidden = 20 if has_norms else 13
         live_intermediate = 4 if has_adapter else 3
         return cls(
             parameters=total,
-            buffers=sum(buffer.nbytes for _, buffer in model_buffers(hf)),
+            buffers=sum(buffer.nbytes for _name, buffer in model_buffers(hf)),
             trained=sum(trained),
-            largest=max(p.numel() for p in model.parameters()),
+            largest=max(parameter.numel() for parameter in model.parameters()),
             largest_trained=max(trained),
             layer=max(layers),
             outer=total - sum(layers),
             num_layers=len(layers),
             has_adapter=has_adapter,
-            hidden=text.hidden_size,
-            activations_per_token=saved_hidden * text.hidden_size + 4 * intermediate,
-            live_per_token=4 * text.hidden_size + live_intermediate * intermediate,
+            hidden=hidden,
+            activations_per_token=saved_hidden * hidden + 4 * intermediate,
+            live_per_token=4 * hidden + live_intermediate * intermediate,
             head=0 if head is None else head.weight.numel(),
             further_heads=sum(of_heads),
         )
@@ -181,21 +185,23 @@ class PlannedModel:
     @property
     def stored(self) -> float:
         """Bytes of a rank's weights between passes."""
-        return self.bytes_of(self.size.parameters) + self.size.buffers
+        parameters_per_rank = self.size.parameters / self.shards
+        return parameters_per_rank * self.model_itemsize + self.size.buffers
+
+    @property
+    def trained_per_rank(self) -> float:
+        """The number of trained parameters in a rank's shards."""
+        return self.size.trained / self.shards
 
     @property
     def stored_trained(self) -> float:
         """Bytes of a rank's trained weights between passes."""
-        return self.bytes_of(self.size.trained)
+        return self.trained_per_rank * self.model_itemsize
 
     @property
     def model_itemsize(self) -> int:
         """Bytes of a number of the weights between passes."""
         return getattr(torch, self.fsdp.model_dtype).itemsize
-
-    def bytes_of(self, num_parameters: int) -> float:
-        """Bytes of a rank's shards of so many parameters."""
-        return num_parameters / self.shards * self.model_itemsize
 
     @property
     def adam(self) -> float:
@@ -206,14 +212,15 @@ class PlannedModel:
         moments = 2 * self.stored_trained
         if not self.has_ema:
             return moments
-        return moments + self.size.trained / self.shards * torch.float32.itemsize
+        return moments + self.trained_per_rank * torch.float32.itemsize
 
     def at_rest(self) -> Parts:
         """The memory that is taken between the calls of this role."""
         parts = {}
         if not self.fsdp.param_offload:
             parts[f"{self.name} weights"] = self.stored
-        if not (isinstance(self.fsdp, TrainedFsdpConfig) and self.fsdp.optimizer_offload):
+        offloads_adam = isinstance(self.fsdp, TrainedFsdpConfig) and self.fsdp.optimizer_offload
+        if not offloads_adam:
             parts[f"{self.name} Adam"] = self.adam
         return parts
 
@@ -269,7 +276,9 @@ class PlannedModel:
         size = self.size
         if not size.head:
             return 0.0
-        scored = tokens if passes.by_tokens else tokens * self.scored_length / self.sequence_length
+        scored = tokens
+        if not passes.by_tokens:
+            scored = tokens * self.scored_length / self.sequence_length
         num_logits = min(LOGITS_PER_CHUNK["cuda"], scored * size.head / size.hidden)
         chunk = num_logits * 2 * REDUCTION_BYTES
         return chunk + scored * size.hidden * (self.num_bytes + REDUCTION_BYTES)
@@ -278,11 +287,13 @@ class PlannedModel:
         """The memory that a pass without gradients takes in addition to `at_rest`."""
         tokens = self.tokens_of(self.forward_passes)
         layer = self.size.live_per_token * self.num_bytes * tokens
-        activations = {"activations*": max(layer, self.head_working(tokens, self.forward_passes))}
+        head = self.head_working(tokens, self.forward_passes)
+        activations = {"activations*": max(layer, head)}
         # Layers take little time without gradients. While one layer is computed, another is there
         # already, and a third is being gathered.
+        outer = self.size.outer
         two_layers = 2 * self.size.layer
-        gathered = self.gathered(self.size.outer + two_layers, max(self.size.outer, two_layers))
+        gathered = self.gathered(outer + two_layers, max(outer, two_layers))
         return self.moved() | with_fragments(gathered | activations, of_streams=STREAMS)
 
     def moved(self) -> Parts:
@@ -314,7 +325,7 @@ class PlannedModel:
     def gradients(self) -> float:
         """Bytes of a rank's gradients, which are summed over micro-batches in float32, and of the
         copy in `model_dtype` that the optimizer reads."""
-        num_summed = self.size.trained / self.shards
+        num_summed = self.trained_per_rank
         if self.reduces_once:
             num_summed = self.size.trained
         copied = 0.0
@@ -330,7 +341,7 @@ class PlannedModel:
         largest_unit = max(self.size.outer, self.size.layer)
         num_reduced = self.trained_share * largest_unit / self.shards
         if self.reduces_once:
-            num_reduced = self.size.trained / self.shards
+            num_reduced = self.trained_per_rank
         return num_reduced * REDUCTION_BYTES
 
     def update_activations(self) -> float:
@@ -367,7 +378,7 @@ class PlannedModel:
         parts[f"{self.name} Adam"] = self.adam
         parts["gradients"] = self.stored_trained  # as the optimizer reads them
         is_cast = self.has_ema and self.fsdp.model_dtype != "float32"
-        in_float32 = self.size.trained / self.shards * REDUCTION_BYTES
+        in_float32 = self.trained_per_rank * REDUCTION_BYTES
         parts["weights for their average"] = in_float32 if is_cast else 0.0
         # With an adapter nothing is reduced at the end of the backward pass, which would free the
         # head.
@@ -378,15 +389,18 @@ class PlannedModel:
     def export(self) -> Parts:
         """The memory that an export takes in addition to `at_rest`. One bucket of weights at a time
         is gathered and put together from its shards."""
-        itemsize = getattr(torch, self.export_dtype or self.fsdp.dtype).itemsize
+        assert self.export_dtype
+        itemsize = getattr(torch, self.export_dtype).itemsize
         largest = self.size.largest_trained * itemsize
-        bucket = max(largest, min(DEFAULT_BUCKET_BYTES, self.size.trained * itemsize))
+        all_trained = self.size.trained * itemsize
+        bucket = max(largest, min(DEFAULT_BUCKET_BYTES, all_trained))
         return self.moved() | {"a bucket of weights*": bucket * (2 + 1 / self.shards)}
 
 
 def with_fragments(parts: Parts, of_streams: float = 0.0) -> Parts:
     """Adds to the parts the memory that torch's allocator leaves unused."""
-    return parts | {"fragments*": BETWEEN_TENSORS * sum(parts.values()) + of_streams}
+    between_tensors = BETWEEN_TENSORS * sum(parts.values())
+    return parts | {"fragments*": between_tensors + of_streams}
 
 
 @dataclass(frozen=True)
@@ -418,7 +432,8 @@ class PlannedPool:
         overhead = {"context*": CONTEXT} if self.models else {}
         phases = []
         for model in self.models:  # the engine starts later
-            phases.append(Phase(self.name, f"{model.name} load", rest | model.load() | overhead))
+            loading = rest | model.load() | overhead
+            phases.append(Phase(self.name, f"{model.name} load", loading))
             rest |= model.at_rest()
         if self.models:
             overhead["workspaces*"] = WORKSPACES + BETWEEN_SHARDS * sum(rest.values())

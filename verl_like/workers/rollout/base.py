@@ -17,8 +17,8 @@ from verl_like.workers.models.pretrained import load_hf_config, load_tokenizer
 from verl_like.workers.planning.partition import num_groups
 from verl_like.workers.rollout.batch import RequestRules
 from verl_like.workers.rollout.request import (
-    Completion,
     GenerationRequest,
+    NamedCompletion,
     RolloutError,
     Sampling,
     check_completion,
@@ -109,7 +109,7 @@ class RolloutEngine(ABC):
         """Queues requests, whose names differ from those of all requests in flight."""
 
     @abstractmethod
-    def _step(self) -> list[tuple[str, Completion]]:
+    def _step(self) -> list[NamedCompletion]:
         """Computes the next token of every request that the engine has room for.
 
         Returns the names and responses of those that ended.
@@ -190,7 +190,7 @@ class RolloutEngine(ABC):
                 "data.max_response_length."
             )
 
-    def step(self) -> list[tuple[str, Completion]]:
+    def step(self) -> list[NamedCompletion]:
         """Computes the next token of every request that the engine has room for.
 
         Returns the names and responses of those that ended. A paused engine and one without
@@ -226,7 +226,7 @@ class RolloutEngine(ABC):
         """
         return number
 
-    def stream(self) -> Generator[list[tuple[str, Completion]], None, None]:
+    def stream(self) -> Generator[list[NamedCompletion], None, None]:
         """Steps until no request is in flight, and yields what ended in each step.
 
         Raises RuntimeError if the engine is paused.
@@ -238,7 +238,10 @@ class RolloutEngine(ABC):
 
     def abort(self, names: Iterable[str]) -> list[str]:
         """Drops requests, and returns the names of those that were in flight."""
-        aborted = [name for name in names if self._in_flight.pop(name, None)]
+        aborted = []
+        for name in names:
+            if self._in_flight.pop(name, None):
+                aborted.append(name)
         self._abort(aborted)
         return aborted
 
@@ -310,16 +313,17 @@ class RolloutEngine(ABC):
         if self.device == "cuda":
             pin_pages(exports)
         is_written_by_trainer = self.config.weight_transport in ("shared_memory", "gloo")
-        is_read_twice = is_written_by_trainer or (checks_first and not self.config.sends_directly)
-        if is_read_twice:
+        is_read_twice = checks_first and not self.config.sends_directly
+        if is_written_by_trainer or is_read_twice:
             expected = check_staged(exports, version, self.device)
         else:
             expected = check_exports(exports, version)
         self.policy_version = None  # until the whole update has arrived
         self._wake()
         self._load(exports, version)
+        loaded = self._fingerprints()
         failure = f"Weights of version {version} did not arrive at rollout rank {self.rank}"
-        fingerprint = check_arrival(expected, self._fingerprints(), failure)
+        fingerprint = check_arrival(expected, loaded, failure)
         self.policy_version = version
         self._newest_version = version
         return fingerprint
@@ -332,7 +336,7 @@ class RolloutEngine(ABC):
     def rules(self) -> RequestRules:
         """Returns how batches of prompts become requests, by the configuration."""
         config = self.config
-        val_kwargs = self.config.val_kwargs
+        val_kwargs = config.val_kwargs
         training = self._sampling(config)
         return RequestRules(
             seed=self.seed,

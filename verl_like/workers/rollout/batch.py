@@ -2,8 +2,9 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from verl_like.protocol.row_ops import RowTaker, jagged_from_lists, jagged_parts
 from verl_like.workers.rollout.request import Completion, GenerationRequest, Sampling, request_seed
 
 # Legend: B prompts, n responses per prompt, N = B * n.
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class RequestRules:
                 f"{list(prompts.meta_info)}."
             )
         step = int(prompts.meta_info["global_steps"])
-        validate = bool(prompts.meta_info.get("validate", False))
+        validate = bool(prompts.meta_info.get("validate"))
         sampling, n = self._sampling_of(prompts)
         uids = prompt_uids(prompts)
         requests = []
@@ -76,9 +79,9 @@ class RequestRules:
 
     def _sampling_of(self, prompts: DataProto) -> tuple[Sampling, int]:
         """Returns how the responses to a batch are drawn, and how many for each prompt."""
-        if prompts.meta_info.get("greedy", False):
+        if prompts.meta_info.get("greedy"):
             return self.greedy, 1
-        if prompts.meta_info.get("validate", False):
+        if prompts.meta_info.get("validate"):
             return self.validation, self.num_validation_samples
         return self.training, self.num_samples
 
@@ -110,8 +113,8 @@ def prompt_uids(prompts: DataProto) -> list[str]:
             f"{sorted(prompts.non_tensor_batch)}."
         )
     uids = [str(uid) for uid in prompts.non_tensor_batch["uid"]]
-    real_uids = itertools.compress(uids, is_real(prompts))
-    repeated = [uid for uid, count in Counter(real_uids).items() if count > 1]
+    num_rows_of = Counter(_of_real(prompts, uids))
+    repeated = [uid for uid, num_rows in num_rows_of.items() if num_rows > 1]
     if repeated:
         raise ValueError(
             f"generate_sequences got several rows of the prompts {repeated}, which would draw the "
@@ -129,10 +132,15 @@ def prompt_tokens(prompts: DataProto) -> list[list[int]]:
 
 def names_of_real(prompts: DataProto, requests: Sequence[GenerationRequest]) -> set[str]:
     """Returns the names of the requests of a batch without those of padding rows."""
-    n = len(requests) // max(1, len(prompts))
+    return {request.name for request in _of_real(prompts, requests)}
+
+
+def _of_real(prompts: DataProto, values: Sequence[T]) -> Iterator[T]:
+    """Yields the values without those of padding rows. Each row has equally many, which are
+    consecutive."""
+    n = len(values) // max(1, len(prompts))
     is_real_N = is_real(prompts).repeat_interleave(n)
-    real = itertools.compress(requests, is_real_N)
-    return {request.name for request in real}
+    return itertools.compress(values, is_real_N)
 
 
 def is_real(prompts: DataProto) -> Tensor:
@@ -152,31 +160,32 @@ def assemble(prompts: DataProto, completions: Sequence[Completion]) -> DataProto
     numbers = torch.arange(len(prompts))
     taker = RowTaker(numbers.repeat_interleave(n))
     token_ids = prompts.tensor_batch["prompts"]
-    responses = jagged_from_lists([each.token_ids for each in completions], torch.int64)
-    log_probs = jagged_from_lists([each.log_probs for each in completions], torch.float32)
-    metrics = {"rollout/prefix_cache_hit_rate": _hit_rate(prompts, completions)}
+    lists_of_tokens = [completion.token_ids for completion in completions]
+    lists_of_log_probs = [completion.log_probs for completion in completions]
+    responses = jagged_from_lists(lists_of_tokens, torch.int64)
+    versions = [completion.versions for completion in completions]
+    metrics = {"rollout/prefix_cache_hit_rate": _hit_rate(prompts, completions, n)}
     return DataProto.from_dict(
         tensors={
             "prompts": taker.tensor(token_ids),
             "responses": responses,
             "response_mask": torch.ones_like(responses),
-            "rollout_log_probs": log_probs,
+            "rollout_log_probs": jagged_from_lists(lists_of_log_probs, torch.float32),
         },
-        non_tensors={"policy_version": [completion.versions for completion in completions]},
+        non_tensors={"policy_version": versions},
         meta_info={"metrics": metrics},
     )
 
 
-def _hit_rate(prompts: DataProto, completions: Sequence[Completion]) -> Metric:
+def _hit_rate(prompts: DataProto, completions: Sequence[Completion], n: int) -> Metric:
     """Returns the share of prompt tokens that were taken from the prefix cache.
 
     Prompts count once for each response, and padding rows do not count.
     """
-    n = len(completions) // max(1, len(prompts))
-    is_real_B = is_real(prompts)
-    real = itertools.compress(completions, is_real_B.repeat_interleave(n))
+    real = _of_real(prompts, completions)
     num_cached = sum(completion.num_cached_tokens for completion in real)
     _values, offsets = jagged_parts(prompts.tensor_batch["prompts"])
     lengths_B = offsets.diff()
-    num_prompt_tokens = n * int(lengths_B[is_real_B].sum())
-    return Metric.mean(num_cached / max(1, num_prompt_tokens), weight=num_prompt_tokens)
+    num_prompt_tokens = n * int(lengths_B[is_real(prompts)].sum())
+    hit_rate = num_cached / max(1, num_prompt_tokens)
+    return Metric.mean(hit_rate, weight=num_prompt_tokens)

@@ -13,7 +13,12 @@ from typing import Any, TypeVar
 import torch
 
 from verl_like.workers.rollout.base import RolloutEngine
-from verl_like.workers.rollout.request import Completion, FinishedRequest, GenerationRequest
+from verl_like.workers.rollout.request import (
+    Completion,
+    FinishedRequest,
+    GenerationRequest,
+    NamedCompletion,
+)
 from verl_like.workers.weights.exports import WeightExport
 
 T = TypeVar("T")
@@ -70,12 +75,13 @@ class EngineThread:
         made: Future[None] = Future()
         num_threads = torch.get_num_threads()
         makers = [make]  # a list, which `_run` empties
-        arguments = (weakref.ref(self), makers, made, self._has_ended, num_threads)
+        owner = weakref.ref(self)
+        arguments = (owner, makers, made, self._has_ended, num_threads)
         thread = threading.Thread(target=_run, args=arguments, name="rollout engine", daemon=True)
         thread.start()
         made.result()  # `_run` has set `engine`
         # A process that ends while a thread runs torch's code would abort.
-        atexit.register(_close, weakref.ref(self))
+        atexit.register(_close, owner)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Submits requests to the engine; raises what `RolloutEngine.submit` raises."""
@@ -95,7 +101,7 @@ class EngineThread:
         until GATHER_S have passed since the call, but never longer than `wait_s`. It ends at once
         if no request is unfinished. With `names` it considers these requests alone.
         """
-        started = time.monotonic()
+        gathers_until = time.monotonic() + min(GATHER_S, wait_s)
 
         def ended() -> list[str]:
             if names is None:
@@ -111,8 +117,8 @@ class EngineThread:
 
         with self._changed:
             self._changed.wait_for(lambda: ended() or is_over(), timeout=wait_s)
-            left_s = started + min(GATHER_S, wait_s) - time.monotonic()
-            self._changed.wait_for(is_over, timeout=max(0.0, left_s))
+            left_s = max(0.0, gathers_until - time.monotonic())
+            self._changed.wait_for(is_over, timeout=left_s)
             if self._failure:
                 raise self._failure
             return {name: self._ended.pop(name) for name in ended()}
@@ -125,9 +131,11 @@ class EngineThread:
         waiting = {request.name: request for request in requests}
         try:
             while waiting:
-                finished: list[FinishedRequest] = []
-                for name, completion in self.collect(_LONGEST_WAIT_S, waiting).items():
-                    finished.append((waiting.pop(name), completion))
+                finished = []
+                collected = self.collect(_LONGEST_WAIT_S, waiting)
+                for name, completion in collected.items():
+                    request = waiting.pop(name)
+                    finished.append((request, completion))
                 if finished:
                     yield finished
         finally:
@@ -264,7 +272,7 @@ class EngineThread:
                 )
             return [self._commands.popleft() for _ in range(number)]
 
-    def _keep(self, ended: Sequence[tuple[str, Completion]]) -> None:
+    def _keep(self, ended: Sequence[NamedCompletion]) -> None:
         """Keeps the responses that a step has ended, and counts the step for the others."""
         with self._changed:
             for name, completion in ended:

@@ -24,7 +24,12 @@ from transformers import (
 from verl_like.workers.models.lora import add_adapter, model_buffers, trained_parameters
 from verl_like.workers.models.pretrained import decoder_layers
 from verl_like.workers.rollout.base import RolloutEngine
-from verl_like.workers.rollout.request import Completion, GenerationRequest, Sampling, VersionSpan
+from verl_like.workers.rollout.request import (
+    Completion,
+    GenerationRequest,
+    NamedCompletion,
+    Sampling,
+)
 from verl_like.workers.weights.exports import WeightExport, iterate_weights
 from verl_like.workers.weights.fingerprints import fingerprint_sum, read_fingerprints
 
@@ -50,7 +55,7 @@ class _Response:
 
     def completion(self) -> Completion:
         """Returns the response as the engine's caller gets it."""
-        spans: list[VersionSpan] = []
+        spans = []
         start = 0
         for version, tokens in itertools.groupby(self.versions):
             end = start + len(list(tokens))
@@ -79,7 +84,8 @@ class _Batch:
         if len(rows) == len(self.responses):
             return
         self.responses = [self.responses[row] for row in rows]
-        indices = torch.tensor(rows, dtype=torch.int64, device=self.input_ids.device)
+        device = self.input_ids.device
+        indices = torch.tensor(rows, dtype=torch.int64, device=device)
         self.input_ids = self.input_ids[indices]
         self.attention_mask = self.attention_mask[indices]
         if self.cache is not None:
@@ -111,7 +117,8 @@ class HfEngine(RolloutEngine):
             "dtype": getattr(torch, self.config.dtype),
             "trust_remote_code": model_config.trust_remote_code,
         }
-        if getattr(self.hf_config.get_text_config(), "attn_logit_softcapping", None):
+        text_config = self.hf_config.get_text_config()
+        if getattr(text_config, "attn_logit_softcapping", None):
             # Only transformers' eager attention applies the soft cap of attention logits.
             options["attn_implementation"] = "eager"
         if not model_config.lora_rank:
@@ -131,23 +138,25 @@ class HfEngine(RolloutEngine):
     def _abort(self, names: Collection[str]) -> None:
         self._waiting = [request for request in self._waiting if request.name not in names]
         for batch in self._batches:
-            rows: list[int] = []
+            rows = []
             for row, response in enumerate(batch.responses):
                 if response.request.name not in names:
                     rows.append(row)
             batch.keep(rows)
         self._batches = [batch for batch in self._batches if batch.responses]
 
-    def _step(self) -> list[tuple[str, Completion]]:
-        room = self.num_slots - sum(len(batch.responses) for batch in self._batches)
+    def _step(self) -> list[NamedCompletion]:
+        num_running = sum(len(batch.responses) for batch in self._batches)
+        room = self.num_slots - num_running
         while self._waiting and room > 0:
             requests = self._take_alike(room)
             self._batches.append(self._new_batch(requests))
             room -= len(requests)
-        ended: list[tuple[str, Completion]] = []
+        ended = []
         for batch in self._batches:
             for response in self._advance(batch):
-                ended.append((response.request.name, response.completion()))
+                name = response.request.name
+                ended.append((name, response.completion()))
         self._batches = [batch for batch in self._batches if batch.responses]
         return ended
 
@@ -172,7 +181,8 @@ class HfEngine(RolloutEngine):
             num_padding = width - length
             padding = [self.pad_token_id] * num_padding
             input_ids.append([*padding, *request.prompt_ids])
-            attention_mask.append([0] * num_padding + [1] * length)
+            mask = [0] * num_padding + [1] * length
+            attention_mask.append(mask)
         return _Batch(
             responses,
             torch.tensor(input_ids, device=self.device),

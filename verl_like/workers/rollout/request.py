@@ -71,10 +71,13 @@ class Completion:
                 f"{token_ids.tolist()}."
             )
         log_probs = np.asarray(self.log_probs, np.float32)
-        object.__setattr__(self, "token_ids", token_ids.astype(np.int64, copy=False))
+        token_ids = token_ids.astype(np.int64, copy=False)
+        object.__setattr__(self, "token_ids", token_ids)
         object.__setattr__(self, "log_probs", log_probs)
 
 
+NamedCompletion = tuple[str, Completion]
+"""The name of a request, and the response to it."""
 FinishedRequest = tuple[GenerationRequest, Completion]
 """A request and its response. Other responses of the batch may still be unfinished."""
 

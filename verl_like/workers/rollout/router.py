@@ -29,8 +29,12 @@ COLLECT_S = 0.05
 time doubles each time that none has ended."""
 LONGEST_COLLECT_S = 0.4
 """The longest time that a replica waits for a response to end."""
+_CLOSING_S = 5.0
+"""The longest time that `close` waits for the thread to end."""
 _LOCAL_PAUSE_S = 0.002
 """The pause between two collections from a group in this process, which cannot wait itself."""
+_OWN_METHODS = ("submit_requests", "abort_requests", "collect_completions")
+"""The methods that a router calls for `METHOD`, which errors name instead."""
 METHOD = "generate_sequences"
 """The method that a call stands for, as errors and the timeline name it."""
 
@@ -93,24 +97,23 @@ class RequestCall(PendingCall):
         """
         deadline_s = self.router.group.deadline_s
         started = time.monotonic()
-        while True:
+        is_done = False
+        while not is_done:
             unread, is_done = self.router.wait_for_more(self, started, deadline_s)
             if unread:
                 yield unread
-            if is_done:
-                return
 
     def wait(self, timeout: float | None) -> list[DataProto]:
         """Waits for all responses and returns their batch, in a list.
 
         `timeout` is in seconds; None means the group's deadline.
         """
-        deadline_s = self.router.group.deadline_s if timeout is None else timeout
-        started = time.monotonic()
-        is_done = self.batch is not None
-        while not is_done:
-            _, is_done = self.router.wait_for_more(self, started, deadline_s)
         if self.batch is None:
+            deadline_s = self.router.group.deadline_s if timeout is None else timeout
+            started = time.monotonic()
+            is_done = False
+            while not is_done:
+                _, is_done = self.router.wait_for_more(self, started, deadline_s)
             completions = [self.completions[name] for name in self.requests]
             self.batch = assemble(self.prompts, completions)
             self.router.report(self)
@@ -144,9 +147,9 @@ class RequestRouter:
     def __init__(self, group: WorkerGroup) -> None:
         self.group = group
         self.mesh = group.mesh("rollout")
-        self.own_methods = ("submit_requests", "abort_requests", "collect_completions")
         self.rules: RequestRules = group.request_rules()[0]
-        self.queue = RequestQueue(self.rules.routing, self.mesh.dp_size, self.rules.num_slots)
+        num_replicas = self.mesh.dp_size
+        self.queue = RequestQueue(self.rules.routing, num_replicas, self.rules.num_slots)
         self.changed = threading.Condition()
         self.calls: dict[str, RequestCall] = {}
         """The call of each request that has not ended, by the request's name."""
@@ -238,10 +241,11 @@ class RequestRouter:
 
     def _timeout(self, call: RequestCall, deadline_s: float) -> CallTimeout:
         """Returns the error of a late call, which names the ranks that have requests of it."""
-        late_ranks: set[int] = set()
+        late_ranks = set()
         for name, replica in self.queue.replica_of.items():
             if name in call.requests:
-                late_ranks.add(self.mesh.collect_ranks[replica])
+                rank = self.mesh.collect_ranks[replica]
+                late_ranks.add(rank)
         late = f"rank(s) {sorted(late_ranks)} of {self.group.world_size}"
         return CallTimeout(self.group.role, METHOD, deadline_s, late)
 
@@ -274,7 +278,8 @@ class RequestRouter:
             self.changed.wait_for(is_any_done, timeout=timeout_s)
             now = time.monotonic()
             for call in calls:
-                if not call.done() and now > call.begun + deadline_s:
+                is_late = now > call.begun + deadline_s
+                if is_late and not call.done():
                     raise self._timeout(call, deadline_s)
 
     def ages(self) -> dict[str, int]:
@@ -291,8 +296,8 @@ class RequestRouter:
             rank = self.mesh.collect_ranks[replica]
             self.group.report(METHOD, rank, CallHeader(0, started, ended))
 
-    def close(self, timeout_s: float) -> None:
-        """Ends the thread, and waits for its end, but not longer than `timeout_s`.
+    def close(self) -> None:
+        """Ends the thread, and waits for its end, but not longer than `_CLOSING_S`.
 
         Unfinished calls raise RuntimeError. So does every later call with requests: its first
         `_exchange` raises the error and sends nothing.
@@ -301,7 +306,7 @@ class RequestRouter:
             self.is_closing = True
             thread = self.thread
         if thread is not None:
-            thread.join(timeout_s)
+            thread.join(_CLOSING_S)
 
     def _run(self) -> None:
         """Runs the thread until no request is unfinished. If a replica fails, all calls fail."""
@@ -319,7 +324,8 @@ class RequestRouter:
         with self.changed:
             for call in set(self.calls.values()):
                 call.error = failure
-            self.aborted += self.queue.remove(list(self.calls))
+            unfinished = list(self.calls)
+            self.aborted += self.queue.remove(unfinished)
             self.calls = {}
             self.sent = set()
             self.thread = None
@@ -334,7 +340,7 @@ class RequestRouter:
     def _named(self, error: BaseException) -> Exception:
         """Returns the error as one of `generate_sequences`, if a method of this router failed."""
         if isinstance(error, WorkerError | CallTimeout) and error.role == self.group.role:
-            if error.method not in self.own_methods:
+            if error.method not in _OWN_METHODS:
                 return error
             if isinstance(error, WorkerError):
                 return error.in_method(METHOD)
@@ -385,9 +391,10 @@ class RequestRouter:
             taken_of_ranks = [taken[replica] for replica in self.mesh.dp_ranks]
             self.group.submit_requests(PerRank(taken_of_ranks))
             self.collect_s = COLLECT_S
-        names: set[str] = set()
+        names = set()
         for requests in taken:
-            names.update(request.name for request in requests)
+            for request in requests:
+                names.add(request.name)
         with self.changed:
             del self.aborted[: len(aborted)]
             # A call may have begun again in the meantime, and then its names are in `aborted`.
@@ -464,7 +471,7 @@ def router_of(group: WorkerGroup) -> RequestRouter:
     return group.caller
 
 
-def close_routers(timeout_s: float = 5.0) -> None:
+def close_routers() -> None:
     """Ends the threads of all routers. This precedes the end of the processes they talk to."""
     for router in list(_ROUTERS):
-        router.close(timeout_s)
+        router.close()

@@ -51,10 +51,11 @@ class RequestQueue:
         if not self.is_fixed:
             self.waiting.extend(requests)
         elif requests:
-            call: list[list[GenerationRequest]] = []
+            call = []
             for start in range(0, len(requests), n):
                 end = start + n
-                call.append(list(requests[start:end]))
+                requests_of_prompt = requests[start:end]
+                call.append(list(requests_of_prompt))
             self.calls.append(call)
             self._begin_next_call()
 
@@ -80,7 +81,9 @@ class RequestQueue:
 
     def _fill(self) -> None:
         """Assigns waiting requests of the routing `least_loaded` to free slots."""
-        num_slots = self.num_slots if len(self.loads) > 1 else math.inf
+        num_slots = math.inf
+        if len(self.loads) > 1:
+            num_slots = self.num_slots
         last_uid = ""
         replica = 0
         while self.waiting and min(self.loads) < num_slots:

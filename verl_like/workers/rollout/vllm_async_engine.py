@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any
 
-from verl_like.workers.rollout.request import Completion, GenerationRequest
+from verl_like.workers.rollout.request import GenerationRequest, NamedCompletion
 from verl_like.workers.rollout.vllm_engine import VllmEngine, completion
 from verl_like.workers.weights.exports import WeightExport
 
@@ -97,7 +97,7 @@ class VllmAsyncEngine(VllmEngine):
 
         self.llm.wait(add(), "requests")
 
-    def _step(self) -> list[tuple[str, Completion]]:
+    def _step(self) -> list[NamedCompletion]:
         async def next_ended() -> list[str]:
             tasks = self._answers.values()
             await asyncio.wait(tasks, timeout=_STEP_S, return_when=asyncio.FIRST_COMPLETED)
@@ -107,7 +107,8 @@ class VllmAsyncEngine(VllmEngine):
         ended = []
         for name in names:
             task = self._answers.pop(name)
-            ended.append((name, completion(task.result())))
+            response = completion(task.result())
+            ended.append((name, response))
         return ended
 
     def _has_work(self) -> bool:

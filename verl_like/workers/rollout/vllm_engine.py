@@ -18,7 +18,7 @@ import torch.distributed as dist
 from verl_like.single_controller.network import address_towards, open_store
 from verl_like.workers.planning.flops import attention_heads
 from verl_like.workers.rollout.base import CPU_NUM_SEQS, RolloutEngine
-from verl_like.workers.rollout.request import Completion, GenerationRequest, VersionSpan
+from verl_like.workers.rollout.request import Completion, GenerationRequest, NamedCompletion
 from verl_like.workers.weights.direct import init_info
 from verl_like.workers.weights.exports import WeightExport, buckets_of
 
@@ -60,7 +60,8 @@ class VllmEngine(RolloutEngine):
         if self.config.tensor_model_parallel_size == 1:
             self.llm = self._start("uni")
         else:
-            self.llm = self._start(self._replica_executor())
+            executor = self._replica_executor()
+            self.llm = self._start(executor)
             self._unlink_shared_memory()
 
     def _prepare_import(self) -> None:
@@ -106,10 +107,11 @@ class VllmEngine(RolloutEngine):
             # if a whole sequence has room in a batch.
             wanted = config.max_num_batched_tokens or _CPU_BATCHED_TOKENS
             max_num_batched_tokens = max(wanted, self._max_model_len)
-        adapter: dict[str, Any] = {}
+        adapter = {}
         # With LoRA vLLM reads the frozen model from its folder, and the trainer sends the adapter.
         if self.model_config.lora_rank:
-            adapter = {"enable_lora": True, "max_loras": 1, "max_lora_rank": self._max_lora_rank()}
+            max_rank = self._max_lora_rank()
+            adapter = {"enable_lora": True, "max_loras": 1, "max_lora_rank": max_rank}
         return self._make(
             **adapter,
             model=os.path.expanduser(self.model_config.path),
@@ -195,12 +197,11 @@ class VllmEngine(RolloutEngine):
         # store is kept as long as the engine, because others may read it after rank 0 has gone on.
         host = os.environ["MASTER_ADDR"]
         port = int(os.environ["MASTER_PORT"])
-        timeout = _RENDEZVOUS_TIMEOUT
         if self.rank == 0:
-            self._rendezvous = open_store(host, port, timeout=timeout)
+            self._rendezvous = open_store(host, port, timeout=_RENDEZVOUS_TIMEOUT)
         else:
             self._rendezvous = dist.TCPStore(
-                host, port, is_master=False, wait_for_workers=False, timeout=timeout
+                host, port, is_master=False, wait_for_workers=False, timeout=_RENDEZVOUS_TIMEOUT
             )
         key = f"rollout_replica_{self.dp_rank}"
         if self.tp_rank == 0:
@@ -277,11 +278,12 @@ class VllmEngine(RolloutEngine):
             adapter = LoRARequest(self._adapter_name, ADAPTER_ID, "by tensors")
         return request.name, prompt, parameters, None, adapter
 
-    def _step(self) -> list[tuple[str, Completion]]:
-        ended: list[tuple[str, Completion]] = []
+    def _step(self) -> list[NamedCompletion]:
+        ended = []
         for request in self.llm.llm_engine.step():
             if request.finished:
-                ended.append((request.request_id, completion(request)))
+                response = completion(request)
+                ended.append((request.request_id, response))
         return ended
 
     def _has_work(self) -> bool:
@@ -317,7 +319,8 @@ class VllmEngine(RolloutEngine):
         )
 
         if self.config.sends_directly and not self._has_joined:
-            place = init_info(exports, self.rank - self.tp_rank, self.world_size)
+            first_rank = self.rank - self.tp_rank
+            place = init_info(exports, first_rank, self.world_size)
             place["transport"] = self.config.weight_transport
             self.llm.init_weight_transfer_engine(WeightTransferInitRequest(place))
             self._has_joined = True
@@ -342,7 +345,8 @@ class VllmEngine(RolloutEngine):
         states = self.llm.llm_engine.output_processor.request_states.values()
         queued = [state.external_req_id for state in states if state.is_prefilling]
         self._abort(queued)
-        self._submit([self._in_flight[name] for name in queued])
+        requests = [self._in_flight[name] for name in queued]
+        self._submit(requests)
 
     def _fingerprints(self) -> dict[str, int]:
         what = "adapter" if self.model_config.lora_rank else "weight"
@@ -391,9 +395,10 @@ def require_room(free: int, total: int, needed: int) -> None:
 def completion(request: Any) -> Completion:
     """Returns the response of a finished request, which is vLLM's RequestOutput."""
     (output,) = request.outputs
-    versions: list[VersionSpan] = []
+    versions = []
     for span in output.weight_versions:
-        versions.append((int(span.version), span.start, span.end))
+        version = int(span.version)
+        versions.append((version, span.start, span.end))
     token_ids = np.array(output.token_ids, np.int64)
     log_probs = np.array(output.logprobs.logprobs, np.float32)
     num_cached_tokens = request.num_cached_tokens or 0

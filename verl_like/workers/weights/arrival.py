@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from verl_like.workers.weights.exports import WeightExport, buckets_of, iterate_weights
 from verl_like.workers.weights.fingerprints import fingerprint_sum, read_fingerprints
@@ -48,18 +47,21 @@ def check_exports(exports: Sequence[WeightExport], version: int) -> dict[str, in
     buckets = buckets_of(exports)
     ranks = sorted(export.rank for export in exports)
     indices = sorted(bucket.index for bucket in buckets)
-    require("ranks", ranks, [*range(first.world_size)])
-    require("buckets", indices, [*range(first.num_buckets)])
+    all_ranks = [*range(first.world_size)]
+    all_indices = [*range(first.num_buckets)]
+    require("ranks", ranks, all_ranks)
+    require("buckets", indices, all_indices)
     names: list[str] = []
     for bucket in buckets:
         names += bucket.names
     different_names = set(names)
     require("number of tensors", len(names), first.num_tensors)
     require("number of different tensors", len(different_names), first.num_tensors)
-    fingerprints: dict[str, int] = {}
+    fingerprints = {}
     for name in names:
         parts = [export.fingerprints.get(name, 0) for export in exports]
-        fingerprints[name] = sum(parts) % 2**64
+        total = sum(parts)
+        fingerprints[name] = total % 2**64
     return fingerprints
 
 
@@ -74,8 +76,9 @@ def check_arrival(
 
     Otherwise raises `error`, which says `failure` and which parameters or buffers differ.
     """
-    different: list[str] = []
-    for name in sorted({*expected, *loaded}):
+    different = []
+    all_names = {*expected, *loaded}
+    for name in sorted(all_names):
         if expected.get(name) != loaded.get(name):
             different.append(name)
     if different:
@@ -101,7 +104,7 @@ def check_staged(exports: Sequence[WeightExport], version: int, device: str) -> 
     expected = check_exports(exports, version)
     own_error: StaleWeightsError | None = None
     try:
-        sums: dict[str, Tensor | int] = {}
+        sums = {}
         for name, tensor in iterate_weights(exports):
             sums[name] = fingerprint_sum(tensor.to(device))
         staged = read_fingerprints(sums)

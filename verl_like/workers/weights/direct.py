@@ -2,7 +2,7 @@
 
 import os
 import socket
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,8 +10,9 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
-from verl_like.single_controller.worker import Worker, reserve_port
+from verl_like.single_controller.worker import reserve_port
 from verl_like.workers.weights.exports import Allocate, NamedTensor, OrderedWeight, WeightExport
+from verl_like.workers.weights.transport import WeightTransport
 
 
 def init_info(
@@ -43,7 +44,7 @@ def gather(weights: Iterable[OrderedWeight]) -> Iterator[NamedTensor]:
         yield name, tensor
 
 
-class DirectTransport(ABC):
+class DirectTransport(WeightTransport):
     """An export says which parameters come and which fingerprints they must have; `send` brings the
     values while an engine loads them."""
 
@@ -68,10 +69,8 @@ class DirectTransport(ABC):
         return os.environ["MASTER_ADDR"], port
 
     def publish(self, export: WeightExport) -> WeightExport:
-        return replace(export, address=self.address(export.rank))
-
-    def receive(self, exports: Sequence[WeightExport], worker: Worker) -> Sequence[WeightExport]:
-        return exports
+        address = self.address(export.rank)
+        return replace(export, address=address)
 
     @contextmanager
     def joined(self, rank: int, num_receivers: int, receivers: str = "") -> Iterator[None]:
@@ -83,7 +82,8 @@ class DirectTransport(ABC):
         address = self.address(rank, receivers)
         if address and receivers not in self._groups:
             host, port = address
-            self._groups[receivers] = self._join(host, port, 1 + num_receivers)
+            world_size = 1 + num_receivers
+            self._groups[receivers] = self._join(host, port, world_size)
         self._group = self._groups.get(receivers)
         yield
 

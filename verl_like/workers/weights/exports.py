@@ -125,11 +125,11 @@ def collect_weights(
             have no values.
     """
     fingerprints: dict[str, Tensor | int] = {}
-    buckets: list[WeightBucket] = []
+    buckets = []
     weights = in_order(parameters, dtype, buffers)
     groups = _in_buckets(weights, bucket_bytes)
     for index, group in enumerate(groups):
-        tensors: dict[str, Tensor] = {}
+        tensors = {}
         for name, weight, own_dtype in group:
             if name in fingerprints:
                 raise ValueError(
@@ -201,7 +201,8 @@ def _pack(tensors: Sequence[Tensor], allocate: Allocate) -> np.ndarray:
     data = allocate(num_bytes, first.is_cuda)
     values = torch.from_numpy(data).view(first.dtype)
     if first.is_cuda:  # pinned memory, so that the copies queue and are awaited once
-        torch._foreach_copy_(values.split(sizes), pieces, non_blocking=True)
+        places = values.split(sizes)
+        torch._foreach_copy_(places, pieces, non_blocking=True)
         torch.cuda.synchronize()
     else:
         torch.cat(pieces, out=values)
@@ -223,14 +224,17 @@ def iterate_weights(exports: Sequence[WeightExport]) -> Iterator[NamedTensor]:
 
 def iterate_buckets(buckets: Iterable[WeightBucket]) -> Iterator[NamedTensor]:
     """Yields the weights of buckets as `iterate_weights` does."""
-    for bucket in sorted(buckets, key=lambda bucket: bucket.index):
+    ordered = sorted(buckets, key=lambda bucket: bucket.index)
+    for bucket in ordered:
         with warnings.catch_warnings():
             # Buffers in Ray's object store are read-only; nobody writes into these tensors.
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            flat = torch.from_numpy(np.asarray(bucket.data))
-        flat = flat.view(getattr(torch, bucket.dtype))
+            data = torch.from_numpy(np.asarray(bucket.data))
+        dtype = getattr(torch, bucket.dtype)
+        values = data.view(dtype)
         sizes = [math.prod(shape) for shape in bucket.shapes]
-        pieces = flat.split(sizes)
-        for name, piece, shape in zip(bucket.names, pieces, bucket.shapes, strict=True):
+        pieces = values.split(sizes)
+        named = zip(bucket.names, pieces, bucket.shapes, strict=True)
+        for name, piece, shape in named:
             # Tensor.view first tries to read the shape as a dtype, and so takes twice as long.
             yield name, torch.reshape(piece, shape)

@@ -48,7 +48,7 @@ def read_fingerprints(sums: Mapping[str, Tensor | int]) -> dict[str, int]:
     `sums` has what `fingerprint_sum` returned, which is signed, or the 0 of a rank that does not
     answer for the tensor.
     """
-    read: dict[str, int] = {}
+    read = {}
     on_device: dict[torch.device, dict[str, Tensor]] = defaultdict(dict)
     for name, value in sums.items():
         if isinstance(value, int):
@@ -57,7 +57,8 @@ def read_fingerprints(sums: Mapping[str, Tensor | int]) -> dict[str, int]:
             on_device[value.device][name] = value
     for tensors in on_device.values():
         together = torch.stack(list(tensors.values()))
-        read |= dict(zip(tensors, together.tolist(), strict=True))
+        values = together.tolist()
+        read |= dict(zip(tensors, values, strict=True))
     return {name: read[name] % 2**64 for name in sums}
 
 
@@ -67,11 +68,13 @@ def sum_over_ranks(fingerprints: Mapping[str, int], group: Any = None) -> dict[s
     It is a collective call, and every rank has the same names.
     """
     names = sorted(fingerprints)
-    sums = np.array([fingerprints[name] for name in names], dtype=np.uint64)
+    values = [fingerprints[name] for name in names]
+    sums = np.array(values, dtype=np.uint64)
     # torch adds up signed numbers, whose sums have the same bits.
     signed = torch.from_numpy(sums.view(np.int64))
     dist.all_reduce(signed, group=group)
-    return dict(zip(names, sums.tolist(), strict=True))
+    totals = sums.tolist()
+    return dict(zip(names, totals, strict=True))
 
 
 def fingerprint_sum(tensor: Tensor, first_row: int = 0, first_column: int = 0) -> Tensor:
@@ -89,13 +92,15 @@ def fingerprint_sum(tensor: Tensor, first_row: int = 0, first_column: int = 0) -
     chunk_elements = _ELEMENTS_PER_CHUNK[device.type]
     width = min(num_columns, chunk_elements)
     height = max(1, chunk_elements // width)
-    row_factors = _odd_factors(first_row, num_rows, device).split(height)
+    row_factors = _odd_factors(first_row, num_rows, device)
+    factors_of_chunks = row_factors.split(height)
     for left in range(0, num_columns, width):
         block = matrix[:, left : left + width]
-        wide_factors = _odd_factors(first_column + left, block.shape[1], device)
+        block_width = block.shape[1]
+        wide_factors = _odd_factors(first_column + left, block_width, device)
         column_factors = (wide_factors >> 32).int() | 1
         chunks = block.split(height)
-        for chunk, factors in zip(chunks, row_factors, strict=True):
+        for chunk, factors in zip(chunks, factors_of_chunks, strict=True):
             bits = chunk
             if chunk.dtype != torch.int32:
                 bits = chunk.float().view(torch.int32)
@@ -145,7 +150,8 @@ def local_fingerprint(name: str, tensor: Tensor, rank: int) -> Tensor | int:
     places_of_first = (mesh.mesh == first_rank).nonzero()
     first_coordinate = places_of_first[0].tolist()
     for dim, placement in enumerate(placements):
-        if placement.is_replicate() and coordinate[dim] != first_coordinate[dim]:
+        is_at_first = coordinate[dim] == first_coordinate[dim]
+        if placement.is_replicate() and not is_at_first:
             return 0
     _shape, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
     first_row = 0

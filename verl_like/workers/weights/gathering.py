@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 
-def whole_tensors(tensors: Sequence[Tensor], is_kept: bool = True) -> list[Tensor]:
+def whole_tensors(tensors: Sequence[Tensor], is_kept: bool) -> list[Tensor]:
     """Returns the tensors, all of one dtype, with DTensors gathered: a collective call.
 
     All that lie in rows over the same ranks, as FSDP2 cuts parameters, are gathered by one call,
@@ -19,7 +19,7 @@ def whole_tensors(tensors: Sequence[Tensor], is_kept: bool = True) -> list[Tenso
     the list is empty.
     """
     in_rows: dict[tuple[Any, int], list[int]] = defaultdict(list)
-    whole: dict[int, Tensor] = {}
+    whole = {}
     for index, tensor in enumerate(tensors):
         if not isinstance(tensor, DTensor):
             whole[index] = tensor
@@ -32,7 +32,8 @@ def whole_tensors(tensors: Sequence[Tensor], is_kept: bool = True) -> list[Tenso
     for (mesh, mesh_dim), indices in in_rows.items():
         together = [tensors[index] for index in indices]
         group = mesh.get_group(mesh_dim)
-        gathered = _gather_rows(together, group, mesh.size(mesh_dim), is_kept)
+        num_ranks = mesh.size(mesh_dim)
+        gathered = _gather_rows(together, group, num_ranks, is_kept)
         whole |= dict(zip(indices, gathered, strict=is_kept))
     if not is_kept:
         return []
@@ -66,7 +67,8 @@ def _gather_rows(tensors: Sequence[Any], group: Any, num_ranks: int, is_kept: bo
         num_rows = math.ceil(tensor.shape[0] / num_ranks)
         num_columns = math.prod(tensor.shape[1:])
         sizes.append(num_rows * num_columns)
-        local.append(tensor.to_local().reshape(-1))
+        own_rows = tensor.to_local()
+        local.append(own_rows.reshape(-1))
     sent = local[0].new_empty(sum(sizes))
     places = []
     for values, place in zip(local, sent.split(sizes), strict=True):
@@ -76,9 +78,11 @@ def _gather_rows(tensors: Sequence[Any], group: Any, num_ranks: int, is_kept: bo
     dist.all_gather_into_tensor(received, sent, group=group)
     if not is_kept:
         return []
-    parts = received.view(num_ranks, -1).split(sizes, dim=1)
+    by_rank = received.view(num_ranks, -1)
+    parts = by_rank.split(sizes, dim=1)
     whole = []
     for tensor, part in zip(tensors, parts, strict=True):
-        values = part.reshape(-1)[: tensor.numel()]
+        padded = part.reshape(-1)
+        values = padded[: tensor.numel()]
         whole.append(values.view(tensor.shape))
     return whole

@@ -54,13 +54,14 @@ class GlooTransport(SharedMemoryTransport):
         """What was received last. It holds the pages that another process wrote."""
 
     def publish(self, export: WeightExport) -> WeightExport:
-        self._sender = self._sender or _Sender()
+        sender = self._sender or _Sender()
+        self._sender = sender
         published = super().publish(export)
-        self._sender.latest = replace(published, address=self._sender.address)
-        return self._sender.latest
+        sender.latest = replace(published, address=sender.address)
+        return sender.latest
 
     def receive(self, exports: Sequence[WeightExport], worker: Worker) -> Sequence[WeightExport]:
-        received: list[WeightExport] = []
+        received = []
         links = self._links
         self._links = {}
         # One after the other, so that two worker groups never wait for each other's trainer.
@@ -90,16 +91,18 @@ class GlooTransport(SharedMemoryTransport):
         key, pages = link.meet(export.version, worker, staged)
         pages_of_node = f"{key}/{node}"
         if link.group:
-            arrays: list[np.ndarray] = []
+            arrays = []
             for bucket in export.buckets:
-                arrays.append(self.allocate(bucket.data.nbytes, pinned=False))
+                num_bytes = bucket.data.nbytes
+                arrays.append(self.allocate(num_bytes, pinned=False))
             _broadcast(link.group, arrays)
             pages = self._hand_out(arrays)
         if worker.local_rank > 0:
             pages = _read_pages(link.store, pages_of_node)
         assert pages is not None, "a group without a sender is told where they are"
         if worker.local_rank == 0:
-            addresses = json.dumps([astuple(each) for each in pages])
+            fields_of_pages = [astuple(each) for each in pages]
+            addresses = json.dumps(fields_of_pages)
             link.store.set(staged, addresses)
             link.store.set(pages_of_node, addresses)
         if link.group:
@@ -137,11 +140,13 @@ class _Link:
         # If the process that had the pages has ended, this rank receives them anew.
         with contextlib.suppress(WeightSyncError, OSError):
             if leads and self.store.check([staged]):
-                pages = [each.held() for each in _read_pages(self.store, staged)]
+                staged_pages = _read_pages(self.store, staged)
+                pages = [each.held() for each in staged_pages]
         receives = leads and pages is None
         received_before = self.group is not None
+        has_changed = receives != received_before
         rank = self.store.add(f"{key}/receivers", int(receives))
-        self.store.add(f"{key}/changes", int(receives != received_before))
+        self.store.add(f"{key}/changes", int(has_changed))
         num_decided = self.store.add(f"{key}/decided", 1)
         if num_decided == worker.world_size:
             self.store.set(f"{key}/members", "")
@@ -237,7 +242,8 @@ class _Sender:
             arrays = [np.asarray(bucket.data) for bucket in export.buckets]
         # The group is put back when all has gone well.
         group = self.groups.pop(rollout, None)
-        self.store.add(f"{key}/changes", int(group is None))
+        is_new = group is None
+        self.store.add(f"{key}/changes", int(is_new))
         if version != export.version or export is not self.latest:
             refusal = (
                 f"Version {version} of the weights was asked for, but the trainer has "
@@ -261,8 +267,9 @@ def _join(store: dist.Store, key: str, rank: int, group: Any) -> Any:
         return group
     num_receivers = store.add(f"{key}/receivers", 0)
     own_store = dist.PrefixStore(key, store)
+    size = 1 + num_receivers
     # Made by hand, since the default group of the process belongs to the engine.
-    return dist.ProcessGroupGloo(own_store, rank, 1 + num_receivers, _BUCKET_TIMEOUT)
+    return dist.ProcessGroupGloo(own_store, rank, size, _BUCKET_TIMEOUT)
 
 
 def _broadcast(group: Any, arrays: Sequence[np.ndarray]) -> None:
@@ -273,7 +280,8 @@ def _broadcast(group: Any, arrays: Sequence[np.ndarray]) -> None:
     pending: deque[dist.Work] = deque()
     for array in arrays:
         tensor = torch.from_dlpack(array)
-        pending.append(group.broadcast([tensor], options))
+        work = group.broadcast([tensor], options)
+        pending.append(work)
         if len(pending) == 2:
             oldest = pending.popleft()
             oldest.wait(_BUCKET_TIMEOUT)

@@ -36,20 +36,24 @@ class IpcTransport(DirectTransport):
     def send(self, weights: Sequence[OrderedWeight], rank: int) -> None:
         from vllm.distributed.weight_transfer.packed_tensor import packed_ipc_producer
 
-        device = torch.cuda.get_device_properties(torch.cuda.current_device())
+        index = torch.cuda.current_device()
+        gpu = torch.cuda.get_device_properties(index)
         buffer_bytes = DEFAULT_BUCKET_BYTES
         for _name, tensor, dtype in weights:
-            buffer_bytes = max(buffer_bytes, tensor.numel() * dtype.itemsize)
+            num_bytes = tensor.numel() * dtype.itemsize
+            buffer_bytes = max(buffer_bytes, num_bytes)
+        whole = gather(weights)
         take_tensor = operator.itemgetter(1)
-        chunks = packed_ipc_producer(gather(weights), str(device.uuid), take_tensor, buffer_bytes)
+        chunks = packed_ipc_producer(whole, str(gpu.uuid), take_tensor, buffer_bytes)
         self.offer(chunks, rank)
         torch.cuda.ipc_collect()  # frees the buffer, which no engine has open any more
 
     def offer(self, chunks: Iterable[Any], rank: int) -> None:
         """Has the receivers read vLLM's chunks. A chunk is there on all ranks before it is
         announced, and until all receivers have read it."""
+        world_size = dist.get_world_size()
         for chunk in chunks:
-            handles: list[Any] = [None] * dist.get_world_size()
+            handles: list[Any] = [None] * world_size
             dist.all_gather_object(handles, chunk.ipc_handle)
             if rank == 0:
                 handle_of_gpu: dict[Any, Any] = {}

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl_like.single_controller.worker import Worker
 from verl_like.workers.pinned_memory import pin
 from verl_like.workers.weights.arrival import StaleWeightsError, WeightSyncError
 from verl_like.workers.weights.exports import WeightExport, buckets_of
+from verl_like.workers.weights.transport import WeightTransport
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,8 @@ class _Segment:
     def address(self) -> SharedPages:
         """A new object each time, since an address keeps the array of who used it."""
         path = f"/proc/{os.getpid()}/fd/{self.descriptor}"
-        return SharedPages(path, os.readlink(path), self.array.nbytes)
+        name = os.readlink(path)
+        return SharedPages(path, name, self.array.nbytes)
 
     def lock(self) -> bool:
         """Returns whether nobody reads the memory; then nobody can until `unlock`."""
@@ -183,7 +184,7 @@ class _Segment:
         fcntl.flock(self.descriptor, fcntl.LOCK_UN)
 
 
-class SharedMemoryTransport:
+class SharedMemoryTransport(WeightTransport):
     """The trainer writes the weights into memory that all processes of its node map; only the
     address travels.
 
@@ -223,9 +224,6 @@ class SharedMemoryTransport:
         pages = self._hand_out(arrays)
         self._keep_written()
         return with_data(export, pages)
-
-    def receive(self, exports: Sequence[WeightExport], worker: Worker) -> Sequence[WeightExport]:
-        return exports
 
     def _hand_out(self, arrays: Sequence[np.ndarray]) -> list[SharedPages]:
         """Returns the addresses of arrays of `allocate`, which others can map from here on."""

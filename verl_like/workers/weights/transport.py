@@ -1,13 +1,13 @@
-"""The interface of the transports, which carry weights from the trainer to the rollout engines."""
+"""The base class of the transports, which carry weights from the trainer to the rollout engines."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
 
 from verl_like.single_controller.worker import Worker
 from verl_like.workers.weights.exports import Allocate, WeightExport
 
 
-class WeightTransport(Protocol):
+class WeightTransport(ABC):
     """What carries the weights of a trainer to rollout engines and to copies of its models.
 
     Every rank of the trainer and every rank of a receiving worker group has an instance of its own.
@@ -17,6 +17,7 @@ class WeightTransport(Protocol):
     """
 
     @property
+    @abstractmethod
     def allocate(self) -> Allocate | None:
         """The function that returns memory for a bucket of an export, on a rank of the trainer.
 
@@ -30,14 +31,18 @@ class WeightTransport(Protocol):
         """Makes an export available to the receivers. Every rank of the trainer calls it.
 
         The values of its buckets are in memory of `allocate`. Returns the export that the driver
-        passes on, in which values may have been replaced by where they are.
+        passes on, in which values may have been replaced by where they are; by default `export`
+        itself.
         """
+        return export
 
     def receive(self, exports: Sequence[WeightExport], worker: Worker) -> Sequence[WeightExport]:
         """Brings the values of published exports, one of each rank of the trainer, into memory of
         this node. All ranks of a receiving worker group call it at the same time.
 
         `worker` is this rank. Returns the exports with values that NumPy can read, if the
-        transport has an `allocate`. They may have been overwritten meanwhile, which `check_staged`
-        notices. Raises StaleWeightsError if the trainer has newer weights instead.
+        transport has an `allocate`; by default `exports` themselves. They may have been overwritten
+        meanwhile, which `check_staged` notices. Raises StaleWeightsError if the trainer has newer
+        weights instead.
         """
+        return exports

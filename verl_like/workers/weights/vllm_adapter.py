@@ -9,7 +9,6 @@ process of its worker; nothing else does.
 from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.utils import parse_fine_tuned_lora_name
@@ -36,14 +35,15 @@ class Adapter:
         """
         mapper = getattr(self.manager.model, "hf_to_vllm_mapper", None)
         renaming = mapper.get_rename_mapper() if mapper else None
-        values: dict[str, Tensor] = {}
-        ranks: set[int] = set()
+        values = {}
+        ranks = set()
         self.sources = {}
         for name, tensor in tensors:
             own_name = name.replace(".default.", ".")
             # A copy, since what is sent lies in memory that the trainer writes again.
             values[own_name] = tensor.clone()
-            self.sources[parse_fine_tuned_lora_name(own_name, renaming)] = name
+            layer_and_side = parse_fine_tuned_lora_name(own_name, renaming)
+            self.sources[layer_and_side] = name
             if ".lora_A." in own_name:
                 ranks.add(len(tensor))
         (rank,) = ranks
@@ -65,7 +65,7 @@ class Adapter:
         """Returns fingerprints by Hugging Face name of what the layers compute with; zeros, as in
         padding, add nothing."""
         slot = self.manager.lora_index_to_id.index(self.adapter_id)
-        found: dict[str, int] = {}
+        found = {}
         for module_name, module in self.manager.modules.items():
             parts = self.manager.packed_modules.get(module_name, [module_name])
             for is_a in (True, False):

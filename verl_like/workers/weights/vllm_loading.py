@@ -90,9 +90,10 @@ class StagedTransfer(WeightTransferEngine[DirectInitInfo, StagedUpdate]):
         self._before_packing: dict[str, Sums | None] = {}
         """What `_fingerprints_of` returned for a parameter before it was packed or rounded, by the
         name of the parameter."""
-        is_changed = self.device.type == "cpu" or self.model_config.quantization is not None
+        is_packed = self.device.type == "cpu"
+        is_rounded = self.model_config.quantization is not None
         for name, module in self.model.named_modules():
-            if is_changed and isinstance(module, LinearBase):
+            if (is_packed or is_rounded) and isinstance(module, LinearBase):
                 method: Any = module.quant_method
                 pack = method.process_weights_after_loading
                 method.process_weights_after_loading = self._fingerprint_then(name, pack)
@@ -104,11 +105,12 @@ class StagedTransfer(WeightTransferEngine[DirectInitInfo, StagedUpdate]):
 
         def fingerprint_then_pack(layer: Any) -> None:
             loaded = dict(layer.named_parameters(prefix=module_name, recurse=False))
-            found: dict[str, Sums | None] = {}
+            found = {}
             for name, parameter in loaded.items():
                 found[name] = self._fingerprints_of(name, parameter)
             pack(layer)
-            for name, parameter in layer.named_parameters(prefix=module_name, recurse=False):
+            packed = layer.named_parameters(prefix=module_name, recurse=False)
+            for name, parameter in packed:
                 if parameter is not loaded.get(name):
                     # New parameters, such as scales, are made of no Hugging Face one.
                     self._before_packing[name] = found.get(name, {})
@@ -140,16 +142,17 @@ class StagedTransfer(WeightTransferEngine[DirectInitInfo, StagedUpdate]):
         """Overwrites the weights. All of them come in one call, since vLLM forgets an update that
         failed in it."""
         buckets = sorted(update_info.buckets, key=lambda bucket: bucket.index)
-        names: list[str] = []
-        dtypes: list[str] = []
-        shapes: list[Any] = []
+        names = []
+        dtypes = []
+        shapes = []
         for bucket in buckets:
             names += bucket.names
             dtypes += [bucket.dtype] * len(bucket.names)
             shapes += bucket.shapes
         self._sources = self._find_sources(names, shapes)
         if self.direct:
-            self.direct.receive_weights(NCCLWeightTransferUpdateInfo(names, dtypes, shapes))
+            announced = NCCLWeightTransferUpdateInfo(names, dtypes, shapes)
+            self.direct.receive_weights(announced)
         else:
             self.model.load_weights(iterate_buckets(buckets))
         finalize_layerwise_reload(self.model, self.model_config)
@@ -166,15 +169,18 @@ class StagedTransfer(WeightTransferEngine[DirectInitInfo, StagedUpdate]):
         """Returns `_sources`, from the names and shapes of the Hugging Face tensors."""
         mapper = getattr(self.model, "hf_to_vllm_mapper", None)
         rename = mapper.get_rename_mapper().map_name if mapper else str
-        known = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        parameters = self.model.named_parameters(remove_duplicate=False)
+        known = {name for name, _parameter in parameters}
         placed: dict[str, list[tuple[int, Source]]] = defaultdict(list)
         for hf_name, shape in zip(hf_names, shapes, strict=True):
-            name, position = self._place_of(rename(hf_name), known)
+            renamed = rename(hf_name)
+            name, position = self._place_of(renamed, known)
             source = Source(hf_name, torch.Size(shape))
             placed[name].append((position, source))
-        sources: dict[str, list[Source]] = {}
+        sources = {}
         for name, found in placed.items():
-            sources[name] = [source for _position, source in sorted(found)]
+            in_order = sorted(found)
+            sources[name] = [source for _position, source in in_order]
         return sources
 
     def _place_of(self, renamed: str, known: set[str]) -> tuple[str, int]:
@@ -208,7 +214,8 @@ class StagedTransfer(WeightTransferEngine[DirectInitInfo, StagedUpdate]):
                 totals.setdefault(source.hf_name, 0)
             sums = self._fingerprints_in(name, tensor)
             for hf_name, part in sums.items():
-                totals[hf_name] = totals.get(hf_name, 0) + part
+                total = totals.get(hf_name, 0)
+                totals[hf_name] = total + part
         own = read_fingerprints(totals)
         group = get_tp_group()
         if group.world_size == 1:
@@ -223,7 +230,8 @@ class StagedTransfer(WeightTransferEngine[DirectInitInfo, StagedUpdate]):
         else:
             found = self._fingerprints_of(name, parameter)
         if found is None:
-            hf_names = [source.hf_name for source in self._sources.get(name, [])]
+            sources = self._sources.get(name, [])
+            hf_names = [source.hf_name for source in sources]
             raise WeightSyncError(
                 f"What was loaded into vLLM's parameter {name} ({type(self.model).__name__}) "
                 f"cannot be checked: it is not made of {hf_names} alone, which is "

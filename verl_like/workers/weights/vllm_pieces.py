@@ -92,10 +92,12 @@ def cut_parameter(
         if is_first_copy:
             first_row = part.first_row
             if by_rows:
-                first_row += rank // part.num_copies * own_rows
+                shard = rank // part.num_copies
+                first_row += shard * own_rows
             first_column = rank * num_columns if by_columns else 0
             values = matrix[start:end]
-            pieces.append(Piece(part.hf_name, first_row, first_column, values))
+            piece = Piece(part.hf_name, first_row, first_column, values)
+            pieces.append(piece)
     if end != num_rows:
         return None
     is_copy_of_rank_0 = num_shards == 1 and rank > 0
@@ -106,23 +108,27 @@ def _find_parts(module: Any, sources: Sequence[Source]) -> list[_Part]:
     """Returns the parts of the sources that a layer's parameter is made of, in their order
     there."""
     output_sizes = getattr(module, "output_sizes", [])
-    num_copies = [1] * max(len(sources), len(output_sizes))
+    num_parts = max(len(sources), len(output_sizes))
+    num_copies = [1] * num_parts
     if isinstance(module, QKVParallelLinear):
         # Queries, keys, values
-        num_copies = [1, module.num_kv_head_replicas, module.num_kv_head_replicas]
-    parts: list[_Part] = []
+        replicas = module.num_kv_head_replicas
+        num_copies = [1, replicas, replicas]
+    parts = []
     if len(sources) == 1:
         # The Hugging Face tensor may be fused of the same outputs, as in Phi-3.
         (source,) = sources
         first_row = 0
         for num_rows_of_copies, copies in zip(output_sizes, num_copies, strict=False):
             num_rows = num_rows_of_copies // copies
-            parts.append(_Part(source.hf_name, first_row, num_rows, copies))
+            part = _Part(source.hf_name, first_row, num_rows, copies)
+            parts.append(part)
             first_row += num_rows
         if first_row == math.prod(source.shape[:1]):
             return parts
         parts = []
     for source, copies in zip(sources, num_copies, strict=False):
         num_rows = math.prod(source.shape[:1])
-        parts.append(_Part(source.hf_name, 0, num_rows, copies))
+        part = _Part(source.hf_name, 0, num_rows, copies)
+        parts.append(part)
     return parts
