@@ -68,8 +68,7 @@ def read_runs(folders: Sequence[Path]) -> list[RunFolder]:
         if path in paths:
             raise ValueError(f"{folder} is given twice, here or by a link: name each run once.")
         paths.append(path)
-    names = _names(paths)
-    return [_read_run(path, name) for path, name in zip(paths, names, strict=True)]
+    return list(map(_read_run, paths, _names(paths)))
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
@@ -79,7 +78,8 @@ def _names(paths: Sequence[Path]) -> list[str]:
     names: list[str] = []
     while len(set(names)) < len(paths):
         num_parts += 1
-        names = ["/".join(path.parts[-num_parts:]) for path in paths]
+        last_parts = [path.parts[-num_parts:] for path in paths]
+        names = ["/".join(parts) for parts in last_parts]
     return names
 
 
@@ -97,7 +97,11 @@ def _read_run(path: Path, name: str) -> RunFolder:
         generations = _rows(path / "generations.jsonl")
     except (OSError, ValueError, OmegaConfBaseException) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
-    numbers = [_numbers(row) for row in metrics]
+    numbers = []
+    for row in metrics:
+        of_row = {name: value for name, value in row.items() if _is_number(value)}
+        if "step" in of_row:
+            numbers.append(of_row)
     settings = dict(settings_of(masked(config)))
     return RunFolder(
         path=path,
@@ -105,7 +109,7 @@ def _read_run(path: Path, name: str) -> RunFolder:
         project=str(settings.get("trainer.project_name", "")),
         experiment=str(settings.get("trainer.experiment_name", "")),
         settings=settings,
-        metrics=[row for row in numbers if "step" in row],
+        metrics=numbers,
         newest_row=_time_of(path / "metrics.jsonl") if metrics else "",
         calls=_calls_of_a_step(calls),
         generations=[row for row in generations if _is_generation(row)],
@@ -137,11 +141,6 @@ def _is_number(value: object) -> bool:
     return abs(value) <= GREATEST_NUMBER
 
 
-def _numbers(row: dict[str, Any]) -> dict[str, float]:
-    """The values of a row that are numbers."""
-    return {name: value for name, value in row.items() if _is_number(value)}
-
-
 def _is_call(row: dict[str, Any]) -> bool:
     """Returns whether a row has what a timeline shows."""
     for name in TEXTS_OF_CALL:
@@ -155,7 +154,8 @@ def _is_call(row: dict[str, Any]) -> bool:
 
 def _is_generation(row: dict[str, Any]) -> bool:
     """Returns whether a row has a step and a prompt."""
-    return _is_number(row["step"]) and isinstance(row.get("prompt"), str)
+    has_prompt = isinstance(row.get("prompt"), str)
+    return has_prompt and _is_number(row["step"])
 
 
 def _calls_of_a_step(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -166,7 +166,8 @@ def _calls_of_a_step(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     by_step: dict[float, list[dict[str, Any]]] = {}
     for row in rows:
         if _is_call(row) and row["step"] > 0:
-            by_step.setdefault(row["step"], []).append(row)
+            calls = by_step.setdefault(row["step"], [])
+            calls.append(row)
     steps = [by_step[step] for step in sorted(by_step)]
     if not steps:
         return []

@@ -95,9 +95,10 @@ def weights_of(model: TrainedModelConfig, dtype: str) -> WeightExport:
     This memory is counted nowhere, because it is not the engine's: a run has it in the object store
     or in the actor's memory, once on each node.
     """
-    policy = PolicyModel(empty_model(model, PolicyModel.auto_class, key=POLICY_PATH))
-    buffers = model_buffers(policy.hf)
-    weights = in_order(trained_parameters(policy.hf), getattr(torch, dtype), buffers)
+    hf = empty_model(model, PolicyModel.auto_class, key=POLICY_PATH)
+    policy = PolicyModel(hf)
+    parameters = trained_parameters(policy.hf)
+    weights = in_order(parameters, getattr(torch, dtype), model_buffers(policy.hf))
     buckets = []
     for index, (name, tensor, own_dtype) in enumerate(weights):
         bucket = WeightBucket(
@@ -125,9 +126,10 @@ def measure(config: PPOConfig, device: Device) -> str:
     policy = config.actor_rollout_ref
     # There is no actor that could send weights while the engine loads them.
     settings = policy.rollout.model_copy(update={"weight_transport": "object_store"})
+    seed = config.trainer.seed
     with device.phase("rollout start") as of_start:
         engine = RealSizeEngine(
-            settings, policy.model, rank=0, world_size=1, seed=config.trainer.seed, device="cuda"
+            settings, policy.model, rank=0, world_size=1, seed=seed, device="cuda"
         )
         of_start |= parts_of(engine)
     device.engine = engine
@@ -135,7 +137,8 @@ def measure(config: PPOConfig, device: Device) -> str:
         engine._sleep()
     with device.phase("rollout load") as of_load:
         engine.wake()
-        engine._load([weights_of(policy.model, settings.dtype)], 1)
+        weights = weights_of(policy.model, settings.dtype)
+        engine._load([weights], 1)
         of_load |= parts_of(engine)
     with device.phase("rollout generation") as of_generation:
         generate(engine, settings.prompt_length)
@@ -152,7 +155,8 @@ def generate(engine: VllmEngine, prompt_length: int) -> None:
     sampling = Sampling(
         temperature=1.0, top_k=-1, top_p=1.0, max_tokens=NUM_STEPS, stop_token_ids=()
     )
-    engine._submit([GenerationRequest("rehearsed", [0] * prompt_length, 1, sampling)])
+    prompt = [0] * prompt_length
+    engine._submit([GenerationRequest("rehearsed", prompt, 1, sampling)])
     for _ in range(NUM_STEPS):
         engine.llm.llm_engine.step()
 
@@ -183,8 +187,8 @@ def about_cache(engine: VllmEngine) -> str:
 
 
 def main() -> None:
-    task = json.loads(sys.argv[1])
-    config = config_of(task["command"], task["overrides"], task["config_name"], task["config_dir"])
+    command = json.loads(sys.argv[1])
+    config = config_of(**command)
     assert isinstance(config, PPOConfig)
     if isinstance(config, DetachedConfig):
         config = config.of_maker(config.detached.maker_names[0])

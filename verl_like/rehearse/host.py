@@ -19,7 +19,8 @@ _MAP_NORESERVE = 0x4000
 def unwritten(num_bytes: int, dtype: Any = np.uint8) -> np.ndarray:
     """An array in memory of its own, which takes none of this machine's until it is written."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-    memory = mmap.mmap(-1, max(1, num_bytes), flags=flags)
+    size = max(1, num_bytes)
+    memory = mmap.mmap(-1, size, flags=flags)
     return np.frombuffer(memory, dtype=dtype)[:num_bytes]
 
 
@@ -64,21 +65,24 @@ def leave_unreserved() -> None:
     shared.pin = pin_shared
 
 
+_MALLINFO_NUMBERS = (
+    "arena",
+    "ordblks",
+    "smblks",
+    "hblks",
+    "hblkhd",
+    "usmblks",
+    "fsmblks",
+    "uordblks",
+    "fordblks",
+    "keepcost",
+)
+
+
 class _MallInfo(ctypes.Structure):
     """The result of glibc's mallinfo2."""
 
-    _fields_ = [
-        ("arena", ctypes.c_size_t),
-        ("ordblks", ctypes.c_size_t),
-        ("smblks", ctypes.c_size_t),
-        ("hblks", ctypes.c_size_t),
-        ("hblkhd", ctypes.c_size_t),
-        ("usmblks", ctypes.c_size_t),
-        ("fsmblks", ctypes.c_size_t),
-        ("uordblks", ctypes.c_size_t),
-        ("fordblks", ctypes.c_size_t),
-        ("keepcost", ctypes.c_size_t),
-    ]
+    _fields_ = [(name, ctypes.c_size_t) for name in _MALLINFO_NUMBERS]
 
 
 def heap_bytes() -> int:
@@ -103,7 +107,7 @@ def shared_bytes() -> int:
     total = 0
     for line in Path("/proc/self/maps").read_text().splitlines():
         if "/memfd:" in line and "null_gpu" not in line:
-            addresses = line.split(maxsplit=1)[0]
+            addresses, _ = line.split(maxsplit=1)
             start, end = addresses.split("-")
             total += int(end, 16) - int(start, 16)
     return total
