@@ -39,7 +39,7 @@ class PreferenceDataset(ConversationDataset):
         """Returns the chosen and the rejected conversation of a row, and the column `margin`, which
         is 0 if the row has none. Raises ValueError for a row that cannot be used."""
         prompt: list[Message] = []
-        if isinstance(record, dict) and record.get("prompt") is not None:
+        if record.get("prompt") is not None:
             prompt = messages_in(record, "prompt", "user", place, _EXPECTED)
         answers = {}
         for side in ("chosen", "rejected"):
@@ -66,7 +66,9 @@ class PreferenceDataset(ConversationDataset):
                 f"{place}: chosen and rejected are the same: such a pair prefers nothing; leave it "
                 "out"
             )
-        margin = 0.0 if record.get("margin") is None else record["margin"]
+        margin = record.get("margin")
+        if margin is None:
+            margin = 0.0
         if type(margin) not in (int, float) or not math.isfinite(margin):
             raise bad_row(place, "field 'margin'", margin, "a number, or no such field")
         row = []
@@ -85,7 +87,8 @@ class PreferenceDataset(ConversationDataset):
         if not len(ends):
             return tokens
         stop = ends[-1] + 1
-        if str(self.tokenizer.decode(ids[stop:])).strip():
+        tail = str(self.tokenizer.decode(ids[stop:]))
+        if tail.strip():
             return tokens
         return ids[:stop], learned[:stop]
 

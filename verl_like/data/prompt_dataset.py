@@ -59,9 +59,8 @@ class PromptDataset:
                 "tokenizer that has one"
             )
         self.pad_token_id = padding_token(tokenizer)
-        rows = read_prompt_rows(
-            files, prompt_key=prompt_key, reward_fn_key=reward_fn_key, max_samples=max_samples
-        )
+        paths = [files] if isinstance(files, str) else files
+        rows = read_prompt_rows(paths, prompt_key, reward_fn_key, max_samples)
         options = {**(apply_chat_template_kwargs or {}), "add_generation_prompt": True}
         texts = [render(tokenizer, row.raw_prompt, row.place, options) for row in rows]
         num_rows = len(rows)
@@ -98,9 +97,9 @@ class PromptDataset:
             self.num_truncated = len(overlong)
         self._rows = rows
         self._prompts = prompts
-        self.highest_token = max(
-            (max(prompt), row.place) for row, prompt in zip(rows, prompts, strict=True)
-        )
+        highest = [max(prompt) for prompt in prompts]
+        places = [row.place for row in rows]
+        self.highest_token = max(zip(highest, places, strict=True))
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -139,7 +138,8 @@ class PromptDataset:
                 self.max_response_length,
                 self.pad_token_id,
             )
-        prompts = jagged_from_lists([row["input_ids"] for row in rows], torch.int64)
+        token_ids = [row["input_ids"] for row in rows]
+        prompts = jagged_from_lists(token_ids, torch.int64)
         return DataProto.from_dict({"prompts": prompts}, objects, meta_info)
 
 
@@ -147,12 +147,12 @@ def _tokenize(
     rows: Sequence[PromptRow], texts: Sequence[str], tokenizer: PreTrainedTokenizerBase
 ) -> list[list[int]]:
     """Returns the token ids of each row's text. Raises ValueError for a text without tokens."""
-    prompts: list[list[int]] = []
+    prompts = []
     for portion in _portions(texts):
         # The template has written the special tokens already. These are the same tokens as those
         # of apply_chat_template(tokenize=True), but computed for many rows at once.
         encoded = tokenizer(portion, add_special_tokens=False, return_attention_mask=False)
-        prompts += encoded["input_ids"]
+        prompts.extend(encoded["input_ids"])
     for row, prompt in zip(rows, prompts, strict=True):
         if not prompt:
             raise ValueError(

@@ -91,18 +91,17 @@ def _keeps_all_characters(backend: Any) -> bool:
     vocabulary = backend.get_vocab()
     splitters = list(_parts(backend.pre_tokenizer, "pretokenizers"))
     normalizers = list(_parts(backend.normalizer, "normalizers"))
-    in_bytes = any(part["type"] == "ByteLevel" for part in (*splitters, *normalizers))
+    types_of_splitters = {part["type"] for part in splitters}
+    types_of_normalizers = {part["type"] for part in normalizers}
     if model.byte_fallback:
         knows_all_bytes = all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
     else:
-        knows_all_bytes = in_bytes and all(
-            byte in vocabulary for byte in pre_tokenizers.ByteLevel.alphabet()
-        )
-    splitters_keep_all = all(
-        part["type"] in _SPLITTERS and part.get("behavior") != "Removed" for part in splitters
-    )
-    normalizers_keep_all = all(part["type"] in _NORMALIZERS for part in normalizers)
-    return knows_all_bytes and splitters_keep_all and normalizers_keep_all
+        in_bytes = "ByteLevel" in types_of_splitters | types_of_normalizers
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        knows_all_bytes = in_bytes and vocabulary.keys() >= set(alphabet)
+    removes_parts = any(part.get("behavior") == "Removed" for part in splitters)
+    keeps_all = types_of_splitters <= _SPLITTERS and types_of_normalizers <= _NORMALIZERS
+    return knows_all_bytes and keeps_all and not removes_parts
 
 
 def _parts(component: Any, key: str) -> Iterator[dict[str, Any]]:
