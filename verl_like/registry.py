@@ -35,7 +35,7 @@ class Registry(Generic[Entry]):
     ) -> None:
         self.kind = kind
         self.decorator = decorator
-        self.entries: dict[str, Entry] = dict(entries or {})
+        self.entries = dict(entries or {})
         self.taken_message = taken
         self.unknown_message = unknown
 

@@ -254,7 +254,7 @@ def write_inputs(
 
 def with_paths(config: PPOConfig, folders: Mapping[str, str]) -> PPOConfig:
     """The configuration with a folder in the place of each name that stands for it."""
-    values: dict[str, Any] = {}
+    values = {}
     for key, path in paths_of_models(config).items():
         if path in folders and not key.startswith("reward_models."):
             values[key] = folders[path]

@@ -53,16 +53,17 @@ def write_comparison(path: Path, runs: Sequence[RunFolder], patterns: Sequence[s
     """Writes the page. `patterns` name metrics that are shown besides those of the reports. Raises
     OSError."""
     colors = _colors(len(runs))
-    every_key: set[str] = set()
     common = set(runs[0].settings)
+    every_key = set(common)
     for run in runs:
         every_key |= run.settings.keys()
         common &= run.settings.keys()
     partial = _differing(every_key - common, runs)
     calls = {run.name: run.calls for run in runs}
+    rows = [_row_of_run(run) for run in runs]
     body = BODY.format(
         legend=_legend(runs, colors),
-        runs=table([_row_of_run(run) for run in runs]),
+        runs=table(rows),
         charts=_charts(runs, colors, patterns) or NO_STEP,
         timelines=timelines(calls) or NO_STEP,
         generations=_generations(runs),
@@ -76,7 +77,7 @@ def write_comparison(path: Path, runs: Sequence[RunFolder], patterns: Sequence[s
 
 def metrics_of(runs: Sequence[RunFolder]) -> list[str]:
     """The names of all metrics of the runs."""
-    names: dict[str, None] = {}
+    names = {}
     for run in runs:
         for row in run.metrics:
             names.update(dict.fromkeys(row))
@@ -140,7 +141,8 @@ def _charts(runs: Sequence[RunFolder], colors: Sequence[str], patterns: Sequence
         for run, color, points in zip(runs, colors, points_of_run, strict=True):
             if name in points:
                 by_step = sorted(points[name], key=lambda point: point[0])
-                curves.append(Curve(run.name, by_step, color))
+                curve = Curve(run.name, by_step, color)
+                curves.append(curve)
         drawn = chart(curves, label=label, has_legend=False)
         caption = f"<figcaption>{_escaped(name)}</figcaption>"
         figures += f"<figure>{caption}{drawn}</figure>"
@@ -217,7 +219,8 @@ def _differing(keys: Iterable[str], runs: Sequence[RunFolder]) -> list[dict[str,
     rows = []
     for key in sorted(keys):
         value_of_run = {run.name: _value(run, key) for run in runs}
-        if len(set(value_of_run.values())) > 1:
+        different = set(value_of_run.values())
+        if len(different) > 1:
             rows.append({"": key, **value_of_run})
     return rows
 

@@ -97,11 +97,11 @@ def _read_run(path: Path, name: str) -> RunFolder:
         generations = _rows(path / "generations.jsonl")
     except (OSError, ValueError, OmegaConfBaseException) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
-    numbers = []
+    drawn = []
     for row in metrics:
-        of_row = {name: value for name, value in row.items() if _is_number(value)}
-        if "step" in of_row:
-            numbers.append(of_row)
+        numbers = {name: value for name, value in row.items() if _is_number(value)}
+        if "step" in numbers:
+            drawn.append(numbers)
     settings = dict(settings_of(masked(config)))
     return RunFolder(
         path=path,
@@ -109,7 +109,7 @@ def _read_run(path: Path, name: str) -> RunFolder:
         project=str(settings.get("trainer.project_name", "")),
         experiment=str(settings.get("trainer.experiment_name", "")),
         settings=settings,
-        metrics=numbers,
+        metrics=drawn,
         newest_row=_time_of(path / "metrics.jsonl") if metrics else "",
         calls=_calls_of_a_step(calls),
         generations=[row for row in generations if _is_generation(row)],

@@ -77,7 +77,7 @@ class PPOTrainer:
         self.strategy = strategy
         self.experience_batch_size = experience_batch_size
         self.max_length = max_length
-        self.models: dict[str, Model] = {"actor": actor, "critic": critic, "ref": initial_model}
+        self.models = {"actor": actor, "critic": critic, "ref": initial_model}
         if reward_model:
             self.models["reward_model"] = reward_model
         self.optimizers: dict[str, Any] = {Role.Actor: actor_optim, Role.Critic: critic_optim}
@@ -206,7 +206,7 @@ class PPOTrainer:
     def settings_of_optimizers(self) -> dict[str, Any]:
         """What the optimizers and the strategy say of the training. Raises ValueError for an
         optimizer that `fit` does not have."""
-        settings: dict[str, Any] = {}
+        settings = {}
         for role, key, fsdp in (
             (Role.Actor, "actor_rollout_ref.actor", "actor_rollout_ref.actor.fsdp_config"),
             (Role.Critic, "critic", "critic.model.fsdp_config"),

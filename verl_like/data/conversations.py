@@ -297,7 +297,7 @@ def tokens_of(
     """
     text = render(tokenizer, messages, place, template_kwargs)
     require_room(text, limit, place)
-    ends_of_pieces: list[tuple[int, bool]] = []  # (end, True if the piece is learned)
+    ends_of_pieces = []  # (end, True if the piece is learned)
     for count, message in enumerate(messages):
         if message["role"] != "assistant" or count < first:
             continue

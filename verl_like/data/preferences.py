@@ -6,14 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from verl_like.data.conversations import (
-    ConversationDataset,
-    Message,
-    Row,
-    Tokens,
-    messages_in,
-    tokens_of,
-)
+from verl_like.data.conversations import ConversationDataset, Row, Tokens, messages_in, tokens_of
 from verl_like.data.rows import bad_row
 
 _EXPECTED = "chosen and rejected, with prompt or as conversations that begin alike"
@@ -38,7 +31,7 @@ class PreferenceDataset(ConversationDataset):
     def read(self, record: Any, place: str) -> Row:
         """Returns the chosen and the rejected conversation of a row, and the column `margin`, which
         is 0 if the row has none. Raises ValueError for a row that cannot be used."""
-        prompt: list[Message] = []
+        prompt = []
         if record.get("prompt") is not None:
             prompt = messages_in(record, "prompt", "user", place, _EXPECTED)
         answers = {}

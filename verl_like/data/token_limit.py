@@ -2,7 +2,6 @@
 megabytes takes minutes."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 from tokenizers import models, pre_tokenizers
@@ -89,8 +88,8 @@ def _keeps_all_characters(backend: Any) -> bool:
     if not isinstance(model, models.BPE):
         return False
     vocabulary = backend.get_vocab()
-    splitters = list(_parts(backend.pre_tokenizer, "pretokenizers"))
-    normalizers = list(_parts(backend.normalizer, "normalizers"))
+    splitters = _parts(backend.pre_tokenizer, "pretokenizers")
+    normalizers = _parts(backend.normalizer, "normalizers")
     types_of_splitters = {part["type"] for part in splitters}
     types_of_normalizers = {part["type"] for part in normalizers}
     if model.byte_fallback:
@@ -104,17 +103,20 @@ def _keeps_all_characters(backend: Any) -> bool:
     return knows_all_bytes and keeps_all and not removes_parts
 
 
-def _parts(component: Any, key: str) -> Iterator[dict[str, Any]]:
-    """Yields the parts of a normalizer or a pre-tokenizer, in the form of `tokenizer.json`. There
-    are none if the tokenizer has no such component."""
-    if component is not None:
-        yield from _flat(json.loads(component.__getstate__()), key)
+def _parts(component: Any, key: str) -> list[dict[str, Any]]:
+    """The parts of a normalizer or a pre-tokenizer, in any order and in the form of
+    `tokenizer.json`. There are none if the tokenizer has no such component.
 
-
-def _flat(part: dict[str, Any], key: str) -> Iterator[dict[str, Any]]:
-    """Yields a part itself, or the parts of a sequence, which may contain further sequences."""
-    if part["type"] != "Sequence":
-        yield part
-        return
-    for inner in part[key]:
-        yield from _flat(inner, key)
+    A sequence has its parts under `key`, and they may be sequences too.
+    """
+    if component is None:
+        return []
+    found = []
+    to_look_at = [json.loads(component.__getstate__())]
+    while to_look_at:
+        part = to_look_at.pop()
+        if part["type"] == "Sequence":
+            to_look_at += part[key]
+        else:
+            found.append(part)
+    return found

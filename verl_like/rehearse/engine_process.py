@@ -98,7 +98,8 @@ def weights_of(model: TrainedModelConfig, dtype: str) -> WeightExport:
     hf = empty_model(model, PolicyModel.auto_class, key=POLICY_PATH)
     policy = PolicyModel(hf)
     parameters = trained_parameters(policy.hf)
-    weights = in_order(parameters, getattr(torch, dtype), model_buffers(policy.hf))
+    torch_dtype = getattr(torch, dtype)
+    weights = in_order(parameters, torch_dtype, model_buffers(policy.hf))
     buckets = []
     for index, (name, tensor, own_dtype) in enumerate(weights):
         bucket = WeightBucket(
@@ -163,7 +164,8 @@ def generate(engine: VllmEngine, prompt_length: int) -> None:
 
 def parts_of(engine: VllmEngine) -> dict[str, int]:
     """The bytes of the device that the model and the cache take."""
-    runner = engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    executor = engine.llm.llm_engine.model_executor
+    runner = executor.driver_worker.worker.model_runner
     model = runner.get_model()
     tensors = [*model.parameters(), *model.buffers()]
     weights = sum(tensor.nbytes for tensor in tensors)
@@ -191,7 +193,8 @@ def main() -> None:
     config = config_of(**command)
     assert isinstance(config, PPOConfig)
     if isinstance(config, DetachedConfig):
-        config = config.of_maker(config.detached.maker_names[0])
+        first_maker = config.detached.maker_names[0]
+        config = config.of_maker(first_maker)
     os.environ |= rank_environment(0, 1, 0, 1, "cuda")
     replace_what_needs_numbers()
     device = Device()

@@ -96,9 +96,9 @@ def heap_bytes() -> int:
 
 def pinned_bytes() -> int:
     """The bytes of pinned memory without those of shared memory."""
-    counted = ctypes.CDLL(os.environ["LD_PRELOAD"]).null_gpu_pinned
-    counted.restype = ctypes.c_uint64
-    return counted() - Unreserved.num_shared_and_pinned
+    library = ctypes.CDLL(os.environ["LD_PRELOAD"])
+    library.null_gpu_pinned.restype = ctypes.c_uint64
+    return library.null_gpu_pinned() - Unreserved.num_shared_and_pinned
 
 
 def shared_bytes() -> int:

@@ -51,8 +51,8 @@ class NullGpu:
                 timeout=LIMIT_S,
             )
             if done.returncode:
-                last_line = done.stderr.strip().splitlines()[-1]
-                raise ValueError(f"The null GPU was not built: {last_line}")
+                lines = done.stderr.strip().splitlines()
+                raise ValueError(f"The null GPU was not built: {lines[-1]}")
 
     def run(self, module: str, task: Mapping[str, Any], device_bytes: int) -> Any:
         """Runs `python -m module` with a task, on a device of its own, and returns its answer.
@@ -85,10 +85,10 @@ class NullGpu:
             for file in Path("/dev/shm").glob(f"null_gpu.{name}.*"):
                 file.unlink()
         if done.returncode:
-            last_lines = done.stderr.strip().splitlines()[-20:]
-            raise RuntimeError("\n".join(last_lines))
-        answer = done.stdout.strip().splitlines()[-1]
-        return json.loads(answer)
+            errors = done.stderr.strip().splitlines()
+            raise RuntimeError("\n".join(errors[-20:]))
+        lines = done.stdout.strip().splitlines()
+        return json.loads(lines[-1])
 
 
 def _python_with_cuda() -> tuple[Path, Path]:

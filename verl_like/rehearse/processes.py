@@ -178,6 +178,7 @@ def counted_engine(pool: PlannedPool) -> Process:
     phases = []
     for phase, parts in parts_of_phase.items():
         total = int(sum(parts.values()))
-        phases.append(Measured(phase, total, total, {"engine": total}))
+        measured = Measured(phase, total, total, {"engine": total})
+        phases.append(measured)
     num_ranks = sum(pool.nodes)
     return Process((Role.Rollout,), 0, num_ranks, phases, is_counted=True)

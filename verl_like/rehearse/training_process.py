@@ -97,7 +97,7 @@ class Phases:
 
 def parts_of(engine: fsdp.FsdpEngine) -> dict[str, int]:
     """The bytes of the device that a model's weights, optimizer and gradients take now."""
-    moments: list[Tensor] = []
+    moments = []
     if engine.optimizer:
         for state_of_parameter in engine.optimizer.state.values():
             moments.extend(state_of_parameter.values())
@@ -138,8 +138,8 @@ class NoKernels:
     @staticmethod
     def statistics(x_MC: Tensor, *_: Any) -> tuple[Tensor, ...]:
         """Returns three tensors of the shape and dtype of the statistics, all zero."""
-        num_tokens = len(x_MC)
-        return tuple(x_MC.new_zeros(num_tokens, dtype=torch.float32) for _ in range(3))
+        zeros_M = x_MC.new_zeros(len(x_MC), dtype=torch.float32)
+        return zeros_M, torch.zeros_like(zeros_M), torch.zeros_like(zeros_M)
 
     @staticmethod
     def to_gradient(*_: Any) -> None:
@@ -188,7 +188,7 @@ def join_nobody(rank: int, world_size: int, phases: Phases) -> None:
     """Makes a process group whose other ranks do not exist, and whose collectives do nothing."""
     os.environ |= rank_environment(rank, world_size, 0, 1, "cuda")
     store = FakeStore()
-    dist.init_process_group("fake", rank=rank, world_size=world_size, store=store)
+    dist.init_process_group("fake", store=store, rank=rank, world_size=world_size)
 
     def distribute(model: Any, weights: Any, options: Any) -> None:
         """Takes the place of `set_model_state_dict`. Whole weights come to the device, one at a
@@ -209,8 +209,7 @@ def replace_what_needs_numbers() -> None:
     workers.load_pretrained = empty_weights
     head: Any = linear_log_prob
     head._kernels = lambda x_MC: NoKernels
-    engine: Any = fsdp
-    engine.MAX_SKIPPED_STEPS = 10**9  # a step whose norm is not finite is skipped
+    fsdp.MAX_SKIPPED_STEPS = 10**9  # a step whose norm is not finite is skipped
     updates: Any = mini_batches
     updates.read_metrics = read_ones
     writer: Any = ShardWriter
@@ -296,13 +295,16 @@ def workers_of(pool: PlannedPool) -> dict[str, RayClassWithInitArgs]:
     config = pool.config
     if isinstance(config, SupervisedConfig):
         worker = KINDS[type(config)].worker
-        return {"model": RayClassWithInitArgs(worker, *worker_arguments(config))}
+        arguments = worker_arguments(config)
+        return {"model": RayClassWithInitArgs(worker, *arguments)}
     assert isinstance(config, PPOConfig)
     own_classes = {}
     for role, path in config.worker_classes.items():
         own_classes[role] = import_worker_class(role, path)
     mapping = build_role_worker_mapping(config, own_classes)
-    copies = maker_models(config, mapping) if isinstance(config, DetachedConfig) else mapping
+    copies = mapping
+    if isinstance(config, DetachedConfig):
+        copies = maker_models(config, mapping)
     workers = {}
     for model in pool.models:
         classes = mapping if model.is_trained else copies
