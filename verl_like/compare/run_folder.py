@@ -68,7 +68,8 @@ def read_runs(folders: Sequence[Path]) -> list[RunFolder]:
         if path in paths:
             raise ValueError(f"{folder} is given twice, here or by a link: name each run once.")
         paths.append(path)
-    return list(map(_read_run, paths, _names(paths)))
+    names = _names(paths)
+    return list(map(_read_run, paths, names))
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
@@ -90,9 +91,10 @@ def _read_run(path: Path, name: str) -> RunFolder:
             f"{path} is no folder of a run, which has a config.yaml: give folders such as "
             "outputs/verl_like/ppo/latest."
         )
+    metrics_file = path / "metrics.jsonl"
     try:
         config = OmegaConf.to_container(read_config(path), resolve=False)
-        metrics = _rows(path / "metrics.jsonl")
+        metrics = _rows(metrics_file)
         calls = _rows(path / "timeline.jsonl", TIMELINE_BYTES)
         generations = _rows(path / "generations.jsonl")
     except (OSError, ValueError, OmegaConfBaseException) as error:
@@ -102,6 +104,7 @@ def _read_run(path: Path, name: str) -> RunFolder:
         numbers = {name: value for name, value in row.items() if _is_number(value)}
         if "step" in numbers:
             drawn.append(numbers)
+    shown = [row for row in generations if _is_generation(row)]
     settings = dict(settings_of(masked(config)))
     return RunFolder(
         path=path,
@@ -110,9 +113,9 @@ def _read_run(path: Path, name: str) -> RunFolder:
         experiment=str(settings.get("trainer.experiment_name", "")),
         settings=settings,
         metrics=drawn,
-        newest_row=_time_of(path / "metrics.jsonl") if metrics else "",
+        newest_row=_time_of(metrics_file) if metrics else "",
         calls=_calls_of_a_step(calls),
-        generations=[row for row in generations if _is_generation(row)],
+        generations=shown,
     )
 
 

@@ -59,10 +59,9 @@ _pin = pinned_memory.pin
 def leave_unreserved() -> None:
     """Has arrays in host memory made by `Unreserved`, and all memory counted once."""
     places: Any = pinned_memory
-    shared: Any = shared_memory
     places.np = Unreserved()
     places.pin = pin_unreserved
-    shared.pin = pin_shared
+    shared_memory.pin = pin_shared
 
 
 _MALLINFO_NUMBERS = (

@@ -121,11 +121,11 @@ def bytes_on_device(tensors: Sequence[Tensor | None]) -> int:
     return total
 
 
-def empty_weights(model_class: Any, config: Any, settings: Any, **options: Any) -> Any:
+def empty_weights(*arguments: Any, **options: Any) -> Any:
     """Takes the place of `load_pretrained`. On rank 0 it returns a model in host memory whose
     weights are never written, so that they take no memory of this machine."""
     with_weights = options.pop("weights")
-    model = _load_pretrained(model_class, config, settings, weights=False, **options)
+    model = _load_pretrained(*arguments, weights=False, **options)
     return model.to_empty(device="cpu") if with_weights else model
 
 
@@ -205,13 +205,11 @@ def join_nobody(rank: int, world_size: int, phases: Phases) -> None:
 def replace_what_needs_numbers() -> None:
     """Replaces what would read or check numbers, because nothing computes any, and what would write
     files or host memory."""
-    workers: Any = model_worker
-    workers.load_pretrained = empty_weights
+    model_worker.load_pretrained = empty_weights
     head: Any = linear_log_prob
     head._kernels = lambda x_MC: NoKernels
     fsdp.MAX_SKIPPED_STEPS = 10**9  # a step whose norm is not finite is skipped
-    updates: Any = mini_batches
-    updates.read_metrics = read_ones
+    mini_batches.read_metrics = read_ones
     writer: Any = ShardWriter
     writer.begin = begin_nothing
     leave_unreserved()
