@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl_like.protocol.files import open_regular
 from verl_like.secret_values import masked
 from verl_like.trainer.run.rows import readable_rows
-from verl_like.trainer.run.timeline import undisturbed
+from verl_like.trainer.run.timeline import Rows, undisturbed
 from verl_like.trainer.state.resume import read_config, settings_of
 
 TIMELINE_BYTES = 1 << 24
@@ -41,7 +41,7 @@ class RunFolder:
     """A row for each step or validation. It has "step", and only finite numbers."""
     newest_row: str
     """The date and time of the newest row of metrics, or "" if there is none."""
-    calls: list[dict[str, Any]]
+    calls: Rows
     """The calls of workers in one complete step, as rows of the run's timeline."""
     generations: list[dict[str, Any]]
     """Rows with "step", "prompt" and further texts, in the order of the validations."""
@@ -161,12 +161,12 @@ def _is_generation(row: dict[str, Any]) -> bool:
     return has_prompt and _is_number(row["step"])
 
 
-def _calls_of_a_step(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def _calls_of_a_step(rows: Rows) -> Rows:
     """The calls of the last complete step that neither validated nor saved.
 
     The newest step may be incomplete. It is taken only if there is no other.
     """
-    by_step: dict[float, list[dict[str, Any]]] = {}
+    by_step: dict[float, Rows] = {}
     for row in rows:
         if _is_call(row) and row["step"] > 0:
             calls = by_step.setdefault(row["step"], [])

@@ -12,7 +12,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from transformers import PreTrainedTokenizerBase
 
-_MESSAGES = 'a list of chat messages [{"role": "user", "content": "..."}]'
 _NOT_TEXT = ("image", "images", "video", "videos", "audio", "audios")
 """Columns of other frameworks with images, videos and sounds, which no model here reads."""
 
@@ -177,7 +176,7 @@ def _check_record(record: Any, place: str, prompt_key: str, reward_fn_key: str) 
     require_object(record, place)
     messages = record.get(prompt_key)
     if not isinstance(messages, list) or not messages:
-        expected = _MESSAGES
+        expected = 'a list of chat messages [{"role": "user", "content": "..."}]'
         if messages is None:
             expected += f"; the row has {', '.join(record)}: set data.prompt_key"
         raise bad_row(place, f"field {prompt_key!r}", messages, expected)

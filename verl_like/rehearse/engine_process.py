@@ -138,8 +138,7 @@ def measure(config: PPOConfig, device: Device) -> str:
         engine._sleep()
     with device.phase("rollout load") as of_load:
         engine.wake()
-        weights = weights_of(policy.model, settings.dtype)
-        engine._load([weights], 1)
+        engine._load([weights_of(policy.model, settings.dtype)], 1)
         of_load |= parts_of(engine)
     with device.phase("rollout generation") as of_generation:
         generate(engine, settings.prompt_length)

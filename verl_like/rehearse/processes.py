@@ -172,8 +172,8 @@ def refusal_at(null_gpu: NullGpu, command: Command, pool: PlannedPool, rank: int
 def counted_engine(pool: PlannedPool) -> Process:
     """The rollout engine with the numbers of the plan: its share of the GPU while it generates, and
     what it keeps while other roles work."""
-    assert pool.rollout
     share = pool.rollout
+    assert share
     parts_of_phase = {"rollout generation": share.working, "between calls": share.resting}
     phases = []
     for phase, parts in parts_of_phase.items():
