@@ -138,8 +138,7 @@ class PromptDataset:
                 self.max_response_length,
                 self.pad_token_id,
             )
-        token_ids = [row["input_ids"] for row in rows]
-        prompts = jagged_from_lists(token_ids, torch.int64)
+        prompts = jagged_from_lists([row["input_ids"] for row in rows], torch.int64)
         return DataProto.from_dict({"prompts": prompts}, objects, meta_info)
 
 
