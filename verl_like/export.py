@@ -293,7 +293,7 @@ def main() -> int:
     # torch warns that there is only one process, which is intended.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     try:
-        export(**vars(given))
+        export(given.role_folder, given.out, given.dtype, given.ema, given.adapter_only)
     except ValueError as error:
         sys.stderr.write(f"verl_like: {error}\n")
         return 2

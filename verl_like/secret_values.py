@@ -113,7 +113,7 @@ def hidden_as(shown: Any, tree: Any) -> Any:
         return hidden
     are_lists = isinstance(shown, list | tuple) and isinstance(tree, list | tuple)
     if are_lists and len(shown) == len(tree):
-        return list(map(hidden_as, shown, tree))
+        return [hidden_as(own, value) for own, value in zip(shown, tree, strict=True)]
     return MASK if shown == MASK else tree
 
 
@@ -132,8 +132,8 @@ class Redaction:
         for name, value in os.environ.items():
             if is_secret_name(name):
                 texts.add(value)
-        longest_first = [text for text in texts if len(text) >= _SHORTEST]
-        longest_first.sort(key=len, reverse=True)
+        long_enough = [text for text in texts if len(text) >= _SHORTEST]
+        longest_first = sorted(long_enough, key=len, reverse=True)
         return cls(tuple(longest_first))
 
     def __call__(self, text: str) -> str:
@@ -146,9 +146,8 @@ def _is_secret(value: Any, secret_paths: Collection[Path], path: Path) -> bool:
     """Returns whether the value at `path` is secret."""
     if value is None or isinstance(value, bool):
         return False
-    for secret in secret_paths:
-        if path[: len(secret)] == secret:
-            return True
+    if any(path[: len(secret)] == secret for secret in secret_paths):
+        return True
     if isinstance(value, int | float) and BLOCK_OF_SECRET_NUMBERS not in path:
         return False
     return any(map(is_secret_name, path))

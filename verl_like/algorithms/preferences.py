@@ -29,7 +29,7 @@ def ipo_loss(log_ratio_difference: Tensor, beta: float, label_smoothing: float) 
 
 
 def dpo_loss(log_ratio_difference: Tensor, beta: float, label_smoothing: float) -> Tensor:
-    """Returns the loss of DPO, (B,)."""
+    """Returns the loss of DPO, (B,): `pairwise_loss` of beta h."""
     return pairwise_loss(beta * log_ratio_difference, label_smoothing)
 
 

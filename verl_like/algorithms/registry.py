@@ -244,8 +244,7 @@ def described_fields(inputs: type[Any]) -> dict[str, str]:
     for field in fields(inputs):
         annotation: Any = field.type
         if get_origin(annotation) is Annotated:
-            (text,) = annotation.__metadata__
-            texts[field.name] = text
+            texts[field.name] = annotation.__metadata__[0]
     return texts
 
 

@@ -48,8 +48,7 @@ def main(arguments: Sequence[str]) -> int:
         return _refuse(f"{out} cannot be written ({error}): give another place with --out.")
     names = metrics_of(runs)
     for pattern in options.metrics:
-        found = [name for name in names if matches(name, [pattern])]
-        if not found:
+        if not any(matches(name, [pattern]) for name in names):
             sys.stderr.write(f"verl_like: no run has a metric like {pattern} yet.\n")
     sys.stdout.write(f"{printable(str(out))}\n")
     return 0

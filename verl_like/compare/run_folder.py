@@ -69,7 +69,7 @@ def read_runs(folders: Sequence[Path]) -> list[RunFolder]:
             raise ValueError(f"{folder} is given twice, here or by a link: name each run once.")
         paths.append(path)
     names = _names(paths)
-    return list(map(_read_run, paths, names))
+    return [_read_run(path, name) for path, name in zip(paths, names, strict=True)]
 
 
 def _names(paths: Sequence[Path]) -> list[str]:

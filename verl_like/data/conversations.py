@@ -139,12 +139,11 @@ class ConversationDataset:
                 f"no {self.what} of {', '.join(files)} is left ({self.num_dropped} are too long)"
             )
 
-    def read(self, record: Any, place: str) -> Row:
+    def read(self, record: dict[str, Any], place: str) -> Row:
         """Returns the conversations of a row and its further columns. Here a row has one
         conversation and no further columns. Raises ValueError for a row that cannot be used."""
         text = record.get("text")
-        has_messages = record.get("messages") or record.get("prompt")
-        if isinstance(text, str) and not has_messages:
+        if isinstance(text, str) and not record.get("messages") and not record.get("prompt"):
             require_characters(text, "field 'text'", place)
             require_room(text, self.limit, place)
             tokens = list(self.tokenizer(text)["input_ids"])
@@ -226,9 +225,9 @@ class ScoredDataset(ConversationDataset):
 
     what = "scored conversation"
 
-    def read(self, record: Any, place: str) -> Row:
+    def read(self, record: dict[str, Any], place: str) -> Row:
         conversations, _ = super().read(record, place)
-        score = record.get("score")
+        score: Any = record.get("score")
         if type(score) not in (int, float) or not abs(score) < 1e30:  # NaN is not below it either
             raise bad_row(place, "field 'score'", score, "a finite number")
         return conversations, {"score": float(score)}
@@ -244,7 +243,7 @@ def require_room(text: str, limit: TokenLimit | None, place: str) -> None:
         )
 
 
-def messages_of(record: Any, place: str) -> tuple[list[Message], int]:
+def messages_of(record: dict[str, Any], place: str) -> tuple[list[Message], int]:
     """Returns the messages of a row, and the index of the first one that may be learned. Raises
     ValueError for a row of another form."""
     expected = "messages, prompt and response, or text"
@@ -258,7 +257,7 @@ def messages_of(record: Any, place: str) -> tuple[list[Message], int]:
 
 
 def messages_in(
-    record: Any, field: str, role: str | None, place: str, expected: str
+    record: dict[str, Any], field: str, role: str | None, place: str, expected: str
 ) -> list[Message]:
     """Returns the messages in a field of a row. A text counts as one message of `role`, unless
     `role` is None. Raises ValueError, which says what was `expected`, for anything else."""
@@ -301,8 +300,8 @@ def tokens_of(
     for count, message in enumerate(messages):
         if message["role"] != "assistant" or count < first:
             continue
-        has_text = message["content"].strip() or message.get("tool_calls")
-        if not count or not has_text:
+        is_empty = not (message["content"].strip() or message.get("tool_calls"))
+        if not count or is_empty:
             why = "is empty" if count else "answers nothing"
             raise ValueError(
                 f"{place}: turn {count}, the assistant's, {why}; leave it out, or the row"

@@ -28,7 +28,7 @@ class PreferenceDataset(ConversationDataset):
 
     what = "pair"
 
-    def read(self, record: Any, place: str) -> Row:
+    def read(self, record: dict[str, Any], place: str) -> Row:
         """Returns the chosen and the rejected conversation of a row, and the column `margin`, which
         is 0 if the row has none. Raises ValueError for a row that cannot be used."""
         prompt = []

@@ -97,9 +97,9 @@ class PromptDataset:
             self.num_truncated = len(overlong)
         self._rows = rows
         self._prompts = prompts
-        highest = [max(prompt) for prompt in prompts]
-        places = [row.place for row in rows]
-        self.highest_token = max(zip(highest, places, strict=True))
+        self.highest_token = max(
+            (max(prompt), row.place) for row, prompt in zip(rows, prompts, strict=True)
+        )
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -82,7 +82,7 @@ def _require_text_alone(record: Any, place: str) -> None:
 
 
 def require_object(record: Any, place: str) -> None:
-    """Raises ValueError for a row that has no fields."""
+    """Raises ValueError for a row that is no object."""
     if not isinstance(record, dict):
         raise bad_row(place, "the row", record, "an object with named fields")
 

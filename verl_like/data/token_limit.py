@@ -104,8 +104,8 @@ def _keeps_all_characters(backend: Any) -> bool:
 
 
 def _parts(component: Any, key: str) -> list[dict[str, Any]]:
-    """The parts of a normalizer or a pre-tokenizer, in any order and in the form of
-    `tokenizer.json`. There are none if the tokenizer has no such component.
+    """The parts of a normalizer or a pre-tokenizer, in the form of `tokenizer.json` and in no
+    certain order. There are none if the tokenizer has no such component.
 
     A sequence has its parts under `key`, and they may be sequences too.
     """

@@ -64,24 +64,21 @@ def leave_unreserved() -> None:
     shared_memory.pin = pin_shared
 
 
-_MALLINFO_NUMBERS = (
-    "arena",
-    "ordblks",
-    "smblks",
-    "hblks",
-    "hblkhd",
-    "usmblks",
-    "fsmblks",
-    "uordblks",
-    "fordblks",
-    "keepcost",
-)
-
-
 class _MallInfo(ctypes.Structure):
     """The result of glibc's mallinfo2."""
 
-    _fields_ = [(name, ctypes.c_size_t) for name in _MALLINFO_NUMBERS]
+    _fields_ = [
+        ("arena", ctypes.c_size_t),
+        ("ordblks", ctypes.c_size_t),
+        ("smblks", ctypes.c_size_t),
+        ("hblks", ctypes.c_size_t),
+        ("hblkhd", ctypes.c_size_t),
+        ("usmblks", ctypes.c_size_t),
+        ("fsmblks", ctypes.c_size_t),
+        ("uordblks", ctypes.c_size_t),
+        ("fordblks", ctypes.c_size_t),
+        ("keepcost", ctypes.c_size_t),
+    ]
 
 
 def heap_bytes() -> int:

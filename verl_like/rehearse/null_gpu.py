@@ -85,10 +85,10 @@ class NullGpu:
             for file in Path("/dev/shm").glob(f"null_gpu.{name}.*"):
                 file.unlink()
         if done.returncode:
-            errors = done.stderr.strip().splitlines()
-            raise RuntimeError("\n".join(errors[-20:]))
-        lines = done.stdout.strip().splitlines()
-        return json.loads(lines[-1])
+            last_lines = done.stderr.strip().splitlines()[-20:]
+            raise RuntimeError("\n".join(last_lines))
+        answer = done.stdout.strip().splitlines()[-1]
+        return json.loads(answer)
 
 
 def _python_with_cuda() -> tuple[Path, Path]:
