@@ -55,7 +55,8 @@ def remove_claimed(folder: Path, patience_s: float = 0.0) -> None:
                 shutil.rmtree(path, ignore_errors=True)
             elif path.name != _MARK:
                 path.unlink(missing_ok=True)
-        is_empty = [path.name for path in folder.iterdir()] == [_MARK]
+        names = [path.name for path in folder.iterdir()]
+        is_empty = names == [_MARK]
         if is_empty:
             (folder / _MARK).unlink()
             folder.rmdir()

@@ -107,7 +107,8 @@ def export(
 def empty_model(checkpoint: Path, dtype: str | None) -> PreTrainedModel:
     """The checkpoint's model on the meta device. Raises ValueError if its class is not in
     transformers."""
-    (name,) = json.loads((checkpoint / "config.json").read_text())["architectures"]
+    settings = json.loads((checkpoint / "config.json").read_text())
+    (name,) = settings["architectures"]
     model_class: Any = getattr(transformers, name, None)
     if model_class is None:
         raise ValueError(
@@ -150,7 +151,9 @@ def read_adapter(checkpoint: Path, hf: PreTrainedModel, ema: bool) -> tuple[Lora
     """
     settings = LoraConfig.from_pretrained(str(checkpoint))
     with torch.device("meta"):
-        names = trained_parameters(LoraModel(type(hf)(hf.config), settings, "default").model)
+        empty = type(hf)(hf.config)
+        with_adapter = LoraModel(empty, settings, "default")
+        names = trained_parameters(with_adapter.model)
     return settings, read_weights(checkpoint, torch.float32, names, ema)
 
 
@@ -192,7 +195,7 @@ def read_weights(
         except (OSError, SafetensorError) as error:
             raise ValueError(f"{file} is damaged ({error}): export another checkpoint.") from error
     reader = HuggingFaceStorageReader(str(checkpoint))
-    saved: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
+    saved: Any = reader.read_metadata().state_dict_metadata
     prefix = "optimizer." if ema else "model."
     suffix = ".ema" if ema else ""
     if ema and not any(name.endswith(suffix) for name in saved):
@@ -201,8 +204,10 @@ def read_weights(
             "actor_rollout_ref.actor.ema_decay."
         )
     for name, parameter in parameters:
-        there: Any = saved.get(f"{prefix}{name}{suffix}")
-        num_values = sum(math.prod(part.sizes) for part in there.chunks) if there else 0
+        there = saved.get(f"{prefix}{name}{suffix}")
+        num_values = 0
+        if there:
+            num_values = sum(math.prod(part.sizes) for part in there.chunks)
         if num_values != parameter.numel() or there.size != parameter.size():
             raise ValueError(
                 f"{checkpoint} lacks {name} or a part of it: a file is missing; export another "
@@ -212,8 +217,9 @@ def read_weights(
     weights = {}
     for name, there in saved.items():
         if name.startswith(prefix) and name.endswith(suffix):
-            values[name] = torch.empty(there.size, dtype=dtype)
-            weights[name.removeprefix(prefix).removesuffix(suffix)] = values[name]
+            value = torch.empty(there.size, dtype=dtype)
+            values[name] = value
+            weights[name.removeprefix(prefix).removesuffix(suffix)] = value
     dcp.load(values, storage_reader=reader, no_dist=True)  # fills these tensors
     return weights
 
@@ -226,13 +232,14 @@ def read_buffers(checkpoint: Path, hf: PreTrainedModel) -> Tensors:
     """
     buffers = dict(model_buffers(hf))
     reader = HuggingFaceStorageReader(str(checkpoint))
-    saved: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
+    saved: Any = reader.read_metadata().state_dict_metadata
     values = {}
     found = {}
     for name in buffers:
         if there := saved.get(f"model.{name}"):
-            found[name] = torch.empty(there.size, dtype=there.properties.dtype)
-            values[f"model.{name}"] = found[name]
+            value = torch.empty(there.size, dtype=there.properties.dtype)
+            values[f"model.{name}"] = value
+            found[name] = value
     dcp.load(values, storage_reader=reader, no_dist=True)  # fills these tensors
     lacking = sorted(buffers.keys() - found.keys())
     if not lacking:

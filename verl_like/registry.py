@@ -35,7 +35,7 @@ class Registry(Generic[Entry]):
     ) -> None:
         self.kind = kind
         self.decorator = decorator
-        self.entries: dict[str, Entry] = dict(entries or {})
+        self.entries = dict(entries or {})
         self.taken_message = taken
         self.unknown_message = unknown
 
@@ -51,8 +51,9 @@ class Registry(Generic[Entry]):
         """Raises ValueError if the entry cannot have the name."""
         if self.is_taken(name, entry):
             present = self.entries.get(name)
+            message = self.taken_message
             raise ValueError(
-                self.taken_message.format(kind=self.kind, name=name, present=present, refused=entry)
+                message.format(kind=self.kind, name=name, present=present, refused=entry)
             )
 
     def add(self, name: str, entry: Entry) -> None:
@@ -80,11 +81,12 @@ class Registry(Generic[Entry]):
         # Names are acronyms. One with another first letter is not meant: dapo is no sapo.
         alike = [each for each in known if each[:1] == name[:1]]
         matches = difflib.get_close_matches(name, alike, 1)
+        nearest = f"; did you mean {matches[0]}?" if matches else "."
         raise ValueError(
             self.unknown_message.format(
                 kind=self.kind,
                 name=name,
-                nearest=f"; did you mean {matches[0]}?" if matches else ".",
+                nearest=nearest,
                 known=", ".join(known),
                 decorator=self.decorator,
             )

@@ -67,8 +67,9 @@ def differing_paths(tree: Any, other: Any, path: Path = ()) -> Iterator[Path]:
     value."""
     if isinstance(tree, Mapping) and isinstance(other, Mapping):
         for name in {**tree, **other}:
-            path_of_value = (*path, str(name))
-            yield from differing_paths(tree.get(name), other.get(name), path_of_value)
+            value = tree.get(name)
+            other_value = other.get(name)
+            yield from differing_paths(value, other_value, (*path, str(name)))
     elif tree != other:
         yield path
 
@@ -79,7 +80,8 @@ def masked(tree: Any, secret_paths: Collection[Path] = (), path: Path = ()) -> A
     if isinstance(tree, Mapping):
         shown = {}
         for name, value in tree.items():
-            shown[name] = masked(value, secret_paths, (*path, str(name)))
+            path_of_value = (*path, str(name))
+            shown[name] = masked(value, secret_paths, path_of_value)
         return shown
     if isinstance(tree, list | tuple):
         return [masked(value, secret_paths, path) for value in tree]
@@ -105,7 +107,10 @@ def hidden_as(shown: Any, tree: Any) -> Any:
     """The configuration `tree` with a mask wherever `shown` has one, so that the two are compared
     without their secrets."""
     if isinstance(shown, Mapping) and isinstance(tree, Mapping):
-        return {name: hidden_as(shown.get(name), value) for name, value in tree.items()}
+        hidden = {}
+        for name, value in tree.items():
+            hidden[name] = hidden_as(shown.get(name), value)
+        return hidden
     are_lists = isinstance(shown, list | tuple) and isinstance(tree, list | tuple)
     if are_lists and len(shown) == len(tree):
         return [hidden_as(own, value) for own, value in zip(shown, tree, strict=True)]
@@ -153,7 +158,8 @@ def _secret_texts(tree: Any, secret_paths: Collection[Path], path: Path) -> Iter
     password is another."""
     if isinstance(tree, Mapping):
         for name, value in tree.items():
-            yield from _secret_texts(value, secret_paths, (*path, str(name)))
+            path_of_value = (*path, str(name))
+            yield from _secret_texts(value, secret_paths, path_of_value)
     elif isinstance(tree, list | tuple):
         for value in tree:
             yield from _secret_texts(value, secret_paths, path)

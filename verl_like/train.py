@@ -103,7 +103,6 @@ def train(
     folder = None
     if reward_fn is not None or models:
         folder = new_folder(config)
-    if folder:
         try:
             config = write_inputs(config, folder, reward_fn, models, tokenizer)
         except BaseException:
@@ -255,11 +254,12 @@ def write_inputs(
 
 def with_paths(config: PPOConfig, folders: Mapping[str, str]) -> PPOConfig:
     """The configuration with a folder in the place of each name that stands for it."""
-    values: dict[str, Any] = {}
+    values = {}
     for key, path in paths_of_models(config).items():
         if path in folders and not key.startswith("reward_models."):
             values[key] = folders[path]
     further = {}
     for name, model in config.reward_models.items():
-        further[name] = model.updated({"path": folders.get(model.path, model.path)})
+        path = folders.get(model.path, model.path)
+        further[name] = model.updated({"path": path})
     return config.updated(values | {"reward_models": further})

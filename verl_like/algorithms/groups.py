@@ -42,15 +42,16 @@ class PromptGroups:
             rewards = zero_masked(token_level_rewards[rows], valid[rows])
             scores[rows] = rewards.sum(dim=-1)
         number_of_key: dict[Hashable, int] = {}
-        group_of_row: list[int] = []
+        group_of_row = []
         for key in index:
             number = number_of_key.setdefault(key, len(number_of_key))
             group_of_row.append(number)
+        group = torch.tensor(group_of_row, dtype=torch.long, device=scores.device)
         return cls(
             scores=scores,
             valid=valid,
             scored=valid.any(dim=-1),
-            group=torch.tensor(group_of_row, dtype=torch.long, device=scores.device),
+            group=group,
             num_groups=len(number_of_key),
         )
 
@@ -73,7 +74,8 @@ class PromptGroups:
         The only scored row of a larger group has lost its baseline: its raw score is on another
         scale than the advantages of the other rows, so its advantage is 0.
         """
-        return self.scored & (self.is_single | (self.num_scored > 1))
+        has_others = self.num_scored > 1
+        return self.scored & (self.is_single | has_others)
 
     @property
     def differ(self) -> Tensor:
@@ -89,9 +91,9 @@ class PromptGroups:
         """Returns the largest of `row_values` (B,) among the `candidates` (B,) bool of the group.
         It is -infinity if there is none."""
         values = row_values.masked_fill(~candidates, -torch.inf)
-        found = values.new_full((self.num_groups,), -torch.inf)
-        found.scatter_reduce_(0, self.group, values, "amax")
-        return found[self.group]
+        of_groups = values.new_full((self.num_groups,), -torch.inf)
+        of_groups.scatter_reduce_(0, self.group, values, "amax")
+        return of_groups[self.group]
 
     def sum(self, row_values: Tensor) -> Tensor:
         """Returns the sum of `row_values` (B,) over the scored rows of the group."""

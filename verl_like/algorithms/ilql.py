@@ -47,9 +47,9 @@ def ilql_losses(
         mask: (B, R) bool or 0/1, the learned tokens.
     """
     rewards = on_last_token(scores, mask)
-    valid = mask.bool()
+    fixed_values = values.detach()
     # With lambda 0 the returns of GAE are r + gamma V(h').
-    _advantages, targets = gae_in_blocks(rewards, values.detach(), valid, gamma, lam=0.0)
+    _advantages, targets = gae_in_blocks(rewards, fixed_values, mask.bool(), gamma, lam=0.0)
     advantages = target_q.detach() - values
     is_negative = (advantages < 0).to(advantages.dtype)
     asymmetry = (expectile - is_negative).abs()

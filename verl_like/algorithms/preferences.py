@@ -4,8 +4,6 @@ B pairs. In the model of Bradley and Terry the answer of reward r_c is preferred
 the probability sigmoid(r_c - r_r).
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
@@ -30,12 +28,12 @@ def ipo_loss(log_ratio_difference: Tensor, beta: float, label_smoothing: float) 
     return (log_ratio_difference - 1 / (2 * beta)) ** 2
 
 
-DPO_LOSSES: dict[str, Callable[[Tensor, float, float], Tensor]] = {
-    "dpo": lambda log_ratio_difference, beta, smoothing: pairwise_loss(
-        beta * log_ratio_difference, smoothing
-    ),
-    "ipo": ipo_loss,
-}
+def dpo_loss(log_ratio_difference: Tensor, beta: float, label_smoothing: float) -> Tensor:
+    """Returns the loss of DPO, (B,): `pairwise_loss` of beta h."""
+    return pairwise_loss(beta * log_ratio_difference, label_smoothing)
+
+
+DPO_LOSSES = {"dpo": dpo_loss, "ipo": ipo_loss}
 """The loss (h (B,), beta, label_smoothing) -> (B,) by `training.loss_type`."""
 
 

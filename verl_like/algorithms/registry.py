@@ -86,8 +86,11 @@ class AlgorithmRegistry(Registry[Algorithm]):
 
     def file_names(self) -> list[str]:
         """Returns the algorithms that have a file here."""
-        names = self.modules()
-        return [name for name in names if not name.startswith("_") and not name.endswith(_OPTIONS)]
+        names = []
+        for name in self.modules():
+            if not name.startswith("_") and not name.endswith(_OPTIONS):
+                names.append(name)
+        return names
 
     def names(self) -> list[str]:
         """Returns the names of all algorithms, sorted."""
@@ -100,7 +103,7 @@ class AlgorithmRegistry(Registry[Algorithm]):
         if name + _OPTIONS not in self.modules():
             return None
         module = importlib.import_module(f"{self.package}.{name}{_OPTIONS}")
-        classes: list[type[AlgorithmOptions]] = []
+        classes = []
         for declared in vars(module).values():
             if isinstance(declared, type) and declared.__module__ == module.__name__:
                 assert issubclass(declared, AlgorithmOptions), f"{declared} is no class of options"
@@ -213,7 +216,7 @@ def required_inputs(function: Algorithm) -> frozenset[str]:
     """Returns the parameters without a default, but for `config` and `options`, which every
     algorithm may have."""
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    required: set[str] = set()
+    required = set()
     for parameter in inspect.signature(function).parameters.values():
         has_default = parameter.default is not parameter.empty
         if not has_default and parameter.kind not in variadic:
@@ -237,7 +240,7 @@ def facts_of(function: Algorithm, over_batch: bool) -> AlgorithmFacts:
 
 def described_fields(inputs: type[Any]) -> dict[str, str]:
     """Returns the texts with which the fields of a class of inputs are annotated, by name."""
-    texts: dict[str, str] = {}
+    texts = {}
     for field in fields(inputs):
         annotation: Any = field.type
         if get_origin(annotation) is Annotated:

@@ -23,6 +23,7 @@ DISPLAYS = (PPO_DISPLAY, SFT_DISPLAY, RM_DISPLAY, DPO_DISPLAY, ILQL_DISPLAY)
 """Describe what the reports of all trainers show. Detached training shows the charts of PPO."""
 MOST_PROMPTS = 20
 """The page shows the generations of so many prompts."""
+NO_STEP = "<p>No step yet.</p>"
 STYLE = """
 .legend { position: sticky; top: 0; background: white; padding: .4rem 0; z-index: 1; }
 .legend span { margin-right: 1.2rem; white-space: nowrap; }
@@ -48,34 +49,35 @@ time.</p>
 """
 
 
-def write_comparison(path: Path, runs: Sequence[RunFolder], patterns: Sequence[str] = ()) -> None:
+def write_comparison(path: Path, runs: Sequence[RunFolder], patterns: Sequence[str]) -> None:
     """Writes the page. `patterns` name metrics that are shown besides those of the reports. Raises
     OSError."""
     colors = _colors(len(runs))
-    every_key: set[str] = set()
     common = set(runs[0].settings)
+    every_key = set(common)
     for run in runs:
         every_key |= run.settings.keys()
         common &= run.settings.keys()
-    differing = _differing(common, runs)
     partial = _differing(every_key - common, runs)
+    calls = {run.name: run.calls for run in runs}
+    rows = [_row_of_run(run) for run in runs]
     body = BODY.format(
         legend=_legend(runs, colors),
-        runs=table([_row_of_run(run) for run in runs]),
-        charts=_charts(runs, colors, patterns) or "<p>No step yet.</p>",
-        timelines=timelines({run.name: run.calls for run in runs}) or "<p>No step yet.</p>",
+        runs=table(rows),
+        charts=_charts(runs, colors, patterns) or NO_STEP,
+        timelines=timelines(calls) or NO_STEP,
         generations=_generations(runs),
-        differing=table(differing),
+        differing=table(_differing(common, runs)),
         num_partial=len(partial),
         partial=table(partial),
     )
-    title = "Comparison of " + ", ".join(run.name for run in runs)
-    write_page(path, title, body, STYLE)
+    names = ", ".join(run.name for run in runs)
+    write_page(path, f"Comparison of {names}", body, STYLE)
 
 
 def metrics_of(runs: Sequence[RunFolder]) -> list[str]:
     """The names of all metrics of the runs."""
-    names: dict[str, None] = {}
+    names = {}
     for run in runs:
         for row in run.metrics:
             names.update(dict.fromkeys(row))
@@ -90,11 +92,12 @@ def matches(name: str, patterns: Sequence[str]) -> bool:
 
 def _colors(num_runs: int) -> list[str]:
     """A color for each run. If matplotlib's cycle has too few, they are taken from a color map."""
-    few = color_sequences["tab10"]
-    if num_runs <= len(few):
-        return [to_hex(color) for color in few[:num_runs]]
-    shares = [number / (num_runs - 1) for number in range(num_runs)]
-    return [to_hex(colormaps["turbo"](share)) for share in shares]
+    colors = color_sequences["tab10"][:num_runs]
+    if len(colors) < num_runs:
+        last = num_runs - 1
+        shares = [number / last for number in range(num_runs)]
+        colors = [colormaps["turbo"](share) for share in shares]
+    return [to_hex(color) for color in colors]
 
 
 def _escaped(text: str) -> str:
@@ -103,12 +106,13 @@ def _escaped(text: str) -> str:
 
 def _legend(runs: Sequence[RunFolder], colors: Sequence[str]) -> str:
     """The color, name and experiment of each run."""
-    entries = []
+    legend = ""
     for run, color in zip(runs, colors, strict=True):
         swatch = f'<i style="background:{color}"></i>'
+        name = _escaped(run.name)
         experiment = f"<small>{_escaped(run.experiment)}</small>"
-        entries.append(f"<span>{swatch}{_escaped(run.name)} {experiment}</span>")
-    return "".join(entries)
+        legend += f"<span>{swatch}{name} {experiment}</span>"
+    return legend
 
 
 def _row_of_run(run: RunFolder) -> dict[str, str]:
@@ -131,17 +135,18 @@ def _charts(runs: Sequence[RunFolder], colors: Sequence[str], patterns: Sequence
         if matches(name, patterns):
             labels.setdefault(name, "")
     points_of_run = [points_by_metric(run.metrics) for run in runs]
-    figures = []
+    figures = ""
     for name, label in labels.items():
         curves = []
         for run, color, points in zip(runs, colors, points_of_run, strict=True):
             if name in points:
                 by_step = sorted(points[name], key=lambda point: point[0])
-                curves.append(Curve(run.name, by_step, color))
+                curve = Curve(run.name, by_step, color)
+                curves.append(curve)
         drawn = chart(curves, label=label, has_legend=False)
         caption = f"<figcaption>{_escaped(name)}</figcaption>"
-        figures.append(f"<figure>{caption}{drawn}</figure>")
-    return "".join(figures)
+        figures += f"<figure>{caption}{drawn}</figure>"
+    return figures
 
 
 def _labels(names: Sequence[str]) -> dict[str, str]:
@@ -175,24 +180,28 @@ def _generations(runs: Sequence[RunFolder]) -> str:
         return len(names), max(steps)
 
     prompts = sorted(by_prompt, key=rank, reverse=True)
-    tables = []
+    tables = ""
     for prompt in prompts[:MOST_PROMPTS]:
-        caption = f'<h3 class="generation">{_escaped(prompt)}</h3>'
-        tables.append(caption + _generations_of(by_prompt[prompt], runs))
-    num_hidden = len(prompts) - len(tables)
-    if num_hidden:
-        tables.append(f"<p>{num_hidden} further prompts are in generations.jsonl of the runs.</p>")
-    return "".join(tables)
+        tables += f'<h3 class="generation">{_escaped(prompt)}</h3>'
+        tables += _generations_of(by_prompt[prompt], runs)
+    num_hidden = len(prompts) - MOST_PROMPTS
+    if num_hidden > 0:
+        tables += f"<p>{num_hidden} further prompts are in generations.jsonl of the runs.</p>"
+    return tables
 
 
 def _generations_of(generations: GenerationsOfPrompt, runs: Sequence[RunFolder]) -> str:
     """The table of one prompt."""
     names = [f"<th>{_escaped(run.name)}</th>" for run in runs]
-    rows = []
-    for step in sorted({step for step, _ in generations}):
-        cells = [_generation(generations.get((step, run.name), {})) for run in runs]
-        rows.append(f"<tr><td>{step}</td>{''.join(cells)}</tr>")
-    return f"<table><tr><th>step</th>{''.join(names)}</tr>{''.join(rows)}</table>"
+    rows = f"<tr><th>step</th>{''.join(names)}</tr>"
+    steps = {step for step, _ in generations}
+    for step in sorted(steps):
+        cells = ""
+        for run in runs:
+            row = generations.get((step, run.name), {})
+            cells += _generation(row)
+        rows += f"<tr><td>{step}</td>{cells}</tr>"
+    return f"<table>{rows}</table>"
 
 
 def _generation(row: Mapping[str, Any]) -> str:
@@ -210,14 +219,15 @@ def _differing(keys: Iterable[str], runs: Sequence[RunFolder]) -> list[dict[str,
     rows = []
     for key in sorted(keys):
         value_of_run = {run.name: _value(run, key) for run in runs}
-        if len(set(value_of_run.values())) > 1:
+        different = set(value_of_run.values())
+        if len(different) > 1:
             rows.append({"": key, **value_of_run})
     return rows
 
 
 def _value(run: RunFolder, key: str) -> str:
     """A value of the configuration as text. It is "" if the run does not have the key."""
-    if key not in run.settings:
-        return ""
-    value = run.settings[key]
-    return value if isinstance(value, str) else json.dumps(value, default=str)
+    value = run.settings.get(key, "")
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, default=str)

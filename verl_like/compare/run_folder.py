@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl_like.protocol.files import open_regular
 from verl_like.secret_values import masked
 from verl_like.trainer.run.rows import readable_rows
-from verl_like.trainer.run.timeline import undisturbed
+from verl_like.trainer.run.timeline import Rows, undisturbed
 from verl_like.trainer.state.resume import read_config, settings_of
 
 TIMELINE_BYTES = 1 << 24
@@ -41,7 +41,7 @@ class RunFolder:
     """A row for each step or validation. It has "step", and only finite numbers."""
     newest_row: str
     """The date and time of the newest row of metrics, or "" if there is none."""
-    calls: list[dict[str, Any]]
+    calls: Rows
     """The calls of workers in one complete step, as rows of the run's timeline."""
     generations: list[dict[str, Any]]
     """Rows with "step", "prompt" and further texts, in the order of the validations."""
@@ -79,7 +79,8 @@ def _names(paths: Sequence[Path]) -> list[str]:
     names: list[str] = []
     while len(set(names)) < len(paths):
         num_parts += 1
-        names = ["/".join(path.parts[-num_parts:]) for path in paths]
+        last_parts = [path.parts[-num_parts:] for path in paths]
+        names = ["/".join(parts) for parts in last_parts]
     return names
 
 
@@ -90,14 +91,20 @@ def _read_run(path: Path, name: str) -> RunFolder:
             f"{path} is no folder of a run, which has a config.yaml: give folders such as "
             "outputs/verl_like/ppo/latest."
         )
+    metrics_file = path / "metrics.jsonl"
     try:
         config = OmegaConf.to_container(read_config(path), resolve=False)
-        metrics = _rows(path / "metrics.jsonl")
+        metrics = _rows(metrics_file)
         calls = _rows(path / "timeline.jsonl", TIMELINE_BYTES)
         generations = _rows(path / "generations.jsonl")
     except (OSError, ValueError, OmegaConfBaseException) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
-    numbers = [_numbers(row) for row in metrics]
+    drawn = []
+    for row in metrics:
+        numbers = {name: value for name, value in row.items() if _is_number(value)}
+        if "step" in numbers:
+            drawn.append(numbers)
+    shown = [row for row in generations if _is_generation(row)]
     settings = dict(settings_of(masked(config)))
     return RunFolder(
         path=path,
@@ -105,10 +112,10 @@ def _read_run(path: Path, name: str) -> RunFolder:
         project=str(settings.get("trainer.project_name", "")),
         experiment=str(settings.get("trainer.experiment_name", "")),
         settings=settings,
-        metrics=[row for row in numbers if "step" in row],
-        newest_row=_time_of(path / "metrics.jsonl") if metrics else "",
+        metrics=drawn,
+        newest_row=_time_of(metrics_file) if metrics else "",
         calls=_calls_of_a_step(calls),
-        generations=[row for row in generations if _is_generation(row)],
+        generations=shown,
     )
 
 
@@ -137,11 +144,6 @@ def _is_number(value: object) -> bool:
     return abs(value) <= GREATEST_NUMBER
 
 
-def _numbers(row: dict[str, Any]) -> dict[str, float]:
-    """The values of a row that are numbers."""
-    return {name: value for name, value in row.items() if _is_number(value)}
-
-
 def _is_call(row: dict[str, Any]) -> bool:
     """Returns whether a row has what a timeline shows."""
     for name in TEXTS_OF_CALL:
@@ -155,18 +157,20 @@ def _is_call(row: dict[str, Any]) -> bool:
 
 def _is_generation(row: dict[str, Any]) -> bool:
     """Returns whether a row has a step and a prompt."""
-    return _is_number(row["step"]) and isinstance(row.get("prompt"), str)
+    has_prompt = isinstance(row.get("prompt"), str)
+    return has_prompt and _is_number(row["step"])
 
 
-def _calls_of_a_step(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def _calls_of_a_step(rows: Rows) -> Rows:
     """The calls of the last complete step that neither validated nor saved.
 
     The newest step may be incomplete. It is taken only if there is no other.
     """
-    by_step: dict[float, list[dict[str, Any]]] = {}
+    by_step: dict[float, Rows] = {}
     for row in rows:
         if _is_call(row) and row["step"] > 0:
-            by_step.setdefault(row["step"], []).append(row)
+            calls = by_step.setdefault(row["step"], [])
+            calls.append(row)
     steps = [by_step[step] for step in sorted(by_step)]
     if not steps:
         return []

@@ -77,12 +77,14 @@ class PPOTrainer:
         self.strategy = strategy
         self.experience_batch_size = experience_batch_size
         self.max_length = max_length
-        self.models: dict[str, Model] = {"actor": actor, "critic": critic, "ref": initial_model}
-        self.models |= {"reward_model": reward_model} if reward_model else {}
+        self.models = {"actor": actor, "critic": critic, "ref": initial_model}
+        if reward_model:
+            self.models["reward_model"] = reward_model
         self.optimizers: dict[str, Any] = {Role.Actor: actor_optim, Role.Critic: critic_optim}
         self.overrides = overrides
         self.tokenizer = deepcopy(tokenizer)
-        self.tokenizer.chat_template = self.tokenizer.chat_template or TEXT_ALONE
+        if not tokenizer.chat_template:
+            self.tokenizer.chat_template = TEXT_ALONE
         self.settings = {
             "trainer.n_gpus_per_node": strategy.num_processes,
             "trainer.seed": strategy.seed,
@@ -163,7 +165,8 @@ class PPOTrainer:
                 continue
             trained = folder / f"trained_{role}"
             export(saved, trained, "float32")
-            self.strategy.load_model(self.models[role], str(trained))
+            model = self.models[role]
+            self.strategy.load_model(model, str(trained))
             state_folder = saved / "checkpoint"
             # An adapter is merged into the model, and the next fit begins another one.
             has_adapter = (state_folder / ADAPTER).is_file()
@@ -177,17 +180,18 @@ class PPOTrainer:
         for name, model in self.models.items():
             model.hf.save_pretrained(folder / name)
             self.tokenizer.save_pretrained(folder / name)
+        prompts_file = folder / "prompts.jsonl"
         rows = [row if isinstance(row, Mapping) else row_of_text(row) for row in dataset]
         lines = [json.dumps(row) for row in rows]
-        (folder / "prompts.jsonl").write_text("\n".join(lines))
+        prompts_file.write_text("\n".join(lines))
         chats: Any = [row["prompt"] for row in rows]
         encoded: Any = self.tokenizer.apply_chat_template(
             chats, add_generation_prompt=True, return_dict=True
         )
         longest = max(map(len, encoded["input_ids"]))
         settings |= {
-            "data.train_files": f"{folder}/prompts.jsonl",
-            "data.val_files": f"{folder}/prompts.jsonl",
+            "data.train_files": str(prompts_file),
+            "data.val_files": str(prompts_file),
             "data.train_batch_size": self.experience_batch_size * update_timesteps,
             "data.max_prompt_length": longest,
             "data.max_response_length": self.max_length - longest,
@@ -202,7 +206,7 @@ class PPOTrainer:
     def settings_of_optimizers(self) -> dict[str, Any]:
         """What the optimizers and the strategy say of the training. Raises ValueError for an
         optimizer that `fit` does not have."""
-        settings: dict[str, Any] = {}
+        settings = {}
         for role, key, fsdp in (
             (Role.Actor, "actor_rollout_ref.actor", "actor_rollout_ref.actor.fsdp_config"),
             (Role.Critic, "critic", "critic.model.fsdp_config"),
@@ -223,10 +227,10 @@ def require_adamw_of_all(optimizer: torch.optim.Optimizer, model: Model, role: s
     model, none of which is frozen."""
     parameters = set(model.parameters())
     group, *others = optimizer.param_groups
-    is_whole = set(group["params"]) == parameters
-    is_frozen = not all(parameter.requires_grad for parameter in parameters)
-    has_defaults = type(optimizer) is torch.optim.AdamW and ADAMW.items() <= group.items()
-    if others or is_frozen or not (is_whole and has_defaults):
+    is_whole = not others and set(group["params"]) == parameters
+    is_trained = all(parameter.requires_grad for parameter in parameters)
+    is_adamw = type(optimizer) is torch.optim.AdamW
+    if not (is_whole and is_trained and is_adamw and ADAMW.items() <= group.items()):
         raise ValueError(
             f"fit trains all parameters of the {role} as one group by torch's AdamW with "
             f"{ADAMW}: give AdamW(model.parameters(), ...) and freeze none, and not {optimizer}"

@@ -46,18 +46,14 @@ class Model(nn.Module):
             Model.source = source
         else:
             made.num_labels = 1
-        dropouts = [
-            name
-            for name, value in vars(made).items()
-            if "drop" in name and isinstance(value, float)
-        ]
-        for name in dropouts:
-            setattr(made, name, 0.0)
-        self.hf: PreTrainedModel = (
-            self.auto_class.from_pretrained(source, config=made, dtype=torch.float32)
-            if isinstance(source, str)
-            else self.auto_class.from_config(made, dtype=torch.float32)
-        )
+        for name, value in list(vars(made).items()):
+            if "drop" in name and isinstance(value, float):
+                setattr(made, name, 0.0)
+        self.hf: PreTrainedModel
+        if isinstance(source, str):
+            self.hf = self.auto_class.from_pretrained(source, config=made, dtype=torch.float32)
+        else:
+            self.hf = self.auto_class.from_config(made, dtype=torch.float32)
 
     @property
     def model(self) -> nn.Module:
@@ -102,4 +98,5 @@ class RewardModel(Model):
                     "reward model's head has none: set it to 0, which moves all scores by as much"
                 )
             self.model.load_state_dict(model.state_dict())
-            self.hf.get_submodule("score").load_state_dict({"weight": value_head.weight})
+            own_head = self.hf.get_submodule("score")
+            own_head.load_state_dict({"weight": value_head.weight})

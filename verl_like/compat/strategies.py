@@ -58,9 +58,10 @@ class Strategy:
     def load_model(self, model: Model, path: str, strict: bool = True) -> None:
         """Reads such a folder. What it does not have stays as it is, or with `strict` raises
         ValueError."""
-        model_class: Any = type(model.hf)
+        hf = model.hf
+        model_class: Any = type(hf)
         there, report = model_class.from_pretrained(
-            path, config=model.hf.config, dtype=torch.float32, output_loading_info=True
+            path, config=hf.config, dtype=torch.float32, output_loading_info=True
         )
         missing = sorted(report["missing_keys"])
         unexpected = sorted(report["unexpected_keys"])
@@ -72,7 +73,7 @@ class Strategy:
         weights = there.state_dict()
         for name in missing:
             weights.pop(name, None)
-        model.hf.load_state_dict(weights, strict=False)
+        hf.load_state_dict(weights, strict=False)
 
     def save_optimizer(self, optimizer: Any, path: str, only_rank0: bool = False) -> None:
         """Writes the optimizer's state, a file for each rank."""

@@ -15,12 +15,13 @@ from verl_like.data.rows import (
     read_records,
     render,
     require_characters,
+    require_object,
 )
 from verl_like.data.token_limit import TokenLimit
 from verl_like.protocol import DataProto
 from verl_like.protocol.row_ops import jagged_from_lists
 
-Message = Mapping[str, Any]
+Message = dict[str, Any]
 Tokens = tuple[np.ndarray, np.ndarray]
 """The token ids of a conversation, (T,) int64, and which of them are learned, (T,) bool."""
 Row = tuple[list[Tokens], dict[str, float]]
@@ -99,6 +100,7 @@ class ConversationDataset:
         self.learns_to_end = False
         self._rows: list[Row] = []
         for place, record in read_records(files, max_samples):
+            require_object(record, place)
             try:
                 row, columns = self.read(record, place)
             except OverlongText:
@@ -107,6 +109,7 @@ class ConversationDataset:
                 self.num_dropped += 1
                 continue
             length = max(len(ids) for ids, _ in row)
+            where = ""
             if length > max_length:
                 if overlong == "error":
                     raise ValueError(
@@ -119,13 +122,14 @@ class ConversationDataset:
                     continue
                 self.num_truncated += 1
                 row = [(ids[:max_length], learned[:max_length]) for ids, learned in row]
-            where = f" among its first {max_length} tokens" if length > max_length else ""
+                where = f" among its first {max_length} tokens"
             self.check(row, place, where)
             lengths = [len(ids) for ids, _ in row]
             self.longest = max(self.longest, (max(lengths), place))
             self.largest = max(self.largest, (sum(lengths), place))
             for ids, learned in row:
-                self.highest_token = max(self.highest_token, (int(ids.max()), place))
+                highest = int(ids.max())
+                self.highest_token = max(self.highest_token, (highest, place))
                 self.last_tokens.add(int(ids[-1]))
                 is_end = np.isin(ids[learned], self.end_tokens)
                 self.learns_to_end |= bool(is_end.any())
@@ -135,12 +139,12 @@ class ConversationDataset:
                 f"no {self.what} of {', '.join(files)} is left ({self.num_dropped} are too long)"
             )
 
-    def read(self, record: Any, place: str) -> Row:
+    def read(self, record: dict[str, Any], place: str) -> Row:
         """Returns the conversations of a row and its further columns. Here a row has one
         conversation and no further columns. Raises ValueError for a row that cannot be used."""
-        has_text = isinstance(record, dict) and isinstance(record.get("text"), str)
-        if has_text and not record.get("messages") and not record.get("prompt"):
-            text = require_characters(record["text"], "field 'text'", place)
+        text = record.get("text")
+        if isinstance(text, str) and not record.get("messages") and not record.get("prompt"):
+            require_characters(text, "field 'text'", place)
             require_room(text, self.limit, place)
             tokens = list(self.tokenizer(text)["input_ids"])
             end = self.tokenizer.eos_token_id
@@ -153,7 +157,8 @@ class ConversationDataset:
             if tokens[-1:] != [end]:
                 tokens.append(end)
             ids = np.array(tokens, dtype=np.int64)
-            return [(ids, np.ones_like(ids, dtype=bool))], {}
+            learned = np.ones_like(ids, dtype=bool)
+            return [(ids, learned)], {}
         messages, first = messages_of(record, place)
         conversation = tokens_of(
             messages, first, self.tokenizer, self.template_kwargs, place, self.limit
@@ -175,7 +180,8 @@ class ConversationDataset:
 
     def token_ids(self, index: int) -> list[np.ndarray]:
         """The tokens of each conversation of an example."""
-        return [ids for ids, _ in self._rows[index][0]]
+        row, _columns = self._rows[index]
+        return [ids for ids, _ in row]
 
     def collate(self, indices: Iterable[int]) -> DataProto:
         """Makes a batch of B examples. It has a row for each of their conversations, with those of
@@ -187,13 +193,17 @@ class ConversationDataset:
         responses are as wide as the longest of the batch.
         """
         examples = [self._rows[index] for index in indices]
-        conversations: list[Tokens] = []
+        row_counts = []
+        first = []
+        others = []
+        are_learned = []
         for row, _columns in examples:
-            conversations.extend(row)
-        num_of_each = torch.tensor([len(row) for row, _ in examples], dtype=torch.int64)
-        first = [ids[:1] for ids, _ in conversations]
-        others = [ids[1:] for ids, _ in conversations]
-        are_learned = [learned[1:] for _, learned in conversations]
+            row_counts.append(len(row))
+            for ids, learned in row:
+                first.append(ids[:1])
+                others.append(ids[1:])
+                are_learned.append(learned[1:])
+        num_of_each = torch.tensor(row_counts, dtype=torch.int64)
         tensors = {
             "prompts": jagged_from_lists(first, torch.int64),
             "responses": jagged_from_lists(others, torch.int64),
@@ -203,10 +213,10 @@ class ConversationDataset:
         if examples:
             _row, columns_of_first = examples[0]
             for name in columns_of_first:
-                values = torch.tensor([columns[name] for _, columns in examples])
-                tensors[name] = values.repeat_interleave(num_of_each)
-        longest = max((len(ids) for ids, _ in conversations), default=2)
-        padding = (1, max(1, longest - 1), self.pad_token_id)
+                values = [columns[name] for _, columns in examples]
+                tensors[name] = torch.tensor(values).repeat_interleave(num_of_each)
+        lengths = [len(ids) for ids in others]
+        padding = (1, max([1, *lengths]), self.pad_token_id)
         return DataProto.from_dict(tensors, meta_info={"padding": padding})
 
 
@@ -215,9 +225,9 @@ class ScoredDataset(ConversationDataset):
 
     what = "scored conversation"
 
-    def read(self, record: Any, place: str) -> Row:
+    def read(self, record: dict[str, Any], place: str) -> Row:
         conversations, _ = super().read(record, place)
-        score = record.get("score")
+        score: Any = record.get("score")
         if type(score) not in (int, float) or not abs(score) < 1e30:  # NaN is not below it either
             raise bad_row(place, "field 'score'", score, "a finite number")
         return conversations, {"score": float(score)}
@@ -233,13 +243,13 @@ def require_room(text: str, limit: TokenLimit | None, place: str) -> None:
         )
 
 
-def messages_of(record: Any, place: str) -> tuple[list[Message], int]:
+def messages_of(record: dict[str, Any], place: str) -> tuple[list[Message], int]:
     """Returns the messages of a row, and the index of the first one that may be learned. Raises
     ValueError for a row of another form."""
     expected = "messages, prompt and response, or text"
-    if isinstance(record, dict) and record.get("messages") is not None:
+    if record.get("messages") is not None:
         return messages_in(record, "messages", None, place, expected), 0
-    has_response = isinstance(record, dict) and record.get("response") is not None
+    has_response = record.get("response") is not None
     field = "response" if has_response else "completion"
     prompt = messages_in(record, "prompt", "user", place, expected)
     answer = messages_in(record, field, "assistant", place, expected)
@@ -247,12 +257,10 @@ def messages_of(record: Any, place: str) -> tuple[list[Message], int]:
 
 
 def messages_in(
-    record: Any, field: str, role: str | None, place: str, expected: str
+    record: dict[str, Any], field: str, role: str | None, place: str, expected: str
 ) -> list[Message]:
     """Returns the messages in a field of a row. A text counts as one message of `role`, unless
     `role` is None. Raises ValueError, which says what was `expected`, for anything else."""
-    if not isinstance(record, dict):
-        raise bad_row(place, "the row", record, "an object with named fields")
     if record.get("tools"):
         expected = (
             "none, since no template gets it: data.apply_chat_template_kwargs.tools is "
@@ -265,7 +273,7 @@ def messages_in(
     if not isinstance(value, list) or not value:
         expected = f"chat messages; the row has {', '.join(record)}, expected {expected}"
         raise bad_row(place, f"field {field!r}", value, expected)
-    return list(check_messages(value, field, place))
+    return check_messages(value, field, place)
 
 
 def tokens_of(
@@ -288,11 +296,12 @@ def tokens_of(
     """
     text = render(tokenizer, messages, place, template_kwargs)
     require_room(text, limit, place)
-    ends_of_pieces: list[tuple[int, bool]] = []  # (end, True if the piece is learned)
+    ends_of_pieces = []  # (end, True if the piece is learned)
     for count, message in enumerate(messages):
         if message["role"] != "assistant" or count < first:
             continue
-        if not count or not (message["content"].strip() or message.get("tool_calls")):
+        is_empty = not (message["content"].strip() or message.get("tool_calls"))
+        if not count or is_empty:
             why = "is empty" if count else "answers nothing"
             raise ValueError(
                 f"{place}: turn {count}, the assistant's, {why}; leave it out, or the row"
@@ -310,8 +319,8 @@ def tokens_of(
         ends_of_pieces.append((len(begun), False))
         ends_of_pieces.append((len(ended), True))
     ends_of_pieces.append((len(text), False))
-    ids: list[int] = []
-    learned: list[bool] = []
+    ids = []
+    learned = []
     before = 0  # where the previous piece begins
     begin = 0
     for end, is_learned in ends_of_pieces:
@@ -329,8 +338,8 @@ def tokens_of(
                 "another way when it begins there; change the space around it in the row or "
                 "the chat template"
             )
-        ids += own
-        learned += [is_learned] * len(own)
+        ids.extend(own)
+        learned.extend([is_learned] * len(own))
         before = begin
         begin = end
     return np.array(ids, dtype=np.int64), np.array(learned, dtype=bool)

@@ -6,14 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from verl_like.data.conversations import (
-    ConversationDataset,
-    Message,
-    Row,
-    Tokens,
-    messages_in,
-    tokens_of,
-)
+from verl_like.data.conversations import ConversationDataset, Row, Tokens, messages_in, tokens_of
 from verl_like.data.rows import bad_row
 
 _EXPECTED = "chosen and rejected, with prompt or as conversations that begin alike"
@@ -35,11 +28,11 @@ class PreferenceDataset(ConversationDataset):
 
     what = "pair"
 
-    def read(self, record: Any, place: str) -> Row:
+    def read(self, record: dict[str, Any], place: str) -> Row:
         """Returns the chosen and the rejected conversation of a row, and the column `margin`, which
         is 0 if the row has none. Raises ValueError for a row that cannot be used."""
-        prompt: list[Message] = []
-        if isinstance(record, dict) and record.get("prompt") is not None:
+        prompt = []
+        if record.get("prompt") is not None:
             prompt = messages_in(record, "prompt", "user", place, _EXPECTED)
         answers = {}
         for side in ("chosen", "rejected"):
@@ -66,7 +59,9 @@ class PreferenceDataset(ConversationDataset):
                 f"{place}: chosen and rejected are the same: such a pair prefers nothing; leave it "
                 "out"
             )
-        margin = 0.0 if record.get("margin") is None else record["margin"]
+        margin = record.get("margin")
+        if margin is None:
+            margin = 0.0
         if type(margin) not in (int, float) or not math.isfinite(margin):
             raise bad_row(place, "field 'margin'", margin, "a number, or no such field")
         row = []
@@ -85,7 +80,8 @@ class PreferenceDataset(ConversationDataset):
         if not len(ends):
             return tokens
         stop = ends[-1] + 1
-        if str(self.tokenizer.decode(ids[stop:])).strip():
+        tail = str(self.tokenizer.decode(ids[stop:]))
+        if tail.strip():
             return tokens
         return ids[:stop], learned[:stop]
 

@@ -59,9 +59,8 @@ class PromptDataset:
                 "tokenizer that has one"
             )
         self.pad_token_id = padding_token(tokenizer)
-        rows = read_prompt_rows(
-            files, prompt_key=prompt_key, reward_fn_key=reward_fn_key, max_samples=max_samples
-        )
+        paths = [files] if isinstance(files, str) else files
+        rows = read_prompt_rows(paths, prompt_key, reward_fn_key, max_samples)
         options = {**(apply_chat_template_kwargs or {}), "add_generation_prompt": True}
         texts = [render(tokenizer, row.raw_prompt, row.place, options) for row in rows]
         num_rows = len(rows)
@@ -147,12 +146,12 @@ def _tokenize(
     rows: Sequence[PromptRow], texts: Sequence[str], tokenizer: PreTrainedTokenizerBase
 ) -> list[list[int]]:
     """Returns the token ids of each row's text. Raises ValueError for a text without tokens."""
-    prompts: list[list[int]] = []
+    prompts = []
     for portion in _portions(texts):
         # The template has written the special tokens already. These are the same tokens as those
         # of apply_chat_template(tokenize=True), but computed for many rows at once.
         encoded = tokenizer(portion, add_special_tokens=False, return_attention_mask=False)
-        prompts += encoded["input_ids"]
+        prompts.extend(encoded["input_ids"])
     for row, prompt in zip(rows, prompts, strict=True):
         if not prompt:
             raise ValueError(

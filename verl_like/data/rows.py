@@ -12,7 +12,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from transformers import PreTrainedTokenizerBase
 
-_MESSAGES = 'a list of chat messages [{"role": "user", "content": "..."}]'
 _NOT_TEXT = ("image", "images", "video", "videos", "audio", "audios")
 """Columns of other frameworks with images, videos and sounds, which no model here reads."""
 
@@ -34,11 +33,7 @@ class PromptRow:
 
 
 def read_prompt_rows(
-    files: str | list[str],
-    *,
-    prompt_key: str = "prompt",
-    reward_fn_key: str = "data_source",
-    max_samples: int = -1,
+    files: Sequence[str], prompt_key: str, reward_fn_key: str, max_samples: int
 ) -> list[PromptRow]:
     """Reads and checks the rows of all files in order. If `max_samples` is not negative, only so
     many rows are read.
@@ -46,9 +41,9 @@ def read_prompt_rows(
     Raises ValueError if a file is missing, unreadable or of another format, if a row breaks the
     schema, or if there are no rows.
     """
-    files = [files] if isinstance(files, str) else list(files)
-    records = read_records(files, max_samples)
-    rows = [_check_record(record, place, prompt_key, reward_fn_key) for place, record in records]
+    rows = []
+    for place, record in read_records(files, max_samples):
+        rows.append(_check_record(record, place, prompt_key, reward_fn_key))
     if not rows:
         raise ValueError(
             f"no rows in {', '.join(files) or 'data files (none given)'}: give at least one prompt"
@@ -56,7 +51,7 @@ def read_prompt_rows(
     return rows
 
 
-def read_records(files: Sequence[str], max_samples: int = -1) -> list[tuple[str, Any]]:
+def read_records(files: Sequence[str], max_samples: int) -> list[tuple[str, Any]]:
     """Reads the rows of all files in order, and returns (place, row) of each. If `max_samples` is
     not negative, only so many rows are read.
 
@@ -67,7 +62,8 @@ def read_records(files: Sequence[str], max_samples: int = -1) -> list[tuple[str,
     for file in files:
         wanted = None if max_samples < 0 else max_samples - len(records)
         for index, record in _read_file(file)[:wanted]:
-            records.append((f"{file}, row {index}", record))
+            place = f"{file}, row {index}"
+            records.append((place, record))
     for place, record in records:
         _require_text_alone(record, place)
     return records
@@ -83,6 +79,12 @@ def _require_text_alone(record: Any, place: str) -> None:
                 "nothing, since the models here read text alone: leave the column out, or the row"
             )
             raise bad_row(place, f"field {name!r}", record[name], expected)
+
+
+def require_object(record: Any, place: str) -> None:
+    """Raises ValueError for a row that is no object."""
+    if not isinstance(record, dict):
+        raise bad_row(place, "the row", record, "an object with named fields")
 
 
 def _read_file(file: str) -> list[tuple[int, Any]]:
@@ -102,7 +104,8 @@ def _read_file(file: str) -> list[tuple[int, Any]]:
             raise ValueError(f"{_first_unreadable(table, file)} cannot be read: {error}") from error
     if path.suffix == ".jsonl":
         rows = []
-        for index, line in enumerate(path.read_bytes().split(b"\n")):
+        lines = path.read_bytes().split(b"\n")
+        for index, line in enumerate(lines):
             if line.strip():
                 rows.append((index, _parse_json(line, f"{file}, row {index}")))
         return rows
@@ -170,11 +173,10 @@ def _too_deep(place: str) -> ValueError:
 def _check_record(record: Any, place: str, prompt_key: str, reward_fn_key: str) -> PromptRow:
     """Returns the checked row of a prompt. Raises ValueError for the first field that is missing or
     wrong."""
-    if not isinstance(record, dict):
-        raise bad_row(place, "the row", record, "an object with named fields")
+    require_object(record, place)
     messages = record.get(prompt_key)
     if not isinstance(messages, list) or not messages:
-        expected = _MESSAGES
+        expected = 'a list of chat messages [{"role": "user", "content": "..."}]'
         if messages is None:
             expected += f"; the row has {', '.join(record)}: set data.prompt_key"
         raise bad_row(place, f"field {prompt_key!r}", messages, expected)
@@ -228,7 +230,8 @@ def check_messages(messages: Sequence[Any], field: str, place: str) -> list[dict
                 expected = 'a text, which beside tool_calls may be ""'
                 raise bad_row(place, f"{name}[{key!r}]", text, expected)
             require_characters(text, f"{name}[{key!r}]", place)
-        checked.append({key: value for key, value in message.items() if value is not None})
+        given = {key: value for key, value in message.items() if value is not None}
+        checked.append(given)
     return checked
 
 

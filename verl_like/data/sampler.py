@@ -40,6 +40,7 @@ class EpochSampler:
         if self.shuffle:
             # NumPy guarantees that the stream of RandomState is the same in all versions. It does
             # not guarantee this for Generator.
-            order = np.random.RandomState([self.seed, epoch]).permutation(self.num_rows)
+            random = np.random.RandomState([self.seed, epoch])
+            order = random.permutation(self.num_rows)
         start = position * self.batch_size
         return epoch, order[start : start + self.batch_size].tolist()

@@ -2,7 +2,6 @@
 megabytes takes minutes."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 from tokenizers import models, pre_tokenizers
@@ -89,33 +88,35 @@ def _keeps_all_characters(backend: Any) -> bool:
     if not isinstance(model, models.BPE):
         return False
     vocabulary = backend.get_vocab()
-    splitters = list(_parts(backend.pre_tokenizer, "pretokenizers"))
-    normalizers = list(_parts(backend.normalizer, "normalizers"))
-    in_bytes = any(part["type"] == "ByteLevel" for part in (*splitters, *normalizers))
+    splitters = _parts(backend.pre_tokenizer, "pretokenizers")
+    normalizers = _parts(backend.normalizer, "normalizers")
+    types_of_splitters = {part["type"] for part in splitters}
+    types_of_normalizers = {part["type"] for part in normalizers}
     if model.byte_fallback:
         knows_all_bytes = all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
     else:
-        knows_all_bytes = in_bytes and all(
-            byte in vocabulary for byte in pre_tokenizers.ByteLevel.alphabet()
-        )
-    splitters_keep_all = all(
-        part["type"] in _SPLITTERS and part.get("behavior") != "Removed" for part in splitters
-    )
-    normalizers_keep_all = all(part["type"] in _NORMALIZERS for part in normalizers)
-    return knows_all_bytes and splitters_keep_all and normalizers_keep_all
+        in_bytes = "ByteLevel" in types_of_splitters | types_of_normalizers
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        knows_all_bytes = in_bytes and vocabulary.keys() >= set(alphabet)
+    removes_parts = any(part.get("behavior") == "Removed" for part in splitters)
+    keeps_all = types_of_splitters <= _SPLITTERS and types_of_normalizers <= _NORMALIZERS
+    return knows_all_bytes and keeps_all and not removes_parts
 
 
-def _parts(component: Any, key: str) -> Iterator[dict[str, Any]]:
-    """Yields the parts of a normalizer or a pre-tokenizer, in the form of `tokenizer.json`. There
-    are none if the tokenizer has no such component."""
-    if component is not None:
-        yield from _flat(json.loads(component.__getstate__()), key)
+def _parts(component: Any, key: str) -> list[dict[str, Any]]:
+    """The parts of a normalizer or a pre-tokenizer, in the form of `tokenizer.json` and in no
+    certain order. There are none if the tokenizer has no such component.
 
-
-def _flat(part: dict[str, Any], key: str) -> Iterator[dict[str, Any]]:
-    """Yields a part itself, or the parts of a sequence, which may contain further sequences."""
-    if part["type"] != "Sequence":
-        yield part
-        return
-    for inner in part[key]:
-        yield from _flat(inner, key)
+    A sequence has its parts under `key`, and they may be sequences too.
+    """
+    if component is None:
+        return []
+    found = []
+    to_look_at = [json.loads(component.__getstate__())]
+    while to_look_at:
+        part = to_look_at.pop()
+        if part["type"] == "Sequence":
+            to_look_at += part[key]
+        else:
+            found.append(part)
+    return found

@@ -13,7 +13,6 @@ from verl_like.rehearse.gpu_size import GPU_BYTES, bytes_of_gpu
 from verl_like.rehearse.null_gpu import NullGpu
 from verl_like.rehearse.processes import measure_run, refusal_at
 from verl_like.rehearse.report import most_at_once, report
-from verl_like.trainer.config import ConfigError
 from verl_like.trainer.config.roles import Role
 from verl_like.trainer.memory.pools import planned_pools
 
@@ -31,30 +30,29 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--config-name", help="the YAML file to start from")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     options = parser.parse_intermixed_args(arguments)
-    try:
-        device_bytes = bytes_of_gpu(options.gpu)
-        config = config_of(
-            options.command, options.overrides, options.config_name, options.config_dir
-        )
-        null_gpu = NullGpu()
-    except (ConfigError, ValueError) as error:
-        parser.exit(2, f"{error}\n")
     command = {
         "command": options.command,
         "overrides": options.overrides,
         "config_name": options.config_name,
         "config_dir": options.config_dir,
     }
+    try:
+        device_bytes = bytes_of_gpu(options.gpu)
+        config = config_of(**command)
+        null_gpu = NullGpu()
+    except ValueError as error:  # also ConfigError
+        parser.exit(2, f"{error}\n")
     planned = planned_pools(config, device_bytes)
     pools = measure_run(null_gpu, command, planned, device_bytes)
     refusals = {}
     for pool, planned_pool in zip(pools, planned, strict=True):
         for each in most_at_once(pool):
-            if each.total > device_bytes and Role.Rollout not in each.process.roles:
+            process = each.process
+            is_engine = Role.Rollout in process.roles
+            if each.total > device_bytes and not is_engine:
                 room = int(device_bytes - each.beside)
-                rank = each.process.rank
-                refused = refusal_at(null_gpu, command, planned_pool, rank, room)
-                refusals[pool.name, each.process.name] = refused
+                refused = refusal_at(null_gpu, command, planned_pool, process.rank, room)
+                refusals[pool.name, process.name] = refused
     text, fits = report(pools, device_bytes, refusals)
     sys.stdout.write(text + "\n")
     return 0 if fits else 1

@@ -16,7 +16,9 @@ from verl_like.trainer.config.supervised import (
     broken_supervised_rules,
 )
 
-COMMANDS: dict[str, tuple[type[RunConfig], Callable[[Any], Iterable[str]]]] = {
+Rules = Callable[[Any], Iterable[str]]
+"""Yields the errors of a configuration that breaks rules."""
+COMMANDS: dict[str, tuple[type[RunConfig], Rules]] = {
     "main_ppo": (PPOConfig, broken_rules),
     "main_detached": (DetachedConfig, broken_detached_rules),
     "main_sft": (SFTConfig, broken_supervised_rules),

@@ -95,9 +95,11 @@ def weights_of(model: TrainedModelConfig, dtype: str) -> WeightExport:
     This memory is counted nowhere, because it is not the engine's: a run has it in the object store
     or in the actor's memory, once on each node.
     """
-    policy = PolicyModel(empty_model(model, PolicyModel.auto_class, key=POLICY_PATH))
-    buffers = model_buffers(policy.hf)
-    weights = in_order(trained_parameters(policy.hf), getattr(torch, dtype), buffers)
+    hf = empty_model(model, PolicyModel.auto_class, key=POLICY_PATH)
+    policy = PolicyModel(hf)
+    parameters = trained_parameters(policy.hf)
+    torch_dtype = getattr(torch, dtype)
+    weights = in_order(parameters, torch_dtype, model_buffers(policy.hf))
     buckets = []
     for index, (name, tensor, own_dtype) in enumerate(weights):
         bucket = WeightBucket(
@@ -125,9 +127,10 @@ def measure(config: PPOConfig, device: Device) -> str:
     policy = config.actor_rollout_ref
     # There is no actor that could send weights while the engine loads them.
     settings = policy.rollout.model_copy(update={"weight_transport": "object_store"})
+    seed = config.trainer.seed
     with device.phase("rollout start") as of_start:
         engine = RealSizeEngine(
-            settings, policy.model, rank=0, world_size=1, seed=config.trainer.seed, device="cuda"
+            settings, policy.model, rank=0, world_size=1, seed=seed, device="cuda"
         )
         of_start |= parts_of(engine)
     device.engine = engine
@@ -152,14 +155,16 @@ def generate(engine: VllmEngine, prompt_length: int) -> None:
     sampling = Sampling(
         temperature=1.0, top_k=-1, top_p=1.0, max_tokens=NUM_STEPS, stop_token_ids=()
     )
-    engine._submit([GenerationRequest("rehearsed", [0] * prompt_length, 1, sampling)])
+    prompt = [0] * prompt_length
+    engine._submit([GenerationRequest("rehearsed", prompt, 1, sampling)])
     for _ in range(NUM_STEPS):
         engine.llm.llm_engine.step()
 
 
 def parts_of(engine: VllmEngine) -> dict[str, int]:
     """The bytes of the device that the model and the cache take."""
-    runner = engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    executor = engine.llm.llm_engine.model_executor
+    runner = executor.driver_worker.worker.model_runner
     model = runner.get_model()
     tensors = [*model.parameters(), *model.buffers()]
     weights = sum(tensor.nbytes for tensor in tensors)
@@ -183,11 +188,12 @@ def about_cache(engine: VllmEngine) -> str:
 
 
 def main() -> None:
-    task = json.loads(sys.argv[1])
-    config = config_of(task["command"], task["overrides"], task["config_name"], task["config_dir"])
+    command = json.loads(sys.argv[1])
+    config = config_of(**command)
     assert isinstance(config, PPOConfig)
     if isinstance(config, DetachedConfig):
-        config = config.of_maker(config.detached.maker_names[0])
+        first_maker = config.detached.maker_names[0]
+        config = config.of_maker(first_maker)
     os.environ |= rank_environment(0, 1, 0, 1, "cuda")
     replace_what_needs_numbers()
     device = Device()

@@ -17,8 +17,9 @@ def bytes_of_gpu(name: str) -> int:
     if name in GPU_BYTES:
         return int(GPU_BYTES[name])
     number = re.fullmatch(r"(\d+(\.\d+)?)GB", name)
-    if not number or not float(number[1]):
+    gigabytes = float(number[1]) if number else 0.0
+    if not gigabytes:
         raise ValueError(
             f"--gpu {name}: give one of {', '.join(GPU_BYTES)}, or a size such as 85.5GB."
         )
-    return int(float(number[1]) * 1e9)
+    return int(gigabytes * 1e9)

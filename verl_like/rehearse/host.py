@@ -19,7 +19,8 @@ _MAP_NORESERVE = 0x4000
 def unwritten(num_bytes: int, dtype: Any = np.uint8) -> np.ndarray:
     """An array in memory of its own, which takes none of this machine's until it is written."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-    memory = mmap.mmap(-1, max(1, num_bytes), flags=flags)
+    size = max(1, num_bytes)
+    memory = mmap.mmap(-1, size, flags=flags)
     return np.frombuffer(memory, dtype=dtype)[:num_bytes]
 
 
@@ -58,10 +59,9 @@ _pin = pinned_memory.pin
 def leave_unreserved() -> None:
     """Has arrays in host memory made by `Unreserved`, and all memory counted once."""
     places: Any = pinned_memory
-    shared: Any = shared_memory
     places.np = Unreserved()
     places.pin = pin_unreserved
-    shared.pin = pin_shared
+    shared_memory.pin = pin_shared
 
 
 class _MallInfo(ctypes.Structure):
@@ -92,9 +92,9 @@ def heap_bytes() -> int:
 
 def pinned_bytes() -> int:
     """The bytes of pinned memory without those of shared memory."""
-    counted = ctypes.CDLL(os.environ["LD_PRELOAD"]).null_gpu_pinned
-    counted.restype = ctypes.c_uint64
-    return counted() - Unreserved.num_shared_and_pinned
+    library = ctypes.CDLL(os.environ["LD_PRELOAD"])
+    library.null_gpu_pinned.restype = ctypes.c_uint64
+    return library.null_gpu_pinned() - Unreserved.num_shared_and_pinned
 
 
 def shared_bytes() -> int:
@@ -103,7 +103,7 @@ def shared_bytes() -> int:
     total = 0
     for line in Path("/proc/self/maps").read_text().splitlines():
         if "/memfd:" in line and "null_gpu" not in line:
-            addresses = line.split(maxsplit=1)[0]
+            addresses, _ = line.split(maxsplit=1)
             start, end = addresses.split("-")
             total += int(end, 16) - int(start, 16)
     return total

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ROOT / "scripts" / "null_gpu"
-GPU_ENVIRONMENT = ROOT / "build" / "gpu_env" / ".venv"
+SOURCES = ROOT / "scripts/null_gpu"
+GPU_PYTHON = ROOT / "build/gpu_env/.venv/bin/python"
 LIMIT_S = 1800
 UNLIMITED = 4 * 10**12
 """Bytes of a device on which everything fits. torch reserves several times as many addresses, so
@@ -41,19 +41,18 @@ class NullGpu:
             digest.update(path.read_bytes())
         digest.update(str(site_packages).encode())
         name = digest.hexdigest()[:16]
-        self.folder = ROOT / "build" / "null_gpus" / name
+        self.folder = ROOT / "build/null_gpus" / name
         self.library = self.folder / "libnullgpu.so"
         if not self.library.exists():
-            command = [
-                sys.executable,
-                str(SOURCES / "build.py"),
-                str(self.folder),
-                str(site_packages),
-            ]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+            done = subprocess.run(
+                [sys.executable, SOURCES / "build.py", self.folder, site_packages],
+                capture_output=True,
+                text=True,
+                timeout=LIMIT_S,
+            )
             if done.returncode:
-                last_line = done.stderr.strip().splitlines()[-1]
-                raise ValueError(f"The null GPU was not built: {last_line}")
+                lines = done.stderr.strip().splitlines()
+                raise ValueError(f"The null GPU was not built: {lines[-1]}")
 
     def run(self, module: str, task: Mapping[str, Any], device_bytes: int) -> Any:
         """Runs `python -m module` with a task, on a device of its own, and returns its answer.
@@ -74,15 +73,13 @@ class NullGpu:
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
         }
-        command = [str(self.python), "-m", module, json.dumps(task)]
         try:
             done = subprocess.run(
-                command,
+                [self.python, "-m", module, json.dumps(task)],
                 env=os.environ | variables,
                 capture_output=True,
                 text=True,
                 timeout=LIMIT_S,
-                check=False,
             )
         finally:
             for file in Path("/dev/shm").glob(f"null_gpu.{name}.*"):
@@ -96,7 +93,7 @@ class NullGpu:
 
 def _python_with_cuda() -> tuple[Path, Path]:
     """A Python with a CUDA build of torch, preferably this one, and its site-packages."""
-    for python in (Path(sys.executable), GPU_ENVIRONMENT / "bin" / "python"):
+    for python in (Path(sys.executable), GPU_PYTHON):
         if python.exists():
             done = subprocess.run(
                 [python, "-c", _HAS_CUDA], capture_output=True, text=True, timeout=300

@@ -4,9 +4,8 @@ import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from verl_like.rehearse.measured import Measured
@@ -31,7 +30,7 @@ class Process:
     roles: tuple[str, ...]
     rank: int
     num_ranks: int
-    phases: tuple[Measured, ...]
+    phases: Sequence[Measured]
     is_counted: bool = False
     """True if no process ran, and the numbers are those of the plan."""
     note: str = ""
@@ -41,8 +40,9 @@ class Process:
 
     @property
     def name(self) -> str:
+        roles = "+".join(self.roles)
         counted = ", counted" if self.is_counted else ""
-        return f"{'+'.join(self.roles)} rank {self.rank} of {self.num_ranks}{counted}"
+        return f"{roles} rank {self.rank} of {self.num_ranks}{counted}"
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ class Pool:
     group."""
 
     name: str
-    nodes: tuple[int, ...]
+    nodes: Sequence[int]
     """The number of GPUs on each node."""
-    processes: tuple[Process, ...]
+    processes: Sequence[Process]
 
     @property
     def num_gpus(self) -> int:
@@ -72,27 +72,32 @@ def measure_run(
     Engines that the null GPU does not run are counted by the plan, and all of them if there is no
     `device_bytes`.
     """
-    training: list[list[Future[Process]]] = []
+    training = []
     with ThreadPoolExecutor(2) as two_at_a_time:
         for pool in pools:
-            run_rank = partial(measure_rank, null_gpu, command, pool, device_bytes=UNLIMITED)
             last_rank = sum(pool.nodes) - 1
             ranks = sorted({0, last_rank}) if pool.models else []
-            training.append([two_at_a_time.submit(run_rank, rank=rank) for rank in ranks])
+            futures = []
+            for rank in ranks:
+                future = two_at_a_time.submit(
+                    measure_rank, null_gpu, command, pool, rank, UNLIMITED
+                )
+                futures.append(future)
+            training.append(futures)
         try:
-            ran = [[rank.result() for rank in ranks_of_pool] for ranks_of_pool in training]
+            ran = []
+            for futures in training:
+                ran.append([future.result() for future in futures])
         except BaseException:
             two_at_a_time.shutdown(wait=False, cancel_futures=True)
             raise
     measured = []
     for pool, processes in zip(pools, ran, strict=True):
-        if pool.rollout:
-            if device_bytes is not None and can_run(pool.config):
-                engine = measure_engine(null_gpu, command, pool, device_bytes)
-            else:
-                engine = counted_engine(pool)
-            processes.append(engine)
-        measured.append(Pool(pool.name, tuple(pool.nodes), tuple(processes)))
+        if pool.rollout and device_bytes is not None and can_run(pool.config):
+            processes.append(measure_engine(null_gpu, command, pool, device_bytes))
+        elif pool.rollout:
+            processes.append(counted_engine(pool))
+        measured.append(Pool(pool.name, pool.nodes, processes))
     return measured
 
 
@@ -102,12 +107,11 @@ def measure_rank(
     """Runs a rank of a pool's training process. Raises RuntimeError, with the last lines that it
     printed, if it fails."""
     began = time.monotonic()
-    num_ranks = sum(pool.nodes)
-    roles = tuple(model.name for model in pool.models)
-    task = {**command, "pool": pool.name, "rank": rank, "world_size": num_ranks}
+    task = {"command": command, "pool": pool.name, "rank": rank}
     answer = null_gpu.run(TRAINING, task, device_bytes)
-    phases = tuple(Measured(**phase) for phase in answer)
-    process = Process(roles, rank, num_ranks, phases)
+    phases = [Measured(**phase) for phase in answer]
+    roles = tuple(model.name for model in pool.models)
+    process = Process(roles, rank, sum(pool.nodes), phases)
     say_measured(pool, process, began)
     return process
 
@@ -139,12 +143,13 @@ def measure_engine(
     try:
         answer = null_gpu.run(ENGINE, command, device_bytes)
     except RuntimeError as error:
-        of_memory = [line for line in str(error).splitlines() if SHORT_OF_MEMORY.search(line)]
+        lines = str(error).splitlines()
+        of_memory = [line for line in lines if SHORT_OF_MEMORY.search(line)]
         if not of_memory:
             raise
         said = of_memory[-1].removeprefix("[rank0]: ")  # torch puts this before what a rank says
         return replace(counted_engine(pool), refusal=said)
-    phases = tuple(Measured(**phase) for phase in answer["phases"])
+    phases = [Measured(**phase) for phase in answer["phases"]]
     num_ranks = sum(pool.nodes)
     process = Process((Role.Rollout,), 0, num_ranks, phases, note=answer["note"])
     say_measured(pool, process, began)
@@ -157,18 +162,23 @@ def refusal_at(null_gpu: NullGpu, command: Command, pool: PlannedPool, rank: int
         measure_rank(null_gpu, command, pool, rank, max(1, room))
     except RuntimeError as error:
         lines = str(error).splitlines()
-        return next((line for line in lines if "OutOfMemoryError" in line), lines[-1])
+        for line in lines:
+            if "OutOfMemoryError" in line:
+                return line
+        return lines[-1]
     return ""
 
 
 def counted_engine(pool: PlannedPool) -> Process:
     """The rollout engine with the numbers of the plan: its share of the GPU while it generates, and
     what it keeps while other roles work."""
-    assert pool.rollout
-    sizes = {"rollout generation": pool.rollout.working, "between calls": pool.rollout.resting}
+    share = pool.rollout
+    assert share
+    parts_of_phase = {"rollout generation": share.working, "between calls": share.resting}
     phases = []
-    for phase, parts in sizes.items():
+    for phase, parts in parts_of_phase.items():
         total = int(sum(parts.values()))
-        phases.append(Measured(phase, total, total, {"engine": total}))
+        measured = Measured(phase, total, total, {"engine": total})
+        phases.append(measured)
     num_ranks = sum(pool.nodes)
-    return Process((Role.Rollout,), 0, num_ranks, tuple(phases), is_counted=True)
+    return Process((Role.Rollout,), 0, num_ranks, phases, is_counted=True)

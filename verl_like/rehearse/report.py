@@ -40,11 +40,16 @@ class AtOnce:
         return self.total - self.phase.reserved
 
     def __str__(self) -> str:
-        sums = " + ".join(f"{name} {size / GB:.1f}" for name, size in self.parts.items())
+        sums = " + ".join(_in_gb(self.parts))
         return (
             f"Most on one GPU, {self.process.name}, {self.phase.phase}: {sums} = "
             f"{self.total / GB:.1f} GB"
         )
+
+
+def _in_gb(parts: Mapping[str, float]) -> list[str]:
+    """The name and the size of each part."""
+    return [f"{name} {size / GB:.1f}" for name, size in parts.items()]
 
 
 def most_at_once(pool: Pool) -> list[AtOnce]:
@@ -72,33 +77,35 @@ def report(pools: Sequence[Pool], device_bytes: int, refusals: Refusals) -> tupl
         lines.append(f"{pool.name}: {pool.num_gpus} GPUs of {device_bytes / GB:.1f} GB")
         lines += _table(pool)
         lines += ["", str(most)]
-        over_full = [
-            each for each in of_processes if each.total > device_bytes or each.process.refusal
-        ]
-        refused = []
-        for each in over_full:
-            if refusals.get((pool.name, each.process.name)) != "":
-                refused.append(each)
-        if not over_full:
-            lines.append(f"It fits: {(device_bytes - most.total) / GB:.1f} GB are left.")
-        elif not refused:
-            lines.append(
-                "It fits, with nothing to spare: at this size torch gives back what it keeps of "
-                "freed memory."
-            )
-        for each in refused:
-            fits = False
+        is_over_full = False
+        is_refused = False
+        for each in of_processes:
+            process = each.process
+            if each.total <= device_bytes and not process.refusal:
+                continue
+            is_over_full = True
+            said = refusals.get((pool.name, process.name))
+            if said == "":  # it ran
+                continue
+            is_refused = True
             if each is not most:
                 lines.append(str(each))
-            process = each.process
-            reason = ""
+            reason = f" Torch says: {said}" if said else ""
             advice = keys_that_lower("device", "+".join(process.roles))
-            if said := refusals.get((pool.name, process.name)):
-                reason = f" Torch says: {said}"
             if process.refusal:
                 reason = f" The engine says: {process.refusal}"
                 advice = ADVICE_FOR_ENGINES
             lines.append(f"This does not fit.{reason} {advice}")
+        if is_refused:
+            fits = False
+        elif is_over_full:
+            lines.append(
+                "It fits, with nothing to spare: at this size torch gives back what it keeps of "
+                "freed memory."
+            )
+        else:
+            bytes_left = device_bytes - most.total
+            lines.append(f"It fits: {bytes_left / GB:.1f} GB are left.")
         lines += _host_memory(pool)
         lines.append("")
     return "\n".join(lines), fits
@@ -115,8 +122,9 @@ def _table(pool: Pool) -> list[str]:
             rest = phase.allocated - sum(parts.values())
             if rest > GB / 20:
                 parts["activations and buffers"] = rest
-            named = ", ".join(f"{name} {size / GB:.1f}" for name, size in parts.items())
-            numbers = " ".join(f"{getattr(phase, column) / GB:9.1f}" for column in COLUMNS)
+            named = ", ".join(_in_gb(parts))
+            sizes = [getattr(phase, column) for column in COLUMNS]
+            numbers = " ".join(f"{size / GB:9.1f}" for size in sizes)
             rows.append(f"    {phase.phase:42} {numbers}  {named}")
         if process.note:
             rows.append(f"    {process.note}")
@@ -126,9 +134,12 @@ def _table(pool: Pool) -> list[str]:
 def _at_once(pool: Pool, process: Process, phase: Measured) -> AtOnce:
     """What lies on a GPU in a phase of one process, while the others rest."""
     parts = {"this process": float(phase.reserved)}
-    others = {each.roles: each for each in pool.processes if each.roles != process.roles}
+    others = {}
+    for each in pool.processes:
+        if each.roles != process.roles:
+            others["+".join(each.roles)] = each
     for roles, other in others.items():
-        parts[f"{'+'.join(roles)} meanwhile"] = float(other.phases[-1].reserved)
+        parts[f"{roles} meanwhile"] = float(other.phases[-1].reserved)
     parts["contexts (assumed)"] = CONTEXT * (1 + len(others))
     return AtOnce(process, phase, parts)
 
@@ -138,12 +149,18 @@ def _host_memory(pool: Pool) -> list[str]:
     of its memory. Rank 0 is there."""
     num_others = pool.nodes[0] - 1
     lines = []
-    ranks = [process for process in pool.processes if Role.Rollout not in process.roles]
+    ranks = []
+    engines = []
+    for process in pool.processes:
+        if Role.Rollout in process.roles:
+            engines.append(process)
+        else:
+            ranks.append(process)
     if ranks:
         lines.append(_most_of_host("training", ranks[0], ranks[-1], num_others))
-    for process in pool.processes:
-        if Role.Rollout in process.roles and not process.is_counted:
-            lines.append(_most_of_host("engine", process, process, num_others))
+    for engine in engines:
+        if not engine.is_counted:
+            lines.append(_most_of_host("engine", engine, engine, num_others))
     return lines
 
 
@@ -155,11 +172,11 @@ def _most_of_host(what: str, first: Process, other: Process, num_others: int) ->
     largest = totals.index(max(totals))
     own = first.phases[largest]
     others = other.phases[largest]
-    sizes = []
+    parts = {}
     for name in ("pinned", "shared", "heap"):
-        size = getattr(own, name) + num_others * getattr(others, name)
-        sizes.append(f"{name} {size / GB:.1f}")
+        parts[name] = getattr(own, name) + num_others * getattr(others, name)
+    sums = " + ".join(_in_gb(parts))
     return (
         f"Host memory of the first node, {num_others + 1} {what} processes, at most in "
-        f"{own.phase}: {' + '.join(sizes)} = {totals[largest] / GB:.1f} GB"
+        f"{own.phase}: {sums} = {totals[largest] / GB:.1f} GB"
     )

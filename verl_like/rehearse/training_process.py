@@ -97,13 +97,14 @@ class Phases:
 
 def parts_of(engine: fsdp.FsdpEngine) -> dict[str, int]:
     """The bytes of the device that a model's weights, optimizer and gradients take now."""
-    moments: list[Tensor] = []
+    moments = []
     if engine.optimizer:
         for state_of_parameter in engine.optimizer.state.values():
             moments.extend(state_of_parameter.values())
     gradients = [parameter.grad for parameter in engine.parameters]
+    weights = [*engine.model.parameters(), *engine.model.buffers()]
     return {
-        "weights": bytes_on_device([*engine.model.parameters(), *engine.model.buffers()]),
+        "weights": bytes_on_device(weights),
         "optimizer": bytes_on_device(moments),
         "gradients": bytes_on_device(gradients),
     }
@@ -115,15 +116,16 @@ def bytes_on_device(tensors: Sequence[Tensor | None]) -> int:
     for tensor in tensors:
         if tensor is not None:
             part = local_part(tensor)
-            total += part.nbytes if part.is_cuda else 0
+            if part.is_cuda:
+                total += part.nbytes
     return total
 
 
-def empty_weights(model_class: Any, config: Any, settings: Any, **options: Any) -> Any:
+def empty_weights(*arguments: Any, **options: Any) -> Any:
     """Takes the place of `load_pretrained`. On rank 0 it returns a model in host memory whose
     weights are never written, so that they take no memory of this machine."""
     with_weights = options.pop("weights")
-    model = _load_pretrained(model_class, config, settings, weights=False, **options)
+    model = _load_pretrained(*arguments, weights=False, **options)
     return model.to_empty(device="cpu") if with_weights else model
 
 
@@ -136,7 +138,8 @@ class NoKernels:
     @staticmethod
     def statistics(x_MC: Tensor, *_: Any) -> tuple[Tensor, ...]:
         """Returns three tensors of the shape and dtype of the statistics, all zero."""
-        return tuple(x_MC.new_zeros(len(x_MC), dtype=torch.float32) for _ in range(3))
+        zeros_M = x_MC.new_zeros(len(x_MC), dtype=torch.float32)
+        return zeros_M, torch.zeros_like(zeros_M), torch.zeros_like(zeros_M)
 
     @staticmethod
     def to_gradient(*_: Any) -> None:
@@ -184,7 +187,8 @@ class NobodyElse:
 def join_nobody(rank: int, world_size: int, phases: Phases) -> None:
     """Makes a process group whose other ranks do not exist, and whose collectives do nothing."""
     os.environ |= rank_environment(rank, world_size, 0, 1, "cuda")
-    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    store = FakeStore()
+    dist.init_process_group("fake", store=store, rank=rank, world_size=world_size)
 
     def distribute(model: Any, weights: Any, options: Any) -> None:
         """Takes the place of `set_model_state_dict`. Whole weights come to the device, one at a
@@ -201,14 +205,11 @@ def join_nobody(rank: int, world_size: int, phases: Phases) -> None:
 def replace_what_needs_numbers() -> None:
     """Replaces what would read or check numbers, because nothing computes any, and what would write
     files or host memory."""
-    workers: Any = model_worker
-    workers.load_pretrained = empty_weights
+    model_worker.load_pretrained = empty_weights
     head: Any = linear_log_prob
     head._kernels = lambda x_MC: NoKernels
-    engine: Any = fsdp
-    engine.MAX_SKIPPED_STEPS = 10**9  # a step whose norm is not finite is skipped
-    updates: Any = mini_batches
-    updates.read_metrics = read_ones
+    fsdp.MAX_SKIPPED_STEPS = 10**9  # a step whose norm is not finite is skipped
+    mini_batches.read_metrics = read_ones
     writer: Any = ShardWriter
     writer.begin = begin_nothing
     leave_unreserved()
@@ -219,6 +220,7 @@ def rows_of_ppo(config: PPOConfig, num_rows: int) -> DataProto:
     prompt = config.data.max_prompt_length
     response = config.data.max_response_length
     tensors = full_rows(num_rows, prompt, response)
+    responses = tensors["responses"]
     for name in (
         "advantages",
         "returns",
@@ -227,21 +229,24 @@ def rows_of_ppo(config: PPOConfig, num_rows: int) -> DataProto:
         "ref_log_prob",
         "rollout_log_probs",
     ):
-        tensors[name] = torch.zeros_like(tensors["responses"], dtype=torch.float32)
-    return DataProto.from_dict(tensors, meta_info={"padding": (prompt, response, 0)})
+        tensors[name] = torch.zeros_like(responses, dtype=torch.float32)
+    padding = (prompt, response, 0)
+    return DataProto.from_dict(tensors, meta_info={"padding": padding})
 
 
 def rows_of_examples(config: SupervisedConfig, num_examples: int, example_length: int) -> DataProto:
     """Conversations of full length. An example of `example_length` tokens has one or a pair of
     them, and all tokens but the first of a conversation are learned."""
     length = config.data.max_length
+    num_others = length - 1
     rows_of_example = example_length // length
     num_rows = num_examples * rows_of_example
-    tensors = full_rows(num_rows, 1, length - 1)
+    tensors = full_rows(num_rows, 1, num_others)
     tensors["sample_id"] = torch.arange(num_examples).repeat_interleave(rows_of_example)
     tensors["margin"] = torch.zeros(num_rows)
     tensors["score"] = torch.zeros(num_rows)
-    return DataProto.from_dict(tensors, meta_info={"padding": (1, length - 1, 0)})
+    padding = (1, num_others, 0)
+    return DataProto.from_dict(tensors, meta_info={"padding": padding})
 
 
 def full_rows(num_rows: int, prompt_length: int, response_length: int) -> dict[str, Tensor]:
@@ -256,7 +261,8 @@ def full_rows(num_rows: int, prompt_length: int, response_length: int) -> dict[s
 def rows_of_ones(num_rows: int, length: int) -> Tensor:
     """A jagged int64 column whose rows all have `length` values, each of them 1."""
     values = torch.ones(num_rows * length, dtype=torch.int64)
-    return jagged_from_lengths(values, torch.full((num_rows,), length))
+    lengths = torch.full((num_rows,), length)
+    return jagged_from_lengths(values, lengths)
 
 
 def rows_of(config: RunConfig, model: PlannedModel, passes: MicroBatching) -> DataProto:
@@ -287,13 +293,16 @@ def workers_of(pool: PlannedPool) -> dict[str, RayClassWithInitArgs]:
     config = pool.config
     if isinstance(config, SupervisedConfig):
         worker = KINDS[type(config)].worker
-        return {"model": RayClassWithInitArgs(worker, *worker_arguments(config))}
+        arguments = worker_arguments(config)
+        return {"model": RayClassWithInitArgs(worker, *arguments)}
     assert isinstance(config, PPOConfig)
     own_classes = {}
     for role, path in config.worker_classes.items():
         own_classes[role] = import_worker_class(role, path)
     mapping = build_role_worker_mapping(config, own_classes)
-    copies = maker_models(config, mapping) if isinstance(config, DetachedConfig) else mapping
+    copies = mapping
+    if isinstance(config, DetachedConfig):
+        copies = maker_models(config, mapping)
     workers = {}
     for model in pool.models:
         classes = mapping if model.is_trained else copies
@@ -304,10 +313,10 @@ def workers_of(pool: PlannedPool) -> dict[str, RayClassWithInitArgs]:
     return workers
 
 
-def measure(pool: PlannedPool, rank: int, world_size: int) -> list[Measured]:
+def measure(pool: PlannedPool, rank: int) -> list[Measured]:
     """Measures all phases of one rank of a pool's training process."""
     phases = Phases()
-    join_nobody(rank, world_size, phases)
+    join_nobody(rank, sum(pool.nodes), phases)
     replace_what_needs_numbers()
     workers = {}
     for role, planned in workers_of(pool).items():
@@ -319,11 +328,13 @@ def measure(pool: PlannedPool, rank: int, world_size: int) -> list[Measured]:
                 phases.engines[role] = worker.engine
     for worker, model in with_plans(workers, pool):
         forward, update = METHODS.get(model.name, ("compute_rm_score", ""))
+        run_forward = getattr(worker, forward)
         rows = rows_of(pool.config, model, model.forward_passes)
         with phases.phase(f"{model.name} forward pass"):
-            getattr(worker, forward)(rows)
+            run_forward(rows)
         if model.is_trained:
-            measure_training(phases, model, worker, getattr(worker, update), pool.config)
+            run_update = getattr(worker, update)
+            measure_training(phases, model, worker, run_update, pool.config)
     with phases.phase("between calls"):
         pass
     return list(phases.measured.values())
@@ -336,7 +347,11 @@ def with_plans(workers: Mapping[str, Any], pool: PlannedPool) -> list[tuple[Any,
     have no worker: the worker of DPO's model holds the reference model too.
     """
     models = {model.name: model for model in pool.models}
-    return [(worker, models[role]) for role, worker in workers.items() if role in models]
+    pairs = []
+    for role, worker in workers.items():
+        if role in models:
+            pairs.append((worker, models[role]))
+    return pairs
 
 
 def measure_training(
@@ -350,7 +365,8 @@ def measure_training(
     the saving of the weights. The optimizer step is a phase of its own."""
     passes = worker.schedule.micro_batching
     rows = rows_of(config, model, passes)
-    worker.schedule = mini_batches.UpdateSchedule(count_samples(rows), passes, epochs=1)
+    num_samples = count_samples(rows)
+    worker.schedule = mini_batches.UpdateSchedule(num_samples, passes, epochs=1)
     engine: Any = worker.engine
     step = engine.step
 
@@ -373,9 +389,10 @@ def measure_training(
 
 def main() -> None:
     task = json.loads(sys.argv[1])
-    config = config_of(task["command"], task["overrides"], task["config_name"], task["config_dir"])
+    config = config_of(**task["command"])
     pools = {pool.name: pool for pool in planned_pools(config, 0)}
-    measured = measure(pools[task["pool"]], task["rank"], task["world_size"])
+    pool = pools[task["pool"]]
+    measured = measure(pool, task["rank"])
     answer = [asdict(each) for each in measured]
     sys.stdout.write(json.dumps(answer) + "\n")
 

@@ -61,9 +61,9 @@ class RewardResult:
         An array of numbers is float64, with NaN for a sample without the number. Other arrays are
         of objects, with None for a sample without the value.
         """
-        keys: dict[str, None] = {}  # in place of a set, which has no order
+        keys = {}  # in place of a set, which has no order
         for answer in self.answers:
-            keys |= dict.fromkeys(answer.extra)
+            keys.update(dict.fromkeys(answer.extra))
         columns = {}
         for key in keys:
             values = [answer.extra.get(key) for answer in self.answers]

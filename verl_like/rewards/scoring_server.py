@@ -106,7 +106,7 @@ def _score(
 def _checked(result: Any) -> dict[str, Any]:
     """Returns the fields of an `Answer` for the result of a reward function: its score and extra
     metrics, or an error if it has none."""
-    extra: dict[str, Any] = {}
+    extra = {}
     score = _plain(result)
     if isinstance(score, dict):
         if "score" not in score:

@@ -111,16 +111,15 @@ def rejection_bounds(
     Raises:
         ValueError: an unknown statistic, or bounds that do not fit it.
     """
-    names: list[str] = []
-    for name in statistics.split(","):
-        if name.strip() not in names:
-            names.append(name.strip())
-    unknown = [name for name in names if name not in STATISTICS]
-    if unknown:
-        raise ValueError(
-            f"rollout_rs={statistics}: unknown statistic {unknown[0]!r}; known are "
-            f"{', '.join(STATISTICS)}"
-        )
+    names: dict[str, None] = {}  # in place of a set, which has no order
+    for part in statistics.split(","):
+        name = part.strip()
+        if name not in STATISTICS:
+            raise ValueError(
+                f"rollout_rs={statistics}: unknown statistic {name!r}; known are "
+                f"{', '.join(STATISTICS)}"
+            )
+        names[name] = None
     if threshold is None:
         raise ValueError(f"rollout_rs={statistics} needs rollout_rs_threshold: set it, e.g. to 2.0")
     given = str(threshold).split(",")
@@ -129,12 +128,14 @@ def rejection_bounds(
             f"rollout_rs_threshold={threshold} has {len(given)} bounds for the {len(names)} "
             f"statistics of rollout_rs={statistics}; give one for all or one for each"
         )
-    bounds = given * len(names) if len(given) == 1 else given
+    if len(given) == 1:
+        given = given * len(names)
     found = {}
-    for name, bound in zip(names, bounds, strict=True):
+    for name, bound in zip(names, given, strict=True):
         lower, upper = read_band(bound.strip(), "rollout_rs_threshold")
         if name.endswith("k1"):
-            lower = 1 / upper if lower is None else lower
+            if lower is None:
+                lower = 1 / upper
             if lower > upper:
                 raise ValueError(
                     f"rollout_rs_threshold={bound}: {name} keeps ratios up to it; give 1 or more, "

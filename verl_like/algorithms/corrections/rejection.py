@@ -79,7 +79,9 @@ def compute_rollout_rejection_mask(
         return response_mask, {}
     with torch.no_grad():
         d = zero_masked(log_ratio, mask).clamp(-20.0, 20.0)
-        divergences = {"k1": -d, "k2": d.square() / 2, "k3": d.exp() - d - 1}
+        k2 = d.square() / 2
+        k3 = d.exp() - d - 1
+        divergences = {"k1": -d, "k2": k2, "k3": k3}
         for name, (lower, upper) in bounds.items():
             level, _, ending = name.rpartition("_")
             values = divergences[ending]
