@@ -46,6 +46,16 @@ def batch() -> DataProto:
     )
 
 
+def test_a_padded_view_names_columns_that_were_read_after_the_others_and_those_put_in_last():
+    view = padded(batch()).tensor_batch
+    view["returns"] = torch.zeros(3, 3)
+    assert view["values"] is not None
+    assert view["is_skipped"] is not None
+    unread = ["attention_mask", "input_ids", "position_ids", "prompt_scores", "prompts"]
+    unread += ["response_mask", "responses"]
+    assert list(view) == [*unread, "values", "is_skipped", "returns"]
+
+
 def test_the_padded_view_has_verls_layout():
     view = padded(batch())
     columns = {
