@@ -7,6 +7,7 @@ import torch
 
 from verl_like.protocol import DataProto
 from verl_like.protocol.padded import (
+    PaddedColumns,
     padded,
     places_of_samples,
     strip,
@@ -47,7 +48,7 @@ def batch() -> DataProto:
 
 
 def test_a_padded_view_names_columns_that_were_read_after_the_others_and_those_put_in_last():
-    view = padded(batch()).tensor_batch
+    view = PaddedColumns(batch())
     view["returns"] = torch.zeros(3, 3)
     assert view["values"] is not None
     assert view["is_skipped"] is not None
