@@ -95,6 +95,13 @@ def loss_and_gradient(
             -LOG2,
             [0.5],
         ),
+        # A token that became certain: 0.999 log 0.999 + 0.001 log(0.001 / 1e-8) = 0.0105.
+        (
+            "dppo_kl",
+            {"old_probs": [0.999], "probs": [1.0], "advantages": [1.0], "high": 0.011},
+            0,
+            [-1 / 0.999],
+        ),
         # Log-ratios log 4 and 0: clipped to 0.4 the mean is 0.2; not clipped for A < 0 it is log 2.
         (
             "geo_mean",

@@ -4,6 +4,7 @@ takes and validates."""
 import inspect
 import math
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -255,6 +256,28 @@ def test_weights_that_do_not_come_are_named_with_their_version_and_trainer(
         r"trainer_0",
     ):
         holder.load_newest_weights()
+
+
+def test_a_maker_that_waits_for_newer_weights_for_too_long_names_them_unless_a_side_was_lost_lately():
+    holder = maker(
+        name="maker_1",
+        config=config_of("trainer.call_timeout_s=7"),
+        version=2,
+        trainer_names=["trainer_0"],
+        recorder=SideRecorder("maker_1", node=""),
+        has_pushed=threading.Condition(),
+        ledger=SimpleNamespace(seconds_since_loss=lambda: 22.0),
+    )
+    began = time.monotonic()
+    holder.wait_for_weights(began - 20)
+    with pytest.raises(
+        CallTimeout,
+        match=r"maker_1\.workingloop did not .* 21 s: .* weights newer than version 2, from "
+        r"trainer_0",
+    ):
+        holder.wait_for_weights(began - 22)
+    holder.ledger.seconds_since_loss = lambda: 20.0
+    holder.wait_for_weights(began - 22)
 
 
 def test_a_maker_of_nccl_loads_the_weights_that_the_trainer_holds_for_it_and_has_them_sent(

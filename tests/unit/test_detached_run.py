@@ -15,6 +15,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from test_detached_config import config_of
 
 from verl_like.single_controller.failure import CallTimeout, PlacementError, WorkerDied, WorkerError
+from verl_like.trainer.config.roles import Role
 from verl_like.trainer.detached import run_detached
 from verl_like.trainer.detached.run_detached import DetachedRun, check_shared_memory
 from verl_like.trainer.detached.side import LEDGER, Question, SideRecorder, side_died
@@ -139,6 +140,32 @@ def test_a_maker_that_is_started_again_has_the_next_number_and_goes_on_after_the
     with pytest.raises(WorkerError, match="fault 3"):
         run.failed("maker_1", WorkerError("maker_1", 0, "10.0.0.9", 77, "make", "OSError: fault 3"))
     assert len(actors.started) == 3
+
+
+@pytest.mark.parametrize(
+    ("transport", "checked"), [("shared_memory", [["trainer", "maker_1"]]), ("object_store", [])]
+)
+def test_a_maker_that_shares_memory_with_the_trainers_starts_after_a_check_of_their_nodes(
+    actors: Actors, monkeypatch: pytest.MonkeyPatch, transport: str, checked: list[list[str]]
+):
+    run = run_of(2, [])
+    run.config = run.config.updated({"actor_rollout_ref.rollout.weight_transport": transport})
+    pool_of_trainer = SimpleNamespace(resource_pool_dict={"pool": "trainer"})
+    pools_of_maker = SimpleNamespace(
+        create_resource_pool=lambda: None,
+        get_resource_pool=lambda role: {Role.Rollout: "maker_1"}[role],
+    )
+    run.pools = {"trainer_0": pool_of_trainer, "maker_1": pools_of_maker}
+    given: list[list[str]] = []
+
+    def check(pools: list[Any]) -> None:
+        assert actors.started == []
+        given.append(pools)
+
+    monkeypatch.setattr(run_detached, "check_shared_memory", check)
+    run.start_maker("maker_1")
+    assert given == checked
+    assert [name for name, _ in actors.started] == ["maker_1"]
 
 
 def test_a_ledger_that_does_not_answer_is_removed_and_ends_the_run_with_its_place(

@@ -77,6 +77,25 @@ def test_a_restored_average_goes_on_bit_for_bit_and_is_exported(tmp_path: Path):
     assert not any(torch.equal(saved[name], expected[name]) for name in expected)
 
 
+def test_the_average_of_an_adapter_is_exported_in_the_merged_model(tmp_path: Path):
+    path = write_model(tmp_path / "model")
+    config = policy_config(path, ema_decay=0.75)
+    adapter = {"lora_rank": 3, "lora_alpha": 6, "target_modules": ("q_proj",)}
+    model = config.model.model_copy(update=adapter)
+    group = local_group(ActorWorker, config.model_copy(update={"model": model}))
+    group.update_actor(make_batch()).get()
+    group.save_checkpoint(str(tmp_path / "actor/checkpoint"))
+    export(tmp_path / "actor", tmp_path / "averaged", ema=True)
+    name = "model.layers.0.self_attn.q_proj"
+    averages = averages_of(group)
+    a, b = (averages[f"{name}.lora_{matrix}.default.weight"] for matrix in "AB")
+    base = load_file(f"{path}/model.safetensors")[f"{name}.weight"]
+    found = load_file(tmp_path / "averaged/model.safetensors")[f"{name}.weight"]
+    torch.testing.assert_close(found, base + 6 / 3 * b @ a, rtol=1e-6, atol=1e-7)
+    now = parameters_of(group.workers[0])[f"{name}.lora_B.default.weight"]
+    assert not torch.allclose(now, b)
+
+
 def test_there_is_no_average_without_a_decay(tmp_path: Path):
     group = local_group(ActorWorker, policy_config(write_model(tmp_path / "model")))
     group.save_checkpoint(str(tmp_path / "actor/checkpoint"))

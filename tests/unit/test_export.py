@@ -27,7 +27,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from verl_like.export import export, main
+from verl_like.export import base_model, export, main
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.workers.actor import ActorWorker
 from verl_like.workers.critic import CriticWorker
@@ -198,6 +198,22 @@ def test_a_model_with_code_of_its_own_is_refused_and_its_code_is_not_run(actor, 
     ):
         export(tmp_path / "actor", tmp_path / "exported")
     assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize(
+    ("role", "path"),
+    [("actor", "/models/policy"), ("critic", "/models/values"), ("model", "/models/examples")],
+)
+def test_the_model_that_a_role_began_with_is_the_one_of_its_key(
+    role: str, path: str, tmp_path: Path
+):
+    config = {
+        "actor_rollout_ref": {"model": {"path": "/models/policy"}},
+        "critic": {"model": {"path": "/models/values"}},
+        "model": {"path": "/models/examples"},
+    }
+    (tmp_path / "config.yaml").write_text(json.dumps(config))
+    assert base_model(tmp_path / "global_step_3" / role / "checkpoint") == path
 
 
 def test_the_command_exports_and_names_a_disk_that_takes_no_more(actor, tmp_path: Path):

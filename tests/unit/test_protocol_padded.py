@@ -7,6 +7,7 @@ import torch
 
 from verl_like.protocol import DataProto
 from verl_like.protocol.padded import (
+    PaddedColumns,
     padded,
     places_of_samples,
     strip,
@@ -44,6 +45,16 @@ def batch() -> DataProto:
         {"uid": ["a", "b", "c"]},
         {"padding": PADDING, "global_steps": 7},
     )
+
+
+def test_a_padded_view_names_columns_that_were_read_after_the_others_and_those_put_in_last():
+    view = PaddedColumns(batch())
+    view["returns"] = torch.zeros(3, 3)
+    assert view["values"] is not None
+    assert view["is_skipped"] is not None
+    unread = ["attention_mask", "input_ids", "position_ids", "prompt_scores", "prompts"]
+    unread += ["response_mask", "responses"]
+    assert list(view) == [*unread, "values", "is_skipped", "returns"]
 
 
 def test_the_padded_view_has_verls_layout():

@@ -143,6 +143,23 @@ def test_a_stopped_process_that_waits_is_replaced(
     manager.close()
 
 
+def test_stop_kills_a_stopped_process_though_a_program_below_it_has_ended_meanwhile(
+    reward_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    each = process.RewardProcess(RewardFunctionSpec(reward_file), 60.0, 4.0)
+    each.start()
+    assert each._popen is not None
+    pid = each._popen.pid
+    os.kill(pid, signal.SIGSTOP)
+    has_ended = subprocess.Popen(["true"])
+    has_ended.wait()
+    below = process.descendants
+    monkeypatch.setattr(process, "descendants", lambda pid: [has_ended.pid, *below(pid)])
+    monkeypatch.setattr(process, "_EXIT_S", 1.0)
+    assert each.stop() == -signal.SIGKILL
+    assert not is_running(pid)
+
+
 def test_close_does_not_wait_for_a_hung_sample_and_leaves_no_process(reward_file: str) -> None:
     before = set(worker_pids(os.getpid()))
     manager = RewardManager(RewardFunctionSpec(reward_file), num_workers=2, timeout_s=600.0)

@@ -722,6 +722,22 @@ def test_a_thread_that_is_closed_ends_after_its_step_and_fails_whatever_waits_fo
     assert {*errors, str(error.value)} == {"The rollout engine was closed."}
 
 
+def test_a_thread_is_closed_before_its_process_ends(
+    model: ModelAndFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_exit: list[Callable[[], None]] = []
+
+    def register(function: Callable[..., None], *arguments: Any) -> None:
+        at_exit.append(partial(function, *arguments))
+
+    monkeypatch.setattr(engine_thread.atexit, "register", register)
+    thread = EngineThread(lambda: make_engine(model))
+    assert not thread._has_ended.is_set()
+    for call in at_exit:
+        call()
+    assert thread._has_ended.is_set()
+
+
 def test_a_thread_that_nobody_can_ask_any_more_ends(
     model: ModelAndFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

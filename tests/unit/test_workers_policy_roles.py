@@ -1,6 +1,7 @@
 """The policy's roles in one process: the actor's weights reach the rollout, whose samples the actor
 scores."""
 
+import dataclasses
 import importlib
 from pathlib import Path
 
@@ -72,6 +73,18 @@ def test_the_rollout_samples_from_the_weights_the_actor_exported(config, transpo
         len(each) == RESPONSE or each[-1] in rollout.workers[0].rollout.eos_token_ids
         for each in responses
     )
+    assert [spans[0][0] for spans in batch.non_tensor_batch["policy_version"]] == [3] * 6
+
+
+def test_the_address_of_a_call_takes_the_place_of_the_one_in_the_export(config):
+    rollout_config = config.rollout.model_copy(update={"weight_transport": "gloo"})
+    config = config.model_copy(update={"rollout": rollout_config})
+    actor = local_group(ActorWorker, config)
+    rollout = local_group(RolloutWorker, config, seed=1)
+    (export,) = actor.export_weights(version=3).get()
+    elsewhere = dataclasses.replace(export, address=("127.0.0.1", 9))
+    rollout.load_weights([elsewhere], version=3, address=export.address)
+    batch = rollout.generate_sequences(prompts()).get()
     assert [spans[0][0] for spans in batch.non_tensor_batch["policy_version"]] == [3] * 6
     scored = actor.compute_log_prob(batch).get().batch["old_log_probs"]
     torch.testing.assert_close(
