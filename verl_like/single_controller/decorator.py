@@ -99,13 +99,13 @@ def register(
         )
     if not isinstance(execute_mode, Execute):
         raise ValueError(f"execute_mode is Execute.ALL or Execute.RANK_ZERO, got {execute_mode!r}")
-    whole_argument_modes = (Dispatch.RANK_ZERO, Dispatch.ONE_TO_ALL, Dispatch.ALL_TO_ALL)
-    if execute_mode is Execute.RANK_ZERO and mode not in whole_argument_modes:
-        raise ValueError(
-            f"{mode.name} splits its arguments over all ranks, so it cannot run with "
-            "Execute.RANK_ZERO: use Dispatch.RANK_ZERO, or Execute.ALL"
-        )
     if execute_mode is Execute.RANK_ZERO:
+        whole_argument_modes = (Dispatch.RANK_ZERO, Dispatch.ONE_TO_ALL, Dispatch.ALL_TO_ALL)
+        if mode not in whole_argument_modes:
+            raise ValueError(
+                f"{mode.name} splits its arguments over all ranks, so it cannot run with "
+                "Execute.RANK_ZERO: use Dispatch.RANK_ZERO, or Execute.ALL"
+            )
         mode = Dispatch.RANK_ZERO
 
     def decorate(method: _Method) -> _Method:
@@ -183,8 +183,10 @@ def check_writes(role: str, spec: MethodSpec, result: Any) -> None:
             f"{role}.{spec.name} declares writes={spec.writes} but returned {type(result).__name__}"
         )
     present = {*result.columns(), *result.meta_info}
-    required = [name for name in spec.writes if not name.endswith("?")]
-    missing = [name for name in required if name not in present]
+    missing = []
+    for name in spec.writes:
+        if name not in present and not name.endswith("?"):
+            missing.append(name)
     if missing:
         raise ValueError(
             f"{role}.{spec.name} declares to write {missing} but returned only {sorted(present)}"

@@ -33,22 +33,23 @@ def result_of(spec: MethodSpec, result: DataProto, data: DataProto) -> DataProto
     if spec.jagged or not _has_jagged_prompts(data):
         return result
     columns = result.tensors()
-    if {"input_ids", "attention_mask"} <= columns.keys():
+    if "input_ids" in columns and "attention_mask" in columns:
         _, _, pad_token_id = data.meta_info["padding"]
         jagged = without_padding(result, pad_token_id)
         jagged.meta_info.pop("padding")  # the batch's own says how wide the columns are
         return jagged
-    if "responses" not in data.tensors() or len(result) != len(data):
+    has_responses = "responses" in data.tensors()
+    if not has_responses or len(result) != len(data):
         return result
     if "responses" in columns:
-        given = padded(data, ["responses"]).tensors()["responses"]
-        if not torch.equal(columns["responses"], given):
+        given = padded(data, ["responses"]).tensors()
+        if not torch.equal(columns["responses"], given["responses"]):
             raise ValueError(
                 f"{spec.name} returned other responses than it was given: return input_ids and "
                 "attention_mask with them, which say how long they are"
             )
-    beside = data.select(batch_keys=["prompts", "responses"], non_tensor_batch_keys=[])
-    stripped = strip(result, beside)
+    only_tokens = data.select(["prompts", "responses"], [])
+    stripped = strip(result, only_tokens)
     kept = [name for name in columns if name not in VERL_COLUMNS]
     return stripped.select(batch_keys=kept)
 

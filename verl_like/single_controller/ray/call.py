@@ -132,7 +132,8 @@ class RayCall(_CallOnRanks):
         return values[num_ranks:]
 
     def done(self) -> bool:
-        return len(_finished(self.headers)) == len(self.headers)
+        finished = _finished(self.headers)
+        return len(finished) == len(self.headers)
 
     def parts(self) -> list[Part]:
         return [Part(self.headers[rank], self.payloads[rank]) for rank in self.collect_ranks]
@@ -168,13 +169,14 @@ class RayStream(_CallOnRanks):
                 self.processes.end_stopped(self.method)
                 next_look = time.monotonic() + LOOK_S
             running = list(self._running.values())
-            ready, _ = ray.wait(running, timeout=min(_POLL_S, left))
+            seconds = min(_POLL_S, left)
+            ready, _ = ray.wait(running, timeout=seconds)
             for rank, generator in list(self._running.items()):
                 if generator in ready:
                     yield from self._next(rank)
             if not self._running:
-                for rank in range(len(self.answers)):
-                    self.unreported.report(self.method, rank, self._headers[rank])
+                for rank, header in sorted(self._headers.items()):
+                    self.unreported.report(self.method, rank, header)
 
     def _next(self, rank: int) -> Iterator[Any]:
         """Yields the next thing of a rank, which is ready, if the method yielded it. Header and
@@ -218,7 +220,8 @@ class RayStream(_CallOnRanks):
 
     def done(self) -> bool:
         ends = self._ends()
-        return len(_finished(ends)) == len(ends)
+        finished = _finished(ends)
+        return len(finished) == len(ends)
 
     def _ends(self) -> list[Any]:
         """Returns a reference for each rank that is ready when the rank has ended."""

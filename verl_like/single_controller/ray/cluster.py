@@ -18,17 +18,20 @@ def assign(entries: list[Resources], nodes: dict[str, Resources]) -> list[str] |
     """
     if not entries:
         return []
-    bundle: dict[str, int] = {}
+    bundle = {}
     for kind in entries[0]:
         amounts = [int(entry[kind]) for entry in entries]
         bundle[kind] = math.gcd(*amounts)
 
     def bundles(resources: Resources) -> int:
-        fitting = [resources.get(kind, 0) // amount for kind, amount in bundle.items()]
+        fitting = []
+        for kind, amount in bundle.items():
+            available = resources.get(kind, 0)
+            fitting.append(available // amount)
         return int(min(fitting))
 
-    sizes = [bundles(entry) for entry in entries]
-    capacities = [bundles(node) for node in nodes.values()]
+    sizes = list(map(bundles, entries))
+    capacities = list(map(bundles, nodes.values()))
     largest_first = sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)
     sorted_sizes = [sizes[entry] for entry in largest_first]
     chosen = _assign(sorted_sizes, capacities, set())
@@ -56,10 +59,11 @@ def _assign(
     if sizes.count(size) > num_places or state in failed:
         return None
     for i, capacity in enumerate(capacities):
-        if capacity < size or capacity in capacities[:i]:  # equal capacities are tried once
+        is_tried = capacity in capacities[:i]
+        if capacity < size or is_tried:
             continue
         left = list(capacities)
-        left[i] = capacity - size
+        left[i] -= size
         chosen = _assign(others, left, failed)
         if chosen is not None:
             return [i, *chosen]
@@ -75,9 +79,7 @@ def node_resources(total: bool) -> dict[str, Resources]:
         if node["Alive"]:
             name = node["NodeID"]
             resources = node["Resources"] if total else free.get(name, {})
-            gpu = resources.get("GPU", 0.0)
-            cpu = resources.get("CPU", 0.0)
-            nodes[name] = {"GPU": gpu, "CPU": cpu}
+            nodes[name] = {"GPU": resources.get("GPU", 0.0), "CPU": resources.get("CPU", 0.0)}
     return nodes
 
 
@@ -88,7 +90,7 @@ def placement_table(requests: dict[str, list[Resources]]) -> str:
     for pool, entries in requests.items():
         for index, entry in enumerate(entries):
             gpu = f"{entry.get('GPU', 0):g}"
-            cpu = f"{entry.get('CPU', 0):g}"
+            cpu = f"{entry['CPU']:g}"
             lines.append(_table_row(f"{pool}, node {index}", gpu, cpu))
     free = node_resources(total=False)
     lines.append(_table_row("node", "GPU", "CPU") + "   (free / all)")

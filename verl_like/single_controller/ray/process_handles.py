@@ -64,7 +64,11 @@ class ProcessHandles:
         self.stopping = threading.Lock()
         """Held while `stopped` is set, so that the group is stopped once."""
         self.stopped: Exception | None = None  # why the actors are gone; later calls raise it
-        device = "cuda" if pool.use_gpu else "cpu"
+        device = "cpu"
+        num_gpus: float = 0
+        if pool.use_gpu:
+            device = "cuda"
+            num_gpus = 1 / pool.max_colocate_count
         environments = []
         for rank, (local_rank, local_size) in enumerate(pool.local_ranks()):
             env = rank_environment(rank, pool.world_size, local_rank, local_size, device)
@@ -90,15 +94,13 @@ class ProcessHandles:
             actor_class = process_class.options(
                 name=self.names[rank],
                 num_cpus=1,
-                num_gpus=1 / pool.max_colocate_count if pool.use_gpu else 0,
+                num_gpus=num_gpus,
                 scheduling_strategy=in_bundle,
                 runtime_env={"env_vars": env},
             )
             self.actors.append(actor_class.remote())
         master = self.actors[0].reserve_master.remote()
-        self._started: list[Any] = []
-        for actor in self.actors:
-            self._started.append(actor.start.remote(master, classes))
+        self._started = [actor.start.remote(master, classes) for actor in self.actors]
         _RUNNING.add(self)
 
     def wait_until_started(self, timeout: float = START_DEADLINE_S) -> list[ProcessInfo]:
@@ -148,8 +150,8 @@ class ProcessHandles:
         is."""
         give_up = float("inf")
         rank_of = {reference: rank for rank, reference in enumerate(references)}
-        values: dict[int, Any] = {}
-        failures: dict[int, RayError] = {}
+        values = {}
+        failures = {}
         pending = list(references)
         while pending:
             left = min(_POLL_S, _seconds_until(deadline))
@@ -178,51 +180,51 @@ class ProcessHandles:
 
         `method` is what this group runs. A caller that waits asks every `LOOK_S` seconds.
         """
-        running: dict[ProcessInfo, tuple[ProcessHandles, int]] = {}
+        running = {}
         for group in list(_RUNNING):
             for rank, info in group._known_places().items():
                 running[info] = (group, rank)
         found = self.watch.end_stopped(list(running))
         for info, what in found.items():
             group, rank = running[info]
-            place = (group.role, rank, info.node, info.pid)
-            its_method = method if group is self else "its call"
+            if group is not self:
+                method = "its call"
             cause = f"{what}\n{_last_log_lines(info)}"
-            group.stop(WorkerStopped(*place, its_method, cause))
-            assert group.stopped is not None
-            raise group.stopped
+            error = WorkerStopped(group.role, rank, info.node, info.pid, method, cause)
+            raise group.stop(error)
 
-    def stop(self, reason: Exception) -> None:
-        """Kills every process of the group."""
+    def stop(self, reason: Exception) -> Exception:
+        """Kills every process of the group. Returns why it was stopped, which is another reason if
+        it was stopped before."""
         _RUNNING.discard(self)
         with self.stopping:
             if self.stopped is not None:
-                return
+                return self.stopped
             self.stopped = reason
         for actor in self.actors:
             ray.kill(actor, no_restart=True)
         self.pool.give_back(self.bundles)
+        return reason
 
     def _as_worker_error(
         self, role: str, method: str, failures: dict[int, RayError], running: list[int]
     ) -> Exception:
         for rank, error in failures.items():
             if _is_death(error):
-                if self.stopped is None:
-                    info = self._info(rank)
-                    place = (role, rank, info.node, info.pid)
-                    reason, shortage = self._cause_of_death(error, info)
-                    text = f"{reason}\n{_last_log_lines(info)}"
-                    self.stop(WorkerDied(*place, method, text, shortage))
-                assert self.stopped is not None
-                return self.stopped
+                if self.stopped is not None:
+                    return self.stopped
+                info = self._info(rank)
+                reason, shortage = self._cause_of_death(error, info)
+                text = f"{reason}\n{_last_log_lines(info)}"
+                died = WorkerDied(role, rank, info.node, info.pid, method, text, shortage)
+                return self.stop(died)
         rank, error = next(iter(failures.items()))
         cause = getattr(error, "cause", None)
         if not isinstance(cause, WorkerError):
             info = self._info(rank)
-            place = (role, rank, info.node, info.pid)
             shortage = shortage_of(cause) if isinstance(cause, Exception) else None
-            cause = WorkerError(*place, method, str(error), shortage)
+            text = str(error)
+            cause = WorkerError(role, rank, info.node, info.pid, method, text, shortage)
         others = sorted(set(failures) - {rank})
         if others:
             cause.add_note(f"rank(s) {others} failed as well")
@@ -238,7 +240,7 @@ class ProcessHandles:
         returns who held it."""
         if isinstance(error, OutOfMemoryError):
             return of_memory_monitor(error)
-        last_line = str(error).strip().rpartition("\n")[2]
+        _, _, last_line = str(error).strip().rpartition("\n")
         reason, _, _ = last_line.partition(" Some common causes")
         shortage = self.watch.shortage(info.node_id, info.pid)
         if shortage:
@@ -247,8 +249,6 @@ class ProcessHandles:
 
     def _known_places(self) -> dict[int, ProcessInfo]:
         """Returns where the ranks run that have started."""
-        if self._infos is not None:
-            return dict(enumerate(self._infos))
         known = {}
         for rank in range(len(self.actors)):
             info = self._info(rank)
@@ -285,10 +285,8 @@ _RUNNING: "weakref.WeakSet[ProcessHandles]" = weakref.WeakSet()
 """The processes of all groups of this driver."""
 
 
-@functools.cache
-def _watch_of_driver(node: str) -> NodeWatch:
-    """Returns the one watch for all groups of a driver. A new Ray has a new node id."""
-    return NodeWatch(node)
+_watch_of_driver = functools.cache(NodeWatch)
+"""The one watch for all groups of a driver, by its node's id. A new Ray has a new one."""
 
 
 def _threads_per_rank(bundles: Sequence[Bundle]) -> list[int]:
@@ -302,11 +300,7 @@ def _threads_per_rank(bundles: Sequence[Bundle]) -> list[int]:
     for table in tables.values():
         if table["state"] == "CREATED":
             reserved.update(table["bundles_to_node_id"].values())
-    nodes: list[str] = []
-    for group, index in bundles:
-        table = tables[group.id.hex()]
-        nodes.append(table["bundles_to_node_id"][index])
-    cores: dict[str, int] = {}
+    cores = {}
     for node in ray.nodes():
         num_cpus = node["Resources"].get("CPU", 1)
         cores[node["NodeID"]] = int(num_cpus)
@@ -314,7 +308,13 @@ def _threads_per_rank(bundles: Sequence[Bundle]) -> list[int]:
     # Ray's number of CPUs may be set higher than what this machine has, to fit more processes.
     own_cores = len(os.sched_getaffinity(0))
     cores[here] = min(cores[here], own_cores)
-    return [max(1, cores[node] // reserved[node]) for node in nodes]
+    threads = []
+    for group, index in bundles:
+        table = tables[group.id.hex()]
+        node_id = table["bundles_to_node_id"][index]
+        share = cores[node_id] // reserved[node_id]
+        threads.append(max(1, share))
+    return threads
 
 
 def _last_log_lines(info: ProcessInfo) -> str:
@@ -323,9 +323,11 @@ def _last_log_lines(info: ProcessInfo) -> str:
     pattern = f"worker-*-{info.pid}.err"
     if info.node_id != ray.get_runtime_context().get_node_id():
         return f"(its log is on node {info.node}: {info.logs_dir}/{pattern} and .out)"
-    lines: list[str] = []
-    for path in sorted(Path(info.logs_dir).glob(f"worker-*-{info.pid}.*")):
-        for line in path.read_text(errors="replace").splitlines():
+    lines = []
+    paths = Path(info.logs_dir).glob(f"worker-*-{info.pid}.*")
+    for path in sorted(paths):
+        text = path.read_text(errors="replace")
+        for line in text.splitlines():
             if not line.startswith(":"):  # those are Ray's own marks
                 lines.append(line[:200])
     shown = "\n".join(lines[-_LOG_LINES:]) or "(empty)"

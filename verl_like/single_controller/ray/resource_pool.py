@@ -72,23 +72,26 @@ class RayResourcePool(VerlResourcePool):
     def local_ranks(self) -> list[tuple[int, int]]:
         """Returns for each rank its number on its node, and the number of the pool's processes
         there."""
-        local_ranks: list[tuple[int, int]] = []
+        local_ranks = []
         for num_processes in self.process_on_nodes:
-            local_ranks += [(local_rank, num_processes) for local_rank in range(num_processes)]
+            for local_rank in range(num_processes):
+                local_ranks.append((local_rank, num_processes))
         return local_ranks
 
     def bundle_resources(self) -> Resources:
         """Returns what one process's bundle asks of its node."""
-        if not self.use_gpu:
-            return {"CPU": self.max_colocate_count}
-        return {"CPU": self.max_colocate_count, "GPU": 1}
+        resources: Resources = {"CPU": self.max_colocate_count}
+        if self.use_gpu:
+            resources["GPU"] = 1
+        return resources
 
     def node_requests(self) -> list[Resources]:
         """Returns what the processes of each node entry together ask of their node."""
         of_process = self.bundle_resources()
         requests = []
         for num_processes in self.process_on_nodes:
-            requests.append({kind: num_processes * n for kind, n in of_process.items()})
+            of_node = {kind: num_processes * amount for kind, amount in of_process.items()}
+            requests.append(of_node)
         return requests
 
     def get_placement_groups(self, timeout_s: float = PLACEMENT_DEADLINE_S) -> list[PlacementGroup]:
@@ -108,9 +111,10 @@ class RayResourcePool(VerlResourcePool):
                 "max_colocate_count, shut one down, or colocate the roles in one process "
                 "(create_colocated_worker_cls)"
             )
-        bundles: list[Bundle] = []
+        bundles = []
         for node, group in enumerate(self.get_placement_groups()):
-            bundles += [(group, index) for index in range(self.process_on_nodes[node])]
+            for index in range(self.process_on_nodes[node]):
+                bundles.append((group, index))
         self._num_groups += 1
         return bundles
 
