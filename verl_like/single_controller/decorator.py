@@ -90,8 +90,9 @@ def register(
         is_recorded: whether its calls stand in the timeline of the run.
     """
     mode = dispatch_mode
-    if isinstance(mode, dict) and {"dispatch_fn", "collect_fn"} <= set(mode):
-        mode = DispatchMode(**{"name": "custom", **mode})
+    if isinstance(mode, dict) and "dispatch_fn" in mode and "collect_fn" in mode:
+        named = {"name": "custom", **mode}
+        mode = DispatchMode(**named)
     if not isinstance(mode, DispatchMode):
         raise ValueError(
             "dispatch_mode is a Dispatch.<NAME> or a dict with dispatch_fn and collect_fn, got "

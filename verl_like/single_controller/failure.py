@@ -31,8 +31,10 @@ class WorkerError(RuntimeError):
         self.method = method
         self.cause = cause
         self.shortage = shortage
-        table = f"\n{shortage.processes}" if shortage else ""
-        super().__init__(f"{self.headline()}\n{cause.rstrip()}{table}")
+        message = f"{self.headline()}\n{cause.rstrip()}"
+        if shortage:
+            message += f"\n{shortage.processes}"
+        super().__init__(message)
 
     @classmethod
     def of(
@@ -58,7 +60,9 @@ class WorkerError(RuntimeError):
         return renamed
 
     def reason(self) -> str:
-        return f" for want of {self.shortage.memory} memory" if self.shortage else ""
+        if self.shortage is None:
+            return ""
+        return f" for want of {self.shortage.memory} memory"
 
     def where(self) -> str:
         return f"{self.role} rank {self.rank} (node {self.node}, pid {self.pid})"

@@ -46,7 +46,9 @@ class Invoker:
             raise
         except Exception as error:
             raise WorkerError.of(error, role, worker.rank, self.node, method) from error
-        num_rows = len(result) if isinstance(result, DataProto) else 0
+        num_rows = 0
+        if isinstance(result, DataProto):
+            num_rows = len(result)
         yield CallHeader(num_rows, started, time.time())
         yield result
 

@@ -94,7 +94,8 @@ class BatchShard:
                 return batches
             return [select_columns(batch, self.columns) for batch in batches]
 
-        headers = fetch([part.header for part in self.parts])
+        header_references = [part.header for part in self.parts]
+        headers = fetch(header_references)
         sizes = [header.num_rows for header in headers]
         total = sum(sizes)
         if total == 0:
@@ -102,7 +103,8 @@ class BatchShard:
             return DataProto.concat(payloads(all_numbers))
         row_numbers = self.row_numbers
         if row_numbers is None:
-            shares = np.array_split(np.arange(total), self.num_shards)
+            all_rows = np.arange(total)
+            shares = np.array_split(all_rows, self.num_shards)
             row_numbers = shares[self.index]
         elif total != self.num_batch_rows:
             raise ValueError(
@@ -125,7 +127,8 @@ class ForwardedFuture:
     collect: Callable[[list[Any]], Any]
 
     def resolve(self, fetch: Fetch) -> Any:
-        outputs = fetch([part.payload for part in self.parts])
+        references = [part.payload for part in self.parts]
+        outputs = fetch(references)
         return self.collect(outputs)
 
 

@@ -16,11 +16,12 @@ def argument_of(spec: MethodSpec, data: DataProto) -> DataProto:
     padded columns are.
     """
     columns = spec.read_columns
-    takes_jagged = spec.jagged or not _has_jagged_prompts(data)
-    if columns is None:
-        return data if takes_jagged else padded(data)
-    if takes_jagged:
+    if spec.jagged or not _has_jagged_prompts(data):
+        if columns is None:
+            return data
         return select_columns(data, columns)
+    if columns is None:
+        return padded(data)
     return padded(data, (*columns, PAD_COLUMN))
 
 

@@ -223,7 +223,9 @@ class BoundMethod:
         """Returns the collected value if the method was registered blocking, and its future
         otherwise."""
         future = self.remote(*args, **kwargs)
-        return future.get() if self.spec.blocking else future
+        if self.spec.blocking:
+            return future.get()
+        return future
 
     def remote(self, *args: Any, **kwargs: Any) -> Future:
         """Submits the call and returns its future."""

@@ -136,7 +136,10 @@ class RayCall(_CallOnRanks):
         return len(finished) == len(self.headers)
 
     def parts(self) -> list[Part]:
-        return [Part(self.headers[rank], self.payloads[rank]) for rank in self.collect_ranks]
+        parts = []
+        for rank in self.collect_ranks:
+            parts.append(Part(self.headers[rank], self.payloads[rank]))
+        return parts
 
 
 @dataclass(eq=False)
@@ -231,4 +234,7 @@ class RayStream(_CallOnRanks):
         """Returns the parts, which are known only when the ranks have ended. So it waits for
         them."""
         self.finish()
-        return [Part(self._headers[rank], self._payloads[rank]) for rank in self.collect_ranks]
+        parts = []
+        for rank in self.collect_ranks:
+            parts.append(Part(self._headers[rank], self._payloads[rank]))
+        return parts

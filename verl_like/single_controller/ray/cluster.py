@@ -32,7 +32,8 @@ def assign(entries: list[Resources], nodes: dict[str, Resources]) -> list[str] |
 
     sizes = list(map(bundles, entries))
     capacities = list(map(bundles, nodes.values()))
-    largest_first = sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)
+    entry_numbers = range(len(entries))
+    largest_first = sorted(entry_numbers, key=sizes.__getitem__, reverse=True)
     sorted_sizes = [sizes[entry] for entry in largest_first]
     chosen = _assign(sorted_sizes, capacities, set())
     if chosen is None:
@@ -73,13 +74,19 @@ def _assign(
 
 def node_resources(total: bool) -> dict[str, Resources]:
     """Returns GPUs and CPUs of each live node, by its id: all of them, or those that are free."""
-    free = {} if total else ray._private.state.available_resources_per_node()
+    free = {}
+    if not total:
+        free = ray._private.state.available_resources_per_node()
     nodes = {}
     for node in ray.nodes():
         if node["Alive"]:
             name = node["NodeID"]
-            resources = node["Resources"] if total else free.get(name, {})
-            nodes[name] = {"GPU": resources.get("GPU", 0.0), "CPU": resources.get("CPU", 0.0)}
+            resources = node["Resources"]
+            if not total:
+                resources = free.get(name, {})
+            gpu = resources.get("GPU", 0.0)
+            cpu = resources.get("CPU", 0.0)
+            nodes[name] = {"GPU": gpu, "CPU": cpu}
     return nodes
 
 

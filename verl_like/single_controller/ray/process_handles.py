@@ -222,7 +222,9 @@ class ProcessHandles:
         cause = getattr(error, "cause", None)
         if not isinstance(cause, WorkerError):
             info = self._info(rank)
-            shortage = shortage_of(cause) if isinstance(cause, Exception) else None
+            shortage = None
+            if isinstance(cause, Exception):
+                shortage = shortage_of(cause)
             text = str(error)
             cause = WorkerError(role, rank, info.node, info.pid, method, text, shortage)
         others = sorted(set(failures) - {rank})
@@ -240,7 +242,8 @@ class ProcessHandles:
         returns who held it."""
         if isinstance(error, OutOfMemoryError):
             return of_memory_monitor(error)
-        _, _, last_line = str(error).strip().rpartition("\n")
+        text = str(error).strip()
+        _, _, last_line = text.rpartition("\n")
         reason, _, _ = last_line.partition(" Some common causes")
         shortage = self.watch.shortage(info.node_id, info.pid)
         if shortage:
@@ -261,11 +264,12 @@ class ProcessHandles:
         if self._infos is not None:
             return self._infos[rank]
         unknown = ProcessInfo(0, "unknown", "", "")
-        ready, _ = ray.wait([self._started[rank]], timeout=0)
+        started = self._started[rank]
+        ready, _ = ray.wait([started], timeout=0)
         if not ready:
             return unknown
         try:
-            return ray.get(ready[0], timeout=READY_S)
+            return ray.get(started, timeout=READY_S)
         except RayError:  # it failed while starting
             return unknown
 

@@ -230,4 +230,5 @@ class ResourcePoolManager:
         """Returns the number of GPUs of all pools together."""
         if not self.use_gpu:
             return 0
-        return sum(pool.world_size for pool in self.resource_pool_dict.values())
+        pools = self.resource_pool_dict.values()
+        return sum(pool.world_size for pool in pools)

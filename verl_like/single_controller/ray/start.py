@@ -38,7 +38,9 @@ def cluster_address(configured: str | None) -> str | None:
     """Returns the cluster that a run joins: the configured one, or that of RAY_ADDRESS. It is None
     if the run starts a new one."""
     address = configured or os.environ.get("RAY_ADDRESS")
-    return None if address == "local" else address or None
+    if address == "local":
+        return None
+    return address or None
 
 
 def require_cluster(address: str) -> None:
@@ -62,7 +64,8 @@ def require_cluster(address: str) -> None:
         except Exception as error:  # whatever it is, it is why there is no answer
             answer.put(error)
 
-    threading.Thread(target=ask, name="ask Ray", daemon=True).start()
+    thread = threading.Thread(target=ask, name="ask Ray", daemon=True)
+    thread.start()
     try:
         error = answer.get(timeout=ANSWER_DEADLINE_S)
     except queue.Empty:

@@ -107,12 +107,14 @@ class RayWorkerGroup(WorkerGroup):
 
     @property
     def worker_pids(self) -> list[int]:
-        return [info.pid for info in self.processes.wait_until_started()]
+        infos = self.processes.wait_until_started()
+        return [info.pid for info in infos]
 
     @property
     def worker_nodes(self) -> list[str]:
         """The addresses of the nodes, by rank."""
-        return [info.node for info in self.processes.wait_until_started()]
+        infos = self.processes.wait_until_started()
+        return [info.node for info in infos]
 
     def put(self, data: DataProto) -> Part:
         header = CallHeader(len(data))
