@@ -1,5 +1,6 @@
 """What code written for verl calls of a DataProto, and the library itself does not call."""
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self, cast
 
@@ -71,7 +72,7 @@ class VerlDataProto(Batch):
                 "give one whose only batch dimension is the rows, e.g. by reshape(-1)."
             )
         tensors: dict[str, Tensor] = {}
-        arrays: dict[str, np.ndarray] = {}
+        arrays = {}
         entries: dict[str, Any] = {}
         for name in map(str, tensor_dict.keys()):
             value = tensor_dict.get(name)
@@ -88,7 +89,9 @@ class VerlDataProto(Batch):
                 f"from_tensordict: the TensorDict has entries {merge.names(twice)}, which "
                 "meta_info has, too; leave them out of one."
             )
-        batch = row_ops.tensor_dict(tensors, len(tensor_dict)) if tensors else None
+        batch = None
+        if tensors:
+            batch = row_ops.tensor_dict(tensors, len(tensor_dict))
         return cls(batch, arrays, entries | given)
 
     def make_iterator(
@@ -120,7 +123,7 @@ class VerlDataProto(Batch):
             return iter(())
         # Always its own generator: a DataLoader draws from torch's global one even when it does not
         # shuffle.
-        generator = torch.Generator().manual_seed(0 if seed is None else seed)
+        generator = torch.Generator().manual_seed(seed or 0)
         # `__getitems__` gives a mini-batch as a whole, so there is nothing to collate.
         loader: DataLoader[Any] = DataLoader(
             cast(Any, self),
@@ -129,7 +132,8 @@ class VerlDataProto(Batch):
             generator=generator,
             **options,
         )
-        return (mini_batch for _ in range(epochs) for mini_batch in loader)
+        loader_of_epochs = itertools.repeat(loader, epochs)
+        return itertools.chain.from_iterable(loader_of_epochs)
 
     def __getitems__(self, indices: list[int]) -> Self:
         """Returns rows for torch's DataLoader, in one call instead of one by one."""
@@ -151,28 +155,30 @@ class VerlDataProto(Batch):
 
     def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> Self:
         """Renames tensor columns in place and returns self. Two names may be exchanged."""
-        old = [old_keys] if isinstance(old_keys, str) else list(old_keys)
-        new = [new_keys] if isinstance(new_keys, str) else list(new_keys)
-        if len(old) != len(new):
-            raise ValueError(f"rename: {len(old)} old keys but {len(new)} new keys.")
+        if isinstance(old_keys, str):
+            old_keys = [old_keys]
+        if isinstance(new_keys, str):
+            new_keys = [new_keys]
+        if len(old_keys) != len(new_keys):
+            raise ValueError(f"rename: {len(old_keys)} old keys but {len(new_keys)} new keys.")
         tensors = self.tensors()
-        merge.pick_keys("rename", "batch", tensors, old)
-        new_names = dict(zip(old, new, strict=True))
+        merge.pick_keys("rename", "batch", tensors, old_keys)
+        new_names = dict(zip(old_keys, new_keys, strict=True))
         renamed = {new_names.get(name, name): tensor for name, tensor in tensors.items()}
         if len(renamed) != len(tensors):
             raise ValueError(
-                f"rename: {merge.names(new)} would overwrite a column of {merge.names(tensors)}; "
-                "pop that one first."
+                f"rename: {merge.names(new_keys)} would overwrite a column of "
+                f"{merge.names(tensors)}; pop that one first."
             )
         if self.batch is not None:
-            device = self.batch.device
-            self.batch = TensorDict(renamed, batch_size=[len(self)], device=device)
+            self.batch = TensorDict(renamed, batch_size=[len(self)], device=self.batch.device)
         return self
 
     def sample_level_repeat(self, repeat_times: Sequence[int] | np.ndarray | Tensor) -> Self:
         """Returns row i repeat_times[i] times, its copies side by side."""
         counts = torch.as_tensor(repeat_times, dtype=torch.int64).cpu()
-        if counts.shape != (len(self),) or bool((counts < 0).any()):
+        is_negative = counts < 0
+        if counts.shape != (len(self),) or is_negative.any():
             raise ValueError(
                 f"sample_level_repeat: needs one count >= 0 for each of the {len(self)} rows, got "
                 f"{counts.tolist()}."

@@ -52,7 +52,8 @@ class SampleRows:
 
 def count_samples(data: DataProto) -> int:
     """Returns the number of samples of a batch."""
-    return len(sample_starts(data.tensors(), len(data))) - 1
+    starts = sample_starts(data.tensors(), len(data))
+    return len(starts) - 1
 
 
 def select_samples(data: DataProto, start: int, stop: int) -> DataProto:
