@@ -28,7 +28,7 @@ class VerlDataProto(Batch):
         self.check_consistency()
         tensors = self.tensors()
         names = [*tensors, *self.non_tensor_batch, *self.meta_info]
-        twice = sorted({name for name in names if names.count(name) > 1})
+        twice = {name for name in names if names.count(name) > 1}
         if twice:
             raise ValueError(
                 f"to_tensordict: {merge.names(twice)} are names of more than one column or entry "
@@ -83,7 +83,7 @@ class VerlDataProto(Batch):
             else:
                 tensors[name] = value
         given = dict(meta_info or {})
-        twice = sorted(entries.keys() & given.keys())
+        twice = entries.keys() & given.keys()
         if twice:
             raise ValueError(
                 f"from_tensordict: the TensorDict has entries {merge.names(twice)}, which "

@@ -1,5 +1,6 @@
 """DataProto, the batch that travels between the driver and the workers."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
@@ -99,10 +100,7 @@ class DataProto(VerlDataProto):
         moves rows; other code uses `slice`."""
         if self.columns() and not 0 <= start <= stop <= len(self):
             raise ValueError(f"rows({start}, {stop}) is not a range of the {len(self)} rows.")
-
-        def view(column: row_ops.ColumnData) -> row_ops.ColumnData:
-            return row_ops.view_rows(column, start, stop)
-
+        view = functools.partial(row_ops.view_rows, start=start, stop=stop)
         return self.map_columns(stop - start, view)
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> "DataProto":
@@ -175,8 +173,7 @@ class DataProto(VerlDataProto):
         meta = merge.pick_keys("pop", "meta_info", self.meta_info, meta_info_keys or ())
         result = DataProto.from_dict(tensors, arrays, meta)
         if tensors:
-            assert self.batch is not None
-            self.batch = self.batch.exclude(*tensors)
+            self.batch = self.tensor_batch.exclude(*tensors)
         # New dicts, because others may hold these ones.
         self.non_tensor_batch = dict(self.non_tensor_batch)
         self.meta_info = dict(self.meta_info)

@@ -187,7 +187,7 @@ class PaddedColumns(MutableMapping[str, Tensor]):
             return column
         values, offsets = jagged_parts(column)
         if name == "prompts":
-            in_prompt = self._prompt_places(offsets)
+            in_prompt = RowPlaces(offsets, self.padding.max_prompt_length, at_end=True)
             return in_prompt.pad(values, self.padding.pad_token_id)
         if self.response_places is not None:
             assert self.response_offsets is not None
@@ -199,20 +199,17 @@ class PaddedColumns(MutableMapping[str, Tensor]):
         assert not self.samples, f"{name} has no entry a response token"
         return column  # of another kind
 
-    def _prompt_places(self, offsets: Tensor) -> RowPlaces:
-        return RowPlaces(offsets, self.padding.max_prompt_length, at_end=True)
-
     def _made_of_both(self, name: str) -> Tensor:
-        prompts, prompt_offsets = jagged_parts(self.columns["prompts"])
-        in_prompt = self._prompt_places(prompt_offsets)
         if name == "input_ids":
-            prompts_BP = in_prompt.pad(prompts, self.padding.pad_token_id)
+            prompts_BP = self._make("prompts")
             if self.response_places is None:
                 return prompts_BP
             return torch.cat([prompts_BP, self["responses"]], dim=1)
+        prompts, prompt_offsets = jagged_parts(self.columns["prompts"])
+        length = self.padding.max_prompt_length
+        in_prompt = RowPlaces(prompt_offsets, length, at_end=True)
         is_prompt_BP = in_prompt.pad(torch.ones_like(prompts))
         if name == "position_ids":
-            length = self.padding.max_prompt_length
             if self.response_places is not None:
                 length += self.padding.max_response_length
             return _positions(is_prompt_BP, length)
