@@ -39,6 +39,12 @@ class Padding:
         return cls(*data.meta_info["padding"])
 
 
+def has_jagged_prompts(data: DataProto) -> bool:
+    """Returns True for a batch without padding."""
+    prompts = data.tensors().get("prompts")
+    return prompts is not None and is_jagged(prompts)
+
+
 class RowPlaces:
     """The places of the N values of jagged rows in (B, width), on the left or on the right.
 

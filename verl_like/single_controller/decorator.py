@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from verl_like.protocol import COLUMNS, DataProto
-from verl_like.protocol.padded import VERL_COLUMNS
-from verl_like.protocol.row_ops import is_jagged
+from verl_like.protocol.padded import VERL_COLUMNS, has_jagged_prompts
 from verl_like.single_controller.dispatch import Dispatch, DispatchMode
 from verl_like.single_controller.dispatch import (  # here as well, as in verl
     make_nd_compute_dataproto_dispatch_fn as make_nd_compute_dataproto_dispatch_fn,
@@ -159,8 +158,7 @@ def check_reads(role: str, spec: MethodSpec, batches: Sequence[DataProto]) -> No
     present: set[str] = set()
     for batch in batches:
         present.update(batch.columns(), batch.meta_info)
-        prompts = batch.tensors().get("prompts")
-        if prompts is not None and is_jagged(prompts) and not spec.jagged:
+        if has_jagged_prompts(batch) and not spec.jagged:
             present.update(VERL_COLUMNS)
     for name in spec.reads:
         if name.endswith("?") or name in present:

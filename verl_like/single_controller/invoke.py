@@ -55,9 +55,10 @@ class Invoker:
     def _run(
         self, role: str, worker: Worker, method: str, arguments: Arguments, fetch: Fetch
     ) -> Generator[Any, None, Any]:
-        if type(worker) not in self.specs:
-            self.specs[type(worker)] = registered_methods(type(worker))
-        spec = self.specs[type(worker)][method]
+        worker_cls = type(worker)
+        if worker_cls not in self.specs:
+            self.specs[worker_cls] = registered_methods(worker_cls)
+        spec = self.specs[worker_cls][method]
         shards: list[BatchShard] = []
         batches: list[DataProto] = []
 

@@ -3,8 +3,13 @@
 import torch
 
 from verl_like.protocol import PAD_COLUMN, DataProto
-from verl_like.protocol.padded import VERL_COLUMNS, padded, strip, without_padding
-from verl_like.protocol.row_ops import is_jagged
+from verl_like.protocol.padded import (
+    VERL_COLUMNS,
+    has_jagged_prompts,
+    padded,
+    strip,
+    without_padding,
+)
 from verl_like.single_controller.decorator import MethodSpec
 from verl_like.single_controller.shard import select_columns
 
@@ -16,7 +21,7 @@ def argument_of(spec: MethodSpec, data: DataProto) -> DataProto:
     padded columns are.
     """
     columns = spec.read_columns
-    if spec.jagged or not _has_jagged_prompts(data):
+    if spec.jagged or not has_jagged_prompts(data):
         if columns is None:
             return data
         return select_columns(data, columns)
@@ -31,7 +36,7 @@ def result_of(spec: MethodSpec, result: DataProto, data: DataProto) -> DataProto
     Returned prompts and responses in verl's layout become jagged, as do columns (B, R, ...) beside
     the responses of the batch.
     """
-    if spec.jagged or not _has_jagged_prompts(data):
+    if spec.jagged or not has_jagged_prompts(data):
         return result
     columns = result.tensors()
     if "input_ids" in columns and "attention_mask" in columns:
@@ -53,8 +58,3 @@ def result_of(spec: MethodSpec, result: DataProto, data: DataProto) -> DataProto
     stripped = strip(result, only_tokens)
     kept = [name for name in columns if name not in VERL_COLUMNS]
     return stripped.select(batch_keys=kept)
-
-
-def _has_jagged_prompts(data: DataProto) -> bool:
-    prompts = data.tensors().get("prompts")
-    return prompts is not None and is_jagged(prompts)

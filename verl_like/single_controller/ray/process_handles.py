@@ -127,17 +127,16 @@ class ProcessHandles:
         """
         deadline = time.monotonic() + timeout
         everything = [*references, *results]
-        is_late = False
-        while not is_late:
+        while True:
             left = _seconds_until(deadline)
             try:
                 # Ends at the first failure of any rank, also while others still run or wait for it
                 # in a collective.
                 return ray.get(everything, timeout=min(LOOK_S, left))
             except GetTimeoutError:
-                is_late = left <= LOOK_S
-                if not is_late:
-                    self.end_stopped(method)
+                if left <= LOOK_S:
+                    break
+                self.end_stopped(method)
             except RayError:
                 break
         values = self._wait_for_each(references, role, method, timeout, deadline)

@@ -56,7 +56,8 @@ class WorkerProcess:
 
     def start(self, master: tuple[str, int], classes: dict[str, ClassWithInitArgs]) -> ProcessInfo:
         """Makes the workers, once the group's master address is known."""
-        _keep_temporary_files_with_the_session()
+        ray_node: Any = ray._private.worker._global_node
+        _keep_temporary_files_with_the_session(ray_node)
         address, port = master
         os.environ["MASTER_ADDR"] = address
         os.environ["MASTER_PORT"] = str(port)
@@ -70,7 +71,6 @@ class WorkerProcess:
                 self.start_error = WorkerError.of(error, role, rank, self.node, "__init__")
                 raise self.start_error from error
         node_id = ray.get_runtime_context().get_node_id()
-        ray_node: Any = ray._private.worker._global_node
         logs_dir = ray_node.get_logs_dir_path()
         return ProcessInfo(os.getpid(), self.node, node_id, logs_dir)
 
@@ -106,13 +106,12 @@ class WorkerProcess:
         return self.invoker.run(role, worker, method, arguments, fetch_in_time)
 
 
-def _keep_temporary_files_with_the_session() -> None:
+def _keep_temporary_files_with_the_session(ray_node: Any) -> None:
     """Keeps in Ray's session folder what libraries leave behind when they are killed, such as vLLM
     its rendezvous."""
     # Compiled code outlives a session.
     compiled = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", compiled)
-    ray_node: Any = ray._private.worker._global_node
     folder = f"{ray_node.get_session_dir_path()}/tmp"
     if len(folder) > _LONGEST_FOLDER:
         return
