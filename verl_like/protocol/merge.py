@@ -26,7 +26,7 @@ def pick_keys(
 ) -> dict[str, V]:
     """Returns the entries at `keys`; None means all. Raises ValueError, which names the keys, if
     some are missing or given twice."""
-    wanted = list(values) if keys is None else list(keys)
+    wanted = list(values if keys is None else keys)
     missing = [key for key in wanted if key not in values]
     if missing:
         raise ValueError(

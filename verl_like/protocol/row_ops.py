@@ -67,7 +67,7 @@ def jagged_parts(column: Tensor) -> tuple[Tensor, Tensor]:
     They are views of it if it is contiguous.
     """
     parts = cast(NestedTensor, column)
-    values: Tensor = parts._values
+    values = parts._values
     if parts._lengths is None and values.is_contiguous() and not values.requires_grad:
         return values, parts._offsets  # a thirtieth of the time of what follows
     column = column.contiguous()  # closes the holes that torch.nested.narrow leaves

@@ -14,7 +14,6 @@ from verl_like.single_controller.dispatch import (  # here as well, as in verl
 )
 
 _SPEC_ATTRIBUTE = "_verl_like_method_spec"
-_FUNCTION_ATTRIBUTE = "_verl_like_registered"
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
@@ -31,6 +30,8 @@ class MethodSpec:
     optional."""
 
     name: str
+    function: Callable[..., Any]
+    """What was registered. An override without `@register` of its own is another function."""
     dispatch_mode: DispatchMode
     blocking: bool
     reads: tuple[str, ...] | None
@@ -116,6 +117,7 @@ def register(
             )
         spec = MethodSpec(
             name=method.__name__,
+            function=method,
             dispatch_mode=mode,
             blocking=blocking,
             reads=_as_names("reads", method, reads),
@@ -125,8 +127,6 @@ def register(
             is_recorded=is_recorded,
         )
         setattr(method, _SPEC_ATTRIBUTE, spec)
-        # Functools.wraps copies attributes to another function
-        setattr(method, _FUNCTION_ATTRIBUTE, method)
         return method
 
     return decorate
@@ -141,14 +141,6 @@ def registered_methods(cls: type) -> dict[str, MethodSpec]:
             if hasattr(attribute, _SPEC_ATTRIBUTE):
                 specs[name] = getattr(attribute, _SPEC_ATTRIBUTE)
     return specs
-
-
-def is_registered(method: Callable[..., Any]) -> bool:
-    """Returns True if this very function was registered.
-
-    An override without `@register` of its own was not.
-    """
-    return getattr(method, _FUNCTION_ATTRIBUTE, None) is method
 
 
 def check_reads(role: str, spec: MethodSpec, batches: Sequence[DataProto]) -> None:

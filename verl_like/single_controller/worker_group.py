@@ -16,12 +16,7 @@ from verl_like.plugins import import_plugins
 from verl_like.protocol import CallHeader, DataProto, DataProtoFuture, Future, Part, PendingCall
 from verl_like.single_controller import shard
 from verl_like.single_controller.compat import VerlWorkerGroup
-from verl_like.single_controller.decorator import (
-    MethodSpec,
-    check_reads,
-    is_registered,
-    registered_methods,
-)
+from verl_like.single_controller.decorator import MethodSpec, check_reads, registered_methods
 from verl_like.single_controller.dispatch import (
     Arguments,
     Dispatch,
@@ -264,7 +259,7 @@ class BoundMethod:
     def call_fn(self) -> Callable[..., Future] | None:
         """What makes the call out of other calls, if it is not left to the ranks: see
         DispatchMode."""
-        if not is_registered(self.method):
+        if self.method is not self.spec.function:
             return None
         return self.spec.dispatch_mode.call_fn
 
@@ -352,7 +347,7 @@ class BoundMethod:
                 [whole] = self.group.split(value, 1)
                 sent[id(value)] = self._reference(whole, sent)
             return sent[id(value)]
-        if isinstance(value, BatchShard) and self.spec.sent_columns is not None:
+        if isinstance(value, BatchShard):
             return replace(value, columns=self.spec.sent_columns)
         if isinstance(value, Future):
             return shard.ForwardedFuture(tuple(value.parts), value.collect)

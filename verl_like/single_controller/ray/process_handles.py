@@ -171,7 +171,7 @@ class ProcessHandles:
             elif running and now >= deadline:
                 late = f"rank(s) {running} of {len(references)}"
                 raise CallTimeout(role, method, timeout, late)
-        return [values[rank] for rank in range(len(references))]
+        return [values[rank] for rank in sorted(values)]
 
     def end_stopped(self, method: str) -> None:
         """Raises WorkerStopped if a process of this driver's groups is found stopped, after it

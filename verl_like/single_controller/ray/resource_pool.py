@@ -1,6 +1,5 @@
 """Resource pools as Ray placement groups: one group of bundles per node, one bundle per process."""
 
-import itertools
 import secrets
 import time
 from collections.abc import Iterator, Sequence
@@ -141,8 +140,12 @@ def reserve(pools: Sequence[RayResourcePool], timeout_s: float = PLACEMENT_DEADL
     too small, after `timeout_s` if others hold what is missing.
     """
     pools = [pool for pool in pools if pool._placement_groups is None]
-    requests = {pool.name: pool.node_requests() for pool in pools}
-    requests_by_node = list(itertools.chain.from_iterable(requests.values()))
+    requests = {}
+    requests_by_node = []
+    for pool in pools:
+        requests_of_pool = pool.node_requests()
+        requests[pool.name] = requests_of_pool
+        requests_by_node.extend(requests_of_pool)
     if assign(requests_by_node, node_resources(total=True)) is None:
         raise PlacementError(
             f"the cluster is too small for the resource pools\n{placement_table(requests)}"
@@ -152,8 +155,12 @@ def reserve(pools: Sequence[RayResourcePool], timeout_s: float = PLACEMENT_DEADL
         chosen = assign(requests_by_node, node_resources(total=False))
         if chosen is not None:
             nodes = iter(chosen)
-            groups = {pool.name: _create_groups(pool, nodes) for pool in pools}
-            everything = list(itertools.chain.from_iterable(groups.values()))
+            groups = {}
+            everything = []
+            for pool in pools:
+                groups_of_pool = _create_groups(pool, nodes)
+                groups[pool.name] = groups_of_pool
+                everything.extend(groups_of_pool)
             try:
                 ready = [group.ready() for group in everything]
                 ray.get(ready, timeout=timeout_s / NUM_TRIES)
