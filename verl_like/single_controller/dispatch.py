@@ -9,9 +9,9 @@ from typing import Any, Protocol
 from verl_like.protocol import DataProto
 from verl_like.single_controller.shard import BatchShard, Splittable
 
-# One list per argument, one list per keyword, each list with one entry per rank.
-RankArguments = tuple[tuple[list[Any], ...], dict[str, list[Any]]]
-DispatchFn = Callable[..., RankArguments]  # of (group, *args, **kwargs)
+# (group, *args, **kwargs) -> (one list per argument, one list per keyword), each list with one
+# entry per rank.
+DispatchFn = Callable[..., Any]
 CollectFn = Callable[..., Any]  # (group, outputs of the collected ranks) -> the caller's value
 Arguments = tuple[list[Any], dict[str, Any]]
 """What one rank's method is called with."""

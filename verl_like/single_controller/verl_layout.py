@@ -27,7 +27,8 @@ def argument_of(spec: MethodSpec, data: DataProto) -> DataProto:
         return select_columns(data, columns)
     if columns is None:
         return padded(data)
-    return padded(data, (*columns, PAD_COLUMN))
+    read_or_pad = (*columns, PAD_COLUMN)
+    return padded(data, read_or_pad)
 
 
 def result_of(spec: MethodSpec, result: DataProto, data: DataProto) -> DataProto:

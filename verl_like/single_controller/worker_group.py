@@ -191,7 +191,8 @@ class WorkerGroup(VerlWorkerGroup):
         """Returns the coordinates that the ranks registered, which are asked for once."""
         if mesh_name not in self._meshes:
             coordinates = self.query_dispatch_collect_info(mesh_name)
-            self._meshes[mesh_name] = Mesh.from_coordinates(self.role, mesh_name, coordinates)
+            mesh = Mesh.from_coordinates(self.role, mesh_name, coordinates)
+            self._meshes[mesh_name] = mesh
         return self._meshes[mesh_name]
 
     def report_finished_calls(self) -> None:
@@ -243,7 +244,8 @@ class BoundMethod:
         reference = functools.partial(self._reference, sent=sent)
         calls = []
         for rank_args, rank_kwargs in self._dispatch(selected_args, selected_kwargs):
-            calls.append(map_arguments(reference, rank_args, rank_kwargs))
+            sent_arguments = map_arguments(reference, rank_args, rank_kwargs)
+            calls.append(sent_arguments)
         mode = spec.dispatch_mode
         facts = WorkerGroupFacts(group.role, group.world_size)
         collect = functools.partial(mode.collect_fn, facts)
@@ -336,7 +338,8 @@ class BoundMethod:
         calls = []
         for rank in range(group.world_size):
             entry_of_rank = operator.itemgetter(rank)
-            calls.append(map_arguments(entry_of_rank, rank_args, rank_kwargs))
+            arguments_of_rank = map_arguments(entry_of_rank, rank_args, rank_kwargs)
+            calls.append(arguments_of_rank)
         return calls
 
     def _reference(self, value: Any, sent: dict[int, Any]) -> Any:
@@ -350,5 +353,6 @@ class BoundMethod:
         if isinstance(value, BatchShard):
             return replace(value, columns=self.spec.sent_columns)
         if isinstance(value, Future):
-            return shard.ForwardedFuture(tuple(value.parts), value.collect)
+            parts = tuple(value.parts)
+            return shard.ForwardedFuture(parts, value.collect)
         return value

@@ -55,7 +55,8 @@ class UnreportedCalls:
             for reference in _finished(waiting):
                 try:
                     packed = ray.get(reference, timeout=READY_S)
-                    self._report(reference, unpack(packed))
+                    header = unpack(packed)
+                    self._report(reference, header)
                 except RayError as error:
                     method, _ = self._calls.pop(reference)
                     if reference not in self.waited_for:
@@ -138,7 +139,8 @@ class RayCall(_CallOnRanks):
     def parts(self) -> list[Part]:
         parts = []
         for rank in self.collect_ranks:
-            parts.append(Part(self.headers[rank], self.payloads[rank]))
+            part = Part(self.headers[rank], self.payloads[rank])
+            parts.append(part)
         return parts
 
 
@@ -236,5 +238,6 @@ class RayStream(_CallOnRanks):
         self.finish()
         parts = []
         for rank in self.collect_ranks:
-            parts.append(Part(self._headers[rank], self._payloads[rank]))
+            part = Part(self._headers[rank], self._payloads[rank])
+            parts.append(part)
         return parts

@@ -100,7 +100,8 @@ def placement_table(requests: dict[str, list[Resources]]) -> str:
             cpu = f"{entry['CPU']:g}"
             lines.append(_table_row(f"{pool}, node {index}", gpu, cpu))
     free = node_resources(total=False)
-    lines.append(_table_row("node", "GPU", "CPU") + "   (free / all)")
+    heading = _table_row("node", "GPU", "CPU")
+    lines.append(f"{heading}   (free / all)")
     resources_of_nodes = node_resources(total=True)
     addresses = {}
     for node in ray.nodes():  # last, so that it has every node that is shown
@@ -109,7 +110,8 @@ def placement_table(requests: dict[str, list[Resources]]) -> str:
         free_here = free.get(name, {})
         gpu = f"{free_here.get('GPU', 0):g} / {everything['GPU']:g}"
         cpu = f"{free_here.get('CPU', 0):g} / {everything['CPU']:g}"
-        lines.append(_table_row(f"{addresses[name]} ({name[:6]})", gpu, cpu))
+        shown_name = f"{addresses[name]} ({name[:6]})"
+        lines.append(_table_row(shown_name, gpu, cpu))
     lines.append(
         "  fix: smaller entries in resource_pool_spec, fewer groups per pool, or more or larger "
         "nodes"

@@ -56,7 +56,8 @@ class ProcessHandles:
     ) -> None:
         self.role = role
         self.pool = pool
-        self.watch = _watch_of_driver(ray.get_runtime_context().get_node_id())
+        own_node = ray.get_runtime_context().get_node_id()
+        self.watch = _watch_of_driver(own_node)
         self._infos: list[ProcessInfo] | None = None
         self.submitting = threading.Lock()
         """Held while a call is submitted, so that all ranks get the calls of several threads in one
@@ -140,7 +141,8 @@ class ProcessHandles:
             except RayError:
                 break
         values = self._wait_for_each(references, role, method, timeout, deadline)
-        return values + ray.get(list(results), timeout=READY_S)
+        values_of_results = ray.get(list(results), timeout=READY_S)
+        return values + values_of_results
 
     def _wait_for_each(
         self, references: Sequence[Any], role: str, method: str, timeout: float, deadline: float
@@ -324,7 +326,8 @@ def _last_log_lines(info: ProcessInfo) -> str:
     if not info.pid:
         return "(its process had not reported where it runs; see Ray's session log directory)"
     pattern = f"worker-*-{info.pid}.err"
-    if info.node_id != ray.get_runtime_context().get_node_id():
+    here = ray.get_runtime_context().get_node_id()
+    if info.node_id != here:
         return f"(its log is on node {info.node}: {info.logs_dir}/{pattern} and .out)"
     lines = []
     paths = Path(info.logs_dir).glob(f"worker-*-{info.pid}.*")

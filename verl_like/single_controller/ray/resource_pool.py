@@ -89,7 +89,9 @@ class RayResourcePool(VerlResourcePool):
         of_process = self.bundle_resources()
         requests = []
         for num_processes in self.process_on_nodes:
-            of_node = {kind: num_processes * amount for kind, amount in of_process.items()}
+            of_node = {}
+            for kind, amount in of_process.items():
+                of_node[kind] = num_processes * amount
             requests.append(of_node)
         return requests
 
@@ -146,13 +148,15 @@ def reserve(pools: Sequence[RayResourcePool], timeout_s: float = PLACEMENT_DEADL
         requests_of_pool = pool.node_requests()
         requests[pool.name] = requests_of_pool
         requests_by_node.extend(requests_of_pool)
-    if assign(requests_by_node, node_resources(total=True)) is None:
+    all_resources = node_resources(total=True)
+    if assign(requests_by_node, all_resources) is None:
         raise PlacementError(
             f"the cluster is too small for the resource pools\n{placement_table(requests)}"
         )
     deadline = time.monotonic() + timeout_s
     while True:
-        chosen = assign(requests_by_node, node_resources(total=False))
+        free_resources = node_resources(total=False)
+        chosen = assign(requests_by_node, free_resources)
         if chosen is not None:
             nodes = iter(chosen)
             groups = {}
