@@ -154,19 +154,21 @@ def split_order(order: np.ndarray, sizes: Sequence[int] | None, count: int) -> l
 
 
 def gather_rows(
-    sizes: Sequence[int], row_numbers: np.ndarray, fetch: Callable[[Sequence[int]], list[DataProto]]
+    sizes: Sequence[int],
+    row_numbers: np.ndarray,
+    fetch_parts: Callable[[Sequence[int]], list[DataProto]],
 ) -> DataProto:
     """Returns the rows `row_numbers`, in this order, of the batch that parts of `sizes` rows make
     up.
 
-    `fetch` is called once, with the numbers of the parts that hold these rows, and returns the
-    parts. Contiguous rows of one part are a view, others are copies. If no rows are wanted, the
+    `fetch_parts` is called once, with the numbers of the parts that hold these rows, and returns
+    them. Contiguous rows of one part are a view, others are copies. If no rows are wanted, the
     columns come from a part that has rows, because that has all columns.
     """
     if not len(row_numbers):
         filled = [part for part, size in enumerate(sizes) if size]
         smallest = min(filled, key=sizes.__getitem__)
-        (payload,) = fetch([smallest])
+        (payload,) = fetch_parts([smallest])
         return payload.rows(0, 0)
     ends = np.cumsum(sizes)
     starts = ends - sizes
@@ -178,7 +180,7 @@ def gather_rows(
         places.append(its_places)
         if len(its_places):
             needed.append(part)
-    payloads = fetch(needed)
+    payloads = fetch_parts(needed)
     taken = []
     for part, payload in zip(needed, payloads, strict=True):
         numbers = row_numbers[places[part]]

@@ -87,11 +87,16 @@ class WorkerGroup(VerlWorkerGroup):
     """True if a call runs in the thread that submits it, and others wait meanwhile."""
 
     def __init__(
-        self, worker_cls: type | None, role: str, world_size: int, pool: str, on_call: OnCall | None
+        self,
+        worker_cls: type | None,
+        role: str,
+        world_size: int,
+        pool_name: str,
+        on_call: OnCall | None,
     ) -> None:
         self.role = role
         self.world_size = world_size
-        self.pool = pool
+        self.pool = pool_name
         self.on_call = on_call
         self._meshes: dict[str, Mesh] = {}
         self._unrecorded: set[str] = set()
@@ -174,7 +179,9 @@ class WorkerGroup(VerlWorkerGroup):
             parts = batch.parts
             if batch.order is not None:
                 part_rows = np.argsort(batch.order)  # where the parts have each row of the batch
-                order = part_rows if order is None else part_rows[order]
+                if order is not None:
+                    part_rows = part_rows[order]
+                order = part_rows
         rows_of_shards: Sequence[np.ndarray | None] = [None] * count
         num_rows = 0
         if order is not None:

@@ -60,7 +60,7 @@ def _assign(
     if sizes.count(size) > num_places or state in failed:
         return None
     for i, capacity in enumerate(capacities):
-        is_tried = capacity in capacities[:i]
+        is_tried = capacity in capacities[:i]  # an equal one
         if capacity < size or is_tried:
             continue
         left = list(capacities)

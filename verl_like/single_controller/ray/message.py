@@ -71,7 +71,9 @@ def pack(value: Any) -> list[Any] | bytes:
             header = pack(part.header)
             payload = pack(part.payload)
             parts.append([header, payload])
-        columns = None if value.columns is None else list(value.columns)
+        columns = None
+        if value.columns is not None:
+            columns = list(value.columns)
         # In the order of BatchShard's fields, as `unpack` expects.
         fields = [
             parts,
