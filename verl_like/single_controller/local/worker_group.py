@@ -4,6 +4,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from verl_like.protocol import CallHeader, DataProto, Part, PendingCall
@@ -98,14 +99,14 @@ class LocalWorkerGroup(WorkerGroup):
                     os.environ[name] = value
 
 
+@dataclass(eq=False)
 class LocalCall(PendingCall):
     """A call that has run. It has what its ranks yielded and returned, or the error of the one that
     failed."""
 
-    def __init__(self, yielded: list[Any], results: list[Part], error: WorkerError | None) -> None:
-        self.yielded = yielded
-        self.results = results
-        self.error = error
+    yielded: list[Any]
+    results: list[Part]
+    error: WorkerError | None
 
     def wait(self, timeout: float | None) -> list[Any]:
         if self.error is not None:
