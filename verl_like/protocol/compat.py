@@ -1,6 +1,5 @@
 """What code written for verl calls of a DataProto, and the library itself does not call."""
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self, cast
 
@@ -132,8 +131,7 @@ class VerlDataProto(Batch):
             generator=generator,
             **options,
         )
-        loader_of_epochs = itertools.repeat(loader, epochs)
-        return itertools.chain.from_iterable(loader_of_epochs)
+        return (mini_batch for _ in range(epochs) for mini_batch in loader)
 
     def __getitems__(self, indices: list[int]) -> Self:
         """Returns rows for torch's DataLoader, in one call instead of one by one."""
@@ -155,20 +153,18 @@ class VerlDataProto(Batch):
 
     def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> Self:
         """Renames tensor columns in place and returns self. Two names may be exchanged."""
-        if isinstance(old_keys, str):
-            old_keys = [old_keys]
-        if isinstance(new_keys, str):
-            new_keys = [new_keys]
-        if len(old_keys) != len(new_keys):
-            raise ValueError(f"rename: {len(old_keys)} old keys but {len(new_keys)} new keys.")
+        old = [old_keys] if isinstance(old_keys, str) else list(old_keys)
+        new = [new_keys] if isinstance(new_keys, str) else list(new_keys)
+        if len(old) != len(new):
+            raise ValueError(f"rename: {len(old)} old keys but {len(new)} new keys.")
         tensors = self.tensors()
-        merge.pick_keys("rename", "batch", tensors, old_keys)
-        new_names = dict(zip(old_keys, new_keys, strict=True))
+        merge.pick_keys("rename", "batch", tensors, old)
+        new_names = dict(zip(old, new, strict=True))
         renamed = {new_names.get(name, name): tensor for name, tensor in tensors.items()}
         if len(renamed) != len(tensors):
             raise ValueError(
-                f"rename: {merge.names(new_keys)} would overwrite a column of "
-                f"{merge.names(tensors)}; pop that one first."
+                f"rename: {merge.names(new)} would overwrite a column of {merge.names(tensors)}; "
+                "pop that one first."
             )
         if self.batch is not None:
             self.batch = TensorDict(renamed, batch_size=[len(self)], device=self.batch.device)

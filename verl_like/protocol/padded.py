@@ -69,7 +69,7 @@ class RowPlaces:
             first = first + width - lengths
         shift_of_row = first - offsets[:-1]
         shift = torch.repeat_interleave(shift_of_row, lengths)
-        self.of_values = shift + torch.arange(len(shift))
+        self.of_values = shift + torch.arange(int(offsets[-1]))
 
     def pad(self, values: Tensor, fill: int = 0) -> Tensor:
         """Puts values (N, ...) at their places in (B, width, ...), with `fill` elsewhere."""
@@ -193,7 +193,7 @@ class PaddedColumns(MutableMapping[str, Tensor]):
             return column
         values, offsets = jagged_parts(column)
         if name == "prompts":
-            in_prompt = RowPlaces(offsets, self.padding.max_prompt_length, at_end=True)
+            in_prompt = self._prompt_places(offsets)
             return in_prompt.pad(values, self.padding.pad_token_id)
         if self.response_places is not None:
             assert self.response_offsets is not None
@@ -205,17 +205,20 @@ class PaddedColumns(MutableMapping[str, Tensor]):
         assert not self.samples, f"{name} has no entry a response token"
         return column  # of another kind
 
+    def _prompt_places(self, offsets: Tensor) -> RowPlaces:
+        return RowPlaces(offsets, self.padding.max_prompt_length, at_end=True)
+
     def _made_of_both(self, name: str) -> Tensor:
+        prompts, prompt_offsets = jagged_parts(self.columns["prompts"])
+        in_prompt = self._prompt_places(prompt_offsets)
         if name == "input_ids":
-            prompts_BP = self._make("prompts")
+            prompts_BP = in_prompt.pad(prompts, self.padding.pad_token_id)
             if self.response_places is None:
                 return prompts_BP
             return torch.cat([prompts_BP, self["responses"]], dim=1)
-        prompts, prompt_offsets = jagged_parts(self.columns["prompts"])
-        length = self.padding.max_prompt_length
-        in_prompt = RowPlaces(prompt_offsets, length, at_end=True)
         is_prompt_BP = in_prompt.pad(torch.ones_like(prompts))
         if name == "position_ids":
+            length = self.padding.max_prompt_length
             if self.response_places is not None:
                 length += self.padding.max_response_length
             return _positions(is_prompt_BP, length)
@@ -306,7 +309,8 @@ def view_of_samples(data: DataProto) -> PaddedView:
 def view_with(view: DataProto, columns: Mapping[str, Tensor]) -> DataProto:
     """Returns another view, with columns beside those of `view` or in place of them. `view` stays
     as it is."""
-    other = copy.copy(view)
+    # copy.copy asks for the state of the view, for which all columns are padded.
+    other = type(view).__new__(type(view))
     other.batch = view.tensor_batch.copy()
     other.non_tensor_batch = dict(view.non_tensor_batch)
     other.meta_info = dict(view.meta_info)

@@ -330,9 +330,8 @@ def _empty(like: Tensor, num_rows: int) -> Tensor | None:
 def _signature(column: ColumnData) -> str:
     """Says in words what must agree for two columns to be concatenated."""
     if isinstance(column, np.ndarray):
-        # NumPy widens strings without loss
         dtype = str(column.dtype)
-        if column.dtype.kind == "U":
+        if column.dtype.kind == "U":  # NumPy widens strings without loss
             dtype = "str"
         return f"an array of {dtype} with rows of shape {column.shape[1:]}"
     if column.is_nested:

@@ -11,10 +11,10 @@ from verl_like.single_controller.shard import BatchShard, Splittable
 
 # (group, *args, **kwargs) -> (one list per argument, one list per keyword), each list with one
 # entry per rank.
-DispatchFn = Callable[..., Any]
+DispatchFn = Callable[..., tuple[tuple[list[Any], ...], dict[str, list[Any]]]]
 CollectFn = Callable[..., Any]  # (group, outputs of the collected ranks) -> the caller's value
 Arguments = tuple[list[Any], dict[str, Any]]
-"""What one rank's method is called with."""
+"""The positional arguments and the keyword arguments of a call."""
 
 
 @dataclass(frozen=True)

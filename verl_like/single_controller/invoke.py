@@ -93,8 +93,7 @@ class Invoker:
             return result
         result = result_of(spec, result, batches[0])
         num_rows = len(batches[0])
-        has_row_of_each = len(result) in (0, num_rows)
-        if shards[0].ordered and not has_row_of_each:
+        if shards[0].ordered and len(result) not in (0, num_rows):
             raise ValueError(
                 f"{method} returned {len(result)} rows for {num_rows} input rows: with an Ordered "
                 "batch return one row per input row, in order, or only meta_info"

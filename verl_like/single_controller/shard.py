@@ -136,9 +136,10 @@ def select_columns(data: DataProto, columns: Sequence[str]) -> DataProto:
     """Returns a batch with those of `columns` that exist, the padding marks, and the whole
     meta_info."""
     keep = {*columns, PAD_COLUMN}
-    tensors = [name for name in data.tensors() if name in keep]
-    arrays = [name for name in data.non_tensor_batch if name in keep]
-    return data.select(tensors, arrays)
+    return data.select(
+        batch_keys=[name for name in data.tensors() if name in keep],
+        non_tensor_batch_keys=[name for name in data.non_tensor_batch if name in keep],
+    )
 
 
 def split_order(order: np.ndarray, sizes: Sequence[int] | None, count: int) -> list[np.ndarray]:

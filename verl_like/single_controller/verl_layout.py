@@ -27,8 +27,7 @@ def argument_of(spec: MethodSpec, data: DataProto) -> DataProto:
         return select_columns(data, columns)
     if columns is None:
         return padded(data)
-    read_or_pad = (*columns, PAD_COLUMN)
-    return padded(data, read_or_pad)
+    return padded(data, (*columns, PAD_COLUMN))
 
 
 def result_of(spec: MethodSpec, result: DataProto, data: DataProto) -> DataProto:
@@ -55,7 +54,7 @@ def result_of(spec: MethodSpec, result: DataProto, data: DataProto) -> DataProto
                 f"{spec.name} returned other responses than it was given: return input_ids and "
                 "attention_mask with them, which say how long they are"
             )
-    only_tokens = data.select(["prompts", "responses"], [])
+    only_tokens = data.select(batch_keys=["prompts", "responses"], non_tensor_batch_keys=[])
     stripped = strip(result, only_tokens)
     kept = [name for name in columns if name not in VERL_COLUMNS]
     return stripped.select(batch_keys=kept)

@@ -190,7 +190,14 @@ class WorkerGroup(VerlWorkerGroup):
         is_ordered = isinstance(data, Ordered)
         shards = []
         for index, rows in enumerate(rows_of_shards):
-            each = BatchShard(tuple(parts), index, count, None, rows, num_rows, is_ordered)
+            each = BatchShard(
+                tuple(parts),
+                index,
+                count,
+                row_numbers=rows,
+                num_batch_rows=num_rows,
+                ordered=is_ordered,
+            )
             shards.append(each)
         return shards
 
@@ -260,8 +267,8 @@ class BoundMethod:
             ranks = mode.collect_ranks(group)
             call = group.submit(spec, calls, ranks)
             return DataProtoFuture(call, collect, order)
-        all_ranks = list(range(len(calls)))
-        call = group.submit(spec, calls, all_ranks)
+        ranks = list(range(len(calls)))
+        call = group.submit(spec, calls, ranks)
         return Future(call, collect)
 
     @property
@@ -357,7 +364,7 @@ class BoundMethod:
                 [whole] = self.group.split(value, 1)
                 sent[id(value)] = self._reference(whole, sent)
             return sent[id(value)]
-        if isinstance(value, BatchShard):
+        if isinstance(value, BatchShard) and self.spec.sent_columns is not None:
             return replace(value, columns=self.spec.sent_columns)
         if isinstance(value, Future):
             parts = tuple(value.parts)

@@ -180,8 +180,8 @@ class RayStream(_CallOnRanks):
                 if generator in ready:
                     yield from self._next(rank)
             if not self._running:
-                for rank, header in sorted(self._headers.items()):
-                    self.unreported.report(self.method, rank, header)
+                for rank in range(len(self.answers)):
+                    self.unreported.report(self.method, rank, self._headers[rank])
 
     def _next(self, rank: int) -> Iterator[Any]:
         """Yields the next thing of a rank, which is ready, if the method yielded it. Header and

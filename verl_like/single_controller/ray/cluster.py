@@ -60,8 +60,7 @@ def _assign(
     if sizes.count(size) > num_places or state in failed:
         return None
     for i, capacity in enumerate(capacities):
-        is_tried = capacity in capacities[:i]  # an equal one
-        if capacity < size or is_tried:
+        if capacity < size or capacity in capacities[:i]:  # equal capacities are tried once
             continue
         left = list(capacities)
         left[i] -= size
@@ -97,7 +96,7 @@ def placement_table(requests: dict[str, list[Resources]]) -> str:
     for pool, entries in requests.items():
         for index, entry in enumerate(entries):
             gpu = f"{entry.get('GPU', 0):g}"
-            cpu = f"{entry['CPU']:g}"
+            cpu = f"{entry.get('CPU', 0):g}"
             lines.append(_table_row(f"{pool}, node {index}", gpu, cpu))
     free = node_resources(total=False)
     heading = _table_row("node", "GPU", "CPU")

@@ -173,7 +173,7 @@ class ProcessHandles:
             elif running and now >= deadline:
                 late = f"rank(s) {running} of {len(references)}"
                 raise CallTimeout(role, method, timeout, late)
-        return [values[rank] for rank in sorted(values)]
+        return [values[rank] for rank in range(len(references))]
 
     def end_stopped(self, method: str) -> None:
         """Raises WorkerStopped if a process of this driver's groups is found stopped, after it
@@ -195,8 +195,8 @@ class ProcessHandles:
             raise group.stop(error)
 
     def stop(self, reason: Exception) -> Exception:
-        """Kills every process of the group. Returns why it was stopped, which is another reason if
-        it was stopped before."""
+        """Kills every process of the group. Returns why the group is stopped: for `reason`, or for
+        that of an earlier call."""
         _RUNNING.discard(self)
         with self.stopping:
             if self.stopped is not None:
@@ -290,8 +290,10 @@ _RUNNING: "weakref.WeakSet[ProcessHandles]" = weakref.WeakSet()
 """The processes of all groups of this driver."""
 
 
-_watch_of_driver = functools.cache(NodeWatch)
-"""The one watch for all groups of a driver, by its node's id. A new Ray has a new one."""
+@functools.cache
+def _watch_of_driver(node: str) -> NodeWatch:
+    """Returns the one watch for all groups of a driver. A new Ray has a new node id."""
+    return NodeWatch(node)
 
 
 def _threads_per_rank(bundles: Sequence[Bundle]) -> list[int]:

@@ -159,12 +159,12 @@ def reserve(pools: Sequence[RayResourcePool], timeout_s: float = PLACEMENT_DEADL
         chosen = assign(requests_by_node, free_resources)
         if chosen is not None:
             nodes = iter(chosen)
-            groups = {}
+            groups_of_pools = []
             everything = []
             for pool in pools:
-                groups_of_pool = _create_groups(pool, nodes)
-                groups[pool.name] = groups_of_pool
-                everything.extend(groups_of_pool)
+                groups = _create_groups(pool, nodes)
+                groups_of_pools.append(groups)
+                everything.extend(groups)
             try:
                 ready = [group.ready() for group in everything]
                 ray.get(ready, timeout=timeout_s / NUM_TRIES)
@@ -179,8 +179,8 @@ def reserve(pools: Sequence[RayResourcePool], timeout_s: float = PLACEMENT_DEADL
                 f"the resource pools were not free within {timeout_s:g} s\n{table}"
             )
         time.sleep(_POLL_S)
-    for pool in pools:
-        pool._placement_groups = groups[pool.name]
+    for pool, groups in zip(pools, groups_of_pools, strict=True):
+        pool._placement_groups = groups
 
 
 def _create_groups(pool: RayResourcePool, nodes: Iterator[str]) -> list[PlacementGroup]:
