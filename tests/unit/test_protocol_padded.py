@@ -12,6 +12,7 @@ from verl_like.protocol.padded import (
     places_of_samples,
     strip,
     view_of_samples,
+    view_with,
     without_padding,
 )
 from verl_like.protocol.row_ops import jagged_from_lengths
@@ -318,6 +319,19 @@ def test_a_column_of_a_view_is_padded_when_it_is_read():
     assert view.batch["values"].shape == (3, 3) and view.batch["values"] is view.batch["values"]
     with pytest.raises(ValueError, match="a row has 4 tokens, but padded rows have 1"):
         view.batch["input_ids"]
+
+
+@pytest.mark.parametrize("make", [batch, of_samples])
+def test_another_view_of_a_batch_pads_only_the_columns_that_are_read(make):
+    view = view_of_samples(make())
+    values = view.batch["values"]
+    other = view_with(view, {"score": torch.ones(3)})
+    assert list(view.batch.read) == ["values"] and "score" not in view.batch
+    assert other.batch["values"] is values and other.batch["score"].tolist() == [1, 1, 1]
+    mask = view_with(other, {"response_mask": other.batch["response_mask"] * 0})
+    assert list(view.batch.read) == ["values", "response_mask"]
+    assert not mask.batch["response_mask"].any() and other.batch["response_mask"].any()
+    assert type(mask) is type(view) and len(mask) == 3 and mask.meta_info == view.meta_info
 
 
 def test_a_view_has_the_columns_of_a_batch():

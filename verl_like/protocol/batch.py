@@ -31,11 +31,15 @@ State = tuple[int | None, dict[str, WireTensor], dict[str, np.ndarray], dict[str
 
 
 def _tensor_to_wire(value: Any) -> Any:
-    return to_wire(value) if isinstance(value, Tensor) else value
+    if isinstance(value, Tensor):
+        return to_wire(value)
+    return value
 
 
 def _tensor_from_wire(value: Any) -> Any:
-    return from_wire(value) if isinstance(value, WireTensor) else value
+    if isinstance(value, WireTensor):
+        return from_wire(value)
+    return value
 
 
 @dataclass(eq=False, repr=False)
@@ -80,6 +84,7 @@ class Batch:
                 )
         for name, tensor in self.tensors().items():
             check_tensor_column(f"DataProto.batch[{name!r}]", tensor)
+        wrong = {}
         for name, array in self.non_tensor_batch.items():
             if not isinstance(array, np.ndarray) or array.ndim == 0:
                 raise ValueError(
@@ -87,8 +92,6 @@ class Batch:
                     "array with rows; give an array or, to DataProto.from_dict(non_tensors=...), "
                     "a list with one element per row."
                 )
-        wrong: dict[str, int] = {}
-        for name, array in self.non_tensor_batch.items():
             if len(array) != len(self):
                 wrong[name] = len(array)
         if wrong:
@@ -112,7 +115,9 @@ class Batch:
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the tensor columns by name, as a new dict. It is empty if there is no `batch`."""
-        return {} if self.batch is None else columns_of(self.batch)
+        if self.batch is None:
+            return {}
+        return columns_of(self.batch)
 
     def columns(self) -> dict[str, Any]:
         """Returns tensor columns and arrays by name, as a new dict."""
@@ -184,7 +189,9 @@ class Batch:
         lines = [f"DataProto: {len(self)} rows"]
         total = 0
         for name, tensor in self.tensors().items():
-            values = jagged_parts(tensor)[0] if is_jagged(tensor) else tensor
+            values = tensor
+            if is_jagged(tensor):
+                values, _ = jagged_parts(tensor)
             total += values.nbytes
             described = f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
             lines.append(f"  {name}: {described}, {values.nbytes / 2**20:.2f} MiB")
@@ -247,5 +254,7 @@ class Batch:
         """Returns a batch that `save_to_disk` wrote, on the CPU."""
         contents = read_file(path)
         num_rows = contents["rows"]
-        batch = None if num_rows is None else tensor_dict(contents["batch"], num_rows)
+        batch = None
+        if num_rows is not None:
+            batch = tensor_dict(contents["batch"], num_rows)
         return cls(batch, contents["non_tensor_batch"], contents["meta_info"])

@@ -354,5 +354,5 @@ _TABLE = [
     ),
 ]
 
-COLUMNS: dict[str, Column] = {column.name: column for column in _TABLE}
+COLUMNS = {column.name: column for column in _TABLE}
 assert len(COLUMNS) == len(_TABLE), "a column is in the table twice"

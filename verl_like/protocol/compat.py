@@ -27,7 +27,7 @@ class VerlDataProto(Batch):
         self.check_consistency()
         tensors = self.tensors()
         names = [*tensors, *self.non_tensor_batch, *self.meta_info]
-        twice = sorted({name for name in names if names.count(name) > 1})
+        twice = {name for name in names if names.count(name) > 1}
         if twice:
             raise ValueError(
                 f"to_tensordict: {merge.names(twice)} are names of more than one column or entry "
@@ -71,7 +71,7 @@ class VerlDataProto(Batch):
                 "give one whose only batch dimension is the rows, e.g. by reshape(-1)."
             )
         tensors: dict[str, Tensor] = {}
-        arrays: dict[str, np.ndarray] = {}
+        arrays = {}
         entries: dict[str, Any] = {}
         for name in map(str, tensor_dict.keys()):
             value = tensor_dict.get(name)
@@ -82,13 +82,15 @@ class VerlDataProto(Batch):
             else:
                 tensors[name] = value
         given = dict(meta_info or {})
-        twice = sorted(entries.keys() & given.keys())
+        twice = entries.keys() & given.keys()
         if twice:
             raise ValueError(
                 f"from_tensordict: the TensorDict has entries {merge.names(twice)}, which "
                 "meta_info has, too; leave them out of one."
             )
-        batch = row_ops.tensor_dict(tensors, len(tensor_dict)) if tensors else None
+        batch = None
+        if tensors:
+            batch = row_ops.tensor_dict(tensors, len(tensor_dict))
         return cls(batch, arrays, entries | given)
 
     def make_iterator(
@@ -120,7 +122,7 @@ class VerlDataProto(Batch):
             return iter(())
         # Always its own generator: a DataLoader draws from torch's global one even when it does not
         # shuffle.
-        generator = torch.Generator().manual_seed(0 if seed is None else seed)
+        generator = torch.Generator().manual_seed(seed or 0)
         # `__getitems__` gives a mini-batch as a whole, so there is nothing to collate.
         loader: DataLoader[Any] = DataLoader(
             cast(Any, self),
@@ -165,14 +167,14 @@ class VerlDataProto(Batch):
                 "pop that one first."
             )
         if self.batch is not None:
-            device = self.batch.device
-            self.batch = TensorDict(renamed, batch_size=[len(self)], device=device)
+            self.batch = TensorDict(renamed, batch_size=[len(self)], device=self.batch.device)
         return self
 
     def sample_level_repeat(self, repeat_times: Sequence[int] | np.ndarray | Tensor) -> Self:
         """Returns row i repeat_times[i] times, its copies side by side."""
         counts = torch.as_tensor(repeat_times, dtype=torch.int64).cpu()
-        if counts.shape != (len(self),) or bool((counts < 0).any()):
+        is_negative = counts < 0
+        if counts.shape != (len(self),) or is_negative.any():
             raise ValueError(
                 f"sample_level_repeat: needs one count >= 0 for each of the {len(self)} rows, got "
                 f"{counts.tolist()}."

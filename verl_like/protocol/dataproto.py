@@ -1,5 +1,6 @@
 """DataProto, the batch that travels between the driver and the workers."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
@@ -40,9 +41,10 @@ class DataProto(VerlDataProto):
         array, one element per row."""
         batch = None
         if tensors:
+            sizes = {}
             for name, tensor in tensors.items():
                 row_ops.check_tensor_column(f"from_dict: tensors[{name!r}]", tensor)
-            sizes = {name: tensor.size(0) for name, tensor in tensors.items()}
+                sizes[name] = tensor.size(0)
             if len(set(sizes.values())) > 1:
                 raise ValueError(f"from_dict: the tensors differ in their number of rows: {sizes}.")
             num_rows = next(iter(sizes.values()))
@@ -59,8 +61,8 @@ class DataProto(VerlDataProto):
     ) -> "DataProto":
         """Makes a batch of tensors, which go to `batch`, and NumPy arrays, which go to
         `non_tensor_batch`. Raises ValueError for anything else."""
-        tensors: dict[str, Tensor] = {}
-        arrays: dict[str, Any] = {}
+        tensors = {}
+        arrays = {}
         for name, value in data.items():
             if isinstance(value, Tensor):
                 tensors[name] = value
@@ -79,7 +81,9 @@ class DataProto(VerlDataProto):
         is_integer = isinstance(index, (int, np.integer))
         if is_integer and not isinstance(index, bool):
             row = self.select_idxs([int(index)])
-            batch = None if row.batch is None else row.batch[0]
+            batch = None
+            if row.batch is not None:
+                batch = row.batch[0]
             elements = {name: array[0] for name, array in row.non_tensor_batch.items()}
             return DataProtoItem(batch, elements, row.meta_info)
         if isinstance(index, slice):
@@ -96,10 +100,7 @@ class DataProto(VerlDataProto):
         moves rows; other code uses `slice`."""
         if self.columns() and not 0 <= start <= stop <= len(self):
             raise ValueError(f"rows({start}, {stop}) is not a range of the {len(self)} rows.")
-
-        def view(column: row_ops.ColumnData) -> row_ops.ColumnData:
-            return row_ops.view_rows(column, start, stop)
-
+        view = functools.partial(row_ops.view_rows, start=start, stop=stop)
         return self.map_columns(stop - start, view)
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> "DataProto":
@@ -108,8 +109,10 @@ class DataProto(VerlDataProto):
             raise ValueError(f"repeat: repeat_times must not be negative, got {repeat_times}.")
         rows = torch.arange(len(self))
         if interleave:
-            return self.select_idxs(rows.repeat_interleave(repeat_times))
-        return self.select_idxs(rows.repeat(repeat_times))
+            repeated = rows.repeat_interleave(repeat_times)
+        else:
+            repeated = rows.repeat(repeat_times)
+        return self.select_idxs(repeated)
 
     @staticmethod
     def concat(data: Sequence["DataProto"]) -> "DataProto":
@@ -128,7 +131,7 @@ class DataProto(VerlDataProto):
         filled = [part for part in data if len(part)]
         if not filled:
             with_columns = [part for part in data if part.columns()]
-            filled = [with_columns[0] if with_columns else data[0]]
+            filled = with_columns[:1] or [data[0]]
         tensors = merge.concat_parts("batch", [part.tensors() for part in filled])
         arrays = merge.concat_parts("non_tensor_batch", [part.non_tensor_batch for part in filled])
         num_rows = sum(map(len, filled))
@@ -170,12 +173,14 @@ class DataProto(VerlDataProto):
         meta = merge.pick_keys("pop", "meta_info", self.meta_info, meta_info_keys or ())
         result = DataProto.from_dict(tensors, arrays, meta)
         if tensors:
-            assert self.batch is not None
-            self.batch = self.batch.exclude(*tensors)
+            self.batch = self.tensor_batch.exclude(*tensors)
         # New dicts, because others may hold these ones.
-        left = self.non_tensor_batch.items()
-        self.non_tensor_batch = {name: array for name, array in left if name not in arrays}
-        self.meta_info = {name: value for name, value in self.meta_info.items() if name not in meta}
+        self.non_tensor_batch = dict(self.non_tensor_batch)
+        self.meta_info = dict(self.meta_info)
+        for name in arrays:
+            del self.non_tensor_batch[name]
+        for name in meta:
+            del self.meta_info[name]
         return result
 
     def to(self, device: str | torch.device | int) -> "DataProto":
@@ -199,9 +204,11 @@ class DataProto(VerlDataProto):
                 f"union: {len(self)} rows and {len(other)} rows; select the same rows of both "
                 "first."
             )
-        batch = other.batch if self.batch is None else self.batch
-        if self.batch is not None and other.batch is not None:
-            batch = merge.union_tensor_dict(self.batch, other.batch)
+        batch = self.batch
+        if batch is None:
+            batch = other.batch
+        elif other.batch is not None:
+            batch = merge.union_tensor_dict(batch, other.batch)
         arrays = merge.union_numpy_dict(self.non_tensor_batch, other.non_tensor_batch)
         meta_info = merge.union_meta_info(self.meta_info, other.meta_info)
         return DataProto(batch, arrays, meta_info)

@@ -26,7 +26,7 @@ def pick_keys(
 ) -> dict[str, V]:
     """Returns the entries at `keys`; None means all. Raises ValueError, which names the keys, if
     some are missing or given twice."""
-    wanted = list(values) if keys is None else list(keys)
+    wanted = list(values if keys is None else keys)
     missing = [key for key in wanted if key not in values]
     if missing:
         raise ValueError(
@@ -46,7 +46,9 @@ def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> Ten
         raise ValueError(f"union: the batch sizes differ, {tuple(size)} and {tuple(other_size)}.")
     united = union_columns("batch", columns_of(tensor_dict1), columns_of(tensor_dict2))
     # With a device, a TensorDict would move its columns there.
-    device = tensor_dict1.device if tensor_dict1.device == tensor_dict2.device else None
+    device = tensor_dict1.device
+    if device != tensor_dict2.device:
+        device = None
     return TensorDict(share_offsets(united), size, device=device)
 
 

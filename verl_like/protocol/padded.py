@@ -16,6 +16,7 @@ from verl_like.protocol.samples import SampleRows
 
 VERL_COLUMNS = ("input_ids", "attention_mask", "position_ids")
 """Columns of verl's layout that are made of `prompts` and `responses`."""
+_TOKEN_COLUMNS = (*VERL_COLUMNS, "prompts", "responses")
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,12 @@ class Padding:
         return cls(*data.meta_info["padding"])
 
 
+def has_jagged_prompts(data: DataProto) -> bool:
+    """Returns True for a batch without padding."""
+    prompts = data.tensors().get("prompts")
+    return prompts is not None and is_jagged(prompts)
+
+
 class RowPlaces:
     """The places of the N values of jagged rows in (B, width), on the left or on the right.
 
@@ -46,18 +53,22 @@ class RowPlaces:
 
     def __init__(self, offsets: Tensor, width: int, *, at_end: bool = False) -> None:
         lengths = offsets.diff()
-        longest = int(lengths.max()) if len(lengths) else 0
+        num_rows = len(lengths)
+        longest = 0
+        if num_rows:
+            longest = int(lengths.max())
         if longest > width:
             raise ValueError(
                 f"a row has {longest} tokens, but padded rows have {width}, as "
                 "meta_info['padding'] says: raise data.max_prompt_length or "
                 "data.max_response_length"
             )
-        self.shape = (len(lengths), width)
-        first = torch.arange(len(lengths)) * width
+        self.shape = (num_rows, width)
+        first = torch.arange(num_rows) * width
         if at_end:
             first = first + width - lengths
-        shift = torch.repeat_interleave(first - offsets[:-1], lengths)
+        shift_of_row = first - offsets[:-1]
+        shift = torch.repeat_interleave(shift_of_row, lengths)
         self.of_values = shift + torch.arange(int(offsets[-1]))
 
     def pad(self, values: Tensor, fill: int = 0) -> Tensor:
@@ -87,19 +98,25 @@ class PaddedColumns(MutableMapping[str, Tensor]):
     def __init__(self, data: DataProto, *, by_sample: bool = False) -> None:
         self.padding = Padding.of(data)
         self.columns = data.tensors()
-        samples = SampleRows.of(data) if by_sample else None
-        self.samples = None if samples is None or samples.is_plain else samples
+        self.samples: SampleRows | None = None
         """Set if a sample has several rows, which are then one row of the view."""
-        num_rows = self.samples.num_samples if self.samples else len(data)
+        num_rows = len(data)
+        starts = None
+        if by_sample:
+            samples = SampleRows.of(data)
+            if not samples.is_plain:
+                self.samples = samples
+                num_rows = samples.num_samples
+                starts = samples.starts
         self.batch_size = torch.Size([num_rows])
         self.device: torch.device | None = None
         self.response_offsets: Tensor | None = None
         self.response_places: RowPlaces | None = None
         if "responses" in self.columns:
             width = self.padding.max_response_length
-            starts = self.samples.starts if self.samples else None
-            self.response_offsets = jagged_parts(self.columns["responses"])[1]
-            self.response_places = places_of_samples(self.response_offsets, width, starts)
+            _, offsets = jagged_parts(self.columns["responses"])
+            self.response_offsets = offsets
+            self.response_places = places_of_samples(offsets, width, starts)
         self.names = set(self.columns)
         """Columns of the batch."""
         if self.samples:
@@ -131,7 +148,7 @@ class PaddedColumns(MutableMapping[str, Tensor]):
         return self.read[name]
 
     def __setitem__(self, name: str, column: Tensor) -> None:
-        if name in (*VERL_COLUMNS, "prompts", "responses"):
+        if name in _TOKEN_COLUMNS:
             raise ValueError(
                 f"{name} was put into a padded view, which cannot change tokens: make another batch"
             )
@@ -171,7 +188,9 @@ class PaddedColumns(MutableMapping[str, Tensor]):
             return self._made_of_both(name)
         column = self.columns[name]
         if not is_jagged(column):
-            return column[self.samples.first_rows] if self.samples else column
+            if self.samples:
+                return column[self.samples.first_rows]
+            return column
         values, offsets = jagged_parts(column)
         if name == "prompts":
             in_prompt = self._prompt_places(offsets)
@@ -179,7 +198,9 @@ class PaddedColumns(MutableMapping[str, Tensor]):
         if self.response_places is not None:
             assert self.response_offsets is not None
             if torch.equal(offsets, self.response_offsets):
-                fill = self.padding.pad_token_id if name == "responses" else 0
+                fill = 0
+                if name == "responses":
+                    fill = self.padding.pad_token_id
                 return self.response_places.pad(values, fill)
         assert not self.samples, f"{name} has no entry a response token"
         return column  # of another kind
@@ -258,8 +279,10 @@ def padded(data: DataProto, names: Collection[str] | None = None) -> DataProto:
         names: the columns that are wanted; None for all.
     """
     columns = PaddedColumns(data)
-    wanted = list(columns) if names is None else [name for name in columns if name in names]
-    tensors = {name: columns[name] for name in wanted}
+    tensors = {}
+    for name in columns:
+        if names is None or name in names:
+            tensors[name] = columns[name]
     return DataProto.from_dict(tensors, data.non_tensor_batch, data.meta_info)
 
 
@@ -286,10 +309,9 @@ def view_of_samples(data: DataProto) -> PaddedView:
 def view_with(view: DataProto, columns: Mapping[str, Tensor]) -> DataProto:
     """Returns another view, with columns beside those of `view` or in place of them. `view` stays
     as it is."""
-    other = copy.copy(view)
-    of_batch = view.batch
-    assert of_batch is not None
-    other.batch = of_batch.copy()
+    # copy.copy asks for the state of the view, for which all columns are padded.
+    other = type(view).__new__(type(view))
+    other.batch = view.tensor_batch.copy()
     other.non_tensor_batch = dict(view.non_tensor_batch)
     other.meta_info = dict(view.meta_info)
     for name, column in columns.items():
@@ -337,8 +359,10 @@ def strip(view: DataProto, data: DataProto) -> DataProto:
             tensors.pop(name, None)
     else:
         response_places = RowPlaces(offsets, Padding.of(data).max_response_length)
-        of_tokens = (*VERL_COLUMNS, "prompts", "responses")
-        written = {name: column for name, column in view.tensors().items() if name not in of_tokens}
+        written = {}
+        for name, column in view.tensors().items():
+            if name not in _TOKEN_COLUMNS:
+                written[name] = column
     for name, column in written.items():
         if id(column) not in stripped_of_id:
             is_dense_in_data = name in tensors and not is_jagged(tensors[name])
@@ -369,7 +393,8 @@ def _stripped(
         return column
     has_shape_of_responses = column.shape[:2] == response_places.shape
     if has_shape_of_responses and not is_dense_in_data:
-        return jagged_from_offsets(response_places.strip(column), offsets)
+        values = response_places.strip(column)
+        return jagged_from_offsets(values, offsets)
     if samples:
         return column[samples.sample_of_row]
     return column
@@ -393,7 +418,9 @@ def without_padding(data: DataProto, pad_token_id: int) -> DataProto:
     input_ids = tensors.pop("input_ids")
     attended = tensors.pop("attention_mask").bool()
     tensors.pop("position_ids", None)
-    response_length = tensors["responses"].size(1) if "responses" in tensors else 0
+    response_length = 0
+    if "responses" in tensors:
+        response_length = tensors["responses"].size(1)
     prompt_length = input_ids.size(1) - response_length
     is_prompt_BP = attended[:, :prompt_length]
     is_response_BR = attended[:, prompt_length:]
@@ -415,6 +442,8 @@ def without_padding(data: DataProto, pad_token_id: int) -> DataProto:
         for name, column in tensors.items():
             is_by_token = not column.is_nested and column.shape[:2] == in_response.shape
             if is_by_token and name != "prompts":
-                jagged[name] = jagged_from_offsets(in_response.strip(column), offsets)
-    meta_info = data.meta_info | {"padding": (prompt_length, response_length, pad_token_id)}
-    return DataProto.from_dict({**tensors, **jagged}, data.non_tensor_batch, meta_info)
+                values = in_response.strip(column)
+                jagged[name] = jagged_from_offsets(values, offsets)
+    padding = (prompt_length, response_length, pad_token_id)
+    meta_info = data.meta_info | {"padding": padding}
+    return DataProto.from_dict(tensors | jagged, data.non_tensor_batch, meta_info)

@@ -67,7 +67,7 @@ def jagged_parts(column: Tensor) -> tuple[Tensor, Tensor]:
     They are views of it if it is contiguous.
     """
     parts = cast(NestedTensor, column)
-    values: Tensor = parts._values
+    values = parts._values
     if parts._lengths is None and values.is_contiguous() and not values.requires_grad:
         return values, parts._offsets  # a thirtieth of the time of what follows
     column = column.contiguous()  # closes the holes that torch.nested.narrow leaves
@@ -88,12 +88,15 @@ def jagged_from_lists(rows: Sequence[Sequence[Any] | np.ndarray], dtype: torch.d
     """Makes a jagged tensor of rows of numbers."""
     num_values = [len(row) for row in rows]
     lengths = torch.tensor(num_values, dtype=torch.int64)
-    if rows and all(isinstance(row, np.ndarray) for row in rows):
-        values = np.concatenate(rows)
+    are_arrays = all(isinstance(row, np.ndarray) for row in rows)
+    if rows and are_arrays:
+        array = np.concatenate(rows)
     else:
         number_type = np.float64 if dtype.is_floating_point else np.int64
-        values = np.fromiter(itertools.chain.from_iterable(rows), number_type)
-    return jagged_from_lengths(torch.from_numpy(values).to(dtype), lengths)
+        numbers = itertools.chain.from_iterable(rows)
+        array = np.fromiter(numbers, number_type)
+    values = torch.from_numpy(array).to(dtype)
+    return jagged_from_lengths(values, lengths)
 
 
 def jagged_on_last_token(values_B: Tensor, mask: Tensor) -> Tensor:
@@ -105,7 +108,8 @@ def jagged_on_last_token(values_B: Tensor, mask: Tensor) -> Tensor:
     marks, offsets = jagged_parts(mask)
     num_rows = len(values_B)
     rows = torch.arange(num_rows)
-    row_of_token = rows.repeat_interleave(offsets.diff())
+    lengths = offsets.diff()
+    row_of_token = rows.repeat_interleave(lengths)
     places = marks.bool().nonzero().squeeze(1)
     none_B = torch.full((num_rows,), -1)
     last_B = none_B.scatter_reduce(0, row_of_token[places], places, "amax")
@@ -168,7 +172,9 @@ def _on_offsets(column: Tensor, known: list[Tensor]) -> Tensor:
             return jagged_from_offsets(values, each)
     known.append(offsets)
     has_holes = cast(Any, column).lengths() is not None
-    return jagged_from_offsets(values, offsets) if has_holes else column
+    if has_holes:
+        return jagged_from_offsets(values, offsets)
+    return column
 
 
 def _are_equal(offsets: Tensor, others: Tensor) -> bool:
@@ -184,7 +190,9 @@ def write_count(tensor: Tensor) -> int:
     It is -1 for inference-mode tensors, which have none. torch does not count writes through
     `.numpy()` and `.data`.
     """
-    return -1 if tensor.is_inference() else tensor._version
+    if tensor.is_inference():
+        return -1
+    return tensor._version
 
 
 def view_rows(column: ColumnData, start: int, stop: int) -> ColumnData:
@@ -195,7 +203,8 @@ def view_rows(column: ColumnData, start: int, stop: int) -> ColumnData:
     row_offsets = offsets[start : stop + 1]
     first = int(row_offsets[0])
     end = int(row_offsets[-1])
-    return jagged_from_offsets(values[first:end], row_offsets - first)
+    row_values = values[first:end]
+    return jagged_from_offsets(row_values, row_offsets - first)
 
 
 def row_indices(idxs: RowIndices, num_rows: int) -> Tensor:
@@ -286,16 +295,21 @@ def concat_columns(name: str, parts: Sequence[Any]) -> ColumnData:
                 f"{index}; give every part the same type and width (pad to a common width, or use "
                 "a jagged column)."
             )
-    if isinstance(parts[0], np.ndarray):
+    first = parts[0]
+    if isinstance(first, np.ndarray):
         return np.concatenate(parts, axis=0)
-    if parts[0].is_nested:
-        pairs = [jagged_parts(part) for part in parts]
-        values = torch.cat([its_values for its_values, _ in pairs])
-        lengths = torch.cat([offsets.diff() for _, offsets in pairs])
-        return jagged_from_lengths(values, lengths)
+    if first.is_nested:
+        all_values = []
+        all_lengths = []
+        for part in parts:
+            values, offsets = jagged_parts(part)
+            all_values.append(values)
+            all_lengths.append(offsets.diff())
+        return jagged_from_lengths(torch.cat(all_values), torch.cat(all_lengths))
     num_rows = sum(map(len, parts))
-    memory = _empty(parts[0], num_rows)
-    return torch.cat([part.detach() for part in parts], out=memory)
+    memory = _empty(first, num_rows)
+    detached = [part.detach() for part in parts]
+    return torch.cat(detached, out=memory)
 
 
 def _empty(like: Tensor, num_rows: int) -> Tensor | None:
@@ -316,8 +330,9 @@ def _empty(like: Tensor, num_rows: int) -> Tensor | None:
 def _signature(column: ColumnData) -> str:
     """Says in words what must agree for two columns to be concatenated."""
     if isinstance(column, np.ndarray):
-        # NumPy widens strings without loss
-        dtype = "str" if column.dtype.kind == "U" else str(column.dtype)
+        dtype = str(column.dtype)
+        if column.dtype.kind == "U":  # NumPy widens strings without loss
+            dtype = "str"
         return f"an array of {dtype} with rows of shape {column.shape[1:]}"
     if column.is_nested:
         values, _ = jagged_parts(column)
@@ -355,7 +370,9 @@ def deep_equal(left: Any, right: Any) -> bool:
         return all(map(deep_equal, left, right))
     if dataclasses.is_dataclass(left) and type(left) is type(right):
         for field in dataclasses.fields(left):
-            if not deep_equal(getattr(left, field.name), getattr(right, field.name)):
+            left_value = getattr(left, field.name)
+            right_value = getattr(right, field.name)
+            if not deep_equal(left_value, right_value):
                 return False
         return True
     return bool(left == right) or bool(left != left and right != right)

@@ -52,7 +52,8 @@ class SampleRows:
 
 def count_samples(data: DataProto) -> int:
     """Returns the number of samples of a batch."""
-    return len(sample_starts(data.tensors(), len(data))) - 1
+    starts = sample_starts(data.tensors(), len(data))
+    return len(starts) - 1
 
 
 def select_samples(data: DataProto, start: int, stop: int) -> DataProto:
@@ -70,12 +71,11 @@ def concat_samples(parts: Sequence[DataProto]) -> DataProto:
     whole = DataProto.concat(parts)
     if SAMPLE_COLUMN not in whole.tensors() or not len(whole):
         return whole
-    numbers: list[Tensor] = []
+    numbers = []
     num_before = 0
     for part in parts:
         samples = SampleRows.of(part)
         numbers.append(samples.sample_of_row + num_before)
         num_before += samples.num_samples
-    assert whole.batch is not None
-    whole.batch[SAMPLE_COLUMN] = torch.cat(numbers)
+    whole.tensor_batch[SAMPLE_COLUMN] = torch.cat(numbers)
     return whole

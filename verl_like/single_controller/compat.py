@@ -27,7 +27,8 @@ class VerlWorkerGroup(abc.ABC):
 
     def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Returns the results of `execute_all_async`."""
-        return self.execute_all_async(method_name, *args, **kwargs).get()
+        future = self.execute_all_async(method_name, *args, **kwargs)
+        return future.get()
 
     def execute_rank_zero(self, method_name: str, *args: Any, **kwargs: Any) -> Future[Any]:
         """Does what `execute_all_async` does, on rank 0 alone. The future's value is its result."""
@@ -36,7 +37,8 @@ class VerlWorkerGroup(abc.ABC):
 
     def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
         """Returns the result of `execute_rank_zero`."""
-        return self.execute_rank_zero(method_name, *args, **kwargs).get()
+        future = self.execute_rank_zero(method_name, *args, **kwargs)
+        return future.get()
 
 
 class VerlResourcePool(abc.ABC):

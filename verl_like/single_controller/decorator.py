@@ -7,15 +7,13 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from verl_like.protocol import COLUMNS, DataProto
-from verl_like.protocol.padded import VERL_COLUMNS
-from verl_like.protocol.row_ops import is_jagged
+from verl_like.protocol.padded import VERL_COLUMNS, has_jagged_prompts
 from verl_like.single_controller.dispatch import Dispatch, DispatchMode
 from verl_like.single_controller.dispatch import (  # here as well, as in verl
     make_nd_compute_dataproto_dispatch_fn as make_nd_compute_dataproto_dispatch_fn,
 )
 
 _SPEC_ATTRIBUTE = "_verl_like_method_spec"
-_FUNCTION_ATTRIBUTE = "_verl_like_registered"
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
@@ -32,6 +30,8 @@ class MethodSpec:
     optional."""
 
     name: str
+    function: Callable[..., Any]
+    """What was registered. An override without `@register` of its own is another function."""
     dispatch_mode: DispatchMode
     blocking: bool
     reads: tuple[str, ...] | None
@@ -90,8 +90,9 @@ def register(
         is_recorded: whether its calls stand in the timeline of the run.
     """
     mode = dispatch_mode
-    if isinstance(mode, dict) and {"dispatch_fn", "collect_fn"} <= set(mode):
-        mode = DispatchMode(**{"name": "custom", **mode})
+    if isinstance(mode, dict) and "dispatch_fn" in mode and "collect_fn" in mode:
+        named = {"name": "custom", **mode}
+        mode = DispatchMode(**named)
     if not isinstance(mode, DispatchMode):
         raise ValueError(
             "dispatch_mode is a Dispatch.<NAME> or a dict with dispatch_fn and collect_fn, got "
@@ -99,13 +100,13 @@ def register(
         )
     if not isinstance(execute_mode, Execute):
         raise ValueError(f"execute_mode is Execute.ALL or Execute.RANK_ZERO, got {execute_mode!r}")
-    whole_argument_modes = (Dispatch.RANK_ZERO, Dispatch.ONE_TO_ALL, Dispatch.ALL_TO_ALL)
-    if execute_mode is Execute.RANK_ZERO and mode not in whole_argument_modes:
-        raise ValueError(
-            f"{mode.name} splits its arguments over all ranks, so it cannot run with "
-            "Execute.RANK_ZERO: use Dispatch.RANK_ZERO, or Execute.ALL"
-        )
     if execute_mode is Execute.RANK_ZERO:
+        whole_argument_modes = (Dispatch.RANK_ZERO, Dispatch.ONE_TO_ALL, Dispatch.ALL_TO_ALL)
+        if mode not in whole_argument_modes:
+            raise ValueError(
+                f"{mode.name} splits its arguments over all ranks, so it cannot run with "
+                "Execute.RANK_ZERO: use Dispatch.RANK_ZERO, or Execute.ALL"
+            )
         mode = Dispatch.RANK_ZERO
 
     def decorate(method: _Method) -> _Method:
@@ -116,6 +117,7 @@ def register(
             )
         spec = MethodSpec(
             name=method.__name__,
+            function=method,
             dispatch_mode=mode,
             blocking=blocking,
             reads=_as_names("reads", method, reads),
@@ -125,8 +127,6 @@ def register(
             is_recorded=is_recorded,
         )
         setattr(method, _SPEC_ATTRIBUTE, spec)
-        # Functools.wraps copies attributes to another function
-        setattr(method, _FUNCTION_ATTRIBUTE, method)
         return method
 
     return decorate
@@ -143,14 +143,6 @@ def registered_methods(cls: type) -> dict[str, MethodSpec]:
     return specs
 
 
-def is_registered(method: Callable[..., Any]) -> bool:
-    """Returns True if this very function was registered.
-
-    An override without `@register` of its own was not.
-    """
-    return getattr(method, _FUNCTION_ATTRIBUTE, None) is method
-
-
 def check_reads(role: str, spec: MethodSpec, batches: Sequence[DataProto]) -> None:
     """Raises ValueError if a column that the method must read is in none of its batches."""
     if not batches or not spec.reads:
@@ -158,8 +150,7 @@ def check_reads(role: str, spec: MethodSpec, batches: Sequence[DataProto]) -> No
     present: set[str] = set()
     for batch in batches:
         present.update(batch.columns(), batch.meta_info)
-        prompts = batch.tensors().get("prompts")
-        if prompts is not None and is_jagged(prompts) and not spec.jagged:
+        if has_jagged_prompts(batch) and not spec.jagged:
             present.update(VERL_COLUMNS)
     for name in spec.reads:
         if name.endswith("?") or name in present:
@@ -183,8 +174,10 @@ def check_writes(role: str, spec: MethodSpec, result: Any) -> None:
             f"{role}.{spec.name} declares writes={spec.writes} but returned {type(result).__name__}"
         )
     present = {*result.columns(), *result.meta_info}
-    required = [name for name in spec.writes if not name.endswith("?")]
-    missing = [name for name in required if name not in present]
+    missing = []
+    for name in spec.writes:
+        if name not in present and not name.endswith("?"):
+            missing.append(name)
     if missing:
         raise ValueError(
             f"{role}.{spec.name} declares to write {missing} but returned only {sorted(present)}"

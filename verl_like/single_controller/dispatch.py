@@ -1,6 +1,7 @@
 """How a call's arguments are split over the ranks of a group, and how their results become one
 value."""
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -12,6 +13,8 @@ from verl_like.single_controller.shard import BatchShard, Splittable
 # entry per rank.
 DispatchFn = Callable[..., tuple[tuple[list[Any], ...], dict[str, list[Any]]]]
 CollectFn = Callable[..., Any]  # (group, outputs of the collected ranks) -> the caller's value
+Arguments = tuple[list[Any], dict[str, Any]]
+"""The positional arguments and the keyword arguments of a call."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +34,12 @@ class Mesh:
     ) -> "Mesh":
         """Makes the mesh of the coordinates of all ranks. Raises ValueError unless exactly one rank
         of every dp_rank is collected."""
-        dp_ranks = [dp_rank for dp_rank, _ in coordinates]
-        collect_ranks = [rank for rank, (_, is_collect) in enumerate(coordinates) if is_collect]
+        dp_ranks = []
+        collect_ranks = []
+        for rank, (dp_rank, is_collect) in enumerate(coordinates):
+            dp_ranks.append(dp_rank)
+            if is_collect:
+                collect_ranks.append(rank)
         collect_ranks.sort(key=dp_ranks.__getitem__)
         num_shards = len(set(dp_ranks))
         collected = [dp_ranks[rank] for rank in collect_ranks]
@@ -84,6 +91,15 @@ class PerRank:
     values: Sequence[Any]
 
 
+def map_arguments(
+    operation: Callable[[Any], Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Arguments:
+    """Returns the arguments after `operation` was done on each of them."""
+    mapped_args = [operation(value) for value in args]
+    mapped_kwargs = {name: operation(value) for name, value in kwargs.items()}
+    return mapped_args, mapped_kwargs
+
+
 def dispatch_each(spread: Callable[[WorkerGroupLike, Any], Sequence[Any]]) -> DispatchFn:
     """Returns the dispatch function that does `spread(group, value)` with every argument.
 
@@ -91,9 +107,9 @@ def dispatch_each(spread: Callable[[WorkerGroupLike, Any], Sequence[Any]]) -> Di
     """
 
     def dispatch(group: WorkerGroupLike, *args: Any, **kwargs: Any) -> Any:
-        rank_args = tuple(spread(group, value) for value in args)
-        rank_kwargs = {name: spread(group, value) for name, value in kwargs.items()}
-        return rank_args, rank_kwargs
+        spread_over_group = functools.partial(spread, group)
+        rank_args, rank_kwargs = map_arguments(spread_over_group, args, kwargs)
+        return tuple(rank_args), rank_kwargs
 
     return dispatch
 

@@ -31,8 +31,10 @@ class WorkerError(RuntimeError):
         self.method = method
         self.cause = cause
         self.shortage = shortage
-        table = f"\n{shortage.processes}" if shortage else ""
-        super().__init__(f"{self.headline()}\n{cause.rstrip()}{table}")
+        message = f"{self.headline()}\n{cause.rstrip()}"
+        if shortage:
+            message += f"\n{shortage.processes}"
+        super().__init__(message)
 
     @classmethod
     def of(
@@ -40,7 +42,8 @@ class WorkerError(RuntimeError):
     ) -> "WorkerError":
         """Returns the failure of a method of this process that raised an error."""
         cause = "".join(traceback.format_exception(error))
-        return cls(role, rank, node, os.getpid(), method, cause, shortage_of(error))
+        shortage = shortage_of(error)
+        return cls(role, rank, node, os.getpid(), method, cause, shortage)
 
     def headline(self) -> str:
         _, _, last_line = self.cause.rstrip().rpartition("\n")
@@ -48,22 +51,33 @@ class WorkerError(RuntimeError):
 
     def in_method(self, method: str) -> "WorkerError":
         """Returns the same failure, named after the method of which the failed one was a part."""
-        place = (self.role, self.rank, self.node, self.pid)
-        renamed = type(self)(*place, method, self.cause, self.shortage)
+        renamed = type(self)(
+            self.role, self.rank, self.node, self.pid, method, self.cause, self.shortage
+        )
         renamed.__cause__ = self.__cause__
         for note in getattr(self, "__notes__", ()):
             renamed.add_note(note)
         return renamed
 
     def reason(self) -> str:
-        return f" for want of {self.shortage.memory} memory" if self.shortage else ""
+        if self.shortage is None:
+            return ""
+        return f" for want of {self.shortage.memory} memory"
 
     def where(self) -> str:
         return f"{self.role} rank {self.rank} (node {self.node}, pid {self.pid})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        place = (self.role, self.rank, self.node, self.pid)
-        return type(self), (*place, self.method, self.cause, self.shortage)
+        arguments = (
+            self.role,
+            self.rank,
+            self.node,
+            self.pid,
+            self.method,
+            self.cause,
+            self.shortage,
+        )
+        return type(self), arguments
 
 
 class WorkerDied(WorkerError):
@@ -97,7 +111,8 @@ class CallTimeout(TimeoutError):
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.role, self.method, self.seconds, self.waiting_for)
+        arguments = (self.role, self.method, self.seconds, self.waiting_for)
+        return type(self), arguments
 
 
 class PlacementError(ValueError):

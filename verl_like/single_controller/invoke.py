@@ -3,7 +3,7 @@
 import asyncio
 import inspect
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -16,6 +16,7 @@ from verl_like.single_controller.decorator import (
     check_writes,
     registered_methods,
 )
+from verl_like.single_controller.dispatch import Arguments, map_arguments
 from verl_like.single_controller.failure import WorkerError
 from verl_like.single_controller.shard import BatchShard, Fetch, ForwardedFuture
 from verl_like.single_controller.verl_layout import argument_of, result_of
@@ -33,40 +34,31 @@ class Invoker:
         self.loop = asyncio.new_event_loop()
 
     def run(
-        self,
-        role: str,
-        worker: Worker,
-        method: str,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        fetch: Fetch,
+        self, role: str, worker: Worker, method: str, arguments: Arguments, fetch: Fetch
     ) -> Iterator[Any]:
         """Yields what the method yields, then the header, then the method's result. Raises
         WorkerError."""
         started = time.time()
         try:
-            result = yield from self._run(role, worker, method, args, kwargs, fetch)
+            result = yield from self._run(role, worker, method, arguments, fetch)
         # An argument is the result of a call that failed: that failure is the one to report
         except WorkerError:
             raise
         except Exception as error:
             raise WorkerError.of(error, role, worker.rank, self.node, method) from error
-        num_rows = len(result) if isinstance(result, DataProto) else 0
+        num_rows = 0
+        if isinstance(result, DataProto):
+            num_rows = len(result)
         yield CallHeader(num_rows, started, time.time())
         yield result
 
     def _run(
-        self,
-        role: str,
-        worker: Worker,
-        method: str,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        fetch: Fetch,
+        self, role: str, worker: Worker, method: str, arguments: Arguments, fetch: Fetch
     ) -> Generator[Any, None, Any]:
-        if type(worker) not in self.specs:
-            self.specs[type(worker)] = registered_methods(type(worker))
-        spec = self.specs[type(worker)][method]
+        worker_cls = type(worker)
+        if worker_cls not in self.specs:
+            self.specs[worker_cls] = registered_methods(worker_cls)
+        spec = self.specs[worker_cls][method]
         shards: list[BatchShard] = []
         batches: list[DataProto] = []
 
@@ -80,8 +72,7 @@ class Invoker:
             batches.append(batch)
             return argument_of(spec, batch)
 
-        args = [resolve(value) for value in args]
-        kwargs = {name: resolve(value) for name, value in kwargs.items()}
+        args, kwargs = map_arguments(resolve, *arguments)
         check_reads(role, spec, batches)
         inputs = [(batch.tensors(), batch.column_versions()) for batch in batches]
         result = getattr(worker, method)(*args, **kwargs)

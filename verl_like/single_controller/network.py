@@ -15,7 +15,9 @@ def open_store(host: str, port: int = 0, **options: Any) -> TCPStore:
 
     It lives as long as the object. `options` are those of TCPStore.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    family = socket.AF_INET
+    if ":" in host:
+        family = socket.AF_INET6
     listener = socket.create_server((host, port), family=family)
     port = listener.getsockname()[1]
     return TCPStore(
@@ -46,6 +48,7 @@ def listen_at(address: str) -> None:
     """
     os.environ.setdefault("VLLM_HOST_IP", address)
     for interface, addresses in psutil.net_if_addrs().items():
-        if address in [each.address for each in addresses]:
+        its_addresses = [each.address for each in addresses]
+        if address in its_addresses:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)

@@ -43,15 +43,19 @@ class Ordered:
         elif batch.order is not None:  # of another future nobody knows the number of rows yet
             num_rows = len(batch.order)
         ascending = np.sort(self.order, axis=None)
-        if self.order.ndim != 1 or not np.array_equal(ascending, np.arange(num_rows)):
+        has_each_row_once = np.array_equal(ascending, np.arange(num_rows))
+        if self.order.ndim != 1 or not has_each_row_once:
             raise ValueError(
                 f"the order of an Ordered batch names each of its {num_rows} rows once, got "
                 f"{self.order.shape} numbers: {self.order.flatten()[:20].tolist()}"
             )
-        if sizes is not None and (min(sizes, default=0) < 0 or sum(sizes) != num_rows):
-            raise ValueError(
-                f"the sizes of an Ordered batch add up to its {num_rows} rows, got {list(sizes)}"
-            )
+        if sizes is not None:
+            smallest = min(sizes, default=0)
+            if smallest < 0 or sum(sizes) != num_rows:
+                raise ValueError(
+                    f"the sizes of an Ordered batch add up to its {num_rows} rows, got "
+                    f"{list(sizes)}"
+                )
 
 
 # What a dispatch mode can split over the ranks.
@@ -84,20 +88,23 @@ class BatchShard:
         `gather_rows`."""
 
         def payloads(numbers: Sequence[int]) -> list[DataProto]:
-            batches = fetch([self.parts[number].payload for number in numbers])
+            references = [self.parts[number].payload for number in numbers]
+            batches = fetch(references)
             if self.columns is None:
                 return batches
             return [select_columns(batch, self.columns) for batch in batches]
 
-        headers = fetch([part.header for part in self.parts])
+        header_references = [part.header for part in self.parts]
+        headers = fetch(header_references)
         sizes = [header.num_rows for header in headers]
         total = sum(sizes)
         if total == 0:
-            without_rows = payloads(range(len(sizes)))
-            return DataProto.concat(without_rows)
+            all_numbers = range(len(sizes))
+            return DataProto.concat(payloads(all_numbers))
         row_numbers = self.row_numbers
         if row_numbers is None:
-            shares = np.array_split(np.arange(total), self.num_shards)
+            all_rows = np.arange(total)
+            shares = np.array_split(all_rows, self.num_shards)
             row_numbers = shares[self.index]
         elif total != self.num_batch_rows:
             raise ValueError(
@@ -120,7 +127,8 @@ class ForwardedFuture:
     collect: Callable[[list[Any]], Any]
 
     def resolve(self, fetch: Fetch) -> Any:
-        outputs = fetch([part.payload for part in self.parts])
+        references = [part.payload for part in self.parts]
+        outputs = fetch(references)
         return self.collect(outputs)
 
 
@@ -142,48 +150,58 @@ def split_order(order: np.ndarray, sizes: Sequence[int] | None, count: int) -> l
         raise ValueError(
             f"an Ordered batch has sizes for {len(sizes)} ranks, but is split over {count}"
         )
-    return np.split(order, np.cumsum(sizes)[:-1])
+    ends = np.cumsum(sizes)
+    return np.split(order, ends[:-1])
 
 
 def gather_rows(
-    sizes: Sequence[int], row_numbers: np.ndarray, fetch: Callable[[Sequence[int]], list[DataProto]]
+    sizes: Sequence[int],
+    row_numbers: np.ndarray,
+    fetch_parts: Callable[[Sequence[int]], list[DataProto]],
 ) -> DataProto:
     """Returns the rows `row_numbers`, in this order, of the batch that parts of `sizes` rows make
     up.
 
-    `fetch` is called once, with the numbers of the parts that hold these rows, and returns the
-    parts. Contiguous rows of one part are a view, others are copies. If no rows are wanted, the
+    `fetch_parts` is called once, with the numbers of the parts that hold these rows, and returns
+    them. Contiguous rows of one part are a view, others are copies. If no rows are wanted, the
     columns come from a part that has rows, because that has all columns.
     """
     if not len(row_numbers):
         filled = [part for part, size in enumerate(sizes) if size]
         smallest = min(filled, key=sizes.__getitem__)
-        (payload,) = fetch([smallest])
+        (payload,) = fetch_parts([smallest])
         return payload.rows(0, 0)
     ends = np.cumsum(sizes)
     starts = ends - sizes
-    places: list[np.ndarray] = []  # by part, where its rows are among `row_numbers`
-    for start, end in zip(starts, ends, strict=True):
-        is_in_part = (row_numbers >= start) & (row_numbers < end)
-        places.append(is_in_part.nonzero()[0])
-    needed = [part for part, its_places in enumerate(places) if len(its_places)]
-    payloads = fetch(needed)
+    places = []  # by part, where its rows are among `row_numbers`
+    needed = []
+    for part, start in enumerate(starts):
+        is_in_part = (row_numbers >= start) & (row_numbers < ends[part])
+        (its_places,) = is_in_part.nonzero()
+        places.append(its_places)
+        if len(its_places):
+            needed.append(part)
+    payloads = fetch_parts(needed)
     taken = []
     for part, payload in zip(needed, payloads, strict=True):
-        rows = row_numbers[places[part]] - starts[part]
+        numbers = row_numbers[places[part]]
+        rows = numbers - starts[part]
         if _is_range(rows):
             first = int(rows[0])
-            taken.append(payload.rows(first, first + len(rows)))
+            share = payload.rows(first, first + len(rows))
         else:
-            taken.append(payload.select_idxs(rows))
+            share = payload.select_idxs(rows)
+        taken.append(share)
     if len(taken) == 1:
         return taken[0]
     joined = DataProto.concat(taken)
     joined_places = np.concatenate(places)
     if _is_range(joined_places):
         return joined
-    return joined.select_idxs(joined_places.argsort())
+    in_order = joined_places.argsort()
+    return joined.select_idxs(in_order)
 
 
 def _is_range(numbers: np.ndarray) -> bool:
-    return bool((np.diff(numbers) == 1).all())
+    steps = np.diff(numbers)
+    return bool((steps == 1).all())

@@ -55,11 +55,12 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 def largest_processes() -> str:
     """Makes a table of the processes of this node that hold most memory, and of all workers:
     resident bytes, id and title."""
-    rows: list[tuple[int, int, str]] = []
+    rows = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             resident = process.memory_info().rss
-            rows.append((resident, process.pid, title_of(process)))
+            title = title_of(process)
+            rows.append((resident, process.pid, title))
     rows.sort(reverse=True)
     memory = psutil.virtual_memory()
     lines = [

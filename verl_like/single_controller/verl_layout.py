@@ -3,8 +3,13 @@
 import torch
 
 from verl_like.protocol import PAD_COLUMN, DataProto
-from verl_like.protocol.padded import VERL_COLUMNS, padded, strip, without_padding
-from verl_like.protocol.row_ops import is_jagged
+from verl_like.protocol.padded import (
+    VERL_COLUMNS,
+    has_jagged_prompts,
+    padded,
+    strip,
+    without_padding,
+)
 from verl_like.single_controller.decorator import MethodSpec
 from verl_like.single_controller.shard import select_columns
 
@@ -16,11 +21,12 @@ def argument_of(spec: MethodSpec, data: DataProto) -> DataProto:
     padded columns are.
     """
     columns = spec.read_columns
-    takes_jagged = spec.jagged or not _has_jagged_prompts(data)
-    if columns is None:
-        return data if takes_jagged else padded(data)
-    if takes_jagged:
+    if spec.jagged or not has_jagged_prompts(data):
+        if columns is None:
+            return data
         return select_columns(data, columns)
+    if columns is None:
+        return padded(data)
     return padded(data, (*columns, PAD_COLUMN))
 
 
@@ -30,29 +36,25 @@ def result_of(spec: MethodSpec, result: DataProto, data: DataProto) -> DataProto
     Returned prompts and responses in verl's layout become jagged, as do columns (B, R, ...) beside
     the responses of the batch.
     """
-    if spec.jagged or not _has_jagged_prompts(data):
+    if spec.jagged or not has_jagged_prompts(data):
         return result
     columns = result.tensors()
-    if {"input_ids", "attention_mask"} <= columns.keys():
+    if "input_ids" in columns and "attention_mask" in columns:
         _, _, pad_token_id = data.meta_info["padding"]
         jagged = without_padding(result, pad_token_id)
         jagged.meta_info.pop("padding")  # the batch's own says how wide the columns are
         return jagged
-    if "responses" not in data.tensors() or len(result) != len(data):
+    has_responses = "responses" in data.tensors()
+    if not has_responses or len(result) != len(data):
         return result
     if "responses" in columns:
-        given = padded(data, ["responses"]).tensors()["responses"]
-        if not torch.equal(columns["responses"], given):
+        given = padded(data, ["responses"]).tensors()
+        if not torch.equal(columns["responses"], given["responses"]):
             raise ValueError(
                 f"{spec.name} returned other responses than it was given: return input_ids and "
                 "attention_mask with them, which say how long they are"
             )
-    beside = data.select(batch_keys=["prompts", "responses"], non_tensor_batch_keys=[])
-    stripped = strip(result, beside)
+    only_tokens = data.select(batch_keys=["prompts", "responses"], non_tensor_batch_keys=[])
+    stripped = strip(result, only_tokens)
     kept = [name for name in columns if name not in VERL_COLUMNS]
     return stripped.select(batch_keys=kept)
-
-
-def _has_jagged_prompts(data: DataProto) -> bool:
-    prompts = data.tensors().get("prompts")
-    return prompts is not None and is_jagged(prompts)

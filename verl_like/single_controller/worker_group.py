@@ -5,6 +5,7 @@ import abc
 import functools
 import inspect
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,13 +16,15 @@ from verl_like.plugins import import_plugins
 from verl_like.protocol import CallHeader, DataProto, DataProtoFuture, Future, Part, PendingCall
 from verl_like.single_controller import shard
 from verl_like.single_controller.compat import VerlWorkerGroup
-from verl_like.single_controller.decorator import (
-    MethodSpec,
-    check_reads,
-    is_registered,
-    registered_methods,
+from verl_like.single_controller.decorator import MethodSpec, check_reads, registered_methods
+from verl_like.single_controller.dispatch import (
+    Arguments,
+    Dispatch,
+    DispatchMode,
+    Mesh,
+    PerRank,
+    map_arguments,
 )
-from verl_like.single_controller.dispatch import Dispatch, DispatchMode, Mesh, PerRank, all_ranks
 from verl_like.single_controller.shard import BatchShard, Ordered, Splittable
 from verl_like.single_controller.worker import Worker
 
@@ -42,8 +45,6 @@ class CallEvent:
 
 
 OnCall = Callable[[CallEvent], None]
-Arguments = tuple[list[Any], dict[str, Any]]
-"""What one rank's method is called with."""
 
 
 class ClassWithInitArgs:
@@ -86,11 +87,16 @@ class WorkerGroup(VerlWorkerGroup):
     """True if a call runs in the thread that submits it, and others wait meanwhile."""
 
     def __init__(
-        self, worker_cls: type | None, role: str, world_size: int, pool: str, on_call: OnCall | None
+        self,
+        worker_cls: type | None,
+        role: str,
+        world_size: int,
+        pool_name: str,
+        on_call: OnCall | None,
     ) -> None:
         self.role = role
         self.world_size = world_size
-        self.pool = pool
+        self.pool = pool_name
         self.on_call = on_call
         self._meshes: dict[str, Mesh] = {}
         self._unrecorded: set[str] = set()
@@ -159,31 +165,48 @@ class WorkerGroup(VerlWorkerGroup):
 
         A DataProto is put into the backend's store once.
         """
-        batch = data.batch if isinstance(data, Ordered) else data
-        order = data.order if isinstance(data, Ordered) else None
+        order = None
+        sizes = None
+        if isinstance(data, Ordered):
+            batch = data.batch
+            order = data.order
+            sizes = data.sizes
+        else:
+            batch = data
         if isinstance(batch, DataProto):
             parts = [self.put(batch)]
         else:
             parts = batch.parts
             if batch.order is not None:
                 part_rows = np.argsort(batch.order)  # where the parts have each row of the batch
-                order = part_rows if order is None else part_rows[order]
-        shards = [BatchShard(tuple(parts), index, count) for index in range(count)]
-        if order is None:
-            return shards
+                if order is not None:
+                    part_rows = part_rows[order]
+                order = part_rows
+        rows_of_shards: Sequence[np.ndarray | None] = [None] * count
+        num_rows = 0
+        if order is not None:
+            rows_of_shards = shard.split_order(order, sizes, count)
+            num_rows = len(order)
         is_ordered = isinstance(data, Ordered)
-        sizes = data.sizes if isinstance(data, Ordered) else None
-        rows_of_shards = shard.split_order(order, sizes, count)
-        return [
-            replace(each, row_numbers=rows, num_batch_rows=len(order), ordered=is_ordered)
-            for each, rows in zip(shards, rows_of_shards, strict=True)
-        ]
+        shards = []
+        for index, rows in enumerate(rows_of_shards):
+            each = BatchShard(
+                tuple(parts),
+                index,
+                count,
+                row_numbers=rows,
+                num_batch_rows=num_rows,
+                ordered=is_ordered,
+            )
+            shards.append(each)
+        return shards
 
     def mesh(self, mesh_name: str) -> Mesh:
         """Returns the coordinates that the ranks registered, which are asked for once."""
         if mesh_name not in self._meshes:
             coordinates = self.query_dispatch_collect_info(mesh_name)
-            self._meshes[mesh_name] = Mesh.from_coordinates(self.role, mesh_name, coordinates)
+            mesh = Mesh.from_coordinates(self.role, mesh_name, coordinates)
+            self._meshes[mesh_name] = mesh
         return self._meshes[mesh_name]
 
     def report_finished_calls(self) -> None:
@@ -193,8 +216,8 @@ class WorkerGroup(VerlWorkerGroup):
     def report(self, method: str, rank: int, header: CallHeader) -> None:
         """Reports a finished call of one rank to `on_call`."""
         if self.on_call is not None and method not in self._unrecorded:
-            times = (header.started, header.finished)
-            self.on_call(CallEvent(self.pool, self.role, method, rank, *times))
+            event = CallEvent(self.pool, self.role, method, rank, header.started, header.finished)
+            self.on_call(event)
 
 
 class BoundMethod:
@@ -210,59 +233,68 @@ class BoundMethod:
         """Returns the collected value if the method was registered blocking, and its future
         otherwise."""
         future = self.remote(*args, **kwargs)
-        return future.get() if self.spec.blocking else future
+        if self.spec.blocking:
+            return future.get()
+        return future
 
     def remote(self, *args: Any, **kwargs: Any) -> Future:
         """Submits the call and returns its future."""
         self._signature.bind(None, *args, **kwargs)
         values = (*args, *kwargs.values())
         is_plain = not any(isinstance(value, DataProtoFuture | Ordered) for value in values)
-        if self.call_fn is not None and is_plain:
-            self._check(values)
-            return self.call_fn(self, *args, **kwargs)
-        return self.send(*args, **kwargs)
+        if self.call_fn is None or not is_plain:
+            return self.send(*args, **kwargs)
+        self._check(values)
+        return self.call_fn(self, *args, **kwargs)
 
     def send(self, *args: Any, **kwargs: Any) -> Future:
         """Submits the call to the ranks, and returns its future."""
         group = self.group
         spec = self.spec
-        order = self._check((*args, *kwargs.values()))
-        args = tuple(self._selected(value) for value in args)
-        kwargs = {name: self._selected(value) for name, value in kwargs.items()}
+        values = (*args, *kwargs.values())
+        order = self._check(values)
+        selected_args, selected_kwargs = map_arguments(self._selected, args, kwargs)
         sent: dict[int, Any] = {}  # an argument that several ranks get is prepared (and put) once
-        calls: list[Arguments] = []
-        for rank_args, rank_kwargs in self._dispatch(args, kwargs):
-            sent_args = [self._reference(value, sent) for value in rank_args]
-            sent_kwargs = {
-                name: self._reference(value, sent) for name, value in rank_kwargs.items()
-            }
-            calls.append((sent_args, sent_kwargs))
+        reference = functools.partial(self._reference, sent=sent)
+        calls = []
+        for rank_args, rank_kwargs in self._dispatch(selected_args, selected_kwargs):
+            sent_arguments = map_arguments(reference, rank_args, rank_kwargs)
+            calls.append(sent_arguments)
         mode = spec.dispatch_mode
         facts = WorkerGroupFacts(group.role, group.world_size)
         collect = functools.partial(mode.collect_fn, facts)
         if mode.collect_ranks is not None:
             ranks = mode.collect_ranks(group)
-            return DataProtoFuture(group.submit(spec, calls, ranks), collect, order)
-        ranks = [0] if mode is Dispatch.RANK_ZERO else all_ranks(group)
-        return Future(group.submit(spec, calls, ranks), collect)
+            call = group.submit(spec, calls, ranks)
+            return DataProtoFuture(call, collect, order)
+        ranks = list(range(len(calls)))
+        call = group.submit(spec, calls, ranks)
+        return Future(call, collect)
 
     @property
     def call_fn(self) -> Callable[..., Future] | None:
         """What makes the call out of other calls, if it is not left to the ranks: see
         DispatchMode."""
-        return self.spec.dispatch_mode.call_fn if is_registered(self.method) else None
+        if self.method is not self.spec.function:
+            return None
+        return self.spec.dispatch_mode.call_fn
 
     def _check(self, values: Sequence[Any]) -> np.ndarray | None:
         """Raises ValueError for batches that the method cannot take.
 
         Returns the order of the first Ordered batch, which is that of the result, or None.
         """
-        batches = [value for value in values if isinstance(value, Splittable)]
-        plain = [value.batch if isinstance(value, Ordered) else value for value in batches]
-        known = [batch for batch in plain if isinstance(batch, DataProto)]
-        if len(known) == len(plain):
+        batches = []
+        ordered = []
+        for value in values:
+            if isinstance(value, Ordered):
+                batches.append(value.batch)
+                ordered.append(value)
+            elif isinstance(value, DataProto | DataProtoFuture):
+                batches.append(value)
+        known = [batch for batch in batches if isinstance(batch, DataProto)]
+        if len(known) == len(batches):
             check_reads(self.group.role, self.spec, known)
-        ordered = [value for value in batches if isinstance(value, Ordered)]
         if not ordered:
             return None
         where = f"{self.group.role}.{self.spec.name}"
@@ -281,15 +313,15 @@ class BoundMethod:
 
     def _selected(self, value: Any) -> Any:
         """Returns a batch without the columns that the method does not read."""
-        columns = self.spec.sent_columns
         if isinstance(value, Ordered):
             batch = self._selected(value.batch)
             return Ordered(batch, value.order, value.sizes)
+        columns = self.spec.sent_columns
         if isinstance(value, DataProto) and columns is not None:
             return shard.select_columns(value, columns)
         return value
 
-    def _dispatch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Arguments]:
+    def _dispatch(self, args: list[Any], kwargs: dict[str, Any]) -> list[Arguments]:
         """Returns the arguments of each rank that runs.
 
         It is rank 0 alone, or every rank with the arguments that the mode's dispatch function gives
@@ -304,8 +336,9 @@ class BoundMethod:
                 raise ValueError(
                     f"{group.role}.{spec.name} runs on rank 0 only: PerRank needs Execute.ALL"
                 )
-            return [(list(args), kwargs)]
-        rank_args, rank_kwargs = spec.dispatch_mode.dispatch_fn(group, *args, **kwargs)
+            return [(args, kwargs)]
+        dispatch_fn = spec.dispatch_mode.dispatch_fn
+        rank_args, rank_kwargs = dispatch_fn(group, *args, **kwargs)
         for values in (*rank_args, *rank_kwargs.values()):
             is_list = isinstance(values, list | tuple)
             if not is_list or len(values) != group.world_size:
@@ -316,11 +349,11 @@ class BoundMethod:
                     f"the dispatch function of {group.role}.{spec.name} must return one list per "
                     f"argument with one entry for each of {group.world_size} ranks, got {got}"
                 )
-        calls: list[Arguments] = []
+        calls = []
         for rank in range(group.world_size):
-            args_of_rank = [values[rank] for values in rank_args]
-            kwargs_of_rank = {name: values[rank] for name, values in rank_kwargs.items()}
-            calls.append((args_of_rank, kwargs_of_rank))
+            entry_of_rank = operator.itemgetter(rank)
+            arguments_of_rank = map_arguments(entry_of_rank, rank_args, rank_kwargs)
+            calls.append(arguments_of_rank)
         return calls
 
     def _reference(self, value: Any, sent: dict[int, Any]) -> Any:
@@ -334,5 +367,6 @@ class BoundMethod:
         if isinstance(value, BatchShard) and self.spec.sent_columns is not None:
             return replace(value, columns=self.spec.sent_columns)
         if isinstance(value, Future):
-            return shard.ForwardedFuture(tuple(value.parts), value.collect)
+            parts = tuple(value.parts)
+            return shard.ForwardedFuture(parts, value.collect)
         return value

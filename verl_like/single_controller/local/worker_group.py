@@ -4,19 +4,16 @@ import contextlib
 import os
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from verl_like.protocol import CallHeader, DataProto, Part, PendingCall
 from verl_like.single_controller.decorator import MethodSpec
+from verl_like.single_controller.dispatch import Arguments
 from verl_like.single_controller.failure import WorkerError
 from verl_like.single_controller.invoke import Invoker
 from verl_like.single_controller.worker import rank_environment, reserve_port
-from verl_like.single_controller.worker_group import (
-    Arguments,
-    ClassWithInitArgs,
-    OnCall,
-    WorkerGroup,
-)
+from verl_like.single_controller.worker_group import ClassWithInitArgs, OnCall, WorkerGroup
 
 _CLOSING_S = 5.0
 _RUNNING = threading.RLock()
@@ -55,18 +52,19 @@ class LocalWorkerGroup(WorkerGroup):
 
     def put(self, data: DataProto) -> Part:
         # Its own container: a later `batch.union` of the caller does not reach into the call.
-        return Part(CallHeader(len(data)), data.select())
+        header = CallHeader(len(data))
+        return Part(header, data.select())
 
     def submit(
         self, spec: MethodSpec, calls: list[Arguments], collect_ranks: list[int]
     ) -> "LocalCall":
         yielded: list[Any] = []
-        results: list[Part] = []
-        for rank, (args, kwargs) in enumerate(calls):
+        results = []
+        for rank, arguments in enumerate(calls):
             try:
                 with _RUNNING, self._environment(rank):
                     worker = self.workers[rank]
-                    outputs = self._invoker.run(self.role, worker, spec.name, args, kwargs, list)
+                    outputs = self._invoker.run(self.role, worker, spec.name, arguments, list)
                     *items, header, payload = outputs
             except WorkerError as error:
                 return LocalCall(yielded, [], error)
@@ -87,8 +85,8 @@ class LocalWorkerGroup(WorkerGroup):
     @contextlib.contextmanager
     def _environment(self, rank: int) -> Iterator[None]:
         """Sets the environment that a rank's process would have."""
-        values = rank_environment(rank, self.world_size, rank, self.world_size, "cpu")
-        values.update(self._env)
+        own = rank_environment(rank, self.world_size, rank, self.world_size, "cpu")
+        values = own | self._env
         before = {name: os.environ.get(name) for name in values}
         os.environ.update(values)
         try:
@@ -101,14 +99,14 @@ class LocalWorkerGroup(WorkerGroup):
                     os.environ[name] = value
 
 
+@dataclass(eq=False)
 class LocalCall(PendingCall):
     """A call that has run. It has what its ranks yielded and returned, or the error of the one that
     failed."""
 
-    def __init__(self, yielded: list[Any], results: list[Part], error: WorkerError | None) -> None:
-        self.yielded = yielded
-        self.results = results
-        self.error = error
+    yielded: list[Any]
+    results: list[Part]
+    error: WorkerError | None
 
     def wait(self, timeout: float | None) -> list[Any]:
         if self.error is not None:

@@ -55,7 +55,8 @@ class UnreportedCalls:
             for reference in _finished(waiting):
                 try:
                     packed = ray.get(reference, timeout=READY_S)
-                    self._report(reference, unpack(packed))
+                    header = unpack(packed)
+                    self._report(reference, header)
                 except RayError as error:
                     method, _ = self._calls.pop(reference)
                     if reference not in self.waited_for:
@@ -132,10 +133,15 @@ class RayCall(_CallOnRanks):
         return values[num_ranks:]
 
     def done(self) -> bool:
-        return len(_finished(self.headers)) == len(self.headers)
+        finished = _finished(self.headers)
+        return len(finished) == len(self.headers)
 
     def parts(self) -> list[Part]:
-        return [Part(self.headers[rank], self.payloads[rank]) for rank in self.collect_ranks]
+        parts = []
+        for rank in self.collect_ranks:
+            part = Part(self.headers[rank], self.payloads[rank])
+            parts.append(part)
+        return parts
 
 
 @dataclass(eq=False)
@@ -168,7 +174,8 @@ class RayStream(_CallOnRanks):
                 self.processes.end_stopped(self.method)
                 next_look = time.monotonic() + LOOK_S
             running = list(self._running.values())
-            ready, _ = ray.wait(running, timeout=min(_POLL_S, left))
+            seconds = min(_POLL_S, left)
+            ready, _ = ray.wait(running, timeout=seconds)
             for rank, generator in list(self._running.items()):
                 if generator in ready:
                     yield from self._next(rank)
@@ -218,7 +225,8 @@ class RayStream(_CallOnRanks):
 
     def done(self) -> bool:
         ends = self._ends()
-        return len(_finished(ends)) == len(ends)
+        finished = _finished(ends)
+        return len(finished) == len(ends)
 
     def _ends(self) -> list[Any]:
         """Returns a reference for each rank that is ready when the rank has ended."""
@@ -228,4 +236,8 @@ class RayStream(_CallOnRanks):
         """Returns the parts, which are known only when the ranks have ended. So it waits for
         them."""
         self.finish()
-        return [Part(self._headers[rank], self._payloads[rank]) for rank in self.collect_ranks]
+        parts = []
+        for rank in self.collect_ranks:
+            part = Part(self._headers[rank], self._payloads[rank])
+            parts.append(part)
+        return parts

@@ -18,18 +18,22 @@ def assign(entries: list[Resources], nodes: dict[str, Resources]) -> list[str] |
     """
     if not entries:
         return []
-    bundle: dict[str, int] = {}
+    bundle = {}
     for kind in entries[0]:
         amounts = [int(entry[kind]) for entry in entries]
         bundle[kind] = math.gcd(*amounts)
 
     def bundles(resources: Resources) -> int:
-        fitting = [resources.get(kind, 0) // amount for kind, amount in bundle.items()]
+        fitting = []
+        for kind, amount in bundle.items():
+            available = resources.get(kind, 0)
+            fitting.append(available // amount)
         return int(min(fitting))
 
-    sizes = [bundles(entry) for entry in entries]
-    capacities = [bundles(node) for node in nodes.values()]
-    largest_first = sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)
+    sizes = list(map(bundles, entries))
+    capacities = list(map(bundles, nodes.values()))
+    entry_numbers = range(len(entries))
+    largest_first = sorted(entry_numbers, key=sizes.__getitem__, reverse=True)
     sorted_sizes = [sizes[entry] for entry in largest_first]
     chosen = _assign(sorted_sizes, capacities, set())
     if chosen is None:
@@ -59,7 +63,7 @@ def _assign(
         if capacity < size or capacity in capacities[:i]:  # equal capacities are tried once
             continue
         left = list(capacities)
-        left[i] = capacity - size
+        left[i] -= size
         chosen = _assign(others, left, failed)
         if chosen is not None:
             return [i, *chosen]
@@ -69,12 +73,16 @@ def _assign(
 
 def node_resources(total: bool) -> dict[str, Resources]:
     """Returns GPUs and CPUs of each live node, by its id: all of them, or those that are free."""
-    free = {} if total else ray._private.state.available_resources_per_node()
+    free = {}
+    if not total:
+        free = ray._private.state.available_resources_per_node()
     nodes = {}
     for node in ray.nodes():
         if node["Alive"]:
             name = node["NodeID"]
-            resources = node["Resources"] if total else free.get(name, {})
+            resources = node["Resources"]
+            if not total:
+                resources = free.get(name, {})
             gpu = resources.get("GPU", 0.0)
             cpu = resources.get("CPU", 0.0)
             nodes[name] = {"GPU": gpu, "CPU": cpu}
@@ -91,7 +99,8 @@ def placement_table(requests: dict[str, list[Resources]]) -> str:
             cpu = f"{entry.get('CPU', 0):g}"
             lines.append(_table_row(f"{pool}, node {index}", gpu, cpu))
     free = node_resources(total=False)
-    lines.append(_table_row("node", "GPU", "CPU") + "   (free / all)")
+    heading = _table_row("node", "GPU", "CPU")
+    lines.append(f"{heading}   (free / all)")
     resources_of_nodes = node_resources(total=True)
     addresses = {}
     for node in ray.nodes():  # last, so that it has every node that is shown
@@ -100,7 +109,8 @@ def placement_table(requests: dict[str, list[Resources]]) -> str:
         free_here = free.get(name, {})
         gpu = f"{free_here.get('GPU', 0):g} / {everything['GPU']:g}"
         cpu = f"{free_here.get('CPU', 0):g} / {everything['CPU']:g}"
-        lines.append(_table_row(f"{addresses[name]} ({name[:6]})", gpu, cpu))
+        shown_name = f"{addresses[name]} ({name[:6]})"
+        lines.append(_table_row(shown_name, gpu, cpu))
     lines.append(
         "  fix: smaller entries in resource_pool_spec, fewer groups per pool, or more or larger "
         "nodes"

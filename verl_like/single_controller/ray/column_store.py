@@ -62,10 +62,11 @@ class ColumnStore:
             packed = [pack_column(wire) for wire in fresh.values()]
             segment = ray.put(packed)
             for index, name in enumerate(fresh):
-                column = _Column(write_count(tensors[name]), segment, index)
+                tensor = tensors[name]
+                column = _Column(write_count(tensor), segment, index)
                 stored[name] = column
                 if column.write_count >= 0:  # what has no counter is not remembered
-                    self._columns[tensors[name]] = column
+                    self._columns[tensor] = column
             fresh = {}
         rest: Any = pack_state(num_rows, fresh, arrays, meta_info)
         segments = list({column.segment for column in stored.values()})
@@ -73,7 +74,9 @@ class ColumnStore:
         for name, column in stored.items():
             number = segments.index(column.segment)
             locations[name] = [number, column.index]
-        return StoredBatch(segments, locations, ray.put(rest) if arrays else rest)
+        if arrays:
+            rest = ray.put(rest)
+        return StoredBatch(segments, locations, rest)
 
 
 # One for all groups of a driver, which are given the same batch one after the other.

@@ -6,7 +6,7 @@ without a copy.
 """
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,12 +40,14 @@ class StoredBatch:
     rest: Any
 
     def load(self, timeout: float) -> DataProto:
-        rest, *segments = _get([self.rest, *self.segments], timeout)
-        num_rows, columns, arrays, meta_info = rest
-        packed = dict(columns)
+        references = [self.rest, *self.segments]
+        rest, *segments = _get(references, timeout)
+        num_rows, small_columns, arrays, meta_info = rest
+        columns = dict(small_columns)
         for name, (number, index) in self.locations.items():
-            packed[name] = segments[number][index]
-        return DataProto.from_state(num_rows, unpack_columns(packed), arrays, meta_info)
+            segment = segments[number]
+            columns[name] = segment[index]
+        return unpack_state(num_rows, columns, arrays, meta_info)
 
 
 def pack(value: Any) -> list[Any] | bytes:
@@ -56,20 +58,33 @@ def pack(value: Any) -> list[Any] | bytes:
     value as it is, bytes included.
     """
     if isinstance(value, DataProto):
-        return ["batch", pack_state(*value.__getstate__())]
+        state = value.__getstate__()
+        return ["batch", pack_state(*state)]
     if isinstance(value, CallHeader):
         return _HEADER.pack(value.num_rows, value.started, value.finished)
     if isinstance(value, StoredBatch):
-        return ["stored", [value.segments, value.locations, value.rest]]
+        fields = [value.segments, value.locations, value.rest]
+        return ["stored", fields]
     if isinstance(value, BatchShard):
         parts = []
         for part in value.parts:
-            parts.append([pack(part.header), pack(part.payload)])
-        columns = None if value.columns is None else list(value.columns)
-        place = [value.index, value.num_shards]
-        rows = [value.row_numbers, value.num_batch_rows, value.ordered]
-        # The content is in the order of BatchShard's fields, as `unpack` expects.
-        return ["shard", [parts, *place, columns, *rows]]
+            header = pack(part.header)
+            payload = pack(part.payload)
+            parts.append([header, payload])
+        columns = None
+        if value.columns is not None:
+            columns = list(value.columns)
+        # In the order of BatchShard's fields, as `unpack` expects.
+        fields = [
+            parts,
+            value.index,
+            value.num_shards,
+            columns,
+            value.row_numbers,
+            value.num_batch_rows,
+            value.ordered,
+        ]
+        return ["shard", fields]
     return ["value", value]
 
 
@@ -80,15 +95,15 @@ def unpack(packed: list[Any] | bytes) -> Any:
         return CallHeader(*_HEADER.unpack(packed))
     kind, content = packed
     if kind == "batch":
-        num_rows, columns, arrays, meta_info = content
-        return DataProto.from_state(num_rows, unpack_columns(columns), arrays, meta_info)
+        return unpack_state(*content)
     if kind == "stored":
         return StoredBatch(*content)
     if kind == "shard":
         packed_parts, *rest = content
         parts = []
-        for header, payload in packed_parts:
-            parts.append(Part(unpack(header), unpack(payload)))
+        for packed_part in packed_parts:
+            header, payload = map(unpack, packed_part)
+            parts.append(Part(header, payload))
         return BatchShard(tuple(parts), *rest)
     return content
 
@@ -101,24 +116,31 @@ def pack_state(
     return [num_rows, columns, arrays, meta_info]
 
 
+def unpack_state(
+    num_rows: int | None, columns: dict[str, list[Any]], arrays: Any, meta_info: Any
+) -> DataProto:
+    """Does the inverse of `pack_state`, and makes the batch."""
+    tensors = {}
+    for name, (dtype, packed_values, packed_offsets) in columns.items():
+        values = _unpack_array(packed_values)
+        offsets = _unpack_array(packed_offsets)
+        tensors[name] = WireTensor(values, dtype, offsets)
+    return DataProto.from_state(num_rows, tensors, arrays, meta_info)
+
+
 def pack_column(column: WireTensor) -> list[Any]:
     """Returns [torch dtype, array, offsets or None]. Arrays of up to INLINE_BYTES become [NumPy
     dtype, shape, bytes]."""
-    return [column.dtype, _pack_array(column.array), _pack_array(column.offsets)]
-
-
-def unpack_columns(columns: Mapping[str, list[Any]]) -> dict[str, WireTensor]:
-    unpacked = {}
-    for name, (dtype, array, offsets) in columns.items():
-        values = _unpack_array(array)
-        unpacked[name] = WireTensor(values, dtype, _unpack_array(offsets))
-    return unpacked
+    values = _pack_array(column.array)
+    offsets = _pack_array(column.offsets)
+    return [column.dtype, values, offsets]
 
 
 def _pack_array(array: np.ndarray | None) -> Any:
     if array is None or array.nbytes > INLINE_BYTES:
         return array
-    return [array.dtype.str, list(array.shape), array.tobytes()]
+    shape = list(array.shape)
+    return [array.dtype.str, shape, array.tobytes()]
 
 
 def _unpack_array(packed: Any) -> Any:
@@ -126,7 +148,8 @@ def _unpack_array(packed: Any) -> Any:
         return packed
     dtype, shape, content = packed
     # A copy, as bytes are constants: Python has one object for all that hold the same single byte.
-    return np.frombuffer(bytearray(content), dtype).reshape(shape)
+    memory = bytearray(content)
+    return np.frombuffer(memory, dtype).reshape(shape)
 
 
 def fetch(references: Sequence[Any], timeout: float) -> list[Any]:

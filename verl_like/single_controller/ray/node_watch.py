@@ -46,8 +46,9 @@ class NodeAgent:
         for pid in pids:
             with contextlib.suppress(psutil.NoSuchProcess):
                 worker = psutil.Process(pid)
+                children = worker.children(recursive=True)
                 titles = {}
-                for each in (worker, *worker.children(recursive=True)):
+                for each in (worker, *children):
                     if each.status() == psutil.STATUS_STOPPED:
                         titles[each.pid] = title_of(each)
                 if titles:
@@ -90,32 +91,28 @@ class NodeWatch:
         One look alone may see a job that is just being continued. Threads that look at the same
         time look in turn.
         """
-        with self.looking:
-            return self._end_stopped(places)
-
-    def _end_stopped(self, places: Sequence[ProcessInfo]) -> dict[ProcessInfo, str]:
         pids: dict[str, list[int]] = {}
-        place_of: dict[tuple[str, int], ProcessInfo] = {}
+        place_of = {}
         for place in places:
-            pids.setdefault(place.node_id, []).append(place.pid)
+            pids_of_node = pids.setdefault(place.node_id, [])
+            pids_of_node.append(place.pid)
             place_of[place.node_id, place.pid] = place
-        before = self.stopped_since
-        self.stopped_since = {}
         found = {}
-        for node, look in self.look(pids).items():
-            self.memory[node] = look.memory
-            self.num_oom_kills[node] = look.num_oom_kills
-            for pid, titles in look.stopped.items():
-                now = time.monotonic()
-                since = before.get((node, pid), now)
-                self.stopped_since[node, pid] = since
-                if now - since > LOOK_S / 2:
-                    named = [f"process {stopped} ({title})" for stopped, title in titles.items()]
-                    found[place_of[node, pid]] = (
-                        f"{', '.join(named)} was stopped for at least {now - since:.0f} s, so it "
-                        "was killed"
-                    )
-                    self.kill(node, [*titles, pid])
+        with self.looking:
+            before = self.stopped_since
+            self.stopped_since = {}
+            for node, look in self.look(pids).items():
+                self.memory[node] = look.memory
+                self.num_oom_kills[node] = look.num_oom_kills
+                for pid, titles in look.stopped.items():
+                    now = time.monotonic()
+                    since = before.get((node, pid), now)
+                    self.stopped_since[node, pid] = since
+                    seconds = now - since
+                    if seconds > LOOK_S / 2:
+                        place = place_of[node, pid]
+                        found[place] = _what_was_stopped(titles, seconds)
+                        self.kill(node, [*titles, pid])
         return found
 
     def look(self, pids: Mapping[str, Sequence[int]]) -> dict[str, Look]:
@@ -128,11 +125,11 @@ class NodeWatch:
             elif node not in self.asked:
                 agent = self.agent(node)
                 self.asked[node] = agent.look.remote(its_pids)
+        if not self.asked:
+            return looks
         node_of = {reference: node for node, reference in self.asked.items()}
         asked = list(node_of)
-        answered: list[Any] = []
-        if asked:
-            answered, _ = ray.wait(asked, num_returns=len(asked), timeout=_ANSWER_S)
+        answered, _ = ray.wait(asked, num_returns=len(asked), timeout=_ANSWER_S)
         for reference in answered:
             node = node_of[reference]
             del self.asked[node]
@@ -169,13 +166,21 @@ class NodeWatch:
         with self.looking:
             if node not in self.num_oom_kills:
                 return None
-            look = self.look({node: []}).get(node)
+            looks = self.look({node: []})
+            look = looks.get(node)
             if look is None or look.num_oom_kills == self.num_oom_kills[node]:
                 return None
             self.num_oom_kills[node] = look.num_oom_kills
-        last_memory = self.memory.get(node, "")
-        was_there = f"pid {pid} " in last_memory
-        return Shortage("host", last_memory if was_there else look.memory)
+        memory = self.memory.get(node, "")
+        was_there = f"pid {pid} " in memory
+        if not was_there:
+            memory = look.memory
+        return Shortage("host", memory)
+
+
+def _what_was_stopped(titles: Mapping[int, str], seconds: float) -> str:
+    named = [f"process {pid} ({title})" for pid, title in titles.items()]
+    return f"{', '.join(named)} was stopped for at least {seconds:.0f} s, so it was killed"
 
 
 def of_memory_monitor(error: ray.exceptions.OutOfMemoryError) -> tuple[str, Shortage]:
@@ -203,7 +208,8 @@ def _num_oom_kills() -> int:
     for path in _OOM_COUNTERS:
         if not path.exists():
             continue
-        for line in path.read_text().splitlines():
+        text = path.read_text()
+        for line in text.splitlines():
             name, _, count = line.partition(" ")
             if name == "oom_kill":
                 return int(count)

@@ -56,7 +56,8 @@ class ProcessHandles:
     ) -> None:
         self.role = role
         self.pool = pool
-        self.watch = _watch_of_driver(ray.get_runtime_context().get_node_id())
+        own_node = ray.get_runtime_context().get_node_id()
+        self.watch = _watch_of_driver(own_node)
         self._infos: list[ProcessInfo] | None = None
         self.submitting = threading.Lock()
         """Held while a call is submitted, so that all ranks get the calls of several threads in one
@@ -64,7 +65,11 @@ class ProcessHandles:
         self.stopping = threading.Lock()
         """Held while `stopped` is set, so that the group is stopped once."""
         self.stopped: Exception | None = None  # why the actors are gone; later calls raise it
-        device = "cuda" if pool.use_gpu else "cpu"
+        device = "cpu"
+        num_gpus: float = 0
+        if pool.use_gpu:
+            device = "cuda"
+            num_gpus = 1 / pool.max_colocate_count
         environments = []
         for rank, (local_rank, local_size) in enumerate(pool.local_ranks()):
             env = rank_environment(rank, pool.world_size, local_rank, local_size, device)
@@ -90,15 +95,13 @@ class ProcessHandles:
             actor_class = process_class.options(
                 name=self.names[rank],
                 num_cpus=1,
-                num_gpus=1 / pool.max_colocate_count if pool.use_gpu else 0,
+                num_gpus=num_gpus,
                 scheduling_strategy=in_bundle,
                 runtime_env={"env_vars": env},
             )
             self.actors.append(actor_class.remote())
         master = self.actors[0].reserve_master.remote()
-        self._started: list[Any] = []
-        for actor in self.actors:
-            self._started.append(actor.start.remote(master, classes))
+        self._started = [actor.start.remote(master, classes) for actor in self.actors]
         _RUNNING.add(self)
 
     def wait_until_started(self, timeout: float = START_DEADLINE_S) -> list[ProcessInfo]:
@@ -125,21 +128,21 @@ class ProcessHandles:
         """
         deadline = time.monotonic() + timeout
         everything = [*references, *results]
-        is_late = False
-        while not is_late:
+        while True:
             left = _seconds_until(deadline)
             try:
                 # Ends at the first failure of any rank, also while others still run or wait for it
                 # in a collective.
                 return ray.get(everything, timeout=min(LOOK_S, left))
             except GetTimeoutError:
-                is_late = left <= LOOK_S
-                if not is_late:
-                    self.end_stopped(method)
+                if left <= LOOK_S:
+                    break
+                self.end_stopped(method)
             except RayError:
                 break
         values = self._wait_for_each(references, role, method, timeout, deadline)
-        return values + ray.get(list(results), timeout=READY_S)
+        values_of_results = ray.get(list(results), timeout=READY_S)
+        return values + values_of_results
 
     def _wait_for_each(
         self, references: Sequence[Any], role: str, method: str, timeout: float, deadline: float
@@ -148,8 +151,8 @@ class ProcessHandles:
         is."""
         give_up = float("inf")
         rank_of = {reference: rank for rank, reference in enumerate(references)}
-        values: dict[int, Any] = {}
-        failures: dict[int, RayError] = {}
+        values = {}
+        failures = {}
         pending = list(references)
         while pending:
             left = min(_POLL_S, _seconds_until(deadline))
@@ -178,51 +181,53 @@ class ProcessHandles:
 
         `method` is what this group runs. A caller that waits asks every `LOOK_S` seconds.
         """
-        running: dict[ProcessInfo, tuple[ProcessHandles, int]] = {}
+        running = {}
         for group in list(_RUNNING):
             for rank, info in group._known_places().items():
                 running[info] = (group, rank)
         found = self.watch.end_stopped(list(running))
         for info, what in found.items():
             group, rank = running[info]
-            place = (group.role, rank, info.node, info.pid)
-            its_method = method if group is self else "its call"
+            if group is not self:
+                method = "its call"
             cause = f"{what}\n{_last_log_lines(info)}"
-            group.stop(WorkerStopped(*place, its_method, cause))
-            assert group.stopped is not None
-            raise group.stopped
+            error = WorkerStopped(group.role, rank, info.node, info.pid, method, cause)
+            raise group.stop(error)
 
-    def stop(self, reason: Exception) -> None:
-        """Kills every process of the group."""
+    def stop(self, reason: Exception) -> Exception:
+        """Kills every process of the group. Returns why the group is stopped: for `reason`, or for
+        that of an earlier call."""
         _RUNNING.discard(self)
         with self.stopping:
             if self.stopped is not None:
-                return
+                return self.stopped
             self.stopped = reason
         for actor in self.actors:
             ray.kill(actor, no_restart=True)
         self.pool.give_back(self.bundles)
+        return reason
 
     def _as_worker_error(
         self, role: str, method: str, failures: dict[int, RayError], running: list[int]
     ) -> Exception:
         for rank, error in failures.items():
             if _is_death(error):
-                if self.stopped is None:
-                    info = self._info(rank)
-                    place = (role, rank, info.node, info.pid)
-                    reason, shortage = self._cause_of_death(error, info)
-                    text = f"{reason}\n{_last_log_lines(info)}"
-                    self.stop(WorkerDied(*place, method, text, shortage))
-                assert self.stopped is not None
-                return self.stopped
+                if self.stopped is not None:
+                    return self.stopped
+                info = self._info(rank)
+                reason, shortage = self._cause_of_death(error, info)
+                text = f"{reason}\n{_last_log_lines(info)}"
+                died = WorkerDied(role, rank, info.node, info.pid, method, text, shortage)
+                return self.stop(died)
         rank, error = next(iter(failures.items()))
         cause = getattr(error, "cause", None)
         if not isinstance(cause, WorkerError):
             info = self._info(rank)
-            place = (role, rank, info.node, info.pid)
-            shortage = shortage_of(cause) if isinstance(cause, Exception) else None
-            cause = WorkerError(*place, method, str(error), shortage)
+            shortage = None
+            if isinstance(cause, Exception):
+                shortage = shortage_of(cause)
+            text = str(error)
+            cause = WorkerError(role, rank, info.node, info.pid, method, text, shortage)
         others = sorted(set(failures) - {rank})
         if others:
             cause.add_note(f"rank(s) {others} failed as well")
@@ -238,7 +243,8 @@ class ProcessHandles:
         returns who held it."""
         if isinstance(error, OutOfMemoryError):
             return of_memory_monitor(error)
-        last_line = str(error).strip().rpartition("\n")[2]
+        text = str(error).strip()
+        _, _, last_line = text.rpartition("\n")
         reason, _, _ = last_line.partition(" Some common causes")
         shortage = self.watch.shortage(info.node_id, info.pid)
         if shortage:
@@ -247,8 +253,6 @@ class ProcessHandles:
 
     def _known_places(self) -> dict[int, ProcessInfo]:
         """Returns where the ranks run that have started."""
-        if self._infos is not None:
-            return dict(enumerate(self._infos))
         known = {}
         for rank in range(len(self.actors)):
             info = self._info(rank)
@@ -261,11 +265,12 @@ class ProcessHandles:
         if self._infos is not None:
             return self._infos[rank]
         unknown = ProcessInfo(0, "unknown", "", "")
-        ready, _ = ray.wait([self._started[rank]], timeout=0)
+        started = self._started[rank]
+        ready, _ = ray.wait([started], timeout=0)
         if not ready:
             return unknown
         try:
-            return ray.get(ready[0], timeout=READY_S)
+            return ray.get(started, timeout=READY_S)
         except RayError:  # it failed while starting
             return unknown
 
@@ -302,11 +307,7 @@ def _threads_per_rank(bundles: Sequence[Bundle]) -> list[int]:
     for table in tables.values():
         if table["state"] == "CREATED":
             reserved.update(table["bundles_to_node_id"].values())
-    nodes: list[str] = []
-    for group, index in bundles:
-        table = tables[group.id.hex()]
-        nodes.append(table["bundles_to_node_id"][index])
-    cores: dict[str, int] = {}
+    cores = {}
     for node in ray.nodes():
         num_cpus = node["Resources"].get("CPU", 1)
         cores[node["NodeID"]] = int(num_cpus)
@@ -314,18 +315,27 @@ def _threads_per_rank(bundles: Sequence[Bundle]) -> list[int]:
     # Ray's number of CPUs may be set higher than what this machine has, to fit more processes.
     own_cores = len(os.sched_getaffinity(0))
     cores[here] = min(cores[here], own_cores)
-    return [max(1, cores[node] // reserved[node]) for node in nodes]
+    threads = []
+    for group, index in bundles:
+        table = tables[group.id.hex()]
+        node_id = table["bundles_to_node_id"][index]
+        share = cores[node_id] // reserved[node_id]
+        threads.append(max(1, share))
+    return threads
 
 
 def _last_log_lines(info: ProcessInfo) -> str:
     if not info.pid:
         return "(its process had not reported where it runs; see Ray's session log directory)"
     pattern = f"worker-*-{info.pid}.err"
-    if info.node_id != ray.get_runtime_context().get_node_id():
+    here = ray.get_runtime_context().get_node_id()
+    if info.node_id != here:
         return f"(its log is on node {info.node}: {info.logs_dir}/{pattern} and .out)"
-    lines: list[str] = []
-    for path in sorted(Path(info.logs_dir).glob(f"worker-*-{info.pid}.*")):
-        for line in path.read_text(errors="replace").splitlines():
+    lines = []
+    paths = Path(info.logs_dir).glob(f"worker-*-{info.pid}.*")
+    for path in sorted(paths):
+        text = path.read_text(errors="replace")
+        for line in text.splitlines():
             if not line.startswith(":"):  # those are Ray's own marks
                 lines.append(line[:200])
     shown = "\n".join(lines[-_LOG_LINES:]) or "(empty)"

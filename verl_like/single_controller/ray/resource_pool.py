@@ -1,6 +1,5 @@
 """Resource pools as Ray placement groups: one group of bundles per node, one bundle per process."""
 
-import itertools
 import secrets
 import time
 from collections.abc import Iterator, Sequence
@@ -72,23 +71,28 @@ class RayResourcePool(VerlResourcePool):
     def local_ranks(self) -> list[tuple[int, int]]:
         """Returns for each rank its number on its node, and the number of the pool's processes
         there."""
-        local_ranks: list[tuple[int, int]] = []
+        local_ranks = []
         for num_processes in self.process_on_nodes:
-            local_ranks += [(local_rank, num_processes) for local_rank in range(num_processes)]
+            for local_rank in range(num_processes):
+                local_ranks.append((local_rank, num_processes))
         return local_ranks
 
     def bundle_resources(self) -> Resources:
         """Returns what one process's bundle asks of its node."""
-        if not self.use_gpu:
-            return {"CPU": self.max_colocate_count}
-        return {"CPU": self.max_colocate_count, "GPU": 1}
+        resources: Resources = {"CPU": self.max_colocate_count}
+        if self.use_gpu:
+            resources["GPU"] = 1
+        return resources
 
     def node_requests(self) -> list[Resources]:
         """Returns what the processes of each node entry together ask of their node."""
         of_process = self.bundle_resources()
         requests = []
         for num_processes in self.process_on_nodes:
-            requests.append({kind: num_processes * n for kind, n in of_process.items()})
+            of_node = {}
+            for kind, amount in of_process.items():
+                of_node[kind] = num_processes * amount
+            requests.append(of_node)
         return requests
 
     def get_placement_groups(self, timeout_s: float = PLACEMENT_DEADLINE_S) -> list[PlacementGroup]:
@@ -108,9 +112,10 @@ class RayResourcePool(VerlResourcePool):
                 "max_colocate_count, shut one down, or colocate the roles in one process "
                 "(create_colocated_worker_cls)"
             )
-        bundles: list[Bundle] = []
+        bundles = []
         for node, group in enumerate(self.get_placement_groups()):
-            bundles += [(group, index) for index in range(self.process_on_nodes[node])]
+            for index in range(self.process_on_nodes[node]):
+                bundles.append((group, index))
         self._num_groups += 1
         return bundles
 
@@ -137,19 +142,29 @@ def reserve(pools: Sequence[RayResourcePool], timeout_s: float = PLACEMENT_DEADL
     too small, after `timeout_s` if others hold what is missing.
     """
     pools = [pool for pool in pools if pool._placement_groups is None]
-    requests = {pool.name: pool.node_requests() for pool in pools}
-    requests_by_node = list(itertools.chain.from_iterable(requests.values()))
-    if assign(requests_by_node, node_resources(total=True)) is None:
+    requests = {}
+    requests_by_node = []
+    for pool in pools:
+        requests_of_pool = pool.node_requests()
+        requests[pool.name] = requests_of_pool
+        requests_by_node.extend(requests_of_pool)
+    all_resources = node_resources(total=True)
+    if assign(requests_by_node, all_resources) is None:
         raise PlacementError(
             f"the cluster is too small for the resource pools\n{placement_table(requests)}"
         )
     deadline = time.monotonic() + timeout_s
     while True:
-        chosen = assign(requests_by_node, node_resources(total=False))
+        free_resources = node_resources(total=False)
+        chosen = assign(requests_by_node, free_resources)
         if chosen is not None:
             nodes = iter(chosen)
-            groups = {pool.name: _create_groups(pool, nodes) for pool in pools}
-            everything = list(itertools.chain.from_iterable(groups.values()))
+            groups_of_pools = []
+            everything = []
+            for pool in pools:
+                groups = _create_groups(pool, nodes)
+                groups_of_pools.append(groups)
+                everything.extend(groups)
             try:
                 ready = [group.ready() for group in everything]
                 ray.get(ready, timeout=timeout_s / NUM_TRIES)
@@ -164,8 +179,8 @@ def reserve(pools: Sequence[RayResourcePool], timeout_s: float = PLACEMENT_DEADL
                 f"the resource pools were not free within {timeout_s:g} s\n{table}"
             )
         time.sleep(_POLL_S)
-    for pool in pools:
-        pool._placement_groups = groups[pool.name]
+    for pool, groups in zip(pools, groups_of_pools, strict=True):
+        pool._placement_groups = groups
 
 
 def _create_groups(pool: RayResourcePool, nodes: Iterator[str]) -> list[PlacementGroup]:
@@ -226,4 +241,5 @@ class ResourcePoolManager:
         """Returns the number of GPUs of all pools together."""
         if not self.use_gpu:
             return 0
-        return sum(pool.world_size for pool in self.resource_pool_dict.values())
+        pools = self.resource_pool_dict.values()
+        return sum(pool.world_size for pool in pools)

@@ -38,7 +38,9 @@ def cluster_address(configured: str | None) -> str | None:
     """Returns the cluster that a run joins: the configured one, or that of RAY_ADDRESS. It is None
     if the run starts a new one."""
     address = configured or os.environ.get("RAY_ADDRESS")
-    return None if address == "local" else address or None
+    if address == "local":
+        return None
+    return address or None
 
 
 def require_cluster(address: str) -> None:
@@ -56,13 +58,15 @@ def require_cluster(address: str) -> None:
             host, _, port = found.rpartition(":")
             # Fails at once if nothing listens.
             target = (host.strip("[]"), int(port))
-            socket.create_connection(target, ANSWER_DEADLINE_S).close()
+            connection = socket.create_connection(target, ANSWER_DEADLINE_S)
+            connection.close()
             GcsClient(address=found)
             answer.put(None)
         except Exception as error:  # whatever it is, it is why there is no answer
             answer.put(error)
 
-    threading.Thread(target=ask, name="ask Ray", daemon=True).start()
+    thread = threading.Thread(target=ask, name="ask Ray", daemon=True)
+    thread.start()
     try:
         error = answer.get(timeout=ANSWER_DEADLINE_S)
     except queue.Empty:
@@ -101,7 +105,8 @@ def start_ray(address: str | None, num_cpus: int | None, worker_command: str | N
     cluster at the address, or this machine is not a part of it.
     """
     if not address:
-        remove_abandoned(Path(get_default_ray_temp_dir()), "session_*")
+        sessions = Path(get_default_ray_temp_dir())
+        remove_abandoned(sessions, "session_*")
     # An error of a worker is reported once, by the call that waits for it.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     os.environ.setdefault("RAY_worker_niceness", "0")
@@ -119,7 +124,8 @@ def start_ray(address: str | None, num_cpus: int | None, worker_command: str | N
         options = {"address": "local", "num_cpus": num_cpus, "include_dashboard": False}
         if worker_command:
             options["runtime_env"] = {"py_executable": worker_command}
-        make_auth_token(Path.home() / ".ray" / "auth_token")
+        token_file = Path.home() / ".ray" / "auth_token"
+        make_auth_token(token_file)
     try:
         ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
         if not address:

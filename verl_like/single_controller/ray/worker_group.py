@@ -1,21 +1,16 @@
 """The Ray backend of worker groups."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from verl_like.protocol import CallHeader, DataProto, Part, PendingCall
 from verl_like.single_controller.decorator import MethodSpec
+from verl_like.single_controller.dispatch import Arguments, map_arguments
 from verl_like.single_controller.ray.call import RayCall, RayStream, UnreportedCalls
 from verl_like.single_controller.ray.column_store import COLUMN_STORE
 from verl_like.single_controller.ray.message import pack
 from verl_like.single_controller.ray.process_handles import ProcessHandles
 from verl_like.single_controller.ray.resource_pool import RayResourcePool
-from verl_like.single_controller.worker_group import (
-    Arguments,
-    ClassWithInitArgs,
-    OnCall,
-    WorkerGroup,
-)
+from verl_like.single_controller.worker_group import ClassWithInitArgs, OnCall, WorkerGroup
 
 RayClassWithInitArgs = ClassWithInitArgs  # verl's name
 
@@ -85,10 +80,14 @@ class RayWorkerGroup(WorkerGroup):
         on_call: OnCall | None,
     ) -> None:
         self.processes = processes
+        self.workers = processes.actors
+        """The actor handles, by rank."""
+        self.worker_names = processes.names
+        """The names of the actors in Ray, by rank."""
         self._classes = classes
         self.deadline_s = deadline_s
         self._unreported = UnreportedCalls(role, self.report)
-        world_size = len(processes.actors)
+        world_size = len(self.workers)
         worker_cls = classes.get(role)  # None for several roles that are joined
         super().__init__(worker_cls, role, world_size, processes.pool.name, on_call)
 
@@ -107,26 +106,19 @@ class RayWorkerGroup(WorkerGroup):
         return groups
 
     @property
-    def workers(self) -> list[Any]:
-        """The actor handles, by rank."""
-        return self.processes.actors
-
-    @property
-    def worker_names(self) -> list[str]:
-        """The names of the actors in Ray, by rank."""
-        return self.processes.names
-
-    @property
     def worker_pids(self) -> list[int]:
-        return [info.pid for info in self.processes.wait_until_started()]
+        infos = self.processes.wait_until_started()
+        return [info.pid for info in infos]
 
     @property
     def worker_nodes(self) -> list[str]:
         """The addresses of the nodes, by rank."""
-        return [info.node for info in self.processes.wait_until_started()]
+        infos = self.processes.wait_until_started()
+        return [info.node for info in infos]
 
     def put(self, data: DataProto) -> Part:
-        return Part(CallHeader(len(data)), COLUMN_STORE.put(data))
+        header = CallHeader(len(data))
+        return Part(header, COLUMN_STORE.put(data))
 
     def submit(
         self, spec: MethodSpec, calls: list[Arguments], collect_ranks: list[int]
@@ -135,13 +127,12 @@ class RayWorkerGroup(WorkerGroup):
             raise self.processes.stopped
         references = []
         with self.processes.submitting:
-            for rank, (args, kwargs) in enumerate(calls):
+            for rank, arguments in enumerate(calls):
                 actor = self.workers[rank]
                 run = actor.stream if spec.streams else actor.call
-                packed_args = [pack(value) for value in args]
-                packed_kwargs = {name: pack(value) for name, value in kwargs.items()}
-                packed = [packed_args, packed_kwargs]
-                message = [self.role, spec.name, *packed, self.deadline_s, rank in collect_ranks]
+                packed = map_arguments(pack, *arguments)
+                is_collected = rank in collect_ranks
+                message = [self.role, spec.name, *packed, self.deadline_s, is_collected]
                 references.append(run.remote(message))
         call_class = RayStream if spec.streams else RayCall
         return call_class(

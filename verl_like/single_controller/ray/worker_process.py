@@ -1,5 +1,6 @@
 """The one Ray actor class: a process of a pool that holds the workers of one or several roles."""
 
+import functools
 import os
 import tempfile
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ import ray
 import ray._private.worker
 from ray._raylet import setproctitle  # type: ignore[attr-defined]
 
+from verl_like.single_controller.dispatch import map_arguments
 from verl_like.single_controller.failure import WorkerError
 from verl_like.single_controller.invoke import Invoker
 from verl_like.single_controller.network import listen_at
@@ -54,7 +56,8 @@ class WorkerProcess:
 
     def start(self, master: tuple[str, int], classes: dict[str, ClassWithInitArgs]) -> ProcessInfo:
         """Makes the workers, once the group's master address is known."""
-        _keep_temporary_files_with_the_session()
+        ray_node: Any = ray._private.worker._global_node
+        _keep_temporary_files_with_the_session(ray_node)
         address, port = master
         os.environ["MASTER_ADDR"] = address
         os.environ["MASTER_PORT"] = str(port)
@@ -67,9 +70,9 @@ class WorkerProcess:
             except Exception as error:
                 self.start_error = WorkerError.of(error, role, rank, self.node, "__init__")
                 raise self.start_error from error
-        ray_node: Any = ray._private.worker._global_node
         node_id = ray.get_runtime_context().get_node_id()
-        return ProcessInfo(os.getpid(), self.node, node_id, ray_node.get_logs_dir_path())
+        logs_dir = ray_node.get_logs_dir_path()
+        return ProcessInfo(os.getpid(), self.node, node_id, logs_dir)
 
     @ray.method(num_returns=2)
     def call(self, message: Message) -> tuple[Any, Any]:
@@ -79,7 +82,9 @@ class WorkerProcess:
         """
         *_, header, result = self._run(message)
         is_collected = message[-1]
-        return pack(header), pack(result if is_collected else None)
+        if not is_collected:
+            result = None
+        return pack(header), pack(result)
 
     @ray.method(num_returns="streaming")
     def stream(self, message: Message) -> Iterator[Any]:
@@ -91,27 +96,22 @@ class WorkerProcess:
             yield pack(output)
 
     def _run(self, message: Message) -> Iterator[Any]:
-        role, method, args, kwargs, deadline_s, _ = message
+        role, method, packed_args, packed_kwargs, deadline_s, _ = message
         if self.start_error is not None:
             raise self.start_error
         worker = self.workers[role]
         setproctitle(f"ray::{role} rank {worker.rank} {method}")  # until the call ends
-        args = [unpack(value) for value in args]
-        kwargs = {name: unpack(value) for name, value in kwargs.items()}
-
-        def fetch_in_time(references: list[Any]) -> list[Any]:
-            return fetch(references, deadline_s)
-
-        return self.invoker.run(role, worker, method, args, kwargs, fetch_in_time)
+        arguments = map_arguments(unpack, packed_args, packed_kwargs)
+        fetch_in_time = functools.partial(fetch, timeout=deadline_s)
+        return self.invoker.run(role, worker, method, arguments, fetch_in_time)
 
 
-def _keep_temporary_files_with_the_session() -> None:
+def _keep_temporary_files_with_the_session(ray_node: Any) -> None:
     """Keeps in Ray's session folder what libraries leave behind when they are killed, such as vLLM
     its rendezvous."""
     # Compiled code outlives a session.
     compiled = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", compiled)
-    ray_node: Any = ray._private.worker._global_node
     folder = f"{ray_node.get_session_dir_path()}/tmp"
     if len(folder) > _LONGEST_FOLDER:
         return
