@@ -22,6 +22,7 @@ from verl_like.trainer.ppo.learner import Learner, Update
 
 SETTINGS = ["algorithm.use_kl_in_reward=true", "data.max_response_length=6", "trainer.seed=5"]
 SETTINGS += ["actor_rollout_ref.actor.optim.lr_warmup_steps=3", "critic.optim.lr_warmup_steps=4"]
+SETTINGS += ["trainer.balance_batch=false"]
 
 
 def prompts_of(trainer: LocalTrainer, step: int) -> DataProto:
@@ -91,6 +92,10 @@ def test_a_maker_makes_the_same_experience_of_the_same_prompts_and_weights(
     assert deep_equal(again.work, experience.work)
     other = trainer.maker.make(prompts_of(trainer, 2))
     assert not deep_equal(other.batch.batch["responses"], experience.batch.batch["responses"])
+
+
+def test_the_rows_of_experience_are_balanced_if_the_configuration_says_so(experience: Experience):
+    assert experience.work.balance is False  # the default is true
 
 
 def test_each_response_says_which_weights_sampled_its_tokens(

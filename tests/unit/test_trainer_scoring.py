@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from verl_like.protocol import DataProto, Metric, metric_values
 from verl_like.protocol.padded import padded
 from verl_like.protocol.row_ops import jagged_from_lists
-from verl_like.rewards.manager import RewardFunctionSpec, RewardManager
+from verl_like.rewards.manager import RewardError, RewardFunctionSpec, RewardManager
 from verl_like.single_controller import CallEvent
 from verl_like.trainer.ppo.scoring import (
     PendingScores,
@@ -128,6 +128,16 @@ def test_scores_and_what_the_function_adds_land_on_their_rows(scorer: RuleScorer
     assert {event.role for event in events} == {"rules"} and all(
         event.started < event.finished for event in events
     )
+
+
+def test_an_error_of_the_reward_function_names_the_prompt_by_its_uid(
+    scorer: RuleScorer, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(scorer.manager, "on_error", "fail")
+    batch = generated(scorer, ["1", "2", "y"])
+    pending = PendingScores(scorer, prompts(), num_samples=1).complete(batch)
+    with pytest.raises(RewardError, match=r"sample uid 'c' \(data_source 'from c'\) failed"):
+        pending.get()
 
 
 def test_the_check_before_a_run_gives_the_function_all_that_a_row_has(
