@@ -95,5 +95,7 @@ def ray_folder() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TMPDIR", str(folder))
+        # Ray would start a worker for each CPU at once.
+        patch.setenv("RAY_prestart_worker_first_driver", "0")
         yield folder
     shutil.rmtree(folder, ignore_errors=True)

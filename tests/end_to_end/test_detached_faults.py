@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import forked_workers
 import psutil
 import pytest
 import ray
@@ -262,7 +263,7 @@ def test_a_side_that_is_stopped_ends_though_ray_ends_at_once(monkeypatch: pytest
 def test_a_maker_stays_on_its_version_where_the_trainer_died_in_mid_push(
     tmp_path: Path, tiny_llama: Callable
 ):
-    ray.init(num_cpus=1, include_dashboard=False)
+    forked_workers.start_ray(num_cpus=1)
 
     @ray.remote(num_cpus=0)
     class Exporting:

@@ -2,7 +2,6 @@
 in its dtype."""
 
 import json
-import multiprocessing
 import os
 import shutil
 import warnings
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked_ranks import PROCESSES
 from omegaconf import OmegaConf
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -345,7 +345,7 @@ def test_every_rank_has_the_buffers_of_the_folder_in_the_dtype_of_rank_0(tmp_pat
     save_file(weights, f"{path}/model.safetensors", {"format": "pt"})
     holder, port = reserve_port()
     holder.close()
-    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(2, PROCESSES) as pool:
         ranks = list(pool.map(build_on_rank, range(2), [port] * 2, [path] * 2))
     assert ranks == [[(BIAS, torch.float32, weights[BIAS].tolist())]] * 2
 

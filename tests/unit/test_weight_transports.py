@@ -4,7 +4,6 @@ cannot."""
 import copy
 import dataclasses
 import json
-import multiprocessing
 import os
 import pickle
 import signal
@@ -20,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from forked_ranks import PROCESSES
 
 from verl_like.single_controller.worker import Worker, reserve_port
 from verl_like.workers.weights import gloo, shared_memory
@@ -29,8 +29,6 @@ from verl_like.workers.weights.gloo import GlooTransport
 from verl_like.workers.weights.shared_memory import SharedMemoryTransport, with_data
 from verl_like.workers.weights.transport import WeightTransport
 
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["verl_like.workers.weights"])  # imports it once
 SHAPES = {
     "embed": (100, 40),
     "layer.0": (70, 30),
