@@ -2,8 +2,6 @@
 
 import multiprocessing
 
-from verl_like.trainer.main_ppo import WORKERS
-
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(WORKERS)
 START_METHOD = "forkserver"

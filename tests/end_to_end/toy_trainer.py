@@ -67,7 +67,6 @@ DISPLAY = Display(
 )
 
 
-
 def main(arguments: list[str]) -> int:
     toy_config = config_from_command_line(ToyConfig, the_rate_is_a_share, arguments)
     return run(toy_config, check_inputs, fit, DISPLAY)
