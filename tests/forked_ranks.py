@@ -2,6 +2,8 @@
 
 import multiprocessing
 
+from verl_like.trainer.main_ppo import WORKERS
+
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(WORKERS)
 START_METHOD = "forkserver"

@@ -17,6 +17,10 @@ FOLDERS = [str(Path(__file__).parent / name) for name in ("", "ray_cpu", "end_to
 """Where workers find the modules of the tests."""
 
 
+TEMPLATES: list[int] = []
+"""The process id of each template."""
+
+
 class SharedTemplate(WorkerTemplate):
     """A template that outlives the runs that use it and ends with this process."""
 
@@ -38,6 +42,7 @@ def _template(python_path: str, _temporary: str) -> WorkerTemplate:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [python_path, *FOLDERS])))
         template = worker_template.start(WORKERS)
+    TEMPLATES.append(template.process.pid)
     return SharedTemplate(template.process, template.folder, template.mark)
 
 

@@ -13,7 +13,16 @@ import forked_workers
 import psutil
 import pytest
 import ray
-from runs import AHEAD, GRPO, kill_once, metrics_of, num_steps_logged, run_apart, tiny_run_settings
+from runs import (
+    AHEAD,
+    GRPO,
+    kill_once,
+    metrics_of,
+    num_steps_logged,
+    processes_of_run,
+    run_apart,
+    tiny_run_settings,
+)
 from test_local_step import local_trainer
 from test_maker_and_learner import SETTINGS, prompts_of
 
@@ -103,7 +112,7 @@ def test_a_maker_that_is_stopped_or_loses_a_worker_is_started_again_and_no_promp
 
     def is_time() -> bool:
         if num_steps_logged(tmp_path) >= 2:
-            family.extend(psutil.Process().children(recursive=True))
+            family.extend(processes_of_run())
         return bool(family)
 
     killer = kill_once(title, number, when=is_time)
@@ -160,7 +169,7 @@ def test_a_trainer_or_ledger_that_is_killed_or_stopped_ends_the_run_and_the_erro
 
     def is_time() -> bool:
         if num_steps_logged(tmp_path) >= 2:
-            family.extend(psutil.Process().children(recursive=True))
+            family.extend(processes_of_run())
             killed.append(time.monotonic())
         return bool(family)
 
