@@ -1,6 +1,5 @@
 """Ray's workers as forks of one template of this test process, as those of a run are of its own."""
 
-import functools
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,32 +17,38 @@ FOLDERS = [str(Path(__file__).parent / name) for name in ("", "ray_cpu", "end_to
 
 
 TEMPLATES: list[int] = []
-"""The process id of each template."""
+"""The process id of each template that was started."""
 
 
 class SharedTemplate(WorkerTemplate):
-    """A template that outlives the runs that use it and ends with this process."""
+    """A template that outlives the runs that use it. It ends with this process, or when the
+    environment of the next run is another one."""
 
     def close(self) -> None:
         pass
 
 
+_running: dict[tuple[str | None, ...], SharedTemplate] = {}
+"""The template that runs, by what of the environment it has seen."""
+
+
 def shared_template() -> WorkerTemplate:
     """The template of this process, which has imported what workers need.
 
-    One that starts now would look for modules and temporary files where the environment says. There
-    is another template for each such environment.
+    It looks for modules and temporary files where the environment said when it started, and what is
+    measured in its forks (scripts/mutant_runs.py) counts for the test of that time.
     """
-    return _template(os.environ.get("PYTHONPATH", ""), os.environ.get("TMPDIR", ""))
-
-
-@functools.cache
-def _template(python_path: str, _temporary: str) -> WorkerTemplate:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [python_path, *FOLDERS])))
-        template = worker_template.start(WORKERS)
-    TEMPLATES.append(template.process.pid)
-    return SharedTemplate(template.process, template.folder, template.mark)
+    seen = tuple(os.environ.get(name) for name in ("PYTHONPATH", "TMPDIR", "COVERED_TEST"))
+    if seen not in _running:
+        for template in _running.values():
+            WorkerTemplate.close(template)
+        _running.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [seen[0], *FOLDERS])))
+            template = worker_template.start(WORKERS)
+        TEMPLATES.append(template.process.pid)
+        _running[seen] = SharedTemplate(template.process, template.folder, template.mark)
+    return _running[seen]
 
 
 def start_ray(env_vars: Mapping[str, str] | None = None, **options: Any) -> None:

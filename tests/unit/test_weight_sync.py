@@ -6,10 +6,10 @@ import os
 import pickle
 from concurrent.futures import ProcessPoolExecutor
 
+import forked_ranks
 import pytest
 import torch
 import torch.distributed as dist
-from forked_ranks import PROCESSES
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import (
@@ -188,7 +188,7 @@ def _parameters_with_experts() -> list[tuple[str, torch.Tensor]]:
 
 def test_sharded_replicated_and_plain_parameters_export_like_full_ones() -> None:
     holder, port = reserve_port()
-    with holder, ProcessPoolExecutor(4, mp_context=PROCESSES) as pool:
+    with holder, ProcessPoolExecutor(4, mp_context=forked_ranks.ranks()) as pool:
         exports = list(pool.map(_export_sharded, range(4), [port] * 4, timeout=120))
     # norm lives on all ranks and counts once; so does head, a plain tensor.
     assert check_exports(exports, 3) == check_exports(_exports(_parameters_with_experts()), 3)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from forked_ranks import START_METHOD
+from forked_ranks import start_method
 from safetensors import safe_open
 from safetensors.torch import save_file
 from tiny_worker_models import (
@@ -273,7 +273,7 @@ def folder(tmp_path_factory):
     (holder_4, port_4), (holder_2, port_2) = reserve_port(), reserve_port()
     with holder_4, holder_2:
         start_processes(
-            run_rank, ({4: port_4, 2: port_2}, str(folder)), nprocs=4, start_method=START_METHOD
+            run_rank, ({4: port_4, 2: port_2}, str(folder)), nprocs=4, start_method=start_method()
         )
     run_layouts(0, 1, str(folder))
     return folder

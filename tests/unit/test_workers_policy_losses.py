@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from forked_ranks import START_METHOD
+from forked_ranks import start_method
 from safetensors.torch import load_file, save_file
 from tiny_worker_models import (
     RESPONSE,
@@ -143,7 +143,7 @@ def two_ranks(folder: Path) -> Path:
     """The folder, with what two ranks computed."""
     holder, port = reserve_port()
     with holder:
-        start_processes(train_on_rank, (port, str(folder)), nprocs=2, start_method=START_METHOD)
+        start_processes(train_on_rank, (port, str(folder)), nprocs=2, start_method=start_method())
     return folder
 
 

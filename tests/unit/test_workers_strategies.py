@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from forked_ranks import START_METHOD
+from forked_ranks import start_method
 from safetensors.torch import load_file, save_file
 from tiny_worker_models import make_batch, parameters_of, policy_config, write_model
 from torch.distributed.tensor import DTensor
@@ -167,7 +167,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         holder, port = reserve_port()
         with holder:
             start_processes(
-                train_on_rank, (ranks, port, str(folder)), nprocs=ranks, start_method=START_METHOD
+                train_on_rank, (ranks, port, str(folder)), nprocs=ranks, start_method=start_method()
             )
     return folder
 

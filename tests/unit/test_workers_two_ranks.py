@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from forked_ranks import START_METHOD
+from forked_ranks import start_method
 from ipc_chunks import load_chunk, packed_chunks
 from safetensors.torch import load_file, save_file
 from tiny_worker_models import (
@@ -292,7 +292,7 @@ def two_ranks(tmp_path_factory):
     write_model(folder / "model")
     holder, port = reserve_port()
     with holder:
-        start_processes(train_on_rank, (port, str(folder)), nprocs=2, start_method=START_METHOD)
+        start_processes(train_on_rank, (port, str(folder)), nprocs=2, start_method=start_method())
     return folder
 
 
