@@ -16,10 +16,6 @@ FOLDERS = [str(Path(__file__).parent / name) for name in ("", "ray_cpu", "end_to
 """Where workers find the modules of the tests."""
 
 
-TEMPLATES: list[int] = []
-"""The process id of each template that was started."""
-
-
 class SharedTemplate(WorkerTemplate):
     """A template that outlives the runs that use it. It ends with this process, or when the
     environment of the next run is another one."""
@@ -46,7 +42,6 @@ def shared_template() -> WorkerTemplate:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [seen[0], *FOLDERS])))
             template = worker_template.start(WORKERS)
-        TEMPLATES.append(template.process.pid)
         _running[seen] = SharedTemplate(template.process, template.folder, template.mark)
     return _running[seen]
 

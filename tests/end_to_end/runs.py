@@ -13,7 +13,7 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 from documented_metrics import undocumented
-from forked_workers import TEMPLATES, shared_template
+from forked_workers import shared_template
 
 from verl_like.trainer.config import load_ppo_config
 from verl_like.trainer.config.compose import load_config
@@ -119,10 +119,10 @@ def run_apart(settings: list[str]) -> int:
     return run_detached(config, shared_template())
 
 
-def processes_of_run() -> list[psutil.Process]:
-    """What a run of this process has started, without the template, which outlives it."""
-    started = psutil.Process().children(recursive=True)
-    return [process for process in started if process.pid not in TEMPLATES]
+def processes_of_ours() -> set[psutil.Process]:
+    """What this process has started, with the template that its runs share."""
+    shared_template()
+    return set(psutil.Process().children(recursive=True))
 
 
 def kill_once(title: str, number: int, *, when: Callable[[], bool]) -> threading.Thread:

@@ -19,7 +19,7 @@ from runs import (
     kill_once,
     metrics_of,
     num_steps_logged,
-    processes_of_run,
+    processes_of_ours,
     run_apart,
     tiny_run_settings,
 )
@@ -108,11 +108,11 @@ def test_a_maker_that_is_stopped_or_loses_a_worker_is_started_again_and_no_promp
     ]
     settings += ["detached.min_effective_sample_size=1"]  # more than any step has
     settings += ["trainer.total_training_steps=60"]  # a step takes a tenth of a second
-    family: list[psutil.Process] = []
+    before, family = processes_of_ours(), list[psutil.Process]()
 
     def is_time() -> bool:
         if num_steps_logged(tmp_path) >= 2:
-            family.extend(processes_of_run())
+            family.extend(processes_of_ours() - before)
         return bool(family)
 
     killer = kill_once(title, number, when=is_time)
@@ -164,12 +164,12 @@ def test_a_trainer_or_ledger_that_is_killed_or_stopped_ends_the_run_and_the_erro
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(run_detached, "ANSWER_S", 10.0)
-    family: list[psutil.Process] = []
+    before, family = processes_of_ours(), list[psutil.Process]()
     killed: list[float] = []
 
     def is_time() -> bool:
         if num_steps_logged(tmp_path) >= 2:
-            family.extend(processes_of_run())
+            family.extend(processes_of_ours() - before)
             killed.append(time.monotonic())
         return bool(family)
 
