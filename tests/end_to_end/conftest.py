@@ -1,4 +1,4 @@
-"""A user's package that adds one of each kind through `plugins`."""
+"""A user's package that adds one of each kind through `plugins`; reports without charts."""
 
 import sys
 from collections.abc import Iterator
@@ -10,7 +10,10 @@ from verl_like.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from verl_like.algorithms.policy_losses import POLICY_LOSSES
 from verl_like.rewards import registry
 from verl_like.trainer.ppo import ray_trainer as ppo_trainer
+from verl_like.trainer.run import charts, report
 from verl_like.workers import rollout
+
+CHARTS = ("chart", "histogram", "timelines")
 
 REWARDS = """
 from verl_like.rewards import register_reward
@@ -84,6 +87,22 @@ class TrainerOfPlugin(RayPPOTrainer):
     def build_maker(self):
         return HalvingMaker(**vars(super().build_maker()))
 """
+
+
+@pytest.fixture(scope="module", autouse=True)
+def reports_without_charts() -> Iterator[None]:
+    """Runs of this process write a whole report but for its charts: to draw them takes longer than
+    the steps of a tiny run. A test that looks at them takes `drawn_charts`."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in CHARTS:
+            patch.setattr(report, name, lambda *_, **__: "")
+        yield
+
+
+@pytest.fixture
+def drawn_charts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in CHARTS:
+        monkeypatch.setattr(report, name, getattr(charts, name))
 
 
 @pytest.fixture

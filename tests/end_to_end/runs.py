@@ -13,14 +13,13 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 from documented_metrics import undocumented
+from forked_workers import shared_template
 
 from verl_like.trainer.config import load_ppo_config
 from verl_like.trainer.config.compose import load_config
 from verl_like.trainer.config.detached import DetachedConfig, broken_detached_rules
 from verl_like.trainer.detached.run_detached import run_detached
-from verl_like.trainer.main_ppo import WORKERS
 from verl_like.trainer.ppo.run_ppo import run_ppo
-from verl_like.trainer.run import worker_template
 
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -67,8 +66,11 @@ def tiny_run_settings(folder: Path, tiny_llama: Callable, *, engine: str = "hf")
 
 
 def run_on_ray(settings: list[str], *config_file: str) -> None:
-    """A run to its end whose workers are forks of a template, as from the command line."""
-    assert run_ppo(load_ppo_config(settings, *config_file), worker_template.start(WORKERS)) == 0
+    """A run to its end whose workers are forks of a template, as from the command line.
+
+    Runs of this process share the template.
+    """
+    assert run_ppo(load_ppo_config(settings, *config_file), shared_template()) == 0
 
 
 SPLIT = ["placement=split", "trainer.n_gpus_per_node=4"]
@@ -114,7 +116,13 @@ AHEAD = ["trainer.max_staleness=1", "trainer.total_training_steps=5", "trainer.t
 def run_apart(settings: list[str]) -> int:
     """A detached run to its end; its exit code."""
     config = load_config(DetachedConfig, broken_detached_rules, settings)
-    return run_detached(config, worker_template.start(WORKERS))
+    return run_detached(config, shared_template())
+
+
+def processes_of_ours() -> set[psutil.Process]:
+    """What this process has started, with the template that its runs share."""
+    shared_template()
+    return set(psutil.Process().children(recursive=True))
 
 
 def kill_once(title: str, number: int, *, when: Callable[[], bool]) -> threading.Thread:

@@ -13,24 +13,22 @@ another checkout."""
 BENCHMARKS = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - HELPERS
 WITHOUT_A_SIDE_OF_OURS = {"algorithms_beside_verl"}
 """Our functions and verl's run in one process of the peers' environment. It writes no result."""
-STARTING_RAY = {
+SLOW = {
     "calls",
+    "checkpoint",
     "detached",
     "detached_toy",
     "dispatch",
     "grpo_reward_curve",
     "grpo_step",
+    "head",
     "overlap",
+    "packing",
     "python_way",
     "resume",
-    "scaling",
-}
-
-
-SLOW = STARTING_RAY - {"dispatch"} | {
-    "head",
-    "packing",
     "rollout",
+    "routing",
+    "scaling",
     "training_on_examples",
     "weight_sync",
 }

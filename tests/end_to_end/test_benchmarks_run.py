@@ -4,16 +4,16 @@ all sides of all in `make proofs`."""
 import subprocess
 
 import pytest
-from small_benchmarks import BENCHMARKS, SLOW, STARTING_RAY, WITHOUT_A_SIDE_OF_OURS, run_small
+from small_benchmarks import BENCHMARKS, SLOW, WITHOUT_A_SIDE_OF_OURS, run_small
 
 from benchmarks.harness import ROOT
 
 
 def test_all_that_is_said_of_benchmarks_is_said_of_those_that_are_there():
-    assert BENCHMARKS > STARTING_RAY | WITHOUT_A_SIDE_OF_OURS | SLOW
+    assert BENCHMARKS > WITHOUT_A_SIDE_OF_OURS | SLOW
 
 
-@pytest.mark.parametrize("name", sorted(BENCHMARKS - STARTING_RAY - WITHOUT_A_SIDE_OF_OURS - SLOW))
+@pytest.mark.parametrize("name", sorted(BENCHMARKS - WITHOUT_A_SIDE_OF_OURS - SLOW))
 def test_our_side_of_each_quick_benchmark_runs(name: str):
     run_small(name, BENCHMARK_SIDES="ours")
 

@@ -193,7 +193,7 @@ def test_a_maker_that_is_killed_loses_no_prompt_and_is_started_again_also_in_the
         "detached.experience_batch_size=1",
     ]
     # A step takes a tenth of a second
-    settings += ["trainer.total_training_steps=60", plugin_that_dies]
+    settings += ["trainer.total_training_steps=30", plugin_that_dies]
     killer = kill_once(
         "ExperienceMakerHolder", signal.SIGKILL, when=lambda: num_steps_logged(tmp_path) >= 6
     )
@@ -206,17 +206,17 @@ def test_a_maker_that_is_killed_loses_no_prompt_and_is_started_again_also_in_the
     assert validated == sorted(set(validated)), (
         "the maker that was started again validates when it is due"
     )
-    assert validations[-1] == 60
-    assert checkpoint.newest(tmp_path / "runs/latest")[0].state["validated"] == 60
+    assert validations[-1] == 30
+    assert checkpoint.newest(tmp_path / "runs/latest")[0].state["validated"] == 30
     output = capsys.readouterr().out
     assert output.count("maker_0 failed and is started again: maker_0 rank 0") == 2
     assert (
-        "Prompts: 240 trained, 0 training, 0 in_buffer, 0 in_flight, 0 again, 0 not_started\n"
+        "Prompts: 120 trained, 0 training, 0 in_buffer, 0 in_flight, 0 again, 0 not_started\n"
         in output
     )
     steps = [row for row in metrics_of(tmp_path) if "actor/loss" in row]
-    assert [row["step"] for row in steps] == list(range(1, 61))
-    assert [row["detached/trained"] for row in steps] == list(range(4, 241, 4)), (
+    assert [row["step"] for row in steps] == list(range(1, 31))
+    assert [row["detached/trained"] for row in steps] == list(range(4, 121, 4)), (
         "the counts are those of the step"
     )
     assert all(
@@ -226,10 +226,10 @@ def test_a_maker_that_is_killed_loses_no_prompt_and_is_started_again_also_in_the
         name: steps[-1][f"detached/{name}"]
         for name in ("trained", "in_buffer", "in_flight", "again")
     }
-    assert counts == {"trained": 240, "in_buffer": 0, "in_flight": 0, "again": 0}
+    assert counts == {"trained": 120, "in_buffer": 0, "in_flight": 0, "again": 0}
     assert max(row["training/staleness/max"] for row in steps) <= 1
     # Each of the two mini-batches of a step by itself
-    assert calls_of(tmp_path)["update_actor"] == 2 * 60
+    assert calls_of(tmp_path)["update_actor"] == 2 * 30
 
 
 @pytest.mark.proof

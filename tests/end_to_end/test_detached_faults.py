@@ -9,10 +9,20 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import forked_workers
 import psutil
 import pytest
 import ray
-from runs import AHEAD, GRPO, kill_once, metrics_of, num_steps_logged, run_apart, tiny_run_settings
+from runs import (
+    AHEAD,
+    GRPO,
+    kill_once,
+    metrics_of,
+    num_steps_logged,
+    processes_of_ours,
+    run_apart,
+    tiny_run_settings,
+)
 from test_local_step import local_trainer
 from test_maker_and_learner import SETTINGS, prompts_of
 
@@ -98,11 +108,11 @@ def test_a_maker_that_is_stopped_or_loses_a_worker_is_started_again_and_no_promp
     ]
     settings += ["detached.min_effective_sample_size=1"]  # more than any step has
     settings += ["trainer.total_training_steps=60"]  # a step takes a tenth of a second
-    family: list[psutil.Process] = []
+    before, family = processes_of_ours(), list[psutil.Process]()
 
     def is_time() -> bool:
         if num_steps_logged(tmp_path) >= 2:
-            family.extend(psutil.Process().children(recursive=True))
+            family.extend(processes_of_ours() - before)
         return bool(family)
 
     killer = kill_once(title, number, when=is_time)
@@ -154,12 +164,12 @@ def test_a_trainer_or_ledger_that_is_killed_or_stopped_ends_the_run_and_the_erro
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(run_detached, "ANSWER_S", 10.0)
-    family: list[psutil.Process] = []
+    before, family = processes_of_ours(), list[psutil.Process]()
     killed: list[float] = []
 
     def is_time() -> bool:
         if num_steps_logged(tmp_path) >= 2:
-            family.extend(psutil.Process().children(recursive=True))
+            family.extend(processes_of_ours() - before)
             killed.append(time.monotonic())
         return bool(family)
 
@@ -262,7 +272,7 @@ def test_a_side_that_is_stopped_ends_though_ray_ends_at_once(monkeypatch: pytest
 def test_a_maker_stays_on_its_version_where_the_trainer_died_in_mid_push(
     tmp_path: Path, tiny_llama: Callable
 ):
-    ray.init(num_cpus=1, include_dashboard=False)
+    forked_workers.start_ray(num_cpus=1)
 
     @ray.remote(num_cpus=0)
     class Exporting:

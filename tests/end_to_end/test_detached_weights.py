@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import ray
+from forked_workers import start_ray
 from runs import AHEAD, APART, metrics_of, run_apart, tiny_run_settings
 from test_local_step import local_trainer
 from test_maker_and_learner import SETTINGS
@@ -38,7 +39,7 @@ def pushed(groups: dict[str, Any], version: int) -> PushedWeights:
 
 @pytest.fixture
 def empty_ray() -> Iterator[None]:
-    ray.init(address="local", num_cpus=1, include_dashboard=False)
+    start_ray(num_cpus=1)
     yield
     ray.shutdown()
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked_workers import shared_template
 from runs import largest_difference, metrics_of
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -26,8 +27,6 @@ from verl_like.trainer.config.supervised import (
     SupervisedConfig,
     broken_supervised_rules,
 )
-from verl_like.trainer.main_sft import WORKERS
-from verl_like.trainer.run import worker_template
 from verl_like.trainer.run.run_recorder import RunRecorder
 from verl_like.trainer.state import checkpoint
 from verl_like.trainer.state.resume import find_run
@@ -198,7 +197,7 @@ def test_two_ranks_learn_what_one_does_and_leave_a_model_that_loads(
 ):
     run_here(config_in(tmp_path / "one", model_path, schema=schema))
     config = config_in(tmp_path / "two", model_path, "trainer.n_gpus_per_node=2", schema=schema)
-    assert run_supervised(config, worker_template.start(WORKERS)) == 0
+    assert run_supervised(config, shared_template()) == 0
     for one, two in zip(numbers_of(tmp_path / "one"), numbers_of(tmp_path / "two"), strict=True):
         names = [name for name in one if not name.startswith(("global_seqlen/", "training/"))]
         assert {name: two[name] for name in names} == pytest.approx(
@@ -222,7 +221,7 @@ def test_a_run_goes_on_on_other_ranks_with_equal_numbers(
                 "data.train_batch_size=8",
                 "ray_kwargs.ray_init.num_cpus=4",
             )
-            assert run_supervised(config, worker_template.start(WORKERS)) == 0
+            assert run_supervised(config, shared_template()) == 0
     difference, metric = largest_difference(tmp_path / "parts", tmp_path / "whole")
     assert difference < 1e-5, metric
     print(f"| `main_sft` | 2 -> 1 -> 4 | | 24 of 24 steps | {difference:.0e}, `{metric}` | |")

@@ -15,6 +15,8 @@ from runs import metrics_of, run_on_ray
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from examples.split_placement.make_toy_world import Settings, make_toy_world
+
 ROOT = Path(__file__).parents[2]
 SPLIT_PLACEMENT, GRPO = ROOT / "examples/split_placement", ROOT / "examples/grpo"
 ACCURACY = "val-core/verl_like/arithmetic/reward/mean@1"
@@ -31,8 +33,7 @@ def train(
     minute.
     """
     world = ROOT / ".toy_world"
-    script = SPLIT_PLACEMENT / "make_toy_world.py"
-    subprocess.run([sys.executable, str(script), "--out", str(world)], check=True, timeout=600)
+    make_toy_world(world, Settings(seed=1))
     paths = [
         f"data.train_files={world}/train.parquet",
         f"data.val_files={world}/test.parquet",
@@ -78,6 +79,7 @@ def assert_vllm_generates(model: Path) -> None:
 
 
 @pytest.mark.timeout(600)  # the world is made where there is none
+@pytest.mark.usefixtures("drawn_charts")
 def test_the_toy_job_raises_held_out_accuracy_and_leaves_metrics_a_report_and_a_model_that_loads(
     tmp_path: Path,
 ):
@@ -106,7 +108,6 @@ def test_the_toy_job_raises_held_out_accuracy_and_leaves_metrics_a_report_and_a_
         AutoTokenizer.from_pretrained(trained),
     )
     assert model(**tokenizer("1+2=", return_tensors="pt")).logits.isfinite().all()
-    assert_vllm_generates(trained)
 
 
 @pytest.mark.proof
@@ -122,6 +123,7 @@ def test_the_toy_job_gets_every_held_out_sum_right_within_30_steps_of_seed(
     )
     assert accuracies[0] < 0.4
     assert max(accuracies.values()) > 0.99
+    assert_vllm_generates(tmp_path / "runs/latest/global_step_30/actor/huggingface")
 
 
 @pytest.mark.proof

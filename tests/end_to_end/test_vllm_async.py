@@ -17,6 +17,7 @@ import psutil
 import pytest
 import ray
 import rollout_requests
+from forked_workers import start_ray
 from rollout_requests import assert_drawn_by, make_requests, rows_of
 from test_vllm_requests import PROMPTS, in_engine, tokens
 from test_vllm_rollout import (
@@ -63,9 +64,7 @@ KV = ["recompute", pytest.param("keep", marks=pytest.mark.proof)]
 @pytest.fixture(scope="module")
 def engine(model: ModelAndFolder) -> Iterator[Callable[[str], Any]]:
     """Starts the engine of a name in `SETTINGS` at its first use."""
-    ray.init(
-        num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=200 << 20
-    )
+    start_ray(num_cpus=2, object_store_memory=200 << 20)
     yield functools.cache(lambda name: start_processes(model, ranks=[0], **SETTINGS[name])[0])
     ray.shutdown()
 

@@ -9,6 +9,7 @@ import pytest
 import ray
 import rollout_requests
 import torch
+from forked_workers import start_ray
 from peft import LoraConfig, get_peft_model
 from rollout_requests import assert_drawn_by, make_requests
 from test_vllm_requests import PROMPTS, in_engine
@@ -43,9 +44,7 @@ def path(tiny_llama: Callable[..., tuple[str, LlamaForCausalLM]]) -> str:
 @pytest.fixture(scope="module")
 def engine(path: str) -> Iterator[Callable[[str], Any]]:
     """Starts the engine of a name in `SETTINGS` at its first use."""
-    ray.init(
-        num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=200 << 20
-    )
+    start_ray(num_cpus=2, object_store_memory=200 << 20)
     yield functools.cache(
         lambda name: start_processes((path, None), ranks=[0], adapter=ADAPTER, **SETTINGS[name])[0]  # type: ignore
     )

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import ray
 import torch
+from forked_workers import start_ray
 from rollout_requests import rows_of
 from test_vllm_rollout import (
     ModelAndFolder,
@@ -74,9 +75,7 @@ def model(tiny_llama: Callable[..., ModelAndFolder]) -> ModelAndFolder:
 
 @pytest.fixture(scope="module")
 def process(model: ModelAndFolder) -> Iterator[Any]:
-    ray.init(
-        num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=200 << 20
-    )
+    start_ray(num_cpus=2, object_store_memory=200 << 20)
     (process,) = start_processes(model, ranks=[0], dtype="float16", quantization="fp8_per_channel")
     yield process
     ray.shutdown()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import ray
 import torch
+from forked_workers import start_ray
 from rollout_requests import assert_drawn_by, make_requests, openmp_limit
 from test_vllm_rollout import DEADLINE_S, ModelAndFolder, export, rollout_settings, scaled
 
@@ -106,16 +107,9 @@ def processes(
 ) -> Iterator[tuple[list[Any], ModelAndFolder]]:
     """The two ranks of a replica, and an engine of one process."""
     model = tiny_llama(tie=True)
-    ray.init(
-        num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=200 << 20
-    )
+    start_ray(num_cpus=2, object_store_memory=200 << 20)
     holder, port = reserve_port()
-    env = {
-        "PYTHONPATH": os.pathsep.join(
-            ["tests/end_to_end", "tests", os.environ.get("PYTHONPATH", "")]
-        )
-    }
-    made = [ReplicaProcess.options(runtime_env={"env_vars": env}).remote() for _ in range(3)]
+    made = [ReplicaProcess.remote() for _ in range(3)]
     places = [(0, 2), (1, 2), (0, 1)]
     built = [
         each.build.remote(model[0], *place, port) for each, place in zip(made, places, strict=True)

@@ -9,6 +9,7 @@ import pytest
 import ray
 import rollout_requests
 import torch
+from forked_workers import start_ray
 from rollout_requests import assert_drawn_by, make_requests
 from test_vllm_rollout import (
     DEADLINE_S,
@@ -47,9 +48,7 @@ def model(tiny_llama: Callable[..., ModelAndFolder]) -> ModelAndFolder:
 @pytest.fixture(scope="module")
 def engines(model: ModelAndFolder) -> Iterator[dict[str, Any]]:
     """An engine by `rollout.kv_after_update`."""
-    ray.init(
-        num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=200 << 20
-    )
+    start_ray(num_cpus=2, object_store_memory=200 << 20)
     options = ("recompute", "keep")
     with_option = [
         start_processes(model, ranks=[rank], kv_after_update=kv) for rank, kv in enumerate(options)

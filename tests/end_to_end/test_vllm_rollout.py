@@ -11,6 +11,7 @@ import pytest
 import ray
 import rollout_requests
 import torch
+from forked_workers import start_ray
 from rollout_requests import rows_of, scaled
 from transformers import LlamaForCausalLM
 
@@ -93,9 +94,7 @@ class RolloutProcess:
 
 @pytest.fixture(scope="module")
 def ray_cluster() -> Iterator[None]:
-    ray.init(
-        num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=200 << 20
-    )
+    start_ray(num_cpus=2, object_store_memory=200 << 20)
     yield
     ray.shutdown()
 
@@ -110,13 +109,8 @@ def rollout_settings(**settings: Any) -> dict[str, Any]:
 def start_processes(model: ModelAndFolder, *, ranks: list[int], **settings: Any) -> list[Any]:
     """Starts these ranks of a group of two."""
     holder, port = reserve_port()
-    env = {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(
-            ["tests/end_to_end", "tests", os.environ.get("PYTHONPATH", "")]
-        ),
-    }
-    processes = [RolloutProcess.options(runtime_env={"env_vars": env}).remote() for _ in ranks]
+    env = {"env_vars": {"OMP_NUM_THREADS": "1"}}
+    processes = [RolloutProcess.options(runtime_env=env).remote() for _ in ranks]
     building = [
         process.build.remote(rollout_settings(**settings), model[0], rank, 2, port)
         for rank, process in zip(ranks, processes, strict=True)

@@ -66,6 +66,11 @@ DISPLAY = Display(
     charts=(("Distance", ("toy/distance",), "units"),),
 )
 
+
+def main(arguments: list[str]) -> int:
+    toy_config = config_from_command_line(ToyConfig, the_rate_is_a_share, arguments)
+    return run(toy_config, check_inputs, fit, DISPLAY)
+
+
 if __name__ == "__main__":
-    toy_config = config_from_command_line(ToyConfig, the_rate_is_a_share, sys.argv[1:])
-    sys.exit(run(toy_config, check_inputs, fit, DISPLAY))
+    sys.exit(main(sys.argv[1:]))

@@ -3,7 +3,6 @@ what they did."""
 
 import contextlib
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from pathlib import Path
@@ -15,6 +14,7 @@ import pyarrow.parquet as pq
 import ray
 import step_world as world
 import torch
+from forked_workers import start_ray
 from step_reference import Settings, Trained
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -288,18 +288,7 @@ def start_local_groups(mapping: dict[str, RayClassWithInitArgs]) -> dict[str, Wo
 @contextlib.contextmanager
 def two_processes() -> Iterator[StartGroups]:
     """Two processes that serve one run after the other."""
-    ray.init(
-        address="local",
-        num_cpus=8,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        runtime_env={
-            "env_vars": {
-                "PYTHONPATH": f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"
-            }
-        },
-    )
+    start_ray(num_cpus=8)
     classes = {role: RayClassWithInitArgs(worker_class) for role, worker_class in CLASSES.items()}
     processes = RayWorkerGroup(
         RayResourcePool([2], use_gpu=False), create_colocated_worker_cls(classes)

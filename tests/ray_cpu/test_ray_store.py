@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import ray
 import torch
+from forked_workers import start_ray
 from ray._private.internal_api import node_stats
 from store_workers import Reader, ones
 
@@ -108,7 +109,7 @@ def put_and_read(batch: DataProto) -> DataProto:
 def batch_of_an_earlier_ray() -> list[DataProto]:
     """In a list, from which a test takes it: the store keeps the columns of what is alive."""
     batch = DataProto.from_dict({"responses": ones(ROWS, LENGTH)})
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    start_ray(num_cpus=1)
     put_and_read(batch)
     ray.shutdown()
     return [batch]

@@ -2,7 +2,6 @@
 in its dtype."""
 
 import json
-import multiprocessing
 import os
 import shutil
 import warnings
@@ -10,6 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import forked_ranks
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -345,7 +345,7 @@ def test_every_rank_has_the_buffers_of_the_folder_in_the_dtype_of_rank_0(tmp_pat
     save_file(weights, f"{path}/model.safetensors", {"format": "pt"})
     holder, port = reserve_port()
     holder.close()
-    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(2, forked_ranks.ranks()) as pool:
         ranks = list(pool.map(build_on_rank, range(2), [port] * 2, [path] * 2))
     assert ranks == [[(BIAS, torch.float32, weights[BIAS].tolist())]] * 2
 

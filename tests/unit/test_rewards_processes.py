@@ -194,7 +194,7 @@ def test_a_program_with_its_own_session_and_no_parent_ends_with_the_process(
 ) -> None:
     file = tmp_path / "pid"
     manager = RewardManager(
-        RewardFunctionSpec(reward_file), num_workers=1, timeout_s=12.0, on_error="skip"
+        RewardFunctionSpec(reward_file), num_workers=1, timeout_s=6.0, on_error="skip"
     )
     result = manager.submit([sample(f"daemon {how} {file}"), sample("a")]).get()
     assert (result.num_errors, result.num_timeouts) == counts and result.scores[1] == 1.0

@@ -2,11 +2,11 @@
 noticed."""
 
 import dataclasses
-import multiprocessing
 import os
 import pickle
 from concurrent.futures import ProcessPoolExecutor
 
+import forked_ranks
 import pytest
 import torch
 import torch.distributed as dist
@@ -188,7 +188,7 @@ def _parameters_with_experts() -> list[tuple[str, torch.Tensor]]:
 
 def test_sharded_replicated_and_plain_parameters_export_like_full_ones() -> None:
     holder, port = reserve_port()
-    with holder, ProcessPoolExecutor(4, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with holder, ProcessPoolExecutor(4, mp_context=forked_ranks.ranks()) as pool:
         exports = list(pool.map(_export_sharded, range(4), [port] * 4, timeout=120))
     # norm lives on all ranks and counts once; so does head, a plain tensor.
     assert check_exports(exports, 3) == check_exports(_exports(_parameters_with_experts()), 3)

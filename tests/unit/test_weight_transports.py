@@ -4,7 +4,6 @@ cannot."""
 import copy
 import dataclasses
 import json
-import multiprocessing
 import os
 import pickle
 import signal
@@ -20,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from forked_ranks import FORKS
 
 from verl_like.single_controller.worker import Worker, reserve_port
 from verl_like.workers.weights import gloo, shared_memory
@@ -29,8 +29,6 @@ from verl_like.workers.weights.gloo import GlooTransport
 from verl_like.workers.weights.shared_memory import SharedMemoryTransport, with_data
 from verl_like.workers.weights.transport import WeightTransport
 
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["verl_like.workers.weights"])  # imports it once
 SHAPES = {
     "embed": (100, 40),
     "layer.0": (70, 30),
@@ -91,7 +89,7 @@ def test_other_processes_map_the_trainers_memory_by_an_address() -> None:
     assert len(pickle.dumps(export)) < 2000 and export.num_bytes == 4 * sum(
         map(np.prod, SHAPES.values())
     )
-    with ProcessPoolExecutor(1, mp_context=PROCESSES) as pool:
+    with ProcessPoolExecutor(1, mp_context=FORKS) as pool:
         assert pool.submit(read, export).result(60) != os.getpid()
     first, second = sent(export), sent(export)
     with open(first.buckets[0].data.path, "r+b") as file:
@@ -182,8 +180,8 @@ def test_memory_that_is_held_outlives_its_owner_and_stays_as_it_is() -> None:
 def test_a_killed_reader_leaves_the_weights_to_the_next_and_the_memory_to_the_trainer() -> None:
     transport = SharedMemoryTransport()
     export = publish(transport, 1)
-    ours, theirs = PROCESSES.Pipe()
-    reader = PROCESSES.Process(target=read, args=(export, theirs))
+    ours, theirs = FORKS.Pipe()
+    reader = FORKS.Process(target=read, args=(export, theirs))
     reader.start()
     assert ours.poll(60) and ours.recv() == 1
     publish(transport, 2)
@@ -204,7 +202,7 @@ def test_memory_of_a_process_that_ended_or_of_another_node_is_refused_and_nothin
     None
 ):
     before = set(os.listdir("/dev/shm"))
-    with ProcessPoolExecutor(1, mp_context=PROCESSES) as pool:
+    with ProcessPoolExecutor(1, mp_context=FORKS) as pool:
         export = pool.submit(_publish_elsewhere).result(60)
     with pytest.raises(
         WeightSyncError, match=r"which ended or is not on this node; .*weight_transport=gloo or obj"
@@ -266,13 +264,12 @@ class Group:
     """Processes that answer."""
 
     def __init__(self, function: Callable[..., None], *arguments: Any) -> None:
-        pipes = [PROCESSES.Pipe() for _ in range(len(arguments[0]))]
+        pipes = [FORKS.Pipe() for _ in range(len(arguments[0]))]
         self.function, self.places = function, list(zip(*arguments, strict=True))
         self.connections = [ours for ours, _ in pipes]
         places = zip(pipes, self.places, strict=True)
         self.processes = [
-            PROCESSES.Process(target=function, args=(theirs, *place))
-            for (_, theirs), place in places
+            FORKS.Process(target=function, args=(theirs, *place)) for (_, theirs), place in places
         ]
         for process in self.processes:
             process.start()
@@ -293,8 +290,8 @@ class Group:
         """Kills a process, and starts one in its place."""
         self.processes[index].kill()
         self.processes[index].join(30)
-        self.connections[index], theirs = PROCESSES.Pipe()
-        self.processes[index] = PROCESSES.Process(
+        self.connections[index], theirs = FORKS.Pipe()
+        self.processes[index] = FORKS.Process(
             target=self.function, args=(theirs, *self.places[index])
         )
         self.processes[index].start()

@@ -2,11 +2,11 @@
 refuse to."""
 
 import dataclasses
-import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
+import forked_ranks
 import pytest
 import torch
 import torch.distributed as dist
@@ -320,7 +320,7 @@ def two_ranks(model_path, trained) -> list[dict[str, Any]]:
     """What each of two ranks found; rows 0 to 3 are those of the first."""
     sent = {"model_path": model_path} | {role: exports for role, (_, _, exports) in trained.items()}
     holder, port = reserve_port()
-    with holder, ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with holder, ProcessPoolExecutor(2, mp_context=forked_ranks.ranks()) as pool:
         return list(pool.map(copies_on_rank, range(2), [port] * 2, [sent] * 2, timeout=240))
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
+from forked_ranks import start_method
 from safetensors import safe_open
 from safetensors.torch import save_file
 from tiny_worker_models import (
@@ -26,6 +26,7 @@ from tiny_worker_models import (
     policy_config,
     relative_error,
 )
+from torch.multiprocessing import start_processes
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MiniCPM3Config
 
@@ -271,7 +272,9 @@ def folder(tmp_path_factory):
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
     (holder_4, port_4), (holder_2, port_2) = reserve_port(), reserve_port()
     with holder_4, holder_2:
-        multiprocessing.spawn(run_rank, ({4: port_4, 2: port_2}, str(folder)), nprocs=4)
+        start_processes(
+            run_rank, ({4: port_4, 2: port_2}, str(folder)), nprocs=4, start_method=start_method()
+        )
     run_layouts(0, 1, str(folder))
     return folder
 

@@ -3,13 +3,13 @@ peft alone."""
 
 import dataclasses
 import json
-import multiprocessing
 import os
 import shutil
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import forked_ranks
 import pytest
 import torch
 import torch.distributed as dist
@@ -545,7 +545,7 @@ def test_two_ranks_train_the_adapter_that_one_rank_trains(path: str, tmp_path: P
         one.update_actor(make_batch(seed=seed)).get()
     one.save_hf(str(tmp_path / "one"))
     holder, port = reserve_port()
-    with holder, ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with holder, ProcessPoolExecutor(2, mp_context=forked_ranks.ranks()) as pool:
         arguments = [port] * 2, [path] * 2, [str(tmp_path / "two")] * 2
         (adapter, first), (_, second) = pool.map(trained_on_rank, range(2), *arguments, timeout=240)
     for name, value in parameters_of(one.workers[0]).items():

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
+from forked_ranks import start_method
 from safetensors.torch import load_file, save_file
 from tiny_worker_models import (
     RESPONSE,
@@ -26,6 +26,7 @@ from tiny_worker_models import (
     relative_error,
     write_model,
 )
+from torch.multiprocessing import start_processes
 
 from verl_like.algorithms.aggregation import LOSS_AGG_MODES
 from verl_like.algorithms.corrections import RolloutCorrectionConfig
@@ -142,7 +143,7 @@ def two_ranks(folder: Path) -> Path:
     """The folder, with what two ranks computed."""
     holder, port = reserve_port()
     with holder:
-        multiprocessing.spawn(train_on_rank, (port, str(folder)), nprocs=2)
+        start_processes(train_on_rank, (port, str(folder)), nprocs=2, start_method=start_method())
     return folder
 
 

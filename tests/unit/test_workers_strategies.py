@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
+from forked_ranks import start_method
 from safetensors.torch import load_file, save_file
 from tiny_worker_models import make_batch, parameters_of, policy_config, write_model
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing import start_processes
 
 from verl_like.protocol import Metric, merge_metrics, metric_values
 from verl_like.single_controller.worker import reserve_port
@@ -165,7 +166,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for ranks in sorted(set(STRATEGIES.values())):
         holder, port = reserve_port()
         with holder:
-            multiprocessing.spawn(train_on_rank, (ranks, port, str(folder)), nprocs=ranks)
+            start_processes(
+                train_on_rank, (ranks, port, str(folder)), nprocs=ranks, start_method=start_method()
+            )
     return folder
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
+from forked_ranks import start_method
 from ipc_chunks import load_chunk, packed_chunks
 from safetensors.torch import load_file, save_file
 from tiny_worker_models import (
@@ -26,6 +26,7 @@ from tiny_worker_models import (
     relative_error,
     write_model,
 )
+from torch.multiprocessing import start_processes
 
 from verl_like.export import export
 from verl_like.protocol import DataProto, Metric, merge_metrics, metric_values
@@ -291,7 +292,7 @@ def two_ranks(tmp_path_factory):
     write_model(folder / "model")
     holder, port = reserve_port()
     with holder:
-        multiprocessing.spawn(train_on_rank, (port, str(folder)), nprocs=2)
+        start_processes(train_on_rank, (port, str(folder)), nprocs=2, start_method=start_method())
     return folder
 
 
