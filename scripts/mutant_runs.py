@@ -197,7 +197,7 @@ def measure(kind: str, file: Path, copy: Path) -> Callable[[], int]:
 
 
 def baselines(state: str) -> dict[str, Baseline]:
-    """Of all kinds of tests in this state of the source."""
+    """Of all kinds of tests in this state of the source, as they were when it was first tried."""
     files = {kind: WORK / f"{state} {kind}.json" for kind in KINDS}
     jobs = [
         (kind, partial(measure, kind, file), BASELINE_LIMIT_S)
@@ -210,6 +210,20 @@ def baselines(state: str) -> dict[str, Baseline]:
                 f"The tests ({kind}) did not run to their end (status {status}): see {copy}.log"
             )
     return {kind: Baseline(**json.loads(file.read_text())) for kind, file in files.items()}
+
+
+def run_new_tests(seconds: dict[str, float]) -> bool:
+    """Runs the tests that no baseline has, on the unchanged source, and returns whether there are
+    any. Exits if one fails, because it would seem to kill each mutant."""
+
+    def start(copy: Path) -> Callable[[], int]:
+        options = [*OPTIONS, "-m", "not proof", *PATHS]
+        return lambda: pytest.main(options, plugins=[Chosen(set(), seconds)])
+
+    ((_, status, copy),) = in_parallel([("new tests", start, BASELINE_LIMIT_S)])
+    if status not in (ExitCode.OK, ExitCode.NO_TESTS_COLLECTED):
+        sys.exit(f"A test that is new fails on the unchanged source: see {copy}.log")
+    return status == ExitCode.OK
 
 
 def make_copies() -> None:

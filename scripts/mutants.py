@@ -4,7 +4,9 @@ Each mutant is run by the tests of `make test` that cover the changed line, the 
 first, until one fails; tests with real Ray processes or vLLM only where no other test covers it.
 What then survives without a reason in `scripts/survivors.toml` is run by these too. `mutations.py`
 makes the mutants, `mutant_runs.py` runs them. What was run is kept in `build/mutants` until the
-source or a test changes, so that a reason can be written down without another hour.
+source changes, so that a reason can be written down, or a test added, without another hour: when
+the tests have changed, those that were killed stay so and the others are tried again. Delete the
+folder after a test was taken away or demands less.
 
 `make mutants AREAS="data export"` tries the mutants of these areas alone, and leaves
 docs/mutants.md as it is.
@@ -28,6 +30,7 @@ from mutant_runs import (
     baselines,
     make_copies,
     other_tests_for,
+    run_new_tests,
     run_template,
     start_anew,
     tests_for,
@@ -107,8 +110,9 @@ def all_mutants() -> tuple[int, list[Mutant]]:
     return sum(map(len, generated.values())), [*named, *drawn]
 
 
-def state_of_the_source() -> str:
-    paths = sorted(path for part in ("verl_like", "tests") for path in (ROOT / part).rglob("*.py"))
+def state_of(folder: str) -> str:
+    """A digest of the Python files in a folder of the repository."""
+    paths = sorted((ROOT / folder).rglob("*.py"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:16]
 
 
@@ -133,8 +137,10 @@ def diff(mutant: Mutant) -> list[str]:
     return [*(f"- {line}" for line in mutant.before), *(f"+ {line}" for line in mutant.after)]
 
 
-def page(num_all: int, outcomes: Outcomes, why: dict[tuple[str, str, str], str]) -> str:
-    """docs/mutants.md."""
+def page(
+    num_all: int, outcomes: Outcomes, why: dict[tuple[str, str, str], str], num_before: int
+) -> str:
+    """docs/mutants.md. `num_before` were killed before the tests were changed for the last time."""
     columns = ("killed", *MISSED)
 
     def table(of: Callable[[Mutant], str]) -> list[str]:
@@ -163,6 +169,9 @@ def page(num_all: int, outcomes: Outcomes, why: dict[tuple[str, str, str], str])
         PREFACE.strip(),
         "",
         f"{summary(num_all, outcomes)}",
+        "",
+        f"{num_before} of them were killed by the tests before the newest ones were added, and not "
+        "tried again.",
         "",
         *table(lambda mutant: mutant.area),
         *table(lambda mutant: mutant.file),
@@ -204,19 +213,20 @@ def share_killed(outcomes: Outcomes) -> float:
 
 
 class Results:
-    """What came of each mutant, kept in a file until the source or a test changes, and printed
-    unless it was killed."""
+    """What came of each mutant, kept in a file until the source changes, and printed unless it was
+    killed."""
 
     def __init__(self, why: dict[tuple[str, str, str], str]) -> None:
         WORK.mkdir(parents=True, exist_ok=True)
-        self.file = WORK / f"{state_of_the_source()}.jsonl"
+        self.file = WORK / f"{state_of('verl_like')}.jsonl"
+        self.tests = state_of("tests")
         self.why = why
         # A forked process has another standard output
         self.output = os.fdopen(os.dup(1), "w", buffering=1)
 
     def note(self, mutant: Mutant, outcome: str) -> None:
         with self.file.open("a") as lines:
-            lines.write(json.dumps([name_of(mutant), outcome]) + "\n")
+            lines.write(json.dumps([name_of(mutant), outcome, self.tests]) + "\n")
         if outcome != "killed" or mutant.key in self.why:
             print(
                 f"{mutant.file}:{mutant.line}: {outcome}",
@@ -233,12 +243,20 @@ class Results:
         )
 
     def read(self) -> dict[str, str]:
-        """The last outcome of each mutant."""
-        return dict(self.lines())
+        """The last outcome of each mutant, with the present tests unless it was killed."""
+        return {
+            name: outcome
+            for name, outcome, tests in self.lines()
+            if outcome == "killed" or tests == self.tests
+        }
+
+    def num_killed_before(self) -> int:
+        """How many were killed by earlier tests."""
+        return sum(tests != self.tests for _, outcome, tests in self.lines() if outcome == "killed")
 
     def survived_once(self) -> list[str]:
-        """Those that were tried once and survived."""
-        times = Counter(name for name, _ in self.lines())
+        """Those that were tried once with the present tests and survived."""
+        times = Counter(name for name, _, tests in self.lines() if tests == self.tests)
         return [
             name
             for name, outcome in self.read().items()
@@ -265,14 +283,16 @@ def try_those_left(mutants: dict[str, Mutant], results: Results) -> list[str]:
         return [mutant for name, mutant in mutants.items() if name not in done]
 
     make_copies()
-    known = baselines(state_of_the_source())
+    known = baselines(state_of("verl_like"))
     seconds = {test: took for baseline in known.values() for test, took in baseline.seconds.items()}
+    has_new_tests = bool(left()) and run_new_tests(seconds)
     tests = {
         name: tests_for(mutant, known) or tests_of_area(mutant.area, seconds)
         for name, mutant in mutants.items()
     }
     for mutant in left():
-        if not tests[name_of(mutant)]:
+        # Tests that are in no baseline may run it.
+        if not tests[name_of(mutant)] and not has_new_tests:
             results.note(mutant, "no test runs it")
     if left():
         run_template([(mutant, tests[name_of(mutant)]) for mutant in left()], seconds, results.note)
@@ -308,7 +328,9 @@ def main() -> None:
     outcome_of = results.read()
     outcomes = [(mutant, outcome_of[name]) for name, mutant in mutants.items()]
     if not chosen:
-        (ROOT / "docs" / "mutants.md").write_text(page(num_all, outcomes, why))
+        (ROOT / "docs" / "mutants.md").write_text(
+            page(num_all, outcomes, why, results.num_killed_before())
+        )
     print(summary(num_all, outcomes))
     shares = {
         area: share_killed(group)
