@@ -5,8 +5,8 @@ first, until one fails; tests with real Ray processes or vLLM only where no othe
 What then survives without a reason in `scripts/survivors.toml` is run by these too. `mutations.py`
 makes the mutants, `mutant_runs.py` runs them. What was run is kept in `build/mutants` until the
 source changes, so that a reason can be written down, or a test added, without another hour: when
-the tests have changed, those that were killed stay so and the others are tried again. Delete the
-folder after a test was taken away or demands less.
+the tests have changed, those that were killed stay so, and of the others those without a reason are
+tried again. Delete the folder after a test was taken away or demands less.
 
 `make mutants AREAS="data export"` tries the mutants of these areas alone, and leaves
 docs/mutants.md as it is.
@@ -236,6 +236,7 @@ class Results:
             )
 
     def lines(self) -> list[list[str]]:
+        """Of each try: the mutant's name, its outcome, and the state of the tests."""
         return (
             [json.loads(line) for line in self.file.read_text().splitlines()]
             if self.file.is_file()
@@ -243,12 +244,15 @@ class Results:
         )
 
     def read(self) -> dict[str, str]:
-        """The last outcome of each mutant, with the present tests unless it was killed."""
-        return {
-            name: outcome
-            for name, outcome, tests in self.lines()
-            if outcome == "killed" or tests == self.tests
-        }
+        """The last outcome of each mutant. It is one of the present tests, unless the mutant was
+        killed before or has a reason."""
+        explained = {str(key) for key in self.why}
+        outcomes = {}
+        for name, outcome, tests in self.lines():
+            _line, key = name.split(" ", 1)
+            if outcome == "killed" or key in explained or tests == self.tests:
+                outcomes[name] = outcome
+        return outcomes
 
     def num_killed_before(self) -> int:
         """How many were killed by earlier tests."""
