@@ -278,6 +278,12 @@ def tests_of_area(area: str, known_tests: Iterable[str]) -> set[str]:
     return {test for test in known_tests if test.partition("::")[0] in files}
 
 
+def tests_that_read(file: str, known_tests: Iterable[str]) -> set[str]:
+    """Those that read what importing this file sets, which no coverage shows."""
+    files = WANTED["readers"].get(file, [])
+    return {test for test in known_tests if test.partition("::")[0] in files}
+
+
 def try_those_left(mutants: dict[str, Mutant], results: Results) -> list[str]:
     """Tries the mutants of which there is no result yet; returns the tests that fail on the
     unchanged source."""
@@ -290,10 +296,10 @@ def try_those_left(mutants: dict[str, Mutant], results: Results) -> list[str]:
     known = baselines(state_of("verl_like"))
     seconds = {test: took for baseline in known.values() for test, took in baseline.seconds.items()}
     has_new_tests = bool(left()) and run_new_tests(seconds)
-    tests = {
-        name: tests_for(mutant, known) or tests_of_area(mutant.area, seconds)
-        for name, mutant in mutants.items()
-    }
+    tests = {}
+    for name, mutant in mutants.items():
+        covering = tests_for(mutant, known) | tests_that_read(mutant.file, seconds)
+        tests[name] = covering or tests_of_area(mutant.area, seconds)
     for mutant in left():
         # Tests that are in no baseline may run it.
         if not tests[name_of(mutant)] and not has_new_tests:
