@@ -30,7 +30,7 @@ _POLL_S = 0.5
 # When a rank dies its peers often fail first ("connection closed by peer"): the death follows
 # within this time.
 _DEATH_GRACE_S = 2.0
-_LOG_LINES = 20
+_LOG_LINES = 40
 
 
 class ProcessHandles:
