@@ -168,6 +168,29 @@ def test_a_maker_that_shares_memory_with_the_trainers_starts_after_a_check_of_th
     assert [name for name, _ in actors.started] == ["maker_1"]
 
 
+@pytest.mark.parametrize(
+    ("step", "note"),
+    [
+        (4, "SIGTERM: the run ends with the checkpoint of step 5; a second one ends it without."),
+        (
+            5,
+            "SIGTERM: the run has its last checkpoint and ends after its last validation; a second "
+            "one ends it.",
+        ),
+    ],
+)
+def test_after_a_signal_the_run_says_with_which_step_it_ends(
+    actors: Actors, monkeypatch: pytest.MonkeyPatch, step: int, note: str
+):
+    said: list[str] = []
+    run = run_of(1, said)
+    run.record.step = step
+    monkeypatch.setattr(run_detached, "ask", lambda *call, timeout: {(LEDGER, "end"): 5}[call])
+    run.end_early()
+    assert said == [note]
+    assert run.last_step == 5
+
+
 def test_a_ledger_that_does_not_answer_is_removed_and_ends_the_run_with_its_place(
     actors: Actors, monkeypatch: pytest.MonkeyPatch
 ):

@@ -361,6 +361,18 @@ def test_a_run_says_how_many_rows_it_has_and_how_many_were_too_long(
     assert inputs.notes == ("2 training conversations",)
 
 
+def test_a_run_none_of_whose_rows_teaches_the_model_to_end_warns(model_path: str, tmp_path: Path):
+    rows = [{"prompt": "ab", "response": "c" * 30}] * 2
+    train = write_rows(tmp_path / "train.jsonl", rows)
+    settings = ["data.max_length=20", "data.overlong=truncate", "data.train_batch_size=1"]
+    _, warning = check_inputs(config_of(model_path, train, *settings), None).notes
+    assert warning == (
+        "Warning: no training row has an end-of-sequence token where it is learned, so the model "
+        "does not learn to end: the chat template writes none behind an answer, or rows are cut; "
+        "change the template."
+    )
+
+
 def test_a_run_shows_its_loss_in_a_line_and_a_chart_of_each_thing_that_it_measures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
