@@ -5,8 +5,9 @@ first, until one fails; tests with real Ray processes or vLLM only where no othe
 What then survives without a reason in `scripts/survivors.toml` is run by these too. `mutations.py`
 makes the mutants, `mutant_runs.py` runs them. What was run is kept in `build/mutants` until the
 source changes, so that a reason can be written down, or a test added, without another hour: when
-the tests have changed, those that were killed stay so, and of the others those without a reason are
-tried again. Delete the folder after a test was taken away or demands less.
+the tests have changed, those that were killed stay so, and the others are tried again. Delete the
+folder after a test was taken away or demands less. A mutant with a reason is not tried, because it
+takes longest: all tests of its line would run. It counts as one that no test notices.
 
 `make mutants AREAS="data export"` tries the mutants of these areas alone, and leaves
 docs/mutants.md as it is.
@@ -51,7 +52,8 @@ besides them a condition forced to true or to false, neighbouring arguments swap
 out. Not changed: annotations, imports, documentation, and the wording of error messages. Those to
 try are drawn by a fixed seed, some of each area and the rest evenly over all; changes that a review
 once found unnoticed are always among them. A mutant is killed when a test of `make test` that runs
-its line fails. Those that time out are counted apart. """
+its line fails. Those that time out are counted apart. Those with a reason below are not tried
+again. """
 WARM = (
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint.state_dict",
@@ -122,14 +124,14 @@ def git(*arguments: str) -> str:
     ).stdout.strip()
 
 
-def reasons() -> dict[tuple[str, str, str], str]:
-    """What is written down about survivors, by `Mutant.key`."""
+def survivors() -> dict[tuple[str, str, str], dict[str, str]]:
+    """What is written down about survivors, by `Mutant.key`: the `reason`, and the `outcome` unless
+    it is that they survived."""
     text = "\n".join
+    written = tomllib.loads((ROOT / "scripts" / "survivors.toml").read_text())
     return {
-        (entry["file"], text(entry["before"]), text(entry["after"])): entry["reason"]
-        for entry in tomllib.loads((ROOT / "scripts" / "survivors.toml").read_text()).get(
-            "survivor", []
-        )
+        (entry["file"], text(entry["before"]), text(entry["after"])): entry
+        for entry in written["survivor"]
     }
 
 
@@ -216,18 +218,17 @@ class Results:
     """What came of each mutant, kept in a file until the source changes, and printed unless it was
     killed."""
 
-    def __init__(self, why: dict[tuple[str, str, str], str]) -> None:
+    def __init__(self) -> None:
         WORK.mkdir(parents=True, exist_ok=True)
         self.file = WORK / f"{state_of('verl_like')}.jsonl"
         self.tests = state_of("tests")
-        self.why = why
         # A forked process has another standard output
         self.output = os.fdopen(os.dup(1), "w", buffering=1)
 
     def note(self, mutant: Mutant, outcome: str) -> None:
         with self.file.open("a") as lines:
             lines.write(json.dumps([name_of(mutant), outcome, self.tests]) + "\n")
-        if outcome != "killed" or mutant.key in self.why:
+        if outcome != "killed":
             print(
                 f"{mutant.file}:{mutant.line}: {outcome}",
                 *diff(mutant),
@@ -244,15 +245,12 @@ class Results:
         )
 
     def read(self) -> dict[str, str]:
-        """The last outcome of each mutant. It is one of the present tests, unless the mutant was
-        killed before or has a reason."""
-        explained = {str(key) for key in self.why}
-        outcomes = {}
-        for name, outcome, tests in self.lines():
-            _line, key = name.split(" ", 1)
-            if outcome == "killed" or key in explained or tests == self.tests:
-                outcomes[name] = outcome
-        return outcomes
+        """The last outcome of each mutant, with the present tests unless it was killed."""
+        return {
+            name: outcome
+            for name, outcome, tests in self.lines()
+            if outcome == "killed" or tests == self.tests
+        }
 
     def num_killed_before(self) -> int:
         """How many were killed by earlier tests."""
@@ -286,7 +284,7 @@ def tests_that_read(file: str, known_tests: Iterable[str]) -> set[str]:
 
 def try_those_left(mutants: dict[str, Mutant], results: Results) -> list[str]:
     """Tries the mutants of which there is no result yet; returns the tests that fail on the
-    unchanged source."""
+    unchanged source. `mutants` are those without a reason, by name."""
 
     def left() -> list[Mutant]:
         done = results.read()
@@ -308,12 +306,10 @@ def try_those_left(mutants: dict[str, Mutant], results: Results) -> list[str]:
         run_template([(mutant, tests[name_of(mutant)]) for mutant in left()], seconds, results.note)
     anew = [(mutant, tests[name_of(mutant)]) for mutant in left()]
     try_all(anew, seconds, results.note, partial(start_anew, seconds))
-    survivors = [mutants[name] for name in results.survived_once() if name in mutants]
-    again = [
-        (mutant, other_tests_for(mutant, known))
-        for mutant in survivors
-        if mutant.key not in results.why
-    ]
+    again = []
+    for name in results.survived_once():
+        if mutant := mutants.get(name):
+            again.append((mutant, other_tests_for(mutant, known)))
     try_all([job for job in again if job[1]], seconds, results.note, partial(start_anew, seconds))
     return [test for baseline in known.values() for test in baseline.failed]
 
@@ -326,17 +322,23 @@ def main() -> None:
     if unknown := set(chosen) - {mutant.area for mutant in drawn}:
         sys.exit(f"scripts/mutants.toml has no area {unknown}; it has {list(files_by_area())}")
     mutants = {name_of(mutant): mutant for mutant in drawn if not chosen or mutant.area in chosen}
-    why = reasons()
-    results = Results(why)
+    explained = survivors()
+    why = {key: entry["reason"] for key, entry in explained.items()}
+    results = Results()
     print(f"{num_all} mutants, {len(mutants)} are tried.", flush=True)
     for file, before, after in why.keys() - {mutant.key for mutant in drawn}:
         print(
             f"scripts/survivors.toml names a mutant of {file} that is not tried: {before} -> "
             f"{after}"
         )
-    failed = try_those_left(mutants, results)
+    to_try = {name: mutant for name, mutant in mutants.items() if mutant.key not in explained}
+    failed = try_those_left(to_try, results)
     outcome_of = results.read()
-    outcomes = [(mutant, outcome_of[name]) for name, mutant in mutants.items()]
+    outcomes: Outcomes = []
+    for name, mutant in mutants.items():
+        entry = explained.get(mutant.key)
+        outcome = entry.get("outcome", "survived") if entry else outcome_of[name]
+        outcomes.append((mutant, outcome))
     if not chosen:
         (ROOT / "docs" / "mutants.md").write_text(
             page(num_all, outcomes, why, results.num_killed_before())
