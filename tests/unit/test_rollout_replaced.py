@@ -24,3 +24,15 @@ def test_a_rollout_worker_with_a_method_that_nothing_calls_any_more_is_refused_n
         class OwnWorker(RolloutWorker):
             def submit_prompts(self, prompts, replicas):
                 return None
+
+
+def test_the_method_that_advanced_sequences_is_refused_naming_what_does_so_now():
+    with pytest.raises(
+        ValueError,
+        match=r"OwnWorker has a method advance_sequences, .*: the engine computes by itself; the "
+        r"future of generate_sequences says when responses ended",
+    ):
+
+        class OwnWorker(RolloutWorker):
+            def advance_sequences(self):
+                return None
