@@ -15,7 +15,6 @@ from verl_like.single_controller.invoke import Invoker
 from verl_like.single_controller.worker import rank_environment, reserve_port
 from verl_like.single_controller.worker_group import ClassWithInitArgs, OnCall, WorkerGroup
 
-_CLOSING_S = 5.0
 _RUNNING = threading.RLock()
 """Held while a call runs, because its rank is in the environment of this process."""
 
@@ -76,7 +75,7 @@ class LocalWorkerGroup(WorkerGroup):
 
     def shutdown(self) -> None:
         if self.caller is not None:
-            self.caller.close(_CLOSING_S)
+            self.caller.close()
         for worker in self.workers:
             worker.close()
         self.workers.clear()
