@@ -3,13 +3,14 @@ without a gradient.
 
     score_i = sum of the token rewards of row i
     A_i     = alpha (score_i - mean of the group) / f_norm      every token of row i gets A_i
-    alpha   = scored rows of the batch / those of them in a group whose scores differ
+    alpha   = scored rows of the batch / those of them with a gradient
 
-A group of equal scores has no gradient but counts in the denominator of the loss; alpha makes up
-for that. Groups of one and with skipped rows are treated as in `grpo`. f_norm is an argument of the
-function; in a run it is 1. verl divides by the number of rows whose score is not 0 instead, so that
-wrong responses with reward 0 raise alpha although they have a gradient, and it ignores its argument
-`alpha`.
+A row has a gradient if the scores of its group differ, or if it is a group of one with a score
+other than 0. A group of equal scores has no gradient but counts in the denominator of the loss;
+alpha makes up for that. Groups of one and with skipped rows are treated as in `grpo`. f_norm is an
+argument of the function; in a run it is 1. verl divides by the number of rows whose score is not 0
+instead, so that wrong responses with reward 0 raise alpha although they have a gradient, and it
+ignores its argument `alpha`.
 
 Keys: `actor_rollout_ref.rollout.n`. The loss that belongs to it is `gpg`.
 """

@@ -338,10 +338,11 @@ class PromptLedger:
     def trained(
         self, numbers: Sequence[int], version: int, effective_sample_size: float = 1.0
     ) -> dict[str, int]:
-        """Notes that the step after `version` has trained these groups, which `choose` gave to it.
+        """Notes that a trainer has done the step after `version`. `numbers` are all its groups of
+        the step, which `choose` gave to it, and `effective_sample_size` is that of the step.
 
-        Returns nothing until the last trainer has done the step. To that one it returns `counts`,
-        and whether the brake holds as `brake`.
+        Returns an empty dict until the last trainer has done the step. To that one it returns
+        `counts`, and whether the brake holds as `brake`.
         """
         for number in numbers:
             entry = self._open.pop(number)

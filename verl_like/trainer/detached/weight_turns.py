@@ -12,10 +12,10 @@ class WeightTurns:
     """Lets makers load weights from the trainer's GPUs (`rollout.weight_transport=nccl`) between
     two steps.
 
-    One maker loads at a time. A step waits for the makers that asked before it, so that no maker
-    waits for two steps. A maker is called by its name in the ledger, such as `maker_0.2`. The
-    number at the end says how often it was started. A transfer that fails ends the run: every later
-    call raises its error.
+    One maker loads at a time. A step waits until no maker loads or waits for its turn, also for
+    makers that ask while it waits. So no maker waits for two steps. A maker is called by its name
+    in the ledger, such as `maker_0.2`. The number at the end says how often it was started. A
+    transfer that fails ends the run: every later call raises its error.
 
     Args:
         name: the trainer's name, for messages.
