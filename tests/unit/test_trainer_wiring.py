@@ -234,7 +234,7 @@ def test_the_reward_processes_are_made_as_the_reward_settings_say(tmp_path: Path
 
 
 def test_the_memory_of_reward_processes_is_limited_by_its_key(tmp_path: Path):
-    (tmp_path / "eats.py").write_text("import time\nblock = b'x' * (700 << 20)\ntime.sleep(600)")
+    (tmp_path / "eats.py").write_text("import time\nblock = b'x' * (700 << 20)\ntime.sleep(5)")
     settings = [f"custom_reward_function.path={tmp_path}/eats.py", "reward.max_memory_gb=0.5"]
     with pytest.raises(ValueError, match=r"it used more memory than .*max_memory_gb=0\.5"):
         ppo_inputs.start_reward_manager(config_of(*settings, "reward.num_workers=1"))
