@@ -187,8 +187,11 @@ def save_adapter(hf: PreTrainedModel, settings: LoraConfig, trained: Tensors, fo
 def read_weights(
     checkpoint: Path, dtype: torch.dtype, parameters: Iterable[tuple[str, Tensor]], ema: bool
 ) -> Tensors:
-    """The whole values of `parameters` by name, in `dtype`. Raises ValueError if a file is damaged,
-    or a parameter or a part of it is missing."""
+    """Returns all weights that are saved, or with `ema` their averages, by name in `dtype`.
+
+    They are at least `parameters`. Others, such as further heads, are not checked. Raises
+    ValueError if a file is damaged, or if one of `parameters` or a part of it is missing.
+    """
     for file in checkpoint.glob("*.safetensors"):
         try:
             safe_open(file, framework="pt")

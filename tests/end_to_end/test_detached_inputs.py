@@ -20,6 +20,7 @@ from verl_like.trainer.config.detached import DetachedConfig, broken_detached_ru
 from verl_like.trainer.detached.detached_trainer import DetachedPPOTrainer
 from verl_like.trainer.detached.ledger import PromptLedger
 from verl_like.trainer.detached.maker_holder import ExperienceMakerHolder
+from verl_like.trainer.detached.run_detached import check_detached_inputs
 from verl_like.trainer.detached.side import SideRecorder
 from verl_like.trainer.ppo import maker_driver
 from verl_like.trainer.ppo.local_trainer import LocalTrainer
@@ -48,6 +49,19 @@ def config_with_texts(folder: Path, tiny_llama: Callable) -> DetachedConfig:
     settings = [*tiny_run_settings(folder, tiny_llama), *GRPO, f"data.ptx_files={texts}"]
     settings += ["actor_rollout_ref.actor.ptx_coef=0.5", "reward.num_workers=1"]
     return load_config(DetachedConfig, broken_detached_rules, settings)
+
+
+def test_checked_inputs_have_the_runs_own_pools_the_number_of_steps_and_no_reward_process(
+    tmp_path: Path, tiny_llama: Callable
+):
+    config = config_with_texts(tmp_path, tiny_llama)
+    config = config.updated({"trainer.total_training_steps": None, "trainer.total_epochs": 3})
+    with contextlib.ExitStack() as cleanup:
+        inputs = check_detached_inputs(config, cleanup)
+    # 8 prompts, 4 of them in a step, 3 times
+    assert inputs.config == config.updated({"trainer.total_training_steps": 6})
+    # The reward processes of the check have ended. Each maker starts its own.
+    assert inputs.scorer is None
 
 
 def test_a_maker_that_reads_another_file_than_the_run_began_with_is_refused(

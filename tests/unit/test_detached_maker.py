@@ -346,6 +346,28 @@ def test_experience_is_sent_when_the_trainers_have_what_was_sent_before():
     assert events == ["waited"]
 
 
+def test_experience_that_does_not_arrive_in_the_time_left_is_named_with_its_trainer(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    given: list[tuple[str, float]] = []
+
+    def get(reference: str, timeout: float) -> None:
+        given.append((reference, timeout))
+        if reference == "second answer":
+            raise ray.exceptions.GetTimeoutError
+
+    monkeypatch.setattr(ray, "get", get)
+    config = config_of("trainer.call_timeout_s=7")
+    own = {"name": "maker_1", "recorder": SideRecorder("maker_1", node="")}
+    sent = {"first answer": "trainer_0", "second answer": "trainer_1"}
+    holder = maker(config=config, sent=sent, **own)
+    with pytest.raises(CallTimeout, match=r"maker_1\.send did not .* 7 s: .* arrive at trainer_1"):
+        holder.wait_for_sent()
+    (first, first_left), (second, second_left) = given
+    assert (first, second) == ("first answer", "second answer")
+    assert 0 < second_left <= first_left <= 7
+
+
 def test_each_trainer_gets_all_rows_of_the_samples_of_its_tickets(monkeypatch: pytest.MonkeyPatch):
     config = config_of("actor_rollout_ref.rollout.n=2")
     came: dict[str, Any] = {}
@@ -429,3 +451,66 @@ def test_a_maker_that_is_to_make_experience_twice_ends_when_it_has(monkeypatch: 
     assert holder.workingloop(SimpleNamespace(load=load), num_steps=2) == 2
     # Of the first step and, one ahead, of the second
     assert submitted == list(range(8)) and not list(num_made)
+
+
+def test_a_maker_that_has_to_validate_begins_nothing_until_what_is_in_flight_was_sent(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    overrides = ["trainer.val_before_train=true", "trainer.test_freq=1", "trainer.max_staleness=2"]
+    overrides += ["algorithm.adv_estimator=grpo", "detached.experience_batch_size=8"]
+    config = config_of(*IN_FLIGHT, *overrides)
+    ledger = PromptLedger(
+        3, batch_size=4, detached=config.detached, max_staleness=config.trainer.max_staleness
+    )
+    events: list[Any] = []
+    versions = iter([0, 1, 1])
+
+    def load_newest_weights() -> None:
+        holder.version = next(versions)
+
+    def submit(tickets: Any, prompts: DataProto) -> None:
+        events.append(("begin", len(tickets)))
+        holder.in_flight |= dict.fromkeys(prompts.non_tensor_batch["uid"])
+
+    def advance() -> int:
+        """Four prompts end in each round."""
+        for uid in list(holder.in_flight)[:4]:
+            del holder.in_flight[uid]
+        events.append(("left", len(holder.in_flight)))
+        return 1
+
+    def validate() -> None:
+        events.append(("validate", holder.version))
+        holder.validated = holder.version
+
+    own = {
+        "name_in_ledger": "maker_0",
+        "index": 0,
+        "version": -1,
+        "validated": -1,
+        "is_compared": True,
+        "in_flight": {},
+        "sent": {},
+        "recorder": SideRecorder("maker_0", node=""),
+        "trainer_names": ["trainer_0"],
+    }
+    calls = {
+        "start": lambda: None,
+        "load_newest_weights": load_newest_weights,
+        "submit": submit,
+        "advance": advance,
+        "validate": validate,
+    }
+    holder = maker(config=config, ledger=ledger, **own, **calls)
+
+    def load(tickets: Any) -> list[tuple[Any, DataProto]]:
+        return [(tickets, prompts(*(ticket.number for ticket in tickets)))] if tickets else []
+
+    # Ray may have made the class again, whose functions then have a module's names of their own.
+    names = inspect.unwrap(type(holder).workingloop).__globals__
+    monkeypatch.setitem(names, "ask", lambda *_, timeout: None)
+    assert holder.workingloop(SimpleNamespace(load=load), num_steps=3) == 3
+    of_version_0 = [("validate", 0), ("begin", 8), ("left", 4)]
+    # Version 1 is due, so the four free places stay empty until the other four have ended.
+    of_version_1 = [("left", 0), ("validate", 1), ("begin", 4), ("left", 0)]
+    assert events == of_version_0 + of_version_1

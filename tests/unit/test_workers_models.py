@@ -92,6 +92,15 @@ def reference_scores(hf, rows, row, temperature):
     )
 
 
+def test_a_packed_batch_expands_values_on_the_device_to_which_it_was_moved():
+    packed = pack(rows_of(make_batch(rows=3))).on("meta")
+    tensors = [value for value in vars(packed).values() if isinstance(value, torch.Tensor)]
+    assert len(tensors) == 6
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
+    values = torch.ones(len(packed.scored), device="meta")
+    assert packed.of_tokens(values).device.type == "meta"
+
+
 def test_packed_log_probs_and_entropies_are_those_of_single_unpadded_sequences(model_path):
     rows = rows_of(make_batch(rows=6))
     packed = pack(rows)

@@ -148,8 +148,8 @@ def _parse_json(text: bytes, place: str) -> Any:
 
 
 def _require_shallow(value: Any, place: str) -> None:
-    """Raises ValueError for a value that is nested too deeply. Later code sends and compares values
-    by recursion, which would fail."""
+    """Raises ValueError for a value of more than `_MAX_NESTING` levels, of which a number in a list
+    is the second. Later code sends and compares values by recursion, which would fail."""
     level = [value]
     for _ in range(_MAX_NESTING):
         below: list[Any] = []

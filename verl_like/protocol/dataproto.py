@@ -198,8 +198,10 @@ class DataProto(VerlDataProto):
         are joined name by name. Raises ValueError naming the key that differs, or when the numbers
         of rows differ.
         """
-        are_sized = all(data.batch is not None or data.non_tensor_batch for data in (self, other))
-        if are_sized and len(self) != len(other):
+        both_have_columns = all(
+            data.batch is not None or data.non_tensor_batch for data in (self, other)
+        )
+        if both_have_columns and len(self) != len(other):
             raise ValueError(
                 f"union: {len(self)} rows and {len(other)} rows; select the same rows of both "
                 "first."

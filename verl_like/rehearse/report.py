@@ -159,6 +159,7 @@ def _host_memory(pool: Pool) -> list[str]:
     if ranks:
         lines.append(_most_of_host("training", ranks[0], ranks[-1], num_others))
     for engine in engines:
+        # Of a counted engine no process ran, so the plan has no numbers of its host memory.
         if not engine.is_counted:
             lines.append(_most_of_host("engine", engine, engine, num_others))
     return lines

@@ -246,8 +246,12 @@ class RewardManager:
         return answer.model_copy(update={"error": failed + raised})
 
     def _begin(self, process: RewardProcess, sample: RewardSample) -> None:
-        """Gives a sample to a process. A process that died while it was idle, or dies while it
-        loads, is replaced first. Raises RewardError if that happens `_ATTEMPTS` times."""
+        """Gives a sample to a process.
+
+        If the process has ended while it was idle, or ends while it loads, the next attempt starts
+        another one in its place. Raises RewardError after `_ATTEMPTS` attempts, or at once if the
+        function cannot be loaded, and ProcessDied if the manager is closed.
+        """
         causes = []
         for _ in range(_ATTEMPTS):
             try:

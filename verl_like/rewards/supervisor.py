@@ -72,10 +72,13 @@ def _watch(child: int, max_memory_bytes: int) -> int:
         received = signal.sigtimedwait(_SIGNALS, _LOOK_S)
         if received and received.si_signo == signal.SIGTERM:
             return -signal.SIGTERM
+        # Orphans are reaped too. There is a process to wait for until `child` has been reaped, so
+        # waitpid does not raise.
         ended = -1
         while ended:
             ended, status = os.waitpid(-1, os.WNOHANG)
             if ended == child:
+                # So MEMORY_EXIT_CODE always means the limit.
                 return min(os.waitstatus_to_exitcode(status), MEMORY_EXIT_CODE - 1)
         num_bytes = sum(_resident_bytes(pid) for pid in descendants(os.getpid()))
         if num_bytes > max_memory_bytes:

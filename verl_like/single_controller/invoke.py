@@ -41,8 +41,8 @@ class Invoker:
         started = time.time()
         try:
             result = yield from self._run(role, worker, method, arguments, fetch)
-        # An argument is the result of a call that failed: that failure is the one to report
         except WorkerError:
+            # An argument is the result of a call that failed. That failure is the one to report.
             raise
         except Exception as error:
             raise WorkerError.of(error, role, worker.rank, self.node, method) from error
@@ -74,6 +74,7 @@ class Invoker:
 
         args, kwargs = map_arguments(resolve, *arguments)
         check_reads(role, spec, batches)
+        # As they are before the call, so a column that the method replaces is looked at too.
         inputs = [(batch.tensors(), batch.column_versions()) for batch in batches]
         result = getattr(worker, method)(*args, **kwargs)
         if inspect.isawaitable(result):

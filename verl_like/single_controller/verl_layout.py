@@ -34,7 +34,7 @@ def result_of(spec: MethodSpec, result: DataProto, data: DataProto) -> DataProto
     """Returns what a method returned for a batch, without padding.
 
     Returned prompts and responses in verl's layout become jagged, as do columns (B, R, ...) beside
-    the responses of the batch.
+    the responses of the batch. Any other result comes back as it is.
     """
     if spec.jagged or not has_jagged_prompts(data):
         return result
@@ -44,8 +44,9 @@ def result_of(spec: MethodSpec, result: DataProto, data: DataProto) -> DataProto
         jagged = without_padding(result, pad_token_id)
         jagged.meta_info.pop("padding")  # the batch's own says how wide the columns are
         return jagged
-    has_responses = "responses" in data.tensors()
-    if not has_responses or len(result) != len(data):
+    if len(result) != len(data):  # it has only meta_info, or rows of its own
+        return result
+    if "responses" not in data.tensors():  # nothing says how long columns (B, R, ...) are
         return result
     if "responses" in columns:
         given = padded(data, ["responses"]).tensors()

@@ -223,6 +223,7 @@ class DPOWorker(SupervisedWorker):
             super().init_model()
             self.reference = self.engine
             return
+        # `start_engine` reads `fsdp_config`, and the reference has no optimizer.
         trained = self.fsdp_config
         self.fsdp_config = ForwardFsdpConfig(
             dtype=trained.dtype, param_offload=trained.param_offload

@@ -191,6 +191,8 @@ def broken_detached_rules(config: DetachedConfig) -> Iterator[str]:
     yield from a_maker_validates_while_trainers_train(config)
     yield from pushes_fit_the_staleness(config)
     yield from makers_and_trainers_are_apart(config)
+    yield from makers_compute_as_trainers_do(config)
+    yield from trainers_have_equal_parts(config)
 
 
 def makers_can_follow(config: DetachedConfig) -> Iterator[str]:
@@ -267,8 +269,6 @@ def pushes_fit_the_staleness(config: DetachedConfig) -> Iterator[str]:
 
 
 def makers_and_trainers_are_apart(config: DetachedConfig) -> Iterator[str]:
-    detached = config.detached
-    algorithm = config.algorithm
     pools_of_trained = {config.role_mapping[role] for role in config.plan.trainer_roles}
     shared = []
     for role in config.plan.active_roles:
@@ -279,6 +279,10 @@ def makers_and_trainers_are_apart(config: DetachedConfig) -> Iterator[str]:
             f"{', '.join(sorted(shared))} and a trained role share a pool, but makers and "
             "trainers are apart: give actor and critic pools of their own, e.g. placement=detached"
         )
+
+
+def makers_compute_as_trainers_do(config: DetachedConfig) -> Iterator[str]:
+    algorithm = config.algorithm
     dtype = config.actor_rollout_ref.actor.fsdp_config.dtype
     rollout_dtype = config.actor_rollout_ref.rollout.dtype
     if Role.Actor in config.plan.maker_roles and rollout_dtype != dtype:
@@ -290,21 +294,25 @@ def makers_and_trainers_are_apart(config: DetachedConfig) -> Iterator[str]:
     if (
         algorithm.use_kl_in_reward
         and algorithm.kl_ctrl.type == "adaptive"
-        and detached.num_makers > 1
+        and config.detached.num_makers > 1
     ):
         yield (
             "algorithm.kl_ctrl.type=adaptive follows the KL of all samples, and a maker sees "
             "only its own; set fixed"
         )
+
+
+def trainers_have_equal_parts(config: DetachedConfig) -> Iterator[str]:
+    num_trainers = config.detached.num_trainers
     is_used = {
         "critic.ppo_mini_batch_size": config.plan.needs_critic,
         "data.ptx_batch_size": bool(config.data.ptx_files),
     }
     for key in DIVIDED:
         number = attrgetter(key)(config)
-        if is_used.get(key, True) and number % detached.num_trainers:
+        if is_used.get(key, True) and number % num_trainers:
             yield (
-                f"{key}={number} does not divide by detached.num_trainers={detached.num_trainers}; "
+                f"{key}={number} does not divide by detached.num_trainers={num_trainers}; "
                 "make it a multiple"
             )
 

@@ -200,12 +200,10 @@ class TrainingLoop(abc.ABC):
         if folder is None:
             self.save_step()
         else:
-            without_model = {}
-            for role, group in self.trained.items():
-                folder_of_model = folder / role / "huggingface"
-                if not folder_of_model.exists():
-                    without_model[role] = group
-            checkpoint.save_models(without_model, folder)
+            # `save_step` has written all models if SIGTERM had come by then, and otherwise none.
+            has_models = any(folder.glob("*/huggingface"))
+            if not has_models:
+                checkpoint.save_models(self.trained, folder)
         self.recorder.commit_checkpoint(wait=True)
         raise KeyboardInterrupt
 

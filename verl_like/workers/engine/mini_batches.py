@@ -121,11 +121,12 @@ class DeviceMetric:
     def token_mean(cls, total: Tensor, num_tokens: Tensor) -> "DeviceMetric":
         """Makes the metric of a mean over tokens from a sum and the number of tokens.
 
-        Merged, such metrics are the mean over all tokens. Without tokens it is 0, with weight 0.
+        Merged, such metrics are the mean over all tokens. A metric without tokens is 0 with weight
+        0, so it does not count.
         """
 
-        def mean(total: float, tokens: float) -> Metric:
-            value = total / max(tokens, 1)
+        def mean(summed: float, tokens: float) -> Metric:
+            value = summed / max(tokens, 1)
             return Metric.mean(value, weight=tokens)
 
         return cls((total.detach(), num_tokens), mean)

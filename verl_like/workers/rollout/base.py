@@ -121,7 +121,8 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def _abort(self, names: Collection[str]) -> None:
-        """Drops requests in flight."""
+        """Drops requests from the engine. The caller takes them out of `_in_flight`, or submits
+        them again."""
 
     @abstractmethod
     def _load(self, exports: Sequence[WeightExport], version: int) -> None:

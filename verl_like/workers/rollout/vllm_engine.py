@@ -340,12 +340,12 @@ class VllmEngine(RolloutEngine):
         if self.config.kv_after_update == "recompute":
             self.llm.reset_prefix_cache(reset_running_requests=True)
             return
-        # Requests without a token are submitted again, because they have the old salt and would
-        # find blocks that the old weights have computed.
+        # Requests without a token, which vLLM calls prefilling, have the old salt and would find
+        # blocks that the old weights have computed. So vLLM drops them and gets them again.
         states = self.llm.llm_engine.output_processor.request_states.values()
-        queued = [state.external_req_id for state in states if state.is_prefilling]
-        self._abort(queued)
-        requests = [self._in_flight[name] for name in queued]
+        without_token = [state.external_req_id for state in states if state.is_prefilling]
+        self._abort(without_token)
+        requests = [self._in_flight[name] for name in without_token]
         self._submit(requests)
 
     def _fingerprints(self) -> dict[str, int]:

@@ -29,7 +29,7 @@ class Adapter:
         for B."""
 
     def load(self, tensors: Iterable[NamedTensor]) -> None:
-        """Replaces the adapter by one whose B has the factor alpha / rank.
+        """Replaces the adapter by `tensors`, whose B has the factor alpha / rank already.
 
         Requests in flight go on with it.
         """
@@ -46,8 +46,8 @@ class Adapter:
             self.sources[layer_and_side] = name
             if ".lora_A." in own_name:
                 ranks.add(len(tensor))
-        (rank,) = ranks
-        # B has the factor alpha / rank already, so vLLM is given one of 1.
+        (rank,) = ranks  # all layers have the same
+        # So that vLLM multiplies by a factor of 1.
         settings = PEFTHelper(r=rank, lora_alpha=rank, target_modules=[])
         adapter = LoRAModel.from_lora_tensors(
             self.adapter_id,
