@@ -11,11 +11,12 @@ env:
 lint:
 	$(on_cpu) $$python -m ruff check .
 	$(on_cpu) $$python -m ruff format --check .
-	$(on_cpu) $$python -m mypy
+	$(on_cpu) $$python -m mypy --num-workers 2
 
-# Two processes, each with whole files: a file's tests share what is slow to start.
+# Three processes for two cores, since many tests wait for processes to start. Each has whole files: a file's
+# tests share what is slow to start.
 test: lint
-	$(on_cpu) OMP_NUM_THREADS=1 $$python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(on_cpu) OMP_NUM_THREADS=1 $$python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 # Needs the package index, but no GPU and no .venv: uv resolves, for each Python that the lock is for.
 gpu-lock-check: build/uv/bin/uv
