@@ -88,7 +88,7 @@ def maths(sides: Callable, compare: Callable, show: Callable) -> None:
     of_trees = sides("advantages_ours.py")
     for side in of_trees:
         side.call("load", rows=256, length=8192, holes=False)
-    for function, key in (("gae", "seconds"), ("grpo", "seconds"), ("loss", "of_trees")):
+    for function, key in (("gae", "seconds"), ("grpo", "seconds"), ("loss", "both")):
         compare(f"{function}, 256 x 8192 tokens", of_trees, 9, function, key)
     close(of_trees)
 

@@ -44,6 +44,8 @@ class GenerationRequest:
     """The uid of its prompt in the batch."""
     index: int = 0
     """The number of this response among those to the prompt."""
+    episode: str = ""
+    """The name of the episode that makes this request, if one does."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -114,10 +114,14 @@ class RequestCall(PendingCall):
             is_done = False
             while not is_done:
                 _, is_done = self.router.wait_for_more(self, started, deadline_s)
-            completions = [self.completions[name] for name in self.requests]
-            self.batch = assemble(self.prompts, completions)
+            self.batch = self.assembled()
             self.router.report(self)
         return [self.batch]
+
+    def assembled(self) -> DataProto:
+        """Returns the batch of the call, whose responses have all ended."""
+        completions = [self.completions[name] for name in self.requests]
+        return assemble(self.prompts, completions)
 
     def finish(self) -> None:
         self.wait(None)
@@ -200,7 +204,12 @@ class RequestRouter:
             self.queue.add(requests, n)
         self.calls |= dict.fromkeys(call.requests, call)
         self.changed.notify_all()
-        if requests and self.thread is None:
+        if requests:
+            self.start_thread()
+
+    def start_thread(self) -> None:
+        """Starts the thread unless it runs. The caller holds the lock."""
+        if self.thread is None:
             self.thread = threading.Thread(target=self._run, name="requests", daemon=True)
             self.thread.start()
 
@@ -223,7 +232,7 @@ class RequestRouter:
         with self.changed:
             left_s = max(0.0, started + deadline_s - time.monotonic())
             if not self._wait_for(has_more, left_s):
-                raise self._timeout(call, deadline_s)
+                raise self.timeout_of(call, deadline_s)
             if call.error:
                 raise call.error
             unread = call.unread
@@ -239,7 +248,7 @@ class RequestRouter:
         timeout = None if math.isinf(limit_s) else limit_s
         return self.changed.wait_for(condition, timeout)
 
-    def _timeout(self, call: RequestCall, deadline_s: float) -> CallTimeout:
+    def timeout_of(self, call: RequestCall, deadline_s: float) -> CallTimeout:
         """Returns the error of a late call, which names the ranks that have requests of it."""
         late_ranks = set()
         for name, replica in self.queue.replica_of.items():
@@ -280,7 +289,7 @@ class RequestRouter:
             for call in calls:
                 is_late = now > call.begun + deadline_s
                 if is_late and not call.done():
-                    raise self._timeout(call, deadline_s)
+                    raise self.timeout_of(call, deadline_s)
 
     def ages(self) -> dict[str, int]:
         """Returns the engine steps since each unfinished request was submitted, by its name."""
@@ -322,9 +331,9 @@ class RequestRouter:
         answer."""
         failure = self._named(error)
         with self.changed:
-            for call in set(self.calls.values()):
+            for call in self.unfinished_calls():
                 call.error = failure
-            unfinished = list(self.calls)
+            unfinished = [*self.calls, *self.queue.replica_of]
             self.aborted += self.queue.remove(unfinished)
             self.calls = {}
             self.sent = set()
@@ -336,6 +345,10 @@ class RequestRouter:
             # An error here says nothing new, and the next exchange aborts these requests again.
             with contextlib.suppress(WorkerError):
                 self.group.abort_requests(aborted)
+
+    def unfinished_calls(self) -> set[RequestCall]:
+        """Returns the calls that have not ended. The caller holds the lock."""
+        return set(self.calls.values())
 
     def _named(self, error: BaseException) -> Exception:
         """Returns the error as one of `generate_sequences`, if a method of this router failed."""
@@ -361,7 +374,7 @@ class RequestRouter:
                 )
             aborted = list(self.aborted)
             taken = self.queue.take()
-            if not (aborted or len(self.queue)):
+            if not (aborted or self.has_work()):
                 self.thread = None
                 return False
             self._begin_spans(taken)
@@ -372,13 +385,18 @@ class RequestRouter:
             self.next_look = time.monotonic() + LOOK_S
         return True
 
+    def has_work(self) -> bool:
+        """Returns whether anything is unfinished. The caller holds the lock."""
+        return len(self.queue) > 0
+
     def _begin_spans(self, taken: Sequence[Sequence[GenerationRequest]]) -> None:
         """Records for each call the time at which a replica first takes requests of it."""
         now = time.time()
         for replica, requests in enumerate(taken):
             for request in requests:
-                call = self.calls[request.name]
-                call.spans.setdefault(replica, (now, now))
+                call = self.calls.get(request.name)
+                if call:
+                    call.spans.setdefault(replica, (now, now))
 
     def _send(self, aborted: Sequence[str], taken: Sequence[Sequence[GenerationRequest]]) -> None:
         """Tells replicas which requests to abort, then sends each one its new requests.
@@ -398,7 +416,7 @@ class RequestRouter:
         with self.changed:
             del self.aborted[: len(aborted)]
             # A call may have begun again in the meantime, and then its names are in `aborted`.
-            self.sent |= names & self.calls.keys()
+            self.sent |= names & self.queue.replica_of.keys()
             self.sent -= set(self.aborted)
             self.changed.notify_all()
 

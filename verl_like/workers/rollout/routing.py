@@ -59,6 +59,14 @@ class RequestQueue:
             self.calls.append(call)
             self._begin_next_call()
 
+    def place(self, request: GenerationRequest, replica: int | None) -> int:
+        """Adds one request that waits for no others, on a replica or on the one with the fewest
+        requests. Returns the replica."""
+        if replica is None:
+            replica = self.loads.index(min(self.loads))
+        self._assign(request, replica)
+        return replica
+
     def take(self) -> list[list[GenerationRequest]]:
         """Returns the requests to send to each replica now, in order."""
         self._begin_next_call()

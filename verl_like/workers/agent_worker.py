@@ -1,0 +1,132 @@
+"""The role that runs episodes: environments, tools and harnesses, which call the policy."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from verl_like.protocol import DataProto
+from verl_like.single_controller.decorator import Dispatch, register
+from verl_like.single_controller.worker import Worker
+from verl_like.workers.agents.batch import ROW_COLUMNS, EpisodeRules
+from verl_like.workers.agents.chat import ChatFormat
+from verl_like.workers.agents.endpoint import Endpoint, HarnessWay
+from verl_like.workers.agents.episode import EpisodeSpec
+from verl_like.workers.agents.hosts import HostedCode, Hosts
+from verl_like.workers.agents.router import call_by_episodes
+from verl_like.workers.agents.runner import EpisodeRunner, Exchange, Way
+from verl_like.workers.agents.session import Limits
+from verl_like.workers.agents.tool_loop import ToolLoop
+from verl_like.workers.config.agent import AgentConfig
+from verl_like.workers.config.roles import ActorRolloutRefConfig
+from verl_like.workers.models.packing import SEQUENCE_COLUMNS
+from verl_like.workers.models.pretrained import load_tokenizer
+from verl_like.workers.rollout.base import special_token_ids
+from verl_like.workers.rollout.request import Completion
+from verl_like.workers.rollout_worker import PROMPT_COLUMNS
+
+
+class AgentWorker(Worker):
+    """One rank of the agents. It runs a share of the episodes, and asks the driver for the tokens
+    of the policy."""
+
+    reward_columns: ClassVar[Mapping[str, float]] = {"episode_scores": 1.0}
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        policy: ActorRolloutRefConfig,
+        rules: Mapping[str, Any],
+        template_kwargs: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]],
+        has_reward: bool,
+    ) -> None:
+        """Args:
+        rules: what `EpisodeRules` says, without the token of fillers.
+        template_kwargs: further arguments of the chat template.
+        tools: the schemas of the tools of `agent.environment`.
+        has_reward: whether episodes have rewards of their own.
+        """
+        self.config = config
+        self.policy = policy
+        self.rules = rules
+        self.template_kwargs = template_kwargs
+        self.tools = tools
+        self.has_reward = has_reward
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Starts what acts in episodes."""
+        rollout = self.policy.rollout
+        tokenizer = load_tokenizer(self.policy.model)
+        end_token_ids, self.filler_token = special_token_ids(tokenizer, self.policy.model.path)
+        chat = ChatFormat(
+            tokenizer,
+            self.template_kwargs,
+            end_token_ids,
+            tool_parser=rollout.multi_turn.format,
+            reasoning_parser=self.config.reasoning_parser,
+            keep_reasoning=self.config.keep_reasoning,
+        )
+        limits = Limits(
+            first_prompt=rollout.prompt_length,
+            response=rollout.response_length,
+            context=rollout.prompt_length + rollout.response_length,
+            call_timeout_s=self.config.call_timeout_s,
+        )
+        self.runner = EpisodeRunner(
+            self.make_way(chat),
+            limits,
+            tokenizer.decode,
+            num_attempts=self.config.num_attempts,
+            max_episodes=self.config.max_episodes,
+            episode_timeout_s=self.config.episode_timeout_s,
+        )
+
+    def make_way(self, chat: ChatFormat) -> Way:
+        """Makes what acts in episodes."""
+        config = self.config
+        ...
+
+    def close(self) -> None:
+        if "runner" in vars(self):  # it is missing before init_model
+            self.runner.close()
+
+    @register(
+        dispatch_mode={
+            "dispatch_fn": Dispatch.DP_COMPUTE_PROTO.dispatch_fn,
+            "collect_fn": Dispatch.DP_COMPUTE_PROTO.collect_fn,
+            "collect_ranks": Dispatch.DP_COMPUTE_PROTO.collect_ranks,
+            "call_fn": call_by_episodes,
+        },
+        blocking=False,
+        reads=[*PROMPT_COLUMNS, *ROW_COLUMNS, "raw_prompt"],
+        writes=[*SEQUENCE_COLUMNS, "rollout_log_probs", "policy_version", "episode_scores"],
+        jagged=True,
+    )
+    def run_episodes(self, prompts: DataProto) -> DataProto:
+        """Runs n episodes for each of the B prompts, and returns a batch of their rows. The
+        episodes of a prompt are next to each other, and the rows of an episode are a sample.
+
+        A call of the driver does not run this method: its router begins the episodes on the ranks
+        and answers their requests.
+        """
+        raise AssertionError("the driver's router runs episodes")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def episode_rules(self) -> EpisodeRules:
+        """Returns what the driver does with episodes that failed."""
+        return EpisodeRules(filler_token=self.filler_token, **self.rules)
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL, is_recorded=False)
+    def begin_episodes(self, specs: Sequence[EpisodeSpec]) -> None:
+        """Begins episodes, and returns at once."""
+        self.runner.begin(specs)
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL, is_recorded=False)
+    def exchange(self, answers: Mapping[str, Completion], wait_s: float) -> Exchange:
+        """Takes the answers to requests, and returns what is new, see `EpisodeRunner.exchange`."""
+        return self.runner.exchange(answers, wait_s)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, is_recorded=False)
+    def abort_episodes(self, names: Sequence[str]) -> None:
+        """Ends episodes."""
+        self.runner.abort(names)

@@ -1,0 +1,256 @@
+"""Runs the episodes of a rank: their attempts, their deadlines, and their calls of the model."""
+
+import asyncio
+import itertools
+import threading
+import time
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from verl_like.workers.agents.episode import (
+    Episode,
+    EpisodeFailed,
+    EpisodeSpec,
+    Restarted,
+    Reward,
+    RewardProblem,
+)
+from verl_like.workers.agents.session import Limits, Session
+from verl_like.workers.rollout.request import Completion, GenerationRequest
+
+GATHER_S = 0.005
+"""How long requests wait for others, so that they travel together."""
+START_S = 120.0
+"""How long environments, harnesses and the endpoint may take to start."""
+_CLOSING_S = 10.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an episode ended, other than by a failure."""
+
+    reward: Reward
+    ended: str = "done"
+    """"done", or "turns" or "room" if the policy has used them up."""
+    is_scored: bool = True
+    """False if others compute the reward."""
+
+
+class Way(Protocol):
+    """What acts in episodes: an environment class, a harness, or a server. It is used on one event
+    loop."""
+
+    async def start(self) -> None: ...
+
+    async def run(self, session: Session) -> Outcome:
+        """Runs an episode. Raises EpisodeFailed, Restarted, or RewardProblem."""
+
+    async def close(self) -> None: ...
+
+
+@dataclass
+class Exchange:
+    """What a rank tells the driver."""
+
+    requests: list[GenerationRequest] = field(default_factory=list)
+    """New requests to the model."""
+    aborted: list[str] = field(default_factory=list)
+    """The names of requests whose answers nobody waits for any more."""
+    episodes: list[Episode] = field(default_factory=list)
+    """Episodes that have ended."""
+
+
+class EpisodeRunner:
+    """Runs episodes on an event loop in a thread of its own.
+
+    The other methods may be called from any other thread. If something else than an episode fails,
+    they raise that error.
+    """
+
+    def __init__(
+        self,
+        way: Way,
+        limits: Limits,
+        decode: Callable[[Sequence[int]], str],
+        *,
+        num_attempts: int,
+        max_episodes: int,
+        episode_timeout_s: float,
+    ) -> None:
+        """Starts what acts in episodes. Raises the error of `way.start`."""
+        self.way = way
+        self.limits = limits
+        self.decode = decode
+        self.num_attempts = num_attempts
+        self.episode_timeout_s = episode_timeout_s
+        self._places = asyncio.Semaphore(max_episodes)
+        self._changed = threading.Condition()
+        self._exchange = Exchange()
+        """What the driver was not told yet."""
+        self._answers: dict[str, asyncio.Future[Completion]] = {}
+        """The answers that calls wait for, by the names of their requests."""
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        """The episodes that run, by their names."""
+        self._failure: BaseException | None = None
+        self._loop = asyncio.new_event_loop()
+        run = self._loop.run_forever
+        self._thread = threading.Thread(target=run, name="episodes", daemon=True)
+        self._thread.start()
+        self._on_loop(way.start(), START_S)
+
+    def begin(self, specs: Sequence[EpisodeSpec]) -> None:
+        """Begins episodes, and returns at once."""
+
+        async def begin() -> None:
+            for spec in specs:
+                name = spec.request.name
+                self._tasks[name] = asyncio.create_task(self._run(spec))
+
+        self._on_loop(begin(), START_S)
+
+    def exchange(self, answers: Mapping[str, Completion], wait_s: float) -> Exchange:
+        """Gives calls their answers, by the names of their requests, and returns what is new. It
+        waits for something new, at most `wait_s`."""
+        self._loop.call_soon_threadsafe(self._answer, answers)
+        with self._changed:
+            if self._changed.wait_for(self._has_news, timeout=wait_s):
+                self._changed.wait_for(lambda: self._failure is not None, timeout=GATHER_S)
+            if self._failure is not None:
+                raise self._failure
+            told = self._exchange
+            self._exchange = Exchange()
+            return told
+
+    def abort(self, names: Collection[str]) -> None:
+        """Ends episodes, and waits until they have let go of what they use."""
+
+        async def abort() -> None:
+            tasks = [self._tasks[name] for name in names if name in self._tasks]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        self._on_loop(abort(), _CLOSING_S)
+
+    def close(self) -> None:
+        """Ends all episodes and what acts in them."""
+        self.abort(list(self._tasks))
+        self._on_loop(self.way.close(), _CLOSING_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_CLOSING_S)
+
+    def _on_loop(self, work: Coroutine[Any, Any, None], limit_s: float) -> None:
+        """Runs a coroutine on the event loop, and waits for its end, at most `limit_s`."""
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(limit_s)
+
+    def _has_news(self) -> bool:
+        news = self._exchange
+        return bool(news.requests or news.aborted or news.episodes) or self._failure is not None
+
+    def _answer(self, answers: Mapping[str, Completion]) -> None:
+        for name, completion in answers.items():
+            answer = self._answers.get(name)
+            if answer and not answer.done():
+                answer.set_result(completion)
+
+    async def complete(self, request: GenerationRequest) -> Completion:
+        """Sends a request to the driver, and waits for its answer. If the caller is cancelled, the
+        driver is told that nobody waits for it."""
+        answer: asyncio.Future[Completion] = self._loop.create_future()
+        self._answers[request.name] = answer
+        with self._changed:
+            self._exchange.requests.append(request)
+            self._changed.notify_all()
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            with self._changed:
+                self._exchange.aborted.append(request.name)
+            raise
+        finally:
+            del self._answers[request.name]
+
+    async def _run(self, spec: EpisodeSpec) -> None:
+        """Runs an episode to its end, and tells the driver how it ended."""
+        name = spec.request.name
+        try:
+            async with self._places:
+                episode = await self._attempts(spec)
+        except Exception as error:  # of this library: the run has to end
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+            return
+        finally:
+            del self._tasks[name]
+        with self._changed:
+            self._exchange.episodes.append(episode)
+            self._changed.notify_all()
+
+    async def _attempts(self, spec: EpisodeSpec) -> Episode:
+        """Tries an episode until it ends or the attempts are used up."""
+        failures: list[EpisodeFailed] = []
+        for number in itertools.count():
+            name = f"{spec.request.name}, attempt {number}"
+            session = Session(spec, self, self.limits, self.decode, name=name)
+            started = time.time()
+            try:
+                outcome = await self._attempt(session)
+                return _ended(session, outcome, failures, started)
+            except Restarted:
+                continue
+            except RewardProblem as problem:
+                return _ended(session, Outcome(None), failures, started, str(problem))
+            except EpisodeFailed as failure:
+                failures.append(failure)
+                if len(failures) == self.num_attempts:
+                    return _failed(spec, failures, started)
+            finally:
+                session.is_closed = True
+        raise AssertionError("the attempts have no end of their own")
+
+    async def _attempt(self, session: Session) -> Outcome:
+        try:
+            async with asyncio.timeout(self.episode_timeout_s):
+                return await self.way.run(session)
+        except TimeoutError:
+            raise EpisodeFailed(
+                "deadline",
+                f"the episode took over agent.episode_timeout_s={self.episode_timeout_s:g} s",
+            ) from None
+
+
+def _ended(
+    session: Session,
+    outcome: Outcome,
+    failures: Sequence[EpisodeFailed],
+    started: float,
+    reward_problem: str = "",
+) -> Episode:
+    """Makes the record of an episode that has ended. Raises RewardProblem if its reward is none."""
+    reward = 0.0 if outcome.reward is None else outcome.reward
+    return Episode(
+        name=session.spec.request.name,
+        rows=session.finish(reward),
+        has_reward=outcome.reward is not None or not outcome.is_scored,
+        ended=outcome.ended,
+        failures=tuple((failure.kind, str(failure)) for failure in failures),
+        reward_problem=reward_problem,
+        counts=session.counts,
+        turns=tuple(session.turns.values()),
+        started=started,
+        seconds=time.time() - started,
+    )
+
+
+def _failed(spec: EpisodeSpec, failures: Sequence[EpisodeFailed], started: float) -> Episode:
+    return Episode(
+        name=spec.request.name,
+        rows=(),
+        has_reward=False,
+        ended="failed",
+        failures=tuple((failure.kind, str(failure)) for failure in failures),
+        started=started,
+        seconds=time.time() - started,
+    )

@@ -1,0 +1,265 @@
+"""An episode's access to the model: its seeds, its limits, and the record of its calls."""
+
+import asyncio
+import hashlib
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+
+from verl_like.workers.agents.episode import (
+    EpisodeFailed,
+    EpisodeSpec,
+    FinishedRow,
+    RewardProblem,
+    RoomUsedUp,
+    Row,
+    Turn,
+)
+from verl_like.workers.rollout.request import Completion, GenerationRequest
+
+
+class Model(Protocol):
+    """What answers requests."""
+
+    async def complete(self, request: GenerationRequest) -> Completion:
+        """Returns the response to a request. If the caller is cancelled, the request is aborted.
+        Raises EpisodeFailed of kind "engine" if no engine answers."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long rows and calls may be."""
+
+    first_prompt: int
+    """The most tokens of the first prompt of an episode, `data.max_prompt_length`."""
+    response: int
+    """The most tokens behind the prompt of a row, `data.max_response_length`."""
+    context: int
+    """The most tokens of a prompt and its response, which the engine has room for."""
+    call_timeout_s: float
+    """The longest time of a call."""
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    """What a call of the model has drawn."""
+
+    completion: Completion
+    stop_reason: int | str | None
+    """The token or the text that ended it. None if it has as many tokens as it may have."""
+
+
+class Session:
+    """The calls of the model of one attempt at an episode.
+
+    The first call draws the tokens that `generate_sequences` draws for its prompt. The seed of a
+    later call depends on the episode, on its prompt, and on how often that prompt came before, so
+    the order of parallel calls does not matter.
+    """
+
+    def __init__(
+        self,
+        spec: EpisodeSpec,
+        model: Model,
+        limits: Limits,
+        decode: Callable[[Sequence[int]], str],
+        *,
+        name: str,
+    ) -> None:
+        """Args:
+        decode: makes the text of tokens, in which texts that stop a call are looked for.
+        name: a name that no other attempt at an episode has.
+        """
+        self.spec = spec
+        self.name = name
+        self.model = model
+        self.limits = limits
+        self.decode = decode
+        self.rows: list[Row] = []
+        self.turns: dict[int, Turn] = {}
+        """The calls that were answered, by their numbers."""
+        self.counts: Counter[str] = Counter()
+        self.num_calls = 0
+        self.is_closed = False
+        """True once the episode has ended. It has no access any more then."""
+        self._num_repeats: Counter[bytes] = Counter()
+
+    async def draw(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        max_tokens: int | None = None,
+        stop_token_ids: Sequence[int] = (),
+        stop: Sequence[str] = (),
+    ) -> Drawn:
+        """Calls the model, and records what it draws.
+
+        The other settings of sampling are the configuration's. Raises RoomUsedUp if the prompt is
+        longer than it may be or leaves no room for a token, and EpisodeFailed if no engine answers,
+        or not in time.
+
+        Args:
+            prompt_ids: the tokens of the prompt.
+            max_tokens: the most tokens to draw. None means as many as there is room for.
+            stop_token_ids: tokens that end the response, besides those of the model.
+            stop: texts that end it.
+        """
+        row = self._row_of(prompt_ids)
+        room = self._room(row, prompt_ids)
+        sampling = self.spec.request.sampling
+        wanted = sampling.max_tokens if max_tokens is None else max_tokens
+        stop_tokens = {*sampling.stop_token_ids, *stop_token_ids}
+        number = self.num_calls
+        self.num_calls += 1
+        request = replace(
+            self.spec.request,
+            name=f"{self.name}, call {number}",
+            episode=self.spec.request.name,
+            prompt_ids=list(prompt_ids),
+            seed=self._seed(prompt_ids),
+            sampling=replace(
+                sampling,
+                max_tokens=min(room, wanted, sampling.max_tokens),
+                stop_token_ids=tuple(sorted(stop_tokens)),
+            ),
+        )
+        started = time.monotonic()
+        row.is_extended = True
+        try:
+            async with asyncio.timeout(self.limits.call_timeout_s):
+                completion = await self.model.complete(request)
+        except TimeoutError:
+            raise EpisodeFailed(
+                "deadline", f"a call of the model took over {self.limits.call_timeout_s:g} s"
+            ) from None
+        finally:
+            row.is_extended = False
+        drawn = self._stopped(completion, stop, request.sampling.stop_token_ids)
+        self._record(number, row, prompt_ids, drawn.completion, time.monotonic() - started)
+        return drawn
+
+    def finish(self, reward: float | Sequence[float]) -> tuple[FinishedRow, ...]:
+        """Returns the rows as arrays, with their rewards.
+
+        One reward stands on the last token of the last call. Raises RewardProblem if there are
+        several, but not one for each call that was answered, or if one is no finite number.
+        """
+        rewards = list(reward) if isinstance(reward, Sequence) else [reward]
+        numbers = sorted(self.turns)
+        if not isinstance(reward, Sequence):
+            numbers = numbers[-1:]
+        elif len(rewards) != len(numbers):
+            raise RewardProblem(
+                f"{len(rewards)} rewards were given for {len(numbers)} calls of the model: give "
+                "one number, or one for each call"
+            )
+        for value in rewards:
+            if not isinstance(value, int | float) or not math.isfinite(value):
+                raise RewardProblem(f"the reward {reward!r:.100} is no finite number")
+        by_call = dict(zip(numbers, rewards, strict=False))
+        return tuple(row.finished(by_call) for row in self.rows)
+
+    def _row_of(self, prompt_ids: Sequence[int]) -> Row:
+        """Returns the row that a prompt continues, or a new one. A row that another call extends
+        already is not continued."""
+        for row in reversed(self.rows):
+            if not row.is_extended and row.is_continued_by(prompt_ids):
+                return row
+        return Row(prompt_ids)
+
+    def _room(self, row: Row, prompt_ids: Sequence[int]) -> int:
+        """Returns how many tokens may be drawn behind a prompt that continues `row`."""
+        limits = self.limits
+        is_first = self.num_calls == 0
+        if not prompt_ids or (is_first and len(prompt_ids) > limits.first_prompt):
+            raise RoomUsedUp(
+                f"the first prompt has {len(prompt_ids)} tokens, but 1 to "
+                f"data.max_prompt_length={limits.first_prompt} are possible"
+            )
+        num_behind = row.num_tokens_after(prompt_ids)
+        room = min(limits.response - num_behind, limits.context - len(prompt_ids))
+        if room < 1:
+            raise RoomUsedUp(
+                f"the prompt has {len(prompt_ids)} tokens, of which {num_behind} are behind the "
+                f"prompt of their row: data.max_response_length={limits.response} and the model's "
+                f"context of {limits.context} leave no room"
+            )
+        return room
+
+    def _seed(self, prompt_ids: Sequence[int]) -> int:
+        """Returns the seed of the next call, an integer of 63 bits."""
+        tokens = np.array(prompt_ids, np.int64).tobytes()
+        num_before = self._num_repeats[tokens]
+        self._num_repeats[tokens] += 1
+        seed = self.spec.request.seed
+        if self._num_repeats.total() == 1:
+            return seed
+        key = repr((seed, num_before)).encode() + tokens
+        digest = hashlib.blake2b(key, digest_size=8).digest()
+        return int.from_bytes(digest) >> 1
+
+    def _stopped(
+        self, completion: Completion, stop: Sequence[str], stop_token_ids: Sequence[int]
+    ) -> Drawn:
+        """Drops the tokens behind the first text that stops the call.
+
+        What remains is what would have been drawn if the engine had stopped there.
+        """
+        token_ids = completion.token_ids.tolist()
+        text = self.decode(token_ids) if stop else ""
+        found = [word for word in stop if word in text]
+        if not found:
+            last = token_ids[-1]
+            return Drawn(completion, last if last in stop_token_ids else None)
+        # The fewest tokens whose text has one of the words.
+        too_few = 0
+        enough = len(token_ids)
+        while enough - too_few > 1:
+            length = (too_few + enough) // 2
+            part = self.decode(token_ids[:length])
+            if any(word in part for word in found):
+                enough = length
+            else:
+                too_few = length
+        part = self.decode(token_ids[:enough])
+        word = next(word for word in found if word in part)
+        return Drawn(_first_tokens(completion, enough), word)
+
+    def _record(
+        self,
+        number: int,
+        row: Row,
+        prompt_ids: Sequence[int],
+        completion: Completion,
+        seconds: float,
+    ) -> None:
+        if not row.ends:
+            self.rows.append(row)
+            self.counts["rows"] += 1
+        else:
+            self.counts["joined_calls"] += 1
+        self.counts["calls"] += 1
+        self.counts["prompt_tokens"] += len(prompt_ids)
+        self.counts["cached_tokens"] += completion.num_cached_tokens
+        row.extend(number, prompt_ids, completion)
+        self.turns[number] = Turn(self.rows.index(row), len(completion.token_ids), seconds)
+
+
+def _first_tokens(completion: Completion, length: int) -> Completion:
+    """Returns the first tokens of a completion."""
+    versions = []
+    for version, start, end in completion.versions:
+        if start < length:
+            versions.append((version, start, min(end, length)))
+    return Completion(
+        completion.token_ids[:length],
+        completion.log_probs[:length],
+        tuple(versions),
+        completion.num_cached_tokens,
+    )
+

@@ -1,0 +1,152 @@
+"""Episodes of an environment class: the model calls its methods as tools until it calls none."""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from verl_like.workers.agents.chat import ChatFormat, Message
+from verl_like.workers.agents.episode import EpisodeFailed, RoomUsedUp, ToolCall
+from verl_like.workers.agents.hosts import Hosts, Seat, UserCodeError
+from verl_like.workers.agents.runner import Outcome
+from verl_like.workers.agents.session import Session
+from verl_like.workers.config.agent import AgentConfig
+
+
+class ToolLoop:
+    """The way of `agent.environment`.
+
+    An episode begins with the dataset's prompt, behind which stands the text that `reset` returns.
+    It ends when the model calls no tool, or when its turns or its room are used up.
+    """
+
+    def __init__(
+        self,
+        hosts: Hosts,
+        chat: ChatFormat,
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        has_reward: bool,
+        max_turns: int | None,
+        config: AgentConfig,
+    ) -> None:
+        """Args:
+        tools: the schemas of the tools.
+        has_reward: whether the class has `get_reward`.
+        """
+        self.hosts = hosts
+        self.chat = chat
+        self.tools = tools
+        self.tool_names = {tool["function"]["name"] for tool in tools}
+        self.has_reward = has_reward
+        self.max_turns = max_turns
+        self.config = config
+
+    async def start(self) -> None:
+        await self.hosts.start()
+
+    async def close(self) -> None:
+        await self.hosts.close()
+
+    async def run(self, session: Session) -> Outcome:
+        seat = await self.hosts.seat()
+        has_ended = False
+        try:
+            messages, prompt_ids = await self._begin(seat, session)
+            ended = await self._turns(seat, session, messages, prompt_ids)
+            reward = None
+            if self.has_reward:
+                timeout_s = self.config.reward_timeout_s
+                reward = await self._call(seat, "get_reward", {}, timeout_s)
+            has_ended = True
+            return Outcome(reward, ended, is_scored=self.has_reward)
+        finally:
+            seat.leave(failed=not has_ended)
+
+    async def _begin(self, seat: Seat, session: Session) -> tuple[list[Message], list[int]]:
+        """Resets the environment, and returns the first messages and their tokens."""
+        spec = session.spec
+        timeout_s = self.config.reset_timeout_s
+        text = await self._call(seat, "reset", spec.row, timeout_s)
+        messages = list(spec.row["prompt"])
+        if not text:
+            return messages, list(spec.request.prompt_ids)
+        last = messages[-1]
+        messages[-1] = {**last, "content": f"{last['content']}{text}"}
+        prompt = self.chat.render(messages, self.tools, is_prompt=True)
+        return messages, self.chat.tokens(prompt)
+
+    async def _turns(
+        self, seat: Seat, session: Session, messages: list[Message], prompt_ids: list[int]
+    ) -> str:
+        """Lets the model act until the episode has ended, and returns how it ended."""
+        num_turns = 0
+        while True:
+            try:
+                drawn = await session.draw(prompt_ids)
+            except RoomUsedUp as error:
+                if not num_turns:
+                    raise EpisodeFailed("environment", str(error)) from None
+                session.counts["room_used_up"] += 1
+                return "room"
+            num_turns += 1
+            drawn_ids = drawn.completion.token_ids.tolist()
+            reply = self.chat.read(drawn_ids, self.tools)
+            calls = reply.get("tool_calls", [])
+            if not calls:
+                session.counts["unreadable_calls"] += self.chat.has_unread_call(reply)
+                return "done"
+            if num_turns == self.max_turns:
+                session.counts["turns_used_up"] += 1
+                return "turns"
+            messages.append(reply)
+            before = self.chat.render(messages, self.tools, is_prompt=False)
+            for call in calls:
+                result = await self._use_tool(seat, session, call["function"])
+                messages.append({"role": "tool", "name": result.name, "content": result.result})
+            prompt = self.chat.render(messages, self.tools, is_prompt=True)
+            tail = self.chat.tail(prompt, before, drawn_ids)
+            if tail is None:
+                session.counts["drifted_calls"] += 1
+                prompt_ids = self.chat.tokens(prompt)
+            else:
+                prompt_ids = [*prompt_ids, *drawn_ids, *tail]
+
+    async def _use_tool(
+        self, seat: Seat, session: Session, function: Mapping[str, Any]
+    ) -> ToolCall:
+        """Calls a tool. What the policy did wrong and what the tool raised are told to the
+        model."""
+        name = function["name"]
+        arguments = function["arguments"]
+        started = time.monotonic()
+        problem = ""
+        result = ""
+        if name not in self.tool_names:
+            session.counts["unknown_tools"] += 1
+            problem = f"Tool {name} not found."
+        elif not isinstance(arguments, dict):
+            session.counts["unreadable_calls"] += 1
+            problem = f"The arguments of {name} are no JSON object."
+        else:
+            try:
+                result = await seat.call(name, arguments, self.config.tool_timeout_s)
+            except UserCodeError as error:
+                session.counts[f"tool_errors/{name}"] += 1
+                problem = str(error)
+        if problem:
+            result = str({"error": problem})
+        seconds = time.monotonic() - started
+        used = ToolCall(name, str(arguments), str(result), seconds, bool(problem))
+        last_turn = list(session.turns.values())[-1]
+        last_turn.tool_calls.append(used)
+        session.counts["tool_calls"] += 1
+        return used
+
+    async def _call(
+        self, seat: Seat, method: str, arguments: Mapping[str, Any], timeout_s: float
+    ) -> Any:
+        """Calls `reset` or `get_reward`. Raises EpisodeFailed if it raises."""
+        try:
+            return await seat.call(method, arguments, timeout_s)
+        except UserCodeError as error:
+            raise EpisodeFailed("environment", f"{method} raised {error}") from None
