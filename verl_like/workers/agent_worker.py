@@ -8,9 +8,8 @@ from verl_like.single_controller.decorator import Dispatch, register
 from verl_like.single_controller.worker import Worker
 from verl_like.workers.agents.batch import ROW_COLUMNS, EpisodeRules
 from verl_like.workers.agents.chat import ChatFormat
-from verl_like.workers.agents.endpoint import Endpoint, HarnessWay
 from verl_like.workers.agents.episode import EpisodeSpec
-from verl_like.workers.agents.hosts import HostedCode, Hosts
+from verl_like.workers.agents.hosts import Description, HostedCode, Hosts
 from verl_like.workers.agents.router import call_by_episodes
 from verl_like.workers.agents.runner import EpisodeRunner, Exchange, Way
 from verl_like.workers.agents.session import Limits
@@ -36,21 +35,18 @@ class AgentWorker(Worker):
         policy: ActorRolloutRefConfig,
         rules: Mapping[str, Any],
         template_kwargs: Mapping[str, Any],
-        tools: Sequence[Mapping[str, Any]],
-        has_reward: bool,
+        agents: Description,
     ) -> None:
         """Args:
         rules: what `EpisodeRules` says, without the token of fillers.
         template_kwargs: further arguments of the chat template.
-        tools: the schemas of the tools of `agent.environment`.
-        has_reward: whether episodes have rewards of their own.
+        agents: which tools there are, and whether episodes have rewards of their own.
         """
         self.config = config
         self.policy = policy
         self.rules = rules
         self.template_kwargs = template_kwargs
-        self.tools = tools
-        self.has_reward = has_reward
+        self.agents = agents
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -84,7 +80,18 @@ class AgentWorker(Worker):
     def make_way(self, chat: ChatFormat) -> Way:
         """Makes what acts in episodes."""
         config = self.config
-        ...
+        if config.environment:
+            code = HostedCode(config.environment, "environment")
+            hosts = Hosts(code, config.num_processes, config.max_memory_gb)
+            return ToolLoop(
+                hosts,
+                chat,
+                self.agents.tools,
+                has_reward=self.agents.has_reward,
+                max_turns=self.policy.rollout.multi_turn.max_assistant_turns,
+                config=config,
+            )
+        raise NotImplementedError
 
     def close(self) -> None:
         if "runner" in vars(self):  # it is missing before init_model
@@ -130,3 +137,9 @@ class AgentWorker(Worker):
     def abort_episodes(self, names: Sequence[str]) -> None:
         """Ends episodes."""
         self.runner.abort(names)
+
+
+class UnscoredAgentWorker(AgentWorker):
+    """A rank of agents whose episodes have no reward of their own: rules or models score them."""
+
+    reward_columns: ClassVar[Mapping[str, float]] = {}

@@ -354,6 +354,11 @@ def updates_in_flight_fit(config: DetachedConfig) -> Iterator[str]:
                 "detached.update_in_flight=true a maker has only the few that ended together; set "
                 "it to false, or take one that compares the responses to a prompt"
             )
+    if detached.restart_below and config.agent.way:
+        yield (
+            f"detached.restart_below={detached.restart_below} begins single responses again, and "
+            f"agent.{config.agent.way} has episodes of several; set restart_below=0"
+        )
     if detached.restart_below and config.actor_rollout_ref.rollout.name == "vllm_async":
         yield (
             f"detached.restart_below={detached.restart_below} counts steps of the engine, and "

@@ -13,6 +13,11 @@ class Role(StrEnum):
     Teacher = "teacher"
     Critic = "critic"
     RewardModel = "reward_model"
+    Agent = "agent"
+
+
+OWN_PROCESS = (Role.Rollout, Role.Agent)
+"""Roles that share no process with others."""
 
 
 def reward_model_key(role: str) -> str:
@@ -24,10 +29,11 @@ def process_groups(role_mapping: dict[str, str]) -> list[tuple[str, list[str]]]:
     """Which roles share a process: `[(pool, roles), ...]`, one entry a worker group.
 
     Training roles of a pool share one process per device. A rollout engine manages device memory
-    and threads of its own, so `rollout` always has its own process, next to theirs when it is
-    mapped to the same pool.
+    and threads of its own, and agents answer the driver at any time, so each of the two has its own
+    process, next to the others when it is mapped to the same pool.
     """
-    groups: dict[tuple[str, bool], list[str]] = defaultdict(list)
+    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
     for role, pool in role_mapping.items():
-        groups[pool, role == Role.Rollout].append(role)
+        own_process = role if role in OWN_PROCESS else ""
+        groups[pool, own_process].append(role)
     return [(pool, roles) for (pool, _), roles in groups.items()]

@@ -15,7 +15,7 @@ from verl_like.trainer.config.actor_rules import (
     a_reference_in_the_actor_computes_as_the_actor,
     ptx_rows_have_a_weight,
 )
-from verl_like.trainer.config.roles import Role
+from verl_like.trainer.config.roles import OWN_PROCESS, Role
 from verl_like.trainer.config.schema import PPOConfig
 
 
@@ -80,6 +80,7 @@ def every_role_has_a_pool(config: PPOConfig) -> Iterator[str]:
     reasons: dict[str, str] = {
         Role.RefPolicy: "a KL term or the algorithm compares the policy with the reference policy",
         Role.Teacher: "the policy loss learns from a teacher",
+        Role.Agent: f"agent.{config.agent.way} says who acts",
         Role.Critic: "the advantage estimator needs values",
         Role.RewardModel: "reward_model.enable is true",
     }
@@ -325,7 +326,7 @@ def generation_ahead_has_its_own_pool_and_a_correction(config: PPOConfig) -> Ite
         )
     pool = config.role_mapping.get(Role.Rollout)
     correction = config.algorithm.rollout_correction
-    others = [role for role in config.plan.active_roles if role != Role.Rollout]
+    others = [role for role in config.plan.active_roles if role not in OWN_PROCESS]
     sharing = [role for role in others if config.role_mapping.get(role) == pool]
     if sharing:
         yield (

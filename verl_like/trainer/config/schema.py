@@ -25,6 +25,7 @@ from verl_like.config_model import (
 )
 from verl_like.trainer.config.roles import Role
 from verl_like.trainer.config.run_config import LoopConfig, Paths, RunConfig, Strings
+from verl_like.workers.config.agent import AgentConfig
 from verl_like.workers.config.roles import (
     ActorRolloutRefConfig,
     CriticConfig,
@@ -240,6 +241,7 @@ class PPOConfig(RunConfig):
 
     data: DataConfig
     actor_rollout_ref: ActorRolloutRefConfig
+    agent: AgentConfig = AgentConfig()
     critic: CriticConfig
     reward_model: RewardModelConfig
     reward_models: dict[str, FurtherRewardModelConfig] = Field(default={})
@@ -308,6 +310,7 @@ def plan_of_ppo(config: PPOConfig) -> PPOPlan:
     built_in = {
         Role.Actor: True,
         Role.Rollout: True,
+        Role.Agent: config.agent.way is not None,
         Role.RefPolicy: role_of_reference == Role.RefPolicy,
         Role.Teacher: needs_teacher,
         Role.Critic: needs_critic,

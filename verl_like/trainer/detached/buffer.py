@@ -2,6 +2,7 @@
 out."""
 
 import itertools
+import math
 import threading
 import time
 from collections import deque
@@ -60,7 +61,8 @@ class ExperienceBuffer:
         rows = batch.select(meta_info_keys=kept_info)
         versions = []  # of the oldest token of each row
         for spans in batch.non_tensor_batch["policy_version"]:
-            versions.append(min(version for version, _start, _end in spans))
+            # A row that stands for an episode without one has none.
+            versions.append(min((version for version, _start, _end in spans), default=math.inf))
         num_samples_of_group = num_samples // len(tickets)
         starts_of_groups = samples.starts[::num_samples_of_group]
         bounds = itertools.pairwise(starts_of_groups.tolist())

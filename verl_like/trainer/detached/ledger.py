@@ -276,6 +276,15 @@ class PromptLedger:
             else:
                 self._dropped["maker_lost"] += 1
 
+    def drop(self, maker: str, tickets: Sequence[tuple[int, int]], reason: str) -> None:
+        """Notes that a maker cannot make the groups of some tickets, which are (number, attempt).
+        They are given out to nobody again."""
+        for number, attempt in tickets:
+            if self._is_with(maker, number, attempt):
+                entry = self._open.pop(number)
+                self._live[entry.trainer] -= 1
+                self._dropped[reason] += 1
+
     def choose(self, trainer: int, version: int, num_groups: int) -> list[int] | None:
         """Chooses `num_groups` delivered groups for the step of a trainer after `version`. Returns
         their numbers, ascending, or None while the trainer must wait.

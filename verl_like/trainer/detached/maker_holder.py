@@ -341,11 +341,12 @@ class ExperienceMakerHolder(Side):
 
     def submit(self, tickets: Sequence[Ticket], prompts: DataProto) -> None:
         """Begins the responses to (B,) prompts while others are being generated."""
-        router = router_of(self.run.groups[Role.Rollout])
+        maker = self.run.maker
         uids = prompts.non_tensor_batch["uid"]
         for row, (ticket, uid) in enumerate(zip(tickets, uids, strict=True)):
             prompt = prompts.rows(row, row + 1)
-            responses = router.call(prompt)
+            responses = maker.begin(prompt)
+            assert isinstance(responses, ResponsesFuture), "check_maker refuses other rollouts"
             self.in_flight[uid] = InFlight(ticket, prompt, responses)
 
     def restart_young(self) -> None:
@@ -419,12 +420,13 @@ class ExperienceMakerHolder(Side):
         samples = SampleRows.of(batch)
         sample_of_row = samples.sample_of_row.numpy()
         ticket_of_row = sample_of_row // config.actor_rollout_ref.rollout.n
+        is_dropped = self.drop_failed(tickets, batch, ticket_of_row)
         metrics = dict(experience.metrics)
         for index, name in enumerate(self.trainer_names):
             its_tickets = []
             places = []
             for place, ticket in enumerate(tickets):
-                if ticket.trainer == index:
+                if ticket.trainer == index and not is_dropped[place]:
                     its_tickets.append(ticket)
                     places.append(place)
             if not places:
@@ -435,6 +437,25 @@ class ExperienceMakerHolder(Side):
             answer = trainer.extend.remote(self.name_in_ledger, its_tickets, its_rows, metrics)
             self.sent[answer] = name
             metrics = {}  # only one trainer gets them, so that they count once
+
+    def drop_failed(
+        self, tickets: Sequence[Ticket], batch: DataProto, ticket_of_row: np.ndarray
+    ) -> np.ndarray:
+        """Tells the ledger which prompts have no episode that could be trained, because agents
+        failed. Returns for each ticket whether it is one of these, (T,) bool."""
+        is_dropped = np.zeros(len(tickets), dtype=np.bool_)
+        if "is_failed" not in batch.tensors():
+            return is_dropped
+        is_failed = batch.tensors()["is_failed"].numpy()
+        num_rows = np.bincount(ticket_of_row)
+        num_failed = np.bincount(ticket_of_row, weights=is_failed)
+        is_dropped = num_failed == num_rows
+        dropped = []
+        for ticket, drops in zip(tickets, is_dropped, strict=True):
+            if drops:
+                dropped.append((ticket.number, ticket.attempt))
+        self.ledger.drop(self.name_in_ledger, dropped, "agents_failed")
+        return is_dropped
 
     def wait_for_sent(self) -> None:
         """Waits until the trainers have the experience that was sent, `trainer.call_timeout_s` for

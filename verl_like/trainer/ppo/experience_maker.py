@@ -20,8 +20,8 @@ from verl_like.algorithms.policy_losses import get_policy_loss_fn
 from verl_like.algorithms.registry import read_options
 from verl_like.plugins import refuse_replaced
 from verl_like.protocol import DataProto, Future, Metric, merge_metrics
-from verl_like.protocol.padded import padded, strip, view_of_samples, view_with
-from verl_like.protocol.samples import concat_samples, count_samples, select_samples
+from verl_like.protocol.padded import strip, view_of_samples, view_with
+from verl_like.protocol.samples import SampleRows, concat_samples, count_samples, select_samples
 from verl_like.single_controller.shard import ForwardedFuture
 from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer.config.roles import Role
@@ -150,8 +150,10 @@ class ExperienceMaker:
         return self.complete(generated)
 
     def begin(self, prompts: DataProto) -> Future[DataProto]:
-        """Starts the generation of responses to (B,) prompts with the present weights, and returns
-        at once."""
+        """Starts the generation of responses to (B,) prompts with the present weights, or of
+        episodes if there are agents, and returns at once."""
+        if agents := self.groups.get(Role.Agent):
+            return agents.run_episodes.remote(prompts)
         rollout = self.groups[Role.Rollout]
         return rollout.generate_sequences.remote(prompts)
 
@@ -209,7 +211,8 @@ class ExperienceMaker:
         """Generates and scores responses to (B,) prompts that are not trained on, as in validation.
 
         Only what the reward needs is computed. Returns (B * num_samples,) rows with the reward
-        columns; the reward of each row, which is 0 for a row that could not be scored; and metrics.
+        columns, the first one of each sample; the reward of each sample, which is 0 if it could not
+        be scored; and metrics.
         """
         generated = of_present_kind(self.generate(prompts, num_samples))
         batch = generated.batch
@@ -227,13 +230,13 @@ class ExperienceMaker:
             rule_scores = generated.scores.complete(batch)
             pending.append(rule_scores)
         rows, scoring_metrics = self.collect(batch, pending)
-        needed = [*self.reward_columns, "is_skipped"]
-        rewards = padded(rows, needed)
-        scores_BR = scoring.total_scores(rewards, self.reward_columns)
-        is_skipped_B = rows.tensor_batch.get("is_skipped", torch.tensor(False))
+        view = view_of_samples(rows)
+        scores_BR = scoring.total_scores(view, self.reward_columns)
+        is_skipped_B = view.tensor_batch.get("is_skipped", torch.tensor(False))
         scores_B = scores_BR.sum(-1).masked_fill(is_skipped_B, 0.0)
         metrics = merge_metrics([generated.metrics, scoring_metrics])
-        return rows, scores_B, metrics
+        first_rows = SampleRows.of(rows).first_rows
+        return rows.select_idxs(first_rows), scores_B, metrics
 
     def load_weights(self, weights: Weights, checks_first: bool = True, drain: bool = True) -> None:
         """Has the rollout engines load weights and check them against the actor's fingerprint.
@@ -289,7 +292,6 @@ class ExperienceMaker:
         metrics = []
         while True:
             generated = self.generate_with_baselines(prompts, generation)
-            assert generated.scores, "only rules score before the whole batch is there"
             generated = self.with_scores(generated)
             differs_B = scoring.groups_differ(generated.batch, options.metric)
             differing.append(generated.batch[differs_B])
@@ -345,14 +347,15 @@ class ExperienceMaker:
         rewards_B = rewards_B.masked_fill(is_skipped_B, torch.nan)
         generated = of_present_kind(self.generate(prompts, n, generation))
         batch = generated.batch.select()
-        batch.tensor_batch["reward_baselines"] = rewards_B.repeat_interleave(n)
+        prompt_of_row = SampleRows.of(batch).sample_of_row // n
+        batch.tensor_batch["reward_baselines"] = rewards_B[prompt_of_row]
         return replace(generated, batch=batch)
 
     def generate(
         self, prompts: DataProto, num_samples: int, generation: Future[DataProto] | None = None
     ) -> Generated:
         """Generates `num_samples` responses to each of (B,) prompts. The batch that it returns has
-        B * num_samples rows, the samples of a prompt next to each other.
+        B * num_samples samples, those of a prompt next to each other.
 
         The rules score a response as soon as it is complete, while others are still generated.
         `generation` is what `begin` returned for the prompts, if they are being generated already.
@@ -364,9 +367,13 @@ class ExperienceMaker:
         for finished in generation.stream():
             if scores:
                 scores.add(finished)
+        prompt_of_row = SampleRows.of(generation.get()).sample_of_row // num_samples
         without_tensors = prompts.select(batch_keys=[])
-        repeated = without_tensors.repeat(num_samples)
+        repeated = without_tensors.select_idxs(prompt_of_row)
         batch, metrics = self.collect(repeated, [generation])
+        if scores and "is_skipped" in batch.tensors():
+            # What the agents left out, which the rules add to.
+            batch = batch.rename("is_skipped", "is_left_out")
         return Generated(batch, scores, metrics)
 
     def collect(
@@ -402,8 +409,8 @@ class ExperienceMaker:
         buffer = self.config.reward.overlong_buffer
         if buffer.enable:
             max_length = self.config.data.max_response_length
-            # All tokens of a response count, in all rows of its sample, and not only scored ones.
-            lengths_B = columns["attention_mask"][:, -mask_BR.size(1) :].sum(-1)
+            # All drawn tokens count, in all rows of a sample, and not only scored ones.
+            lengths_B = columns["response_mask"].sum(-1)
             penalty_B = overlong_penalty(lengths_B, max_length, buffer.len, buffer.penalty_factor)
             scores_BR = scores_BR + on_last_token(penalty_B, mask_BR)
             scored_B = penalty_B[mask_BR.any(-1)]  # samples that were skipped get no penalty

@@ -6,7 +6,7 @@ import importlib.metadata
 import importlib.util
 import itertools
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -30,6 +30,7 @@ from verl_like.trainer.config.rules import (
     sequence_parallel,
 )
 from verl_like.trainer.config.schema import PPOConfig
+from verl_like.trainer.ppo.agent_inputs import check_agents
 from verl_like.trainer.ppo.object_store import check_object_store, step_bytes
 from verl_like.trainer.ppo.scoring import (
     RULE_COLUMNS,
@@ -85,7 +86,7 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
     `cleanup` stops.
 
     The order of the checks is: the loss, this machine, the models, the room of the object store,
-    the data with its tokens, the number of steps, the workers, and the rewards. Rows that no rule
+    the agents, the data with its tokens, the number of steps, the workers, and the rewards. Rows that no rule
     scores need a reward model, or a custom role with reward_columns.
 
     No worker runs yet, so what the user has to change is known within seconds. It is raised as
@@ -103,8 +104,10 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
         if warning := check_object_store(needed):
             say(warning)
     tokenizer = pretrained.load_tokenizer(config.actor_rollout_ref.model)
-    train_dataset = load_dataset(config, tokenizer, "train")
-    val_dataset = load_dataset(config, tokenizer, "val")
+    agents = check_agents(config, tokenizer)
+    tools = agents.tools if agents else ()
+    train_dataset = load_dataset(config, tokenizer, "train", tools)
+    val_dataset = load_dataset(config, tokenizer, "val", tools)
     ptx_dataset = load_ptx_dataset(config, tokenizer)
     # Pairs (token, place).
     highest_tokens = [train_dataset.highest_token, val_dataset.highest_token]
@@ -119,8 +122,11 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
         with tempfile.TemporaryDirectory() as folder:
             batch.save_to_disk(f"{folder}/row")
     config = with_training_steps(config, len(train_dataset))
-    mapping = build_role_worker_mapping(config, own_classes)
-    scorer = start_scorer(config, cleanup, tokenizer, train_dataset, val_dataset, mapping)
+    mapping = build_role_worker_mapping(config, own_classes, agents)
+    agents_reward = agents is not None and agents.has_reward
+    scorer = None
+    if not agents_reward or config.custom_reward_function.path:
+        scorer = start_scorer(config, cleanup, tokenizer, train_dataset, val_dataset, mapping)
     notes = [_prompts_note("training", train_dataset), _prompts_note("validation", val_dataset)]
     if ptx_dataset:
         notes.append(f"{len(ptx_dataset):,} ptx rows ({ptx_dataset.num_truncated} cut)")
@@ -452,10 +458,18 @@ def check_teacher(model: PolicyModelConfig, tokenizer: PreTrainedTokenizerBase) 
         )
 
 
-def load_dataset(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, part: str) -> PromptDataset:
-    """Loads the prompts of a part of the data, "train" or "val". The width of padded responses is
-    the length that the rollout engine may draw."""
+def load_dataset(
+    config: PPOConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    part: str,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> PromptDataset:
+    """Loads the prompts of a part of the data, "train" or "val", which tell the model of the
+    agents' tools. The width of padded responses is the length that the rollout engine may draw."""
     data = config.data
+    template_kwargs = dict(data.apply_chat_template_kwargs)
+    if tools:
+        template_kwargs["tools"] = list(tools)
     files = data.train_files if part == "train" else data.val_files
     return PromptDataset(
         list(files),
@@ -467,7 +481,7 @@ def load_dataset(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, part: st
         filter_overlong_prompts=data.filter_overlong_prompts,
         truncation=data.truncation,
         max_samples=data.train_max_samples if part == "train" else data.val_max_samples,
-        apply_chat_template_kwargs=data.apply_chat_template_kwargs,
+        apply_chat_template_kwargs=template_kwargs,
     )
 
 

@@ -121,8 +121,7 @@ class Learner:
         Adds the share of each age if `trainer.max_staleness` allows any. Raises ValueError if the
         responses do not say which weights generated them.
         """
-        num_rows = len(batch)
-        if not num_rows:
+        if not len(batch):
             return {}
         if "policy_version" not in batch.non_tensor_batch:
             raise ValueError(
@@ -131,7 +130,11 @@ class Learner:
             )
         oldest_B = []
         for spans in batch.non_tensor_batch["policy_version"]:
-            oldest_B.append(min(version for version, _start, _end in spans))
+            if spans:  # a row that stands for an episode without one has none
+                oldest_B.append(min(version for version, _start, _end in spans))
+        num_rows = len(oldest_B)
+        if not num_rows:
+            return {}
         staleness_B = self.version - np.array(oldest_B)
         mean = staleness_B.mean()
         largest = staleness_B.max()

@@ -124,12 +124,20 @@ class MakerDriver(Generic[RecorderT]):
         prompts.meta_info |= {"validate": True, "global_steps": self.global_step}
         num_samples = self.config.actor_rollout_ref.rollout.val_kwargs.n
         batch, scores_B, metrics = self.maker.generate_and_score(prompts, num_samples)
+        found = {}
+        if "is_failed" in batch.tensors():
+            # Episodes of agents that failed are no responses, and count in no mean.
+            is_left = ~batch.tensors()["is_failed"]
+            found["val-aux/agent/num_failed"] = float((~is_left).sum())
+            found["val-aux/agent/num_episodes"] = float(is_left.sum())
+            batch = batch.select_idxs(is_left)
+            scores_B = scores_B[is_left]
         shown = functools.partial(
             generation_of_row, batch=batch, scores_B=scores_B, tokenizer=self.tokenizer
         )
         num_shown = self.config.trainer.log_val_generations
         self.recorder.show_generations(self.global_step, len(batch), shown, num_shown)
-        found = validation_metrics(batch, scores_B)
+        found |= validation_metrics(batch, scores_B)
         for name, count in metrics.items():
             if name.startswith(COUNT_PREFIX):
                 shown_name = name.replace("reward/", "val-aux/")

@@ -14,7 +14,7 @@ from verl_like.algorithms.masked import on_last_token
 from verl_like.data.prompt_dataset import PromptDataset
 from verl_like.protocol import DataProto, Future, Metric
 from verl_like.protocol.padded import view_of_samples
-from verl_like.protocol.row_ops import jagged_on_last_token
+from verl_like.protocol.row_ops import jagged_on_last_token, jagged_parts
 from verl_like.protocol.samples import SampleRows
 from verl_like.rewards.manager import RewardError, RewardManager, RewardResult
 from verl_like.rewards.process import Answer
@@ -34,6 +34,8 @@ _LEFT_TO_MODELS = Answer(score=0.0)
 """What the rules answer for a row that has no rule."""
 RULE_COLUMNS = {"rule_scores": 1.0}
 """The reward column of the rules, with its weight."""
+EARLY_COLUMNS = ("rule_scores", "episode_scores")
+"""Rewards that are there before the whole batch is."""
 COUNT_PREFIX = "reward/num_"
 """The prefix of the metrics in which `PendingScores` counts responses that could not be scored."""
 EXTRA_PREFIX = "reward_extra/"
@@ -48,7 +50,7 @@ def reward_columns(
     """Returns the columns whose weighted sum is the reward, with their weights. They are those that
     the worker class of each role declares and, if `with_rules`, the column of the rules.
 
-    Only reward models and custom roles may declare columns. The weight of a reward model, which is
+    Only reward models, agents and custom roles may declare columns. The weight of a reward model, which is
     in its configuration `reward_models[role]`, multiplies the weights that its class declares.
     Raises ValueError if the role may not declare a column, if its class does not write the column,
     or if two roles write it.
@@ -57,11 +59,13 @@ def reward_columns(
     for role, worker_class in worker_classes.items():
         model = reward_models.get(role)
         method = "compute_rm_score" if model else "annotate"
+        if role == Role.Agent:
+            method = "run_episodes"
         spec = registered_methods(worker_class).get(method)
         written = (spec and spec.writes) or ()
         for name, weight in worker_class.reward_columns.items():
             where = f"{worker_class.__name__}.reward_columns has {name!r}"
-            if role in set(Role) and not model:
+            if role in set(Role) - {Role.Agent} and not model:
                 raise ValueError(
                     f"{where}, but only a reward model and custom roles reward, not the {role}."
                 )
@@ -177,11 +181,12 @@ def groups_differ(batch: DataProto, metric: str) -> Tensor:
     Responses that could not be scored do not count. Responses of several rows are compared as one
     sample, and each of their rows gets the result.
 
-    `metric` is "reward", the rules' score, or the name of a number that the reward function
-    returned beside it. Raises ValueError if there is no such number.
+    `metric` is "reward", the score of the rules and of the agents, or the name of a number that the
+    reward function returned beside it. Raises ValueError if there is no such number.
     """
     view = view_of_samples(batch)
-    rewards = view.tensor_batch["rule_scores"].sum(-1)
+    early_columns = [name for name in EARLY_COLUMNS if name in view.tensor_batch]
+    rewards = sum(view.tensor_batch[name].sum(-1) for name in early_columns)
     numbers = {"reward": rewards.numpy()} | extra_numbers(view)
     require_metric(metric, numbers)
     # (B, 1), because PromptGroups takes values and a mask by token: here each response has one.
@@ -303,7 +308,7 @@ def has_rule(reward_model: dict) -> bool:
 @dataclass(eq=False)
 class PendingScores:
     """The rules' scores of the responses to some prompts, which are computed while responses are
-    still generated.
+    still generated. The text of a sample of several rows is that of all tokens that were drawn.
 
     Each response that rules score has a slot in `pending`, the scores that the reward manager
     computes. The prompts give B * num_samples responses, of which `rows` are scored.
@@ -317,7 +322,7 @@ class PendingScores:
     def __post_init__(self) -> None:
         columns = self.prompts.non_tensor_batch
         self.rows: list[int] = []
-        """The row of the batch of responses that each slot belongs to."""
+        """The sample of the batch of responses that each slot belongs to."""
         self.slots: dict[tuple[str, int], int] = {}
         """The slot of each response, by its prompt's uid and its number among its samples."""
         for i, reward_model in enumerate(columns["reward_model"]):
@@ -332,8 +337,8 @@ class PendingScores:
         self.pending = self.scorer.manager.expect(num_scored)
         self.num_early = 0
         """How many responses were given to the rules before generation ended."""
-        self.mask: Tensor | None = None
-        """The jagged `response_mask` of the batch of responses, once they are generated."""
+        self.batch: DataProto | None = None
+        """The batch of responses, once they are generated."""
 
     def add(self, finished: Sequence[FinishedRequest]) -> None:
         """Starts scoring responses that are complete while others are still generated."""
@@ -346,20 +351,21 @@ class PendingScores:
         self._submit(early)
 
     def complete(self, batch: DataProto) -> "PendingScores":
-        """Starts scoring those responses of the (B * num_samples,) batch that `add` did not get,
+        """Starts scoring those of the B * num_samples samples of a batch that `add` did not get,
         and returns itself: `get` waits for all scores."""
-        self.mask = batch.tensor_batch["response_mask"]
+        self.batch = batch
         slots = list(self.pending.missing())
         if not slots:
             return self
-        rows = [self.rows[slot] for slot in slots]
-        columns = batch.select_idxs(rows).tensor_batch
-        responses = columns["responses"].unbind()
-        masks = columns["response_mask"].unbind()
+        token_ids, offsets = jagged_parts(batch.tensor_batch["responses"])
+        is_drawn, _offsets = jagged_parts(batch.tensor_batch["response_mask"])
+        starts = offsets[SampleRows.of(batch).starts].tolist()
         late = {}
-        for slot, response, mask in zip(slots, responses, masks, strict=True):
-            sampled_tokens = response[mask.bool()]
-            late[slot] = sampled_tokens.tolist()
+        for slot in slots:
+            sample = self.rows[slot]
+            tokens = slice(starts[sample], starts[sample + 1])
+            drawn_tokens = token_ids[tokens][is_drawn[tokens].bool()]
+            late[slot] = drawn_tokens.tolist()
         self._submit(late)
         return self
 
@@ -385,22 +391,23 @@ class PendingScores:
             self.pending.submit(slot, sample)
 
     def get(self) -> DataProto:
-        """Waits for the scores. Returns the columns `rule_scores` (B * num_samples, R) float32 and
-        `is_skipped` (B * num_samples,) bool, and what the reward function returned beside scores.
+        """Waits for the scores. Returns the columns `rule_scores` (rows, R) float32 and
+        `is_skipped` (rows,) bool, and what the reward function returned beside scores.
 
-        `is_skipped` is True for a response that could not be scored. A response that is left to the
-        reward model scores 0 here.
+        The score of a sample stands on its last token. `is_skipped` is True for a sample that could
+        not be scored, or that the agents left out. A sample that is left to the reward model scores
+        0 here.
         """
-        assert self.mask is not None, "complete(batch) comes before get()"
-        num_rows = len(self.mask)
+        assert self.batch is not None, "complete(batch) comes before get()"
+        samples = SampleRows.of(self.batch)
         num_scored = len(self.rows)
-        answers = [_LEFT_TO_MODELS] * num_rows
+        answers = [_LEFT_TO_MODELS] * samples.num_samples
         scored = self.pending.get()
         for row, answer in zip(self.rows, scored.answers, strict=True):
             answers[row] = answer
         result = RewardResult(answers)
         self.scorer.report(result.ran)
-        extra = self.scorer.with_all_numbers(result.extra, num_rows)
+        extra = self.scorer.with_all_numbers(result.extra, samples.num_samples)
         early_ratio = self.num_early / max(1, num_scored)
         metrics = {
             "reward/early_ratio": Metric.mean(early_ratio, weight=num_scored),
@@ -408,14 +415,22 @@ class PendingScores:
             "reward/num_errors": Metric.sum(result.num_errors),
             "reward/num_timeouts": Metric.sum(result.num_timeouts),
         }
-        columns = {
-            "rule_scores": jagged_on_last_token(torch.from_numpy(result.scores), self.mask),
-            "is_skipped": torch.from_numpy(result.skipped),
+        columns = self.batch.tensor_batch
+        scores_B = torch.zeros(len(self.batch))
+        last_rows = samples.starts[1:] - 1
+        scores_B[last_rows] = torch.from_numpy(result.scores)
+        is_skipped_B = torch.from_numpy(result.skipped)[samples.sample_of_row]
+        if "is_left_out" in columns:
+            is_skipped_B |= columns["is_left_out"]
+        tensors = {
+            "rule_scores": jagged_on_last_token(scores_B, columns["response_mask"]),
+            "is_skipped": is_skipped_B,
         }
+        sample_of_row = samples.sample_of_row.numpy()
         non_tensors = {}
         for name, values in extra.items():
-            non_tensors[f"{EXTRA_PREFIX}{name}"] = values
-        return DataProto.from_dict(columns, non_tensors, {"metrics": metrics})
+            non_tensors[f"{EXTRA_PREFIX}{name}"] = values[sample_of_row]
+        return DataProto.from_dict(tensors, non_tensors, {"metrics": metrics})
 
 
 def _merged(spans: list[Span]) -> list[Span]:

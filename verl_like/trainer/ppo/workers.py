@@ -13,9 +13,12 @@ from verl_like.single_controller.ray.worker_group import (
 )
 from verl_like.single_controller.worker import Worker
 from verl_like.single_controller.worker_group import OnCall, WorkerGroup
-from verl_like.trainer.config.roles import Role, process_groups, reward_model_key
+from verl_like.trainer.config.roles import OWN_PROCESS, Role, process_groups, reward_model_key
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.workers.actor import ActorWorker
+from verl_like.workers.agent_worker import AgentWorker, UnscoredAgentWorker
+from verl_like.workers.agents.hosts import Description
+from verl_like.workers.agents.router import OnEpisodes, connect_agents, ignore_episodes
 from verl_like.workers.config.joint_trainer import JointTrainer
 from verl_like.workers.critic import CriticWorker
 from verl_like.workers.reference import ReferenceWorker
@@ -28,13 +31,15 @@ PlacedGroup = tuple[str, list[str], RayWorkerGroup]
 
 
 def build_role_worker_mapping(
-    config: PPOConfig, own_classes: dict[str, type[Worker]]
+    config: PPOConfig,
+    own_classes: dict[str, type[Worker]],
+    agents: Description | None = None,
 ) -> dict[str, RayClassWithInitArgs]:
     """Returns the worker class of each active role, with the arguments of its constructor.
 
     `own_classes` has the user's classes by role, which take the places of the built-in ones. The
     class for the reward model serves all reward models. A custom role, which has no built-in class,
-    gets the whole configuration.
+    gets the whole configuration. `agents` says which tools the agents have, if there are any.
     """
     seed = config.trainer.seed
     steps = config.trainer.total_training_steps
@@ -59,6 +64,9 @@ def build_role_worker_mapping(
         Role.Teacher: (TeacherWorker, dict(policy)),
         Role.Critic: (CriticWorker, critic),
     }
+    if agents:
+        agent_class = AgentWorker if agents.has_reward else UnscoredAgentWorker
+        built_in[Role.Agent] = (agent_class, agent_arguments(config, agents))
     reward_model_class = own_classes.get(Role.RewardModel, RewardModelWorker)
     for role, model in config.plan.reward_models_by_role.items():
         arguments: dict[str, Any] = {"config": model}
@@ -70,13 +78,26 @@ def build_role_worker_mapping(
     for role in config.plan.active_roles:
         worker_class, arguments = built_in.get(role, (Worker, {"config": config}))
         worker_class = own_classes.get(role, worker_class)
-        if role in built_in and role != Role.Rollout:
+        if role in built_in and role not in OWN_PROCESS:
             pool = config.role_mapping[role]
             arguments["shares_device"] = pool == pool_of_rollout
         built = RayClassWithInitArgs(worker_class, **arguments)
         built.plugins = config.plugins
         mapping[role] = built
     return mapping
+
+
+def agent_arguments(config: PPOConfig, agents: Description) -> dict[str, Any]:
+    """Returns the arguments of an agent's worker."""
+    compares_samples = "index" in config.plan.estimator_needs
+    rules = {"min_samples": 2 if compares_samples else 1, "on_error": config.reward.on_error}
+    return {
+        "config": config.agent,
+        "policy": config.actor_rollout_ref,
+        "rules": rules,
+        "template_kwargs": config.data.apply_chat_template_kwargs,
+        "agents": agents,
+    }
 
 
 def transport_to_copies(config: PPOConfig) -> str:
@@ -172,9 +193,11 @@ def start_groups(
     return groups, placement
 
 
-def load_models(groups: Mapping[str, WorkerGroup], device: str) -> None:
+def load_models(
+    groups: Mapping[str, WorkerGroup], device: str, on_episodes: OnEpisodes = ignore_episodes
+) -> None:
     """Loads the models of all groups. They load at the same time, except that on a GPU the rollout
-    loads after the others.
+    loads after the others. `on_episodes` is told of the episodes of agents.
 
     vLLM takes its share of the free memory, and asserts that no other process frees memory while it
     measures how much there is.
@@ -193,3 +216,5 @@ def load_models(groups: Mapping[str, WorkerGroup], device: str) -> None:
         pending = [group.init_model.remote() for group in together]
         for future in pending:
             future.get()
+    if agents := groups.get(Role.Agent):
+        connect_agents(agents, groups[Role.Rollout], on_episodes)

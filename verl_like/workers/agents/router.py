@@ -26,6 +26,10 @@ OnEpisodes = Callable[[DataProto, Sequence[Episode]], None]
 """Called with the prompts of a call, and with its episodes once all have ended."""
 
 
+def ignore_episodes(prompts: DataProto, episodes: Sequence[Episode]) -> None:
+    """Does nothing with the episodes of a call."""
+
+
 def call_by_episodes(method: BoundMethod, prompts: DataProto) -> DataProtoFuture:
     """Calls `AgentWorker.run_episodes` by giving episodes to its ranks."""
     router = method.group.caller

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from verl_like.config_model import ConfigModel, Follows, NonNegativeFloat, PositiveInt
+from verl_like.workers.config.agent import MultiTurnConfig
 from verl_like.workers.config.models import RolloutDtype
 
 
@@ -101,6 +102,7 @@ class RolloutConfig(LogProbConfig, SamplingConfig):
     """Keys and values of unfinished responses when new weights arrive: computed again with them, or
     kept."""
     val_kwargs: SamplingConfig = SamplingConfig()
+    multi_turn: MultiTurnConfig = MultiTurnConfig()
 
     @property
     def sends_directly(self) -> bool:

@@ -1,0 +1,68 @@
+"""What agents need, checked before Ray starts: their code or server, and the model's chat format."""
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from verl_like.trainer.config.schema import PPOConfig
+from verl_like.workers.agents.chat import ChatFormat
+from verl_like.workers.agents.hosts import Description, describe_environment, describe_harness
+from verl_like.workers.rollout.base import special_token_ids
+
+
+def check_agents(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> Description | None:
+    """Returns which tools the agents have, and whether their episodes have rewards of their own.
+    Returns None without agents.
+
+    Raises ValueError if their code cannot be loaded or lacks something, or if the model's chat
+    template or vLLM's parsers do not fit.
+    """
+    agent = config.agent
+    if agent.way is None:
+        return None
+    if importlib.util.find_spec("vllm") is None:
+        raise ValueError(
+            f"agent.{agent.way} needs vllm, which reads tool calls and serves the endpoint, and it "
+            "is not installed: run bash scripts/environment.sh"
+        )
+    if agent.environment:
+        description = describe_environment(agent.environment, config.plugins)
+    elif agent.harness:
+        description = describe_harness(agent.harness, config.plugins)
+    end_token_ids, _padding = special_token_ids(tokenizer, config.actor_rollout_ref.model.path)
+    chat = ChatFormat(
+        tokenizer,
+        config.data.apply_chat_template_kwargs,
+        end_token_ids,
+        tool_parser=config.actor_rollout_ref.rollout.multi_turn.format,
+        reasoning_parser=agent.reasoning_parser,
+        keep_reasoning=agent.keep_reasoning,
+    )
+    require_extendable(chat, description.tools)
+    return description
+
+
+def require_extendable(chat: ChatFormat, tools: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ValueError if the chat template does not extend its text when messages are added to a
+    conversation, so that no turn could stand behind another one."""
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "0"}]
+    reply: dict[str, Any] = {"role": "assistant", "content": "1"}
+    added = {"role": "user", "content": "2"}
+    if tools:
+        name = tools[0]["function"]["name"]
+        function = {"name": name, "arguments": {}}
+        reply["tool_calls"] = [{"id": "call-0", "type": "function", "function": function}]
+        added = {"role": "tool", "name": name, "content": "2"}
+    before = chat.render([*messages, reply], tools, is_prompt=False)
+    prompt = chat.render([*messages, reply, added], tools, is_prompt=True)
+    drawn_ids = chat.tokens("1")
+    tail = chat.tail(prompt, before, drawn_ids)
+    if tail is None or not chat.tokenizer.decode(tail).strip():
+        raise ValueError(
+            "the chat template does not extend the text of a conversation when a "
+            f"{added['role']} message is added to it, so an agent could not take a second turn: "
+            f"{before!r} became {prompt!r}; set actor_rollout_ref.model.tokenizer_path to a "
+            "tokenizer with a template for several turns and tools"
+        )
