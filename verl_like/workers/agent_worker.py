@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from transformers import PreTrainedTokenizerBase
+
 from verl_like.protocol import DataProto
 from verl_like.single_controller.decorator import Dispatch, register
 from verl_like.single_controller.worker import Worker
@@ -54,14 +56,6 @@ class AgentWorker(Worker):
         rollout = self.policy.rollout
         tokenizer = load_tokenizer(self.policy.model)
         end_token_ids, self.filler_token = special_token_ids(tokenizer, self.policy.model.path)
-        chat = ChatFormat(
-            tokenizer,
-            self.template_kwargs,
-            end_token_ids,
-            tool_parser=rollout.multi_turn.format,
-            reasoning_parser=self.config.reasoning_parser,
-            keep_reasoning=self.config.keep_reasoning,
-        )
         limits = Limits(
             first_prompt=rollout.prompt_length,
             response=rollout.response_length,
@@ -69,7 +63,7 @@ class AgentWorker(Worker):
             call_timeout_s=self.config.call_timeout_s,
         )
         self.runner = EpisodeRunner(
-            self.make_way(chat),
+            self.make_way(tokenizer, end_token_ids),
             limits,
             tokenizer.decode,
             num_attempts=self.config.num_attempts,
@@ -77,9 +71,17 @@ class AgentWorker(Worker):
             episode_timeout_s=self.config.episode_timeout_s,
         )
 
-    def make_way(self, chat: ChatFormat) -> Way:
+    def make_way(self, tokenizer: PreTrainedTokenizerBase, end_token_ids: Sequence[int]) -> Way:
         """Makes what acts in episodes."""
         config = self.config
+        chat = ChatFormat(
+            tokenizer,
+            self.template_kwargs,
+            end_token_ids,
+            tool_parser=self.policy.rollout.multi_turn.format,
+            reasoning_parser=config.reasoning_parser,
+            keep_reasoning=config.keep_reasoning,
+        )
         if config.environment:
             code = HostedCode(config.environment, "environment")
             hosts = Hosts(code, config.num_processes, config.max_memory_gb)

@@ -1,4 +1,4 @@
-"""What agents need, checked before Ray starts: their code or server, and the model's chat format."""
+"""What agents need, checked before Ray starts: their code or server, and the chat template."""
 
 import importlib.util
 from collections.abc import Mapping, Sequence

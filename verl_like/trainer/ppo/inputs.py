@@ -86,8 +86,9 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
     `cleanup` stops.
 
     The order of the checks is: the loss, this machine, the models, the room of the object store,
-    the agents, the data with its tokens, the number of steps, the workers, and the rewards. Rows that no rule
-    scores need a reward model, or a custom role with reward_columns.
+    the agents, the data with its tokens, the number of steps, the workers, and the rewards. Rows
+    that no rule scores need a reward model, agents with rewards, or a custom role with
+    reward_columns.
 
     No worker runs yet, so what the user has to change is known within seconds. It is raised as
     ValueError or RewardError.

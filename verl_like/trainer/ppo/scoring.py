@@ -50,10 +50,10 @@ def reward_columns(
     """Returns the columns whose weighted sum is the reward, with their weights. They are those that
     the worker class of each role declares and, if `with_rules`, the column of the rules.
 
-    Only reward models, agents and custom roles may declare columns. The weight of a reward model, which is
-    in its configuration `reward_models[role]`, multiplies the weights that its class declares.
-    Raises ValueError if the role may not declare a column, if its class does not write the column,
-    or if two roles write it.
+    Only reward models, agents and custom roles may declare columns. The weight of a reward model,
+    which is in its configuration `reward_models[role]`, multiplies the weights that its class
+    declares. Raises ValueError if the role may not declare a column, if its class does not write
+    the column, or if two roles write it.
     """
     columns = dict(RULE_COLUMNS) if with_rules else {}
     for role, worker_class in worker_classes.items():

@@ -31,9 +31,7 @@ PlacedGroup = tuple[str, list[str], RayWorkerGroup]
 
 
 def build_role_worker_mapping(
-    config: PPOConfig,
-    own_classes: dict[str, type[Worker]],
-    agents: Description | None = None,
+    config: PPOConfig, own_classes: dict[str, type[Worker]], agents: Description | None = None
 ) -> dict[str, RayClassWithInitArgs]:
     """Returns the worker class of each active role, with the arguments of its constructor.
 

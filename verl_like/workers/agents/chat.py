@@ -49,9 +49,7 @@ class ChatFormat:
                 f"{error}. Take the parsers that vLLM's documentation names for the model"
             ) from error
 
-    def render(
-        self, messages: Sequence[Message], tools: Sequence[Any], *, is_prompt: bool
-    ) -> str:
+    def render(self, messages: Sequence[Message], tools: Sequence[Any], *, is_prompt: bool) -> str:
         """Returns the text of messages. With `is_prompt` the model is to answer them."""
         return self.tokenizer.apply_chat_template(
             list(messages),

@@ -149,9 +149,10 @@ class Session:
         One reward stands on the last token of the last call. Raises RewardProblem if there are
         several, but not one for each call that was answered, or if one is no finite number.
         """
-        rewards = list(reward) if isinstance(reward, Sequence) else [reward]
+        is_by_call = isinstance(reward, list | tuple)
+        rewards = list(reward) if is_by_call else [reward]
         numbers = sorted(self.turns)
-        if not isinstance(reward, Sequence):
+        if not is_by_call:
             numbers = numbers[-1:]
         elif len(rewards) != len(numbers):
             raise RewardProblem(
@@ -262,4 +263,3 @@ def _first_tokens(completion: Completion, length: int) -> Completion:
         tuple(versions),
         completion.num_cached_tokens,
     )
-

@@ -173,11 +173,13 @@ class RolloutEngine(ABC):
         """Raises ValueError for a prompt or a response length that the engine cannot compute."""
         prompt_ids = request.prompt_ids
         limit = self.config.prompt_length
+        if request.episode:  # its prompt may have what was drawn before
+            limit += self.config.response_length - request.sampling.max_tokens
         if not 0 < len(prompt_ids) <= limit:
             raise ValueError(
-                f"The prompt of {request.name} has {len(prompt_ids)} tokens, but 1 to "
-                f"rollout.prompt_length={limit} are allowed; filter or truncate the dataset, or "
-                "raise data.max_prompt_length."
+                f"The prompt of {request.name} has {len(prompt_ids)} tokens, but 1 to {limit} are "
+                f"allowed with rollout.prompt_length={self.config.prompt_length}; filter or "
+                "truncate the dataset, or raise data.max_prompt_length."
             )
         if not 0 <= min(prompt_ids) <= max(prompt_ids) < self._vocab_size:
             raise ValueError(
