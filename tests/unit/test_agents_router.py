@@ -118,7 +118,8 @@ def test_episodes_of_one_call_have_the_tokens_of_responses(make_agents, routing,
 
 
 def test_all_calls_of_an_episode_go_to_one_replica_and_new_weights_show_in_its_spans(
-    make_agents, actor  # noqa: F811
+    make_agents,
+    actor,  # noqa: F811
 ):
     taken = defaultdict(set)
     goes_on = asyncio.Event()
