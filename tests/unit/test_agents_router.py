@@ -8,14 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_rollout_router import (  # noqa: F401  fixtures
-    N,
-    actor,
-    assert_same_rows,
-    config,
-    make_group,
-    prompts,
-)
+from test_rollout_router import N, actor, assert_same_rows, config, make_group, prompts  # noqa: F401  fixtures
 
 from verl_like.protocol import DataProto
 from verl_like.rewards.manager import RewardError

@@ -100,10 +100,10 @@ def test_a_call_has_as_many_tokens_as_its_row_its_context_and_the_caller_leave()
     draw(session, [8] * 14)
     asked = [request.sampling.max_tokens for request in model.requests]
     assert asked == [5, 12 - 7, 16 - 14]
-    with pytest.raises(RoomUsedUp, match="16 tokens, of which 0 are behind .* context of 16"):
+    with pytest.raises(RoomUsedUp, match=r"16 tokens, of which 0 are behind .* context of 16"):
         draw(session, [8] * 16)
     assert len(model.requests) == 3
-    with pytest.raises(RoomUsedUp, match="first prompt has 5 tokens.*max_prompt_length=4"):
+    with pytest.raises(RoomUsedUp, match=r"first prompt has 5 tokens.*max_prompt_length=4"):
         draw(session_of(model), [1] * 5)
     with pytest.raises(RoomUsedUp, match="first prompt has 0 tokens"):
         draw(session_of(model), [])
@@ -129,7 +129,7 @@ def test_a_call_that_gets_no_answer_in_time_fails_and_leaves_its_row_as_it_was()
             raise AssertionError
 
     session = session_of(SilentModel(), replace(LIMITS, call_timeout_s=0.05))
-    with pytest.raises(EpisodeFailed, match="a call of the model took over 0.05 s") as failed:
+    with pytest.raises(EpisodeFailed, match=r"a call of the model took over 0.05 s") as failed:
         draw(session, [1, 2])
     assert failed.value.kind == "deadline"
     session.model = ScriptedModel([5, EOS])

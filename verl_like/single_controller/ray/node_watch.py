@@ -41,15 +41,17 @@ class NodeAgent:
     """Looks at processes of the node that it runs on."""
 
     def look(self, pids: Sequence[int]) -> Look:
-        """Returns what is found. Processes that have ended are left out."""
+        """Returns what is found. Processes that have ended are left out, and so are those in a
+        process group of their own: whoever started them has deadlines for them."""
         stopped = {}
         for pid in pids:
-            with contextlib.suppress(psutil.NoSuchProcess):
+            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
                 worker = psutil.Process(pid)
                 children = worker.children(recursive=True)
                 titles = {}
                 for each in (worker, *children):
-                    if each.status() == psutil.STATUS_STOPPED:
+                    is_stopped = each.status() == psutil.STATUS_STOPPED
+                    if is_stopped and os.getpgid(each.pid) == os.getpgid(pid):
                         titles[each.pid] = title_of(each)
                 if titles:
                     stopped[pid] = titles
