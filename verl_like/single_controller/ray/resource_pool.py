@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import ray
@@ -206,13 +206,14 @@ class ResourcePoolManager:
     """The pools of a run and the pool of each role.
 
     `resource_pool_spec` maps a pool's name to its processes per node, `mapping` a role to a pool's
-    name.
+    name. `without_gpu` names the pools that take CPUs only, also with `use_gpu`.
     """
 
     resource_pool_spec: dict[str, list[int]]
     mapping: dict[str, str]
     use_gpu: bool = True
     max_colocate_count: int = 1
+    without_gpu: Collection[str] = ()
     resource_pool_dict: dict[str, RayResourcePool] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -222,10 +223,12 @@ class ResourcePoolManager:
                     f"role {role} is mapped to pool {pool!r}, which is not in resource_pool_spec "
                     f"({sorted(self.resource_pool_spec)})"
                 )
-        self.resource_pool_dict = {
-            name: RayResourcePool(processes, self.use_gpu, name, self.max_colocate_count)
-            for name, processes in self.resource_pool_spec.items()
-        }
+        self.resource_pool_dict = {}
+        for name, processes in self.resource_pool_spec.items():
+            takes_gpus = self.use_gpu and name not in self.without_gpu
+            self.resource_pool_dict[name] = RayResourcePool(
+                processes, takes_gpus, name, self.max_colocate_count
+            )
 
     def create_resource_pool(self) -> None:
         """Reserves the pools. Raises PlacementError with a table, within 10 s, unless the cluster
@@ -239,7 +242,5 @@ class ResourcePoolManager:
 
     def get_n_gpus(self) -> int:
         """Returns the number of GPUs of all pools together."""
-        if not self.use_gpu:
-            return 0
         pools = self.resource_pool_dict.values()
-        return sum(pool.world_size for pool in pools)
+        return sum(pool.world_size for pool in pools if pool.use_gpu)

@@ -256,6 +256,15 @@ def groups_have_several_responses(config: PPOConfig) -> Iterator[str]:
         )
 
 
+def agents_have_an_estimator_for_inserted_tokens(config: PPOConfig) -> Iterator[str]:
+    if config.agent.way and config.algorithm.adv_estimator == "optimal_token_baseline":
+        yield (
+            "algorithm.adv_estimator=optimal_token_baseline compares tokens by their position, "
+            f"which the results of tools move in episodes of agent.{config.agent.way}; set "
+            "tir_optimal_token_baseline"
+        )
+
+
 def needed_values_have_a_critic(config: PPOConfig) -> Iterator[str]:
     name = config.algorithm.adv_estimator
     if "values" in config.plan.estimator_needs and config.critic.enable is False:
@@ -456,6 +465,7 @@ BATCH_RULES = (
 OTHER_RULES = (
     a_reference_in_the_actor_computes_as_the_actor,
     groups_have_several_responses,
+    agents_have_an_estimator_for_inserted_tokens,
     needed_values_have_a_critic,
     dynamic_sampling_compares_what_rules_score,
     the_overlong_buffer_lies_within_the_response,

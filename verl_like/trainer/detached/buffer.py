@@ -2,7 +2,6 @@
 out."""
 
 import itertools
-import math
 import threading
 import time
 from collections import deque
@@ -12,6 +11,8 @@ from verl_like.protocol import DataProto, Metric
 from verl_like.protocol.samples import SampleRows, concat_samples
 from verl_like.trainer.detached.ledger import PromptLedger, Ticket
 
+NO_VERSION = 1 << 62
+"""In place of the version of a row without a drawn token: it is older than nothing."""
 RowRange = tuple[DataProto, int, int]
 """Some rows of a batch: the batch, the first of the rows, and the row after the last."""
 
@@ -62,7 +63,7 @@ class ExperienceBuffer:
         versions = []  # of the oldest token of each row
         for spans in batch.non_tensor_batch["policy_version"]:
             # A row that stands for an episode without one has none.
-            versions.append(min((version for version, _start, _end in spans), default=math.inf))
+            versions.append(min((version for version, _start, _end in spans), default=NO_VERSION))
         num_samples_of_group = num_samples // len(tickets)
         starts_of_groups = samples.starts[::num_samples_of_group]
         bounds = itertools.pairwise(starts_of_groups.tolist())

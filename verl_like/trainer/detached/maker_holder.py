@@ -341,11 +341,14 @@ class ExperienceMakerHolder(Side):
 
     def submit(self, tickets: Sequence[Ticket], prompts: DataProto) -> None:
         """Begins the responses to (B,) prompts while others are being generated."""
-        maker = self.run.maker
+        groups = self.run.groups
+        begin = groups[Role.Rollout].generate_sequences
+        if agents := groups.get(Role.Agent):
+            begin = agents.run_episodes
         uids = prompts.non_tensor_batch["uid"]
         for row, (ticket, uid) in enumerate(zip(tickets, uids, strict=True)):
             prompt = prompts.rows(row, row + 1)
-            responses = maker.begin(prompt)
+            responses = begin.remote(prompt)
             assert isinstance(responses, ResponsesFuture), "check_maker refuses other rollouts"
             self.in_flight[uid] = InFlight(ticket, prompt, responses)
 

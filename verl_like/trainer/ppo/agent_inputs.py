@@ -59,7 +59,7 @@ def require_extendable(chat: ChatFormat, tools: Sequence[Mapping[str, Any]]) -> 
     prompt = chat.render([*messages, reply, added], tools, is_prompt=True)
     drawn_ids = chat.tokens("1")
     tail = chat.tail(prompt, before, drawn_ids)
-    if tail is None or not chat.tokenizer.decode(tail).strip():
+    if not tail:
         raise ValueError(
             "the chat template does not extend the text of a conversation when a "
             f"{added['role']} message is added to it, so an agent could not take a second turn: "

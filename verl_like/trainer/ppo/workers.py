@@ -139,7 +139,8 @@ def build_resource_pools(
     """Returns the pools of the configuration for `roles`, by default all active ones.
 
     On each device of a pool, the training roles share one process, and the rollout engine has
-    another. The pools are divided for the largest number of processes on a device.
+    another. The pools are divided for the largest number of processes on a device. A pool that only
+    agents have takes CPUs alone.
     """
     roles = roles or config.plan.active_roles
     mapping = {role: config.role_mapping[role] for role in roles}
@@ -148,11 +149,13 @@ def build_resource_pools(
         nodes_of_pool[name] = list(nodes)
     pool_of_groups = [pool for pool, _roles in process_groups(mapping)]
     max_colocate_count = max(pool_of_groups.count(pool) for pool in pool_of_groups)
+    pools_of_others = {pool for role, pool in mapping.items() if role != Role.Agent}
     return ResourcePoolManager(
         nodes_of_pool,
         mapping,
         use_gpu=config.trainer.device == "cuda",
         max_colocate_count=max_colocate_count,
+        without_gpu=nodes_of_pool.keys() - pools_of_others,
     )
 
 

@@ -30,10 +30,10 @@ def check_machine(
         entries += pool.node_requests()
     if assign(entries, {"here": node}) is not None:
         return
-    needed: Resources = dict.fromkeys(entries[0], 0)
+    needed: Resources = {}
     for entry in entries:
-        for kind in needed:
-            needed[kind] += entry[kind]
+        for kind, amount in entry.items():
+            needed[kind] = needed.get(kind, 0) + amount
     sizes = "\n".join(f"  {pool.name:<32} {pool.process_on_nodes} processes" for pool in pools)
     raise ValueError(
         f"the resource pools do not fit on this machine:\n{sizes}\n"

@@ -72,7 +72,7 @@ class EpisodeRunner:
         self,
         way: Way,
         limits: Limits,
-        decode: Callable[[Sequence[int]], str],
+        decode: Callable[..., Any],
         *,
         num_attempts: int,
         max_episodes: int,

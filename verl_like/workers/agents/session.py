@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -67,7 +67,7 @@ class Session:
         spec: EpisodeSpec,
         model: Model,
         limits: Limits,
-        decode: Callable[[Sequence[int]], str],
+        decode: Callable[..., Any],
         *,
         name: str,
     ) -> None:
@@ -143,18 +143,19 @@ class Session:
         self._record(number, row, prompt_ids, drawn.completion, time.monotonic() - started)
         return drawn
 
-    def finish(self, reward: float | Sequence[float]) -> tuple[FinishedRow, ...]:
+    def finish(self, reward: Any) -> tuple[FinishedRow, ...]:
         """Returns the rows as arrays, with their rewards.
 
         One reward stands on the last token of the last call. Raises RewardProblem if there are
         several, but not one for each call that was answered, or if one is no finite number.
         """
-        is_by_call = isinstance(reward, list | tuple)
-        rewards = list(reward) if is_by_call else [reward]
         numbers = sorted(self.turns)
-        if not is_by_call:
+        if isinstance(reward, list | tuple):
+            rewards = list(reward)
+        else:
+            rewards = [reward]
             numbers = numbers[-1:]
-        elif len(rewards) != len(numbers):
+        if len(rewards) != len(numbers) and numbers:
             raise RewardProblem(
                 f"{len(rewards)} rewards were given for {len(numbers)} calls of the model: give "
                 "one number, or one for each call"
@@ -162,7 +163,7 @@ class Session:
         for value in rewards:
             if not isinstance(value, int | float) or not math.isfinite(value):
                 raise RewardProblem(f"the reward {reward!r:.100} is no finite number")
-        by_call = dict(zip(numbers, rewards, strict=False))
+        by_call: dict[int, float] = dict(zip(numbers, rewards, strict=False))
         return tuple(row.finished(by_call) for row in self.rows)
 
     def _row_of(self, prompt_ids: Sequence[int]) -> Row:
