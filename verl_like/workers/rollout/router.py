@@ -333,7 +333,8 @@ class RequestRouter:
         with self.changed:
             for call in self.unfinished_calls():
                 call.error = failure
-            unfinished = [*self.calls, *self.queue.replica_of]
+            # Requests of episodes are in the queue alone. Names that are in both count once.
+            unfinished = dict.fromkeys([*self.calls, *self.queue.replica_of])
             self.aborted += self.queue.remove(unfinished)
             self.calls = {}
             self.sent = set()
