@@ -314,6 +314,8 @@ def ledger_changes() -> list[tuple[str, str, str]]:
     watch.call("lost", "maker_0.2")
     watch.call("take", "maker_0.3", 1, 1)
     watch.call("lost", "maker_0.3")
+    (ticket,) = watch.call("take", "maker_0.4", 1, 1)
+    watch.call("drop", "maker_0.4", [(ticket.number, ticket.attempt)], "agents_failed")
     return watch.changes
 
 
@@ -325,6 +327,7 @@ PLACES = {
     "trained": (820, 150),
     "again": (420, 280),
     "dropped/maker_lost": (220, 40),
+    "dropped/agents_failed": (420, 40),
 }
 """The upper left corner of each state."""
 STATE_SIZE = (140, 44)

@@ -5,6 +5,7 @@ import pytest
 from verl_like.protocol import COLUMNS
 from verl_like.single_controller.decorator import registered_methods
 from verl_like.workers.actor import ActorWorker
+from verl_like.workers.agent_worker import AgentWorker
 from verl_like.workers.copies import ActorCopyWorker, CriticCopyWorker
 from verl_like.workers.critic import CriticWorker
 from verl_like.workers.reference import ReferenceWorker
@@ -18,6 +19,7 @@ from verl_like.workers.teacher import TeacherWorker
     [
         *(
             ActorWorker,
+            AgentWorker,
             ReferenceWorker,
             RolloutWorker,
             CriticWorker,

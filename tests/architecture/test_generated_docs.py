@@ -56,6 +56,7 @@ def test_the_picture_of_the_ledger_has_each_state_and_call_of_a_prompt():
     states = ["not_started", "in_flight", "in_buffer", "training", "trained"]
     way = list(zip(states, ["take", "deliver", "choose", "trained"], states[1:], strict=False))
     lost = [("in_flight", "lost", "again"), ("in_flight", "lost", "dropped/maker_lost")]
+    lost.append(("in_flight", "drop", "dropped/agents_failed"))
     resumed = [
         (state, "a resumed run", "again") for state in ("in_flight", "in_buffer", "training")
     ]

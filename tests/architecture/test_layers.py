@@ -24,6 +24,7 @@ LAYER = {
     "trainer": 3,
     "rehearse": 4,
     "compare": 4,
+    "episodes": 4,
     "export": 4,
     "train": 4,
     "compat": 5,

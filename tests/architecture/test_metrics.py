@@ -8,7 +8,7 @@ from documented_metrics import documented_names
 from source_tree import PACKAGE, parse, python_files, relative
 
 PREFIX = re.compile(
-    r"(actor|critic|global_seqlen|perf|prompt_length|response_length|reward|rollout|timing_s|training)/\S*[^_/\s]"
+    r"(actor|agent|critic|global_seqlen|perf|prompt_length|response_length|reward|rollout|timing_s|training)/\S*[^_/\s]"
 )
 
 

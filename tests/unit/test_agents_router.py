@@ -2,7 +2,8 @@
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from verl_like.rewards.manager import RewardError
 from verl_like.single_controller.failure import WorkerError
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.worker_group import ClassWithInitArgs
+from verl_like.trainer.ppo.workers import load_models
 from verl_like.workers.agent_worker import AgentWorker
 from verl_like.workers.agents.episode import Episode, EpisodeFailed, Restarted, RoomUsedUp
 from verl_like.workers.agents.hosts import Description
@@ -271,3 +273,21 @@ def test_an_episode_without_room_says_so_and_is_trained(make_agents):
     lengths = [len(row) for row in made.batch["responses"].unbind()]
     assert max(lengths) <= 12 and {episode.ended for episode in seen} == {"room"}
     assert torch.cat(made.batch["episode_scores"].unbind()).sum() == 0.5 * 2 * N
+
+
+def test_who_loads_the_models_is_told_of_the_episodes_of_each_call_once(make_agents):
+    agents, rollout, _seen = make_agents(one_call)
+    told: list[tuple[Any, int]] = []
+
+    def on_episodes(prompts: DataProto, episodes: Sequence[Episode]) -> None:
+        told.append((prompts.meta_info.get("validate"), len(episodes)))
+
+    for group in (rollout, agents):  # whose models are there already
+        group.init_model = SimpleNamespace(remote=lambda: SimpleNamespace(get=list))
+    load_models({"rollout": rollout, "agent": agents}, "cpu", on_episodes)
+    pending = agents.run_episodes.remote(rows(2))
+    validation = agents.run_episodes.remote(rows(3, validate=True))
+    for _ in range(2):
+        validation.get()
+        pending.get()
+    assert told == [(True, 3 * 2), (None, 2 * N)]

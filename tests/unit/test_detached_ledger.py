@@ -10,6 +10,7 @@ import pytest
 
 from verl_like.trainer.config.detached import DetachedBlock
 from verl_like.trainer.detached.ledger import PromptLedger, Ticket
+from verl_like.trainer.state.run_state import LedgerState
 
 
 def deliver(ledger: PromptLedger, maker: str, tickets: list[Ticket], version: int) -> list[int]:
@@ -164,6 +165,26 @@ def test_what_a_dead_maker_had_is_given_out_again_first_and_its_late_delivery_is
         **{"dropped/maker_lost": 1, "not_started": 9},
     }
     assert ledger.take("c", 0, 9) == [Ticket(4, 0, 0)], "another prompt fills the place of 0"
+
+
+def test_a_prompt_that_its_maker_drops_is_counted_by_reason_and_another_one_takes_its_place():
+    ledger = PromptLedger(num_steps=3, batch_size=4, detached=DetachedBlock(num_trainers=2))
+    tickets = ledger.take("a", 0, 4)
+    deliver(ledger, "a", tickets[3:], 0)
+    ledger.drop("b", [(0, 0)], "agents_failed")  # another maker's
+    ledger.drop("a", [(0, 1), (3, 0), (7, 0)], "agents_failed")  # not given out, or delivered
+    assert ledger.counts()["in_flight"] == 3 and "dropped/agents_failed" not in ledger.counts()
+    ledger.drop("a", [(0, 0), (2, 0)], "agents_failed")
+    assert ledger.counts() == {
+        **{"trained": 0, "training": 0, "in_buffer": 1, "in_flight": 1, "again": 0},
+        **{"dropped/agents_failed": 2, "not_started": 10},
+    }
+    assert ledger.take("b", 0, 9) == [Ticket(4, 0, 0), Ticket(5, 0, 0)], "of the same trainer"
+    ledger.lost("a")
+    assert ledger.counts()["again"] == 1, "only the one that it still had"
+    saved = LedgerState.model_validate_json(json.dumps(ledger.state()))
+    assert saved.dropped == {"agents_failed": 2}
+    assert restored(ledger).counts()["dropped/agents_failed"] == 2
 
 
 def test_a_prompt_that_is_given_out_again_is_taken_from_its_new_maker_and_attempt_alone():
@@ -369,6 +390,9 @@ class World:
                 (ticket, pushed if ticket in again else oldest) for ticket, oldest in maker.held
             ]
         dice.shuffle(maker.held)
+        if maker.held and dice.random() < 0.03:  # no episode of it could be trained
+            ticket, _oldest = maker.held.pop()
+            ledger.drop(maker.name, [(ticket.number, ticket.attempt)], "agents_failed")
         while maker.held and dice.random() < maker.speed:
             ticket, oldest = maker.held.pop()
             if ledger.deliver(maker.name, [(ticket.number, ticket.attempt, oldest)]):

@@ -189,7 +189,8 @@ def test_a_maker_has_a_driver_that_is_no_trainer_and_the_prompts_in_the_order_of
     names = inspect.unwrap(type(holder).start).__globals__
     monkeypatch.setitem(names, "check_inputs", lambda *_: inputs)
     monkeypatch.setitem(names, "maker_models", lambda *_: {})
-    monkeypatch.setitem(names, "load_models", lambda *_: None)
+    loaded: list[Any] = []
+    monkeypatch.setitem(names, "load_models", lambda *given: loaded.extend(given))
     built = object.__new__(ExperienceMaker)
     built.kl_controller = SimpleNamespace(value=0.0)
     monkeypatch.setattr(MakerDriver, "start_groups", lambda driver: {"rollout": driver})
@@ -197,6 +198,7 @@ def test_a_maker_has_a_driver_that_is_no_trainer_and_the_prompts_in_the_order_of
     loader = holder.start()
     assert type(holder.run) is MakerDriver and not isinstance(holder.run, TrainingLoop)
     assert holder.run.groups == {"rollout": holder.run} and holder.run.recorder is side
+    assert loaded[0] is holder.run.groups and loaded[2] == holder.run.show_episodes
     assert holder.run.maker is built and built.kl_controller.value == 0.25
     order = EpochSampler(24, 12, seed=3, shuffle=config.data.shuffle)
     assert loader.dataset is rows and [loader.sampler.batch(k) for k in range(3)] == [

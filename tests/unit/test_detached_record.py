@@ -241,6 +241,7 @@ def test_the_record_of_a_run_and_that_of_a_side_take_down_the_same(
         recorder.say("the engine is not known")
         recorder.show_placement(rows)
         recorder.show_generations(0, 1, lambda row: {"prompt": f"prompt {row}"}, num_shown=1)
+        recorder.show_episodes([{"step": 4, "rows": [[("five", True)]]}])
         with recorder.timer("testing"):
             pass
 
@@ -254,6 +255,10 @@ def test_the_record_of_a_run_and_that_of_a_side_take_down_the_same(
         for line in (record.recorder.run_dir / "timeline.jsonl").read_text().splitlines()
     )
     assert first == second and first["method"] == "update_actor"
+    episodes = (record.recorder.run_dir / "episodes.jsonl").read_text().splitlines()
+    assert episodes == ['{"step": 4, "rows": [[["five", true]]]}'] * 2
+    record.add("trainer_0", side.report())  # with nothing new
+    assert (record.recorder.run_dir / "episodes.jsonl").read_text().count("five") == 2
     said = capsys.readouterr().out
     assert (
         said.count("the engine is not known\n") == 2

@@ -43,12 +43,19 @@ def test_a_resumed_run_shows_the_generations_that_come_after_those_it_has_shown(
     assert shown == [0, 1, 2, 3, 4, 5]
 
 
+def show(recorder: RunRecorder, step: int) -> None:
+    """Shows a generation and an episode of a step."""
+    recorder.show_generations(step, 1, lambda row: {"response": "r"}, num_shown=1)
+    recorder.show_episodes([{"step": step}])
+
+
 def saved_run(folder: Path) -> tuple[RunRecorder, checkpoint.Checkpoint]:
-    """A run that showed generations in steps 1 and 2 and has a checkpoint of step 1."""
+    """A run that showed generations and episodes in steps 1 and 2 and has a checkpoint of step
+    1."""
     config = load_ppo_config([*REQUIRED, f"trainer.default_local_dir={folder}"])
     recorder = RunRecorder(config, PPO_DISPLAY)
     for step in (1, 2):
-        recorder.show_generations(step, 1, lambda row: {"response": "r"}, num_shown=1)
+        show(recorder, step)
         if step == 1:
             partial = checkpoint.begin(recorder.run_dir, 1)
             recorder.begin_checkpoint(partial, 1, {"global_step": 1}, {})
@@ -65,42 +72,48 @@ def resume(recorder: RunRecorder, saved: checkpoint.Checkpoint) -> RunRecorder:
     return RunRecorder(recorder.config, PPO_DISPLAY, ResumedRun(recorder.run_dir, saved, lock))
 
 
-def steps_of_generations(recorder: RunRecorder) -> list[int]:
-    lines = (recorder.run_dir / "generations.jsonl").read_text().splitlines()
+def steps_of(recorder: RunRecorder, name: str) -> list[int]:
+    lines = (recorder.run_dir / name).read_text().splitlines()
     return [json.loads(line)["step"] for line in lines]
 
 
-def test_every_generation_that_is_shown_is_in_a_file_that_a_resumed_run_cuts(tmp_path):
+SHOWN = pytest.mark.parametrize("name", ["generations.jsonl", "episodes.jsonl"])
+
+
+@SHOWN
+def test_all_that_is_shown_is_in_a_file_that_a_resumed_run_cuts(tmp_path, name):
     recorder, saved = saved_run(tmp_path)
-    assert steps_of_generations(recorder) == [1, 2]
+    assert steps_of(recorder, name) == [1, 2]
     resumed = resume(recorder, saved)
-    assert steps_of_generations(recorder) == [1]
-    resumed.show_generations(2, 1, lambda row: {"response": "r"}, num_shown=1)
+    assert steps_of(recorder, name) == [1]
+    show(resumed, 2)
     resumed.close("")
-    assert steps_of_generations(recorder) == [1, 2]
+    assert steps_of(recorder, name) == [1, 2]
 
 
-def test_a_run_of_an_earlier_version_without_a_file_of_generations_goes_on(tmp_path):
+@SHOWN
+def test_a_run_of_an_earlier_version_without_such_a_file_goes_on(tmp_path, name):
     recorder, saved = saved_run(tmp_path)
-    (recorder.run_dir / "generations.jsonl").unlink()
-    del saved.state["files"]["generations.jsonl"]
+    (recorder.run_dir / name).unlink()
+    del saved.state["files"][name]
     RecordState.model_validate(saved.state)
     resumed = resume(recorder, saved)
-    resumed.show_generations(2, 1, lambda row: {"response": "r"}, num_shown=1)
+    show(resumed, 2)
     resumed.close("")
-    assert steps_of_generations(recorder) == [2]
+    assert steps_of(recorder, name) == [2]
 
 
+@SHOWN
 @pytest.mark.parametrize("is_of_an_earlier_version", [False, True])
-def test_a_link_in_the_place_of_the_generations_is_refused(tmp_path, is_of_an_earlier_version):
+def test_a_link_in_the_place_of_such_a_file_is_refused(tmp_path, name, is_of_an_earlier_version):
     recorder, saved = saved_run(tmp_path)
     precious = tmp_path / "precious"
     precious.write_text("all that there is")
-    (recorder.run_dir / "generations.jsonl").unlink()
-    (recorder.run_dir / "generations.jsonl").symlink_to(precious)
+    (recorder.run_dir / name).unlink()
+    (recorder.run_dir / name).symlink_to(precious)
     if is_of_an_earlier_version:
-        del saved.state["files"]["generations.jsonl"]
-    with pytest.raises(OSError, match=r"generations\.jsonl"):
+        del saved.state["files"][name]
+    with pytest.raises(OSError, match=name):
         resume(recorder, saved)
     assert precious.read_text() == "all that there is"
 

@@ -321,6 +321,7 @@ def report(tmp_path, **changes) -> str:
         "steps": [],
         "placement": [{"pool": "a", "roles": "actor"}],
         "generations": [],
+        "episodes": [],
         "config": "trainer: {}",
         "display": PPO_DISPLAY,
     } | changes

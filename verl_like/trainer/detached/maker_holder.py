@@ -232,7 +232,7 @@ class ExperienceMakerHolder(Side):
         if kl_coef is not None:
             run.maker.kl_controller.value = kl_coef
         self.recorder.show_placement(placement_rows(run.placement))
-        load_models(run.groups, config.trainer.device)
+        load_models(run.groups, config.trainer.device, run.show_episodes)
         self.require_same_inputs()
         return PromptLoader.of(config, inputs.train_dataset)
 

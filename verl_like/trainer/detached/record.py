@@ -55,6 +55,7 @@ class DetachedRecord:
             self.states[step].append(state)
         for step, files in report.files:
             self.files[step].append(files)
+        self.recorder.show_episodes(report.episodes)
         for note in report.notes:
             self.recorder.say(f"{name}: {note}")
 

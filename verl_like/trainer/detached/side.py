@@ -8,7 +8,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -82,6 +82,8 @@ class SideRecorder:
     present time as its end, and again in the next report."""
     notes: deque[str] = field(default_factory=deque)
     """Notes for the user."""
+    episodes: deque[dict[str, Any]] = field(default_factory=deque)
+    """Records of episodes."""
     seconds: dict[str, float] = field(default_factory=dict)
     """The seconds of each phase of the driver since the step began."""
     placement: list[dict[str, str]] = field(default_factory=list)
@@ -200,6 +202,10 @@ class SideRecorder:
     ) -> None:
         """Does nothing, because the run shows only the metrics of a validation."""
 
+    def show_episodes(self, records: Iterable[dict[str, Any]]) -> None:
+        """Keeps records of episodes for the next report."""
+        self.episodes.extend(records)
+
     def report(self) -> "SideRecorder":
         """Returns what was recorded since the last report, and forgets it."""
         # The loop may record more meanwhile. Rows are taken before states and files, so that the
@@ -222,6 +228,7 @@ class SideRecorder:
             files=files,
             waits=waits,
             notes=notes,
+            episodes=take_all(self.episodes),
             seconds={},
             pending=None,
         )

@@ -1,6 +1,6 @@
 """The protocols of recorders. Makers, learners and trainers report to a recorder what they do."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
@@ -46,6 +46,9 @@ class Recorder(Protocol):
         `generation_of_row` returns the texts that are shown of a row. It is called only for rows
         that are shown.
         """
+
+    def show_episodes(self, records: Iterable[dict[str, Any]]) -> None:
+        """Keeps records of episodes, in the form of `EpisodeRecord`."""
 
 
 class LoopRecorder(Recorder, Protocol):

@@ -6,6 +6,7 @@ from transformers import PreTrainedTokenizerBase
 from verl_like.protocol import DataProto
 from verl_like.trainer.config.roles import Role
 from verl_like.trainer.run.display import Display
+from verl_like.trainer.run.episodes import FAILURES
 
 PPO_DISPLAY = Display(
     step_line=(
@@ -69,6 +70,13 @@ PPO_DISPLAY = Display(
             "mean |p - q|",
         ),
         ("Gradient norm", ("actor/grad_norm", "critic/grad_norm"), ""),
+        ("Turns and tool calls", ("agent/calls/mean", "agent/tool_calls/mean"), "mean per episode"),
+        (
+            "Turns by their row",
+            ("agent/num_joined_calls", "agent/num_drifted_calls"),
+            "calls of the model",
+        ),
+        *FAILURES,
         ("Seconds a step", ("timing_s/step",), "s"),
         ("Critical path / time of a step", ("perf/overlap",), ""),
     ),

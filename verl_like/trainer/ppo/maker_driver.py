@@ -1,6 +1,7 @@
 """The driver of a maker: it starts the worker groups, builds the maker on them, and validates."""
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Self, TypeVar
 
@@ -8,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from verl_like.algorithms.kl import get_kl_controller
 from verl_like.data.prompt_dataset import PromptDataset
+from verl_like.protocol import DataProto
 from verl_like.registry import Registry
 from verl_like.single_controller.ray.resource_pool import ResourcePoolManager
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
@@ -15,11 +17,13 @@ from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.loop.recorder import Recorder
 from verl_like.trainer.ppo.display import generation_of_row
+from verl_like.trainer.ppo.episode_records import EpisodeRecords
 from verl_like.trainer.ppo.experience_maker import ExperienceMaker
 from verl_like.trainer.ppo.inputs import PPOInputs
 from verl_like.trainer.ppo.metrics import validation_metrics
 from verl_like.trainer.ppo.scoring import COUNT_PREFIX, RuleScorer, reward_columns
 from verl_like.trainer.ppo.workers import PlacedGroup, build_resource_pools, start_groups
+from verl_like.workers.agents.episode import Episode
 from verl_like.workers.models.pretrained import load_hf_config
 from verl_like.workers.planning.flops import ModelCost
 
@@ -82,6 +86,9 @@ class MakerDriver(Generic[RecorderT]):
         """Each group of processes that was started."""
         self.maker: ExperienceMaker
         """The maker that `build_maker` returned. It is there once the groups have started."""
+        self.episode_records = EpisodeRecords(
+            self.tokenizer, self.config.trainer.log_val_generations
+        )
 
     def start_groups(self) -> dict[str, WorkerGroup]:
         """Starts a worker group for each role. Training roles on one pool share their processes."""
@@ -110,6 +117,12 @@ class MakerDriver(Generic[RecorderT]):
             model_cost=ModelCost.of(model),
             timer=self.recorder.timer,
         )
+
+    def show_episodes(self, prompts: DataProto, episodes: Sequence[Episode]) -> None:
+        """Gives the records of some of the episodes of (B,) prompts to the recorder."""
+        has_rewards = "episode_scores" in self.maker.reward_columns
+        records = self.episode_records.of(prompts, episodes, has_rewards)
+        self.recorder.show_episodes(records)
 
     def validate(self) -> dict[str, float]:
         """Generates responses to the validation set with the sampling of `rollout.val_kwargs`,

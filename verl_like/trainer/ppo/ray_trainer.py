@@ -77,7 +77,7 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
         self.trained = self.learner.trained
         rows = placement_rows(self.placement)  # waits for the processes
         self.recorder.show_placement(rows)
-        load_models(self.groups, self.config.trainer.device)
+        load_models(self.groups, self.config.trainer.device, self.show_episodes)
         if self.recorder.resumed:
             self.restore(self.recorder.resumed.checkpoint)
         self.load_weights(self.learner.export_weights())

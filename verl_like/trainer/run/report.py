@@ -9,6 +9,7 @@ from typing import Any
 
 from verl_like.trainer.run.charts import (
     Curve,
+    Points,
     chart,
     histogram,
     names_of_chart,
@@ -16,6 +17,7 @@ from verl_like.trainer.run.charts import (
     timelines,
 )
 from verl_like.trainer.run.display import Display, TableRows
+from verl_like.trainer.run.episodes import DRAWN, FAILURES, EpisodeRecord
 from verl_like.trainer.run.html_page import table, write_page
 from verl_like.trainer.run.tracking import Row
 
@@ -28,7 +30,17 @@ Bars above each other ran at the same time.</p>
 <h2>Speed</h2>{speed}
 <h2>Placement</h2>{placement}
 <h2>Generations</h2>{generations}
+{episodes}
 <h2>Configuration</h2><pre>{config}</pre>"""
+EPISODES = """<h2>Episodes</h2>
+<p>Some of the last step and of the last validation. <mark>&gt; stands before what the policy
+drew</mark>: of a step that is what was trained. | stands before the rest of a row, = before a call
+of a tool and its result, ! before what failed.</p>
+{failures}<pre>{episodes}</pre>"""
+STYLE = """
+pre { white-space: pre-wrap; overflow-wrap: anywhere; }
+mark { background: #fff3bf; }
+"""
 
 
 def write_report(
@@ -40,6 +52,7 @@ def write_report(
     steps: list[list[dict[str, Any]]],
     placement: TableRows,
     generations: list[dict[str, Any]],
+    episodes: list[EpisodeRecord],
     config: str,
     display: Display,
 ) -> None:
@@ -63,9 +76,26 @@ def write_report(
         speed=_speed(metrics),
         placement=table(placement),
         generations=table(generations),
+        episodes=_episodes(episodes, points) if episodes else "",
         config=html.escape(config),
     )
-    write_page(path, title, body)
+    write_page(path, title, body, STYLE)
+
+
+def _episodes(episodes: list[EpisodeRecord], points: dict[str, Points]) -> str:
+    """The section of the episodes, with a table of what failed how often in the run."""
+    shown = ""
+    for record in episodes:
+        for line in record.lines():
+            escaped = html.escape(line)
+            shown += f"<mark>{escaped}</mark>\n" if line.startswith(DRAWN) else f"{escaped}\n"
+        shown += "\n"
+    failures = []
+    for heading, wanted, _label in FAILURES:
+        for name in names_of_chart(wanted, points):
+            total = sum(value for _step, value in points[name])
+            failures.append({"class": heading, "metric": name, "in the run": f"{total:g}"})
+    return EPISODES.format(episodes=shown, failures=table(failures))
 
 
 def _histogram(title: str, name: str, label: str, metrics: list[Row]) -> str:

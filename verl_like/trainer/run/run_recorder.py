@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -23,6 +23,7 @@ from verl_like.trainer.config.compose import to_yaml
 from verl_like.trainer.config.run_config import RunConfig
 from verl_like.trainer.run.console import RunConsole
 from verl_like.trainer.run.display import Display, TableRows, printable
+from verl_like.trainer.run.episodes import EPISODES, newest, read_episodes
 from verl_like.trainer.run.report import write_report
 from verl_like.trainer.run.rows import readable_rows
 from verl_like.trainer.run.timeline import Timeline
@@ -35,16 +36,19 @@ from verl_like.trainer.state.run_state import IS_COMPLETE, LAST_ROW
 RECORDS = ("metrics.jsonl", "timeline.jsonl")
 """The files that a resumed run cuts to their length at its checkpoint, and continues."""
 GENERATIONS = "generations.jsonl"
-"""Another such file. A run of an earlier version does not have it."""
+"""Another such file, as EPISODES. A run of an earlier version does not have them."""
 FILES = {
     "report.html": "report",
     "metrics.jsonl": "metrics",
     "timeline.jsonl": "timeline",
     GENERATIONS: "generations",
+    EPISODES: "episodes",
     "config.yaml": "configuration",
     "tensorboard": "tensorboard",
 }
 """What the files of a run are called when the run ends."""
+LONGEST_TEXT = 4000
+"""So many characters of a text of an episode are kept."""
 LAST_WAIT_S = 60.0
 """For so many seconds a run that ends early waits for a checkpoint that is being written."""
 
@@ -86,6 +90,7 @@ class RunRecorder:
         self.timeline_file = _append_to(self.run_dir / "timeline.jsonl")
         self.timeline = Timeline(self.timeline_file, display)
         self.generations_file = _append_to(self.run_dir / GENERATIONS)
+        self.episodes_file = _append_to(self.run_dir / EPISODES)
         self.redacted = config.redaction()
         self.console = RunConsole(display, self.redacted)
         self.tracking = Tracking(
@@ -283,6 +288,23 @@ class RunRecorder:
             self.generations_file.write(line + "\n")
         self.console.show_table(f"Generations at step {step}", rows)
 
+    def show_episodes(self, records: Iterable[dict[str, Any]]) -> None:
+        """Keeps records of episodes. Secrets in their texts are masked, and the middle of long
+        texts is left out."""
+        for record in records:
+            line = json.dumps(self._kept(record))
+            self.episodes_file.write(line + "\n")
+
+    def _kept(self, value: Any) -> Any:
+        """A value of JSON with its texts as they are kept."""
+        if isinstance(value, dict):
+            return {name: self._kept(each) for name, each in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._kept(each) for each in value]
+        if isinstance(value, str):
+            return _clipped(self.redacted(value), LONGEST_TEXT)
+        return value
+
     def terminate(self, number: int, frame: Any) -> None:
         """Handles SIGTERM, which a pre-empted run gets. The run ends after a checkpoint of this
         step, or at once if the trainer does not save now, or if a second SIGTERM comes."""
@@ -332,7 +354,12 @@ class RunRecorder:
         """Makes sure that the files of the record are on the disk, and returns what a resumed run
         needs to continue them."""
         files = {}
-        for file in (self.tracking.jsonl, self.timeline_file, self.generations_file):
+        for file in (
+            self.tracking.jsonl,
+            self.timeline_file,
+            self.generations_file,
+            self.episodes_file,
+        ):
             descriptor = file.fileno()
             os.fsync(descriptor)
             name = Path(file.name).name
@@ -386,6 +413,7 @@ class RunRecorder:
         missing = self.tracking.close()
         self.timeline_file.close()
         self.generations_file.close()
+        self.episodes_file.close()
         metrics = readable_rows((self.run_dir / "metrics.jsonl").read_bytes())
         try:
             self._write_report(outcome, metrics)
@@ -441,6 +469,7 @@ class RunRecorder:
             steps=self.timeline.last_steps(),
             placement=self.placement,
             generations=self.generations,
+            episodes=newest(read_episodes(self.run_dir / EPISODES)),
             config=to_yaml(self.config),
             display=self.display,
         )
@@ -450,9 +479,9 @@ def _cut_records(run_dir: Path, lengths: Mapping[str, int]) -> None:
     """Cuts the files of the record to the lengths that they had at a checkpoint. Raises OSError."""
     for name in RECORDS:
         cut_file(run_dir / name, lengths[name])
-    length = lengths.get(GENERATIONS, 0)
-    with contextlib.suppress(FileNotFoundError):
-        cut_file(run_dir / GENERATIONS, length)
+    for name in (GENERATIONS, EPISODES):
+        with contextlib.suppress(FileNotFoundError):
+            cut_file(run_dir / name, lengths.get(name, 0))
 
 
 def _append_to(file: Path) -> TextIO:
@@ -495,10 +524,15 @@ def placement_rows(groups: list[tuple[str, list[str], RayWorkerGroup]]) -> Table
 
 def _shown(text: str, max_length: int = 240) -> str:
     """The text on one line. If it is long, its middle is left out."""
+    return _clipped(text, max_length).replace("\n", " ")
+
+
+def _clipped(text: str, max_length: int) -> str:
+    """The text without control characters. If it is long, its middle is left out."""
     if len(text) > max_length:
         half = max_length // 2
         text = f"{text[:half]} ... {text[-half:]}"
-    return printable(text).replace("\n", " ")
+    return printable(text)
 
 
 def _new_run_dir(parent: Path) -> Path:

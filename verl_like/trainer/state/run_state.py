@@ -29,7 +29,8 @@ class RecordFiles(StateModel):
     metrics: Count = Field(alias="metrics.jsonl")
     timeline: Count = Field(alias="timeline.jsonl")
     generations: Count = Field(0, alias="generations.jsonl")
-    """0 for a run of an earlier version, which has no such file."""
+    episodes: Count = Field(0, alias="episodes.jsonl")
+    """These two are 0 for a run of an earlier version, which has no such file."""
 
 
 class Shown(StateModel):
@@ -88,7 +89,7 @@ class LedgerState(StateModel):
     trained: list[Count]
     unfinished: list[tuple[Count, Count]]
     next_number: Count
-    dropped: dict[Literal["maker_lost"], Count]
+    dropped: dict[Literal["maker_lost", "agents_failed"], Count]
     effective_sample_sizes: list[float]
     kl_coefs: list[tuple[Count, float]]
 

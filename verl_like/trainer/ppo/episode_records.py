@@ -1,0 +1,76 @@
+"""Makes the records of episodes that people see, of a few episodes of each step."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from verl_like.protocol import DataProto
+from verl_like.workers.agents.episode import Episode, FinishedRow
+
+
+@dataclass
+class EpisodeRecords:
+    """Makes records, as `EpisodeRecord` describes them."""
+
+    tokenizer: PreTrainedTokenizerBase
+    num_shown: int
+    """Of a step or a validation so many episodes are shown without a failure, and as many with
+    one."""
+    counts: Counter[tuple[int, bool, bool]] = field(default_factory=Counter)
+    """How many were shown, by step, whether it is a validation, and whether something failed."""
+
+    def of(
+        self, prompts: DataProto, episodes: Sequence[Episode], has_rewards: bool
+    ) -> list[dict[str, Any]]:
+        """Returns the records of some of the episodes of (B,) prompts. Which they are, and their
+        order, depends on the step.
+
+        `has_rewards` is False if others score the episodes.
+        """
+        step = int(prompts.meta_info["global_steps"])
+        is_validation = bool(prompts.meta_info.get("validate"))
+        uids = prompts.non_tensor_batch["uid"]
+        order = np.random.default_rng(step).permutation(len(episodes))
+        records = []
+        for number in order.tolist():
+            episode = episodes[number]
+            failures = list(episode.failures)
+            if episode.reward_problem:
+                failures.append(("reward", episode.reward_problem))
+            kind = (step, is_validation, bool(failures))
+            if self.counts[kind] == self.num_shown:
+                continue
+            self.counts[kind] += 1
+            row, sample = divmod(number, len(episodes) // len(prompts))
+            reward = None
+            if has_rewards and episode.has_reward:
+                reward = sum(float(row.scores.sum()) for row in episode.rows)
+            record = {
+                "step": step,
+                "is_validation": is_validation,
+                "uid": str(uids[row]),
+                "sample": sample,
+                "ended": episode.ended,
+                "reward": reward,
+                "failures": failures,
+                "seconds": episode.seconds,
+                "rows": [self._parts(row) for row in episode.rows],
+                "turns": [asdict(turn) for turn in episode.turns],
+            }
+            records.append(record)
+        return records
+
+    def _parts(self, row: FinishedRow) -> list[tuple[str, bool]]:
+        """Returns the text of a row in parts, each with whether the policy drew it."""
+        is_drawn = [0] * len(row.prompt_ids) + row.response_mask.tolist()
+        token_ids = np.concatenate([row.prompt_ids, row.response_ids])
+        starts = np.flatnonzero(np.diff(is_drawn)) + 1
+        parts = []
+        for places in np.split(np.arange(len(is_drawn)), starts):
+            text = self.tokenizer.decode(token_ids[places].tolist())
+            parts.append((str(text), bool(is_drawn[places[0]])))
+        return parts
