@@ -111,5 +111,8 @@ def worker_pids(driver: int) -> list[int]:
 
 def is_running(pid: int) -> bool:
     """False also for a zombie, which nobody may be there to collect."""
-    status = Path(f"/proc/{pid}/stat")
-    return status.exists() and status.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return status.rsplit(")", 1)[1].split()[0] != "Z"

@@ -149,7 +149,8 @@ def test_only_optional_engines_are_imported_inside_a_function():
 # Parts of the workers, each of which imports those below; all other files are roles.
 ROOMS = {
     **{"config": 0, "pinned_memory": 0, "weights": 1},
-    **{"models": 1, "planning": 2, "engine": 3, "rollout": 3, "roles": 4},
+    **{"models": 1, "planning": 2, "engine": 3, "rollout": 3},
+    **{"agents": 4, "roles": 5},
 }
 
 

@@ -77,7 +77,7 @@ def make_agents(make_group, config):  # noqa: F811
             policy=config,
             rules=rules,
             template_kwargs={},
-            agents=Description((), has_reward=True),
+            agents=Description(tools=[], has_reward=True),
         )
         agents = LocalWorkerGroup(init, num_ranks, role="agent")
         agents.init_model()

@@ -155,7 +155,7 @@ def test_stop_kills_a_stopped_process_though_a_program_below_it_has_ended_meanwh
     has_ended.wait()
     below = process.descendants
     monkeypatch.setattr(process, "descendants", lambda pid: [has_ended.pid, *below(pid)])
-    monkeypatch.setattr(process, "_EXIT_S", 1.0)
+    monkeypatch.setattr(process, "EXIT_S", 1.0)
     assert each.stop() == -signal.SIGKILL
     assert not is_running(pid)
 

@@ -24,7 +24,8 @@ START_S = 60.0
 """In so many seconds a process starts and imports the user's module."""
 _TRANSFER_S = 60
 """In so many seconds it goes on with reading or writing a message."""
-_EXIT_S = 10.0
+EXIT_S = 10.0
+"""In so many seconds it ends."""
 GIGABYTE = 10**9
 
 
@@ -50,6 +51,19 @@ class Answer(BaseModel):
     # A list is accepted too, because JSON has no tuples.
     ran: Annotated[tuple[int, float, float], Strict(False)] | None = None
     """(process id, start, end) by time.time(). None if the process gave no answer."""
+
+
+def end_supervisor(popen: subprocess.Popen[bytes]) -> int:
+    """Ends a supervisor with all programs below it, if it runs. Returns its exit code."""
+    # The supervisor gets the signal and ends all programs below it.
+    popen.send_signal(signal.SIGTERM)
+    try:
+        return popen.wait(timeout=EXIT_S)
+    except subprocess.TimeoutExpired:  # the supervisor is stopped
+        for pid in [*descendants(popen.pid), popen.pid]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return popen.wait(timeout=EXIT_S)
 
 
 class RewardProcess:
@@ -135,15 +149,7 @@ class RewardProcess:
         with self._lock:
             if self._popen is None:
                 return 0
-            # The supervisor gets the signal and ends all programs below it.
-            self._popen.send_signal(signal.SIGTERM)
-            try:
-                exit_code = self._popen.wait(timeout=_EXIT_S)
-            except subprocess.TimeoutExpired:  # the supervisor is stopped
-                for pid in [*descendants(self._popen.pid), self._popen.pid]:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-                exit_code = self._popen.wait(timeout=_EXIT_S)
+            exit_code = end_supervisor(self._popen)
             self._connection.close()
             self._socket.close()
             self._popen = None
@@ -215,7 +221,7 @@ class RewardProcess:
         or is ending. The error has its exit code."""
         assert self._popen is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._popen.wait(timeout=_EXIT_S)  # otherwise `stop` would change its exit code
+            self._popen.wait(timeout=EXIT_S)  # otherwise `stop` would change its exit code
         exit_code = self.stop()
         if exit_code == MEMORY_EXIT_CODE:
             limit = f"reward.max_memory_gb={self.max_memory_gb:g}"

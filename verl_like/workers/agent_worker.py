@@ -83,7 +83,7 @@ class AgentWorker(Worker):
             keep_reasoning=config.keep_reasoning,
         )
         if config.environment:
-            code = HostedCode(config.environment, "environment")
+            code = HostedCode("environment", config.environment)
             hosts = Hosts(code, config.num_processes, config.max_memory_gb)
             return ToolLoop(
                 hosts,

@@ -28,9 +28,11 @@ def check_agents(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> Descr
             "is not installed: run bash scripts/environment.sh"
         )
     if agent.environment:
-        description = describe_environment(agent.environment, config.plugins)
-    elif agent.harness:
-        description = describe_harness(agent.harness, config.plugins)
+        description = describe_environment(agent.environment, agent.max_memory_gb)
+    else:
+        assert agent.harness
+        describe_harness(agent.harness, agent.max_memory_gb)
+        description = Description(tools=[], has_reward=True)
     end_token_ids, _padding = special_token_ids(tokenizer, config.actor_rollout_ref.model.path)
     chat = ChatFormat(
         tokenizer,

@@ -66,7 +66,7 @@ class ToolLoop:
         """Resets the environment, and returns the first messages and their tokens."""
         spec = session.spec
         timeout_s = self.config.reset_timeout_s
-        text = await self._call(seat, "reset", spec.row, timeout_s)
+        text = await self._call(seat, "reset", dict(spec.row), timeout_s)
         messages = list(spec.row["prompt"])
         if not text:
             return messages, list(spec.request.prompt_ids)
@@ -143,7 +143,7 @@ class ToolLoop:
         return used
 
     async def _call(
-        self, seat: Seat, method: str, arguments: Mapping[str, Any], timeout_s: float
+        self, seat: Seat, method: str, arguments: dict[str, Any], timeout_s: float
     ) -> Any:
         """Calls `reset` or `get_reward`. Raises EpisodeFailed if it raises."""
         try:

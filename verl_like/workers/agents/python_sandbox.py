@@ -1,0 +1,150 @@
+"""The program that runs Python code in namespaces of its own. `PythonTool` starts it, with the code
+as standard input. It imports little, because it starts for each code.
+
+It makes a file system with read-only folders and an empty working folder. Then a child without any
+rights becomes the interpreter that runs the code. That is process 1 of its namespace, so the kernel
+ends all others with it.
+"""
+
+import contextlib
+import ctypes
+import os
+import resource
+import sys
+
+_SYS_MOUNT_SETATTR = 442
+_AT_RECURSIVE = 0x8000
+_READ_ONLY = 0x1 | 0x2 | 0x4
+"""Attributes of a mount: no writing, no set-user-id programs, no devices."""
+_MS_NOSUID_NODEV = 0x2 | 0x4
+_MS_BIND_RECURSIVE = 0x1000 | 0x4000
+_MNT_DETACH = 2
+_NEW_NAMESPACES = 0x20000 | 0x8000000 | 0x10000000 | 0x20000000 | 0x40000000
+"""Of mounts, IPC, users, processes and the network."""
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NO_NEW_PRIVS = 38
+_SIGKILL = 9
+_NOBODY = 65534
+_ROOT = "/proc"
+"""The new file system is made there, because nothing of Python is below it."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def main(report: str, limits: str, python: str, packages: str, *folders: str) -> None:
+    """Runs the code of standard input.
+
+    The file descriptor `report`, which the code does not get, is told why the code cannot be run.
+    `limits` are bytes of memory, seconds and a number of processes. The interpreter is `python`. It
+    imports from the folders `packages`, which ":" separates. It sees `folders` alone; one that
+    begins with "-" is empty.
+    """
+    report_fd = int(report)
+    memory, seconds, processes = map(int, limits.split())
+    os.set_inheritable(report_fd, False)
+    try:
+        _libc.prctl(_PR_SET_PDEATHSIG, _SIGKILL)
+        _enter_namespaces()
+        _make_file_system(folders, memory)
+        child = os.fork()
+        if not child:
+            _limit(memory, seconds, processes)
+            # NumPy would start as many threads as the machine has cores.
+            environment = {"PYTHONPATH": packages, "OMP_NUM_THREADS": "1"}
+            os.execve(python, [python, "-s", "-"], environment)
+        _pid, status = os.waitpid(child, 0)
+        if os.WIFSIGNALED(status):
+            os.write(1, b"[killed by signal %d]\n" % os.WTERMSIG(status))
+    except (OSError, ValueError) as error:
+        os.write(report_fd, str(error).encode())
+
+
+def _enter_namespaces() -> None:
+    """Moves this process into new namespaces. A child that stays outside maps the users."""
+    with contextlib.suppress(PermissionError):  # only root can leave its groups
+        os.setgroups([])
+    reading, writing = os.pipe()
+    mapper = os.fork()
+    if not mapper:
+        os.close(writing)
+        if os.read(reading, 1):
+            _map_users(f"/proc/{os.getppid()}")
+        os._exit(0)
+    _check(_libc.unshare(_NEW_NAMESPACES), "unshare")
+    os.write(writing, b"1")
+    os.waitpid(mapper, 0)
+
+
+def _map_users(process: str) -> None:
+    """Makes the user nobody in the namespace the user of this process, or for root nobody, because
+    the number of root's processes is not limited."""
+    _write(f"{process}/setgroups", "deny")
+    for file, own in (("gid_map", os.getegid()), ("uid_map", os.geteuid())):
+        try:
+            _write(f"{process}/{file}", f"0 0 1\n{_NOBODY} {_NOBODY} 1")
+        except OSError:  # this is not root, or a root that has no other users
+            _write(f"{process}/{file}", f"{_NOBODY} {own} 1")
+
+
+def _make_file_system(folders: tuple[str, ...], memory: int) -> None:
+    """Changes the root to a new file system with the folders, read-only, and an empty /tmp."""
+    with contextlib.suppress(OSError):  # it is read-only in some containers
+        _write("/proc/sys/user/max_user_namespaces", "0")
+    _mount("tmpfs", _ROOT, "tmpfs", 0, "mode=755")
+    for folder in folders:
+        target = _ROOT + folder.removeprefix("-")
+        os.makedirs(target, exist_ok=True)
+        if folder.startswith("-"):
+            _mount("tmpfs", target, "tmpfs", 0, "")
+        else:
+            _mount(folder, target, "", _MS_BIND_RECURSIVE, "")
+    os.makedirs(_ROOT + "/tmp", exist_ok=True)
+    attributes = (ctypes.c_uint64 * 4)(_READ_ONLY)
+    size = ctypes.sizeof(attributes)
+    result = _libc.syscall(_SYS_MOUNT_SETATTR, -1, _ROOT.encode(), _AT_RECURSIVE, attributes, size)
+    _check(result, "mount_setattr")
+    _mount("tmpfs", _ROOT + "/tmp", "tmpfs", _MS_NOSUID_NODEV, f"mode=1777,size={memory}")
+    os.chdir(_ROOT)
+    _check(_libc.pivot_root(b".", b"."), "pivot_root")
+    _check(_libc.umount2(b".", _MNT_DETACH), "umount")
+    os.chdir("/tmp")
+
+
+def _limit(memory: int, seconds: int, processes: int) -> None:
+    """Takes all rights from this process, and limits what it and its children can use."""
+    limits = {
+        resource.RLIMIT_AS: memory,
+        resource.RLIMIT_FSIZE: memory,
+        resource.RLIMIT_CPU: seconds,
+        resource.RLIMIT_NPROC: processes,
+        resource.RLIMIT_CORE: 0,
+    }
+    for kind, limit in limits.items():
+        resource.setrlimit(kind, (limit, limit))
+    # A user that is not root loses all capabilities with the next program.
+    os.setresgid(_NOBODY, _NOBODY, _NOBODY)
+    os.setresuid(_NOBODY, _NOBODY, _NOBODY)
+    _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    _libc.prctl(_PR_SET_PDEATHSIG, _SIGKILL)
+
+
+def _mount(source: str, target: str, kind: str, flags: int, options: str) -> None:
+    arguments = [text.encode() for text in (source, target, kind)]
+    result = _libc.mount(*arguments, ctypes.c_ulong(flags), options.encode())
+    _check(result, f"mount {target}")
+
+
+def _check(result: int, what: str) -> None:
+    """Raises OSError if a call of the C library has failed."""
+    if result:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+
+
+def _write(file: str, text: str) -> None:
+    with open(file, "w") as opened:
+        opened.write(text)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
