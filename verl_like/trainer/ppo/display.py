@@ -37,6 +37,7 @@ PPO_DISPLAY = Display(
     # verl's timer names.
     phase_of_method={
         "generate_sequences": "gen",
+        "run_episodes": "gen",
         "compute_log_prob": "old_log_prob",
         "compute_ref_log_prob": "ref",
         "compute_teacher_log_prob": "teacher",
@@ -45,7 +46,7 @@ PPO_DISPLAY = Display(
         "score": "reward",
     },
     stages=(
-        ("generate_sequences",),
+        ("generate_sequences", "run_episodes"),
         ("sleep",),
         (),  # inference
         ("update_critic", "update_actor"),
