@@ -322,6 +322,12 @@ async def test_a_host_process_that_is_killed_or_stopped_is_replaced(
         pid = await pid_of(one)
         await one.call("start", {"file": f"{tmp_path}/pid"}, LONG)
         os.kill(pid, number)
+        if number == signal.SIGKILL:
+            await until_ended({pid})
+        while (
+            number == signal.SIGSTOP and "State:\tT" not in Path(f"/proc/{pid}/status").read_text()
+        ):
+            time.sleep(0.001)
         with pytest.raises((EpisodeFailed, Restarted)):
             await one.call("add", {"number": 1}, 0.5)
         await until_ended({pid, int((tmp_path / "pid").read_text())})

@@ -6,7 +6,6 @@ rights becomes the interpreter that runs the code. That is process 1 of its name
 ends all others with it.
 """
 
-import contextlib
 import ctypes
 import os
 import resource
@@ -24,6 +23,7 @@ _NEW_NAMESPACES = 0x20000 | 0x8000000 | 0x10000000 | 0x20000000 | 0x40000000
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NO_NEW_PRIVS = 38
 _SIGKILL = 9
+_MAX_NAMESPACES = "/proc/sys/user/max_user_namespaces"
 _NOBODY = 65534
 _ROOT = "/proc"
 """The new file system is made there, because nothing of Python is below it."""
@@ -61,8 +61,7 @@ def main(report: str, limits: str, python: str, packages: str, *folders: str) ->
 
 def _enter_namespaces() -> None:
     """Moves this process into new namespaces. A child that stays outside maps the users."""
-    with contextlib.suppress(PermissionError):  # only root can leave its groups
-        os.setgroups([])
+    _libc.setgroups(0, None)  # only root can leave its groups
     reading, writing = os.pipe()
     mapper = os.fork()
     if not mapper:
@@ -76,8 +75,8 @@ def _enter_namespaces() -> None:
 
 
 def _map_users(process: str) -> None:
-    """Makes the user nobody in the namespace the user of this process, or for root nobody, because
-    the number of root's processes is not limited."""
+    """Maps the user nobody of the namespace to the user of the process. For root it is nobody
+    outside too, because the kernel does not limit how many processes root has."""
     _write(f"{process}/setgroups", "deny")
     for file, own in (("gid_map", os.getegid()), ("uid_map", os.geteuid())):
         try:
@@ -88,8 +87,8 @@ def _map_users(process: str) -> None:
 
 def _make_file_system(folders: tuple[str, ...], memory: int) -> None:
     """Changes the root to a new file system with the folders, read-only, and an empty /tmp."""
-    with contextlib.suppress(OSError):  # it is read-only in some containers
-        _write("/proc/sys/user/max_user_namespaces", "0")
+    if os.access(_MAX_NAMESPACES, os.W_OK, effective_ids=True):  # not in some containers
+        _write(_MAX_NAMESPACES, "0")
     _mount("tmpfs", _ROOT, "tmpfs", 0, "mode=755")
     for folder in folders:
         target = _ROOT + folder.removeprefix("-")
@@ -124,7 +123,7 @@ def _limit(memory: int, seconds: int, processes: int) -> None:
     # A user that is not root loses all capabilities with the next program.
     os.setresgid(_NOBODY, _NOBODY, _NOBODY)
     os.setresuid(_NOBODY, _NOBODY, _NOBODY)
-    _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
     _libc.prctl(_PR_SET_PDEATHSIG, _SIGKILL)
 
 
