@@ -68,6 +68,10 @@ class ToolLoop:
         timeout_s = self.config.reset_timeout_s
         text = await self._call(seat, "reset", dict(spec.row), timeout_s)
         messages = list(spec.row["prompt"])
+        if text is not None and not isinstance(text, str):
+            raise EpisodeFailed(
+                "environment", f"reset returned {text!r:.100}: return None, or text for the prompt"
+            )
         if not text:
             return messages, list(spec.request.prompt_ids)
         last = messages[-1]
@@ -132,7 +136,7 @@ class ToolLoop:
                 result = await seat.call(name, arguments, self.config.tool_timeout_s)
             except UserCodeError as error:
                 session.counts[f"tool_errors/{name}"] += 1
-                problem = str(error)
+                problem = error.text
         if problem:
             result = str({"error": problem})
         seconds = time.monotonic() - started
