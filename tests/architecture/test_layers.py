@@ -34,7 +34,11 @@ OPTIONAL = {
     "vllm": {
         *("workers/rollout/vllm_engine.py", "workers/rollout/vllm_async_engine.py"),
         *("workers/weights/nccl.py", "workers/weights/ipc.py", "rehearse/engine_process.py"),
+        *("workers/agents/chat.py", "workers/agents/engine_client.py"),
+        "workers/agents/endpoint.py",
     },
+    "uvicorn": {"workers/agents/endpoint.py"},  # vLLM needs it and starlette
+    "starlette": {"workers/agents/endpoint.py"},
     "triton": {"rehearse/engine_process.py"},
     "peft": {"workers/models/lora.py"},
     "flash_attn": {"workers/models/attention.py"},

@@ -143,6 +143,8 @@ def test_a_call_that_gets_no_answer_in_time_fails_and_leaves_its_row_as_it_was()
     [
         (float("nan"), "nan is no finite number"),
         (float("inf"), "inf is no finite number"),
+        (1e300, r"1e\+300 is no finite number of 32 bits"),
+        (-(10**400), "-1000.* is no finite number"),
         ("1", "'1' is no finite number"),
         ([1.0], r"1 rewards were given for 2 calls"),
         ([1.0, None], "None.* is no finite number"),

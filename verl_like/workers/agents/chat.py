@@ -1,11 +1,12 @@
 """Renders messages as tokens: anew, or behind the tokens that an episode has drawn already."""
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+import numpy as np
 
 Message = Mapping[str, Any]
 Meaning = tuple[Any, ...]
@@ -20,7 +21,7 @@ class ChatFormat:
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Any,
         template_kwargs: Mapping[str, Any],
         end_token_ids: Sequence[int],
         *,
@@ -28,26 +29,35 @@ class ChatFormat:
         reasoning_parser: str | None,
         keep_reasoning: bool,
     ) -> None:
-        from vllm.parser import ParserManager
+        from vllm.tokenizers.hf import get_cached_tokenizer
 
-        self.tokenizer = tokenizer
+        self.tokenizer: Any = get_cached_tokenizer(tokenizer)  # each parser asks for its vocabulary
         self.template_kwargs = template_kwargs
         self.end_texts = [tokenizer.decode([token]) for token in end_token_ids]
         """The texts of the tokens that end a turn."""
+        self.tool_parser = tool_parser
+        self.reasoning_parser = reasoning_parser
         self.keep_reasoning = keep_reasoning
+        self.parser_class = self._parser_class()
+
+    def _parser_class(self) -> Any:
+        from vllm.parser import ParserManager
+
         try:
-            self.parser_class = ParserManager.get_parser(
-                tool_parser_name=tool_parser,
-                reasoning_parser_name=reasoning_parser,
+            parser_class: Any = ParserManager.get_parser(
+                tool_parser_name=self.tool_parser,
+                reasoning_parser_name=self.reasoning_parser,
                 enable_auto_tools=True,
-                tokenizer=tokenizer,
+                tokenizer=self.tokenizer,
             )
         except (KeyError, TypeError, RuntimeError, ValueError) as error:
             raise ValueError(
-                f"actor_rollout_ref.rollout.multi_turn.format={tool_parser} with "
-                f"agent.reasoning_parser={reasoning_parser} does not work with this tokenizer: "
-                f"{error}. Take the parsers that vLLM's documentation names for the model"
+                f"actor_rollout_ref.rollout.multi_turn.format={self.tool_parser} with "
+                f"agent.reasoning_parser={self.reasoning_parser} does not work with this "
+                f"tokenizer: {error}. Take the parsers that vLLM's documentation names for the "
+                "model"
             ) from error
+        return parser_class
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any], *, is_prompt: bool) -> str:
         """Returns the text of messages. With `is_prompt` the model is to answer them."""
@@ -63,20 +73,43 @@ class ChatFormat:
         """Returns the tokens of a rendered text. The template has written the special ones."""
         return self.tokenizer.encode(text, add_special_tokens=False)
 
-    def read(self, token_ids: Sequence[int], tools: Sequence[Any]) -> dict[str, Any]:
+    def read(
+        self,
+        token_ids: Sequence[int],
+        tools: Sequence[Any],
+        *,
+        text: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        streamed_after: list[int] | None = None,
+    ) -> dict[str, Any]:
         """Returns the message that a model has written, with its tool calls.
 
         Their arguments are a dict, or the text itself if it is no JSON object.
+
+        Args:
+            text: what a server has made of the tokens. None means their text without the end.
+            template_kwargs: arguments of the chat template, at which some parsers look, other than
+                those of the configuration.
+            streamed_after: the tokens of the prompt, if a client assembles the message from what
+                vLLM streams. vLLM reads streams in another way.
         """
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
-        request: Any = ChatCompletionRequest(messages=[], tools=list(tools) or None)
-        parser = self.parser_class(self.tokenizer, request.tools)
+        fields = {"messages": [], "tools": list(tools) or None}
+        request: Any = ChatCompletionRequest.model_validate(fields)
+        kwargs = template_kwargs or self.template_kwargs
+        parser = self.parser_class(self.tokenizer, request.tools, chat_template_kwargs=kwargs)
         request = parser.adjust_request(request)
-        text = self.tokenizer.decode(
-            self.without_end(token_ids), skip_special_tokens=request.skip_special_tokens
-        )
-        reasoning, content, calls = parser.parse(text, request, True, list(token_ids))
+        drawn_ids = list(token_ids)
+        if text is None:
+            text = self.tokenizer.decode(
+                self.without_end(drawn_ids), skip_special_tokens=request.skip_special_tokens
+            )
+        if streamed_after is None:
+            reasoning, content, calls = parser.parse(text, request, True, drawn_ids)
+        else:
+            delta = parser.parse_delta(text, drawn_ids, request, streamed_after, finished=True)
+            reasoning, content, calls = _assembled(delta)
         message: dict[str, Any] = {"role": "assistant", "content": content or ""}
         if reasoning:
             message["reasoning_content"] = reasoning
@@ -137,17 +170,34 @@ class ChatFormat:
 
     def meaning(self, message: Message) -> Meaning:
         """Returns what messages that mean the same have in common: role, text, tool calls with
-        parsed arguments, and reasoning unless `keep_reasoning` is set."""
+        parsed arguments, and reasoning unless `keep_reasoning` is set.
+
+        Arguments that are no JSON object count as none, because vLLM leaves them out of a prompt.
+        """
         calls = []
         for call in message.get("tool_calls") or []:
             function = call["function"]
-            arguments = arguments_of(function["arguments"])
+            arguments = arguments_of(function.get("arguments"))
+            if not isinstance(arguments, dict):
+                arguments = {}
             calls.append((function["name"], json.dumps(arguments, sort_keys=True)))
         reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
         if self.keep_reasoning:
             reasoning = ""
         content = text_of(message.get("content"))
         return message["role"], content.strip(), tuple(calls), reasoning.strip()
+
+
+def _assembled(delta: Any) -> tuple[str | None, str | None, list[Any]]:
+    """Returns the reasoning, the text and the calls of what vLLM streams of a whole message."""
+    if delta is None:
+        return None, None, []
+    calls: dict[int, Any] = {}
+    for part in delta.tool_calls:
+        call = calls.setdefault(part.index, part.function)
+        if call is not part.function:
+            call.arguments = (call.arguments or "") + part.function.arguments
+    return delta.reasoning, delta.content, list(calls.values())
 
 
 def _place_of(text: str, whole: str, number: int) -> int:
@@ -179,17 +229,15 @@ def text_of(content: Any) -> str:
     return content or ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RecordedTurn:
     """A turn of an episode whose messages are known."""
 
-    meanings: tuple[Meaning, ...]
-    """Of the messages of its prompt, and of the reply."""
-    settings: str
-    """The tools and other arguments of the template."""
-    token_ids: tuple[int, ...]
-    """Of its prompt and its reply."""
-    drawn_ids: tuple[int, ...]
+    num_messages: int
+    """How many messages its prompt and its reply are."""
+    token_ids: np.ndarray
+    """Of its prompt and its reply, int32."""
+    drawn_ids: Sequence[int]
     """Of its reply."""
 
 
@@ -198,7 +246,8 @@ class Conversation:
 
     def __init__(self, chat: ChatFormat) -> None:
         self.chat = chat
-        self.turns: list[RecordedTurn] = []
+        self._turns: dict[bytes, RecordedTurn] = {}
+        """By what stands for the meaning of their messages. Of equal ones it has the last."""
 
     def record(
         self,
@@ -208,20 +257,28 @@ class Conversation:
         prompt_ids: Sequence[int],
         drawn_ids: Sequence[int],
     ) -> None:
-        """Records a turn."""
-        meanings = tuple(self.chat.meaning(message) for message in [*messages, reply])
-        token_ids = (*prompt_ids, *drawn_ids)
-        self.turns.append(RecordedTurn(meanings, settings, token_ids, tuple(drawn_ids)))
+        """Records a turn.
+
+        Args:
+            settings: the tools and the other arguments of the chat template, as a text.
+        """
+        key = self._keys([*messages, reply], settings)[-1]
+        token_ids = np.array([*prompt_ids, *drawn_ids], np.int32)
+        self._turns[key] = RecordedTurn(len(messages) + 1, token_ids, drawn_ids)
 
     def continued(self, messages: Sequence[Message], settings: str) -> RecordedTurn | None:
         """Returns the longest turn that these messages continue: they begin with those of its
-        prompt and with its reply, or with what means the same."""
-        meanings = tuple(self.chat.meaning(message) for message in messages)
-        longest = None
-        for turn in self.turns:
-            length = len(turn.meanings)
-            continues = length < len(meanings) and meanings[:length] == turn.meanings
-            is_longer = longest is None or length >= len(longest.meanings)
-            if continues and turn.settings == settings and is_longer:
-                longest = turn
-        return longest
+        prompt and with its reply, or with what means the same, and have more behind them."""
+        for key in reversed(self._keys(messages[:-1], settings)):
+            if key in self._turns:
+                return self._turns[key]
+        return None
+
+    def _keys(self, messages: Sequence[Message], settings: str) -> list[bytes]:
+        """Returns for each message a digest of what it and those before it mean."""
+        digest = hashlib.blake2b(settings.encode(), digest_size=16)
+        keys = []
+        for message in messages:
+            digest.update(repr(self.chat.meaning(message)).encode())
+            keys.append(digest.digest())
+        return keys

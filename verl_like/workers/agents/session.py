@@ -2,7 +2,6 @@
 
 import asyncio
 import hashlib
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -21,6 +20,8 @@ from verl_like.workers.agents.episode import (
     Turn,
 )
 from verl_like.workers.rollout.request import Completion, GenerationRequest
+
+LARGEST_REWARD = float(np.finfo(np.float32).max)
 
 
 class Model(Protocol):
@@ -88,6 +89,10 @@ class Session:
         self.is_closed = False
         """True once the episode has ended. It has no access any more then."""
         self._num_repeats: Counter[bytes] = Counter()
+
+    def check_room(self, prompt_ids: Sequence[int]) -> None:
+        """Raises RoomUsedUp if `draw` does for this prompt."""
+        self._room(self._row_of(prompt_ids), prompt_ids)
 
     async def draw(
         self,
@@ -161,8 +166,8 @@ class Session:
                 "one number, or one for each call"
             )
         for value in rewards:
-            if not isinstance(value, int | float) or not math.isfinite(value):
-                raise RewardProblem(f"the reward {reward!r:.100} is no finite number")
+            if not isinstance(value, int | float) or not abs(value) <= LARGEST_REWARD:
+                raise RewardProblem(f"the reward {reward!r:.100} is no finite number of 32 bits")
         by_call: dict[int, float] = dict(zip(numbers, rewards, strict=False))
         return tuple(row.finished(by_call) for row in self.rows)
 
