@@ -10,7 +10,9 @@ from verl_like.single_controller.decorator import Dispatch, register
 from verl_like.single_controller.worker import Worker
 from verl_like.workers.agents.batch import ROW_COLUMNS, EpisodeRules
 from verl_like.workers.agents.chat import ChatFormat
+from verl_like.workers.agents.endpoint import Endpoint
 from verl_like.workers.agents.episode import EpisodeSpec
+from verl_like.workers.agents.harness import Harness
 from verl_like.workers.agents.hosts import Description, HostedCode, Hosts
 from verl_like.workers.agents.router import call_by_episodes
 from verl_like.workers.agents.runner import EpisodeRunner, Exchange, Way
@@ -93,7 +95,12 @@ class AgentWorker(Worker):
                 max_turns=self.policy.rollout.multi_turn.max_assistant_turns,
                 config=config,
             )
-        raise NotImplementedError
+        assert config.harness
+        port = config.port + self.local_rank if config.port else 0
+        endpoint = Endpoint(chat, self.policy.model, port=port)
+        code = HostedCode("harness", config.harness, endpoint.reward_key)
+        hosts = Hosts(code, config.num_processes, config.max_memory_gb)
+        return Harness(hosts, endpoint, timeout_s=config.episode_timeout_s)
 
     def close(self) -> None:
         if "runner" in vars(self):  # it is missing before init_model

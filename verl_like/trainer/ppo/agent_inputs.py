@@ -6,8 +6,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from verl_like.single_controller.ray.start import cluster_address
+from verl_like.trainer.config.roles import Role
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.workers.agents.chat import ChatFormat
+from verl_like.workers.agents.endpoint import listen
 from verl_like.workers.agents.hosts import Description, describe_environment, describe_harness
 from verl_like.workers.rollout.base import special_token_ids
 
@@ -32,6 +35,7 @@ def check_agents(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> Descr
     else:
         assert agent.harness
         describe_harness(agent.harness, agent.max_memory_gb)
+        require_free_ports(config)
         description = Description(tools=[], has_reward=True)
     end_token_ids, _padding = special_token_ids(tokenizer, config.actor_rollout_ref.model.path)
     chat = ChatFormat(
@@ -44,6 +48,19 @@ def check_agents(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> Descr
     )
     require_extendable(chat, description.tools)
     return description
+
+
+def require_free_ports(config: PPOConfig) -> None:
+    """Raises ValueError if a port of the endpoint is taken on this machine, where Ray is started.
+
+    A cluster that runs already has machines that are not looked at.
+    """
+    first = config.agent.port
+    if not first or cluster_address(config.ray_kwargs.ray_init.address):
+        return
+    pool = config.role_mapping[Role.Agent]
+    for number in range(max(config.resource_pool_spec[pool])):
+        listen(first + number).close()
 
 
 def require_extendable(chat: ChatFormat, tools: Sequence[Mapping[str, Any]]) -> None:

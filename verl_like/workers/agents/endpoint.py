@@ -96,7 +96,7 @@ class Endpoint:
         self.model = model
         self.api_key = secrets.token_urlsafe(32)
         self.reward_key = secrets.token_urlsafe(32)
-        self._socket = _listen(port)
+        self._socket = listen(port)
         self._accesses: dict[bytes, Access] = {}
         """By digests of their secrets."""
 
@@ -249,7 +249,8 @@ def sets_sampling(body: bytes) -> bool:
     return any(fields.get(name) is not None for name in IGNORED)
 
 
-def _listen(port: int) -> socket.socket:
+def listen(port: int) -> socket.socket:
+    """Takes a port of the loopback address, any free one for 0. Raises ValueError if it is taken."""
     try:
         return socket.create_server((HOST, port))
     except OSError as error:

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from verl_like.rewards.supervisor import supervise
+from verl_like.workers.agents.reward_key import set_reward_key
 
 MAX_LINE_BYTES = 1 << 20
 """The agent reads no longer lines of a host process. This module never sends one."""
@@ -96,7 +97,9 @@ class _Host:
         """Answers the first call, which says what to load."""
         call = json.loads(self._lines.readline())
         try:
-            self._code = load(**call["arguments"])
+            arguments = call["arguments"]
+            set_reward_key(arguments.pop("reward_key"))
+            self._code = load(**arguments)
             self._file = inspect.getfile(self._code)
             self._send({"id": call["id"]})
         except ValueError as error:

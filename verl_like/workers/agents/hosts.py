@@ -48,6 +48,8 @@ class HostedCode:
     """A class whose methods are called, or a function."""
     path: str
     """ "module:name"."""
+    reward_key: str = ""
+    """What `reward_key()` returns in the processes."""
 
 
 class Description(BaseModel):
