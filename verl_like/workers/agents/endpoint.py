@@ -250,7 +250,8 @@ def sets_sampling(body: bytes) -> bool:
 
 
 def listen(port: int) -> socket.socket:
-    """Takes a port of the loopback address, any free one for 0. Raises ValueError if it is taken."""
+    """Takes a port of the loopback address, any free one for 0. Raises ValueError if it is
+    taken."""
     try:
         return socket.create_server((HOST, port))
     except OSError as error:
