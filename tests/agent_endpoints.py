@@ -238,7 +238,7 @@ class InProcess:
             result = await self.run(**json.loads(json.dumps(arguments)))
             return json.loads(json.dumps(result))
         except Exception as error:
-            raise UserCodeError(f"{type(error).__name__}: {error}") from error
+            raise UserCodeError(f"{type(error).__name__}: {error}", "") from error
 
     def leave(self, *, failed: bool) -> None:
         self.left.append(failed)
