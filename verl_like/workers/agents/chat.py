@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,8 @@ class ChatFormat:
         reasoning_parser: str | None,
         keep_reasoning: bool,
     ) -> None:
+        # Parsers log a traceback for each tool call that is no JSON. vLLM reads this once.
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
         from vllm.tokenizers.hf import get_cached_tokenizer
 
         self.tokenizer: Any = get_cached_tokenizer(tokenizer)  # each parser asks for its vocabulary
@@ -105,11 +108,16 @@ class ChatFormat:
             text = self.tokenizer.decode(
                 self.without_end(drawn_ids), skip_special_tokens=request.skip_special_tokens
             )
-        if streamed_after is None:
-            reasoning, content, calls = parser.parse(text, request, True, drawn_ids)
-        else:
-            delta = parser.parse_delta(text, drawn_ids, request, streamed_after, finished=True)
-            reasoning, content, calls = _assembled(delta)
+        try:
+            if streamed_after is None:
+                reasoning, content, calls = parser.parse(text, request, True, drawn_ids)
+            else:
+                delta = parser.parse_delta(text, drawn_ids, request, streamed_after, finished=True)
+                reasoning, content, calls = _assembled(delta)
+        except Exception:  # a parser may raise anything for what a model writes
+            reasoning = None
+            content = text
+            calls = []
         message: dict[str, Any] = {"role": "assistant", "content": content or ""}
         if reasoning:
             message["reasoning_content"] = reasoning

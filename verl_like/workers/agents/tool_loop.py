@@ -93,6 +93,9 @@ class ToolLoop:
                 session.counts["room_used_up"] += 1
                 return "room"
             num_turns += 1
+            if drawn.stop_reason is None:
+                session.counts["room_used_up"] += 1
+                return "room"
             drawn_ids = drawn.completion.token_ids.tolist()
             reply = self.chat.read(drawn_ids, self.tools)
             calls = reply.get("tool_calls", [])
