@@ -10,12 +10,15 @@ from verl_like.single_controller.decorator import Dispatch, register
 from verl_like.single_controller.worker import Worker
 from verl_like.workers.agents.batch import ROW_COLUMNS, EpisodeRules
 from verl_like.workers.agents.chat import ChatFormat
+from verl_like.workers.agents.endpoint import Endpoint
 from verl_like.workers.agents.episode import EpisodeSpec
 from verl_like.workers.agents.hosts import Description, HostedCode, Hosts
+from verl_like.workers.agents.openenv_server import OpenEnvServer
 from verl_like.workers.agents.router import call_by_episodes
 from verl_like.workers.agents.runner import EpisodeRunner, Exchange, Way
 from verl_like.workers.agents.session import Limits
-from verl_like.workers.agents.tool_loop import ToolLoop
+from verl_like.workers.agents.tool_loop import EnvironmentClass, ToolLoop
+from verl_like.workers.agents.verifiers_server import VerifiersServer
 from verl_like.workers.config.agent import AgentConfig
 from verl_like.workers.config.roles import ActorRolloutRefConfig
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS
@@ -82,17 +85,23 @@ class AgentWorker(Worker):
             reasoning_parser=config.reasoning_parser,
             keep_reasoning=config.keep_reasoning,
         )
+        loop = ToolLoop(
+            chat,
+            self.agents.tools,
+            has_reward=self.agents.has_reward,
+            max_turns=self.policy.rollout.multi_turn.max_assistant_turns,
+            config=config,
+        )
         if config.environment:
             code = HostedCode(config.environment, "environment")
             hosts = Hosts(code, config.num_processes, config.max_memory_gb)
-            return ToolLoop(
-                hosts,
-                chat,
-                self.agents.tools,
-                has_reward=self.agents.has_reward,
-                max_turns=self.policy.rollout.multi_turn.max_assistant_turns,
-                config=config,
-            )
+            return EnvironmentClass(hosts, loop)
+        if config.server:
+            protocol, _, address = config.server.partition("://")
+            if protocol == "openenv":
+                return OpenEnvServer(address, loop)
+            endpoint = Endpoint(chat, self.policy.model, port=config.port)
+            return VerifiersServer(address, endpoint, timeout_s=config.reset_timeout_s)
         raise NotImplementedError
 
     def close(self) -> None:
