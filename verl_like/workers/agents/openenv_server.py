@@ -149,13 +149,15 @@ def _text(observation: dict[str, Any]) -> str:
     """Returns what the model reads of an observation: the result of a listed tool, its only field,
     or all fields as JSON. Raises UserCodeError if a listed tool failed."""
     fields = {name: observation[name] for name in observation if name != "metadata"}
-    if not fields:
-        return ""
     value: Any = fields
-    if len(fields) == 1:
+    if "tool_name" in fields:
+        if fields.get("error"):
+            raise UserCodeError(json.dumps(fields["error"]), "")
+        value = fields.get("result")
+    elif len(fields) == 1:
         [value] = fields.values()
-    elif "tool_name" in fields:
-        value = fields.get("error") or fields.get("result")
+    elif not fields:
+        value = ""
     if isinstance(value, dict) and "content" in value:
         value = text_of(value["content"])
     return value if isinstance(value, str) else json.dumps(value)
@@ -181,7 +183,7 @@ async def _tools(address: str) -> list[_Tool]:
     schema = await asyncio.to_thread(_action_schema, address)
     title = schema.pop("title", "")
     description = schema.pop("description", "")
-    schema["properties"].pop("metadata", None)  # which each action has
+    schema.get("properties", {}).pop("metadata", None)  # which each action has
     tools = [{"name": _STEP, "description": description, "input_schema": schema}]
     async with _connect(address) as connection:
         if title in _LISTS_TOOLS:

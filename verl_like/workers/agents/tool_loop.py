@@ -17,7 +17,7 @@ class Seat(Protocol):
 
     @property
     def is_done(self) -> bool:
-        """Whether the environment has ended the episode."""
+        """Returns whether the environment has ended the episode."""
 
     async def call(self, method: str, arguments: dict[str, Any], timeout_s: float) -> Any:
         """Calls `reset`, a tool or `get_reward`, and returns what it returns. Raises UserCodeError

@@ -24,7 +24,8 @@ _KEY_VARIABLE = "VERL_LIKE_AGENT_KEY"
 _PING_MS = 5_000
 _SILENCE_MS = 20_000
 _LINGER_MS = 1_000
-_CHECK_MS = 10_000
+_CHECK_MS = 5_000
+_PAUSE_S = 0.1
 
 
 class _Error(BaseModel):
@@ -74,7 +75,7 @@ class VerifiersServer:
         self.address = address
         self.endpoint = endpoint
         self.timeout_s = timeout_s
-        self._is_connected = asyncio.Event()
+        self._is_connected = False
         self._parts: dict[bytes, asyncio.Queue[list[bytes]]] = {}
         """The parts of answers, by the names of requests. No parts mean that the server has
         gone."""
@@ -126,14 +127,14 @@ class VerifiersServer:
     async def _reward(self, request: Mapping[str, Any]) -> Reward:
         """Lets the server run an episode, and returns its reward. Raises EpisodeFailed if it
         fails."""
+        await self._connected()
         name = uuid.uuid4().hex
         parts: asyncio.Queue[list[bytes]] = asyncio.Queue()
         self._parts[name.encode()] = parts
+        self._send(name, b"run", request)
         answers: list[_Answer] = []
+        kind = b""
         try:
-            await self._connected()
-            self._send(name, b"run", request)
-            kind = b""
             while kind != b"reply":
                 kind, content = opened(await parts.get())
                 answers.append(_Answer.model_validate(content))
@@ -147,7 +148,8 @@ class VerifiersServer:
         """Waits for the server. Raises EpisodeFailed if it does not come."""
         try:
             async with asyncio.timeout(self.timeout_s):
-                await self._is_connected.wait()
+                while not self._is_connected:
+                    await asyncio.sleep(_PAUSE_S)
         except TimeoutError:
             raise EpisodeFailed("environment", f"no server answers at {self.address}") from None
 
@@ -165,12 +167,10 @@ class VerifiersServer:
         """Tells those who wait when the server comes and goes."""
         while True:
             event = await recv_monitor_message(self._monitor)
-            if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._is_connected.set()
-                continue
-            self._is_connected.clear()
-            for parts in self._parts.values():
-                parts.put_nowait([])
+            self._is_connected = event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            if not self._is_connected:
+                for parts in self._parts.values():
+                    parts.put_nowait([])
 
 
 def opened(parts: Sequence[bytes]) -> tuple[bytes, Any]:
@@ -218,8 +218,8 @@ def reward_of(answers: Sequence[_Answer]) -> Reward:
 
 
 def describe_verifiers(address: str) -> Description:
-    """Returns that we call no tools and that episodes have rewards. Raises ValueError if no server
-    answers, or if its wire is another one."""
+    """Checks that a server answers. It calls tools itself, and its episodes have rewards. Raises
+    ValueError if none answers, or if its wire is another one."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as asking:
         asking.setsockopt(zmq.LINGER, 0)
         asking.connect(f"tcp://{address}")

@@ -6,7 +6,7 @@ from pydantic import model_validator
 
 from verl_like.config_model import ConfigModel, NonNegativeInt, PositiveFloat, PositiveInt
 
-_SERVER = re.compile(r"(verifiers|openenv)://([\w.-]+|\[[\da-fA-F:]+\]):\d{1,5}", re.ASCII)
+_SERVER = re.compile(r"(verifiers|openenv)://[\w.-]+:\d+", re.ASCII)
 
 
 class MultiTurnConfig(ConfigModel):
