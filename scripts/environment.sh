@@ -9,7 +9,7 @@ if nvidia-smi -L >/dev/null 2>&1; then
   if [ "${1:-}" = cpu ]; then venv=.venv_cpu; else device=gpu; fi
 fi
 stamp=$venv/.verl_like_installed
-wanted="$device $(cat pyproject.toml requirements/* scripts/environment.sh | sha256sum | cut -d' ' -f1)"
+wanted="$device $(cat pyproject.toml requirements/*.* scripts/environment.sh | sha256sum | cut -d' ' -f1)"
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then exit 0; fi
 "$python" -c 'import sys; assert sys.version_info >= (3, 11), f"Python 3.11 or newer is needed, this is {sys.version}"'
 if ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then  # Debian has them in a package of their own

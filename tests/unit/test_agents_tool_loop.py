@@ -15,7 +15,7 @@ from verl_like.workers.agents.episode import Episode, EpisodeSpec
 from verl_like.workers.agents.hosts import HostedCode, Hosts, describe_environment
 from verl_like.workers.agents.runner import EpisodeRunner
 from verl_like.workers.agents.session import Limits
-from verl_like.workers.agents.tool_loop import ToolLoop
+from verl_like.workers.agents.tool_loop import EnvironmentClass, ToolLoop
 from verl_like.workers.config.agent import AgentConfig
 from verl_like.workers.rollout.request import Completion, GenerationRequest
 
@@ -111,15 +111,11 @@ def play(environment: Any) -> Any:
         model = ScriptedModel(lambda _: CHAT.tokens(turns[len(model.requests) - 1]))
         config = AgentConfig(environment="counting:Counter", **settings)
         loop = ToolLoop(
-            Hosts(HostedCode("environment", "counting:Counter"), 1, 4.0),
-            CHAT,
-            environment.tools,
-            has_reward=True,
-            max_turns=max_turns,
-            config=config,
+            CHAT, environment.tools, has_reward=True, max_turns=max_turns, config=config
         )
+        hosts = Hosts(HostedCode("environment", "counting:Counter"), 1, 4.0)
         runner = EpisodeRunner(
-            loop,
+            EnvironmentClass(hosts, loop),
             limits,
             CHAT.tokenizer.decode,
             num_attempts=2,

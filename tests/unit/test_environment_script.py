@@ -39,7 +39,7 @@ def set_up(
     """Runs the script on a machine with this driver and these packages; what it printed, its exit
     code at the end."""
     (folder / "scripts").mkdir(parents=True, exist_ok=True)
-    for each in ("environment.sh", "cpu_environment.sh"):
+    for each in ("environment.sh", "cpu_environment.sh", "agents_environment.sh"):
         shutil.copy(ROOT / "scripts" / each, folder / "scripts")
     shutil.copy(ROOT / "pyproject.toml", folder)
     shutil.copytree(ROOT / "requirements", folder / "requirements", dirs_exist_ok=True)
@@ -111,7 +111,7 @@ def test_a_machine_that_has_everything_gets_an_environment(tmp_path: Path):
 def test_an_environment_for_the_cpu_is_made_anew_when_there_is_a_gpu(tmp_path: Path):
     (tmp_path / ".venv").mkdir(parents=True)
     set_up(tmp_path, driver=None)
-    requirements = sorted((tmp_path / "requirements").iterdir())
+    requirements = sorted((tmp_path / "requirements").glob("*.*"))
     inputs = [tmp_path / "pyproject.toml", *requirements, tmp_path / "scripts/environment.sh"]
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in inputs)).hexdigest()
     (tmp_path / ".venv/.verl_like_installed").write_text(f"cpu {digest}\n")
@@ -173,3 +173,23 @@ def test_what_the_makefile_runs_is_the_python_of_the_cpu_build(tmp_path: Path):
         line.endswith("on []") for line in lines
     )
     assert ".venv/" not in (ROOT / "Makefile").read_text()
+
+
+def test_an_environment_for_agents_is_made_once_from_its_lock(tmp_path: Path):
+    def run(*names: str) -> str:
+        return set_up(tmp_path, driver=None, script="agents_environment.sh", arguments=names)
+
+    for names in ((), ("verifier",)):
+        assert "give verifiers, openenv or harnesses" in run(*names) and run().endswith("exit 1")
+    making = (
+        "Making the environment build/agents/verifiers: a few minutes and at most 0.6 GB, once."
+    )
+    assert making in run("verifiers")
+    stamp = tmp_path / "build/agents/verifiers/.installed"
+    stamp.parent.mkdir(parents=True)
+    lock = tmp_path / "requirements/agents/verifiers.txt"
+    script = tmp_path / "scripts/agents_environment.sh"
+    digest = hashlib.sha256(lock.read_bytes() + script.read_bytes()).hexdigest()
+    stamp.write_text(f"{digest}\n")
+    assert run("verifiers") == "exit 0"
+    assert "Making the environment build/agents/openenv" in run("openenv")

@@ -14,10 +14,12 @@ from verl_like.workers.agents.endpoint import Endpoint
 from verl_like.workers.agents.episode import EpisodeSpec
 from verl_like.workers.agents.harness import Harness
 from verl_like.workers.agents.hosts import Description, HostedCode, Hosts
+from verl_like.workers.agents.openenv_server import OpenEnvServer
 from verl_like.workers.agents.router import call_by_episodes
 from verl_like.workers.agents.runner import EpisodeRunner, Exchange, Way
 from verl_like.workers.agents.session import Limits
-from verl_like.workers.agents.tool_loop import ToolLoop
+from verl_like.workers.agents.tool_loop import EnvironmentClass, ToolLoop
+from verl_like.workers.agents.verifiers_server import VerifiersServer
 from verl_like.workers.config.agent import AgentConfig
 from verl_like.workers.config.roles import ActorRolloutRefConfig
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS
@@ -84,20 +86,25 @@ class AgentWorker(Worker):
             reasoning_parser=config.reasoning_parser,
             keep_reasoning=config.keep_reasoning,
         )
+        loop = ToolLoop(
+            chat,
+            self.agents.tools,
+            has_reward=self.agents.has_reward,
+            max_turns=self.policy.rollout.multi_turn.max_assistant_turns,
+            config=config,
+        )
         if config.environment:
             code = HostedCode("environment", config.environment)
             hosts = Hosts(code, config.num_processes, config.max_memory_gb)
-            return ToolLoop(
-                hosts,
-                chat,
-                self.agents.tools,
-                has_reward=self.agents.has_reward,
-                max_turns=self.policy.rollout.multi_turn.max_assistant_turns,
-                config=config,
-            )
-        assert config.harness
+            return EnvironmentClass(hosts, loop)
+        protocol, _, address = (config.server or "").partition("://")
+        if protocol == "openenv":
+            return OpenEnvServer(address, loop)
         port = config.port + self.local_rank if config.port else 0
         endpoint = Endpoint(chat, self.policy.model, port=port)
+        if protocol == "verifiers":
+            return VerifiersServer(address, endpoint, timeout_s=config.reset_timeout_s)
+        assert config.harness
         code = HostedCode("harness", config.harness, endpoint.reward_key)
         hosts = Hosts(code, config.num_processes, config.max_memory_gb)
         return Harness(hosts, endpoint, timeout_s=config.episode_timeout_s)

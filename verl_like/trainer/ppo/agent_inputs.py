@@ -12,6 +12,8 @@ from verl_like.trainer.config.schema import PPOConfig
 from verl_like.workers.agents.chat import ChatFormat
 from verl_like.workers.agents.endpoint import listen
 from verl_like.workers.agents.hosts import Description, describe_environment, describe_harness
+from verl_like.workers.agents.openenv_server import describe_openenv
+from verl_like.workers.agents.verifiers_server import describe_verifiers
 from verl_like.workers.rollout.base import special_token_ids
 
 
@@ -32,11 +34,13 @@ def check_agents(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> Descr
         )
     if agent.environment:
         description = describe_environment(agent.environment, agent.max_memory_gb)
+    elif agent.server:
+        description = describe_server(agent.server)
     else:
         assert agent.harness
         describe_harness(agent.harness, agent.max_memory_gb)
-        require_free_ports(config)
         description = Description(tools=[], has_reward=True)
+    require_free_ports(config)
     end_token_ids, _padding = special_token_ids(tokenizer, config.actor_rollout_ref.model.path)
     chat = ChatFormat(
         tokenizer,
@@ -48,6 +52,15 @@ def check_agents(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> Descr
     )
     require_extendable(chat, description.tools)
     return description
+
+
+def describe_server(server: str) -> Description:
+    """Asks an environment server which tools it has. Raises ValueError if it does not answer, or
+    not by the protocol that it should have."""
+    protocol, _, address = server.partition("://")
+    if protocol == "openenv":
+        return describe_openenv(address)
+    return describe_verifiers(address)
 
 
 def require_free_ports(config: PPOConfig) -> None:

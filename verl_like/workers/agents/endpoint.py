@@ -18,6 +18,7 @@ from verl_like.workers.agents.session import Session
 from verl_like.workers.config.models import ModelConfig
 
 HOST = "127.0.0.1"
+MODEL_NAME = "policy"
 REWARD_PATH = "/reward"
 ROUTES = (
     "GET /v1/models",
@@ -141,7 +142,7 @@ class Endpoint:
         args = make_arg_parser(FlexibleArgumentParser()).parse_args([])
         args.model = os.path.expanduser(self.model.path)
         args.trust_remote_code = self.model.trust_remote_code
-        args.served_model_name = ["policy"]
+        args.served_model_name = [MODEL_NAME]
         args.generation_config = "vllm"
         args.default_chat_template_kwargs = self.chat.template_kwargs
         args.enable_auto_tool_choice = True

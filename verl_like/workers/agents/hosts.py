@@ -150,6 +150,9 @@ class Hosts:
 class Seat:
     """A place for one episode in a host process. An environment class has an instance for it."""
 
+    is_done = False
+    """An environment class never ends an episode by itself."""
+
     def __init__(self, process: "_Process") -> None:
         process.num_episodes += 1
         self._process = process

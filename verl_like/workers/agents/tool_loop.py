@@ -1,45 +1,35 @@
-"""Episodes of an environment class: the model calls its methods as tools until it calls none."""
+"""Episodes with tools: the model calls them until it calls none, or its environment is done."""
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from verl_like.workers.agents.chat import ChatFormat, Message
 from verl_like.workers.agents.episode import EpisodeFailed, RoomUsedUp, ToolCall
-from verl_like.workers.agents.hosts import Hosts, Seat, UserCodeError
+from verl_like.workers.agents.hosts import Hosts, UserCodeError
 from verl_like.workers.agents.runner import Outcome
 from verl_like.workers.agents.session import Session
 from verl_like.workers.config.agent import AgentConfig
 
 
-class ToolLoop:
-    """The way of `agent.environment`.
+class Seat(Protocol):
+    """The place of an episode in an environment."""
 
-    An episode begins with the dataset's prompt, behind which stands the text that `reset` returns.
-    It ends when the model calls no tool, or when its turns or its room are used up.
-    """
+    @property
+    def is_done(self) -> bool:
+        """Returns whether the environment has ended the episode."""
 
-    def __init__(
-        self,
-        hosts: Hosts,
-        chat: ChatFormat,
-        tools: Sequence[Mapping[str, Any]],
-        *,
-        has_reward: bool,
-        max_turns: int | None,
-        config: AgentConfig,
-    ) -> None:
-        """Args:
-        tools: the schemas of the tools.
-        has_reward: whether the class has `get_reward`.
-        """
+    async def call(self, method: str, arguments: dict[str, Any], timeout_s: float) -> Any:
+        """Calls `reset`, a tool or `get_reward`, and returns what it returns. Raises UserCodeError
+        if it fails, and EpisodeFailed or Restarted if the environment does."""
+
+
+class EnvironmentClass:
+    """The way of `agent.environment`: a class in host processes, whose methods are the tools."""
+
+    def __init__(self, hosts: Hosts, loop: "ToolLoop") -> None:
         self.hosts = hosts
-        self.chat = chat
-        self.tools = tools
-        self.tool_names = {tool["function"]["name"] for tool in tools}
-        self.has_reward = has_reward
-        self.max_turns = max_turns
-        self.config = config
+        self.loop = loop
 
     async def start(self) -> None:
         await self.hosts.start()
@@ -51,16 +41,50 @@ class ToolLoop:
         seat = await self.hosts.seat()
         has_ended = False
         try:
-            messages, prompt_ids = await self._begin(seat, session)
-            ended = await self._turns(seat, session, messages, prompt_ids)
-            reward = None
-            if self.has_reward:
-                timeout_s = self.config.reward_timeout_s
-                reward = await self._call(seat, "get_reward", {}, timeout_s)
+            outcome = await self.loop.run(seat, session)
             has_ended = True
-            return Outcome(reward, ended, is_scored=self.has_reward)
+            return outcome
         finally:
             seat.leave(failed=not has_ended)
+
+
+class ToolLoop:
+    """Lets the model act in an environment.
+
+    An episode begins with the dataset's prompt, behind which stands the text that `reset` returns.
+    It ends when the model calls no tool, when the environment is done, or when the model's turns or
+    room are used up.
+    """
+
+    def __init__(
+        self,
+        chat: ChatFormat,
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        has_reward: bool,
+        max_turns: int | None,
+        config: AgentConfig,
+    ) -> None:
+        """Args:
+        tools: the schemas of the tools.
+        has_reward: whether the environment has `get_reward`.
+        """
+        self.chat = chat
+        self.tools = tools
+        self.tool_names = {tool["function"]["name"] for tool in tools}
+        self.has_reward = has_reward
+        self.max_turns = max_turns
+        self.config = config
+
+    async def run(self, seat: Seat, session: Session) -> Outcome:
+        """Runs an episode. Raises EpisodeFailed or Restarted."""
+        messages, prompt_ids = await self._begin(seat, session)
+        ended = await self._turns(seat, session, messages, prompt_ids)
+        reward = None
+        if self.has_reward:
+            timeout_s = self.config.reward_timeout_s
+            reward = await self._call(seat, "get_reward", {}, timeout_s)
+        return Outcome(reward, ended, is_scored=self.has_reward)
 
     async def _begin(self, seat: Seat, session: Session) -> tuple[list[Message], list[int]]:
         """Resets the environment, and returns the first messages and their tokens."""
@@ -110,6 +134,8 @@ class ToolLoop:
             for call in calls:
                 result = await self._use_tool(seat, session, call["function"])
                 messages.append({"role": "tool", "name": result.name, "content": result.result})
+                if seat.is_done:
+                    return "done"
             prompt = self.chat.render(messages, self.tools, is_prompt=True)
             tail = self.chat.tail(prompt, before, drawn_ids)
             if tail is None:

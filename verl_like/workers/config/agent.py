@@ -1,8 +1,12 @@
 """Settings of agents: who acts, how long each step may take, and what a failure does."""
 
+import re
+
 from pydantic import model_validator
 
 from verl_like.config_model import ConfigModel, NonNegativeInt, PositiveFloat, PositiveInt
+
+_SERVER = re.compile(r"(verifiers|openenv)://[\w.-]+:\d+", re.ASCII)
 
 
 class MultiTurnConfig(ConfigModel):
@@ -78,4 +82,8 @@ class AgentConfig(ConfigModel):
             module, separator, attribute = (path or "module:name").partition(":")
             if not (module and separator and attribute.isidentifier()):
                 raise ValueError(f"{name}={path}: expected module:name, e.g. my_agent:run")
+        if self.server is not None and not _SERVER.fullmatch(self.server):
+            raise ValueError(
+                f"server={self.server}: expected verifiers://host:port or openenv://host:port"
+            )
         return self

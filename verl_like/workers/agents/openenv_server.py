@@ -1,0 +1,202 @@
+"""Episodes in an OpenEnv server, by the WebSocket of OpenEnv 0.10."""
+
+import asyncio
+import contextlib
+import json
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection, HTTPException
+from typing import Any
+
+from pydantic import BaseModel, Field, ValidationError
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, WebSocketException
+
+from verl_like.workers.agents.chat import text_of
+from verl_like.workers.agents.episode import EpisodeFailed
+from verl_like.workers.agents.hosts import Description, UserCodeError
+from verl_like.workers.agents.runner import Outcome
+from verl_like.workers.agents.session import Session
+from verl_like.workers.agents.tool_loop import ToolLoop
+
+_STEP = "step"
+"""The tool that an action schema is. No tool that a server lists has this name."""
+_LISTS_TOOLS = ("Action", "CallToolAction", "ListToolsAction")
+"""The titles of the action schemas of servers that list their tools."""
+_OF_ACTIONS = ("VALIDATION_ERROR", "EXECUTION_ERROR")
+"""The codes of errors that an action causes. The model is told of them."""
+_CHECK_S = 10.0
+_CLOSE_S = 3.0
+
+
+class _Answer(BaseModel):
+    """A message of a server."""
+
+    type: str
+    data: dict[str, Any]
+
+
+class _Observation(BaseModel):
+    """What an environment answers to a reset or an action."""
+
+    observation: dict[str, Any]
+    reward: float | None = None
+    done: bool = False
+
+
+class _Tool(BaseModel):
+    """A tool, as servers list it. It is dumped as templates of chats take it."""
+
+    name: str
+    description: str
+    parameters: dict[str, Any] = Field(alias="input_schema")
+
+
+class _Schemas(BaseModel):
+    """The schemas of a server's messages."""
+
+    action: dict[str, Any]
+
+
+class OpenEnvServer:
+    """The way of `agent.server=openenv://host:port`. An episode is a session of the server, and a
+    call of a tool is an action."""
+
+    def __init__(self, address: str, loop: ToolLoop) -> None:
+        self.address = address
+        self.loop = loop
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def run(self, session: Session) -> Outcome:
+        try:
+            async with _connect(self.address) as connection:
+                try:
+                    return await self.loop.run(_Seat(connection, session), session)
+                finally:
+                    await _end(connection)
+        except (OSError, WebSocketException, ValidationError) as error:
+            raise EpisodeFailed(
+                "environment", f"the server at {self.address} failed: {error}"
+            ) from None
+
+
+class _Seat:
+    """An episode's session of a server. The reward of an action counts for the turn of the model
+    that chose it. An action without a reward counts 0."""
+
+    def __init__(self, connection: ClientConnection, session: Session) -> None:
+        self.connection = connection
+        self.session = session
+        self.is_done = False
+        self.rewards: dict[int, float] = defaultdict(float)
+        """By the numbers of turns, from 1."""
+
+    async def call(self, method: str, arguments: dict[str, Any], timeout_s: float) -> Any:
+        """Returns the text of an observation, or the rewards of all turns."""
+        turn = len(self.session.turns)
+        if method == "get_reward":
+            return [self.rewards[number] for number in range(1, turn + 1)]
+        if method == "reset":
+            answer = await _ask(self.connection, "reset", arguments, timeout_s)
+        else:
+            action = {"type": "call_tool", "tool_name": method, "arguments": arguments}
+            if method == _STEP:
+                action = arguments
+            answer = await _ask(self.connection, "step", action, timeout_s)
+        self.is_done = answer.done
+        self.rewards[turn] += answer.reward or 0.0
+        return _text(answer.observation)
+
+
+def _connect(address: str) -> connect:
+    """Returns a session of a server, which is to be entered. Each of its messages has a
+    deadline."""
+    return connect(f"ws://{address}/ws", close_timeout=_CLOSE_S, ping_interval=None, proxy=None)
+
+
+async def _end(connection: ClientConnection) -> None:
+    """Ends a session, and waits until the server has room for another one."""
+    with contextlib.suppress(TimeoutError, ConnectionClosed):
+        async with asyncio.timeout(_CLOSE_S):
+            await connection.send('{"type": "close"}')
+            await connection.wait_closed()
+
+
+async def _ask(
+    connection: ClientConnection, kind: str, data: dict[str, Any], timeout_s: float
+) -> _Observation:
+    """Sends a message, and returns the answer. Raises UserCodeError for an error that an action
+    causes, EpisodeFailed for others, and ValidationError for no answer of OpenEnv."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            with contextlib.suppress(ConnectionClosed):  # the server may have said why
+                await connection.send(json.dumps({"type": kind, "data": data}))
+            answer = _Answer.model_validate_json(await connection.recv())
+    except TimeoutError:
+        raise EpisodeFailed("deadline", f"a {kind} took over {timeout_s:g} s") from None
+    if answer.type != "error":
+        return _Observation.model_validate(answer.data)
+    problem = json.dumps(answer.data)
+    if kind == "step" and answer.data.get("code") in _OF_ACTIONS:
+        raise UserCodeError(problem, "")
+    raise EpisodeFailed("environment", f"a {kind} failed: {problem}")
+
+
+def _text(observation: dict[str, Any]) -> str:
+    """Returns what the model reads of an observation: the result of a listed tool, its only field,
+    or all fields as JSON. Raises UserCodeError if a listed tool failed."""
+    fields = {name: observation[name] for name in observation if name != "metadata"}
+    value: Any = fields
+    if "tool_name" in fields:
+        if fields.get("error"):
+            raise UserCodeError(json.dumps(fields["error"]), "")
+        value = fields.get("result")
+    elif len(fields) == 1:
+        [value] = fields.values()
+    elif not fields:
+        value = ""
+    if isinstance(value, dict) and "content" in value:
+        value = text_of(value["content"])
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def describe_openenv(address: str) -> Description:
+    """Returns the tools of a server. Raises ValueError if none answers, or if its protocol is
+    another one. The event loop runs in a thread, because a notebook has one in the main thread."""
+    with ThreadPoolExecutor(1) as thread:
+        try:
+            tools = thread.submit(asyncio.run, _tools(address)).result(3 * _CHECK_S)
+        except (EpisodeFailed, OSError, HTTPException, WebSocketException, ValueError) as error:
+            raise ValueError(
+                f"agent.server=openenv://{address} does not answer as OpenEnv 0.10 does: {error}. "
+                "Start it with what scripts/agents_environment.sh openenv installs"
+            ) from error
+    functions = [{"type": "function", "function": tool.model_dump()} for tool in tools]
+    return Description(tools=functions, has_reward=True)
+
+
+async def _tools(address: str) -> list[_Tool]:
+    """Returns the tools that a server lists, or its action schema as one."""
+    schema = await asyncio.to_thread(_action_schema, address)
+    title = schema.pop("title", "")
+    description = schema.pop("description", "")
+    schema.get("properties", {}).pop("metadata", None)  # which each action has
+    tools = [{"name": _STEP, "description": description, "input_schema": schema}]
+    async with _connect(address) as connection:
+        if title in _LISTS_TOOLS:
+            answer = await _ask(connection, "step", {"type": "list_tools"}, _CHECK_S)
+            tools = answer.observation.get("tools", [])
+    if not tools:
+        raise ValueError("it has no tools")
+    return [_Tool.model_validate(tool) for tool in tools]
+
+
+def _action_schema(address: str) -> dict[str, Any]:
+    """Returns the schema of the actions of a server."""
+    with contextlib.closing(HTTPConnection(address, timeout=_CHECK_S)) as connection:
+        connection.request("GET", "/schema")
+        reply = connection.getresponse().read()
+    return _Schemas.model_validate_json(reply).action
