@@ -29,6 +29,10 @@ TEMPLATE = (
 )
 
 
+END_TOKEN = 257
+"""The token `<|end|>`, behind 256 bytes and `<|start|>`."""
+
+
 def make_chat() -> ChatFormat:
     """Tokens are bytes, and the marks of the template. Tools are called as hermes does."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -78,7 +82,9 @@ class OneTokenModel:
 
 def session_of(model: Any, row: Mapping[str, Any], prompt_ids: Sequence[int] = (1, 2)) -> Session:
     """The first attempt at an episode of a row of the dataset."""
-    sampling = Sampling(temperature=0.7, top_k=-1, top_p=1.0, max_tokens=900, stop_token_ids=())
+    sampling = Sampling(
+        temperature=0.7, top_k=-1, top_p=1.0, max_tokens=900, stop_token_ids=(9, END_TOKEN)
+    )
     request = GenerationRequest("row 0, sample 1", list(prompt_ids), seed=77, sampling=sampling)
     limits = Limits(first_prompt=900, response=900, context=1800, call_timeout_s=5.0)
     spec = EpisodeSpec(request, row)

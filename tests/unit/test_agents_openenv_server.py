@@ -386,7 +386,7 @@ def test_a_rank_of_agents_acts_in_the_server_of_its_address(chat: ChatFormat):
     rollout = policy.rollout.model_copy(update={"multi_turn": turns})
     policy = policy.model_copy(update={"rollout": rollout})
     tool = {"type": "function", "function": {"name": "step"}}
-    worker = AgentWorker(config, policy, {}, {}, Description([tool], has_reward=True))
+    worker = AgentWorker(config, policy, {}, {}, Description(tools=[tool], has_reward=True))
     way = worker.make_way(chat.tokenizer, [chat.tokenizer.eos_token_id])
     assert isinstance(way, OpenEnvServer) and way.address == "host:8000"
     assert way.loop.tool_names == {"step"} and way.loop.has_reward

@@ -35,6 +35,9 @@ class AlgorithmFacts:
     """The aggregation that a policy loss is defined with."""
     over_batch: bool = False
     """Whether it compares the rows of a batch with each other, beyond the responses to a prompt."""
+    by_position: bool = False
+    """Whether it compares tokens at equal positions of responses, also behind inserted tokens. No
+    signature tells that, so of a plugin it is not known."""
 
 
 class AlgorithmOptions(ConfigModel):

@@ -20,7 +20,7 @@ FACTS = {
     "grpo_passk": AlgorithmFacts(_GROUPS),
     "max_rl": AlgorithmFacts(_GROUPS),
     "opo": AlgorithmFacts(_GROUPS),
-    "optimal_token_baseline": AlgorithmFacts(_OPTIMAL_BASELINE),
+    "optimal_token_baseline": AlgorithmFacts(_OPTIMAL_BASELINE, by_position=True),
     "reinforce_plus_plus": AlgorithmFacts(_REWARDS, over_batch=True),
     "reinforce_plus_plus_baseline": AlgorithmFacts(_GROUPS, over_batch=True),
     "remax": AlgorithmFacts(_REWARDS | {"reward_baselines"}),

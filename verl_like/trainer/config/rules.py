@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 
+from verl_like.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from verl_like.trainer.config.actor_rules import (
     a_reference_in_the_actor_computes_as_the_actor,
     ptx_rows_have_a_weight,
@@ -257,11 +258,11 @@ def groups_have_several_responses(config: PPOConfig) -> Iterator[str]:
 
 
 def agents_have_an_estimator_for_inserted_tokens(config: PPOConfig) -> Iterator[str]:
-    if config.agent.way and config.algorithm.adv_estimator == "optimal_token_baseline":
+    name = config.algorithm.adv_estimator
+    if config.agent.way and ADVANTAGE_ESTIMATORS.facts(name).by_position:
         yield (
-            "algorithm.adv_estimator=optimal_token_baseline compares tokens by their position, "
-            f"which the results of tools move in episodes of agent.{config.agent.way}; set "
-            "tir_optimal_token_baseline"
+            f"algorithm.adv_estimator={name} compares tokens by their position, which the results "
+            f"of tools move in episodes of agent.{config.agent.way}; set tir_{name}"
         )
 
 
