@@ -149,11 +149,6 @@ class AgentWorker(Worker):
         """Takes the answers to requests, and returns what is new, see `EpisodeRunner.exchange`."""
         return self.runner.exchange(answers, wait_s)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, is_recorded=False)
-    def abort_episodes(self, names: Sequence[str]) -> None:
-        """Ends episodes."""
-        self.runner.abort(names)
-
 
 class UnscoredAgentWorker(AgentWorker):
     """A rank of agents whose episodes have no reward of their own: rules or models score them."""

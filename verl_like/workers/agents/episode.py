@@ -75,10 +75,6 @@ class Row:
         length = len(self.token_ids)
         return len(prompt_ids) >= length and list(prompt_ids[:length]) == self.token_ids
 
-    def num_tokens_after(self, prompt_ids: Sequence[int]) -> int:
-        """Returns how many tokens are behind this row's prompt in a prompt that continues it."""
-        return len(prompt_ids) - self.num_prompt_tokens
-
     def extend(self, number: int, prompt_ids: Sequence[int], completion: Completion) -> None:
         """Adds the tokens of call `number`: those that its prompt inserts, and the drawn ones."""
         inserted = list(prompt_ids[len(self.token_ids) :])

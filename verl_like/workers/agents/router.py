@@ -151,14 +151,19 @@ class EpisodeRouter(RequestRouter):
             self._take(rank, exchange)
         return is_left
 
+    def _collect(self) -> None:
+        if self.sent:  # while all episodes use tools, there is nothing to collect
+            super()._collect()
+
     def _take(self, rank: int, exchange: Exchange) -> None:
         """Takes the requests and episodes of a rank."""
         with self.changed:
             for request in exchange.requests:
-                episode = request.episode
-                place = self.places[episode]
+                place = self.places.get(request.episode)
+                if place is None:  # the episode has ended without waiting for it
+                    continue
                 place.replica = self.queue.place(request, place.replica)
-                self.episode_of_request[request.name] = episode
+                self.episode_of_request[request.name] = request.episode
             for name in exchange.aborted:
                 if self.episode_of_request.pop(name, None):
                     self.aborted += self.queue.remove([name])
@@ -179,13 +184,15 @@ class EpisodeRouter(RequestRouter):
             return
         self.queue.ended(name)
         self.sent.discard(name)
-        rank = self.places[episode].rank
-        self.answers[rank][name] = completion
+        if place := self.places.get(episode):
+            self.answers[place.rank][name] = completion
 
     def unfinished_calls(self) -> set[RequestCall]:
         calls = super().unfinished_calls() | set(self.call_of_episode.values())
         self.call_of_episode = {}
+        self.places = {}
         self.episode_of_request = {}
+        self.to_begin = self._for_each_rank(list)
         return calls
 
     def timeout_of(self, call: RequestCall, deadline_s: float) -> CallTimeout:

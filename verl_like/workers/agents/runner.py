@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import threading
 import time
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -122,21 +122,17 @@ class EpisodeRunner:
             self._exchange = Exchange()
             return told
 
-    def abort(self, names: Collection[str]) -> None:
-        """Ends episodes, and waits until they have let go of what they use."""
+    def close(self) -> None:
+        """Ends all episodes, and when they have let go of it, what acts in them."""
 
-        async def abort() -> None:
-            tasks = [self._tasks[name] for name in names if name in self._tasks]
+        async def end() -> None:
+            tasks = list(self._tasks.values())
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await self.way.close()
 
-        self._on_loop(abort(), _CLOSING_S)
-
-    def close(self) -> None:
-        """Ends all episodes and what acts in them."""
-        self.abort(list(self._tasks))
-        self._on_loop(self.way.close(), _CLOSING_S)
+        self._on_loop(end(), _CLOSING_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_CLOSING_S)
 
@@ -206,8 +202,6 @@ class EpisodeRunner:
                 failures.append(failure)
                 if len(failures) == self.num_attempts:
                     return _failed(spec, failures, started)
-            finally:
-                session.is_closed = True
         raise AssertionError("the attempts have no end of their own")
 
     async def _attempt(self, session: Session) -> Outcome:

@@ -86,8 +86,6 @@ class Session:
         """The calls that were answered, by their numbers."""
         self.counts: Counter[str] = Counter()
         self.num_calls = 0
-        self.is_closed = False
-        """True once the episode has ended. It has no access any more then."""
         self._num_repeats: Counter[bytes] = Counter()
 
     def check_room(self, prompt_ids: Sequence[int]) -> None:
@@ -188,7 +186,7 @@ class Session:
                 f"the first prompt has {len(prompt_ids)} tokens, but 1 to "
                 f"data.max_prompt_length={limits.first_prompt} are possible"
             )
-        num_behind = row.num_tokens_after(prompt_ids)
+        num_behind = len(prompt_ids) - row.num_prompt_tokens
         room = min(limits.response - num_behind, limits.context - len(prompt_ids))
         if room < 1:
             raise RoomUsedUp(
