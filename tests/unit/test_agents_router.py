@@ -230,7 +230,7 @@ def test_a_reward_that_is_no_number_ends_the_run_unless_it_is_skipped(make_agent
         return Outcome(float("nan"))
 
     agents, _rollout, _seen = make_agents(act)
-    with pytest.raises(RewardError, match=r"row 0 .*nan is no finite number\n.*reward.on_error"):
+    with pytest.raises(RewardError, match=r"row 0 .*nan is no finite number.*\n.*reward.on_error"):
         agents.run_episodes(rows(1)).get()
 
 
