@@ -1,9 +1,22 @@
 """The faults of docs/reliability.md in runs of agents: how each is made to happen, and what the run
 has to say."""
 
+import signal
 from collections.abc import Callable
 
-from faults import Fault, Run
+from faults import (
+    BOTH,
+    DETACHED,
+    DIED,
+    ENDED,
+    ENGINE_RANK,
+    STOPPED,
+    Fault,
+    Run,
+    Strike,
+    raise_flag,
+    send,
+)
 
 TEMPLATE = (
     "{% for message in messages %}{{ message.role[0] }} {{ message.content }}<eos>{% endfor %}"
@@ -57,6 +70,7 @@ async def run(row, base_url, api_key):
         await asyncio.sleep(0.1)
     return len(texts) / 8
 """
+AGENT_RANK = "agent rank"
 HOST = "verl_like.workers.agents.host_process"
 ENVIRONMENT = "agent.environment=agent_code:World"
 HARNESS = "agent.harness=agent_code:run"
@@ -82,7 +96,7 @@ def of_agents(
     number: int,
     done: str,
     says: str,
-    strike: Callable[[Run], None],
+    strike: Strike,
     way: str,
     statement: str = "pass",
     **options: object,
@@ -93,7 +107,7 @@ def of_agents(
     return Fault(number, done, says, strike, settings, file, **options)
 
 
-def send_to_host(number: int) -> Callable[[Run], None]:
+def send_to_host(number: int) -> Strike:
     """Sends a signal to the process that runs environments or harnesses, below its supervisor."""
 
     def strike(run: Run) -> None:
@@ -102,3 +116,84 @@ def send_to_host(number: int) -> Callable[[Run], None]:
         host.send_signal(number)
 
     return strike
+
+
+AGENT_DIED = f"agent {DIED}"
+AGENT_STOPPED = f"agent {STOPPED}"
+AGENT_FAULTS = [
+    of_agents(
+        26,
+        "SIGKILL to a process of environments",
+        ENDED,
+        send_to_host(signal.SIGKILL),
+        ENVIRONMENT,
+        goes_on=BOTH,
+    ),
+    of_agents(
+        26,
+        "SIGSTOP to a process of environments",
+        ENDED,
+        send_to_host(signal.SIGSTOP),
+        ENVIRONMENT,
+        goes_on=BOTH,
+    ),
+    of_agents(
+        26,
+        "SIGKILL to a process of harnesses",
+        ENDED,
+        send_to_host(signal.SIGKILL),
+        HARNESS,
+        goes_on=BOTH,
+    ),
+    of_agents(
+        26,
+        "SIGSTOP to a process of harnesses",
+        ENDED,
+        send_to_host(signal.SIGSTOP),
+        HARNESS,
+        goes_on=BOTH,
+    ),
+    of_agents(
+        27,
+        "SIGKILL to an agents' rank, which has the endpoint",
+        AGENT_DIED,
+        send(signal.SIGKILL, AGENT_RANK),
+        HARNESS,
+        goes_on=(DETACHED,),
+    ),
+    of_agents(
+        27,
+        "SIGSTOP to an agents' rank, which has the endpoint",
+        AGENT_STOPPED,
+        send(signal.SIGSTOP, AGENT_RANK),
+        HARNESS,
+        goes_on=(DETACHED,),
+    ),
+    of_agents(
+        28,
+        "SIGKILL to an engine's rank in episodes",
+        f"rollout {DIED}",
+        send(signal.SIGKILL, ENGINE_RANK),
+        HARNESS,
+        goes_on=(DETACHED,),
+    ),
+    of_agents(
+        28,
+        "SIGSTOP to an engine's rank in episodes",
+        f"rollout {STOPPED}",
+        send(signal.SIGSTOP, ENGINE_RANK),
+        ENVIRONMENT,
+        goes_on=(DETACHED,),
+    ),
+    of_agents(
+        29,
+        "one in twenty episodes fails, with agent.num_attempts=1",
+        ENDED,
+        raise_flag,
+        ENVIRONMENT,
+        f"if random.random() < 0.05: {RAISE}",
+        settings=("agent.num_attempts=1",),
+        goes_on=BOTH,
+        lost="the episodes in agent/num_failed",
+    ),
+]

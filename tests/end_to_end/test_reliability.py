@@ -9,13 +9,15 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import ray
+from agent_faults import AGENT_FAULTS, agent_settings
 from faults import DETACHED, FAULTS, NUM_STEPS, PLACEMENT, RUN, SYNCHRONOUS, Fault, Run
 from runs import data_row, metrics_of, tiny_run_settings
 
@@ -91,11 +93,13 @@ def num_steps(count: int) -> str:
     return f"{count} step{'' if count == 1 else 's'}"
 
 
-CASES = [
-    pytest.param(fault, mode, id=f"{fault.number} {fault.done}, {mode}")
-    for fault in FAULTS
-    for mode in fault.modes
-]
+def cases_of(faults: Sequence[Fault]) -> list[Any]:
+    """Each fault in each kind of run."""
+    return [
+        pytest.param(fault, mode, id=f"{fault.number} {fault.done}, {mode}")
+        for fault in faults
+        for mode in fault.modes
+    ]
 
 
 def check_fault(fault: Fault, run: Run, page: Page) -> None:
@@ -140,7 +144,7 @@ def mount_disk(folder: Path, size: str) -> None:
         pytest.skip(f"file systems cannot be mounted here: {mounted.stderr.decode().strip()}")
 
 
-@pytest.mark.parametrize(("fault", "mode"), CASES)
+@pytest.mark.parametrize(("fault", "mode"), cases_of(FAULTS))
 def test_a_fault_of_a_run_that_trains_is_told_and_loses_no_checkpoint(
     fault: Fault, mode: str, new_run: Callable[[str], Run], page: Page
 ):
@@ -150,6 +154,19 @@ def test_a_fault_of_a_run_that_trains_is_told_and_loses_no_checkpoint(
     finally:
         if (run.folder / "runs").is_mount():
             subprocess.run(["umount", "--lazy", str(run.folder / "runs")], check=True)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(("fault", "mode"), cases_of(AGENT_FAULTS))
+def test_a_fault_of_a_run_of_episodes_is_told_or_made_good(
+    fault: Fault, mode: str, new_run: Callable[[str], Run], page: Page, tiny_llama: Callable
+):
+    run = new_run(mode)
+    run.settings += agent_settings(tiny_llama)
+    check_fault(fault, run, page)
+    for row in metrics_of(run.folder):
+        assert not row.get("agent/num_failed") or fault.number == 29, row
+        assert not row.get("agent/num_dropped_prompts") or fault.number == 29, row
 
 
 @pytest.fixture(scope="module")
