@@ -18,6 +18,7 @@ OUTSIDE = {
     "examples/split_placement/README.md": "examples/split_placement.md",
     "examples/grpo/README.md": "examples/grpo.md",
     "examples/detached/README.md": "examples/detached.md",
+    "examples/agents/README.md": "examples/agents.md",
     "examples/rlhf_three_stages/README.md": "examples/rlhf_three_stages.md",
     "examples/new_role/README.md": "examples/new_role.md",
     "examples/remote_reward/README.md": "examples/remote_reward.md",
