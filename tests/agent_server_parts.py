@@ -110,6 +110,7 @@ class StandInEndpoint:
     api_key: str = "the key of the run"
     chats: list[dict[str, Any]] = field(default_factory=list)
     """The bodies of all requests."""
+    is_closed: bool = False
     is_held: bool = False
     """While it is True, no request is answered."""
     accesses: dict[str, Access] = field(default_factory=dict)
@@ -125,6 +126,7 @@ class StandInEndpoint:
 
     async def close(self) -> None:
         await self.runner.cleanup()
+        self.is_closed = True
 
     def open(self, session: Session) -> Access:
         secret = secrets.token_urlsafe()

@@ -154,8 +154,8 @@ def _is_secret(value: Any, secret_paths: Collection[Path], path: Path) -> bool:
 
 
 def _secret_texts(tree: Any, secret_paths: Collection[Path], path: Path) -> Iterator[str]:
-    """Yields the secrets of a configuration as texts. The user information of a URL is one, and its
-    password is another."""
+    """Yields the secrets of a configuration as texts. Of a URL that is no secret itself these are
+    its user information, and the password in that once more by itself."""
     if isinstance(tree, Mapping):
         for name, value in tree.items():
             path_of_value = (*path, str(name))

@@ -228,7 +228,7 @@ def test_an_openenv_server_of_actions_ends_its_episodes_with_rewards():
             assert "Input should be a valid integer" in model.prompts[1]
             assert "the number would be lost" in model.prompts[2]
             assert "<|start|>tool 35<|end|>" in model.prompts[3]
-        with pytest.raises(EpisodeFailed, match=r"a reset failed: .*'start'"):
+        with pytest.raises(EpisodeFailed, match=r"reset raised .*'start'"):
             await openenv_episode(WritingModel(chat), address, {})
         with pytest.raises(EpisodeFailed, match="a step took over 2 s") as failure:
             model = WritingModel(chat, call_text("step", factor=1))

@@ -4,11 +4,13 @@ weights."""
 import json
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import rollout_requests
 import torch
+from agent_faults import TEMPLATE
 from runs import AHEAD, APART, GRPO, metrics_of, run_apart, tiny_run_settings
 from transformers import LlamaForCausalLM
 
@@ -107,23 +109,57 @@ class DriverOfKeepingMaker(MakerDriver):
         return KeepingMaker(**vars(super().build_maker()))
 """
 
+# Two turns of at most 72 tokens, with what the template writes between them
+HARNESS = """
+from openai import AsyncOpenAI
+
+
+async def run(row, base_url, api_key):
+    client = AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+    messages = list(row["prompt"])
+    texts = set()
+    for _ in range(2):
+        reply = await client.chat.completions.create(
+            model="policy", messages=messages, max_tokens=72
+        )
+        text = reply.choices[0].message.content
+        texts.update(text)
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "12"}]
+    return len(texts) / 8
+"""
+NUM_INSERTED = len("|u 12|a ")
+"""Each bar is a token that ends a message."""
+AGENTS = [
+    "agent.harness=harness_of_two_turns:run",
+    "data.max_prompt_length=16",
+    "custom_reward_function.path=null",
+]
+
 
 @pytest.mark.parametrize(
-    "engine", [TENSOR_PARALLEL, OWN_PROCESS], ids=["two processes", "its own process"]
+    ("engine", "agents"),
+    [(TENSOR_PARALLEL, []), (OWN_PROCESS, []), ([], AGENTS)],
+    ids=["two processes", "its own process", "episodes"],
 )
 def test_responses_go_on_with_newer_weights_and_each_span_is_drawn_by_those_of_its_version(
-    engine: list[str], tmp_path: Path, tiny_llama: Callable, monkeypatch: pytest.MonkeyPatch
+    engine: list[str],
+    agents: list[str],
+    tmp_path: Path,
+    tiny_llama: Callable,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     (tmp_path / "keeping_maker.py").write_text(KEEPING_MAKER)
+    (tmp_path / "harness_of_two_turns.py").write_text(HARNESS)
     (tmp_path / "made").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))
     monkeypatch.delitem(sys.modules, "keeping_maker", raising=False)  # of another folder
     monkeypatch.setattr(maker_driver.DRIVERS, "entries", dict(maker_driver.DRIVERS.entries))
-    model, length = tiny_llama(), 160
+    model = tiny_llama(template=TEMPLATE) if agents else tiny_llama()
+    length = 160
     settings = [*GRPO, *AHEAD, "detached.update_in_flight=true", "plugins=[keeping_maker]"]
     settings += ["trainer.save_freq=1", "trainer.max_ckpt_to_keep=5"]
-    settings += engine
+    settings += [*engine, *agents]
     settings += [f"data.max_response_length={length}", "actor_rollout_ref.rollout.ignore_eos=true"]
     steps = train(tmp_path, lambda: model, *settings, "actor_rollout_ref.rollout.dtype=float32")
     assert (
@@ -138,6 +174,10 @@ def test_responses_go_on_with_newer_weights_and_each_span_is_drawn_by_those_of_i
         row for row, spans in enumerate(made.non_tensor_batch["policy_version"]) if len(spans) > 1
     ]
     assert rows
+    if agents:  # weights came within a turn and between two
+        spans = [made.non_tensor_batch["policy_version"][row] for row in rows]
+        gaps = {b[1] - a[2] for each in spans for a, b in pairwise(each) if a[0] != b[0]}
+        assert gaps == {0, NUM_INSERTED}
     models = {0: model[1]}
     for version in range(1, 6):
         export(
@@ -151,7 +191,7 @@ def test_responses_go_on_with_newer_weights_and_each_span_is_drawn_by_those_of_i
         prompt, response, log_probs = (
             made.batch[name][row].tolist() for name in ("prompts", "responses", "rollout_log_probs")
         )
-        assert len(response) == length
+        assert len(response) == (2 * 72 + NUM_INSERTED if agents else length)
         completion = Completion(response, log_probs, made.non_tensor_batch["policy_version"][row])
         request = GenerationRequest(f"row {row}", prompt, 0, sampling)
         rollout_requests.assert_drawn_by(models, request, completion, kv="recompute")

@@ -25,6 +25,7 @@ from verl_like.trainer.ppo.display import PPO_DISPLAY
 from verl_like.trainer.ppo.scoring import RuleScorer
 from verl_like.trainer.run.run_recorder import RunRecorder
 from verl_like.trainer.state.resume import find_run
+from verl_like.workers.agents.hosts import Description
 from verl_like.workers.models.pretrained import load_tokenizer
 from verl_like.workers.rollout import router
 from verl_like.workers.rollout.router import ResponsesFuture
@@ -40,9 +41,10 @@ def local_trainer(
     steps: int = 2,
     with_rules: bool = True,
     config_file: tuple[str, Path] | None = None,
+    agents: Description | None = None,
 ) -> Iterator[local_grpo_step.LocalTrainer]:
     """A trainer in this process whose workers are ready; `config_file` is the name and the folder
-    of a YAML file."""
+    of a YAML file. `agents` says which tools agents have."""
     folder.mkdir(exist_ok=True)
     length = ["trainer.n_gpus_per_node=1", f"trainer.total_training_steps={steps}"]
     config = load_ppo_config(
@@ -62,7 +64,7 @@ def local_trainer(
     trainer = trainer_class(
         config,
         tokenizer,
-        ppo_workers.build_role_worker_mapping(config, own_classes),
+        ppo_workers.build_role_worker_mapping(config, own_classes, agents),
         None,
         *datasets,
         RuleScorer(rewards, tokenizer, scores_every_row=True) if rewards else None,

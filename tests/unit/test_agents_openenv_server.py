@@ -354,9 +354,10 @@ def test_the_check_before_a_run_makes_tools_of_the_schema_or_of_the_list():
         ({"action": LISTED}, lambda kind, data: observation({"tools": []}), "it has no tools"),
         ({"action": LISTED}, lambda kind, data: observation({"tools": [{"name": "a"}]}), "input_s"),
         ({"action": LISTED}, lambda kind, data: error("UNKNOWN_TYPE", "step"), "UNKNOWN_TYPE"),
+        ({"action": LISTED}, lambda kind, data: error("VALIDATION_ERROR", "type"), "VALIDATION"),
         ({"action": LISTED}, lambda kind, data: {"result": []}, "type\n  Field required"),
     ],
-    ids=["other schemas", "no tools", "other tools", "error", "other messages"],
+    ids=["other schemas", "no tools", "other tools", "error", "other actions", "other messages"],
 )
 def test_a_server_of_another_protocol_is_refused_before_the_run(
     schemas: Any, answers: Answers, text: str

@@ -2,13 +2,14 @@
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from agents_by_hand import Act, AgentsByHand
 from test_rollout_router import N, actor, assert_same_rows, config, make_group, prompts  # noqa: F401  fixtures
 
 from verl_like.protocol import DataProto
@@ -17,38 +18,12 @@ from verl_like.single_controller.failure import WorkerError
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.worker_group import ClassWithInitArgs
 from verl_like.trainer.ppo.workers import load_models
-from verl_like.workers.agent_worker import AgentWorker
 from verl_like.workers.agents.episode import Episode, EpisodeFailed, Restarted, RoomUsedUp
 from verl_like.workers.agents.hosts import Description
 from verl_like.workers.agents.router import EpisodeRouter, connect_agents
-from verl_like.workers.agents.runner import Outcome, Way
+from verl_like.workers.agents.runner import Outcome
 from verl_like.workers.agents.session import Session
 from verl_like.workers.config.agent import AgentConfig
-
-Act = Callable[[Session], Any]
-
-
-class ByHand(Way):
-    """A test's way to act in episodes: an async function of the session."""
-
-    def __init__(self, act: Act) -> None:
-        self.act = act
-
-    async def start(self) -> None:
-        pass
-
-    async def run(self, session: Session) -> Outcome:
-        return await self.act(session)
-
-    async def close(self) -> None:
-        pass
-
-
-class AgentsByHand(AgentWorker):
-    act: Act
-
-    def make_way(self, tokenizer: Any, end_token_ids: Any) -> Way:
-        return ByHand(self.act)
 
 
 def rows(num_rows: int, step: int = 1, **meta_info: Any) -> DataProto:

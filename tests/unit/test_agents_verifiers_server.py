@@ -40,7 +40,10 @@ class ServerByHand:
             client, name, method, content = await self.socket.recv_multipart()
             request = msgpack.unpackb(content)
             self.requests.append((method.decode(), name, request))
-            for parts in self.answer(method.decode(), request):
+            answers = self.answer(method.decode(), request)
+            if method == b"cancel":
+                answers = [reply(cancelled=False)]
+            for parts in answers:
                 await self.socket.send_multipart([client, name, *parts])
 
     async def has_got(self, method: str) -> tuple[bytes, Any]:
@@ -92,6 +95,7 @@ async def way(
         yield server, endpoint, agents
     finally:
         await agents.close()
+        assert endpoint.is_closed
         server.close()
 
 
@@ -107,6 +111,7 @@ def outcome(*answers: Parts, session: Session | None = None) -> Any:
                 return await agents.run(session or session_of(OneTokenModel(), ROW))
             finally:
                 assert not endpoint.accesses, "the access ends with the episode"
+                assert not agents.parts, "nobody waits for answers any more"
 
     return asyncio.run(run())
 
@@ -119,6 +124,8 @@ def test_a_request_has_the_row_the_address_of_its_episode_and_the_key_of_the_run
         async with way(answer) as (server, endpoint, agents):
             session = session_of(OneTokenModel(), ROW)
             await asyncio.gather(agents.run(session), agents.run(session))
+            await server.has_got("cancel")  # whose answer nobody waits for
+            await agents.run(session)
             names = [name for method, name, _content in server.requests if method == "run"]
             return (await server.has_got("run"))[1], endpoint, names
 
@@ -132,7 +139,7 @@ def test_a_request_has_the_row_the_address_of_its_episode_and_the_key_of_the_run
         "api_key_var": "VERL_LIKE_AGENT_KEY",
         "headers": {"Authorization": f"Bearer {key}", "x-api-key": key},
     }
-    assert len(set(names)) == 2
+    assert len(set(names)) == 3
 
 
 def test_the_reward_is_the_weighted_sum_of_the_last_rewards_of_the_record():
@@ -140,7 +147,8 @@ def test_the_reward_is_the_weighted_sum_of_the_last_rewards_of_the_record():
     last = rewards(
         right={"score": 1.0, "weight": 0.5}, short={"score": -0.25, "weight": 2.0}, judge=None
     )
-    ended = outcome(OPEN, first, delta(nodes=[{"message": {"role": "user"}}]), last, DONE)
+    other = delta(nodes=[{"message": {"role": "user"}}], links={0: []})
+    ended = outcome(OPEN, first, other, last, DONE)
     assert ended.reward == pytest.approx(0.0)
     assert ended.ended == "done" and ended.is_scored
     assert outcome(OPEN, rewards(right={"score": 1.5, "weight": 0.5}), DONE).reward == 0.75

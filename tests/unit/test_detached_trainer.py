@@ -321,7 +321,7 @@ def test_a_maker_gets_the_weights_that_the_actor_has_and_the_next_step_comes_aft
     Sender.calls.clear()
     held = side.hold_weights("maker_1.2")
     assert held == PushedWeights(version, {"actor": exports}, ("10.0.0.7", 4009))
-    step = threading.Thread(target=side.begin_step, args=(version,), daemon=True)
+    step = threading.Thread(target=side.wait_for_makers, args=(version,), daemon=True)
     step.start()
     step.join(0.1)
     assert step.is_alive() and not Sender.calls
@@ -336,7 +336,7 @@ def test_weights_that_do_not_reach_a_maker_end_the_trainer():
     with pytest.raises(WorkerError, match="a peer is gone"):
         side.send_weights("maker_1.3", 1)
     with pytest.raises(WorkerError, match="failed in send_weights"):
-        side.begin_step(2)
+        side.wait_for_makers(2)
     buffer = ExperienceBuffer(SimpleNamespace(), 0, limit=4)
     # Also where it waits for experience
     with pytest.raises(WorkerError, match="failed in send_weights"):
@@ -351,5 +351,5 @@ def test_makers_that_are_to_be_compared_get_the_actors_weights_unless_they_have_
     side.comparisons.awaited = ("maker_0",)
     pushes = []
     side.push = lambda: pushes.append(side.learner.version)
-    side.begin_step(version)
+    side.wait_for_makers(version)
     assert pushes == [version] * num_pushes

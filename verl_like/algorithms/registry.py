@@ -190,7 +190,7 @@ class AlgorithmRegistry(Registry[Algorithm]):
 
         Args:
             over_batch: it takes statistics, such as the mean, of all rows of a batch, of which
-                there have to be many.
+                there have to be many. So `detached.update_in_flight` refuses it.
         """
         register = super().register(name)
         aliases = [alias for alias, own in self.aliases.items() if own == name]

@@ -75,7 +75,7 @@ def _require_text_alone(record: Any, place: str) -> None:
         return
     for name in _NOT_TEXT:
         if record.get(name):
-            expected = (
+            expected = (  # `bad_row` writes "expected" before it
                 "nothing, since the models here read text alone: leave the column out, or the row"
             )
             raise bad_row(place, f"field {name!r}", record[name], expected)

@@ -206,10 +206,12 @@ class Batch:
     __repr__ = get_data_info
 
     def __getstate__(self, left_out: Container[str] = ()) -> State:
-        """Returns the state without the tensors that are `left_out`.
+        """Returns the state. A caller that sends some tensors another way gives their names as
+        `left_out`.
 
-        Tensors are views in NumPy arrays, which pickle protocol 5 passes on out of band, without a
-        copy.
+        The others become NumPy arrays on the same memory, which pickle protocol 5 passes on out of
+        band, without a copy. Tensors of a GPU are copied to the CPU, and non-contiguous ones are
+        made contiguous.
         """
         self.check_consistency()
         tensors = {}

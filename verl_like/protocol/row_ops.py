@@ -100,19 +100,21 @@ def jagged_from_lists(rows: Sequence[Sequence[Any] | np.ndarray], dtype: torch.d
 
 
 def jagged_on_last_token(values_B: Tensor, mask: Tensor) -> Tensor:
-    """Makes a column by response token of one value per row (B,).
+    """Puts one value per row (B,) on the row's last token of the mask.
 
-    It has each row's value on the row's last token of the mask, and 0 on the others. A row without
-    a token has only zeros.
+    Returns a jagged column by response token, which is 0 elsewhere. The value of a row without a
+    token in the mask is lost.
     """
     marks, offsets = jagged_parts(mask)
     num_rows = len(values_B)
     rows = torch.arange(num_rows)
     lengths = offsets.diff()
     row_of_token = rows.repeat_interleave(lengths)
-    places = marks.bool().nonzero().squeeze(1)
+    marked = marks.bool().nonzero().squeeze(1)  # where, among the values of all rows
+    row_of_marked = row_of_token[marked]
+    # The largest place is the last one. A row without any keeps -1.
     none_B = torch.full((num_rows,), -1)
-    last_B = none_B.scatter_reduce(0, row_of_token[places], places, "amax")
+    last_B = none_B.scatter_reduce(0, row_of_marked, marked, "amax")
     has_token_B = last_B >= 0
     column = values_B.new_zeros(len(marks))
     column[last_B[has_token_B]] = values_B[has_token_B]

@@ -55,7 +55,7 @@ class Phases:
         self.engines: dict[str, Any] = {}
         """By role, the training engine of its worker."""
         self.most_heap = 0
-        """The most bytes that malloc had given out when the present phase looked."""
+        """The most bytes of the heap that `look_at_heap` has seen in the present phase."""
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -230,13 +230,13 @@ def rows_of_ppo(config: PPOConfig, num_rows: int) -> DataProto:
         "rollout_log_probs",
     ):
         tensors[name] = torch.zeros_like(responses, dtype=torch.float32)
-    padding = (prompt, response, 0)
+    padding = (prompt, response, 0)  # widths of prompt and response, padding token
     return DataProto.from_dict(tensors, meta_info={"padding": padding})
 
 
 def rows_of_examples(config: SupervisedConfig, num_examples: int, example_length: int) -> DataProto:
-    """Conversations of full length. An example of `example_length` tokens has one or a pair of
-    them, and all tokens but the first of a conversation are learned."""
+    """Examples of full length. An example is one conversation, or a pair if `example_length` is
+    twice `data.max_length`. All tokens of a conversation but the first are learned."""
     length = config.data.max_length
     num_others = length - 1
     rows_of_example = example_length // length
@@ -245,7 +245,7 @@ def rows_of_examples(config: SupervisedConfig, num_examples: int, example_length
     tensors["sample_id"] = torch.arange(num_examples).repeat_interleave(rows_of_example)
     tensors["margin"] = torch.zeros(num_rows)
     tensors["score"] = torch.zeros(num_rows)
-    padding = (1, num_others, 0)
+    padding = (1, num_others, 0)  # widths of prompt and response, padding token
     return DataProto.from_dict(tensors, meta_info={"padding": padding})
 
 
@@ -284,8 +284,8 @@ METHODS = {
     Role.Teacher: ("compute_teacher_log_prob", ""),
     "model": ("evaluate", "update_model"),
 }
-"""By role, the method that runs the model forward and the one that trains it. A reward model has
-`compute_rm_score`."""
+"""By role, the method that runs the model forward and the one that trains it. Every other role is a
+reward model: it has `compute_rm_score` and is not trained."""
 
 
 def workers_of(pool: PlannedPool) -> dict[str, RayClassWithInitArgs]:
@@ -314,7 +314,9 @@ def workers_of(pool: PlannedPool) -> dict[str, RayClassWithInitArgs]:
 
 
 def measure(pool: PlannedPool, rank: int) -> list[Measured]:
-    """Measures all phases of one rank of a pool's training process."""
+    """Measures the phases of one rank of a pool's training process: each role's load, each model's
+    forward pass and, if it is trained, what `measure_training` says, and what stays between calls.
+    """
     phases = Phases()
     join_nobody(rank, sum(pool.nodes), phases)
     replace_what_needs_numbers()
@@ -336,7 +338,7 @@ def measure(pool: PlannedPool, rank: int) -> list[Measured]:
             run_update = getattr(worker, update)
             measure_training(phases, model, worker, run_update, pool.config)
     with phases.phase("between calls"):
-        pass
+        pass  # nothing runs: what lies in memory is measured
     return list(phases.measured.values())
 
 
@@ -361,8 +363,12 @@ def measure_training(
     update: Callable[[DataProto], Any],
     config: Any,
 ) -> None:
-    """Measures two updates, because the first makes the optimizer's state, and then the export and
-    the saving of the weights. The optimizer step is a phase of its own."""
+    """Measures an update, then the export, if the model has one, and the saving of the weights. The
+    optimizer step is a phase of its own.
+
+    Two updates are done, and the numbers of the second are kept: it finds the memory as all later
+    ones do, with what the first has left, such as workspaces of cuBLAS.
+    """
     passes = worker.schedule.micro_batching
     rows = rows_of(config, model, passes)
     num_samples = count_samples(rows)
@@ -371,7 +377,7 @@ def measure_training(
     step = engine.step
 
     def measured_step() -> float:
-        phases.end(f"{model.name} update")
+        phases.end(f"{model.name} update")  # which began in the loop below
         with phases.phase(f"{model.name} optimizer step"):
             return step()
 

@@ -23,7 +23,8 @@ from verl_like.rewards.scoring_server import clipped
 logger = logging.getLogger(__name__)
 
 _RESTART_S = 5.0
-"""Seconds that replacing a process takes on average, without loading the function."""
+"""Seconds that replacing a process takes on average, besides loading the function, which
+`RewardManager` measures."""
 _ATTEMPTS = 3
 _MAX_ERROR_CHARS = 4_000
 _IDLE_BYTES = 64 << 20
@@ -61,7 +62,7 @@ class RewardResult:
         An array of numbers is float64, with NaN for a sample without the number. Other arrays are
         of objects, with None for a sample without the value.
         """
-        keys = {}  # in place of a set, which has no order
+        keys = {}  # a set that keeps its order
         for answer in self.answers:
             keys.update(dict.fromkeys(answer.extra))
         columns = {}
@@ -119,8 +120,8 @@ class RewardManager:
     ) -> None:
         if num_workers < 1 or not timeout_s > 0:
             raise ValueError(
-                f"reward.num_workers={num_workers} and reward.timeout_s={timeout_s} must be at "
-                "least 1 and above 0"
+                f"reward.num_workers={num_workers} must be at least 1, and "
+                f"reward.timeout_s={timeout_s} above 0"
             )
         most = most_workers()
         if num_workers > most:
@@ -142,8 +143,9 @@ class RewardManager:
         self._free: queue.SimpleQueue[RewardProcess] = queue.SimpleQueue()
         for process in self._processes:
             self._free.put(process)
-        # The threads block SIGINT, and so do the processes that they start. So Ctrl-C reaches only
-        # the driver, which then stops the processes.
+        # The threads block SIGINT, and so do the processes that they start. So an interrupt that is
+        # sent to every process reaches only the driver, which then stops the others. The terminal
+        # sends them none, since they have process groups of their own.
         self._threads = ThreadPoolExecutor(
             num_workers,
             initializer=signal.pthread_sigmask,

@@ -21,11 +21,11 @@ from verl_like.rewards.scoring_server import MAX_ANSWER_BYTES
 from verl_like.rewards.supervisor import MEMORY_EXIT_CODE, descendants
 
 START_S = 60.0
-"""In so many seconds a process starts and imports the user's module."""
+"""A process has so many seconds to start and import the user's module."""
 _TRANSFER_S = 60
-"""In so many seconds it goes on with reading or writing a message."""
+"""A message may stand still for so many seconds while it is read or written."""
 EXIT_S = 10.0
-"""In so many seconds it ends."""
+"""An ended process has so many seconds to be gone."""
 GIGABYTE = 10**9
 
 
@@ -159,8 +159,9 @@ class RewardProcess:
         """Starts an interpreter that runs `serve` with one end of a new socket. Raises ProcessDied
         if it cannot be started, or if `kill` was called."""
         ours, theirs = socket.socketpair()
+        limit = struct.pack("@ll", _TRANSFER_S, 0)  # a timeval: seconds, microseconds
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", _TRANSFER_S, 0))
+            ours.setsockopt(socket.SOL_SOCKET, option, limit)
         program = (
             f"import sys; sys.path[:] = {[str(entry) for entry in sys.path]!r}\n"
             f"from verl_like.rewards.scoring_server import serve\n"
@@ -180,7 +181,7 @@ class RewardProcess:
             except OSError as error:
                 ours.close()
                 raise ProcessDied(f"it could not be started: {error}") from error
-            self._socket = ours
+            self._socket = ours  # for shutdown, which a Connection lacks
             self._connection = Connection(os.dup(ours.fileno()))
 
     def _send(self, message: Any) -> None:

@@ -66,20 +66,21 @@ def descendants(pid: int) -> list[int]:
 
 
 def _watch(child: int, max_memory_bytes: int) -> int:
-    """Waits until the child has ended or has to end. Returns the exit code of the supervisor, or
-    minus the number of the signal by which it has to end."""
+    """Waits until the child has ended or has to end. Returns how the supervisor has to end: an exit
+    code, or minus the number of a signal."""
     while True:
         received = signal.sigtimedwait(_SIGNALS, _LOOK_S)
         if received and received.si_signo == signal.SIGTERM:
             return -signal.SIGTERM
-        # Orphans are reaped too. There is a process to wait for until `child` has been reaped, so
-        # waitpid does not raise.
-        ended = -1
-        while ended:
+        # Takes all that have ended, orphans too. While `child` is not taken there is something to
+        # wait for, so waitpid does not raise.
+        while True:
             ended, status = os.waitpid(-1, os.WNOHANG)
             if ended == child:
-                # So MEMORY_EXIT_CODE always means the limit.
+                # It is less than MEMORY_EXIT_CODE, which always means the limit.
                 return min(os.waitstatus_to_exitcode(status), MEMORY_EXIT_CODE - 1)
+            if not ended:
+                break
         num_bytes = sum(_resident_bytes(pid) for pid in descendants(os.getpid()))
         if num_bytes > max_memory_bytes:
             return MEMORY_EXIT_CODE

@@ -55,6 +55,8 @@ class Invoker:
     def _run(
         self, role: str, worker: Worker, method: str, arguments: Arguments, fetch: Fetch
     ) -> Generator[Any, None, Any]:
+        """Does what `run` says, but yields only what the method yields, and returns the method's
+        result."""
         worker_cls = type(worker)
         if worker_cls not in self.specs:
             self.specs[worker_cls] = registered_methods(worker_cls)
@@ -74,7 +76,8 @@ class Invoker:
 
         args, kwargs = map_arguments(resolve, *arguments)
         check_reads(role, spec, batches)
-        # As they are before the call, so a column that the method replaces is looked at too.
+        # Kept from before the call: a method may put another tensor in a column's place, and may
+        # have written into the first one all the same.
         inputs = [(batch.tensors(), batch.column_versions()) for batch in batches]
         result = getattr(worker, method)(*args, **kwargs)
         if inspect.isawaitable(result):

@@ -238,7 +238,8 @@ class BoundMethod:
         return future
 
     def remote(self, *args: Any, **kwargs: Any) -> Future:
-        """Submits the call and returns its future."""
+        """Makes the call by the mode's `call_fn`, or by `send` if there is none or it cannot take
+        the arguments. Returns its future."""
         self._signature.bind(None, *args, **kwargs)
         values = (*args, *kwargs.values())
         is_plain = not any(isinstance(value, DataProtoFuture | Ordered) for value in values)
@@ -248,13 +249,15 @@ class BoundMethod:
         return self.call_fn(self, *args, **kwargs)
 
     def send(self, *args: Any, **kwargs: Any) -> Future:
-        """Submits the call to the ranks, and returns its future."""
+        """Submits the call to the ranks, whatever `call_fn` the mode has, and returns its future.
+        In a group that `runs_at_once` the call has ended by then."""
         group = self.group
         spec = self.spec
         values = (*args, *kwargs.values())
         order = self._check(values)
         selected_args, selected_kwargs = map_arguments(self._selected, args, kwargs)
-        sent: dict[int, Any] = {}  # an argument that several ranks get is prepared (and put) once
+        # By id, what was put already: several ranks may get the same object.
+        sent: dict[int, Any] = {}
         reference = functools.partial(self._reference, sent=sent)
         calls = []
         for rank_args, rank_kwargs in self._dispatch(selected_args, selected_kwargs):

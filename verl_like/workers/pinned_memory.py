@@ -94,7 +94,8 @@ def host_places(tensors: Tensors[Name]) -> dict[Name, Tensor]:
 
 def _padded(num_bytes: int) -> int:
     """Returns the bytes of a tensor with the padding after it."""
-    return num_bytes + -num_bytes % _ALIGNMENT
+    padding = -num_bytes % _ALIGNMENT
+    return num_bytes + padding
 
 
 def _padded_size(tensors: Tensors[Name]) -> int:

@@ -333,10 +333,10 @@ def _means(values: dict[str, Tensor], micro: MicroBatch) -> MicroMetrics:
 
 
 def _mask(values: Tensor | float, micro: MicroBatch) -> Tensor:
-    """Returns the mask of the learned tokens: of each row, (b, R), for values of tokens.
+    """Returns the mask of the learned tokens, with a row for each thing that has a value.
 
-    For values of samples, (s,), it has a row for each sample with the tokens of all its
-    conversations.
+    For values of tokens, and for one number, a row is a conversation: (b, R). For values of
+    samples, (s,), it is a sample, whose conversations stand side by side: (s, b / s * R).
     """
     mask_bR = micro["response_mask"]
     if isinstance(values, Tensor) and values.ndim == 1:

@@ -7,10 +7,11 @@ without a gradient.
 
 A row has a gradient if the scores of its group differ, or if it is a group of one with a score
 other than 0. A group of equal scores has no gradient but counts in the denominator of the loss;
-alpha makes up for that. Groups of one and with skipped rows are treated as in `grpo`. f_norm is an
-argument of the function; in a run it is 1. verl divides by the number of rows whose score is not 0
-instead, so that wrong responses with reward 0 raise alpha although they have a gradient, and it
-ignores its argument `alpha`.
+alpha makes up for that. It counts the rows of the whole batch (`over_batch`), so that
+`detached.update_in_flight`, which has few rows at a time, refuses this estimator. Groups of one and
+with skipped rows are treated as in `grpo`. f_norm is an argument of the function; in a run it is 1.
+verl divides by the number of rows whose score is not 0 instead, so that wrong responses with reward
+0 raise alpha although they have a gradient, and it ignores its argument `alpha`.
 
 Keys: `actor_rollout_ref.rollout.n`. The loss that belongs to it is `gpg`.
 """

@@ -29,8 +29,8 @@ class Look:
     """What was found on a node."""
 
     stopped: Mapping[int, Mapping[int, str]]
-    """For each worker, by its process id: which of its process and the processes that it started
-    are stopped, by process id, with their titles."""
+    """By a worker's process id: the stopped ones among its process and those below it, as process
+    id -> title. A worker without a stopped process is not in it."""
     memory: str
     """The table that `largest_processes` returns."""
     num_oom_kills: int
@@ -41,8 +41,8 @@ class NodeAgent:
     """Looks at processes of the node that it runs on."""
 
     def look(self, pids: Sequence[int]) -> Look:
-        """Returns what is found. Processes that have ended are left out, and so are those in a
-        process group of their own: whoever started them has deadlines for them."""
+        """Returns what is found. Processes that have ended are left out. So is a child in another
+        process group than its worker: whoever started it has a deadline for it."""
         stopped = {}
         for pid in pids:
             with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
@@ -160,10 +160,11 @@ class NodeWatch:
             ray.wait([killing], timeout=_ANSWER_S)
 
     def shortage(self, node: str, pid: int) -> Shortage | None:
-        """Tells, after the process `pid` of the node has died, whether the kernel killed one there
-        for want of memory.
+        """Returns who held how much memory if the kernel has killed any process of the node for
+        want of memory since the last look. It is called after the process `pid` has died.
 
-        The table is of the last look if the process was there then, and else of now.
+        If the table of the last look has that process, it is returned, because it says how much the
+        process held. Otherwise it is the table of now.
         """
         with self.looking:
             if node not in self.num_oom_kills:

@@ -188,8 +188,8 @@ def _create_groups(pool: RayResourcePool, nodes: Iterator[str]) -> list[Placemen
     iterator."""
     groups = []
     for index, num_processes in enumerate(pool.process_on_nodes):
-        # Left to itself, Ray takes the emptiest node for each group, and no room may be left for a
-        # larger one.
+        # Left to itself, Ray gives each group the emptiest node, and may leave no node with room
+        # for a larger group.
         on_node = {"ray.io/node-id": next(nodes)}
         group = placement_group(
             bundles=[pool.bundle_resources()] * num_processes,

@@ -134,6 +134,8 @@ class RayWorkerGroup(WorkerGroup):
                 is_collected = rank in collect_ranks
                 message = [self.role, spec.name, *packed, self.deadline_s, is_collected]
                 references.append(run.remote(message))
+        # A RayCall adds itself to the unreported calls. A RayStream reports itself when it was read
+        # to its end.
         call_class = RayStream if spec.streams else RayCall
         return call_class(
             references, self.processes, self._unreported, spec.name, self.deadline_s, collect_ranks

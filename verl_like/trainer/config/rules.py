@@ -156,8 +156,8 @@ def a_single_device_is_one_process(config: PPOConfig) -> Iterator[str]:
 
 
 def mini_batches_divide_the_batch(config: PPOConfig) -> Iterator[str]:
-    """Checks that every optimizer step has as many prompts. Their responses need not divide by the
-    ranks."""
+    """Checks that all optimizer steps on a batch have the same number of prompts, because the last
+    one would otherwise have fewer. Ranks may get different numbers of responses."""
     batch = config.data.train_batch_size
     actor = config.actor_rollout_ref.actor
     critic = config.critic

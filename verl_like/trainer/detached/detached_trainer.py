@@ -164,7 +164,7 @@ class DetachedPPOTrainer(Side, TrainingLoop):
         for part in range(1, num_parts + 1):
             with self.recorder.timer("waiting for experience"):
                 numbers, batch = self.buffer.take(num_groups, version, deadline_s, raise_failure)
-                self.begin_step(version)
+                self.wait_for_makers(version)
             self.numbers += numbers
             self.batches.append(batch.select())
             batch.meta_info["part_of_step"] = (part, num_parts)
@@ -232,19 +232,21 @@ class DetachedPPOTrainer(Side, TrainingLoop):
         it is None for the others."""
         return {"ledger": self.state_of_ledger}
 
-    def begin_step(self, version: int) -> None:
-        """Waits until the step after `version` may change the weights. This is so when makers have
-        compared their engines with the actor, and have loaded the weights that they asked for.
+    def wait_for_makers(self, version: int) -> None:
+        """Waits until the step after `version` may change the weights.
 
-        For the second and later parts of a step it does nothing.
+        First it waits for makers that have to compare their engines: this trainer's actor computes
+        for them (`score_greedy`), and needs the weights that they have. Then it waits for makers
+        that load weights or have asked for them (`hold_weights`). For the second and later parts of
+        a step it does nothing.
         """
         if self.comparisons.in_step:
             return
         if self.comparisons.awaited and self.pushed and self.pushed.version < version:
             # No push is due, but makers need the actor's weights for the comparison.
             self.push()
-        # Comparisons come first, because they need weights, which makers can load only before
-        # `turns.begin_step`.
+        # In this order: a maker may have to load weights before it can compare, and after
+        # `turns.begin_step` it could not.
         notes = self.comparisons.begin_step()
         self.recorder.notes += notes
         self.turns.begin_step()

@@ -422,8 +422,9 @@ class ExperienceMakerHolder(Side):
             batch.tensor_batch.pop("old_log_probs")  # rollout_log_probs are the same
         samples = SampleRows.of(batch)
         sample_of_row = samples.sample_of_row.numpy()
-        ticket_of_row = sample_of_row // config.actor_rollout_ref.rollout.n
-        is_dropped = self.drop_failed(tickets, batch, ticket_of_row)
+        # Of each row, the place of its ticket in `tickets`.
+        place_of_row = sample_of_row // config.actor_rollout_ref.rollout.n
+        is_dropped = self.drop_failed(tickets, batch, place_of_row)
         metrics = dict(experience.metrics)
         for index, name in enumerate(self.trainer_names):
             its_tickets = []
@@ -434,7 +435,7 @@ class ExperienceMakerHolder(Side):
                     places.append(place)
             if not places:
                 continue
-            is_its_own = np.isin(ticket_of_row, places)
+            is_its_own = np.isin(place_of_row, places)
             its_rows = batch if is_its_own.all() else batch.select_idxs(is_its_own)
             trainer = side_named(name)
             answer = trainer.extend.remote(self.name_in_ledger, its_tickets, its_rows, metrics)
@@ -442,7 +443,7 @@ class ExperienceMakerHolder(Side):
             metrics = {}  # only one trainer gets them, so that they count once
 
     def drop_failed(
-        self, tickets: Sequence[Ticket], batch: DataProto, ticket_of_row: np.ndarray
+        self, tickets: Sequence[Ticket], batch: DataProto, place_of_row: np.ndarray
     ) -> np.ndarray:
         """Tells the ledger which prompts have no episode that could be trained, because agents
         failed. Returns for each ticket whether it is one of these, (T,) bool."""
@@ -450,8 +451,8 @@ class ExperienceMakerHolder(Side):
         if "is_failed" not in batch.tensors():
             return is_dropped
         is_failed = batch.tensors()["is_failed"].numpy()
-        num_rows = np.bincount(ticket_of_row)
-        num_failed = np.bincount(ticket_of_row, weights=is_failed)
+        num_rows = np.bincount(place_of_row)
+        num_failed = np.bincount(place_of_row, weights=is_failed)
         is_dropped = num_failed == num_rows
         dropped = []
         for ticket, drops in zip(tickets, is_dropped, strict=True):
@@ -584,8 +585,10 @@ class ExperienceMakerHolder(Side):
         trainer = self.config.trainer
         if self.index != 0:
             return False
-        if self.version <= 0:
-            return trainer.val_before_train and self.validated < self.version
+        if self.version < 0:  # no weights, or not the same in all workers
+            return False
+        if self.version == 0:
+            return trainer.val_before_train and self.validated < 0
         if trainer.test_freq <= 0:
             return False
         num_due = self.version // trainer.test_freq

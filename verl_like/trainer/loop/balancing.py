@@ -131,7 +131,7 @@ class RowWork:
             work_S = np.add.reduceat(self.flops_B, first_rows)
         samples_of_ranks = rank_shares(self.num_samples, num_of_step, num_ranks, work_S)
         all_rows = np.arange(len(self.flops_B))
-        rows_of_samples = np.split(all_rows, first_rows[1:])
+        rows_of_samples = np.split(all_rows, first_rows[1:])  # an array for each sample
         shares = []
         for samples in samples_of_ranks:
             rows = [np.arange(0)]  # concatenate needs at least one array

@@ -71,7 +71,8 @@ class LoopRecorder(Recorder, Protocol):
         the row. In a resumed run, `row` has what the row had before."""
 
     def validation(self) -> AbstractContextManager[None]:
-        """Surrounds a validation, so that its time does not count for phases of the step."""
+        """Surrounds a validation and times it as `testing`. The calls of workers in it do not count
+        in the step's other phases."""
 
     def log_validation(self, metrics: dict[str, float], step: int = 0) -> None:
         """Writes a row for a validation that is not part of a step."""

@@ -45,8 +45,8 @@ class TrainingLoop(abc.ABC):
     """The number of the present step. It is 0 before the first step, whose number is 1."""
 
     def __init_subclass__(cls, **arguments: Any) -> None:
-        """Raises ValueError for a subclass that was written for an earlier version: in those `step`
-        had the batch as an argument, and `last_step` was a method."""
+        """Raises ValueError for a subclass that was written for an earlier version, in which `step`
+        had the batch as an argument and `last_step` was a method."""
         super().__init_subclass__(**arguments)
         refuse_replaced(cls, _REPLACED)
         name = f"{cls.__module__}.{cls.__name__}"
@@ -63,7 +63,7 @@ class TrainingLoop(abc.ABC):
                 f"{name}.step has the arguments {', '.join(given)}, and a step takes its batch "
                 "itself: leave them out, and override take or learn to change what is trained"
             )
-        if callable(cls.last_step):
+        if callable(cls.last_step):  # a property is not callable
             raise ValueError(
                 f"{name}.last_step is a method, and it is the number of the last step: make it a "
                 "property, and override run_step to change what is done in a step"
@@ -239,7 +239,8 @@ class TrainingLoop(abc.ABC):
         return self.recorder.is_best(self.global_step, metrics)
 
     def timed_validation(self) -> dict[str, float]:
-        """Calls `validate`. Its time does not count as time of a phase of the step."""
+        """Calls `validate`, timed as `timing_s/testing`. The calls of workers in it do not count in
+        the step's other phases."""
         with self.recorder.validation():
             return self.validate()
 
@@ -257,9 +258,9 @@ class TrainingLoop(abc.ABC):
             recorder.say("SIGTERM: all steps are saved; the same command validates the last one.")
             raise KeyboardInterrupt
         metrics = self.timed_validation()
-        # From here on SIGTERM changes nothing, since the run is about to end.
+        # From here on a first SIGTERM is only noted, since the run is about to end.
         recorder.saves_when_ended = True
-        recorder.is_best(self.global_step, metrics)
+        recorder.is_best(self.global_step, metrics)  # keeps the step's checkpoint if it is the best
         return metrics
 
     def validation_is_due(self, is_last: bool) -> bool:

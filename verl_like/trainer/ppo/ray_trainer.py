@@ -64,7 +64,8 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
         self.generated: Generated | None = None
         """Responses that were generated a step ahead, with `trainer.max_staleness=1`."""
         self.upcoming_batch = 0
-        """The number of the batch of prompts to which these responses belong."""
+        """The number of the batch of prompts that `generated` answers. `num_prompt_batches` counts
+        this batch already."""
         self.exported: Weights | None = None
         """The weights after the present step, until they are handed on."""
 

@@ -137,7 +137,8 @@ def total_scores(batch: DataProto, reward_columns: Mapping[str, float]) -> Tenso
 
     Raises RewardError if a column of a sample is not finite, unless the rules skipped the sample.
     An estimator that compares all rows of a batch would otherwise make every advantage infinite or
-    NaN. A sample that the rules skipped may keep NaN, because the caller masks its row.
+    NaN. A sample that the rules skipped may keep NaN: `reward` masks its row, and
+    `generate_and_score` sets its score to 0.
     """
     weighted = []
     for name, weight in reward_columns.items():

@@ -251,6 +251,7 @@ def _trackio(run: TrackedRun) -> Tracker:
 def _mlflow(run: TrackedRun) -> Tracker:
     import mlflow
 
+    # MLflow's experiment is our project, and our experiment is the name of its run.
     mlflow.set_experiment(run.project)
     begun = mlflow.start_run(run.run_id, run_name=run.experiment)
 

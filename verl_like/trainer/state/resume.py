@@ -70,8 +70,8 @@ def find_run(
 
     Raises:
         ValueError: the run is live, a checkpoint is damaged and that is refused, or the run read
-            other files. Or the run that is named has no checkpoint, has done all steps, or computes
-            other numbers.
+            other files. Also if `trainer.resume_from_path` names a run that has no checkpoint, has
+            done all steps, or computes other numbers.
     """
     trainer = config.trainer
     parent = Path(trainer.default_local_dir).expanduser().resolve()
@@ -88,8 +88,10 @@ def find_run(
                 run_dirs.append(path)
     for run_dir in reversed(run_dirs):
         obstacle, advice = why_not_continued(config, run_dir)
-        is_unfinished = not obstacle
-        if is_unfinished and (differing := differing_keys(config, run_dir)):
+        differing = []
+        if not obstacle:
+            differing = differing_keys(config, run_dir)
+        if differing:
             obstacle = f"has {'; '.join(differing)}"
             advice = "give what changes numbers as it was"
         if obstacle and is_named:
@@ -97,7 +99,7 @@ def find_run(
                 f"trainer.resume_from_path={run_dir} {obstacle}: {advice}, or "
                 "trainer.resume_mode=disable."
             )
-        if obstacle and is_unfinished:
+        if differing:
             notes.append(f"{run_dir} is unfinished and is not continued: it {obstacle}.")
         if obstacle:
             continue
@@ -243,12 +245,13 @@ def read_fingerprints(run_dir: Path) -> dict[str, str]:
 
 def read_config(run_dir: Path) -> DictConfig:
     """Reads the run's `config.yaml`. Raises OSError or ValueError if the file cannot be read, or is
-    one that no run writes."""
+    one that no run writes: no YAML, no mapping, empty, too deeply nested, or with an alias."""
     path = run_dir / "config.yaml"
     text = read_text(path, _MAX_FILE_BYTES)
     try:
         _check_yaml(text)
         config = OmegaConf.load(io.StringIO(text))
+    # OmegaConf raises OSError for YAML that is a number.
     except (yaml.YAMLError, OSError, ValueError) as error:
         raise ValueError(f"{path} is not YAML that a run writes ({error})") from error
     if not isinstance(config, DictConfig) or not config:

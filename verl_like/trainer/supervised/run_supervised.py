@@ -145,7 +145,8 @@ def check_inputs(config: SupervisedConfig, cleanup: contextlib.ExitStack) -> Sup
 
 
 def _notes(train: ConversationDataset, val: ConversationDataset | None) -> tuple[str, ...]:
-    """Says how many rows there are, and warns if none teaches the model to end."""
+    """Says how many rows there are, and warns if the model learns from none of them to end its
+    answer."""
     too_long = ""
     if train.num_dropped or train.num_truncated:
         too_long = f" ({train.num_dropped} too long and left out, {train.num_truncated} cut)"

@@ -23,8 +23,8 @@ _STEP = "step"
 """The tool that an action schema is. No tool that a server lists has this name."""
 _LISTS_TOOLS = ("Action", "CallToolAction", "ListToolsAction")
 """The titles of the action schemas of servers that list their tools."""
-_OF_ACTIONS = ("VALIDATION_ERROR", "EXECUTION_ERROR")
-"""The codes of errors that an action causes. The model is told of them."""
+_OF_ENVIRONMENTS = ("VALIDATION_ERROR", "EXECUTION_ERROR")
+"""The codes of errors of an environment. The model is told of those that its actions cause."""
 _CHECK_S = 10.0
 _CLOSE_S = 3.0
 
@@ -128,8 +128,8 @@ async def _end(connection: ClientConnection) -> None:
 async def _ask(
     connection: ClientConnection, kind: str, data: dict[str, Any], timeout_s: float
 ) -> _Observation:
-    """Sends a message, and returns the answer. Raises UserCodeError for an error that an action
-    causes, EpisodeFailed for others, and ValidationError for no answer of OpenEnv."""
+    """Sends a message, and returns the answer. Raises UserCodeError if the environment fails in it,
+    EpisodeFailed if the server does, and ValidationError for no answer of OpenEnv."""
     try:
         async with asyncio.timeout(timeout_s):
             with contextlib.suppress(ConnectionClosed):  # the server may have said why
@@ -140,7 +140,7 @@ async def _ask(
     if answer.type != "error":
         return _Observation.model_validate(answer.data)
     problem = json.dumps(answer.data)
-    if kind == "step" and answer.data.get("code") in _OF_ACTIONS:
+    if answer.data.get("code") in _OF_ENVIRONMENTS:
         raise UserCodeError(problem, "")
     raise EpisodeFailed("environment", f"a {kind} failed: {problem}")
 
@@ -166,10 +166,11 @@ def _text(observation: dict[str, Any]) -> str:
 def describe_openenv(address: str) -> Description:
     """Returns the tools of a server. Raises ValueError if none answers, or if its protocol is
     another one. The event loop runs in a thread, because a notebook has one in the main thread."""
+    of_the_server = (OSError, HTTPException, WebSocketException, ValueError)
     with ThreadPoolExecutor(1) as thread:
         try:
             tools = thread.submit(asyncio.run, _tools(address)).result(3 * _CHECK_S)
-        except (EpisodeFailed, OSError, HTTPException, WebSocketException, ValueError) as error:
+        except (EpisodeFailed, UserCodeError, *of_the_server) as error:
             raise ValueError(
                 f"agent.server=openenv://{address} does not answer as OpenEnv 0.10 does: {error}. "
                 "Start it with what scripts/agents_environment.sh openenv installs"

@@ -76,7 +76,7 @@ class VerifiersServer:
         self.endpoint = endpoint
         self.timeout_s = timeout_s
         self._is_connected = False
-        self._parts: dict[bytes, asyncio.Queue[list[bytes]]] = {}
+        self.parts: dict[bytes, asyncio.Queue[list[bytes]]] = {}
         """The parts of answers, by the names of requests. No parts mean that the server has
         gone."""
 
@@ -130,7 +130,7 @@ class VerifiersServer:
         await self._connected()
         name = uuid.uuid4().hex
         parts: asyncio.Queue[list[bytes]] = asyncio.Queue()
-        self._parts[name.encode()] = parts
+        self.parts[name.encode()] = parts
         self._send(name, b"run", request)
         answers: list[_Answer] = []
         kind = b""
@@ -139,7 +139,7 @@ class VerifiersServer:
                 kind, content = opened(await parts.get())
                 answers.append(_Answer.model_validate(content))
         finally:
-            del self._parts[name.encode()]
+            del self.parts[name.encode()]
             # The server ends the episode if it has not ended.
             self._send(uuid.uuid4().hex, b"cancel", {"request_id": name})
         return reward_of(answers)
@@ -160,8 +160,8 @@ class VerifiersServer:
         """Gives answers to those who wait for them."""
         while True:
             name, *parts = await self._socket.recv_multipart()
-            if name in self._parts:
-                self._parts[name].put_nowait(parts)
+            if name in self.parts:
+                self.parts[name].put_nowait(parts)
 
     async def _watch(self) -> None:
         """Tells those who wait when the server comes and goes."""
@@ -169,7 +169,7 @@ class VerifiersServer:
             event = await recv_monitor_message(self._monitor)
             self._is_connected = event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
             if not self._is_connected:
-                for parts in self._parts.values():
+                for parts in self.parts.values():
                     parts.put_nowait([])
 
 

@@ -162,6 +162,8 @@ class FsdpEngine(TrainingEngine):
         (dtypes,) = dtypes_of_first
         for buffer, dtype in zip(model.buffers(), dtypes, strict=True):
             buffer.data = buffer.data.to(dtype)
+        # The loss divides by counts over all ranks, so gradients are summed. Without the second
+        # call torch would sum by PREMUL_SUM, which gloo refuses.
         for unit in self.units:
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)

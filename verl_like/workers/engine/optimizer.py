@@ -12,9 +12,9 @@ def build_optimizer(
 ) -> torch.optim.AdamW:
     """Makes AdamW (Loshchilov & Hutter, arXiv:1711.05101) with one kernel for all parameters.
 
-    Its moments are zero. They exist before the first step, because `get_state_dict` would make
-    missing ones by doing a step. `with_ema` adds `ema` to the state of each parameter, a copy of it
-    in float32, which is then sharded, offloaded and saved with the rest.
+    Its moments are zero. They exist before the first step, because the engine offloads them, saves
+    them and reads a checkpoint into them. `with_ema` adds `ema` to the state of each parameter, a
+    copy of it in float32, which is then sharded, offloaded and saved with the rest.
     """
     optimizer = torch.optim.AdamW(
         parameters, lr=config.lr, weight_decay=config.weight_decay, fused=True

@@ -42,7 +42,8 @@ class Stopwatch:
         self.start = time.perf_counter()
 
     def count(self, rows: Rows) -> None:
-        """Adds more rows to the pass."""
+        """Adds rows to what the pass computes: those it begins with, and those of a loss that is
+        trained beside."""
         tokens_B = rows.lengths_B
         flops_B = self.engine.cost.forward(tokens_B, rows.num_scored_B)
         if PAD_COLUMN in rows:

@@ -69,9 +69,11 @@ def to_gradient(
 ) -> None:
     """Overwrites a chunk of x by its gradient, on a GPU.
 
-    The gradient is dz/dx (at_label grad_log_prob - p (grad_log_prob + grad_entropy (z - lse +
-    entropy))) with p = exp(z - lse). at_label is 1 in column `column_M` of a row, which may be
-    outside of the chunk, and 0 in other columns.
+    With log p = z - lse, and at_label = 1 in the label's column and 0 in others, this is
+        dz/dx * (at_label * grad_log_prob - p * slope)
+        slope = grad_log_prob + grad_entropy * (log p + entropy)
+    `column_M` is the label's column, which may be outside of the chunk. If the two gradients are
+    given times factor, the result is the gradient with respect to hidden @ weight.T.
     """
     has_entropy = grad_entropy_M is not None
     with torch.cuda.device_of(x_MC):
@@ -176,14 +178,14 @@ def _gradient_kernel(
     z_T = _logits(x_T, cap, HAS_CAP)
     log_prob_T = z_T - tl.load(lse_M + row)
     grad_log_prob = tl.load(grad_log_prob_M + row)
-    slope_T = grad_log_prob
+    slope = grad_log_prob  # of all columns, until the entropy's part is added
     if HAS_ENTROPY:
         grad_entropy = tl.load(grad_entropy_M + row)
         entropy = tl.load(entropy_M + row)
-        slope_T += grad_entropy * (log_prob_T + entropy)
+        slope += grad_entropy * (log_prob_T + entropy)
     label_column = tl.load(column_M + row)
     at_label_T = tl.where(column_T == label_column, grad_log_prob, 0.0)
-    grad_T = at_label_T - tl.exp(log_prob_T) * slope_T
+    grad_T = at_label_T - tl.exp(log_prob_T) * slope
     if HAS_CAP:
         # This is cap - z^2 / cap, in a form that keeps precision if z is close to the cap.
         inverse = 1.0 / cap

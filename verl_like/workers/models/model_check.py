@@ -215,10 +215,12 @@ class Trial:
                 raise ValueError(
                     f"a pass over packed sequences fails ({type(error).__name__}: {error})."
                 ) from error
-            # The pass ends here. In the first pass with values packed attention refuses what it
-            # does not compute. A later layer that never calls it is not found.
+            # The pass has ended early, and layers that did not run are not checked. If one calls
+            # packed attention for what that does not compute, the run's first pass is refused. If
+            # one never calls it, nobody notices.
             is_complete = False
-        if self.without_attention or (is_complete and not self.num_calls):
+        has_no_call = is_complete and not self.num_calls
+        if self.without_attention or has_no_call:
             names = ", ".join(sorted(self.without_attention)) or type(hf).__name__
             raise ValueError(f"{names} {_NO_INTERFACE}, {_NOT_PACKED}.")
 

@@ -132,26 +132,26 @@ def balance(work: Sequence[float] | np.ndarray, num_parts: int) -> list[np.ndarr
 
 
 def rank_shares(
-    num_rows: int,
-    num_mini_batch_rows: int,
+    num_samples: int,
+    num_of_step: int,
     num_ranks: int,
-    work_B: Sequence[float] | np.ndarray | None = None,
+    work_S: Sequence[float] | np.ndarray | None = None,
 ) -> list[np.ndarray]:
-    """Divides the rows of each mini-batch among ranks.
+    """Divides the samples of each mini-batch among ranks.
 
-    Returns the int64 row indices of each rank, one mini-batch after the other. With n =
-    `num_mini_batch_rows`, mini-batch i has rows i * n to (i + 1) * n - 1 of the batch, whatever the
-    number of ranks. Its rows are divided by `balance` if their work is given, and otherwise into
+    Returns the int64 numbers of each rank's samples, one mini-batch after the other. With n =
+    `num_of_step`, mini-batch i has samples i * n to (i + 1) * n - 1 of the batch, whatever the
+    number of ranks. They are divided by `balance` if their work is given, and otherwise into
     consecutive parts. No rank gets more of them than the mean, rounded up.
     """
     of_ranks: list[list[np.ndarray]] = [[np.arange(0)] for _ in range(num_ranks)]
-    for first in range(0, num_rows, num_mini_batch_rows):
-        end = min(first + num_mini_batch_rows, num_rows)
-        if work_B is None:
-            rows = np.arange(first, end)
-            shares = np.array_split(rows, num_ranks)
+    for first in range(0, num_samples, num_of_step):
+        end = min(first + num_of_step, num_samples)
+        if work_S is None:
+            samples = np.arange(first, end)
+            shares = np.array_split(samples, num_ranks)
         else:
-            balanced = balance(work_B[first:end], num_ranks)
+            balanced = balance(work_S[first:end], num_ranks)
             shares = [first + share for share in balanced]
         for of_rank, share in zip(of_ranks, shares, strict=True):
             of_rank.append(share)

@@ -367,7 +367,7 @@ class RolloutEngine(ABC):
 def special_token_ids(tokenizer: PreTrainedTokenizerBase, path: str) -> tuple[tuple[int, ...], int]:
     """Returns the tokens that end a response, in ascending order, and the padding token.
 
-    The former are the end-of-sequence tokens of the tokenizer and of generation_config.json. A
+    A response ends with an end-of-sequence token of the tokenizer or of generation_config.json. A
     tokenizer without a padding token pads with its end-of-sequence token. Raises ValueError if the
     tokenizer has no end-of-sequence token.
     """

@@ -110,8 +110,8 @@ class HfEngine(RolloutEngine):
         self._batches: list[_Batch] = []
 
     def _make_model(self) -> Any:
-        """Makes the model. It has weights only if it has an adapter, which is all that the trainer
-        sends then."""
+        """Makes the model. Without an adapter its weights are random, since the trainer sends all.
+        With one they are those of `path`, since the trainer sends the adapter alone."""
         model_config = self.model_config
         options = {
             "dtype": getattr(torch, self.config.dtype),
@@ -263,7 +263,8 @@ def _draw(
     """Draws a token for each row with the row's own generator.
 
     The token with the largest log p - log E, where E has the exponential distribution, is a draw
-    from p (the Gumbel-max trick). With temperature 0 it is the likeliest token.
+    from p: -log E is Gumbel noise (the Gumbel-max trick). With temperature 0 it is the likeliest
+    token.
 
     Returns:
         The tokens (b, 1) and their log-probabilities (b, 1).

@@ -374,6 +374,8 @@ class RequestRouter:
                     f"The run ended while {len(self.queue)} requests were unfinished."
                 )
             aborted = list(self.aborted)
+            # What each replica gets now: with `least_loaded` what it has room for, with `fixed` its
+            # part of a call.
             taken = self.queue.take()
             if not (aborted or self.has_work()):
                 self.thread = None

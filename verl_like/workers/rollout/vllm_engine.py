@@ -275,8 +275,10 @@ class VllmEngine(RolloutEngine):
         # is part of the key of vLLM's prefix cache.
         adapter = None
         if self._adapter_name:
-            adapter = LoRARequest(self._adapter_name, ADAPTER_ID, "by tensors")
-        return request.name, prompt, parameters, None, adapter
+            # `load_adapter` has brought its tensors, but vLLM wants some path.
+            adapter = LoRARequest(self._adapter_name, ADAPTER_ID, lora_path="by tensors")
+        arrival_time = None  # by vLLM's own clock
+        return request.name, prompt, parameters, arrival_time, adapter
 
     def _step(self) -> list[NamedCompletion]:
         ended = []

@@ -1,4 +1,4 @@
-"""Never run on a GPU: what the transports `nccl` and `ipc` have in common."""
+"""What the transports `nccl` and `ipc` have in common. This has not been run on a GPU yet."""
 
 import os
 import socket

@@ -1,4 +1,5 @@
-"""Never run on a GPU: weights that engines read from the trainer's GPU memory by CUDA IPC."""
+"""Weights that engines read from the trainer's GPU memory by CUDA IPC. This has not been run on a
+GPU yet."""
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -43,8 +44,10 @@ class IpcTransport(DirectTransport):
             num_bytes = tensor.numel() * dtype.itemsize
             buffer_bytes = max(buffer_bytes, num_bytes)
         whole = gather(weights)
-        take_tensor = operator.itemgetter(1)
-        chunks = packed_ipc_producer(whole, str(gpu.uuid), take_tensor, buffer_bytes)
+        take_tensor = operator.itemgetter(1)  # of (name, tensor) vLLM packs what this returns
+        chunks = packed_ipc_producer(
+            whole, str(gpu.uuid), post_iter_func=take_tensor, buffer_size_bytes=buffer_bytes
+        )
         self.offer(chunks, rank)
         torch.cuda.ipc_collect()  # frees the buffer, which no engine has open any more
 

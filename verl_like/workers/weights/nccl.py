@@ -1,4 +1,4 @@
-"""Never run on a GPU: weights that vLLM's NCCL group broadcasts from GPU to GPU."""
+"""Weights that vLLM's NCCL group broadcasts from GPU to GPU. This has not been run on a GPU yet."""
 
 import operator
 from collections.abc import Sequence
@@ -28,5 +28,5 @@ class NcclTransport(DirectTransport):
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
         torch.cuda.synchronize()  # vLLM gathers on streams of its own; it waits for them in the end
-        take_tensor = operator.itemgetter(1)
+        take_tensor = operator.itemgetter(1)  # of (name, tensor) vLLM packs what this returns
         packed_nccl_broadcast_producer(whole, self._group, src=0, post_iter_func=take_tensor)

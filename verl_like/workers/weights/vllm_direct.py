@@ -1,4 +1,4 @@
-"""Never run on a GPU: vLLM's end of the transports `nccl` and `ipc`.
+"""vLLM's end of the transports `nccl` and `ipc`. This has not been run on a GPU yet.
 
 vLLM imports this module in the process of its worker; nothing else does.
 """
