@@ -177,6 +177,36 @@ def message_turns(served: Served, access: Access, num_turns: int, *, streams: bo
 TURNS = {"chat": chat_turns, "responses": response_turns, "messages": message_turns}
 
 
+def test_a_client_that_leaves_messages_to_the_server_sends_them_all(served: Served):
+    """Anthropic's tool runner asks for a thread, which the server is to keep."""
+    session, access = episode(served, CALL, PLAIN)
+    asked: list[str] = []
+
+    @anthropic.beta_tool
+    def weather(city: str, day: int) -> str:
+        """Weather."""
+        asked.append(f"{city} {day}")
+        return "sunny"
+
+    client = anthropic.Anthropic(
+        base_url=access.base_url.removesuffix("/v1"),
+        api_key=served.endpoint.api_key,
+        max_retries=0,
+        timeout=30,
+    )
+    messages: list[Any] = [ASK]
+    runner = client.beta.messages.tool_runner(
+        model="policy", messages=messages, tools=[weather], max_tokens=300
+    )
+    (last,) = runner.until_done().content
+    assert last.type == "text" and last.text == PLAIN
+    assert asked == ["Paris 2"]
+    assert (session.counts["rows"], session.counts["joined_calls"]) == (1, 1)
+    result = "<|im_start|>tool\nsunny<|im_end|>\n"
+    behind_turn = f"\n{result}<|im_start|>assistant\n"
+    assert session.rows[0].token_ids == expected_tokens(served, session, behind_turn)
+
+
 def expected_tokens(served: Served, session: Session, behind_turn: str) -> list[int]:
     """The tokens of a row whose turns all have the same text behind them."""
     model: Any = session.model
@@ -478,6 +508,21 @@ TOKENS = {"token_ids": [5, 6], "model": "policy"}
         ("/v1/completions", {"model": "policy", "prompt": "a", "logprobs": 5}, "logprobs=5"),
         ("/v1/completions", {"model": "policy", "prompt": "a", "echo": True}, "echo=True"),
         ("/v1/responses", {"model": "policy", "input": "a", "top_logprobs": 1}, "top_logprobs=1"),
+        (
+            "/v1/responses",
+            {"model": "policy", "input": "a", "previous_response_id": "resp_1"},
+            "previous_response_id='resp_1' is not served, because no messages are kept",
+        ),
+        (
+            "/v1/responses",
+            {"model": "policy", "input": "a", "conversation": "conv_1"},
+            "conversation='conv_1' is not served",
+        ),
+        (
+            "/v1/messages",
+            {**CHAT_BODY, "max_tokens": 9, "thread": {"type": "create"}},
+            "thread_unsupported_request",
+        ),
         (GENERATE, {**TOKENS, "sampling_params": {"n": 2}}, "n=2"),
         (GENERATE, {**TOKENS, "sampling_params": {"prompt_logprob_token_ids": [[1]]}}, "token_ids"),
         (GENERATE, {"token_ids": [5, 100_000], "sampling_params": {}}, "Token id 100000 is out of"),

@@ -41,6 +41,8 @@ SERVED: dict[str, tuple[Any, ...]] = {
 }
 """Settings with which a request asks for more than a response and the log-probabilities of its
 tokens, and their values that do not."""
+HELD = ("thread", "previous_response_id", "conversation")
+"""Settings by which a request leaves out messages that a server has kept. None are kept here."""
 IGNORED = (
     "temperature",
     "top_p",
@@ -78,8 +80,12 @@ class PostedReward(BaseModel):
 class Refused(Exception):
     """A request gets an error of HTTP, and vLLM's server does not see it."""
 
-    def __init__(self, status: int, text: str) -> None:
+    def __init__(self, status: int, text: str, code: str = "") -> None:
+        """Args:
+        code: what some clients know an error by.
+        """
         self.status = status
+        self.code = code
         super().__init__(text)
 
 
@@ -177,7 +183,11 @@ class Endpoint:
             if sets_sampling(body):
                 access.session.counts["ignored_sampling"] += 1
         except Refused as refusal:
-            error = {"message": str(refusal), "type": "invalid_request_error"}
+            error = {
+                "message": str(refusal),
+                "type": "invalid_request_error",
+                "details": {"error_code": refusal.code},
+            }
             content = {"type": "error", "error": error}
             await JSONResponse(content, refusal.status)(scope, receive, send)
             return
@@ -246,6 +256,14 @@ def sets_sampling(body: bytes) -> bool:
                 400,
                 f"{name}={value!r:.100} is not served: a request gets one response, and at most "
                 f"the log-probabilities of its tokens. Leave {name} out.",
+            )
+    for name in HELD:
+        if fields.get(name):
+            raise Refused(
+                400,
+                f"{name}={fields[name]!r:.100} is not served, because no messages are kept between "
+                "requests: send all of them each time.",
+                "thread_unsupported_request",  # Anthropic's clients then do so
             )
     return any(fields.get(name) is not None for name in IGNORED)
 
