@@ -4,18 +4,16 @@ environments of their own, as processes beside ours. Where they end in mid-episo
 import asyncio
 import contextlib
 import json
-import os
 import shutil
 import signal
-import socket
 import subprocess
-import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from agent_environments import environment, serving
 from agent_server_parts import (
     OneTokenModel,
     StandInEndpoint,
@@ -32,51 +30,10 @@ from verl_like.workers.agents.tool_loop import ToolLoop
 from verl_like.workers.agents.verifiers_server import VerifiersServer, describe_verifiers
 from verl_like.workers.config.agent import AgentConfig
 
-ROOT = Path(__file__).resolve().parents[2]
-SERVERS = ROOT / "tests/agent_servers"
+PRODUCT = Path(__file__).resolve().parents[1] / "agent_servers/product"
+VERIFIERS = ("verifiers", "agent_servers/serve_verifiers.py", "product")
+OPENENV = ("openenv", "agent_servers/serve_openenv.py")
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(1800)]
-
-
-def environment(name: str) -> Path:
-    """The programs of one of the environments for agents, which is made if there is none."""
-    script = ROOT / "scripts/agents_environment.sh"
-    subprocess.run(["bash", script, name], check=True, timeout=1500)
-    return ROOT / "build/agents" / name / "bin"
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return taken.getsockname()[1]
-
-
-@contextlib.contextmanager
-def serving(
-    describe: Callable[[str], Any], name: str, program: str, *arguments: str, **options: Any
-) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """Runs a server with the Python of an environment until it answers."""
-    programs = environment(name)
-    port = free_port()
-    variables = os.environ | {"PATH": f"{programs}:{os.environ['PATH']}"}
-    command = [programs / "python", SERVERS / program, str(port), *arguments]
-    server = subprocess.Popen(command, env=variables | options)
-    deadline = time.monotonic() + 300
-    try:
-        while True:
-            try:
-                describe(f"127.0.0.1:{port}")
-                break
-            except ValueError:
-                assert server.poll() is None and time.monotonic() < deadline
-                time.sleep(0.2)
-        yield f"127.0.0.1:{port}", server
-    finally:
-        server.send_signal(signal.SIGCONT)
-        server.terminate()
-        try:
-            server.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            server.kill()
 
 
 @pytest.fixture(scope="module")
@@ -87,8 +44,8 @@ def product(tmp_path_factory: pytest.TempPathFactory) -> str:
     command = [init, "product", "--add-tool", "--path", folder]
     subprocess.run(command, check=True, timeout=120)
     package = folder / "product/product"
-    shutil.copy(SERVERS / "product/taskset.py", package)
-    shutil.copy(SERVERS / "product/tool.py", package / "servers")
+    shutil.copy(PRODUCT / "taskset.py", package)
+    shutil.copy(PRODUCT / "tool.py", package / "servers")
     return str(package.parent)
 
 
@@ -142,10 +99,7 @@ def test_a_taskset_of_verifiers_with_tools_ends_its_episodes_with_rewards(produc
             with pytest.raises(EpisodeFailed, match="refused the episode: ValidationError"):
                 await way.run(session_of(OneTokenModel(), row))
 
-    with serving(describe_verifiers, "verifiers", "serve_verifiers.py", PYTHONPATH=product) as (
-        address,
-        _server,
-    ):
+    with serving(describe_verifiers, *VERIFIERS, PYTHONPATH=product) as (address, _server):
         asyncio.run(run(address))
 
 
@@ -169,10 +123,7 @@ def test_the_end_or_the_silence_of_a_verifiers_server_fails_its_episodes(
                 await way.run(session_of(OneTokenModel(), row_of(6, 7)))
             endpoint.is_held = False
 
-    with serving(describe_verifiers, "verifiers", "serve_verifiers.py", PYTHONPATH=product) as (
-        address,
-        server,
-    ):
+    with serving(describe_verifiers, *VERIFIERS, PYTHONPATH=product) as (address, server):
         asyncio.run(run(address, server))
 
 
@@ -192,10 +143,7 @@ def test_a_verifiers_server_ends_the_programs_of_an_episode_that_is_cancelled(pr
                     await asyncio.sleep(0.05)
             endpoint.is_held = False
 
-    with serving(describe_verifiers, "verifiers", "serve_verifiers.py", PYTHONPATH=product) as (
-        address,
-        server,
-    ):
+    with serving(describe_verifiers, *VERIFIERS, PYTHONPATH=product) as (address, server):
         asyncio.run(run(address, server))
 
 
@@ -235,7 +183,7 @@ def test_an_openenv_server_of_actions_ends_its_episodes_with_rewards():
             await openenv_episode(model, address, {"start": 5}, tool_timeout_s=2.0)
         assert failure.value.kind == "deadline"
 
-    with serving(describe_openenv, "openenv", "serve_openenv.py", "actions") as (address, _server):
+    with serving(describe_openenv, *OPENENV, "actions") as (address, _server):
         asyncio.run(run(address))
 
 
@@ -250,7 +198,7 @@ def test_an_openenv_server_of_tools_ends_its_episodes_with_rewards():
         assert "<|start|>tool 42<|end|>" in model.prompts[1]
         assert "the number would be lost" in model.prompts[2]
 
-    with serving(describe_openenv, "openenv", "serve_openenv.py", "tools") as (address, _server):
+    with serving(describe_openenv, *OPENENV, "tools") as (address, _server):
         asyncio.run(run(address))
 
 
@@ -276,5 +224,5 @@ def test_the_end_or_the_silence_of_an_openenv_server_fails_its_episodes(
                 await episode
         assert failure.value.kind == kind
 
-    with serving(describe_openenv, "openenv", "serve_openenv.py", "actions") as (address, server):
+    with serving(describe_openenv, *OPENENV, "actions") as (address, server):
         asyncio.run(run(address, server))
