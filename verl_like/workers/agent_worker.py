@@ -1,5 +1,6 @@
 """The role that runs episodes: environments, tools and harnesses, which call the policy."""
 
+import gc
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -74,6 +75,7 @@ class AgentWorker(Worker):
             max_episodes=self.config.max_episodes,
             episode_timeout_s=self.config.episode_timeout_s,
         )
+        gc.freeze()  # a collection would pass over all that vLLM's import has made
 
     def make_way(self, tokenizer: PreTrainedTokenizerBase, end_token_ids: Sequence[int]) -> Way:
         """Makes what acts in episodes."""

@@ -5,6 +5,7 @@ A trainer consists of a schema with its rules (trainer/config), `check_inputs`, 
 """
 
 import contextlib
+import gc
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -187,6 +188,7 @@ def train_or_raise(
             recorder.say("Starting Ray and the workers ...")
             start_ray_of(inputs.config, template)
         handle_signals(recorder.terminate, [signal.SIGTERM])
+        gc.freeze()  # collections need not pass over modules and data sets
         fit(inputs, recorder)
         outcome = f"Done: {recorder.timeline.step} training steps."
         has_failed = False

@@ -42,6 +42,9 @@ class ChatFormat:
         self.reasoning_parser = reasoning_parser
         self.keep_reasoning = keep_reasoning
         self.parser_class = self._parser_class()
+        self._tools: Sequence[Any] | None = None
+        self._request: Any = None
+        """The last request that parsers were given, and its tools."""
 
     def _parser_class(self) -> Any:
         from vllm.parser import ParserManager
@@ -96,10 +99,7 @@ class ChatFormat:
             streamed_after: the tokens of the prompt, if a client assembles the message from what
                 vLLM streams. vLLM reads streams in another way.
         """
-        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-
-        fields = {"messages": [], "tools": list(tools) or None}
-        request: Any = ChatCompletionRequest.model_validate(fields)
+        request = self._request_with(tools)
         kwargs = template_kwargs or self.template_kwargs
         parser = self.parser_class(self.tokenizer, request.tools, chat_template_kwargs=kwargs)
         request = parser.adjust_request(request)
@@ -131,6 +131,17 @@ class ChatFormat:
                 for number, call in enumerate(calls)
             ]
         return message
+
+    def _request_with(self, tools: Sequence[Any]) -> Any:
+        """Returns a request to vLLM's server with these tools, for its parsers. To make one takes
+        longer than to parse, and the tools are mostly the same."""
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+        if tools != self._tools:
+            fields = {"messages": [], "tools": list(tools) or None}
+            self._request = ChatCompletionRequest.model_validate(fields)
+            self._tools = tools
+        return self._request.model_copy()  # parsers change it
 
     def has_unread_call(self, message: Message) -> bool:
         """Returns whether a message without tool calls looks as if it had one, such as one that is

@@ -114,8 +114,10 @@ class EpisodeRunner:
         waits for something new, at most `wait_s`."""
         self._loop.call_soon_threadsafe(self._answer, answers)
         with self._changed:
-            if self._changed.wait_for(self._has_news, timeout=wait_s):
-                self._changed.wait_for(lambda: self._failure is not None, timeout=GATHER_S)
+            is_there_news = self._changed.wait_for(self._has_news, timeout=wait_s)
+        if is_there_news:
+            time.sleep(GATHER_S)  # without the lock, so that nothing wakes this thread
+        with self._changed:
             if self._failure is not None:
                 raise self._failure
             told = self._exchange
