@@ -184,7 +184,7 @@ class Served:
         name = f"episode {self.num_episodes}"
         request = GenerationRequest(name, [1, 2, 3], self.num_episodes, sampling)
         spec = EpisodeSpec(request, {"number": self.num_episodes})
-        return Session(spec, model, limits, self.chat.tokenizer.decode, name=name)
+        return Session(spec, model, limits, name=name)
 
     def open(self, session: Session) -> Access:
         async def on_the_loop() -> Access:

@@ -39,6 +39,7 @@ from verl_like.workers.agents.harness import Harness
 from verl_like.workers.agents.reward_key import reward_key, set_reward_key
 from verl_like.workers.agents.runner import EpisodeRunner, Outcome
 from verl_like.workers.agents.session import Session
+from verl_like.workers.config.agent import AgentConfig
 from verl_like.workers.rollout.request import Completion, GenerationRequest
 
 CALL = 'Let me see.<tool_call>\n{"name": "weather", "arguments": {"city": "Paris", "day": 2}}\n</tool_call>'
@@ -1084,10 +1085,7 @@ def test_the_runner_runs_harnesses_on_its_own_event_loop(served: Served):
     runner = EpisodeRunner(
         Harness(hosts, endpoint, timeout_s=12.5),
         LIMITS,
-        served.chat.tokenizer.decode,
-        num_attempts=2,
-        max_episodes=3,
-        episode_timeout_s=30.0,
+        AgentConfig(num_attempts=2, max_episodes=3, episode_timeout_s=30.0),
     )
     model = model_that_says(served, "ab")
     specs = []

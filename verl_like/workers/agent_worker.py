@@ -67,14 +67,8 @@ class AgentWorker(Worker):
             context=rollout.prompt_length + rollout.response_length,
             call_timeout_s=self.config.call_timeout_s,
         )
-        self.runner = EpisodeRunner(
-            self.make_way(tokenizer, end_token_ids),
-            limits,
-            tokenizer.decode,
-            num_attempts=self.config.num_attempts,
-            max_episodes=self.config.max_episodes,
-            episode_timeout_s=self.config.episode_timeout_s,
-        )
+        way = self.make_way(tokenizer, end_token_ids)
+        self.runner = EpisodeRunner(way, limits, self.config)
         gc.freeze()  # a collection would pass over all that vLLM's import has made
 
     def make_way(self, tokenizer: PreTrainedTokenizerBase, end_token_ids: Sequence[int]) -> Way:

@@ -165,20 +165,24 @@ class EngineClient:
         from vllm.v1.engine import EngineCoreRequest
         from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
-        drawn = await call.access.draw(
-            prompt_ids,
-            max_tokens=params.max_tokens,
-            stop_token_ids=params.stop_token_ids or (),
-            stop=params.stop or (),
-        )
-        completion = drawn.completion
-        drawn_ids = completion.token_ids.tolist()
         # The text is as vLLM's engine writes it, without what ended the response.
         params.min_tokens = 0  # it would not look for that among the first tokens
         request = EngineCoreRequest("", prompt_ids, None, params, None, 0.0, None, None, None)
         tokenizer = self.renderer.tokenizer if params.detokenize else None
         detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, request)
-        detokenizer.update(drawn_ids, isinstance(drawn.stop_reason, int))
+
+        def find_stop(token_ids: list[int], is_ended: bool) -> tuple[int, str | None]:
+            text = detokenizer.update(token_ids, is_ended)
+            return detokenizer.num_output_tokens(), text
+
+        drawn = await call.access.draw(
+            prompt_ids,
+            max_tokens=params.max_tokens,
+            stop_token_ids=params.stop_token_ids or (),
+            find_stop=find_stop,
+        )
+        completion = drawn.completion
+        drawn_ids = completion.token_ids.tolist()
         text = detokenizer.get_next_output_text(finished=True, delta=False)
         self._record(call, prompt_ids, drawn_ids, text, params)
         log_probs = None
