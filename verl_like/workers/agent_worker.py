@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase
@@ -28,6 +29,9 @@ from verl_like.workers.models.pretrained import load_tokenizer
 from verl_like.workers.rollout.base import special_token_ids
 from verl_like.workers.rollout.request import Completion
 from verl_like.workers.rollout_worker import PROMPT_COLUMNS
+
+BY_EPISODES = replace(Dispatch.DP_COMPUTE_PROTO, name="BY_EPISODES", call_fn=call_by_episodes)
+"""DP_COMPUTE_PROTO, but the driver's router makes the call."""
 
 
 class AgentWorker(Worker):
@@ -110,12 +114,7 @@ class AgentWorker(Worker):
             self.runner.close()
 
     @register(
-        dispatch_mode={
-            "dispatch_fn": Dispatch.DP_COMPUTE_PROTO.dispatch_fn,
-            "collect_fn": Dispatch.DP_COMPUTE_PROTO.collect_fn,
-            "collect_ranks": Dispatch.DP_COMPUTE_PROTO.collect_ranks,
-            "call_fn": call_by_episodes,
-        },
+        dispatch_mode=BY_EPISODES,
         blocking=False,
         reads=[*PROMPT_COLUMNS, *ROW_COLUMNS, "raw_prompt"],
         writes=[*SEQUENCE_COLUMNS, "rollout_log_probs", "policy_version", "episode_scores"],

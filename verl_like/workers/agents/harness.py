@@ -32,22 +32,19 @@ class Harness:
             "base_url": access.base_url,
             "api_key": self.endpoint.api_key,
         }
-        has_ended = False
-        outcome = Outcome(None)
-        failure = None
+        problem = None
+        reward = None
         try:
             reward = await seat.call("run", arguments, self.timeout_s)
-            outcome = Outcome(access.reward if reward is None else reward)
-            has_ended = True
         except UserCodeError as error:
-            outcome = Outcome(0.0, "room")
-            if not session.counts["room_used_up"]:
-                failure = EpisodeFailed("harness", f"run raised {error}")
-            has_ended = True
+            problem = error
         finally:
             self.endpoint.forget(access)
-            seat.leave(failed=not has_ended)
-        failure = access.failure or failure
-        if failure is not None:
-            raise failure
-        return outcome
+            seat.leave()
+        if access.failure is not None:
+            raise access.failure
+        if problem is None:
+            return Outcome(access.reward if reward is None else reward)
+        if session.counts["room_used_up"]:
+            return Outcome(0.0, "room")
+        raise EpisodeFailed("harness", f"run raised {problem}")

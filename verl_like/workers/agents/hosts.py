@@ -88,6 +88,11 @@ class _Call:
     is_late: bool = False
     is_heard: bool = False
 
+    def fail(self, error: Exception) -> None:
+        """Lets the call raise an error, unless it was cancelled."""
+        if not self.future.done():
+            self.future.set_exception(error)
+
 
 class Hosts:
     """Host processes that run the code of a user. They are used on one event loop.
@@ -207,7 +212,8 @@ class _Process(asyncio.Protocol):
             raise Restarted
         number = next(self.numbers)
         self.send({"id": number, "seat": seat, "method": method, "arguments": arguments})
-        call = _Call(seat, f"{method} within {limit_s:g} s", self._loop.create_future())
+        what = f"{method} within {limit_s:g} s"
+        call = _Call(seat, what, self._loop.create_future())
         self._calls[number] = call
         timer = self._loop.call_later(limit_s, self._withdraw, number)
         try:
@@ -243,19 +249,21 @@ class _Process(asyncio.Protocol):
             lines.append(self._rest)
         for line in lines:
             if not self._take(line):
-                found = f"{line[:100]!r}"
-                self._end(self._code.kind, f"sent {found}, which is no answer, and was ended")
+                cause = f"sent {line[:100]!r}, which is no answer, and was ended"
+                self._end(self._code.kind, cause)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._end(self._code.kind)
 
     def _spawn(self, socket_fd: int) -> subprocess.Popen[bytes]:
         """Starts an interpreter that runs `serve` with this end of a socket."""
-        folders = [*map(str, sys.path), os.getcwd()]
+        folders = [str(folder) for folder in sys.path]
+        folders.append(os.getcwd())
+        max_memory_bytes = int(self._max_memory_gb * GIGABYTE)
         program = (
             f"import sys; sys.path[:] = {folders!r}\n"
             f"from verl_like.workers.agents.host_process import serve\n"
-            f"serve({socket_fd}, {os.getpid()}, {int(self._max_memory_gb * GIGABYTE)})"
+            f"serve({socket_fd}, {os.getpid()}, {max_memory_bytes})"
         )
         return subprocess.Popen(
             [sys.executable, "-c", program],
@@ -283,8 +291,9 @@ class _Process(asyncio.Protocol):
         """Ends the process if a call has not ended in time. If the process does not even say that
         it has heard of that, another call may hold it up, so each may be the cause."""
         if call := self._calls.get(number):
+            cause = f"did not end {call.what} and was ended"
             blamed = call.seat if call.is_heard else None
-            self._end("deadline", f"did not end {call.what} and was ended", blamed)
+            self._end("deadline", cause, blamed)
 
     def _take(self, line: bytes) -> bool:
         """Gives an answer to its call. Returns False if the line is no answer."""
@@ -299,16 +308,14 @@ class _Process(asyncio.Protocol):
             call.is_heard = True
             return True
         del self._calls[answer.id]
-        if call.future.done():  # it was cancelled
-            return True
         if call.is_late:
-            call.future.set_exception(self._failure("deadline", f"did not end {call.what}"))
-        elif answer.error is None:
-            call.future.set_result(answer.value)
+            call.fail(self._failure("deadline", f"did not end {call.what}"))
         elif answer.is_unavailable:
-            call.future.set_exception(self._failure(self._code.kind, f"said {answer.error}"))
-        else:
-            call.future.set_exception(UserCodeError(answer.error, answer.place))
+            call.fail(self._failure(self._code.kind, f"said {answer.error}"))
+        elif answer.error is not None:
+            call.fail(UserCodeError(answer.error, answer.place))
+        elif not call.future.done():
+            call.future.set_result(answer.value)
         return True
 
     def _end(self, kind: FailureKind, cause: str = "", blamed: int | None = None) -> None:
@@ -329,12 +336,10 @@ class _Process(asyncio.Protocol):
             cause = f"used more memory than {limit} and was ended; use less, or raise that"
         for call in self._calls.values():
             failure = self._failure(kind, cause)
-            if call.future.done():  # it was cancelled
-                continue
             if blamed in (None, call.seat):
-                call.future.set_exception(failure)
+                call.fail(failure)
             else:
-                call.future.set_exception(Restarted(str(failure)))
+                call.fail(Restarted(str(failure)))
         self._calls.clear()
         if self._transport is not None:
             self._transport.abort()
@@ -372,8 +377,9 @@ def _describe(kind: str, path: str, max_memory_gb: float) -> Any:
             await hosts.close()
 
     with ThreadPoolExecutor(1) as thread:
+        described = thread.submit(asyncio.run, description())
         try:
-            return thread.submit(asyncio.run, description()).result(timeout=3 * START_S)
+            return described.result(timeout=3 * START_S)
         except UserCodeError as error:
             raise error.refusal() from error
         except EpisodeFailed as error:

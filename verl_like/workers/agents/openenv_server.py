@@ -25,6 +25,8 @@ _LISTS_TOOLS = ("Action", "CallToolAction", "ListToolsAction")
 """The titles of the action schemas of servers that list their tools."""
 _OF_ENVIRONMENTS = ("VALIDATION_ERROR", "EXECUTION_ERROR")
 """The codes of errors of an environment. The model is told of those that its actions cause."""
+_REFUSALS = (EpisodeFailed, UserCodeError, OSError, HTTPException, WebSocketException, ValueError)
+"""What is raised if a server does not answer, or by another protocol."""
 _CHECK_S = 10.0
 _CLOSE_S = 3.0
 
@@ -78,9 +80,8 @@ class OpenEnvServer:
                 finally:
                     await _end(connection)
         except (OSError, WebSocketException, ValidationError) as error:
-            raise EpisodeFailed(
-                "environment", f"the server at {self.address} failed: {error}"
-            ) from None
+            text = f"the server at {self.address} failed: {error}"
+            raise EpisodeFailed("environment", text) from None
 
 
 class _Seat:
@@ -102,9 +103,9 @@ class _Seat:
         if method == "reset":
             answer = await _ask(self.connection, "reset", arguments, timeout_s)
         else:
-            action = {"type": "call_tool", "tool_name": method, "arguments": arguments}
-            if method == _STEP:
-                action = arguments
+            action = arguments
+            if method != _STEP:
+                action = {"type": "call_tool", "tool_name": method, "arguments": arguments}
             answer = await _ask(self.connection, "step", action, timeout_s)
         self.is_done = answer.done
         self.rewards[turn] += answer.reward or 0.0
@@ -134,7 +135,8 @@ async def _ask(
         async with asyncio.timeout(timeout_s):
             with contextlib.suppress(ConnectionClosed):  # the server may have said why
                 await connection.send(json.dumps({"type": kind, "data": data}))
-            answer = _Answer.model_validate_json(await connection.recv())
+            received = await connection.recv()
+            answer = _Answer.model_validate_json(received)
     except TimeoutError:
         raise EpisodeFailed("deadline", f"a {kind} took over {timeout_s:g} s") from None
     if answer.type != "error":
@@ -148,16 +150,15 @@ async def _ask(
 def _text(observation: dict[str, Any]) -> str:
     """Returns what the model reads of an observation: the result of a listed tool, its only field,
     or all fields as JSON. Raises UserCodeError if a listed tool failed."""
-    fields = {name: observation[name] for name in observation if name != "metadata"}
-    value: Any = fields
+    fields = dict(observation)
+    fields.pop("metadata", None)
+    value: Any = fields or ""
     if "tool_name" in fields:
         if fields.get("error"):
             raise UserCodeError(json.dumps(fields["error"]), "")
         value = fields.get("result")
     elif len(fields) == 1:
         [value] = fields.values()
-    elif not fields:
-        value = ""
     if isinstance(value, dict) and "content" in value:
         value = text_of(value["content"])
     return value if isinstance(value, str) else json.dumps(value)
@@ -166,11 +167,11 @@ def _text(observation: dict[str, Any]) -> str:
 def describe_openenv(address: str) -> Description:
     """Returns the tools of a server. Raises ValueError if none answers, or if its protocol is
     another one. The event loop runs in a thread, because a notebook has one in the main thread."""
-    of_the_server = (OSError, HTTPException, WebSocketException, ValueError)
     with ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(asyncio.run, _tools(address))
         try:
-            tools = thread.submit(asyncio.run, _tools(address)).result(3 * _CHECK_S)
-        except (EpisodeFailed, UserCodeError, *of_the_server) as error:
+            tools = asked.result(3 * _CHECK_S)
+        except _REFUSALS as error:
             raise ValueError(
                 f"agent.server=openenv://{address} does not answer as OpenEnv 0.10 does: {error}. "
                 "Start it with what scripts/agents_environment.sh openenv installs"

@@ -25,7 +25,6 @@ _PING_MS = 5_000
 _SILENCE_MS = 20_000
 _LINGER_MS = 1_000
 _CHECK_MS = 5_000
-_PAUSE_S = 0.1
 
 
 class _Error(BaseModel):
@@ -75,7 +74,8 @@ class VerifiersServer:
         self.address = address
         self.endpoint = endpoint
         self.timeout_s = timeout_s
-        self._is_connected = False
+        self._connection = asyncio.Event()
+        """It is set while the server is there."""
         self.parts: dict[bytes, asyncio.Queue[list[bytes]]] = {}
         """The parts of answers, by the names of requests. No parts mean that the server has
         gone."""
@@ -148,13 +148,13 @@ class VerifiersServer:
         """Waits for the server. Raises EpisodeFailed if it does not come."""
         try:
             async with asyncio.timeout(self.timeout_s):
-                while not self._is_connected:
-                    await asyncio.sleep(_PAUSE_S)
+                await self._connection.wait()
         except TimeoutError:
             raise EpisodeFailed("environment", f"no server answers at {self.address}") from None
 
     def _send(self, name: str, method: bytes, content: Mapping[str, Any]) -> None:
-        self._socket.send_multipart([name.encode(), method, msgpack.packb(content)])
+        packed = msgpack.packb(content)
+        self._socket.send_multipart([name.encode(), method, packed])
 
     async def _receive(self) -> None:
         """Gives answers to those who wait for them."""
@@ -167,10 +167,12 @@ class VerifiersServer:
         """Tells those who wait when the server comes and goes."""
         while True:
             event = await recv_monitor_message(self._monitor)
-            self._is_connected = event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
-            if not self._is_connected:
-                for parts in self.parts.values():
-                    parts.put_nowait([])
+            if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._connection.set()
+                continue
+            self._connection.clear()
+            for parts in self.parts.values():
+                parts.put_nowait([])
 
 
 def opened(parts: Sequence[bytes]) -> tuple[bytes, Any]:
