@@ -121,15 +121,10 @@ class ChatFormat:
         message: dict[str, Any] = {"role": "assistant", "content": content or ""}
         if reasoning:
             message["reasoning_content"] = reasoning
-        if calls:
-            message["tool_calls"] = [
-                {
-                    "id": f"call-{number}",
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": arguments_of(call.arguments)},
-                }
-                for number, call in enumerate(calls)
-            ]
+        for number, call in enumerate(calls or ()):
+            function = {"name": call.name, "arguments": arguments_of(call.arguments)}
+            tool_call = {"id": f"call-{number}", "type": "function", "function": function}
+            message.setdefault("tool_calls", []).append(tool_call)
         return message
 
     def _request_with(self, tools: Sequence[Any]) -> Any:
@@ -156,7 +151,7 @@ class ChatFormat:
             kept.pop()
         return kept
 
-    def tail(self, prompt: str, before: str, drawn_ids: Sequence[int]) -> list[int] | None:
+    def tail(self, prompt: str, before: str, token_ids: Sequence[int]) -> list[int] | None:
         """Returns the tokens that a prompt has behind a turn that was drawn.
 
         The token that ends the turn is among them only if it was not drawn. Returns None if the
@@ -165,7 +160,7 @@ class ChatFormat:
         Args:
             prompt: the text of all messages, which the model is to answer.
             before: the text of the messages up to the turn and with it.
-            drawn_ids: the tokens of the turn.
+            token_ids: the tokens of the turn, or of all up to it and with it.
         """
         ends = [text for text in self.end_texts if text in before]
         end = max(ends, key=before.rfind, default="")
@@ -183,8 +178,9 @@ class ChatFormat:
             return None
         if place_in_prompt < 0:
             return None
-        is_ended = self.tokenizer.decode([drawn_ids[-1]]) == end
-        start = place_in_prompt + len(end) if is_ended else place_in_prompt
+        start = place_in_prompt
+        if self.tokenizer.decode([token_ids[-1]]) == end:
+            start += len(end)
         return self.tokens(prompt[start:])
 
     def meaning(self, message: Message) -> Meaning:
@@ -256,8 +252,6 @@ class RecordedTurn:
     """How many messages its prompt and its reply are."""
     token_ids: np.ndarray
     """Of its prompt and its reply, int32."""
-    drawn_ids: Sequence[int]
-    """Of its reply."""
 
 
 class Conversation:
@@ -283,7 +277,7 @@ class Conversation:
         """
         key = self._keys([*messages, reply], settings)[-1]
         token_ids = np.array([*prompt_ids, *drawn_ids], np.int32)
-        self._turns[key] = RecordedTurn(len(messages) + 1, token_ids, drawn_ids)
+        self._turns[key] = RecordedTurn(len(messages) + 1, token_ids)
 
     def continued(self, messages: Sequence[Message], settings: str) -> RecordedTurn | None:
         """Returns the longest turn that these messages continue: they begin with those of its

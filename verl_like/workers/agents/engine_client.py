@@ -136,10 +136,12 @@ class EngineClient:
                 "continue_final_message": False,
             }
             params = replace(call.params, chat_template_kwargs=kwargs)
-            _, before = await self._render(call.messages[: turn.num_messages], params)
-            tail = self.chat.tail(text, before["prompt"], turn.drawn_ids)
+            messages = call.messages[: turn.num_messages]
+            _, before = await self._render(messages, params)
+            token_ids: list[int] = turn.token_ids.tolist()
+            tail = self.chat.tail(text, before["prompt"], token_ids)
             if tail is not None:
-                return [*turn.token_ids.tolist(), *tail]
+                return token_ids + tail
             call.access.session.counts["drifted_calls"] += 1
         return self.chat.tokens(text)
 
@@ -189,7 +191,10 @@ class EngineClient:
         if params.logprobs is not None:
             pairs = zip(drawn_ids, completion.log_probs.tolist(), strict=True)
             log_probs = [{token: Logprob(value)} for token, value in pairs]
-        versions = [WeightVersionSpan(str(name), *span) for name, *span in completion.versions]
+        versions = []
+        for version, start, end in completion.versions:
+            span = WeightVersionSpan(str(version), start, end)
+            versions.append(span)
         output = CompletionOutput(
             index=0,
             text=text,
@@ -220,14 +225,16 @@ class EngineClient:
         if call.messages is None:
             return
         kwargs = call.params.chat_template_kwargs
-        can_call = call.params.tool_choice != "none"
+        tools = kwargs.get("tools") or ()
+        if call.params.tool_choice == "none":
+            tools = ()
         is_streamed = params.output_kind == RequestOutputKind.DELTA
         reply = self.chat.read(
             drawn_ids,
-            kwargs.get("tools") or () if can_call else (),
+            tools,
             text=text,
             template_kwargs=kwargs,
             streamed_after=prompt_ids if is_streamed else None,
         )
-        record = call.access.conversation.record
-        record(call.messages, call.settings, reply, prompt_ids, drawn_ids)
+        conversation = call.access.conversation
+        conversation.record(call.messages, call.settings, reply, prompt_ids, drawn_ids)

@@ -133,8 +133,9 @@ async def _ask(
     EpisodeFailed if the server does, and ValidationError for no answer of OpenEnv."""
     try:
         async with asyncio.timeout(timeout_s):
+            message = json.dumps({"type": kind, "data": data})
             with contextlib.suppress(ConnectionClosed):  # the server may have said why
-                await connection.send(json.dumps({"type": kind, "data": data}))
+                await connection.send(message)
             received = await connection.recv()
             answer = _Answer.model_validate_json(received)
     except TimeoutError:
@@ -176,8 +177,11 @@ def describe_openenv(address: str) -> Description:
                 f"agent.server=openenv://{address} does not answer as OpenEnv 0.10 does: {error}. "
                 "Start it with what scripts/agents_environment.sh openenv installs"
             ) from error
-    functions = [{"type": "function", "function": tool.model_dump()} for tool in tools]
-    return Description(tools=functions, has_reward=True)
+    schemas = []
+    for tool in tools:
+        schema = {"type": "function", "function": tool.model_dump()}
+        schemas.append(schema)
+    return Description(tools=schemas, has_reward=True)
 
 
 async def _tools(address: str) -> list[_Tool]:
@@ -185,7 +189,8 @@ async def _tools(address: str) -> list[_Tool]:
     schema = await asyncio.to_thread(_action_schema, address)
     title = schema.pop("title", "")
     description = schema.pop("description", "")
-    schema.get("properties", {}).pop("metadata", None)  # which each action has
+    fields = schema.get("properties", {})
+    fields.pop("metadata", None)  # which each action has
     tools = [{"name": _STEP, "description": description, "input_schema": schema}]
     async with _connect(address) as connection:
         if title in _LISTS_TOOLS:

@@ -93,9 +93,8 @@ class ToolLoop:
         text = await self._call(seat, "reset", dict(spec.row), timeout_s)
         messages = list(spec.row["prompt"])
         if text is not None and not isinstance(text, str):
-            raise EpisodeFailed(
-                "environment", f"reset returned {text!r:.100}: return None, or text for the prompt"
-            )
+            problem = f"reset returned {text!r:.100}: return None, or text for the prompt"
+            raise EpisodeFailed("environment", problem)
         if not text:
             return messages, list(spec.request.prompt_ids)
         last = messages[-1]
@@ -132,8 +131,9 @@ class ToolLoop:
             messages.append(reply)
             before = self.chat.render(messages, self.tools, is_prompt=False)
             for call in calls:
-                result = await self._use_tool(seat, session, call["function"])
-                messages.append({"role": "tool", "name": result.name, "content": result.result})
+                used = await self._use_tool(seat, session, call["function"])
+                message = {"role": "tool", "name": used.name, "content": used.result}
+                messages.append(message)
                 if seat.is_done:
                     return "done"
             prompt = self.chat.render(messages, self.tools, is_prompt=True)
@@ -170,7 +170,7 @@ class ToolLoop:
             result = str({"error": problem})
         seconds = time.monotonic() - started
         used = ToolCall(name, str(arguments), str(result), seconds, bool(problem))
-        last_turn = list(session.turns.values())[-1]
+        *_, last_turn = session.turns.values()
         last_turn.tool_calls.append(used)
         session.counts["tool_calls"] += 1
         return used
