@@ -10,7 +10,7 @@ import torch
 from verl_like.protocol import DataProto, Metric
 from verl_like.protocol.row_ops import jagged_from_lists
 from verl_like.rewards.manager import RewardError
-from verl_like.workers.agents.episode import Episode, FinishedRow, Row
+from verl_like.workers.agents.episode import Episode, FinishedRow, Row, TokenIds
 from verl_like.workers.rollout.batch import prompt_tokens
 
 # Legend: B prompts, n episodes per prompt, S = B * n samples, N rows of all samples.
@@ -111,7 +111,7 @@ def assemble_episodes(
     )
 
 
-def _filler(prompt_ids: Sequence[int], token: int) -> FinishedRow:
+def _filler(prompt_ids: TokenIds, token: int) -> FinishedRow:
     """Returns the row of an episode that has none."""
     row = Row(prompt_ids)
     row.insert([token])
@@ -125,8 +125,8 @@ def metrics_of(episodes: Sequence[Episode]) -> dict[str, Metric]:
     seconds = []
     for episode in episodes:
         counts.update(episode.counts)
-        for kind, _text in episode.failures:
-            failures[kind] += 1
+        for failure, _text in episode.failures:
+            failures[failure] += 1
         if episode.ended != "failed":
             seconds.append(episode.seconds)
     num_ended = len(seconds)

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from verl_like.workers.agents.episode import TokenIds
+
 Message = Mapping[str, Any]
 Meaning = tuple[Any, ...]
 
@@ -24,7 +26,7 @@ class ChatFormat:
         self,
         tokenizer: Any,
         template_kwargs: Mapping[str, Any],
-        end_token_ids: Sequence[int],
+        end_token_ids: TokenIds,
         *,
         tool_parser: str,
         reasoning_parser: str | None,
@@ -81,7 +83,7 @@ class ChatFormat:
 
     def read(
         self,
-        token_ids: Sequence[int],
+        token_ids: TokenIds,
         tools: Sequence[Any],
         *,
         text: str | None = None,
@@ -144,14 +146,14 @@ class ChatFormat:
         start = getattr(self.parser_class.tool_parser_cls, "tool_call_start_token", "")
         return bool(start) and start in message["content"]
 
-    def without_end(self, token_ids: Sequence[int]) -> list[int]:
+    def without_end(self, token_ids: TokenIds) -> list[int]:
         """Returns the tokens of a turn without the one that ends it."""
         kept = list(token_ids)
         if kept and self.tokenizer.decode([kept[-1]]) in self.end_texts:
             kept.pop()
         return kept
 
-    def tail(self, prompt: str, before: str, token_ids: Sequence[int]) -> list[int] | None:
+    def tail(self, prompt: str, before: str, token_ids: TokenIds) -> list[int] | None:
         """Returns the tokens that a prompt has behind a turn that was drawn.
 
         The token that ends the turn is among them only if it was not drawn. Returns None if the
@@ -195,7 +197,8 @@ class ChatFormat:
             arguments = arguments_of(function.get("arguments"))
             if not isinstance(arguments, dict):
                 arguments = {}
-            calls.append((function["name"], json.dumps(arguments, sort_keys=True)))
+            text = json.dumps(arguments, sort_keys=True)
+            calls.append((function["name"], text))
         reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
         if self.keep_reasoning:
             reasoning = ""
@@ -267,8 +270,8 @@ class Conversation:
         messages: Sequence[Message],
         settings: str,
         reply: Message,
-        prompt_ids: Sequence[int],
-        drawn_ids: Sequence[int],
+        prompt_ids: TokenIds,
+        drawn_ids: TokenIds,
     ) -> None:
         """Records a turn.
 

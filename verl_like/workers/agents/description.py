@@ -5,10 +5,10 @@ from typing import Any
 
 from transformers.utils import get_json_schema
 
-from verl_like.workers.agents.host_process import NO_TOOLS, load
+from verl_like.workers.agents.host_process import NO_TOOLS, JsonObject, load
 
 
-async def describe(kind: str, path: str) -> dict[str, Any] | None:
+async def describe(kind: str, path: str) -> JsonObject | None:
     """Returns the fields of the `Description` of an environment class, or None for a harness.
 
     Raises ValueError if the code is no environment, or no harness.
@@ -48,7 +48,7 @@ async def describe(kind: str, path: str) -> dict[str, Any] | None:
     return {"tools": tools, "has_reward": "get_reward" in methods}
 
 
-def _schema(key: str, name: str, method: Any) -> dict[str, Any]:
+def _schema(key: str, name: str, method: Any) -> JsonObject:
     """The JSON schema of a tool. Raises ValueError if it cannot be made."""
     try:
         return get_json_schema(method)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from verl_like.workers.agents.chat import ChatFormat, Conversation, Message
-from verl_like.workers.agents.episode import EpisodeFailed, Reward, RoomUsedUp
+from verl_like.workers.agents.episode import EpisodeFailed, Reward, RoomUsedUp, TokenIds
 from verl_like.workers.agents.session import Drawn, Session
 
 ENDED = "This episode has ended, and with it the access to its model."
@@ -34,7 +34,7 @@ class Access:
         self.is_closed = False
         self._draws: set[asyncio.Task[Drawn]] = set()
 
-    def check(self, prompt_ids: Sequence[int]) -> None:
+    def check(self, prompt_ids: TokenIds) -> None:
         """Raises ValueError if the episode has ended, or RoomUsedUp if there is no room behind a
         prompt. That counts, unless it is the first prompt, which is not the policy's."""
         if self.is_closed:
@@ -46,7 +46,7 @@ class Access:
                 self.session.counts["room_used_up"] += 1
             raise
 
-    async def draw(self, prompt_ids: Sequence[int], **limits: Any) -> Drawn:
+    async def draw(self, prompt_ids: TokenIds, **limits: Any) -> Drawn:
         """Calls the model, see `Session.draw`. Raises ValueError if the episode ends meanwhile."""
         draw = asyncio.create_task(self.session.draw(prompt_ids, **limits))
         self._draws.add(draw)
@@ -120,7 +120,8 @@ class EngineClient:
         call = current_call.get()
         call.messages = conversation
         call.params = params
-        call.settings = json.dumps(params.chat_template_kwargs, sort_keys=True, default=str)
+        kwargs = params.chat_template_kwargs
+        call.settings = json.dumps(kwargs, sort_keys=True, default=str)
         prompt_ids = await self._continued(call, prompt["prompt"])
         call.access.check(prompt_ids)
         return conversation, {"prompt_token_ids": prompt_ids}

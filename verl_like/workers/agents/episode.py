@@ -9,6 +9,7 @@ import numpy as np
 
 from verl_like.workers.rollout.request import Completion, GenerationRequest, VersionSpan
 
+TokenIds = Sequence[int]
 FailureKind = Literal["environment", "harness", "engine", "deadline"]
 """The kinds of failures that are not the policy's."""
 Reward = float | Sequence[float] | None
@@ -55,7 +56,7 @@ class Row:
     A call of the model whose prompt continues the tokens of a row extends the row.
     """
 
-    def __init__(self, prompt_ids: Sequence[int]) -> None:
+    def __init__(self, prompt_ids: TokenIds) -> None:
         self.token_ids = list(prompt_ids)
         """The prompt and what follows it."""
         self.num_prompt_tokens = len(prompt_ids)
@@ -70,12 +71,12 @@ class Row:
         self.is_extended = False
         """True while a call that extends the row is running."""
 
-    def is_continued_by(self, prompt_ids: Sequence[int]) -> bool:
+    def is_continued_by(self, prompt_ids: TokenIds) -> bool:
         """Returns whether a prompt begins with all tokens of this row."""
         length = len(self.token_ids)
         return list(prompt_ids[:length]) == self.token_ids
 
-    def extend(self, number: int, prompt_ids: Sequence[int], completion: Completion) -> None:
+    def extend(self, number: int, prompt_ids: TokenIds, completion: Completion) -> None:
         """Adds the tokens of call `number`: those that its prompt inserts, and the drawn ones."""
         self.insert(prompt_ids[len(self.token_ids) :])
         start = len(self.is_drawn)
@@ -88,7 +89,7 @@ class Row:
             self.spans.append(span)
         self.ends[number] = len(self.is_drawn) - 1
 
-    def insert(self, token_ids: Sequence[int]) -> None:
+    def insert(self, token_ids: TokenIds) -> None:
         """Adds tokens that were not drawn."""
         self.token_ids += token_ids
         self.is_drawn += [False] * len(token_ids)

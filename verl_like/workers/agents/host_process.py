@@ -20,6 +20,7 @@ from typing import Any
 from verl_like.rewards.supervisor import supervise
 from verl_like.workers.agents.reward_key import set_reward_key
 
+JsonObject = dict[str, Any]
 MAX_LINE_BYTES = 1 << 20
 """The agent reads no longer lines of a host process. This module never sends one."""
 MAX_ERROR_CHARS = 4_000
@@ -63,7 +64,7 @@ def load(kind: str, path: str) -> Any:
         ) from error
 
 
-def to_line(message: dict[str, Any]) -> bytes:
+def to_line(message: JsonObject) -> bytes:
     """The message as a line. Raises TypeError or ValueError if it is no JSON."""
     return _JSON.encode(message).encode(errors="replace") + b"\n"
 
@@ -120,7 +121,7 @@ class _Host:
                 self._leave(**message)
         os._exit(0)
 
-    def _call(self, id: int, seat: int, method: str, arguments: dict[str, Any]) -> None:
+    def _call(self, id: int, seat: int, method: str, arguments: JsonObject) -> None:
         """Calls the code in a thread. A coroutine goes on in the event loop."""
         try:
             function = self._function(seat, method)
@@ -189,7 +190,7 @@ class _Host:
         }
         self._send(answer)
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def _send(self, message: JsonObject) -> None:
         """Sends a message. Raises TypeError or ValueError if it is no JSON, or too long."""
         line = to_line(message)
         if len(line) > MAX_LINE_BYTES:

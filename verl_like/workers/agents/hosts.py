@@ -17,7 +17,12 @@ from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationError
 from verl_like.rewards.process import EXIT_S, GIGABYTE, START_S, end_supervisor
 from verl_like.rewards.supervisor import MEMORY_EXIT_CODE
 from verl_like.workers.agents.episode import EpisodeFailed, FailureKind, Restarted
-from verl_like.workers.agents.host_process import MAX_ERROR_CHARS, MAX_LINE_BYTES, to_line
+from verl_like.workers.agents.host_process import (
+    MAX_ERROR_CHARS,
+    MAX_LINE_BYTES,
+    JsonObject,
+    to_line,
+)
 
 _GRACE_S = 1.0
 """A call that is late or cancelled has so many seconds to end before its process is ended."""
@@ -57,7 +62,7 @@ class Description(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    tools: list[dict[str, Any]]
+    tools: list[JsonObject]
     """The JSON schemas of its tools, as `transformers.utils.get_json_schema` makes them."""
     has_reward: bool
     """Whether it has a method `get_reward`."""
@@ -163,7 +168,7 @@ class Seat:
         self._process = process
         self._number = next(process.numbers)
 
-    async def call(self, method: str, arguments: dict[str, Any], timeout_s: float) -> Any:
+    async def call(self, method: str, arguments: JsonObject, timeout_s: float) -> Any:
         """Calls a method of the instance, or the harness function, and returns a JSON value. The
         result of a tool is text. Calls of one instance at the same time run at the same time.
 
@@ -206,7 +211,7 @@ class _Process(asyncio.Protocol):
         ValueError if the code cannot be loaded."""
         await asyncio.shield(self._loading)
 
-    async def call(self, seat: int, method: str, arguments: dict[str, Any], limit_s: float) -> Any:
+    async def call(self, seat: int, method: str, arguments: JsonObject, limit_s: float) -> Any:
         """See `Seat.call`."""
         if self.is_ended:
             raise Restarted
@@ -224,7 +229,7 @@ class _Process(asyncio.Protocol):
         finally:
             timer.cancel()
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: JsonObject) -> None:
         """Sends a message, unless the process has ended."""
         if not self.is_ended and self._transport is not None:
             self._transport.write(to_line(message))

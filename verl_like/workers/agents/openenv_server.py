@@ -14,6 +14,7 @@ from websockets.exceptions import ConnectionClosed, WebSocketException
 
 from verl_like.workers.agents.chat import text_of
 from verl_like.workers.agents.episode import EpisodeFailed
+from verl_like.workers.agents.host_process import JsonObject
 from verl_like.workers.agents.hosts import Description, UserCodeError
 from verl_like.workers.agents.runner import Outcome
 from verl_like.workers.agents.session import Session
@@ -35,13 +36,13 @@ class _Answer(BaseModel):
     """A message of a server."""
 
     type: str
-    data: dict[str, Any]
+    data: JsonObject
 
 
 class _Observation(BaseModel):
     """What an environment answers to a reset or an action."""
 
-    observation: dict[str, Any]
+    observation: JsonObject
     reward: float | None = None
     done: bool = False
 
@@ -51,13 +52,13 @@ class _Tool(BaseModel):
 
     name: str
     description: str
-    parameters: dict[str, Any] = Field(alias="input_schema")
+    parameters: JsonObject = Field(alias="input_schema")
 
 
 class _Schemas(BaseModel):
     """The schemas of a server's messages."""
 
-    action: dict[str, Any]
+    action: JsonObject
 
 
 class OpenEnvServer:
@@ -95,7 +96,7 @@ class _Seat:
         self.rewards: dict[int, float] = defaultdict(float)
         """By the numbers of turns, from 1."""
 
-    async def call(self, method: str, arguments: dict[str, Any], timeout_s: float) -> Any:
+    async def call(self, method: str, arguments: JsonObject, timeout_s: float) -> Any:
         """Returns the text of an observation, or the rewards of all turns."""
         turn = len(self.session.turns)
         if method == "get_reward":
@@ -127,7 +128,7 @@ async def _end(connection: ClientConnection) -> None:
 
 
 async def _ask(
-    connection: ClientConnection, kind: str, data: dict[str, Any], timeout_s: float
+    connection: ClientConnection, kind: str, data: JsonObject, timeout_s: float
 ) -> _Observation:
     """Sends a message, and returns the answer. Raises UserCodeError if the environment fails in it,
     EpisodeFailed if the server does, and ValidationError for no answer of OpenEnv."""
@@ -148,7 +149,7 @@ async def _ask(
     raise EpisodeFailed("environment", f"a {kind} failed: {problem}")
 
 
-def _text(observation: dict[str, Any]) -> str:
+def _text(observation: JsonObject) -> str:
     """Returns what the model reads of an observation: the result of a listed tool, its only field,
     or all fields as JSON. Raises UserCodeError if a listed tool failed."""
     fields = dict(observation)
@@ -201,7 +202,7 @@ async def _tools(address: str) -> list[_Tool]:
     return [_Tool.model_validate(tool) for tool in tools]
 
 
-def _action_schema(address: str) -> dict[str, Any]:
+def _action_schema(address: str) -> JsonObject:
     """Returns the schema of the actions of a server."""
     with contextlib.closing(HTTPConnection(address, timeout=_CHECK_S)) as connection:
         connection.request("GET", "/schema")

@@ -131,9 +131,8 @@ def _limit(memory: int, seconds: int, processes: int) -> None:
 
 
 def _mount(source: str, target: str, kind: str, flags: int, options: str) -> None:
-    from_ = source.encode()
-    to = target.encode()
-    result = _libc.mount(from_, to, kind.encode(), ctypes.c_ulong(flags), options.encode())
+    texts = [text.encode() for text in (source, target, kind)]
+    result = _libc.mount(*texts, ctypes.c_ulong(flags), options.encode())
     _check(result, f"mount {target}")
 
 

@@ -121,10 +121,10 @@ class EpisodeRouter(RequestRouter):
 
     def _empty_outbox(self) -> None:
         """Forgets what the ranks were not given yet. The caller holds the lock."""
-        num_ranks = self.agents.world_size
-        self.to_begin: list[list[EpisodeSpec]] = [[] for _ in range(num_ranks)]
+        ranks = range(self.agents.world_size)
+        self.to_begin: list[list[EpisodeSpec]] = [[] for _ in ranks]
         """For each rank, episodes to begin."""
-        self.answers: list[dict[str, Completion]] = [{} for _ in range(num_ranks)]
+        self.answers: list[dict[str, Completion]] = [{} for _ in ranks]
         """For each rank, completions by the names of their requests."""
 
     def run_episodes(self, prompts: DataProto) -> ResponsesFuture:

@@ -128,7 +128,9 @@ class EpisodeRunner:
 
     def _has_news(self) -> bool:
         news = self._exchange
-        return bool(news.requests or news.aborted or news.episodes) or self._failure is not None
+        if self._failure is not None:
+            return True
+        return bool(news.requests or news.aborted or news.episodes)
 
     def _begin(self, specs: Sequence[EpisodeSpec]) -> None:
         for spec in specs:

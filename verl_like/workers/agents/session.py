@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from verl_like.workers.agents.episode import (
     RewardProblem,
     RoomUsedUp,
     Row,
+    TokenIds,
     Turn,
 )
 from verl_like.workers.rollout.request import Completion, GenerationRequest
@@ -79,16 +80,16 @@ class Session:
         self.num_calls = 0
         self._num_repeats: Counter[bytes] = Counter()
 
-    def check_room(self, prompt_ids: Sequence[int]) -> None:
+    def check_room(self, prompt_ids: TokenIds) -> None:
         """Raises RoomUsedUp if `draw` does for this prompt."""
         self._room(self._row_of(prompt_ids), prompt_ids)
 
     async def draw(
         self,
-        prompt_ids: Sequence[int],
+        prompt_ids: TokenIds,
         *,
         max_tokens: int | None = None,
-        stop_token_ids: Sequence[int] = (),
+        stop_token_ids: TokenIds = (),
         find_stop: FindStop | None = None,
     ) -> Drawn:
         """Calls the model, and records what it draws.
@@ -160,7 +161,7 @@ class Session:
         by_call: dict[int, float] = dict(zip(numbers, rewards, strict=False))
         return tuple(row.finished(by_call) for row in self.rows)
 
-    def _row_of(self, prompt_ids: Sequence[int]) -> Row:
+    def _row_of(self, prompt_ids: TokenIds) -> Row:
         """Returns the row that a prompt continues, or a new one. A row that another call extends
         already is not continued."""
         for row in reversed(self.rows):
@@ -168,7 +169,7 @@ class Session:
                 return row
         return Row(prompt_ids)
 
-    def _room(self, row: Row, prompt_ids: Sequence[int]) -> int:
+    def _room(self, row: Row, prompt_ids: TokenIds) -> int:
         """Returns how many tokens may be drawn behind a prompt that continues `row`."""
         limits = self.limits
         is_first = self.num_calls == 0
@@ -187,7 +188,7 @@ class Session:
             )
         return room
 
-    def _seed(self, prompt_ids: Sequence[int]) -> int:
+    def _seed(self, prompt_ids: TokenIds) -> int:
         """Returns the seed of the next call, an integer of 63 bits."""
         tokens = np.array(prompt_ids, np.int64).tobytes()
         num_before = self._num_repeats[tokens]
@@ -200,12 +201,7 @@ class Session:
         return int.from_bytes(digest) >> 1
 
     def _record(
-        self,
-        number: int,
-        row: Row,
-        prompt_ids: Sequence[int],
-        completion: Completion,
-        seconds: float,
+        self, number: int, row: Row, prompt_ids: TokenIds, completion: Completion, seconds: float
     ) -> None:
         counts = self.counts
         if not row.ends:
@@ -221,9 +217,7 @@ class Session:
         self.turns[number] = Turn(self.rows.index(row), num_drawn, seconds)
 
 
-def _stopped(
-    completion: Completion, stop_token_ids: Sequence[int], find_stop: FindStop | None
-) -> Drawn:
+def _stopped(completion: Completion, stop_token_ids: TokenIds, find_stop: FindStop | None) -> Drawn:
     """Says what ended a response, and drops the tokens behind a text that did."""
     token_ids = completion.token_ids.tolist()
     last = token_ids[-1]

@@ -2,7 +2,7 @@
 
 import asyncio
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgpack
@@ -13,6 +13,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from verl_like.workers.agents.endpoint import MODEL_NAME, Endpoint
 from verl_like.workers.agents.episode import EpisodeFailed, Reward
+from verl_like.workers.agents.host_process import JsonObject
 from verl_like.workers.agents.hosts import Description
 from verl_like.workers.agents.runner import Outcome
 from verl_like.workers.agents.session import Session
@@ -44,8 +45,8 @@ class _Answer(BaseModel):
 
     trace: str = ""
     """The name of the record."""
-    open: dict[str, Any] = {}
-    set: dict[str, Any] = {}
+    open: JsonObject = {}
+    set: JsonObject = {}
     errors: list[_Error] = []
     head: _Head | None = None
     error: str | None = None
@@ -89,7 +90,8 @@ class VerifiersServer:
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         self._monitor = self._socket.get_monitor_socket(events)
         self._socket.connect(f"tcp://{self.address}")
-        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
+        work = (self._receive(), self._watch())
+        self._tasks = [asyncio.create_task(each) for each in work]
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -124,7 +126,7 @@ class VerifiersServer:
             raise access.failure
         return Outcome(reward, "room" if session.counts["room_used_up"] else "done")
 
-    async def _reward(self, request: Mapping[str, Any]) -> Reward:
+    async def _reward(self, request: JsonObject) -> Reward:
         """Lets the server run an episode, and returns its reward. Raises EpisodeFailed if it
         fails."""
         await self._connected()
@@ -152,7 +154,7 @@ class VerifiersServer:
         except TimeoutError:
             raise EpisodeFailed("environment", f"no server answers at {self.address}") from None
 
-    def _send(self, name: str, method: bytes, content: Mapping[str, Any]) -> None:
+    def _send(self, name: str, method: bytes, content: JsonObject) -> None:
         packed = msgpack.packb(content)
         self._socket.send_multipart([name.encode(), method, packed])
 
@@ -195,13 +197,14 @@ def reward_of(answers: Sequence[_Answer]) -> Reward:
     *news, end = answers
     if end.head is None:
         raise EpisodeFailed("environment", f"the server refused the episode: {end.error}")
-    record: dict[str, Any] = {}
+    record: JsonObject = {}
     errors = []
     for answer in news:
         record |= answer.open | answer.set
         errors += answer.errors
     if not end.head.ok:
-        texts = [f"{error.type}: {error.message}" for error in [*errors, *end.head.errors]]
+        errors += end.head.errors
+        texts = [f"{error.type}: {error.message}" for error in errors]
         raise EpisodeFailed("environment", "; ".join(texts))
     names = {answer.trace for answer in news}
     if len(names) != 1:
@@ -216,7 +219,9 @@ def reward_of(answers: Sequence[_Answer]) -> Reward:
     if trace.is_timeout:
         raise EpisodeFailed("deadline", "a deadline of the environment passed")
     rewards = [reward for reward in trace.rewards.values() if reward]
-    return sum(reward.score * reward.weight for reward in rewards) if rewards else None
+    if not rewards:
+        return None
+    return sum(reward.score * reward.weight for reward in rewards)
 
 
 def describe_verifiers(address: str) -> Description:
