@@ -135,13 +135,12 @@ class AgentWorker(Worker):
         return EpisodeRules(filler_token=self.filler_token, **self.rules)
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL, is_recorded=False)
-    def begin_episodes(self, specs: Sequence[EpisodeSpec]) -> None:
-        """Begins episodes, and returns at once."""
+    def exchange(
+        self, specs: Sequence[EpisodeSpec], answers: Mapping[str, Completion], wait_s: float
+    ) -> Exchange:
+        """Begins episodes, takes the answers to requests, and returns what is new, see
+        `EpisodeRunner.exchange`."""
         self.runner.begin(specs)
-
-    @register(dispatch_mode=Dispatch.ALL_TO_ALL, is_recorded=False)
-    def exchange(self, answers: Mapping[str, Completion], wait_s: float) -> Exchange:
-        """Takes the answers to requests, and returns what is new, see `EpisodeRunner.exchange`."""
         return self.runner.exchange(answers, wait_s)
 
 

@@ -157,10 +157,8 @@ class EpisodeRouter(RequestRouter):
             self._empty_outbox()
         if not runs_episodes:
             return super()._exchange()
-        if any(begun):
-            self.agents.begin_episodes(PerRank(begun))
         self.collect_s = min(self.collect_s, EXCHANGE_S)
-        news = self.agents.exchange.remote(PerRank(answers), EXCHANGE_S)
+        news = self.agents.exchange.remote(PerRank(begun), PerRank(answers), EXCHANGE_S)
         # The ranks of both groups wait at the same time.
         is_left = super()._exchange()
         for rank, exchange in enumerate(news.get()):
