@@ -172,18 +172,18 @@ class ChatFormat:
             end = ""
             place = len(before)
         if prompt.startswith(before):
-            place_in_prompt = place
+            rest = prompt[place + len(end) :]
         elif end and self.keep_reasoning:
             # The template leaves reasoning out of earlier turns. As many turns end before this one.
-            place_in_prompt = _place_of(end, prompt, before.count(end))
+            num_ends = before.count(end)
+            *ended, rest = prompt.split(end, num_ends)
+            if len(ended) < num_ends:
+                return None
         else:
             return None
-        if place_in_prompt < 0:
-            return None
-        start = place_in_prompt
-        if self.tokenizer.decode([token_ids[-1]]) == end:
-            start += len(end)
-        return self.tokens(prompt[start:])
+        if self.tokenizer.decode([token_ids[-1]]) != end:
+            rest = end + rest
+        return self.tokens(rest)
 
     def meaning(self, message: Message) -> Meaning:
         """Returns what messages that mean the same have in common: role, text, tool calls with
@@ -216,16 +216,6 @@ def _assembled(delta: Any) -> tuple[str | None, str | None, list[Any]]:
         if call is not part.function:
             call.arguments = (call.arguments or "") + part.function.arguments
     return delta.reasoning, delta.content, list(calls.values())
-
-
-def _place_of(text: str, whole: str, number: int) -> int:
-    """Returns the place of the `number`-th occurrence of a text, or -1."""
-    place = -1
-    for _ in range(number):
-        place = whole.find(text, place + 1)
-        if place < 0:
-            break
-    return place
 
 
 def arguments_of(arguments: Any) -> Any:

@@ -179,9 +179,10 @@ class _Host:
         """Answers with an error, and with the last line of the code's own file that it passed."""
         text = f"{type(error).__name__}: {error}"
         place = ""
-        for frame in traceback.extract_tb(error.__traceback__):
-            if frame.filename == self._file:
-                place = f"{self._file}:{frame.lineno} in {frame.name}"
+        for frame, line in traceback.walk_tb(error.__traceback__):
+            code = frame.f_code
+            if code.co_filename == self._file:
+                place = f"{self._file}:{line} in {code.co_name}"
         answer = {
             "id": id,
             "error": text[:MAX_ERROR_CHARS],
