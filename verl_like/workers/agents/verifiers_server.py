@@ -114,17 +114,21 @@ class VerifiersServer:
             "model": MODEL_NAME,
             "sampling": {},
         }
+        problem = None
+        reward: Reward = 0.0
         try:
             reward = await self._reward(request)
         except EpisodeFailed as failure:
-            if not session.counts["room_used_up"]:
-                raise (access.failure or failure) from None
-            reward = 0.0
+            problem = failure
         finally:
             self.endpoint.forget(access)
         if access.failure is not None:
             raise access.failure
-        return Outcome(reward, "room" if session.counts["room_used_up"] else "done")
+        if session.counts["room_used_up"]:
+            return Outcome(reward, "room")
+        if problem is not None:
+            raise problem
+        return Outcome(reward)
 
     async def _reward(self, request: JsonObject) -> Reward:
         """Lets the server run an episode, and returns its reward. Raises EpisodeFailed if it
