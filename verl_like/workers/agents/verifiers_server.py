@@ -26,6 +26,7 @@ _PING_MS = 5_000
 _SILENCE_MS = 20_000
 _LINGER_MS = 1_000
 _CHECK_MS = 5_000
+_PAUSE_S = 0.1
 
 
 class _Error(BaseModel):
@@ -75,8 +76,7 @@ class VerifiersServer:
         self.address = address
         self.endpoint = endpoint
         self.timeout_s = timeout_s
-        self._connection = asyncio.Event()
-        """It is set while the server is there."""
+        self._is_connected = False
         self.parts: dict[bytes, asyncio.Queue[list[bytes]]] = {}
         """The parts of answers, by the names of requests. No parts mean that the server has
         gone."""
@@ -154,7 +154,8 @@ class VerifiersServer:
         """Waits for the server. Raises EpisodeFailed if it does not come."""
         try:
             async with asyncio.timeout(self.timeout_s):
-                await self._connection.wait()
+                while not self._is_connected:
+                    await asyncio.sleep(_PAUSE_S)
         except TimeoutError:
             raise EpisodeFailed("environment", f"no server answers at {self.address}") from None
 
@@ -173,10 +174,9 @@ class VerifiersServer:
         """Tells those who wait when the server comes and goes."""
         while True:
             event = await recv_monitor_message(self._monitor)
-            if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._connection.set()
+            self._is_connected = event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            if self._is_connected:
                 continue
-            self._connection.clear()
             for parts in self.parts.values():
                 parts.put_nowait([])
 
