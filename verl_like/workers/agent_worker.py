@@ -18,7 +18,7 @@ from verl_like.workers.agents.harness import Harness
 from verl_like.workers.agents.hosts import Description, HostedCode, Hosts
 from verl_like.workers.agents.openenv_server import OpenEnvServer
 from verl_like.workers.agents.router import call_by_episodes
-from verl_like.workers.agents.runner import EpisodeRunner, Exchange, Way
+from verl_like.workers.agents.runner import Answers, EpisodeRunner, Exchange, Way
 from verl_like.workers.agents.session import Limits
 from verl_like.workers.agents.tool_loop import EnvironmentClass, ToolLoop
 from verl_like.workers.agents.verifiers_server import VerifiersServer
@@ -27,7 +27,6 @@ from verl_like.workers.config.roles import ActorRolloutRefConfig
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS
 from verl_like.workers.models.pretrained import load_tokenizer
 from verl_like.workers.rollout.base import special_token_ids
-from verl_like.workers.rollout.request import Completion
 from verl_like.workers.rollout_worker import PROMPT_COLUMNS
 
 BY_EPISODES = replace(Dispatch.DP_COMPUTE_PROTO, name="BY_EPISODES", call_fn=call_by_episodes)
@@ -135,9 +134,7 @@ class AgentWorker(Worker):
         return EpisodeRules(filler_token=self.filler_token, **self.rules)
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL, is_recorded=False)
-    def exchange(
-        self, specs: Sequence[EpisodeSpec], answers: Mapping[str, Completion], wait_s: float
-    ) -> Exchange:
+    def exchange(self, specs: Sequence[EpisodeSpec], answers: Answers, wait_s: float) -> Exchange:
         """Begins episodes, takes the answers to requests, and returns what is new, see
         `EpisodeRunner.exchange`."""
         self.runner.begin(specs)

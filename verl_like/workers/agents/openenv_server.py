@@ -100,7 +100,8 @@ class _Seat:
         """Returns the text of an observation, or the rewards of all turns."""
         turn = len(self.session.turns)
         if method == "get_reward":
-            return [self.rewards[number] for number in range(1, turn + 1)]
+            turns = range(1, turn + 1)
+            return [self.rewards[number] for number in turns]
         if method == "reset":
             answer = await _ask(self.connection, "reset", arguments, timeout_s)
         else:
@@ -180,8 +181,8 @@ def describe_openenv(address: str) -> Description:
             ) from error
     schemas = []
     for tool in tools:
-        schema = {"type": "function", "function": tool.model_dump()}
-        schemas.append(schema)
+        function = tool.model_dump()
+        schemas.append({"type": "function", "function": function})
     return Description(tools=schemas, has_reward=True)
 
 

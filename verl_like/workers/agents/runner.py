@@ -21,6 +21,8 @@ from verl_like.workers.agents.session import Limits, Session
 from verl_like.workers.config.agent import AgentConfig
 from verl_like.workers.rollout.request import Completion, GenerationRequest
 
+Answers = Mapping[str, Completion]
+"""Completions, by the names of their requests."""
 GATHER_S = 0.005
 """How long requests wait for others, so that they travel together."""
 START_S = 120.0
@@ -93,7 +95,7 @@ class EpisodeRunner:
         """Begins episodes, and returns at once."""
         self._loop.call_soon_threadsafe(self._begin, specs)
 
-    def exchange(self, answers: Mapping[str, Completion], wait_s: float) -> Exchange:
+    def exchange(self, answers: Answers, wait_s: float) -> Exchange:
         """Gives calls their answers, by the names of their requests, and returns what is new. It
         waits for something new, at most `wait_s`."""
         self._loop.call_soon_threadsafe(self._answer, answers)
@@ -137,7 +139,7 @@ class EpisodeRunner:
             task = self._loop.create_task(self._run(spec))
             self._tasks[spec.request.name] = task
 
-    def _answer(self, answers: Mapping[str, Completion]) -> None:
+    def _answer(self, answers: Answers) -> None:
         for name, completion in answers.items():
             answer = self._answers.get(name)
             if answer and not answer.done():
