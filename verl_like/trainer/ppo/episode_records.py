@@ -36,7 +36,7 @@ class EpisodeRecords:
         step = int(prompts.meta_info["global_steps"])
         is_validation = bool(prompts.meta_info.get("validate"))
         uids = prompts.non_tensor_batch["uid"]
-        n = len(episodes) // len(prompts)
+        n = len(episodes) // max(1, len(prompts))
         order = np.random.default_rng(step).permutation(len(episodes))
         records = []
         for number in order.tolist():
