@@ -49,7 +49,7 @@ def kind_of(process: psutil.Process) -> str:
     if process.pid == psutil.Process().pid:
         return "the run's own process"
     if not command:
-        return "a process that ends"
+        raise psutil.NoSuchProcess(process.pid)  # it ends
     if command[0].startswith("ray::") and not command[0].startswith(
         ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
     ):
