@@ -105,7 +105,8 @@ def test_in_a_validation_episodes_that_failed_are_counted_apart_and_in_no_mean(
     tmp_path: Path, tiny_llama: Callable
 ):
     own = ["worker_classes.agent=test_agent_training.EverySecondFails"]
-    own += ["actor_rollout_ref.rollout.val_kwargs.n=3", "agent.num_attempts=1"]
+    own += [f"actor_rollout_ref.rollout.val_kwargs.{key}" for key in ("n=3", "temperature=1")]
+    own += ["agent.num_attempts=1"]
     agents = Description(tools=[], has_reward=True)
     with local_trainer(
         tmp_path, tiny_llama, *SETTINGS, *own, agents=agents, with_rules=False

@@ -118,7 +118,7 @@ async def test_the_reward_key_is_known_to_the_harness_and_not_to_programs_that_i
     finally:
         await hosts.close()
     assert key == "the second secret" and key not in seen
-    assert seen.count("environ") == seen.count("cmdline ") == 2
+    assert seen.count("environ ") == seen.count("cmdline ") == 2
 
 
 @on_a_loop
