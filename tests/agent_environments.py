@@ -6,7 +6,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +41,19 @@ def serving(
     """
     programs = environment(name)
     port = free_port()
-    variables = os.environ | {"PATH": f"{programs}:{os.environ['PATH']}"}
     command = [programs / "python", TESTS / program, str(port), *arguments]
-    server = subprocess.Popen(command, env=variables | options)
+    path = {"PATH": f"{programs}:{os.environ['PATH']}"}
+    with running(describe, port, command, env=os.environ | path | options) as server:
+        yield f"127.0.0.1:{port}", server
+
+
+@contextlib.contextmanager
+def running(
+    describe: Callable[[str], Any], port: int, command: Sequence[Any], **options: Any
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Runs the command of a server until it answers at this port, see `serving`. The options are
+    those of its process."""
+    server = subprocess.Popen(command, **options)
     deadline = time.monotonic() + 300
     try:
         while True:
@@ -53,7 +63,7 @@ def serving(
             except ValueError:
                 assert server.poll() is None and time.monotonic() < deadline
                 time.sleep(0.2)
-        yield f"127.0.0.1:{port}", server
+        yield server
     finally:
         server.send_signal(signal.SIGCONT)
         server.terminate()

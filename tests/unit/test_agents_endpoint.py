@@ -968,6 +968,15 @@ def test_a_harness_that_raises_fails_the_episode(served: Served):
     assert hosts.left == [False], "its process is as good as before"
 
 
+def test_the_text_of_a_failure_has_no_secret(served: Served):
+    async def run(row, base_url, api_key):
+        raise OSError(f"error 500 of {base_url}/chat/completions with {api_key}")
+
+    error, *_ = run_harness(served, run, PLAIN)
+    assert "error 500 of http://127.0.0.1:" in str(error)
+    assert "/s/***/v1/chat/completions with ***" in str(error)
+
+
 def test_a_harness_that_raises_when_the_room_is_used_up_is_trained_with_reward_0(served: Served):
     async def run(row, base_url, api_key):
         answer = await ask(base_url, api_key, [ASK])

@@ -1,6 +1,6 @@
 """Episodes of a harness: user code that calls the policy at the endpoint."""
 
-from verl_like.workers.agents.endpoint import Endpoint
+from verl_like.workers.agents.endpoint import Endpoint, without_secrets
 from verl_like.workers.agents.episode import EpisodeFailed
 from verl_like.workers.agents.hosts import Hosts, UserCodeError
 from verl_like.workers.agents.runner import Outcome
@@ -42,7 +42,9 @@ class Harness:
         except UserCodeError as error:
             outcome = Outcome(0.0, "room")
             if not session.counts["room_used_up"]:
-                failure = EpisodeFailed("harness", f"run raised {error}")
+                keys = (self.endpoint.api_key, self.endpoint.reward_key)
+                text = without_secrets(str(error), access.base_url, *keys)
+                failure = EpisodeFailed("harness", f"run raised {text}")
             has_ended = True
         finally:
             self.endpoint.forget(access)

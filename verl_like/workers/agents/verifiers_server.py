@@ -11,7 +11,7 @@ import zmq.asyncio
 from pydantic import BaseModel
 from zmq.utils.monitor import recv_monitor_message
 
-from verl_like.workers.agents.endpoint import MODEL_NAME, Endpoint
+from verl_like.workers.agents.endpoint import MODEL_NAME, Endpoint, without_secrets
 from verl_like.workers.agents.episode import EpisodeFailed, Reward
 from verl_like.workers.agents.hosts import Description
 from verl_like.workers.agents.runner import Outcome
@@ -116,7 +116,8 @@ class VerifiersServer:
             reward = await self._reward(request)
         except EpisodeFailed as failure:
             if not session.counts["room_used_up"]:
-                raise (access.failure or failure) from None
+                text = without_secrets(str(failure), access.base_url, key)
+                raise (access.failure or EpisodeFailed(failure.kind, text)) from None
             reward = 0.0
         finally:
             self.endpoint.forget(access)
