@@ -28,7 +28,12 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def serving(
-    describe: Callable[[str], Any], name: str, program: str, *arguments: str, **options: Any
+    describe: Callable[[str], Any],
+    name: str,
+    program: str,
+    *arguments: str,
+    port: int | None = None,
+    **options: Any,
 ) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """Runs a server until it answers, with the Python of an environment.
 
@@ -37,10 +42,11 @@ def serving(
         name: the name of the environment.
         program: the path of the server's program in the folder of the tests. Its arguments are the
             port and these.
+        port: any free one if it is None.
         options: variables of its environment.
     """
     programs = environment(name)
-    port = free_port()
+    port = port or free_port()
     command = [programs / "python", TESTS / program, str(port), *arguments]
     path = {"PATH": f"{programs}:{os.environ['PATH']}"}
     with running(describe, port, command, env=os.environ | path | options) as server:

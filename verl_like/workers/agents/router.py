@@ -12,7 +12,7 @@ from verl_like.single_controller.dispatch import PerRank
 from verl_like.single_controller.failure import CallTimeout
 from verl_like.single_controller.worker_group import BoundMethod, WorkerGroup
 from verl_like.workers.agents.batch import EpisodeRules, assemble_episodes, rows_of
-from verl_like.workers.agents.episode import Episode, EpisodeSpec
+from verl_like.workers.agents.episode import AgentsFailed, Episode, EpisodeSpec
 from verl_like.workers.agents.runner import Exchange
 from verl_like.workers.rollout.request import Completion, FinishedRequest, GenerationRequest
 from verl_like.workers.rollout.router import RequestCall, RequestRouter, ResponsesFuture
@@ -70,6 +70,7 @@ class EpisodeCall(RequestCall):
     def assembled(self) -> DataProto:
         episodes = [self.episodes[name] for name in self.requests]
         self.router.on_episodes(self.prompts, episodes)
+        self.router.require_success(episodes)
         return assemble_episodes(self.prompts, episodes, self.router.episode_rules)
 
 
@@ -102,6 +103,8 @@ class EpisodeRouter(RequestRouter):
         """Episodes that the ranks were not given yet."""
         self.answers = self._for_each_rank(dict)
         """Completions that the ranks were not given yet, by the names of their requests."""
+        self.num_failed = 0
+        """The episodes that failed since the last call with one that did not."""
 
     def _for_each_rank(self, make: Callable[[], Any]) -> list[Any]:
         return [make() for _ in range(self.agents.world_size)]
@@ -128,6 +131,21 @@ class EpisodeRouter(RequestRouter):
                 self.call_of_episode[request.name] = call
             self.start_thread()
         return ResponsesFuture(call)
+
+    def require_success(self, episodes: Sequence[Episode]) -> None:
+        """Takes the episodes of a call. Raises AgentsFailed if all have failed, and with those of
+        earlier calls they are as many as a step has."""
+        if any(episode.ended != "failed" for episode in episodes):
+            self.num_failed = 0
+            return
+        self.num_failed += len(episodes)
+        if self.num_failed < self.episode_rules.num_of_step:
+            return
+        kind, text = episodes[-1].failures[-1]
+        raise AgentsFailed(
+            f"The last {self.num_failed} episodes failed, so there is nothing to train. The last "
+            f"failure ({kind}): {text}. Repair it, and start the same command again."
+        )
 
     def has_work(self) -> bool:
         return super().has_work() or bool(self.call_of_episode)

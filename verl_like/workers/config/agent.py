@@ -45,7 +45,7 @@ class AgentConfig(ConfigModel):
     call_timeout_s: PositiveFloat = 600.0
     """Seconds a call of the model may take."""
     reset_timeout_s: PositiveFloat = 60.0
-    """Seconds the reset of an environment may take."""
+    """Seconds the reset of an environment may take, and the wait for a server that is not there."""
     tool_timeout_s: PositiveFloat = 60.0
     """Seconds a call of a tool may take."""
     reward_timeout_s: PositiveFloat = 60.0
