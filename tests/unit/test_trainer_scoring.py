@@ -140,9 +140,7 @@ def test_an_error_of_the_reward_function_names_the_prompt_by_its_uid(
         pending.get()
 
 
-def test_an_episode_that_failed_is_not_scored(
-    scorer: RuleScorer, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_episode_that_failed_is_not_scored(scorer: RuleScorer, monkeypatch: pytest.MonkeyPatch):
     """The function raises an error for an empty text."""
     monkeypatch.setattr(scorer.manager, "on_error", "fail")
     batch = generated(scorer, ["1", "2", "333"])

@@ -149,8 +149,10 @@ class Session:
     def finish(self, reward: Any) -> tuple[FinishedRow, ...]:
         """Returns the rows as arrays, with their rewards, in the order of their last calls.
 
-        So every token stands before the reward of the last call, also that of a sub-agent, for
-        estimators that add up the rewards behind a token. One reward stands on the last token of the last call. Raises RewardProblem if there are
+        So every token, also one of a sub-agent, stands before the reward of the last call, for
+        estimators that add up the rewards behind a token.
+
+        One reward stands on the last token of the last call. Raises RewardProblem if there are
         several, but not one for each call that was answered, or if one is no finite number.
         """
         numbers = sorted(self.turns)
