@@ -56,7 +56,8 @@ async def sub_agent(session: Session, prompt: list[int]) -> tuple[list[list[Part
     of_sub_agent = await draw(session, TASK_OF_SUB_AGENT)
     second = await draw(session, prompt + first + INSERTED)
     row = [(prompt, 0), (first, 1), (INSERTED, 0), (second, 1)]
-    return [row, [(TASK_OF_SUB_AGENT, 0), (of_sub_agent, 1)]], Outcome(0.0)
+    # In the order of their last calls.
+    return [[(TASK_OF_SUB_AGENT, 0), (of_sub_agent, 1)], row], Outcome(0.0)
 
 
 async def compaction_and_parallel_calls(

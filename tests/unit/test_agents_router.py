@@ -135,6 +135,22 @@ def test_all_calls_of_an_episode_go_to_one_replica_and_new_weights_show_in_its_s
         assert score[gap - 1] == 1 and score[-1] == -2
 
 
+def test_calls_of_one_prompt_are_divided_among_the_ranks(make_agents):
+    """As in detached training with responses in flight."""
+    ranks = []
+
+    async def note_rank(session: Session) -> Outcome:
+        ranks.append(router.places[session.spec.request.name].rank)
+        return await one_call(session)
+
+    agents, rollout, _seen = make_agents(note_rank)
+    router = rollout.caller
+    pending = [agents.run_episodes.remote(rows(1, step)) for step in (1, 2, 3, 4)]
+    for responses in pending:
+        responses.get()
+    assert sorted(ranks) == [0] * 2 * N + [1] * 2 * N
+
+
 def test_what_failed_is_tried_again_and_healthy_siblings_are_kept(make_agents):
     attempts: defaultdict[str, int] = defaultdict(int)
 

@@ -235,6 +235,7 @@ class Endpoint:
             access.reward = PostedReward.model_validate_json(body).reward
         except ValidationError as error:
             text = f'Send {{"reward": a finite number, or a list of such}}: {error}'
+            access.reward_problem = text
             raise Refused(400, text) from None
 
 

@@ -1,7 +1,7 @@
 """Episodes of a harness: user code that calls the policy at the endpoint."""
 
 from verl_like.workers.agents.endpoint import Endpoint, without_secrets
-from verl_like.workers.agents.episode import EpisodeFailed
+from verl_like.workers.agents.episode import EpisodeFailed, RewardProblem
 from verl_like.workers.agents.hosts import Hosts, UserCodeError
 from verl_like.workers.agents.runner import Outcome
 from verl_like.workers.agents.session import Session
@@ -34,11 +34,13 @@ class Harness:
         }
         has_ended = False
         outcome = Outcome(None)
-        failure = None
+        failure: EpisodeFailed | RewardProblem | None = None
         try:
             reward = await seat.call("run", arguments, self.timeout_s)
             outcome = Outcome(access.reward if reward is None else reward)
             has_ended = True
+            if outcome.reward is None and access.reward_problem:
+                failure = RewardProblem(access.reward_problem)
         except UserCodeError as error:
             outcome = Outcome(0.0, "room")
             if not session.counts["room_used_up"]:
@@ -49,7 +51,8 @@ class Harness:
         finally:
             self.endpoint.forget(access)
             seat.leave(failed=not has_ended)
-        failure = access.failure or failure
+        if access.failure is not None:
+            raise access.failure
         if failure is not None:
             raise failure
         return outcome

@@ -124,7 +124,8 @@ class EpisodeRouter(RequestRouter):
         with self.changed:
             for number, request in enumerate(requests):
                 row = number // n
-                rank = ranks[row]
+                # Calls of one prompt, as those in flight, do not all go to the first rank.
+                rank = (ranks[row] + self.num_calls) % self.agents.world_size
                 replica = replicas[row] if self.queue.is_fixed else None
                 self.places[request.name] = _Place(rank, replica)
                 self.to_begin[rank].append(EpisodeSpec(request, rows[row]))

@@ -40,7 +40,7 @@ class AgentConfig(ConfigModel):
     more is replaced."""
     max_episodes: PositiveInt = 512
     """Episodes of one rank that run at the same time."""
-    episode_timeout_s: PositiveFloat = 3600.0
+    episode_timeout_s: PositiveFloat = 1000.0
     """Seconds one attempt at an episode may take."""
     call_timeout_s: PositiveFloat = 600.0
     """Seconds a call of the model may take."""
