@@ -184,7 +184,7 @@ class Served:
         name = f"episode {self.num_episodes}"
         request = GenerationRequest(name, [1, 2, 3], self.num_episodes, sampling)
         spec = EpisodeSpec(request, {"number": self.num_episodes})
-        return Session(spec, model, limits, self.chat.tokenizer.decode, name=name)
+        return Session(spec, model, limits, name=name)
 
     def open(self, session: Session) -> Access:
         async def on_the_loop() -> Access:
@@ -220,8 +220,8 @@ class InProcess:
 
     def __init__(self, run: Callable[..., Awaitable[Any]]) -> None:
         self.run = run
-        self.left: list[bool] = []
-        """Of each seat that was left, whether its episode failed there."""
+        self.num_left = 0
+        """How many seats were left."""
 
     async def start(self) -> None: ...
 
@@ -240,5 +240,5 @@ class InProcess:
         except Exception as error:
             raise UserCodeError(f"{type(error).__name__}: {error}", "") from error
 
-    def leave(self, *, failed: bool) -> None:
-        self.left.append(failed)
+    def leave(self) -> None:
+        self.num_left += 1

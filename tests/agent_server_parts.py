@@ -88,7 +88,7 @@ def session_of(model: Any, row: Mapping[str, Any], prompt_ids: Sequence[int] = (
     request = GenerationRequest("row 0, sample 1", list(prompt_ids), seed=77, sampling=sampling)
     limits = Limits(first_prompt=900, response=900, context=1800, call_timeout_s=5.0)
     spec = EpisodeSpec(request, row)
-    return Session(spec, model, limits, lambda ids: "", name="an attempt")
+    return Session(spec, model, limits, name="an attempt")
 
 
 Answer = Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]]

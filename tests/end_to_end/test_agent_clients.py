@@ -227,9 +227,7 @@ def converse_by(world: World, program: str, *arguments: str) -> tuple[Session, E
     """Runs a client to its end, as an episode. Returns also what it saw of each reply."""
     model = EngineModel(world.engine)
     request = GenerationRequest("an episode", [7], world.seed, world.sampling)
-    session = Session(
-        EpisodeSpec(request, {}), model, LIMITS, world.chat.tokenizer.decode, name="an attempt"
-    )
+    session = Session(EpisodeSpec(request, {}), model, LIMITS, name="an attempt")
     access = world.served.open(session)
     key = world.served.endpoint.api_key
     command = [PYTHON, ROOT / "tests/agent_clients" / program, access.base_url, key, *arguments]

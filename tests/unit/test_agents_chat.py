@@ -193,11 +193,7 @@ def test_a_conversation_is_continued_from_its_longest_turn_with_the_same_setting
     conversation.record(messages, "tools", PLAIN, [1, 2, 3, 4, 5], [6])
     turn = conversation.continued([*messages, PLAIN, MORE], "tools")
     assert turn is not None
-    assert (turn.num_messages, turn.token_ids.tolist(), turn.drawn_ids) == (
-        4,
-        [1, 2, 3, 4, 5, 6],
-        [6],
-    )
+    assert turn.num_messages == 4 and turn.token_ids.tolist() == [1, 2, 3, 4, 5, 6]
     turn = conversation.continued([*messages, {**PLAIN, "content": "edited"}, MORE], "tools")
     assert turn is not None and turn.token_ids.tolist() == [1, 2, 3, 4], "from the turn before"
     assert conversation.continued([*messages, PLAIN, MORE], "other tools") is None

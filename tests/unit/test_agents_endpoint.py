@@ -39,6 +39,7 @@ from verl_like.workers.agents.harness import Harness
 from verl_like.workers.agents.reward_key import reward_key, set_reward_key
 from verl_like.workers.agents.runner import EpisodeRunner, Outcome
 from verl_like.workers.agents.session import Session
+from verl_like.workers.config.agent import AgentConfig
 from verl_like.workers.rollout.request import Completion, GenerationRequest
 
 CALL = 'Let me see.<tool_call>\n{"name": "weather", "arguments": {"city": "Paris", "day": 2}}\n</tool_call>'
@@ -928,7 +929,7 @@ def test_a_harness_calls_the_model_and_returns_its_reward(served: Served):
     outcome, session, hosts = run_harness(served, run, "abc")
     assert outcome == Outcome([0.3])
     assert seen["row"] == session.spec.row
-    assert hosts.left == [False]
+    assert hosts.num_left == 1
     assert session.counts["calls"] == 1
     answer = httpx.get(f"{seen['base_url']}/models", headers=headers_with(served))
     assert answer.status_code == 403, "its access has ended with it"
@@ -984,7 +985,7 @@ def test_a_harness_that_raises_fails_the_episode(served: Served):
     error, _session, hosts = run_harness(served, run, PLAIN)
     assert isinstance(error, EpisodeFailed) and error.kind == "harness"
     assert str(error).startswith("run raised ") and "KeyError: 'city'" in str(error)
-    assert hosts.left == [False], "its process is as good as before"
+    assert hosts.num_left == 1
 
 
 def test_the_text_of_a_failure_has_no_secret(served: Served):
@@ -1068,7 +1069,7 @@ def test_a_cancelled_episode_leaves_no_request(served: Served):
     num_before = len(served.endpoint._accesses)
     served.do(cancelled())
     wait_for(lambda: model.cancelled)
-    assert hosts.left == [True]
+    assert hosts.num_left == 1
     assert len(served.endpoint._accesses) == num_before
     assert not session.rows
 
@@ -1112,10 +1113,7 @@ def test_the_runner_runs_harnesses_on_its_own_event_loop(served: Served):
     runner = EpisodeRunner(
         Harness(hosts, endpoint, timeout_s=12.5),
         LIMITS,
-        served.chat.tokenizer.decode,
-        num_attempts=2,
-        max_episodes=3,
-        episode_timeout_s=30.0,
+        AgentConfig(num_attempts=2, max_episodes=3, episode_timeout_s=30.0),
     )
     model = model_that_says(served, "ab")
     specs = []

@@ -268,7 +268,7 @@ def test_an_error_of_the_library_ends_the_call_and_a_cancelled_request_is_aborte
     masks = [row.sum().item() for row in made.batch["response_mask"].unbind()]
     assert [bool(tokens) for tokens in masks] == [True, False, True] * 3
     router = rollout.caller
-    assert not router.queue and not router.episode_of_request and not router.places
+    assert not router.queue and not router.episode_of_request and not router.running
     with pytest.raises(WorkerError, match="our own fault"):
         agents.run_episodes(rows(2, step=2)).get()
 

@@ -37,7 +37,7 @@ class ScriptedModel:
 def session_of(model, limits=LIMITS) -> Session:
     request = GenerationRequest("row 0, sample 1", [1, 2], seed=77, sampling=SAMPLING, uid="0-0")
     spec = EpisodeSpec(request, {"prompt": []})
-    return Session(spec, model, limits, lambda ids: "".join(map(str, ids)), name="an attempt")
+    return Session(spec, model, limits, name="an attempt")
 
 
 def draw(session: Session, prompt_ids: Sequence[int], **options) -> Drawn:
@@ -130,14 +130,20 @@ def test_a_call_has_as_many_tokens_as_its_row_its_context_and_the_caller_leave()
         draw(session_of(model), [])
 
 
+def find_34(token_ids: list[int], is_ended: bool) -> tuple[int, str | None]:
+    """Each token is a digit. The text that ends a response is "34"."""
+    place = "".join(map(str, token_ids)).find("34")
+    return (place + 2, "34") if place >= 0 else (len(token_ids), None)
+
+
 def test_a_text_that_stops_a_call_ends_its_record_where_it_is_complete():
     model = ScriptedModel([5, 3, 4, 6, EOS], [5, 3, EOS])
     session = session_of(model)
-    drawn = draw(session, [1, 2], stop=["34", "66"], stop_token_ids=[6])
+    drawn = draw(session, [1, 2], find_stop=find_34, stop_token_ids=[6])
     assert drawn.stop_reason == "34" and drawn.completion.token_ids.tolist() == [5, 3, 4]
     assert drawn.completion.versions == ((3, 0, 3),)
     assert model.requests[0].sampling.stop_token_ids == (6, EOS)
-    drawn = draw(session, [1, 2, 5, 3, 4, 2], stop=["34"])
+    drawn = draw(session, [1, 2, 5, 3, 4, 2], find_stop=find_34)
     assert drawn.stop_reason == EOS
     (row,) = session.finish(1.0)
     assert row.response_ids.tolist() == [5, 3, 4, 2, 5, 3, EOS]

@@ -109,19 +109,13 @@ def play(environment: Any) -> Any:
         **settings: Any,
     ) -> tuple[Episode, ScriptedModel]:
         model = ScriptedModel(lambda _: CHAT.tokens(turns[len(model.requests) - 1]))
+        settings |= {"num_attempts": 2, "max_episodes": 4, "episode_timeout_s": 60.0}
         config = AgentConfig(environment="counting:Counter", **settings)
         loop = ToolLoop(
             CHAT, environment.tools, has_reward=True, max_turns=max_turns, config=config
         )
         hosts = Hosts(HostedCode("environment", "counting:Counter"), 1, 4.0)
-        runner = EpisodeRunner(
-            EnvironmentClass(hosts, loop),
-            limits,
-            CHAT.tokenizer.decode,
-            num_attempts=2,
-            max_episodes=4,
-            episode_timeout_s=60.0,
-        )
+        runner = EpisodeRunner(EnvironmentClass(hosts, loop), limits, config)
         made.append(runner)
         messages = [{"role": "user", "content": "Count."}]
         prompt = CHAT.render(messages, environment.tools, is_prompt=True)

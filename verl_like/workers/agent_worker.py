@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase
@@ -28,6 +29,9 @@ from verl_like.workers.models.pretrained import load_tokenizer
 from verl_like.workers.rollout.base import special_token_ids
 from verl_like.workers.rollout.request import Completion
 from verl_like.workers.rollout_worker import PROMPT_COLUMNS
+
+BY_EPISODES = replace(Dispatch.DP_COMPUTE_PROTO, name="BY_EPISODES", call_fn=call_by_episodes)
+"""DP_COMPUTE_PROTO, but the driver's router makes the call."""
 
 
 class AgentWorker(Worker):
@@ -67,14 +71,8 @@ class AgentWorker(Worker):
             context=rollout.prompt_length + rollout.response_length,
             call_timeout_s=self.config.call_timeout_s,
         )
-        self.runner = EpisodeRunner(
-            self.make_way(tokenizer, end_token_ids),
-            limits,
-            tokenizer.decode,
-            num_attempts=self.config.num_attempts,
-            max_episodes=self.config.max_episodes,
-            episode_timeout_s=self.config.episode_timeout_s,
-        )
+        way = self.make_way(tokenizer, end_token_ids)
+        self.runner = EpisodeRunner(way, limits, self.config)
         gc.freeze()  # a collection would pass over all that vLLM's import has made
 
     def make_way(self, tokenizer: PreTrainedTokenizerBase, end_token_ids: Sequence[int]) -> Way:
@@ -116,12 +114,7 @@ class AgentWorker(Worker):
             self.runner.close()
 
     @register(
-        dispatch_mode={
-            "dispatch_fn": Dispatch.DP_COMPUTE_PROTO.dispatch_fn,
-            "collect_fn": Dispatch.DP_COMPUTE_PROTO.collect_fn,
-            "collect_ranks": Dispatch.DP_COMPUTE_PROTO.collect_ranks,
-            "call_fn": call_by_episodes,
-        },
+        dispatch_mode=BY_EPISODES,
         blocking=False,
         reads=[*PROMPT_COLUMNS, *ROW_COLUMNS, "raw_prompt"],
         writes=[*SEQUENCE_COLUMNS, "rollout_log_probs", "policy_version", "episode_scores"],
@@ -142,13 +135,12 @@ class AgentWorker(Worker):
         return EpisodeRules(filler_token=self.filler_token, **self.rules)
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL, is_recorded=False)
-    def begin_episodes(self, specs: Sequence[EpisodeSpec]) -> None:
-        """Begins episodes, and returns at once."""
+    def exchange(
+        self, specs: Sequence[EpisodeSpec], answers: Mapping[str, Completion], wait_s: float
+    ) -> Exchange:
+        """Begins episodes, takes the answers to requests, and returns what is new, see
+        `EpisodeRunner.exchange`."""
         self.runner.begin(specs)
-
-    @register(dispatch_mode=Dispatch.ALL_TO_ALL, is_recorded=False)
-    def exchange(self, answers: Mapping[str, Completion], wait_s: float) -> Exchange:
-        """Takes the answers to requests, and returns what is new, see `EpisodeRunner.exchange`."""
         return self.runner.exchange(answers, wait_s)
 
 

@@ -72,26 +72,26 @@ def require_free_ports(config: PPOConfig) -> None:
     if not first or cluster_address(config.ray_kwargs.ray_init.address):
         return
     pool = config.role_mapping[Role.Agent]
-    for number in range(max(config.resource_pool_spec[pool])):
-        listen(first + number).close()
+    num_ports = max(config.resource_pool_spec[pool])
+    for port in range(first, first + num_ports):
+        listen(port).close()
 
 
 def require_extendable(chat: ChatFormat, tools: Sequence[Mapping[str, Any]]) -> None:
     """Raises ValueError if the chat template does not extend its text when messages are added to a
     conversation, so that no turn could stand behind another one."""
-    messages: list[dict[str, Any]] = [{"role": "user", "content": "0"}]
     reply: dict[str, Any] = {"role": "assistant", "content": "1"}
     added = {"role": "user", "content": "2"}
     if tools:
         name = tools[0]["function"]["name"]
         function = {"name": name, "arguments": {}}
-        reply["tool_calls"] = [{"id": "call-0", "type": "function", "function": function}]
+        call = {"id": "call-0", "type": "function", "function": function}
+        reply["tool_calls"] = [call]
         added = {"role": "tool", "name": name, "content": "2"}
-    before = chat.render([*messages, reply], tools, is_prompt=False)
-    prompt = chat.render([*messages, reply, added], tools, is_prompt=True)
-    drawn_ids = chat.tokens("1")
-    tail = chat.tail(prompt, before, drawn_ids)
-    if not tail:
+    messages = [{"role": "user", "content": "0"}, reply]
+    before = chat.render(messages, tools, is_prompt=False)
+    prompt = chat.render([*messages, added], tools, is_prompt=True)
+    if not chat.tail(prompt, before, chat.tokens("1")):
         raise ValueError(
             "the chat template does not extend the text of a conversation when a "
             f"{added['role']} message is added to it, so an agent could not take a second turn: "

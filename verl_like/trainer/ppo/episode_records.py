@@ -1,8 +1,10 @@
 """Makes the records of episodes that people see, of a few episodes of each step."""
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -34,6 +36,7 @@ class EpisodeRecords:
         step = int(prompts.meta_info["global_steps"])
         is_validation = bool(prompts.meta_info.get("validate"))
         uids = prompts.non_tensor_batch["uid"]
+        n = len(episodes) // len(prompts)
         order = np.random.default_rng(step).permutation(len(episodes))
         records = []
         for number in order.tolist():
@@ -45,15 +48,15 @@ class EpisodeRecords:
             if self.counts[kind] == self.num_shown:
                 continue
             self.counts[kind] += 1
-            row, sample = divmod(number, len(episodes) // len(prompts))
             reward = None
             if has_rewards and episode.has_reward:
-                reward = sum(float(row.scores.sum()) for row in episode.rows)
+                scores = [row.scores.sum() for row in episode.rows]
+                reward = float(sum(scores))
             record = {
                 "step": step,
                 "is_validation": is_validation,
-                "uid": str(uids[row]),
-                "sample": sample,
+                "uid": str(uids[number // n]),
+                "sample": number % n,
                 "ended": episode.ended,
                 "reward": reward,
                 "failures": failures,
@@ -66,11 +69,11 @@ class EpisodeRecords:
 
     def _parts(self, row: FinishedRow) -> list[tuple[str, bool]]:
         """Returns the text of a row in parts, each with whether the policy drew it."""
-        is_drawn = [0] * len(row.prompt_ids) + row.response_mask.tolist()
-        token_ids = np.concatenate([row.prompt_ids, row.response_ids])
-        starts = np.flatnonzero(np.diff(is_drawn)) + 1
+        prompt = zip(itertools.repeat(0), row.prompt_ids.tolist())
+        response = zip(row.response_mask.tolist(), row.response_ids.tolist(), strict=True)
         parts = []
-        for places in np.split(np.arange(len(is_drawn)), starts):
-            text = self.tokenizer.decode(token_ids[places].tolist())
-            parts.append((str(text), bool(is_drawn[places[0]])))
+        for is_drawn, tokens in itertools.groupby([*prompt, *response], key=itemgetter(0)):
+            token_ids = [token for _, token in tokens]
+            text = str(self.tokenizer.decode(token_ids))
+            parts.append((text, bool(is_drawn)))
         return parts

@@ -5,13 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
 from verl_like.protocol import DataProto, Metric
 from verl_like.protocol.row_ops import jagged_from_lists
 from verl_like.rewards.manager import RewardError
-from verl_like.workers.agents.episode import Episode, FinishedRow
+from verl_like.workers.agents.episode import Episode, FinishedRow, Row, TokenIds
 from verl_like.workers.rollout.batch import prompt_tokens
 
 # Legend: B prompts, n episodes per prompt, S = B * n samples, N rows of all samples.
@@ -61,37 +60,42 @@ def assemble_episodes(
     them count as failed, unless this is a validation. Raises RewardError for a reward that is none
     if `on_error` is "fail".
     """
-    n = len(episodes) // max(1, len(prompts))
-    needed = 1 if prompts.meta_info.get("validate") else min(rules.min_samples, n)
-    is_failed = np.array([episode.ended == "failed" for episode in episodes]).reshape(-1, n)
-    num_left = n - is_failed.sum(1)
-    is_dropped = num_left < needed
-    is_failed[is_dropped] = True
-    failed_S = is_failed.flatten().tolist()
     problems = [episode for episode in episodes if episode.reward_problem]
     if problems and rules.on_error == "fail":
         raise RewardError(
             f"{problems[0].name}: {problems[0].reward_problem}\nFix the reward, or set "
             "reward.on_error=skip (leave the episode out) or reward.on_error=score (score it 0)."
         )
+    n = len(episodes) // max(1, len(prompts))
+    needed = min(rules.min_samples, n)
+    if prompts.meta_info.get("validate"):
+        needed = 1
+    num_left: Counter[int] = Counter()
+    for number, episode in enumerate(episodes):
+        num_left[number // n] += episode.ended != "failed"
+    dropped = {prompt for prompt, num in num_left.items() if num < needed}
     prompt_ids = prompt_tokens(prompts)
     rows: list[FinishedRow] = []
     sample_of_row = []
+    failed = []
     skipped = []
     for number, episode in enumerate(episodes):
-        is_left_out = not episode.has_reward
+        prompt = number // n
+        is_failed = episode.ended == "failed" or prompt in dropped
+        is_skipped = not episode.has_reward
         if episode.reward_problem:
-            is_left_out = rules.on_error == "skip"
-        its_rows = list(episode.rows)
-        if failed_S[number] or not its_rows:
-            is_left_out = True
-            its_rows = [_filler(prompt_ids[number // n], rules.filler_token)]
-        rows += its_rows
-        sample_of_row += [number] * len(its_rows)
-        skipped += [is_left_out] * len(its_rows)
-    failed = [failed_S[number] for number in sample_of_row]
+            is_skipped = rules.on_error == "skip"
+        its_rows = episode.rows
+        if is_failed or not its_rows:
+            is_skipped = True
+            its_rows = (_filler(prompt_ids[prompt], rules.filler_token),)
+        for row in its_rows:
+            rows.append(row)
+            sample_of_row.append(number)
+            failed.append(is_failed)
+            skipped.append(is_skipped)
     metrics = metrics_of(episodes)
-    metrics["agent/num_dropped_prompts"] = Metric.sum(int(is_dropped.sum()))
+    metrics["agent/num_dropped_prompts"] = Metric.sum(len(dropped))
     metrics["reward/num_errors"] = Metric.sum(len(problems))
     return DataProto.from_dict(
         tensors={
@@ -109,42 +113,40 @@ def assemble_episodes(
     )
 
 
-def _filler(prompt_ids: Sequence[int], token: int) -> FinishedRow:
+def _filler(prompt_ids: TokenIds, token: int) -> FinishedRow:
     """Returns the row of an episode that has none."""
-    nothing = np.zeros(1, np.float32)
-    return FinishedRow(
-        prompt_ids=np.array(prompt_ids, np.int64),
-        response_ids=np.array([token], np.int64),
-        response_mask=np.zeros(1, np.int64),
-        log_probs=nothing,
-        scores=nothing,
-        versions=(),
-    )
+    row = Row(prompt_ids)
+    row.insert([token])
+    return row.finished({})
 
 
 def metrics_of(episodes: Sequence[Episode]) -> dict[str, Metric]:
     """Returns how long episodes were, how their calls joined rows, and what failed how often."""
-    ended = [episode for episode in episodes if episode.ended != "failed"]
     counts: Counter[str] = Counter()
     failures: Counter[str] = Counter()
+    seconds = []
     for episode in episodes:
         counts.update(episode.counts)
-        failures.update(kind for kind, _text in episode.failures)
+        for failure, _text in episode.failures:
+            failures[failure] += 1
+        if episode.ended != "failed":
+            seconds.append(episode.seconds)
+    num_ended = len(seconds)
     num_prompt_tokens = counts.pop("prompt_tokens", 0)
     hit_rate = counts.pop("cached_tokens", 0) / max(1, num_prompt_tokens)
     metrics = {
         "rollout/prefix_cache_hit_rate": Metric.mean(hit_rate, weight=num_prompt_tokens),
-        "agent/num_failed": Metric.sum(len(episodes) - len(ended)),
+        "agent/num_failed": Metric.sum(len(episodes) - num_ended),
     }
     for name in PER_EPISODE:
-        mean = counts.pop(name, 0) / max(1, len(ended))
-        metrics[f"agent/{name}/mean"] = Metric.mean(mean, weight=len(ended))
+        mean = counts.pop(name, 0) / max(1, num_ended)
+        metrics[f"agent/{name}/mean"] = Metric.mean(mean, weight=num_ended)
     for name, number in counts.items():
         metrics[f"agent/num_{name}"] = Metric.sum(number)
     for kind, number in failures.items():
         metrics[f"agent/num_failures/{kind}"] = Metric.sum(number)
-    if ended:
-        seconds = [episode.seconds for episode in ended]
-        metrics["agent/seconds/mean"] = Metric.mean(float(np.mean(seconds)), weight=len(ended))
+    if seconds:
+        mean = sum(seconds) / num_ended
+        metrics["agent/seconds/mean"] = Metric.mean(mean, weight=num_ended)
         metrics["agent/seconds/max"] = Metric.max(max(seconds))
     return metrics

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from verl_like.workers.agents.episode import TokenIds
+
 Message = Mapping[str, Any]
 Meaning = tuple[Any, ...]
 
@@ -24,7 +26,7 @@ class ChatFormat:
         self,
         tokenizer: Any,
         template_kwargs: Mapping[str, Any],
-        end_token_ids: Sequence[int],
+        end_token_ids: TokenIds,
         *,
         tool_parser: str,
         reasoning_parser: str | None,
@@ -81,7 +83,7 @@ class ChatFormat:
 
     def read(
         self,
-        token_ids: Sequence[int],
+        token_ids: TokenIds,
         tools: Sequence[Any],
         *,
         text: str | None = None,
@@ -121,15 +123,10 @@ class ChatFormat:
         message: dict[str, Any] = {"role": "assistant", "content": content or ""}
         if reasoning:
             message["reasoning_content"] = reasoning
-        if calls:
-            message["tool_calls"] = [
-                {
-                    "id": f"call-{number}",
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": arguments_of(call.arguments)},
-                }
-                for number, call in enumerate(calls)
-            ]
+        for number, call in enumerate(calls or ()):
+            function = {"name": call.name, "arguments": arguments_of(call.arguments)}
+            tool_call = {"id": f"call-{number}", "type": "function", "function": function}
+            message.setdefault("tool_calls", []).append(tool_call)
         return message
 
     def _request_with(self, tools: Sequence[Any]) -> Any:
@@ -149,14 +146,14 @@ class ChatFormat:
         start = getattr(self.parser_class.tool_parser_cls, "tool_call_start_token", "")
         return bool(start) and start in message["content"]
 
-    def without_end(self, token_ids: Sequence[int]) -> list[int]:
+    def without_end(self, token_ids: TokenIds) -> list[int]:
         """Returns the tokens of a turn without the one that ends it."""
         kept = list(token_ids)
         if kept and self.tokenizer.decode([kept[-1]]) in self.end_texts:
             kept.pop()
         return kept
 
-    def tail(self, prompt: str, before: str, drawn_ids: Sequence[int]) -> list[int] | None:
+    def tail(self, prompt: str, before: str, token_ids: TokenIds) -> list[int] | None:
         """Returns the tokens that a prompt has behind a turn that was drawn.
 
         The token that ends the turn is among them only if it was not drawn. Returns None if the
@@ -165,7 +162,7 @@ class ChatFormat:
         Args:
             prompt: the text of all messages, which the model is to answer.
             before: the text of the messages up to the turn and with it.
-            drawn_ids: the tokens of the turn.
+            token_ids: the tokens of the turn, or of all up to it and with it.
         """
         ends = [text for text in self.end_texts if text in before]
         end = max(ends, key=before.rfind, default="")
@@ -175,17 +172,18 @@ class ChatFormat:
             end = ""
             place = len(before)
         if prompt.startswith(before):
-            place_in_prompt = place
+            rest = prompt[place + len(end) :]
         elif end and self.keep_reasoning:
             # The template leaves reasoning out of earlier turns. As many turns end before this one.
-            place_in_prompt = _place_of(end, prompt, before.count(end))
+            num_ends = before.count(end)
+            *ended, rest = prompt.split(end, num_ends)
+            if len(ended) < num_ends:
+                return None
         else:
             return None
-        if place_in_prompt < 0:
-            return None
-        is_ended = self.tokenizer.decode([drawn_ids[-1]]) == end
-        start = place_in_prompt + len(end) if is_ended else place_in_prompt
-        return self.tokens(prompt[start:])
+        if self.tokenizer.decode([token_ids[-1]]) != end:
+            rest = end + rest
+        return self.tokens(rest)
 
     def meaning(self, message: Message) -> Meaning:
         """Returns what messages that mean the same have in common: role, text, tool calls with
@@ -199,7 +197,8 @@ class ChatFormat:
             arguments = arguments_of(function.get("arguments"))
             if not isinstance(arguments, dict):
                 arguments = {}
-            calls.append((function["name"], json.dumps(arguments, sort_keys=True)))
+            text = json.dumps(arguments, sort_keys=True)
+            calls.append((function["name"], text))
         reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
         if self.keep_reasoning:
             reasoning = ""
@@ -217,16 +216,6 @@ def _assembled(delta: Any) -> tuple[str | None, str | None, list[Any]]:
         if call is not part.function:
             call.arguments = (call.arguments or "") + part.function.arguments
     return delta.reasoning, delta.content, list(calls.values())
-
-
-def _place_of(text: str, whole: str, number: int) -> int:
-    """Returns the place of the `number`-th occurrence of a text, or -1."""
-    place = -1
-    for _ in range(number):
-        place = whole.find(text, place + 1)
-        if place < 0:
-            break
-    return place
 
 
 def arguments_of(arguments: Any) -> Any:
@@ -256,8 +245,6 @@ class RecordedTurn:
     """How many messages its prompt and its reply are."""
     token_ids: np.ndarray
     """Of its prompt and its reply, int32."""
-    drawn_ids: Sequence[int]
-    """Of its reply."""
 
 
 class Conversation:
@@ -273,8 +260,8 @@ class Conversation:
         messages: Sequence[Message],
         settings: str,
         reply: Message,
-        prompt_ids: Sequence[int],
-        drawn_ids: Sequence[int],
+        prompt_ids: TokenIds,
+        drawn_ids: TokenIds,
     ) -> None:
         """Records a turn.
 
@@ -283,7 +270,7 @@ class Conversation:
         """
         key = self._keys([*messages, reply], settings)[-1]
         token_ids = np.array([*prompt_ids, *drawn_ids], np.int32)
-        self._turns[key] = RecordedTurn(len(messages) + 1, token_ids, drawn_ids)
+        self._turns[key] = RecordedTurn(len(messages) + 1, token_ids)
 
     def continued(self, messages: Sequence[Message], settings: str) -> RecordedTurn | None:
         """Returns the longest turn that these messages continue: they begin with those of its

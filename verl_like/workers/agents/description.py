@@ -5,10 +5,10 @@ from typing import Any
 
 from transformers.utils import get_json_schema
 
-from verl_like.workers.agents.host_process import load
+from verl_like.workers.agents.host_process import NO_TOOLS, JsonObject, load
 
 
-async def describe(kind: str, path: str) -> dict[str, Any] | None:
+async def describe(kind: str, path: str) -> JsonObject | None:
     """Returns the fields of the `Description` of an environment class, or None for a harness.
 
     Raises ValueError if the code is no environment, or no harness.
@@ -32,8 +32,8 @@ async def describe(kind: str, path: str) -> dict[str, Any] | None:
             f"{key} has no method reset: add `def reset(self, **row)`, which returns None or text "
             "for the end of the prompt"
         )
-    names = [name for name in methods if name not in ("reset", "get_reward")]
-    names = [name for name in names if not name.startswith("_")]
+    public = [name for name in methods if not name.startswith("_")]
+    names = [name for name in public if name not in NO_TOOLS]
     if not names:
         raise ValueError(
             f"{key} has no public method beside reset and get_reward: add one for each tool"
@@ -48,7 +48,7 @@ async def describe(kind: str, path: str) -> dict[str, Any] | None:
     return {"tools": tools, "has_reward": "get_reward" in methods}
 
 
-def _schema(key: str, name: str, method: Any) -> dict[str, Any]:
+def _schema(key: str, name: str, method: Any) -> JsonObject:
     """The JSON schema of a tool. Raises ValueError if it cannot be made."""
     try:
         return get_json_schema(method)

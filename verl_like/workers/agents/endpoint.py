@@ -117,8 +117,9 @@ class Endpoint:
         config = uvicorn.Config(
             self, lifespan="off", ws="none", log_config=None, timeout_graceful_shutdown=1
         )
-        self.app.state.server = uvicorn.Server(config)
-        self._serving = asyncio.create_task(self.app.state.server.serve([self._socket]))
+        server = uvicorn.Server(config)
+        self.app.state.server = server  # vLLM ends it if the engine has died
+        self._serving = asyncio.create_task(server.serve([self._socket]))
 
     async def close(self) -> None:
         self.app.state.server.should_exit = True
@@ -214,7 +215,8 @@ class Endpoint:
             path = f"/{path}"
         if f"{request.method} {path}" not in ROUTES:
             raise Refused(404, f"There is no such route: use one of {', '.join(ROUTES)}.")
-        key = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
+        bearer = headers.get("authorization", "").removeprefix("Bearer ")
+        key = headers.get("x-api-key") or bearer
         if not _equal(key, self.api_key):
             raise Refused(401, "The key is missing or wrong: send the api_key of the run.")
         access = self._accesses.get(_digest(secret))
@@ -227,7 +229,8 @@ class Endpoint:
         return access, path
 
     def _take_reward(self, access: Access, request: Any, body: bytes) -> None:
-        if not _equal(request.headers.get("x-reward-key", ""), self.reward_key):
+        key = request.headers.get("x-reward-key", "")
+        if not _equal(key, self.reward_key):
             raise Refused(403, "X-Reward-Key is missing or wrong: send what reward_key() returns.")
         if access.reward is not None:
             raise Refused(409, "This episode has a reward already: send one.")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from verl_like.workers.agents.chat import ChatFormat, Conversation, Message
-from verl_like.workers.agents.episode import EpisodeFailed, Reward, RoomUsedUp
+from verl_like.workers.agents.episode import EpisodeFailed, Reward, RoomUsedUp, TokenIds
 from verl_like.workers.agents.session import Drawn, Session
 
 ENDED = "This episode has ended, and with it the access to its model."
@@ -36,7 +36,7 @@ class Access:
         self.is_closed = False
         self._draws: set[asyncio.Task[Drawn]] = set()
 
-    def check(self, prompt_ids: Sequence[int]) -> None:
+    def check(self, prompt_ids: TokenIds) -> None:
         """Raises ValueError if the episode has ended, or RoomUsedUp if there is no room behind a
         prompt. That counts, unless it is the first prompt, which is not the policy's."""
         if self.is_closed:
@@ -48,7 +48,7 @@ class Access:
                 self.session.counts["room_used_up"] += 1
             raise
 
-    async def draw(self, prompt_ids: Sequence[int], **limits: Any) -> Drawn:
+    async def draw(self, prompt_ids: TokenIds, **limits: Any) -> Drawn:
         """Calls the model, see `Session.draw`. Raises ValueError if the episode ends meanwhile."""
         draw = asyncio.create_task(self.session.draw(prompt_ids, **limits))
         self._draws.add(draw)
@@ -122,7 +122,8 @@ class EngineClient:
         call = current_call.get()
         call.messages = conversation
         call.params = params
-        call.settings = json.dumps(params.chat_template_kwargs, sort_keys=True, default=str)
+        kwargs = params.chat_template_kwargs
+        call.settings = json.dumps(kwargs, sort_keys=True, default=str)
         prompt_ids = await self._continued(call, prompt["prompt"])
         call.access.check(prompt_ids)
         return conversation, {"prompt_token_ids": prompt_ids}
@@ -138,10 +139,12 @@ class EngineClient:
                 "continue_final_message": False,
             }
             params = replace(call.params, chat_template_kwargs=kwargs)
-            _, before = await self._render(call.messages[: turn.num_messages], params)
-            tail = self.chat.tail(text, before["prompt"], turn.drawn_ids)
+            messages = call.messages[: turn.num_messages]
+            _, before = await self._render(messages, params)
+            token_ids: list[int] = turn.token_ids.tolist()
+            tail = self.chat.tail(text, before["prompt"], token_ids)
             if tail is not None:
-                return [*turn.token_ids.tolist(), *tail]
+                return token_ids + tail
             call.access.session.counts["drifted_calls"] += 1
         return self.chat.tokens(text)
 
@@ -167,27 +170,34 @@ class EngineClient:
         from vllm.v1.engine import EngineCoreRequest
         from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
-        drawn = await call.access.draw(
-            prompt_ids,
-            max_tokens=params.max_tokens,
-            stop_token_ids=params.stop_token_ids or (),
-            stop=params.stop or (),
-        )
-        completion = drawn.completion
-        drawn_ids = completion.token_ids.tolist()
         # The text is as vLLM's engine writes it, without what ended the response.
         params.min_tokens = 0  # it would not look for that among the first tokens
         request = EngineCoreRequest("", prompt_ids, None, params, None, 0.0, None, None, None)
         tokenizer = self.renderer.tokenizer if params.detokenize else None
         detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, request)
-        detokenizer.update(drawn_ids, isinstance(drawn.stop_reason, int))
+
+        def find_stop(token_ids: list[int], is_ended: bool) -> tuple[int, str | None]:
+            text = detokenizer.update(token_ids, is_ended)
+            return detokenizer.num_output_tokens(), text
+
+        drawn = await call.access.draw(
+            prompt_ids,
+            max_tokens=params.max_tokens,
+            stop_token_ids=params.stop_token_ids or (),
+            find_stop=find_stop,
+        )
+        completion = drawn.completion
+        drawn_ids = completion.token_ids.tolist()
         text = detokenizer.get_next_output_text(finished=True, delta=False)
         self._record(call, prompt_ids, drawn_ids, text, params)
         log_probs = None
         if params.logprobs is not None:
             pairs = zip(drawn_ids, completion.log_probs.tolist(), strict=True)
             log_probs = [{token: Logprob(value)} for token, value in pairs]
-        versions = [WeightVersionSpan(str(name), *span) for name, *span in completion.versions]
+        versions = []
+        for version, start, end in completion.versions:
+            span = WeightVersionSpan(str(version), start, end)
+            versions.append(span)
         output = CompletionOutput(
             index=0,
             text=text,
@@ -218,14 +228,16 @@ class EngineClient:
         if call.messages is None:
             return
         kwargs = call.params.chat_template_kwargs
-        can_call = call.params.tool_choice != "none"
+        tools = kwargs.get("tools") or ()
+        if call.params.tool_choice == "none":
+            tools = ()
         is_streamed = params.output_kind == RequestOutputKind.DELTA
         reply = self.chat.read(
             drawn_ids,
-            kwargs.get("tools") or () if can_call else (),
+            tools,
             text=text,
             template_kwargs=kwargs,
             streamed_after=prompt_ids if is_streamed else None,
         )
-        record = call.access.conversation.record
-        record(call.messages, call.settings, reply, prompt_ids, drawn_ids)
+        conversation = call.access.conversation
+        conversation.record(call.messages, call.settings, reply, prompt_ids, drawn_ids)

@@ -9,6 +9,7 @@ import numpy as np
 
 from verl_like.workers.rollout.request import Completion, GenerationRequest, VersionSpan
 
+TokenIds = Sequence[int]
 FailureKind = Literal["environment", "harness", "engine", "deadline"]
 """The kinds of failures that are not the policy's."""
 Reward = float | Sequence[float] | None
@@ -59,7 +60,7 @@ class Row:
     A call of the model whose prompt continues the tokens of a row extends the row.
     """
 
-    def __init__(self, prompt_ids: Sequence[int]) -> None:
+    def __init__(self, prompt_ids: TokenIds) -> None:
         self.token_ids = list(prompt_ids)
         """The prompt and what follows it."""
         self.num_prompt_tokens = len(prompt_ids)
@@ -74,22 +75,29 @@ class Row:
         self.is_extended = False
         """True while a call that extends the row is running."""
 
-    def is_continued_by(self, prompt_ids: Sequence[int]) -> bool:
+    def is_continued_by(self, prompt_ids: TokenIds) -> bool:
         """Returns whether a prompt begins with all tokens of this row."""
         length = len(self.token_ids)
-        return len(prompt_ids) >= length and list(prompt_ids[:length]) == self.token_ids
+        return list(prompt_ids[:length]) == self.token_ids
 
-    def extend(self, number: int, prompt_ids: Sequence[int], completion: Completion) -> None:
+    def extend(self, number: int, prompt_ids: TokenIds, completion: Completion) -> None:
         """Adds the tokens of call `number`: those that its prompt inserts, and the drawn ones."""
-        inserted = list(prompt_ids[len(self.token_ids) :])
+        self.insert(prompt_ids[len(self.token_ids) :])
+        start = len(self.is_drawn)
         drawn = completion.token_ids.tolist()
-        start = len(self.is_drawn) + len(inserted)
-        self.token_ids += inserted + drawn
-        self.is_drawn += [False] * len(inserted) + [True] * len(drawn)
-        self.log_probs += [0.0] * len(inserted) + completion.log_probs.tolist()
+        self.token_ids += drawn
+        self.is_drawn += [True] * len(drawn)
+        self.log_probs += completion.log_probs.tolist()
         for version, first, end in completion.versions:
-            self.spans.append((version, start + first, start + end))
+            span = (version, start + first, start + end)
+            self.spans.append(span)
         self.ends[number] = len(self.is_drawn) - 1
+
+    def insert(self, token_ids: TokenIds) -> None:
+        """Adds tokens that were not drawn."""
+        self.token_ids += token_ids
+        self.is_drawn += [False] * len(token_ids)
+        self.log_probs += [0.0] * len(token_ids)
 
     def finished(self, rewards: Mapping[int, float]) -> "FinishedRow":
         """Returns the row as arrays. `rewards` has the rewards of calls by their numbers; each
@@ -97,9 +105,10 @@ class Row:
         scores = np.zeros(len(self.is_drawn), np.float32)
         for number, place in self.ends.items():
             scores[place] = rewards.get(number, 0.0)
+        token_ids = np.array(self.token_ids, np.int64)
         return FinishedRow(
-            prompt_ids=np.array(self.token_ids[: self.num_prompt_tokens], np.int64),
-            response_ids=np.array(self.token_ids[self.num_prompt_tokens :], np.int64),
+            prompt_ids=token_ids[: self.num_prompt_tokens],
+            response_ids=token_ids[self.num_prompt_tokens :],
             response_mask=np.array(self.is_drawn, np.int64),
             log_probs=np.array(self.log_probs, np.float32),
             scores=scores,

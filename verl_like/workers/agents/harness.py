@@ -32,27 +32,24 @@ class Harness:
             "base_url": access.base_url,
             "api_key": self.endpoint.api_key,
         }
-        has_ended = False
-        outcome = Outcome(None)
-        failure: EpisodeFailed | RewardProblem | None = None
+        problem = None
+        reward = None
         try:
             reward = await seat.call("run", arguments, self.timeout_s)
-            outcome = Outcome(access.reward if reward is None else reward)
-            has_ended = True
-            if outcome.reward is None and access.reward_problem:
-                failure = RewardProblem(access.reward_problem)
         except UserCodeError as error:
-            outcome = Outcome(0.0, "room")
-            if not session.counts["room_used_up"]:
-                keys = (self.endpoint.api_key, self.endpoint.reward_key)
-                text = without_secrets(str(error), access.base_url, *keys)
-                failure = EpisodeFailed("harness", f"run raised {text}")
-            has_ended = True
+            problem = error
         finally:
             self.endpoint.forget(access)
-            seat.leave(failed=not has_ended)
+            seat.leave()
         if access.failure is not None:
             raise access.failure
-        if failure is not None:
-            raise failure
-        return outcome
+        if problem is None:
+            scored = Outcome(access.reward if reward is None else reward)
+            if scored.reward is None and access.reward_problem:
+                raise RewardProblem(access.reward_problem)
+            return scored
+        if session.counts["room_used_up"]:
+            return Outcome(0.0, "room")
+        keys = (self.endpoint.api_key, self.endpoint.reward_key)
+        text = without_secrets(str(problem), access.base_url, *keys)
+        raise EpisodeFailed("harness", f"run raised {text}")

@@ -20,9 +20,12 @@ from typing import Any
 from verl_like.rewards.supervisor import supervise
 from verl_like.workers.agents.reward_key import set_reward_key
 
+JsonObject = dict[str, Any]
 MAX_LINE_BYTES = 1 << 20
 """The agent reads no longer lines of a host process. This module never sends one."""
 MAX_ERROR_CHARS = 4_000
+NO_TOOLS = ("reset", "get_reward")
+"""The public methods of an environment class that the model cannot call."""
 _MAX_THREADS = 1 << 14
 """So many synchronous methods run at once. A thread is started only when all others are busy."""
 
@@ -61,7 +64,7 @@ def load(kind: str, path: str) -> Any:
         ) from error
 
 
-def to_line(message: dict[str, Any]) -> bytes:
+def to_line(message: JsonObject) -> bytes:
     """The message as a line. Raises TypeError or ValueError if it is no JSON."""
     return _JSON.encode(message).encode(errors="replace") + b"\n"
 
@@ -96,14 +99,15 @@ class _Host:
     def load(self) -> None:
         """Answers the first call, which says what to load."""
         call = json.loads(self._lines.readline())
+        number = call["id"]
+        arguments = call["arguments"]
+        set_reward_key(arguments.pop("reward_key"))
         try:
-            arguments = call["arguments"]
-            set_reward_key(arguments.pop("reward_key"))
             self._code = load(**arguments)
             self._file = inspect.getfile(self._code)
-            self._send({"id": call["id"]})
+            self._send({"id": number})
         except ValueError as error:
-            self._answer_error(call["id"], error)
+            self._answer_error(number, error)
 
     def read(self) -> None:
         """Does what each further line says. When the agent is gone, it ends this process."""
@@ -117,10 +121,11 @@ class _Host:
                 self._leave(**message)
         os._exit(0)
 
-    def _call(self, id: int, seat: int, method: str, arguments: dict[str, Any]) -> None:
+    def _call(self, id: int, seat: int, method: str, arguments: JsonObject) -> None:
         """Calls the code in a thread. A coroutine goes on in the event loop."""
         try:
-            result = self._function(seat, method)(**arguments)
+            function = self._function(seat, method)
+            result = function(**arguments)
             if inspect.iscoroutine(result):
                 self._start(self._finish(id, method, result))
             else:
@@ -133,9 +138,11 @@ class _Host:
         instance at its first call."""
         if not inspect.isclass(self._code):
             return self._code
-        if seat not in self._instances:
-            self._instances[seat] = self._free.pop() if self._free else self._code()
-        return getattr(self._instances[seat], method)
+        instance = self._instances.get(seat)
+        if instance is None:
+            instance = self._free.pop() if self._free else self._code()
+            self._instances[seat] = instance
+        return getattr(instance, method)
 
     def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Starts a coroutine of this class. They begin in the order of these calls."""
@@ -144,7 +151,8 @@ class _Host:
     async def _finish(self, id: int, method: str, coroutine: Coroutine[Any, Any, Any]) -> None:
         self._tasks[id] = asyncio.current_task()
         try:
-            self._answer(id, method, await coroutine)
+            result = await coroutine
+            self._answer(id, method, result)
         except BaseException as error:  # a cancelled one is answered too
             self._answer_error(id, error)
         del self._tasks[id]
@@ -163,20 +171,27 @@ class _Host:
 
     def _answer(self, id: int, method: str, result: Any) -> None:
         """Answers with the result. That of a tool is text, as in TRL."""
-        is_tool = inspect.isclass(self._code) and method not in ("reset", "get_reward")
-        self._send({"id": id, "value": str(result) if is_tool else result})
+        if inspect.isclass(self._code) and method not in NO_TOOLS:
+            result = str(result)
+        self._send({"id": id, "value": result})
 
     def _answer_error(self, id: int, error: BaseException) -> None:
         """Answers with an error, and with the last line of the code's own file that it passed."""
-        text = f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
+        text = f"{type(error).__name__}: {error}"
         place = ""
         for frame, line in traceback.walk_tb(error.__traceback__):
-            if frame.f_code.co_filename == self._file:
-                place = f"{self._file}:{line} in {frame.f_code.co_name}"
-        is_unavailable = isinstance(error, Unavailable)
-        self._send({"id": id, "error": text, "place": place, "is_unavailable": is_unavailable})
+            code = frame.f_code
+            if code.co_filename == self._file:
+                place = f"{self._file}:{line} in {code.co_name}"
+        answer = {
+            "id": id,
+            "error": text[:MAX_ERROR_CHARS],
+            "place": place,
+            "is_unavailable": isinstance(error, Unavailable),
+        }
+        self._send(answer)
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def _send(self, message: JsonObject) -> None:
         """Sends a message. Raises TypeError or ValueError if it is no JSON, or too long."""
         line = to_line(message)
         if len(line) > MAX_LINE_BYTES:

@@ -17,7 +17,12 @@ from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationError
 from verl_like.rewards.process import EXIT_S, GIGABYTE, START_S, end_supervisor
 from verl_like.rewards.supervisor import MEMORY_EXIT_CODE
 from verl_like.workers.agents.episode import EpisodeFailed, FailureKind, Restarted
-from verl_like.workers.agents.host_process import MAX_ERROR_CHARS, MAX_LINE_BYTES, to_line
+from verl_like.workers.agents.host_process import (
+    MAX_ERROR_CHARS,
+    MAX_LINE_BYTES,
+    JsonObject,
+    to_line,
+)
 
 _GRACE_S = 1.0
 """A call that is late or cancelled has so many seconds to end before its process is ended."""
@@ -57,7 +62,7 @@ class Description(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    tools: list[dict[str, Any]]
+    tools: list[JsonObject]
     """The JSON schemas of its tools, as `transformers.utils.get_json_schema` makes them."""
     has_reward: bool
     """Whether it has a method `get_reward`."""
@@ -87,6 +92,11 @@ class _Call:
     future: asyncio.Future[Any]
     is_late: bool = False
     is_heard: bool = False
+
+    def fail(self, error: Exception) -> None:
+        """Lets the call raise an error, unless it was cancelled."""
+        if not self.future.done():
+            self.future.set_exception(error)
 
 
 class Hosts:
@@ -158,7 +168,7 @@ class Seat:
         self._process = process
         self._number = next(process.numbers)
 
-    async def call(self, method: str, arguments: dict[str, Any], timeout_s: float) -> Any:
+    async def call(self, method: str, arguments: JsonObject, timeout_s: float) -> Any:
         """Calls a method of the instance, or the harness function, and returns a JSON value. The
         result of a tool is text. Calls of one instance at the same time run at the same time.
 
@@ -201,13 +211,14 @@ class _Process(asyncio.Protocol):
         ValueError if the code cannot be loaded."""
         await asyncio.shield(self._loading)
 
-    async def call(self, seat: int, method: str, arguments: dict[str, Any], limit_s: float) -> Any:
+    async def call(self, seat: int, method: str, arguments: JsonObject, limit_s: float) -> Any:
         """See `Seat.call`."""
         if self.is_ended:
             raise Restarted
         number = next(self.numbers)
         self.send({"id": number, "seat": seat, "method": method, "arguments": arguments})
-        call = _Call(seat, f"{method} within {limit_s:g} s", self._loop.create_future())
+        what = f"{method} within {limit_s:g} s"
+        call = _Call(seat, what, self._loop.create_future())
         self._calls[number] = call
         timer = self._loop.call_later(limit_s, self._withdraw, number)
         try:
@@ -218,7 +229,7 @@ class _Process(asyncio.Protocol):
         finally:
             timer.cancel()
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: JsonObject) -> None:
         """Sends a message, unless the process has ended."""
         if not self.is_ended and self._transport is not None:
             self._transport.write(to_line(message))
@@ -243,19 +254,21 @@ class _Process(asyncio.Protocol):
             lines.append(self._rest)
         for line in lines:
             if not self._take(line):
-                found = f"{line[:100]!r}"
-                self._end(self._code.kind, f"sent {found}, which is no answer, and was ended")
+                cause = f"sent {line[:100]!r}, which is no answer, and was ended"
+                self._end(self._code.kind, cause)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._end(self._code.kind)
 
     def _spawn(self, socket_fd: int) -> subprocess.Popen[bytes]:
         """Starts an interpreter that runs `serve` with this end of a socket."""
-        folders = [*map(str, sys.path), os.getcwd()]
+        folders = [str(folder) for folder in sys.path]
+        folders.append(os.getcwd())
+        max_memory_bytes = int(self._max_memory_gb * GIGABYTE)
         program = (
             f"import sys; sys.path[:] = {folders!r}\n"
             f"from verl_like.workers.agents.host_process import serve\n"
-            f"serve({socket_fd}, {os.getpid()}, {int(self._max_memory_gb * GIGABYTE)})"
+            f"serve({socket_fd}, {os.getpid()}, {max_memory_bytes})"
         )
         return subprocess.Popen(
             [sys.executable, "-c", program],
@@ -283,8 +296,9 @@ class _Process(asyncio.Protocol):
         """Ends the process if a call has not ended in time. If the process does not even say that
         it has heard of that, another call may hold it up, so each may be the cause."""
         if call := self._calls.get(number):
+            cause = f"did not end {call.what} and was ended"
             blamed = call.seat if call.is_heard else None
-            self._end("deadline", f"did not end {call.what} and was ended", blamed)
+            self._end("deadline", cause, blamed)
 
     def _take(self, line: bytes) -> bool:
         """Gives an answer to its call. Returns False if the line is no answer."""
@@ -299,16 +313,14 @@ class _Process(asyncio.Protocol):
             call.is_heard = True
             return True
         del self._calls[answer.id]
-        if call.future.done():  # it was cancelled
-            return True
         if call.is_late:
-            call.future.set_exception(self._failure("deadline", f"did not end {call.what}"))
-        elif answer.error is None:
-            call.future.set_result(answer.value)
+            call.fail(self._failure("deadline", f"did not end {call.what}"))
         elif answer.is_unavailable:
-            call.future.set_exception(self._failure(self._code.kind, f"said {answer.error}"))
-        else:
-            call.future.set_exception(UserCodeError(answer.error, answer.place))
+            call.fail(self._failure(self._code.kind, f"said {answer.error}"))
+        elif answer.error is not None:
+            call.fail(UserCodeError(answer.error, answer.place))
+        elif not call.future.done():
+            call.future.set_result(answer.value)
         return True
 
     def _end(self, kind: FailureKind, cause: str = "", blamed: int | None = None) -> None:
@@ -329,12 +341,10 @@ class _Process(asyncio.Protocol):
             cause = f"used more memory than {limit} and was ended; use less, or raise that"
         for call in self._calls.values():
             failure = self._failure(kind, cause)
-            if call.future.done():  # it was cancelled
-                continue
             if blamed in (None, call.seat):
-                call.future.set_exception(failure)
+                call.fail(failure)
             else:
-                call.future.set_exception(Restarted(str(failure)))
+                call.fail(Restarted(str(failure)))
         self._calls.clear()
         if self._transport is not None:
             self._transport.abort()
@@ -372,8 +382,9 @@ def _describe(kind: str, path: str, max_memory_gb: float) -> Any:
             await hosts.close()
 
     with ThreadPoolExecutor(1) as thread:
+        described = thread.submit(asyncio.run, description())
         try:
-            return thread.submit(asyncio.run, description()).result(timeout=3 * START_S)
+            return described.result(timeout=3 * START_S)
         except UserCodeError as error:
             raise error.refusal() from error
         except EpisodeFailed as error:

@@ -15,6 +15,7 @@ from websockets.exceptions import ConnectionClosed, WebSocketException
 
 from verl_like.workers.agents.chat import text_of
 from verl_like.workers.agents.episode import EpisodeFailed
+from verl_like.workers.agents.host_process import JsonObject
 from verl_like.workers.agents.hosts import Description, UserCodeError
 from verl_like.workers.agents.runner import Outcome
 from verl_like.workers.agents.session import Session
@@ -26,6 +27,8 @@ _LISTS_TOOLS = ("Action", "CallToolAction", "ListToolsAction")
 """The titles of the action schemas of servers that list their tools."""
 _OF_ENVIRONMENTS = ("VALIDATION_ERROR", "EXECUTION_ERROR")
 """The codes of errors of an environment. The model is told of those that its actions cause."""
+_REFUSALS = (EpisodeFailed, UserCodeError, OSError, HTTPException, WebSocketException, ValueError)
+"""What is raised if a server does not answer, or by another protocol."""
 _CHECK_S = 10.0
 _CLOSE_S = 3.0
 _PAUSE_S = 0.1
@@ -35,13 +38,13 @@ class _Answer(BaseModel):
     """A message of a server."""
 
     type: str
-    data: dict[str, Any]
+    data: JsonObject
 
 
 class _Observation(BaseModel):
     """What an environment answers to a reset or an action."""
 
-    observation: dict[str, Any]
+    observation: JsonObject
     reward: float | None = None
     done: bool = False
 
@@ -51,13 +54,13 @@ class _Tool(BaseModel):
 
     name: str
     description: str
-    parameters: dict[str, Any] = Field(alias="input_schema")
+    parameters: JsonObject = Field(alias="input_schema")
 
 
 class _Schemas(BaseModel):
     """The schemas of a server's messages."""
 
-    action: dict[str, Any]
+    action: JsonObject
 
 
 class OpenEnvServer:
@@ -80,9 +83,8 @@ class OpenEnvServer:
                 finally:
                     await _end(connection)
         except (OSError, WebSocketException, ValidationError) as error:
-            raise EpisodeFailed(
-                "environment", f"the server at {self.address} failed: {error}"
-            ) from None
+            text = f"the server at {self.address} failed: {error}"
+            raise EpisodeFailed("environment", text) from None
 
     async def _opened(self) -> ClientConnection:
         """Returns a session, which is to be entered. It waits `agent.reset_timeout_s` for a server
@@ -109,7 +111,7 @@ class _Seat:
         self.rewards: dict[int, float] = defaultdict(float)
         """By the numbers of turns, from 1."""
 
-    async def call(self, method: str, arguments: dict[str, Any], timeout_s: float) -> Any:
+    async def call(self, method: str, arguments: JsonObject, timeout_s: float) -> Any:
         """Returns the text of an observation, or the rewards of all turns."""
         turn = len(self.session.turns)
         if method == "get_reward":
@@ -117,9 +119,9 @@ class _Seat:
         if method == "reset":
             answer = await _ask(self.connection, "reset", arguments, timeout_s)
         else:
-            action = {"type": "call_tool", "tool_name": method, "arguments": arguments}
-            if method == _STEP:
-                action = arguments
+            action = arguments
+            if method != _STEP:
+                action = {"type": "call_tool", "tool_name": method, "arguments": arguments}
             answer = await _ask(self.connection, "step", action, timeout_s)
         self.is_done = answer.done
         self.rewards[turn] += answer.reward or 0.0
@@ -147,15 +149,17 @@ async def _end(connection: ClientConnection) -> None:
 
 
 async def _ask(
-    connection: ClientConnection, kind: str, data: dict[str, Any], timeout_s: float
+    connection: ClientConnection, kind: str, data: JsonObject, timeout_s: float
 ) -> _Observation:
     """Sends a message, and returns the answer. Raises UserCodeError if the environment fails in it,
     EpisodeFailed if the server does, and ValidationError for no answer of OpenEnv."""
     try:
         async with asyncio.timeout(timeout_s):
+            message = json.dumps({"type": kind, "data": data})
             with contextlib.suppress(ConnectionClosed):  # the server may have said why
-                await connection.send(json.dumps({"type": kind, "data": data}))
-            answer = _Answer.model_validate_json(await connection.recv())
+                await connection.send(message)
+            received = await connection.recv()
+            answer = _Answer.model_validate_json(received)
     except TimeoutError:
         raise EpisodeFailed("deadline", f"a {kind} took over {timeout_s:g} s") from None
     if answer.type != "error":
@@ -166,19 +170,18 @@ async def _ask(
     raise EpisodeFailed("environment", f"a {kind} failed: {problem}")
 
 
-def _text(observation: dict[str, Any]) -> str:
+def _text(observation: JsonObject) -> str:
     """Returns what the model reads of an observation: the result of a listed tool, its only field,
     or all fields as JSON. Raises UserCodeError if a listed tool failed."""
-    fields = {name: observation[name] for name in observation if name != "metadata"}
-    value: Any = fields
+    fields = dict(observation)
+    fields.pop("metadata", None)
+    value: Any = fields or ""
     if "tool_name" in fields:
         if fields.get("error"):
             raise UserCodeError(json.dumps(fields["error"]), "")
         value = fields.get("result")
     elif len(fields) == 1:
         [value] = fields.values()
-    elif not fields:
-        value = ""
     if isinstance(value, dict) and "content" in value:
         value = text_of(value["content"])
     return value if isinstance(value, str) else json.dumps(value)
@@ -187,17 +190,20 @@ def _text(observation: dict[str, Any]) -> str:
 def describe_openenv(address: str) -> Description:
     """Returns the tools of a server. Raises ValueError if none answers, or if its protocol is
     another one. The event loop runs in a thread, because a notebook has one in the main thread."""
-    of_the_server = (OSError, HTTPException, WebSocketException, ValueError)
     with ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(asyncio.run, _tools(address))
         try:
-            tools = thread.submit(asyncio.run, _tools(address)).result(3 * _CHECK_S)
-        except (EpisodeFailed, UserCodeError, *of_the_server) as error:
+            tools = asked.result(3 * _CHECK_S)
+        except _REFUSALS as error:
             raise ValueError(
                 f"agent.server=openenv://{address} does not answer as OpenEnv 0.10 does: {error}. "
                 "Start it with what scripts/agents_environment.sh openenv installs"
             ) from error
-    functions = [{"type": "function", "function": tool.model_dump()} for tool in tools]
-    return Description(tools=functions, has_reward=True)
+    schemas = []
+    for tool in tools:
+        schema = {"type": "function", "function": tool.model_dump()}
+        schemas.append(schema)
+    return Description(tools=schemas, has_reward=True)
 
 
 async def _tools(address: str) -> list[_Tool]:
@@ -205,7 +211,8 @@ async def _tools(address: str) -> list[_Tool]:
     schema = await asyncio.to_thread(_action_schema, address)
     title = schema.pop("title", "")
     description = schema.pop("description", "")
-    schema.get("properties", {}).pop("metadata", None)  # which each action has
+    fields = schema.get("properties", {})
+    fields.pop("metadata", None)  # which each action has
     tools = [{"name": _STEP, "description": description, "input_schema": schema}]
     async with _connect(address, _CHECK_S) as connection:
         if title in _LISTS_TOOLS:
@@ -216,7 +223,7 @@ async def _tools(address: str) -> list[_Tool]:
     return [_Tool.model_validate(tool) for tool in tools]
 
 
-def _action_schema(address: str) -> dict[str, Any]:
+def _action_schema(address: str) -> JsonObject:
     """Returns the schema of the actions of a server."""
     with contextlib.closing(HTTPConnection(address, timeout=_CHECK_S)) as connection:
         connection.request("GET", "/schema")

@@ -53,8 +53,9 @@ def main(report: str, limits: str, python: str, packages: str, *folders: str) ->
             environment = {"PYTHONPATH": packages, "OMP_NUM_THREADS": "1"}
             os.execve(python, [python, "-s", "-"], environment)
         _pid, status = os.waitpid(child, 0)
-        if os.WIFSIGNALED(status):
-            os.write(1, b"[killed by signal %d]\n" % os.WTERMSIG(status))
+        code = os.waitstatus_to_exitcode(status)
+        if code < 0:
+            os.write(1, b"[killed by signal %d]\n" % -code)
     except (OSError, ValueError) as error:
         os.write(report_fd, str(error).encode())
 
@@ -78,11 +79,12 @@ def _map_users(process: str) -> None:
     """Maps the user nobody of the namespace to the user of the process. For root it is nobody
     outside too, because the kernel does not limit how many processes root has."""
     _write(f"{process}/setgroups", "deny")
-    for file, own in (("gid_map", os.getegid()), ("uid_map", os.geteuid())):
+    owners = {"gid_map": os.getegid(), "uid_map": os.geteuid()}
+    for file, owner in owners.items():
         try:
             _write(f"{process}/{file}", f"0 0 1\n{_NOBODY} {_NOBODY} 1")
         except OSError:  # this is not root, or a root that has no other users
-            _write(f"{process}/{file}", f"{_NOBODY} {own} 1")
+            _write(f"{process}/{file}", f"{_NOBODY} {owner} 1")
 
 
 def _make_file_system(folders: tuple[str, ...], memory: int) -> None:
@@ -99,8 +101,9 @@ def _make_file_system(folders: tuple[str, ...], memory: int) -> None:
             _mount(folder, target, "", _MS_BIND_RECURSIVE, "")
     os.makedirs(_ROOT + "/tmp", exist_ok=True)
     attributes = (ctypes.c_uint64 * 4)(_READ_ONLY)
+    root = _ROOT.encode()
     size = ctypes.sizeof(attributes)
-    result = _libc.syscall(_SYS_MOUNT_SETATTR, -1, _ROOT.encode(), _AT_RECURSIVE, attributes, size)
+    result = _libc.syscall(_SYS_MOUNT_SETATTR, -1, root, _AT_RECURSIVE, attributes, size)
     _check(result, "mount_setattr")
     _mount("tmpfs", _ROOT + "/tmp", "tmpfs", _MS_NOSUID_NODEV, f"mode=1777,size={memory}")
     os.chdir(_ROOT)
@@ -128,8 +131,8 @@ def _limit(memory: int, seconds: int, processes: int) -> None:
 
 
 def _mount(source: str, target: str, kind: str, flags: int, options: str) -> None:
-    arguments = [text.encode() for text in (source, target, kind)]
-    result = _libc.mount(*arguments, ctypes.c_ulong(flags), options.encode())
+    texts = [text.encode() for text in (source, target, kind)]
+    result = _libc.mount(*texts, ctypes.c_ulong(flags), options.encode())
     _check(result, f"mount {target}")
 
 

@@ -107,11 +107,24 @@ def _command(report_fd: int, limits: _Limits) -> list[str]:
     """The command that runs the sandbox with the packages of this environment."""
     base_packages = sysconfig.get_path("purelib", vars={"base": sys.base_prefix})
     packages = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-    folders = [sys.base_prefix, *filter(os.path.isdir, _SYSTEM_LIBRARIES), f"-{base_packages}"]
+    libraries = filter(os.path.isdir, _SYSTEM_LIBRARIES)
+    memory = limits.memory_mb << 20
+    seconds = math.ceil(limits.seconds)
     python = os.path.realpath(sys.executable)
-    numbers = f"{limits.memory_mb << 20} {math.ceil(limits.seconds)} {limits.num_processes}"
-    sandbox = [python, "-I", "-S", python_sandbox.__file__, str(report_fd), numbers]
-    return [*sandbox, python, ":".join(packages), *folders, *packages]
+    return [
+        python,
+        "-I",
+        "-S",
+        python_sandbox.__file__,
+        str(report_fd),
+        f"{memory} {seconds} {limits.num_processes}",
+        python,
+        ":".join(packages),
+        sys.base_prefix,
+        *libraries,
+        f"-{base_packages}",
+        *packages,
+    ]
 
 
 def _output(popen: subprocess.Popen[bytes], limits: _Limits) -> str:

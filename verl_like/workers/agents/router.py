@@ -3,7 +3,6 @@ these ranks to the replicas of the rollout."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -59,8 +58,11 @@ class EpisodeCall(RequestCall):
         """Yields nothing: an episode is scored when all are there."""
         return iter(())
 
-    def add_span(self, rank: int, started: float, ended: float) -> None:
-        """Extends the time in which a rank ran episodes of this call, by `time.time()`."""
+    def add(self, episode: Episode, rank: int) -> None:
+        """Adds an episode that has ended on a rank, and the time by `time.time()` that it took."""
+        self.episodes[episode.name] = episode
+        started = episode.started
+        ended = started + episode.seconds
         first, last = self.spans.get(rank, (started, ended))
         self.spans[rank] = (min(first, started), max(last, ended))
 
@@ -73,15 +75,34 @@ class EpisodeCall(RequestCall):
         self.router.require_success(episodes)
         return assemble_episodes(self.prompts, episodes, self.router.episode_rules)
 
+    def report(self) -> None:
+        """Writes into the timeline when each rank ran episodes of this call."""
+        for rank, (started, ended) in sorted(self.spans.items()):
+            header = CallHeader(0, started, ended)
+            self.router.agents.report(METHOD, rank, header)
+
+    def timeout(self, deadline_s: float) -> CallTimeout:
+        """Returns the error of this call if it is late. It names the ranks that run episodes of
+        it."""
+        late_ranks = set()
+        for running in self.router.running.values():
+            if running.call is self:
+                late_ranks.add(running.rank)
+        agents = self.router.agents
+        late = f"rank(s) {sorted(late_ranks)} of {agents.world_size}"
+        return CallTimeout(agents.role, METHOD, deadline_s, late)
+
 
 @dataclass
-class _Place:
-    """Where an episode runs."""
+class _Running:
+    """An episode that has not ended."""
 
+    call: EpisodeCall
     rank: int
-    """Of the agents."""
+    """The rank of the agents that runs it."""
     replica: int | None
-    """Of the rollout, which takes all its requests, because it has their prompts in its cache."""
+    """The replica of the rollout that takes all its requests, because it has their prompts in its
+    cache. None before the first request, unless the routing is fixed."""
 
 
 class EpisodeRouter(RequestRouter):
@@ -93,43 +114,39 @@ class EpisodeRouter(RequestRouter):
         self.agents = agents
         self.on_episodes = on_episodes
         self.episode_rules: EpisodeRules = agents.episode_rules()[0]
-        self.call_of_episode: dict[str, EpisodeCall] = {}
-        """The call of each episode that has not ended, by the episode's name."""
-        self.places: dict[str, _Place] = {}
-        """The place of each such episode."""
+        self.running: dict[str, _Running] = {}
+        """The episodes that have not ended, by their names."""
         self.episode_of_request: dict[str, str] = {}
         """The name of the episode of each unfinished request that one has made."""
-        self.to_begin = self._for_each_rank(list)
-        """Episodes that the ranks were not given yet."""
-        self.answers = self._for_each_rank(dict)
-        """Completions that the ranks were not given yet, by the names of their requests."""
         self.num_failed = 0
         """The episodes that failed since the last call with one that did not."""
+        self._empty_outbox()
 
-    def _for_each_rank(self, make: Callable[[], Any]) -> list[Any]:
-        return [make() for _ in range(self.agents.world_size)]
+    def _empty_outbox(self) -> None:
+        """Forgets what the ranks were not given yet. The caller holds the lock."""
+        ranks = range(self.agents.world_size)
+        self.to_begin: list[list[EpisodeSpec]] = [[] for _ in ranks]
+        """For each rank, episodes to begin."""
+        self.answers: list[dict[str, Completion]] = [{} for _ in ranks]
+        """For each rank, completions by the names of their requests."""
 
     def run_episodes(self, prompts: DataProto) -> ResponsesFuture:
         """Begins n episodes for each of (B,) prompts, and returns the future of their batch."""
-        with self.changed:
-            self.num_calls += 1
-            name = f"call {self.num_calls}"
-        requests = self.rules.requests_of(prompts, name)
+        requests = self.requests_of(prompts)
         call = EpisodeCall(self, prompts, requests)
         rows = rows_of(call.prompts)
         n = len(requests) // max(1, len(prompts))
-        numbers = np.arange(len(prompts))
-        ranks = _parts(numbers, self.agents.world_size)
-        replicas = _parts(numbers, len(self.queue.loads))
+        ranks = _parts(len(prompts), self.agents.world_size)
+        replicas = _parts(len(prompts), len(self.queue.loads))
         with self.changed:
             for number, request in enumerate(requests):
                 row = number // n
                 # Calls of one prompt, as those in flight, do not all go to the first rank.
                 rank = (ranks[row] + self.num_calls) % self.agents.world_size
                 replica = replicas[row] if self.queue.is_fixed else None
-                self.places[request.name] = _Place(rank, replica)
-                self.to_begin[rank].append(EpisodeSpec(request, rows[row]))
-                self.call_of_episode[request.name] = call
+                self.running[request.name] = _Running(call, rank, replica)
+                spec = EpisodeSpec(request, rows[row])
+                self.to_begin[rank].append(spec)
             self.start_thread()
         return ResponsesFuture(call)
 
@@ -149,21 +166,18 @@ class EpisodeRouter(RequestRouter):
         )
 
     def has_work(self) -> bool:
-        return super().has_work() or bool(self.call_of_episode)
+        return super().has_work() or bool(self.running)
 
     def _exchange(self) -> bool:
         with self.changed:
-            runs_episodes = bool(self.call_of_episode)
+            runs_episodes = bool(self.running)
             begun = self.to_begin
-            self.to_begin = self._for_each_rank(list)
             answers = self.answers
-            self.answers = self._for_each_rank(dict)
+            self._empty_outbox()
         if not runs_episodes:
             return super()._exchange()
-        if any(begun):
-            self.agents.begin_episodes(PerRank(begun))
         self.collect_s = min(self.collect_s, EXCHANGE_S)
-        news = self.agents.exchange.remote(PerRank(answers), EXCHANGE_S)
+        news = self.agents.exchange.remote(PerRank(begun), PerRank(answers), EXCHANGE_S)
         # The ranks of both groups wait at the same time.
         is_left = super()._exchange()
         for rank, exchange in enumerate(news.get()):
@@ -178,22 +192,18 @@ class EpisodeRouter(RequestRouter):
         """Takes the requests and episodes of a rank."""
         with self.changed:
             for request in exchange.requests:
-                place = self.places.get(request.episode)
-                if place is None:  # the episode has ended without waiting for it
+                running = self.running.get(request.episode)
+                if running is None:  # the episode has ended without waiting for it
                     continue
-                place.replica = self.queue.place(request, place.replica)
+                running.replica = self.queue.place(request, running.replica)
                 self.episode_of_request[request.name] = request.episode
             for name in exchange.aborted:
                 if self.episode_of_request.pop(name, None):
                     self.aborted += self.queue.remove([name])
                     self.sent.discard(name)
-            for ended in exchange.episodes:
-                call = self.call_of_episode.pop(ended.name, None)
-                if call is None:
-                    continue
-                del self.places[ended.name]
-                call.episodes[ended.name] = ended
-                call.add_span(rank, ended.started, ended.started + ended.seconds)
+            for episode in exchange.episodes:
+                if ended := self.running.pop(episode.name, None):
+                    ended.call.add(episode, rank)
             self.changed.notify_all()
 
     def _ended(self, replica: int, name: str, completion: Completion) -> None:
@@ -203,37 +213,23 @@ class EpisodeRouter(RequestRouter):
             return
         self.queue.ended(name)
         self.sent.discard(name)
-        if place := self.places.get(episode):
-            self.answers[place.rank][name] = completion
+        if running := self.running.get(episode):
+            self.answers[running.rank][name] = completion
 
     def unfinished_calls(self) -> set[RequestCall]:
-        calls = super().unfinished_calls() | set(self.call_of_episode.values())
-        self.call_of_episode = {}
-        self.places = {}
+        calls = super().unfinished_calls()
+        for running in self.running.values():
+            calls.add(running.call)
+        self.running = {}
         self.episode_of_request = {}
-        self.to_begin = self._for_each_rank(list)
+        self._empty_outbox()
         return calls
 
-    def timeout_of(self, call: RequestCall, deadline_s: float) -> CallTimeout:
-        if not isinstance(call, EpisodeCall):
-            return super().timeout_of(call, deadline_s)
-        late_ranks = set()
-        for name, place in self.places.items():
-            if self.call_of_episode.get(name) is call:
-                late_ranks.add(place.rank)
-        late = f"rank(s) {sorted(late_ranks)} of {self.agents.world_size}"
-        return CallTimeout(self.agents.role, METHOD, deadline_s, late)
 
-    def report(self, call: RequestCall) -> None:
-        if not isinstance(call, EpisodeCall):
-            super().report(call)
-            return
-        for rank, (started, ended) in sorted(call.spans.items()):
-            self.agents.report(METHOD, rank, CallHeader(0, started, ended))
-
-
-def _parts(numbers: np.ndarray, num_parts: int) -> list[int]:
-    """Divides numbers into equal consecutive parts, and returns the part of each."""
-    parts = np.array_split(numbers, num_parts)
-    sizes = [len(part) for part in parts]
-    return np.repeat(np.arange(num_parts), sizes).tolist()
+def _parts(num_rows: int, num_parts: int) -> list[int]:
+    """Divides rows into equal consecutive parts, and returns the part of each row."""
+    parts = np.array_split(np.arange(num_rows), num_parts)
+    part_of_row = []
+    for number, part in enumerate(parts):
+        part_of_row += [number] * len(part)
+    return part_of_row

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -12,11 +12,13 @@ from verl_like.workers.agents.episode import (
     Episode,
     EpisodeFailed,
     EpisodeSpec,
+    FailureKind,
     Restarted,
     Reward,
     RewardProblem,
 )
 from verl_like.workers.agents.session import Limits, Session
+from verl_like.workers.config.agent import AgentConfig
 from verl_like.workers.rollout.request import Completion, GenerationRequest
 
 GATHER_S = 0.005
@@ -28,11 +30,11 @@ _CLOSING_S = 10.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an episode ended, other than by a failure."""
+    """How an episode ended."""
 
     reward: Reward
     ended: str = "done"
-    """"done", or "turns" or "room" if the policy has used them up."""
+    """"done", "turns" or "room" if the policy has used them up, or "failed"."""
     is_scored: bool = True
     """False if others compute the reward."""
 
@@ -68,23 +70,12 @@ class EpisodeRunner:
     they raise that error.
     """
 
-    def __init__(
-        self,
-        way: Way,
-        limits: Limits,
-        decode: Callable[..., Any],
-        *,
-        num_attempts: int,
-        max_episodes: int,
-        episode_timeout_s: float,
-    ) -> None:
+    def __init__(self, way: Way, limits: Limits, config: AgentConfig) -> None:
         """Starts what acts in episodes. Raises the error of `way.start`."""
         self.way = way
         self.limits = limits
-        self.decode = decode
-        self.num_attempts = num_attempts
-        self.episode_timeout_s = episode_timeout_s
-        self._places = asyncio.Semaphore(max_episodes)
+        self.config = config
+        self._places = asyncio.Semaphore(config.max_episodes)
         self._changed = threading.Condition()
         self._exchange = Exchange()
         """What the driver was not told yet."""
@@ -94,20 +85,13 @@ class EpisodeRunner:
         """The episodes that run, by their names."""
         self._failure: BaseException | None = None
         self._loop = asyncio.new_event_loop()
-        run = self._loop.run_forever
-        self._thread = threading.Thread(target=run, name="episodes", daemon=True)
+        self._thread = threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True)
         self._thread.start()
         self._on_loop(way.start(), START_S)
 
     def begin(self, specs: Sequence[EpisodeSpec]) -> None:
         """Begins episodes, and returns at once."""
-
-        async def begin() -> None:
-            for spec in specs:
-                name = spec.request.name
-                self._tasks[name] = asyncio.create_task(self._run(spec))
-
-        self._on_loop(begin(), START_S)
+        self._loop.call_soon_threadsafe(self._begin, specs)
 
     def exchange(self, answers: Mapping[str, Completion], wait_s: float) -> Exchange:
         """Gives calls their answers, by the names of their requests, and returns what is new. It
@@ -144,7 +128,14 @@ class EpisodeRunner:
 
     def _has_news(self) -> bool:
         news = self._exchange
-        return bool(news.requests or news.aborted or news.episodes) or self._failure is not None
+        if self._failure is not None:
+            return True
+        return bool(news.requests or news.aborted or news.episodes)
+
+    def _begin(self, specs: Sequence[EpisodeSpec]) -> None:
+        for spec in specs:
+            task = self._loop.create_task(self._run(spec))
+            self._tasks[spec.request.name] = task
 
     def _answer(self, answers: Mapping[str, Completion]) -> None:
         for name, completion in answers.items():
@@ -188,10 +179,10 @@ class EpisodeRunner:
 
     async def _attempts(self, spec: EpisodeSpec) -> Episode:
         """Tries an episode until it ends or the attempts are used up."""
-        failures: list[EpisodeFailed] = []
+        failures: list[tuple[FailureKind, str]] = []
         for number in itertools.count():
             name = f"{spec.request.name}, attempt {number}"
-            session = Session(spec, self, self.limits, self.decode, name=name)
+            session = Session(spec, self, self.limits, name=name)
             started = time.time()
             try:
                 outcome = await self._attempt(session)
@@ -201,26 +192,27 @@ class EpisodeRunner:
             except RewardProblem as problem:
                 return _ended(session, Outcome(None), failures, started, str(problem))
             except EpisodeFailed as failure:
-                failures.append(failure)
-                if len(failures) == self.num_attempts:
-                    return _failed(spec, failures, started)
+                failures.append((failure.kind, str(failure)))
+            if len(failures) == self.config.num_attempts:
+                # Nothing of what it has drawn is kept.
+                session = Session(spec, self, self.limits, name=name)
+                return _ended(session, Outcome(None, "failed"), failures, started)
         raise AssertionError("the attempts have no end of their own")
 
     async def _attempt(self, session: Session) -> Outcome:
+        limit_s = self.config.episode_timeout_s
         try:
-            async with asyncio.timeout(self.episode_timeout_s):
+            async with asyncio.timeout(limit_s):
                 return await self.way.run(session)
         except TimeoutError:
-            raise EpisodeFailed(
-                "deadline",
-                f"the episode took over agent.episode_timeout_s={self.episode_timeout_s:g} s",
-            ) from None
+            text = f"the episode took over agent.episode_timeout_s={limit_s:g} s"
+            raise EpisodeFailed("deadline", text) from None
 
 
 def _ended(
     session: Session,
     outcome: Outcome,
-    failures: Sequence[EpisodeFailed],
+    failures: Sequence[tuple[FailureKind, str]],
     started: float,
     reward_problem: str = "",
 ) -> Episode:
@@ -231,22 +223,10 @@ def _ended(
         rows=session.finish(reward),
         has_reward=outcome.reward is not None or not outcome.is_scored,
         ended=outcome.ended,
-        failures=tuple((failure.kind, str(failure)) for failure in failures),
+        failures=tuple(failures),
         reward_problem=reward_problem,
         counts=session.counts,
         turns=tuple(session.turns.values()),
-        started=started,
-        seconds=time.time() - started,
-    )
-
-
-def _failed(spec: EpisodeSpec, failures: Sequence[EpisodeFailed], started: float) -> Episode:
-    return Episode(
-        name=spec.request.name,
-        rows=(),
-        has_reward=False,
-        ended="failed",
-        failures=tuple((failure.kind, str(failure)) for failure in failures),
         started=started,
         seconds=time.time() - started,
     )

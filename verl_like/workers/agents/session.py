@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -17,11 +17,15 @@ from verl_like.workers.agents.episode import (
     RewardProblem,
     RoomUsedUp,
     Row,
+    TokenIds,
     Turn,
 )
 from verl_like.workers.rollout.request import Completion, GenerationRequest
 
 LARGEST_REWARD = float(np.finfo(np.float32).max)
+FindStop = Callable[[list[int], bool], tuple[int, str | None]]
+"""Gets the tokens of a response, and whether the last one ended it. Returns how many tokens there
+are up to the first text that ends it, and this text or None."""
 
 
 class Model(Protocol):
@@ -63,24 +67,12 @@ class Session:
     the order of parallel calls does not matter.
     """
 
-    def __init__(
-        self,
-        spec: EpisodeSpec,
-        model: Model,
-        limits: Limits,
-        decode: Callable[..., Any],
-        *,
-        name: str,
-    ) -> None:
-        """Args:
-        decode: makes the text of tokens, in which texts that stop a call are looked for.
-        name: a name that no other attempt at an episode has.
-        """
+    def __init__(self, spec: EpisodeSpec, model: Model, limits: Limits, *, name: str) -> None:
+        """`name` is one that no other attempt at an episode has."""
         self.spec = spec
         self.name = name
         self.model = model
         self.limits = limits
-        self.decode = decode
         self.rows: list[Row] = []
         self.turns: dict[int, Turn] = {}
         """The calls that were answered, by their numbers."""
@@ -88,17 +80,17 @@ class Session:
         self.num_calls = 0
         self._num_repeats: Counter[bytes] = Counter()
 
-    def check_room(self, prompt_ids: Sequence[int]) -> None:
+    def check_room(self, prompt_ids: TokenIds) -> None:
         """Raises RoomUsedUp if `draw` does for this prompt."""
         self._room(self._row_of(prompt_ids), prompt_ids)
 
     async def draw(
         self,
-        prompt_ids: Sequence[int],
+        prompt_ids: TokenIds,
         *,
         max_tokens: int | None = None,
-        stop_token_ids: Sequence[int] = (),
-        stop: Sequence[str] = (),
+        stop_token_ids: TokenIds = (),
+        find_stop: FindStop | None = None,
     ) -> Drawn:
         """Calls the model, and records what it draws.
 
@@ -110,12 +102,14 @@ class Session:
             prompt_ids: the tokens of the prompt.
             max_tokens: the most tokens to draw. None means as many as there is room for.
             stop_token_ids: tokens that end the response, besides those of the model.
-            stop: texts that end it.
+            find_stop: finds a text that ends it too. What is behind the text is not recorded.
         """
         row = self._row_of(prompt_ids)
         room = self._room(row, prompt_ids)
         sampling = self.spec.request.sampling
-        wanted = sampling.max_tokens if max_tokens is None else max_tokens
+        length = min(room, sampling.max_tokens)
+        if max_tokens is not None:
+            length = min(length, max_tokens)
         stop_tokens = {*sampling.stop_token_ids, *stop_token_ids}
         number = self.num_calls
         self.num_calls += 1
@@ -126,9 +120,7 @@ class Session:
             prompt_ids=list(prompt_ids),
             seed=self._seed(prompt_ids),
             sampling=replace(
-                sampling,
-                max_tokens=min(room, wanted, sampling.max_tokens),
-                stop_token_ids=tuple(sorted(stop_tokens)),
+                sampling, max_tokens=length, stop_token_ids=tuple(sorted(stop_tokens))
             ),
         )
         started = time.monotonic()
@@ -137,13 +129,13 @@ class Session:
             async with asyncio.timeout(self.limits.call_timeout_s):
                 completion = await self.model.complete(request)
         except TimeoutError:
-            raise EpisodeFailed(
-                "deadline", f"a call of the model took over {self.limits.call_timeout_s:g} s"
-            ) from None
+            text = f"a call of the model took over {self.limits.call_timeout_s:g} s"
+            raise EpisodeFailed("deadline", text) from None
         finally:
             row.is_extended = False
-        drawn = self._stopped(completion, stop, request.sampling.stop_token_ids)
-        self._record(number, row, prompt_ids, drawn.completion, time.monotonic() - started)
+        seconds = time.monotonic() - started
+        drawn = _stopped(completion, request.sampling.stop_token_ids, find_stop)
+        self._record(number, row, prompt_ids, drawn.completion, seconds)
         return drawn
 
     def finish(self, reward: Any) -> tuple[FinishedRow, ...]:
@@ -175,7 +167,7 @@ class Session:
         by_call: dict[int, float] = dict(zip(numbers, rewards, strict=False))
         return tuple(row.finished(by_call) for row in self.rows)
 
-    def _row_of(self, prompt_ids: Sequence[int]) -> Row:
+    def _row_of(self, prompt_ids: TokenIds) -> Row:
         """Returns the row that a prompt continues, or a new one. A row that another call extends
         already is not continued."""
         for row in reversed(self.rows):
@@ -183,7 +175,7 @@ class Session:
                 return row
         return Row(prompt_ids)
 
-    def _room(self, row: Row, prompt_ids: Sequence[int]) -> int:
+    def _room(self, row: Row, prompt_ids: TokenIds) -> int:
         """Returns how many tokens may be drawn behind a prompt that continues `row`."""
         limits = self.limits
         is_first = self.num_calls == 0
@@ -202,7 +194,7 @@ class Session:
             )
         return room
 
-    def _seed(self, prompt_ids: Sequence[int]) -> int:
+    def _seed(self, prompt_ids: TokenIds) -> int:
         """Returns the seed of the next call, an integer of 63 bits."""
         tokens = np.array(prompt_ids, np.int64).tobytes()
         num_before = self._num_repeats[tokens]
@@ -214,62 +206,41 @@ class Session:
         digest = hashlib.blake2b(key, digest_size=8).digest()
         return int.from_bytes(digest) >> 1
 
-    def _stopped(
-        self, completion: Completion, stop: Sequence[str], stop_token_ids: Sequence[int]
-    ) -> Drawn:
-        """Drops the tokens behind the first text that stops the call.
-
-        What remains is what would have been drawn if the engine had stopped there.
-        """
-        token_ids = completion.token_ids.tolist()
-        text = self.decode(token_ids) if stop else ""
-        found = [word for word in stop if word in text]
-        if not found:
-            last = token_ids[-1]
-            return Drawn(completion, last if last in stop_token_ids else None)
-        # The fewest tokens whose text has one of the words.
-        too_few = 0
-        enough = len(token_ids)
-        while enough - too_few > 1:
-            length = (too_few + enough) // 2
-            part = self.decode(token_ids[:length])
-            if any(word in part for word in found):
-                enough = length
-            else:
-                too_few = length
-        part = self.decode(token_ids[:enough])
-        word = next(word for word in found if word in part)
-        return Drawn(_first_tokens(completion, enough), word)
-
     def _record(
-        self,
-        number: int,
-        row: Row,
-        prompt_ids: Sequence[int],
-        completion: Completion,
-        seconds: float,
+        self, number: int, row: Row, prompt_ids: TokenIds, completion: Completion, seconds: float
     ) -> None:
+        counts = self.counts
         if not row.ends:
             self.rows.append(row)
-            self.counts["rows"] += 1
+            counts["rows"] += 1
         else:
-            self.counts["joined_calls"] += 1
-        self.counts["calls"] += 1
-        self.counts["prompt_tokens"] += len(prompt_ids)
-        self.counts["cached_tokens"] += completion.num_cached_tokens
+            counts["joined_calls"] += 1
+        counts["calls"] += 1
+        counts["prompt_tokens"] += len(prompt_ids)
+        counts["cached_tokens"] += completion.num_cached_tokens
         row.extend(number, prompt_ids, completion)
-        self.turns[number] = Turn(self.rows.index(row), len(completion.token_ids), seconds)
+        num_drawn = len(completion.token_ids)
+        self.turns[number] = Turn(self.rows.index(row), num_drawn, seconds)
 
 
-def _first_tokens(completion: Completion, length: int) -> Completion:
-    """Returns the first tokens of a completion."""
+def _stopped(completion: Completion, stop_token_ids: TokenIds, find_stop: FindStop | None) -> Drawn:
+    """Says what ended a response, and drops the tokens behind a text that did."""
+    token_ids = completion.token_ids.tolist()
+    last = token_ids[-1]
+    stop_token = last if last in stop_token_ids else None
+    if find_stop is None:
+        return Drawn(completion, stop_token)
+    length, text = find_stop(token_ids, stop_token is not None)
+    if text is None:
+        return Drawn(completion, stop_token)
     versions = []
     for version, start, end in completion.versions:
         if start < length:
             versions.append((version, start, min(end, length)))
-    return Completion(
+    kept = Completion(
         completion.token_ids[:length],
         completion.log_probs[:length],
         tuple(versions),
         completion.num_cached_tokens,
     )
+    return Drawn(kept, text)

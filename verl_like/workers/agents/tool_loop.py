@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from verl_like.workers.agents.chat import ChatFormat, Message
 from verl_like.workers.agents.episode import EpisodeFailed, RoomUsedUp, ToolCall
+from verl_like.workers.agents.host_process import JsonObject
 from verl_like.workers.agents.hosts import Hosts, UserCodeError
 from verl_like.workers.agents.runner import Outcome
 from verl_like.workers.agents.session import Session
@@ -19,7 +20,7 @@ class Seat(Protocol):
     def is_done(self) -> bool:
         """Returns whether the environment has ended the episode."""
 
-    async def call(self, method: str, arguments: dict[str, Any], timeout_s: float) -> Any:
+    async def call(self, method: str, arguments: JsonObject, timeout_s: float) -> Any:
         """Calls `reset`, a tool or `get_reward`, and returns what it returns. Raises UserCodeError
         if it fails, and EpisodeFailed or Restarted if the environment does."""
 
@@ -82,20 +83,18 @@ class ToolLoop:
         ended = await self._turns(seat, session, messages, prompt_ids)
         reward = None
         if self.has_reward:
-            timeout_s = self.config.reward_timeout_s
-            reward = await self._call(seat, "get_reward", {}, timeout_s)
+            reward = await self._call(seat, "get_reward", {}, self.config.reward_timeout_s)
         return Outcome(reward, ended, is_scored=self.has_reward)
 
     async def _begin(self, seat: Seat, session: Session) -> tuple[list[Message], list[int]]:
         """Resets the environment, and returns the first messages and their tokens."""
         spec = session.spec
-        timeout_s = self.config.reset_timeout_s
-        text = await self._call(seat, "reset", dict(spec.row), timeout_s)
-        messages = list(spec.row["prompt"])
+        row = dict(spec.row)
+        text = await self._call(seat, "reset", row, self.config.reset_timeout_s)
+        messages = list(row["prompt"])
         if text is not None and not isinstance(text, str):
-            raise EpisodeFailed(
-                "environment", f"reset returned {text!r:.100}: return None, or text for the prompt"
-            )
+            problem = f"reset returned {text!r:.100}: return None, or text for the prompt"
+            raise EpisodeFailed("environment", problem)
         if not text:
             return messages, list(spec.request.prompt_ids)
         last = messages[-1]
@@ -132,8 +131,9 @@ class ToolLoop:
             messages.append(reply)
             before = self.chat.render(messages, self.tools, is_prompt=False)
             for call in calls:
-                result = await self._use_tool(seat, session, call["function"])
-                messages.append({"role": "tool", "name": result.name, "content": result.result})
+                used = await self._use_tool(seat, session, call["function"])
+                message = {"role": "tool", "name": used.name, "content": used.result}
+                messages.append(message)
                 if seat.is_done:
                     return "done"
             prompt = self.chat.render(messages, self.tools, is_prompt=True)
@@ -170,14 +170,12 @@ class ToolLoop:
             result = str({"error": problem})
         seconds = time.monotonic() - started
         used = ToolCall(name, str(arguments), str(result), seconds, bool(problem))
-        last_turn = list(session.turns.values())[-1]
+        *_, last_turn = session.turns.values()
         last_turn.tool_calls.append(used)
         session.counts["tool_calls"] += 1
         return used
 
-    async def _call(
-        self, seat: Seat, method: str, arguments: dict[str, Any], timeout_s: float
-    ) -> Any:
+    async def _call(self, seat: Seat, method: str, arguments: JsonObject, timeout_s: float) -> Any:
         """Calls `reset` or `get_reward`. Raises EpisodeFailed if it raises."""
         try:
             return await seat.call(method, arguments, timeout_s)

@@ -2,7 +2,7 @@
 
 import asyncio
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgpack
@@ -13,6 +13,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from verl_like.workers.agents.endpoint import MODEL_NAME, Endpoint, without_secrets
 from verl_like.workers.agents.episode import EpisodeFailed, Reward
+from verl_like.workers.agents.host_process import JsonObject
 from verl_like.workers.agents.hosts import Description
 from verl_like.workers.agents.runner import Outcome
 from verl_like.workers.agents.session import Session
@@ -25,7 +26,6 @@ _PING_MS = 5_000
 _SILENCE_MS = 20_000
 _LINGER_MS = 1_000
 _CHECK_MS = 5_000
-_PAUSE_S = 0.1
 
 
 class _Error(BaseModel):
@@ -45,8 +45,8 @@ class _Answer(BaseModel):
 
     trace: str = ""
     """The name of the record."""
-    open: dict[str, Any] = {}
-    set: dict[str, Any] = {}
+    open: JsonObject = {}
+    set: JsonObject = {}
     errors: list[_Error] = []
     head: _Head | None = None
     error: str | None = None
@@ -75,7 +75,8 @@ class VerifiersServer:
         self.address = address
         self.endpoint = endpoint
         self.timeout_s = timeout_s
-        self._is_connected = False
+        self._connection = asyncio.Event()
+        """It is set while the server is there."""
         self.parts: dict[bytes, asyncio.Queue[list[bytes]]] = {}
         """The parts of answers, by the names of requests. No parts mean that the server has
         gone."""
@@ -89,7 +90,8 @@ class VerifiersServer:
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         self._monitor = self._socket.get_monitor_socket(events)
         self._socket.connect(f"tcp://{self.address}")
-        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
+        work = (self._receive(), self._watch())
+        self._tasks = [asyncio.create_task(each) for each in work]
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -125,7 +127,7 @@ class VerifiersServer:
             raise access.failure
         return Outcome(reward, "room" if session.counts["room_used_up"] else "done")
 
-    async def _reward(self, request: Mapping[str, Any]) -> Reward:
+    async def _reward(self, request: JsonObject) -> Reward:
         """Lets the server run an episode, and returns its reward. Raises EpisodeFailed if it
         fails."""
         await self._connected()
@@ -149,13 +151,13 @@ class VerifiersServer:
         """Waits for the server. Raises EpisodeFailed if it does not come."""
         try:
             async with asyncio.timeout(self.timeout_s):
-                while not self._is_connected:
-                    await asyncio.sleep(_PAUSE_S)
+                await self._connection.wait()
         except TimeoutError:
             raise EpisodeFailed("environment", f"no server answers at {self.address}") from None
 
-    def _send(self, name: str, method: bytes, content: Mapping[str, Any]) -> None:
-        self._socket.send_multipart([name.encode(), method, msgpack.packb(content)])
+    def _send(self, name: str, method: bytes, content: JsonObject) -> None:
+        packed = msgpack.packb(content)
+        self._socket.send_multipart([name.encode(), method, packed])
 
     async def _receive(self) -> None:
         """Gives answers to those who wait for them."""
@@ -168,10 +170,12 @@ class VerifiersServer:
         """Tells those who wait when the server comes and goes."""
         while True:
             event = await recv_monitor_message(self._monitor)
-            self._is_connected = event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
-            if not self._is_connected:
-                for parts in self.parts.values():
-                    parts.put_nowait([])
+            if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._connection.set()
+                continue
+            self._connection.clear()
+            for parts in self.parts.values():
+                parts.put_nowait([])
 
 
 def opened(parts: Sequence[bytes]) -> tuple[bytes, Any]:
@@ -194,13 +198,14 @@ def reward_of(answers: Sequence[_Answer]) -> Reward:
     *news, end = answers
     if end.head is None:
         raise EpisodeFailed("environment", f"the server refused the episode: {end.error}")
-    record: dict[str, Any] = {}
+    record: JsonObject = {}
     errors = []
     for answer in news:
         record |= answer.open | answer.set
         errors += answer.errors
     if not end.head.ok:
-        texts = [f"{error.type}: {error.message}" for error in [*errors, *end.head.errors]]
+        errors += end.head.errors
+        texts = [f"{error.type}: {error.message}" for error in errors]
         raise EpisodeFailed("environment", "; ".join(texts))
     names = {answer.trace for answer in news}
     if len(names) != 1:
@@ -215,7 +220,9 @@ def reward_of(answers: Sequence[_Answer]) -> Reward:
     if trace.is_timeout:
         raise EpisodeFailed("deadline", "a deadline of the environment passed")
     rewards = [reward for reward in trace.rewards.values() if reward]
-    return sum(reward.score * reward.weight for reward in rewards) if rewards else None
+    if not rewards:
+        return None
+    return sum(reward.score * reward.weight for reward in rewards)
 
 
 def describe_verifiers(address: str) -> Description:

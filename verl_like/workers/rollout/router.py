@@ -115,13 +115,32 @@ class RequestCall(PendingCall):
             while not is_done:
                 _, is_done = self.router.wait_for_more(self, started, deadline_s)
             self.batch = self.assembled()
-            self.router.report(self)
+            self.report()
         return [self.batch]
 
     def assembled(self) -> DataProto:
         """Returns the batch of the call, whose responses have all ended."""
         completions = [self.completions[name] for name in self.requests]
         return assemble(self.prompts, completions)
+
+    def report(self) -> None:
+        """Writes into the timeline when each replica worked on this call, which has ended."""
+        router = self.router
+        for replica, (started, ended) in sorted(self.spans.items()):
+            rank = router.mesh.collect_ranks[replica]
+            router.group.report(METHOD, rank, CallHeader(0, started, ended))
+
+    def timeout(self, deadline_s: float) -> CallTimeout:
+        """Returns the error of this call if it is late. It names the ranks that have requests of
+        it. The caller holds the lock."""
+        router = self.router
+        late_ranks = set()
+        for name, replica in router.queue.replica_of.items():
+            if name in self.requests:
+                rank = router.mesh.collect_ranks[replica]
+                late_ranks.add(rank)
+        late = f"rank(s) {sorted(late_ranks)} of {router.group.world_size}"
+        return CallTimeout(router.group.role, METHOD, deadline_s, late)
 
     def finish(self) -> None:
         self.wait(None)
@@ -171,14 +190,17 @@ class RequestRouter:
 
     def call(self, prompts: DataProto) -> ResponsesFuture:
         """Begins to draw the responses to a batch of prompts, and returns their future."""
-        with self.changed:
-            self.num_calls += 1
-            name = f"call {self.num_calls}"
-        requests = self.rules.requests_of(prompts, name)
-        call = RequestCall(self, prompts, requests)
+        call = RequestCall(self, prompts, self.requests_of(prompts))
         with self.changed:
             self._add(call)
         return ResponsesFuture(call)
+
+    def requests_of(self, prompts: DataProto) -> list[GenerationRequest]:
+        """Returns the requests of a new call, with names that no other call has."""
+        with self.changed:
+            self.num_calls += 1
+            name = f"call {self.num_calls}"
+        return self.rules.requests_of(prompts, name)
 
     def begin_again(self, call: RequestCall) -> None:
         """Aborts the requests of a call, discards its responses, and sends all requests again."""
@@ -232,7 +254,7 @@ class RequestRouter:
         with self.changed:
             left_s = max(0.0, started + deadline_s - time.monotonic())
             if not self._wait_for(has_more, left_s):
-                raise self.timeout_of(call, deadline_s)
+                raise call.timeout(deadline_s)
             if call.error:
                 raise call.error
             unread = call.unread
@@ -247,16 +269,6 @@ class RequestRouter:
         """
         timeout = None if math.isinf(limit_s) else limit_s
         return self.changed.wait_for(condition, timeout)
-
-    def timeout_of(self, call: RequestCall, deadline_s: float) -> CallTimeout:
-        """Returns the error of a late call, which names the ranks that have requests of it."""
-        late_ranks = set()
-        for name, replica in self.queue.replica_of.items():
-            if name in call.requests:
-                rank = self.mesh.collect_ranks[replica]
-                late_ranks.add(rank)
-        late = f"rank(s) {sorted(late_ranks)} of {self.group.world_size}"
-        return CallTimeout(self.group.role, METHOD, deadline_s, late)
 
     def wait_until_sent(self, method: str) -> None:
         """Waits until all requests of earlier calls were sent to replicas.
@@ -289,7 +301,7 @@ class RequestRouter:
             for call in calls:
                 is_late = now > call.begun + deadline_s
                 if is_late and not call.done():
-                    raise self.timeout_of(call, deadline_s)
+                    raise call.timeout(deadline_s)
 
     def ages(self) -> dict[str, int]:
         """Returns the engine steps since each unfinished request was submitted, by its name."""
@@ -298,12 +310,6 @@ class RequestRouter:
         for rank in self.mesh.collect_ranks:
             ages |= by_rank[rank]
         return ages
-
-    def report(self, call: RequestCall) -> None:
-        """Writes into the timeline when each replica worked on a call that has ended."""
-        for replica, (started, ended) in sorted(call.spans.items()):
-            rank = self.mesh.collect_ranks[replica]
-            self.group.report(METHOD, rank, CallHeader(0, started, ended))
 
     def close(self) -> None:
         """Ends the thread, and waits for its end, but not longer than `_CLOSING_S`.
