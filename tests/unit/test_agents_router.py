@@ -140,7 +140,7 @@ def test_calls_of_one_prompt_are_divided_among_the_ranks(make_agents):
     ranks = []
 
     async def note_rank(session: Session) -> Outcome:
-        ranks.append(router.places[session.spec.request.name].rank)
+        ranks.append(router.running[session.spec.request.name].rank)
         return await one_call(session)
 
     agents, rollout, _seen = make_agents(note_rank)
