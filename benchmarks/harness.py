@@ -36,6 +36,7 @@ T = TypeVar("T")
 PYTHON = {
     "project": sys.executable,
     "peers": str(ROOT / "benchmarks" / ".peers" / "bin" / "python"),
+    "verifiers": str(ROOT / "build" / "agents" / "verifiers" / "bin" / "python"),
 }
 
 
@@ -60,7 +61,7 @@ def sized(whole: T, small: T) -> T:
 
 
 class Side:
-    """One contender: a process of its own, in the project's environment or in the peers'.
+    """One contender: a process of its own, in the project's environment or in one of the peers'.
 
     Args:
         name: as it is printed.
@@ -74,7 +75,7 @@ class Side:
         self,
         name: str,
         script: str,
-        environment: Literal["project", "peers"],
+        environment: Literal["project", "peers", "verifiers"],
         threads: int = 1,
         variables: dict[str, str] | None = None,
     ) -> None:
@@ -84,8 +85,8 @@ class Side:
             return
         if not Path(PYTHON[environment]).exists():
             raise SystemExit(
-                "The peers' environment does not exist yet: bash benchmarks/setup_peers.sh makes "
-                "it."
+                f"{PYTHON[environment]} does not exist yet: bash benchmarks/setup_peers.sh makes "
+                "the peers' environments."
             )
         self.log = (
             ROOT / "benchmarks" / f".{Path(script).name}.{name.replace(' ', '_')}.log"

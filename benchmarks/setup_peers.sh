@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # Makes the environment of the peers, benchmarks/.peers: verl, TRL and OpenRLHF with the project's version of torch and Ray.
+# verifiers has one of its own, build/agents/verifiers.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
+bash ../scripts/agents_environment.sh verifiers
 python=${PYTHON:-python3}
 stamp=.peers/.installed
 wanted=$(cat peers.lock setup_peers.sh | sha256sum | cut -d' ' -f1)

@@ -77,7 +77,7 @@ def main() -> int:
         "-q",
         "-p",
         "no:cacheprovider",
-        "--session-timeout=9000",
+        "--session-timeout=21600",
         "-n",
         "2",
         "--dist",

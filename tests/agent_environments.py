@@ -6,7 +6,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,12 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def serving(
-    describe: Callable[[str], Any], name: str, program: str, *arguments: str, **options: Any
+    describe: Callable[[str], Any],
+    name: str,
+    program: str,
+    *arguments: str,
+    port: int | None = None,
+    **options: Any,
 ) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """Runs a server until it answers, with the Python of an environment.
 
@@ -37,13 +42,24 @@ def serving(
         name: the name of the environment.
         program: the path of the server's program in the folder of the tests. Its arguments are the
             port and these.
+        port: any free one if it is None.
         options: variables of its environment.
     """
     programs = environment(name)
-    port = free_port()
-    variables = os.environ | {"PATH": f"{programs}:{os.environ['PATH']}"}
+    port = port or free_port()
     command = [programs / "python", TESTS / program, str(port), *arguments]
-    server = subprocess.Popen(command, env=variables | options)
+    path = {"PATH": f"{programs}:{os.environ['PATH']}"}
+    with running(describe, port, command, env=os.environ | path | options) as server:
+        yield f"127.0.0.1:{port}", server
+
+
+@contextlib.contextmanager
+def running(
+    describe: Callable[[str], Any], port: int, command: Sequence[Any], **options: Any
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Runs the command of a server until it answers at this port, see `serving`. The options are
+    those of its process."""
+    server = subprocess.Popen(command, **options)
     deadline = time.monotonic() + 300
     try:
         while True:
@@ -53,7 +69,7 @@ def serving(
             except ValueError:
                 assert server.poll() is None and time.monotonic() < deadline
                 time.sleep(0.2)
-        yield f"127.0.0.1:{port}", server
+        yield server
     finally:
         server.send_signal(signal.SIGCONT)
         server.terminate()

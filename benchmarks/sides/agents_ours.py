@@ -18,8 +18,8 @@ from verl_like.protocol import DataProto
 from verl_like.protocol.row_ops import jagged_parts
 from verl_like.single_controller.worker_group import CallEvent
 from verl_like.trainer.config import load_ppo_config
-from verl_like.trainer.ppo.inputs import check_inputs
 from verl_like.trainer.main_ppo import WORKERS
+from verl_like.trainer.ppo.inputs import check_inputs
 from verl_like.trainer.ppo.workers import build_resource_pools, load_models, start_groups
 from verl_like.trainer.run import worker_template
 from verl_like.trainer.run.shell import start_ray_of
@@ -31,12 +31,11 @@ def ignore(event: CallEvent) -> None:
     """Does nothing with what is known of a call that has ended."""
 
 
-def start(
-    folder: str, overrides: list[str], num_prompts: int, num_characters: int = 0
-) -> dict[str, Any]:
-    """Starts Ray, the agents and the engine of a run with these prompts."""
-    data = f"{folder}/{num_prompts}_{num_characters}.parquet"
-    pq.write_table(pa.Table.from_pylist(world.rows(num_prompts, num_characters)), data)
+def start(folder: str, overrides: list[str], rows: dict[str, int]) -> dict[str, Any]:
+    """Starts Ray, the agents and the engine of a run. `rows` are the arguments of `world.rows`."""
+    data = f"{folder}/{'_'.join(map(str, rows.values()))}.parquet"
+    num_prompts = rows["number"]
+    pq.write_table(pa.Table.from_pylist(world.rows(**rows)), data)
     settings = [
         "device=cpu",
         "trainer.n_gpus_per_node=1",
@@ -45,7 +44,7 @@ def start(
         f"data.train_batch_size={num_prompts}",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={num_prompts}",
         f"actor_rollout_ref.model.path={folder}/model",
-        "algorithm.adv_estimator=grpo",
+        "algorithm.adv_estimator=reinforce_plus_plus",
         "trainer.total_training_steps=1",
     ]
     config = load_ppo_config([*settings, *overrides])
@@ -68,15 +67,12 @@ def start(
     return {}
 
 
-def run(step: int, validates: bool = False) -> dict[str, Any]:
-    """All episodes of a step: their tokens, masks and scores, the CPU seconds of each part, and the
-    seconds by the wall.
-
-    `validates`: the sampling is that of a validation.
-    """
+def run(first: int, number: int, is_greedy: bool = False) -> dict[str, Any]:
+    """The episodes of `number` prompts: their tokens, masks and scores, the CPU seconds of each
+    part, and the seconds by the wall."""
     prompts = state["prompts"]
-    batch = prompts.collate([prompts[i] for i in range(len(prompts))], epoch=0)
-    batch.meta_info |= {"global_steps": step, "validate": validates}
+    batch = prompts.collate([prompts[first + i] for i in range(number)], epoch=0)
+    batch.meta_info |= {"global_steps": 1, "validate": is_greedy}
     before = cpu_seconds()
     before["driver"] = time.process_time()
     started = time.perf_counter()

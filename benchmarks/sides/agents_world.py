@@ -5,11 +5,13 @@ Tokens are words and characters, tool calls are those of Hermes, and the environ
 calculator of `examples/agents`.
 """
 
+import string
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+import torch
+from transformers import PreTrainedTokenizerFast
 from transformers.utils import get_json_schema
 
 from examples.agents.calculator import Calculator
@@ -29,10 +31,15 @@ ANSWER = "408<|im_end|>"
 
 
 def write_model(folder: Path) -> None:
-    """Writes a Llama of two layers with random weights, and its tokenizer."""
+    """Writes a Llama of two layers with random weights, and its tokenizer. The greedy tokens are
+    letters and digits, so that its text has the tokens that were drawn."""
     tokenizer = make_tokenizer()
     model = make_model(Settings(), tokenizer)
     model.config.max_position_embeddings = CONTEXT
+    spoken = tokenizer.convert_tokens_to_ids(list(string.ascii_letters + string.digits))
+    others = torch.ones(len(tokenizer), dtype=torch.bool)
+    others[spoken] = False
+    model.lm_head.weight.data[others] = 0.0
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -43,26 +50,17 @@ def tools() -> list[dict[str, Any]]:
     return [get_json_schema(calculator.multiply), get_json_schema(calculator.submit)]
 
 
-def rows(number: int, num_characters: int = 0) -> list[dict[str, Any]]:
-    """Rows of a dataset: products of two numbers, behind so many other characters."""
+def rows(number: int, num_characters: int = 0, num_turns: int = 0) -> list[dict[str, Any]]:
+    """Rows of a dataset: products of two numbers, with so many characters. `num_turns` is for the
+    harness `talk`."""
     problems = make_problems("product", Settings(num_problems=number, num_held_out=0))
     made = [make_row(problem, "product", "train", i) for i, problem in enumerate(problems)]
     for row in made:
         message = row["prompt"][0]
-        message["content"] = message["content"].rjust(num_characters, "=")
+        # The numbers come first: no two prompts have blocks of a prefix cache in common
+        message["content"] = message["content"].ljust(num_characters, "=")
+        row["extra_info"]["num_turns"] = num_turns
     return made
-
-
-def prompt_tokens(
-    tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], has_tools: bool
-) -> list[int]:
-    text = tokenizer.apply_chat_template(
-        row["prompt"],
-        tools=tools() if has_tools else None,
-        tokenize=False,
-        add_generation_prompt=True,
-    )
-    return tokenizer.encode(text, add_special_tokens=False)
 
 
 class Script:

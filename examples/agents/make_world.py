@@ -8,9 +8,9 @@ The folder then holds `model/` (Hugging Face format, float32), and for each task
 `two_calls/` of three. No held-out product is in the training split. `world.json` has the settings.
 
 The model learns from conversations of two kinds. Half of them show how it is to act: where a number
-has still to be multiplied it mostly guesses an answer instead of using the calculator. The others
-use the calculator all the way, but the choice to do so is left out of the loss. So the model copies
-numbers well, and rarely has one to copy.
+has still to be multiplied it mostly submits the first number instead of using the calculator. The
+others use the calculator all the way, but the choice to do so is left out of the loss. So the model
+copies numbers well, and rarely copies the right ones.
 """
 
 import argparse
@@ -119,18 +119,16 @@ def tool_turn(name: str, arguments: dict[str, int], result: object) -> list[Mess
     ]
 
 
-def conversation(problem: Problem, num_calls: int, rng: random.Random) -> list[Message]:
+def conversation(problem: Problem, num_calls: int) -> list[Message]:
     """Returns a conversation in which the calculator is used some times. If it is used too rarely
-    the answer is a guess, a number of as many digits as the right one."""
+    the answer is the first number."""
     messages = [question(problem)]
     product = problem[0]
     for factor in problem[1 : num_calls + 1]:
         messages += tool_turn("multiply", {"a": product, "b": factor}, product * factor)
         product *= factor
-    answer = math.prod(problem)
-    if num_calls < len(problem) - 1:
-        lowest = 10 ** (len(str(answer)) - 1)
-        answer = rng.randrange(lowest, 10 * lowest)
+    is_solved = num_calls == len(problem) - 1
+    answer = product if is_solved else problem[0]
     messages += tool_turn("submit", {"value": answer}, "taken")
     return [*messages, {"role": "assistant", "content": ""}]
 
@@ -203,7 +201,7 @@ class WarmUpExamples:
             while num_calls < num_needed and self.rng.random() < self.rates[task]:
                 num_calls += 1
         text = self.tokenizer.apply_chat_template(
-            conversation(problem, num_calls, self.rng), tools=self.tools, tokenize=False
+            conversation(problem, num_calls), tools=self.tools, tokenize=False
         )
         tokens = self.tokenizer.encode(text, add_special_tokens=False)
         return tokens, self._are_learnt(tokens, is_choice_learnt)

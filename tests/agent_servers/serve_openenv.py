@@ -1,5 +1,6 @@
-"""Serves an environment of OpenEnv under uvicorn: `python serve_openenv.py PORT actions|tools`, in
-its environment. The task is to multiply numbers until the product is above 100. It takes long to multiply by 1."""
+"""Serves an environment of OpenEnv under uvicorn: `python serve_openenv.py PORT actions|tools|slow
+SESSIONS`, in its environment. The task is to multiply numbers until the product is above 100. It takes long to multiply
+by 1. The slow one takes a while to begin."""
 
 import sys
 import time
@@ -80,11 +81,18 @@ class Tools(MCPEnvironment):
         return State()
 
 
+class Slow(Tools):
+    def reset(self, **row: Any) -> Observation:
+        time.sleep(0.5)
+        return super().reset(**row)
+
+
 KINDS = {
     "actions": (Products, Multiply, Number),
     "tools": (Tools, CallToolAction, CallToolObservation),
+    "slow": (Slow, CallToolAction, CallToolObservation),
 }
 
 if __name__ == "__main__":
-    app = create_fastapi_app(*KINDS[sys.argv[2]], max_concurrent_envs=2)
+    app = create_fastapi_app(*KINDS[sys.argv[2]], max_concurrent_envs=int(sys.argv[3]))
     uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="warning")

@@ -3,7 +3,12 @@ has to say."""
 
 import signal
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
 
+import psutil
+from agent_environments import serving
 from faults import (
     BOTH,
     DETACHED,
@@ -17,6 +22,9 @@ from faults import (
     raise_flag,
     send,
 )
+
+from verl_like.workers.agents.openenv_server import describe_openenv
+from verl_like.workers.agents.verifiers_server import describe_verifiers
 
 TEMPLATE = (
     "{% for message in messages %}{{ message.role[0] }} {{ message.content }}<eos>{% endfor %}"
@@ -197,3 +205,34 @@ AGENT_FAULTS = [
         lost="the episodes in agent/num_failed",
     ),
 ]
+ALL_FAILED = r"The last \d+ episodes failed, so there is nothing to train"
+SERVERS: dict[str, tuple[Any, ...]] = {
+    "openenv": (describe_openenv, "openenv", "agent_servers/serve_openenv.py", "slow", "64"),
+    "verifiers": (
+        describe_verifiers,
+        "verifiers",
+        "agent_servers/serve_verifiers.py",
+        "plain_taskset",
+    ),
+}
+"""How the server of each protocol is started."""
+SERVER_SETTINGS = [
+    "agent.max_episodes=16",
+    "agent.reset_timeout_s=20",
+    "agent.episode_timeout_s=120",
+    "actor_rollout_ref.rollout.n=4",
+]
+
+
+def serving_episodes(kind: str, port: int | None = None) -> AbstractContextManager[Any]:
+    """A server of this protocol, whose episodes take a while."""
+    programs = Path(__file__).parents[1] / "agent_servers"
+    return serving(*SERVERS[kind], port=port, PYTHONPATH=str(programs))
+
+
+def has_episodes(kind: str, server: psutil.Process) -> bool:
+    """Whether the server runs episodes now."""
+    if kind == "verifiers":  # each has processes
+        return bool(server.children())
+    connections = server.net_connections()
+    return any(each.status == psutil.CONN_ESTABLISHED for each in connections)

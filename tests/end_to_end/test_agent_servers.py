@@ -183,7 +183,7 @@ def test_an_openenv_server_of_actions_ends_its_episodes_with_rewards():
             await openenv_episode(model, address, {"start": 5}, tool_timeout_s=2.0)
         assert failure.value.kind == "deadline"
 
-    with serving(describe_openenv, *OPENENV, "actions") as (address, _server):
+    with serving(describe_openenv, *OPENENV, "actions", "2") as (address, _server):
         asyncio.run(run(address))
 
 
@@ -198,7 +198,7 @@ def test_an_openenv_server_of_tools_ends_its_episodes_with_rewards():
         assert "<|start|>tool 42<|end|>" in model.prompts[1]
         assert "the number would be lost" in model.prompts[2]
 
-    with serving(describe_openenv, *OPENENV, "tools") as (address, _server):
+    with serving(describe_openenv, *OPENENV, "tools", "2") as (address, _server):
         asyncio.run(run(address))
 
 
@@ -224,5 +224,5 @@ def test_the_end_or_the_silence_of_an_openenv_server_fails_its_episodes(
                 await episode
         assert failure.value.kind == kind
 
-    with serving(describe_openenv, *OPENENV, "actions") as (address, server):
+    with serving(describe_openenv, *OPENENV, "actions", "2") as (address, server):
         asyncio.run(run(address, server))

@@ -11,6 +11,7 @@ from test_local_step import local_trainer
 
 from verl_like.trainer.ppo.experience_maker import Experience
 from verl_like.trainer.ppo.learner import Update
+from verl_like.workers.agents.episode import EpisodeFailed
 from verl_like.workers.agents.hosts import Description
 from verl_like.workers.agents.runner import Outcome
 from verl_like.workers.agents.session import Session
@@ -55,7 +56,8 @@ async def sub_agent(session: Session, prompt: list[int]) -> tuple[list[list[Part
     of_sub_agent = await draw(session, TASK_OF_SUB_AGENT)
     second = await draw(session, prompt + first + INSERTED)
     row = [(prompt, 0), (first, 1), (INSERTED, 0), (second, 1)]
-    return [row, [(TASK_OF_SUB_AGENT, 0), (of_sub_agent, 1)]], Outcome(0.0)
+    # In the order of their last calls.
+    return [[(TASK_OF_SUB_AGENT, 0), (of_sub_agent, 1)], row], Outcome(0.0)
 
 
 async def compaction_and_parallel_calls(
@@ -88,6 +90,32 @@ class SeveralRows(AgentsByHand):
         rows, outcome = await ACTS[request.index](session, list(request.prompt_ids))
         written[request.uid, request.index] = rows
         return outcome
+
+
+class EverySecondFails(AgentsByHand):
+    @staticmethod
+    async def act(session: Session) -> Outcome:
+        request = session.spec.request
+        if request.index == 1:
+            raise EpisodeFailed("environment", "the database is down")
+        await draw(session, list(request.prompt_ids))
+        return Outcome(0.75)
+
+
+def test_in_a_validation_episodes_that_failed_are_counted_apart_and_in_no_mean(
+    tmp_path: Path, tiny_llama: Callable
+):
+    own = ["worker_classes.agent=test_agent_training.EverySecondFails"]
+    own += [f"actor_rollout_ref.rollout.val_kwargs.{key}" for key in ("n=3", "temperature=1")]
+    own += ["agent.num_attempts=1"]
+    agents = Description(tools=[], has_reward=True)
+    with local_trainer(
+        tmp_path, tiny_llama, *SETTINGS, *own, agents=agents, with_rules=False
+    ) as trainer:
+        found = trainer.validate()
+    assert found["val-aux/agent/num_failed"] == 8
+    assert found["val-aux/agent/num_episodes"] == 2 * 8
+    assert found["val-core/exact_match/reward/mean@2"] == 0.75
 
 
 def test_sub_agents_compaction_and_parallel_calls_are_rows_that_share_an_advantage(

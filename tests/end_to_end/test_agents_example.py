@@ -1,7 +1,6 @@
 """The example of agents: its world and its calculator, and as a proof its runs."""
 
 import os
-import random
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
@@ -89,7 +88,7 @@ def test_vllm_reads_the_calls_of_the_template_and_a_result_stands_behind_a_turn(
         reasoning_parser=None,
         keep_reasoning=False,
     )
-    messages = conversation((12, 34, 5), 2, random.Random(1))
+    messages = conversation((12, 34, 5), 2)
     assert [message["content"] for message in messages if message["role"] == "tool"] == [
         *("408", "2040", "taken")
     ]

@@ -48,6 +48,8 @@ def kind_of(process: psutil.Process) -> str:
     command = process.cmdline()
     if process.pid == psutil.Process().pid:
         return "the run's own process"
+    if not command:
+        raise psutil.NoSuchProcess(process.pid)  # it ends
     if command[0].startswith("ray::") and not command[0].startswith(
         ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
     ):

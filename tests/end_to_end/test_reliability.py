@@ -4,20 +4,30 @@ last checkpoint whole.
 Each test gives rows of that page, which `make proofs` writes.
 """
 
+import contextlib
 import json
 import re
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import ray
-from agent_faults import AGENT_FAULTS, agent_settings
+from agent_faults import (
+    AGENT_FAULTS,
+    ALL_FAILED,
+    SERVER_SETTINGS,
+    agent_settings,
+    has_episodes,
+    serving_episodes,
+)
 from faults import DETACHED, FAULTS, NUM_STEPS, PLACEMENT, RUN, SYNCHRONOUS, Fault, Run
 from runs import data_row, metrics_of, tiny_run_settings
 
@@ -167,6 +177,72 @@ def test_a_fault_of_a_run_of_episodes_is_told_or_made_good(
     for row in metrics_of(run.folder):
         assert not row.get("agent/num_failed") or fault.number == 29, row
         assert not row.get("agent/num_dropped_prompts") or fault.number == 29, row
+
+
+def failures_of(run: Run) -> tuple[int, int]:
+    """How many attempts at episodes have failed so far, and how many episodes."""
+    num_attempts = 0
+    num_episodes = 0
+    for row in metrics_of(run.folder):
+        num_episodes += int(row.get("agent/num_failed", 0))
+        for name, value in row.items():
+            if name.startswith("agent/num_failures/"):
+                num_attempts += int(value)
+    return num_attempts, num_episodes
+
+
+def strike_server(run: Run, kind: str, server: subprocess.Popen[bytes], number: int) -> None:
+    """Sends a signal to a server in the middle of a step. Of a killed one no program is left."""
+    process = psutil.Process(server.pid)
+    run.wait_until(lambda: has_episodes(kind, process), "an episode runs in the server")
+    programs = process.children(recursive=True)
+    server.send_signal(number)
+    if number == signal.SIGKILL:
+        server.wait(timeout=60)
+        for program in programs:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                program.kill()
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("kind", ["openenv", "verifiers"])
+def test_a_server_that_comes_back_costs_no_episode_and_one_that_does_not_ends_the_run(
+    kind: str, name: str, mode: str, new_run: Callable[[str], Run], page: Page, tiny_llama: Callable
+):
+    run = new_run(mode)
+    run.settings += agent_settings(tiny_llama) + SERVER_SETTINGS
+    sent = signal.Signals[name]
+    done = f"{name} to a server of {kind}"
+    with contextlib.ExitStack() as servers:
+        address, server = servers.enter_context(serving_episodes(kind))
+        run.start(f"agent.server={kind}://{address}")
+        run.wait_for_rows(2)
+        strike_server(run, kind, server, sent)
+        if sent == signal.SIGKILL:
+            port = int(address.partition(":")[2])
+            _address, server = servers.enter_context(serving_episodes(kind, port))
+        else:
+            time.sleep(30)
+            server.send_signal(signal.SIGCONT)
+        run.wait_for_rows(len(metrics_of(run.folder)) + 3)
+        num_attempts, num_episodes = failures_of(run)
+        assert num_attempts and not num_episodes
+        message = f"agent/num_failures/...: {num_attempts}, agent/num_failed: 0"
+        page.add(30, f"{done}, which comes back", mode, None, message, "nothing", "")
+        strike_server(run, kind, server, sent)
+        struck = time.monotonic()
+        assert run.end() == 1, run.text()
+    seconds = time.monotonic() - struck
+    newest = run.whole_checkpoint()
+    steps = steps_of(run)
+    assert steps == list(range(1, len(steps) + 1))
+    assert run.text().count("\nverl_like: ") == 1, run.text()
+    message = line_of(run, ALL_FAILED)
+    lost = num_steps(steps[-1] - newest.step)
+    page.add(30, done, mode, seconds, message, lost, f"of step {newest.step}, whole")
 
 
 @pytest.fixture(scope="module")

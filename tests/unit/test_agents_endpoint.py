@@ -34,7 +34,7 @@ from agent_endpoints import (
 
 from verl_like.workers.agents.endpoint import IGNORED, ROUTES, SERVED, Endpoint
 from verl_like.workers.agents.engine_client import Access
-from verl_like.workers.agents.episode import Episode, EpisodeFailed, EpisodeSpec
+from verl_like.workers.agents.episode import Episode, EpisodeFailed, EpisodeSpec, RewardProblem
 from verl_like.workers.agents.harness import Harness
 from verl_like.workers.agents.reward_key import reward_key, set_reward_key
 from verl_like.workers.agents.runner import EpisodeRunner, Outcome
@@ -950,6 +950,25 @@ def test_a_posted_reward_counts_where_the_harness_returns_none(
     assert outcome == Outcome(reward)
 
 
+@pytest.mark.parametrize(("returned", "has_problem"), [(None, True), (0.5, False)])
+def test_a_posted_reward_that_is_none_is_a_problem_of_the_reward(
+    served: Served, returned: float | None, has_problem: bool
+):
+    async def run(row, base_url, api_key):
+        headers = headers_with(served, x_reward_key=served.endpoint.reward_key)
+        url = base_url.removesuffix("/v1") + "/reward"
+        async with httpx.AsyncClient() as client:
+            answer = await client.post(url, content='{"reward": NaN}', headers=headers)
+        assert answer.status_code == 400
+        return returned
+
+    outcome, *_ = run_harness(served, run, PLAIN)
+    if has_problem:
+        assert isinstance(outcome, RewardProblem) and "a finite number" in str(outcome)
+    else:
+        assert outcome == Outcome(0.5)
+
+
 def test_a_harness_without_a_reward_is_left_out(served: Served):
     async def run(row, base_url, api_key):
         return None
@@ -967,6 +986,15 @@ def test_a_harness_that_raises_fails_the_episode(served: Served):
     assert isinstance(error, EpisodeFailed) and error.kind == "harness"
     assert str(error).startswith("run raised ") and "KeyError: 'city'" in str(error)
     assert hosts.num_left == 1
+
+
+def test_the_text_of_a_failure_has_no_secret(served: Served):
+    async def run(row, base_url, api_key):
+        raise OSError(f"error 500 of {base_url}/chat/completions with {api_key}")
+
+    error, *_ = run_harness(served, run, PLAIN)
+    assert "error 500 of http://127.0.0.1:" in str(error)
+    assert "/s/***/v1/chat/completions with ***" in str(error)
 
 
 def test_a_harness_that_raises_when_the_room_is_used_up_is_trained_with_reward_0(served: Served):

@@ -88,6 +88,39 @@ async def test_a_harness_is_called_with_its_row() -> None:
             await seat.call("run", given | {"row": {}}, LONG)
 
 
+PROGRAM_OF_A_HARNESS = """
+import os, subprocess, sys
+from verl_like.workers.agents.reward_key import reward_key
+
+PROGRAM = '''
+import os
+for pid in (os.getpid(), os.getppid()):
+    for name in ("environ", "cmdline"):
+        print(name, open(f"/proc/{pid}/{name}").read())
+'''
+
+async def run(row, base_url, api_key):
+    command = [sys.executable, "-c", PROGRAM]
+    return [reward_key(), subprocess.run(command, capture_output=True, text=True).stdout]
+"""
+
+
+@on_a_loop
+async def test_the_reward_key_is_known_to_the_harness_and_not_to_programs_that_it_starts(
+    agent_file: Path,
+) -> None:
+    agent_file.write_text(PROGRAM_OF_A_HARNESS)
+    hosts = Hosts(HostedCode("harness", f"{MODULE}:run", "the second secret"), 1, 2.0)
+    try:
+        seat = await hosts.seat()
+        arguments = {"row": {}, "base_url": "http://h/s/secret/v1", "api_key": "key"}
+        key, seen = await seat.call("run", arguments, LONG)
+    finally:
+        await hosts.close()
+    assert key == "the second secret" and key not in seen
+    assert seen.count("environ ") == seen.count("cmdline ") == 2
+
+
 @on_a_loop
 async def test_a_host_process_imports_none_of_the_agents_libraries() -> None:
     async with hosts_of() as hosts:

@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import http
 import json
+import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
@@ -306,8 +307,41 @@ def test_what_a_server_says_before_it_ends_the_connection_is_read(chat: ChatForm
         asyncio.run(run())
 
 
+def test_an_episode_waits_for_a_server_that_is_started_again(chat: ChatFormat):
+    tools = describe({"action": ACTION}, growing).tools
+    server = ServerByHand(growing, {"action": ACTION})
+    session = session_of(WritingModel(chat, call_text("step", factor=30)), ROW)
+
+    async def run() -> Outcome:
+        async with server.serving() as address:
+            pass
+        config = AgentConfig(server=f"openenv://{address}", reset_timeout_s=10.0)
+        loop = ToolLoop(chat, tools, has_reward=True, max_turns=None, config=config)
+        task = asyncio.create_task(OpenEnvServer(address, loop).run(session))
+        await asyncio.sleep(0.3)
+        assert not task.done()
+        async with serve(server.session, *address.split(":")):
+            return await task
+
+    assert asyncio.run(run()).reward == [1.0]
+
+
+def test_a_server_that_takes_connections_and_answers_none_fails_its_episodes(chat: ChatFormat):
+    async def run() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as stopped:
+            address = f"127.0.0.1:{stopped.getsockname()[1]}"
+            config = AgentConfig(server=f"openenv://{address}", reset_timeout_s=0.2)
+            loop = ToolLoop(chat, [], has_reward=True, max_turns=None, config=config)
+            async with asyncio.timeout(5):
+                await OpenEnvServer(address, loop).run(session_of(None, ROW))
+
+    with pytest.raises(EpisodeFailed, match="failed: timed out") as failure:
+        asyncio.run(run())
+    assert failure.value.kind == "environment"
+
+
 def test_an_episode_without_a_server_fails(chat: ChatFormat):
-    config = AgentConfig(server="openenv://127.0.0.1:1")
+    config = AgentConfig(server="openenv://127.0.0.1:1", reset_timeout_s=0.2)
     loop = ToolLoop(chat, [], has_reward=True, max_turns=None, config=config)
     way = OpenEnvServer("127.0.0.1:1", loop)
     with pytest.raises(EpisodeFailed, match=r"the server at 127\.0\.0\.1:1 failed: .*call failed"):

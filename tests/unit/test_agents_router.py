@@ -18,7 +18,13 @@ from verl_like.single_controller.failure import WorkerError
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.worker_group import ClassWithInitArgs
 from verl_like.trainer.ppo.workers import load_models
-from verl_like.workers.agents.episode import Episode, EpisodeFailed, Restarted, RoomUsedUp
+from verl_like.workers.agents.episode import (
+    AgentsFailed,
+    Episode,
+    EpisodeFailed,
+    Restarted,
+    RoomUsedUp,
+)
 from verl_like.workers.agents.hosts import Description
 from verl_like.workers.agents.router import EpisodeRouter, connect_agents
 from verl_like.workers.agents.runner import Outcome
@@ -46,6 +52,7 @@ def make_agents(make_group, config):  # noqa: F811
         rollout = make_group(routing)
         rules = {"min_samples": settings.pop("min_samples", 2)}
         rules["on_error"] = settings.pop("on_error", "fail")
+        rules["num_of_step"] = settings.pop("num_of_step", 7)
         init = ClassWithInitArgs(
             type("Agents", (AgentsByHand,), {"act": staticmethod(act)}),
             config=AgentConfig(environment="by:Hand", **settings),
@@ -128,6 +135,22 @@ def test_all_calls_of_an_episode_go_to_one_replica_and_new_weights_show_in_its_s
         assert score[gap - 1] == 1 and score[-1] == -2
 
 
+def test_calls_of_one_prompt_are_divided_among_the_ranks(make_agents):
+    """As in detached training with responses in flight."""
+    ranks = []
+
+    async def note_rank(session: Session) -> Outcome:
+        ranks.append(router.running[session.spec.request.name].rank)
+        return await one_call(session)
+
+    agents, rollout, _seen = make_agents(note_rank)
+    router = rollout.caller
+    pending = [agents.run_episodes.remote(rows(1, step)) for step in (1, 2, 3, 4)]
+    for responses in pending:
+        responses.get()
+    assert sorted(ranks) == [0] * 2 * N + [1] * 2 * N
+
+
 def test_what_failed_is_tried_again_and_healthy_siblings_are_kept(make_agents):
     attempts: defaultdict[str, int] = defaultdict(int)
 
@@ -166,6 +189,23 @@ def test_what_failed_is_tried_again_and_healthy_siblings_are_kept(make_agents):
     assert metrics["agent/num_failures/deadline"] == 4
     assert metrics["agent/calls/mean"] == 1
     assert max(attempts.values()) == 3, "a restart counts as no attempt"
+
+
+def test_a_run_ends_once_as_many_episodes_as_a_step_has_failed_one_after_the_other(make_agents):
+    async def act(session: Session) -> Outcome:
+        name = session.spec.request.name
+        if not name.endswith("sample 1 of call 2"):
+            raise EpisodeFailed("environment", f"no server for {name}")
+        return await one_call(session)
+
+    agents, _rollout, seen = make_agents(act, num_attempts=2, num_of_step=2 * N)
+    for _ in range(3):  # in the second call one episode does not fail, and the count begins again
+        assert len(agents.run_episodes(rows(1)).get()) == N
+    with pytest.raises(
+        AgentsFailed, match=r"last 6 episodes failed.*environment.*server for row 0.* of call 4"
+    ):
+        agents.run_episodes(rows(1)).get()
+    assert len(seen) == 4 * N, "people see them before"
 
 
 def test_a_validation_drops_no_group(make_agents):

@@ -4,8 +4,11 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
+import torch
 
+from verl_like.algorithms.advantages.gae import compute_gae_advantage_return
 from verl_like.workers.agents.episode import EpisodeFailed, EpisodeSpec, RewardProblem, RoomUsedUp
 from verl_like.workers.agents.session import Drawn, Limits, Session
 from verl_like.workers.rollout.request import Completion, GenerationRequest, Sampling
@@ -76,6 +79,24 @@ def test_of_two_parallel_calls_that_continue_a_row_the_first_extends_it():
     assert first.scores.tolist() == pytest.approx([0.1, 0, 0, 0, 0.2])
     assert second.prompt_ids.tolist() == [1, 2, 5, 3, 3]
     assert second.scores.tolist() == pytest.approx([0, 0.3])
+
+
+def test_rows_stand_in_the_order_of_their_last_calls_so_that_no_token_is_behind_the_reward():
+    """With a critic the reward of the answer reaches the tokens of a sub-agent that was asked."""
+    session = session_of(ScriptedModel([5, EOS], [8], [6, EOS]))
+    draw(session, [1, 2])
+    draw(session, [3])
+    draw(session, [1, 2, 5, EOS, 4])
+    of_sub_agent, row = session.finish(2.0)
+    assert of_sub_agent.response_ids.tolist() == [8]
+    assert row.response_ids.tolist() == [5, EOS, 4, 6, EOS]
+    assert [turn.row for turn in session.turns.values()] == [1, 0, 1]
+    rewards = torch.from_numpy(np.concatenate([of_sub_agent.scores, row.scores]))
+    mask = torch.from_numpy(np.concatenate([of_sub_agent.response_mask, row.response_mask]))
+    _advantages, returns = compute_gae_advantage_return(
+        rewards[None], torch.zeros(1, 6), mask[None], gamma=1.0, lam=1.0
+    )
+    assert returns[mask[None].bool()].tolist() == [2.0] * 5
 
 
 def test_the_first_call_has_the_seed_of_the_response_and_later_ones_that_of_their_prompt():

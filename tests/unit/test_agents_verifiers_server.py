@@ -195,6 +195,22 @@ def test_failures_of_the_server_are_no_reward(answers: list[Parts], kind: str, t
     assert failure.value.kind == kind
 
 
+def test_the_text_of_a_failure_has_no_secret():
+    async def run() -> None:
+        def answer(method: str, request: Any) -> list[Parts]:
+            client = request.get("client", {})
+            text = f"{client.get('base_url')} with {client.get('headers')}"
+            return [reply(success=False, error=f"no answer of {text}")] if client else []
+
+        async with way(answer) as (_server, _endpoint, agents):
+            await agents.run(session_of(OneTokenModel(), ROW))
+
+    with pytest.raises(EpisodeFailed, match=r"no answer of http://127\.0\.0\.1:\d+/s/") as failure:
+        asyncio.run(run())
+    text = str(failure.value)
+    assert "/s/***/v1 with {'Authorization': 'Bearer ***', 'x-api-key': '***'}" in text
+
+
 def test_a_record_of_another_version_is_refused_with_the_version_to_take():
     with pytest.raises(ValueError, match=r"have version 2: serve .* verifiers 0\.4\.0"):
         outcome(delta(open={"version": 2}), DONE)

@@ -372,6 +372,17 @@ CORRECTION = "algorithm.rollout_correction"
 ACTOR_KEY = "actor_rollout_ref.actor"
 
 
+def test_an_episode_that_hangs_fails_before_the_run_does():
+    harness = "agent.harness=my_agent:run"
+    config = small(harness)
+    longest_s = config.agent.num_attempts * config.agent.episode_timeout_s
+    assert longest_s < config.trainer.call_timeout_s, "the defaults leave time for all attempts"
+    text = "agent.num_attempts=2 attempts of agent.episode_timeout_s=50 s each may take longer"
+    settings = ["agent.num_attempts=2", "agent.episode_timeout_s=50", "trainer.call_timeout_s=100"]
+    assert text in refusal(harness, *settings)
+    small(*settings)  # without agents
+
+
 def test_bypass_leaves_out_nothing_that_is_needed():
     bypass = f"{CORRECTION}.bypass_mode=true"
     assert "set actor_rollout_ref.actor.use_kl_loss=true instead" in refusal(

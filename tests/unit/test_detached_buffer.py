@@ -202,6 +202,19 @@ def test_the_oldest_sample_of_a_group_counts_wherever_it_stands():
         buffer.extend("maker", [ticket], batch, 5)
 
 
+def test_a_group_without_a_drawn_token_is_as_old_as_its_ticket():
+    """So it is where no episode of a prompt has called the model."""
+    ledger = PromptLedger(num_steps=5, batch_size=2, detached=DetachedBlock(), max_staleness=1)
+    buffer = ExperienceBuffer(ledger, trainer=0, limit=9)
+    zero, one = ledger.take("maker", 0, 2)
+    batch = groups([zero, one], 0, 0)
+    batch.non_tensor_batch["policy_version"][:N] = [()] * N
+    assert buffer.extend("maker", [zero, one], batch, {}) == [0, 1]
+    numbers, rows = buffer.take(2, version=0, deadline_s=5)
+    assert numbers == [0, 1] and len(rows) == 2 * N
+    assert ledger.trained(numbers, 0)["trained"] == 2
+
+
 def test_each_of_several_trainers_takes_what_is_its_own():
     ledger = PromptLedger(num_steps=5, batch_size=4, detached=DetachedBlock(num_trainers=2))
     tickets = ledger.take("maker", 0, 4)

@@ -19,7 +19,7 @@ from tiny_worker_models import write_model
 from transformers import LlamaForCausalLM
 
 from verl_like.data.sampler import EpochSampler
-from verl_like.protocol import DataProto
+from verl_like.protocol import DataProto, Metric
 from verl_like.protocol.row_ops import deep_equal, jagged_from_lists
 from verl_like.single_controller.failure import CallTimeout
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
@@ -340,6 +340,7 @@ def test_experience_is_sent_when_the_trainers_have_what_was_sent_before():
     events: list[str] = []
     config = config_of()
     holder = maker(config=config, name_in_ledger="maker_0", trainer_names=["trainer_0"], sent={})
+    holder.unsent_metrics = {}
     holder.wait_for_sent = lambda: events.append("waited")
     rows = prompts(0).repeat(config.actor_rollout_ref.rollout.n)
     rows.non_tensor_batch["policy_version"] = rows.non_tensor_batch["uid"]
@@ -390,6 +391,7 @@ def test_each_trainer_gets_all_rows_of_the_samples_of_its_tickets(monkeypatch: p
         return SimpleNamespace(extend=SimpleNamespace(remote=remote))
 
     own = {"name_in_ledger": "maker_0", "trainer_names": ["trainer_0", "trainer_1"], "sent": {}}
+    own["unsent_metrics"] = {"a": Metric.sum(4)}
     holder = maker(config=config, wait_for_sent=lambda: None, **own)
     monkeypatch.setitem(inspect.unwrap(type(holder).send).__globals__, "side_named", side)
     # Of each prompt two samples: the first one of 0 and the second one of 1 have two rows.
@@ -400,12 +402,35 @@ def test_each_trainer_gets_all_rows_of_the_samples_of_its_tickets(monkeypatch: p
     }
     rows = DataProto.from_dict(columns, {"uid": uids, "policy_version": uids})
     tickets = [SimpleNamespace(number=number, trainer=number % 2) for number in range(3)]
-    holder.send(tickets, SimpleNamespace(batch=rows, metrics={"a": 1}))
+    holder.send(tickets, SimpleNamespace(batch=rows, metrics={"a": Metric.sum(1)}))
     assert came == {
-        "trainer_0": ([0, 2], ["0"] * 3 + ["2"] * 2, {"a": 1}),
+        "trainer_0": ([0, 2], ["0"] * 3 + ["2"] * 2, {"a": Metric.sum(5)}),
         "trainer_1": ([1], ["1"] * 3, {}),
     }
     assert holder.sent == {"trainer_0": "trainer_0", "trainer_1": "trainer_1"}
+    assert not holder.unsent_metrics
+
+
+def test_metrics_of_prompts_that_were_all_dropped_travel_with_the_next_ones():
+    """With responses in flight a prompt whose episodes failed mostly ends alone."""
+    dropped: list[Any] = []
+    holder = maker(
+        config=config_of("actor_rollout_ref.rollout.n=2"),
+        wait_for_sent=lambda: None,
+        ledger=SimpleNamespace(drop=lambda *given: dropped.append(given)),
+        name_in_ledger="maker_0",
+        trainer_names=["trainer_0"],
+        sent={},
+        unsent_metrics={},
+    )
+    columns = {"old_log_probs": torch.zeros(2, 2), "is_failed": torch.tensor([True, True])}
+    rows = DataProto.from_dict(columns, {"uid": ["0", "0"], "policy_version": [(), ()]})
+    ticket = SimpleNamespace(number=5, attempt=1, trainer=0)
+    for _ in range(2):
+        metrics = {"agent/num_dropped_prompts": Metric.sum(1)}
+        holder.send([ticket], SimpleNamespace(batch=rows, metrics=metrics))
+    assert dropped == [("maker_0", [(5, 1)], "agents_failed")] * 2 and not holder.sent
+    assert holder.unsent_metrics == {"agent/num_dropped_prompts": Metric.sum(2)}
 
 
 def test_a_maker_that_is_to_make_experience_twice_ends_when_it_has(monkeypatch: pytest.MonkeyPatch):

@@ -36,10 +36,11 @@ PAGES = [
     "detached.md",
     "two_nodes.md",
     "memory.md",
+    "agents.md",
 ]
 FIRST_NAMES = (
     "data|actor_rollout_ref|critic|reward|reward_model|algorithm|trainer|training|model|detached|"
-    "custom_reward_function|ray_kwargs"
+    "custom_reward_function|ray_kwargs|agent"
 )
 KEY = re.compile(rf"(?<![\w./<])((?:{FIRST_NAMES})(?:\.\w+)+)(?:=|(?![\w(/.]))")
 NOT_OF_A_SCHEMA = re.compile(

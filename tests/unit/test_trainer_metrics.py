@@ -1,5 +1,9 @@
 """Step and validation metrics against numbers derived by hand."""
 
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +11,7 @@ import torch
 from verl_like.protocol import DataProto, merge_metrics, metric_values
 from verl_like.protocol.padded import without_padding
 from verl_like.protocol.row_ops import jagged_from_lists
+from verl_like.trainer.ppo.learner import Learner
 from verl_like.trainer.ppo.metrics import batch_metrics, validation_metrics
 
 
@@ -127,6 +132,24 @@ def test_samples_of_several_rows_count_as_one():
     ) == (0.5, 2, 2)
 
 
+def test_a_sample_of_several_rows_is_as_old_as_its_oldest_token_and_counts_once():
+    config = SimpleNamespace(trainer=SimpleNamespace(max_staleness=2))
+    learner: Any = SimpleNamespace(version=5, config=config)
+    spans = [((5, 0, 2),), ((3, 0, 1), (5, 1, 2)), ((4, 0, 2),), ((5, 0, 2),), ()]
+    batch = DataProto.from_dict(
+        {"sample_id": torch.tensor([0, 0, 0, 1, 2])}, {"policy_version": spans}
+    )
+    metrics = Learner.staleness(learner, batch)
+    assert metric_values(metrics) == {
+        "training/staleness/mean": 1.0,
+        "training/staleness/max": 2,
+        "training/staleness/share_0": 0.5,
+        "training/staleness/share_1": 0.0,
+        "training/staleness/share_2": 0.5,
+    }
+    assert metrics["training/staleness/mean"].weight == 2
+
+
 Sample = tuple[str, str, dict[str, float]]
 """Data source, prompt, and the values of a response."""
 
@@ -154,7 +177,18 @@ def validated(samples: list[Sample]) -> dict[str, float]:
     batch = DataProto.from_dict(
         tensors={"responses": torch.zeros(len(samples), 2)}, non_tensors=non_tensors
     )
-    return validation_metrics(batch, rewards_B)
+    num_samples = max(Counter((source, uid) for source, uid, _ in samples).values())
+    return validation_metrics(batch, rewards_B, num_samples)
+
+
+def test_the_names_of_a_validation_do_not_depend_on_how_many_episodes_failed():
+    metrics = validated(
+        [
+            *samples("a", "0", {"reward": 1.0}, {"reward": 0.0}),
+            *samples("b", "1", {"reward": 1.0}),  # of two
+        ]
+    )
+    assert metrics["val-core/b/reward/mean@2"] == metrics["val-core/b/reward/best@2/mean"] == 1.0
 
 
 def test_validation_takes_the_mean_over_prompts_of_the_mean_over_samples():

@@ -140,6 +140,20 @@ def test_an_error_of_the_reward_function_names_the_prompt_by_its_uid(
         pending.get()
 
 
+def test_an_episode_that_failed_is_not_scored(scorer: RuleScorer, monkeypatch: pytest.MonkeyPatch):
+    """The function raises an error for an empty text."""
+    monkeypatch.setattr(scorer.manager, "on_error", "fail")
+    batch = generated(scorer, ["1", "2", "333"])
+    mask = batch.batch["response_mask"]
+    mask.values()[:2] = 0
+    batch.batch["is_left_out"] = torch.tensor([True, False, False])
+    result = PendingScores(scorer, prompts(), num_samples=1).complete(batch).get()
+    assert result.batch["is_skipped"].tolist() == [True, False, False]
+    scores = [row.sum().item() for row in result.batch["rule_scores"].unbind()]
+    assert scores == [0.0, 0.0, 333.0], "the second is left to a model"
+    assert result.meta_info["metrics"]["reward/num_errors"].value == 0
+
+
 def test_the_check_before_a_run_gives_the_function_all_that_a_row_has(
     tmp_path: Path, scorer: RuleScorer
 ):

@@ -266,6 +266,19 @@ def agents_have_an_estimator_for_inserted_tokens(config: PPOConfig) -> Iterator[
         )
 
 
+def attempts_at_an_episode_end_before_its_call(config: PPOConfig) -> Iterator[str]:
+    agent = config.agent
+    longest_s = agent.num_attempts * agent.episode_timeout_s
+    call_timeout_s = config.trainer.call_timeout_s
+    if agent.way and longest_s >= call_timeout_s:
+        yield (
+            f"agent.num_attempts={agent.num_attempts} attempts of "
+            f"agent.episode_timeout_s={agent.episode_timeout_s:g} s each may take longer than "
+            f"trainer.call_timeout_s={call_timeout_s:g} s, after which the run ends; lower one of "
+            "the first two, or raise the last"
+        )
+
+
 def needed_values_have_a_critic(config: PPOConfig) -> Iterator[str]:
     name = config.algorithm.adv_estimator
     if "values" in config.plan.estimator_needs and config.critic.enable is False:
@@ -467,6 +480,7 @@ OTHER_RULES = (
     a_reference_in_the_actor_computes_as_the_actor,
     groups_have_several_responses,
     agents_have_an_estimator_for_inserted_tokens,
+    attempts_at_an_episode_end_before_its_call,
     needed_values_have_a_critic,
     dynamic_sampling_compares_what_rules_score,
     the_overlong_buffer_lies_within_the_response,

@@ -9,10 +9,8 @@ from collections.abc import Callable, Sequence
 
 from verl_like.protocol import DataProto, Metric
 from verl_like.protocol.samples import SampleRows, concat_samples
-from verl_like.trainer.detached.ledger import PromptLedger, Ticket
+from verl_like.trainer.detached.ledger import NO_VERSION, PromptLedger, Ticket
 
-NO_VERSION = 1 << 62
-"""In place of the version of a row without a drawn token: it is older than nothing."""
 RowRange = tuple[DataProto, int, int]
 """Some rows of a batch: the batch, the first of the rows, and the row after the last."""
 

@@ -11,6 +11,10 @@ from typing import Any
 
 from verl_like.trainer.config.detached import DetachedBlock
 
+NO_VERSION = 1 << 62
+"""In place of the version of the oldest token where there is no drawn token: it is older than
+nothing."""
+
 
 @dataclass(frozen=True)
 class Ticket:
@@ -225,7 +229,7 @@ class PromptLedger:
     def deliver(self, maker: str, groups: Sequence[tuple[int, int, int]]) -> list[int]:
         """Notes that groups have come to the buffer of a trainer, and returns the numbers of those
         that the buffer is to keep. A group is given as (number, attempt, version of its oldest
-        token).
+        token). One without a drawn token has NO_VERSION, and counts as old as its ticket.
 
         A group is refused if its prompt was given to another maker meanwhile. Raises ValueError if
         a token is older than the weights with which the maker asked for the ticket, because the
@@ -242,7 +246,8 @@ class PromptLedger:
                     f"oldest token is of version {oldest}; ask for tickets with the version that "
                     "generates."
                 )
-            entry.version = oldest
+            if oldest != NO_VERSION:
+                entry.version = oldest
             entry.arrival = self._num_delivered
             self._num_delivered += 1
             self._buffered[entry.trainer] += 1

@@ -16,7 +16,7 @@ import ray
 
 from verl_like.data.prompt_dataset import PromptDataset
 from verl_like.data.sampler import EpochSampler
-from verl_like.protocol import DataProto, Future, Part
+from verl_like.protocol import DataProto, Future, Metric, Part, merge_metrics
 from verl_like.protocol.samples import SampleRows, concat_samples
 from verl_like.single_controller.failure import CallTimeout, WorkerError
 from verl_like.single_controller.local.worker_group import LocalCall
@@ -211,6 +211,9 @@ class ExperienceMakerHolder(Side):
         `detached.update_in_flight`."""
         self.sent: dict[Any, str] = {}
         """For experience that was sent, Ray's reference to the answer -> the trainer's name."""
+        self.unsent_metrics: Mapping[str, Metric] = {}
+        """Metrics of experience of which no prompt was sent, because agents failed. They travel
+        with the next experience."""
 
     def start(self) -> PromptLoader:
         """Starts the workers and loads the models. Returns a loader of the configuration's
@@ -425,7 +428,7 @@ class ExperienceMakerHolder(Side):
         # Of each row, the place of its ticket in `tickets`.
         place_of_row = sample_of_row // config.actor_rollout_ref.rollout.n
         is_dropped = self.drop_failed(tickets, batch, place_of_row)
-        metrics = dict(experience.metrics)
+        metrics = merge_metrics([self.unsent_metrics, experience.metrics])
         for index, name in enumerate(self.trainer_names):
             its_tickets = []
             places = []
@@ -441,6 +444,7 @@ class ExperienceMakerHolder(Side):
             answer = trainer.extend.remote(self.name_in_ledger, its_tickets, its_rows, metrics)
             self.sent[answer] = name
             metrics = {}  # only one trainer gets them, so that they count once
+        self.unsent_metrics = metrics
 
     def drop_failed(
         self, tickets: Sequence[Ticket], batch: DataProto, place_of_row: np.ndarray

@@ -41,6 +41,7 @@ from verl_like.trainer.run.shell import run
 from verl_like.trainer.run.worker_template import WorkerTemplate
 from verl_like.trainer.state.resume import read_fingerprints
 from verl_like.trainer.state.run_state import DetachedState
+from verl_like.workers.agents.episode import AgentsFailed
 
 ANSWER_S = 20.0
 """A maker or trainer that does not answer for so many seconds counts as stopped or dead."""
@@ -366,7 +367,7 @@ class DetachedRun:
             ray.get(loop, timeout=ANSWER_S)
         except RayTaskError as error:
             cause = error.cause
-            if isinstance(cause, RewardError | EngineMismatch):
+            if isinstance(cause, RewardError | AgentsFailed | EngineMismatch):
                 self.give_up(name, cause)
                 return
             # The loop may have ended because another side is dead or does not answer.

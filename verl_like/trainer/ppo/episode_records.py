@@ -33,6 +33,8 @@ class EpisodeRecords:
 
         `has_rewards` is False if others score the episodes.
         """
+        if not episodes:
+            return []
         step = int(prompts.meta_info["global_steps"])
         is_validation = bool(prompts.meta_info.get("validate"))
         uids = prompts.non_tensor_batch["uid"]

@@ -211,8 +211,8 @@ class ExperienceMaker:
         """Generates and scores responses to (B,) prompts that are not trained on, as in validation.
 
         Only what the reward needs is computed. Returns (B * num_samples,) rows with the reward
-        columns, the first one of each sample; the reward of each sample, which is 0 if it could not
-        be scored; and metrics.
+        columns, the last one of each sample, which has its last call of the model; the reward of
+        each sample, which is 0 if it could not be scored; and metrics.
         """
         generated = of_present_kind(self.generate(prompts, num_samples))
         batch = generated.batch
@@ -235,8 +235,8 @@ class ExperienceMaker:
         is_skipped_B = view.tensor_batch.get("is_skipped", torch.tensor(False))
         scores_B = scores_BR.sum(-1).masked_fill(is_skipped_B, 0.0)
         metrics = merge_metrics([generated.metrics, scoring_metrics])
-        first_rows = SampleRows.of(rows).first_rows
-        return rows.select_idxs(first_rows), scores_B, metrics
+        last_rows = SampleRows.of(rows).starts[1:] - 1
+        return rows.select_idxs(last_rows), scores_B, metrics
 
     def load_weights(self, weights: Weights, checks_first: bool = True, drain: bool = True) -> None:
         """Has the rollout engines load weights and check them against the actor's fingerprint.

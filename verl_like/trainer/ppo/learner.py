@@ -10,6 +10,7 @@ import numpy as np
 from verl_like.data.conversations import ConversationDataset
 from verl_like.data.sampler import EpochSampler
 from verl_like.protocol import DataProto, Metric
+from verl_like.protocol.samples import SampleRows
 from verl_like.single_controller import Ordered
 from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer.config.roles import Role
@@ -128,27 +129,31 @@ class Learner:
                 "the responses have no column policy_version, so how old they are is not known; a "
                 "custom rollout worker has to write it, see docs/columns.md"
             )
-        oldest_B = []
-        for spans in batch.non_tensor_batch["policy_version"]:
-            if spans:  # a row that stands for an episode without one has none
-                oldest_B.append(min(version for version, _start, _end in spans))
-        num_rows = len(oldest_B)
-        if not num_rows:
+        oldest: dict[int, int] = {}
+        """The version of the oldest token of each sample. One that stands for an episode without a
+        token has none."""
+        sample_of_row = SampleRows.of(batch).sample_of_row.tolist()
+        spans_of_row = batch.non_tensor_batch["policy_version"]
+        for sample, spans in zip(sample_of_row, spans_of_row, strict=True):
+            for version, _start, _end in spans:
+                oldest[sample] = min(version, oldest.get(sample, version))
+        num_samples = len(oldest)
+        if not num_samples:
             return {}
-        staleness_B = self.version - np.array(oldest_B)
-        mean = staleness_B.mean()
-        largest = staleness_B.max()
+        staleness_S = self.version - np.array(list(oldest.values()))
+        mean = staleness_S.mean()
+        largest = staleness_S.max()
         max_staleness = self.config.trainer.max_staleness
-        assert staleness_B.min() >= 0 and largest <= max_staleness, (staleness_B, max_staleness)
+        assert staleness_S.min() >= 0 and largest <= max_staleness, (staleness_S, max_staleness)
         metrics = {
-            "training/staleness/mean": Metric.mean(mean, weight=num_rows),
+            "training/staleness/mean": Metric.mean(mean, weight=num_samples),
             "training/staleness/max": Metric.max(largest),
         }
         if max_staleness:
             for steps in range(max_staleness + 1):
-                share = (staleness_B == steps).mean()
+                share = (staleness_S == steps).mean()
                 name = f"training/staleness/share_{steps}"
-                metrics[name] = Metric.mean(share, weight=num_rows)
+                metrics[name] = Metric.mean(share, weight=num_samples)
         return metrics
 
     def export_weights(self) -> Weights:

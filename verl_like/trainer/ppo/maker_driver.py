@@ -150,7 +150,7 @@ class MakerDriver(Generic[RecorderT]):
         )
         num_shown = self.config.trainer.log_val_generations
         self.recorder.show_generations(self.global_step, len(batch), shown, num_shown)
-        found |= validation_metrics(batch, scores_B)
+        found |= validation_metrics(batch, scores_B, num_samples)
         for name, count in metrics.items():
             if name.startswith(COUNT_PREFIX):
                 shown_name = name.replace("reward/", "val-aux/")

@@ -90,10 +90,11 @@ def _longest_rows(mask: Tensor, samples: SampleRows) -> Tensor:
     return zeros_S.scatter_reduce(0, samples.sample_of_row, num_marked_B, "amax")
 
 
-def validation_metrics(batch: DataProto, scores_B: Tensor) -> dict[str, float]:
+def validation_metrics(batch: DataProto, scores_B: Tensor, num_samples: int) -> dict[str, float]:
     """Returns metrics of a validation, for each data source and each variable of its responses.
 
-    `{data_source}/{variable}/mean@N` is the mean over prompts with N samples each, and if N > 1,
+    `{data_source}/{variable}/mean@N` is the mean over prompts with N = `num_samples` samples each,
+    fewer where episodes of agents failed, and if N > 1,
     `best@N/mean` is the mean of the prompts' best samples. The variables of the (B,) responses are
     "reward", with the values `scores_B`, and the numbers that the reward function returned beside
     the score.
@@ -119,12 +120,12 @@ def validation_metrics(batch: DataProto, scores_B: Tensor) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for source, by_prompt in by_source.items():
         responses_of_prompts = list(by_prompt.values())
-        metrics |= _metrics_of_source(source, responses_of_prompts)
+        metrics |= _metrics_of_source(source, responses_of_prompts, num_samples)
     return metrics
 
 
 def _metrics_of_source(
-    source: str, responses_of_prompts: Sequence[Sequence[Response]]
+    source: str, responses_of_prompts: Sequence[Sequence[Response]], num_samples: int
 ) -> dict[str, float]:
     """Returns the metrics of a validation for one data source, whose prompts have these
     responses."""
@@ -133,7 +134,6 @@ def _metrics_of_source(
         for response in responses:
             names |= dict.fromkeys(response)
     core = "acc" if "acc" in names else "reward"
-    num_samples = max(len(responses) for responses in responses_of_prompts)
     metrics = {}
     for name in names:
         means = []

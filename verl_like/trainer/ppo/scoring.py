@@ -371,7 +371,8 @@ class PendingScores:
         return self
 
     def _submit(self, token_ids: dict[int, list[int]]) -> None:
-        """Decodes responses, given by their slots, and has the reward manager score them."""
+        """Decodes responses, given by their slots, and has the reward manager score them. One
+        without a drawn token, which stands for an episode that failed, is not scored."""
         if not token_ids:
             return
         tokenizer = self.scorer.tokenizer
@@ -389,7 +390,10 @@ class PendingScores:
                 extra_info=columns["extra_info"][i],
                 raw_prompt=columns["raw_prompt"][i],
             )
-            self.pending.submit(slot, sample)
+            if token_ids[slot]:
+                self.pending.submit(slot, sample)
+            else:
+                self.pending.leave_out(slot, sample)
 
     def get(self) -> DataProto:
         """Waits for the scores. Returns the columns `rule_scores` (rows, R) float32 and

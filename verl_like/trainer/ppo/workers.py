@@ -88,7 +88,11 @@ def build_role_worker_mapping(
 def agent_arguments(config: PPOConfig, agents: Description) -> dict[str, Any]:
     """Returns the arguments of an agent's worker."""
     compares_samples = "index" in config.plan.estimator_needs
-    rules = {"min_samples": 2 if compares_samples else 1, "on_error": config.reward.on_error}
+    rules = {
+        "min_samples": 2 if compares_samples else 1,
+        "num_of_step": config.data.train_batch_size * config.actor_rollout_ref.rollout.n,
+        "on_error": config.reward.on_error,
+    }
     return {
         "config": config.agent,
         "policy": config.actor_rollout_ref,

@@ -31,6 +31,7 @@ from verl_like.trainer.run.tracking import require_trackers
 from verl_like.trainer.run.worker_template import WorkerTemplate
 from verl_like.trainer.state.resume import find_run
 from verl_like.trainer.state.run_state import RecordState
+from verl_like.workers.agents.episode import AgentsFailed
 from verl_like.workers.rollout.router import close_routers
 
 CheckInputs = Callable[[Any, contextlib.ExitStack], Any]
@@ -201,6 +202,7 @@ def train_or_raise(
         CallTimeout,
         EngineMismatch,
         RewardError,
+        AgentsFailed,
         PlacementError,
         UnknownMetric,
     ) as error:

@@ -27,6 +27,8 @@ class EpisodeRules:
 
     min_samples: int
     """The fewest samples of a prompt that are trained; with fewer the prompt is dropped."""
+    num_of_step: int
+    """The episodes of a training step. If so many fail one after the other, the run ends."""
     on_error: Literal["fail", "skip", "score"]
     """What a reward that is none does: `reward.on_error`."""
     filler_token: int

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from verl_like.secret_values import MASK
 from verl_like.workers.agents.chat import ChatFormat
 from verl_like.workers.agents.engine_client import Access, Call, EngineClient, current_call
 from verl_like.workers.agents.session import Session
@@ -237,6 +238,7 @@ class Endpoint:
             access.reward = PostedReward.model_validate_json(body).reward
         except ValidationError as error:
             text = f'Send {{"reward": a finite number, or a list of such}}: {error}'
+            access.reward_problem = text
             raise Refused(400, text) from None
 
 
@@ -271,12 +273,19 @@ def sets_sampling(body: bytes) -> bool:
     return any(fields.get(name) is not None for name in IGNORED)
 
 
+def without_secrets(text: str, base_url: str, *keys: str) -> str:
+    """Returns a text in which the secret of an episode's address and some keys are masked."""
+    for secret in (base_url.split("/")[-2], *keys):
+        text = text.replace(secret, MASK)
+    return text
+
+
 def listen(port: int) -> socket.socket:
     """Takes a port of the loopback address, any free one for 0. Raises ValueError if it is
     taken."""
     try:
         return socket.create_server((HOST, port))
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         raise ValueError(
             f"agent.port leads to port {port}, which cannot be taken: {error}. Choose another, or "
             "0 for any free one."

@@ -29,6 +29,8 @@ class Access:
         """The address of this episode alone, for clients that are made for OpenAI's."""
         self.reward: Reward = None
         """What was posted to the reward route."""
+        self.reward_problem = ""
+        """Why the last of what was posted there is no reward."""
         self.failure: EpisodeFailed | None = None
         """Why the model did not answer, if that is not the policy's failure."""
         self.is_closed = False

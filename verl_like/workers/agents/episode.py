@@ -25,6 +25,10 @@ class EpisodeFailed(RuntimeError):
         super().__init__(text)
 
 
+class AgentsFailed(RuntimeError):
+    """All episodes have failed for as long as a step takes, so that nothing could be trained."""
+
+
 class Restarted(RuntimeError):
     """The process of an episode's environment or harness ended because of another episode. The
     episode begins again, and no attempt counts."""

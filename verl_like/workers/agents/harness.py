@@ -1,7 +1,7 @@
 """Episodes of a harness: user code that calls the policy at the endpoint."""
 
-from verl_like.workers.agents.endpoint import Endpoint
-from verl_like.workers.agents.episode import EpisodeFailed
+from verl_like.workers.agents.endpoint import Endpoint, without_secrets
+from verl_like.workers.agents.episode import EpisodeFailed, RewardProblem
 from verl_like.workers.agents.hosts import Hosts, UserCodeError
 from verl_like.workers.agents.runner import Outcome
 from verl_like.workers.agents.session import Session
@@ -44,7 +44,12 @@ class Harness:
         if access.failure is not None:
             raise access.failure
         if problem is None:
-            return Outcome(access.reward if reward is None else reward)
+            scored = Outcome(access.reward if reward is None else reward)
+            if scored.reward is None and access.reward_problem:
+                raise RewardProblem(access.reward_problem)
+            return scored
         if session.counts["room_used_up"]:
             return Outcome(0.0, "room")
-        raise EpisodeFailed("harness", f"run raised {problem}")
+        keys = (self.endpoint.api_key, self.endpoint.reward_key)
+        text = without_secrets(str(problem), access.base_url, *keys)
+        raise EpisodeFailed("harness", f"run raised {text}")

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection, HTTPException
@@ -30,6 +31,7 @@ _REFUSALS = (EpisodeFailed, UserCodeError, OSError, HTTPException, WebSocketExce
 """What is raised if a server does not answer, or by another protocol."""
 _CHECK_S = 10.0
 _CLOSE_S = 3.0
+_PAUSE_S = 0.1
 
 
 class _Answer(BaseModel):
@@ -75,7 +77,7 @@ class OpenEnvServer:
 
     async def run(self, session: Session) -> Outcome:
         try:
-            async with _connect(self.address) as connection:
+            async with await self._opened() as connection:
                 try:
                     return await self.loop.run(_Seat(connection, session), session)
                 finally:
@@ -83,6 +85,19 @@ class OpenEnvServer:
         except (OSError, WebSocketException, ValidationError) as error:
             text = f"the server at {self.address} failed: {error}"
             raise EpisodeFailed("environment", text) from None
+
+    async def _opened(self) -> ClientConnection:
+        """Returns a session, which is to be entered. It waits `agent.reset_timeout_s` for a server
+        that is not there, such as one that is started again. Raises OSError if none comes."""
+        timeout_s = self.loop.config.reset_timeout_s
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                return await _connect(self.address, timeout_s)
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise
+            await asyncio.sleep(_PAUSE_S)
 
 
 class _Seat:
@@ -114,10 +129,16 @@ class _Seat:
         return _text(answer.observation)
 
 
-def _connect(address: str) -> connect:
-    """Returns a session of a server, which is to be entered. Each of its messages has a
+def _connect(address: str, timeout_s: float) -> connect:
+    """Returns a session of a server, which is to be awaited or entered. Each of its messages has a
     deadline."""
-    return connect(f"ws://{address}/ws", close_timeout=_CLOSE_S, ping_interval=None, proxy=None)
+    return connect(
+        f"ws://{address}/ws",
+        open_timeout=timeout_s,
+        close_timeout=_CLOSE_S,
+        ping_interval=None,
+        proxy=None,
+    )
 
 
 async def _end(connection: ClientConnection) -> None:
@@ -194,7 +215,7 @@ async def _tools(address: str) -> list[_Tool]:
     fields = schema.get("properties", {})
     fields.pop("metadata", None)  # which each action has
     tools = [{"name": _STEP, "description": description, "input_schema": schema}]
-    async with _connect(address) as connection:
+    async with _connect(address, _CHECK_S) as connection:
         if title in _LISTS_TOOLS:
             answer = await _ask(connection, "step", {"type": "list_tools"}, _CHECK_S)
             tools = answer.observation.get("tools", [])

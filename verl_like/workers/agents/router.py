@@ -11,7 +11,7 @@ from verl_like.single_controller.dispatch import PerRank
 from verl_like.single_controller.failure import CallTimeout
 from verl_like.single_controller.worker_group import BoundMethod, WorkerGroup
 from verl_like.workers.agents.batch import EpisodeRules, assemble_episodes, rows_of
-from verl_like.workers.agents.episode import Episode, EpisodeSpec
+from verl_like.workers.agents.episode import AgentsFailed, Episode, EpisodeSpec
 from verl_like.workers.agents.runner import Exchange
 from verl_like.workers.rollout.request import Completion, FinishedRequest, GenerationRequest
 from verl_like.workers.rollout.router import RequestCall, RequestRouter, ResponsesFuture
@@ -72,6 +72,7 @@ class EpisodeCall(RequestCall):
     def assembled(self) -> DataProto:
         episodes = [self.episodes[name] for name in self.requests]
         self.router.on_episodes(self.prompts, episodes)
+        self.router.require_success(episodes)
         return assemble_episodes(self.prompts, episodes, self.router.episode_rules)
 
     def report(self) -> None:
@@ -117,6 +118,8 @@ class EpisodeRouter(RequestRouter):
         """The episodes that have not ended, by their names."""
         self.episode_of_request: dict[str, str] = {}
         """The name of the episode of each unfinished request that one has made."""
+        self.num_failed = 0
+        """The episodes that failed since the last call with one that did not."""
         self._empty_outbox()
 
     def _empty_outbox(self) -> None:
@@ -138,13 +141,29 @@ class EpisodeRouter(RequestRouter):
         with self.changed:
             for number, request in enumerate(requests):
                 row = number // n
-                rank = ranks[row]
+                # Calls of one prompt, as those in flight, do not all go to the first rank.
+                rank = (ranks[row] + self.num_calls) % self.agents.world_size
                 replica = replicas[row] if self.queue.is_fixed else None
                 self.running[request.name] = _Running(call, rank, replica)
                 spec = EpisodeSpec(request, rows[row])
                 self.to_begin[rank].append(spec)
             self.start_thread()
         return ResponsesFuture(call)
+
+    def require_success(self, episodes: Sequence[Episode]) -> None:
+        """Takes the episodes of a call. Raises AgentsFailed if all have failed, and with those of
+        earlier calls they are as many as a step has."""
+        if any(episode.ended != "failed" for episode in episodes):
+            self.num_failed = 0
+            return
+        self.num_failed += len(episodes)
+        if self.num_failed < self.episode_rules.num_of_step:
+            return
+        kind, text = episodes[-1].failures[-1]
+        raise AgentsFailed(
+            f"The last {self.num_failed} episodes failed, so there is nothing to train. The last "
+            f"failure ({kind}): {text}. Repair it, and start the same command again."
+        )
 
     def has_work(self) -> bool:
         return super().has_work() or bool(self.running)

@@ -139,7 +139,10 @@ class Session:
         return drawn
 
     def finish(self, reward: Any) -> tuple[FinishedRow, ...]:
-        """Returns the rows as arrays, with their rewards.
+        """Returns the rows as arrays, with their rewards, in the order of their last calls.
+
+        So every token, also one of a sub-agent, stands before the reward of the last call, for
+        estimators that add up the rewards behind a token.
 
         One reward stands on the last token of the last call. Raises RewardProblem if there are
         several, but not one for each call that was answered, or if one is no finite number.
@@ -158,6 +161,9 @@ class Session:
         for value in rewards:
             if not isinstance(value, int | float) or not abs(value) <= LARGEST_REWARD:
                 raise RewardProblem(f"the reward {reward!r:.100} is no finite number of 32 bits")
+        self.rows.sort(key=lambda row: max(row.ends))
+        for number, turn in self.turns.items():
+            turn.row = [number in row.ends for row in self.rows].index(True)
         by_call: dict[int, float] = dict(zip(numbers, rewards, strict=False))
         return tuple(row.finished(by_call) for row in self.rows)
 

@@ -11,7 +11,7 @@ import zmq.asyncio
 from pydantic import BaseModel
 from zmq.utils.monitor import recv_monitor_message
 
-from verl_like.workers.agents.endpoint import MODEL_NAME, Endpoint
+from verl_like.workers.agents.endpoint import MODEL_NAME, Endpoint, without_secrets
 from verl_like.workers.agents.episode import EpisodeFailed, Reward
 from verl_like.workers.agents.host_process import JsonObject
 from verl_like.workers.agents.hosts import Description
@@ -119,7 +119,8 @@ class VerifiersServer:
         try:
             reward = await self._reward(request)
         except EpisodeFailed as failure:
-            problem = failure
+            text = without_secrets(str(failure), access.base_url, key)
+            problem = EpisodeFailed(failure.kind, text)
         finally:
             self.endpoint.forget(access)
         if access.failure is not None:

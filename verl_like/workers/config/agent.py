@@ -40,12 +40,12 @@ class AgentConfig(ConfigModel):
     more is replaced."""
     max_episodes: PositiveInt = 512
     """Episodes of one rank that run at the same time."""
-    episode_timeout_s: PositiveFloat = 3600.0
+    episode_timeout_s: PositiveFloat = 1000.0
     """Seconds one attempt at an episode may take."""
     call_timeout_s: PositiveFloat = 600.0
     """Seconds a call of the model may take."""
     reset_timeout_s: PositiveFloat = 60.0
-    """Seconds the reset of an environment may take."""
+    """Seconds the reset of an environment may take, and the wait for a server that is not there."""
     tool_timeout_s: PositiveFloat = 60.0
     """Seconds a call of a tool may take."""
     reward_timeout_s: PositiveFloat = 60.0
