@@ -180,6 +180,7 @@ def test_the_class_of_the_page_gives_tools_to_the_model_and_scores_its_answer(wo
     assert_calculated(world.run(command))
 
 
+@pytest.mark.proof
 def test_the_harness_of_the_page_asks_the_model_and_returns_its_reward(world: World):
     (command,) = commands_with("agent.harness=")
     assert_answered(world.run(command))
