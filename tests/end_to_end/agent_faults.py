@@ -83,6 +83,7 @@ HOST = "verl_like.workers.agents.host_process"
 ENVIRONMENT = "agent.environment=agent_code:World"
 HARNESS = "agent.harness=agent_code:run"
 RAISE = "raise OSError('the database is down')"
+ALL_FAILED = r"The last \d+ episodes failed, so there is nothing to train"
 
 
 def agent_settings(tiny_llama: Callable) -> list[str]:
@@ -204,8 +205,15 @@ AGENT_FAULTS = [
         goes_on=BOTH,
         lost="the episodes in agent/num_failed",
     ),
+    of_agents(
+        29,
+        "all episodes fail",
+        rf"{ALL_FAILED}.*the database is down",
+        raise_flag,
+        ENVIRONMENT,
+        RAISE,
+    ),
 ]
-ALL_FAILED = r"The last \d+ episodes failed, so there is nothing to train"
 SERVERS: dict[str, tuple[Any, ...]] = {
     "openenv": (describe_openenv, "openenv", "agent_servers/serve_openenv.py", "slow", "64"),
     "verifiers": (

@@ -78,10 +78,9 @@ SPLIT = ["placement=split", "trainer.n_gpus_per_node=4"]
 
 def metrics_of(folder: Path) -> list[dict]:
     """The rows of metrics.jsonl of the latest run in `folder`, all of whose metrics docs/metrics.md
-    describes."""
-    rows = [
-        json.loads(line) for line in (folder / "runs/latest/metrics.jsonl").read_text().splitlines()
-    ]
+    describes. A row that is being written is not among them."""
+    lines = (folder / "runs/latest/metrics.jsonl").read_text().splitlines(keepends=True)
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]
     assert not undocumented({name for row in rows for name in row} - {"step"})
     return rows
 

@@ -240,6 +240,7 @@ def test_a_server_that_comes_back_costs_no_episode_and_one_that_does_not_ends_th
     steps = steps_of(run)
     assert steps == list(range(1, len(steps) + 1))
     assert run.text().count("\nverl_like: ") == 1, run.text()
+    assert mode == SYNCHRONOUS or "Prompts: " in run.text(), "the ledger has added them up"
     message = line_of(run, ALL_FAILED)
     lost = num_steps(steps[-1] - newest.step)
     page.add(30, done, mode, seconds, message, lost, f"of step {newest.step}, whole")

@@ -247,6 +247,11 @@ def test_the_model_reads_the_only_field_of_an_observation_or_all_of_them(
     assert f"Go on.{text}<|end|>" in model.prompts[0]
 
 
+def tool_error(error_type: str, message: str) -> Any:
+    problem = {"error_type": error_type, "message": message}
+    return observation({"tool_name": "step", "result": None, "error": problem})
+
+
 def fails_in(kind: str, answer: Any) -> Answers:
     def answers(each: str, data: Any) -> Any:
         return answer if each == kind else observation({"text": "x"})
@@ -272,8 +277,13 @@ def fails_in(kind: str, answer: Any) -> Answers:
         ),
         (fails_in("step", ENDS), "environment", "127.*failed: received 1000"),
         (fails_in("step", None), "deadline", "a step took over 0.3 s"),
+        (fails_in("step", tool_error("timeout", "30 s")), "deadline", "tool failed: .*30 s"),
+        (fails_in("step", tool_error("transport_error", "lost")), "environment", "tool.*lost"),
     ],
-    ids=["reset", "capacity", "session", "no answer", "reward", "end", "silence"],
+    ids=[
+        *("reset", "capacity", "session", "no answer", "reward", "end", "silence"),
+        *("tool's deadline", "transport"),
+    ],
 )
 def test_failures_of_the_server_are_no_reward(
     chat: ChatFormat, answers: Answers, kind: str, text: str

@@ -14,7 +14,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, WebSocketException
 
 from verl_like.workers.agents.chat import text_of
-from verl_like.workers.agents.episode import EpisodeFailed
+from verl_like.workers.agents.episode import EpisodeFailed, FailureKind
 from verl_like.workers.agents.host_process import JsonObject
 from verl_like.workers.agents.hosts import Description, UserCodeError
 from verl_like.workers.agents.runner import Outcome
@@ -29,6 +29,8 @@ _OF_ENVIRONMENTS = ("VALIDATION_ERROR", "EXECUTION_ERROR")
 """The codes of errors of an environment. The model is told of those that its actions cause."""
 _REFUSALS = (EpisodeFailed, UserCodeError, OSError, HTTPException, WebSocketException, ValueError)
 """What is raised if a server does not answer, or by another protocol."""
+_OF_SERVERS: dict[str, FailureKind] = {"timeout": "deadline", "transport_error": "environment"}
+"""The types of a tool's errors that the tool did not raise, and which failures they are."""
 _CHECK_S = 10.0
 _CLOSE_S = 3.0
 _PAUSE_S = 0.1
@@ -173,13 +175,19 @@ async def _ask(
 
 def _text(observation: JsonObject) -> str:
     """Returns what the model reads of an observation: the result of a listed tool, its only field,
-    or all fields as JSON. Raises UserCodeError if a listed tool failed."""
+    or all fields as JSON. Raises UserCodeError if a listed tool failed, and EpisodeFailed if that
+    is not the tool's."""
     fields = dict(observation)
     fields.pop("metadata", None)
     value: Any = fields or ""
     if "tool_name" in fields:
-        if fields.get("error"):
-            raise UserCodeError(json.dumps(fields["error"]), "")
+        error = fields.get("error")
+        problem = json.dumps(error)
+        kind = _OF_SERVERS.get(str(error.get("error_type"))) if isinstance(error, dict) else None
+        if kind:
+            raise EpisodeFailed(kind, f"a tool failed: {problem}")
+        if error:
+            raise UserCodeError(problem, "")
         value = fields.get("result")
     elif len(fields) == 1:
         [value] = fields.values()
