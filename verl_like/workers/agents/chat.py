@@ -76,8 +76,12 @@ class ChatFormat:
         )
 
     def tokens(self, text: str) -> list[int]:
-        """Returns the tokens of a rendered text. The template has written the special ones."""
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        """Returns the tokens of a rendered text. The template has written the special ones.
+
+        Half a surrogate pair, which a model may write in JSON, has none: "?" stands for it.
+        """
+        whole = text.encode(errors="replace").decode()
+        return self.tokenizer.encode(whole, add_special_tokens=False)
 
     def read(
         self,
