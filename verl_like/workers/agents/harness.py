@@ -42,7 +42,8 @@ class Harness:
         except UserCodeError as error:
             outcome = Outcome(0.0, "room")
             if not session.counts["room_used_up"]:
-                failure = EpisodeFailed("harness", f"run raised {error}")
+                text = str(error).replace(access.secret, "...")  # a client names its address
+                failure = EpisodeFailed("harness", f"run raised {text}")
             has_ended = True
         finally:
             self.endpoint.forget(access)
