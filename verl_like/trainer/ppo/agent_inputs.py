@@ -4,6 +4,7 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from verl_like.single_controller.ray.start import cluster_address
@@ -87,8 +88,15 @@ def require_extendable(chat: ChatFormat, tools: Sequence[Mapping[str, Any]]) -> 
         function = {"name": name, "arguments": {}}
         reply["tool_calls"] = [{"id": "call-0", "type": "function", "function": function}]
         added = {"role": "tool", "name": name, "content": "2"}
-    before = chat.render([*messages, reply], tools, is_prompt=False)
-    prompt = chat.render([*messages, reply, added], tools, is_prompt=True)
+    try:
+        before = chat.render([*messages, reply], tools, is_prompt=False)
+        prompt = chat.render([*messages, reply, added], tools, is_prompt=True)
+    except TemplateError as error:
+        raise ValueError(
+            f"the chat template refuses a turn that is followed by a {added['role']} message "
+            f"({error}): set actor_rollout_ref.model.tokenizer_path to a tokenizer with a template "
+            "for several turns and tools"
+        ) from error
     drawn_ids = chat.tokens("1")
     tail = chat.tail(prompt, before, drawn_ids)
     if not tail:
