@@ -247,7 +247,7 @@ def arguments_of(arguments: Any) -> Any:
 def text_of(content: Any) -> str:
     """Returns the text of a message's content, which may be a list of parts."""
     if isinstance(content, list):
-        texts = [part.get("text") or "" for part in content if isinstance(part, dict)]
+        texts = [str(part.get("text") or "") for part in content if isinstance(part, dict)]
         return "".join(texts)
     return content or ""
 
