@@ -501,6 +501,9 @@ TOKENS = {"token_ids": [5, 6], "model": "policy"}
         (CHAT, {**CHAT_BODY, "n": 2}, "n=2 is not served"),
         (CHAT, {**CHAT_BODY, "n": "2"}, "n='2' is not served"),
         (CHAT, {**CHAT_BODY, "n": 3, "stream": True}, "n=3 is not served"),
+        (CHAT, {**CHAT_BODY, "n": 4, "sampling_params": {"n": 1}}, "n=4 is not served"),
+        ("/v1/completions", {"model": "policy", "prompt": "a", "best_of": 3}, "best_of=3"),
+        (CHAT, {**CHAT_BODY, "stop_token_ids": [10**30]}, "is out of vocabulary"),
         (CHAT, {**CHAT_BODY, "use_beam_search": True}, "use_beam_search=True"),
         (CHAT, {**CHAT_BODY, "logprobs": True, "top_logprobs": 2}, "top_logprobs=2"),
         (CHAT, {**CHAT_BODY, "prompt_logprobs": 0}, "prompt_logprobs=0"),
@@ -826,6 +829,18 @@ def test_a_client_that_leaves_ends_its_request(
     assert session.counts["calls"] == 1
 
 
+def test_a_request_that_was_admitted_before_the_end_and_begins_after_it_draws_nothing(
+    served: Served,
+):
+    session, access = episode(served, PLAIN)
+    access.check([5, 6])
+    served.forget(access)
+    with pytest.raises(ValueError, match="This episode has ended"):
+        served.do(access.draw([5, 6]))
+    model: Any = session.model
+    assert not model.requests and not session.counts["calls"]
+
+
 def test_a_call_past_its_deadline_fails_the_episode_and_not_the_harness(served: Served):
     session, access = episode(served, PLAIN, limits=replace(LIMITS, call_timeout_s=0.2))
     model: Any = session.model
@@ -995,6 +1010,17 @@ def test_the_text_of_a_failure_has_no_secret(served: Served):
     error, *_ = run_harness(served, run, PLAIN)
     assert "error 500 of http://127.0.0.1:" in str(error)
     assert "/s/***/v1/chat/completions with ***" in str(error)
+
+
+def test_the_failure_of_a_harness_does_not_name_the_secret_of_its_address(served: Served):
+    async def run(row, base_url, api_key):
+        async with httpx.AsyncClient() as client:
+            answer = await client.get(f"{base_url}/nothing")
+        answer.raise_for_status()
+
+    error, *_ = run_harness(served, run, PLAIN)
+    assert isinstance(error, EpisodeFailed) and error.kind == "harness"
+    assert "404 Not Found" in str(error) and "/s/.../v1/nothing" in str(error)
 
 
 def test_a_harness_that_raises_when_the_room_is_used_up_is_trained_with_reward_0(served: Served):

@@ -233,9 +233,10 @@ def test_an_error_that_an_action_causes_is_told_to_the_model(chat: ChatFormat, f
         ({"text": "It is 5."}, "It is 5."),
         ({"number": 5}, "5"),
         ({"board": {"content": [{"type": "text", "text": "a picture"}]}}, "a picture"),
+        ({"board": {"content": [{"type": "text", "text": 5}]}}, "5"),
         ({"number": 5, "hint": None}, '{"number": 5, "hint": null}'),
     ],
-    ids=["nothing", "a text", "a number", "parts", "several fields"],
+    ids=["nothing", "a text", "a number", "parts", "a part that is no text", "several fields"],
 )
 def test_the_model_reads_the_only_field_of_an_observation_or_all_of_them(
     chat: ChatFormat, fields: Mapping[str, Any], text: str

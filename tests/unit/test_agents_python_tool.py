@@ -227,6 +227,65 @@ def test_files_together_have_no_more_than_the_memory() -> None:
     assert found.endswith("OSError: [Errno 28] No space left on device\n")
 
 
+SYSTEM_CALLS = {
+    "x86_64": {
+        "shmget": 29,
+        "add_key": 248,
+        "request_key": 249,
+        "keyctl": 250,
+        "memfd_create": 319,
+    },
+    "aarch64": {
+        "shmget": 194,
+        "add_key": 217,
+        "request_key": 218,
+        "keyctl": 219,
+        "memfd_create": 279,
+    },
+}
+
+
+def test_code_gets_no_memory_that_no_limit_counts_and_no_keys_of_the_user() -> None:
+    calls = SYSTEM_CALLS[os.uname().machine]
+    found = output(
+        f"""
+        import ctypes, errno
+        libc = ctypes.CDLL(None, use_errno=True)
+        for name, number in {calls}.items():
+            print(name, libc.syscall(number, b"a", 0, 0, 0, 0), errno.errorcode[ctypes.get_errno()])
+        print(libc.syscall(0x40000000 + 39), libc.getpid())
+        """
+    )
+    assert found == "".join(f"{name} -1 ENOSYS\n" for name in calls) + "-1 1\n"
+
+
+AS_ANOTHER_USER = """
+import os
+from verl_like.workers.agents.python_tool import PythonTool
+found = PythonTool().python("import os; os.kill(0, 9)")
+print(os.getuid(), repr(found))
+"""
+
+
+def test_signals_of_code_reach_nobody_outside_where_it_runs_as_the_same_user() -> None:
+    output("")
+    found = subprocess.run(
+        [
+            "unshare",
+            "-U",
+            "--map-user=1000",
+            "--map-group=1000",
+            sys.executable,
+            "-c",
+            AS_ANOTHER_USER,
+        ],
+        capture_output=True,
+        text=True,
+        start_new_session=True,
+    )
+    assert found.stdout == "1000 ''\n", (found.returncode, found.stderr)
+
+
 def test_output_without_end_is_cut_and_the_code_killed() -> None:
     mark = uuid.uuid4().hex
     found = output(f"while True: print('{mark}', 'é' * 10)", output_chars=120, seconds=60.0)

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from agent_endpoints import SAMPLING, ScriptedModel, make_chat, make_tokenizer
+from agent_endpoints import CHATML, SAMPLING, ScriptedModel, make_chat, make_tokenizer
 
 from verl_like.workers.agents.episode import Episode, EpisodeSpec
 from verl_like.workers.agents.hosts import HostedCode, Hosts, describe_environment
@@ -253,6 +253,26 @@ def test_a_parser_that_raises_reads_no_call(play, monkeypatch):
     episode, model = play(TURNS["two"])
     assert episode.ended == "done" and len(model.requests) == 1
     assert episode.counts["unreadable_calls"] == 1
+
+
+def test_calls_that_the_template_refuses_end_an_episode_that_is_trained(play, monkeypatch):
+    """Those of Llama 3 raise an error for a second call in a turn."""
+    start = "{% for c in m.tool_calls or [] %}"
+    check = "{% if (m.tool_calls or []) | length > 1 %}{{ raise_exception('single') }}{% endif %}"
+    monkeypatch.setattr(CHAT.tokenizer, "chat_template", CHATML.replace(start, check + start))
+    episode, model = play([ADD, *TURNS["two calls"]])
+    assert (episode.ended, episode.failures, len(model.requests)) == ("done", (), 2)
+    assert episode.counts["unreadable_calls"] == 1 and episode.counts["tool_calls"] == 1
+    (row,) = episode.rows
+    assert row.scores.sum() == 1.25
+
+
+def test_half_a_surrogate_pair_in_the_name_of_a_tool_is_a_question_mark(play, monkeypatch):
+    named = CHATML.replace("{{ m.role }}\n", "{{ m.role }} {{ m.name or '' }}\n")
+    monkeypatch.setattr(CHAT.tokenizer, "chat_template", named)
+    episode, _model = play([call("\\ud800", "{}"), f"Done.{END}"])
+    assert episode.ended == "done" and episode.counts["unknown_tools"] == 1
+    assert "tool ?\n{'error': 'Tool \\ud800 not found.'}" in text_of(episode, drawn=False)
 
 
 def test_the_class_is_described_as_trl_does(environment):

@@ -159,6 +159,12 @@ def test_an_episode_without_rewards_has_none_and_is_left_out():
     assert outcome(OPEN, DONE).reward is None
 
 
+@pytest.mark.parametrize("score", [None, "high", [1.0]])
+def test_a_score_that_is_none_is_a_problem_of_the_reward_and_ends_no_run(score: Any):
+    with pytest.raises(RewardProblem, match=r"rewards\.right\.score"):
+        outcome(OPEN, rewards(right={"score": score, "weight": 1.0}), DONE)
+
+
 def test_a_reward_that_is_no_number_is_a_problem_of_the_reward():
     session = session_of(OneTokenModel(), ROW)
     reward = outcome(OPEN, rewards(right={"score": float("nan"), "weight": 1.0}), DONE).reward

@@ -4,6 +4,7 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from verl_like.single_controller.ray.start import cluster_address
@@ -89,8 +90,15 @@ def require_extendable(chat: ChatFormat, tools: Sequence[Mapping[str, Any]]) -> 
         reply["tool_calls"] = [call]
         added = {"role": "tool", "name": name, "content": "2"}
     messages = [{"role": "user", "content": "0"}, reply]
-    before = chat.render(messages, tools, is_prompt=False)
-    prompt = chat.render([*messages, added], tools, is_prompt=True)
+    try:
+        before = chat.render(messages, tools, is_prompt=False)
+        prompt = chat.render([*messages, added], tools, is_prompt=True)
+    except TemplateError as error:
+        raise ValueError(
+            f"the chat template refuses a turn that is followed by a {added['role']} message "
+            f"({error}): set actor_rollout_ref.model.tokenizer_path to a tokenizer with a template "
+            "for several turns and tools"
+        ) from error
     if not chat.tail(prompt, before, chat.tokens("1")):
         raise ValueError(
             "the chat template does not extend the text of a conversation when a "

@@ -78,8 +78,12 @@ class ChatFormat:
         )
 
     def tokens(self, text: str) -> list[int]:
-        """Returns the tokens of a rendered text. The template has written the special ones."""
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        """Returns the tokens of a rendered text. The template has written the special ones.
+
+        Half a surrogate pair, which a model may write in JSON, has none: "?" stands for it.
+        """
+        whole = text.encode(errors="replace").decode()
+        return self.tokenizer.encode(whole, add_special_tokens=False)
 
     def read(
         self,
@@ -232,7 +236,7 @@ def arguments_of(arguments: Any) -> Any:
 def text_of(content: Any) -> str:
     """Returns the text of a message's content, which may be a list of parts."""
     if isinstance(content, list):
-        texts = [part.get("text") or "" for part in content if isinstance(part, dict)]
+        texts = [str(part.get("text") or "") for part in content if isinstance(part, dict)]
         return "".join(texts)
     return content or ""
 

@@ -32,6 +32,7 @@ ROUTES = (
 )
 SERVED: dict[str, tuple[Any, ...]] = {
     "n": (1,),
+    "best_of": (1,),
     "use_beam_search": (False,),
     "echo": (False,),
     "logprobs": (False, True),
@@ -251,26 +252,25 @@ def sets_sampling(body: bytes) -> bool:
         return False  # vLLM says what is wrong
     if not isinstance(fields, dict):
         return False
+    settings = list(fields.items())
     inner = fields.get("sampling_params")
     if isinstance(inner, dict):
-        fields |= inner
-    for name, values in SERVED.items():
-        value = fields.get(name)
-        if value not in (None, *values):
+        settings += inner.items()
+    for name, value in settings:
+        if name in SERVED and value not in (None, *SERVED[name]):
             raise Refused(
                 400,
                 f"{name}={value!r:.100} is not served: a request gets one response, and at most "
                 f"the log-probabilities of its tokens. Leave {name} out.",
             )
-    for name in HELD:
-        if fields.get(name):
+        if name in HELD and value:
             raise Refused(
                 400,
-                f"{name}={fields[name]!r:.100} is not served, because no messages are kept between "
+                f"{name}={value!r:.100} is not served, because no messages are kept between "
                 "requests: send all of them each time.",
                 "thread_unsupported_request",  # Anthropic's clients then do so
             )
-    return any(fields.get(name) is not None for name in IGNORED)
+    return any(name in IGNORED and value is not None for name, value in settings)
 
 
 def without_secrets(text: str, base_url: str, *keys: str) -> str:

@@ -49,7 +49,10 @@ class Access:
             raise
 
     async def draw(self, prompt_ids: TokenIds, **limits: Any) -> Drawn:
-        """Calls the model, see `Session.draw`. Raises ValueError if the episode ends meanwhile."""
+        """Calls the model, see `Session.draw`. Raises ValueError if the episode has ended, or ends
+        meanwhile."""
+        if self.is_closed:
+            raise ValueError(ENDED)
         draw = asyncio.create_task(self.session.draw(prompt_ids, **limits))
         self._draws.add(draw)
         try:
@@ -158,7 +161,7 @@ class EngineClient:
         """
         call = current_call.get()
         prompt_ids = prompt["prompt_token_ids"]
-        self.renderer.validate_token_ids(prompt_ids)
+        self.renderer.validate_token_ids([*prompt_ids, *(sampling_params.stop_token_ids or ())])
         call.access.check(prompt_ids)
         return self._outputs(call, prompt_ids, sampling_params, request_id)
 

@@ -7,8 +7,10 @@ ends all others with it.
 """
 
 import ctypes
+import errno
 import os
 import resource
+import struct
 import sys
 
 _SYS_MOUNT_SETATTR = 442
@@ -21,7 +23,18 @@ _MNT_DETACH = 2
 _NEW_NAMESPACES = 0x20000 | 0x8000000 | 0x10000000 | 0x20000000 | 0x40000000
 """Of mounts, IPC, users, processes and the network."""
 _PR_SET_PDEATHSIG = 1
+_PR_SET_SECCOMP = 22
 _PR_SET_NO_NEW_PRIVS = 38
+_FILTER = 2
+_FORBIDDEN = {
+    "x86_64": (0xC000003E, (29, 248, 249, 250, 319, 447)),
+    "aarch64": (0xC00000B7, (194, 217, 218, 219, 279, 447)),
+}
+"""By machine its name in the kernel, and the numbers of the system calls shmget, add_key,
+request_key, keyctl, memfd_create and memfd_secret. No limit holds for the memory that they give,
+and keys are those of the user."""
+_OTHER_CALLS = 0x40000000
+"""From this number on, x86_64 has its system calls a second time."""
 _SIGKILL = 9
 _MAX_NAMESPACES = "/proc/sys/user/max_user_namespaces"
 _NOBODY = 65534
@@ -128,6 +141,37 @@ def _limit(memory: int, seconds: int, processes: int) -> None:
     os.setresuid(_NOBODY, _NOBODY, _NOBODY)
     _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
     _libc.prctl(_PR_SET_PDEATHSIG, _SIGKILL)
+    _forbid_calls()
+
+
+def _forbid_calls() -> None:
+    """Makes the system calls in `_FORBIDDEN` fail as if the kernel had none.
+
+    Each instruction of the filter is (code, places to jump if true, if false, value), see
+    https://docs.kernel.org/userspace-api/seccomp_filter.html. Raises ValueError on another machine.
+    """
+    machine = os.uname().machine
+    if machine not in _FORBIDDEN:
+        raise ValueError(f"the system calls of {machine} are not known")
+    name, numbers = _FORBIDDEN[machine]
+    load = 0x20
+    equal = 0x15
+    at_least = 0x35
+    end = 0x06
+    refusal = len(numbers) + 5
+    program = [
+        (load, 0, 0, 4),  # the machine
+        (equal, 0, refusal - 2, name),
+        (load, 0, 0, 0),  # the system call
+        (at_least, refusal - 4, 0, _OTHER_CALLS),
+    ]
+    for place, number in enumerate(numbers, len(program)):
+        program.append((equal, refusal - place - 1, 0, number))
+    program += [(end, 0, 0, 0x7FFF0000), (end, 0, 0, 0x50000 | errno.ENOSYS)]
+    code = b"".join(struct.pack("HBBI", *instruction) for instruction in program)
+    instructions = ctypes.create_string_buffer(code)
+    filter = struct.pack("HP", len(program), ctypes.addressof(instructions))
+    _check(_libc.prctl(_PR_SET_SECCOMP, _FILTER, filter), "seccomp")
 
 
 def _mount(source: str, target: str, kind: str, flags: int, options: str) -> None:

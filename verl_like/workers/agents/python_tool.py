@@ -92,6 +92,7 @@ def _run(code: str, limits: _Limits) -> str:
             stderr=subprocess.STDOUT,
             pass_fds=[writing],
             env={},
+            start_new_session=True,  # signals of the code to its process group stay there
         )
         os.close(writing)
         try:

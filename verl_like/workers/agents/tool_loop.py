@@ -129,7 +129,11 @@ class ToolLoop:
                 session.counts["turns_used_up"] += 1
                 return "turns"
             messages.append(reply)
-            before = self.chat.render(messages, self.tools, is_prompt=False)
+            try:
+                before = self.chat.render(messages, self.tools, is_prompt=False)
+            except Exception:  # a template may raise anything for what a model writes
+                session.counts["unreadable_calls"] += 1
+                return "done"
             for call in calls:
                 used = await self._use_tool(seat, session, call["function"])
                 message = {"role": "tool", "name": used.name, "content": used.result}

@@ -8,11 +8,11 @@ from typing import Any
 import msgpack
 import zmq
 import zmq.asyncio
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from zmq.utils.monitor import recv_monitor_message
 
 from verl_like.workers.agents.endpoint import MODEL_NAME, Endpoint, without_secrets
-from verl_like.workers.agents.episode import EpisodeFailed, Reward
+from verl_like.workers.agents.episode import EpisodeFailed, Reward, RewardProblem
 from verl_like.workers.agents.host_process import JsonObject
 from verl_like.workers.agents.hosts import Description
 from verl_like.workers.agents.runner import Outcome
@@ -62,7 +62,6 @@ class _Reward(BaseModel):
 class _Record(BaseModel):
     """What is read of the record of an agent."""
 
-    version: int
     rewards: dict[str, _Reward | None] = {}
     is_timeout: bool = False
 
@@ -196,8 +195,8 @@ def opened(parts: Sequence[bytes]) -> tuple[bytes, Any]:
 def reward_of(answers: Sequence[_Answer]) -> Reward:
     """Returns the reward of an episode that has ended, or None if it has none.
 
-    Raises EpisodeFailed if it failed, if it has several agents, or if the server ran it again, and
-    ValueError if the records are of another version.
+    Raises EpisodeFailed if it failed, if it has several agents, or if the server ran it again,
+    RewardProblem if a reward is none, and ValueError if the records are of another version.
     """
     *news, end = answers
     if end.head is None:
@@ -218,9 +217,13 @@ def reward_of(answers: Sequence[_Answer]) -> Reward:
             f"{len(names)} agents ran, but the calls of one can be trained: serve an environment "
             "with one agent and without retries, of which agent.num_attempts says how many",
         )
-    trace = _Record.model_validate(record)
-    if trace.version != RECORD_VERSION:
-        raise ValueError(f"the server's records have version {trace.version}: {_FIX}")
+    version = record.get("version")
+    if version != RECORD_VERSION:
+        raise ValueError(f"the server's records have version {version}: {_FIX}")
+    try:
+        trace = _Record.model_validate(record)
+    except ValidationError as error:
+        raise RewardProblem(f"the record has something that is no reward: {error}") from None
     if trace.is_timeout:
         raise EpisodeFailed("deadline", "a deadline of the environment passed")
     rewards = [reward for reward in trace.rewards.values() if reward]
