@@ -1,15 +1,15 @@
-"""A whole GRPO step of agents on the CPU: verl_like's trainer with `agent.environment` against TRL's
-GRPOTrainer with `environment_factory` and transformers' generate, with the same class, the calculator of
-`examples/agents`. They take turns, step by step, and each has two cores in its turn: verl_like two
-training processes, two engines and two ranks of agents of one thread, which take turns too; TRL one
-process of two threads, or two data-parallel ones of one thread.
+"""A whole GRPO step of agents on the CPU: verl_like's trainer with `agent.environment` against
+TRL's GRPOTrainer with `environment_factory` and transformers' generate, with the same class, the
+calculator of `examples/agents`. They take turns, step by step, and each has two cores in its turn:
+verl_like two training processes, two engines and two ranks of agents of one thread, which take
+turns too; TRL one process of two threads, or two data-parallel ones of one thread.
 
-The same Llama of 3 million parameters in float32, 8 prompts, 8 episodes each, one AdamW update a step
-on all 64 episodes, no KL. The model thinks for 24 tokens on average in each of three turns, by a
-geometric law, and then calls the calculator; the calls of the last turn are not made. Both sample from
-that law, so their tokens differ by chance, but not in their mean. No episode has a reward, so the
-weights and the law stay, while all that belongs to a step is computed. Useful tokens are those of
-prompts and responses, with what the tool returned and without padding.
+The same Llama of 3.5 million parameters in float32, 8 prompts, 8 episodes each, one AdamW update a
+step on all 64 episodes, no KL. The model thinks for 24 tokens on average in each of three turns, by
+a geometric law, and then calls the calculator; the calls of the last turn are not made. Both sample
+from that law, so their tokens differ by chance, but not in their mean. No episode has a reward, so
+the weights and the law stay, while all that belongs to a step is computed. Useful tokens are those
+of prompts and responses, with what the tool returned and without padding.
 """
 
 import statistics

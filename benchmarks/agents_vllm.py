@@ -1,10 +1,10 @@
-"""Episodes of agents at the endpoint, with a tiny Llama on vLLM: each harness talks with the model for
-some turns of 24 tokens, by OpenAI's client, greedily.
+"""Episodes of agents at the endpoint, with a tiny Llama on vLLM: each harness talks with the model
+for some turns of 24 tokens, by OpenAI's client, greedily.
 
 * 64 episodes of five turns beside vLLM's own server, which gets the same requests with the same
-  settings and records nothing. What the model says is equal, but where a rounding flips a draw. Ours
-  are the CPU seconds of the driver, of the agents' rank and of the engine, theirs those of the server
-  and of its engine. Those of the clients are printed beside.
+  settings and records nothing. What the model says is equal, but where a rounding flips a draw.
+  Ours are the CPU seconds of the driver, of the agents' rank and of the engine, theirs those of the
+  server and of its engine. Those of the clients are printed beside.
 * 512 such episodes at once: all end, and how long a turn takes, as its client sees it.
 * Eight turns after a prompt of 1,500 tokens, beside the same engine without a prefix cache: CPU
   seconds of all that is ours.
@@ -47,9 +47,7 @@ def main() -> None:
     report.write()
 
 
-def ours(
-    name: str, folder: str, engine: str, prompt_length: int, rows: dict[str, int]
-) -> Side:
+def ours(name: str, folder: str, engine: str, prompt_length: int, rows: dict[str, int]) -> Side:
     side = Side(name, "agents_ours.py", "project")
     overrides = [
         "plugins=[benchmarks.sides.agents_uncached]",
@@ -160,9 +158,7 @@ def after_long_prompts(report: Report, folder: str) -> None:
     report.target("hits of the prefix cache", statistics.median(hits), ">=", 0.8)
 
 
-def texts_of(
-    result: dict[str, Any], tokenizer: PreTrainedTokenizerFast
-) -> list[list[str]]:
+def texts_of(result: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> list[list[str]]:
     """What the model said in each turn of each episode."""
     drawn = result["responses"][result["response_mask"] == 1]
     turns = tokenizer.batch_decode(drawn.reshape(-1, MAX_TOKENS))

@@ -28,9 +28,7 @@ async def calculate(row: Row, base_url: str, api_key: str) -> float:
     messages = list(row["prompt"])
     tools = json.loads(row["tools"])
     while True:
-        reply = await client.chat.completions.create(
-            model="policy", messages=messages, tools=tools
-        )
+        reply = await client.chat.completions.create(model="policy", messages=messages, tools=tools)
         message = reply.choices[0].message
         if not message.tool_calls:
             return calculator.get_reward()

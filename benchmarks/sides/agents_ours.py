@@ -18,8 +18,8 @@ from verl_like.protocol import DataProto
 from verl_like.protocol.row_ops import jagged_parts
 from verl_like.single_controller.worker_group import CallEvent
 from verl_like.trainer.config import load_ppo_config
-from verl_like.trainer.ppo.inputs import check_inputs
 from verl_like.trainer.main_ppo import WORKERS
+from verl_like.trainer.ppo.inputs import check_inputs
 from verl_like.trainer.ppo.workers import build_resource_pools, load_models, start_groups
 from verl_like.trainer.run import worker_template
 from verl_like.trainer.run.shell import start_ray_of

@@ -1,11 +1,12 @@
-"""What both sides of `agents_step` train on: a model that thinks for a while in each turn and then calls the
-calculator, its tokenizer, and prompts.
+"""What both sides of `agents_step` train on: a model that thinks for a while in each turn and then
+calls the calculator, its tokenizer, and prompts.
 
 The next token depends on the last one alone, since the projections behind attention and the MLP are
 zero. They are computed as any others are. So the law of the lengths is known: after each thought
 comes another with a certain probability, and the tool's call is always the same.
 """
 
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -72,9 +73,9 @@ def logits(tokenizer: Any) -> torch.Tensor:
     """The logits of the next token (columns) behind each token (rows)."""
     table = torch.full((len(tokenizer), len(tokenizer)), NEVER)
     chain = tokenizer.convert_tokens_to_ids([ASSISTANT, THOUGHT, *CALL])
-    for last, following in zip(chain, chain[1:], strict=False):
+    for last, following in itertools.pairwise(chain):
         table[last, following] = 0.0
-    thought, call = chain[1], chain[2]
+    thought = chain[1]
     table[thought, thought] = math.log(MEAN_THOUGHTS - 1)
     return table
 

@@ -1,5 +1,5 @@
-"""TRL's side of `agents_step`: its GRPOTrainer with `environment_factory` and transformers' generate,
-step by step."""
+"""TRL's side of `agents_step`: its GRPOTrainer with `environment_factory` and transformers'
+generate, step by step."""
 
 import json
 import os

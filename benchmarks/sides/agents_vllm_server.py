@@ -28,7 +28,8 @@ def start(
 ) -> dict[str, Any]:
     """Starts the server, with what the project's engine sets, and waits until it answers."""
     command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry"]
-    command += ["--model", f"{folder}/model", "--served-model-name", "policy", "--api-key", KEY, "--dtype", "float32"]
+    command += ["--model", f"{folder}/model", "--served-model-name", "policy"]
+    command += ["--api-key", KEY, "--dtype", "float32"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(context)]
     command += ["--max-num-seqs", str(max_num_seqs), "--max-num-batched-tokens", "8192"]
     command += ["--no-enable-chunked-prefill", "--enable-prefix-caching", "--enforce-eager"]
@@ -60,10 +61,18 @@ def answers() -> bool:
         return False
 
 
+def end() -> None:
+    """Ends the server and its engine."""
+    engines = psutil.Process(state["server"].pid).children(recursive=True)
+    state["server"].terminate()
+    state["server"].wait(timeout=20)
+    for engine in engines:
+        if engine.is_running():
+            engine.kill()
+
+
 async def conversations(rows: list[dict[str, Any]]) -> list[tuple[list[str], list[float]]]:
-    return await asyncio.gather(
-        *[conversation(row, f"{state['address']}/v1", KEY) for row in rows]
-    )
+    return await asyncio.gather(*[conversation(row, f"{state['address']}/v1", KEY) for row in rows])
 
 
 def run(first: int, number: int) -> dict[str, Any]:
@@ -89,5 +98,4 @@ if __name__ == "__main__":
         try:
             serve(start, run)
         finally:  # also where it does not answer in time
-            state["server"].terminate()
-            state["server"].wait(timeout=20)
+            end()
