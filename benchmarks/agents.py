@@ -3,11 +3,11 @@ agents themselves cost, in CPU seconds.
 
 * A class, two turns: the model calls the calculator of `examples/agents`, and then it answers. The
   peer is a bare loop: one process with the class in it, which renders, tokenizes and parses as
-  little as it can, and has no other processes, no deadlines and no record. Tokens, masks and rewards
-  are equal.
+  little as it can, and has no other processes, no deadlines and no record. Tokens, masks and
+  rewards are equal.
 * The endpoint, four turns: a harness with OpenAI's client uses the calculator three times.
-* One turn: the class beside verifiers' null harness, whose model is a scripted server. What the model
-  says is equal.
+* One turn: the class beside verifiers' null harness, whose model is a scripted server. What the
+  model says is equal.
 
 Ours are the CPU seconds of the driver, of the agents' rank and, for a class, of the process that
 hosts it. What a harness does in its process is the client's own, and is printed beside. So are the
@@ -75,9 +75,7 @@ def tool_class(report: Report, folder: str) -> None:
     way = "agent.environment=examples.agents.calculator:Calculator"
     side = ours("class, two turns", folder, NUM_PROMPTS, 2, way)
     bare = Side("bare loop, two turns", "agents_bare.py", "project")
-    bare.call(
-        "start", folder=folder, num_prompts=NUM_PROMPTS, num_samples=NUM_SAMPLES, num_turns=2
-    )
+    bare.call("start", folder=folder, num_prompts=NUM_PROMPTS, num_samples=NUM_SAMPLES, num_turns=2)
     found: dict[str, Rounds] = {side.name: [], bare.name: []}
     for _ in range(ROUNDS + sized(1, 0)):
         of_ours = side.call("run", first=0, number=NUM_PROMPTS)
@@ -113,9 +111,7 @@ def endpoint(report: Report, folder: str) -> None:
     num_turns = 4
     way = "agent.harness=benchmarks.sides.agents_harness:calculate"
     side = ours("endpoint, four turns", folder, NUM_CLIENTS, num_turns, way)
-    [rounds] = interleave(
-        [side], ROUNDS, "run", warm_up=1, first=0, number=NUM_CLIENTS
-    ).values()
+    [rounds] = interleave([side], ROUNDS, "run", warm_up=1, first=0, number=NUM_CLIENTS).values()
     side.close()
     num_episodes = NUM_CLIENTS * NUM_SAMPLES
     num_requests = num_episodes * num_turns

@@ -1,10 +1,10 @@
-"""Episodes of agents at the endpoint, with a tiny Llama on vLLM: each harness talks with the model for
-some turns of 24 tokens, by OpenAI's client, greedily.
+"""Episodes of agents at the endpoint, with a tiny Llama on vLLM: each harness talks with the model
+for some turns of 24 tokens, by OpenAI's client, greedily.
 
 * 64 episodes of five turns beside vLLM's own server, which gets the same requests with the same
-  settings and records nothing. What the model says is equal, but where a rounding flips a draw. Ours
-  are the CPU seconds of the driver, of the agents' rank and of the engine, theirs those of the server
-  and of its engine. Those of the clients are printed beside.
+  settings and records nothing. What the model says is equal, but where a rounding flips a draw.
+  Ours are the CPU seconds of the driver, of the agents' rank and of the engine, theirs those of the
+  server and of its engine. Those of the clients are printed beside.
 * 512 such episodes at once: all end, and how long a turn takes, as its client sees it.
 * Eight turns after a prompt of 1,500 tokens, beside the same engine without a prefix cache: CPU
   seconds of all that is ours.
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.harness import Report, Side, interleave, sized
+from benchmarks.harness import Report, Side, sized
 from benchmarks.sides import agents_world as world
 from benchmarks.sides.agents_harness import MAX_TOKENS
 
@@ -47,9 +47,7 @@ def main() -> None:
     report.write()
 
 
-def ours(
-    name: str, folder: str, engine: str, prompt_length: int, rows: dict[str, int]
-) -> Side:
+def ours(name: str, folder: str, engine: str, prompt_length: int, rows: dict[str, int]) -> Side:
     side = Side(name, "agents_ours.py", "project")
     overrides = [
         "plugins=[benchmarks.sides.agents_uncached]",
@@ -80,50 +78,54 @@ def beside_the_server(report: Report, folder: str) -> None:
     )
     tokenizer = PreTrainedTokenizerFast.from_pretrained(f"{folder}/model")
     num_requests = NUM_EPISODES * NUM_TURNS
-    costs: dict[str, list[float]] = {side.name: [], peer.name: []}
+    found: dict[str, list[dict[str, Any]]] = {side.name: [], peer.name: []}
     num_flipped = 0
-    for index in range(ROUNDS + sized(1, 0)):
-        chosen = {"first": 0, "number": NUM_EPISODES}
-        results = {side.name: side.call("run", is_greedy=True, **chosen)}
-        results[peer.name] = peer.call("run", **chosen)
-        if index < sized(1, 0):
-            continue
-        said = texts_of(results[side.name], tokenizer)
-        num_flipped += sum(
-            one != other for one, other in zip(said, results[peer.name]["texts"], strict=True)
-        )
-        for name, parts in ((side.name, OURS), (peer.name, ("server",))):
-            cpu = results[name]["cpu"]
-            costs[name].append(1e3 * sum(cpu[part] for part in parts) / num_requests)
-            for part in cpu:
-                report.row(f"{name}: {part}", "ms CPU/request", [1e3 * cpu[part] / num_requests])
-            report.row(f"{name}: time", "s", [results[name]["seconds"]])
+    chosen = {"first": 0, "number": NUM_EPISODES}
+    for _ in range(sized(1, 0) + ROUNDS):
+        of_ours = side.call("run", is_greedy=True, **chosen)
+        of_peer = peer.call("run", **chosen)
+        assert not of_ours["is_failed"].any()
+        said = texts_of(of_ours, tokenizer)
+        pairs = zip(said, of_peer["texts"], strict=True)
+        num_flipped += sum(one != other for one, other in pairs)
+        found[side.name].append(of_ours)
+        found[peer.name].append(of_peer)
     peer.close()
-    for name, values in costs.items():
-        report.row(f"{name}, without the clients", "ms CPU/request", values)
+    costs = {}
+    for name, parts in ((side.name, OURS), (peer.name, ("server",))):
+        rounds = found[name][sized(1, 0) :]
+        for part in rounds[0]["cpu"]:
+            values = [1e3 * one["cpu"][part] / num_requests for one in rounds]
+            report.row(f"{name}: {part}", "ms CPU/request", values)
+        report.row(f"{name}: by the wall", "s", [one["seconds"] for one in rounds])
+        costs[name] = [
+            1e3 * sum(one["cpu"][part] for part in parts) / num_requests for one in rounds
+        ]
+        report.row(f"{name}, without the clients", "ms CPU/request", costs[name])
     ratio = statistics.median(costs[side.name]) / statistics.median(costs[peer.name])
     report.target("CPU of the endpoint / vLLM's server", ratio, "<=", 1.2)
-    share = num_flipped / (ROUNDS * NUM_EPISODES)
+    share = num_flipped / (len(found[side.name]) * NUM_EPISODES)
     report.target("share of episodes where a draw flipped", share, "<=", MAX_FLIPPED)
     many_at_once(report, side)
     side.close()
 
 
 def many_at_once(report: Report, side: Side) -> None:
-    [rounds] = interleave(
-        [side], ROUNDS, "run", warm_up=1, first=0, number=NUM_AT_ONCE, is_greedy=True
-    ).values()
-    ratios = []
-    for one in rounds:
+    """How long turns take while there are many."""
+    medians = []
+    lates = []
+    for _ in range(ROUNDS):
+        one = side.call("run", first=0, number=NUM_AT_ONCE, is_greedy=True)
+        assert not one["is_failed"].any()
         seconds = one["episode_scores"][one["episode_scores"] > 0]
         assert len(seconds) == NUM_AT_ONCE * NUM_TURNS
         median, late = np.percentile(seconds, [50, 99])
-        ratios.append(late / median)
-        report.row(f"{NUM_AT_ONCE} episodes at once: a turn, p50", "s", [median])
-        report.row(f"{NUM_AT_ONCE} episodes at once: a turn, p99", "s", [late])
-    num_ended = min(int((~one["is_failed"]).sum()) for one in rounds)
-    report.target(f"episodes of {NUM_AT_ONCE} at once that ended", num_ended, ">=", NUM_AT_ONCE)
-    report.target("a turn, p99 / p50", statistics.median(ratios), "<=", 3)
+        medians.append(median)
+        lates.append(late)
+    report.row(f"{NUM_AT_ONCE} episodes at once: a turn, p50", "s", medians)
+    report.row(f"{NUM_AT_ONCE} episodes at once: a turn, p99", "s", lates)
+    ratio = statistics.median(np.array(lates) / np.array(medians))
+    report.target(f"{NUM_AT_ONCE} at once, a turn, p99 / p50", ratio, "<=", 3)
 
 
 def after_long_prompts(report: Report, folder: str) -> None:
@@ -160,9 +162,7 @@ def after_long_prompts(report: Report, folder: str) -> None:
     report.target("hits of the prefix cache", statistics.median(hits), ">=", 0.8)
 
 
-def texts_of(
-    result: dict[str, Any], tokenizer: PreTrainedTokenizerFast
-) -> list[list[str]]:
+def texts_of(result: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> list[list[str]]:
     """What the model said in each turn of each episode."""
     drawn = result["responses"][result["response_mask"] == 1]
     turns = tokenizer.batch_decode(drawn.reshape(-1, MAX_TOKENS))

@@ -6,12 +6,10 @@ from typing import Any
 
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-from benchmarks.sides import agents_world as world
 from examples.agents.calculator import Calculator
 
 CONNECTIONS = DefaultAsyncHttpxClient()
 """Of all episodes of a process: to make a client's own takes as long as tens of requests."""
-TOOLS: list[Any] = world.tools()
 MAX_TOKENS = 24
 Row = dict[str, Any]
 
@@ -28,10 +26,9 @@ async def calculate(row: Row, base_url: str, api_key: str) -> float:
     calculator = Calculator()
     calculator.reset(**row)
     messages = list(row["prompt"])
+    tools = json.loads(row["tools"])
     while True:
-        reply = await client.chat.completions.create(
-            model="policy", messages=messages, tools=TOOLS
-        )
+        reply = await client.chat.completions.create(model="policy", messages=messages, tools=tools)
         message = reply.choices[0].message
         if not message.tool_calls:
             return calculator.get_reward()

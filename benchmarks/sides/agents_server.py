@@ -13,11 +13,7 @@ CHUNK = {
     "created": 0,
     "model": "policy",
     "choices": [
-        {
-            "index": 0,
-            "finish_reason": "stop",
-            "delta": {"role": "assistant", "content": ANSWER},
-        }
+        {"index": 0, "finish_reason": "stop", "delta": {"role": "assistant", "content": ANSWER}}
     ],
 }
 STREAM = f"data: {json.dumps(CHUNK)}\n\ndata: [DONE]\n\n".encode()

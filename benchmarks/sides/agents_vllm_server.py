@@ -18,7 +18,7 @@ from benchmarks.sides import agents_world as world
 from benchmarks.sides.agents_cpu import seconds_below, seconds_of
 from benchmarks.sides.agents_harness import conversation
 
-START_S = 300
+START_S = 600
 KEY = "benchmark"
 state: dict[str, Any] = {}
 
@@ -27,8 +27,9 @@ def start(
     folder: str, port: int, rows: dict[str, int], context: int, max_num_seqs: int
 ) -> dict[str, Any]:
     """Starts the server, with what the project's engine sets, and waits until it answers."""
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", f"{folder}/model"]
-    command += ["--served-model-name", "policy", "--api-key", KEY, "--dtype", "float32"]
+    command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry"]
+    command += ["--model", f"{folder}/model", "--served-model-name", "policy"]
+    command += ["--api-key", KEY, "--dtype", "float32"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(context)]
     command += ["--max-num-seqs", str(max_num_seqs), "--max-num-batched-tokens", "8192"]
     command += ["--no-enable-chunked-prefill", "--enable-prefix-caching", "--enforce-eager"]
@@ -60,10 +61,18 @@ def answers() -> bool:
         return False
 
 
+def end() -> None:
+    """Ends the server and its engine."""
+    engines = psutil.Process(state["server"].pid).children(recursive=True)
+    state["server"].terminate()
+    state["server"].wait(timeout=20)
+    for engine in engines:
+        if engine.is_running():
+            engine.kill()
+
+
 async def conversations(rows: list[dict[str, Any]]) -> list[tuple[list[str], list[float]]]:
-    return await asyncio.gather(
-        *[conversation(row, f"{state['address']}/v1", KEY) for row in rows]
-    )
+    return await asyncio.gather(*[conversation(row, f"{state['address']}/v1", KEY) for row in rows])
 
 
 def run(first: int, number: int) -> dict[str, Any]:
@@ -86,6 +95,7 @@ def run(first: int, number: int) -> dict[str, Any]:
 
 if __name__ == "__main__":
     with asyncio.Runner() as state["loop"]:
-        serve(start, run)
-        state["server"].terminate()
-        state["server"].wait(timeout=20)
+        try:
+            serve(start, run)
+        finally:  # also where it does not answer in time
+            end()

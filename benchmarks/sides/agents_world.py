@@ -5,6 +5,7 @@ Tokens are words and characters, tool calls are those of Hermes, and the environ
 calculator of `examples/agents`.
 """
 
+import json
 import string
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,15 +52,15 @@ def tools() -> list[dict[str, Any]]:
 
 
 def rows(number: int, num_characters: int = 0, num_turns: int = 0) -> list[dict[str, Any]]:
-    """Rows of a dataset: products of two numbers, with so many characters. `num_turns` is for the
-    harness `talk`."""
+    """Rows of a dataset: products of two numbers, with so many characters. The tools
+    and `num_turns` are for harnesses."""
     problems = make_problems("product", Settings(num_problems=number, num_held_out=0))
     made = [make_row(problem, "product", "train", i) for i, problem in enumerate(problems)]
     for row in made:
         message = row["prompt"][0]
         # The numbers come first: no two prompts have blocks of a prefix cache in common
         message["content"] = message["content"].ljust(num_characters, "=")
-        row["extra_info"]["num_turns"] = num_turns
+        row["extra_info"] |= {"tools": json.dumps(tools()), "num_turns": num_turns}
     return made
 
 

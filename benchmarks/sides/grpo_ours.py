@@ -1,5 +1,5 @@
-"""verl_like's side of `grpo_step` and `grpo_reward_curve`: its trainer, made from configuration as
-the command line makes it, one step at a time."""
+"""verl_like's side of `grpo_step`, `grpo_reward_curve` and `agents_step`: its trainer, made from
+configuration as the command line makes it, one step at a time."""
 
 import contextlib
 import json
@@ -58,6 +58,7 @@ def step() -> dict[str, Any]:
         "tokens": metrics["perf/total_num_tokens"],
         "longest": metrics["response_length/max"],
         "reward": metrics["critic/score/mean"],
+        "tool_calls": metrics.get("agent/tool_calls/mean", 0.0),
         "phases": {
             name.removeprefix("timing_s/"): s
             for name, s in metrics.items()

@@ -56,21 +56,61 @@ class Stepping(TrainerCallback):
 def start(processes: int, **arguments: Any) -> dict[str, Any]:
     """Loads everything in this process and, with data parallelism, in others; returns when the
     first step may begin."""
-    if processes > 1:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
-        os.environ |= {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "WORLD_SIZE": str(processes),
-        }
-        for rank in reversed(range(processes)):
-            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            if rank > 0:
-                subprocess.Popen([sys.executable, __file__, json.dumps(arguments)])
+    start_other_ranks(processes, __file__, arguments)
     trainer = make_trainer(rank=0, processes=processes, **arguments)
     gate.start(trainer.train)
     return {}
+
+
+def start_other_ranks(processes: int, script: str, arguments: dict[str, Any]) -> None:
+    """Starts the other processes of a data-parallel run, with the same arguments, and says in the
+    environment that this one is rank 0."""
+    if processes == 1:
+        return
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(processes),
+    }
+    for rank in reversed(range(processes)):
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        if rank > 0:
+            subprocess.Popen([sys.executable, script, json.dumps(arguments)])
+
+
+def settings(lr: float, steps: int, batch: int) -> dict[str, Any]:
+    """What both benchmarks set of `GRPOConfig`. `batch` samples of a process go into a pass."""
+    return {
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "per_device_train_batch_size": batch,
+        "num_generations": SAMPLES_PER_PROMPT,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "beta": 0.0,
+        "num_iterations": 1,
+        "epsilon": 0.2,
+        "loss_type": "dapo",
+        "scale_rewards": "group",
+        "mask_truncated_completions": False,
+        "learning_rate": lr,
+        "lr_scheduler_type": "constant",
+        "warmup_steps": 0,
+        "weight_decay": 0.0,
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.999,
+        "adam_epsilon": 1e-8,
+        "max_grad_norm": 1.0,
+        "max_steps": steps,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+    }
 
 
 def make_trainer(
@@ -126,38 +166,12 @@ def make_trainer(
         ),
         callbacks=[Stepping()],
         args=GRPOConfig(
+            **settings(lr, steps, batch // processes),
             output_dir=f"{model}_trl",
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            per_device_train_batch_size=batch // processes,
             gradient_accumulation_steps=num_samples // batch,
-            num_generations=SAMPLES_PER_PROMPT,
             max_completion_length=response_length,
             generation_kwargs={} if forced else {"min_new_tokens": response_length},
-            temperature=1.0,
-            top_p=1.0,
-            top_k=0,
-            beta=0.0,
-            num_iterations=1,
-            epsilon=0.2,
-            loss_type="dapo",
-            scale_rewards="group",
-            mask_truncated_completions=False,
-            learning_rate=lr,
-            lr_scheduler_type="constant",
-            warmup_steps=0,
-            weight_decay=0.0,
-            adam_beta1=0.9,
-            adam_beta2=0.999,
-            adam_epsilon=1e-8,
-            max_grad_norm=1.0,
-            max_steps=steps,
             seed=seed,
-            logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
         ),
     )
 
