@@ -75,16 +75,17 @@ def test_a_skipped_sample_leaves_the_mask_and_the_sum_of_scores_stays():
     assert torch.equal(columns["token_level_rewards"], columns["token_level_scores"])
 
 
-def test_the_overlong_penalty_counts_all_tokens_of_a_response_and_not_only_those_that_are_trained():
-    # Of at most 4 tokens, from 2 on: 0 at 2 tokens, 0.75 at 3 and 1.5 at 4, whatever part of them a
-    # tool wrote.
-    settings = ["reward.overlong_buffer.enable=true", "reward.overlong_buffer.len=2"]
+def test_the_overlong_penalty_counts_drawn_tokens_and_not_those_that_a_tool_wrote():
+    # Of at most 4 tokens, from 1 on: 0.5 at 2 tokens, 1 at 3 and 1.5 at 4. The first, second and
+    # fourth have 2 drawn ones, of 2, 4 and 3.
+    settings = ["reward.overlong_buffer.enable=true", "reward.overlong_buffer.len=3"]
     settings += ["reward.overlong_buffer.penalty_factor=1.5", "data.max_response_length=4"]
     rewarded = maker_of(*settings).reward(responses())
+    scores_BR = rewarded.batch.batch["token_level_scores"]
     # The third is skipped: it has no token on which a penalty could stand.
-    assert rewarded.batch.batch["token_level_scores"].sum(-1).tolist() == [1, 2 - 1.5, 3, 4 - 0.75]
-    assert rewarded.batch.batch["token_level_scores"][1].tolist() == [0, 0, 0, 0.5]
-    assert metric_values(rewarded.metrics) == {"reward/overlong_penalty": -(0 + 1.5 + 0.75) / 3}
+    assert scores_BR.sum(-1).tolist() == [1 - 0.5, 2 - 0.5, 3, 4 - 0.5]
+    assert scores_BR[1].tolist() == [0, 0, 0, 1.5]
+    assert metric_values(rewarded.metrics) == {"reward/overlong_penalty": -0.5}
 
 
 def test_the_overlong_penalty_of_a_batch_of_which_all_was_skipped_is_none():
