@@ -49,7 +49,7 @@ class Harness:
                 raise RewardProblem(access.reward_problem)
             return scored
         if session.counts["room_used_up"]:
-            return Outcome(0.0, "room")
+            return Outcome(0.0 if access.reward is None else access.reward, "room")
         keys = (self.endpoint.api_key, self.endpoint.reward_key)
         text = without_secrets(str(problem), access.base_url, *keys)
         raise EpisodeFailed("harness", f"run raised {text}")
