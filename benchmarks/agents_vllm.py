@@ -10,6 +10,7 @@ for some turns of 24 tokens, by OpenAI's client, greedily.
   seconds of all that is ours.
 """
 
+import os
 import socket
 import statistics
 import tempfile
@@ -67,7 +68,9 @@ def beside_the_server(report: Report, folder: str) -> None:
     prompt_length = 64
     rows = {"number": NUM_AT_ONCE, "num_turns": NUM_TURNS}
     side = ours("endpoint", folder, "vllm", prompt_length, rows)
-    peer = Side("vLLM's server", "agents_vllm_server.py", "project")
+    # Our engine is alone on its pool, and so has as many threads as there are cores.
+    threads = os.cpu_count() or 1
+    peer = Side("vLLM's server", "agents_vllm_server.py", "project", threads)
     peer.call(
         "start",
         folder=folder,
