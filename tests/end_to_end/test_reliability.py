@@ -112,9 +112,9 @@ def cases_of(faults: Sequence[Fault]) -> list[Any]:
     ]
 
 
-def check_fault(fault: Fault, run: Run, page: Page) -> None:
+def check_fault(fault: Fault, run: Run, page: Page) -> list[dict]:
     """A run in which the fault happens ends with an error that says it, or goes on without a
-    loss."""
+    loss; the rows of its metrics."""
     if fault.disk_of:
         mount_disk(run.folder / "runs", fault.disk_of)
     overrides = fault.prepare(run)
@@ -142,7 +142,9 @@ def check_fault(fault: Fault, run: Run, page: Page) -> None:
         fault.number, fault.done, run.mode, None if goes_on or fault.environment else seconds,
         line_of(run, fault.says), lost, f"of step {newest.step}, whole",
     )  # fmt: skip
+    rows = metrics_of(run.folder)
     shutil.rmtree(run.folder / "runs", ignore_errors=True)
+    return rows
 
 
 def mount_disk(folder: Path, size: str) -> None:
@@ -173,8 +175,7 @@ def test_a_fault_of_a_run_of_episodes_is_told_or_made_good(
 ):
     run = new_run(mode)
     run.settings += agent_settings(tiny_llama)
-    check_fault(fault, run, page)
-    for row in metrics_of(run.folder):
+    for row in check_fault(fault, run, page):
         assert not row.get("agent/num_failed") or fault.number == 29, row
         assert not row.get("agent/num_dropped_prompts") or fault.number == 29, row
 
