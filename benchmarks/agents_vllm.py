@@ -1,5 +1,5 @@
 """Episodes of agents at the endpoint, with a tiny Llama on vLLM: each harness talks with the model
-for some turns of 24 tokens, by OpenAI's client, greedily.
+for some turns of 24 tokens, by OpenAI's client, greedily. Each engine has one thread.
 
 * 64 episodes of five turns beside vLLM's own server, which gets the same requests with the same
   settings and records nothing. What the model says is equal, but where a rounding flips a draw.
@@ -10,7 +10,6 @@ for some turns of 24 tokens, by OpenAI's client, greedily.
   seconds of all that is ours.
 """
 
-import os
 import socket
 import statistics
 import tempfile
@@ -51,7 +50,7 @@ def main() -> None:
 def ours(name: str, folder: str, engine: str, prompt_length: int, rows: dict[str, int]) -> Side:
     side = Side(name, "agents_ours.py", "project")
     overrides = [
-        "plugins=[benchmarks.sides.agents_uncached]",
+        "plugins=[benchmarks.sides.agents_vllm_engines]",
         f"actor_rollout_ref.rollout.name={engine}",
         "actor_rollout_ref.rollout.dtype=float32",
         f"actor_rollout_ref.rollout.max_num_seqs={NUM_AT_ONCE}",
@@ -67,10 +66,8 @@ def beside_the_server(report: Report, folder: str) -> None:
     """Some episodes beside vLLM's server, and many at once."""
     prompt_length = 64
     rows = {"number": NUM_AT_ONCE, "num_turns": NUM_TURNS}
-    side = ours("endpoint", folder, "vllm", prompt_length, rows)
-    # Our engine is alone on its pool, and so has as many threads as there are cores.
-    threads = os.cpu_count() or 1
-    peer = Side("vLLM's server", "agents_vllm_server.py", "project", threads)
+    side = ours("endpoint", folder, "vllm_one_thread", prompt_length, rows)
+    peer = Side("vLLM's server", "agents_vllm_server.py", "project")
     peer.call(
         "start",
         folder=folder,
@@ -139,7 +136,7 @@ def after_long_prompts(report: Report, folder: str) -> None:
         "num_turns": NUM_LONG_TURNS,
     }
     prompt_length = LONG_PROMPT + 64
-    cached = ours("with a prefix cache", folder, "vllm", prompt_length, rows)
+    cached = ours("with a prefix cache", folder, "vllm_one_thread", prompt_length, rows)
     uncached = ours("without one", folder, "vllm_uncached", prompt_length, rows)
     num_requests = NUM_LONG * NUM_LONG_TURNS
     costs: dict[str, list[float]] = {cached.name: [], uncached.name: []}

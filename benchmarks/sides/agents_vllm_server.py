@@ -1,8 +1,10 @@
 """vLLM's own server beside our endpoint: the same requests, and nothing is recorded."""
 
 import asyncio
+import ctypes
 import itertools
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -19,6 +21,8 @@ from benchmarks.sides.agents_cpu import seconds_below, seconds_of
 from benchmarks.sides.agents_harness import conversation
 
 START_S = 600
+END_S = 20
+PR_SET_PDEATHSIG = 1
 KEY = "benchmark"
 state: dict[str, Any] = {}
 
@@ -42,7 +46,9 @@ def start(
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    state["server"] = subprocess.Popen(command, env=os.environ | variables)
+    state["server"] = subprocess.Popen(
+        command, env=os.environ | variables, preexec_fn=end_with_parent
+    )
     state["address"] = f"http://127.0.0.1:{port}"
     state["rows"] = [row["extra_info"] | row for row in world.rows(**rows)]
     ended = time.monotonic() + START_S
@@ -51,6 +57,11 @@ def start(
             raise RuntimeError(f"vLLM's server does not answer: {' '.join(command)}")
         time.sleep(0.5)
     return {}
+
+
+def end_with_parent() -> None:
+    """Has the kernel end this process when the one that started it is killed. Linux alone."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def answers() -> bool:
@@ -62,13 +73,15 @@ def answers() -> bool:
 
 
 def end() -> None:
-    """Ends the server and its engine."""
-    engines = psutil.Process(state["server"].pid).children(recursive=True)
-    state["server"].terminate()
-    state["server"].wait(timeout=20)
-    for engine in engines:
-        if engine.is_running():
-            engine.kill()
+    """Ends the server and its engine, if they run."""
+    if "server" not in state or state["server"].poll() is not None:
+        return
+    server = psutil.Process(state["server"].pid)
+    processes = [server, *server.children(recursive=True)]
+    server.terminate()
+    _ended, alive = psutil.wait_procs(processes, timeout=END_S)
+    for process in alive:
+        process.kill()
 
 
 async def conversations(rows: list[dict[str, Any]]) -> list[tuple[list[str], list[float]]]:

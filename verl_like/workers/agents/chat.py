@@ -38,15 +38,16 @@ class ChatFormat:
 
         self.tokenizer: Any = get_cached_tokenizer(tokenizer)  # each parser asks for its vocabulary
         self.template_kwargs = template_kwargs
-        self.end_texts = [tokenizer.decode([token]) for token in end_token_ids]
-        """The texts of the tokens that end a turn."""
+        self.end_texts = {token: tokenizer.decode([token]) for token in end_token_ids}
+        """The texts of the tokens that end a turn, by the tokens."""
         self.tool_parser = tool_parser
         self.reasoning_parser = reasoning_parser
         self.keep_reasoning = keep_reasoning
         self.parser_class = self._parser_class()
-        self._tools: Sequence[Any] | None = None
+        self._request_is_of: tuple[Sequence[Any], Mapping[str, Any]] | None = None
         self._request: Any = None
-        """The last request that parsers were given, and its tools."""
+        """The last request that parsers were given, which they do not change. Above are its tools
+        and the arguments of its chat template."""
 
     def _parser_class(self) -> Any:
         from vllm.parser import ParserManager
@@ -105,10 +106,9 @@ class ChatFormat:
             streamed_after: the tokens of the prompt, if a client assembles the message from what
                 vLLM streams. vLLM reads streams in another way.
         """
-        request = self._request_with(tools)
         kwargs = template_kwargs or self.template_kwargs
-        parser = self.parser_class(self.tokenizer, request.tools, chat_template_kwargs=kwargs)
-        request = parser.adjust_request(request)
+        request = self._request_with(tools, kwargs)
+        parser = self._parser(request, kwargs)
         drawn_ids = list(token_ids)
         if text is None:
             text = self.tokenizer.decode(
@@ -133,16 +133,22 @@ class ChatFormat:
             message.setdefault("tool_calls", []).append(tool_call)
         return message
 
-    def _request_with(self, tools: Sequence[Any]) -> Any:
-        """Returns a request to vLLM's server with these tools, for its parsers. To make one takes
-        longer than to parse, and the tools are mostly the same."""
+    def _request_with(self, tools: Sequence[Any], template_kwargs: Mapping[str, Any]) -> Any:
+        """Returns a request to vLLM's server with these tools, as a parser adjusts it. To make one
+        takes longer than to parse, and the arguments are mostly the same."""
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
-        if tools != self._tools:
+        if (tools, template_kwargs) != self._request_is_of:
             fields = {"messages": [], "tools": list(tools) or None}
-            self._request = ChatCompletionRequest.model_validate(fields)
-            self._tools = tools
-        return self._request.model_copy()  # parsers change it
+            request = ChatCompletionRequest.model_validate(fields)
+            self._request = self._parser(request, template_kwargs).adjust_request(request)
+            self._request_is_of = (tools, template_kwargs)
+        return self._request
+
+    def _parser(self, request: Any, template_kwargs: Mapping[str, Any]) -> Any:
+        """Returns a new parser, which reads one message."""
+        kwargs = {"chat_template_kwargs": template_kwargs}
+        return self.parser_class(self.tokenizer, request.tools, **kwargs)
 
     def has_unread_call(self, message: Message) -> bool:
         """Returns whether a message without tool calls looks as if it had one, such as one that is
@@ -153,7 +159,7 @@ class ChatFormat:
     def without_end(self, token_ids: TokenIds) -> list[int]:
         """Returns the tokens of a turn without the one that ends it."""
         kept = list(token_ids)
-        if kept and self.tokenizer.decode([kept[-1]]) in self.end_texts:
+        if kept and kept[-1] in self.end_texts:
             kept.pop()
         return kept
 
@@ -168,7 +174,7 @@ class ChatFormat:
             before: the text of the messages up to the turn and with it.
             token_ids: the tokens of the turn, or of all up to it and with it.
         """
-        ends = [text for text in self.end_texts if text in before]
+        ends = [text for text in self.end_texts.values() if text in before]
         end = max(ends, key=before.rfind, default="")
         place = before.rfind(end)
         behind_turn = before[place + len(end) :]
@@ -185,7 +191,7 @@ class ChatFormat:
                 return None
         else:
             return None
-        if self.tokenizer.decode([token_ids[-1]]) != end:
+        if self.end_texts.get(token_ids[-1]) != end:
             rest = end + rest
         return self.tokens(rest)
 

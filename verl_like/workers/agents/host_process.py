@@ -110,12 +110,17 @@ class _Host:
             self._answer_error(number, error)
 
     def read(self) -> None:
-        """Does what each further line says. When the agent is gone, it ends this process."""
+        """Does what each further line says. When the agent is gone, it ends this process.
+
+        A call may take long. So another thread reads on while this one makes it.
+        """
         for line in self._lines:
             message = json.loads(line)
             if "method" in message:
-                self._threads.submit(self._call, **message)
-            elif "cancel" in message:
+                self._threads.submit(self.read)
+                self._call(**message)
+                return
+            if "cancel" in message:
                 self._start(self._cancel(message["cancel"]))
             else:
                 self._leave(**message)

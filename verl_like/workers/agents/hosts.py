@@ -198,6 +198,8 @@ class _Process(asyncio.Protocol):
         self._max_memory_gb = max_memory_gb
         self._calls: dict[int, _Call] = {}
         self._rest = b""
+        self._unsent: list[bytes] = []
+        """Lines that travel together when the event loop comes to it."""
         self._transport: Any = None
         self._ending: asyncio.Task[Any] | None = None
         self._loop = asyncio.get_running_loop()
@@ -231,8 +233,16 @@ class _Process(asyncio.Protocol):
 
     def send(self, message: JsonObject) -> None:
         """Sends a message, unless the process has ended."""
-        if not self.is_ended and self._transport is not None:
-            self._transport.write(to_line(message))
+        if self.is_ended or self._transport is None:
+            return
+        line = to_line(message)
+        if not self._unsent:
+            self._loop.call_soon(self._flush)
+        self._unsent.append(line)
+
+    def _flush(self) -> None:
+        self._transport.write(b"".join(self._unsent))
+        self._unsent = []
 
     def has_left_nothing(self) -> bool:
         """Returns whether it has ended with all programs below it."""
