@@ -115,7 +115,7 @@ def test_in_a_validation_episodes_that_failed_are_counted_apart_and_in_no_mean(
         found = trainer.validate()
     assert found["val-aux/agent/num_failed"] == 8
     assert found["val-aux/agent/num_episodes"] == 2 * 8
-    assert found["val-core/exact_match/reward/mean@2"] == 0.75
+    assert found["val-core/exact_match/reward/mean@3"] == 0.75
 
 
 def test_sub_agents_compaction_and_parallel_calls_are_rows_that_share_an_advantage(

@@ -379,6 +379,13 @@ REACHES_NO_FORMULA: dict[str, list[str]] = {
         *(f"reward.overlong_buffer.{name}" for name in ("enable", "len", "penalty_factor")),
     ],
     "average": [f"{ACTOR}.ema_decay"],
+    "agents": [
+        *(f"{ROLLOUT}.multi_turn.{name}" for name in ("format", "max_assistant_turns")),
+        *(f"agent.{name}" for name in ("environment", "harness", "server", "port")),
+        *(f"agent.{name}" for name in ("reasoning_parser", "keep_reasoning", "num_attempts")),
+        *(f"agent.{name}" for name in ("num_processes", "max_episodes", "max_memory_gb")),
+        *(f"agent.{name}_timeout_s" for name in ("reset", "call", "tool", "reward", "episode")),
+    ],
     "pipeline": ["trainer.max_staleness"],
     "limit": [
         "reward.num_workers",
@@ -452,6 +459,11 @@ PLACES: dict[str, tuple[str, ...]] = {
     ),
     "option": ("tests/unit/test_trainer_dynamic_sampling.py", "tests/unit/test_skipped_samples.py"),
     "average": ("tests/unit/test_ema.py",),
+    "agents": (
+        *("tests/unit/test_agents_chat.py", "tests/unit/test_agents_hosts.py"),
+        *("tests/unit/test_agents_endpoint.py", "tests/unit/test_agents_openenv_server.py"),
+        *("tests/unit/test_agents_tool_loop.py", "tests/end_to_end/agent_faults.py"),
+    ),
     "pipeline": ("tests/end_to_end/test_pipeline.py",),
     "limit": ("tests/unit/test_rewards_processes.py", "tests/end_to_end/test_detached_faults.py"),
     "placement": (

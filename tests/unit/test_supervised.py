@@ -398,6 +398,7 @@ def test_a_run_shows_its_loss_in_a_line_and_a_chart_of_each_thing_that_it_measur
         "steps": [],
         "placement": [],
         "generations": [],
+        "episodes": [],
         "config": "",
     }
     write_report(tmp_path / "report.html", metrics=[row], display=display, **empty)

@@ -34,6 +34,8 @@ def step_bytes(config: PPOConfig) -> dict[str, int]:
         "compute_values": config.plan.needs_critic,
         "compute_ref_log_prob": config.plan.needs_reference,
         "compute_log_prob": config.plan.needs_old_log_probs,
+        "run_episodes": bool(config.agent.way),
+        "run_episodes, as is_skipped": bool(config.agent.way),
         "compute_rm_score": len(config.plan.reward_models_by_role),
         "compute_log_prob, for the estimator": "sum_pi_squared" in config.plan.estimator_needs,
         "driver, by rollout_is": bool(correction.rollout_is),

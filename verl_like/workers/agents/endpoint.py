@@ -113,7 +113,9 @@ class Endpoint:
         """Makes vLLM's server and begins to answer."""
         import uvicorn
 
+        level = logging.root.level
         self.app = await self._make_app()
+        logging.root.setLevel(level)  # a package of vLLM's server changes it when it is imported
         logging.getLogger("uvicorn.access").disabled = True  # its lines have secrets
         config = uvicorn.Config(
             self, lifespan="off", ws="none", log_config=None, timeout_graceful_shutdown=1

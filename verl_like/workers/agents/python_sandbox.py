@@ -15,7 +15,8 @@ import sys
 
 _SYS_MOUNT_SETATTR = 442
 _AT_RECURSIVE = 0x8000
-_READ_ONLY = 0x1 | 0x2 | 0x4
+_NO_WRITING = 0x1
+_READ_ONLY = _NO_WRITING | 0x2 | 0x4
 """Attributes of a mount: no writing, no set-user-id programs, no devices."""
 _MS_NOSUID_NODEV = 0x2 | 0x4
 _MS_BIND_RECURSIVE = 0x1000 | 0x4000
@@ -40,6 +41,7 @@ _MAX_NAMESPACES = "/proc/sys/user/max_user_namespaces"
 _NOBODY = 65534
 _ROOT = "/proc"
 """The new file system is made there, because nothing of Python is below it."""
+_TMP = _ROOT + "/tmp"
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -105,6 +107,8 @@ def _make_file_system(folders: tuple[str, ...], memory: int) -> None:
     if os.access(_MAX_NAMESPACES, os.W_OK, effective_ids=True):  # not in some containers
         _write(_MAX_NAMESPACES, "0")
     _mount("tmpfs", _ROOT, "tmpfs", 0, "mode=755")
+    os.mkdir(_TMP)  # first, because Python can lie below it
+    _mount("tmpfs", _TMP, "tmpfs", _MS_NOSUID_NODEV, f"mode=1777,size={memory}")
     for folder in folders:
         target = _ROOT + folder.removeprefix("-")
         os.makedirs(target, exist_ok=True)
@@ -112,17 +116,20 @@ def _make_file_system(folders: tuple[str, ...], memory: int) -> None:
             _mount("tmpfs", target, "tmpfs", 0, "")
         else:
             _mount(folder, target, "", _MS_BIND_RECURSIVE, "")
-    os.makedirs(_ROOT + "/tmp", exist_ok=True)
-    attributes = (ctypes.c_uint64 * 4)(_READ_ONLY)
-    root = _ROOT.encode()
-    size = ctypes.sizeof(attributes)
-    result = _libc.syscall(_SYS_MOUNT_SETATTR, -1, root, _AT_RECURSIVE, attributes, size)
-    _check(result, "mount_setattr")
-    _mount("tmpfs", _ROOT + "/tmp", "tmpfs", _MS_NOSUID_NODEV, f"mode=1777,size={memory}")
+    _set_attributes(_ROOT, _AT_RECURSIVE, added=_READ_ONLY)
+    _set_attributes(_TMP, 0, removed=_NO_WRITING)
     os.chdir(_ROOT)
     _check(_libc.pivot_root(b".", b"."), "pivot_root")
     _check(_libc.umount2(b".", _MNT_DETACH), "umount")
     os.chdir("/tmp")
+
+
+def _set_attributes(path: str, flags: int, added: int = 0, removed: int = 0) -> None:
+    """Adds and removes attributes of the mount at a path."""
+    attributes = (ctypes.c_uint64 * 4)(added, removed)
+    size = ctypes.sizeof(attributes)
+    result = _libc.syscall(_SYS_MOUNT_SETATTR, -1, path.encode(), flags, attributes, size)
+    _check(result, "mount_setattr")
 
 
 def _limit(memory: int, seconds: int, processes: int) -> None:
