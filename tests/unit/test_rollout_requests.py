@@ -155,7 +155,10 @@ def test_requests_that_cannot_be_served_are_refused_and_none_of_them_is_taken_in
 ) -> None:
     engine = make_engine(model)
     for wrong, message in (
-        ({"x": [1] * 7}, "The prompt of x has 7 tokens, but 1 to 6 are allowed with rollout.prompt_length=6"),
+        (
+            {"x": [1] * 7},
+            "The prompt of x has 7 tokens, but 1 to 6 are allowed with rollout.prompt_length=6",
+        ),
         ({"x": []}, "The prompt of x has 0 tokens"),
         ({"x": [5, 68]}, "The prompt of x has tokens outside of the vocabulary of 68"),
         ({"x": [-1]}, "The prompt of x has tokens outside"),
