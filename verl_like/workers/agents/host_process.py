@@ -95,6 +95,8 @@ class _Host:
         """The instance of each episode, by the episode's seat."""
         self._free: list[Any] = []
         """Instances of episodes that have ended well. They are used again."""
+        self._taking = threading.Lock()
+        """Held to take one of these, since calls of several episodes begin at the same time."""
 
     def load(self) -> None:
         """Answers the first call, which says what to load."""
@@ -145,7 +147,10 @@ class _Host:
             return self._code
         instance = self._instances.get(seat)
         if instance is None:
-            instance = self._free.pop() if self._free else self._code()
+            with self._taking:
+                instance = self._free.pop() if self._free else None
+            if instance is None:
+                instance = self._code()
             self._instances[seat] = instance
         return getattr(instance, method)
 
