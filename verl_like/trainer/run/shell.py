@@ -5,6 +5,7 @@ A trainer consists of a schema with its rules (trainer/config), `check_inputs`, 
 """
 
 import contextlib
+import atexit
 import gc
 import signal
 import threading
@@ -190,6 +191,7 @@ def train_or_raise(
             start_ray_of(inputs.config, template)
         handle_signals(recorder.terminate, [signal.SIGTERM])
         gc.freeze()  # collections need not pass over modules and data sets
+        atexit.register(gc.unfreeze)  # else libraries report what is left at the end as leaks
         fit(inputs, recorder)
         outcome = f"Done: {recorder.timeline.step} training steps."
         has_failed = False
