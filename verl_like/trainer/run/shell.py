@@ -4,8 +4,8 @@ A trainer consists of a schema with its rules (trainer/config), `check_inputs`, 
 `Display`.
 """
 
-import contextlib
 import atexit
+import contextlib
 import gc
 import signal
 import threading
