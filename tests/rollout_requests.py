@@ -2,6 +2,7 @@
 with."""
 
 import ctypes
+import math
 import os
 import signal
 import threading
@@ -11,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from ipc_chunks import packed_chunks
@@ -322,6 +324,27 @@ def load_swapped(
         exports,
         lambda bucket: replace(bucket, names=tuple(other.get(name, name) for name in bucket.names)),
     )
+
+
+def load_without(engine: RolloutEngine, exports: list[WeightExport], name: str) -> Any:
+    """New weights, of which the engine does not get the parameter `name`."""
+
+    def shortened(bucket: WeightBucket) -> WeightBucket:
+        if name not in bucket.names:
+            return bucket
+        index = bucket.names.index(name)
+        sizes = [math.prod(shape) for shape in bucket.shapes]
+        values = np.asarray(bucket.data)
+        width = len(values) // sum(sizes)
+        start, end = (width * sum(sizes[:stop]) for stop in (index, index + 1))
+        return replace(
+            bucket,
+            names=(*bucket.names[:index], *bucket.names[index + 1 :]),
+            shapes=(*bucket.shapes[:index], *bucket.shapes[index + 1 :]),
+            data=np.concatenate([values[:start], values[end:]]),
+        )
+
+    return load_changed(engine, exports, shortened)
 
 
 def load_corrupted(engine: RolloutEngine, exports: list[WeightExport], name: str) -> Any:
