@@ -304,8 +304,12 @@ def draw_and_forget(
 def load_changed(
     engine: RolloutEngine, exports: list[WeightExport], change: Callable[[WeightBucket], Any]
 ) -> Any:
-    """New weights, of which the engine's own loading gets what `change` makes of the buckets."""
-    changed = [replace(export, buckets=tuple(map(change, export.buckets))) for export in exports]
+    """New weights, of which the engine's own loading gets what `change` makes of the buckets, but
+    for those of which it makes nothing."""
+    changed = [
+        replace(export, buckets=tuple(filter(None, map(change, export.buckets))))
+        for export in exports
+    ]
     load = engine._load
     engine._load = lambda exports, version: load(changed, version)
     try:
@@ -329,9 +333,11 @@ def load_swapped(
 def load_without(engine: RolloutEngine, exports: list[WeightExport], name: str) -> Any:
     """New weights, of which the engine does not get the parameter `name`."""
 
-    def shortened(bucket: WeightBucket) -> WeightBucket:
+    def shortened(bucket: WeightBucket) -> WeightBucket | None:
         if name not in bucket.names:
             return bucket
+        if len(bucket.names) == 1:
+            return None
         index = bucket.names.index(name)
         sizes = [math.prod(shape) for shape in bucket.shapes]
         values = np.asarray(bucket.data)
