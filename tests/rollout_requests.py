@@ -2,6 +2,7 @@
 with."""
 
 import ctypes
+import math
 import os
 import signal
 import threading
@@ -11,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from ipc_chunks import packed_chunks
@@ -302,8 +304,12 @@ def draw_and_forget(
 def load_changed(
     engine: RolloutEngine, exports: list[WeightExport], change: Callable[[WeightBucket], Any]
 ) -> Any:
-    """New weights, of which the engine's own loading gets what `change` makes of the buckets."""
-    changed = [replace(export, buckets=tuple(map(change, export.buckets))) for export in exports]
+    """New weights, of which the engine's own loading gets what `change` makes of the buckets, but
+    for those of which it makes nothing."""
+    changed = [
+        replace(export, buckets=tuple(filter(None, map(change, export.buckets))))
+        for export in exports
+    ]
     load = engine._load
     engine._load = lambda exports, version: load(changed, version)
     try:
@@ -322,6 +328,29 @@ def load_swapped(
         exports,
         lambda bucket: replace(bucket, names=tuple(other.get(name, name) for name in bucket.names)),
     )
+
+
+def load_without(engine: RolloutEngine, exports: list[WeightExport], name: str) -> Any:
+    """New weights, of which the engine does not get the parameter `name`."""
+
+    def shortened(bucket: WeightBucket) -> WeightBucket | None:
+        if name not in bucket.names:
+            return bucket
+        if len(bucket.names) == 1:
+            return None
+        index = bucket.names.index(name)
+        sizes = [math.prod(shape) for shape in bucket.shapes]
+        values = np.asarray(bucket.data)
+        width = len(values) // sum(sizes)
+        start, end = (width * sum(sizes[:stop]) for stop in (index, index + 1))
+        return replace(
+            bucket,
+            names=(*bucket.names[:index], *bucket.names[index + 1 :]),
+            shapes=(*bucket.shapes[:index], *bucket.shapes[index + 1 :]),
+            data=np.concatenate([values[:start], values[end:]]),
+        )
+
+    return load_changed(engine, exports, shortened)
 
 
 def load_corrupted(engine: RolloutEngine, exports: list[WeightExport], name: str) -> Any:

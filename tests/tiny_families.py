@@ -102,6 +102,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "dots1": {"n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2},
     "gemma2": {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
     "gemma3n_text": {"num_kv_shared_layers": 0},
+    "glm4_moe": {"head_dim": 32},  # the class has no default, the models have it
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "gptj": {"rotary_dim": 8},
     "hunyuan_v1_dense": _ROPE,

@@ -15,9 +15,9 @@ from runs import data_row, tiny_run_settings
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    Cohere2Config,
+    Cohere2ForCausalLM,
     DogeConfig,
-    GPT2Config,
-    GPT2LMHeadModel,
     LlamaConfig,
     StableLmConfig,
 )
@@ -418,26 +418,25 @@ def test_a_model_of_a_family_that_vllm_does_not_compute_as_the_trainer_is_refuse
     refusal: Refusal, tmp_path: Path, tiny_llama: Callable, engine: str
 ):
     folder, llama = tiny_llama()
-    shutil.copytree(folder, tmp_path / "gpt2", ignore=shutil.ignore_patterns("*.safetensors"))
-    sizes = {
-        "n_positions": 64,
-        "n_embd": 64,
-        "n_layer": 2,
-        "n_head": 2,
-        "vocab_size": llama.config.vocab_size,
-    }
-    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    GPT2LMHeadModel(GPT2Config(eos_token_id=1, **sizes, **no_dropout)).save_pretrained(
-        tmp_path / "gpt2"
+    shutil.copytree(folder, tmp_path / "cohere2", ignore=shutil.ignore_patterns("*.safetensors"))
+    config = Cohere2Config(
+        vocab_size=llama.config.vocab_size,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        eos_token_id=1,
     )
+    Cohere2ForCausalLM(config).save_pretrained(tmp_path / "cohere2")
     rollout = [
         f"actor_rollout_ref.rollout.{key}"
         for key in (f"name={engine}", "weight_transport=shared_memory")
     ]
-    message = refusal(f"actor_rollout_ref.model.path={tmp_path}/gpt2", *rollout)
+    message = refusal(f"actor_rollout_ref.model.path={tmp_path}/cohere2", *rollout)
     assert (
-        f"name={engine}: actor_rollout_ref.model.path={tmp_path}/gpt2 is a gpt2, whose weights in "
-        "vLLM" in message
+        f"name={engine}: actor_rollout_ref.model.path={tmp_path}/cohere2 is a cohere2, whose "
+        "weights in vLLM" in message
     )
     assert "set actor_rollout_ref.rollout.name=hf" in message
 

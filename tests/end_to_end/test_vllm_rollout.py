@@ -23,6 +23,7 @@ from verl_like.workers.config.rollout import RolloutConfig, SamplingConfig
 from verl_like.workers.models.lora import model_buffers
 from verl_like.workers.rollout import GenerationRequest, get_rollout_engine
 from verl_like.workers.weights.exports import WeightExport, collect_weights
+from verl_like.workers.weights.file_layout import file_layout
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ray]
 
@@ -176,6 +177,7 @@ def export(
         collect_weights(
             model.named_parameters(),
             model_buffers(model),
+            layout=file_layout(model),
             dtype=dtype,
             rank=rank,
             world_size=world_size,

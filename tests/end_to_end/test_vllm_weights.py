@@ -20,11 +20,14 @@ from test_vllm_rollout import (
 from transformers import (
     AutoModelForCausalLM,
     Gemma4TextConfig,
+    GPT2Config,
+    GraniteMoeConfig,
     LlamaConfig,
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from verl_like.workers.models.lora import model_buffers
@@ -44,8 +47,16 @@ SIZES = {
     "eos_token_id": 1,
     "pad_token_id": 0,
 }
+EXPERTS = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
+GATE_OF = "model.layers.1.mlp.experts.{}.gate_proj.weight"
+NO_NOISE = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "eos_token_id": 1}
 ATTENTION = "model.layers.{}.self_attn."
 KINDS_OF_LAYERS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
+
+
+def swapped_layers(part: str) -> tuple[str, str]:
+    """The names of a parameter in the two layers."""
+    return f"model.layers.0.{part}", f"model.layers.1.{part}"
 
 
 def save_model(path: str, config: PreTrainedConfig) -> Any:
@@ -62,9 +73,33 @@ def save_model(path: str, config: PreTrainedConfig) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("config", "num_processes", "swapped_part"),
+    ("config", "num_processes", "swapped"),
     [
-        (Qwen2Config(**SIZES), 2, "self_attn.q_proj.bias"),
+        (Qwen2Config(**SIZES), 2, swapped_layers("self_attn.q_proj.bias")),
+        # Two experts, and an expert's gate and what it multiplies
+        (
+            Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=32),
+            2,
+            (GATE_OF.format(1), GATE_OF.format(2)),
+        ),
+        pytest.param(
+            Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=32),
+            1,
+            (GATE_OF.format(3), GATE_OF.format(3).replace("gate", "up")),
+            marks=pytest.mark.proof,
+        ),
+        pytest.param(
+            GraniteMoeConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
+            2,
+            swapped_layers("block_sparse_moe.input_linear.weight"),
+            marks=pytest.mark.proof,
+        ),
+        pytest.param(
+            GPT2Config(vocab_size=68, n_embd=128, n_layer=2, n_head=4, n_positions=256, **NO_NOISE),
+            2,
+            ("transformer.h.0.attn.c_proj.weight", "transformer.h.1.attn.c_proj.weight"),
+            marks=pytest.mark.proof,
+        ),
         # Dense Gemma 4 multiplies the output of a layer by a buffer.
         pytest.param(
             Gemma4TextConfig(
@@ -75,26 +110,34 @@ def save_model(path: str, config: PreTrainedConfig) -> Any:
                 num_kv_shared_layers=0,
             ),
             1,
-            "layer_scalar",
+            swapped_layers("layer_scalar"),
             marks=pytest.mark.proof,
         ),
         pytest.param(
-            Qwen3Config(**SIZES, head_dim=32), 2, "self_attn.q_norm.weight", marks=pytest.mark.proof
+            Qwen3Config(**SIZES, head_dim=32),
+            2,
+            swapped_layers("self_attn.q_norm.weight"),
+            marks=pytest.mark.proof,
         ),
         pytest.param(
             Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=True),
             1,
-            "self_attn.o_proj.weight",
+            swapped_layers("self_attn.o_proj.weight"),
             marks=pytest.mark.proof,
         ),
-        pytest.param(Phi3Config(**SIZES), 2, "self_attn.qkv_proj.weight", marks=pytest.mark.proof),
+        pytest.param(
+            Phi3Config(**SIZES),
+            2,
+            swapped_layers("self_attn.qkv_proj.weight"),
+            marks=pytest.mark.proof,
+        ),
     ],
 )
 def test_weights_arrive_or_are_missed_by_name(
     tiny_llama: Callable[..., ModelAndFolder],
     config: PreTrainedConfig,
     num_processes: int,
-    swapped_part: str,
+    swapped: tuple[str, str],
 ) -> None:
     path, _ = tiny_llama()
     model = save_model(path, config)
@@ -111,17 +154,24 @@ def test_weights_arrive_or_are_missed_by_name(
         for output in ray.get(everywhere("generate_sequences", prompt_batch()), timeout=DEADLINE_S):
             assert_generated_by(weights, output)
 
-    names = [f"model.layers.{layer}.{swapped_part}" for layer in range(2)]
-    num_tensors = len(list(model.parameters())) + len(model_buffers(model))
-    message = f"2 of {num_tensors} tensors differ from the trainer's: {', '.join(names)}."
+    num_tensors = export(model, 3)[0].num_tensors
+    message = f"2 of {num_tensors} tensors differ from the trainer's: {', '.join(swapped)}."
     for outcome in [
-        process.run.remote("load_swapped", export(model, 3), *names) for process in processes
+        process.run.remote("load_swapped", export(model, 3), *swapped) for process in processes
     ]:
         with pytest.raises(ray.exceptions.RayTaskError, match=message):
             ray.get(outcome, timeout=DEADLINE_S)
     ray.get(everywhere("load_weights", export(model, 3), 3), timeout=DEADLINE_S)
 
-    if not isinstance(config, Phi3Config):  # fused in transformers too
+    missing = swapped[1]
+    message = f"cannot be checked: it is not made of|1 of {num_tensors} tensors .*: {missing}."
+    other = export(scaled(model, 0.8), 3)
+    for outcome in [process.run.remote("load_without", other, missing) for process in processes]:
+        with pytest.raises(ray.exceptions.RayTaskError, match=message):
+            ray.get(outcome, timeout=DEADLINE_S)
+    ray.get(everywhere("load_weights", export(model, 3), 3), timeout=DEADLINE_S)
+
+    if not isinstance(config, Phi3Config | GPT2Config):  # fused in transformers too
         forgetting = [process.run.remote("forget_fused_forms") for process in processes]
         ray.get(forgetting, timeout=DEADLINE_S)
         message = rf"vLLM's parameter {ATTENTION.format(0)}qkv_proj.weight .*Set rollout.name=hf"

@@ -174,7 +174,10 @@ def test_an_ipc_buffer_is_written_again_when_all_have_read_it_and_freed_before_t
             events.append("takes memory")
             transport.offer(
                 packed_chunks(
-                    gather(in_order(parameters, torch.bfloat16, [])), "GPU-0", buffer, events.append
+                    gather(in_order(parameters, torch.bfloat16, [], {})),
+                    "GPU-0",
+                    buffer,
+                    events.append,
                 ),
                 rank=0,
             )
@@ -232,7 +235,7 @@ def test_an_actor_sends_as_its_rank_to_as_many_receivers_as_it_is_told(tmp_path:
             yield
 
         def send(self, weights: Any, rank: int) -> None:
-            calls.append(("sent", {dtype for _, _, dtype in weights}, rank))
+            calls.append(("sent", {weight.dtype for weight in weights}, rank))
 
         def _join(self, host: str, port: int, world_size: int) -> Any:
             raise NotImplementedError

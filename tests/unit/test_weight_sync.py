@@ -25,6 +25,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from verl_like.single_controller.worker import reserve_port
 from verl_like.workers.weights.arrival import WeightSyncError, check_exports
 from verl_like.workers.weights.exports import WeightExport, collect_weights, iterate_weights
+from verl_like.workers.weights.file_layout import FileTensor
 from verl_like.workers.weights.fingerprints import fingerprint_tensor
 
 
@@ -40,6 +41,7 @@ def _exports(
     return [
         collect_weights(
             parameters,
+            layout=LAYOUT,
             dtype=torch.float32,
             rank=rank,
             world_size=world_size,
@@ -150,6 +152,15 @@ def test_ranks_that_exported_different_models_are_noticed() -> None:
         check_exports([_exports(_parameters())[0], _exports(_parameters()[:4])[1]], 3)
 
 
+STACKED = (3, 2, 4)
+LAYOUT = {
+    "stacked": [
+        FileTensor(f"{row % 2}.{row // 2}", (1, 4), (4, 1), 4 * row, STACKED) for row in range(6)
+    ],
+    "turned": [FileTensor("turned in files", (3, 4, 2), (8, 1, 4), 0, STACKED)],
+}
+
+
 def _export_sharded(rank: int, port: int) -> WeightExport:
     os.environ.update(
         RANK=str(rank), WORLD_SIZE="4", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
@@ -165,13 +176,21 @@ def _export_sharded(rank: int, port: int) -> WeightExport:
         "odd": [Replicate(), Shard(0)],  # 5 rows: 3 and 2
         "one_row": [Shard(0), Replicate()],  # 1 and none
         "together": [Replicate(), Shard(0)],  # in the bucket of `odd`
+        "stacked": [Replicate(), Shard(0)],  # 3 experts: 2 and 1
+        "turned": [Shard(0), Shard(0)],  # 3 x 2 x 4: 1, 1, 1 and none
     }
     parameters = [
         (name, distribute_tensor(tensor, mesh, placements[name]) if name in placements else tensor)
         for name, tensor in _parameters_with_experts()
     ]
     export = collect_weights(
-        parameters, dtype=torch.float32, rank=rank, world_size=4, version=3, bucket_bytes=130
+        parameters,
+        layout=LAYOUT,
+        dtype=torch.float32,
+        rank=rank,
+        world_size=4,
+        version=3,
+        bucket_bytes=130,
     )
     dist.destroy_process_group()
     return export
@@ -180,6 +199,7 @@ def _export_sharded(rank: int, port: int) -> WeightExport:
 def _parameters_with_experts() -> list[tuple[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(1)
     shapes = {"experts": (2, 3, 4), "odd": (5, 2), "one_row": (1, 3), "together": (4, 2)}
+    shapes |= {"stacked": STACKED, "turned": STACKED}
     return [
         *_parameters(),
         *((name, torch.randn(shape, generator=generator)) for name, shape in shapes.items()),
@@ -198,10 +218,16 @@ def test_sharded_replicated_and_plain_parameters_export_like_full_ones() -> None
         for export in exports
         for bucket in export.buckets
     )
-    for (name, got), (_, sent) in zip(
-        iterate_weights(exports), _parameters_with_experts(), strict=True
-    ):
-        assert torch.equal(got, sent), name
+    expected = dict(_parameters_with_experts())
+    turned = expected.pop("turned")
+    of_experts = expected.pop("stacked")
+    rows = of_experts.view(6, 1, 4)
+    expected |= {f"{row % 2}.{row // 2}": values for row, values in enumerate(rows)}
+    expected["turned in files"] = turned.transpose(1, 2)
+    received = dict(iterate_weights(exports))
+    assert received.keys() == expected.keys()
+    for name, sent in expected.items():
+        assert torch.equal(received[name], sent), name
 
 
 @pytest.mark.parametrize("placement", [Partial(), _StridedShard(0, split_factor=2), Shard(2)])

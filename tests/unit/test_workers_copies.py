@@ -11,13 +11,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from tiny_worker_models import (
+    VOCABULARY,
     critic_config,
     local_group,
     make_batch,
     parameters_of,
     policy_config,
     write_model,
+    write_tokenizer,
 )
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from verl_like.protocol import DataProto
 from verl_like.protocol.row_ops import deep_equal
@@ -311,14 +314,54 @@ def copies_on_rank(rank: int, port: int, sent: dict[str, Any]) -> dict[str, Any]
         found[f"{role} trained"] = getattr(worker, COMPUTE[role])(half(rank))
         found[f"{role} copy"] = getattr(copy, COMPUTE[role])(half(rank))
         found[f"{role} exports"] = exports
+    arguments = settings("actor", sent["experts_path"])
+    trained = ActorWorker(**arguments)
+    copied = ActorCopyWorker(**arguments)
+    for worker in (trained, copied):
+        worker.init_model()
+    trained.update_actor(half(rank, seed=1))
+    exports = [None, None]
+    dist.all_gather_object(exports, trained.export_weights(version=6))
+    found["experts before"] = copied.compute_log_prob(half(rank))
+    copied.load_weights(exports, 6)
+    found["experts copy"] = copied.compute_log_prob(half(rank))
+    found["experts trained"] = trained.compute_log_prob(half(rank))
+    found["experts exports"] = exports
     dist.destroy_process_group()
     return found
 
 
 @pytest.fixture(scope="module")
-def two_ranks(model_path, trained) -> list[dict[str, Any]]:
+def experts_path(tmp_path_factory) -> str:
+    """A model with a layer without experts and one with 3, which two ranks share unevenly."""
+    path = tmp_path_factory.mktemp("experts") / "model"
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=len(VOCABULARY),
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=24,
+        num_hidden_layers=2,
+        mlp_only_layers=[0],
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=3,
+        num_experts_per_tok=2,
+        initializer_range=0.3,
+        pad_token_id=0,
+        eos_token_id=1,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(path)
+    write_tokenizer(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(model_path, experts_path, trained) -> list[dict[str, Any]]:
     """What each of two ranks found; rows 0 to 3 are those of the first."""
-    sent = {"model_path": model_path} | {role: exports for role, (_, _, exports) in trained.items()}
+    sent = {"model_path": model_path, "experts_path": experts_path}
+    sent |= {role: exports for role, (_, _, exports) in trained.items()}
     holder, port = reserve_port()
     with holder, ProcessPoolExecutor(2, mp_context=forked_ranks.ranks()) as pool:
         return list(pool.map(copies_on_rank, range(2), [port] * 2, [sent] * 2, timeout=240))
@@ -338,6 +381,21 @@ def test_a_copy_on_two_ranks_computes_what_two_ranks_trained(role, two_ranks):
         assert not any(changed(found[f"{role} trained"], found[f"{role} copy"], role))
         assert all(changed(found[f"{role} of one rank"], found[f"{role} copy"], role))
     assert two_ranks[0][f"{role} fingerprint"] == two_ranks[1][f"{role} fingerprint"]
+
+
+def test_a_copy_on_two_ranks_has_the_experts_of_the_trained_model(two_ranks, experts_path):
+    for found in two_ranks:
+        assert not any(changed(found["experts trained"], found["experts copy"], "actor"))
+        assert all(changed(found["experts before"], found["experts copy"], "actor"))
+    names = two_ranks[0]["experts exports"][0].fingerprints
+    assert {f"model.layers.1.mlp.experts.{expert}.up_proj.weight" for expert in range(3)} <= {
+        *names
+    }
+    copy = local_group(ActorCopyWorker, **settings("actor", experts_path))
+    copy.load_weights(two_ranks[0]["experts exports"], version=6)
+    trained = DataProto.concat([found["experts trained"] for found in two_ranks])
+    for name, got in compute(copy, "actor").batch.items():
+        torch.testing.assert_close(got.values(), trained.batch[name].values(), rtol=1e-6, atol=1e-6)
 
 
 def test_a_copy_on_one_rank_computes_what_two_ranks_trained(role, copy, two_ranks):

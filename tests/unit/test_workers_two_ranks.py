@@ -156,7 +156,7 @@ def send_by_ipc(worker: ActorWorker, rank: int) -> dict[str, torch.Tensor]:
     )
     receiver.start()
     with worker.weight_transport.joined(rank, num_receivers=2):
-        whole = gather(in_order(worker.engine.named_parameters(), torch.bfloat16, []))
+        whole = gather(in_order(worker.engine.named_parameters(), torch.bfloat16, [], {}))
         worker.weight_transport.offer(packed_chunks(whole, f"GPU-{rank}", buffer), rank)
         assert not buffer.any()  # closed
     receiver.join(60)
@@ -191,7 +191,7 @@ def train_on_rank(rank: int, port: int, folder: str) -> None:
         assert announced.fingerprints == export.fingerprints and announced.num_bytes == 0
         if rank == 0:  # what it would broadcast
             save_file(
-                dict(gather(in_order(worker.engine.named_parameters(), torch.bfloat16, []))),
+                dict(gather(in_order(worker.engine.named_parameters(), torch.bfloat16, [], {}))),
                 out / f"{layout}_gathered",
             )
         else:

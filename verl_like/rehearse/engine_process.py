@@ -4,6 +4,7 @@ generates."""
 import contextlib
 import ctypes
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from verl_like.workers.rollout import base
 from verl_like.workers.rollout.request import GenerationRequest, Sampling
 from verl_like.workers.rollout.vllm_engine import VllmEngine
 from verl_like.workers.weights.exports import WeightBucket, WeightExport, in_order
+from verl_like.workers.weights.file_layout import file_layout
 
 NUM_STEPS = 3
 """How many steps the engine does: one for the prompt, and the others for the tokens after it."""
@@ -90,7 +92,8 @@ def replace_what_needs_numbers() -> None:
 
 
 def weights_of(model: TrainedModelConfig, dtype: str) -> WeightExport:
-    """An export of the whole policy, with a bucket for each tensor. Its memory is never written.
+    """An export of the whole policy, with a bucket for each tensor of a file. Its memory is never
+    written.
 
     This memory is counted nowhere, because it is not the engine's: a run has it in the object store
     or in the actor's memory, once on each node.
@@ -99,17 +102,19 @@ def weights_of(model: TrainedModelConfig, dtype: str) -> WeightExport:
     policy = PolicyModel(hf)
     parameters = trained_parameters(policy.hf)
     torch_dtype = getattr(torch, dtype)
-    weights = in_order(parameters, torch_dtype, model_buffers(policy.hf))
-    buckets = []
-    for index, (name, tensor, own_dtype) in enumerate(weights):
-        bucket = WeightBucket(
-            index,
-            names=(name,),
-            shapes=(tuple(tensor.shape),),
-            dtype=str(own_dtype).removeprefix("torch."),
-            data=unwritten(tensor.numel() * own_dtype.itemsize),
-        )
-        buckets.append(bucket)
+    layout = {} if model.lora_rank else file_layout(policy.hf)
+    weights = in_order(parameters, torch_dtype, model_buffers(policy.hf), layout)
+    buckets: list[WeightBucket] = []
+    for weight in weights:
+        for file in weight.files:
+            bucket = WeightBucket(
+                index=len(buckets),
+                names=(file.name,),
+                shapes=(file.shape,),
+                dtype=str(weight.dtype).removeprefix("torch."),
+                data=unwritten(math.prod(file.shape) * weight.dtype.itemsize),
+            )
+            buckets.append(bucket)
     return WeightExport(
         version=1,
         rank=0,

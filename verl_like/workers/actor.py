@@ -220,7 +220,10 @@ class ActorWorker(ScoringWorker, TrainedWorker):
         with transport.joined(self.rank, num_receivers, receivers), engine.on_device():
             # A variable that refers to the weights would keep them on the device.
             transport.send(
-                in_order(engine.named_parameters(), dtype, engine.named_buffers()), self.rank
+                in_order(
+                    engine.named_parameters(), dtype, engine.named_buffers(), engine.file_layout
+                ),
+                self.rank,
             )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -3,8 +3,10 @@
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from verl_like.protocol import DataProto
 from verl_like.single_controller.decorator import Dispatch, register
@@ -15,6 +17,7 @@ from verl_like.workers.critic import ValueWorker
 from verl_like.workers.model_worker import ModelWorker
 from verl_like.workers.weights.arrival import check_arrival, check_staged
 from verl_like.workers.weights.exports import WeightExport, iterate_weights
+from verl_like.workers.weights.file_layout import FileTensor, files_in
 from verl_like.workers.weights.fingerprints import (
     local_fingerprint,
     read_fingerprints,
@@ -78,33 +81,51 @@ class CopyWorker(ModelWorker):
         what = f"Weights of version {version}"
         received = self.weight_transport.receive(exported, self)
         expected = check_staged(received, version, self.device)
-        weights = dict(self.named_weights())
-        shapes = {name: weight.shape for name, weight in weights.items()}
+        weights: dict[str, tuple[FileTensor, Tensor]] = {}
+        for name, weight in self.named_weights():
+            for file in files_in(self.engine.file_layout, name, weight):
+                weights[file.name] = (file, weight)
+        shapes = {name: torch.Size(file.shape) for name, (file, _weight) in weights.items()}
         sent_shapes = {name: tensor.shape for name, tensor in iterate_weights(received)}
         other_model = f"{what} are not of the model {self.model_config.path}"
         check_arrival(sent_shapes, shapes, other_model)
         self.version = None
-        buffers = dict(self.engine.named_buffers())
+        buffers = {id(buffer) for _name, buffer in self.engine.named_buffers()}
         for name, tensor in iterate_weights(received):
-            weight = weights[name]
-            if name in buffers:
+            file, weight = weights[name]
+            if id(weight) in buffers:
                 weight.data = tensor.to(weight.device, copy=True)
-                continue
-            assert isinstance(weight, DTensor), (
-                "a pass that failed left whole parameters, which the next one drops"
-            )
-            own_part = distribute_tensor(
-                tensor, weight.device_mesh, weight.placements, src_data_rank=None
-            )
-            weight.to_local().copy_(own_part.to_local())
+            else:
+                _write(file, weight, tensor)
         sums = {}
         for name, weight in self.named_weights():  # what the engine has now
-            sums[name] = local_fingerprint(name, weight, self.rank)
+            for file in files_in(self.engine.file_layout, name, weight):
+                sums[file.name] = local_fingerprint(file, weight, self.rank)
         own_fingerprints = read_fingerprints(sums)
         loaded = sum_over_ranks(own_fingerprints)
         fingerprint = check_arrival(expected, loaded, f"{what} did not arrive at the copy")
         self.version = version
         return fingerprint
+
+
+def _write(file: FileTensor, weight: Tensor, tensor: Tensor) -> None:
+    """Writes this rank's part of a tensor of files into a sharded parameter."""
+    assert isinstance(weight, DTensor), (
+        "a pass that failed left whole parameters, which the next one drops"
+    )
+    mesh = weight.device_mesh
+    placements = weight.placements
+    own = weight.to_local()
+    if file.is_whole:
+        part = distribute_tensor(tensor, mesh, placements, src_data_rank=None)
+        own.copy_(part.to_local())
+        return
+    _shape, offsets = compute_local_shape_and_global_offset(weight.shape, mesh, placements)
+    part_of_file = file.of_rows(own, offsets[0])
+    if part_of_file is not None:
+        values = part_of_file.values
+        end = part_of_file.first_row + len(values)
+        values.copy_(tensor[part_of_file.first_row : end])
 
 
 class ActorCopyWorker(ScoringWorker, CopyWorker):

@@ -221,6 +221,7 @@ class TrainedWorker(ModelWorker):
             export = collect_weights(
                 with_scale(parameters, self.model_config),
                 self.engine.named_buffers(),
+                layout=self.engine.file_layout,
                 dtype=getattr(torch, self.export_dtype),
                 rank=self.rank,
                 world_size=self.world_size,

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from verl_like.workers.models.packing import PackedBatch, Rows
 from verl_like.workers.planning.flops import ModelCost
+from verl_like.workers.weights.file_layout import FileLayout
 
 FileDigests = dict[str, dict[str, Any]]
 """What `file_digest` returns of some files, by their names."""
@@ -73,6 +74,10 @@ class TrainingEngine(Protocol):
 
         Every rank has whole buffers.
         """
+
+    @property
+    def file_layout(self) -> FileLayout:
+        """Where the tensors of a checkpoint's files lie in those parameters and buffers."""
 
     def save(self, path: str) -> None:
         """Copies the training state, and begins to write the copy to the folder `path`.

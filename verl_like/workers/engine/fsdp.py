@@ -45,6 +45,7 @@ from verl_like.workers.models.pretrained import (
 from verl_like.workers.models.sequence_exchange import SequenceExchange
 from verl_like.workers.planning.flops import ModelCost
 from verl_like.workers.planning.partition import require_shares_of_heads
+from verl_like.workers.weights.file_layout import FileLayout, file_layout
 
 MAX_SKIPPED_STEPS = 3
 """How many consecutive optimizer steps may be skipped, because their gradients are not finite,
@@ -336,6 +337,11 @@ class FsdpEngine(TrainingEngine):
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         yield from model_buffers(self.model.hf)
+
+    @cached_property
+    def file_layout(self) -> FileLayout:
+        # An adapter is in its files as in memory.
+        return {} if self.adapter_settings else file_layout(self.model.hf)
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:

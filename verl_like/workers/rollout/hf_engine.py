@@ -31,6 +31,7 @@ from verl_like.workers.rollout.request import (
     Sampling,
 )
 from verl_like.workers.weights.exports import WeightExport, iterate_weights
+from verl_like.workers.weights.file_layout import file_layout, files_in
 from verl_like.workers.weights.fingerprints import fingerprint_sum, read_fingerprints
 
 # Legend: b responses that are computed together, t their longest length so far, V the vocabulary.
@@ -106,6 +107,8 @@ class HfEngine(RolloutEngine):
         self.model.eval()
         self.model.requires_grad_(False)
         self.model.to(self.device)
+        # An adapter is in its files as in memory.
+        self._file_layout = {} if self.model_config.lora_rank else file_layout(self.model)
         self._waiting: list[GenerationRequest] = []
         self._batches: list[_Batch] = []
 
@@ -232,20 +235,29 @@ class HfEngine(RolloutEngine):
 
     @torch.no_grad()
     def _load(self, exports: Sequence[WeightExport], version: int) -> None:
-        parameters = dict(trained_parameters(self.model))
-        buffers = dict(model_buffers(self.model))
+        places = {}
+        for name, parameter in trained_parameters(self.model):
+            for file in files_in(self._file_layout, name, parameter):
+                places[file.name] = file.of(parameter)
+        buffers = {}
+        for name, buffer in model_buffers(self.model):
+            (file,) = files_in(self._file_layout, name, buffer)
+            buffers[file.name] = buffer
         for name, tensor in iterate_weights(exports):
             if name in buffers:
                 buffers[name].data = tensor.to(self.device, copy=True)  # in the trainer's dtype
             else:
-                parameters[name].copy_(tensor)
+                places[name].copy_(tensor)
         if self.config.kv_after_update == "recompute":
             for batch in self._batches:
                 batch.cache = None
 
     def _fingerprints(self) -> dict[str, int]:
         weights = trained_parameters(self.model) + model_buffers(self.model)
-        sums = {name: fingerprint_sum(weight) for name, weight in weights}
+        sums = {}
+        for name, weight in weights:
+            for file in files_in(self._file_layout, name, weight):
+                sums[file.name] = fingerprint_sum(file.of(weight))
         return read_fingerprints(sums)
 
     def _wake(self) -> None:

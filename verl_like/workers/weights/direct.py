@@ -35,13 +35,15 @@ def init_info(
 
 
 def gather(weights: Iterable[OrderedWeight]) -> Iterator[NamedTensor]:
-    """Yields the names and whole tensors of `in_order`, one by one. It is a collective call if
-    there are DTensors."""
-    for name, weight, dtype in weights:
-        tensor = weight.detach().to(dtype)
+    """Yields the names and whole tensors of files of `in_order`, one by one. It is a collective
+    call if there are DTensors."""
+    for weight in weights:
+        tensor = weight.tensor.detach().to(weight.dtype)
         if isinstance(tensor, DTensor):
             tensor = tensor.full_tensor()
-        yield name, tensor
+        for file in weight.files:
+            # vLLM packs the memory of what it is given.
+            yield file.name, file.of(tensor).contiguous()
 
 
 class DirectTransport(WeightTransport):

@@ -1,37 +1,51 @@
-"""The trainer's weights as they leave it: buckets of whole tensors, with their fingerprints."""
+"""The trainer's weights as they leave it: buckets of whole tensors, with their fingerprints.
+
+They travel under the names and in the shapes of a checkpoint's files (`file_layout`).
+"""
 
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from verl_like.workers.weights.file_layout import FileLayout, FileTensor, files_in
 from verl_like.workers.weights.fingerprints import local_fingerprint, read_fingerprints
 from verl_like.workers.weights.gathering import whole_tensors
 
 DEFAULT_BUCKET_BYTES = 256 << 20
 NamedTensor = tuple[str, Tensor]
-"""A Hugging Face name, and the parameter or buffer that has it."""
-OrderedWeight = tuple[str, Tensor, torch.dtype]
-"""Name, tensor, and the dtype in which it travels; see `in_order`."""
+"""A Hugging Face name, and the tensor that has it: in a model, or in a checkpoint's files."""
 Allocate = Callable[[int, bool], np.ndarray]
 """Returns host memory of a number of bytes, (bytes,) uint8 without values; pinned if the second
 argument says so, as it does for copies from a GPU."""
 
 
+class OrderedWeight(NamedTuple):
+    """A parameter or buffer of a model as it travels."""
+
+    name: str
+    """In the model."""
+    tensor: Tensor
+    dtype: torch.dtype
+    """The dtype in which it travels."""
+    files: Sequence[FileTensor]
+    """The tensors of files that it holds."""
+
+
 @dataclass(frozen=True)
 class WeightBucket:
-    """Whole parameters or buffers of a model, one after the other in contiguous memory that pickles
-    out of band."""
+    """Whole parameters or buffers, one after the other in contiguous memory that pickles out of
+    band."""
 
     index: int
     """Position in the order of all buckets of all ranks."""
     names: tuple[str, ...]
-    """Hugging Face names."""
+    """Hugging Face names, as in a checkpoint's files."""
     shapes: tuple[tuple[int, ...], ...]
     dtype: str
     """Name of the torch dtype of all its values, e.g. `bfloat16`."""
@@ -56,7 +70,7 @@ class WeightExport:
     """Name of the torch dtype of the parameters. A buffer has the dtype that it has in the
     trainer."""
     num_tensors: int
-    """Number of parameters and buffers of the model, over all ranks."""
+    """Number of parameters and buffers, as in a checkpoint's files, over all ranks."""
     num_buckets: int
     """Number of buckets of the model, over all ranks."""
     fingerprints: dict[str, int]
@@ -72,6 +86,10 @@ class WeightExport:
         return sum(bucket.data.nbytes for bucket in self.buckets)
 
 
+_AS_IN_MEMORY: FileLayout = {}
+"""The layout of a model whose tensors are in files as in memory."""
+
+
 def allocate_memory(num_bytes: int, pinned: bool) -> np.ndarray:
     """Returns uninitialised host memory of this process, (num_bytes,) uint8."""
     memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
@@ -79,17 +97,24 @@ def allocate_memory(num_bytes: int, pinned: bool) -> np.ndarray:
 
 
 def in_order(
-    parameters: Iterable[NamedTensor], dtype: torch.dtype, buffers: Iterable[NamedTensor]
+    parameters: Iterable[NamedTensor],
+    dtype: torch.dtype,
+    buffers: Iterable[NamedTensor],
+    layout: FileLayout,
 ) -> list[OrderedWeight]:
     """Returns the weights in the order in which they travel: those with the widest elements first.
 
     Parameters are cast to `dtype`; buffers keep theirs. vLLM packs all of them into one piece of
     memory, in which each has to begin at a multiple of its elements' size.
     """
-    weights = [(name, tensor, dtype) for name, tensor in parameters]
+    weights = []
+    for name, tensor in parameters:
+        files = files_in(layout, name, tensor)
+        weights.append(OrderedWeight(name, tensor, dtype, files))
     for name, tensor in buffers:
-        weights.append((name, tensor, tensor.dtype))
-    return sorted(weights, key=lambda weight: -weight[2].itemsize)
+        files = files_in(layout, name, tensor)
+        weights.append(OrderedWeight(name, tensor, tensor.dtype, files))
+    return sorted(weights, key=lambda weight: -weight.dtype.itemsize)
 
 
 @torch.no_grad()
@@ -97,6 +122,7 @@ def collect_weights(
     parameters: Iterable[NamedTensor],
     buffers: Iterable[NamedTensor] = (),
     *,
+    layout: FileLayout = _AS_IN_MEMORY,
     dtype: torch.dtype,
     rank: int,
     world_size: int,
@@ -111,12 +137,13 @@ def collect_weights(
     bucket, twice while it is put together. The fingerprint is taken from the shards before they are
     gathered: it does not depend on the gathering, the buckets or the transport, and so it detects
     errors in them. Raises ValueError for a name twice, no parameter at all, or a DTensor that is
-    not cut along whole rows or columns.
+    not cut along whole rows or columns, or whose rows do not fit its tensors of files.
 
     Args:
         parameters: (Hugging Face name, parameter), in the same order on every rank; full tensors or
             DTensors. Use `named_parameters()`, which lists tied parameters once.
         buffers: (Hugging Face name, buffer), as the parameters. Their values are not cast.
+        layout: where the tensors of a checkpoint's files lie in these; see `file_layout`.
         dtype: the rollout engine's dtype; parameters are cast to it before they are gathered.
         rank: this process among the `world_size` processes of a trainer that each export a share.
         version: which update of the policy these weights are.
@@ -126,32 +153,30 @@ def collect_weights(
     """
     fingerprints: dict[str, Tensor | int] = {}
     buckets = []
-    weights = in_order(parameters, dtype, buffers)
+    weights = in_order(parameters, dtype, buffers, layout)
     groups = _in_buckets(weights, bucket_bytes)
     for index, group in enumerate(groups):
         tensors = {}
-        for name, weight, own_dtype in group:
-            if name in fingerprints:
-                raise ValueError(
-                    f"Parameter {name} is exported twice; pass named_parameters(), not a state "
-                    "dict."
-                )
+        for name, weight, own_dtype, files in group:
             # `to` takes 1 us to do nothing.
             tensor = weight if weight.dtype == own_dtype else weight.to(own_dtype)
-            fingerprints[name] = local_fingerprint(name, tensor, rank)
             tensors[name] = tensor
+            for file in files:
+                if file.name in fingerprints:
+                    raise ValueError(
+                        f"Parameter {file.name} is exported twice; pass named_parameters(), not a "
+                        "state dict."
+                    )
+                fingerprints[file.name] = local_fingerprint(file, tensor, rank)
         is_kept = index % world_size == rank
         whole = whole_tensors([*tensors.values()], is_kept) if allocate else []
         if is_kept:
-            shapes = [tuple(tensor.shape) for tensor in tensors.values()]
-            bucket = WeightBucket(
-                index,
-                names=tuple(tensors),
-                shapes=tuple(shapes),
-                dtype=_name(own_dtype),
-                data=_pack(whole, allocate) if allocate else np.empty(0, np.uint8),
-            )
-            buckets.append(bucket)
+            data = np.empty(0, np.uint8)
+            if allocate:
+                views = _cut(whole, group)
+                data = _pack(views, allocate)
+                del views
+            buckets.append(_bucket(index, group, data))
         del tensors, whole  # before the next bucket takes memory
     if not fingerprints:
         raise ValueError("There is no parameter to export; pass the model's named_parameters().")
@@ -167,6 +192,27 @@ def collect_weights(
     )
 
 
+def _bucket(index: int, group: Sequence[OrderedWeight], data: np.ndarray) -> WeightBucket:
+    """Returns the bucket of weights that have one dtype."""
+    names = []
+    shapes = []
+    for weight in group:
+        for file in weight.files:
+            names.append(file.name)
+            shapes.append(file.shape)
+    dtype = _name(group[0].dtype)
+    return WeightBucket(index, tuple(names), tuple(shapes), dtype, data)
+
+
+def _cut(whole: Sequence[Tensor], group: Sequence[OrderedWeight]) -> list[Tensor]:
+    """Returns the tensors of files that the whole tensors of a bucket's weights hold, as views."""
+    views = []
+    for tensor, weight in zip(whole, group, strict=True):
+        for file in weight.files:
+            views.append(file.of(tensor))
+    return views
+
+
 def _in_buckets(weights: Iterable[OrderedWeight], bucket_bytes: int) -> list[list[OrderedWeight]]:
     """Returns the weights of each bucket: neighbours of one dtype that have at most `bucket_bytes`
     together, or one that has more."""
@@ -174,12 +220,11 @@ def _in_buckets(weights: Iterable[OrderedWeight], bucket_bytes: int) -> list[lis
     num_bytes = 0  # of the last group
     dtype = None
     for weight in weights:
-        _, tensor, own_dtype = weight
-        own_bytes = tensor.numel() * own_dtype.itemsize
-        if own_dtype != dtype or num_bytes + own_bytes > bucket_bytes:
+        own_bytes = weight.tensor.numel() * weight.dtype.itemsize
+        if weight.dtype != dtype or num_bytes + own_bytes > bucket_bytes:
             groups.append([])
             num_bytes = 0
-            dtype = own_dtype
+            dtype = weight.dtype
         groups[-1].append(weight)
         num_bytes += own_bytes
     return groups

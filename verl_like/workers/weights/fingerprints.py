@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from verl_like.workers.weights.file_layout import FileTensor
+
 _MULTIPLIER = 0x2C1B3C6D
 _SHIFT = 15
 """The constants of `mix`, which scrambles the bits of a value."""
@@ -124,26 +126,30 @@ def _odd_factors(first: int, count: int, device: torch.device) -> Tensor:
     return mixed | 1
 
 
-def local_fingerprint(name: str, tensor: Tensor, rank: int) -> Tensor | int:
-    """Returns the `fingerprint_sum` of the part of a tensor that this rank answers for, such that
-    the sum over all ranks counts every value once.
+def local_fingerprint(file: FileTensor, tensor: Tensor, rank: int) -> Tensor | int:
+    """Returns the `fingerprint_sum` of the part of a tensor of files that this rank answers for,
+    such that the sum over all ranks counts every value once.
 
-    Of several copies of a value one counts. Raises ValueError for a DTensor that is not cut along
-    whole rows or columns.
+    `tensor` holds the tensor of files. Of several copies of a value one counts. Raises ValueError
+    for a DTensor that is not cut along whole rows or columns, or as `FileTensor.of_rows` does.
     """
     if not isinstance(tensor, DTensor):
-        return fingerprint_sum(tensor) if rank == 0 else 0
+        return fingerprint_sum(file.of(tensor)) if rank == 0 else 0
     mesh = tensor.device_mesh
     placements = tensor.placements
+    num_dims = 2 if file.is_whole else 1
     for placement in placements:
-        is_cut = type(placement) is Shard and placement.dim < 2
+        is_cut = type(placement) is Shard and placement.dim < num_dims
         if not is_cut and not placement.is_replicate():
+            allowed = "Replicate(), Shard(0) and Shard(1)" if file.is_whole else "Shard(0)"
             raise ValueError(
-                f"Parameter {name} is placed as {placements}; only Replicate(), Shard(0) and "
-                "Shard(1) can be exported. Redistribute it before."
+                f"Parameter {file.name} is placed as {placements}; only {allowed} can be exported. "
+                "Redistribute it before."
             )
     coordinate = mesh.get_coordinate()
-    assert coordinate is not None, f"rank {rank} exports {name} but is not part of its device mesh"
+    assert coordinate is not None, (
+        f"rank {rank} exports {file.name} but is not part of its device mesh"
+    )
     # Each of several trainers of a model exports on its own. The copy that counts is the one that
     # the first rank of this trainer has a part of.
     first_rank = dist.get_rank() - rank
@@ -161,4 +167,8 @@ def local_fingerprint(name: str, tensor: Tensor, rank: int) -> Tensor | int:
     if len(offsets) > 1:
         columns_per_index = math.prod(tensor.shape[2:])
         first_column = offsets[1] * columns_per_index
-    return fingerprint_sum(tensor.to_local(), first_row, first_column)
+    own = tensor.to_local()
+    if file.is_whole:
+        return fingerprint_sum(own, first_row, first_column)
+    part = file.of_rows(own, first_row)
+    return 0 if part is None else fingerprint_sum(part.values, part.first_row)

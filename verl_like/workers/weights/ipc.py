@@ -40,8 +40,8 @@ class IpcTransport(DirectTransport):
         index = torch.cuda.current_device()
         gpu = torch.cuda.get_device_properties(index)
         buffer_bytes = DEFAULT_BUCKET_BYTES
-        for _name, tensor, dtype in weights:
-            num_bytes = tensor.numel() * dtype.itemsize
+        for weight in weights:
+            num_bytes = weight.tensor.numel() * weight.dtype.itemsize
             buffer_bytes = max(buffer_bytes, num_bytes)
         whole = gather(weights)
         take_tensor = operator.itemgetter(1)  # of (name, tensor) vLLM packs what this returns

@@ -7,6 +7,7 @@ imports it.
 
 import ctypes
 import multiprocessing
+import operator
 import os
 import signal
 from collections import defaultdict
@@ -23,6 +24,7 @@ from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLWeightTransferEngine,
     NCCLWeightTransferUpdateInfo,
 )
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
@@ -75,6 +77,7 @@ class StagedTransfer(WeightTransferEngine[DirectInitInfo, StagedUpdate]):
     drops the original, and `rollout.quantization` rounds them. So the fingerprints of such a layer
     are taken after it was loaded and before it is packed or rounded. All others are taken of the
     model's parameters in the end: CUDA's kernels read those, and vLLM loads into a copy of them.
+    Experts are always taken before: what their kernels read depends on the kernel.
     """
 
     init_info_cls = DirectInitInfo
@@ -90,10 +93,15 @@ class StagedTransfer(WeightTransferEngine[DirectInitInfo, StagedUpdate]):
         self._before_packing: dict[str, Sums | None] = {}
         """What `_fingerprints_of` returned for a parameter before it was packed or rounded, by the
         name of the parameter."""
+        self._experts: dict[str, Any] = {}
+        """The modules that have a layer's experts, by their names."""
         is_packed = self.device.type == "cpu"
         is_rounded = self.model_config.quantization is not None
         for name, module in self.model.named_modules():
-            if (is_packed or is_rounded) and isinstance(module, LinearBase):
+            if isinstance(module, RoutedExperts):
+                self._experts[name] = module
+            is_changed = (is_packed or is_rounded) and isinstance(module, LinearBase)
+            if is_changed or isinstance(module, RoutedExperts):
                 method: Any = module.quant_method
                 pack = method.process_weights_after_loading
                 method.process_weights_after_loading = self._fingerprint_then(name, pack)
@@ -108,10 +116,14 @@ class StagedTransfer(WeightTransferEngine[DirectInitInfo, StagedUpdate]):
             found = {}
             for name, parameter in loaded.items():
                 found[name] = self._fingerprints_of(name, parameter)
+            is_experts = isinstance(layer, RoutedExperts)
+            if is_experts and self.device.type == "cpu":
+                # Only a layer without a kernel is packed.
+                layer.quant_method.moe_kernel = None
             pack(layer)
             packed = layer.named_parameters(prefix=module_name, recurse=False)
             for name, parameter in packed:
-                if parameter is not loaded.get(name):
+                if is_experts or parameter is not loaded.get(name):
                     # New parameters, such as scales, are made of no Hugging Face one.
                     self._before_packing[name] = found.get(name, {})
 
@@ -167,21 +179,76 @@ class StagedTransfer(WeightTransferEngine[DirectInitInfo, StagedUpdate]):
 
     def _find_sources(self, hf_names: list[str], shapes: list[Any]) -> dict[str, list[Source]]:
         """Returns `_sources`, from the names and shapes of the Hugging Face tensors."""
-        mapper = getattr(self.model, "hf_to_vllm_mapper", None)
-        rename = mapper.get_rename_mapper().map_name if mapper else str
         parameters = self.model.named_parameters(remove_duplicate=False)
         known = {name for name, _parameter in parameters}
         placed: dict[str, list[tuple[int, Source]]] = defaultdict(list)
         for hf_name, shape in zip(hf_names, shapes, strict=True):
-            renamed = rename(hf_name)
-            name, position = self._place_of(renamed, known)
-            source = Source(hf_name, torch.Size(shape))
+            renamed = self._rename(hf_name)
+            source = Source(hf_name, torch.Size(shape), self._is_transposed(renamed))
+            of_experts = self._place_in_experts(renamed, source)
+            if of_experts is None:
+                name, position = self._place_of(renamed, known)
+            else:
+                position = 0
+                name, source = of_experts
             placed[name].append((position, source))
         sources = {}
         for name, found in placed.items():
-            in_order = sorted(found)
+            in_order = sorted(found, key=operator.itemgetter(0))
             sources[name] = [source for _position, source in in_order]
         return sources
+
+    def _rename(self, hf_name: str) -> str:
+        """Returns a Hugging Face name as vLLM's model has it, before it fuses tensors."""
+        renamed = hf_name
+        mapper = getattr(self.model, "hf_to_vllm_mapper", None)
+        if mapper:
+            renamed = mapper.get_rename_mapper().map_name(renamed)
+        child_name, _, rest = renamed.partition(".")
+        child = getattr(self.model, child_name, None)
+        own = getattr(child, "hf_to_vllm_mapper", None)
+        if own and own is not mapper:
+            rest = own.get_rename_mapper().map_name(rest)
+            renamed = f"{child_name}.{rest}"
+        return renamed
+
+    def _is_transposed(self, renamed: str) -> bool:
+        """Returns whether vLLM's model transposes a matrix, as that of GPT-2 does."""
+        child_name, _, _rest = renamed.partition(".")
+        child = getattr(self.model, child_name, None)
+        transpose = getattr(child, "_transpose_conv1d", None)
+        if transpose is None:
+            return False
+        tried = torch.empty((2, 1), device="meta")
+        ((_name, turned),) = transpose([(renamed, tried)])
+        return turned.shape != tried.shape
+
+    def _place_in_experts(self, renamed: str, source: Source) -> tuple[str, Source] | None:
+        """Returns the vLLM parameter of a layer's experts in which a tensor is, and the tensor with
+        what is known of it there; None for a tensor that is not of such experts."""
+        before, found, rest = renamed.partition(".experts.")
+        module_name = f"{before}.experts.routed_experts"
+        module = self._experts.get(module_name)
+        if not found or module is None:
+            return None
+        shards = {
+            module.ckpt_gate_proj_name: "w1",
+            module.ckpt_down_proj_name: "w2",
+            module.ckpt_up_proj_name: "w3",
+        }
+        expert, _, part_and_leaf = rest.partition(".")
+        if expert.isdecimal():
+            part, _, leaf = part_and_leaf.partition(".")
+            shard = shards.get(part, "")
+            stem = "w2" if shard == "w2" else "w13"
+            one = source._replace(expert=int(expert), shard=shard)
+            return f"{module_name}.{stem}_{leaf}", one
+        stacked = {"gate_up_proj": "w13_weight", module.ckpt_down_proj_name: "w2_weight"}
+        if rest in stacked:
+            turned = source._replace(is_transposed=module.is_fused_checkpoint_transposed)
+            return f"{module_name}.{stacked[rest]}", turned
+        # The model that has vLLM's own names for what is in files, gpt-oss, transposes it.
+        return f"{module_name}.{rest}", source._replace(is_transposed=True)
 
     def _place_of(self, renamed: str, known: set[str]) -> tuple[str, int]:
         """Returns the vLLM parameter, one of `known` if it is fused, in which a tensor is, and the
