@@ -182,7 +182,7 @@ def test_with_experts_the_model_is_a_mixture_as_wide_as_the_llama() -> None:
     settings = dataclasses.replace(SMALL, num_experts=3)
     model = toy.make_model(settings, toy.make_tokenizer())
     assert model.config.model_type == "qwen3_moe"
-    experts = model.model.layers[1].mlp.experts
+    experts = model.model.layers[0].mlp.experts
     hidden = settings.hidden_size
     assert experts.gate_up_proj.shape == (3, 2 * hidden, hidden)
     assert model.config.num_experts_per_tok * hidden == 2 * hidden
