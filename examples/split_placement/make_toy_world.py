@@ -33,10 +33,12 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    AutoModelForCausalLM,
     LlamaConfig,
-    LlamaForCausalLM,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
 )
 
 DATA_SOURCE = "verl_like/arithmetic"
@@ -57,6 +59,7 @@ CHAT_TEMPLATE = (
     f"{{% endfor %}}{{% if add_generation_prompt %}}{ASSISTANT}{{% endif %}}"
 )
 MAX_ANSWER_LENGTH = 4  # tokens: three digits and the end of the sentence
+HEAD_DIM = 32  # the smallest that vLLM's CPU attention has
 
 Problem = tuple[int, int]
 
@@ -70,6 +73,9 @@ class Settings:
     forgotten_carries: float = 0.65  # probability that a carry is left out
     hidden_size: int = 128
     num_layers: int = 2
+    num_experts: int = (
+        0  # of each layer, two of which compute a token; 0 is a model without experts
+    )
     num_answers: int = 25_600  # of the warm-up
     warm_up_epochs: int = 4
     warm_up_batch_size: int = 256
@@ -149,33 +155,45 @@ def make_tokenizer() -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def make_model(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
-    """DeepSeek-LLM's architecture (Llama) with random weights."""
+def make_model(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """A model with random weights: DeepSeek-LLM's architecture (Llama), or Qwen3's mixture of
+    experts."""
     torch.manual_seed(settings.seed)
-    head_dim = 32  # the smallest that vLLM's CPU attention has
-    config = LlamaConfig(
-        vocab_size=len(VOCABULARY),
-        hidden_size=settings.hidden_size,
-        intermediate_size=2 * settings.hidden_size,
-        num_hidden_layers=settings.num_layers,
-        num_attention_heads=settings.hidden_size // head_dim,
-        num_key_value_heads=settings.hidden_size // head_dim,
-        head_dim=head_dim,
-        max_position_embeddings=64,
+    num_heads = settings.hidden_size // HEAD_DIM
+    common: dict[str, Any] = {
+        "vocab_size": len(VOCABULARY),
+        "hidden_size": settings.hidden_size,
+        "num_hidden_layers": settings.num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_heads,
+        "head_dim": HEAD_DIM,
+        "max_position_embeddings": 64,
         # About 1/sqrt(hidden_size): this narrow a model learns sums slowly from 0.02
-        initializer_range=0.08,
-        tie_word_embeddings=False,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return LlamaForCausalLM(config)
+        "initializer_range": 0.08,
+        "tie_word_embeddings": False,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    if settings.num_experts:
+        config = Qwen3MoeConfig(
+            **common,
+            num_experts=settings.num_experts,
+            num_experts_per_tok=2,
+            # Two experts together are as wide as the layer of the model without experts.
+            moe_intermediate_size=settings.hidden_size,
+            norm_topk_prob=True,
+            router_aux_loss_coef=0.01,
+        )
+    else:
+        config = LlamaConfig(**common, intermediate_size=2 * settings.hidden_size)
+    return AutoModelForCausalLM.from_config(config)
 
 
 @torch.no_grad()
 def exact_match(path: Path, problems: list[Problem]) -> float:
     """Share of the problems that greedy decoding of a saved model answers right."""
-    model = LlamaForCausalLM.from_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(path)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
     chats = [[{"role": "user", "content": question(problem)}] for problem in problems]
     encoded = tokenizer.apply_chat_template(
@@ -233,7 +251,7 @@ def write_world(folder: Path, settings: Settings) -> dict[str, Any]:
     _, held_out = split_problems(settings.num_held_out, settings.seed)
     before = exact_match(folder / "model", held_out)
     print(
-        f"Warming up a tiny Llama on {settings.num_answers:,} answers, about a minute ...",
+        f"Warming up a tiny model on {settings.num_answers:,} answers, about a minute ...",
         flush=True,
     )
     warm_up(folder, settings)
@@ -295,12 +313,16 @@ def main() -> None:
     parser.add_argument(
         "--seed", type=int, default=1, help="seed of the data split, the weights and the warm-up"
     )
+    parser.add_argument(
+        "--experts", type=int, default=0, help="experts of each layer; 0 makes a model without"
+    )
     arguments = parser.parse_args()
     transformers.logging.disable_progress_bar()
     # A model this small gains nothing from more, and one thread adds in one order
     torch.set_num_threads(1)
     try:
-        make_toy_world(arguments.out, Settings(seed=arguments.seed))
+        settings = Settings(seed=arguments.seed, num_experts=arguments.experts)
+        make_toy_world(arguments.out, settings)
     except KeyboardInterrupt:
         sys.exit(130)
 

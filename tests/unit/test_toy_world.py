@@ -178,6 +178,16 @@ def test_the_model_is_a_llama_that_loads_and_stops_at_the_end_of_sentence(world:
     assert model.generation_config.pad_token_id == tokenizer.pad_token_id
 
 
+def test_with_experts_the_model_is_a_mixture_as_wide_as_the_llama() -> None:
+    settings = dataclasses.replace(SMALL, num_experts=3)
+    model = toy.make_model(settings, toy.make_tokenizer())
+    assert model.config.model_type == "qwen3_moe"
+    experts = model.model.layers[0].mlp.experts
+    hidden = settings.hidden_size
+    assert experts.gate_up_proj.shape == (3, 2 * hidden, hidden)
+    assert model.config.num_experts_per_tok * hidden == 2 * hidden
+
+
 @pytest.mark.proof
 @pytest.mark.ray
 @pytest.mark.timeout(900)
