@@ -1,5 +1,7 @@
 """The trained policy: it computes log-probabilities, updates itself, and exports its weights."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -33,6 +35,7 @@ from verl_like.workers.engine.mini_batches import (
 )
 from verl_like.workers.model_worker import TrainedWorker, log_probs_of_tokens, metrics_alone
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS, Rows
+from verl_like.workers.models.routed_experts import ROUTED_EXPERTS, RoutingRecord
 from verl_like.workers.planning.partition import log_prob_micro_batching
 from verl_like.workers.weights import WEIGHT_TRANSPORTS
 from verl_like.workers.weights.direct import DirectTransport
@@ -56,19 +59,21 @@ class ScoringWorker(ActorRolloutRefWorker):
         super().__init__(config, shares_device)
         self.with_sum_pi_squared = with_sum_pi_squared
         self.fsdp_config = config.actor.fsdp_config
+        self.replay_mode = config.actor.router_replay.mode
         self.weight_transport = WEIGHT_TRANSPORTS[config.rollout.weight_transport]()
 
     @register(
         dispatch_mode=BY_SHARD,
         blocking=False,
         reads=SEQUENCE_COLUMNS,
-        writes=["old_log_probs", "entropys", "sum_pi_squared?"],
+        writes=["old_log_probs", "entropys", "sum_pi_squared?", "routed_experts?"],
         jagged=True,
     )
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """Returns the log-probability and entropy of each response token under the present policy.
 
-        The columns are jagged float32. With `with_sum_pi_squared` there is a third one.
+        The columns are jagged float32. With `with_sum_pi_squared` there is a third one. With the
+        mode R2 of `router_replay` there is `routed_experts`, which the update replays.
         """
         columns = ["old_log_probs", "entropys"]
         if self.with_sum_pi_squared:
@@ -76,8 +81,12 @@ class ScoringWorker(ActorRolloutRefWorker):
         scores = partial(
             self.score_tokens, with_entropy=True, with_sum_pi_squared=self.with_sum_pi_squared
         )
+        compute: Callable[[MicroBatch], tuple[Tensor, ...]] = scores
+        if self.replay_mode == "R2":
+            columns.append(ROUTED_EXPERTS)
+            compute = partial(self.with_routing, scores)
         passes = log_prob_micro_batching(self.config.rollout)
-        output = self.infer(data, columns, passes, scores, phase="actor_infer")
+        output = self.infer(data, columns, passes, compute, phase="actor_infer")
         entropies, _offsets = jagged_parts(output.tensor_batch["entropys"])
         total = entropies.sum(dtype=torch.float64).item()
         num_scored_B = Rows.of(data).num_scored_B
@@ -86,6 +95,17 @@ class ScoringWorker(ActorRolloutRefWorker):
         metrics = output.meta_info["metrics"]
         metrics["actor/entropy"] = Metric.mean(mean, weight=num_tokens)
         return output
+
+    def with_routing(
+        self, compute: Callable[[MicroBatch], tuple[Tensor, ...]], micro: MicroBatch
+    ) -> tuple[Tensor, ...]:
+        """Returns what `compute` does, and the experts that the routers selected for each token,
+        (N, L, k)."""
+        record = RoutingRecord()
+        micro.on_host = replace(micro.on_host, record=record)
+        values = compute(micro)
+        assert record.selected is not None, "the pass has filled it"
+        return (*values, record.selected)
 
     @register(
         dispatch_mode=BY_SHARD,
@@ -166,6 +186,7 @@ class ActorWorker(ScoringWorker, TrainedWorker):
             "teacher_log_prob?",
             "rollout_is_weights?",
             "selected_tokens?",
+            "routed_experts?",
             "mini_batch?",
         ],
         jagged=True,
@@ -177,9 +198,11 @@ class ActorWorker(ScoringWorker, TrainedWorker):
         its rows, or of the rows with its number in the column `mini_batch`.
 
         If the batch is one optimizer step, it needs no `old_log_probs`, because the present policy
-        still has the same log-probabilities. Raises ValueError for several steps without them.
+        still has the same log-probabilities. Raises ValueError for several steps without them, and
+        for rows without the routing that `router_replay` demands.
         """
         rows = Rows.of(data)
+        self.require_routing(rows)
 
         def check_steps(num_steps: int) -> None:
             if "old_log_probs" not in rows and num_steps > 1:

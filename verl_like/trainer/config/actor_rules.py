@@ -16,6 +16,25 @@ def ptx_rows_have_a_weight(config: PPOConfig) -> Iterator[str]:
         )
 
 
+def replayed_routing_is_recorded(config: PPOConfig) -> Iterator[str]:
+    policy = config.actor_rollout_ref
+    mode = policy.actor.router_replay.mode
+    key = f"actor_rollout_ref.actor.router_replay.mode={mode}"
+    if mode == "disabled":
+        return
+    if policy.model.use_torch_compile:
+        yield (
+            f"{key} replaces what routers select while their code runs, which compiled layers do "
+            "not see; set actor_rollout_ref.model.use_torch_compile=false, or mode=disabled"
+        )
+    if mode == "R2" and config.algorithm.rollout_correction.bypass_mode:
+        yield (
+            f"{key} replays the routing of the pass that computes old log-probabilities, which "
+            "algorithm.rollout_correction.bypass_mode=true leaves out; set bypass_mode=false, or "
+            "mode=disabled"
+        )
+
+
 def a_reference_in_the_actor_computes_as_the_actor(config: PPOConfig) -> Iterator[str]:
     policy = config.actor_rollout_ref
     dtype = policy.actor.fsdp_config.dtype

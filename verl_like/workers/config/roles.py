@@ -48,6 +48,14 @@ class PolicyLossConfig(OpenConfigModel):
     dual clip. Its own options are keys beside this one."""
 
 
+class RouterReplayConfig(ConfigModel):
+    """Router replay: experts of a token are those that were selected elsewhere."""
+
+    mode: Literal["disabled", "R2"] = "disabled"
+    """For mixtures of experts, which routing the update replays: R2 that of the pass that computes
+    old log-probabilities, disabled none, so that routers select anew."""
+
+
 class ActorConfig(OpenConfigModel):
     """The trained policy."""
 
@@ -92,6 +100,7 @@ class ActorConfig(OpenConfigModel):
     kl_loss_type: KlPenalty = "low_var_kl"
     """Per-token KL estimator of the KL loss: kl (k1), abs, mse (k2) or low_var_kl (k3); a trailing
     + keeps the value and takes the gradient of k2."""
+    router_replay: RouterReplayConfig = RouterReplayConfig()
     ptx_coef: NonNegativeFloat = 0.0
     """Weight of the language-model loss on data.ptx_files that is added to the loss (PPO-ptx,
     arXiv:2203.02155); 0 switches it off."""
