@@ -1,5 +1,5 @@
-"""Tiny mixtures of experts, and a computation of them with a given routing that is written by
-hand."""
+"""Tiny mixtures of experts, whose heads have a size that vLLM computes on CPU; and a computation
+with a given routing, which is written by hand."""
 
 from pathlib import Path
 from typing import Any
@@ -54,16 +54,18 @@ _LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
 }
 CONFIGS = {
-    "mixtral": MixtralConfig(**_COMMON, num_hidden_layers=2, num_local_experts=NUM_EXPERTS),
+    "mixtral": MixtralConfig(
+        **_COMMON, num_hidden_layers=2, num_local_experts=NUM_EXPERTS, head_dim=32
+    ),
     "qwen3_moe": Qwen3MoeConfig(
         **_COMMON,
         num_hidden_layers=3,
         num_experts=NUM_EXPERTS,
         moe_intermediate_size=16,
-        head_dim=8,
+        head_dim=32,
         norm_topk_prob=False,
     ),
-    "glm4_moe": Glm4MoeConfig(**_COMMON, **_GROUPS, num_hidden_layers=3, head_dim=8),
+    "glm4_moe": Glm4MoeConfig(**_COMMON, **_GROUPS, num_hidden_layers=3, head_dim=32),
     "deepseek_v3": DeepseekV3Config(**{**_COMMON, **_GROUPS, **_LATENT}, num_hidden_layers=3),
 }
 """The last two have a layer without experts first, and groups of experts."""
@@ -118,8 +120,9 @@ class RoutedReference:
 
     def weights_of(self, number: int, router: torch.nn.Module) -> Any:
         def forward(hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            ids = self.ids[:, number].long()
             logits = F.linear(hidden.flatten(0, -2), router.weight)
+            recorded = self.ids[:, number].long()
+            ids = torch.where(recorded < 0, logits.topk(TOP_K, dim=-1).indices, recorded)
             if self.family in ("mixtral", "qwen3_moe"):
                 weights = logits.softmax(-1).gather(-1, ids)
             else:
@@ -131,6 +134,17 @@ class RoutedReference:
             return logits, weights, ids
 
         return forward
+
+    def own_selection(self, data: DataProto, layer: int) -> list[torch.Tensor]:
+        """What the router of a layer of Mixtral selects itself in each row, after the layers before
+        have computed with the given routing, (tokens, k)."""
+        logits: list[torch.Tensor] = []
+        hook = self.routers[layer].register_forward_hook(
+            lambda router, inputs, outputs: logits.append(outputs[0])
+        )
+        self.log_probs(data)
+        hook.remove()
+        return [of_row.topk(TOP_K, dim=-1).indices for of_row in logits]
 
     def log_probs(self, data: DataProto) -> list[torch.Tensor]:
         """Those of each row's response tokens at temperature 0.7."""

@@ -379,7 +379,7 @@ REACHES_NO_FORMULA: dict[str, list[str]] = {
         *(f"reward.overlong_buffer.{name}" for name in ("enable", "len", "penalty_factor")),
     ],
     "average": [f"{ACTOR}.ema_decay"],
-    "experts": [f"{ACTOR}.router_replay.mode"],
+    "experts": [f"{ACTOR}.router_replay.mode", "actor_rollout_ref.ref.router_replay.mode"],
     "agents": [
         *(f"{ROLLOUT}.multi_turn.{name}" for name in ("format", "max_assistant_turns")),
         *(f"agent.{name}" for name in ("environment", "harness", "server", "port")),

@@ -394,6 +394,15 @@ def test_routing_is_replayed_only_where_it_is_recorded_and_the_router_runs_as_it
     assert "set actor_rollout_ref.model.use_torch_compile=false, or mode=disabled" in refusal(
         f"{mode}=R2", "actor_rollout_ref.model.use_torch_compile=true"
     )
+    on_cpu = "trainer.device=cpu"
+    small(on_cpu, f"{mode}=R3", "actor_rollout_ref.ref.router_replay.mode=R3")
+    assert "rollout.name=hf does not record it; set name=vllm, or mode=R2" in refusal(
+        on_cpu, f"{mode}=R3", "actor_rollout_ref.rollout.name=hf"
+    )
+    assert "which CUDA graphs leave out, with trainer.device=cuda" in refusal(f"{mode}=R3")
+    assert "only with actor_rollout_ref.actor.router_replay.mode=R3; set that" in refusal(
+        f"{mode}=R2", "actor_rollout_ref.ref.router_replay.mode=R3"
+    )
 
 
 def test_bypass_leaves_out_nothing_that_is_needed():

@@ -2,7 +2,6 @@
 own weights and gradients."""
 
 import json
-import pickle
 from pathlib import Path
 
 import pytest
@@ -27,13 +26,15 @@ from tiny_worker_models import (
 )
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from verl_like.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
+from verl_like.protocol import DataProto, metric_values, pad_dataproto_to_divisor, unpad_dataproto
 from verl_like.protocol.padded import strip, view_of_samples
 from verl_like.protocol.row_ops import deep_equal, jagged_from_offsets, jagged_parts
+from verl_like.protocol.wire import from_wire, to_wire
 from verl_like.workers.actor import ActorWorker
 from verl_like.workers.models.packing import Rows
 from verl_like.workers.models.routed_experts import RouterShape, check_routing
 from verl_like.workers.models.router_replay import require_replay
+from verl_like.workers.reference import ReferenceWorker, ReplayingReferenceWorker
 
 R2 = {"router_replay": {"mode": "R2"}}
 
@@ -60,7 +61,8 @@ def rows_without_old(rows: int = 7) -> DataProto:
 
 def replayed_log_probs(path: str, data: DataProto, micro: int = 8) -> list[torch.Tensor]:
     """The log-probabilities that an update of rows with routing computes."""
-    group = local_group(ActorWorker, policy_config(path, micro=micro, **R2))
+    config = policy_config(path, prompts=len(data), micro=micro, **R2)
+    group = local_group(ActorWorker, config)
     worker = group.workers[0]
     kept = []
 
@@ -252,7 +254,7 @@ def test_the_column_survives_what_happens_to_a_batch_on_its_way(tmp_path):
     ways = {
         "parts": DataProto.concat(whole.chunk(3)),
         "rows": whole.select_idxs([5, 0, 1, 2, 3, 4]).select_idxs([1, 2, 3, 4, 5, 0]),
-        "pickle": pickle.loads(pickle.dumps(whole)),
+        "message": with_routing(data, from_wire(to_wire(column))),
         "view": strip(view_of_samples(whole), whole),
     }
     filled, count = pad_dataproto_to_divisor(whole, 4)
@@ -261,3 +263,67 @@ def test_the_column_survives_what_happens_to_a_batch_on_its_way(tmp_path):
     ways["file"] = DataProto.load_from_disk(tmp_path / "rows")
     for way, arrived in ways.items():
         assert deep_equal(arrived.batch["routed_experts"], column), way
+
+
+R3 = {"router_replay": {"mode": "R3"}}
+
+
+def test_the_engines_routing_is_replayed_by_actor_and_reference_and_differences_are_reported(
+    mixtral,
+):
+    """The reference has the same weights, so with the same routing it computes the same."""
+    data = rows_without_old(20)
+    plain = local_group(ActorWorker, policy_config(mixtral))
+    own, offsets = jagged_parts(
+        local_group(ActorWorker, policy_config(mixtral, **R2))
+        .compute_log_prob(data)
+        .get()
+        .batch["routed_experts"]
+    )
+    ids, _ = jagged_parts(drawn_routing(data, "mixtral"))
+    # Rows 0 to 9 have the model's own routing, in another order. Of the others the first layer has
+    # it, and the last token of row 10 has no record.
+    ids[: int(offsets[10])] = own[: int(offsets[10])]
+    ids[:, 0] = own[:, 0]
+    ids = ids.roll(1, -1)
+    ids[int(offsets[11]) - 1] = -1
+    column = jagged_from_offsets(ids, offsets)
+    routed = with_routing(data, column)
+    without = plain.compute_log_prob(data).get().batch["old_log_probs"]
+    config = policy_config(mixtral, micro=3, **R3)
+    replayed = replayed_log_probs(mixtral, routed)
+    output = local_group(ActorWorker, config).compute_log_prob(routed).get()
+    assert "routed_experts" not in output.batch
+    assert output.batch["old_log_probs"].values() == pytest.approx(replayed, abs=1e-5)
+    metrics = metric_values(output.meta_info["metrics"])
+    num_tokens = len(ids) - 1
+    # The second layer's own selection is by the hidden states that the replay has made.
+    reference = RoutedReference(mixtral)
+    selected = torch.cat(reference.own_selection(routed, layer=1)).sort(-1).values
+    recorded = (ids[:, 1].long() >= 0).all(-1)
+    differs = (selected != ids[:, 1].long().sort(-1).values).any(-1) & recorded
+    assert 0 < int(differs.sum()) < num_tokens
+    share = int(differs.sum()) / num_tokens
+    assert metrics["router_replay/tokens_differ"] == pytest.approx(share)
+    assert metrics["router_replay/routers_differ"] == pytest.approx(share / 2)
+    plain_rows = output.batch["unreplayed_log_probs"]
+    for row in range(20):
+        if row in (0, 16):
+            assert plain_rows[row] == pytest.approx(without[row], abs=1e-6)
+        else:
+            assert plain_rows[row].isnan().all()
+    assert far_apart(plain_rows[16], output.batch["old_log_probs"][16])
+    for mode, expected_log_probs in (("R3", replayed), ("disabled", without.values())):
+        policy = policy_config(mixtral, **R3)
+        replay = policy.ref.router_replay.model_copy(update={"mode": mode})
+        ref = policy.ref.model_copy(update={"router_replay": replay})
+        worker_class = ReplayingReferenceWorker if mode == "R3" else ReferenceWorker
+        group = local_group(worker_class, policy.model_copy(update={"ref": ref}))
+        log_probs = group.compute_ref_log_prob(routed).get().batch["ref_log_prob"].values()
+        assert log_probs == pytest.approx(expected_log_probs, abs=1e-5)
+
+
+def test_the_actor_refuses_to_score_without_the_engines_routing(mixtral):
+    group = local_group(ActorWorker, policy_config(mixtral, **R3))
+    with pytest.raises(Exception, match=r"router_replay.mode=R3\), and its batch has no column"):
+        group.compute_log_prob(rows_without_old(2)).get()

@@ -97,7 +97,7 @@ _TABLE = [
         "tensor",
         "B T L k",
         "int8 or int16",
-        "compute_log_prob, with router_replay.mode=R2",
+        "generate_sequences with router_replay.mode=R3, compute_log_prob with R2",
         "Of each token of prompt and response the k experts that computed it, in each of the L "
         "layers with a router; -1 in all of them for a token without a record, for which the model "
         "routes itself. int16 with more than 128 experts.",
@@ -109,6 +109,14 @@ _TABLE = [
         "float32",
         "compute_log_prob",
         "Log-probability of each response token under the actor before the update.",
+    ),
+    Column(
+        "unreplayed_log_probs",
+        "tensor",
+        "B R",
+        "float32",
+        "compute_log_prob, with router_replay.mode=R3",
+        "old_log_probs without router replay, of every 16th row of a rank; NaN on other rows.",
     ),
     Column(
         "entropys",

@@ -17,7 +17,7 @@ from verl_like.algorithms.policy_losses import (
 )
 from verl_like.algorithms.registry import call_by_name, read_options, required_inputs
 from verl_like.protocol import DataProto, Metric
-from verl_like.protocol.row_ops import jagged_parts
+from verl_like.protocol.row_ops import jagged_from_offsets, jagged_parts
 from verl_like.single_controller.decorator import (
     Dispatch,
     make_nd_compute_dataproto_dispatch_fn,
@@ -35,12 +35,19 @@ from verl_like.workers.engine.mini_batches import (
 )
 from verl_like.workers.model_worker import TrainedWorker, log_probs_of_tokens, metrics_alone
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS, Rows
-from verl_like.workers.models.routed_experts import ROUTED_EXPERTS, RoutingRecord
+from verl_like.workers.models.routed_experts import (
+    ROUTED_EXPERTS,
+    UNREPLAYED,
+    RoutingDifference,
+    RoutingRecord,
+)
 from verl_like.workers.planning.partition import log_prob_micro_batching
 from verl_like.workers.weights import WEIGHT_TRANSPORTS
 from verl_like.workers.weights.direct import DirectTransport
 from verl_like.workers.weights.exports import in_order
 
+_ROWS_APART = 16
+"""Every so many rows one is computed without router replay, to see what it does."""
 BY_SHARD = make_nd_compute_dataproto_dispatch_fn(mesh_name="actor")
 
 
@@ -65,15 +72,23 @@ class ScoringWorker(ActorRolloutRefWorker):
     @register(
         dispatch_mode=BY_SHARD,
         blocking=False,
-        reads=SEQUENCE_COLUMNS,
-        writes=["old_log_probs", "entropys", "sum_pi_squared?", "routed_experts?"],
+        reads=[*SEQUENCE_COLUMNS, "routed_experts?"],
+        writes=[
+            "old_log_probs",
+            "entropys",
+            "sum_pi_squared?",
+            "routed_experts?",
+            "unreplayed_log_probs?",
+        ],
         jagged=True,
     )
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """Returns the log-probability and entropy of each response token under the present policy.
 
         The columns are jagged float32. With `with_sum_pi_squared` there is a third one. With the
-        mode R2 of `router_replay` there is `routed_experts`, which the update replays.
+        mode R2 of `router_replay` there is `routed_experts`, which the update replays. With R3 that
+        column is read, and replayed here, too, and for some rows `unreplayed_log_probs` has what
+        the model computes without it.
         """
         columns = ["old_log_probs", "entropys"]
         if self.with_sum_pi_squared:
@@ -82,19 +97,43 @@ class ScoringWorker(ActorRolloutRefWorker):
             self.score_tokens, with_entropy=True, with_sum_pi_squared=self.with_sum_pi_squared
         )
         compute: Callable[[MicroBatch], tuple[Tensor, ...]] = scores
-        if self.replay_mode == "R2":
+        rows = Rows.of(data)
+        if self.replay_mode == "R3":
+            self.require_routing(rows)
+        if self.replay_mode != "disabled":
             columns.append(ROUTED_EXPERTS)
             compute = partial(self.with_routing, scores)
         passes = log_prob_micro_batching(self.config.rollout)
         output = self.infer(data, columns, passes, compute, phase="actor_infer")
         entropies, _offsets = jagged_parts(output.tensor_batch["entropys"])
         total = entropies.sum(dtype=torch.float64).item()
-        num_scored_B = Rows.of(data).num_scored_B
-        num_tokens = num_scored_B.sum().item()
+        num_tokens = rows.num_scored_B.sum().item()
         mean = total / max(num_tokens, 1)
         metrics = output.meta_info["metrics"]
         metrics["actor/entropy"] = Metric.mean(mean, weight=num_tokens)
+        if self.replay_mode == "R3":
+            own = output.pop(batch_keys=[ROUTED_EXPERTS]).tensor_batch[ROUTED_EXPERTS]
+            difference = RoutingDifference.of(own, rows[ROUTED_EXPERTS])
+            metrics |= difference.metrics()
+            output.tensor_batch[UNREPLAYED] = self.unreplayed_log_probs(rows)
         return output
+
+    def unreplayed_log_probs(self, rows: Rows) -> Tensor:
+        """Returns log-probabilities of the response tokens without router replay, a column.
+
+        Only rows that are `_ROWS_APART` apart are computed. Those of the others are NaN.
+        """
+        columns = {name: rows[name] for name in SEQUENCE_COLUMNS}
+        own_routing = replace(rows, columns=columns)
+        at = torch.arange(0, len(rows), _ROWS_APART)
+        passes = log_prob_micro_batching(self.config.rollout)
+        compute = partial(self.score_tokens, with_entropy=False)
+        (computed,) = forward(self.engine, own_routing.take_some(at), passes, compute)
+        _values, offsets = jagged_parts(rows["responses"])
+        log_probs = torch.full((int(offsets[-1]),), torch.nan)
+        for number, row in enumerate(at.tolist()):
+            log_probs[offsets[row] : offsets[row + 1]] = computed[number]
+        return jagged_from_offsets(log_probs, offsets)
 
     def with_routing(
         self, compute: Callable[[MicroBatch], tuple[Tensor, ...]], micro: MicroBatch
@@ -110,12 +149,14 @@ class ScoringWorker(ActorRolloutRefWorker):
     @register(
         dispatch_mode=BY_SHARD,
         blocking=False,
-        reads=SEQUENCE_COLUMNS,
+        reads=[*SEQUENCE_COLUMNS, "routed_experts?"],
         writes=["old_log_probs"],
         jagged=True,
     )
     def score_greedy(self, data: DataProto) -> DataProto:
         """Returns the log-probability of each response token at temperature 1, jagged float32.
+
+        Routing is replayed if the batch has it.
 
         The check of the rollout engine compares them with those of `RolloutWorker.draw_greedily`.
         """
@@ -131,7 +172,7 @@ class ScoringWorker(ActorRolloutRefWorker):
     @register(
         dispatch_mode=BY_SHARD,
         blocking=False,
-        reads=SEQUENCE_COLUMNS,
+        reads=[*SEQUENCE_COLUMNS, "routed_experts?"],
         writes=["ref_log_prob"],
         jagged=True,
     )
@@ -140,6 +181,11 @@ class ScoringWorker(ActorRolloutRefWorker):
 
         Without its adapter the model is the reference policy.
         """
+        if self.config.ref.router_replay.mode == "R3":
+            self.require_routing(Rows.of(data))
+        else:
+            names = [name for name in data.tensors() if name != ROUTED_EXPERTS]
+            data = data.select(batch_keys=names)
         with self.engine.without_adapter():
             return self.infer_log_probs(data, "ref_log_prob", phase="ref")
 

@@ -37,6 +37,9 @@ def step_bytes(config: PPOConfig) -> dict[str, int]:
         "compute_values": config.plan.needs_critic,
         "compute_ref_log_prob": config.plan.needs_reference,
         "compute_log_prob": config.plan.needs_old_log_probs,
+        "compute_log_prob, with router_replay.mode=R3": (
+            config.actor_rollout_ref.actor.router_replay.mode == "R3"
+        ),
         "run_episodes": bool(config.agent.way),
         "run_episodes, as is_skipped": bool(config.agent.way),
         "compute_rm_score": len(config.plan.reward_models_by_role),

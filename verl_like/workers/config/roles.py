@@ -51,9 +51,18 @@ class PolicyLossConfig(OpenConfigModel):
 class RouterReplayConfig(ConfigModel):
     """Router replay: experts of a token are those that were selected elsewhere."""
 
-    mode: Literal["disabled", "R2"] = "disabled"
-    """For mixtures of experts, which routing the update replays: R2 that of the pass that computes
-    old log-probabilities, disabled none, so that routers select anew."""
+    mode: Literal["disabled", "R2", "R3"] = "disabled"
+    """For mixtures of experts, which routing the actor replays: R3 that of the rollout engine, for
+    old log-probabilities and in the update (arXiv:2510.11370); R2 that of the pass for old
+    log-probabilities, in the update; disabled none, so that routers select anew."""
+
+
+class ReferenceReplayConfig(ConfigModel):
+    """Router replay of the reference policy."""
+
+    mode: Literal["disabled", "R3"] = "disabled"
+    """R3: the reference replays the routing of the rollout engine, as the actor does with R3;
+    disabled: it has its own."""
 
 
 class ActorConfig(OpenConfigModel):
@@ -139,6 +148,7 @@ class RefConfig(LogProbConfig):
         PositiveInt, Follows("${actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu}")
     ]
     """Responses per forward pass on one rank when reference log-probabilities are computed."""
+    router_replay: ReferenceReplayConfig = ReferenceReplayConfig()
     fsdp_config: ForwardFsdpConfig = ForwardFsdpConfig()
 
 

@@ -114,6 +114,12 @@ class Rows:
                 columns[name] = _filler(name, column, self.filler_rows)
         return replace(self, columns=columns)
 
+    def take_some(self, at: Tensor) -> Self:
+        """Returns copies of the rows `at`, and no filler rows if there are none."""
+        take = RowTaker(at)
+        columns = {name: take.tensor(column) for name, column in self.columns.items()}
+        return replace(self, columns=columns)
+
     def response_places(self, starts: Tensor | None = None) -> RowPlaces:
         """Returns where the response tokens lie in padded rows.
 

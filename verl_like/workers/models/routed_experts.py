@@ -6,11 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl_like.protocol import Metric
 from verl_like.protocol.row_ops import jagged_parts
 
 # Legend: N packed tokens, B rows, L layers with a router, k selected experts.
 
 ROUTED_EXPERTS = "routed_experts"
+UNREPLAYED = "unreplayed_log_probs"
+"""The column of log-probabilities without replay."""
 OWN = -1
 """The id of experts of a token that has no record. The model's own routing computes it."""
 ROUTING_ARGUMENT = "replayed_routing"
@@ -130,6 +133,46 @@ def check_routing(column: Tensor, lengths_B: Tensor, shape: RouterShape) -> None
         f"routers is {ids[token, layer].tolist()}: expected {shape.top_k} different experts of 0 "
         f"to {shape.num_experts - 1}, or {OWN} in all layers for a token without a record"
     )
+
+
+@dataclass(frozen=True)
+class RoutingDifference:
+    """How many routings differ between two records of the same tokens.
+
+    Tokens without a record do not count. The order of a token's experts does not matter.
+    """
+
+    num_tokens: int
+    num_routings: int
+    """Of a token in a layer."""
+    tokens: int
+    """Tokens of which some layer's routing differs."""
+    routings: int
+
+    @classmethod
+    def of(cls, own: Tensor, recorded: Tensor) -> "RoutingDifference":
+        """Compares two columns of the same rows."""
+        own_ids, _offsets = jagged_parts(own)
+        recorded_ids, _offsets = jagged_parts(recorded)
+        is_recorded = recorded_ids[:, 0, 0] != OWN
+        own_set = own_ids[is_recorded].sort(-1).values
+        recorded_set = recorded_ids[is_recorded].sort(-1).values
+        differs = (own_set != recorded_set).any(-1)
+        return cls(
+            num_tokens=len(differs),
+            num_routings=differs.numel(),
+            tokens=int(differs.any(-1).sum()),
+            routings=int(differs.sum()),
+        )
+
+    def metrics(self) -> dict[str, Metric]:
+        """Returns the shares that differ."""
+        tokens = self.tokens / max(1, self.num_tokens)
+        routings = self.routings / max(1, self.num_routings)
+        return {
+            "router_replay/tokens_differ": Metric.mean(tokens, weight=self.num_tokens),
+            "router_replay/routers_differ": Metric.mean(routings, weight=self.num_routings),
+        }
 
 
 def count_own(column: Tensor) -> int:
