@@ -150,8 +150,9 @@ def assert_recorded(batch: DataProto, family: str) -> None:
     ("name", "family", "tolerance"),
     [
         ("vllm", "mixtral", 1e-5),
-        ("vllm", "glm4_moe", 3e-5),  # as far as plain transformers is
-        ("vllm_async", "qwen3_moe", 1e-5),
+        # As far as plain transformers is
+        pytest.param("vllm", "glm4_moe", 3e-5, marks=pytest.mark.proof),
+        pytest.param("vllm_async", "qwen3_moe", 1e-5, marks=pytest.mark.proof),
     ],
 )
 def test_with_the_engines_routing_the_trainer_has_the_engines_log_probs(
@@ -172,6 +173,7 @@ def test_with_the_engines_routing_the_trainer_has_the_engines_log_probs(
     assert metrics["router_replay/routers_differ"] == 0
 
 
+@pytest.mark.proof
 def test_routing_of_a_bfloat16_engine_lowers_the_difference_of_log_probs(tmp_path):
     path = write_experts(tmp_path / "model", "mixtral")
     batch, _drawn = drawn_in_process(
@@ -185,6 +187,7 @@ def test_routing_of_a_bfloat16_engine_lowers_the_difference_of_log_probs(tmp_pat
     assert (replayed - drawn).abs().mean() < (own - drawn).abs().mean() / 1.5
 
 
+@pytest.mark.proof
 def test_a_request_that_lost_its_cache_keeps_the_routing_by_which_it_was_drawn(tmp_path):
     """Of four blocks each request needs two, when its response has grown over the first one."""
     path = write_experts(tmp_path / "model", "mixtral")
