@@ -49,7 +49,7 @@ the other, as one row.
 ## The columns
 
 Dimensions: `B` rows; `P` and `R` the tokens of a row's prompt and response, or the widths where
-columns are padded; `T = P + R`.
+columns are padded; `T = P + R`; `L` the layers with a router, `k` the experts of a token.
 
 | column | kind | dims | dtype | written by | meaning |
 |---|---|---|---|---|---|

@@ -9,7 +9,16 @@ import pytest
 import torch
 
 from verl_like.algorithms.advantages.gae import compute_gae_advantage_return
-from verl_like.workers.agents.episode import EpisodeFailed, EpisodeSpec, RewardProblem, RoomUsedUp
+from verl_like.protocol import DataProto
+from verl_like.protocol.row_ops import jagged_from_lists
+from verl_like.workers.agents.batch import EpisodeRules, assemble_episodes
+from verl_like.workers.agents.episode import (
+    Episode,
+    EpisodeFailed,
+    EpisodeSpec,
+    RewardProblem,
+    RoomUsedUp,
+)
 from verl_like.workers.agents.session import Drawn, Limits, Session
 from verl_like.workers.rollout.request import Completion, GenerationRequest, Sampling
 
@@ -63,6 +72,44 @@ def test_a_call_that_continues_the_tokens_of_a_row_extends_it_and_another_begins
     assert second.scores.tolist() == [0, 0.5], "the reward stands on the last call's last token"
     assert session.counts["rows"] == 2 and session.counts["joined_calls"] == 1
     assert [turn.row for turn in session.turns.values()] == [0, 0, 1]
+
+
+class RoutedModel(ScriptedModel):
+    """Each token of a call's prompt and response was computed by the expert of the call's number, in
+    the second layer by the one after it."""
+
+    async def complete(self, request: GenerationRequest) -> Completion:
+        completion = await super().complete(request)
+        num_tokens = len(request.prompt_ids) + len(completion.token_ids)
+        ids = np.full((num_tokens, 2, 1), len(self.requests), np.int8)
+        ids[:, 1] += 1
+        ids[-1] = -1
+        return replace(completion, routed_experts=ids)
+
+
+def test_a_row_has_the_routing_of_the_call_that_drew_what_follows_each_token():
+    session = session_of(RoutedModel([5, EOS], [6, 7, EOS], [8, 8, EOS]))
+    draw(session, [1, 2])
+    draw(session, [1, 2, 5, EOS, 3, 3])
+    draw(session, [4], find_stop=lambda token_ids, has_ended: (2, "8"))
+    first, second = session.finish(0.5)
+    assert first.routed_experts is not None and second.routed_experts is not None
+    assert first.routed_experts[:, 0, 0].tolist() == [1, 1, 1, 2, 2, 2, 2, 2, -1]
+    assert first.routed_experts[:, 1, 0].tolist() == [2, 2, 2, 3, 3, 3, 3, 3, -1]
+    assert second.routed_experts[:, 0, 0].tolist() == [3, 3, -1], "the text ended with a token"
+    assert second.response_ids.tolist() == [8, 8]
+    episodes = [
+        Episode("done", (first, second), True, "done"),
+        Episode("failed", (), False, "failed", failures=(("engine", "none answers"),)),
+    ]
+    prompts = DataProto.from_dict(tensors={"prompts": jagged_from_lists([[1, 2]], torch.int64)})
+    rules = EpisodeRules(min_samples=1, num_of_step=4, on_error="skip", filler_token=0)
+    column = assemble_episodes(prompts, episodes, rules).batch["routed_experts"]
+    assert [len(column[row]) for row in range(3)] == [9, 3, 3]
+    assert column[0][:, 1, 0].tolist() == [2, 2, 2, 3, 3, 3, 3, 3, -1]
+    assert (column[2] == -1).all() and column[2].dtype == torch.int8
+    prompts.meta_info["validate"] = True
+    assert "routed_experts" not in assemble_episodes(prompts, episodes, rules).batch
 
 
 def test_of_two_parallel_calls_that_continue_a_row_the_first_extends_it():

@@ -383,6 +383,28 @@ def test_an_episode_that_hangs_fails_before_the_run_does():
     small(*settings)  # without agents
 
 
+def test_routing_is_replayed_only_where_it_is_recorded_and_the_router_runs_as_it_is_written():
+    mode = "actor_rollout_ref.actor.router_replay.mode"
+    one_step = ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8"]
+    assert not small(*one_step).plan.needs_old_log_probs
+    assert small(*one_step, f"{mode}=R2").plan.needs_old_log_probs
+    assert f"{CORRECTION}.bypass_mode=true leaves out; set bypass_mode=false" in refusal(
+        f"{mode}=R2", f"{CORRECTION}.bypass_mode=true"
+    )
+    assert "set actor_rollout_ref.model.use_torch_compile=false, or mode=disabled" in refusal(
+        f"{mode}=R2", "actor_rollout_ref.model.use_torch_compile=true"
+    )
+    on_cpu = "trainer.device=cpu"
+    small(on_cpu, f"{mode}=R3", "actor_rollout_ref.ref.router_replay.mode=R3")
+    assert "rollout.name=hf does not record it; set name=vllm, or mode=R2" in refusal(
+        on_cpu, f"{mode}=R3", "actor_rollout_ref.rollout.name=hf"
+    )
+    assert "which CUDA graphs leave out, with trainer.device=cuda" in refusal(f"{mode}=R3")
+    assert "only with actor_rollout_ref.actor.router_replay.mode=R3; set that" in refusal(
+        f"{mode}=R2", "actor_rollout_ref.ref.router_replay.mode=R3"
+    )
+
+
 def test_bypass_leaves_out_nothing_that_is_needed():
     bypass = f"{CORRECTION}.bypass_mode=true"
     assert "set actor_rollout_ref.actor.use_kl_loss=true instead" in refusal(

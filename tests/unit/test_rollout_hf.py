@@ -566,3 +566,34 @@ def test_the_processes_of_a_replica_are_consecutive_ranks(
 ) -> None:
     engines = [make_engine(model, load=False, rank=rank) for rank in range(2)]
     assert [(engine.dp_rank, engine.is_collect) for engine in engines] == [(0, True), (1, True)]
+
+
+def test_an_engine_that_does_not_know_which_experts_compute_refuses_to_record_them(model):
+    engine = make_engine(model)
+    with pytest.raises(
+        ValueError, match=r"rollout.name=hf does not say .* set name=vllm, or mode="
+    ):
+        engine.capture_routing()
+
+
+def test_a_batch_of_responses_has_their_routing_unless_they_are_not_trained():
+    prompts = DataProto.from_dict(
+        tensors={"prompts": jagged_from_lists([[3, 4], [5]], torch.int64)}, non_tensors={}
+    )
+    first = np.array([[[1], [2]], [[-1], [-1]], [[3], [4]], [[-1], [-1]]], np.int16)
+    second = np.array([[[5], [6]], [[-1], [-1]]], np.int16)
+    drawn = [
+        Completion([7, 8], [-1.0, -1.0], ((0, 0, 2),), routed_experts=first),
+        Completion([9], [-1.0], ((0, 0, 1),), routed_experts=second),
+    ]
+    batch = assemble(prompts, drawn)
+    values, offsets = jagged_parts(batch.batch["routed_experts"])
+    assert values.dtype == torch.int16 and offsets.tolist() == [0, 4, 6]
+    assert values.tolist() == [*first.tolist(), *second.tolist()]
+    assert batch.meta_info["metrics"]["rollout/num_unrecorded_tokens"].value == 1
+    for purpose in ("validate", "greedy"):
+        prompts.meta_info = {purpose: True}
+        assert "routed_experts" not in assemble(prompts, drawn).batch
+    prompts.meta_info = {}
+    with pytest.raises(ValueError, match="response 1 of 2 has no routing, and others have"):
+        assemble(prompts, [drawn[0], Completion([9], [-1.0], ((0, 0, 1),))])

@@ -74,6 +74,17 @@ def test_drift_is_the_difference_of_probabilities_not_of_log_probabilities():
     assert metrics["training/rollout_actor_probs_pearson_corr"] == pytest.approx(expected, abs=1e-5)
 
 
+def test_the_effect_of_router_replay_is_measured_on_rows_that_were_computed_without_it_too():
+    batch = small_batch()
+    assert not any("router_replay" in name for name in batch_metrics(batch, 2, 2))
+    without = jagged_from_lists([[np.log(0.25), np.log(0.125)], [np.nan, np.nan]], torch.float32)
+    batch.batch["unreplayed_log_probs"] = without
+    metrics = metric_values(batch_metrics(batch, 2, 2))
+    with_replay = abs(np.log(0.35 / 0.25)) / 2  # of the first token there is no difference
+    assert metrics["router_replay/log_probs_diff_with"] == pytest.approx(with_replay, abs=1e-6)
+    assert metrics["router_replay/log_probs_diff_without"] == pytest.approx(np.log(2), abs=1e-6)
+
+
 def test_drift_needs_two_tokens_for_a_spread():
     metrics = metric_values(batch_metrics(with_mask([1, 0], [1, 0]), 2, 2))
     # Of 0 and 0.2

@@ -34,7 +34,7 @@ from verl_like.workers.critic import CriticWorker
 from verl_like.workers.engine import micro_batch
 from verl_like.workers.engine.mini_batches import MicroBatch, MiniBatch
 from verl_like.workers.models.packing import Rows
-from verl_like.workers.reference import ReferenceWorker
+from verl_like.workers.reference import ReferenceWorker, ReplayingReferenceWorker
 from verl_like.workers.reward_model import RewardModelWorker
 
 
@@ -866,10 +866,19 @@ SEQUENCE = ("prompts", "responses", "response_mask")
         (
             ActorWorker,
             "compute_log_prob",
-            SEQUENCE,
-            ("old_log_probs", "entropys", "sum_pi_squared?"),
+            (*SEQUENCE, "routed_experts?"),
+            (
+                *("old_log_probs", "entropys", "sum_pi_squared?", "routed_experts?"),
+                "unreplayed_log_probs?",
+            ),
         ),
         (ReferenceWorker, "compute_ref_log_prob", SEQUENCE, ("ref_log_prob",)),
+        (
+            ReplayingReferenceWorker,
+            "compute_ref_log_prob",
+            (*SEQUENCE, "routed_experts"),
+            ("ref_log_prob",),
+        ),
         (CriticWorker, "compute_values", SEQUENCE, ("values",)),
         (
             CriticWorker,

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from forked_ranks import start_method
 from ipc_chunks import load_chunk, packed_chunks
 from safetensors.torch import load_file, save_file
+from tiny_experts import drawn_routing, with_routing, write_experts
 from tiny_worker_models import (
     critic_config,
     gradients_of,
@@ -43,6 +44,7 @@ from verl_like.workers.config.supervised import (
     SupervisedModelConfig,
 )
 from verl_like.workers.critic import CriticWorker
+from verl_like.workers.models.packing import Rows
 from verl_like.workers.planning.partition import pack_into_micro_batches, rank_shares
 from verl_like.workers.supervised import DPOWorker, ILQLWorker
 from verl_like.workers.weights.direct import gather, init_info
@@ -54,6 +56,7 @@ LAYOUTS = {"sharded": "zero3", "replicated": "ddp"}
 SMALL_STEPS = {"optim": {"lr": 1e-4}}
 OBJECTIVE = {"entropy_coeff": 0.01, "use_kl_loss": True, "ptx_coef": 0.4, "ema_decay": 0.5}
 BUDGET = 12
+REPLAYED = {"micro": 3, "router_replay": {"mode": "R2"}}
 TWO_EPOCHS = {"ppo_epochs": 2, "optim": {"lr": 1e-4}}
 
 
@@ -105,6 +108,18 @@ def dpo_arguments(path: str, **training: Any) -> tuple[Any, ...]:
     """Of a worker that takes the four pairs in a step."""
     model = SupervisedModelConfig(path=path, fsdp_config={"dtype": "float32"})
     return model, DPOTrainingConfig(beta=0.3, grad_clip=1e6, **SMALL_STEPS, **training), 4, 3, 0
+
+
+def rows_of_odd_length() -> DataProto:
+    """Three rows that two ranks can only share with a filler token."""
+    rows = make_batch(rows=3, seed=6)
+    assert Rows.of(rows).lengths_B.sum() % 2 == 1
+    return rows
+
+
+def rows_with_drawn_routing() -> DataProto:
+    rows = rows_of_odd_length()
+    return with_routing(rows, drawn_routing(rows, "mixtral"))
 
 
 def scored_rows() -> DataProto:
@@ -266,6 +281,13 @@ def train_on_rank(rank: int, port: int, folder: str) -> None:
     save_file({"passes": torch.tensor(len(passes))} | gradients, out / f"dpo_{rank}")
     metrics = metric_values(worker.evaluate(pairs()).meta_info["metrics"])
     (out / f"dpo_metrics_{rank}.json").write_text(json.dumps(metrics))
+    experts = str(out / "experts")
+    worker = ActorWorker(policy_config(experts, **REPLAYED, ulysses_sequence_parallel_size=2))
+    worker.init_model()
+    scored = worker.compute_log_prob(rows_of_odd_length()).batch
+    gradients, _ = gradients_of(worker, lambda: worker.update_actor(rows_with_drawn_routing()))
+    own = {name: scored[name].values() for name in ("old_log_probs", "routed_experts")}
+    save_file(own | gradients, out / f"experts_{rank}")
     for sharing, rows in ((2, range(6)), (1, range(3 * rank, 3 * rank + 3))):
         worker = ILQLWorker(*ilql_arguments(model, ulysses_sequence_parallel_size=sharing))
         worker.init_model()
@@ -290,6 +312,7 @@ def two_ranks(tmp_path_factory):
     """Folder with what two ranks computed."""
     folder = tmp_path_factory.mktemp("two_ranks")
     write_model(folder / "model")
+    write_experts(folder / "experts", "mixtral")
     holder, port = reserve_port()
     with holder:
         start_processes(train_on_rank, (port, str(folder)), nprocs=2, start_method=start_method())
@@ -317,6 +340,20 @@ def test_two_ranks_have_the_gradient_of_one(two_ranks, one_rank, layout):
     for rank in (0, 1):
         gradients = load_file(two_ranks / f"{layout}_gradients_{rank}")
         assert relative_error(gradients, one_rank["gradients"]) < 2e-6
+
+
+def test_ranks_that_share_sequences_record_and_replay_the_routing_of_their_own_tokens(two_ranks):
+    group = local_group(ActorWorker, policy_config(str(two_ranks / "experts"), **REPLAYED))
+    scored = group.compute_log_prob(rows_of_odd_length()).get().batch
+    expected, _ = gradients_of(
+        group.workers[0], lambda: group.update_actor(rows_with_drawn_routing()).get()
+    )
+    for rank in (0, 1):
+        got = load_file(two_ranks / f"experts_{rank}")
+        assert torch.equal(got.pop("routed_experts"), scored["routed_experts"].values())
+        log_probs = scored["old_log_probs"].values()
+        torch.testing.assert_close(got.pop("old_log_probs"), log_probs, rtol=0, atol=1e-5)
+        assert relative_error(got, expected) < 1e-5
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -9,8 +9,8 @@ PAD_COLUMN = "is_pad"
 
 @dataclass(frozen=True)
 class Column:
-    """One column of the batch. `dims` names the axes: B rows, P prompt, R response, T = P + R; "-"
-    for meta entries.
+    """One column of the batch. `dims` names the axes: B rows, P prompt, R response, T = P + R, L
+    layers with a router, k experts of a token; "-" for meta entries.
 
     Columns with P or R are jagged: a row has as many entries as its prompt or its response has
     tokens. P, R and T are the widths where columns are padded.
@@ -93,12 +93,30 @@ _TABLE = [
         "Log-probability of each response token under the rollout engine that sampled it.",
     ),
     Column(
+        "routed_experts",
+        "tensor",
+        "B T L k",
+        "int8 or int16",
+        "generate_sequences with router_replay.mode=R3, compute_log_prob with R2",
+        "Of each token of prompt and response the k experts that computed it, in each of the L "
+        "layers with a router; -1 in all of them for a token without a record, for which the model "
+        "routes itself. int16 with more than 128 experts.",
+    ),
+    Column(
         "old_log_probs",
         "tensor",
         "B R",
         "float32",
         "compute_log_prob",
         "Log-probability of each response token under the actor before the update.",
+    ),
+    Column(
+        "unreplayed_log_probs",
+        "tensor",
+        "B R",
+        "float32",
+        "compute_log_prob, with router_replay.mode=R3",
+        "old_log_probs without router replay, of every 16th row of a rank; NaN on other rows.",
     ),
     Column(
         "entropys",

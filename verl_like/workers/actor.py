@@ -1,5 +1,7 @@
 """The trained policy: it computes log-probabilities, updates itself, and exports its weights."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -15,7 +17,7 @@ from verl_like.algorithms.policy_losses import (
 )
 from verl_like.algorithms.registry import call_by_name, read_options, required_inputs
 from verl_like.protocol import DataProto, Metric
-from verl_like.protocol.row_ops import jagged_parts
+from verl_like.protocol.row_ops import jagged_from_offsets, jagged_parts
 from verl_like.single_controller.decorator import (
     Dispatch,
     make_nd_compute_dataproto_dispatch_fn,
@@ -33,11 +35,19 @@ from verl_like.workers.engine.mini_batches import (
 )
 from verl_like.workers.model_worker import TrainedWorker, log_probs_of_tokens, metrics_alone
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS, Rows
+from verl_like.workers.models.routed_experts import (
+    ROUTED_EXPERTS,
+    UNREPLAYED,
+    RoutingDifference,
+    RoutingRecord,
+)
 from verl_like.workers.planning.partition import log_prob_micro_batching
 from verl_like.workers.weights import WEIGHT_TRANSPORTS
 from verl_like.workers.weights.direct import DirectTransport
 from verl_like.workers.weights.exports import in_order
 
+_ROWS_APART = 16
+"""Every so many rows one is computed without router replay, to see what it does."""
 BY_SHARD = make_nd_compute_dataproto_dispatch_fn(mesh_name="actor")
 
 
@@ -56,19 +66,29 @@ class ScoringWorker(ActorRolloutRefWorker):
         super().__init__(config, shares_device)
         self.with_sum_pi_squared = with_sum_pi_squared
         self.fsdp_config = config.actor.fsdp_config
+        self.replay_mode = config.actor.router_replay.mode
         self.weight_transport = WEIGHT_TRANSPORTS[config.rollout.weight_transport]()
 
     @register(
         dispatch_mode=BY_SHARD,
         blocking=False,
-        reads=SEQUENCE_COLUMNS,
-        writes=["old_log_probs", "entropys", "sum_pi_squared?"],
+        reads=[*SEQUENCE_COLUMNS, "routed_experts?"],
+        writes=[
+            "old_log_probs",
+            "entropys",
+            "sum_pi_squared?",
+            "routed_experts?",
+            "unreplayed_log_probs?",
+        ],
         jagged=True,
     )
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """Returns the log-probability and entropy of each response token under the present policy.
 
-        The columns are jagged float32. With `with_sum_pi_squared` there is a third one.
+        The columns are jagged float32. With `with_sum_pi_squared` there is a third one. With the
+        mode R2 of `router_replay` there is `routed_experts`, which the update replays. With R3 that
+        column is read, and replayed here, too, and for some rows `unreplayed_log_probs` has what
+        the model computes without it.
         """
         columns = ["old_log_probs", "entropys"]
         if self.with_sum_pi_squared:
@@ -76,26 +96,67 @@ class ScoringWorker(ActorRolloutRefWorker):
         scores = partial(
             self.score_tokens, with_entropy=True, with_sum_pi_squared=self.with_sum_pi_squared
         )
+        compute: Callable[[MicroBatch], tuple[Tensor, ...]] = scores
+        rows = Rows.of(data)
+        if self.replay_mode == "R3":
+            self.require_routing(rows)
+        if self.replay_mode != "disabled":
+            columns.append(ROUTED_EXPERTS)
+            compute = partial(self.with_routing, scores)
         passes = log_prob_micro_batching(self.config.rollout)
-        output = self.infer(data, columns, passes, scores, phase="actor_infer")
+        output = self.infer(data, columns, passes, compute, phase="actor_infer")
         entropies, _offsets = jagged_parts(output.tensor_batch["entropys"])
         total = entropies.sum(dtype=torch.float64).item()
-        num_scored_B = Rows.of(data).num_scored_B
-        num_tokens = num_scored_B.sum().item()
+        num_tokens = rows.num_scored_B.sum().item()
         mean = total / max(num_tokens, 1)
         metrics = output.meta_info["metrics"]
         metrics["actor/entropy"] = Metric.mean(mean, weight=num_tokens)
+        if self.replay_mode == "R3":
+            own = output.pop(batch_keys=[ROUTED_EXPERTS]).tensor_batch[ROUTED_EXPERTS]
+            difference = RoutingDifference.of(own, rows[ROUTED_EXPERTS])
+            metrics |= difference.metrics()
+            output.tensor_batch[UNREPLAYED] = self.unreplayed_log_probs(rows)
         return output
+
+    def unreplayed_log_probs(self, rows: Rows) -> Tensor:
+        """Returns log-probabilities of the response tokens without router replay, a column.
+
+        Only rows that are `_ROWS_APART` apart are computed. Those of the others are NaN.
+        """
+        columns = {name: rows[name] for name in SEQUENCE_COLUMNS}
+        own_routing = replace(rows, columns=columns)
+        at = torch.arange(0, len(rows), _ROWS_APART)
+        passes = log_prob_micro_batching(self.config.rollout)
+        compute = partial(self.score_tokens, with_entropy=False)
+        (computed,) = forward(self.engine, own_routing.take_some(at), passes, compute)
+        _values, offsets = jagged_parts(rows["responses"])
+        log_probs = torch.full((int(offsets[-1]),), torch.nan)
+        for number, row in enumerate(at.tolist()):
+            log_probs[offsets[row] : offsets[row + 1]] = computed[number]
+        return jagged_from_offsets(log_probs, offsets)
+
+    def with_routing(
+        self, compute: Callable[[MicroBatch], tuple[Tensor, ...]], micro: MicroBatch
+    ) -> tuple[Tensor, ...]:
+        """Returns what `compute` does, and the experts that the routers selected for each token,
+        (N, L, k)."""
+        record = RoutingRecord()
+        micro.on_host = replace(micro.on_host, record=record)
+        values = compute(micro)
+        assert record.selected is not None, "the pass has filled it"
+        return (*values, record.selected)
 
     @register(
         dispatch_mode=BY_SHARD,
         blocking=False,
-        reads=SEQUENCE_COLUMNS,
+        reads=[*SEQUENCE_COLUMNS, "routed_experts?"],
         writes=["old_log_probs"],
         jagged=True,
     )
     def score_greedy(self, data: DataProto) -> DataProto:
         """Returns the log-probability of each response token at temperature 1, jagged float32.
+
+        Routing is replayed if the batch has it.
 
         The check of the rollout engine compares them with those of `RolloutWorker.draw_greedily`.
         """
@@ -111,7 +172,7 @@ class ScoringWorker(ActorRolloutRefWorker):
     @register(
         dispatch_mode=BY_SHARD,
         blocking=False,
-        reads=SEQUENCE_COLUMNS,
+        reads=[*SEQUENCE_COLUMNS, "routed_experts?"],
         writes=["ref_log_prob"],
         jagged=True,
     )
@@ -120,6 +181,11 @@ class ScoringWorker(ActorRolloutRefWorker):
 
         Without its adapter the model is the reference policy.
         """
+        if self.config.ref.router_replay.mode == "R3":
+            self.require_routing(Rows.of(data))
+        else:
+            names = [name for name in data.tensors() if name != ROUTED_EXPERTS]
+            data = data.select(batch_keys=names)
         with self.engine.without_adapter():
             return self.infer_log_probs(data, "ref_log_prob", phase="ref")
 
@@ -166,6 +232,7 @@ class ActorWorker(ScoringWorker, TrainedWorker):
             "teacher_log_prob?",
             "rollout_is_weights?",
             "selected_tokens?",
+            "routed_experts?",
             "mini_batch?",
         ],
         jagged=True,
@@ -177,9 +244,11 @@ class ActorWorker(ScoringWorker, TrainedWorker):
         its rows, or of the rows with its number in the column `mini_batch`.
 
         If the batch is one optimizer step, it needs no `old_log_probs`, because the present policy
-        still has the same log-probabilities. Raises ValueError for several steps without them.
+        still has the same log-probabilities. Raises ValueError for several steps without them, and
+        for rows without the routing that `router_replay` demands.
         """
         rows = Rows.of(data)
+        self.require_routing(rows)
 
         def check_steps(num_steps: int) -> None:
             if "old_log_probs" not in rows and num_steps > 1:

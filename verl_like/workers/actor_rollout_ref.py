@@ -10,7 +10,10 @@ from verl_like.protocol import DataProto
 from verl_like.workers.config.roles import ActorRolloutRefConfig
 from verl_like.workers.engine.mini_batches import MicroBatch
 from verl_like.workers.model_worker import ModelWorker
-from verl_like.workers.models.packed_models import PolicyModel
+from verl_like.workers.models.packed_models import PackedModel, PolicyModel
+from verl_like.workers.models.packing import Rows
+from verl_like.workers.models.routed_experts import ROUTED_EXPERTS, RouterShape, check_routing
+from verl_like.workers.models.router_replay import attach_replay
 from verl_like.workers.planning.partition import log_prob_micro_batching
 
 
@@ -22,6 +25,10 @@ class ActorRolloutRefWorker(ModelWorker):
 
     model_class = PolicyModel
     model_key = "actor_rollout_ref.model"
+    replay_mode = "disabled"
+    """Whose routing the routers of this role replay."""
+    routers: RouterShape | None = None
+    """The shape of the routers, if they replay."""
 
     def __init__(self, config: ActorRolloutRefConfig, shares_device: bool = False) -> None:
         super().__init__(shares_device)
@@ -36,6 +43,26 @@ class ActorRolloutRefWorker(ModelWorker):
         super().__init_subclass__(**arguments)
         replaced = {"_score": "override score_tokens, which returns (K,) each"}
         refuse_overridden(cls, ActorRolloutRefWorker, replaced)
+
+    def build_model(self, with_weights: bool) -> PackedModel:
+        """Makes the model before it is sharded. With `replay_mode` its routers can replay."""
+        model = super().build_model(with_weights)
+        if self.replay_mode != "disabled":
+            self.routers = attach_replay(model.hf)
+            model.routers = self.routers
+        return model
+
+    def require_routing(self, rows: Rows) -> None:
+        """Raises ValueError unless rows, whose routing is replayed, have that of each token."""
+        if self.routers is None:
+            return
+        if ROUTED_EXPERTS not in rows:
+            raise ValueError(
+                f"{type(self).__name__} replays the routing of experts "
+                f"(router_replay.mode={self.replay_mode}), and its batch has no column "
+                f"{ROUTED_EXPERTS}; have what makes the batch write it, or set mode=disabled"
+            )
+        check_routing(rows[ROUTED_EXPERTS], rows.lengths_B, self.routers)
 
     def score_tokens(
         self, micro: MicroBatch, *, with_entropy: bool, with_sum_pi_squared: bool = False

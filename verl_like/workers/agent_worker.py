@@ -116,7 +116,13 @@ class AgentWorker(Worker):
         dispatch_mode=BY_EPISODES,
         blocking=False,
         reads=[*PROMPT_COLUMNS, *ROW_COLUMNS, "raw_prompt"],
-        writes=[*SEQUENCE_COLUMNS, "rollout_log_probs", "policy_version", "episode_scores"],
+        writes=[
+            *SEQUENCE_COLUMNS,
+            "rollout_log_probs",
+            "policy_version",
+            "episode_scores",
+            "routed_experts?",
+        ],
         jagged=True,
     )
     def run_episodes(self, prompts: DataProto) -> DataProto:

@@ -8,7 +8,8 @@ from verl_like.single_controller.decorator import (
 )
 from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
 from verl_like.workers.config.roles import ActorRolloutRefConfig
-from verl_like.workers.models.packing import SEQUENCE_COLUMNS
+from verl_like.workers.models.packing import SEQUENCE_COLUMNS, Rows
+from verl_like.workers.models.routed_experts import ROUTED_EXPERTS
 
 BY_SHARD = make_nd_compute_dataproto_dispatch_fn(mesh_name="ref")
 
@@ -44,3 +45,26 @@ class ReferenceWorker(ActorRolloutRefWorker):
         The column is jagged float32.
         """
         return self.infer_log_probs(data, "ref_log_prob", phase="ref")
+
+
+class ReplayingReferenceWorker(ReferenceWorker):
+    """A reference policy that computes each token with the experts of the rollout engine."""
+
+    def __init__(self, config: ActorRolloutRefConfig, shares_device: bool = False) -> None:
+        super().__init__(config, shares_device)
+        self.replay_mode = config.ref.router_replay.mode
+
+    @register(
+        dispatch_mode=BY_SHARD,
+        blocking=False,
+        reads=[*SEQUENCE_COLUMNS, ROUTED_EXPERTS],
+        writes=["ref_log_prob"],
+        jagged=True,
+    )
+    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
+        """Returns the log-probability of each response token, jagged float32.
+
+        Raises ValueError for routing that is not the model's.
+        """
+        self.require_routing(Rows.of(data))
+        return super().compute_ref_log_prob(data)

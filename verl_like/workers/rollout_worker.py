@@ -2,7 +2,6 @@
 
 from collections.abc import Generator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -17,6 +16,7 @@ from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
 from verl_like.workers.config.roles import ActorRolloutRefConfig
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS
 from verl_like.workers.rollout import get_rollout_engine
+from verl_like.workers.rollout.base import RolloutEngine
 from verl_like.workers.rollout.batch import RequestRules, assemble, greedy_requests, names_of_real
 from verl_like.workers.rollout.engine_thread import EngineThread
 from verl_like.workers.rollout.request import Completion, FinishedRequest, GenerationRequest
@@ -63,15 +63,20 @@ class RolloutWorker(ActorRolloutRefWorker):
                 "already: call it once"
             )
         engine_class = get_rollout_engine(self.config.rollout.name)
-        make_engine = partial(
-            engine_class,
-            self.config.rollout,
-            self.config.model,
-            rank=self.rank,
-            world_size=self.world_size,
-            seed=self.seed,
-            device=self.device,
-        )
+
+        def make_engine() -> RolloutEngine:
+            made = engine_class(
+                self.config.rollout,
+                self.config.model,
+                rank=self.rank,
+                world_size=self.world_size,
+                seed=self.seed,
+                device=self.device,
+            )
+            if self.config.actor.router_replay.mode == "R3":
+                made.capture_routing()
+            return made
+
         self.engine_thread = EngineThread(make_engine)
         self.rollout = self.engine_thread.engine
         # Tells the driver which replica this rank is in, and whether its results are collected.
@@ -124,7 +129,7 @@ class RolloutWorker(ActorRolloutRefWorker):
         },
         blocking=False,
         reads=PROMPT_COLUMNS,
-        writes=[*SEQUENCE_COLUMNS, "rollout_log_probs", "policy_version"],
+        writes=[*SEQUENCE_COLUMNS, "rollout_log_probs", "policy_version", "routed_experts?"],
         jagged=True,
     )
     def generate_sequences(

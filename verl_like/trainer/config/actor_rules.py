@@ -16,6 +16,47 @@ def ptx_rows_have_a_weight(config: PPOConfig) -> Iterator[str]:
         )
 
 
+def replayed_routing_is_recorded(config: PPOConfig) -> Iterator[str]:
+    policy = config.actor_rollout_ref
+    mode = policy.actor.router_replay.mode
+    key = f"actor_rollout_ref.actor.router_replay.mode={mode}"
+    reference = f"actor_rollout_ref.ref.router_replay.mode={policy.ref.router_replay.mode}"
+    if policy.ref.router_replay.mode == "R3" and mode != "R3":
+        yield (
+            f"{reference} replays the routing of the rollout engine, which is recorded only with "
+            "actor_rollout_ref.actor.router_replay.mode=R3; set that, or disabled for the reference"
+        )
+    if mode == "disabled":
+        return
+    if policy.model.use_torch_compile:
+        yield (
+            f"{key} replaces what routers select while their code runs, which compiled layers do "
+            "not see; set actor_rollout_ref.model.use_torch_compile=false, or mode=disabled"
+        )
+    if mode == "R2" and config.algorithm.rollout_correction.bypass_mode:
+        yield (
+            f"{key} replays the routing of the pass that computes old log-probabilities, which "
+            "algorithm.rollout_correction.bypass_mode=true leaves out; set bypass_mode=false, or "
+            "mode=disabled"
+        )
+    if mode == "R3":
+        yield from _routing_is_captured(config, key)
+
+
+def _routing_is_captured(config: PPOConfig, key: str) -> Iterator[str]:
+    name = config.actor_rollout_ref.rollout.name
+    if name == "hf":
+        yield (
+            f"{key} replays the routing of the rollout engine, and "
+            "actor_rollout_ref.rollout.name=hf does not record it; set name=vllm, or mode=R2"
+        )
+    if config.trainer.device == "cuda":
+        yield (
+            f"{key} records routing in the Python code of vLLM's routers, which CUDA graphs leave "
+            "out, with trainer.device=cuda; set mode=R2"
+        )
+
+
 def a_reference_in_the_actor_computes_as_the_actor(config: PPOConfig) -> Iterator[str]:
     policy = config.actor_rollout_ref
     dtype = policy.actor.fsdp_config.dtype

@@ -15,6 +15,7 @@ from verl_like.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from verl_like.trainer.config.actor_rules import (
     a_reference_in_the_actor_computes_as_the_actor,
     ptx_rows_have_a_weight,
+    replayed_routing_is_recorded,
 )
 from verl_like.trainer.config.roles import OWN_PROCESS, Role
 from verl_like.trainer.config.schema import PPOConfig
@@ -478,6 +479,7 @@ BATCH_RULES = (
 )
 OTHER_RULES = (
     a_reference_in_the_actor_computes_as_the_actor,
+    replayed_routing_is_recorded,
     groups_have_several_responses,
     agents_have_an_estimator_for_inserted_tokens,
     attempts_at_an_episode_end_before_its_call,

@@ -212,7 +212,7 @@ class PPOPlan:
     """Log-probabilities are computed before the update. If a batch is one optimizer step of the
     actor, its forward pass gives them, unless the KL penalty in the reward, rollout corrections, an
     algorithm or a custom actor class needs them before. With `bypass_mode` those of the rollout
-    engine take their place."""
+    engine take their place. The mode R2 of router replay needs that pass."""
     reward_models_by_role: dict[str, RewardModelConfig]
     """The reward models of this run, with all their settings."""
     custom_roles: tuple[str, ...]
@@ -347,6 +347,7 @@ def _needs_old_log_probs(config: PPOConfig, algorithm_needs: frozenset[str]) -> 
         not is_one_step
         or config.algorithm.use_kl_in_reward
         or is_corrected
+        or actor.router_replay.mode == "R2"
         or not algorithm_needs.isdisjoint(made_before_the_update)
         or Role.Actor in config.worker_classes
     )

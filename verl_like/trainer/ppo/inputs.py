@@ -52,6 +52,7 @@ from verl_like.workers.models.attention import require_flash_attention
 from verl_like.workers.models.model_check import check_model
 from verl_like.workers.models.packed_models import PackedModel, PolicyModel, RewardModel, ValueModel
 from verl_like.workers.models.pretrained import TEACHER_PATH
+from verl_like.workers.models.router_replay import require_replay
 from verl_like.workers.planning.partition import require_shares_of_heads
 from verl_like.workers.rollout import get_rollout_engine
 from verl_like.workers.rollout.base import special_token_ids
@@ -380,6 +381,7 @@ def check_models(config: PPOConfig) -> None:
     for key, model in models.items():
         check_model_of_role(config, key, model)
     check_engine_reads(config)
+    check_router_replay(config)
 
 
 def check_model_of_role(config: PPOConfig, key: str, model: ModelConfig) -> None:
@@ -439,6 +441,23 @@ def check_engine_reads(config: PPOConfig) -> None:
         hf_config = pretrained.load_hf_config(model, key="actor_rollout_ref.model")
         setting = f"actor_rollout_ref.rollout.name={engine}"
         require_served(hf_config, setting, f"actor_rollout_ref.model.path={model.path}")
+
+
+def check_router_replay(config: PPOConfig) -> None:
+    """Raises ValueError if the routing of experts is replayed, and the policy's model has no
+    routers that can replay it."""
+    policy = config.actor_rollout_ref
+    mode = policy.actor.router_replay.mode
+    if mode == "disabled":
+        return
+    hf = pretrained.empty_model(policy.model, PolicyModel.auto_class, key="actor_rollout_ref.model")
+    try:
+        require_replay(hf)
+    except ValueError as error:
+        raise ValueError(
+            f"actor_rollout_ref.actor.router_replay.mode={mode} with "
+            f"actor_rollout_ref.model.path={policy.model.path}: {error}"
+        ) from error
 
 
 def check_teacher(model: PolicyModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:

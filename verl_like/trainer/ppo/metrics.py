@@ -14,6 +14,7 @@ from verl_like.protocol.row_ops import jagged_parts
 from verl_like.protocol.samples import SampleRows
 from verl_like.trainer.ppo.scoring import extra_numbers
 from verl_like.workers.models.packing import num_marked
+from verl_like.workers.models.routed_experts import UNREPLAYED
 
 Response = dict[str, float]
 """The variables of a response of a validation by name: its reward, and numbers beside it."""
@@ -71,6 +72,10 @@ def batch_metrics(
     old_log_probs = tensors.get("old_log_probs")
     if old_log_probs is not None and old_log_probs is not tensors["rollout_log_probs"]:
         metrics |= _drift(column("rollout_log_probs"), column("old_log_probs"), mask)
+        if UNREPLAYED in view:
+            metrics |= _effect_of_replay(
+                column("rollout_log_probs"), column("old_log_probs"), column(UNREPLAYED), mask
+            )
     if "values" in view and mask.any():
         values = column("values")[mask]
         metrics |= _mean_max_min("critic/values", values)
@@ -196,4 +201,21 @@ def _drift(rollout_log_probs: Tensor, old_log_probs: Tensor, mask_BR: Tensor) ->
         "training/rollout_probs_diff_max": Metric.max(largest),
         "training/rollout_probs_diff_std": Metric.mean(deviation),
         "training/rollout_actor_probs_pearson_corr": Metric.mean(correlation),
+    }
+
+
+def _effect_of_replay(
+    rollout_log_probs: Tensor, old_log_probs: Tensor, unreplayed_log_probs: Tensor, mask_BR: Tensor
+) -> dict[str, Metric]:
+    """Returns how far the rollout engine's log-probabilities are from the trainer's with and
+    without router replay, on the tokens that were computed without it, too."""
+    compared = mask_BR & ~unreplayed_log_probs.isnan()
+    if not compared.any():
+        return {}
+    rollout = rollout_log_probs[compared]
+    with_replay = (old_log_probs[compared] - rollout).abs()
+    without = (unreplayed_log_probs[compared] - rollout).abs()
+    return {
+        "router_replay/log_probs_diff_with": _mean(with_replay),
+        "router_replay/log_probs_diff_without": _mean(without),
     }

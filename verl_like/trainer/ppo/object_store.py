@@ -18,6 +18,9 @@ from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.memory.sums import ModelSize
 from verl_like.trainer.ppo.workers import transport_to_copies
 from verl_like.workers.models.packed_models import PolicyModel, ValueModel
+from verl_like.workers.models.pretrained import empty_model
+from verl_like.workers.models.routed_experts import ROUTED_EXPERTS
+from verl_like.workers.models.router_replay import shape_of
 
 
 def step_bytes(config: PPOConfig) -> dict[str, int]:
@@ -34,6 +37,9 @@ def step_bytes(config: PPOConfig) -> dict[str, int]:
         "compute_values": config.plan.needs_critic,
         "compute_ref_log_prob": config.plan.needs_reference,
         "compute_log_prob": config.plan.needs_old_log_probs,
+        "compute_log_prob, with router_replay.mode=R3": (
+            config.actor_rollout_ref.actor.router_replay.mode == "R3"
+        ),
         "run_episodes": bool(config.agent.way),
         "run_episodes, as is_skipped": bool(config.agent.way),
         "compute_rm_score": len(config.plan.reward_models_by_role),
@@ -45,10 +51,15 @@ def step_bytes(config: PPOConfig) -> dict[str, int]:
     }
     row_bytes = 0
     for column in COLUMNS.values():
-        if column.kind == "tensor" and column.name not in VERL_COLUMNS:
+        if column.kind == "tensor" and column.name not in (*VERL_COLUMNS, ROUTED_EXPERTS):
             dtype = getattr(torch, column.dtype)
             length = length_of[column.dims[-1]]
             row_bytes += times_made.get(column.writer, 1) * length * dtype.itemsize
+    if config.actor_rollout_ref.actor.router_replay.mode != "disabled":
+        key = "actor_rollout_ref.model"
+        hf = empty_model(config.actor_rollout_ref.model, PolicyModel.auto_class, key=key)
+        longest = data.max_prompt_length + data.max_response_length
+        row_bytes += longest * shape_of(hf).token_bytes
     rollout = config.actor_rollout_ref.rollout
     num_rows = data.train_batch_size * rollout.n
     needed = {f"2 * {num_rows} rows of at most {row_bytes:,} bytes": 2 * num_rows * row_bytes}

@@ -21,7 +21,7 @@ from verl_like.workers.agents.hosts import Description
 from verl_like.workers.agents.router import OnEpisodes, connect_agents, ignore_episodes
 from verl_like.workers.config.joint_trainer import JointTrainer
 from verl_like.workers.critic import CriticWorker
-from verl_like.workers.reference import ReferenceWorker
+from verl_like.workers.reference import ReferenceWorker, ReplayingReferenceWorker
 from verl_like.workers.reward_model import RewardModelWorker
 from verl_like.workers.rollout_worker import RolloutWorker
 from verl_like.workers.teacher import TeacherWorker
@@ -55,10 +55,12 @@ def build_role_worker_mapping(
         "total_training_steps": steps,
         "weight_transport": transport_to_copies(config),
     }
+    replays = config.actor_rollout_ref.ref.router_replay.mode == "R3"
+    reference_class = ReplayingReferenceWorker if replays else ReferenceWorker
     built_in: dict[str, tuple[type[Worker], dict[str, Any]]] = {
         Role.Actor: (ActorWorker, actor),
         Role.Rollout: (RolloutWorker, policy | {"seed": seed}),
-        Role.RefPolicy: (ReferenceWorker, dict(policy)),
+        Role.RefPolicy: (reference_class, dict(policy)),
         Role.Teacher: (TeacherWorker, dict(policy)),
         Role.Critic: (CriticWorker, critic),
     }

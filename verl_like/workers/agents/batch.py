@@ -5,12 +5,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from verl_like.protocol import DataProto, Metric
-from verl_like.protocol.row_ops import jagged_from_lists
+from verl_like.protocol.row_ops import jagged_from_lengths, jagged_from_lists
 from verl_like.rewards.manager import RewardError
 from verl_like.workers.agents.episode import Episode, FinishedRow, Row, TokenIds
+from verl_like.workers.models.routed_experts import OWN, ROUTED_EXPERTS
 from verl_like.workers.rollout.batch import prompt_tokens
 
 # Legend: B prompts, n episodes per prompt, S = B * n samples, N rows of all samples.
@@ -97,20 +100,43 @@ def assemble_episodes(
     metrics = metrics_of(episodes)
     metrics["agent/num_dropped_prompts"] = Metric.sum(len(dropped))
     metrics["reward/num_errors"] = Metric.sum(len(problems))
+    tensors = {
+        "prompts": jagged_from_lists([row.prompt_ids for row in rows], torch.int64),
+        "responses": jagged_from_lists([row.response_ids for row in rows], torch.int64),
+        "response_mask": jagged_from_lists([row.response_mask for row in rows], torch.int64),
+        "rollout_log_probs": jagged_from_lists([row.log_probs for row in rows], torch.float32),
+        "episode_scores": jagged_from_lists([row.scores for row in rows], torch.float32),
+        "sample_id": torch.tensor(sample_of_row),
+        "is_skipped": torch.tensor(skipped),
+        "is_failed": torch.tensor(failed),
+    }
+    if not prompts.meta_info.get("validate"):
+        tensors |= _routing(rows)
     return DataProto.from_dict(
-        tensors={
-            "prompts": jagged_from_lists([row.prompt_ids for row in rows], torch.int64),
-            "responses": jagged_from_lists([row.response_ids for row in rows], torch.int64),
-            "response_mask": jagged_from_lists([row.response_mask for row in rows], torch.int64),
-            "rollout_log_probs": jagged_from_lists([row.log_probs for row in rows], torch.float32),
-            "episode_scores": jagged_from_lists([row.scores for row in rows], torch.float32),
-            "sample_id": torch.tensor(sample_of_row),
-            "is_skipped": torch.tensor(skipped),
-            "is_failed": torch.tensor(failed),
-        },
+        tensors=tensors,
         non_tensors={"policy_version": [row.versions for row in rows]},
         meta_info={"metrics": metrics},
     )
+
+
+def _routing(rows: Sequence[FinishedRow]) -> dict[str, Tensor]:
+    """Returns the column `routed_experts` by its name if routing is recorded.
+
+    Rows without any, which stand for episodes that failed, have no record of a token.
+    """
+    recorded = [row.routed_experts for row in rows if row.routed_experts is not None]
+    if not recorded:
+        return {}
+    of_rows = []
+    for row in rows:
+        routing = row.routed_experts
+        if routing is None:
+            num_tokens = len(row.prompt_ids) + len(row.response_ids)
+            routing = np.full_like(recorded[0], OWN, shape=(num_tokens, *recorded[0].shape[1:]))
+        of_rows.append(routing)
+    lengths = torch.tensor([len(routing) for routing in of_rows])
+    values = torch.from_numpy(np.concatenate(of_rows))
+    return {ROUTED_EXPERTS: jagged_from_lengths(values, lengths)}
 
 
 def _filler(prompt_ids: TokenIds, token: int) -> FinishedRow:

@@ -70,6 +70,9 @@ class Row:
         """For each token behind the prompt its log-probability, 0 for inserted ones."""
         self.spans: list[VersionSpan] = []
         """Which weights drew which tokens behind the prompt."""
+        self.routed_experts: np.ndarray | None = None
+        """The experts of each token up to the last drawn one, if they are recorded: (tokens,
+        layers, experts of a token)."""
         self.ends: dict[int, int] = {}
         """For the number of each call, the place of its last drawn token behind the prompt."""
         self.is_extended = False
@@ -92,6 +95,14 @@ class Row:
             span = (version, start + first, start + end)
             self.spans.append(span)
         self.ends[number] = len(self.is_drawn) - 1
+        routing = completion.routed_experts
+        if routing is not None:
+            if self.routed_experts is not None:
+                # Tokens of earlier calls keep the routing by which those drew the next token. The
+                # last one of the call before has none of that call.
+                num_kept = len(self.routed_experts) - 1
+                routing = np.concatenate([self.routed_experts[:num_kept], routing[num_kept:]])
+            self.routed_experts = routing
 
     def insert(self, token_ids: TokenIds) -> None:
         """Adds tokens that were not drawn."""
@@ -113,6 +124,7 @@ class Row:
             log_probs=np.array(self.log_probs, np.float32),
             scores=scores,
             versions=tuple(self.spans),
+            routed_experts=self.routed_experts,
         )
 
 
@@ -132,6 +144,8 @@ class FinishedRow:
     """(R,) float32: the rewards, each on a drawn token."""
     versions: tuple[VersionSpan, ...]
     """The spans of drawn tokens. Inserted tokens are in none."""
+    routed_experts: np.ndarray | None = None
+    """(P + R, layers, experts of a token), as in the column of the batch, if it is recorded."""
 
 
 @dataclass

@@ -20,6 +20,7 @@ from verl_like.workers.agents.episode import (
     TokenIds,
     Turn,
 )
+from verl_like.workers.models.routed_experts import OWN
 from verl_like.workers.rollout.request import Completion, GenerationRequest
 
 LARGEST_REWARD = float(np.finfo(np.float32).max)
@@ -242,5 +243,18 @@ def _stopped(completion: Completion, stop_token_ids: TokenIds, find_stop: FindSt
         completion.log_probs[:length],
         tuple(versions),
         completion.num_cached_tokens,
+        _routing_of_first(completion, length),
     )
     return Drawn(kept, text)
+
+
+def _routing_of_first(completion: Completion, length: int) -> np.ndarray | None:
+    """Returns the routing of a prompt and the first `length` tokens of its response, if it is
+    recorded."""
+    routing = completion.routed_experts
+    if routing is None:
+        return None
+    num_dropped = len(completion.token_ids) - length
+    kept = routing[: len(routing) - num_dropped].copy()
+    kept[-1] = OWN  # nothing is drawn after the last token
+    return kept

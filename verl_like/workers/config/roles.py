@@ -48,6 +48,23 @@ class PolicyLossConfig(OpenConfigModel):
     dual clip. Its own options are keys beside this one."""
 
 
+class RouterReplayConfig(ConfigModel):
+    """Router replay: experts of a token are those that were selected elsewhere."""
+
+    mode: Literal["disabled", "R2", "R3"] = "disabled"
+    """For mixtures of experts, which routing the actor replays: R3 that of the rollout engine, for
+    old log-probabilities and in the update (arXiv:2510.11370); R2 that of the pass for old
+    log-probabilities, in the update; disabled none, so that routers select anew."""
+
+
+class ReferenceReplayConfig(ConfigModel):
+    """Router replay of the reference policy."""
+
+    mode: Literal["disabled", "R3"] = "disabled"
+    """R3: the reference replays the routing of the rollout engine, as the actor does with R3;
+    disabled: it has its own."""
+
+
 class ActorConfig(OpenConfigModel):
     """The trained policy."""
 
@@ -92,6 +109,7 @@ class ActorConfig(OpenConfigModel):
     kl_loss_type: KlPenalty = "low_var_kl"
     """Per-token KL estimator of the KL loss: kl (k1), abs, mse (k2) or low_var_kl (k3); a trailing
     + keeps the value and takes the gradient of k2."""
+    router_replay: RouterReplayConfig = RouterReplayConfig()
     ptx_coef: NonNegativeFloat = 0.0
     """Weight of the language-model loss on data.ptx_files that is added to the loss (PPO-ptx,
     arXiv:2203.02155); 0 switches it off."""
@@ -130,6 +148,7 @@ class RefConfig(LogProbConfig):
         PositiveInt, Follows("${actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu}")
     ]
     """Responses per forward pass on one rank when reference log-probabilities are computed."""
+    router_replay: ReferenceReplayConfig = ReferenceReplayConfig()
     fsdp_config: ForwardFsdpConfig = ForwardFsdpConfig()
 
 

@@ -12,10 +12,13 @@ from torch import Tensor
 from verl_like.protocol.row_ops import is_jagged, jagged_parts
 from verl_like.protocol.samples import SampleRows
 from verl_like.workers.models.packing import Rows
+from verl_like.workers.models.routed_experts import ROUTED_EXPERTS
 from verl_like.workers.pinned_memory import to_device
 
 # Legend: b rows, R response length, K response tokens, s samples of at most W of these.
 
+_OF_PACKED_ROWS = ("prompts", ROUTED_EXPERTS)
+"""Columns that only the packed rows have."""
 _IN_ROWS = "places in rows"
 _IN_SAMPLES = "places in samples"
 _FIRST_ROWS = "first rows of samples"
@@ -53,7 +56,7 @@ class MicroBatch(ColumnViews):
     """
 
     def __init__(self, rows: Rows, device: str) -> None:
-        names = [name for name in rows.columns if name != "prompts"]
+        names = [name for name in rows.columns if name not in _OF_PACKED_ROWS]
         super().__init__(names)
         self.on_host = rows
         self.device = device
@@ -69,7 +72,7 @@ class MicroBatch(ColumnViews):
         of their values in padded rows and samples."""
         values = {}
         for name, column in self.on_host.columns.items():
-            if name != "prompts":
+            if name not in _OF_PACKED_ROWS:
                 values[name] = jagged_parts(column)[0] if is_jagged(column) else column
         values[_IN_ROWS] = self.in_rows.of_values
         if not self.samples.is_plain:

@@ -28,7 +28,11 @@ from verl_like.workers.models.packing import Rows, places_from, sums_between
 from verl_like.workers.pinned_memory import to_host
 from verl_like.workers.planning.partition import MicroBatching, pack_into_micro_batches
 
-# Legend: B rows of this rank, R response length; of a micro-batch b rows, K response tokens.
+# Legend: B rows of this rank, R response length; of a micro-batch b rows, K response tokens, N
+# tokens.
+
+_SEQUENCE_DIMS = 3
+"""The dimensions of what a pass returns for all tokens of prompts and responses."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +181,8 @@ def forward(
 
     `run` maps a micro-batch of b rows to tensors, which become one column each, in the order of the
     rows. With `by_token` a tensor has a value for each response token, (K,) or padded (b, R), and
-    the column is jagged. Otherwise it has one entry for each row.
+    the column is jagged. Otherwise it has one entry for each row. A tensor of three dimensions has
+    entries for all tokens of prompts and responses, (N, ...), and its column is jagged, too.
 
     The ranks of this worker group alone take part, without other trainers of the model.
     """
@@ -191,20 +196,26 @@ def forward(
         for at in micro_batches:
             micro = MicroBatch(rows.take(at), engine.device)
             results = run(micro)
-            if by_token:
-                kept = [micro.of_tokens(each) for each in results]
-            else:  # a pass without rows has run filler rows, whose results are dropped
-                num_rows = len(at)
-                kept = [each[:num_rows] for each in results]
+            kept = []
+            for each in results:
+                # A pass without rows has run filler rows, whose results are dropped.
+                if each.ndim == _SEQUENCE_DIMS:
+                    kept.append(each[: int(rows.lengths_B[at].sum())])
+                elif by_token:
+                    kept.append(micro.of_tokens(each))
+                else:
+                    kept.append(each[: len(at)])
             outputs.append(kept)
     order = torch.cat(micro_batches)
+    _, offsets = jagged_parts(rows["responses"])
     columns = []
     for values in zip(*outputs, strict=True):
-        columns.append(to_host(torch.cat(values)))
-    if by_token:
-        _, offsets = jagged_parts(rows["responses"])
-        lengths = offsets.diff()[order]
-        columns = [jagged_from_lengths(column, lengths) for column in columns]
+        column = to_host(torch.cat(values))
+        if column.ndim == _SEQUENCE_DIMS:
+            column = jagged_from_lengths(column, rows.lengths_B[order])
+        elif by_token:
+            column = jagged_from_lengths(column, offsets.diff()[order])
+        columns.append(column)
     in_order = RowTaker(order.argsort())
     return [in_order.tensor(column) for column in columns]
 

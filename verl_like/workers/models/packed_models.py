@@ -15,6 +15,7 @@ from transformers import (
 
 from verl_like.workers.models.linear_log_prob import linear_log_prob
 from verl_like.workers.models.packing import PackedBatch
+from verl_like.workers.models.routed_experts import RouterShape, Routing
 
 # Legend: N tokens of the packed batch, M scored tokens, S sequences, D hidden size.
 
@@ -35,6 +36,8 @@ class PackedModel(nn.Module):
         """Further heads, besides the model's own."""
         self.saving: AbstractContextManager = nullcontext()
         """A context that says where autograd keeps tensors for the backbone's backward pass."""
+        self.routers: RouterShape | None = None
+        """The shape of the routers if they replay and record, see `attach_replay`."""
 
     def hidden_states(self, packed: PackedBatch) -> Tensor:
         """Runs the backbone, and returns its outputs after the final norm, (N, D), for the tokens
@@ -43,7 +46,14 @@ class PackedModel(nn.Module):
         If ranks share the batch, these are this rank's share of the tokens, filler included.
         Attention exchanges tokens for heads with the other ranks (`packed.exchange`, see
         SequenceExchange), so the tokens attend to all tokens of their sequence.
+
+        Routers replay `packed.routed_experts`, and fill `packed.record`. Raises ValueError if they
+        cannot.
         """
+        record = packed.record
+        routing = None
+        if packed.routed_experts is not None or record is not None:
+            routing = Routing(packed.routed_experts)
         with self.saving:
             outputs: Any = self.hf.base_model(
                 input_ids=packed.input_ids,
@@ -53,7 +63,12 @@ class PackedModel(nn.Module):
                 # With a list compiled layers would be compiled again for each number of sequences.
                 sequence_lengths=torch.tensor(packed.sequence_lengths),
                 sequence_parallel=packed.exchange,
+                **(routing.arguments if routing else {}),
             )
+        if routing:
+            shape = routing.require_all(self.routers)
+            if record is not None:
+                record.selected = packed.of_sequences(routing.own_selection(shape.dtype))
         return outputs.last_hidden_state[0]
 
     def scored_states(self, packed: PackedBatch) -> Tensor:

@@ -18,6 +18,7 @@ from verl_like.protocol.row_ops import (
     offsets_of,
 )
 from verl_like.protocol.samples import sample_starts
+from verl_like.workers.models.routed_experts import OWN, ROUTED_EXPERTS, RoutingRecord
 from verl_like.workers.models.sequence_exchange import SequenceExchange
 from verl_like.workers.pinned_memory import to_device
 
@@ -42,6 +43,8 @@ class Rows:
     """R, if the batch says it. Otherwise R is the length of the longest response of these rows."""
     filler_rows: int = 1
     """The number of filler rows of a pass that has no rows."""
+    record: RoutingRecord | None = None
+    """Where a pass of these rows keeps what its routers select, or None."""
 
     @classmethod
     def of(cls, data: DataProto, filler_rows: int = 1) -> Self:
@@ -111,6 +114,12 @@ class Rows:
                 columns[name] = _filler(name, column, self.filler_rows)
         return replace(self, columns=columns)
 
+    def take_some(self, at: Tensor) -> Self:
+        """Returns copies of the rows `at`, and no filler rows if there are none."""
+        take = RowTaker(at)
+        columns = {name: take.tensor(column) for name, column in self.columns.items()}
+        return replace(self, columns=columns)
+
     def response_places(self, starts: Tensor | None = None) -> RowPlaces:
         """Returns where the response tokens lie in padded rows.
 
@@ -146,15 +155,19 @@ def _lengths(column: Tensor) -> Tensor:
 
 
 def _filler(name: str, column: Tensor, num_rows: int) -> Tensor:
-    """Makes a column of rows with a prompt of one token and an empty response, all zeros."""
+    """Makes a column of rows with a prompt of one token and an empty response, all zeros.
+
+    The token has no recorded routing.
+    """
     if not is_jagged(column):
         return column.new_zeros(num_rows, *column.shape[1:])
-    length = 1 if name == "prompts" else 0
+    length = 1 if name in ("prompts", ROUTED_EXPERTS) else 0
     values, _offsets = jagged_parts(column)
     num_values = num_rows * length
-    zeros = values.new_zeros(num_values, *values.shape[1:])
+    fill = OWN if name == ROUTED_EXPERTS else 0
+    filled = values.new_full((num_values, *values.shape[1:]), fill)
     offsets = torch.arange(num_rows + 1) * length
-    return jagged_from_offsets(zeros, offsets)
+    return jagged_from_offsets(filled, offsets)
 
 
 @dataclass(frozen=True)
@@ -178,6 +191,11 @@ class PackedBatch:
     """(M,) int64, the index of each scored token among the response tokens."""
     num_response_tokens: int
     """K."""
+    routed_experts: Tensor | None = None
+    """(N, L, k), the ids of the experts that the routers of the model's layers replay, see the
+    column. None if they select themselves."""
+    record: RoutingRecord | None = None
+    """Where a pass keeps what the routers select themselves, or None."""
     exchange: SequenceExchange | None = None
     """The exchange of the ranks that share the batch. With it the batch has this rank's share of
     the tokens, and its m of the M scored tokens in `scored` and `labels`."""
@@ -185,6 +203,8 @@ class PackedBatch:
     """The number of scored tokens on the ranks before this one."""
     num_scored: int = 0
     """M, if ranks share the batch."""
+    num_tokens: int = 0
+    """The number of tokens of all ranks without filler, if ranks share the batch."""
 
     def on(self, device: str) -> "PackedBatch":
         """Returns the batch with its tensors on a device."""
@@ -214,6 +234,19 @@ class PackedBatch:
         zeros = values.new_zeros(self.num_response_tokens)
         return zeros.index_copy(0, self.places, values)
 
+    def of_sequences(self, values: Tensor) -> Tensor:
+        """Returns integers of all tokens of prompts and responses, (tokens, ...).
+
+        If ranks share the batch, it takes those of this rank's share of the tokens, and gathers
+        those of the others.
+        """
+        if self.exchange is None:
+            return values
+        size, rank = self.exchange.size, self.exchange.rank
+        # Communication knows no int16.
+        wide = self.exchange.gather(values.int(), rank * len(values), size * len(values))
+        return wide[: self.num_tokens].to(values.dtype)
+
     def shard(self, exchange: SequenceExchange) -> "PackedBatch":
         """Returns this rank's share of the tokens, with the scored tokens among them.
 
@@ -230,6 +263,10 @@ class PackedBatch:
         first, last = torch.searchsorted(self.scored, bounds).tolist()
         input_ids = F.pad(self.input_ids, (0, filler))
         position_ids = F.pad(self.position_ids, (0, filler))
+        routed_experts = self.routed_experts
+        if routed_experts is not None:
+            padded = F.pad(routed_experts, (0, 0, 0, 0, 0, filler), value=OWN)
+            routed_experts = padded[start:end]
         cu_seqlens = self.cu_seqlens
         sequence_lengths = self.sequence_lengths
         if filler:
@@ -244,9 +281,11 @@ class PackedBatch:
             sequence_lengths=sequence_lengths,
             scored=self.scored[first:last] - start,
             labels=self.labels[first:last],
+            routed_experts=routed_experts,
             exchange=exchange,
             scored_before=first,
             num_scored=len(self.scored),
+            num_tokens=num_tokens,
         )
 
 
@@ -277,6 +316,11 @@ def pack(rows: Rows) -> PackedBatch:
     input_ids[place_of_responses] = responses
     start_of_tokens = torch.repeat_interleave(starts_B, lengths_B)
     position_ids = torch.arange(num_tokens) - start_of_tokens
+    routed_experts = None
+    if ROUTED_EXPERTS in rows:
+        # Its entries are those of prompt and response, row by row, as they are packed.
+        routed_experts, routed_offsets = jagged_parts(rows[ROUTED_EXPERTS])
+        assert torch.equal(routed_offsets, cu_seqlens), "check_routing has refused other lengths"
     return PackedBatch(
         input_ids=input_ids.unsqueeze(0),
         position_ids=position_ids.unsqueeze(0),
@@ -286,4 +330,6 @@ def pack(rows: Rows) -> PackedBatch:
         labels=responses[is_scored],
         places=is_scored.nonzero().squeeze(1),
         num_response_tokens=len(responses),
+        routed_experts=routed_experts,
+        record=rows.record,
     )

@@ -58,12 +58,12 @@ class SequenceExchange:
         return _join(received)
 
     def gather(self, values_m: Tensor, before: int, total: int) -> Tensor:
-        """Returns the values of the scored tokens of all ranks, (M,), with M = `total`.
+        """Returns the values of the scored tokens of all ranks, (M, ...), with M = `total`.
 
         `before` of them are on the ranks before this one.
         """
         end = before + len(values_m)
-        gathered_M = values_m.new_zeros(total)
+        gathered_M = values_m.new_zeros(total, *values_m.shape[1:])
         gathered_M[before:end] = values_m.detach()
         dist.all_reduce(gathered_M, group=self.group)
         # Own values have their graph, so that each rank differentiates its share of the loss.

@@ -280,6 +280,17 @@ class RolloutEngine(ABC):
         """
         self._wake()
 
+    def capture_routing(self) -> None:
+        """Begins to record which experts compute each token; completions have `routed_experts`.
+
+        Raises ValueError if the engine or its model cannot.
+        """
+        raise ValueError(
+            f"actor_rollout_ref.rollout.name={self.config.name} does not say which experts compute "
+            "a token, so actor_rollout_ref.actor.router_replay.mode=R3 has no routing to replay; "
+            "set name=vllm, or mode=R2"
+        )
+
     def forget_prompts(self) -> None:  # noqa: B027  most engines keep nothing
         """Drops the cache of prompts that the engine keeps for later requests, unless requests are
         in flight."""

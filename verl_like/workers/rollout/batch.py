@@ -6,11 +6,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from verl_like.protocol import PAD_COLUMN, DataProto, Metric
-from verl_like.protocol.row_ops import RowTaker, jagged_from_lists, jagged_parts
+from verl_like.protocol.row_ops import (
+    RowTaker,
+    jagged_from_lengths,
+    jagged_from_lists,
+    jagged_parts,
+)
+from verl_like.workers.models.routed_experts import ROUTED_EXPERTS, count_own
 from verl_like.workers.rollout.request import Completion, GenerationRequest, Sampling, request_seed
 
 # Legend: B prompts, n responses per prompt, N = B * n.
@@ -165,16 +172,39 @@ def assemble(prompts: DataProto, completions: Sequence[Completion]) -> DataProto
     responses = jagged_from_lists(lists_of_tokens, torch.int64)
     versions = [completion.versions for completion in completions]
     metrics = {"rollout/prefix_cache_hit_rate": _hit_rate(prompts, completions, n)}
+    tensors = {
+        "prompts": taker.tensor(token_ids),
+        "responses": responses,
+        "response_mask": torch.ones_like(responses),
+        "rollout_log_probs": jagged_from_lists(lists_of_log_probs, torch.float32),
+    }
+    is_trained = not (prompts.meta_info.get("validate") or prompts.meta_info.get("greedy"))
+    if is_trained and any(each.routed_experts is not None for each in completions):
+        column = _routing(completions)
+        tensors[ROUTED_EXPERTS] = column
+        # The last token of a response has none, since nothing is drawn after it.
+        num_unrecorded = count_own(column) - len(completions)
+        metrics["rollout/num_unrecorded_tokens"] = Metric.sum(num_unrecorded)
     return DataProto.from_dict(
-        tensors={
-            "prompts": taker.tensor(token_ids),
-            "responses": responses,
-            "response_mask": torch.ones_like(responses),
-            "rollout_log_probs": jagged_from_lists(lists_of_log_probs, torch.float32),
-        },
-        non_tensors={"policy_version": versions},
-        meta_info={"metrics": metrics},
+        tensors=tensors, non_tensors={"policy_version": versions}, meta_info={"metrics": metrics}
     )
+
+
+def _routing(completions: Sequence[Completion]) -> Tensor:
+    """Returns the column `routed_experts` of responses.
+
+    Raises ValueError if some have no routing.
+    """
+    arrays = []
+    for number, completion in enumerate(completions):
+        if completion.routed_experts is None:
+            raise ValueError(
+                f"response {number} of {len(completions)} has no routing, and others have: have "
+                "the engine capture it for all of them"
+            )
+        arrays.append(completion.routed_experts)
+    values = torch.from_numpy(np.concatenate(arrays))
+    return jagged_from_lengths(values, torch.tensor([len(array) for array in arrays]))
 
 
 def _hit_rate(prompts: DataProto, completions: Sequence[Completion], n: int) -> Metric:

@@ -64,6 +64,9 @@ class Completion:
     """Which weights drew which tokens: consecutive spans from the first token to the last."""
     num_cached_tokens: int = 0
     """How many tokens of its prompt were taken from the prefix cache instead of computed."""
+    routed_experts: np.ndarray | None = None
+    """The experts of each token, (tokens of prompt and response, layers, experts of a token), as in
+    the column of the batch. None if they are not recorded."""
 
     def __post_init__(self) -> None:
         token_ids = np.asarray(self.token_ids)

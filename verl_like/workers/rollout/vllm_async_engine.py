@@ -109,7 +109,7 @@ class VllmAsyncEngine(VllmEngine):
             task = self._answers.pop(name)
             response = completion(task.result())
             ended.append((name, response))
-        return ended
+        return self._with_routing(ended)
 
     def _has_work(self) -> bool:
         return bool(self._answers)
@@ -118,6 +118,7 @@ class VllmAsyncEngine(VllmEngine):
         for name in names:
             self._answers.pop(name, None)
         self.llm.abort(names)
+        self._forget_routing(names)
 
     def pause(self) -> None:
         super().pause()

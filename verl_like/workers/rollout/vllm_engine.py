@@ -7,6 +7,7 @@ import importlib.util
 import math
 import os
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, get_args
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from verl_like.single_controller.network import address_towards, open_store
+from verl_like.workers.models.routed_experts import RouterShape
 from verl_like.workers.planning.flops import attention_heads
 from verl_like.workers.rollout.base import CPU_NUM_SEQS, RolloutEngine
 from verl_like.workers.rollout.request import Completion, GenerationRequest, NamedCompletion
@@ -54,6 +56,8 @@ class VllmEngine(RolloutEngine):
         """True if the engine freed this memory when it went to sleep."""
         self._num_loads = 0
         self._adapter_name = ""
+        self._routers: RouterShape | None = None
+        """The shape of the model's routers, if their routing is captured."""
         self._has_joined = False
         self._max_model_len = self.config.prompt_length + self.config.response_length
         self._cpu_num_seqs = self.config.max_num_seqs or CPU_NUM_SEQS
@@ -143,7 +147,7 @@ class VllmEngine(RolloutEngine):
             logprobs_mode="processed_logprobs",  # under the distribution the tokens are drawn from
             disable_log_stats=True,
             # vLLM's worker imports the module of the extension, which registers the back end.
-            worker_extension_cls="verl_like.workers.weights.vllm_loading.WorkerExtension",
+            worker_extension_cls="verl_like.workers.rollout.vllm_routing.RoutingExtension",
             weight_transfer_config={"backend": "staged"},
         )
 
@@ -286,7 +290,35 @@ class VllmEngine(RolloutEngine):
             if request.finished:
                 response = completion(request)
                 ended.append((request.request_id, response))
-        return ended
+        return self._with_routing(ended)
+
+    def capture_routing(self) -> None:
+        shapes = self.llm.collective_rpc("capture_routing")
+        self._routers = RouterShape(*shapes[0])
+
+    def _with_routing(self, ended: Sequence[NamedCompletion]) -> list[NamedCompletion]:
+        """Returns responses that have just ended with their routing, if it is captured."""
+        shape = self._routers
+        if shape is None or not ended:
+            return list(ended)
+        names = []
+        lengths = []
+        for name, response in ended:
+            prompt = self._in_flight[name].prompt_ids
+            names.append(name)
+            lengths.append(len(prompt) + len(response.token_ids))
+        of_processes = self.llm.collective_rpc("take_routing", args=(names, lengths))
+        routed = []
+        for (name, response), length, content in zip(ended, lengths, of_processes[0], strict=True):
+            ids = torch.frombuffer(bytearray(content), dtype=shape.dtype)
+            of_tokens = ids.view(length, shape.num_layers, shape.top_k).numpy()
+            routed.append((name, replace(response, routed_experts=of_tokens)))
+        return routed
+
+    def _forget_routing(self, names: Collection[str]) -> None:
+        """Drops what was captured of requests that are aborted."""
+        if self._routers is not None:
+            self.llm.collective_rpc("forget_routing", args=(list(names),))
 
     def _has_work(self) -> bool:
         return self.llm.llm_engine.has_unfinished_requests()
@@ -296,6 +328,7 @@ class VllmEngine(RolloutEngine):
         # that differs between processes.
         for name in names:
             self.llm.llm_engine.abort_request([name])
+        self._forget_routing(names)
 
     def forget_prompts(self) -> None:
         self.llm.reset_prefix_cache()

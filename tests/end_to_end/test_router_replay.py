@@ -1,0 +1,133 @@
+"""Router replay in a run: a tiny mixture of experts learns with it, and a model without experts is
+refused before the run."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import metrics_of, tiny_run_settings
+from test_local_step import local_trainer
+from tiny_experts import CONFIGS
+from transformers import AutoModelForCausalLM
+
+from verl_like.trainer.config import load_ppo_config
+from verl_like.trainer.ppo.inputs import check_router_replay
+from verl_like.workers.models.routed_experts import Routing
+from verl_like.workers.models.router_replay import attach_replay
+from verl_like.workers.rollout import ENGINES
+from verl_like.workers.rollout.hf_engine import HfEngine
+from verl_like.workers.rollout.request import NamedCompletion
+
+MODE = "actor_rollout_ref.actor.router_replay.mode"
+GRPO = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.ppo_mini_batch_size=4"]
+"""With one optimizer step a batch."""
+
+
+@pytest.fixture
+def experts(tmp_path: Path, tiny_llama: Callable) -> list[str]:
+    """Settings of a tiny mixture of experts with a tokenizer that has a chat template."""
+    tokens_of, llama = tiny_llama()
+    config = copy.deepcopy(CONFIGS["qwen3_moe"])
+    config.vocab_size = llama.config.vocab_size
+    path = tmp_path / "experts"
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    model = "actor_rollout_ref.model"
+    return [*GRPO, f"{model}.path={path}", f"{model}.tokenizer_path={tokens_of}"]
+
+
+class RecordingEngine(HfEngine):
+    """Transformers, which is asked once more for the routing of each response that has ended."""
+
+    def capture_routing(self) -> None:
+        self.shape = attach_replay(self.model)
+
+    def _step(self) -> list[NamedCompletion]:
+        ended = []
+        for name, completion in super()._step():
+            tokens = [*self._in_flight[name].prompt_ids, *completion.token_ids.tolist()]
+            routing = Routing(None)
+            self.model.base_model(torch.tensor([tokens]), **routing.arguments)
+            ids = routing.own_selection(self.shape.dtype)
+            ids[-1] = -1
+            ended.append((name, replace(completion, routed_experts=ids.numpy())))
+        return ended
+
+
+def columns_of_calls(trainer: Any, calls: dict[str, list[set[str]]]) -> None:
+    """Keeps the columns of the batches that methods of workers are given from now on."""
+    for role, group in trainer.groups.items():
+        for name in ("compute_log_prob", "compute_ref_log_prob", "update_actor"):
+            (worker,) = group.workers
+            method = getattr(worker, name, None)
+            if method is None:
+                continue
+
+            def keep(data: Any, *arguments: Any, method: Any = method, key: str = f"{role}.{name}"):
+                calls.setdefault(key, []).append(set(data.tensors()))
+                return method(data, *arguments)
+
+            setattr(worker, name, keep)
+
+
+@pytest.mark.parametrize("mode_of_reference", ["disabled", "R3"])
+def test_the_engines_routing_goes_to_those_who_replay_it_and_to_no_one_else(
+    tmp_path: Path,
+    tiny_llama: Callable,
+    experts: list[str],
+    mode_of_reference: str,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(ENGINES, "entries", ENGINES.entries | {"recording": RecordingEngine})
+    calls: dict[str, list[set[str]]] = {}
+    settings = [
+        *experts,
+        "actor_rollout_ref.rollout.name=recording",
+        "actor_rollout_ref.rollout.dtype=float32",
+        "actor_rollout_ref.actor.fsdp_config.dtype=float32",
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        f"{MODE}=R3",
+        f"actor_rollout_ref.ref.router_replay.mode={mode_of_reference}",
+        # Log-probabilities are computed before the update.
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    ]
+    with local_trainer(tmp_path / "run", tiny_llama, *settings) as trainer:
+        columns_of_calls(trainer, calls)
+        trainer.fit()
+    assert len(calls) == 3
+    for method, batches in calls.items():
+        replays = method.startswith("actor.") or mode_of_reference == "R3"
+        assert [("routed_experts" in columns) for columns in batches] == [replays] * 2, method
+    last = metrics_of(tmp_path / "run")[-1]
+    assert last["router_replay/routers_differ"] == last["router_replay/tokens_differ"] == 0
+    assert last["router_replay/log_probs_diff_with"] < 1e-5
+    assert last["rollout/num_unrecorded_tokens"] == 0
+
+
+def test_a_run_records_routing_before_the_update_and_replays_it_there(
+    tmp_path: Path, tiny_llama: Callable, experts: list[str]
+):
+    calls: dict[str, list[set[str]]] = {}
+    with local_trainer(tmp_path / "run", tiny_llama, *experts, f"{MODE}=R2") as trainer:
+        columns_of_calls(trainer, calls)
+        trainer.fit()
+    assert len(calls["actor.update_actor"]) == 2
+    for columns in calls["actor.update_actor"]:
+        assert "routed_experts" in columns
+    last = metrics_of(tmp_path / "run")[-1]
+    assert last["step"] == 2 and last["actor/grad_norm"] > 0
+    assert abs(last["actor/ppo_kl"]) < 1e-5, "one step, with the routing of before"
+
+
+def test_replay_for_a_model_without_experts_is_refused_before_the_run(
+    tmp_path: Path, tiny_llama: Callable
+):
+    settings = tiny_run_settings(tmp_path, tiny_llama)
+    check_router_replay(load_ppo_config(settings))
+    with pytest.raises(
+        ValueError, match=r"mode=R2 with actor_rollout_ref.model.path=.* has no experts"
+    ):
+        check_router_replay(load_ppo_config([*settings, f"{MODE}=R2"]))
