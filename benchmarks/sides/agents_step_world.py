@@ -80,5 +80,23 @@ def logits(tokenizer: Any) -> torch.Tensor:
     return table
 
 
+def num_inserted(tokenizer: Any) -> int:
+    """Returns how many tokens a call of the tool inserts: its result, and what the template writes
+    around it."""
+    function = {"name": "multiply", "arguments": {"a": 7, "b": 8}}
+    call = {"type": "function", "function": function}
+    messages = [
+        {"role": "user", "content": "7*8="},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
+    result = {"role": "tool", "name": "multiply", "content": "56"}
+    before = tokenizer.apply_chat_template(messages, tokenize=False)
+    prompt = tokenizer.apply_chat_template(
+        [*messages, result], tokenize=False, add_generation_prompt=True
+    )
+    assert prompt.startswith(before)
+    return len(tokenizer.encode(prompt[len(before) :], add_special_tokens=False))
+
+
 def write_prompts(path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(agents_world.rows(NUM_PROMPTS)), path)

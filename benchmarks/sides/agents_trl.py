@@ -18,7 +18,9 @@ from benchmarks.sides import agents_step_world as world
 from benchmarks.sides.grpo_trl import Stepping, gate, settings, start_other_ranks
 from examples.agents.calculator import Calculator
 
-so_far = {"generation": 0.0, "tokens": 0.0}
+so_far = {"generation": 0.0, "tokens": 0.0, "inserted": 0.0}
+"""Seconds and drawn and prompt tokens of all steps, and the tokens that a call of the tool
+inserts."""
 
 
 def start(processes: int, **arguments: Any) -> dict[str, Any]:
@@ -33,6 +35,7 @@ def make_trainer(processes: int, folder: str, lr: float, steps: int, batch: int)
     """The trainer of one process. `batch` samples, over all processes, go into a forward and
     backward pass."""
     tokenizer = AutoTokenizer.from_pretrained(f"{folder}/model")
+    so_far["inserted"] = world.num_inserted(tokenizer)
     tokenizer.response_schema = qwen3_schema  # the form of the calls is that of Hermes, as Qwen's
     policy = AutoModelForCausalLM.from_pretrained(f"{folder}/model", dtype=torch.float32)
     generate = policy.generate
@@ -69,9 +72,12 @@ def step() -> dict[str, Any]:
     seconds, logs = gate.step()
     so_far["tokens"] = logs["num_tokens"]
     generation = so_far["generation"] - before["generation"]
+    # TRL counts what the model has drawn, and not what its tools returned.
+    num_calls = logs["tools/call_frequency"] * world.NUM_SAMPLES
+    inserted = num_calls * so_far["inserted"]
     return {
         "seconds": seconds,
-        "tokens": so_far["tokens"] - before["tokens"],
+        "tokens": so_far["tokens"] - before["tokens"] + inserted,
         "reward": logs["reward"],
         "tool_calls": logs["tools/call_frequency"],
         "phases": {"gen": generation, "rest": seconds - generation},
