@@ -15,7 +15,7 @@ from datetime import date
 from fnmatch import fnmatch
 from pathlib import Path
 
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen3MoeConfig
 
 from scripts.commit import commit
 from verl_like.rehearse.commands import config_of
@@ -30,6 +30,7 @@ MODELS = ROOT / "build" / "plan_check"
 MODEL = MODELS / "7b"
 SIZES = {"7b": (4096, 11008, 32, 32, 32), "70b": (8192, 28672, 80, 64, 8)}
 """Of Llama-2: hidden, intermediate, layers, heads, heads of keys and values."""
+EXPERTS = "30b-a3b"
 PAGE = ROOT / "docs" / "memory_plan.md"
 MOST_ABOVE = 1.1
 NEGLIGIBLE = 0.3 * GB
@@ -107,6 +108,21 @@ CASES = (
     ppo(
         "70B, 64 ranks, bfloat16", f"{ACTOR}.fsdp_config.model_dtype=bfloat16", ranks=64, size="70b"
     ),
+    ppo("30B-A3B, 8 ranks", size=EXPERTS),
+    ppo("30B-A3B, 64 ranks", size=EXPERTS, ranks=64),
+    ppo(
+        "30B-A3B, 64 ranks, bfloat16",
+        f"{ACTOR}.fsdp_config.model_dtype=bfloat16",
+        ranks=64,
+        size=EXPERTS,
+    ),
+    ppo(
+        "30B-A3B, 64 ranks, no checkpointing, 2,048 tokens",
+        f"{MODEL_KEY}.enable_gradient_checkpointing=false",
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu=1",
+        ranks=64,
+        size=EXPERTS,
+    ),
     ppo("zero1", f"{ACTOR}.fsdp_config.strategy=zero1"),
     ppo("zero2", f"{ACTOR}.fsdp_config.strategy=zero2"),
     ppo("ddp", f"{ACTOR}.fsdp_config.strategy=ddp"),
@@ -162,7 +178,7 @@ DEVICE_BYTES = bytes_of_gpu("H100-80")
 
 
 def make_models() -> None:
-    """The architectures of Llama-2."""
+    """The architectures of Llama-2 and of Qwen3-30B-A3B."""
     for name, (hidden, intermediate, layers, heads, key_value_heads) in SIZES.items():
         LlamaConfig(
             vocab_size=32000,
@@ -175,6 +191,22 @@ def make_models() -> None:
             tie_word_embeddings=False,
             architectures=["LlamaForCausalLM"],
         ).save_pretrained(MODELS / name)
+    Qwen3MoeConfig(
+        vocab_size=151936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        moe_intermediate_size=768,
+        num_experts=128,
+        num_experts_per_tok=8,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        norm_topk_prob=True,
+        max_position_embeddings=40960,
+        tie_word_embeddings=False,
+        architectures=["Qwen3MoeForCausalLM"],
+    ).save_pretrained(MODELS / EXPERTS)
 
 
 def rows_of(case: Case, pool: Pool, planned_pool: PlannedPool) -> tuple[list[str], list[str]]:
@@ -297,8 +329,8 @@ def write_page(table: Sequence[str], of_engines: Sequence[str], seconds: float) 
         "([memory](memory.md)), in GB (10^9 bytes), without CUDA context and engine; of rank 0 and "
         "the last rank the",
         "larger. The models are Llama-2, of 7B and shared by 8 ranks with zero3 unless a case says "
-        "otherwise. 16,384",
-        "tokens are in a pass.",
+        "otherwise; 30B-A3B is",
+        "Qwen3's mixture of experts. 16,384 tokens are in a pass.",
     ]
     about_engines = [
         "vLLM with the 7B model on a GPU of 84.9 GB, of which its share is 34.0: the most that it "

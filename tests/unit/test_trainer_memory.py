@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from verl_like.protocol import DataProto
 from verl_like.protocol.padded import without_padding
@@ -20,6 +27,7 @@ from verl_like.trainer.config.supervised import (
     SFTConfig,
     broken_supervised_rules,
 )
+from verl_like.trainer.memory.activations import TokenValues
 from verl_like.trainer.memory.pools import check_memory, planned_pools
 from verl_like.trainer.memory.sums import ModelSize, Phase, require_memory
 from verl_like.trainer.ppo.display import PPO_DISPLAY
@@ -29,6 +37,7 @@ from verl_like.workers.config.models import PolicyModelConfig
 from verl_like.workers.models.attention import choose_attention
 from verl_like.workers.models.packed_models import PolicyModel
 from verl_like.workers.models.packing import Rows, pack
+from verl_like.workers.models.pretrained import decoder_layers
 
 ROOT = Path(__file__).parents[2]
 DEVICES = {"80 GB": 79.1 * 2**30, "141 GB": 139.7 * 2**30}
@@ -523,8 +532,8 @@ def test_export_gathers_a_bucket_in_the_dtype_that_is_sent(deepseek_7b: str):
     largest = phase(
         script_config(deepseek_7b, "actor_rollout_ref.rollout.dtype=float32"), "actor export"
     )
-    # The embedding is more than a bucket: gathered, put together, and this rank's fourth of it.
-    assert largest["a bucket of weights*"] == pytest.approx(4 * 102400 * 4096 * 2.25 / 1e9)
+    # The embedding is more than a bucket: gathered whole, and this rank has its fourth.
+    assert largest["a bucket of weights*"] == pytest.approx(4 * 102400 * 4096 * 1.25 / 1e9)
     adapter = phase(
         script_config(deepseek_7b, "actor_rollout_ref.model.lora_rank=4"), "actor export"
     )
@@ -537,10 +546,7 @@ def saved_bytes_per_token(architecture: type, num_layers: int, checkpointing: bo
     """Bytes of the tensors that autograd saves in the backbone, parameters aside, for each
     token."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4, "head_dim": 64}
-    config = architecture(
-        vocab_size=64, num_key_value_heads=2, num_hidden_layers=num_layers, **sizes
-    )
+    config = architecture(num_hidden_layers=num_layers, **SIZES, **EXPERT_SIZES[architecture])
     attention = choose_attention(None, "cpu", torch.bfloat16, softcap=None)
     hf = AutoModelForCausalLM.from_config(
         config, dtype=torch.bfloat16, attn_implementation=attention
@@ -572,18 +578,54 @@ def saved_bytes_per_token(architecture: type, num_layers: int, checkpointing: bo
     )
 
 
-@pytest.mark.parametrize("architecture", [LlamaConfig, Qwen3Config])
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 192}
+EXPERT_SIZES: dict[type, dict[str, int]] = {
+    LlamaConfig: {},
+    Qwen3Config: {},
+    Qwen3MoeConfig: EXPERTS,
+    Qwen2MoeConfig: EXPERTS | {"shared_expert_intermediate_size": 320},
+}
+
+
+@pytest.mark.parametrize("architecture", EXPERT_SIZES)
 def test_activations_are_at_most_the_estimate_and_most_of_it(architecture: type, tmp_path: Path):
-    architecture(hidden_size=256, intermediate_size=704, num_hidden_layers=1).save_pretrained(
-        tmp_path
-    )
+    config = architecture(num_hidden_layers=1, **SIZES, **EXPERT_SIZES[architecture])
+    config.save_pretrained(tmp_path)
     size = ModelSize.of(PolicyModelConfig(path=str(tmp_path)), "model", PolicyModel)
     layer = (
         saved_bytes_per_token(architecture, 3, False)
         - saved_bytes_per_token(architecture, 1, False)
     ) / 2
-    assert 0.6 < layer / (2 * size.activations_per_token) <= 1  # bfloat16 has 2 bytes
+    assert 0.6 < layer / (2 * size.token.saved) <= 1  # bfloat16 has 2 bytes
     kept = (
         saved_bytes_per_token(architecture, 3, True) - saved_bytes_per_token(architecture, 1, True)
     ) / 2
     assert kept == pytest.approx(2 * size.hidden, rel=0.01)
+
+
+def test_the_values_of_a_token_in_a_layer_with_experts_are_those_of_its_selected_and_shared_ones():
+    with torch.device("meta"):
+        config = Qwen2MoeConfig(
+            num_hidden_layers=2, mlp_only_layers=[0], **SIZES, **EXPERT_SIZES[Qwen2MoeConfig]
+        )
+        hf = AutoModelForCausalLM.from_config(config)
+    layers = decoder_layers(hf)
+    token = TokenValues.of(
+        layers, hidden=256, intermediate=704, num_selected=3, has_norms=False, has_adapter=False
+    )
+    used = 3 * 192 + 320
+    assert token.saved == 13 * 256 + 3 * 2 * 256 + 4 * used + 256
+    assert token.live == 4 * 256 + max(3.45 * 3 * 256, 3 * 256 + 3 * used)
+    assert token.expanded == 3
+    dense = TokenValues.of(
+        layers[:1], hidden=256, intermediate=704, num_selected=3, has_norms=True, has_adapter=True
+    )
+    assert dense == TokenValues(saved=20 * 256 + 4 * 704, live=4 * 256 + 4 * 704, expanded=0)

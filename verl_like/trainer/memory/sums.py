@@ -3,7 +3,7 @@
 Weights, Adam, gradients and the engine's share are exact. FSDP2 gathers, computes and reduces in
 three streams. Memory that one stream has used is not used by another, so their largest amounts add
 up, although they are not needed at one time. Activations are the tensors that autograd saves in a
-layer of Llama and Qwen3. `python -m verl_like.rehearse` measures the same memory. CONTEXT and
+layer (`activations.py`). `python -m verl_like.rehearse` measures the same memory. CONTEXT and
 ASLEEP are assumptions. `pools.py` says which models are on the GPUs of a run.
 """
 
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from verl_like.trainer.config.run_config import RunConfig
+from verl_like.trainer.memory.activations import TokenValues
 from verl_like.workers.config.engine import ForwardFsdpConfig, TrainedFsdpConfig
 from verl_like.workers.config.models import ModelConfig, TrainedModelConfig
 from verl_like.workers.models.linear_log_prob import LOGITS_PER_CHUNK
@@ -45,6 +46,8 @@ The reason is not known."""
 HIDDEN_GRADIENTS = 6
 """How many gradients of the size of the hidden states exist at one time in the backward pass of a
 layer. This is an estimate."""
+EXPERT_GRADIENTS = 3
+"""How many of them exist for each expert that computes a token. This is an estimate."""
 LAYERS_NOT_OFFLOADED = 5
 """Of how many layers the saved activations are on the device at one time with activation offload,
 because they are on their way to the host or back. This is an estimate."""
@@ -73,14 +76,7 @@ class ModelSize:
     num_layers: int
     has_adapter: bool
     hidden: int
-    activations_per_token: int
-    """Values that autograd saves for a token in one decoder layer, without checkpointing. In Llama
-    they are 13 hidden sizes and 4 intermediate ones. In Qwen3, with norms of queries and keys, they
-    are up to 19 hidden sizes."""
-    live_per_token: int
-    """Values that exist at one time for a token in a decoder layer, in a pass without gradients. In
-    Llama they are 4 hidden sizes and 3 intermediate ones, or with an adapter 4 intermediate
-    ones."""
+    token: TokenValues
     head: int
     """Parameters of the language-model head, or 0 if there is none."""
     further_heads: int = 0
@@ -105,8 +101,14 @@ class ModelSize:
                 of_heads.append(parameter.numel())
         trained += of_heads
         has_norms = any("q_norm" in name for name, _parameter in hf.named_parameters())
-        saved_hidden = 20 if has_norms else 13
-        live_intermediate = 4 if has_adapter else 3
+        token = TokenValues.of(
+            decoder_layers(hf),
+            hidden=hidden,
+            intermediate=intermediate,
+            num_selected=getattr(text, "num_experts_per_tok", 0),
+            has_norms=has_norms,
+            has_adapter=has_adapter,
+        )
         return cls(
             parameters=total,
             buffers=sum(buffer.nbytes for _name, buffer in model_buffers(hf)),
@@ -118,8 +120,7 @@ class ModelSize:
             num_layers=len(layers),
             has_adapter=has_adapter,
             hidden=hidden,
-            activations_per_token=saved_hidden * hidden + 4 * intermediate,
-            live_per_token=4 * hidden + live_intermediate * intermediate,
+            token=token,
             head=0 if head is None else head.weight.numel(),
             further_heads=sum(of_heads),
         )
@@ -286,7 +287,7 @@ class PlannedModel:
     def forward(self) -> Parts:
         """The memory that a pass without gradients takes in addition to `at_rest`."""
         tokens = self.tokens_of(self.forward_passes)
-        layer = self.size.live_per_token * self.num_bytes * tokens
+        layer = self.size.token.live * self.num_bytes * tokens
         head = self.head_working(tokens, self.forward_passes)
         activations = {"activations*": max(layer, head)}
         # Layers take little time without gradients. While one layer is computed, another is there
@@ -352,7 +353,7 @@ class PlannedModel:
         itemsize = self.num_bytes
         tokens = self.tokens_of(self.update_passes)
         hidden_states = size.hidden * itemsize * tokens
-        layer_activations = size.activations_per_token * itemsize * tokens
+        layer_activations = size.token.saved * itemsize * tokens
         kept = layer_activations
         if self.model.enable_gradient_checkpointing:
             kept = hidden_states
@@ -360,7 +361,8 @@ class PlannedModel:
         if self.model.enable_activation_offload:
             num_kept = min(LAYERS_NOT_OFFLOADED, size.num_layers)
         # The backward pass of a layer has its activations and their gradients.
-        backward = layer_activations + HIDDEN_GRADIENTS * hidden_states
+        num_gradients = HIDDEN_GRADIENTS + EXPERT_GRADIENTS * size.token.expanded
+        backward = layer_activations + num_gradients * hidden_states
         head = self.head_working(tokens, self.update_passes)
         during_backward = num_kept * kept + max(backward, head)
         # The gradients of one layer, in the layers' data type and in float32 for the reduction
@@ -388,13 +390,13 @@ class PlannedModel:
 
     def export(self) -> Parts:
         """The memory that an export takes in addition to `at_rest`. One bucket of weights at a time
-        is gathered and put together from its shards."""
+        is gathered, and put together from what is gathered unless it is one parameter."""
         assert self.export_dtype
         itemsize = getattr(torch, self.export_dtype).itemsize
-        largest = self.size.largest_trained * itemsize
         all_trained = self.size.trained * itemsize
-        bucket = max(largest, min(DEFAULT_BUCKET_BYTES, all_trained))
-        return self.moved() | {"a bucket of weights*": bucket * (2 + 1 / self.shards)}
+        of_several = min(DEFAULT_BUCKET_BYTES, all_trained) * (2 + 1 / self.shards)
+        of_the_largest = self.size.largest_trained * itemsize * (1 + 1 / self.shards)
+        return self.moved() | {"a bucket of weights*": max(of_several, of_the_largest)}
 
 
 def with_fragments(parts: Parts, of_streams: float = 0.0) -> Parts:

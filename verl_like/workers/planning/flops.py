@@ -65,9 +65,10 @@ class ModelCost:
         embedding = model.get_input_embeddings().weight
         active_experts = getattr(config, "num_experts_per_tok", 1)
         used: list[float] = []
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             is_end = parameter is head or parameter is embedding
-            if is_end or parameter.ndim < 2:
+            # The biases of stacked experts have two dimensions.
+            if is_end or parameter.ndim < 2 or name.endswith("bias"):
                 continue
             # The experts of a layer are stacked: (experts, out, in).
             used_share = active_experts / len(parameter) if parameter.ndim == 3 else 1
