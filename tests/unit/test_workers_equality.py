@@ -28,7 +28,13 @@ from tiny_worker_models import (
 )
 from torch.multiprocessing import start_processes
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MiniCPM3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GptOssConfig,
+    LlamaConfig,
+    MiniCPM3Config,
+)
 
 from verl_like.protocol import Metric, merge_metrics, metric_values
 from verl_like.protocol.padded import padded
@@ -65,6 +71,7 @@ ACTORS = {
         "sequences shared": SHARED_BY_2,
         "gemma2": {},
         "minicpm3, sequences shared": SHARED_BY_2,
+        "gpt_oss, sequences shared": SHARED_BY_2,
         "bfloat16": BFLOAT16,
         "bfloat16, 1 row": {"micro": 1, **BFLOAT16},
     },
@@ -156,6 +163,13 @@ MODELS = {
     "llama": LlamaConfig(**SIZES),
     "gemma2": Gemma2Config(
         **SIZES, sliding_window=4, attn_logit_softcapping=2.0, final_logit_softcapping=None
+    ),
+    "gpt_oss": GptOssConfig(
+        **SIZES,
+        sliding_window=4,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
     ),
     # Its attention is latent: values have another size than keys.
     "minicpm3": MiniCPM3Config(

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from tiny_worker_models import VOCABULARY, make_batch, write_model, write_reward_model
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -18,7 +19,9 @@ from transformers import (
     Gemma4Config,
     GemmaConfig,
     GPT2Config,
+    GptOssConfig,
     GraniteConfig,
+    GraniteSWAConfig,
     LlamaConfig,
     MistralConfig,
     PhiConfig,
@@ -33,7 +36,12 @@ from verl_like.workers.config.engine import ForwardFsdpConfig
 from verl_like.workers.config.models import ModelConfig, PolicyModelConfig
 from verl_like.workers.engine.micro_batch import MicroBatch
 from verl_like.workers.models import linear_log_prob
-from verl_like.workers.models.attention import Sequences, choose_attention, packed_varlen
+from verl_like.workers.models.attention import (
+    Sequences,
+    choose_attention,
+    packed_varlen,
+    settle_sinks,
+)
 from verl_like.workers.models.packed_models import PolicyModel, RewardModel, ValueModel
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS, Rows, pack
 from verl_like.workers.models.pretrained import (
@@ -207,6 +215,19 @@ FAMILIES = {
     ),
     "granite": GraniteConfig(**TINY, num_key_value_heads=2, logits_scaling=3.0),
     "cohere": CohereConfig(**TINY, num_key_value_heads=2, logit_scale=0.3),
+    # Layers alternate between a window and all tokens, with a sink of each head in both.
+    "gpt_oss": GptOssConfig(
+        **TINY,
+        num_key_value_heads=2,
+        head_dim=8,
+        sliding_window=3,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
+    ),
+    "granite_swa": GraniteSWAConfig(
+        **TINY, num_key_value_heads=2, sliding_window=3, logits_scaling=3.0
+    ),
 }
 
 
@@ -214,6 +235,9 @@ def reference_and_packed(config):
     """The same random weights with transformers' own attention and with ours."""
     torch.manual_seed(0)
     reference = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager")
+    for name, parameter in reference.named_parameters():
+        if "sinks" in name:
+            nn.init.normal_(parameter, mean=1.0)
     attention = choose_attention(None, "cpu", torch.float32)
     hf = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=attention)
     hf.load_state_dict(reference.state_dict())
@@ -248,6 +272,18 @@ def test_changing_one_sequence_changes_no_other(family):
     after = by_row(changed, pack(changed), policy(pack(changed), 1.0)[0])
     assert torch.equal(before[0], after[0]) and torch.equal(before[2], after[2])
     assert not torch.equal(before[1], after[1])
+
+
+@pytest.mark.parametrize("requested", ["varlen", "flash_attention_2"])
+def test_attention_that_has_no_sinks_is_refused_for_a_model_with_them_and_else_replaced(requested):
+    with torch.device("meta"):
+        hf = AutoModelForCausalLM.from_config(FAMILIES["gpt_oss"], attn_implementation="packed_fa2")
+    with pytest.raises(
+        ValueError, match=rf"{requested} does not compute attention sinks.*self_attn\.sinks"
+    ):
+        settle_sinks(hf, requested)
+    settle_sinks(hf, None)
+    assert hf.config._attn_implementation == "packed_torch"
 
 
 def test_values_are_read_at_the_token_before_each_response_token(model_path):

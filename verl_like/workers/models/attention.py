@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
 from verl_like.workers.models.sequence_exchange import SequenceExchange
 
@@ -56,6 +56,26 @@ def choose_attention(
     return _PACKED_NAMES[requested]
 
 
+def settle_sinks(hf: PreTrainedModel, requested: str | None) -> None:
+    """Has sdpa compute a model with attention sinks, since no other packed attention does.
+
+    A sink is a learned logit of each query head, to which no value belongs (StreamingLLM,
+    arXiv:2309.17453; gpt-oss). Models without sinks stay as they are. Raises ValueError if another
+    attention is requested, see `choose_attention`.
+    """
+    with_sinks = [name for name, _parameter in hf.named_parameters() if "sink" in name]
+    if not with_sinks:
+        return
+    if requested not in (None, "sdpa"):
+        raise ValueError(
+            f"attn_implementation={requested} does not compute attention sinks, which "
+            f"{type(hf).__name__} has ({with_sinks[0]}); leave "
+            "override_config.attn_implementation out."
+        )
+    if hf.config._attn_implementation in _PACKED_NAMES.values():
+        hf.set_attn_implementation(_PACKED_NAMES["sdpa"])
+
+
 def require_flash_attention(requested: str | None, key: str) -> None:
     """Raises ValueError if flash-attn is requested for the model of this key, but not installed."""
     if requested == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
@@ -79,6 +99,8 @@ class Sequences:
     """How many tokens a token attends to: itself and those before it. None means all before it."""
     softcap: float | None = None
     """The bound of the attention logits."""
+    sinks: Tensor | None = None
+    """The sink of each query head, (H,), one more attention logit, which has no value."""
 
     @property
     def window_size(self) -> tuple[int, int]:
@@ -96,7 +118,6 @@ _NOT_COMPUTED = "which packed attention does not compute"
 _REFUSED = {
     "attention_mask": "has an attention mask of its own",
     "position_bias": "adds a bias to its attention logits",
-    "s_aux": "has attention sinks",
     "indices": "attends to chosen tokens",
     "block_indices": "attends to chosen blocks of tokens",
 }
@@ -126,6 +147,7 @@ def packed_attention(kernel: Kernel) -> Callable[..., tuple[Tensor, None]]:
         dropout: float = 0.0,
         sliding_window: int | None = None,
         softcap: float | None = None,
+        s_aux: Tensor | None = None,
         is_causal: bool | None = None,
         **further: Any,
     ) -> tuple[Tensor, None]:
@@ -157,8 +179,10 @@ def packed_attention(kernel: Kernel) -> Callable[..., tuple[Tensor, None]]:
             value = F.pad(value, (0, num_zeros))
         if sequence_parallel is not None:
             query, key, value = sequence_parallel.tokens_to_heads(query, key, value)
+            if s_aux is not None:
+                s_aux = sequence_parallel.own_heads(s_aux)
         lengths = sequence_lengths.tolist()
-        sequences = Sequences(lengths, cu_seqlens, scaling, sliding_window, softcap)
+        sequences = Sequences(lengths, cu_seqlens, scaling, sliding_window, softcap, s_aux)
         output = kernel(query, key, value, sequences)
         if sequence_parallel is not None:
             output = sequence_parallel.heads_to_tokens(output)
@@ -174,7 +198,7 @@ def packed_sdpa(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences)
     """
     scale = sequences.scale
     window = sequences.window
-    softcap = sequences.softcap
+    is_by_hand = sequences.softcap is not None or sequences.sinks is not None
     outputs = []
     enable_gqa = query.size(1) != key.size(1)
     shapes = []
@@ -187,14 +211,14 @@ def packed_sdpa(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences)
     for (_count, length), q, k, v in zip(shapes, queries, keys, values, strict=True):
         mask_LL = None
         has_window = window is not None and length > window
-        if has_window or softcap is not None:
+        if has_window or is_by_hand:
             reach = window or length
             places_L = torch.arange(length, device=q.device)
             distance_LL = places_L[:, None] - places_L
             mask_LL = (distance_LL >= 0) & (distance_LL < reach)
-        if softcap is not None:
+        if is_by_hand:
             assert mask_LL is not None
-            output = _softcapped(q, k, v, mask_LL, scale, softcap)
+            output = _by_hand(q, k, v, mask_LL, sequences)
         else:
             output = F.scaled_dot_product_attention(
                 q,
@@ -219,20 +243,30 @@ def _by_length(packed: Tensor, shapes: list[tuple[int, int]]) -> list[Tensor]:
     return [part.unflatten(1, shape).transpose(0, 1) for part, shape in pairs]
 
 
-def _softcapped(
-    q: Tensor, k: Tensor, v: Tensor, mask_LL: Tensor, scale: float | None, softcap: float
-) -> Tensor:
-    """Computes attention with logits bounded by softcap * tanh(logits / softcap) (Gemma 2,
-    arXiv:2408.00118)."""
+def _by_hand(q: Tensor, k: Tensor, v: Tensor, mask_LL: Tensor, sequences: Sequences) -> Tensor:
+    """Computes attention with bounded logits or with sinks, which torch's function does not know.
+
+    Bounded logits are softcap * tanh(logits / softcap) (Gemma 2, arXiv:2408.00118). A sink is one
+    more logit in the softmax of each query, whose weight is dropped afterwards (gpt-oss).
+    """
     num_repeats = q.size(1) // k.size(1)
     k = k.repeat_interleave(num_repeats, dim=1)
     v = v.repeat_interleave(num_repeats, dim=1)
+    scale = sequences.scale
     if scale is None:
         scale = q.size(-1) ** -0.5
     logits_LL = q @ k.transpose(2, 3) * scale
-    capped_LL = softcap * torch.tanh(logits_LL / softcap)
-    masked_LL = capped_LL.masked_fill(~mask_LL, -torch.inf)
-    weights_LL = masked_LL.softmax(-1, dtype=torch.float32)
+    softcap = sequences.softcap
+    if softcap is not None:
+        logits_LL = softcap * torch.tanh(logits_LL / softcap)
+    logits_LL = logits_LL.masked_fill(~mask_LL, -torch.inf)
+    if sequences.sinks is None:
+        weights_LL = logits_LL.softmax(-1, dtype=torch.float32)
+        return weights_LL.to(v.dtype) @ v
+    sinks_L1 = sequences.sinks[:, None, None].expand(*logits_LL.shape[:3], 1)
+    with_sinks = torch.cat((logits_LL, sinks_L1.to(logits_LL.dtype)), dim=-1)
+    weights = with_sinks.softmax(-1, dtype=torch.float32)
+    weights_LL = weights[..., :-1]
     return weights_LL.to(v.dtype) @ v
 
 
@@ -247,6 +281,7 @@ def packed_varlen(query: Tensor, key: Tensor, value: Tensor, sequences: Sequence
     assert sequences.softcap is None, (
         "choose_attention gives a model with bounded logits another kernel"
     )
+    assert sequences.sinks is None, "settle_sinks gives a model with sinks another kernel"
     starts = sequences.cu_seqlens
     longest = max(sequences.lengths)
     output_NHD: Any = varlen_attn(
@@ -273,6 +308,7 @@ def packed_flash(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences
     """Computes attention by flash-attn's kernel for sequences of different lengths, in one call."""
     from flash_attn import flash_attn_varlen_func
 
+    assert sequences.sinks is None, "settle_sinks gives a model with sinks another kernel"
     starts = sequences.cu_seqlens
     longest = max(sequences.lengths)
     output_NHD = flash_attn_varlen_func(
@@ -291,13 +327,13 @@ def packed_flash(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences
     return output_NHD.unsqueeze(0)
 
 
-# transformers makes no mask for these names, because it does not know them. None contains "flash",
-# which has a meaning for transformers.
+# transformers makes no mask for these names, because it does not know them. None contains "flash" or
+# "sdpa", which have a meaning for transformers.
 _PACKED_NAMES = {
-    "sdpa": "packed_sdpa",
+    "sdpa": "packed_torch",
     "varlen": "packed_varlen",
     "flash_attention_2": "packed_fa2",
 }
-AttentionInterface.register("packed_sdpa", packed_attention(packed_sdpa))
+AttentionInterface.register("packed_torch", packed_attention(packed_sdpa))
 AttentionInterface.register("packed_varlen", packed_attention(packed_varlen))
 AttentionInterface.register("packed_fa2", packed_attention(packed_flash))

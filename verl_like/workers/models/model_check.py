@@ -19,7 +19,7 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
 from verl_like.workers.config.models import ModelConfig, TrainedModelConfig
-from verl_like.workers.models.attention import Sequences, packed_attention
+from verl_like.workers.models.attention import Sequences, packed_attention, settle_sinks
 from verl_like.workers.models.lora import add_adapter
 from verl_like.workers.models.packed_models import PackedModel
 from verl_like.workers.models.packing import PackedBatch
@@ -76,6 +76,7 @@ def check_model(
         hf, report = load_shapes(type(hf), hf.config, files)
         check_shapes(report, hf, config, key=key, makes_head=makes_head)
         add_adapter(hf, decoder_layers(hf), config, key)
+    settle_sinks(hf, config.attn_implementation)
     parameters = inspect.signature(hf.base_model.forward).parameters
     if "position_ids" not in parameters:
         raise ValueError(

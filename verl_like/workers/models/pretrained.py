@@ -26,7 +26,7 @@ from transformers.utils import cached_file
 
 from verl_like.workers.config.engine import ForwardFsdpConfig, TrainedFsdpConfig
 from verl_like.workers.config.models import ModelConfig, TrainedModelConfig
-from verl_like.workers.models.attention import choose_attention
+from verl_like.workers.models.attention import choose_attention, settle_sinks
 from verl_like.workers.models.hub import require_hub_model
 from verl_like.workers.models.lora import add_adapter
 
@@ -95,6 +95,7 @@ def load_pretrained(
     if not weights:
         with torch.device("meta"):
             model = auto_class.from_config(hf_config, **options)
+            settle_sinks(model, config.attn_implementation)
             add_adapter(model, decoder_layers(model), config, key)
             return model
     with torch.random.fork_rng(devices=[]):
@@ -103,6 +104,7 @@ def load_pretrained(
         model, report = auto_class.from_pretrained(
             path, config=hf_config, output_loading_info=True, **options
         )
+        settle_sinks(model, config.attn_implementation)
         add_adapter(model, decoder_layers(model), config, key)
     makes_head = new_head_seed is not None
     require_weights(report["missing_keys"], model, config, key=key, makes_head=makes_head)

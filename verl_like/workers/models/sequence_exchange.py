@@ -48,6 +48,10 @@ class SequenceExchange:
         own_query, own_key, own_value = own_heads.split(num_own_heads, dim=1)
         return own_query, own_key, own_value
 
+    def own_heads(self, values_H: Tensor) -> Tensor:
+        """Returns the values of own heads of those of all query heads, (H / s,), a view."""
+        return values_H.chunk(self.size)[self.rank]
+
     def heads_to_tokens(self, output: Tensor) -> Tensor:
         """Exchanges all tokens of own heads for own tokens of all heads, the reverse.
 
