@@ -21,6 +21,7 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma4TextConfig,
     GPT2Config,
+    GptOssConfig,
     GraniteMoeConfig,
     LlamaConfig,
     Phi3Config,
@@ -50,6 +51,14 @@ SIZES = {
 EXPERTS = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
 GATE_OF = "model.layers.1.mlp.experts.{}.gate_proj.weight"
 NO_NOISE = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "eos_token_id": 1}
+GPT_OSS = GptOssConfig(
+    **SIZES,
+    head_dim=32,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    sliding_window=16,
+    rope_parameters={"rope_type": "default", "rope_theta": 100.0},
+)
 ATTENTION = "model.layers.{}.self_attn."
 KINDS_OF_LAYERS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
 
@@ -94,6 +103,10 @@ def save_model(path: str, config: PreTrainedConfig) -> Any:
             swapped_layers("block_sparse_moe.input_linear.weight"),
             marks=pytest.mark.proof,
         ),
+        pytest.param(
+            GPT_OSS, 2, swapped_layers("mlp.experts.gate_up_proj_bias"), marks=pytest.mark.proof
+        ),
+        pytest.param(GPT_OSS, 2, swapped_layers("self_attn.sinks"), marks=pytest.mark.proof),
         pytest.param(
             GPT2Config(vocab_size=68, n_embd=128, n_layer=2, n_head=4, n_positions=256, **NO_NOISE),
             2,

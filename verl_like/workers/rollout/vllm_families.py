@@ -23,6 +23,7 @@ SERVED = frozenset(
         "gpt2",
         "gpt_bigcode",
         "gpt_neox",
+        "gpt_oss",
         "granite",
         "granitemoe",
         "granitemoeshared",

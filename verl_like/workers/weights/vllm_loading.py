@@ -41,6 +41,7 @@ from verl_like.workers.weights.fingerprints import (
 from verl_like.workers.weights.shared_memory import SharedPages
 from verl_like.workers.weights.vllm_adapter import Adapter
 from verl_like.workers.weights.vllm_direct import DirectInitInfo, IpcReceiver
+from verl_like.workers.weights.vllm_gpt_oss import GptOssUpdates, is_gpt_oss
 from verl_like.workers.weights.vllm_pieces import Source, cut_parameter
 
 Sums = dict[str, Tensor]
@@ -95,6 +96,7 @@ class StagedTransfer(WeightTransferEngine[DirectInitInfo, StagedUpdate]):
         name of the parameter."""
         self._experts: dict[str, Any] = {}
         """The modules that have a layer's experts, by their names."""
+        self._gpt_oss = GptOssUpdates(self.model) if is_gpt_oss(self.model) else None
         is_packed = self.device.type == "cpu"
         is_rounded = self.model_config.quantization is not None
         for name, module in self.model.named_modules():
@@ -168,6 +170,8 @@ class StagedTransfer(WeightTransferEngine[DirectInitInfo, StagedUpdate]):
         else:
             self.model.load_weights(iterate_buckets(buckets))
         finalize_layerwise_reload(self.model, self.model_config)
+        if self._gpt_oss:
+            self._gpt_oss.finish()
         head = getattr(self.model, "lm_head", None)
         if head is not None and self.model_config.hf_text_config.tie_word_embeddings:
             # A tied head gets no weights of its own, so vLLM does not prepare it again; on CPU it

@@ -10,7 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.distributed.parallel_state import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
@@ -89,6 +92,9 @@ def cut_parameter(
     by_rows = isinstance(module, ColumnParallelLinear | VocabParallelEmbedding)
     by_columns = isinstance(module, RowParallelLinear) and leaf == "weight"
     num_shards = module.tp_size if by_rows or by_columns else 1
+    if leaf == "sinks":  # one for each query head
+        by_rows = True
+        num_shards = get_tensor_model_parallel_world_size()
     num_rows = math.prod(parameter.shape[:1])
     num_columns = math.prod(parameter.shape[1:])
     num_columns_of_all = num_columns * num_shards if by_columns else num_columns
