@@ -11,6 +11,7 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     Glm4MoeConfig,
+    GptOssConfig,
     MixtralConfig,
     PreTrainedModel,
     Qwen3MoeConfig,
@@ -67,9 +68,12 @@ CONFIGS = {
     ),
     "glm4_moe": Glm4MoeConfig(**_COMMON, **_GROUPS, num_hidden_layers=3, head_dim=32),
     "deepseek_v3": DeepseekV3Config(**{**_COMMON, **_GROUPS, **_LATENT}, num_hidden_layers=3),
+    "gpt_oss": GptOssConfig(
+        **_COMMON, num_hidden_layers=3, num_local_experts=NUM_EXPERTS, head_dim=32, sliding_window=3
+    ),
 }
-"""The last two have a layer without experts first, and groups of experts."""
-NUM_ROUTERS = {"mixtral": 2, "qwen3_moe": 3, "glm4_moe": 2, "deepseek_v3": 2}
+"""GLM-4-MoE and DeepSeek-V3 have a layer without experts first, and groups of experts."""
+NUM_ROUTERS = {"mixtral": 2, "qwen3_moe": 3, "glm4_moe": 2, "deepseek_v3": 2, "gpt_oss": 3}
 
 
 def write_experts(path: Path, family: str) -> str:
@@ -77,7 +81,7 @@ def write_experts(path: Path, family: str) -> str:
     torch.manual_seed(0)
     hf = AutoModelForCausalLM.from_config(CONFIGS[family])
     for name, tensor in [*hf.named_parameters(), *hf.named_buffers()]:
-        if name.endswith(("gate.weight", "e_score_correction_bias")):
+        if name.endswith(("gate.weight", "router.weight", "e_score_correction_bias")):
             torch.nn.init.normal_(tensor, std=0.3)
     hf.save_pretrained(path)
     write_tokenizer(path)
@@ -102,8 +106,8 @@ def with_routing(data: DataProto, column: torch.Tensor) -> DataProto:
 class RoutedReference:
     """The model of a folder in eager transformers, in float64, with a given routing of each row.
 
-    The weights of experts are those of the papers: softmax, for Mixtral divided by the sum of the
-    selected; sigmoid divided by the sum, times the scaling factor, for GLM-4 and DeepSeek-V3.
+    The weights of experts are those of the papers: softmax, for Mixtral and gpt-oss divided by the
+    sum of the selected; sigmoid divided by the sum, times the scaling factor, for GLM-4 and DeepSeek-V3.
     """
 
     def __init__(self, path: str) -> None:
@@ -120,10 +124,11 @@ class RoutedReference:
 
     def weights_of(self, number: int, router: torch.nn.Module) -> Any:
         def forward(hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            logits = F.linear(hidden.flatten(0, -2), router.weight)
+            bias = getattr(router, "bias", None)
+            logits = F.linear(hidden.flatten(0, -2), router.weight, bias)
             recorded = self.ids[:, number].long()
             ids = torch.where(recorded < 0, logits.topk(TOP_K, dim=-1).indices, recorded)
-            if self.family in ("mixtral", "qwen3_moe"):
+            if self.family in ("mixtral", "qwen3_moe", "gpt_oss"):
                 weights = logits.softmax(-1).gather(-1, ids)
             else:
                 weights = logits.sigmoid().gather(-1, ids)

@@ -89,6 +89,27 @@ _NOISE = ("dropout", "pdrop", "jitter")
 _ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "head_dim": 32}
 _DBRX_ATTENTION = {"kv_n_heads": 1, "clip_qkv": 8.0, "rope_theta": 10000.0}
 _DBRX_EXPERTS = {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 64}
+_LATENT = {
+    # vLLM's CPU kernel has kv_lora_rank + qk_rope_head_dim = 576, as the models have.
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "qk_head_dim": 96,
+    "v_head_dim": 32,
+    "head_dim": 64,
+    # vLLM reads these of the models' own files; transformers' classes have no such field.
+    "first_k_dense_replace": 1,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
 _OWN: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "bert": {"is_decoder": True},
@@ -96,12 +117,14 @@ _OWN: dict[str, dict[str, Any]] = {
         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}
     },
     "codegen": {"n_head": 4, "rotary_dim": 8},
-    "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    "deepseek_v2": _LATENT | {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    "deepseek_v3": _LATENT | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "dbrx": {"attn_config": _DBRX_ATTENTION, "ffn_config": _DBRX_EXPERTS},
     "diffllama": {"num_key_value_heads": 2},
     "dots1": {"n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2},
     "gemma2": {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
     "gemma3n_text": {"num_kv_shared_layers": 0},
+    "glm4_moe_lite": _LATENT,
     "glm4_moe": {"head_dim": 32},  # the class has no default, the models have it
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "gptj": {"rotary_dim": 8},

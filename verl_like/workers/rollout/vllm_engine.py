@@ -158,10 +158,46 @@ class VllmEngine(RolloutEngine):
         rank = self.model_config.lora_rank
         return min(size for size in get_args(MaxLoRARanks) if size >= rank)
 
+    def _latent_size(self) -> int:
+        """Returns how many values of a token vLLM keeps in a layer of multi-head latent attention
+        (DeepSeek-V2, arXiv:2405.04434), or 0 for another attention."""
+        import vllm.config  # the next needs it
+        from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
+
+        model = ModelArchConfigConvertorBase(self.hf_config, self.hf_config.get_text_config())
+        return model.get_head_size() if model.is_deepseek_mla() else 0
+
+    def _check_latent_attention(self, size: int) -> None:
+        """Raises ValueError if vLLM on CPU does not compute a model's latent attention.
+
+        Args:
+            size: `kv_lora_rank` and `qk_rope_head_dim` together.
+        """
+        from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
+
+        what = f"vLLM's latent attention on CPU, with which it computes {self.model_config.path},"
+        otherwise = "Use another model, or rollout.name=hf."
+        supported = CPUMLABackend.get_supported_head_sizes()
+        if size not in supported:
+            raise ValueError(
+                f"{what} has kernels for kv_lora_rank + qk_rope_head_dim in {supported}, not "
+                f"{size}. {otherwise}"
+            )
+        rope_type = self.hf_config.get_text_config().rope_parameters["rope_type"]
+        if rope_type == "default":
+            # Its kernel takes queries for contiguous. That of other types is written in torch.
+            raise ValueError(
+                f"{what} rotates queries wrongly with rope_type=default; yarn is right. {otherwise}"
+            )
+
     def _check_head_size(self) -> None:
         """Raises ValueError if vLLM's attention on CPU does not support the model's head size."""
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
+        latent_size = self._latent_size()
+        if latent_size:
+            self._check_latent_attention(latent_size)
+            return
         supported = CPUAttentionBackend.get_supported_head_sizes()
         for heads in attention_heads(self.hf_config.get_text_config()):
             if heads.size not in supported:
@@ -179,7 +215,11 @@ class VllmEngine(RolloutEngine):
         """
         config = self.config
         values_per_token = 0
+        latent_size = self._latent_size()
         for heads in attention_heads(self.hf_config.get_text_config()):
+            if latent_size:  # every process has it
+                values_per_token += latent_size
+                continue
             own = max(1, heads.key_value_number // config.tensor_model_parallel_size)
             values_per_token += 2 * own * heads.size
         dtype = getattr(torch, config.dtype)

@@ -24,6 +24,7 @@ from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLWeightTransferEngine,
     NCCLWeightTransferUpdateInfo,
 )
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.model_loader.reload import (
@@ -273,7 +274,12 @@ class StagedTransfer(WeightTransferEngine[DirectInitInfo, StagedUpdate]):
         Raises WeightSyncError if it is not known which Hugging Face parameters a parameter is made
         of.
         """
-        tensors = dict(self.model.named_parameters())  # lists tied parameters once
+        tensors = {}
+        for name, parameter in self.model.named_parameters():  # lists tied parameters once
+            module_name, _, _leaf = name.rpartition(".")
+            # What latent attention itself has is computed from its projections after loading.
+            if not isinstance(self.model.get_submodule(module_name), MLAAttention):
+                tensors[name] = parameter
         for name, buffer in self.model.named_buffers():
             # Other buffers of vLLM's, such as tables of positions, are its own.
             if name in self._sources:
