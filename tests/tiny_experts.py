@@ -69,7 +69,12 @@ CONFIGS = {
     "glm4_moe": Glm4MoeConfig(**_COMMON, **_GROUPS, num_hidden_layers=3, head_dim=32),
     "deepseek_v3": DeepseekV3Config(**{**_COMMON, **_GROUPS, **_LATENT}, num_hidden_layers=3),
     "gpt_oss": GptOssConfig(
-        **_COMMON, num_hidden_layers=3, num_local_experts=NUM_EXPERTS, head_dim=32, sliding_window=3
+        # vLLM's kernel on CPU needs multiples of 32.
+        **_COMMON | {"intermediate_size": 64},
+        num_hidden_layers=3,
+        num_local_experts=NUM_EXPERTS,
+        head_dim=32,
+        sliding_window=3,
     ),
 }
 """GLM-4-MoE and DeepSeek-V3 have a layer without experts first, and groups of experts."""

@@ -153,7 +153,8 @@ def assert_recorded(batch: DataProto, family: str) -> None:
         # As far as plain transformers is
         pytest.param("vllm", "glm4_moe", 3e-5, marks=pytest.mark.proof),
         pytest.param("vllm_async", "qwen3_moe", 1e-5, marks=pytest.mark.proof),
-        pytest.param("vllm", "gpt_oss", 1e-5, marks=pytest.mark.proof),
+        # Its experts do not bound what they multiply by less than 7, so that more is rounded.
+        pytest.param("vllm", "gpt_oss", 2e-5, marks=pytest.mark.proof),
     ],
 )
 def test_with_the_engines_routing_the_trainer_has_the_engines_log_probs(

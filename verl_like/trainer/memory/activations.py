@@ -70,7 +70,9 @@ class TokenValues:
             experts += experts_of(layer, hidden, num_selected)
         is_all_experts = len(experts) == len(layers)
         # A model with experts may have dense layers before them.
-        of_blocks = [] if is_all_experts else [(4 * intermediate, live_intermediate * intermediate)]
+        of_blocks: list[tuple[int, float]] = []
+        if not is_all_experts:
+            of_blocks.append((4 * intermediate, live_intermediate * intermediate))
         for sizes in experts:
             used = sizes.intermediate + sizes.shared_intermediate
             saved_of_hidden = SAVED_OF_AN_EXPERT * sizes.num_selected * hidden

@@ -327,8 +327,8 @@ def packed_flash(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences
     return output_NHD.unsqueeze(0)
 
 
-# transformers makes no mask for these names, because it does not know them. None contains "flash" or
-# "sdpa", which have a meaning for transformers.
+# transformers makes no mask for these names, because it does not know them. None contains "flash"
+# or "sdpa", which have a meaning for transformers.
 _PACKED_NAMES = {
     "sdpa": "packed_torch",
     "varlen": "packed_varlen",

@@ -161,8 +161,8 @@ class VllmEngine(RolloutEngine):
     def _latent_size(self) -> int:
         """Returns how many values of a token vLLM keeps in a layer of multi-head latent attention
         (DeepSeek-V2, arXiv:2405.04434), or 0 for another attention."""
-        import vllm.config  # the next needs it
-        from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
+        # The module that defines it cannot be the first of vLLM that is imported.
+        from vllm.config.model import ModelArchConfigConvertorBase
 
         model = ModelArchConfigConvertorBase(self.hf_config, self.hf_config.get_text_config())
         return model.get_head_size() if model.is_deepseek_mla() else 0
