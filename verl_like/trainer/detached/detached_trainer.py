@@ -83,7 +83,9 @@ class DetachedPPOTrainer(Side, TrainingLoop):
         self.maker_names = experience_maker_holder_name_list
         self.pushing = threading.Lock()
         timeout_s = config.trainer.call_timeout_s
-        makers = () if self.index else experience_maker_holder_name_list
+        makers: Sequence[str] = ()
+        if self.index == 0:
+            makers = experience_maker_holder_name_list
         # The first step waits just as long for experience.
         self.comparisons = Comparisons(self.name, makers, 2 * timeout_s)
         # In this time a maker can be started again and then load the weights.
@@ -168,8 +170,9 @@ class DetachedPPOTrainer(Side, TrainingLoop):
             self.numbers += numbers
             self.batches.append(batch.select())
             batch.meta_info["part_of_step"] = (part, num_parts)
+            columns = batch.tensor_batch
             if config.algorithm.rollout_correction.bypass_mode:
-                batch.tensor_batch["old_log_probs"] = batch.tensor_batch["rollout_log_probs"]
+                columns["old_log_probs"] = columns["rollout_log_probs"]
             with self.recorder.timer("update"):
                 work = RowWork.of(batch, self.model_cost, balance=config.trainer.balance_batch)
                 yield Experience(batch, work, {})
@@ -197,10 +200,11 @@ class DetachedPPOTrainer(Side, TrainingLoop):
         """Tells the ledger that the groups of this step are trained. Returns the ledger's counts of
         prompts, or nothing if other trainers still have to do the step."""
         # The metric is missing if the actor did not learn, as in the critic's warm-up.
-        size = learned.get("actor/eff_sample_size", Metric.mean(1.0)).value
+        size = learned.get("actor/eff_sample_size", Metric.mean(1.0))
         version = self.global_step - 1
-        counts = self.ledger.trained(self.numbers, version, size)
-        self.ends_after = min(self.total_steps, self.ledger.last_step())
+        counts = self.ledger.trained(self.numbers, version, size.value)
+        last_of_run = self.ledger.last_step()
+        self.ends_after = min(self.total_steps, last_of_run)
         # Only the last trainer that does the step gets counts, and saves the ledger's state.
         is_saved = self.is_saved_by_number or self.global_step == self.last_step
         self.state_of_ledger = None
@@ -214,7 +218,9 @@ class DetachedPPOTrainer(Side, TrainingLoop):
     def hand_on(self) -> None:
         """Pushes the weights if this is due, and lets makers compare their engines with the actor
         again."""
-        if self.global_step % self.update_steps == 0 or self.global_step == self.total_steps:
+        is_last = self.global_step == self.total_steps
+        is_due = self.global_step % self.update_steps == 0
+        if is_due or is_last:
             with self.recorder.timer("export_weights"):
                 self.push()
         self.comparisons.in_step = False

@@ -226,7 +226,7 @@ class ChatFormat:
 
 def _tool_calls(calls: Sequence[Any]) -> list[Message]:
     """Returns the tool calls of a message from those that a parser has read."""
-    tool_calls = []
+    tool_calls: list[Message] = []
     for number, call in enumerate(calls):
         arguments = arguments_of(call.arguments)
         function = {"name": call.name, "arguments": arguments}
