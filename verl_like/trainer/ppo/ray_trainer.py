@@ -79,9 +79,11 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
         rows = placement_rows(self.placement)  # waits for the processes
         self.recorder.show_placement(rows)
         load_models(self.groups, self.config.trainer.device, self.show_episodes)
-        if self.recorder.resumed:
-            self.restore(self.recorder.resumed.checkpoint)
-        self.load_weights(self.learner.export_weights())
+        resumed = self.recorder.resumed
+        if resumed:
+            self.restore(resumed.checkpoint)
+        weights = self.learner.export_weights()
+        self.load_weights(weights)
         self.compare_engines()
 
     def compare_engines(self) -> None:
@@ -111,7 +113,8 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
         log_probs = engine_check.log_probs_of(actor, drawn)
         engine_check.require_one_model(config, "", drawn, log_probs)
         if sleeps:
-            self.load_weights(self.learner.export_weights())
+            weights = self.learner.export_weights()
+            self.load_weights(weights)
 
     def build_learner(self) -> Learner:
         return Learner(self.config, self.groups, self.ptx_dataset)
@@ -138,9 +141,12 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
         prompts = of_step(prompts, self.global_step)
         generated = self.generated or self.maker.sample(prompts, self.next_prompts)
         # The next step's responses are generated during the rest of this step.
-        generation = self.maker.begin(upcoming) if upcoming else None
+        generation = None
+        if upcoming:
+            generation = self.maker.begin(upcoming)
         experience = self.maker.complete(generated)
-        metrics = merge_metrics([experience.metrics, {"training/epoch": epoch}])
+        metrics_of_loop = {"training/epoch": epoch}
+        metrics = merge_metrics([experience.metrics, metrics_of_loop])
         yield replace(experience, metrics=metrics)
         self.generated = None
         if upcoming:
