@@ -291,7 +291,9 @@ class DetachedPPOTrainer(Side, TrainingLoop):
         """Sends the weights to the maker that has asked for them by `hold_weights`. Its
         `num_receivers` rollout processes load them during this call."""
         with self.turns.loading(maker):
-            self.groups[Role.Actor].send_weights.remote(num_receivers, maker).get()
+            actor = self.groups[Role.Actor]
+            sent = actor.send_weights.remote(num_receivers, maker)
+            sent.get()
 
     def start(self) -> None:
         """Starts the workers and loads the models.
@@ -322,7 +324,8 @@ class DetachedPPOTrainer(Side, TrainingLoop):
         self.learner = Learner(config, self.groups, ptx, (self.index, world_size))
         hf_config = load_hf_config(model, key="actor_rollout_ref.model")
         self.model_cost = ModelCost.of(hf_config)
-        self.recorder.show_placement(placement_rows(placement))
+        rows = placement_rows(placement)
+        self.recorder.show_placement(rows)
         load_models(self.groups, config.trainer.device)
         self.require_same_inputs()
 
@@ -343,7 +346,8 @@ class DetachedPPOTrainer(Side, TrainingLoop):
         for name in self.maker_names:
             # A maker that has died asks for the newest weights when it is started again.
             with contextlib.suppress(WorkerDied):
-                side_named(name).update_experience_maker.remote(self.pushed)
+                maker = side_named(name)
+                maker.update_experience_maker.remote(self.pushed)
 
     def export(self) -> None:
         """Has the workers export their weights, and waits until they have done so. The weights stay
@@ -355,7 +359,8 @@ class DetachedPPOTrainer(Side, TrainingLoop):
             for role, group in self.groups.items():
                 future = group.export_weights.remote(version=version)
                 futures.append(future)
-                exports[role] = ForwardedFuture(tuple(future.parts), future.collect)
+                parts = tuple(future.parts)
+                exports[role] = ForwardedFuture(parts, future.collect)
             for future in futures:
                 future.finish()
             self.pushed = PushedWeights(version, exports)

@@ -338,11 +338,14 @@ class PromptLedger:
                 continue
             due_versions[number] = entry.version + self.max_staleness
             if entry.arrival is not None:
-                delivered.append((entry.version, entry.arrival, number))
+                group = (entry.version, entry.arrival, number)
+                delivered.append(group)
         delivered.sort()
         first_due = delivered[:num_groups]
         # How many groups this step takes after these:
-        places = (version + 1) * self.share - self._taken[trainer] - num_groups
+        num_after_step = (version + 1) * self.share
+        num_after_these = self._taken[trainer] + num_groups
+        places = num_after_step - num_after_these
         assert 0 <= places < self.share, (trainer, version, num_groups, self._taken)
         if len(first_due) < num_groups:
             return []
@@ -353,7 +356,8 @@ class PromptLedger:
         for num_later in range(self.max_staleness + 1):
             by = version + num_later
             num_due = sum(due <= by for due in due_versions.values())
-            if num_due > places + num_later * self.share:
+            places_by_then = places + num_later * self.share
+            if num_due > places_by_then:
                 return []
         return sorted(numbers)
 
@@ -372,8 +376,8 @@ class PromptLedger:
             self._trained[entry.trainer] += 1
             self._effective_sample_sizes[entry.trainer] = effective_sample_size
         least_trained = min(self._trained)
-        is_done = least_trained == (version + 1) * self.share
-        if not is_done:
+        num_after_step = (version + 1) * self.share
+        if least_trained != num_after_step:
             return {}
         counts = self.counts()
         counts["brake"] = int(self.is_braking)
@@ -394,7 +398,8 @@ class PromptLedger:
         for number, entry in self._open.items():
             if entry.arrival is None:
                 held_for_trainer = held[entry.trainer]
-                held_for_trainer.setdefault(entry.maker, []).append(number)
+                held_by_maker = held_for_trainer.setdefault(entry.maker, [])
+                held_by_maker.append(number)
         return list(zip(self._buffered, held, strict=True))
 
     def counts(self) -> dict[str, int]:

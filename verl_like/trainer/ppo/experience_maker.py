@@ -179,46 +179,34 @@ class ExperienceMaker:
         run at the same time.
         """
         config = self.config
-        plan = config.plan
-        groups = self.groups
         batch = of_present_kind(generated).batch
         frees_memory = config.actor_rollout_ref.rollout.free_cache_engine
         if frees_memory and not config.trainer.max_staleness:
-            groups[Role.Rollout].sleep()
+            self.groups[Role.Rollout].sleep()
 
         work = RowWork.of(batch, self.model_cost, balance=config.trainer.balance_batch)
         pending: list[Any] = []
-        if plan.needs_old_log_probs:
-            actor = groups[Role.Actor]
-            log_probs = work.submit(actor.compute_log_prob, batch)
-            pending.append(log_probs)
-        if plan.role_of_reference:
-            reference = groups[plan.role_of_reference]
-            ref_log_probs = work.submit(reference.compute_ref_log_prob, batch)
-            pending.append(ref_log_probs)
-        teacher = groups.get(Role.Teacher)
-        if teacher:
-            teacher_log_probs = work.submit(teacher.compute_teacher_log_prob, batch)
-            pending.append(teacher_log_probs)
-        critic = groups.get(Role.Critic)
-        if critic:
-            values = work.submit(critic.compute_values, batch)
-            pending.append(values)
-        for role in plan.reward_models_by_role:
-            reward_model = groups[role]
-            model_scores = work.submit(reward_model.compute_rm_score, batch)
+        if config.plan.needs_old_log_probs:
+            actor = self.groups[Role.Actor]
+            pending.append(work.submit(actor.compute_log_prob, batch))
+        if config.plan.role_of_reference:
+            reference = self.groups[config.plan.role_of_reference]
+            pending.append(work.submit(reference.compute_ref_log_prob, batch))
+        if teacher := self.groups.get(Role.Teacher):
+            pending.append(work.submit(teacher.compute_teacher_log_prob, batch))
+        if critic := self.groups.get(Role.Critic):
+            pending.append(work.submit(critic.compute_values, batch))
+        for role in config.plan.reward_models_by_role:
+            model_scores = work.submit(self.groups[role].compute_rm_score, batch)
             pending.append(scoring.ModelScores(role, model_scores))
-        for role in plan.custom_roles:
+        for role in config.plan.custom_roles:
             # This call keeps the batch's own order, so that the samples of a prompt stay together.
-            annotated = groups[role].annotate.remote(batch)
-            pending.append(annotated)
+            pending.append(self.groups[role].annotate.remote(batch))
         if generated.scores:
-            rule_scores = generated.scores.complete(batch)
-            pending.append(rule_scores)
+            pending.append(generated.scores.complete(batch))
         rows, metrics = self.collect(batch, pending)
-        view = view_of_samples(rows)
         merged = merge_metrics([generated.metrics, metrics])
-        return Scored(view, rows, work, merged)
+        return Scored(view_of_samples(rows), rows, work, merged)
 
     def generate_and_score(
         self, prompts: DataProto, num_samples: int

@@ -70,13 +70,11 @@ class Learner:
         pending = []
         if self.critic:
             size = self.num_critic_samples
-            of_critic = work.submit(self.critic.update_critic, batch, size)
-            pending.append(of_critic)
+            pending.append(work.submit(self.critic.update_critic, batch, size))
         if self.version >= self.config.trainer.critic_warmup:
             size = self.num_actor_samples
             ptx_rows = self.ptx_rows(batch, work)
-            of_actor = work.submit(self.actor.update_actor, batch, size, *ptx_rows)
-            pending.append(of_actor)
+            pending.append(work.submit(self.actor.update_actor, batch, size, *ptx_rows))
         if part == num_parts:
             self.version += 1
         return Update(pending, metrics)

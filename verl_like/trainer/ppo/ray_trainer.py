@@ -141,12 +141,9 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
         prompts = of_step(prompts, self.global_step)
         generated = self.generated or self.maker.sample(prompts, self.next_prompts)
         # The next step's responses are generated during the rest of this step.
-        generation = None
-        if upcoming:
-            generation = self.maker.begin(upcoming)
+        generation = self.maker.begin(upcoming) if upcoming else None
         experience = self.maker.complete(generated)
-        metrics_of_loop = {"training/epoch": epoch}
-        metrics = merge_metrics([experience.metrics, metrics_of_loop])
+        metrics = merge_metrics([experience.metrics, {"training/epoch": epoch}])
         yield replace(experience, metrics=metrics)
         self.generated = None
         if upcoming:

@@ -55,13 +55,18 @@ def reward_columns(
     declares. Raises ValueError if the role may not declare a column, if its class does not write
     the column, or if two roles write it.
     """
-    columns = dict(RULE_COLUMNS) if with_rules else {}
+    columns = {}
+    if with_rules:
+        columns.update(RULE_COLUMNS)
     for role, worker_class in worker_classes.items():
         model = reward_models.get(role)
-        method = "compute_rm_score" if model else "annotate"
+        method = "annotate"
+        if model:
+            method = "compute_rm_score"
         if role == Role.Agent:
             method = "run_episodes"
-        spec = registered_methods(worker_class).get(method)
+        methods = registered_methods(worker_class)
+        spec = methods.get(method)
         written = (spec and spec.writes) or ()
         for name, weight in worker_class.reward_columns.items():
             where = f"{worker_class.__name__}.reward_columns has {name!r}"

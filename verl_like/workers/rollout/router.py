@@ -492,8 +492,7 @@ class RequestRouter:
         call = self.calls.pop(name)
         call.completions[name] = completion
         if name in call.told:
-            request = call.requests[name]
-            call.unread.append((request, completion))
+            call.unread.append((call.requests[name], completion))
         started, _ended = call.spans[replica]
         call.spans[replica] = (started, time.time())
 
