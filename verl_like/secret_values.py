@@ -42,7 +42,8 @@ def is_secret_name(name: str) -> bool:
     """Returns whether a key, or an environment variable, has the name of a secret."""
     if name in NAMES_OF_NO_SECRETS:
         return False
-    return any(word in name.upper() for word in WORDS)
+    upper_name = name.upper()
+    return any(word in upper_name for word in WORDS)
 
 
 def with_masked_urls(text: str) -> str:
@@ -66,10 +67,12 @@ def differing_paths(tree: Any, other: Any, path: Path = ()) -> Iterator[Path]:
     """Yields the path of each value in which two configurations differ. A list counts as one
     value."""
     if isinstance(tree, Mapping) and isinstance(other, Mapping):
-        for name in {**tree, **other}:
+        names = {**tree, **other}
+        for name in names:
             value = tree.get(name)
             other_value = other.get(name)
-            yield from differing_paths(value, other_value, (*path, str(name)))
+            path_of_value = (*path, str(name))
+            yield from differing_paths(value, other_value, path_of_value)
     elif tree != other:
         yield path
 
@@ -114,7 +117,9 @@ def hidden_as(shown: Any, tree: Any) -> Any:
     are_lists = isinstance(shown, list | tuple) and isinstance(tree, list | tuple)
     if are_lists and len(shown) == len(tree):
         return [hidden_as(own, value) for own, value in zip(shown, tree, strict=True)]
-    return MASK if shown == MASK else tree
+    if shown == MASK:
+        return MASK
+    return tree
 
 
 @dataclass(frozen=True)

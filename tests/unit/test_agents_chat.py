@@ -2,6 +2,8 @@
 chat templates, with texts written out by hand."""
 
 import json
+import logging
+import os
 
 import pytest
 
@@ -82,6 +84,16 @@ def test_a_turn_that_did_not_end_gets_the_end_that_the_template_writes():
     chat = make_chat(make_tokenizer(WITHOUT_ENDS, end="<|eot|>"))
     tail = tail_of(chat, [USER, PLAIN], chat.tokens("cut off"), [MORE])
     assert tail == "user: And Rome?\nassistant:", "this template ends no turn"
+
+
+@pytest.mark.parametrize("given", ["INFO", None])
+def test_vllm_logs_only_what_is_critical_unless_the_environment_says_otherwise(monkeypatch, given):
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
+    if given is None:
+        monkeypatch.delenv("VLLM_LOGGING_LEVEL")
+    make_chat(make_tokenizer(CHATML))
+    level = logging.getLevelNamesMapping()[os.environ["VLLM_LOGGING_LEVEL"]]
+    assert level == (logging.CRITICAL if given is None else logging.INFO)
 
 
 def test_the_end_of_a_template_is_the_one_that_stands_last_of_the_models_ends():

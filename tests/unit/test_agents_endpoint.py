@@ -570,22 +570,31 @@ def test_a_setting_with_a_value_that_asks_for_nothing_is_served(served: Served, 
     assert session.counts["ignored_sampling"] == 0
 
 
-@pytest.mark.parametrize("name", IGNORED)
+SAMPLING = {
+    "temperature": 0.5,
+    "top_p": 0.5,
+    "top_k": 4,
+    "min_p": 0.5,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+    "repetition_penalty": 0.5,
+    "logit_bias": {"5": 1.0},
+    "seed": 3,
+    "min_tokens": 1,
+    "ignore_eos": True,
+    "bad_words": ["no"],
+    "allowed_token_ids": [5],
+    "response_format": {"type": "json_object"},
+    "structured_outputs": {"regex": "a+"},
+    "thinking_token_budget": 4,
+}
+"""The settings of sampling that vLLM's server takes, with values that change what is drawn."""
+
+
+@pytest.mark.parametrize("name", SAMPLING)
 def test_a_request_that_sets_sampling_is_counted_and_drawn_as_configured(served: Served, name: str):
-    values = {
-        "logit_bias": {"5": 1.0},
-        "bad_words": ["no"],
-        "allowed_token_ids": [5],
-        "response_format": {"type": "json_object"},
-        "structured_outputs": {"regex": "a+"},
-        "seed": 3,
-        "top_k": 4,
-        "min_tokens": 1,
-        "ignore_eos": True,
-        "thinking_token_budget": 4,
-    }
     session, access = episode(served, PLAIN)
-    body = {**CHAT_BODY, name: values.get(name, 0.5), "max_tokens": 20}
+    body = {**CHAT_BODY, name: SAMPLING[name], "max_tokens": 20}
     answer = post(served, access, CHAT, body)
     assert answer.status_code == 200, answer.text
     assert answer.json()["choices"][0]["message"]["content"] == PLAIN
@@ -594,6 +603,10 @@ def test_a_request_that_sets_sampling_is_counted_and_drawn_as_configured(served:
     (request,) = model.requests
     assert request.sampling == replace(session.spec.request.sampling, max_tokens=20)
     assert request.seed == session.spec.request.seed
+
+
+def test_every_setting_that_is_ignored_is_one_of_sampling():
+    assert set(IGNORED) == set(SAMPLING)
 
 
 def test_sampling_of_the_dialects_is_counted(served: Served):

@@ -1,6 +1,7 @@
 """Episodes on real replicas in this process: their requests, their batch, and their failures."""
 
 import asyncio
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from verl_like.protocol import DataProto
 from verl_like.rewards.manager import RewardError
 from verl_like.single_controller.failure import WorkerError
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
-from verl_like.single_controller.worker_group import ClassWithInitArgs
+from verl_like.single_controller.worker_group import CallEvent, ClassWithInitArgs
 from verl_like.trainer.ppo.workers import load_models
 from verl_like.workers.agents.episode import (
     AgentsFailed,
@@ -306,3 +307,54 @@ def test_who_loads_the_models_is_told_of_the_episodes_of_each_call_once(make_age
         validation.get()
         pending.get()
     assert told == [(True, 3 * 2), (None, 2 * N)]
+
+
+def test_the_timeline_has_a_call_once_for_each_rank_while_its_episodes_ran(make_agents):
+    ran: list[list[float]] = [[], []]
+
+    async def act(session: Session) -> Outcome:
+        times = ran[router.running[session.spec.request.name].rank]
+        times.append(time.time())
+        outcome = await one_call(session)
+        await asyncio.sleep(0.01)
+        times.append(time.time())
+        return outcome
+
+    agents, rollout, seen = make_agents(act)
+    router = rollout.caller
+    events: list[CallEvent] = []
+    agents.on_call = events.append
+    agents.run_episodes(rows(2)).get()
+    names = [(each.role, each.method, each.rank) for each in events]
+    assert names == [("agent", "run_episodes", rank) for rank in (0, 1)]
+    for each, times in zip(events, ran, strict=True):
+        assert each.started <= min(times) < max(times) <= each.finished
+        of_rank = [(episode.started, episode.started + episode.seconds) for episode in seen]
+        assert each.started in [started for started, _ended in of_rank]
+        assert each.finished in [ended for _started, ended in of_rank]
+
+
+def test_a_request_of_an_episode_that_has_ended_is_not_drawn(make_agents):
+    is_asked = asyncio.Event()
+    late: list[asyncio.Task[None]] = []
+
+    async def ask_late(session: Session) -> None:
+        while session.spec.request.name in router.running:
+            await asyncio.sleep(0.001)
+        is_asked.set()  # the others go on once this one waits for its answer
+        await session.draw(session.spec.request.prompt_ids)
+
+    async def act(session: Session) -> Outcome:
+        if session.spec.request.index == 0:
+            late.append(asyncio.create_task(ask_late(session)))
+            return Outcome(0.5)
+        await is_asked.wait()
+        return await one_call(session)
+
+    agents, rollout, _seen = make_agents(act, num_ranks=1)
+    router = rollout.caller
+    made = agents.run_episodes(rows(1)).get()
+    masks = [row.sum().item() for row in made.batch["response_mask"].unbind()]
+    assert [bool(tokens) for tokens in masks] == [False, True, True]
+    assert not late[0].done(), "nobody answers it"
+    agents.workers[0].runner._loop.call_soon_threadsafe(late[0].cancel)

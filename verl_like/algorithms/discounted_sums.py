@@ -57,15 +57,18 @@ def discounted_sums(terms: Tensor, discount: float) -> Tensor:
     overflows that the recurrence S_t = terms_t + discount S_(t+1) would not.
     """
     exponents = torch.arange(_BLOCK + 1, device=terms.device)
-    powers = (discount ** exponents.double()).to(terms.dtype)  # 0^0 = 1
+    exact_powers = discount ** exponents.double()  # 0^0 = 1
+    powers = exact_powers.to(terms.dtype)
     positions = exponents[:-1]
     distances = positions.unsqueeze(1) - positions
-    discounts = powers[distances.clamp(min=0)].tril()
+    power_of_pair = powers[distances.clamp(min=0)]
+    discounts = power_of_pair.tril()
     blocks = terms.view(len(terms), -1, _BLOCK)
     sums = blocks @ discounts
     to_next_block = powers[1:].flip(0)
     last_block = sums.size(1) - 1
     for block in reversed(range(last_block)):
-        carried = sums[:, block + 1, 0]
+        next_block = block + 1
+        carried = sums[:, next_block, 0]
         sums[:, block].addr_(carried, to_next_block)
     return sums.view_as(terms)

@@ -44,7 +44,8 @@ class PromptGroups:
         number_of_key: dict[Hashable, int] = {}
         group_of_row = []
         for key in index:
-            number = number_of_key.setdefault(key, len(number_of_key))
+            next_number = len(number_of_key)
+            number = number_of_key.setdefault(key, next_number)
             group_of_row.append(number)
         group = torch.tensor(group_of_row, dtype=torch.long, device=scores.device)
         return cls(
@@ -64,7 +65,8 @@ class PromptGroups:
     @property
     def num_scored(self) -> Tensor:
         """The number of scored rows in the group."""
-        return self.sum(torch.ones_like(self.scores))
+        ones = torch.ones_like(self.scores)
+        return self.sum(ones)
 
     @property
     def has_baseline(self) -> Tensor:
@@ -75,7 +77,8 @@ class PromptGroups:
         scale than the advantages of the other rows, so its advantage is 0.
         """
         has_others = self.num_scored > 1
-        return self.scored & (self.is_single | has_others)
+        may_count = self.is_single | has_others
+        return self.scored & may_count
 
     @property
     def differ(self) -> Tensor:
@@ -112,14 +115,16 @@ class PromptGroups:
         design, and 0 if one row is scored."""
         deviations = self.scores - self.mean()
         num_others = (self.num_scored - 1).clamp(min=1)
-        variance = self.sum(deviations**2) / num_others
+        sum_squares = self.sum(deviations**2)
+        variance = sum_squares / num_others
         return torch.where(self.is_single, 1.0, variance.sqrt())
 
     def scores_above(self, baseline: Tensor) -> Tensor:
         """Returns the score - `baseline` (B,). It is the score itself for a group of one by design,
         and 0 for a row without a baseline."""
         subtracted = zero_masked(baseline, ~self.is_single)
-        return zero_masked(self.scores - subtracted, self.has_baseline)
+        above = self.scores - subtracted
+        return zero_masked(above, self.has_baseline)
 
     def on_tokens(self, row_values: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns each row's value at every one of its response tokens, and 0 elsewhere, (B, R)."""

@@ -56,9 +56,12 @@ def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tens
     row_norms = torch.linalg.vector_norm(deviation, dim=-1)
     sum_squares = row_norms.square().sum()
     variance = sum_squares / max(count - 1, 1)
-    scale = torch.rsqrt(variance + 1e-8) if count >= 2 else 1.0
-    whitened = deviation * scale
-    return whitened if shift_mean else zero_masked(whitened + mean, valid)
+    whitened = deviation
+    if count >= 2:
+        whitened = deviation * torch.rsqrt(variance + 1e-8)
+    if shift_mean:
+        return whitened
+    return zero_masked(whitened + mean, valid)
 
 
 def on_last_token(row_values: Tensor, mask: Tensor) -> Tensor:
@@ -67,14 +70,17 @@ def on_last_token(row_values: Tensor, mask: Tensor) -> Tensor:
     valid = mask.bool()
     num_so_far = valid.cumsum(-1)
     num_of_row = num_so_far[:, -1:]
-    is_last = valid & (num_so_far == num_of_row)
-    return zero_masked(row_values.unsqueeze(-1), is_last)
+    has_none_behind = num_so_far == num_of_row
+    is_last = valid & has_none_behind
+    values = row_values.unsqueeze(-1)
+    return zero_masked(values, is_last)
 
 
 def few_rows(matrix: Tensor) -> list[slice]:
     """Divides the rows of a matrix (B, R) into slices. Each has so few rows that what is computed
     for them stays in the cache."""
     num_rows, length = matrix.shape
-    at_once = max(1, _TOKENS_IN_CACHE // max(1, length))
+    num_in_cache = _TOKENS_IN_CACHE // max(1, length)
+    at_once = max(1, num_in_cache)
     starts = range(0, num_rows, at_once)
     return [slice(start, start + at_once) for start in starts]

@@ -165,9 +165,10 @@ class AlgorithmRegistry(Registry[Algorithm]):
         return None
 
     def is_taken(self, name: str, entry: Algorithm) -> bool:
+        if name in self.entries or name in self.aliases:
+            return True
         has_file = name in self.file_names()
-        is_in_other_file = has_file and entry.__module__ != f"{self.package}.{name}"
-        return name in self.entries or name in self.aliases or is_in_other_file
+        return has_file and entry.__module__ != f"{self.package}.{name}"
 
     def check(self, name: str, entry: Algorithm) -> None:
         """Raises ValueError if the name is taken, or a parameter without a default is none of the
@@ -220,7 +221,8 @@ def required_inputs(function: Algorithm) -> frozenset[str]:
     algorithm may have."""
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     required = set()
-    for parameter in inspect.signature(function).parameters.values():
+    parameters = inspect.signature(function).parameters
+    for parameter in parameters.values():
         has_default = parameter.default is not parameter.empty
         if not has_default and parameter.kind not in variadic:
             required.add(parameter.name)
@@ -282,7 +284,10 @@ def read_options(function: Algorithm, **blocks: ConfigModel) -> AlgorithmOptions
     for name in rest:
         block = getattr(block, name)
     extra = block.model_extra or {}
-    given = {name: value for name, value in extra.items() if name in declared.model_fields}
+    given = {}
+    for name, value in extra.items():
+        if name in declared.model_fields:
+            given[name] = value
     return declared.model_validate(given)
 
 
@@ -294,7 +299,11 @@ def call_by_name(function: Algorithm, inputs: Mapping[str, Any]) -> Any:
         ValueError: an input without a default is not there.
     """
     parameters = inspect.signature(function).parameters
-    given = {name: inputs[name] for name in parameters if inputs.get(name) is not None}
+    given = {}
+    for name in parameters:
+        value = inputs.get(name)
+        if value is not None:
+            given[name] = value
     missing = sorted(required_inputs(function) - given.keys())
     if missing:
         raise ValueError(

@@ -45,9 +45,9 @@ class DataProto(VerlDataProto):
             for name, tensor in tensors.items():
                 row_ops.check_tensor_column(f"from_dict: tensors[{name!r}]", tensor)
                 sizes[name] = tensor.size(0)
-            if len(set(sizes.values())) > 1:
+            num_rows, *others = set(sizes.values())
+            if others:
                 raise ValueError(f"from_dict: the tensors differ in their number of rows: {sizes}.")
-            num_rows = next(iter(sizes.values()))
             batch = row_ops.tensor_dict(tensors, num_rows)
         arrays: dict[str, Any] = dict(non_tensors or {})
         for name, value in arrays.items():
@@ -125,15 +125,18 @@ class DataProto(VerlDataProto):
         """
         if not data:
             raise ValueError("concat got an empty list; there is no batch to return.")
-        meta_info = merge.merge_meta_info([part.meta_info for part in data])
+        meta_infos = [part.meta_info for part in data]
+        meta_info = merge.merge_meta_info(meta_infos)
         for part in data:
             part.check_consistency()
         filled = [part for part in data if len(part)]
         if not filled:
             with_columns = [part for part in data if part.columns()]
             filled = with_columns[:1] or [data[0]]
-        tensors = merge.concat_parts("batch", [part.tensors() for part in filled])
-        arrays = merge.concat_parts("non_tensor_batch", [part.non_tensor_batch for part in filled])
+        tensors_of_parts = [part.tensors() for part in filled]
+        tensors = merge.concat_parts("batch", tensors_of_parts)
+        arrays_of_parts = [part.non_tensor_batch for part in filled]
+        arrays = merge.concat_parts("non_tensor_batch", arrays_of_parts)
         num_rows = sum(map(len, filled))
         return filled[0].with_columns(num_rows, tensors, arrays, meta_info)
 
@@ -185,10 +188,11 @@ class DataProto(VerlDataProto):
 
     def to(self, device: str | torch.device | int) -> "DataProto":
         """Moves the tensors in place and returns self. Non-tensors stay."""
-        if self.batch is not None:
-            moved = self.batch.to(torch.device(device))
-            columns = row_ops.columns_of(moved)
-            self.batch = row_ops.tensor_dict(columns, len(self), moved.device)
+        if self.batch is None:
+            return self
+        moved = self.batch.to(torch.device(device))
+        columns = row_ops.columns_of(moved)
+        self.batch = row_ops.tensor_dict(columns, len(self), moved.device)
         return self
 
     def union(self, other: "DataProto") -> "DataProto":
@@ -201,10 +205,11 @@ class DataProto(VerlDataProto):
         both_have_columns = all(
             data.batch is not None or data.non_tensor_batch for data in (self, other)
         )
-        if both_have_columns and len(self) != len(other):
+        num_rows = len(self)
+        num_others = len(other)
+        if both_have_columns and num_rows != num_others:
             raise ValueError(
-                f"union: {len(self)} rows and {len(other)} rows; select the same rows of both "
-                "first."
+                f"union: {num_rows} rows and {num_others} rows; select the same rows of both first."
             )
         batch = self.batch
         if batch is None:

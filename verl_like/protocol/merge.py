@@ -26,7 +26,9 @@ def pick_keys(
 ) -> dict[str, V]:
     """Returns the entries at `keys`; None means all. Raises ValueError, which names the keys, if
     some are missing or given twice."""
-    wanted = list(values if keys is None else keys)
+    if keys is None:
+        return dict(values)
+    wanted = list(keys)
     missing = [key for key in wanted if key not in values]
     if missing:
         raise ValueError(
@@ -44,12 +46,15 @@ def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> Ten
     other_size = tensor_dict2.batch_size
     if size != other_size:
         raise ValueError(f"union: the batch sizes differ, {tuple(size)} and {tuple(other_size)}.")
-    united = union_columns("batch", columns_of(tensor_dict1), columns_of(tensor_dict2))
+    columns = columns_of(tensor_dict1)
+    other_columns = columns_of(tensor_dict2)
+    united = union_columns("batch", columns, other_columns)
     # With a device, a TensorDict would move its columns there.
     device = tensor_dict1.device
     if device != tensor_dict2.device:
         device = None
-    return TensorDict(share_offsets(united), size, device=device)
+    shared = share_offsets(united)
+    return TensorDict(shared, size, device=device)
 
 
 def union_numpy_dict(
@@ -66,7 +71,9 @@ def union_meta_info(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[s
     for key in _PER_CALL:
         if key in left and key in right:
             joined[key] = union_columns(f"meta_info[{key!r}]", left[key], right[key])
-    return union_columns("meta_info", {**left, **joined}, {**right, **joined})
+    with_joined = {**left, **joined}
+    others_with_joined = {**right, **joined}
+    return union_columns("meta_info", with_joined, others_with_joined)
 
 
 def union_columns(place: str, left: Mapping[str, V], right: Mapping[str, V]) -> dict[str, V]:
@@ -104,9 +111,13 @@ def merge_meta_info(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if "timing" in merged:
         timing: dict[str, list[Any]] = {}
         for part in parts:
-            for name, seconds in part.get("timing", {}).items():
-                several = seconds if isinstance(seconds, list) else [seconds]
-                timing.setdefault(name, []).extend(several)
+            timing_of_part = part.get("timing", {})
+            for name, seconds in timing_of_part.items():
+                several = timing.setdefault(name, [])
+                if isinstance(seconds, list):
+                    several.extend(seconds)
+                else:
+                    several.append(seconds)
         merged["timing"] = timing
     return merged
 
@@ -114,15 +125,16 @@ def merge_meta_info(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def concat_parts(place: str, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Concatenates every column of `parts` by rows. Raises ValueError unless all parts have the
     same, matching columns."""
+    first = parts[0]
     for index, part in enumerate(parts):
-        differing = part.keys() ^ parts[0].keys()
+        differing = part.keys() ^ first.keys()
         if differing:
             raise ValueError(
                 f"concat: {names(differing)} in {place} not in all parts (compare the non-empty "
                 f"parts 0 and {index}); select or pop the same columns in every part."
             )
     whole = {}
-    for name in parts[0]:
+    for name in first:
         columns = [part[name] for part in parts]
         whole[name] = concat_columns(name, columns)
     return whole
@@ -131,4 +143,6 @@ def concat_parts(place: str, parts: Sequence[Mapping[str, Any]]) -> dict[str, An
 def _short(value: Any) -> str:
     if not hasattr(value, "shape"):
         return reprlib.repr(value)
-    return f"{type(value).__name__} {value.dtype} {tuple(value.shape)}"
+    kind = type(value).__name__
+    shape = tuple(value.shape)
+    return f"{kind} {value.dtype} {shape}"

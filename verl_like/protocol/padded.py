@@ -69,7 +69,8 @@ class RowPlaces:
             first = first + width - lengths
         shift_of_row = first - offsets[:-1]
         shift = torch.repeat_interleave(shift_of_row, lengths)
-        self.of_values = shift + torch.arange(int(offsets[-1]))
+        num_values = int(offsets[-1])
+        self.of_values = shift + torch.arange(num_values)
 
     def pad(self, values: Tensor, fill: int = 0) -> Tensor:
         """Puts values (N, ...) at their places in (B, width, ...), with `fill` elsewhere."""
@@ -192,15 +193,16 @@ class PaddedColumns(MutableMapping[str, Tensor]):
                 return column[self.samples.first_rows]
             return column
         values, offsets = jagged_parts(column)
+        pad_token = self.padding.pad_token_id
         if name == "prompts":
             in_prompt = self._prompt_places(offsets)
-            return in_prompt.pad(values, self.padding.pad_token_id)
+            return in_prompt.pad(values, pad_token)
         if self.response_places is not None:
             assert self.response_offsets is not None
             if torch.equal(offsets, self.response_offsets):
                 fill = 0
                 if name == "responses":
-                    fill = self.padding.pad_token_id
+                    fill = pad_token
                 return self.response_places.pad(values, fill)
         assert not self.samples, f"{name} has no entry a response token"
         return column  # of another kind
@@ -215,8 +217,10 @@ class PaddedColumns(MutableMapping[str, Tensor]):
             prompts_BP = in_prompt.pad(prompts, self.padding.pad_token_id)
             if self.response_places is None:
                 return prompts_BP
-            return torch.cat([prompts_BP, self["responses"]], dim=1)
-        is_prompt_BP = in_prompt.pad(torch.ones_like(prompts))
+            responses_BR = self["responses"]
+            return torch.cat([prompts_BP, responses_BR], dim=1)
+        ones = torch.ones_like(prompts)
+        is_prompt_BP = in_prompt.pad(ones)
         if name == "position_ids":
             length = self.padding.max_prompt_length
             if self.response_places is not None:
@@ -225,7 +229,8 @@ class PaddedColumns(MutableMapping[str, Tensor]):
         if self.response_places is None:
             return is_prompt_BP
         responses, _ = jagged_parts(self.columns["responses"])
-        is_response_BR = self.response_places.pad(torch.ones_like(responses))
+        response_ones = torch.ones_like(responses)
+        is_response_BR = self.response_places.pad(response_ones)
         if self.samples:
             return is_response_BR
         return torch.cat([is_prompt_BP, is_response_BR], dim=1)
@@ -290,7 +295,8 @@ def _positions(prompt_mask_BP: Tensor, length: int) -> Tensor:
     """Returns the positions (B, T) int64. They are 0 on the first token of the prompt and before
     it."""
     num_prompt_tokens_B = prompt_mask_BP.sum(-1, keepdim=True)
-    num_padding_B = prompt_mask_BP.size(1) - num_prompt_tokens_B
+    width = prompt_mask_BP.size(1)
+    num_padding_B = width - num_prompt_tokens_B
     positions_BT = torch.arange(length) - num_padding_B
     return positions_BT.clamp(min=0)
 
@@ -358,21 +364,23 @@ def strip(view: DataProto, data: DataProto) -> DataProto:
         for name in padded_columns.removed:
             tensors.pop(name, None)
     else:
-        response_places = RowPlaces(offsets, Padding.of(data).max_response_length)
+        width = Padding.of(data).max_response_length
+        response_places = RowPlaces(offsets, width)
         written = {}
         for name, column in view.tensors().items():
             if name not in _TOKEN_COLUMNS:
                 written[name] = column
     for name, column in written.items():
-        if id(column) not in stripped_of_id:
+        key = id(column)
+        if key not in stripped_of_id:
             is_dense_in_data = name in tensors and not is_jagged(tensors[name])
-            stripped_of_id[id(column)] = _stripped(
-                column, is_dense_in_data, response_places, offsets, samples
-            )
-        tensors[name] = stripped_of_id[id(column)]
+            stripped = _stripped(column, is_dense_in_data, response_places, offsets, samples)
+            stripped_of_id[key] = stripped
+        tensors[name] = stripped_of_id[key]
     if samples:
         sample_of_row = samples.sample_of_row.numpy()
-        arrays = {name: array[sample_of_row] for name, array in arrays.items()}
+        for name, array in arrays.items():
+            arrays[name] = array[sample_of_row]
         arrays |= data.non_tensor_batch
     return DataProto.from_dict(tensors, arrays, view.meta_info)
 
@@ -431,12 +439,15 @@ def without_padding(data: DataProto, pad_token_id: int) -> DataProto:
             "verl's layout pads prompts on the left and responses on the right; here padding is "
             "between"
         )
-    prompt_offsets = offsets_of(is_prompt_BP.sum(-1))
+    prompt_lengths = is_prompt_BP.sum(-1)
+    prompt_offsets = offsets_of(prompt_lengths)
     in_prompt = RowPlaces(prompt_offsets, prompt_length, at_end=True)
-    prompts = in_prompt.strip(input_ids[:, :prompt_length])
+    prompts_BP = input_ids[:, :prompt_length]
+    prompts = in_prompt.strip(prompts_BP)
     jagged = {"prompts": jagged_from_offsets(prompts, prompt_offsets)}
     if "responses" in tensors:
-        offsets = offsets_of(is_response_BR.sum(-1))
+        response_lengths = is_response_BR.sum(-1)
+        offsets = offsets_of(response_lengths)
         in_response = RowPlaces(offsets, response_length)
         tensors.setdefault("response_mask", is_response_BR.long())
         for name, column in tensors.items():

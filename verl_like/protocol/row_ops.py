@@ -35,7 +35,9 @@ def is_jagged(column: ColumnData) -> TypeGuard[Tensor]:
     # The class is asked for first: torch takes 10 us for any property of a jagged tensor.
     if isinstance(column, NestedTensor):
         return True
-    return isinstance(column, Tensor) and column.is_nested
+    if not isinstance(column, Tensor):
+        return False
+    return column.is_nested
 
 
 def check_tensor_column(place: str, column: Any) -> None:
@@ -68,10 +70,12 @@ def jagged_parts(column: Tensor) -> tuple[Tensor, Tensor]:
     """
     parts = cast(NestedTensor, column)
     values = parts._values
-    if parts._lengths is None and values.is_contiguous() and not values.requires_grad:
+    has_holes = parts._lengths is not None
+    is_simple = values.is_contiguous() and not values.requires_grad
+    if is_simple and not has_holes:
         return values, parts._offsets  # a thirtieth of the time of what follows
-    column = column.contiguous()  # closes the holes that torch.nested.narrow leaves
-    return column.values(), cast(Any, column).offsets()
+    whole: Any = column.contiguous()  # closes the holes that torch.nested.narrow leaves
+    return whole.values(), whole.offsets()
 
 
 def offsets_of(lengths: Tensor) -> Tensor:
@@ -88,15 +92,20 @@ def jagged_from_lists(rows: Sequence[Sequence[Any] | np.ndarray], dtype: torch.d
     """Makes a jagged tensor of rows of numbers."""
     num_values = [len(row) for row in rows]
     lengths = torch.tensor(num_values, dtype=torch.int64)
-    are_arrays = all(isinstance(row, np.ndarray) for row in rows)
-    if rows and are_arrays:
-        array = np.concatenate(rows)
-    else:
-        number_type = np.float64 if dtype.is_floating_point else np.int64
-        numbers = itertools.chain.from_iterable(rows)
-        array = np.fromiter(numbers, number_type)
+    array = _joined(rows, dtype)
     values = torch.from_numpy(array).to(dtype)
     return jagged_from_lengths(values, lengths)
+
+
+def _joined(rows: Sequence[Any], dtype: torch.dtype) -> np.ndarray:
+    """Returns the numbers of all rows, which become ones of a dtype, in one array."""
+    are_arrays = all(isinstance(row, np.ndarray) for row in rows)
+    if rows and are_arrays:
+        return np.concatenate(rows)
+    numbers = itertools.chain.from_iterable(rows)
+    if dtype.is_floating_point:
+        return np.fromiter(numbers, np.float64)
+    return np.fromiter(numbers, np.int64)
 
 
 def jagged_on_last_token(values_B: Tensor, mask: Tensor) -> Tensor:
@@ -128,7 +137,8 @@ def jagged_from_offsets(values: Tensor, offsets: Tensor) -> Tensor:
 
 def jagged_from_lengths(values: Tensor, lengths: Tensor) -> Tensor:
     """Makes a jagged tensor of its values and the lengths of its rows (B,)."""
-    return jagged_from_offsets(values, offsets_of(lengths))
+    offsets = offsets_of(lengths)
+    return jagged_from_offsets(values, offsets)
 
 
 def share_offsets(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -153,12 +163,14 @@ def tensor_dict(
 
     With a device, it moves its columns there.
     """
-    return TensorDict(share_offsets(columns), batch_size=[num_rows], device=device)
+    shared = share_offsets(columns)
+    return TensorDict(shared, batch_size=[num_rows], device=device)
 
 
 def columns_of(table: TensorDict) -> dict[str, Tensor]:
     """Returns the columns of a TensorDict by name, as a new dict."""
-    return cast(dict[str, Tensor], dict(table.items()))
+    columns: Any = dict(table.items())
+    return columns
 
 
 def _on_offsets(column: Tensor, known: list[Tensor]) -> Tensor:
@@ -181,7 +193,8 @@ def _on_offsets(column: Tensor, known: list[Tensor]) -> Tensor:
 
 def _are_equal(offsets: Tensor, others: Tensor) -> bool:
     """Returns True if two offsets have the same values. On the meta device there are no values."""
-    if offsets.device != others.device or offsets.device.type == "meta":
+    device = offsets.device
+    if others.device != device or device.type == "meta":
         return False
     return torch.equal(offsets, others)
 
@@ -238,7 +251,9 @@ def row_indices(idxs: RowIndices, num_rows: int) -> Tensor:
     high = int(indices.max())
     if low < -num_rows or high >= num_rows:
         raise IndexError(f"select_idxs: indices {low}..{high} are outside the {num_rows} rows.")
-    return torch.where(indices < 0, indices + num_rows, indices)
+    is_from_end = indices < 0
+    from_start = indices + num_rows
+    return torch.where(is_from_end, from_start, indices)
 
 
 class RowTaker:
@@ -263,8 +278,9 @@ class RowTaker:
         if not column.is_nested:
             indices = self.indices.to(column.device)
             memory = _empty(column, len(indices))
+            rows = column.detach()
             # Whole rows at a time, twice as fast as column[indices].
-            return torch.index_select(column.detach(), 0, indices, out=memory)
+            return torch.index_select(rows, 0, indices, out=memory)
         values, offsets = jagged_parts(column)
         places, new_offsets = self._of_jagged(offsets)
         taken = values.detach().index_select(0, places)
@@ -289,29 +305,38 @@ class RowTaker:
 def concat_columns(name: str, parts: Sequence[Any]) -> ColumnData:
     """Returns the rows of all parts in new memory, one part after the other. Raises ValueError,
     which names the column, if they do not match."""
-    signatures = [_signature(part) for part in parts]
-    for index, signature in enumerate(signatures):
-        if signature != signatures[0]:
-            raise ValueError(
-                f"concat: column {name!r} is {signatures[0]} in part 0 but {signature} in part "
-                f"{index}; give every part the same type and width (pad to a common width, or use "
-                "a jagged column)."
-            )
     first = parts[0]
+    expected = _signature(first)
+    for index, part in enumerate(parts):
+        found = _signature(part)
+        if found != expected:
+            raise ValueError(
+                f"concat: column {name!r} is {expected} in part 0 but {found} in part {index}; "
+                "give every part the same type and width (pad to a common width, or use a jagged "
+                "column)."
+            )
     if isinstance(first, np.ndarray):
         return np.concatenate(parts, axis=0)
     if first.is_nested:
-        all_values = []
-        all_lengths = []
-        for part in parts:
-            values, offsets = jagged_parts(part)
-            all_values.append(values)
-            all_lengths.append(offsets.diff())
-        return jagged_from_lengths(torch.cat(all_values), torch.cat(all_lengths))
+        return _concat_jagged(parts)
     num_rows = sum(map(len, parts))
     memory = _empty(first, num_rows)
     detached = [part.detach() for part in parts]
     return torch.cat(detached, out=memory)
+
+
+def _concat_jagged(parts: Sequence[Tensor]) -> Tensor:
+    """Returns the rows of all parts, which are jagged tensors."""
+    all_values = []
+    all_lengths = []
+    for part in parts:
+        values, offsets = jagged_parts(part)
+        all_values.append(values)
+        lengths = offsets.diff()
+        all_lengths.append(lengths)
+    values = torch.cat(all_values)
+    lengths = torch.cat(all_lengths)
+    return jagged_from_lengths(values, lengths)
 
 
 def _empty(like: Tensor, num_rows: int) -> Tensor | None:
@@ -323,7 +348,8 @@ def _empty(like: Tensor, num_rows: int) -> Tensor | None:
     """
     shape = (num_rows, *like.shape[1:])
     num_bytes = math.prod(shape) * like.element_size()
-    if like.device.type != "cpu" or num_bytes < _HUGE_PAGE:
+    is_small = num_bytes < _HUGE_PAGE
+    if is_small or like.device.type != "cpu":
         return None
     memory = np.empty(num_bytes, dtype=np.uint8)
     return torch.from_numpy(memory).view(like.dtype).view(shape)
@@ -340,7 +366,8 @@ def _signature(column: ColumnData) -> str:
         values, _ = jagged_parts(column)
         shape = tuple(values.shape[1:])
         return f"a jagged tensor of {column.dtype} with row entries of shape {shape}"
-    return f"a tensor of {column.dtype} with rows of shape {tuple(column.shape[1:])}"
+    shape = tuple(column.shape[1:])
+    return f"a tensor of {column.dtype} with rows of shape {shape}"
 
 
 def object_array(values: Sequence[Any]) -> np.ndarray:
@@ -358,9 +385,11 @@ def deep_equal(left: Any, right: Any) -> bool:
     if left is right:
         return True
     for kind in (Tensor, np.ndarray):
-        if isinstance(left, kind) and isinstance(right, kind):
+        is_left = isinstance(left, kind)
+        is_right = isinstance(right, kind)
+        if is_left and is_right:
             return _columns_equal(left, right)
-        if isinstance(left, kind) or isinstance(right, kind):
+        if is_left or is_right:
             return False
     if isinstance(left, dict) and isinstance(right, dict):
         if left.keys() != right.keys():
@@ -377,14 +406,20 @@ def deep_equal(left: Any, right: Any) -> bool:
             if not deep_equal(left_value, right_value):
                 return False
         return True
-    return bool(left == right) or bool(left != left and right != right)
+    if left == right:
+        return True
+    both_nan = left != left and right != right
+    return bool(both_nan)
 
 
 def _columns_equal(left: Any, right: Any) -> bool:
     """Compares two tensors or two arrays."""
-    if left.dtype != right.dtype or is_jagged(left) != is_jagged(right):
+    if left.dtype != right.dtype:
         return False
-    if is_jagged(left):
+    ragged = is_jagged(left)
+    if ragged != is_jagged(right):
+        return False
+    if ragged:
         left_values, left_offsets = jagged_parts(left)
         right_values, right_offsets = jagged_parts(right)
         if not _columns_equal(left_offsets, right_offsets):
@@ -396,7 +431,9 @@ def _columns_equal(left: Any, right: Any) -> bool:
         return all(map(deep_equal, left.flat, right.flat))
     if isinstance(left, Tensor):
         right = right.to(left.device)
-    both_nan = (left != left) & (right != right)
+    left_nan = left != left
+    right_nan = right != right
+    both_nan = left_nan & right_nan
     same = (left == right) | both_nan
     return bool(same.all())
 
@@ -409,8 +446,10 @@ def copied(containers: Any) -> Any:
 def map_leaves(operation: Callable[[Any], Any], value: Any) -> Any:
     """Returns a copy of nested dicts, lists and tuples after `operation` was done on whatever else
     they hold."""
+    kind = type(value)
     if isinstance(value, dict):
         return {key: map_leaves(operation, item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map_leaves(operation, item) for item in value)
+    if kind in (list, tuple):
+        items = [map_leaves(operation, item) for item in value]
+        return kind(items)
     return operation(value)

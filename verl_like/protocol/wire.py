@@ -58,7 +58,8 @@ def from_wire(wire: WireTensor) -> Tensor:
     tensor = torch.from_dlpack(wire.array).view(dtype)
     if wire.offsets is None:
         return tensor
-    return jagged_from_offsets(tensor, torch.from_dlpack(wire.offsets))
+    offsets = torch.from_dlpack(wire.offsets)
+    return jagged_from_offsets(tensor, offsets)
 
 
 def write_file(path: str | os.PathLike[str], contents: dict[str, Any]) -> None:
@@ -69,10 +70,12 @@ def write_file(path: str | os.PathLike[str], contents: dict[str, Any]) -> None:
     ValueError with the place and type of a value that is none of these.
     """
     arrays: dict[str, np.ndarray] = {}
-    structure = json.dumps(_encode(contents, "", arrays))
+    encoded = _encode(contents, "", arrays)
+    structure = json.dumps(encoded)
     arrays[_FILE_STRUCTURE] = np.frombuffer(structure.encode(), dtype=np.uint8)
-    safetensors.numpy.save_file(arrays, f"{path}.partial")
-    os.replace(f"{path}.partial", path)
+    partial = f"{path}.partial"
+    safetensors.numpy.save_file(arrays, partial)
+    os.replace(partial, path)
 
 
 def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -85,7 +88,8 @@ def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
             )
     arrays = safetensors.numpy.load_file(path)
     structure = arrays[_FILE_STRUCTURE].tobytes()
-    return json.loads(structure, object_hook=functools.partial(_decode, arrays))
+    decode = functools.partial(_decode, arrays)
+    return json.loads(structure, object_hook=decode)
 
 
 def _encode(value: Any, place: str, arrays: dict[str, np.ndarray]) -> Any:
@@ -107,7 +111,8 @@ def _encode(value: Any, place: str, arrays: dict[str, np.ndarray]) -> Any:
         pairs = []
         for key, item in value.items():
             encoded_key = _encode(key, f"{place} key", arrays)
-            pairs.append((encoded_key, _encode(item, f"{place}[{key!r}]", arrays)))
+            encoded_item = _encode(item, f"{place}[{key!r}]", arrays)
+            pairs.append((encoded_key, encoded_item))
         return {"dict": pairs}
     if isinstance(value, Metric):
         return {"metric": [value.value, value.reduction, value.weight]}
@@ -116,14 +121,17 @@ def _encode(value: Any, place: str, arrays: dict[str, np.ndarray]) -> Any:
         parts = (wire.array, wire.dtype, wire.offsets)
         return {"tensor": encode_all(parts)}
     if isinstance(value, np.generic):
-        return {"scalar": _encode(np.asarray(value), place, arrays)}
+        array = np.asarray(value)
+        return {"scalar": _encode(array, place, arrays)}
     kind = type(value).__name__
     if isinstance(value, np.ndarray):
         dtype = value.dtype
         kind = f"array of {dtype}"
-        if dtype.kind in "biuf" and dtype.isnative and dtype.itemsize <= 8:
+        is_of_numbers = dtype.kind in "biuf"
+        if is_of_numbers and dtype.isnative and dtype.itemsize <= 8:
             name = str(len(arrays))
-            arrays[name] = np.ascontiguousarray(value).reshape(value.shape)
+            contiguous = np.ascontiguousarray(value)
+            arrays[name] = contiguous.reshape(value.shape)
             return {"array": name}
         if dtype.kind in "OU":
             items = encode_all(value.ravel().tolist())
@@ -152,5 +160,6 @@ def _decode(arrays: dict[str, np.ndarray], encoded: dict[str, Any]) -> Any:
             return content[()]
         case "objects":
             items, shape, dtype = content
-            return object_array(items).astype(dtype).reshape(shape)
+            array = object_array(items).astype(dtype)
+            return array.reshape(shape)
     raise ValueError(f"A saved batch holds a value of unknown kind {kind!r}.")

@@ -74,13 +74,15 @@ class Phases:
 
     def look_at_heap(self) -> None:
         """Counts the host memory in use now. It is called while a whole model may lie there."""
-        self.most_heap = max(self.most_heap, heap_bytes())
+        heap = heap_bytes()
+        self.most_heap = max(self.most_heap, heap)
 
     def end(self, phase: str) -> None:
         """Ends the phase that began last, and keeps its measurement."""
         parts = {}
         for role, engine in self.engines.items():
-            for part, size in parts_of(engine).items():
+            parts_of_role = parts_of(engine)
+            for part, size in parts_of_role.items():
                 if size:
                     parts[f"{role} {part}"] = size
         self.look_at_heap()
@@ -114,10 +116,11 @@ def bytes_on_device(tensors: Sequence[Tensor | None]) -> int:
     """The bytes of the device that this rank's parts of the tensors take. None counts nothing."""
     total = 0
     for tensor in tensors:
-        if tensor is not None:
-            part = local_part(tensor)
-            if part.is_cuda:
-                total += part.nbytes
+        if tensor is None:
+            continue
+        part = local_part(tensor)
+        if part.is_cuda:
+            total += part.nbytes
     return total
 
 
@@ -126,7 +129,9 @@ def empty_weights(*arguments: Any, **options: Any) -> Any:
     weights are never written, so that they take no memory of this machine."""
     with_weights = options.pop("weights")
     model = _load_pretrained(*arguments, weights=False, **options)
-    return model.to_empty(device="cpu") if with_weights else model
+    if with_weights:
+        return model.to_empty(device="cpu")
+    return model
 
 
 _load_pretrained = model_worker.load_pretrained
@@ -242,7 +247,8 @@ def rows_of_examples(config: SupervisedConfig, num_examples: int, example_length
     rows_of_example = example_length // length
     num_rows = num_examples * rows_of_example
     tensors = full_rows(num_rows, 1, num_others)
-    tensors["sample_id"] = torch.arange(num_examples).repeat_interleave(rows_of_example)
+    examples = torch.arange(num_examples)
+    tensors["sample_id"] = examples.repeat_interleave(rows_of_example)
     tensors["margin"] = torch.zeros(num_rows)
     tensors["score"] = torch.zeros(num_rows)
     padding = (1, num_others, 0)  # widths of prompt and response, padding token
@@ -260,7 +266,8 @@ def full_rows(num_rows: int, prompt_length: int, response_length: int) -> dict[s
 
 def rows_of_ones(num_rows: int, length: int) -> Tensor:
     """A jagged int64 column whose rows all have `length` values, each of them 1."""
-    values = torch.ones(num_rows * length, dtype=torch.int64)
+    num_values = num_rows * length
+    values = torch.ones(num_values, dtype=torch.int64)
     lengths = torch.full((num_rows,), length)
     return jagged_from_lengths(values, lengths)
 
@@ -305,7 +312,9 @@ def workers_of(pool: PlannedPool) -> dict[str, RayClassWithInitArgs]:
         copies = maker_models(config, mapping)
     workers = {}
     for model in pool.models:
-        classes = mapping if model.is_trained else copies
+        classes = copies
+        if model.is_trained:
+            classes = mapping
         workers[model.name] = classes[model.name]
     for role in config.plan.custom_roles:
         if config.role_mapping[role] == pool.name:

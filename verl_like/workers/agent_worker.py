@@ -62,8 +62,9 @@ class AgentWorker(Worker):
     def init_model(self) -> None:
         """Starts what acts in episodes."""
         rollout = self.policy.rollout
-        tokenizer = load_tokenizer(self.policy.model)
-        end_token_ids, self.filler_token = special_token_ids(tokenizer, self.policy.model.path)
+        model = self.policy.model
+        tokenizer = load_tokenizer(model)
+        end_token_ids, self.filler_token = special_token_ids(tokenizer, model.path)
         limits = Limits(
             first_prompt=rollout.prompt_length,
             response=rollout.response_length,
@@ -77,11 +78,12 @@ class AgentWorker(Worker):
     def make_way(self, tokenizer: PreTrainedTokenizerBase, end_token_ids: Sequence[int]) -> Way:
         """Makes what acts in episodes."""
         config = self.config
+        multi_turn = self.policy.rollout.multi_turn
         chat = ChatFormat(
             tokenizer,
             self.template_kwargs,
             end_token_ids,
-            tool_parser=self.policy.rollout.multi_turn.format,
+            tool_parser=multi_turn.format,
             reasoning_parser=config.reasoning_parser,
             keep_reasoning=config.keep_reasoning,
         )
@@ -89,7 +91,7 @@ class AgentWorker(Worker):
             chat,
             self.agents.tools,
             has_reward=self.agents.has_reward,
-            max_turns=self.policy.rollout.multi_turn.max_assistant_turns,
+            max_turns=multi_turn.max_assistant_turns,
             config=config,
         )
         if config.environment:
@@ -99,7 +101,9 @@ class AgentWorker(Worker):
         protocol, _, address = (config.server or "").partition("://")
         if protocol == "openenv":
             return OpenEnvServer(address, loop)
-        port = config.port + self.local_rank if config.port else 0
+        port = config.port
+        if port:
+            port += self.local_rank
         endpoint = Endpoint(chat, self.policy.model, port=port)
         if protocol == "verifiers":
             return VerifiersServer(address, endpoint, timeout_s=config.reset_timeout_s)

@@ -83,9 +83,12 @@ class CopyWorker(ModelWorker):
         expected = check_staged(received, version, self.device)
         weights: dict[str, tuple[FileTensor, Tensor]] = {}
         for name, weight in self.named_weights():
-            for file in files_in(self.engine.file_layout, name, weight):
+            files = files_in(self.engine.file_layout, name, weight)
+            for file in files:
                 weights[file.name] = (file, weight)
-        shapes = {name: torch.Size(file.shape) for name, (file, _weight) in weights.items()}
+        shapes = {}
+        for name, (file, _weight) in weights.items():
+            shapes[name] = torch.Size(file.shape)
         sent_shapes = {name: tensor.shape for name, tensor in iterate_weights(received)}
         other_model = f"{what} are not of the model {self.model_config.path}"
         check_arrival(sent_shapes, shapes, other_model)
@@ -93,13 +96,15 @@ class CopyWorker(ModelWorker):
         buffers = {id(buffer) for _name, buffer in self.engine.named_buffers()}
         for name, tensor in iterate_weights(received):
             file, weight = weights[name]
-            if id(weight) in buffers:
+            is_buffer = id(weight) in buffers
+            if is_buffer:
                 weight.data = tensor.to(weight.device, copy=True)
             else:
                 _write(file, weight, tensor)
         sums = {}
         for name, weight in self.named_weights():  # what the engine has now
-            for file in files_in(self.engine.file_layout, name, weight):
+            files = files_in(self.engine.file_layout, name, weight)
+            for file in files:
                 sums[file.name] = local_fingerprint(file, weight, self.rank)
         own_fingerprints = read_fingerprints(sums)
         loaded = sum_over_ranks(own_fingerprints)
@@ -122,10 +127,12 @@ def _write(file: FileTensor, weight: Tensor, tensor: Tensor) -> None:
         return
     _shape, offsets = compute_local_shape_and_global_offset(weight.shape, mesh, placements)
     part_of_file = file.of_rows(own, offsets[0])
-    if part_of_file is not None:
-        values = part_of_file.values
-        end = part_of_file.first_row + len(values)
-        values.copy_(tensor[part_of_file.first_row : end])
+    if part_of_file is None:
+        return
+    values = part_of_file.values
+    start = part_of_file.first_row
+    end = start + len(values)
+    values.copy_(tensor[start:end])
 
 
 class ActorCopyWorker(ScoringWorker, CopyWorker):

@@ -39,25 +39,30 @@ def compute_offpolicy_metrics(
     if not mask.any():
         return {}
     with torch.no_grad():
-        d = zero_masked(old_log_prob - rollout_log_prob, mask)
+        difference = old_log_prob - rollout_log_prob
+        d = zero_masked(difference, mask)
         rows = mask.any(-1)
         of_tokens = d[mask]
-        of_rows = masked_sum(d, mask, axis=-1)[rows]
+        sums = masked_sum(d, mask, axis=-1)
+        of_rows = sums[rows]
 
         def row_mean(values: Tensor) -> Tensor:
             return masked_mean(values, mask, axis=-1)[rows]
 
         def mean_square_ratio(log_ratios: Tensor) -> Tensor:
-            doubled = 2 * log_ratios.clamp(-20.0, 20.0)
-            return doubled.exp().mean()
+            clamped = log_ratios.clamp(-20.0, 20.0)
+            squares = (2 * clamped).exp()
+            return squares.mean()
 
         log_ppl_diff = row_mean(-d)
+        training_ppl = row_mean(-old_log_prob).exp()
+        rollout_ppl = row_mean(-rollout_log_prob).exp()
         k3 = of_tokens.exp() - of_tokens - 1
         metrics: dict[str, Any] = {
             "kl": -of_tokens.mean(),
             "k3_kl": k3.mean(),
-            "training_ppl": row_mean(-old_log_prob).exp().mean(),
-            "rollout_ppl": row_mean(-rollout_log_prob).exp().mean(),
+            "training_ppl": training_ppl.mean(),
+            "rollout_ppl": rollout_ppl.mean(),
             "log_ppl_diff": log_ppl_diff.mean(),
             "log_ppl_abs_diff": log_ppl_diff.abs().mean(),
             "ppl_ratio": log_ppl_diff.exp().mean(),

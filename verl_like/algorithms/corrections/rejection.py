@@ -72,8 +72,10 @@ def compute_rollout_rejection_mask(
         is_lost = removed[mask]
         has_tokens = mask.any(-1)
         loses_tokens = removed.any(-1)[has_tokens]
-        metrics[f"{prefix}_masked_fraction"] = float(is_lost.float().mean())
-        metrics[f"{prefix}_seq_masked_fraction"] = float(loses_tokens.float().mean())
+        share_of_tokens = is_lost.float().mean()
+        metrics[f"{prefix}_masked_fraction"] = float(share_of_tokens)
+        share_of_responses = loses_tokens.float().mean()
+        metrics[f"{prefix}_seq_masked_fraction"] = float(share_of_responses)
 
     if not mask.any():
         return response_mask, {}
@@ -98,7 +100,8 @@ def compute_rollout_rejection_mask(
                 is_kept = values <= upper
             else:
                 is_high_enough = values >= math.log(lower)
-                is_kept = is_high_enough & (values <= math.log(upper))
+                is_low_enough = values <= math.log(upper)
+                is_kept = is_high_enough & is_low_enough
             kept &= is_kept
             prefix = f"rollout_rs_{name}"
             counted = values[mask]

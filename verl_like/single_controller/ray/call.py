@@ -52,7 +52,8 @@ class UnreportedCalls:
             for reference, header in known.items():
                 self._report(reference, header)
             waiting = list(self._calls)
-            for reference in _finished(waiting):
+            finished = _finished(waiting)
+            for reference in finished:
                 try:
                     packed = ray.get(reference, timeout=READY_S)
                     header = unpack(packed)
@@ -74,7 +75,8 @@ def _finished(references: list[Any]) -> list[Any]:
     """Returns those of the references whose values are there, or whose calls have failed."""
     if not references:
         return []
-    finished, _ = ray.wait(references, num_returns=len(references), timeout=0)
+    number = len(references)
+    finished, _ = ray.wait(references, num_returns=number, timeout=0)
     return finished
 
 
@@ -116,19 +118,21 @@ class RayCall(_CallOnRanks):
     def _wait(self, timeout: float, collected: list[Any]) -> list[Any]:
         """Returns the values of the references `collected`, after every rank has finished."""
         deadline = time.monotonic() + timeout
-        self.unreported.wait_for(self.headers)
-        self.processes.wait_until_started(timeout)  # a failed start is the first thing to report
+        headers = self.headers
+        processes = self.processes
+        self.unreported.wait_for(headers)
+        processes.wait_until_started(timeout)  # a failed start is the first thing to report
         left = deadline - time.monotonic()
         try:
-            packed = self.processes.wait(self.headers, self.role, self.method, left, collected)
+            packed = processes.wait(headers, self.role, self.method, left, collected)
         except RayError as error:
             raise RuntimeError(
                 f"{self.role}.{self.method} finished, but its results were lost: {error}"
             ) from error
         values = [unpack(value) for value in packed]
-        num_ranks = len(self.headers)
-        headers = values[:num_ranks]
-        known = dict(zip(self.headers, headers, strict=True))
+        num_ranks = len(headers)
+        fetched = values[:num_ranks]
+        known = dict(zip(headers, fetched, strict=True))
         self.unreported.report_finished(known)
         return values[num_ranks:]
 
@@ -160,17 +164,19 @@ class RayStream(_CallOnRanks):
         raises."""
         if timeout is None:
             timeout = self.deadline_s
+        num_ranks = len(self.answers)
         deadline = time.monotonic() + timeout
         if self._error is not None:
             raise self._error
         self.processes.wait_until_started(timeout)
         next_look = time.monotonic() + LOOK_S
         while self._running:
-            left = deadline - time.monotonic()
+            now = time.monotonic()
+            left = deadline - now
             if left <= 0:
-                late = f"rank(s) {sorted(self._running)} of {len(self.answers)}"
+                late = f"rank(s) {sorted(self._running)} of {num_ranks}"
                 raise CallTimeout(self.role, self.method, timeout, late)
-            if time.monotonic() > next_look:
+            if now > next_look:
                 self.processes.end_stopped(self.method)
                 next_look = time.monotonic() + LOOK_S
             running = list(self._running.values())
@@ -180,8 +186,9 @@ class RayStream(_CallOnRanks):
                 if generator in ready:
                     yield from self._next(rank)
             if not self._running:
-                for rank in range(len(self.answers)):
-                    self.unreported.report(self.method, rank, self._headers[rank])
+                for rank in range(num_ranks):
+                    header = self._headers[rank]
+                    self.unreported.report(self.method, rank, header)
 
     def _next(self, rank: int) -> Iterator[Any]:
         """Yields the next thing of a rank, which is ready, if the method yielded it. Header and

@@ -50,12 +50,15 @@ class NodeAgent:
                 children = worker.children(recursive=True)
                 titles = {}
                 for each in (worker, *children):
-                    is_stopped = each.status() == psutil.STATUS_STOPPED
-                    if is_stopped and os.getpgid(each.pid) == os.getpgid(pid):
+                    if each.status() != psutil.STATUS_STOPPED:
+                        continue
+                    group = os.getpgid(each.pid)
+                    if group == os.getpgid(pid):
                         titles[each.pid] = title_of(each)
                 if titles:
                     stopped[pid] = titles
-        return Look(stopped, largest_processes(), _num_oom_kills())
+        memory = largest_processes()
+        return Look(stopped, memory, _num_oom_kills())
 
     def kill(self, pids: Iterable[int]) -> None:
         """Kills processes, also stopped ones, which Ray's own kill may miss."""
@@ -96,23 +99,26 @@ class NodeWatch:
         pids: dict[str, list[int]] = {}
         place_of = {}
         for place in places:
-            pids_of_node = pids.setdefault(place.node_id, [])
+            node = place.node_id
+            pids_of_node = pids.setdefault(node, [])
             pids_of_node.append(place.pid)
-            place_of[place.node_id, place.pid] = place
+            place_of[node, place.pid] = place
         found = {}
         with self.looking:
             before = self.stopped_since
             self.stopped_since = {}
-            for node, look in self.look(pids).items():
+            looks = self.look(pids)
+            for node, look in looks.items():
                 self.memory[node] = look.memory
                 self.num_oom_kills[node] = look.num_oom_kills
                 for pid, titles in look.stopped.items():
+                    worker = (node, pid)
                     now = time.monotonic()
-                    since = before.get((node, pid), now)
-                    self.stopped_since[node, pid] = since
+                    since = before.get(worker, now)
+                    self.stopped_since[worker] = since
                     seconds = now - since
                     if seconds > LOOK_S / 2:
-                        place = place_of[node, pid]
+                        place = place_of[worker]
                         found[place] = _what_was_stopped(titles, seconds)
                         self.kill(node, [*titles, pid])
         return found
@@ -154,10 +160,10 @@ class NodeWatch:
         """Kills processes of a node. It waits for that, because the driver may end right after."""
         if node == self.own_node:
             self.own_agent.kill(pids)
-        else:
-            agent = self.agent(node)
-            killing = agent.kill.remote(pids)
-            ray.wait([killing], timeout=_ANSWER_S)
+            return
+        agent = self.agent(node)
+        killing = agent.kill.remote(pids)
+        ray.wait([killing], timeout=_ANSWER_S)
 
     def shortage(self, node: str, pid: int) -> Shortage | None:
         """Returns who held how much memory if the kernel has killed any process of the node for
@@ -183,7 +189,8 @@ class NodeWatch:
 
 def _what_was_stopped(titles: Mapping[int, str], seconds: float) -> str:
     named = [f"process {pid} ({title})" for pid, title in titles.items()]
-    return f"{', '.join(named)} was stopped for at least {seconds:.0f} s, so it was killed"
+    processes = ", ".join(named)
+    return f"{processes} was stopped for at least {seconds:.0f} s, so it was killed"
 
 
 def of_memory_monitor(error: ray.exceptions.OutOfMemoryError) -> tuple[str, Shortage]:
@@ -194,7 +201,8 @@ def of_memory_monitor(error: ray.exceptions.OutOfMemoryError) -> tuple[str, Shor
     used = _between("Memory on the node ", "\n", message)
     table = _between("Top 10 memory users: ", "\nRefer to", message)
     processes = f"Memory of the node {used}, and of its largest processes:\n{table}"
-    return f"Ray's memory monitor killed it. {reason}", Shortage("host", processes)
+    cause = f"Ray's memory monitor killed it. {reason}"
+    return cause, Shortage("host", processes)
 
 
 def _between(before: str, after: str, text: str) -> str:

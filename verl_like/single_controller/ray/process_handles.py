@@ -219,7 +219,8 @@ class ProcessHandles:
                 text = f"{reason}\n{_last_log_lines(info)}"
                 died = WorkerDied(role, rank, info.node, info.pid, method, text, shortage)
                 return self.stop(died)
-        rank, error = next(iter(failures.items()))
+        rank = next(iter(failures))
+        error = failures[rank]
         cause = getattr(error, "cause", None)
         if not isinstance(cause, WorkerError):
             info = self._info(rank)
@@ -278,7 +279,8 @@ class ProcessHandles:
 def _seconds_until(deadline: float) -> float:
     """Returns the seconds that are left, at least 0, because Ray aborts if it is to wait for
     less."""
-    return max(0.0, deadline - time.monotonic())
+    left = deadline - time.monotonic()
+    return max(0.0, left)
 
 
 def _is_death(error: RayError) -> bool:

@@ -117,11 +117,15 @@ def load_config(
     for declared in options:
         section = declared.section.split(".")
         block = functools.reduce(dict.__getitem__, section, resolved)
-        given = {name: block[name] for name in declared.model_fields if name in block}
+        given = {}
+        for name in declared.model_fields:
+            if name in block:
+                given[name] = block[name]
         checked = _validated(declared, given, schema.base_name, section)
         block.update(checked.model_dump())
     config = _validated(schema, resolved, schema.base_name)
-    config = config.with_secret_paths(_secret_paths(raw, resolved))
+    secret_paths = _secret_paths(raw, resolved)
+    config = config.with_secret_paths(secret_paths)
     _raise_if_any(rules(config))
     return config
 
@@ -175,7 +179,8 @@ def _validated(model: type[Model], values: Any, base: str, path: Sequence[str] =
 def to_yaml(config: RunConfig) -> str:
     """Returns the resolved configuration as YAML. `load_config` reads it back, but for secrets, for
     which `***` stands."""
-    return OmegaConf.to_yaml(OmegaConf.create(config.shown()))
+    shown = OmegaConf.create(config.shown())
+    return OmegaConf.to_yaml(shown)
 
 
 def default_tree(model: Any) -> dict[str, Any]:
@@ -188,7 +193,9 @@ def default_tree(model: Any) -> dict[str, Any]:
         elif _is_model(field.annotation):
             tree[name] = default_tree(field.annotation)
         else:
-            tree[name] = "???" if field.is_required() else field.default
+            tree[name] = field.default
+            if field.is_required():
+                tree[name] = "???"
             for entry in field.metadata:
                 if isinstance(entry, Follows):
                     tree[name] = entry.keys
@@ -269,7 +276,8 @@ def _as_forced(override: Override, schema: type[RunConfig]) -> str:
     line = override.input_line
     key = override.key_or_group
     assert line is not None and override.config_loader is not None
-    value = line.partition("=")[2].strip()
+    _, _, text = line.partition("=")
+    value = text.strip()
     if key == "hydra" or key.startswith("hydra."):
         raise ConfigError(
             f"{line}: Hydra's own settings have no effect here; set trainer.default_local_dir "
@@ -285,7 +293,9 @@ def _as_forced(override: Override, schema: type[RunConfig]) -> str:
         )
     if override.is_delete():
         return line
-    options = [] if "." in key else override.config_loader.get_group_options(key)
+    options = []
+    if "." not in key:
+        options = override.config_loader.get_group_options(key)
     if key in schema.presets:
         if override.value() not in options:
             raise ConfigError(f"{line}: expected one of {', '.join(options)}")
@@ -312,7 +322,8 @@ def _shown_override(line: str) -> str:
     """Returns the override as messages show it: without its value if the key has the name of a
     secret."""
     key, sign, value = line.partition("=")
-    if any(map(is_secret_name, key.split("."))):
+    names = key.split(".")
+    if any(map(is_secret_name, names)):
         return f"{key}{sign}{MASK}"
     return f"{key}{sign}{with_masked_urls(value)}"
 
@@ -393,7 +404,8 @@ def _likeness(path: str, known: str) -> tuple[float, float]:
     for word in words:
         ratios = [_ratio(word, other) for other in known_words]
         found.append(max(ratios))
-    return sum(found) / len(found), _ratio(path, known)
+    mean = sum(found) / len(found)
+    return mean, _ratio(path, known)
 
 
 def _ratio(left: str, right: str) -> float:
@@ -418,7 +430,9 @@ def _explain(detail: Any, base: str, prefix: Sequence[str]) -> str:
         return f"{path}: there is no such key"
     if detail["type"] == "value_error":
         problem = detail["ctx"]["error"]
-        return f"{path}: {problem}" if isinstance(given, dict) else f"{path}={given}: {problem}"
+        if isinstance(given, dict):
+            return f"{path}: {problem}"
+        return f"{path}={given}: {problem}"
     expected = detail["msg"].replace("Input should be", "expected", 1)
     expected = expected.replace("valid tuple", "valid list")
     if detail["type"] == "string_type" and isinstance(given, int | float):

@@ -83,7 +83,9 @@ class DetachedPPOTrainer(Side, TrainingLoop):
         self.maker_names = experience_maker_holder_name_list
         self.pushing = threading.Lock()
         timeout_s = config.trainer.call_timeout_s
-        makers = () if self.index else experience_maker_holder_name_list
+        makers: Sequence[str] = ()
+        if self.index == 0:
+            makers = experience_maker_holder_name_list
         # The first step waits just as long for experience.
         self.comparisons = Comparisons(self.name, makers, 2 * timeout_s)
         # In this time a maker can be started again and then load the weights.
@@ -168,8 +170,9 @@ class DetachedPPOTrainer(Side, TrainingLoop):
             self.numbers += numbers
             self.batches.append(batch.select())
             batch.meta_info["part_of_step"] = (part, num_parts)
+            columns = batch.tensor_batch
             if config.algorithm.rollout_correction.bypass_mode:
-                batch.tensor_batch["old_log_probs"] = batch.tensor_batch["rollout_log_probs"]
+                columns["old_log_probs"] = columns["rollout_log_probs"]
             with self.recorder.timer("update"):
                 work = RowWork.of(batch, self.model_cost, balance=config.trainer.balance_batch)
                 yield Experience(batch, work, {})
@@ -197,10 +200,11 @@ class DetachedPPOTrainer(Side, TrainingLoop):
         """Tells the ledger that the groups of this step are trained. Returns the ledger's counts of
         prompts, or nothing if other trainers still have to do the step."""
         # The metric is missing if the actor did not learn, as in the critic's warm-up.
-        size = learned.get("actor/eff_sample_size", Metric.mean(1.0)).value
+        size = learned.get("actor/eff_sample_size", Metric.mean(1.0))
         version = self.global_step - 1
-        counts = self.ledger.trained(self.numbers, version, size)
-        self.ends_after = min(self.total_steps, self.ledger.last_step())
+        counts = self.ledger.trained(self.numbers, version, size.value)
+        last_of_run = self.ledger.last_step()
+        self.ends_after = min(self.total_steps, last_of_run)
         # Only the last trainer that does the step gets counts, and saves the ledger's state.
         is_saved = self.is_saved_by_number or self.global_step == self.last_step
         self.state_of_ledger = None
@@ -214,7 +218,9 @@ class DetachedPPOTrainer(Side, TrainingLoop):
     def hand_on(self) -> None:
         """Pushes the weights if this is due, and lets makers compare their engines with the actor
         again."""
-        if self.global_step % self.update_steps == 0 or self.global_step == self.total_steps:
+        is_last = self.global_step == self.total_steps
+        is_due = self.global_step % self.update_steps == 0
+        if is_due or is_last:
             with self.recorder.timer("export_weights"):
                 self.push()
         self.comparisons.in_step = False
@@ -285,7 +291,9 @@ class DetachedPPOTrainer(Side, TrainingLoop):
         """Sends the weights to the maker that has asked for them by `hold_weights`. Its
         `num_receivers` rollout processes load them during this call."""
         with self.turns.loading(maker):
-            self.groups[Role.Actor].send_weights.remote(num_receivers, maker).get()
+            actor = self.groups[Role.Actor]
+            sent = actor.send_weights.remote(num_receivers, maker)
+            sent.get()
 
     def start(self) -> None:
         """Starts the workers and loads the models.
@@ -316,7 +324,8 @@ class DetachedPPOTrainer(Side, TrainingLoop):
         self.learner = Learner(config, self.groups, ptx, (self.index, world_size))
         hf_config = load_hf_config(model, key="actor_rollout_ref.model")
         self.model_cost = ModelCost.of(hf_config)
-        self.recorder.show_placement(placement_rows(placement))
+        rows = placement_rows(placement)
+        self.recorder.show_placement(rows)
         load_models(self.groups, config.trainer.device)
         self.require_same_inputs()
 
@@ -337,7 +346,8 @@ class DetachedPPOTrainer(Side, TrainingLoop):
         for name in self.maker_names:
             # A maker that has died asks for the newest weights when it is started again.
             with contextlib.suppress(WorkerDied):
-                side_named(name).update_experience_maker.remote(self.pushed)
+                maker = side_named(name)
+                maker.update_experience_maker.remote(self.pushed)
 
     def export(self) -> None:
         """Has the workers export their weights, and waits until they have done so. The weights stay
@@ -349,7 +359,8 @@ class DetachedPPOTrainer(Side, TrainingLoop):
             for role, group in self.groups.items():
                 future = group.export_weights.remote(version=version)
                 futures.append(future)
-                exports[role] = ForwardedFuture(tuple(future.parts), future.collect)
+                parts = tuple(future.parts)
+                exports[role] = ForwardedFuture(parts, future.collect)
             for future in futures:
                 future.finish()
             self.pushed = PushedWeights(version, exports)

@@ -114,11 +114,13 @@ class PromptLedger:
             self._taken = list(trained)
             self._trained = list(trained)
             # They are sorted, and a sorted list is a heap.
-            self._again = [(number, attempt) for number, attempt in saved["unfinished"]]
+            for number, attempt in saved["unfinished"]:
+                self._again.append((number, attempt))
             self._next_number = saved["next_number"]
             self._dropped = Counter(saved["dropped"])
             self._effective_sample_sizes = list(saved["effective_sample_sizes"])
-            self._kl_coefs = [(version, kl_coef) for version, kl_coef in saved["kl_coefs"]]
+            for version, kl_coef in saved["kl_coefs"]:
+                self.keep_kl_coef(version, kl_coef)
 
     def state(self) -> dict[str, Any]:
         """Returns what a run has to know to continue after the steps that are trained now, as JSON
@@ -128,12 +130,14 @@ class PromptLedger:
         """
         unfinished = list(self._again)
         for number, entry in self._open.items():
-            unfinished.append((number, entry.attempt))
+            attempt = entry.attempt
+            unfinished.append((number, attempt))
         least_trained = min(self._trained)
         kl_coefs = []
         for version, kl_coef in self._kl_coefs:
             # Coefficients after experience for later steps than the trained ones are left out.
-            if version * self.share < least_trained:
+            num_before = version * self.share
+            if num_before < least_trained:
                 kl_coefs.append((version, kl_coef))
         return {
             "trained": list(self._trained),
@@ -160,7 +164,8 @@ class PromptLedger:
     def end(self) -> int:
         """Ends the run after the first step that no trainer has done yet, and returns the number of
         that step."""
-        next_step = max(self._trained) // self.share + 1
+        num_done = max(self._trained) // self.share
+        next_step = num_done + 1
         self._last_step = min(self._last_step, next_step)
         return self._last_step
 
@@ -172,7 +177,8 @@ class PromptLedger:
     def has_trained_all(self) -> bool:
         """Returns True if all trainers have trained all steps. They may still write their
         checkpoints."""
-        return min(self._trained) == self._last_step * self.share
+        num_groups = self._last_step * self.share
+        return min(self._trained) == num_groups
 
     @property
     def is_braking(self) -> bool:
@@ -181,7 +187,8 @@ class PromptLedger:
         if limit <= 0:
             return False
         # The comparison is not `size < limit`, because a NaN has to brake too.
-        return not all(size >= limit for size in self._effective_sample_sizes)
+        are_large = [size >= limit for size in self._effective_sample_sizes]
+        return not all(are_large)
 
     def take(self, maker: str, version: int, limit: int) -> list[Ticket] | None:
         """Returns at most `limit` tickets that `maker` may start now with weights of `version`.
@@ -213,7 +220,8 @@ class PromptLedger:
                 self._next_number += 1
             self._open[number] = _Open(trainer, attempt, maker, version)
             self._live[trainer] += 1
-            tickets.append(Ticket(number, attempt, trainer))
+            ticket = Ticket(number, attempt, trainer)
+            tickets.append(ticket)
         return tickets
 
     def _load(self, trainer: int) -> tuple[int, int, int]:
@@ -330,11 +338,14 @@ class PromptLedger:
                 continue
             due_versions[number] = entry.version + self.max_staleness
             if entry.arrival is not None:
-                delivered.append((entry.version, entry.arrival, number))
+                group = (entry.version, entry.arrival, number)
+                delivered.append(group)
         delivered.sort()
         first_due = delivered[:num_groups]
         # How many groups this step takes after these:
-        places = (version + 1) * self.share - self._taken[trainer] - num_groups
+        num_after_step = (version + 1) * self.share
+        num_after_these = self._taken[trainer] + num_groups
+        places = num_after_step - num_after_these
         assert 0 <= places < self.share, (trainer, version, num_groups, self._taken)
         if len(first_due) < num_groups:
             return []
@@ -345,7 +356,8 @@ class PromptLedger:
         for num_later in range(self.max_staleness + 1):
             by = version + num_later
             num_due = sum(due <= by for due in due_versions.values())
-            if num_due > places + num_later * self.share:
+            places_by_then = places + num_later * self.share
+            if num_due > places_by_then:
                 return []
         return sorted(numbers)
 
@@ -364,8 +376,8 @@ class PromptLedger:
             self._trained[entry.trainer] += 1
             self._effective_sample_sizes[entry.trainer] = effective_sample_size
         least_trained = min(self._trained)
-        is_done = least_trained == (version + 1) * self.share
-        if not is_done:
+        num_after_step = (version + 1) * self.share
+        if least_trained != num_after_step:
             return {}
         counts = self.counts()
         counts["brake"] = int(self.is_braking)
@@ -386,7 +398,8 @@ class PromptLedger:
         for number, entry in self._open.items():
             if entry.arrival is None:
                 held_for_trainer = held[entry.trainer]
-                held_for_trainer.setdefault(entry.maker, []).append(number)
+                held_by_maker = held_for_trainer.setdefault(entry.maker, [])
+                held_by_maker.append(number)
         return list(zip(self._buffered, held, strict=True))
 
     def counts(self) -> dict[str, int]:

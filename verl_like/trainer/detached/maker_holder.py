@@ -141,7 +141,8 @@ class PromptLoader:
     @classmethod
     def of(cls, config: DetachedConfig, prompts: PromptDataset) -> "PromptLoader":
         """Makes a loader that numbers the prompts in the order of the configuration."""
-        return cls(prompts, prompt_sampler(config, prompts))
+        sampler = prompt_sampler(config, prompts)
+        return cls(prompts, sampler)
 
     def load(self, tickets: Sequence[Ticket]) -> list[tuple[list[Ticket], DataProto]]:
         """Loads the prompts of some tickets. Returns a batch (B,) for each training step, with the
@@ -152,12 +153,14 @@ class PromptLoader:
         def step_of(ticket: Ticket) -> int:
             return ticket.number // size
 
-        for step, of_step in itertools.groupby(tickets, step_of):
+        tickets_of_steps = itertools.groupby(tickets, step_of)
+        for step, of_step in tickets_of_steps:
             its_tickets = list(of_step)
             epoch, indices = self.sampler.batch(step)
             rows = []
             for ticket in its_tickets:
-                index = indices[ticket.number % size]
+                place = ticket.number % size
+                index = indices[place]
                 rows.append(self.dataset[index])
             prompts = self.dataset.collate(rows, epoch)
             prompts.meta_info |= {"epoch": epoch, "global_steps": step + 1}
@@ -234,7 +237,8 @@ class ExperienceMakerHolder(Side):
         kl_coef = self.ledger.kl_coef()
         if kl_coef is not None:
             run.maker.kl_controller.value = kl_coef
-        self.recorder.show_placement(placement_rows(run.placement))
+        placement = placement_rows(run.placement)
+        self.recorder.show_placement(placement)
         load_models(run.groups, config.trainer.device, run.show_episodes)
         self.require_same_inputs()
         return PromptLoader.of(config, inputs.train_dataset)
@@ -263,17 +267,17 @@ class ExperienceMakerHolder(Side):
             self.keep_newest(newest)
         while self.in_flight or done < most_steps:
             self.use_newest_weights()
-            limit = self.config.plan.num_prompts_at_a_time - len(self.in_flight)
+            num_in_flight = len(self.in_flight)
+            limit = self.config.plan.num_prompts_at_a_time - num_in_flight
             has_made_enough = done >= most_steps
             is_due = self.validation_is_due()
             if is_due and not self.in_flight:
                 self.validate()
             elif is_due or has_made_enough:
                 limit = 0  # nothing begins until all in flight has ended and was sent
+            tickets: Sequence[Ticket] | None = []
             if self.version >= 0:
                 tickets = self.ledger.take(self.name_in_ledger, self.version, limit)
-            else:
-                tickets = []
             if tickets is None:
                 break
             for its_tickets, prompts in loader.load(tickets):
@@ -311,7 +315,8 @@ class ExperienceMakerHolder(Side):
         since the time `since`."""
         # A trainer waits less long, because it may be waiting for another maker.
         patience_s = 3 * self.config.trainer.call_timeout_s
-        is_late = time.monotonic() - since > patience_s
+        waited_s = time.monotonic() - since
+        is_late = waited_s > patience_s
         if is_late and self.ledger.seconds_since_loss() > patience_s:
             waited_for = f"weights newer than version {self.version}, from {self.trainer_names[0]}"
             raise CallTimeout(self.name, "workingloop", patience_s, waited_for)
@@ -346,7 +351,8 @@ class ExperienceMakerHolder(Side):
         """Begins the responses to (B,) prompts while others are being generated."""
         groups = self.run.groups
         begin = groups[Role.Rollout].generate_sequences
-        if agents := groups.get(Role.Agent):
+        agents = groups.get(Role.Agent)
+        if agents:
             begin = agents.run_episodes
         uids = prompts.non_tensor_batch["uid"]
         for row, (ticket, uid) in enumerate(zip(tickets, uids, strict=True)):
@@ -397,13 +403,16 @@ class ExperienceMakerHolder(Side):
             parts = []
             for group in ended:
                 tickets.append(group.ticket)
-                rows_of_prompts.append(group.prompt.select(meta_info_keys=[]))
-                parts.append(group.responses.get())
+                prompt = group.prompt.select(meta_info_keys=[])
+                rows_of_prompts.append(prompt)
+                part = group.responses.get()
+                parts.append(part)
             prompts = DataProto.concat(rows_of_prompts)
             prompts.meta_info = dict(ended[0].prompt.meta_info)
             responses = concat_samples(parts)
             # `sample` takes the future of a generation. This one is done already.
-            call = LocalCall([], [Part(None, responses)], None)
+            part_of_call = Part(None, responses)
+            call = LocalCall([], [part_of_call], None)
             generation = Future(call, lambda outputs: outputs[0])
             generated = maker.sample(prompts, None, generation)
             experience = maker.complete(generated)
@@ -439,7 +448,9 @@ class ExperienceMakerHolder(Side):
             if not places:
                 continue
             is_its_own = np.isin(place_of_row, places)
-            its_rows = batch if is_its_own.all() else batch.select_idxs(is_its_own)
+            its_rows = batch
+            if not is_its_own.all():
+                its_rows = batch.select_idxs(is_its_own)
             trainer = side_named(name)
             answer = trainer.extend.remote(self.name_in_ledger, its_tickets, its_rows, metrics)
             self.sent[answer] = name
@@ -461,7 +472,8 @@ class ExperienceMakerHolder(Side):
         dropped = []
         for ticket, drops in zip(tickets, is_dropped, strict=True):
             if drops:
-                dropped.append((ticket.number, ticket.attempt))
+                entry = (ticket.number, ticket.attempt)
+                dropped.append(entry)
         self.ledger.drop(self.name_in_ledger, dropped, "agents_failed")
         return is_dropped
 
@@ -473,7 +485,8 @@ class ExperienceMakerHolder(Side):
         with self.recorder.timer("waiting for experience to arrive"):
             deadline = time.monotonic() + timeout_s
             for reference, name in self.sent.items():
-                seconds_left = max(0.0, deadline - time.monotonic())
+                now = time.monotonic()
+                seconds_left = max(0.0, deadline - now)
                 try:
                     ray.get(reference, timeout=seconds_left)
                 except ray.exceptions.GetTimeoutError:
@@ -491,10 +504,11 @@ class ExperienceMakerHolder(Side):
     def keep_newest(self, weights: PushedWeights) -> None:
         """Keeps weights until they are loaded, unless there are newer ones already."""
         with self.has_pushed:
-            is_newer = self.pushed is None or weights.version > self.pushed.version
-            if is_newer:
-                self.pushed = weights
-                self.has_pushed.notify_all()
+            has_newer = self.pushed is not None and self.pushed.version >= weights.version
+            if has_newer:
+                return
+            self.pushed = weights
+            self.has_pushed.notify_all()
 
     def load_newest_weights(self) -> None:
         """Has the engines and the copies load the weights that were pushed last, if they are newer.
@@ -560,8 +574,10 @@ class ExperienceMakerHolder(Side):
         else:
             maker.load_weights(weights_of_actor)
         groups = self.run.groups
-        for role in groups.keys() & set(TRAINED):
-            groups[role].load_weights(weights.exports[role], version=weights.version)
+        copies = groups.keys() & set(TRAINED)
+        for role in copies:
+            exports = weights.exports[role]
+            groups[role].load_weights(exports, version=weights.version)
 
     def ask_trainer(self, method: str, *args: Any, num_calls: int = 1) -> Any:
         """Calls a method of the first trainer and returns its result. The trainer may take as long
@@ -596,7 +612,8 @@ class ExperienceMakerHolder(Side):
         if trainer.test_freq <= 0:
             return False
         num_due = self.version // trainer.test_freq
-        num_done = max(0, self.validated) // trainer.test_freq
+        last = max(0, self.validated)
+        num_done = last // trainer.test_freq
         return num_due > num_done
 
     def validate(self) -> None:

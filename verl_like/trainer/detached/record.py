@@ -42,22 +42,25 @@ class DetachedRecord:
 
     def add(self, name: str, report: SideRecorder) -> None:
         """Takes in what happened on the maker or trainer `name` since its last report."""
+        recorder = self.recorder
         for event in report.events:
-            self.recorder.record(event)
+            recorder.record(event)
         self.waits[name].update(report.waits)
-        self.recorder.saves_when_ended |= report.saves_when_ended
+        recorder.saves_when_ended |= report.saves_when_ended
+        is_maker = name in self.config.detached.maker_names
         for step, metrics, ended in report.rows:
-            if name in self.config.detached.maker_names:
+            if is_maker:
                 self.validations[step] = metrics
             else:
-                self.rows[step].append((metrics, ended))
+                row = (metrics, ended)
+                self.rows[step].append(row)
         for step, state in report.states:
             self.states[step].append(state)
         for step, files in report.files:
             self.files[step].append(files)
-        self.recorder.show_episodes(report.episodes)
+        recorder.show_episodes(report.episodes)
         for note in report.notes:
-            self.recorder.say(f"{name}: {note}")
+            recorder.say(f"{name}: {note}")
 
     def log(self) -> None:
         """Writes the steps and validations that are complete. It is called when all sides, makers
@@ -82,7 +85,8 @@ class DetachedRecord:
             if validated > version:
                 continue
             metrics = self.validations.pop(validated)
-            self.recorder.log_validation(metric_values(metrics), validated)
+            values = metric_values(metrics)
+            self.recorder.log_validation(values, validated)
             self.validated = validated
 
     def log_step(self, step: int) -> None:
@@ -93,14 +97,17 @@ class DetachedRecord:
         for metrics, ended in reported:
             parts.append(metrics)
             ends.append(ended)
-        values = metric_values(merge_metrics(parts))
+        metrics_of_step = merge_metrics(parts)
+        values = metric_values(metrics_of_step)
         seconds = values["timing_s/step"]
         idle_shares = self.idle_shares(max(ends), seconds)
         values["training/global_step"] = step
         values |= idle_shares
-        self.recorder.timeline.start_step(step)
-        self.recorder.tracking.log(values, step)
-        self.recorder.console.show_step(step, self.config.num_steps_of_run, values)
+        recorder = self.recorder
+        recorder.timeline.start_step(step)
+        recorder.tracking.log(values, step)
+        num_steps = self.config.num_steps_of_run
+        recorder.console.show_step(step, num_steps, values)
         self.step = step
 
     def begin_checkpoint(self, states: Sequence[Mapping[str, Any]]) -> None:
@@ -122,7 +129,8 @@ class DetachedRecord:
         if len(self.files[step]) != num_trainers:
             return
         written: dict[str, Any] = {}
-        for files_of_trainer in self.files.pop(step):
+        files = self.files.pop(step)
+        for files_of_trainer in files:
             written |= files_of_trainer
         self.begun.written = written
         self.recorder.pending = self.begun
@@ -146,10 +154,13 @@ class DetachedRecord:
             within = {}
             waited = 0.0
             for start, end in waits.items():
-                if end > started:
-                    within[start] = end
-                    in_step = min(end, ended) - max(start, started)
-                    waited += max(0.0, in_step)
+                if end <= started:
+                    continue
+                within[start] = end
+                first = max(start, started)
+                last = min(end, ended)
+                in_step = last - first
+                waited += max(0.0, in_step)
             self.waits[name] = within
             shares[f"detached/idle/{name}"] = waited / seconds
         return shares

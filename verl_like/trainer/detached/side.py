@@ -127,8 +127,9 @@ class SideRecorder:
         yield
         self.doing = before
         ended = time.time()
+        seconds = ended - started
         seconds_before = self.seconds.get(phase, 0.0)
-        self.seconds[phase] = seconds_before + ended - started
+        self.seconds[phase] = seconds_before + seconds
         if phase.startswith("waiting"):
             self.waits.append((started, ended))
 
@@ -149,7 +150,8 @@ class SideRecorder:
 
         yield log
         ended = time.time()
-        timings = {"timing_s/step": Metric.max(ended - started)}
+        seconds_of_step = ended - started
+        timings = {"timing_s/step": Metric.max(seconds_of_step)}
         for phase, seconds in self.seconds.items():
             name = phase.replace(" ", "_")
             timings[f"timing_s/{name}"] = Metric.max(seconds)
@@ -165,7 +167,8 @@ class SideRecorder:
         means = {}
         for name, value in metrics.items():
             means[name] = Metric.mean(value)
-        self.rows.append((step, means, time.time()))
+        ended = time.time()
+        self.rows.append((step, means, ended))
 
     def is_best(self, step: int, metrics: dict[str, float]) -> bool:
         """Returns False, because in detached training a step is saved before it is validated."""
@@ -186,9 +189,11 @@ class SideRecorder:
         if self.pending is None:
             return
         files = self.pending.files(wait)
-        if files is not None:
-            self.files.append((self.pending.step, files))
-            self.pending = None
+        if files is None:
+            return
+        step = self.pending.step
+        self.files.append((step, files))
+        self.pending = None
 
     def complete_checkpoint(self, step: int) -> None:
         """Does nothing, because the run completes the checkpoint when the makers have validated."""
@@ -215,11 +220,13 @@ class SideRecorder:
         states = take_all(self.states)
         files = take_all(self.files)
         notes = take_all(self.notes)
+        episodes = take_all(self.episodes)
         phase, since = self.doing
         now = time.time()
         waits = take_all(self.waits)
         if phase.startswith("waiting"):
-            waits.appendleft((since, now))
+            unfinished = (since, now)
+            waits.appendleft(unfinished)
         return replace(
             self,
             events=events,
@@ -228,7 +235,7 @@ class SideRecorder:
             files=files,
             waits=waits,
             notes=notes,
-            episodes=take_all(self.episodes),
+            episodes=episodes,
             seconds={},
             pending=None,
         )
@@ -236,12 +243,13 @@ class SideRecorder:
     def status_and_stack(self) -> str:
         """Says in which phase the side's loop is, since when, and what its innermost calls are."""
         frame = sys._current_frames().get(self.thread)
-        stack = ["  Its loop has ended.\n"]
+        stack = "  Its loop has ended.\n"
         if frame:
-            stack = traceback.format_stack(frame, limit=12)
+            calls = traceback.format_stack(frame, limit=12)
+            stack = "".join(calls)
         phase, since = self.doing
         seconds = time.time() - since
-        return f"{self.name}: {phase} for {seconds:.0f} s\n{''.join(stack)}"
+        return f"{self.name}: {phase} for {seconds:.0f} s\n{stack}"
 
 
 def take_all(queue: deque[Any]) -> deque[Any]:
@@ -284,7 +292,8 @@ class Question:
         """Calls a method of a side and returns at once. Raises WorkerDied if there is no side of
         this name."""
         side = side_named(name)
-        answer = getattr(side, method).remote(*args)
+        call = getattr(side, method)
+        answer = call.remote(*args)
         return cls(name, method, answer, timeout)
 
     def get(self) -> Any:

@@ -38,7 +38,8 @@ class RowWork:
         rows = Rows.of(batch)
         lengths_B = rows.lengths_B
         flops_B = cost.forward(lengths_B, rows.num_scored_B)
-        return cls(lengths_B.numpy(), flops_B.numpy(), balance, rows.sample_starts.numpy())
+        starts = rows.sample_starts
+        return cls(lengths_B.numpy(), flops_B.numpy(), balance, starts.numpy())
 
     def submit(
         self,
@@ -69,7 +70,8 @@ class RowWork:
             return method.remote(batch)
         numbered = self.with_numbers(batch)
         shares = self.shares(num_ranks, self.num_samples)
-        return method.remote(ordered(numbered, shares))
+        in_order = ordered(numbered, shares)
+        return method.remote(in_order)
 
     def require_mini_batch_column(
         self, method: BoundMethod, num_ranks: int, num_of_step: int
@@ -98,7 +100,8 @@ class RowWork:
         numbered = self.with_numbers(batch)
         mini_batch_of_row = self.sample_of_row // num_of_step
         numbered.tensor_batch["mini_batch"] = torch.from_numpy(mini_batch_of_row)
-        return ordered(numbered, self.shares(num_ranks, num_of_step))
+        shares = self.shares(num_ranks, num_of_step)
+        return ordered(numbered, shares)
 
     def with_numbers(self, batch: DataProto) -> DataProto:
         """Returns the batch with its samples numbered from 0.
@@ -173,7 +176,8 @@ class RowWork:
         for name, shares in divisions.items():
             flops = np.zeros((num_ranks, num_mini_batches))
             for flops_of_rank, rows in zip(flops, shares, strict=True):
-                np.add.at(flops_of_rank, mini_batch_of_row[rows], self.flops_B[rows])
+                mini_batches = mini_batch_of_row[rows]
+                np.add.at(flops_of_rank, mini_batches, self.flops_B[rows])
             busiest = flops.max(0).sum()
             mean = flops.mean(0).sum()
             imbalance = Metric.mean(busiest / mean, weight=flops.mean())
@@ -184,7 +188,8 @@ class RowWork:
         """Returns the tokens of each rank, if rank i gets the rows `shares[i]`."""
         tokens = []
         for rows in shares:
-            tokens.append(self.tokens_B[rows].sum())
+            tokens_of_rank = self.tokens_B[rows].sum()
+            tokens.append(tokens_of_rank)
         return np.array(tokens)
 
 

@@ -61,8 +61,12 @@ class TokenValues:
             has_norms: True if queries and keys are normalised.
             has_adapter: True if an adapter is trained in place of the model.
         """
-        saved_hidden = 20 if has_norms else 13
-        live_intermediate = 4 if has_adapter else 3
+        saved_hidden = 13
+        if has_norms:
+            saved_hidden = 20
+        live_intermediate = 3
+        if has_adapter:
+            live_intermediate = 4
         saved = saved_hidden * hidden
         live = 4 * hidden
         experts = []
@@ -75,16 +79,22 @@ class TokenValues:
             of_blocks.append((4 * intermediate, live_intermediate * intermediate))
         for sizes in experts:
             used = sizes.intermediate + sizes.shared_intermediate
-            saved_of_hidden = SAVED_OF_AN_EXPERT * sizes.num_selected * hidden
-            # The output of a shared expert may be multiplied by a gate.
-            saved_of_hidden += hidden if sizes.shared_intermediate else 0
-            live_of_hidden = LIVE_OF_AN_EXPERT * sizes.num_selected * hidden
-            live_of_up = sizes.num_selected * hidden + live_intermediate * used
-            of_blocks.append((4 * used + saved_of_hidden, max(live_of_hidden, live_of_up)))
+            expanded = sizes.num_selected * hidden
+            saved_of_hidden = SAVED_OF_AN_EXPERT * expanded
+            if sizes.shared_intermediate:  # its output may be multiplied by a gate
+                saved_of_hidden += hidden
+            live_of_hidden = LIVE_OF_AN_EXPERT * expanded
+            live_of_up = expanded + live_intermediate * used
+            saved_of_block = 4 * used + saved_of_hidden
+            live_of_block = max(live_of_hidden, live_of_up)
+            of_blocks.append((saved_of_block, live_of_block))
+        most_saved = max(saved_of_block for saved_of_block, _live in of_blocks)
+        most_live = max(live_of_block for _saved, live_of_block in of_blocks)
+        numbers_selected = [sizes.num_selected for sizes in experts]
         return cls(
-            saved=saved + max(saved_of_block for saved_of_block, _live in of_blocks),
-            live=live + max(live_of_block for _saved, live_of_block in of_blocks),
-            expanded=max((sizes.num_selected for sizes in experts), default=0),
+            saved=saved + most_saved,
+            live=live + most_live,
+            expanded=max(numbers_selected, default=0),
         )
 
 

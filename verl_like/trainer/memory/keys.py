@@ -50,9 +50,12 @@ def keys_that_lower(memory: str, roles: str) -> str:
         memory: "host" or "device".
         roles: the names of the roles, joined by plus signs.
     """
-    of_roles = [OF_ROLE[role] for role in roles.split("+") if role in OF_ROLE]
+    names = roles.split("+")
+    of_roles = [OF_ROLE[role] for role in names if role in OF_ROLE]
     trained = [keys for keys in of_roles if keys.trained_model]
-    offload = "true" if memory == "device" else "false"
+    offload = "false"
+    if memory == "device":
+        offload = "true"
     advice = [f"a smaller {keys.passes}" for keys in of_roles]
     advice += [f"{keys.trained_model}.enable_gradient_checkpointing=true" for keys in trained]
     advice += [f"{keys.engine}.param_offload={offload}" for keys in of_roles]
@@ -66,7 +69,6 @@ def keys_that_lower(memory: str, roles: str) -> str:
             "a smaller data.train_batch_size",
             "fewer processes on a node by trainer.n_gpus_per_node",
         ]
-    return (
-        f"What lowers the memory of the {memory}: {'; '.join(dict.fromkeys(advice))}. See "
-        "docs/memory.md."
-    )
+    each_once = dict.fromkeys(advice)
+    ways = "; ".join(each_once)
+    return f"What lowers the memory of the {memory}: {ways}. See docs/memory.md."

@@ -42,12 +42,13 @@ def check_agents(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> Descr
         describe_harness(agent.harness, agent.max_memory_gb)
         description = Description(tools=[], has_reward=True)
     require_free_ports(config)
-    end_token_ids, _padding = special_token_ids(tokenizer, config.actor_rollout_ref.model.path)
+    policy = config.actor_rollout_ref
+    end_token_ids, _padding = special_token_ids(tokenizer, policy.model.path)
     chat = ChatFormat(
         tokenizer,
         config.data.apply_chat_template_kwargs,
         end_token_ids,
-        tool_parser=config.actor_rollout_ref.rollout.multi_turn.format,
+        tool_parser=policy.rollout.multi_turn.format,
         reasoning_parser=agent.reasoning_parser,
         keep_reasoning=agent.keep_reasoning,
     )
@@ -99,7 +100,8 @@ def require_extendable(chat: ChatFormat, tools: Sequence[Mapping[str, Any]]) -> 
             f"({error}): set actor_rollout_ref.model.tokenizer_path to a tokenizer with a template "
             "for several turns and tools"
         ) from error
-    if not chat.tail(prompt, before, chat.tokens("1")):
+    reply_ids = chat.tokens("1")
+    if not chat.tail(prompt, before, reply_ids):
         raise ValueError(
             "the chat template does not extend the text of a conversation when a "
             f"{added['role']} message is added to it, so an agent could not take a second turn: "

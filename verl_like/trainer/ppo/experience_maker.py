@@ -75,8 +75,10 @@ class Scored:
     ) -> "Scored":
         """Adds columns to the view, or replaces those that have the same names, and adds
         metrics."""
-        merged = merge_metrics([self.metrics, metrics or {}])
         batch = view_with(self.batch, columns)
+        if metrics is None:
+            return replace(self, batch=batch)
+        merged = merge_metrics([self.metrics, metrics])
         return replace(self, batch=batch, metrics=merged)
 
 
@@ -152,7 +154,8 @@ class ExperienceMaker:
     def begin(self, prompts: DataProto) -> Future[DataProto]:
         """Starts the generation of responses to (B,) prompts with the present weights, or of
         episodes if there are agents, and returns at once."""
-        if agents := self.groups.get(Role.Agent):
+        agents = self.groups.get(Role.Agent)
+        if agents:
             return agents.run_episodes.remote(prompts)
         rollout = self.groups[Role.Rollout]
         return rollout.generate_sequences.remote(prompts)
@@ -214,29 +217,32 @@ class ExperienceMaker:
         columns, the last one of each sample, which has its last call of the model; the reward of
         each sample, which is 0 if it could not be scored; and metrics.
         """
+        plan = self.config.plan
         generated = of_present_kind(self.generate(prompts, num_samples))
         batch = generated.batch
         pending: list[Any] = []
-        for role in self.config.plan.reward_models_by_role:
+        for role in plan.reward_models_by_role:
             reward_model = self.groups[role]
             model_scores = reward_model.compute_rm_score.remote(batch)
             pending.append(scoring.ModelScores(role, model_scores))
-        for role in self.config.plan.custom_roles:
+        for role in plan.custom_roles:
             annotate = self.groups[role].annotate
             written = set(annotate.spec.writes or ())
             if self.reward_columns.keys() & written:
-                pending.append(annotate.remote(batch))
+                annotated = annotate.remote(batch)
+                pending.append(annotated)
         if generated.scores:
             rule_scores = generated.scores.complete(batch)
             pending.append(rule_scores)
         rows, scoring_metrics = self.collect(batch, pending)
         view = view_of_samples(rows)
         scores_BR = scoring.total_scores(view, self.reward_columns)
-        is_skipped_B = view.tensor_batch.get("is_skipped", torch.tensor(False))
+        is_skipped_B = is_skipped(view)
         scores_B = scores_BR.sum(-1).masked_fill(is_skipped_B, 0.0)
         metrics = merge_metrics([generated.metrics, scoring_metrics])
-        last_rows = SampleRows.of(rows).starts[1:] - 1
-        return rows.select_idxs(last_rows), scores_B, metrics
+        ends = SampleRows.of(rows).starts[1:]
+        last_rows = rows.select_idxs(ends - 1)
+        return last_rows, scores_B, metrics
 
     def load_weights(self, weights: Weights, checks_first: bool = True, drain: bool = True) -> None:
         """Has the rollout engines load weights and check them against the actor's fingerprint.
@@ -250,7 +256,8 @@ class ExperienceMaker:
         if self.config.actor_rollout_ref.rollout.sends_directly:
             send = weights.send
             if send is None:
-                send = self.groups[Role.Actor].send_weights.remote
+                actor = self.groups[Role.Actor]
+                send = actor.send_weights.remote
             sent = send(rollout.world_size)
         # Only what differs from the defaults is given: a custom rollout may not know the arguments.
         options: dict[str, Any] = {}
@@ -293,9 +300,10 @@ class ExperienceMaker:
         while True:
             generated = self.generate_with_baselines(prompts, generation)
             generated = self.with_scores(generated)
-            differs_B = scoring.groups_differ(generated.batch, options.metric)
-            differing.append(generated.batch[differs_B])
-            equal.append(generated.batch[~differs_B])
+            batch = generated.batch
+            differs_B = scoring.groups_differ(batch, options.metric)
+            differing.append(batch[differs_B])
+            equal.append(batch[~differs_B])
             metrics.append(generated.metrics)
             num_differing = sum(map(count_samples, differing))
             is_last_batch = len(differing) == options.max_num_gen_batches
@@ -343,11 +351,12 @@ class ExperienceMaker:
         greedy = prompts.select()
         greedy.meta_info = prompts.meta_info | {"greedy": True}
         answered, rewards_B, _ = self.generate_and_score(greedy, num_samples=1)
-        is_skipped_B = answered.tensor_batch.get("is_skipped", torch.tensor(False))
+        is_skipped_B = is_skipped(answered)
         rewards_B = rewards_B.masked_fill(is_skipped_B, torch.nan)
         generated = of_present_kind(self.generate(prompts, n, generation))
         batch = generated.batch.select()
-        prompt_of_row = SampleRows.of(batch).sample_of_row // n
+        sample_of_row = SampleRows.of(batch).sample_of_row
+        prompt_of_row = sample_of_row // n
         batch.tensor_batch["reward_baselines"] = rewards_B[prompt_of_row]
         return replace(generated, batch=batch)
 
@@ -367,7 +376,9 @@ class ExperienceMaker:
         for finished in generation.stream():
             if scores:
                 scores.add(finished)
-        prompt_of_row = SampleRows.of(generation.get()).sample_of_row // num_samples
+        rows = generation.get()
+        sample_of_row = SampleRows.of(rows).sample_of_row
+        prompt_of_row = sample_of_row // num_samples
         without_tensors = prompts.select(batch_keys=[])
         repeated = without_tensors.select_idxs(prompt_of_row)
         batch, metrics = self.collect(repeated, [generation])
@@ -383,10 +394,10 @@ class ExperienceMaker:
         metrics = []
         for future in pending:
             output = future.get()
-            measured = output.meta_info.get("metrics", {})
+            others = dict(output.meta_info)
+            measured = others.pop("metrics", {})
             metrics.append(measured)
-            other_info = [name for name in output.meta_info if name != "metrics"]
-            columns = output.select(meta_info_keys=other_info)
+            columns = output.select(meta_info_keys=list(others))
             batch = batch.union(columns)
         return batch, merge_metrics(metrics)
 
@@ -424,7 +435,7 @@ class ExperienceMaker:
         if not self.config.algorithm.use_kl_in_reward:
             return scored.with_columns(made, metrics)
         kl_coef = self.kl_controller.value
-        made["token_level_rewards"], current_kl = apply_kl_penalty(
+        rewards_BR, current_kl = apply_kl_penalty(
             scores_BR,
             columns["old_log_probs"],
             columns["ref_log_prob"],
@@ -432,6 +443,7 @@ class ExperienceMaker:
             kl_coef=kl_coef,
             estimator=self.config.algorithm.kl_penalty,
         )
+        made["token_level_rewards"] = rewards_BR
         num_scored = int(mask_BR.any(-1).sum())
         self.kl_controller.update(current_kl, n_steps=num_scored)
         metrics["actor/reward_kl_penalty"] = Metric.mean(current_kl, weight=num_scored)
@@ -450,7 +462,8 @@ class ExperienceMaker:
         config = self.config.algorithm.rollout_correction
         if config.bypass_mode:
             # The configuration refuses it together with weights or rejection.
-            return rewarded.with_columns({"old_log_probs": columns["rollout_log_probs"]})
+            made = {"old_log_probs": columns["rollout_log_probs"]}
+            return rewarded.with_columns(made)
         if not (config.rollout_is or config.rollout_rs):
             return rewarded
         weights_BR, kept_BR, values = compute_rollout_correction_and_rejection_mask(
@@ -463,8 +476,9 @@ class ExperienceMaker:
         for name, value in values.items():
             metrics[name] = Metric.mean(value)
         corrected = rewarded.with_columns(made, metrics)
-        kept = kept_BR if config.rollout_rs else None
-        return replace(corrected, kept_BR=kept)
+        if not config.rollout_rs:
+            return corrected
+        return replace(corrected, kept_BR=kept_BR)
 
     def estimate(self, corrected: Scored) -> Scored:
         """Adds `advantages` and `returns` (B, R) by the configured estimator."""
@@ -485,7 +499,8 @@ class ExperienceMaker:
         columns: Any = batch.batch  # a column is padded when the estimator reads it
         inputs_and_columns = ChainMap(inputs, columns)
         advantages_BR, returns_BR = estimate_advantages(estimator, inputs_and_columns)
-        return corrected.with_columns({"advantages": advantages_BR, "returns": returns_BR})
+        made = {"advantages": advantages_BR, "returns": returns_BR}
+        return corrected.with_columns(made)
 
     def choose_tokens(self, estimated: Scored) -> Scored:
         """Chooses the tokens that the losses read, after the advantages were estimated from all
@@ -505,13 +520,20 @@ class ExperienceMaker:
             mask_BR = estimated.kept_BR
         policy_loss = get_policy_loss_fn(policy.actor.policy_loss.loss_mode)
         loss_options = read_options(policy_loss, actor_rollout_ref=policy)
-        if select_tokens := getattr(loss_options, "select_tokens", None):
+        select_tokens = getattr(loss_options, "select_tokens", None)
+        if select_tokens:
             step = estimated.batch.meta_info["global_steps"]
             generator = torch.Generator().manual_seed(step)
-            made["selected_tokens"] = select_tokens(
-                columns["old_log_probs"], columns["advantages"], mask_BR, generator
-            )
+            old_log_probs = columns["old_log_probs"]
+            advantages = columns["advantages"]
+            selected = select_tokens(old_log_probs, advantages, mask_BR, generator)
+            made["selected_tokens"] = selected
         return estimated.with_columns(made)
+
+
+def is_skipped(batch: DataProto) -> Tensor:
+    """Returns which samples (B,) could not be scored. It is one False if all could."""
+    return batch.tensor_batch.get("is_skipped", torch.tensor(False))
 
 
 def of_present_kind(generated: Any) -> Generated:

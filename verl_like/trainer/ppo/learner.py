@@ -95,7 +95,8 @@ class Learner:
         part, num_parts = batch.meta_info.get("part_of_step", (1, 1))
         num_optimizer_steps = math.ceil(work.num_samples / self.num_actor_samples)
         num_steps_before = self.version - trainer.critic_warmup
-        num_parts_before = num_steps_before * num_parts + part - 1
+        num_parts_of_steps = num_steps_before * num_parts
+        num_parts_before = num_parts_of_steps + part - 1
         first = num_parts_before * num_optimizer_steps
         sampler = EpochSampler(len(self.ptx_dataset), size, trainer.seed)
         numbers = []
@@ -132,15 +133,16 @@ class Learner:
         oldest: dict[int, int] = {}
         """The version of the oldest token of each sample. One that stands for an episode without a
         token has none."""
-        sample_of_row = SampleRows.of(batch).sample_of_row.tolist()
+        sample_of_row = SampleRows.of(batch).sample_of_row
         spans_of_row = batch.non_tensor_batch["policy_version"]
-        for sample, spans in zip(sample_of_row, spans_of_row, strict=True):
+        for sample, spans in zip(sample_of_row.tolist(), spans_of_row, strict=True):
             for version, _start, _end in spans:
                 oldest[sample] = min(version, oldest.get(sample, version))
         num_samples = len(oldest)
         if not num_samples:
             return {}
-        staleness_S = self.version - np.array(list(oldest.values()))
+        versions_S = np.array(list(oldest.values()))
+        staleness_S = self.version - versions_S
         mean = staleness_S.mean()
         largest = staleness_S.max()
         max_staleness = self.config.trainer.max_staleness
@@ -149,11 +151,13 @@ class Learner:
             "training/staleness/mean": Metric.mean(mean, weight=num_samples),
             "training/staleness/max": Metric.max(largest),
         }
-        if max_staleness:
-            for steps in range(max_staleness + 1):
-                share = (staleness_S == steps).mean()
-                name = f"training/staleness/share_{steps}"
-                metrics[name] = Metric.mean(share, weight=num_samples)
+        if not max_staleness:
+            return metrics
+        for steps in range(max_staleness + 1):
+            is_so_old_S = staleness_S == steps
+            share = is_so_old_S.mean()
+            name = f"training/staleness/share_{steps}"
+            metrics[name] = Metric.mean(share, weight=num_samples)
         return metrics
 
     def export_weights(self) -> Weights:

@@ -36,7 +36,9 @@ def batch_metrics(
     response_tokens, _offsets = jagged_parts(tensors["responses"])
     num_tokens = len(prompt_tokens) + len(response_tokens)
     view = view_of_samples(batch).tensor_batch
-    mask_name = "sampled_mask" if "sampled_mask" in view else "response_mask"
+    mask_name = "response_mask"
+    if "sampled_mask" in view:
+        mask_name = "sampled_mask"
     counted_S = view[mask_name].any(-1)  # False for the samples that were skipped
 
     def column(name: str) -> Tensor:
@@ -47,6 +49,7 @@ def batch_metrics(
 
     mask = column(mask_name).bool()
     returns = column("returns")[mask]
+    advantages = column("advantages")[mask]
     prompt_lengths_B = prompt_offsets.diff()
     prompt_lengths_S = prompt_lengths_B[samples.first_rows]
     prompt_lengths = prompt_lengths_S[counted_S].float()
@@ -55,7 +58,7 @@ def batch_metrics(
     distributions = {
         "critic/score": column("token_level_scores").sum(-1),
         "critic/rewards": column("token_level_rewards").sum(-1),
-        "critic/advantages": column("advantages")[mask],
+        "critic/advantages": advantages,
         "critic/returns": returns,
         "response_length": mask.sum(-1).float(),
         "prompt_length": prompt_lengths,
@@ -63,19 +66,22 @@ def batch_metrics(
     metrics: dict[str, Metric] = {}
     for name, values in distributions.items():
         metrics |= _mean_max_min(name, values)
+    fills_response = longest_rows == max_response_length
+    fills_prompt = prompt_lengths == max_prompt_length
     metrics |= {
-        "response_length/clip_ratio": _mean(longest_rows == max_response_length),
-        "prompt_length/clip_ratio": _mean(prompt_lengths == max_prompt_length),
+        "response_length/clip_ratio": _mean(fills_response),
+        "prompt_length/clip_ratio": _mean(fills_prompt),
         "perf/total_num_tokens": Metric.sum(num_tokens),
     }
     # With bypass_mode the two columns are one, and there is nothing to compare.
     old_log_probs = tensors.get("old_log_probs")
     if old_log_probs is not None and old_log_probs is not tensors["rollout_log_probs"]:
-        metrics |= _drift(column("rollout_log_probs"), column("old_log_probs"), mask)
+        rollout = column("rollout_log_probs")
+        old = column("old_log_probs")
+        metrics |= _drift(rollout, old, mask)
         if UNREPLAYED in view:
-            metrics |= _effect_of_replay(
-                column("rollout_log_probs"), column("old_log_probs"), column(UNREPLAYED), mask
-            )
+            unreplayed = column(UNREPLAYED)
+            metrics |= _effect_of_replay(rollout, old, unreplayed, mask)
     if "values" in view and mask.any():
         values = column("values")[mask]
         metrics |= _mean_max_min("critic/values", values)
@@ -109,17 +115,19 @@ def validation_metrics(batch: DataProto, scores_B: Tensor, num_samples: int) -> 
     lacks the core variable, for instance because it was skipped, counts as 0. Other variables are
     averaged over the samples that have them.
     """
-    columns = batch.non_tensor_batch
+    sources = batch.non_tensor_batch["data_source"]
+    uids = batch.non_tensor_batch["uid"]
     numbers = extra_numbers(batch)
     # The responses to each prompt of each source, by the prompt's uid.
     by_source: dict[str, dict[str, list[Response]]] = {}
     for i, score in enumerate(scores_B.tolist()):
         response = {"reward": score}
         for name, numbers_B in numbers.items():
-            if not np.isnan(numbers_B[i]):
-                response[name] = float(numbers_B[i])
-        source = columns["data_source"][i]
-        uid = columns["uid"][i]
+            number = float(numbers_B[i])
+            if not np.isnan(number):
+                response[name] = number
+        source = sources[i]
+        uid = uids[i]
         by_prompt = by_source.setdefault(source, defaultdict(list))
         by_prompt[uid].append(response)
     metrics: dict[str, float] = {}
@@ -138,7 +146,9 @@ def _metrics_of_source(
     for responses in responses_of_prompts:
         for response in responses:
             names |= dict.fromkeys(response)
-    core = "acc" if "acc" in names else "reward"
+    core = "reward"
+    if "acc" in names:
+        core = "acc"
     metrics = {}
     for name in names:
         means = []
@@ -153,11 +163,15 @@ def _metrics_of_source(
             if values:
                 means.append(np.mean(values))
                 bests.append(max(values))
-        kind = "val-core" if name == core else "val-aux"
+        kind = "val-aux"
+        if name == core:
+            kind = "val-core"
         prefix = f"{kind}/{source}/{name}"
-        metrics[f"{prefix}/mean@{num_samples}"] = float(np.mean(means))
+        mean = np.mean(means)
+        metrics[f"{prefix}/mean@{num_samples}"] = float(mean)
         if num_samples > 1:
-            metrics[f"{prefix}/best@{num_samples}/mean"] = float(np.mean(bests))
+            best = np.mean(bests)
+            metrics[f"{prefix}/best@{num_samples}/mean"] = float(best)
     return metrics
 
 
@@ -190,7 +204,8 @@ def _drift(rollout_log_probs: Tensor, old_log_probs: Tensor, mask_BR: Tensor) ->
     difference = (rollout - actor).abs()
     largest = difference.max().item()
     deviation = difference.std().item()
-    correlations = torch.corrcoef(torch.stack([rollout, actor]))
+    both = torch.stack([rollout, actor])
+    correlations = torch.corrcoef(both)
     correlation = correlations[0, 1].item()
     off_policy = compute_offpolicy_metrics(old_log_probs, rollout_log_probs, mask_BR)
     metrics = {}
@@ -209,12 +224,15 @@ def _effect_of_replay(
 ) -> dict[str, Metric]:
     """Returns how far the rollout engine's log-probabilities are from the trainer's with and
     without router replay, on the tokens that were computed without it, too."""
-    compared = mask_BR & ~unreplayed_log_probs.isnan()
+    is_known = ~unreplayed_log_probs.isnan()
+    compared = mask_BR & is_known
     if not compared.any():
         return {}
     rollout = rollout_log_probs[compared]
-    with_replay = (old_log_probs[compared] - rollout).abs()
-    without = (unreplayed_log_probs[compared] - rollout).abs()
+    replayed = old_log_probs[compared]
+    unreplayed = unreplayed_log_probs[compared]
+    with_replay = (replayed - rollout).abs()
+    without = (unreplayed - rollout).abs()
     return {
         "router_replay/log_probs_diff_with": _mean(with_replay),
         "router_replay/log_probs_diff_without": _mean(without),

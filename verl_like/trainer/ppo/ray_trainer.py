@@ -79,9 +79,11 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
         rows = placement_rows(self.placement)  # waits for the processes
         self.recorder.show_placement(rows)
         load_models(self.groups, self.config.trainer.device, self.show_episodes)
-        if self.recorder.resumed:
-            self.restore(self.recorder.resumed.checkpoint)
-        self.load_weights(self.learner.export_weights())
+        resumed = self.recorder.resumed
+        if resumed:
+            self.restore(resumed.checkpoint)
+        weights = self.learner.export_weights()
+        self.load_weights(weights)
         self.compare_engines()
 
     def compare_engines(self) -> None:
@@ -111,7 +113,8 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
         log_probs = engine_check.log_probs_of(actor, drawn)
         engine_check.require_one_model(config, "", drawn, log_probs)
         if sleeps:
-            self.load_weights(self.learner.export_weights())
+            weights = self.learner.export_weights()
+            self.load_weights(weights)
 
     def build_learner(self) -> Learner:
         return Learner(self.config, self.groups, self.ptx_dataset)

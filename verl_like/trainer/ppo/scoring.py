@@ -55,13 +55,18 @@ def reward_columns(
     declares. Raises ValueError if the role may not declare a column, if its class does not write
     the column, or if two roles write it.
     """
-    columns = dict(RULE_COLUMNS) if with_rules else {}
+    columns = {}
+    if with_rules:
+        columns.update(RULE_COLUMNS)
     for role, worker_class in worker_classes.items():
         model = reward_models.get(role)
-        method = "compute_rm_score" if model else "annotate"
+        method = "annotate"
+        if model:
+            method = "compute_rm_score"
         if role == Role.Agent:
             method = "run_episodes"
-        spec = registered_methods(worker_class).get(method)
+        methods = registered_methods(worker_class)
+        spec = methods.get(method)
         written = (spec and spec.writes) or ()
         for name, weight in worker_class.reward_columns.items():
             where = f"{worker_class.__name__}.reward_columns has {name!r}"
@@ -188,7 +193,8 @@ def groups_differ(batch: DataProto, metric: str) -> Tensor:
     view = view_of_samples(batch)
     early_columns = [name for name in EARLY_COLUMNS if name in view.tensor_batch]
     rewards = sum(view.tensor_batch[name].sum(-1) for name in early_columns)
-    numbers = {"reward": rewards.numpy()} | extra_numbers(view)
+    score = {"reward": rewards.numpy()}
+    numbers = score | extra_numbers(view)
     require_metric(metric, numbers)
     # (B, 1), because PromptGroups takes values and a mask by token: here each response has one.
     compared = torch.from_numpy(numbers[metric])
@@ -217,7 +223,8 @@ def extra_numbers(batch: DataProto) -> dict[str, np.ndarray]:
     numbers = {}
     for name, values in batch.non_tensor_batch.items():
         if name.startswith(EXTRA_PREFIX) and values.dtype != object:
-            numbers[name.removeprefix(EXTRA_PREFIX)] = values
+            own_name = name.removeprefix(EXTRA_PREFIX)
+            numbers[own_name] = values
     return numbers
 
 
@@ -255,7 +262,8 @@ class RuleScorer:
             is_scored = self.scores_every_row or has_rule(row["reward_model"])
             if source in first or not is_scored:
                 continue
-            truth = row["reward_model"].get("ground_truth")
+            reward_model = row["reward_model"]
+            truth = reward_model.get("ground_truth")
             first[source] = RewardSample(
                 name=f"row {row['index']}",
                 data_source=source,
@@ -331,9 +339,10 @@ class PendingScores:
             if not is_scored:
                 continue
             uid = columns["uid"][i]
+            first = i * self.num_samples
             for k in range(self.num_samples):
                 self.slots[uid, k] = len(self.rows)
-                self.rows.append(i * self.num_samples + k)
+                self.rows.append(first + k)
         num_scored = len(self.rows)
         self.pending = self.scorer.manager.expect(num_scored)
         self.num_early = 0
@@ -345,7 +354,8 @@ class PendingScores:
         """Starts scoring responses that are complete while others are still generated."""
         early = {}
         for request, completion in finished:
-            slot = self.slots.get((request.uid, request.index))
+            key = (request.uid, request.index)
+            slot = self.slots.get(key)
             if slot is not None:
                 early[slot] = completion.token_ids.tolist()
         self.num_early += len(early)
@@ -358,14 +368,17 @@ class PendingScores:
         slots = list(self.pending.missing())
         if not slots:
             return self
-        token_ids, offsets = jagged_parts(batch.tensor_batch["responses"])
-        is_drawn, _offsets = jagged_parts(batch.tensor_batch["response_mask"])
-        starts = offsets[SampleRows.of(batch).starts].tolist()
+        columns = batch.tensor_batch
+        token_ids, offsets = jagged_parts(columns["responses"])
+        mask, _offsets = jagged_parts(columns["response_mask"])
+        first_rows = SampleRows.of(batch).starts
+        starts = offsets[first_rows].tolist()
         late = {}
         for slot in slots:
             sample = self.rows[slot]
             tokens = slice(starts[sample], starts[sample + 1])
-            drawn_tokens = token_ids[tokens][is_drawn[tokens].bool()]
+            is_drawn = mask[tokens].bool()
+            drawn_tokens = token_ids[tokens][is_drawn]
             late[slot] = drawn_tokens.tolist()
         self._submit(late)
         return self
@@ -376,7 +389,8 @@ class PendingScores:
         if not token_ids:
             return
         tokenizer = self.scorer.tokenizer
-        texts = tokenizer.batch_decode(list(token_ids.values()), skip_special_tokens=True)
+        responses = list(token_ids.values())
+        texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
         columns = self.prompts.non_tensor_batch
         for slot, text in zip(token_ids, texts, strict=True):
             i = self.rows[slot] // self.num_samples
@@ -424,17 +438,17 @@ class PendingScores:
         scores_B = torch.zeros(len(self.batch))
         last_rows = samples.starts[1:] - 1
         scores_B[last_rows] = torch.from_numpy(result.scores)
-        is_skipped_B = torch.from_numpy(result.skipped)[samples.sample_of_row]
+        is_skipped = torch.from_numpy(result.skipped)
+        is_skipped_B = is_skipped[samples.sample_of_row]
         if "is_left_out" in columns:
             is_skipped_B |= columns["is_left_out"]
-        tensors = {
-            "rule_scores": jagged_on_last_token(scores_B, columns["response_mask"]),
-            "is_skipped": is_skipped_B,
-        }
+        scores = jagged_on_last_token(scores_B, columns["response_mask"])
+        tensors = {"rule_scores": scores, "is_skipped": is_skipped_B}
         sample_of_row = samples.sample_of_row.numpy()
         non_tensors = {}
         for name, values in extra.items():
-            non_tensors[f"{EXTRA_PREFIX}{name}"] = values[sample_of_row]
+            key = f"{EXTRA_PREFIX}{name}"
+            non_tensors[key] = values[sample_of_row]
         return DataProto.from_dict(tensors, non_tensors, {"metrics": metrics})
 
 

@@ -63,7 +63,9 @@ class EpisodeRecord(BaseModel):
 
     def _parts(self) -> Iterator[tuple[str, str]]:
         """Yields the signs and the texts of these lines."""
-        what = "validation at step" if self.is_validation else "step"
+        what = "step"
+        if self.is_validation:
+            what = "validation at step"
         yield "#", f"{what} {self.step}, prompt {self.uid}, sample {self.sample}"
         yield "#", f"{self.ended}, reward {self.reward}, {self.seconds:.2f} s"
         for kind, text in self.failures:
@@ -76,7 +78,9 @@ class EpisodeRecord(BaseModel):
                 f"model {turn.seconds:.2f} s, tools {tool_seconds:.2f} s",
             )
             for call in turn.tool_calls:
-                sign = "!" if call.is_error else "="
+                sign = "="
+                if call.is_error:
+                    sign = "!"
                 yield sign, f"{call.name} {call.arguments} -> {call.result}"
         for number, row in enumerate(self.rows):
             yield "-", f"row {number}"

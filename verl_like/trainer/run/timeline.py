@@ -23,7 +23,9 @@ def undisturbed(steps: list[Rows]) -> list[Rows]:
 
 def _is_disturbance(row: dict[str, Any]) -> bool:
     """Returns whether a call validates or saves."""
-    return row["is_validating"] or row["method"].startswith("save_")
+    if row["is_validating"]:
+        return True
+    return row["method"].startswith("save_")
 
 
 class Timeline:
@@ -82,10 +84,11 @@ class Timeline:
         the last. Validations do not count."""
         calls = defaultdict(list)
         for row in self.rows:
-            if not row["is_validating"]:
-                method = row["method"]
-                phase = self.display.phase_of_method.get(method, method)
-                calls[phase].append(row)
+            if row["is_validating"]:
+                continue
+            method = row["method"]
+            phase = self.display.phase_of_method.get(method, method)
+            calls[phase].append(row)
         seconds = {}
         for phase, rows in calls.items():
             finished = max(row["finished"] for row in rows)
@@ -104,9 +107,10 @@ class Timeline:
         stages: list[Rows] = [[] for _ in self.display.stages]
         others = self.display.stages.index(())
         for row in self.rows:
-            if not _is_disturbance(row):
-                stage = self.stage_of_method.get(row["method"], others)
-                stages[stage].append(row)
+            if _is_disturbance(row):
+                continue
+            stage = self.stage_of_method.get(row["method"], others)
+            stages[stage].append(row)
         total = 0.0
         stage_start = 0.0
         for rows in stages:
@@ -114,9 +118,10 @@ class Timeline:
             for row in rows:
                 process = (row["pool"], row["process"])
                 started = max(row["started"], stage_start)
-                seconds = max(0.0, row["finished"] - started)
-                busy[process] += seconds
-            total += max(busy.values(), default=0.0)
+                seconds = row["finished"] - started
+                busy[process] += max(0.0, seconds)
+            busiest = max(busy.values(), default=0.0)
+            total += busiest
             ends = [row["finished"] for row in rows]
             stage_start = max([stage_start, *ends])
         return total

@@ -107,7 +107,8 @@ def save_training(groups: Mapping[str, WorkerGroup], folder: Path) -> None:
     futures = []
     for role, group in groups.items():
         path = str(folder / role / "checkpoint")
-        futures.append(group.save_checkpoint.remote(path, wait=False))
+        future = group.save_checkpoint.remote(path, wait=False)
+        futures.append(future)
     for future in futures:
         future.get()
 
@@ -115,7 +116,8 @@ def save_training(groups: Mapping[str, WorkerGroup], folder: Path) -> None:
 def save_models(groups: Mapping[str, WorkerGroup], folder: Path) -> None:
     """Has rank 0 of each role gather its model and write it in Hugging Face format."""
     for role, group in groups.items():
-        group.save_hf(str(folder / role / "huggingface"))
+        path = folder / role / "huggingface"
+        group.save_hf(str(path))
 
 
 @dataclass
@@ -226,9 +228,10 @@ def read(
     """
     path = folder / MANIFEST
     manifest = _read_manifest(path)
-    if manifest.get("format") != FORMAT:
+    own_format = manifest.get("format")
+    if own_format != FORMAT:
         raise DamagedCheckpoint(
-            f"{path} has format {manifest.get('format')}; this version reads format {FORMAT}."
+            f"{path} has format {own_format}; this version reads format {FORMAT}."
         )
     is_whole = manifest.pop("sha256", None) == _digest(manifest)
     own_folder = folder_of_step(folder.parent, manifest.get("step", -1))
@@ -306,7 +309,8 @@ def steps(run_dir: Path) -> list[int]:
     """The steps of a run that have a checkpoint with a manifest, in ascending order."""
     found = []
     for path in run_dir.glob(f"global_step_*/{MANIFEST}"):
-        number = path.parent.name.rpartition("_")[2]
+        folder = path.parent.name
+        _, _, number = folder.rpartition("_")
         if number.isdecimal():
             found.append(int(number))
     return sorted(found)
@@ -318,11 +322,13 @@ def keep(run_dir: Path, num_newest: int, others: Iterable[int] = ()) -> None:
     all_steps = steps(run_dir)
     kept = {*all_steps[-num_newest:], *others}
     for step in all_steps:
-        if step not in kept:
-            try:
-                remove(folder_of_step(run_dir, step))
-            except OSError as error:
-                logger.warning("An old checkpoint is not removed: %s", error)
+        if step in kept:
+            continue
+        folder = folder_of_step(run_dir, step)
+        try:
+            remove(folder)
+        except OSError as error:
+            logger.warning("An old checkpoint is not removed: %s", error)
 
 
 def remove(folder: Path) -> None:
@@ -344,15 +350,17 @@ def set_aside(run_dir: Path, after: int) -> None:
     """Renames the checkpoints of later steps to `global_step_N.damaged`, so that they are not used
     any more."""
     for step in steps(run_dir):
-        if step > after:
-            folder = folder_of_step(run_dir, step)
-            damaged = folder.with_name(f"{folder.name}.damaged")
-            shutil.rmtree(damaged, ignore_errors=True)
-            os.rename(folder, damaged)
+        if step <= after:
+            continue
+        folder = folder_of_step(run_dir, step)
+        damaged = folder.with_name(f"{folder.name}.damaged")
+        shutil.rmtree(damaged, ignore_errors=True)
+        os.rename(folder, damaged)
 
 
 def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    with_hash = manifest | {"sha256": _digest(manifest)}
+    digest = _digest(manifest)
+    with_hash = manifest | {"sha256": digest}
     text = json.dumps(with_hash, indent=1)
     write(folder / MANIFEST, text)
 

@@ -40,13 +40,15 @@ class SupervisedTrainer(TrainingLoop):
     def init_workers(self) -> None:
         """Loads the model. A resumed run continues after the step of its checkpoint."""
         self.group.init_model()
-        if resumed := self.recorder.resumed:
-            checkpoint = resumed.checkpoint
-            self.global_step = checkpoint.state["global_step"]
-            folder = checkpoint.folder / "model" / "checkpoint"
-            notes_of_ranks = self.group.load_checkpoint(str(folder))
-            for note in notes_of_ranks[0]:  # every rank returns the same
-                self.recorder.say(note)
+        resumed = self.recorder.resumed
+        if resumed is None:
+            return
+        checkpoint = resumed.checkpoint
+        self.global_step = checkpoint.state["global_step"]
+        folder = checkpoint.folder / "model" / "checkpoint"
+        notes_of_ranks = self.group.load_checkpoint(str(folder))
+        for note in notes_of_ranks[0]:  # every rank returns the same
+            self.recorder.say(note)
 
     def take(self) -> Iterator[Experience]:
         """Yields the (B,) examples of the present step."""
@@ -54,9 +56,10 @@ class SupervisedTrainer(TrainingLoop):
         batch = self.train_dataset.collate(rows)
         balance = self.config.trainer.balance_batch
         work = RowWork.of(batch, self.model_cost, balance=balance)
+        num_tokens = work.tokens_B.sum()
         metrics = {
             "training/epoch": Metric(epoch, "max"),
-            "perf/total_num_tokens": Metric.sum(work.tokens_B.sum()),
+            "perf/total_num_tokens": Metric.sum(num_tokens),
         }
         yield Experience(batch, work, metrics)
 
@@ -88,9 +91,11 @@ class SupervisedTrainer(TrainingLoop):
             work = RowWork.of(batch, self.model_cost, balance=config.trainer.balance_batch)
             evaluated = work.submit(self.group.evaluate, batch).get()
             parts.append(evaluated.meta_info["metrics"])
-        merged = merge_metrics(parts)
+        values = metric_values(merge_metrics(parts))
         metrics = {}
-        for name, value in metric_values(merged).items():
-            prefix = "val-core" if name in ("loss", "accuracy") else "val-aux"
+        for name, value in values.items():
+            prefix = "val-aux"
+            if name in ("loss", "accuracy"):
+                prefix = "val-core"
             metrics[f"{prefix}/{name}"] = value
         return metrics

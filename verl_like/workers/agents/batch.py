@@ -71,12 +71,17 @@ def assemble_episodes(
         )
     n = len(episodes) // max(1, len(prompts))
     needed = min(rules.min_samples, n)
-    if prompts.meta_info.get("validate"):
+    is_validation = prompts.meta_info.get("validate")
+    if is_validation:
         needed = 1
     num_left: Counter[int] = Counter()
     for number, episode in enumerate(episodes):
-        num_left[number // n] += episode.ended != "failed"
-    dropped = {prompt for prompt, num in num_left.items() if num < needed}
+        prompt = number // n
+        num_left[prompt] += episode.ended != "failed"
+    dropped = set()
+    for prompt, num in num_left.items():
+        if num < needed:
+            dropped.add(prompt)
     prompt_ids = prompt_tokens(prompts)
     rows: list[FinishedRow] = []
     sample_of_row = []
@@ -91,7 +96,8 @@ def assemble_episodes(
         its_rows = episode.rows
         if is_failed or not its_rows:
             is_skipped = True
-            its_rows = (_filler(prompt_ids[prompt], rules.filler_token),)
+            filler = _filler(prompt_ids[prompt], rules.filler_token)
+            its_rows = (filler,)
         for row in its_rows:
             rows.append(row)
             sample_of_row.append(number)
@@ -100,23 +106,32 @@ def assemble_episodes(
     metrics = metrics_of(episodes)
     metrics["agent/num_dropped_prompts"] = Metric.sum(len(dropped))
     metrics["reward/num_errors"] = Metric.sum(len(problems))
-    tensors = {
-        "prompts": jagged_from_lists([row.prompt_ids for row in rows], torch.int64),
-        "responses": jagged_from_lists([row.response_ids for row in rows], torch.int64),
-        "response_mask": jagged_from_lists([row.response_mask for row in rows], torch.int64),
-        "rollout_log_probs": jagged_from_lists([row.log_probs for row in rows], torch.float32),
-        "episode_scores": jagged_from_lists([row.scores for row in rows], torch.float32),
-        "sample_id": torch.tensor(sample_of_row),
-        "is_skipped": torch.tensor(skipped),
-        "is_failed": torch.tensor(failed),
-    }
-    if not prompts.meta_info.get("validate"):
+    tensors = _columns(rows)
+    tensors["sample_id"] = torch.tensor(sample_of_row)
+    tensors["is_skipped"] = torch.tensor(skipped)
+    tensors["is_failed"] = torch.tensor(failed)
+    if not is_validation:
         tensors |= _routing(rows)
+    versions = [row.versions for row in rows]
     return DataProto.from_dict(
-        tensors=tensors,
-        non_tensors={"policy_version": [row.versions for row in rows]},
-        meta_info={"metrics": metrics},
+        tensors=tensors, non_tensors={"policy_version": versions}, meta_info={"metrics": metrics}
     )
+
+
+def _columns(rows: Sequence[FinishedRow]) -> dict[str, Tensor]:
+    """Returns the jagged columns of (N,) rows, by their names."""
+    prompts = [row.prompt_ids for row in rows]
+    responses = [row.response_ids for row in rows]
+    masks = [row.response_mask for row in rows]
+    log_probs = [row.log_probs for row in rows]
+    scores = [row.scores for row in rows]
+    return {
+        "prompts": jagged_from_lists(prompts, torch.int64),
+        "responses": jagged_from_lists(responses, torch.int64),
+        "response_mask": jagged_from_lists(masks, torch.int64),
+        "rollout_log_probs": jagged_from_lists(log_probs, torch.float32),
+        "episode_scores": jagged_from_lists(scores, torch.float32),
+    }
 
 
 def _routing(rows: Sequence[FinishedRow]) -> dict[str, Tensor]:
@@ -127,16 +142,21 @@ def _routing(rows: Sequence[FinishedRow]) -> dict[str, Tensor]:
     recorded = [row.routed_experts for row in rows if row.routed_experts is not None]
     if not recorded:
         return {}
+    like = recorded[0]
+    of_token = like.shape[1:]
     of_rows = []
+    lengths = []
     for row in rows:
+        num_tokens = len(row.prompt_ids) + len(row.response_ids)
         routing = row.routed_experts
         if routing is None:
-            num_tokens = len(row.prompt_ids) + len(row.response_ids)
-            routing = np.full_like(recorded[0], OWN, shape=(num_tokens, *recorded[0].shape[1:]))
+            shape = (num_tokens, *of_token)
+            routing = np.full_like(like, OWN, shape=shape)
         of_rows.append(routing)
-    lengths = torch.tensor([len(routing) for routing in of_rows])
-    values = torch.from_numpy(np.concatenate(of_rows))
-    return {ROUTED_EXPERTS: jagged_from_lengths(values, lengths)}
+        lengths.append(len(routing))
+    values = np.concatenate(of_rows)
+    column = jagged_from_lengths(torch.from_numpy(values), torch.tensor(lengths))
+    return {ROUTED_EXPERTS: column}
 
 
 def _filler(prompt_ids: TokenIds, token: int) -> FinishedRow:

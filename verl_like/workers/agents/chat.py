@@ -38,8 +38,10 @@ class ChatFormat:
 
         self.tokenizer: Any = get_cached_tokenizer(tokenizer)  # each parser asks for its vocabulary
         self.template_kwargs = template_kwargs
-        self.end_texts = {token: tokenizer.decode([token]) for token in end_token_ids}
+        self.end_texts: dict[int, str] = {}
         """The texts of the tokens that end a turn, by the tokens."""
+        for token in end_token_ids:
+            self.end_texts[token] = tokenizer.decode([token])
         self.tool_parser = tool_parser
         self.reasoning_parser = reasoning_parser
         self.keep_reasoning = keep_reasoning
@@ -111,9 +113,9 @@ class ChatFormat:
         parser = self._parser(request, kwargs)
         drawn_ids = list(token_ids)
         if text is None:
-            text = self.tokenizer.decode(
-                self.without_end(drawn_ids), skip_special_tokens=request.skip_special_tokens
-            )
+            ids = self.without_end(drawn_ids)
+            skips = request.skip_special_tokens
+            text = self.tokenizer.decode(ids, skip_special_tokens=skips)
         try:
             if streamed_after is None:
                 reasoning, content, calls = parser.parse(text, request, True, drawn_ids)
@@ -127,10 +129,8 @@ class ChatFormat:
         message: dict[str, Any] = {"role": "assistant", "content": content or ""}
         if reasoning:
             message["reasoning_content"] = reasoning
-        for number, call in enumerate(calls or ()):
-            function = {"name": call.name, "arguments": arguments_of(call.arguments)}
-            tool_call = {"id": f"call-{number}", "type": "function", "function": function}
-            message.setdefault("tool_calls", []).append(tool_call)
+        if calls:
+            message["tool_calls"] = _tool_calls(calls)
         return message
 
     def _request_with(self, tools: Sequence[Any], template_kwargs: Mapping[str, Any]) -> Any:
@@ -138,11 +138,13 @@ class ChatFormat:
         takes longer than to parse, and the arguments are mostly the same."""
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
-        if (tools, template_kwargs) != self._request_is_of:
+        is_of = (tools, template_kwargs)
+        if is_of != self._request_is_of:
             fields = {"messages": [], "tools": list(tools) or None}
             request = ChatCompletionRequest.model_validate(fields)
-            self._request = self._parser(request, template_kwargs).adjust_request(request)
-            self._request_is_of = (tools, template_kwargs)
+            parser = self._parser(request, template_kwargs)
+            self._request = parser.adjust_request(request)
+            self._request_is_of = is_of
         return self._request
 
     def _parser(self, request: Any, template_kwargs: Mapping[str, Any]) -> Any:
@@ -153,8 +155,11 @@ class ChatFormat:
     def has_unread_call(self, message: Message) -> bool:
         """Returns whether a message without tool calls looks as if it had one, such as one that is
         no JSON."""
-        start = getattr(self.parser_class.tool_parser_cls, "tool_call_start_token", "")
-        return bool(start) and start in message["content"]
+        reads_calls = self.parser_class.tool_parser_cls
+        start = getattr(reads_calls, "tool_call_start_token", "")
+        if not start:
+            return False
+        return start in message["content"]
 
     def without_end(self, token_ids: TokenIds) -> list[int]:
         """Returns the tokens of a turn without the one that ends it."""
@@ -176,13 +181,13 @@ class ChatFormat:
         """
         ends = [text for text in self.end_texts.values() if text in before]
         end = max(ends, key=before.rfind, default="")
-        place = before.rfind(end)
-        behind_turn = before[place + len(end) :]
+        place = before.rfind(end) + len(end)
+        behind_turn = before[place:]
         if behind_turn.strip():  # the template ends no turn with such a token
             end = ""
             place = len(before)
         if prompt.startswith(before):
-            rest = prompt[place + len(end) :]
+            rest = prompt[place:]
         elif end and self.keep_reasoning:
             # The template leaves reasoning out of earlier turns. As many turns end before this one.
             num_ends = before.count(end)
@@ -191,7 +196,8 @@ class ChatFormat:
                 return None
         else:
             return None
-        if self.end_texts.get(token_ids[-1]) != end:
+        drawn_end = self.end_texts.get(token_ids[-1])
+        if drawn_end != end:
             rest = end + rest
         return self.tokens(rest)
 
@@ -204,16 +210,29 @@ class ChatFormat:
         calls = []
         for call in message.get("tool_calls") or []:
             function = call["function"]
+            name = function["name"]
             arguments = arguments_of(function.get("arguments"))
             if not isinstance(arguments, dict):
                 arguments = {}
             text = json.dumps(arguments, sort_keys=True)
-            calls.append((function["name"], text))
-        reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
-        if self.keep_reasoning:
-            reasoning = ""
+            calls.append((name, text))
+        reasoning = ""
+        if not self.keep_reasoning:
+            reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
+        role = message["role"]
         content = text_of(message.get("content"))
-        return message["role"], content.strip(), tuple(calls), reasoning.strip()
+        return role, content.strip(), tuple(calls), reasoning.strip()
+
+
+def _tool_calls(calls: Sequence[Any]) -> list[Message]:
+    """Returns the tool calls of a message from those that a parser has read."""
+    tool_calls: list[Message] = []
+    for number, call in enumerate(calls):
+        arguments = arguments_of(call.arguments)
+        function = {"name": call.name, "arguments": arguments}
+        tool_call = {"id": f"call-{number}", "type": "function", "function": function}
+        tool_calls.append(tool_call)
+    return tool_calls
 
 
 def _assembled(delta: Any) -> tuple[str | None, str | None, list[Any]]:
@@ -222,9 +241,11 @@ def _assembled(delta: Any) -> tuple[str | None, str | None, list[Any]]:
         return None, None, []
     calls: dict[int, Any] = {}
     for part in delta.tool_calls:
-        call = calls.setdefault(part.index, part.function)
-        if call is not part.function:
-            call.arguments = (call.arguments or "") + part.function.arguments
+        new = part.function
+        call = calls.setdefault(part.index, new)
+        if call is not new:
+            before = call.arguments or ""
+            call.arguments = before + new.arguments
     return delta.reasoning, delta.content, list(calls.values())
 
 
@@ -236,15 +257,21 @@ def arguments_of(arguments: Any) -> Any:
         parsed = json.loads(arguments)
     except (ValueError, RecursionError):
         return arguments
-    return parsed if isinstance(parsed, dict) else arguments
+    if isinstance(parsed, dict):
+        return parsed
+    return arguments
 
 
 def text_of(content: Any) -> str:
     """Returns the text of a message's content, which may be a list of parts."""
-    if isinstance(content, list):
-        texts = [str(part.get("text") or "") for part in content if isinstance(part, dict)]
-        return "".join(texts)
-    return content or ""
+    if not isinstance(content, list):
+        return content or ""
+    texts = []
+    for part in content:
+        if isinstance(part, dict):
+            text = part.get("text") or ""
+            texts.append(str(text))
+    return "".join(texts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -278,14 +305,16 @@ class Conversation:
         Args:
             settings: the tools and the other arguments of the chat template, as a text.
         """
-        key = self._keys([*messages, reply], settings)[-1]
+        whole = [*messages, reply]
+        key = self._keys(whole, settings)[-1]
         token_ids = np.array([*prompt_ids, *drawn_ids], np.int32)
-        self._turns[key] = RecordedTurn(len(messages) + 1, token_ids)
+        self._turns[key] = RecordedTurn(len(whole), token_ids)
 
     def continued(self, messages: Sequence[Message], settings: str) -> RecordedTurn | None:
         """Returns the longest turn that these messages continue: they begin with those of its
         prompt and with its reply, or with what means the same, and have more behind them."""
-        for key in reversed(self._keys(messages[:-1], settings)):
+        keys = self._keys(messages[:-1], settings)
+        for key in reversed(keys):
             if key in self._turns:
                 return self._turns[key]
         return None
@@ -295,6 +324,7 @@ class Conversation:
         digest = hashlib.blake2b(settings.encode(), digest_size=16)
         keys = []
         for message in messages:
-            digest.update(repr(self.chat.meaning(message)).encode())
+            meaning = self.chat.meaning(message)
+            digest.update(repr(meaning).encode())
             keys.append(digest.digest())
         return keys

@@ -134,21 +134,23 @@ class EngineClient:
     async def _continued(self, call: Call, text: str) -> list[int]:
         """Returns the tokens of a call's prompt, behind those of the turn that it continues."""
         assert call.messages is not None
-        turn = call.access.conversation.continued(call.messages, call.settings)
-        if turn is not None:
-            kwargs = {
-                **call.params.chat_template_kwargs,
-                "add_generation_prompt": False,
-                "continue_final_message": False,
-            }
-            params = replace(call.params, chat_template_kwargs=kwargs)
-            messages = call.messages[: turn.num_messages]
-            _, before = await self._render(messages, params)
-            token_ids: list[int] = turn.token_ids.tolist()
-            tail = self.chat.tail(text, before["prompt"], token_ids)
-            if tail is not None:
-                return token_ids + tail
-            call.access.session.counts["drifted_calls"] += 1
+        access = call.access
+        turn = access.conversation.continued(call.messages, call.settings)
+        if turn is None:
+            return self.chat.tokens(text)
+        kwargs = {
+            **call.params.chat_template_kwargs,
+            "add_generation_prompt": False,
+            "continue_final_message": False,
+        }
+        params = replace(call.params, chat_template_kwargs=kwargs)
+        messages = call.messages[: turn.num_messages]
+        _, before = await self._render(messages, params)
+        token_ids: list[int] = turn.token_ids.tolist()
+        tail = self.chat.tail(text, before["prompt"], token_ids)
+        if tail is not None:
+            return token_ids + tail
+        access.session.counts["drifted_calls"] += 1
         return self.chat.tokens(text)
 
     def generate(
@@ -161,7 +163,8 @@ class EngineClient:
         """
         call = current_call.get()
         prompt_ids = prompt["prompt_token_ids"]
-        self.renderer.validate_token_ids([*prompt_ids, *(sampling_params.stop_token_ids or ())])
+        stop_token_ids = sampling_params.stop_token_ids or ()
+        self.renderer.validate_token_ids([*prompt_ids, *stop_token_ids])
         call.access.check(prompt_ids)
         return self._outputs(call, prompt_ids, sampling_params, request_id)
 
@@ -176,7 +179,9 @@ class EngineClient:
         # The text is as vLLM's engine writes it, without what ended the response.
         params.min_tokens = 0  # it would not look for that among the first tokens
         request = EngineCoreRequest("", prompt_ids, None, params, None, 0.0, None, None, None)
-        tokenizer = self.renderer.tokenizer if params.detokenize else None
+        tokenizer = None
+        if params.detokenize:
+            tokenizer = self.renderer.tokenizer
         detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, request)
 
         def find_stop(token_ids: list[int], is_ended: bool) -> tuple[int, str | None]:
@@ -195,8 +200,12 @@ class EngineClient:
         self._record(call, prompt_ids, drawn_ids, text, params)
         log_probs = None
         if params.logprobs is not None:
-            pairs = zip(drawn_ids, completion.log_probs.tolist(), strict=True)
+            values = completion.log_probs.tolist()
+            pairs = zip(drawn_ids, values, strict=True)
             log_probs = [{token: Logprob(value)} for token, value in pairs]
+        finish_reason = "stop"
+        if drawn.stop_reason is None:
+            finish_reason = "length"
         versions = []
         for version, start, end in completion.versions:
             span = WeightVersionSpan(str(version), start, end)
@@ -207,7 +216,7 @@ class EngineClient:
             token_ids=drawn_ids,
             cumulative_logprob=None,
             logprobs=log_probs,
-            finish_reason="length" if drawn.stop_reason is None else "stop",
+            finish_reason=finish_reason,
             stop_reason=drawn.stop_reason,
             weight_versions=versions,
         )
@@ -234,13 +243,11 @@ class EngineClient:
         tools = kwargs.get("tools") or ()
         if call.params.tool_choice == "none":
             tools = ()
-        is_streamed = params.output_kind == RequestOutputKind.DELTA
+        streamed_after = None
+        if params.output_kind == RequestOutputKind.DELTA:
+            streamed_after = prompt_ids
         reply = self.chat.read(
-            drawn_ids,
-            tools,
-            text=text,
-            template_kwargs=kwargs,
-            streamed_after=prompt_ids if is_streamed else None,
+            drawn_ids, tools, text=text, template_kwargs=kwargs, streamed_after=streamed_after
         )
         conversation = call.access.conversation
         conversation.record(call.messages, call.settings, reply, prompt_ids, drawn_ids)

@@ -95,14 +95,22 @@ class Row:
             span = (version, start + first, start + end)
             self.spans.append(span)
         self.ends[number] = len(self.is_drawn) - 1
-        routing = completion.routed_experts
-        if routing is not None:
-            if self.routed_experts is not None:
-                # Tokens of earlier calls keep the routing by which those drew the next token. The
-                # last one of the call before has none of that call.
-                num_kept = len(self.routed_experts) - 1
-                routing = np.concatenate([self.routed_experts[:num_kept], routing[num_kept:]])
-            self.routed_experts = routing
+        if completion.routed_experts is not None:
+            self._add_routing(completion.routed_experts)
+
+    def _add_routing(self, routing: np.ndarray) -> None:
+        """Adds the routing that a call has recorded, of its prompt and of what it drew.
+
+        Tokens of earlier calls keep the routing by which those drew the next token. The last one of
+        the call before has none of that call.
+        """
+        before = self.routed_experts
+        if before is not None:
+            num_kept = len(before) - 1
+            kept = before[:num_kept]
+            new = routing[num_kept:]
+            routing = np.concatenate([kept, new])
+        self.routed_experts = routing
 
     def insert(self, token_ids: TokenIds) -> None:
         """Adds tokens that were not drawn."""
@@ -117,9 +125,10 @@ class Row:
         for number, place in self.ends.items():
             scores[place] = rewards.get(number, 0.0)
         token_ids = np.array(self.token_ids, np.int64)
+        length = self.num_prompt_tokens
         return FinishedRow(
-            prompt_ids=token_ids[: self.num_prompt_tokens],
-            response_ids=token_ids[self.num_prompt_tokens :],
+            prompt_ids=token_ids[:length],
+            response_ids=token_ids[length:],
             response_mask=np.array(self.is_drawn, np.int64),
             log_probs=np.array(self.log_probs, np.float32),
             scores=scores,

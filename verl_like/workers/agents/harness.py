@@ -43,13 +43,16 @@ class Harness:
             seat.leave()
         if access.failure is not None:
             raise access.failure
+        if reward is None:
+            reward = access.reward
         if problem is None:
-            scored = Outcome(access.reward if reward is None else reward)
-            if scored.reward is None and access.reward_problem:
+            if reward is None and access.reward_problem:
                 raise RewardProblem(access.reward_problem)
-            return scored
+            return Outcome(reward)
         if session.counts["room_used_up"]:
-            return Outcome(0.0 if access.reward is None else access.reward, "room")
+            if reward is None:
+                reward = 0.0
+            return Outcome(reward, "room")
         keys = (self.endpoint.api_key, self.endpoint.reward_key)
         text = without_secrets(str(problem), access.base_url, *keys)
         raise EpisodeFailed("harness", f"run raised {text}")

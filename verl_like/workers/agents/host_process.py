@@ -45,9 +45,11 @@ def serve(socket_fd: int, parent_pid: int, max_memory_bytes: int) -> None:
     os.set_inheritable(socket_fd, False)
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
-    host = _Host(socket.socket(fileno=socket_fd), loop)
+    connection = socket.socket(fileno=socket_fd)
+    host = _Host(connection, loop)
     host.load()
-    threading.Thread(target=host.read, daemon=True).start()
+    reader = threading.Thread(target=host.read, daemon=True)
+    reader.start()
     loop.run_forever()
 
 
@@ -56,7 +58,8 @@ def load(kind: str, path: str) -> Any:
     `kind` says. `path` is "module:name". Raises ValueError if it cannot be imported."""
     module, _colon, name = path.partition(":")
     try:
-        return getattr(importlib.import_module(module), name)
+        imported = importlib.import_module(module)
+        return getattr(imported, name)
     except BaseException as error:  # custom code: a script may end itself
         raise ValueError(
             f"agent.{kind}={path} cannot be imported ({type(error).__name__}: {error}): give "
@@ -66,7 +69,8 @@ def load(kind: str, path: str) -> Any:
 
 def to_line(message: JsonObject) -> bytes:
     """The message as a line. Raises TypeError or ValueError if it is no JSON."""
-    return _JSON.encode(message).encode(errors="replace") + b"\n"
+    text = _JSON.encode(message)
+    return text.encode(errors="replace") + b"\n"
 
 
 def _plain(value: Any) -> Any:
@@ -123,7 +127,8 @@ class _Host:
                 self._call(**message)
                 return
             if "cancel" in message:
-                self._start(self._cancel(message["cancel"]))
+                cancelling = self._cancel(message["cancel"])
+                self._start(cancelling)
             else:
                 self._leave(**message)
         os._exit(0)
@@ -134,7 +139,8 @@ class _Host:
             function = self._function(seat, method)
             result = function(**arguments)
             if inspect.iscoroutine(result):
-                self._start(self._finish(id, method, result))
+                finishing = self._finish(id, method, result)
+                self._start(finishing)
             else:
                 self._answer(id, method, result)
         except BaseException as error:  # custom code: even SystemExit is an error of this call
@@ -145,14 +151,16 @@ class _Host:
         instance at its first call."""
         if not inspect.isclass(self._code):
             return self._code
-        instance = self._instances.get(seat)
-        if instance is None:
-            with self._taking:
-                instance = self._free.pop() if self._free else None
-            if instance is None:
-                instance = self._code()
-            self._instances[seat] = instance
-        return getattr(instance, method)
+        if seat not in self._instances:
+            self._instances[seat] = self._instance()
+        return getattr(self._instances[seat], method)
+
+    def _instance(self) -> Any:
+        """An instance for an episode that has none: a free one, or else a new one."""
+        with self._taking:
+            if self._free:
+                return self._free.pop()
+        return self._code()
 
     def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Starts a coroutine of this class. They begin in the order of these calls."""
@@ -169,7 +177,8 @@ class _Host:
 
     async def _cancel(self, id: int) -> None:
         """Cancels a coroutine, and says that this process lives. A method in a thread goes on."""
-        if task := self._tasks.get(id):
+        task = self._tasks.get(id)
+        if task:
             task.cancel()
         self._send({"id": id, "is_heard": True})
 
@@ -181,13 +190,15 @@ class _Host:
 
     def _answer(self, id: int, method: str, result: Any) -> None:
         """Answers with the result. That of a tool is text, as in TRL."""
-        if inspect.isclass(self._code) and method not in NO_TOOLS:
+        is_tool = inspect.isclass(self._code) and method not in NO_TOOLS
+        if is_tool:
             result = str(result)
         self._send({"id": id, "value": result})
 
     def _answer_error(self, id: int, error: BaseException) -> None:
         """Answers with an error, and with the last line of the code's own file that it passed."""
-        text = f"{type(error).__name__}: {error}"
+        kind = type(error).__name__
+        text = f"{kind}: {error}"
         place = ""
         for frame, line in traceback.walk_tb(error.__traceback__):
             code = frame.f_code

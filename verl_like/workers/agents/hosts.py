@@ -117,7 +117,8 @@ class Hosts:
         """Starts the processes. Raises ValueError if the code cannot be loaded. `close` ends them
         in any case."""
         try:
-            await asyncio.gather(*[process.ready() for process in self._running()])
+            starting = [process.ready() for process in self._running()]
+            await asyncio.gather(*starting)
         except EpisodeFailed as error:
             raise ValueError(f"{error}: load the module with python to see why") from error
 
@@ -136,21 +137,23 @@ class Hosts:
             except asyncio.CancelledError:
                 seat.leave()
                 raise
+        why = "; ".join(causes)
         raise ValueError(
-            f"{_ATTEMPTS} host processes in a row ended before an episode began "
-            f"({'; '.join(causes)}): the machine may be out of memory, or the module ends its "
-            "process"
+            f"{_ATTEMPTS} host processes in a row ended before an episode began ({why}): the "
+            "machine may be out of memory, or the module ends its process"
         )
 
     async def close(self) -> None:
         """Ends the processes and all programs that they have started."""
-        await asyncio.gather(*[process.close() for process in self._processes])
+        closing = [process.close() for process in self._processes]
+        await asyncio.gather(*closing)
 
     def _running(self) -> list["_Process"]:
         """The processes that run. As many are started as are missing."""
         self._processes = [each for each in self._processes if not each.has_left_nothing()]
         running = [each for each in self._processes if not each.is_ended]
-        for _ in range(self._num_processes - len(running)):
+        num_missing = self._num_processes - len(running)
+        for _ in range(num_missing):
             new = _Process(self._code, self._max_memory_gb)
             running.append(new)
             self._processes.append(new)
@@ -220,7 +223,8 @@ class _Process(asyncio.Protocol):
         number = next(self.numbers)
         self.send({"id": number, "seat": seat, "method": method, "arguments": arguments})
         what = f"{method} within {limit_s:g} s"
-        call = _Call(seat, what, self._loop.create_future())
+        future = self._loop.create_future()
+        call = _Call(seat, what, future)
         self._calls[number] = call
         timer = self._loop.call_later(limit_s, self._withdraw, number)
         try:
@@ -241,7 +245,8 @@ class _Process(asyncio.Protocol):
         self._unsent.append(line)
 
     def _flush(self) -> None:
-        self._transport.write(b"".join(self._unsent))
+        lines = b"".join(self._unsent)
+        self._transport.write(lines)
         self._unsent = []
 
     def has_left_nothing(self) -> bool:
@@ -259,7 +264,8 @@ class _Process(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        *lines, self._rest = (self._rest + data).split(b"\n")
+        received = self._rest + data
+        *lines, self._rest = received.split(b"\n")
         if len(self._rest) > MAX_LINE_BYTES:
             lines.append(self._rest)
         for line in lines:
@@ -297,18 +303,24 @@ class _Process(asyncio.Protocol):
 
     def _withdraw(self, number: int) -> None:
         """Has a call end that is late or cancelled. If it goes on, the process is ended."""
-        if call := self._calls.get(number):
-            call.is_late = True
-            self.send({"cancel": number})
-            self._loop.call_later(_GRACE_S, self._end_overdue, number)
+        call = self._calls.get(number)
+        if call is None:
+            return
+        call.is_late = True
+        self.send({"cancel": number})
+        self._loop.call_later(_GRACE_S, self._end_overdue, number)
 
     def _end_overdue(self, number: int) -> None:
         """Ends the process if a call has not ended in time. If the process does not even say that
         it has heard of that, another call may hold it up, so each may be the cause."""
-        if call := self._calls.get(number):
-            cause = f"did not end {call.what} and was ended"
-            blamed = call.seat if call.is_heard else None
-            self._end("deadline", cause, blamed)
+        call = self._calls.get(number)
+        if call is None:
+            return
+        cause = f"did not end {call.what} and was ended"
+        blamed = None
+        if call.is_heard:
+            blamed = call.seat
+        self._end("deadline", cause, blamed)
 
     def _take(self, line: bytes) -> bool:
         """Gives an answer to its call. Returns False if the line is no answer."""
@@ -336,9 +348,11 @@ class _Process(asyncio.Protocol):
     def _end(self, kind: FailureKind, cause: str = "", blamed: int | None = None) -> None:
         """Ends the process, unless it has ended. The episode at the seat `blamed` has failed, or
         with None each that has a call. Without a cause the process has ended by itself."""
-        if not self.is_ended:
-            self.is_ended = True
-            self._ending = self._loop.create_task(self._bury(kind, cause, blamed))
+        if self.is_ended:
+            return
+        self.is_ended = True
+        burial = self._bury(kind, cause, blamed)
+        self._ending = self._loop.create_task(burial)
 
     async def _bury(self, kind: FailureKind, cause: str, blamed: int | None) -> None:
         """Answers the calls and ends what is left of the process."""
@@ -353,8 +367,9 @@ class _Process(asyncio.Protocol):
             failure = self._failure(kind, cause)
             if blamed in (None, call.seat):
                 call.fail(failure)
-            else:
-                call.fail(Restarted(str(failure)))
+                continue
+            restarted = Restarted(str(failure))
+            call.fail(restarted)
         self._calls.clear()
         if self._transport is not None:
             self._transport.abort()
@@ -370,7 +385,8 @@ def describe_environment(path: str, max_memory_gb: float) -> Description:
 
     Raises ValueError if `path`, which is "module:Class", is no class that can be an environment.
     """
-    return Description.model_validate(_describe("environment", path, max_memory_gb))
+    described = _describe("environment", path, max_memory_gb)
+    return Description.model_validate(described)
 
 
 def describe_harness(path: str, max_memory_gb: float) -> None:
@@ -387,7 +403,8 @@ def _describe(kind: str, path: str, max_memory_gb: float) -> Any:
         hosts = Hosts(HostedCode("harness", _DESCRIBE), 1, max_memory_gb)
         try:
             seat = await hosts.seat()
-            return await seat.call("describe", {"kind": kind, "path": path}, START_S)
+            arguments = {"kind": kind, "path": path}
+            return await seat.call("describe", arguments, START_S)
         finally:
             await hosts.close()
 

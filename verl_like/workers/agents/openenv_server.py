@@ -80,8 +80,9 @@ class OpenEnvServer:
     async def run(self, session: Session) -> Outcome:
         try:
             async with await self._opened() as connection:
+                seat = _Seat(connection, session)
                 try:
-                    return await self.loop.run(_Seat(connection, session), session)
+                    return await self.loop.run(seat, session)
                 finally:
                     await _end(connection)
         except (OSError, WebSocketException, ValidationError) as error:
@@ -183,7 +184,10 @@ def _text(observation: JsonObject) -> str:
     if "tool_name" in fields:
         error = fields.get("error")
         problem = json.dumps(error)
-        kind = _OF_SERVERS.get(str(error.get("error_type"))) if isinstance(error, dict) else None
+        kind = None
+        if isinstance(error, dict):
+            error_type = str(error.get("error_type"))
+            kind = _OF_SERVERS.get(error_type)
         if kind:
             raise EpisodeFailed(kind, f"a tool failed: {problem}")
         if error:
@@ -193,7 +197,9 @@ def _text(observation: JsonObject) -> str:
         [value] = fields.values()
     if isinstance(value, dict) and "content" in value:
         value = text_of(value["content"])
-    return value if isinstance(value, str) else json.dumps(value)
+    if isinstance(value, str):
+        return value
+    return json.dumps(value)
 
 
 def describe_openenv(address: str) -> Description:

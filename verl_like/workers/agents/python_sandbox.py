@@ -85,7 +85,8 @@ def _enter_namespaces() -> None:
         if os.read(reading, 1):
             _map_users(f"/proc/{os.getppid()}")
         os._exit(0)
-    _check(_libc.unshare(_NEW_NAMESPACES), "unshare")
+    result = _libc.unshare(_NEW_NAMESPACES)
+    _check(result, "unshare")
     os.write(writing, b"1")
     os.waitpid(mapper, 0)
 
@@ -119,8 +120,10 @@ def _make_file_system(folders: tuple[str, ...], memory: int) -> None:
     _set_attributes(_ROOT, _AT_RECURSIVE, added=_READ_ONLY)
     _set_attributes(_TMP, 0, removed=_NO_WRITING)
     os.chdir(_ROOT)
-    _check(_libc.pivot_root(b".", b"."), "pivot_root")
-    _check(_libc.umount2(b".", _MNT_DETACH), "umount")
+    result = _libc.pivot_root(b".", b".")
+    _check(result, "pivot_root")
+    result = _libc.umount2(b".", _MNT_DETACH)
+    _check(result, "umount")
     os.chdir("/tmp")
 
 
@@ -128,7 +131,8 @@ def _set_attributes(path: str, flags: int, added: int = 0, removed: int = 0) -> 
     """Adds and removes attributes of the mount at a path."""
     attributes = (ctypes.c_uint64 * 4)(added, removed)
     size = ctypes.sizeof(attributes)
-    result = _libc.syscall(_SYS_MOUNT_SETATTR, -1, path.encode(), flags, attributes, size)
+    file = path.encode()
+    result = _libc.syscall(_SYS_MOUNT_SETATTR, -1, file, flags, attributes, size)
     _check(result, "mount_setattr")
 
 
@@ -146,7 +150,8 @@ def _limit(memory: int, seconds: int, processes: int) -> None:
     # A user that is not root loses all capabilities with the next program.
     os.setresgid(_NOBODY, _NOBODY, _NOBODY)
     os.setresuid(_NOBODY, _NOBODY, _NOBODY)
-    _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
+    result = _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    _check(result, "no_new_privs")
     _libc.prctl(_PR_SET_PDEATHSIG, _SIGKILL)
     _forbid_calls()
 
@@ -174,16 +179,24 @@ def _forbid_calls() -> None:
     ]
     for place, number in enumerate(numbers, len(program)):
         program.append((equal, refusal - place - 1, 0, number))
-    program += [(end, 0, 0, 0x7FFF0000), (end, 0, 0, 0x50000 | errno.ENOSYS)]
-    code = b"".join(struct.pack("HBBI", *instruction) for instruction in program)
+    allow = 0x7FFF0000
+    refuse = 0x50000 | errno.ENOSYS
+    program.append((end, 0, 0, allow))
+    program.append((end, 0, 0, refuse))
+    code = b""
+    for instruction in program:
+        code += struct.pack("HBBI", *instruction)
     instructions = ctypes.create_string_buffer(code)
-    filter = struct.pack("HP", len(program), ctypes.addressof(instructions))
-    _check(_libc.prctl(_PR_SET_SECCOMP, _FILTER, filter), "seccomp")
+    address = ctypes.addressof(instructions)
+    filter = struct.pack("HP", len(program), address)
+    result = _libc.prctl(_PR_SET_SECCOMP, _FILTER, filter)
+    _check(result, "seccomp")
 
 
 def _mount(source: str, target: str, kind: str, flags: int, options: str) -> None:
     texts = [text.encode() for text in (source, target, kind)]
-    result = _libc.mount(*texts, ctypes.c_ulong(flags), options.encode())
+    number = ctypes.c_ulong(flags)
+    result = _libc.mount(*texts, number, options.encode())
     _check(result, f"mount {target}")
 
 

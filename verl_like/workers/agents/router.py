@@ -63,32 +63,38 @@ class EpisodeCall(RequestCall):
         self.episodes[episode.name] = episode
         started = episode.started
         ended = started + episode.seconds
-        first, last = self.spans.get(rank, (started, ended))
-        self.spans[rank] = (min(first, started), max(last, ended))
+        if rank in self.spans:
+            first, last = self.spans[rank]
+            started = min(first, started)
+            ended = max(last, ended)
+        self.spans[rank] = (started, ended)
 
     def done(self) -> bool:
         return self.error is not None or len(self.episodes) == len(self.requests)
 
     def assembled(self) -> DataProto:
+        router = self.router
         episodes = [self.episodes[name] for name in self.requests]
-        self.router.on_episodes(self.prompts, episodes)
-        self.router.require_success(episodes)
-        return assemble_episodes(self.prompts, episodes, self.router.episode_rules)
+        router.on_episodes(self.prompts, episodes)
+        router.require_success(episodes)
+        return assemble_episodes(self.prompts, episodes, router.episode_rules)
 
     def report(self) -> None:
         """Writes into the timeline when each rank ran episodes of this call."""
-        for rank, (started, ended) in sorted(self.spans.items()):
+        agents = self.router.agents
+        for rank in sorted(self.spans):
+            started, ended = self.spans[rank]
             header = CallHeader(0, started, ended)
-            self.router.agents.report(METHOD, rank, header)
+            agents.report(METHOD, rank, header)
 
     def timeout(self, deadline_s: float) -> CallTimeout:
         """Returns the error of this call if it is late. It names the ranks that run episodes of
         it."""
+        agents = self.router.agents
         late_ranks = set()
         for running in self.router.running.values():
             if running.call is self:
                 late_ranks.add(running.rank)
-        agents = self.router.agents
         late = f"rank(s) {sorted(late_ranks)} of {agents.world_size}"
         return CallTimeout(agents.role, METHOD, deadline_s, late)
 
@@ -100,7 +106,7 @@ class _Running:
     call: EpisodeCall
     rank: int
     """The rank of the agents that runs it."""
-    replica: int | None
+    replica: int | None = None
     """The replica of the rollout that takes all its requests, because it has their prompts in its
     cache. None before the first request, unless the routing is fixed."""
 
@@ -135,16 +141,21 @@ class EpisodeRouter(RequestRouter):
         requests = self.requests_of(prompts)
         call = EpisodeCall(self, prompts, requests)
         rows = rows_of(call.prompts)
-        n = len(requests) // max(1, len(prompts))
-        ranks = _parts(len(prompts), self.agents.world_size)
-        replicas = _parts(len(prompts), len(self.queue.loads))
+        num_prompts = len(prompts)
+        num_ranks = self.agents.world_size
+        num_replicas = len(self.queue.loads)
+        n = len(requests) // max(1, num_prompts)
+        ranks = _parts(num_prompts, num_ranks)
+        replicas = _parts(num_prompts, num_replicas)
         with self.changed:
             for number, request in enumerate(requests):
                 row = number // n
                 # Calls of one prompt, as those in flight, do not all go to the first rank.
-                rank = (ranks[row] + self.num_calls) % self.agents.world_size
-                replica = replicas[row] if self.queue.is_fixed else None
-                self.running[request.name] = _Running(call, rank, replica)
+                rank = (ranks[row] + self.num_calls) % num_ranks
+                running = _Running(call, rank)
+                if self.queue.is_fixed:
+                    running.replica = replicas[row]
+                self.running[request.name] = running
                 spec = EpisodeSpec(request, rows[row])
                 self.to_begin[rank].append(spec)
             self.start_thread()
@@ -153,7 +164,8 @@ class EpisodeRouter(RequestRouter):
     def require_success(self, episodes: Sequence[Episode]) -> None:
         """Takes the episodes of a call. Raises AgentsFailed if all have failed, and with those of
         earlier calls they are as many as a step has."""
-        if any(episode.ended != "failed" for episode in episodes):
+        have_failed = [episode.ended == "failed" for episode in episodes]
+        if not all(have_failed):
             self.num_failed = 0
             return
         self.num_failed += len(episodes)
@@ -192,19 +204,29 @@ class EpisodeRouter(RequestRouter):
         """Takes the requests and episodes of a rank."""
         with self.changed:
             for request in exchange.requests:
-                running = self.running.get(request.episode)
-                if running is None:  # the episode has ended without waiting for it
-                    continue
-                running.replica = self.queue.place(request, running.replica)
-                self.episode_of_request[request.name] = request.episode
+                self._place(request)
             for name in exchange.aborted:
-                if self.episode_of_request.pop(name, None):
-                    self.aborted += self.queue.remove([name])
-                    self.sent.discard(name)
+                self._abort(name)
             for episode in exchange.episodes:
-                if ended := self.running.pop(episode.name, None):
+                ended = self.running.pop(episode.name, None)
+                if ended:
                     ended.call.add(episode, rank)
             self.changed.notify_all()
+
+    def _place(self, request: GenerationRequest) -> None:
+        """Gives a request to the replica of its episode. The caller holds the lock."""
+        running = self.running.get(request.episode)
+        if running is None:  # the episode has ended without waiting for it
+            return
+        running.replica = self.queue.place(request, running.replica)
+        self.episode_of_request[request.name] = request.episode
+
+    def _abort(self, name: str) -> None:
+        """Forgets a request that has not ended. The caller holds the lock."""
+        is_unfinished = self.episode_of_request.pop(name, None)
+        if is_unfinished:
+            self.aborted += self.queue.remove([name])
+            self.sent.discard(name)
 
     def _ended(self, replica: int, name: str, completion: Completion) -> None:
         episode = self.episode_of_request.pop(name, None)
@@ -213,8 +235,10 @@ class EpisodeRouter(RequestRouter):
             return
         self.queue.ended(name)
         self.sent.discard(name)
-        if running := self.running.get(episode):
-            self.answers[running.rank][name] = completion
+        running = self.running.get(episode)
+        if running:
+            answers = self.answers[running.rank]
+            answers[name] = completion
 
     def unfinished_calls(self) -> set[RequestCall]:
         calls = super().unfinished_calls()
@@ -228,7 +252,8 @@ class EpisodeRouter(RequestRouter):
 
 def _parts(num_rows: int, num_parts: int) -> list[int]:
     """Divides rows into equal consecutive parts, and returns the part of each row."""
-    parts = np.array_split(np.arange(num_rows), num_parts)
+    rows = np.arange(num_rows)
+    parts = np.array_split(rows, num_parts)
     part_of_row = []
     for number, part in enumerate(parts):
         part_of_row += [number] * len(part)

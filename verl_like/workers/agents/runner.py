@@ -126,17 +126,21 @@ class EpisodeRunner:
 
     def _on_loop(self, work: Coroutine[Any, Any, None], limit_s: float) -> None:
         """Runs a coroutine on the event loop, and waits for its end, at most `limit_s`."""
-        asyncio.run_coroutine_threadsafe(work, self._loop).result(limit_s)
+        running = asyncio.run_coroutine_threadsafe(work, self._loop)
+        running.result(limit_s)
 
     def _has_news(self) -> bool:
         news = self._exchange
         if self._failure is not None:
             return True
-        return bool(news.requests or news.aborted or news.episodes)
+        if news.episodes:
+            return True
+        return bool(news.requests or news.aborted)
 
     def _begin(self, specs: Sequence[EpisodeSpec]) -> None:
         for spec in specs:
-            task = self._loop.create_task(self._run(spec))
+            episode = self._run(spec)
+            task = self._loop.create_task(episode)
             self._tasks[spec.request.name] = task
 
     def _answer(self, answers: Answers) -> None:
@@ -219,11 +223,15 @@ def _ended(
     reward_problem: str = "",
 ) -> Episode:
     """Makes the record of an episode that has ended. Raises RewardProblem if its reward is none."""
-    reward = 0.0 if outcome.reward is None else outcome.reward
+    reward = outcome.reward
+    has_reward = True
+    if reward is None:
+        reward = 0.0
+        has_reward = not outcome.is_scored
     return Episode(
         name=session.spec.request.name,
         rows=session.finish(reward),
-        has_reward=outcome.reward is not None or not outcome.is_scored,
+        has_reward=has_reward,
         ended=outcome.ended,
         failures=tuple(failures),
         reward_problem=reward_problem,

@@ -83,7 +83,8 @@ class Session:
 
     def check_room(self, prompt_ids: TokenIds) -> None:
         """Raises RoomUsedUp if `draw` does for this prompt."""
-        self._room(self._row_of(prompt_ids), prompt_ids)
+        row = self._row_of(prompt_ids)
+        self._room(row, prompt_ids)
 
     async def draw(
         self,
@@ -111,18 +112,17 @@ class Session:
         length = min(room, sampling.max_tokens)
         if max_tokens is not None:
             length = min(length, max_tokens)
-        stop_tokens = {*sampling.stop_token_ids, *stop_token_ids}
+        stop_tokens = sorted({*sampling.stop_token_ids, *stop_token_ids})
         number = self.num_calls
         self.num_calls += 1
+        sampling = replace(sampling, max_tokens=length, stop_token_ids=tuple(stop_tokens))
         request = replace(
             self.spec.request,
             name=f"{self.name}, call {number}",
             episode=self.spec.request.name,
             prompt_ids=list(prompt_ids),
             seed=self._seed(prompt_ids),
-            sampling=replace(
-                sampling, max_tokens=length, stop_token_ids=tuple(sorted(stop_tokens))
-            ),
+            sampling=sampling,
         )
         started = time.monotonic()
         row.is_extended = True
@@ -135,7 +135,7 @@ class Session:
         finally:
             row.is_extended = False
         seconds = time.monotonic() - started
-        drawn = _stopped(completion, request.sampling.stop_token_ids, find_stop)
+        drawn = _stopped(completion, sampling.stop_token_ids, find_stop)
         self._record(number, row, prompt_ids, drawn.completion, seconds)
         return drawn
 
@@ -227,8 +227,9 @@ class Session:
 def _stopped(completion: Completion, stop_token_ids: TokenIds, find_stop: FindStop | None) -> Drawn:
     """Says what ended a response, and drops the tokens behind a text that did."""
     token_ids = completion.token_ids.tolist()
-    last = token_ids[-1]
-    stop_token = last if last in stop_token_ids else None
+    stop_token = None
+    if token_ids[-1] in stop_token_ids:
+        stop_token = token_ids[-1]
     if find_stop is None:
         return Drawn(completion, stop_token)
     length, text = find_stop(token_ids, stop_token is not None)

@@ -96,9 +96,11 @@ class ToolLoop:
             problem = f"reset returned {text!r:.100}: return None, or text for the prompt"
             raise EpisodeFailed("environment", problem)
         if not text:
-            return messages, list(spec.request.prompt_ids)
+            prompt_ids = list(spec.request.prompt_ids)
+            return messages, prompt_ids
         last = messages[-1]
-        messages[-1] = {**last, "content": f"{last['content']}{text}"}
+        content = f"{last['content']}{text}"
+        messages[-1] = {**last, "content": content}
         prompt = self.chat.render(messages, self.tools, is_prompt=True)
         return messages, self.chat.tokens(prompt)
 
@@ -123,7 +125,8 @@ class ToolLoop:
             reply = self.chat.read(drawn_ids, self.tools)
             calls = reply.get("tool_calls", [])
             if not calls:
-                session.counts["unreadable_calls"] += self.chat.has_unread_call(reply)
+                has_unread = self.chat.has_unread_call(reply)
+                session.counts["unreadable_calls"] += has_unread
                 return "done"
             if num_turns == self.max_turns:
                 session.counts["turns_used_up"] += 1
@@ -135,7 +138,8 @@ class ToolLoop:
                 session.counts["unreadable_calls"] += 1
                 return "done"
             for call in calls:
-                used = await self._use_tool(seat, session, call["function"])
+                function = call["function"]
+                used = await self._use_tool(seat, session, function)
                 message = {"role": "tool", "name": used.name, "content": used.result}
                 messages.append(message)
                 if seat.is_done:
@@ -157,7 +161,7 @@ class ToolLoop:
         arguments = function["arguments"]
         started = time.monotonic()
         problem = ""
-        result = ""
+        result: Any = ""
         if name not in self.tool_names:
             session.counts["unknown_tools"] += 1
             problem = f"Tool {name} not found."
@@ -170,10 +174,12 @@ class ToolLoop:
             except UserCodeError as error:
                 session.counts[f"tool_errors/{name}"] += 1
                 problem = error.text
-        if problem:
-            result = str({"error": problem})
-        seconds = time.monotonic() - started
-        used = ToolCall(name, str(arguments), str(result), seconds, bool(problem))
+        is_error = bool(problem)
+        if is_error:
+            result = {"error": problem}
+        ended = time.monotonic()
+        seconds = ended - started
+        used = ToolCall(name, str(arguments), str(result), seconds, is_error)
         *_, last_turn = session.turns.values()
         last_turn.tool_calls.append(used)
         session.counts["tool_calls"] += 1

@@ -71,10 +71,16 @@ class ModelCost:
             if is_end or parameter.ndim < 2 or name.endswith("bias"):
                 continue
             # The experts of a layer are stacked: (experts, out, in).
-            used_share = active_experts / len(parameter) if parameter.ndim == 3 else 1
+            used_share = 1.0
+            if parameter.ndim == 3:
+                used_share = active_experts / len(parameter)
             used.append(parameter.numel() * used_share)
-        per_scored_token = 2.0 * head.numel() if with_head else 0.0
-        return cls(2.0 * sum(used), per_scored_token, _flops_per_pair(config))
+        per_token = 2.0 * sum(used)
+        per_scored_token = 0.0
+        if with_head:
+            per_scored_token = 2.0 * head.numel()
+        per_pair = _flops_per_pair(config)
+        return cls(per_token, per_scored_token, per_pair)
 
     def forward(self, lengths_B: Tensor, num_scored_B: Tensor) -> Tensor:
         """Returns the FLOPs of one forward pass over each row, (B,) float64.
@@ -86,7 +92,9 @@ class ModelCost:
         total_B = self.per_token * lengths_B.double()
         total_B += self.per_scored_token * num_scored_B.double()
         for flops, window in self.per_pair:
-            reach = lengths_B.clamp(max=window) if window else lengths_B
+            reach = lengths_B
+            if window:
+                reach = lengths_B.clamp(max=window)
             # Each of the first `reach` tokens attends to one more token than the one before it, and
             # each of the others attends to `reach` tokens.
             first_pairs_B = reach * (reach + 1) // 2
@@ -104,7 +112,9 @@ def _flops_per_pair(text_config: PretrainedConfig) -> tuple[tuple[float, int | N
         kinds = ["sliding_attention"] * text_config.num_hidden_layers
     per_pair: Counter[int | None] = Counter()
     for heads, kind in zip(attention_heads(text_config), kinds, strict=True):
-        window_of_layer = window if kind == "sliding_attention" else None
+        window_of_layer = None
+        if kind == "sliding_attention":
+            window_of_layer = window
         # A pair is two products of vectors: query with key, and weight with value.
         per_pair[window_of_layer] += 4 * heads.number * heads.size
     return tuple((flops, window) for window, flops in per_pair.items())

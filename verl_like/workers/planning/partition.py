@@ -84,10 +84,12 @@ def pack_into_micro_batches(
     micro_batches = _first_fit_decreasing(lengths, max_tokens)
     count = max(len(micro_batches), at_least)
     count = min(count, num_rows)
-    is_full = sum(lengths) >= _FULL * count * max_tokens
+    room = count * max_tokens
+    is_full = sum(lengths) >= _FULL * room
     if len(micro_batches) < num_rows and not is_full:
         even = _longest_first(lengths, count)
-        if max(map(num_tokens, even)) <= max_tokens:
+        largest_even = max(map(num_tokens, even))
+        if largest_even <= max_tokens:
             micro_batches = even
     while len(micro_batches) < count:
         largest = max(micro_batches, key=len)
@@ -112,14 +114,17 @@ def balance(work: Sequence[float] | np.ndarray, num_parts: int) -> list[np.ndarr
     """
     num_rows = len(work)
     if not num_rows:
-        return [np.arange(0)] * num_parts
+        no_rows = np.arange(0)
+        return [no_rows] * num_parts
     # Rows without work fill the shares up to the same number of rows, and are left out in the end.
-    fillers = np.zeros(-num_rows % num_parts)
+    num_fillers = -num_rows % num_parts
+    fillers = np.zeros(num_fillers)
     work_B = np.concatenate([work, fillers])
     rows_per_part = len(work_B) // num_parts
-    longest_first = _longest_first(work_B.tolist(), num_parts, rows_per_part)
+    parts = _longest_first(work_B.tolist(), num_parts, rows_per_part)
+    longest_first = np.array(parts)
     differencing = _differencing(work_B, num_parts)
-    starts = [differencing, np.array(longest_first)]
+    starts = [differencing, longest_first]
 
     def largest_load(table: np.ndarray) -> float:
         loads = work_B[table].sum(1)
@@ -144,14 +149,16 @@ def rank_shares(
     number of ranks. They are divided by `balance` if their work is given, and otherwise into
     consecutive parts. No rank gets more of them than the mean, rounded up.
     """
-    of_ranks: list[list[np.ndarray]] = [[np.arange(0)] for _ in range(num_ranks)]
+    no_samples = np.arange(0)
+    of_ranks = [[no_samples] for _ in range(num_ranks)]
     for first in range(0, num_samples, num_of_step):
         end = min(first + num_of_step, num_samples)
         if work_S is None:
             samples = np.arange(first, end)
             shares = np.array_split(samples, num_ranks)
         else:
-            balanced = balance(work_S[first:end], num_ranks)
+            work_of_step = work_S[first:end]
+            balanced = balance(work_of_step, num_ranks)
             shares = [first + share for share in balanced]
         for of_rank, share in zip(of_ranks, shares, strict=True):
             of_rank.append(share)
@@ -184,7 +191,8 @@ def _first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[in
     again. The bins are the same, but each row costs only a binary search.
     """
     length_of = lengths.__getitem__
-    shortest_first = sorted(range(len(lengths)), key=length_of)
+    all_rows = range(len(lengths))
+    shortest_first = sorted(all_rows, key=length_of)
     bins = []
     while shortest_first:
         rows = []
@@ -207,13 +215,16 @@ def _longest_first(
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     loads = [(0.0, part) for part in range(num_parts)]  # a heap
     rows = range(len(work))
-    for row in sorted(rows, key=work.__getitem__, reverse=True):
-        load, part = loads[0]
-        parts[part].append(row)
-        if len(parts[part]) == max_rows:
+    longest_first = sorted(rows, key=work.__getitem__, reverse=True)
+    for row in longest_first:
+        load, number = loads[0]
+        part = parts[number]
+        part.append(row)
+        if len(part) == max_rows:
             heapq.heappop(loads)
         else:
-            heapq.heapreplace(loads, (load + work[row], part))
+            new_load = load + work[row]
+            heapq.heapreplace(loads, (new_load, number))
     return parts
 
 
@@ -240,8 +251,9 @@ def _differencing(work_B: np.ndarray, num_parts: int) -> np.ndarray:
         joined = np.concatenate([rows, other_rows[::-1]], axis=1)
         heaviest_first = np.argsort(-loads, kind="stable")
         loads = loads[heaviest_first]
+        rows = joined[heaviest_first]
         difference = loads[-1] - loads[0]
-        group = (difference, number, loads, joined[heaviest_first])
+        group = (difference, number, loads, rows)
         heapq.heappush(groups, group)
     _, _, _, table = groups[0]
     return table
@@ -261,7 +273,8 @@ def _exchange(shares: np.ndarray, work_B: np.ndarray) -> None:
     stride = 1 + shares.shape[1] // _WIDTH
     for number in range(_ROUNDS):
         even_enough = (1 + _TOLERANCE) * loads.mean()
-        if loads.max() <= even_enough or stale == _PATIENCE:
+        is_even = loads.max() <= even_enough
+        if is_even or stale == _PATIENCE:
             return
         heaviest_first = np.argsort(-loads, kind="stable")
         lightest_first = heaviest_first[::-1]
@@ -283,14 +296,17 @@ def _exchange(shares: np.ndarray, work_B: np.ndarray) -> None:
         heavy = heavy[helps]
         light = light[helps]
         moved = moved[helps]
-        mine = mine[helps] * stride + first
-        theirs = theirs[helps] * stride + first
+        mine = mine[helps]
+        theirs = theirs[helps]
+        mine = mine * stride + first
+        theirs = theirs * stride + first
         given = shares[heavy, mine]
         shares[heavy, mine] = shares[light, theirs]
         shares[light, theirs] = given
         loads[heavy] -= moved
         loads[light] += moved
         stale += 1
-        if loads.max() < best:
-            best = loads.max()
+        largest = loads.max()
+        if largest < best:
+            best = largest
             stale = 0

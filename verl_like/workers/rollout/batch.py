@@ -104,7 +104,8 @@ def greedy_requests(prompts: DataProto, max_tokens: int) -> list[GenerationReque
     requests = []
     for row, token_ids in enumerate(prompt_tokens(prompts)):
         name = f"prompt {row}, drawn greedily"
-        requests.append(GenerationRequest(name, token_ids, seed=0, sampling=sampling))
+        request = GenerationRequest(name, token_ids, seed=0, sampling=sampling)
+        requests.append(request)
     return requests
 
 
@@ -120,7 +121,8 @@ def prompt_uids(prompts: DataProto) -> list[str]:
             f"{sorted(prompts.non_tensor_batch)}."
         )
     uids = [str(uid) for uid in prompts.non_tensor_batch["uid"]]
-    num_rows_of = Counter(_of_real(prompts, uids))
+    real_uids = _of_real(prompts, uids)
+    num_rows_of = Counter(real_uids)
     repeated = [uid for uid, num_rows in num_rows_of.items() if num_rows > 1]
     if repeated:
         raise ValueError(
@@ -139,7 +141,8 @@ def prompt_tokens(prompts: DataProto) -> list[list[int]]:
 
 def names_of_real(prompts: DataProto, requests: Sequence[GenerationRequest]) -> set[str]:
     """Returns the names of the requests of a batch without those of padding rows."""
-    return {request.name for request in _of_real(prompts, requests)}
+    real = _of_real(prompts, requests)
+    return {request.name for request in real}
 
 
 def _of_real(prompts: DataProto, values: Sequence[T]) -> Iterator[T]:
@@ -165,7 +168,8 @@ def assemble(prompts: DataProto, completions: Sequence[Completion]) -> DataProto
     """
     n = len(completions) // max(1, len(prompts))
     numbers = torch.arange(len(prompts))
-    taker = RowTaker(numbers.repeat_interleave(n))
+    repeated = numbers.repeat_interleave(n)
+    taker = RowTaker(repeated)
     token_ids = prompts.tensor_batch["prompts"]
     lists_of_tokens = [completion.token_ids for completion in completions]
     lists_of_log_probs = [completion.log_probs for completion in completions]
@@ -178,8 +182,10 @@ def assemble(prompts: DataProto, completions: Sequence[Completion]) -> DataProto
         "response_mask": torch.ones_like(responses),
         "rollout_log_probs": jagged_from_lists(lists_of_log_probs, torch.float32),
     }
-    is_trained = not (prompts.meta_info.get("validate") or prompts.meta_info.get("greedy"))
-    if is_trained and any(each.routed_experts is not None for each in completions):
+    meta_info = prompts.meta_info
+    is_trained = not (meta_info.get("validate") or meta_info.get("greedy"))
+    has_routing = [each.routed_experts is not None for each in completions]
+    if is_trained and any(has_routing):
         column = _routing(completions)
         tensors[ROUTED_EXPERTS] = column
         # The last token of a response has none, since nothing is drawn after it.
@@ -196,15 +202,18 @@ def _routing(completions: Sequence[Completion]) -> Tensor:
     Raises ValueError if some have no routing.
     """
     arrays = []
+    lengths = []
     for number, completion in enumerate(completions):
-        if completion.routed_experts is None:
+        routing = completion.routed_experts
+        if routing is None:
             raise ValueError(
                 f"response {number} of {len(completions)} has no routing, and others have: have "
                 "the engine capture it for all of them"
             )
-        arrays.append(completion.routed_experts)
-    values = torch.from_numpy(np.concatenate(arrays))
-    return jagged_from_lengths(values, torch.tensor([len(array) for array in arrays]))
+        arrays.append(routing)
+        lengths.append(len(routing))
+    values = np.concatenate(arrays)
+    return jagged_from_lengths(torch.from_numpy(values), torch.tensor(lengths))
 
 
 def _hit_rate(prompts: DataProto, completions: Sequence[Completion], n: int) -> Metric:
@@ -216,6 +225,7 @@ def _hit_rate(prompts: DataProto, completions: Sequence[Completion], n: int) -> 
     num_cached = sum(completion.num_cached_tokens for completion in real)
     _values, offsets = jagged_parts(prompts.tensor_batch["prompts"])
     lengths_B = offsets.diff()
-    num_prompt_tokens = n * int(lengths_B[is_real(prompts)].sum())
+    real_lengths = lengths_B[is_real(prompts)]
+    num_prompt_tokens = n * int(real_lengths.sum())
     hit_rate = num_cached / max(1, num_prompt_tokens)
     return Metric.mean(hit_rate, weight=num_prompt_tokens)

@@ -31,7 +31,7 @@ from verl_like.workers.rollout.request import (
     Sampling,
 )
 from verl_like.workers.weights.exports import WeightExport, iterate_weights
-from verl_like.workers.weights.file_layout import file_layout, files_in
+from verl_like.workers.weights.file_layout import FileLayout, file_layout, files_in
 from verl_like.workers.weights.fingerprints import fingerprint_sum, read_fingerprints
 
 # Legend: b responses that are computed together, t their longest length so far, V the vocabulary.
@@ -51,8 +51,10 @@ class _Response:
     def has_ended(self) -> bool:
         """Returns whether its last token is the last that is drawn."""
         sampling = self.request.sampling
-        is_last = len(self.token_ids) == sampling.max_tokens
-        return is_last or self.token_ids[-1] in sampling.stop_token_ids
+        if len(self.token_ids) == sampling.max_tokens:
+            return True
+        last = self.token_ids[-1]
+        return last in sampling.stop_token_ids
 
     def completion(self) -> Completion:
         """Returns the response as the engine's caller gets it."""
@@ -98,17 +100,19 @@ class HfEngine(RolloutEngine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.config.tensor_model_parallel_size != 1:
+        num_ranks = self.config.tensor_model_parallel_size
+        if num_ranks != 1:
             raise ValueError(
-                f"rollout.tensor_model_parallel_size={self.config.tensor_model_parallel_size} "
-                "needs rollout.name=vllm; the hf engine runs on one process."
+                f"rollout.tensor_model_parallel_size={num_ranks} needs rollout.name=vllm; the hf "
+                "engine runs on one process."
             )
         self.model = self._make_model()
         self.model.eval()
         self.model.requires_grad_(False)
         self.model.to(self.device)
-        # An adapter is in its files as in memory.
-        self._file_layout = {} if self.model_config.lora_rank else file_layout(self.model)
+        self._file_layout: FileLayout = {}
+        if not self.model_config.lora_rank:  # an adapter is in its files as in memory
+            self._file_layout = file_layout(self.model)
         self._waiting: list[GenerationRequest] = []
         self._batches: list[_Batch] = []
 
@@ -128,7 +132,8 @@ class HfEngine(RolloutEngine):
             return AutoModelForCausalLM.from_config(self.hf_config, **options)
         path = os.path.expanduser(model_config.path)
         model = AutoModelForCausalLM.from_pretrained(path, config=self.hf_config, **options)
-        add_adapter(model, decoder_layers(model), model_config, "actor_rollout_ref.model")
+        layers = decoder_layers(model)
+        add_adapter(model, layers, model_config, "actor_rollout_ref.model")
         return model
 
     def _submit(self, requests: Sequence[GenerationRequest]) -> None:
@@ -153,21 +158,26 @@ class HfEngine(RolloutEngine):
         room = self.num_slots - num_running
         while self._waiting and room > 0:
             requests = self._take_alike(room)
-            self._batches.append(self._new_batch(requests))
+            new = self._new_batch(requests)
+            self._batches.append(new)
             room -= len(requests)
         ended = []
         for batch in self._batches:
             for response in self._advance(batch):
                 name = response.request.name
-                ended.append((name, response.completion()))
+                completion = response.completion()
+                ended.append((name, completion))
         self._batches = [batch for batch in self._batches if batch.responses]
         return ended
 
     def _take_alike(self, room: int) -> list[GenerationRequest]:
         """Takes the first waiting requests that have the same sampling, at most `room`."""
         sampling = self._waiting[0].sampling
-        same = itertools.takewhile(lambda each: each.sampling == sampling, self._waiting)
-        requests = list(itertools.islice(same, room))
+        requests: list[GenerationRequest] = []
+        for request in self._waiting:
+            if len(requests) == room or request.sampling != sampling:
+                break
+            requests.append(request)
         del self._waiting[: len(requests)]
         return requests
 
@@ -183,7 +193,8 @@ class HfEngine(RolloutEngine):
             length = len(request.prompt_ids)
             num_padding = width - length
             padding = [self.pad_token_id] * num_padding
-            input_ids.append([*padding, *request.prompt_ids])
+            padded = [*padding, *request.prompt_ids]
+            input_ids.append(padded)
             mask = [0] * num_padding + [1] * length
             attention_mask.append(mask)
         return _Batch(
@@ -237,7 +248,8 @@ class HfEngine(RolloutEngine):
     def _load(self, exports: Sequence[WeightExport], version: int) -> None:
         places = {}
         for name, parameter in trained_parameters(self.model):
-            for file in files_in(self._file_layout, name, parameter):
+            files = files_in(self._file_layout, name, parameter)
+            for file in files:
                 places[file.name] = file.of(parameter)
         buffers = {}
         for name, buffer in model_buffers(self.model):
@@ -245,7 +257,8 @@ class HfEngine(RolloutEngine):
             buffers[file.name] = buffer
         for name, tensor in iterate_weights(exports):
             if name in buffers:
-                buffers[name].data = tensor.to(self.device, copy=True)  # in the trainer's dtype
+                copy = tensor.to(self.device, copy=True)  # in the trainer's dtype
+                buffers[name].data = copy
             else:
                 places[name].copy_(tensor)
         if self.config.kv_after_update == "recompute":
@@ -256,17 +269,20 @@ class HfEngine(RolloutEngine):
         weights = trained_parameters(self.model) + model_buffers(self.model)
         sums = {}
         for name, weight in weights:
-            for file in files_in(self._file_layout, name, weight):
-                sums[file.name] = fingerprint_sum(file.of(weight))
+            files = files_in(self._file_layout, name, weight)
+            for file in files:
+                part = file.of(weight)
+                sums[file.name] = fingerprint_sum(part)
         return read_fingerprints(sums)
 
     def _wake(self) -> None:
         self.model.to(self.device)
 
     def _sleep(self) -> None:
-        if self.config.free_cache_engine:
-            self.model.to("cpu")
-            torch.cuda.empty_cache()  # the training process cannot use memory that torch caches
+        if not self.config.free_cache_engine:
+            return
+        self.model.to("cpu")
+        torch.cuda.empty_cache()  # the training process cannot use memory that torch caches
 
 
 def _draw(
@@ -289,9 +305,11 @@ def _draw(
         noise_bV = torch.empty(logits_bV.shape)
         for row, generator in enumerate(generators):
             noise_bV[row].exponential_(generator=generator)
-        keys_bV = log_probs_bV - noise_bV.log().to(logits_bV.device)
+        log_noise_bV = noise_bV.log()
+        keys_bV = log_probs_bV - log_noise_bV.to(logits_bV.device)
     tokens_b1 = keys_bV.argmax(-1, keepdim=True)
-    return tokens_b1, log_probs_bV.gather(-1, tokens_b1)
+    log_probs_b1 = log_probs_bV.gather(-1, tokens_b1)
+    return tokens_b1, log_probs_b1
 
 
 def _warped(logits_bV: Tensor, sampling: Sampling) -> Tensor:

@@ -109,7 +109,9 @@ class RequestCall(PendingCall):
         `timeout` is in seconds; None means the group's deadline.
         """
         if self.batch is None:
-            deadline_s = self.router.group.deadline_s if timeout is None else timeout
+            deadline_s = timeout
+            if deadline_s is None:
+                deadline_s = self.router.group.deadline_s
             started = time.monotonic()
             is_done = False
             while not is_done:
@@ -128,19 +130,22 @@ class RequestCall(PendingCall):
         router = self.router
         for replica, (started, ended) in sorted(self.spans.items()):
             rank = router.mesh.collect_ranks[replica]
-            router.group.report(METHOD, rank, CallHeader(0, started, ended))
+            header = CallHeader(0, started, ended)
+            router.group.report(METHOD, rank, header)
 
     def timeout(self, deadline_s: float) -> CallTimeout:
         """Returns the error of this call if it is late. It names the ranks that have requests of
         it. The caller holds the lock."""
         router = self.router
+        group = router.group
+        collect_ranks = router.mesh.collect_ranks
         late_ranks = set()
         for name, replica in router.queue.replica_of.items():
             if name in self.requests:
-                rank = router.mesh.collect_ranks[replica]
+                rank = collect_ranks[replica]
                 late_ranks.add(rank)
-        late = f"rank(s) {sorted(late_ranks)} of {router.group.world_size}"
-        return CallTimeout(router.group.role, METHOD, deadline_s, late)
+        late = f"rank(s) {sorted(late_ranks)} of {group.world_size}"
+        return CallTimeout(group.role, METHOD, deadline_s, late)
 
     def finish(self) -> None:
         self.wait(None)
@@ -190,7 +195,8 @@ class RequestRouter:
 
     def call(self, prompts: DataProto) -> ResponsesFuture:
         """Begins to draw the responses to a batch of prompts, and returns their future."""
-        call = RequestCall(self, prompts, self.requests_of(prompts))
+        requests = self.requests_of(prompts)
+        call = RequestCall(self, prompts, requests)
         with self.changed:
             self._add(call)
         return ResponsesFuture(call)
@@ -231,9 +237,10 @@ class RequestRouter:
 
     def start_thread(self) -> None:
         """Starts the thread unless it runs. The caller holds the lock."""
-        if self.thread is None:
-            self.thread = threading.Thread(target=self._run, name="requests", daemon=True)
-            self.thread.start()
+        if self.thread is not None:
+            return
+        self.thread = threading.Thread(target=self._run, name="requests", daemon=True)
+        self.thread.start()
 
     def wait_for_more(
         self, call: RequestCall, started: float, deadline_s: float
@@ -251,8 +258,10 @@ class RequestRouter:
         def has_more() -> bool:
             return bool(call.unread) or call.done()
 
+        deadline = started + deadline_s
         with self.changed:
-            left_s = max(0.0, started + deadline_s - time.monotonic())
+            now = time.monotonic()
+            left_s = max(0.0, deadline - now)
             if not self._wait_for(has_more, left_s):
                 raise call.timeout(deadline_s)
             if call.error:
@@ -267,8 +276,9 @@ class RequestRouter:
         Returns False if it does not within `limit_s`, which may be infinite. The caller holds the
         lock.
         """
-        timeout = None if math.isinf(limit_s) else limit_s
-        return self.changed.wait_for(condition, timeout)
+        if math.isinf(limit_s):
+            return self.changed.wait_for(condition)
+        return self.changed.wait_for(condition, limit_s)
 
     def wait_until_sent(self, method: str) -> None:
         """Waits until all requests of earlier calls were sent to replicas.
@@ -340,18 +350,20 @@ class RequestRouter:
             for call in self.unfinished_calls():
                 call.error = failure
             # Requests of episodes are in the queue alone. Names that are in both count once.
-            unfinished = dict.fromkeys([*self.calls, *self.queue.replica_of])
+            names = [*self.calls, *self.queue.replica_of]
+            unfinished = dict.fromkeys(names)
             self.aborted += self.queue.remove(unfinished)
             self.calls = {}
             self.sent = set()
             self.thread = None
             self.changed.notify_all()
             aborted = self.aborted
-        do_ranks_answer = isinstance(error, WorkerError) and not isinstance(error, WorkerDied)
-        if do_ranks_answer:
-            # An error here says nothing new, and the next exchange aborts these requests again.
-            with contextlib.suppress(WorkerError):
-                self.group.abort_requests(aborted)
+        has_died = isinstance(error, WorkerDied)
+        if has_died or not isinstance(error, WorkerError):  # the ranks do not answer
+            return
+        # An error here says nothing new, and the next exchange aborts these requests again.
+        with contextlib.suppress(WorkerError):
+            self.group.abort_requests(aborted)
 
     def unfinished_calls(self) -> set[RequestCall]:
         """Returns the calls that have not ended. The caller holds the lock."""
@@ -359,15 +371,16 @@ class RequestRouter:
 
     def _named(self, error: BaseException) -> Exception:
         """Returns the error as one of `generate_sequences`, if a method of this router failed."""
-        if isinstance(error, WorkerError | CallTimeout) and error.role == self.group.role:
+        role = self.group.role
+        if isinstance(error, WorkerError | CallTimeout) and error.role == role:
             if error.method not in _OWN_METHODS:
                 return error
             if isinstance(error, WorkerError):
                 return error.in_method(METHOD)
-            return CallTimeout(error.role, METHOD, error.seconds, error.waiting_for)
+            return CallTimeout(role, METHOD, error.seconds, error.waiting_for)
         if isinstance(error, Exception):
             return error
-        ended = RuntimeError(f"What sends requests to {self.group.role} was ended by {error!r}.")
+        ended = RuntimeError(f"What sends requests to {role} was ended by {error!r}.")
         ended.__cause__ = error
         return ended
 
@@ -435,7 +448,9 @@ class RequestRouter:
         A group in this process cannot wait for them, so this pauses if there are none.
         """
         is_local = self.group.runs_at_once
-        wait_s = 0.0 if is_local else self.collect_s
+        wait_s = self.collect_s
+        if is_local:
+            wait_s = 0.0
         by_rank = self.group.collect_completions(wait_s)
         answers = [by_rank[rank] for rank in self.mesh.collect_ranks]
         have_ended = False
@@ -451,7 +466,8 @@ class RequestRouter:
         if have_ended:
             self.collect_s = COLLECT_S
             return
-        self.collect_s = min(2 * self.collect_s, LONGEST_COLLECT_S)
+        doubled_s = 2 * self.collect_s
+        self.collect_s = min(doubled_s, LONGEST_COLLECT_S)
         if is_local:
             time.sleep(_LOCAL_PAUSE_S)
 

@@ -43,27 +43,31 @@ class RequestQueue:
         """Returns the number of requests that have not ended."""
         number = len(self.waiting) + len(self.replica_of)
         for call in self.calls:
-            number += sum(len(prompt) for prompt in call)
+            for prompt in call:
+                number += len(prompt)
         return number
 
     def add(self, requests: Sequence[GenerationRequest], n: int) -> None:
         """Adds the requests of a call, in which the n requests of a prompt are consecutive."""
         if not self.is_fixed:
             self.waiting.extend(requests)
-        elif requests:
-            call = []
-            for start in range(0, len(requests), n):
-                end = start + n
-                requests_of_prompt = requests[start:end]
-                call.append(list(requests_of_prompt))
-            self.calls.append(call)
-            self._begin_next_call()
+            return
+        if not requests:
+            return
+        call = []
+        for start in range(0, len(requests), n):
+            end = start + n
+            requests_of_prompt = requests[start:end]
+            call.append(list(requests_of_prompt))
+        self.calls.append(call)
+        self._begin_next_call()
 
     def place(self, request: GenerationRequest, replica: int | None) -> int:
         """Adds one request that waits for no others, on a replica or on the one with the fewest
         requests. Returns the replica."""
         if replica is None:
-            replica = self.loads.index(min(self.loads))
+            fewest = min(self.loads)
+            replica = self.loads.index(fewest)
         self._assign(request, replica)
         return replica
 
@@ -118,7 +122,8 @@ class RequestQueue:
 
         The replica may have these already.
         """
-        self.waiting = deque(_without(self.waiting, names))
+        waiting = _without(self.waiting, names)
+        self.waiting = deque(waiting)
         calls = self.calls
         self.calls = deque()
         for call in calls:

@@ -25,6 +25,12 @@ class RoutedPiece:
     def end(self) -> int:
         return self.start + len(self.ids)
 
+    def between(self, start: int, end: int) -> np.ndarray:
+        """Returns the part of its routing from the token at `start` to that before `end`."""
+        first = start - self.start
+        last = end - self.start
+        return self.ids[first:last]
+
 
 @dataclass(eq=False)
 class RoutedRequest:
@@ -50,7 +56,7 @@ class RoutedRequest:
             start = max(piece.start, num_kept)
             end = min(piece.end, num_tokens - 1)
             if start < end:
-                ids[start:end] = piece.ids[start - piece.start : end - piece.start]
+                ids[start:end] = piece.between(start, end)
             # A pass that reaches the end of the prompt draws a token.
             if piece.is_computed and piece.end >= self.num_prompt_tokens:
                 num_kept = max(num_kept, piece.end)
@@ -64,15 +70,18 @@ class RoutedRequest:
             first = max(start, piece.start)
             last = min(end, piece.end)
             if first < last:
-                own = piece.ids[first - piece.start : last - piece.start]
-                ids[first - start : last - start] = own
+                place = first - start
+                own = piece.between(first, last)
+                ids[place : place + len(own)] = own
         return ids
 
     def compact(self, shape: RouterShape) -> None:
         """Frees the passes whose views the pieces are. Afterwards there is only what is in the
         cache."""
-        end = max((piece.end for piece in self.pieces), default=0)
-        self.pieces = [RoutedPiece(0, self.last_computed(0, end, shape))]
+        ends = [piece.end for piece in self.pieces]
+        end = max(ends, default=0)
+        ids = self.last_computed(0, end, shape)
+        self.pieces = [RoutedPiece(0, ids)]
 
 
 def without_record(num_tokens: int, shape: RouterShape) -> np.ndarray:
