@@ -15,7 +15,7 @@ from tiny_experts import CONFIGS
 from transformers import AutoModelForCausalLM
 
 from verl_like.trainer.config import load_ppo_config
-from verl_like.trainer.ppo.inputs import check_router_replay
+from verl_like.trainer.ppo.inputs import check_routers
 from verl_like.workers.models.routed_experts import Routing
 from verl_like.workers.models.router_replay import attach_replay
 from verl_like.workers.rollout import ENGINES
@@ -126,8 +126,13 @@ def test_replay_for_a_model_without_experts_is_refused_before_the_run(
     tmp_path: Path, tiny_llama: Callable
 ):
     settings = tiny_run_settings(tmp_path, tiny_llama)
-    check_router_replay(load_ppo_config(settings))
+    check_routers(load_ppo_config(settings))
     with pytest.raises(
         ValueError, match=r"mode=R2 with actor_rollout_ref.model.path=.* has no experts"
     ):
-        check_router_replay(load_ppo_config([*settings, f"{MODE}=R2"]))
+        check_routers(load_ppo_config([*settings, f"{MODE}=R2"]))
+    actor = "actor_rollout_ref.actor"
+    for setting, off in (("freeze_router=true", "false"), ("router_aux_loss_coef=0.1", "0")):
+        message = f"{actor}.{setting} with .* has no experts, .*; set {actor}.*={off}$"
+        with pytest.raises(ValueError, match=message):
+            check_routers(load_ppo_config([*settings, f"{actor}.{setting}"]))

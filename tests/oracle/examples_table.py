@@ -172,6 +172,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "model.lora_alpha",
         "model.target_modules",
     ),
+    "tests/unit/test_workers_router_load.py": ("training.router_aux_loss_coef",),
     "tests/unit/test_ilql.py": ("model.fsdp_config.dtype", "model.fsdp_config.model_dtype"),
     "tests/unit/test_workers_equality.py": (
         *("model.fsdp_config.fsdp_size", "training.ulysses_sequence_parallel_size"),

@@ -397,6 +397,7 @@ def test_a_run_shows_its_loss_in_a_line_and_a_chart_of_each_thing_that_it_measur
         "summary": "",
         "steps": [],
         "placement": [],
+        "router_load": [],
         "generations": [],
         "episodes": [],
         "config": "",

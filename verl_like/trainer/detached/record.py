@@ -98,6 +98,7 @@ class DetachedRecord:
         idle_shares = self.idle_shares(max(ends), seconds)
         values["training/global_step"] = step
         values |= idle_shares
+        values = self.recorder.without_counts(values)
         self.recorder.timeline.start_step(step)
         self.recorder.tracking.log(values, step)
         self.recorder.console.show_step(step, self.config.num_steps_of_run, values)

@@ -6,11 +6,11 @@ import importlib.metadata
 import importlib.util
 import itertools
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from verl_like.algorithms.advantages import AdvantageOptions, get_adv_estimator_fn
 from verl_like.algorithms.policy_losses import get_policy_loss_fn
@@ -52,7 +52,8 @@ from verl_like.workers.models.attention import require_flash_attention
 from verl_like.workers.models.model_check import check_model
 from verl_like.workers.models.packed_models import PackedModel, PolicyModel, RewardModel, ValueModel
 from verl_like.workers.models.pretrained import TEACHER_PATH
-from verl_like.workers.models.router_replay import require_replay
+from verl_like.workers.models.routed_experts import SWITCH_OFF
+from verl_like.workers.models.router_replay import require_balance, require_replay, routers_of
 from verl_like.workers.planning.partition import require_shares_of_heads
 from verl_like.workers.rollout import get_rollout_engine
 from verl_like.workers.rollout.base import special_token_ids
@@ -381,7 +382,7 @@ def check_models(config: PPOConfig) -> None:
     for key, model in models.items():
         check_model_of_role(config, key, model)
     check_engine_reads(config)
-    check_router_replay(config)
+    check_routers(config)
 
 
 def check_model_of_role(config: PPOConfig, key: str, model: ModelConfig) -> None:
@@ -443,21 +444,30 @@ def check_engine_reads(config: PPOConfig) -> None:
         require_served(hf_config, setting, f"actor_rollout_ref.model.path={model.path}")
 
 
-def check_router_replay(config: PPOConfig) -> None:
-    """Raises ValueError if the routing of experts is replayed, and the policy's model has no
-    routers that can replay it."""
+def check_routers(config: PPOConfig) -> None:
+    """Raises ValueError if the routing of experts is replayed, the experts are balanced, or routers
+    frozen, and the policy's model has no routers with which that can be done."""
     policy = config.actor_rollout_ref
-    mode = policy.actor.router_replay.mode
-    if mode == "disabled":
+    actor = policy.actor
+    wanted: list[tuple[str, str, str, Callable[[PreTrainedModel], Any]]] = []
+    if actor.router_replay.mode != "disabled":
+        wanted.append(("router_replay.mode", actor.router_replay.mode, "disabled", require_replay))
+    if actor.router_aux_loss_coef:
+        value = f"{actor.router_aux_loss_coef}"
+        wanted.append(("router_aux_loss_coef", value, "0", require_balance))
+    if actor.freeze_router:
+        wanted.append(("freeze_router", "true", "false", routers_of))
+    if not wanted:
         return
     hf = pretrained.empty_model(policy.model, PolicyModel.auto_class, key="actor_rollout_ref.model")
-    try:
-        require_replay(hf)
-    except ValueError as error:
-        raise ValueError(
-            f"actor_rollout_ref.actor.router_replay.mode={mode} with "
-            f"actor_rollout_ref.model.path={policy.model.path}: {error}"
-        ) from error
+    for name, value, off, require in wanted:
+        key = f"actor_rollout_ref.actor.{name}"
+        try:
+            require(hf)
+        except ValueError as error:
+            reason = str(error).replace(SWITCH_OFF, f"set {key}={off}")
+            model = f"actor_rollout_ref.model.path={policy.model.path}"
+            raise ValueError(f"{key}={value} with {model}: {reason}") from error
 
 
 def check_teacher(model: PolicyModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -47,13 +47,15 @@ class PackedModel(nn.Module):
         Attention exchanges tokens for heads with the other ranks (`packed.exchange`, see
         SequenceExchange), so the tokens attend to all tokens of their sequence.
 
-        Routers replay `packed.routed_experts`, and fill `packed.record`. Raises ValueError if they
-        cannot.
+        Routers replay `packed.routed_experts`, and fill `packed.record` and `packed.load`. Raises
+        ValueError if they cannot.
         """
         record = packed.record
+        load = packed.load
         routing = None
-        if packed.routed_experts is not None or record is not None:
-            routing = Routing(packed.routed_experts)
+        if packed.routed_experts is not None or record is not None or load is not None:
+            routing = Routing(packed.routed_experts, load)
+            routing.counted = packed.counted
         with self.saving:
             outputs: Any = self.hf.base_model(
                 input_ids=packed.input_ids,
@@ -69,6 +71,8 @@ class PackedModel(nn.Module):
             shape = routing.require_all(self.routers)
             if record is not None:
                 record.selected = packed.of_sequences(routing.own_selection(shape.dtype))
+            if load is not None:
+                routing.fill(load, shape, packed.exchange)
         return outputs.last_hidden_state[0]
 
     def scored_states(self, packed: PackedBatch) -> Tensor:
