@@ -1,5 +1,7 @@
 """The load of a mixture's experts, the loss that balances it, and frozen routers."""
 
+from functools import partial
+
 import pytest
 import torch
 from tiny_experts import (
@@ -29,8 +31,11 @@ from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.worker_group import ClassWithInitArgs
 from verl_like.trainer.run.router_load import split_load
 from verl_like.workers.actor import ActorWorker
+from verl_like.workers.config.models import ModelConfig
 from verl_like.workers.config.supervised import SFTTrainingConfig, SupervisedModelConfig
+from verl_like.workers.models.experts import experts_notes
 from verl_like.workers.models.packing import Rows
+from verl_like.workers.models.pretrained import empty_model, load_hf_config
 from verl_like.workers.models.router_replay import require_balance
 from verl_like.workers.supervised import SFTWorker
 
@@ -156,6 +161,37 @@ def test_metrics_of_the_load_are_those_of_its_shares():
         "router_load/entropy": pytest.approx((0.40564 + 1) / 2, abs=1e-5),
     }
     assert split_load({"actor/loss": 0.5}) == ({"actor/loss": 0.5}, [])
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_experts_are_computed_by_one_product_or_as_asked_in_a_loop_with_the_same_result(
+    paths, family
+):
+    data = make_batch(rows=7)
+    gradients = {}
+    for requested, used in ((None, "grouped_mm"), ("eager", "eager")):
+        overrides = {"experts_implementation": requested}
+        settings = policy_config(paths[family]).updated({"model.override_config": overrides})
+        group = local_group(ActorWorker, settings)
+        worker = group.workers[0]
+        assert worker.engine.model.hf.config._experts_implementation == used
+        update = partial(group.update_actor, data)
+        gradients[used], _ = gradients_of(worker, lambda run=update: run().get())
+    assert difference(gradients["eager"], gradients["grouped_mm"]) < 1e-6
+
+
+def test_the_start_says_how_experts_are_computed_and_refuses_what_a_model_lacks(paths, tmp_path):
+    dense = write_model(tmp_path)
+    notes = {}
+    for name, path in (("dense", dense), ("experts", paths["qwen3_moe"])):
+        config = ModelConfig(path=path, override_config={"experts_implementation": "eager"})
+        hf_config = load_hf_config(config, key="m")
+        notes[name] = experts_notes(config, hf_config, AutoModelForCausalLM, "m")
+    assert notes == {"dense": [], "experts": ["Experts of m: eager"]}
+    config = ModelConfig(path=dense, override_config={"experts_implementation": "grouped_mm"})
+    message = "m.override_config.experts_implementation=grouped_mm, but LlamaForCausalLM has no"
+    with pytest.raises(ValueError, match=message):
+        empty_model(config, AutoModelForCausalLM, key="m")
 
 
 def test_dense_models_have_no_load_and_refuse_to_be_balanced(tmp_path):

@@ -49,6 +49,7 @@ from verl_like.trainer.run.messages import say
 from verl_like.workers.config.models import ModelConfig, PolicyModelConfig
 from verl_like.workers.models import pretrained
 from verl_like.workers.models.attention import require_flash_attention
+from verl_like.workers.models.experts import experts_notes
 from verl_like.workers.models.model_check import check_model
 from verl_like.workers.models.packed_models import PackedModel, PolicyModel, RewardModel, ValueModel
 from verl_like.workers.models.pretrained import TEACHER_PATH
@@ -134,6 +135,9 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
     if ptx_dataset:
         notes.append(f"{len(ptx_dataset):,} ptx rows ({ptx_dataset.num_truncated} cut)")
     notes += notes_on_aggregation(config)
+    policy = config.actor_rollout_ref.model
+    hf_config = pretrained.load_hf_config(policy, key="actor_rollout_ref.model")
+    notes += experts_notes(policy, hf_config, PolicyModel.auto_class, "actor_rollout_ref.model")
     return PPOInputs(
         config=config,
         tokenizer=tokenizer,

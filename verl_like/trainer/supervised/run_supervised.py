@@ -30,6 +30,7 @@ from verl_like.trainer.state.run_state import LoopState
 from verl_like.trainer.supervised.display import DPO_DISPLAY, ILQL_DISPLAY, RM_DISPLAY, SFT_DISPLAY
 from verl_like.trainer.supervised.trainer import SupervisedTrainer
 from verl_like.workers.models.attention import require_flash_attention
+from verl_like.workers.models.experts import experts_notes
 from verl_like.workers.models.model_check import check_model
 from verl_like.workers.models.packed_models import PolicyModel
 from verl_like.workers.models.pretrained import (
@@ -113,9 +114,9 @@ def check_inputs(config: SupervisedConfig, cleanup: contextlib.ExitStack) -> Sup
         makes_head=True,
         sequence_parallel_size=sequence_parallel_size,
     )
-    notes = []
+    notes = experts_notes(config.model, hf_config, kind.worker.model_class.auto_class, "model")
     if isinstance(config, SFTConfig):
-        notes = check_balance(config, own_aux_loss_coef(hf_config))
+        notes += check_balance(config, own_aux_loss_coef(hf_config))
     tokenizer = load_tokenizer(config.model)
     end_tokens, _padding = special_token_ids(tokenizer, config.model.path)
     data = config.data
