@@ -29,16 +29,27 @@ def split_load(row: Row) -> tuple[Row, Load]:
         if layer == len(load):
             load.append([])
         load[layer].append(count)
-    busy = [of_layer for of_layer in load if any(of_layer)]
-    if busy:
-        others["router_load/max_over_mean"] = max(max(each) / mean(each) for each in busy)
-        others["router_load/entropy"] = mean(_evenness(each) for each in busy)
+    peaks = []
+    entropies = []
+    for of_layer in load:
+        if any(of_layer):
+            peak = max(of_layer) / mean(of_layer)
+            entropy = _evenness(of_layer)
+            peaks.append(peak)
+            entropies.append(entropy)
+    if peaks:
+        others["router_load/max_over_mean"] = max(peaks)
+        others["router_load/entropy"] = mean(entropies)
     return others, load
 
 
 def _evenness(counts: list[float]) -> float:
     """Returns the entropy of the shares, as a share of that of equal ones."""
     total = sum(counts)
-    shares = [count / total for count in counts if count]
-    entropy = -sum(share * math.log(share) for share in shares)
-    return entropy / math.log(len(counts))
+    entropy = 0.0
+    for count in counts:
+        if count:
+            share = count / total
+            entropy -= share * math.log(share)
+    greatest = math.log(len(counts))
+    return entropy / greatest

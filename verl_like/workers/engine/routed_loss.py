@@ -31,13 +31,17 @@ class _Balance:
     def of(cls, counts_LE: Tensor, top_k: int) -> "_Balance":
         """Makes it of the counts of a whole mini-batch, over all ranks."""
         counts_E = counts_LE.sum(0).float()
-        num_routings = (counts_E.sum() / top_k).clamp(min=1)
-        return cls(counts_E / num_routings, num_routings)
+        total = counts_E.sum()
+        num_routings = (total / top_k).clamp(min=1)
+        shares_E = counts_E / num_routings
+        return cls(shares_E, num_routings)
 
     def loss(self, probabilities_LE: Tensor) -> Tensor:
         """Returns E sum_e f_e P_e, where P sums over the tokens of a micro-batch alone."""
-        mean_E = probabilities_LE.sum(0) / self.num_routings
-        return len(mean_E) * (self.shares_E * mean_E).sum()
+        sums_E = probabilities_LE.sum(0)
+        means_E = sums_E / self.num_routings
+        products_E = self.shares_E * means_E
+        return len(products_E) * products_E.sum()
 
 
 class RoutedLoss:
@@ -72,7 +76,8 @@ class RoutedLoss:
         self.num_left = 0
         """The micro-batches that are left of the present optimizer step."""
         self.balance: _Balance | None = None
-        self.counts = torch.zeros(shape.num_layers, shape.num_experts, dtype=torch.int64)
+        size = (shape.num_layers, shape.num_experts)
+        self.counts = torch.zeros(size, dtype=torch.int64)
         """How many tokens each expert has computed in the update on this rank, (L, E)."""
 
     def __call__(self, micro: MicroBatch, mini_batch: MiniBatch) -> tuple[Tensor, MicroMetrics]:
@@ -81,15 +86,15 @@ class RoutedLoss:
             self._begin(mini_batch)
         self.num_left -= 1
         load, loss, metrics = self._run(micro, mini_batch)
-        counts, probabilities = load.counts, load.probabilities
-        assert counts is not None
-        self.counts = self.counts.to(counts.device) + counts
+        assert load.counts is not None
+        self.counts = self.counts.to(self.engine.device)
+        self.counts += load.counts
         if not self.coefficient:
             return loss, metrics
-        assert probabilities is not None
+        assert load.probabilities is not None
         if self.balance is None:
-            self.balance = self._balance_of(counts)
-        aux_loss = self.balance.loss(probabilities)
+            self.balance = self._balance_of(load.counts)
+        aux_loss = self.balance.loss(load.probabilities)
         metrics[f"{self.prefix}/router_aux_loss"] = DeviceMetric.loss(aux_loss, mini_batch)
         return loss + self.coefficient * aux_loss, metrics
 
@@ -98,13 +103,15 @@ class RoutedLoss:
 
         All ranks must call it.
         """
-        counts = self._over_ranks(self.counts)
+        metrics: dict[str, Metric] = {}
+        total = self.counts.to(self.engine.device)
+        counts = self._over_ranks(total).tolist()
         if dist.get_rank() != 0:
-            return {}
-        metrics = {}
-        for layer, of_layer in enumerate(counts.tolist()):
+            return metrics
+        for layer, of_layer in enumerate(counts):
             for expert, count in enumerate(of_layer):
-                metrics[f"{LOAD_COUNT}{layer}/{expert}"] = Metric.sum(count)
+                name = f"{LOAD_COUNT}{layer}/{expert}"
+                metrics[name] = Metric.sum(count)
         return metrics
 
     def _begin(self, mini_batch: MiniBatch) -> None:
@@ -140,12 +147,14 @@ class RoutedLoss:
     @torch.no_grad()
     def _first_pass(self, mini_batch: MiniBatch) -> Tensor:
         """Returns the counts of this rank's micro-batches, (L, E)."""
-        total = torch.zeros_like(self.counts)
+        device = self.engine.device
+        total = torch.zeros_like(self.counts, device=device)
         for at in mini_batch.micro_batches:
-            micro = MicroBatch(self.rows.take(at), self.engine.device)
+            rows = self.rows.take(at)
+            micro = MicroBatch(rows, device)
             load, _loss, _metrics = self._run(micro, mini_batch)
             assert load.counts is not None
-            total = total.to(load.counts.device) + load.counts
+            total += load.counts
         return total
 
     def _recorded(self, mini_batch: MiniBatch) -> Tensor:
@@ -155,14 +164,18 @@ class RoutedLoss:
         scored = self.rows.take_some(at[is_scored])
         ids, _offsets = jagged_parts(scored[ROUTED_EXPERTS])
         has_record = ids[:, 0, 0] != OWN
+        recorded = ids[has_record]
+        num_experts = self.shape.num_experts
         of_layers = []
-        for layer in range(self.shape.num_layers):
-            of_layer = ids[has_record, layer].flatten()
-            of_layers.append(torch.bincount(of_layer, minlength=self.shape.num_experts))
-        return torch.stack(of_layers).to(self.engine.device)
+        for of_layer in recorded.unbind(1):
+            counts = torch.bincount(of_layer.flatten(), minlength=num_experts)
+            of_layers.append(counts)
+        counts_LE = torch.stack(of_layers)
+        return counts_LE.to(self.engine.device)
 
     def _balance_of(self, counts: Tensor) -> _Balance:
-        return _Balance.of(self._over_ranks(counts), self.shape.top_k)
+        of_all_ranks = self._over_ranks(counts)
+        return _Balance.of(of_all_ranks, self.shape.top_k)
 
     def _over_ranks(self, counts: Tensor) -> Tensor:
         """Returns the sum of the counts of all ranks. Ranks that share rows have the same."""

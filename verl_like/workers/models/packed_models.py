@@ -15,7 +15,7 @@ from transformers import (
 
 from verl_like.workers.models.linear_log_prob import linear_log_prob
 from verl_like.workers.models.packing import PackedBatch
-from verl_like.workers.models.routed_experts import RouterShape, Routing
+from verl_like.workers.models.routed_experts import SWITCH_OFF, RouterShape, Routing
 
 # Legend: N tokens of the packed batch, M scored tokens, S sequences, D hidden size.
 
@@ -37,7 +37,9 @@ class PackedModel(nn.Module):
         self.saving: AbstractContextManager = nullcontext()
         """A context that says where autograd keeps tensors for the backbone's backward pass."""
         self.routers: RouterShape | None = None
-        """The shape of the routers if they replay and record, see `attach_replay`."""
+        """The shape of the routers if they can replay and record, see `attach_replay`."""
+        self.replays = False
+        """Whether passes may be given a routing that the routers replay."""
 
     def hidden_states(self, packed: PackedBatch) -> Tensor:
         """Runs the backbone, and returns its outputs after the final norm, (N, D), for the tokens
@@ -52,6 +54,11 @@ class PackedModel(nn.Module):
         """
         record = packed.record
         load = packed.load
+        if packed.routed_experts is not None and not self.replays:
+            raise ValueError(
+                "a pass is given the routing of experts, and the model of this role does not "
+                f"replay it; {SWITCH_OFF}"
+            )
         routing = None
         if packed.routed_experts is not None or record is not None or load is not None:
             routing = Routing(packed.routed_experts, load)
