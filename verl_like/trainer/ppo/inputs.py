@@ -438,14 +438,22 @@ def check_tokens(
 
 
 def check_engine_reads(config: PPOConfig) -> None:
-    """Raises ValueError if vLLM generates, and the family of the policy's model is not known to
-    compute the same in vLLM as in the trainer."""
+    """Raises ValueError if vLLM generates, and the family of the policy's model, or its adapter, is
+    not known to compute the same in vLLM as in the trainer."""
     model = config.actor_rollout_ref.model
     engine = config.actor_rollout_ref.rollout.name
     if engine in VLLM_ENGINES:
         hf_config = pretrained.load_hf_config(model, key="actor_rollout_ref.model")
         setting = f"actor_rollout_ref.rollout.name={engine}"
-        require_served(hf_config, setting, f"actor_rollout_ref.model.path={model.path}")
+        path = f"actor_rollout_ref.model.path={model.path}"
+        require_served(hf_config, setting, path)
+        latent_size = getattr(hf_config.get_text_config(), "kv_lora_rank", None)
+        if latent_size and model.lora_rank:
+            raise ValueError(
+                f"actor_rollout_ref.model.lora_rank={model.lora_rank} with {setting}: {path} has "
+                f"latent attention (kv_lora_rank={latent_size}), whose kv_b_proj vLLM takes apart "
+                "as it reads the model, without an adapter; set rollout.name=hf, or lora_rank=0"
+            )
 
 
 def check_routers(config: PPOConfig) -> None:

@@ -88,8 +88,9 @@ class TrainedModelConfig(ModelConfig):
     target_modules: str | Annotated[tuple[str, ...], Strict(False), Field(min_length=1)] = (
         "all-linear"
     )
-    """Linear layers of the decoder that get an adapter: all-linear, a list of names, e.g. [q_proj,
-    v_proj], or a regular expression that matches whole names."""
+    """Linear layers of the decoder that get an adapter: all-linear, in a mixture of experts those
+    of the attention; a list of names, e.g. [q_proj, v_proj]; or a regular expression that matches
+    whole names."""
 
     @property
     def tokenizer(self) -> str:
