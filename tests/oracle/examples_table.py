@@ -172,7 +172,6 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "model.lora_alpha",
         "model.target_modules",
     ),
-    "tests/unit/test_workers_router_load.py": ("training.router_aux_loss_coef",),
     "tests/unit/test_ilql.py": ("model.fsdp_config.dtype", "model.fsdp_config.model_dtype"),
     "tests/unit/test_workers_equality.py": (
         *("model.fsdp_config.fsdp_size", "training.ulysses_sequence_parallel_size"),
@@ -195,6 +194,11 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "tests/unit/test_config_composition.py": ("trainer.project_name", "trainer.experiment_name"),
     "tests/unit/test_trainer_record.py": ("trainer.logger", "trainer.default_local_dir"),
     "tests/unit/test_config_algorithms.py": ("plugins",),
+}
+
+# The keys of one kind alone that reach no formula of the models of the runs, which have no experts.
+OWN_ELSEWHERE: dict[str, dict[str, tuple[str, ...]]] = {
+    "sft": {"tests/unit/test_workers_router_load.py": ("training.router_aux_loss_coef",)}
 }
 
 # The keys that detached training has beside those of PPO, whose places are in step_table.py.
