@@ -42,8 +42,8 @@ def test_every_key_is_documented():
 
 
 # Read where the configuration is resolved: by the presets, as what clip_ratio_low and
-# clip_ratio_high follow, by the properties maker_names, attn_implementation, hf_overrides,
-# tokenizer and num_shards, and by the plan.
+# clip_ratio_high follow, by the properties maker_names, attn_implementation,
+# experts_implementation, hf_overrides, tokenizer and num_shards, and by the plan.
 READ_BY_THE_CONFIGURATION = {
     "reward_models",
     "trainer.nnodes",

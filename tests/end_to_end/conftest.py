@@ -13,7 +13,7 @@ from verl_like.trainer.ppo import ray_trainer as ppo_trainer
 from verl_like.trainer.run import charts, report
 from verl_like.workers import rollout
 
-CHARTS = ("chart", "histogram", "timelines")
+CHARTS = ("chart", "heat_map", "histogram", "timelines")
 
 REWARDS = """
 from verl_like.rewards import register_reward

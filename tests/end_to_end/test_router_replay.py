@@ -11,11 +11,11 @@ import pytest
 import torch
 from runs import metrics_of, tiny_run_settings
 from test_local_step import local_trainer
-from tiny_experts import CONFIGS
+from tiny_experts import CONFIGS, write_experts
 from transformers import AutoModelForCausalLM
 
 from verl_like.trainer.config import load_ppo_config
-from verl_like.trainer.ppo.inputs import check_router_replay
+from verl_like.trainer.ppo.inputs import check_engine_reads, check_routers
 from verl_like.workers.models.routed_experts import Routing
 from verl_like.workers.models.router_replay import attach_replay
 from verl_like.workers.rollout import ENGINES
@@ -126,8 +126,22 @@ def test_replay_for_a_model_without_experts_is_refused_before_the_run(
     tmp_path: Path, tiny_llama: Callable
 ):
     settings = tiny_run_settings(tmp_path, tiny_llama)
-    check_router_replay(load_ppo_config(settings))
+    check_routers(load_ppo_config(settings))
     with pytest.raises(
         ValueError, match=r"mode=R2 with actor_rollout_ref.model.path=.* has no experts"
     ):
-        check_router_replay(load_ppo_config([*settings, f"{MODE}=R2"]))
+        check_routers(load_ppo_config([*settings, f"{MODE}=R2"]))
+    actor = "actor_rollout_ref.actor"
+    for setting, off in (("freeze_router=true", "false"), ("router_aux_loss_coef=0.1", "0")):
+        message = f"{actor}.{setting} with .* has no experts, .*; set {actor}.*={off}$"
+        with pytest.raises(ValueError, match=message):
+            check_routers(load_ppo_config([*settings, f"{actor}.{setting}"]))
+
+
+def test_an_adapter_of_latent_attention_is_refused_with_vllm(tmp_path: Path, tiny_llama: Callable):
+    model = write_experts(tmp_path / "model", "deepseek_v3")
+    settings = tiny_run_settings(tmp_path, tiny_llama)
+    settings += [f"actor_rollout_ref.model.path={model}", "actor_rollout_ref.model.lora_rank=4"]
+    check_engine_reads(load_ppo_config(settings))
+    with pytest.raises(ValueError, match=r"lora_rank=4 with .*=vllm: .* \(kv_lora_rank=8\), whose"):
+        check_engine_reads(load_ppo_config([*settings, "actor_rollout_ref.rollout.name=vllm"]))

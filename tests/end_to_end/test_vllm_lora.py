@@ -3,6 +3,7 @@ the reference."""
 
 import functools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from peft import LoraConfig, get_peft_model
 from rollout_requests import assert_drawn_by, make_requests
 from test_vllm_requests import PROMPTS, in_engine
 from test_vllm_rollout import DEADLINE_S, call, start_processes
+from tiny_experts import CONFIGS, write_experts
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from verl_like.workers.config.models import TrainedModelConfig
@@ -51,10 +53,12 @@ def engine(path: str) -> Iterator[Callable[[str], Any]]:
     ray.shutdown()
 
 
-def policy(path: str, version: int) -> tuple[list[WeightExport], LlamaForCausalLM]:
+def policy(
+    path: str, version: int, targets: list[str] = TARGETS, num_layers: int = 2
+) -> tuple[list[WeightExport], LlamaForCausalLM]:
     """A random adapter, as the actor exports it, and the model that it is merged into."""
     torch.manual_seed(version)
-    settings = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=TARGETS)
+    settings = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=targets)
     model = (
         get_peft_model(AutoModelForCausalLM.from_pretrained(path), settings)
         .eval()
@@ -72,7 +76,7 @@ def policy(path: str, version: int) -> tuple[list[WeightExport], LlamaForCausalL
         version=version,
         allocate=TRANSPORT.allocate,
     )
-    assert export.num_tensors == NUM_TENSORS
+    assert export.num_tensors == 2 * num_layers * len(targets)
     return [TRANSPORT.publish(export)], model.merge_and_unload()
 
 
@@ -152,3 +156,23 @@ def test_every_request_has_the_adapter_for_vllm_computes_one_without_it_wrongly_
     completion = rollout_requests.Completion(tokens, log_probs, ((0, 0, len(tokens)),))
     assert_drawn_by({0: model}, request, completion, kv="recompute")
     assert beside != alone  # once they are the same, requests of both kinds could share a batch
+
+
+@pytest.mark.proof
+def test_a_mixture_of_experts_computes_with_the_adapter_of_its_attention(
+    engine: Callable[[str], Any], tmp_path: Path
+) -> None:
+    """And with the experts of the frozen model, of which vLLM would take another kernel."""
+    path = write_experts(tmp_path, "qwen3_moe")
+    adapter = ADAPTER | {"target_modules": "all-linear"}
+    (process,) = start_processes((path, None), ranks=[0], adapter=adapter)  # type: ignore
+    attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    vocabulary = CONFIGS["qwen3_moe"].vocab_size
+    prompts = {name: [token % vocabulary for token in each] for name, each in PROMPTS.items()}
+    requests = make_requests(prompts)
+    for version in (3, 4):
+        exports, model = policy(path, version, attention, num_layers=3)
+        call(process, "load_weights", exports, version)
+        completions = in_engine(process, rollout_requests.run, requests)
+        for request in requests:
+            assert_drawn_by({version: model}, request, completions[request.name], kv="recompute")

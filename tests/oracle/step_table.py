@@ -379,7 +379,10 @@ REACHES_NO_FORMULA: dict[str, list[str]] = {
         *(f"reward.overlong_buffer.{name}" for name in ("enable", "len", "penalty_factor")),
     ],
     "average": [f"{ACTOR}.ema_decay"],
-    "experts": [f"{ACTOR}.router_replay.mode", "actor_rollout_ref.ref.router_replay.mode"],
+    "experts": [
+        *(f"{ACTOR}.{name}" for name in ("router_replay.mode", "router_aux_loss_coef")),
+        *(f"{ACTOR}.freeze_router", "actor_rollout_ref.ref.router_replay.mode"),
+    ],
     "agents": [
         *(f"{ROLLOUT}.multi_turn.{name}" for name in ("format", "max_assistant_turns")),
         *(f"agent.{name}" for name in ("environment", "harness", "server", "port")),
@@ -460,7 +463,9 @@ PLACES: dict[str, tuple[str, ...]] = {
     ),
     "option": ("tests/unit/test_trainer_dynamic_sampling.py", "tests/unit/test_skipped_samples.py"),
     "average": ("tests/unit/test_ema.py",),
-    "experts": ("tests/unit/test_workers_router_replay.py",),
+    "experts": (
+        *("tests/unit/test_workers_router_replay.py", "tests/unit/test_workers_router_load.py"),
+    ),
     "agents": (
         *("tests/unit/test_agents_chat.py", "tests/unit/test_agents_hosts.py"),
         *("tests/unit/test_agents_endpoint.py", "tests/unit/test_agents_openenv_server.py"),

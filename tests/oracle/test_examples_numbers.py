@@ -92,7 +92,8 @@ def padded(trained: step_reference.Trained) -> step_reference.Trained:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_key_of_training_on_examples_has_its_place(kind: str):
-    elsewhere = [key for keys in ELSEWHERE.values() for key in keys]
+    places = ELSEWHERE | examples_table.OWN_ELSEWHERE.get(kind, {})
+    elsewhere = [key for keys in places.values() for key in keys]
     keys = [key for key, _, _ in leaves(examples_runs.KINDS[kind][0])]
     assert sorted([*REACHES_A_FORMULA[kind], *LAYOUT, *elsewhere]) == sorted(keys)
 
@@ -104,7 +105,7 @@ def test_every_key_of_detached_training_has_its_place():
     assert sorted([*of_ppo, *elsewhere]) == sorted(key for key, _, _ in leaves(DetachedConfig))
 
 
-PLACES = ELSEWHERE | examples_table.DETACHED_ELSEWHERE
+PLACES = ELSEWHERE | examples_table.OWN_ELSEWHERE["sft"] | examples_table.DETACHED_ELSEWHERE
 
 
 @pytest.mark.parametrize("file", PLACES)

@@ -213,6 +213,11 @@ def test_every_unknown_key_is_named_at_once():
             "flash_attention_2 or none",
         ),
         (
+            "critic.model.override_config.experts_implementation=batched_mm",
+            "critic.model.override_config: experts_implementation=batched_mm: expected "
+            "grouped_mm, eager or none",
+        ),
+        (
             "placement=halves",
             "placement=halves: expected one of colocated, detached, pairs, separate, split",
         ),

@@ -405,6 +405,20 @@ def test_routing_is_replayed_only_where_it_is_recorded_and_the_router_runs_as_it
     )
 
 
+def test_experts_are_balanced_only_where_their_routers_are_trained_and_seen():
+    actor = "actor_rollout_ref.actor"
+    balanced = f"{actor}.router_aux_loss_coef=0.1"
+    small(balanced)
+    frozen = f"{actor}.freeze_router=true"
+    assert f"{frozen} leaves them as they are: set one of the two" in refusal(balanced, frozen)
+    text = "which an adapter leaves as they are; set actor_rollout_ref.model.lora_rank=0, or"
+    assert text in refusal(balanced, "actor_rollout_ref.model.lora_rank=4")
+    text = "do not tell; set actor_rollout_ref.model.use_torch_compile=false, or the coefficient"
+    assert text in refusal(balanced, "actor_rollout_ref.model.use_torch_compile=true")
+    text = "ema_decay=0.5 averages the whole model: set ema_decay=null, or freeze_router=false"
+    assert text in refusal(frozen, f"{actor}.ema_decay=0.5")
+
+
 def test_bypass_leaves_out_nothing_that_is_needed():
     bypass = f"{CORRECTION}.bypass_mode=true"
     assert "set actor_rollout_ref.actor.use_kl_loss=true instead" in refusal(

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny_experts import write_experts
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from verl_like.data.conversations import ConversationDataset
@@ -24,6 +25,7 @@ from verl_like.trainer.supervised.display import display_of
 from verl_like.trainer.supervised.run_supervised import (
     KINDS,
     Kind,
+    check_balance,
     check_inputs,
     pool_of,
     worker_arguments,
@@ -195,6 +197,31 @@ def config_of(model_path: str, file: str, *settings: str) -> SFTConfig:
     return load_config(
         SFTConfig, broken_supervised_rules, [*own, "trainer.total_training_steps=3", *settings]
     )
+
+
+def test_the_start_says_how_experts_are_balanced_and_refuses_a_weight_that_is_of_no_use(
+    model_path: str, tmp_path: Path
+):
+    experts = write_experts(tmp_path, "mixtral")
+    key = "training.router_aux_loss_coef"
+
+    def notes(path: str, own: float, *settings: str) -> list[str]:
+        return check_balance(config_of(path, "unused", *settings), own)
+
+    assert notes(experts, 0.02) == [f"{key}=0.02, of the model's configuration"]
+    assert notes(experts, 0.02, f"{key}=0") == notes(experts, 0.02, f"{key}=0.3") == []
+    lora = notes(experts, 0.02, "model.lora_rank=4")
+    assert lora == [f"{key}=0: an adapter leaves the routers as they are"]
+    compiled = notes(experts, 0.02, "model.use_torch_compile=true")
+    assert compiled == [f"{key}=0: compiled layers do not tell what routers select"]
+    (unknown,) = notes(model_path, 0.02)
+    assert unknown.startswith(f"{key}=0: ") and "has no experts" in unknown
+    assert notes(model_path, 0.0) == []
+    with pytest.raises(ValueError, match=rf"{key}=0.3 with model.path=.* has no experts.*{key}=0$"):
+        notes(model_path, 0.0, f"{key}=0.3")
+    for setting in ("model.lora_rank=4", "model.use_torch_compile=true"):
+        with pytest.raises(ValueError, match=rf"{key}=0.3 .* set {setting.split('=')[0]}="):
+            notes(experts, 0.02, f"{key}=0.3", setting)
 
 
 @pytest.mark.parametrize(
@@ -397,6 +424,7 @@ def test_a_run_shows_its_loss_in_a_line_and_a_chart_of_each_thing_that_it_measur
         "summary": "",
         "steps": [],
         "placement": [],
+        "router_load": [],
         "generations": [],
         "episodes": [],
         "config": "",

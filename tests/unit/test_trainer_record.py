@@ -320,6 +320,7 @@ def report(tmp_path, **changes) -> str:
         "metrics": [{"step": 1, "critic/score/mean": 0.1}, {"step": 2, "critic/score/mean": 0.9}],
         "steps": [],
         "placement": [{"pool": "a", "roles": "actor"}],
+        "router_load": [],
         "generations": [],
         "episodes": [],
         "config": "trainer: {}",
@@ -333,6 +334,30 @@ def test_the_report_is_self_contained_and_draws_a_curve_for_each_metric_there_is
     text = report(tmp_path)
     assert text.count("<svg") == 1  # only the reward has points
     assert not re.findall(r"""(?:src|href)=["']https?://""", text)
+
+
+def test_the_report_has_a_picture_of_the_load_of_experts_if_there_are_any(tmp_path):
+    assert "Load of the experts" not in report(tmp_path)
+    text = report(tmp_path, router_load=[[3.0, 1.0, 2.0], [0.0, 0.0, 0.0]])
+    assert "Load of the experts in the last step" in text and text.count("<svg") == 2
+    for label in ("expert", "layer with a router", "tokens / mean"):
+        assert f"<!-- {label} -->" in text
+
+
+def test_the_row_of_a_step_has_metrics_of_the_load_and_the_report_its_counts(tmp_path):
+    recorder = RunRecorder(
+        load_ppo_config([*REQUIRED, f"trainer.default_local_dir={tmp_path}", "trainer.logger=[]"]),
+        PPO_DISPLAY,
+    )
+    for step, count in ((1, 4.0), (2, 6.0)):
+        with recorder.step(step, 2) as log:
+            log({"router_load/count/0/0": count, "router_load/count/0/1": 2.0})
+    recorder.close("Done.")
+    rows = (recorder.run_dir / "metrics.jsonl").read_text().splitlines()
+    last = json.loads(rows[-1])
+    assert last["router_load/max_over_mean"] == 1.5 and "router_load/count/0/0" not in last
+    assert recorder.router_load == [[6.0, 2.0]]
+    assert "Load of the experts" in (recorder.run_dir / "report.html").read_text()
 
 
 def test_the_report_has_histograms_of_staleness_effective_sample_size_and_drift(tmp_path):

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
+from tiny_experts import write_experts
 from tiny_worker_models import (
     critic_config,
     local_group,
@@ -41,7 +42,7 @@ from verl_like.workers.actor import ActorWorker
 from verl_like.workers.config.engine import TrainedFsdpConfig
 from verl_like.workers.copies import ActorCopyWorker, CriticCopyWorker
 from verl_like.workers.critic import CriticWorker
-from verl_like.workers.models.lora import lora_config, without_adapter
+from verl_like.workers.models.lora import adapted_names, is_adapter, lora_config, without_adapter
 from verl_like.workers.models.packed_models import PolicyModel
 from verl_like.workers.models.pretrained import empty_model, load_pretrained
 from verl_like.workers.reference import ReferenceWorker
@@ -491,7 +492,8 @@ def test_the_model_under_an_adapter_is_named_by_its_whole_path(
     hf = empty_model(policy("./model").model, AutoModelForCausalLM, key="m")
     assert hf.peft_config["default"].base_model_name_or_path == path
     # Of the hub
-    assert lora_config(hf, policy("some/name").model).base_model_name_or_path == "some/name"
+    settings = lora_config(hf, policy("some/name").model, "all-linear")
+    assert settings.base_model_name_or_path == "some/name"
 
 
 def test_ranks_that_read_weights_and_ranks_that_get_them_store_an_adapter_alike(path: str):
@@ -593,3 +595,57 @@ def test_adapters_do_not_travel_where_they_could_not_be_checked(path: str):
     config["rollout"]["tensor_model_parallel_size"] = 2
     with pytest.raises(ValueError, match=r"lora_rank=3 with rollout.tensor_model_parallel_size=2"):
         type(policy(path)).model_validate(config)
+
+
+def test_all_linear_means_the_attention_of_a_mixture_of_experts(tmp_path: Path):
+    for family, latent in (("glm4_moe", False), ("qwen3_moe", False), ("deepseek_v3", True)):
+        folder = write_experts(tmp_path / family, family)
+        config = policy(folder, target_modules="all-linear").model
+        hf = empty_model(config, AutoModelForCausalLM, key="m")
+        names = ["k_proj", "o_proj", "q_proj", "v_proj"]
+        if latent:
+            names = ["kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "q_a_proj", "q_b_proj"]
+        assert adapted_names(hf) == names
+        adapted = [name for name, _ in hf.named_parameters() if "lora_A" in name]
+        assert len(adapted) == 3 * len(names)
+        assert all(".self_attn." in name for name in adapted)
+
+
+@pytest.mark.parametrize(
+    ("targets", "refused"),
+    [
+        (
+            ("q_proj", "gate_proj", "up_proj"),
+            r"model.layers.1.mlp.experts,.* cannot have an adapter, only the attention of a "
+            r"mixture of experts can;",
+        ),
+        (
+            r".*mlp\.experts",
+            r"Target module Glm4MoeExperts(.|\n)* Linear layers of the attention get adapters:",
+        ),
+    ],
+)
+def test_adapters_of_experts_are_refused_by_their_names(tmp_path: Path, targets: Any, refused: str):
+    folder = write_experts(tmp_path, "glm4_moe")
+    message = rf"^m.target_modules=.*{refused}.* give some of k_proj, o_proj, q_proj, v_proj, or"
+    with pytest.raises(ValueError, match=message):
+        empty_model(policy(folder, target_modules=targets).model, AutoModelForCausalLM, key="m")
+
+
+def test_the_adapter_of_a_mixture_of_experts_is_trained_alone_and_merged(tmp_path: Path):
+    folder = write_experts(tmp_path / "model", "qwen3_moe")
+    group = local_group(ActorWorker, policy(folder, target_modules="all-linear"))
+    worker = group.workers[0]
+    data = make_batch()
+    group.update_actor(data).get()
+    group.save_hf(str(tmp_path / "merged"))
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    before = load_file(Path(folder) / "model.safetensors")
+    changed = {name for name, each in before.items() if not torch.equal(merged[name], each)}
+    assert merged.keys() == before.keys() and changed
+    assert all(".self_attn." in name for name in changed)
+    exported = local_group(ActorWorker, policy_config(str(tmp_path / "merged")))
+    scored = [each.compute_log_prob(data).get().batch for each in (group, exported)]
+    adapted, expected = (each["old_log_probs"].values() for each in scored)
+    torch.testing.assert_close(adapted, expected, rtol=0, atol=1e-5)
+    assert all(is_adapter(name) for name, _ in worker.engine.named_parameters())

@@ -57,6 +57,7 @@ SMALL_STEPS = {"optim": {"lr": 1e-4}}
 OBJECTIVE = {"entropy_coeff": 0.01, "use_kl_loss": True, "ptx_coef": 0.4, "ema_decay": 0.5}
 BUDGET = 12
 REPLAYED = {"micro": 3, "router_replay": {"mode": "R2"}}
+BALANCED = {"micro": 1, "router_aux_loss_coef": 0.5}
 TWO_EPOCHS = {"ppo_epochs": 2, "optim": {"lr": 1e-4}}
 
 
@@ -288,6 +289,21 @@ def train_on_rank(rank: int, port: int, folder: str) -> None:
     gradients, _ = gradients_of(worker, lambda: worker.update_actor(rows_with_drawn_routing()))
     own = {name: scored[name].values() for name in ("old_log_probs", "routed_experts")}
     save_file(own | gradients, out / f"experts_{rank}")
+    rows = rows_of_odd_length()
+    for sharing, own_rows in ((1, [[0, 1], [2]][rank]), (2, [0, 1, 2])):
+        worker = ActorWorker(
+            policy_config(experts, ulysses_sequence_parallel_size=sharing, **BALANCED)
+        )
+        worker.init_model()
+        gradients, output = gradients_of(
+            worker, lambda w=worker, at=own_rows: w.update_actor(rows.select_idxs(at))
+        )
+        save_file(gradients, out / f"balanced_{sharing}_{rank}")
+        measured = {
+            name: (m.value, m.reduction, m.weight)
+            for name, m in output.meta_info["metrics"].items()
+        }
+        (out / f"balanced_{sharing}_{rank}.json").write_text(json.dumps(measured))
     for sharing, rows in ((2, range(6)), (1, range(3 * rank, 3 * rank + 3))):
         worker = ILQLWorker(*ilql_arguments(model, ulysses_sequence_parallel_size=sharing))
         worker.init_model()
@@ -608,3 +624,32 @@ def test_ranks_add_up_the_gradients_of_bfloat16_layers_in_float32(two_ranks):
     # Sums of two bfloat16 numbers, of which most need more than its 8 digits.
     rounded = {name: gradient.bfloat16().float() for name, gradient in gradients.items()}
     assert relative_error(rounded, gradients) > 1e-4
+
+
+@pytest.mark.parametrize("sharing", [1, 2])
+def test_experts_are_balanced_over_all_ranks_whether_they_share_rows_or_sequences(
+    sharing, two_ranks
+):
+    """With other micro-batches than one rank has, and another number of them on each rank."""
+    group = local_group(
+        ActorWorker, policy_config(str(two_ranks / "experts"), **BALANCED | {"micro": 3})
+    )
+    gradients, output = gradients_of(
+        group.workers[0], lambda: group.update_actor(rows_of_odd_length()).get()
+    )
+    expected = metric_values(output.meta_info["metrics"])
+    returning = (0,) if sharing == 2 else (0, 1)
+    parts = []
+    for rank in returning:
+        measured = json.loads((two_ranks / f"balanced_{sharing}_{rank}.json").read_text())
+        parts.append({name: Metric(*metric) for name, metric in measured.items()})
+    metrics = metric_values(merge_metrics(parts))
+    for name, value in expected.items():
+        if name.startswith(("router_load/", "actor/loss", "actor/router_aux_loss")):
+            assert metrics[name] == pytest.approx(value, rel=1e-6), name
+    assert metrics["router_load/count/1/0"] > 0
+    norm = torch.stack([each.norm() for each in gradients.values()]).norm()
+    for rank in (0, 1):
+        got = load_file(two_ranks / f"balanced_{sharing}_{rank}")
+        for name, each in gradients.items():
+            assert (got[name] - each).abs().max() / norm < 1e-6, name

@@ -28,12 +28,14 @@ from verl_like.workers.config.roles import ActorRolloutRefConfig
 from verl_like.workers.engine.mini_batches import (
     DeviceMetric,
     MicroBatch,
+    MicroLoss,
     MicroMetrics,
     MiniBatch,
     forward,
     update,
 )
 from verl_like.workers.model_worker import TrainedWorker, log_probs_of_tokens, metrics_alone
+from verl_like.workers.models.packed_models import PackedModel
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS, Rows
 from verl_like.workers.models.routed_experts import (
     ROUTED_EXPERTS,
@@ -41,6 +43,7 @@ from verl_like.workers.models.routed_experts import (
     RoutingDifference,
     RoutingRecord,
 )
+from verl_like.workers.models.router_replay import freeze_routers
 from verl_like.workers.planning.partition import log_prob_micro_batching
 from verl_like.workers.weights import WEIGHT_TRANSPORTS
 from verl_like.workers.weights.direct import DirectTransport
@@ -212,6 +215,14 @@ class ActorWorker(ScoringWorker, TrainedWorker):
         self.loss_columns = declared_columns(self.policy_loss_fn)
         self.loss_options = read_options(self.policy_loss_fn, actor_rollout_ref=config)
 
+    def build_model(self, with_weights: bool) -> PackedModel:
+        """Makes the model before it is sharded, whose load of experts an update can record."""
+        model = super().build_model(with_weights)
+        self.watch_routers(model)
+        if self.config.actor.freeze_router:
+            freeze_routers(model.hf)
+        return model
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Loads the model."""
@@ -263,16 +274,20 @@ class ActorWorker(ScoringWorker, TrainedWorker):
         beside = None
         if ptx is not None:
             beside = (Rows.of(ptx), self.ptx_loss)
+        loss: MicroLoss = self.policy_loss
+        routed = self.routed_loss(loss, rows, "actor", self.config.actor.router_aux_loss_coef)
         metrics = update(
             self.engine,
             rows,
             self.schedule,
-            self.policy_loss,
+            routed or loss,
             prefix="actor",
             part=data.meta_info.get("part_of_step", (1, 1)),
             beside=beside,
             check_steps=check_steps,
         )
+        if routed:
+            metrics |= routed.metrics()
         return metrics_alone(metrics)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)

@@ -50,6 +50,7 @@ class ActorRolloutRefWorker(ModelWorker):
         if self.replay_mode != "disabled":
             self.routers = attach_replay(model.hf)
             model.routers = self.routers
+            model.replays = True
         return model
 
     def require_routing(self, rows: Rows) -> None:

@@ -17,12 +17,15 @@ from verl_like.workers.config.supervised import TrainingConfig
 from verl_like.workers.engine.base import FileDigests, TrainingEngine
 from verl_like.workers.engine.fsdp import FsdpEngine
 from verl_like.workers.engine.mesh import init_process_group
-from verl_like.workers.engine.mini_batches import MicroBatch, UpdateSchedule, forward
+from verl_like.workers.engine.mini_batches import MicroBatch, MicroLoss, UpdateSchedule, forward
+from verl_like.workers.engine.routed_loss import RoutedLoss
 from verl_like.workers.engine.throughput import Stopwatch
 from verl_like.workers.models.lora import with_scale
 from verl_like.workers.models.packed_models import PackedModel
 from verl_like.workers.models.packing import Rows
 from verl_like.workers.models.pretrained import load_pretrained
+from verl_like.workers.models.routed_experts import RouterShape
+from verl_like.workers.models.router_replay import attach_load
 from verl_like.workers.planning.partition import MicroBatching, num_groups
 from verl_like.workers.weights.exports import WeightExport, collect_weights
 from verl_like.workers.weights.ipc import IpcTransport
@@ -148,6 +151,36 @@ class TrainedWorker(ModelWorker):
     weight_transport: WeightTransport
     schedule: UpdateSchedule
     """How the rows of an update are divided into optimizer steps."""
+    watched: RouterShape | None = None
+    """The shape of the routers, if an update records the load of the experts."""
+
+    def watch_routers(self, model: PackedModel) -> None:
+        """Makes a model record the load of its experts, if it has some whose routers are known.
+
+        Compiled layers do not record it.
+        """
+        if model.routers is None and not self.model_config.use_torch_compile:
+            model.routers = attach_load(model.hf)
+        self.watched = model.routers
+
+    def routed_loss(
+        self, loss: MicroLoss, rows: Rows, prefix: str, coefficient: float
+    ) -> RoutedLoss | None:
+        """Returns the loss of an update of `rows` that records the load, see `RoutedLoss`.
+
+        Returns None for a model whose load is not recorded. Raises ValueError if such a model has
+        a coefficient.
+        """
+        if self.watched is None:
+            if coefficient:
+                raise ValueError(
+                    f"router_aux_loss_coef={coefficient} balances the experts of a model whose "
+                    "routers are known and not compiled, and this is none; set it to 0"
+                )
+            return None
+        return RoutedLoss(
+            loss, rows, self.engine, self.watched, prefix=prefix, coefficient=coefficient
+        )
 
     def start_training_engine(
         self, mesh_name: str, settings: ActorConfig | CriticConfig, *, samples_per_prompt: int

@@ -23,6 +23,7 @@ from verl_like.workers.config.engine import ForwardFsdpConfig
 from verl_like.workers.config.supervised import (
     DPOTrainingConfig,
     ILQLTrainingConfig,
+    SFTTrainingConfig,
     SupervisedModelConfig,
     TrainingConfig,
 )
@@ -41,6 +42,7 @@ from verl_like.workers.model_worker import TrainedWorker, log_probs_of_tokens, m
 from verl_like.workers.models.ilql import ILQLModel
 from verl_like.workers.models.packed_models import PackedModel, PolicyModel, RewardModel
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS, Rows
+from verl_like.workers.models.router_replay import own_aux_loss_coef
 from verl_like.workers.planning.partition import MicroBatching
 
 BY_SHARD = make_nd_compute_dataproto_dispatch_fn(mesh_name="model")
@@ -63,6 +65,8 @@ class SupervisedWorker(TrainedWorker):
     """The prefix of the names of metrics."""
     rows_of_sample: ClassVar[int] = 1
     """The number of conversations in an example, 2 for a pair."""
+    router_aux_loss_coef = 0.0
+    """The weight of the loss that balances the experts, see `RoutedLoss`."""
 
     def __init__(
         self,
@@ -96,14 +100,13 @@ class SupervisedWorker(TrainedWorker):
     @register(dispatch_mode=BY_SHARD, blocking=False, reads=COLUMNS_READ, jagged=True)
     def update_model(self, data: DataProto) -> DataProto:
         """Does one optimizer step on the batch, and returns the metrics."""
+        rows = self.rows_of(data)
+        routed = self.routed_loss(self.loss, rows, self.prefix, self.router_aux_loss_coef)
         metrics = update(
-            self.engine,
-            self.rows_of(data),
-            self.schedule,
-            self.loss,
-            prefix=self.prefix,
-            part=(1, 1),
+            self.engine, rows, self.schedule, routed or self.loss, prefix=self.prefix, part=(1, 1)
         )
+        if routed:
+            metrics |= routed.metrics()
         return metrics_alone(metrics)
 
     @register(dispatch_mode=BY_SHARD, blocking=False, reads=COLUMNS_READ, jagged=True)
@@ -172,6 +175,19 @@ class SFTWorker(SupervisedWorker):
 
     model_class = PolicyModel
     prefix = "sft"
+    training: SFTTrainingConfig
+
+    def build_model(self, with_weights: bool) -> PackedModel:
+        """Makes the model before it is sharded, whose load of experts is recorded and balanced."""
+        model = super().build_model(with_weights)
+        self.watch_routers(model)
+        coefficient = self.training.router_aux_loss_coef
+        if coefficient is None:
+            coefficient = 0.0
+            if self.watched and not self.model_config.lora_rank:
+                coefficient = own_aux_loss_coef(model.hf.config)
+        self.router_aux_loss_coef = coefficient
+        return model
 
     def losses(self, micro: MicroBatch) -> Losses:
         """Returns -log p(token | tokens before it) of each learned token, (b, R)."""

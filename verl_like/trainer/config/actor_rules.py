@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from verl_like.trainer.config.roles import Role
 from verl_like.trainer.config.schema import PPOConfig
+from verl_like.trainer.config.supervised import RECORDS_ROUTING, TRAINS_ROUTERS
 
 
 def ptx_rows_have_a_weight(config: PPOConfig) -> Iterator[str]:
@@ -41,6 +42,35 @@ def replayed_routing_is_recorded(config: PPOConfig) -> Iterator[str]:
         )
     if mode == "R3":
         yield from _routing_is_captured(config, key)
+
+
+def balanced_routers_are_trained(config: PPOConfig) -> Iterator[str]:
+    policy = config.actor_rollout_ref
+    actor = policy.actor
+    key = f"actor_rollout_ref.actor.router_aux_loss_coef={actor.router_aux_loss_coef}"
+    if actor.freeze_router and actor.ema_decay is not None:
+        yield (
+            "actor_rollout_ref.actor.freeze_router=true trains no router, and "
+            f"actor_rollout_ref.actor.ema_decay={actor.ema_decay} averages the whole model: set "
+            "ema_decay=null, or freeze_router=false"
+        )
+    if not actor.router_aux_loss_coef:
+        return
+    if actor.freeze_router:
+        yield (
+            f"{key} balances the experts by training routers, and "
+            "actor_rollout_ref.actor.freeze_router=true leaves them as they are: set one of the two"
+        )
+    if policy.model.lora_rank:
+        yield (
+            f"{key} {TRAINS_ROUTERS}; set actor_rollout_ref.model.lora_rank=0, or the coefficient "
+            "to 0"
+        )
+    if policy.model.use_torch_compile:
+        yield (
+            f"{key} {RECORDS_ROUTING}; set actor_rollout_ref.model.use_torch_compile=false, or the "
+            "coefficient to 0"
+        )
 
 
 def _routing_is_captured(config: PPOConfig, key: str) -> Iterator[str]:

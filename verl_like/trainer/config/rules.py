@@ -14,6 +14,7 @@ from operator import attrgetter
 from verl_like.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from verl_like.trainer.config.actor_rules import (
     a_reference_in_the_actor_computes_as_the_actor,
+    balanced_routers_are_trained,
     ptx_rows_have_a_weight,
     replayed_routing_is_recorded,
 )
@@ -480,6 +481,7 @@ BATCH_RULES = (
 OTHER_RULES = (
     a_reference_in_the_actor_computes_as_the_actor,
     replayed_routing_is_recorded,
+    balanced_routers_are_trained,
     groups_have_several_responses,
     agents_have_an_estimator_for_inserted_tokens,
     attempts_at_an_episode_end_before_its_call,

@@ -11,9 +11,17 @@ from verl_like.trainer.config.run_config import LoopConfig, Paths, RunConfig, St
 from verl_like.workers.config.supervised import (
     DPOTrainingConfig,
     ILQLTrainingConfig,
+    SFTTrainingConfig,
     SupervisedModelConfig,
     TrainingConfig,
 )
+
+RECORDS_ROUTING = (
+    "needs what routers select while their code runs, which compiled layers do not tell"
+)
+"""Why routers are not balanced in compiled layers, for messages."""
+TRAINS_ROUTERS = "balances the experts by training routers, which an adapter leaves as they are"
+"""Why they are not with an adapter."""
 
 
 class ExamplesConfig(ConfigModel):
@@ -59,6 +67,8 @@ class SFTConfig(SupervisedConfig):
     """The configuration of supervised fine-tuning."""
 
     base_name: ClassVar[str] = "sft_trainer"
+
+    training: SFTTrainingConfig = SFTTrainingConfig()
 
 
 class RMConfig(SupervisedConfig):
@@ -107,6 +117,12 @@ def broken_supervised_rules(config: SupervisedConfig) -> Iterator[str]:
             f"training.ulysses_sequence_parallel_size={shared}: a reward model reads whole "
             "sequences; set it to 1"
         )
+    coefficient = getattr(config.training, "router_aux_loss_coef", None)
+    key = f"training.router_aux_loss_coef={coefficient}"
+    if coefficient and config.model.use_torch_compile:
+        yield f"{key} {RECORDS_ROUTING}; set model.use_torch_compile=false, or the key to 0"
+    if coefficient and config.model.lora_rank:
+        yield f"{key} {TRAINS_ROUTERS}; set model.lora_rank=0, or the key to 0"
     if (
         isinstance(config, DPOConfig)
         and config.training.loss_type == "ipo"

@@ -104,6 +104,7 @@ class DetachedRecord:
         values["training/global_step"] = step
         values |= idle_shares
         recorder = self.recorder
+        values = recorder.without_counts(values)
         recorder.timeline.start_step(step)
         recorder.tracking.log(values, step)
         num_steps = self.config.num_steps_of_run

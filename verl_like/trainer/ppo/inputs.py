@@ -6,11 +6,11 @@ import importlib.metadata
 import importlib.util
 import itertools
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from verl_like.algorithms.advantages import AdvantageOptions, get_adv_estimator_fn
 from verl_like.algorithms.policy_losses import get_policy_loss_fn
@@ -49,10 +49,12 @@ from verl_like.trainer.run.messages import say
 from verl_like.workers.config.models import ModelConfig, PolicyModelConfig
 from verl_like.workers.models import pretrained
 from verl_like.workers.models.attention import require_flash_attention
+from verl_like.workers.models.experts import experts_notes
 from verl_like.workers.models.model_check import check_model
 from verl_like.workers.models.packed_models import PackedModel, PolicyModel, RewardModel, ValueModel
 from verl_like.workers.models.pretrained import TEACHER_PATH
-from verl_like.workers.models.router_replay import require_replay
+from verl_like.workers.models.routed_experts import SWITCH_OFF
+from verl_like.workers.models.router_replay import require_balance, require_replay, routers_of
 from verl_like.workers.planning.partition import require_shares_of_heads
 from verl_like.workers.rollout import get_rollout_engine
 from verl_like.workers.rollout.base import special_token_ids
@@ -133,6 +135,9 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
     if ptx_dataset:
         notes.append(f"{len(ptx_dataset):,} ptx rows ({ptx_dataset.num_truncated} cut)")
     notes += notes_on_aggregation(config)
+    policy = config.actor_rollout_ref.model
+    hf_config = pretrained.load_hf_config(policy, key="actor_rollout_ref.model")
+    notes += experts_notes(policy, hf_config, PolicyModel.auto_class, "actor_rollout_ref.model")
     return PPOInputs(
         config=config,
         tokenizer=tokenizer,
@@ -381,7 +386,7 @@ def check_models(config: PPOConfig) -> None:
     for key, model in models.items():
         check_model_of_role(config, key, model)
     check_engine_reads(config)
-    check_router_replay(config)
+    check_routers(config)
 
 
 def check_model_of_role(config: PPOConfig, key: str, model: ModelConfig) -> None:
@@ -433,31 +438,48 @@ def check_tokens(
 
 
 def check_engine_reads(config: PPOConfig) -> None:
-    """Raises ValueError if vLLM generates, and the family of the policy's model is not known to
-    compute the same in vLLM as in the trainer."""
+    """Raises ValueError if vLLM generates, and the family of the policy's model, or its adapter, is
+    not known to compute the same in vLLM as in the trainer."""
     model = config.actor_rollout_ref.model
     engine = config.actor_rollout_ref.rollout.name
     if engine in VLLM_ENGINES:
         hf_config = pretrained.load_hf_config(model, key="actor_rollout_ref.model")
         setting = f"actor_rollout_ref.rollout.name={engine}"
-        require_served(hf_config, setting, f"actor_rollout_ref.model.path={model.path}")
+        path = f"actor_rollout_ref.model.path={model.path}"
+        require_served(hf_config, setting, path)
+        latent_size = getattr(hf_config.get_text_config(), "kv_lora_rank", None)
+        if latent_size and model.lora_rank:
+            raise ValueError(
+                f"actor_rollout_ref.model.lora_rank={model.lora_rank} with {setting}: {path} has "
+                f"latent attention (kv_lora_rank={latent_size}), whose kv_b_proj vLLM takes apart "
+                "as it reads the model, without an adapter; set rollout.name=hf, or lora_rank=0"
+            )
 
 
-def check_router_replay(config: PPOConfig) -> None:
-    """Raises ValueError if the routing of experts is replayed, and the policy's model has no
-    routers that can replay it."""
+def check_routers(config: PPOConfig) -> None:
+    """Raises ValueError if the routing of experts is replayed, the experts are balanced, or routers
+    frozen, and the policy's model has no routers with which that can be done."""
     policy = config.actor_rollout_ref
-    mode = policy.actor.router_replay.mode
-    if mode == "disabled":
+    actor = policy.actor
+    wanted: list[tuple[str, str, str, Callable[[PreTrainedModel], Any]]] = []
+    if actor.router_replay.mode != "disabled":
+        wanted.append(("router_replay.mode", actor.router_replay.mode, "disabled", require_replay))
+    if actor.router_aux_loss_coef:
+        value = f"{actor.router_aux_loss_coef}"
+        wanted.append(("router_aux_loss_coef", value, "0", require_balance))
+    if actor.freeze_router:
+        wanted.append(("freeze_router", "true", "false", routers_of))
+    if not wanted:
         return
     hf = pretrained.empty_model(policy.model, PolicyModel.auto_class, key="actor_rollout_ref.model")
-    try:
-        require_replay(hf)
-    except ValueError as error:
-        raise ValueError(
-            f"actor_rollout_ref.actor.router_replay.mode={mode} with "
-            f"actor_rollout_ref.model.path={policy.model.path}: {error}"
-        ) from error
+    for name, value, off, require in wanted:
+        key = f"actor_rollout_ref.actor.{name}"
+        try:
+            require(hf)
+        except ValueError as error:
+            reason = str(error).replace(SWITCH_OFF, f"set {key}={off}")
+            model = f"actor_rollout_ref.model.path={policy.model.path}"
+            raise ValueError(f"{key}={value} with {model}: {reason}") from error
 
 
 def check_teacher(model: PolicyModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:

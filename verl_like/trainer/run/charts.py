@@ -10,6 +10,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
+from matplotlib.ticker import MaxNLocator
 
 from verl_like.trainer.run.display import printable
 
@@ -94,6 +95,20 @@ def histogram(
     axes.hist(values, bins=bins, weights=shares)
     axes.set(title=title, xlabel=label, ylabel="share")
     axes.grid(alpha=0.3)
+    return _svg(figure)
+
+
+def heat_map(values: Sequence[Sequence[float]], *, x: str, y: str, label: str) -> str:
+    """A picture of a matrix, whose rows go downwards. 0 is white, and `label` that of the
+    colors."""
+    num_rows = len(values)
+    height = 1.2 + min(0.2 * num_rows, 8.0)
+    figure, axes = pyplot.subplots(figsize=(10, height), layout="constrained")
+    image = axes.imshow(values, cmap="Blues", vmin=0, aspect="auto", interpolation="nearest")
+    axes.set(xlabel=x, ylabel=y)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True))
+    figure.colorbar(image, label=label)
     return _svg(figure)
 
 

@@ -11,6 +11,7 @@ from verl_like.trainer.run.charts import (
     Curve,
     Points,
     chart,
+    heat_map,
     histogram,
     names_of_chart,
     points_by_metric,
@@ -19,6 +20,7 @@ from verl_like.trainer.run.charts import (
 from verl_like.trainer.run.display import Display, TableRows
 from verl_like.trainer.run.episodes import DRAWN, FAILURES, EpisodeRecord
 from verl_like.trainer.run.html_page import table, write_page
+from verl_like.trainer.run.router_load import Load
 from verl_like.trainer.run.tracking import Row
 
 BODY = """<p>{summary}</p>
@@ -27,11 +29,15 @@ BODY = """<p>{summary}</p>
 <p>Steps that validated or saved are left out. Each pool has a lane with a row for each process.
 Bars above each other ran at the same time.</p>
 {timeline}
+{router_load}
 <h2>Speed</h2>{speed}
 <h2>Placement</h2>{placement}
 <h2>Generations</h2>{generations}
 {episodes}
 <h2>Configuration</h2><pre>{config}</pre>"""
+ROUTER_LOAD = """<h2>Load of the experts in the last step</h2>
+<p>1 is the mean of a layer. White is an expert that computed no token.</p>
+{picture}"""
 EPISODES = """<h2>Episodes</h2>
 <p>Some of the last step and of the last validation. <mark>&gt; stands before what the policy
 drew</mark>: of a step that is what was trained. | stands before the rest of a row, = before a call
@@ -51,6 +57,7 @@ def write_report(
     metrics: list[Row],
     steps: list[list[dict[str, Any]]],
     placement: TableRows,
+    router_load: Load,
     generations: list[dict[str, Any]],
     episodes: list[EpisodeRecord],
     config: str,
@@ -73,6 +80,7 @@ def write_report(
         summary=html.escape(summary),
         charts="".join(charts),
         timeline=timelines({"": calls}) or "<p>No step was finished.</p>",
+        router_load=_router_load(router_load) if router_load else "",
         speed=_speed(metrics),
         placement=table(placement),
         generations=table(generations),
@@ -80,6 +88,16 @@ def write_report(
         config=html.escape(config),
     )
     write_page(path, title, body, STYLE)
+
+
+def _router_load(load: Load) -> str:
+    """The section of the load of the experts."""
+    relative = []
+    for of_layer in load:
+        mean = sum(of_layer) / len(of_layer)
+        relative.append([count / mean if mean else 0.0 for count in of_layer])
+    picture = heat_map(relative, x="expert", y="layer with a router", label="tokens / mean")
+    return ROUTER_LOAD.format(picture=picture)
 
 
 def _episodes(episodes: list[EpisodeRecord], points: dict[str, Points]) -> str:

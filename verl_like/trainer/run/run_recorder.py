@@ -25,6 +25,7 @@ from verl_like.trainer.run.console import RunConsole
 from verl_like.trainer.run.display import Display, TableRows, printable
 from verl_like.trainer.run.episodes import EPISODES, newest, read_episodes
 from verl_like.trainer.run.report import write_report
+from verl_like.trainer.run.router_load import Load, split_load
 from verl_like.trainer.run.rows import readable_rows
 from verl_like.trainer.run.timeline import Timeline
 from verl_like.trainer.run.tracking import Row, Tracking
@@ -113,6 +114,8 @@ class RunRecorder:
             self.best = {}
         self.has_best_metric = False
         """True once a validation has reported `trainer.best_ckpt_metric`."""
+        self.router_load: Load = []
+        """The load of experts in the last step that trained a mixture of experts."""
         self.placement: TableRows = []
         self.metrics: Row = {}
         """The metrics of the present step, without timings."""
@@ -184,6 +187,7 @@ class RunRecorder:
             metrics = self.metrics | _timings(self.seconds)
         else:
             metrics = self.row_so_far()
+        metrics = self.without_counts(metrics)
         self.tracking.log(metrics, step)
         self.is_in_step = False
         self.add_record()
@@ -193,6 +197,13 @@ class RunRecorder:
                 "SIGTERM: the run ends with the checkpoint of this step; a second one ends it "
                 "without."
             )
+
+    def without_counts(self, row: Row) -> Row:
+        """Returns the row of a step with metrics of the load of experts in place of its counts,
+        which the report shows."""
+        metrics, load = split_load(row)
+        self.router_load = load or self.router_load
+        return metrics
 
     def log(self, metrics: Mapping[str, Metric | float]) -> None:
         """Adds metrics to the row of the present step."""
@@ -468,6 +479,7 @@ class RunRecorder:
             metrics=metrics,
             steps=self.timeline.last_steps(),
             placement=self.placement,
+            router_load=self.router_load,
             generations=self.generations,
             episodes=newest(read_episodes(self.run_dir / EPISODES)),
             config=to_yaml(self.config),

@@ -30,14 +30,19 @@ from verl_like.trainer.state.run_state import LoopState
 from verl_like.trainer.supervised.display import DPO_DISPLAY, ILQL_DISPLAY, RM_DISPLAY, SFT_DISPLAY
 from verl_like.trainer.supervised.trainer import SupervisedTrainer
 from verl_like.workers.models.attention import require_flash_attention
+from verl_like.workers.models.experts import experts_notes
 from verl_like.workers.models.model_check import check_model
+from verl_like.workers.models.packed_models import PolicyModel
 from verl_like.workers.models.pretrained import (
     check_sequence_length,
     check_tokenizer,
+    empty_model,
     fetch_weights,
     load_hf_config,
     load_tokenizer,
 )
+from verl_like.workers.models.routed_experts import SWITCH_OFF
+from verl_like.workers.models.router_replay import own_aux_loss_coef, require_balance
 from verl_like.workers.planning.partition import require_shares_of_heads
 from verl_like.workers.rollout.base import special_token_ids
 from verl_like.workers.supervised import (
@@ -109,6 +114,9 @@ def check_inputs(config: SupervisedConfig, cleanup: contextlib.ExitStack) -> Sup
         makes_head=True,
         sequence_parallel_size=sequence_parallel_size,
     )
+    notes = experts_notes(config.model, hf_config, kind.worker.model_class.auto_class, "model")
+    if isinstance(config, SFTConfig):
+        notes += check_balance(config, own_aux_loss_coef(hf_config))
     tokenizer = load_tokenizer(config.model)
     end_tokens, _padding = special_token_ids(tokenizer, config.model.path)
     data = config.data
@@ -141,7 +149,34 @@ def check_inputs(config: SupervisedConfig, cleanup: contextlib.ExitStack) -> Sup
     steps_of_epochs = sampler.num_batches_per_epoch * config.trainer.total_epochs
     steps = config.trainer.total_training_steps or steps_of_epochs
     config = config.updated({"trainer.total_training_steps": steps})
-    return SupervisedInputs(config, train, val, _notes(train, val))
+    return SupervisedInputs(config, train, val, (*notes, *_notes(train, val)))
+
+
+def check_balance(config: SFTConfig, own_coefficient: float) -> list[str]:
+    """Says how strongly the experts of a mixture are balanced, if their family is.
+
+    Raises ValueError if `training.router_aux_loss_coef` is set, and they cannot be balanced.
+    `own_coefficient` is that of the model's configuration.
+    """
+    given = config.training.router_aux_loss_coef
+    if given == 0 or (given is None and not own_coefficient):
+        return []
+    key = "training.router_aux_loss_coef"
+    if given is None and config.model.lora_rank:
+        return [f"{key}=0: an adapter leaves the routers as they are"]
+    if given is None and config.model.use_torch_compile:
+        return [f"{key}=0: compiled layers do not tell what routers select"]
+    hf = empty_model(config.model, PolicyModel.auto_class, key="model")
+    try:
+        require_balance(hf)
+    except ValueError as error:
+        reason = str(error).replace(SWITCH_OFF, f"set {key}=0")
+        if given is None:
+            return [f"{key}=0: {reason}"]
+        raise ValueError(f"{key}={given} with model.path={config.model.path}: {reason}") from error
+    if given is None:
+        return [f"{key}={own_coefficient}, of the model's configuration"]
+    return []
 
 
 def _notes(train: ConversationDataset, val: ConversationDataset | None) -> tuple[str, ...]:

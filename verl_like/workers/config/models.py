@@ -9,6 +9,13 @@ from verl_like.config_model import ConfigModel, PositiveInt
 _DTYPE_SYNONYMS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
+_IMPLEMENTATIONS = {
+    "attn_implementation": ("sdpa", "varlen", "flash_attention_2"),
+    "experts_implementation": ("grouped_mm", "eager"),
+}
+"""The choices of how a model is computed, and their values."""
+
+
 def _spell_out_dtype(value: object) -> object:
     return _DTYPE_SYNONYMS.get(value, value) if isinstance(value, str) else value
 
@@ -30,8 +37,9 @@ class ModelConfig(ConfigModel):
     have not read."""
     override_config: dict[str, Any] = Field(default={})
     """Attributes that replace those of the model's own configuration, e.g. {attention_dropout:
-    0.0}; and attn_implementation, the attention over packed sequences: sdpa, varlen (torch) or
-    flash_attention_2, by default the fastest there is."""
+    0.0}; attn_implementation, the attention over packed sequences: sdpa, varlen (torch) or
+    flash_attention_2, by default the fastest there is; and experts_implementation, how a mixture's
+    experts are computed: grouped_mm, the default, or eager, a loop over them."""
 
     @property
     def attn_implementation(self) -> str | None:
@@ -39,23 +47,26 @@ class ModelConfig(ConfigModel):
         return self.override_config.get("attn_implementation")
 
     @property
+    def experts_implementation(self) -> str | None:
+        """The requested computation of experts; None picks the fastest."""
+        return self.override_config.get("experts_implementation")
+
+    @property
     def hf_overrides(self) -> dict[str, Any]:
-        """`override_config` without the choice of attention, which is ours and not the model's."""
+        """`override_config` without `_IMPLEMENTATIONS`, which are ours and not the model's."""
         return {
             name: value
             for name, value in self.override_config.items()
-            if name != "attn_implementation"
+            if name not in _IMPLEMENTATIONS
         }
 
     @field_validator("override_config")
     @classmethod
-    def attention_is_one_of_ours(cls, value: dict[str, Any]) -> dict[str, Any]:
-        choices = ("sdpa", "varlen", "flash_attention_2")
-        requested = value.get("attn_implementation")
-        if requested not in (None, *choices):
-            raise ValueError(
-                f"attn_implementation={requested}: expected {', '.join(choices)} or none"
-            )
+    def implementations_are_ours(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for name, choices in _IMPLEMENTATIONS.items():
+            requested = value.get(name)
+            if requested not in (None, *choices):
+                raise ValueError(f"{name}={requested}: expected {', '.join(choices)} or none")
         return value
 
 
@@ -77,8 +88,9 @@ class TrainedModelConfig(ModelConfig):
     target_modules: str | Annotated[tuple[str, ...], Strict(False), Field(min_length=1)] = (
         "all-linear"
     )
-    """Linear layers of the decoder that get an adapter: all-linear, a list of names, e.g. [q_proj,
-    v_proj], or a regular expression that matches whole names."""
+    """Linear layers of the decoder that get an adapter: all-linear, in a mixture of experts those
+    of the attention; a list of names, e.g. [q_proj, v_proj]; or a regular expression that matches
+    whole names."""
 
     @property
     def tokenizer(self) -> str:

@@ -110,6 +110,11 @@ class ActorConfig(OpenConfigModel):
     """Per-token KL estimator of the KL loss: kl (k1), abs, mse (k2) or low_var_kl (k3); a trailing
     + keeps the value and takes the gradient of k2."""
     router_replay: RouterReplayConfig = RouterReplayConfig()
+    router_aux_loss_coef: NonNegativeFloat = 0.0
+    """Weight of the loss that balances the load of a mixture's experts (Switch Transformers,
+    arXiv:2101.03961); 0 switches it off, whatever the model's configuration says."""
+    freeze_router: bool = False
+    """Leave the parameters of a mixture's routers as they are, while the rest is trained."""
     ptx_coef: NonNegativeFloat = 0.0
     """Weight of the language-model loss on data.ptx_files that is added to the loss (PPO-ptx,
     arXiv:2203.02155); 0 switches it off."""

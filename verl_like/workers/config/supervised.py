@@ -39,6 +39,14 @@ class TrainingConfig(ConfigModel):
     optim: OptimConfig = OptimConfig(lr=1e-5)
 
 
+class SFTTrainingConfig(TrainingConfig):
+    """How a batch of conversations becomes an optimizer step of a language model."""
+
+    router_aux_loss_coef: NonNegativeFloat | None = None
+    """Weight of the loss that balances the load of a mixture's experts (arXiv:2101.03961). null:
+    the value of the model's configuration, where its routers are known and trained, else 0."""
+
+
 class DPOTrainingConfig(TrainingConfig):
     """How a batch of pairs becomes an optimizer step of a policy."""
 

@@ -45,14 +45,59 @@ def model_buffers(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
     return [named for named in model.named_buffers() if named[0] not in computed]
 
 
-def lora_config(hf: PreTrainedModel, config: TrainedModelConfig) -> Any:
+def parts_with_experts(layers: Sequence[nn.Module]) -> set[str]:
+    """Returns the names of those parts of decoder layers that have experts in any of the layers.
+
+    It is empty for a model without experts.
+    """
+    names = set()
+    for layer in layers:
+        for name, part in layer.named_children():
+            inner = {path.split(".")[-1] for path, _module in part.named_modules()}
+            if "experts" in inner | {name}:
+                names.add(name)
+    return names
+
+
+def _possible_targets(layers: Sequence[nn.Module]) -> dict[nn.Module, str]:
+    """Returns the linear modules of decoder layers that can have an adapter, with their short
+    names, such as q_proj.
+
+    In a mixture of experts they are those of the attention: an adapter of a router would be read
+    by its experts, and engines read experts otherwise than peft writes them.
+    """
+    left_out = parts_with_experts(layers)
+    possible: dict[nn.Module, str] = {}
+    for layer in layers:
+        for name, module in layer.named_modules():
+            part, _, _ = name.partition(".")
+            if isinstance(module, nn.Linear) and part not in left_out:
+                _, _, short_name = name.rpartition(".")
+                possible[module] = short_name
+    return possible
+
+
+def adapted_names(hf: PreTrainedModel) -> list[str]:
+    """Returns the short names of the modules that have an adapter, sorted."""
+    names = set()
+    for name, _module in hf.named_modules():
+        parent, _, last = name.rpartition(".")
+        if last == "lora_A":
+            names.add(parent.split(".")[-1])
+    return sorted(names)
+
+
+def lora_config(hf: PreTrainedModel, config: TrainedModelConfig, all_linear: Any) -> Any:
     """Returns peft's settings of the adapter.
 
-    The whole head is trained if the model is not a language model.
+    The whole head is trained if the model is not a language model. `all_linear` is what stands for
+    the target all-linear.
     """
     from peft import LoraConfig
 
     targets = config.target_modules
+    if targets == "all-linear":
+        targets = all_linear
     path = os.path.expanduser(config.path)
     if os.path.isdir(path):  # otherwise it is the name of a model of the hub
         path = os.path.abspath(path)
@@ -79,21 +124,18 @@ def add_adapter(
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     targets = config.target_modules
-    # The linear modules of the decoder layers, and their short names, such as q_proj.
-    within = set()
-    possible = set()
-    for layer in layers:
-        for name, module in layer.named_modules():
-            if isinstance(module, nn.Linear):
-                _, _, short_name = name.rpartition(".")
-                within.add(module)
-                possible.add(short_name)
+    within = _possible_targets(layers)
+    possible = sorted(set(within.values()))
+    has_experts = bool(parts_with_experts(layers))
+    # peft would adapt the experts of a mixture, too.
+    all_linear = possible if has_experts else "all-linear"
     what = f"{key}.target_modules={targets}"
-    advice = f"give some of {', '.join(sorted(possible))}, or all-linear."
+    advice = f"give some of {', '.join(possible)}, or all-linear."
     try:
-        inject_adapter_in_model(lora_config(hf, config), hf)
+        inject_adapter_in_model(lora_config(hf, config, all_linear), hf)
     except ValueError as error:
-        raise ValueError(f"{what}: {error} Linear layers get adapters: {advice}") from error
+        layers_with_adapter = "Linear layers of the attention" if has_experts else "Linear layers"
+        raise ValueError(f"{what}: {error} {layers_with_adapter} get adapters: {advice}") from error
     for _name, parameter in trained_parameters(hf):
         parameter.data = parameter.to(hf.dtype)  # peft does this, but not on the meta device
     adapted = []
@@ -108,13 +150,13 @@ def add_adapter(
     for target in names:
         if not any(name.endswith(f".{target}") for name in adapted):
             unused.append(target)
+    if outside:
+        allowed = "the attention of a mixture of experts" if has_experts else "decoder layers"
+        raise ValueError(
+            f"{what}: {', '.join(outside)} cannot have an adapter, only {allowed} can; {advice}"
+        )
     if unused:
         raise ValueError(f"{what}: {type(hf).__name__} has no layer {', '.join(unused)}; {advice}")
-    if outside:
-        raise ValueError(
-            f"{what}: {', '.join(outside)} cannot have an adapter, only decoder layers can; "
-            f"{advice}"
-        )
 
 
 @contextmanager

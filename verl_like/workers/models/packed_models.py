@@ -15,7 +15,7 @@ from transformers import (
 
 from verl_like.workers.models.linear_log_prob import linear_log_prob
 from verl_like.workers.models.packing import PackedBatch
-from verl_like.workers.models.routed_experts import RouterShape, Routing
+from verl_like.workers.models.routed_experts import SWITCH_OFF, RouterShape, Routing
 
 # Legend: N tokens of the packed batch, M scored tokens, S sequences, D hidden size.
 
@@ -37,7 +37,9 @@ class PackedModel(nn.Module):
         self.saving: AbstractContextManager = nullcontext()
         """A context that says where autograd keeps tensors for the backbone's backward pass."""
         self.routers: RouterShape | None = None
-        """The shape of the routers if they replay and record, see `attach_replay`."""
+        """The shape of the routers if they can replay and record, see `attach_replay`."""
+        self.replays = False
+        """Whether passes may be given a routing that the routers replay."""
 
     def hidden_states(self, packed: PackedBatch) -> Tensor:
         """Runs the backbone, and returns its outputs after the final norm, (N, D), for the tokens
@@ -47,13 +49,20 @@ class PackedModel(nn.Module):
         Attention exchanges tokens for heads with the other ranks (`packed.exchange`, see
         SequenceExchange), so the tokens attend to all tokens of their sequence.
 
-        Routers replay `packed.routed_experts`, and fill `packed.record`. Raises ValueError if they
-        cannot.
+        Routers replay `packed.routed_experts`, and fill `packed.record` and `packed.load`. Raises
+        ValueError if they cannot.
         """
         record = packed.record
+        load = packed.load
+        if packed.routed_experts is not None and not self.replays:
+            raise ValueError(
+                "a pass is given the routing of experts, and the model of this role does not "
+                f"replay it; {SWITCH_OFF}"
+            )
         routing = None
-        if packed.routed_experts is not None or record is not None:
-            routing = Routing(packed.routed_experts)
+        if packed.routed_experts is not None or record is not None or load is not None:
+            routing = Routing(packed.routed_experts, load)
+            routing.counted = packed.counted
         with self.saving:
             outputs: Any = self.hf.base_model(
                 input_ids=packed.input_ids,
@@ -69,6 +78,8 @@ class PackedModel(nn.Module):
             shape = routing.require_all(self.routers)
             if record is not None:
                 record.selected = packed.of_sequences(routing.own_selection(shape.dtype))
+            if load is not None:
+                routing.fill(load, shape, packed.exchange)
         return outputs.last_hidden_state[0]
 
     def scored_states(self, packed: PackedBatch) -> Tensor:

@@ -19,6 +19,7 @@ from verl_like.protocol.row_ops import (
 )
 from verl_like.protocol.samples import sample_starts
 from verl_like.workers.models.routed_experts import OWN, ROUTED_EXPERTS, RoutingRecord
+from verl_like.workers.models.router_load import RouterLoad
 from verl_like.workers.models.sequence_exchange import SequenceExchange
 from verl_like.workers.pinned_memory import to_device
 
@@ -45,6 +46,8 @@ class Rows:
     """The number of filler rows of a pass that has no rows."""
     record: RoutingRecord | None = None
     """Where a pass of these rows keeps what its routers select, or None."""
+    load: RouterLoad | None = None
+    """Where it keeps the load of the experts, or None."""
 
     @classmethod
     def of(cls, data: DataProto, filler_rows: int = 1) -> Self:
@@ -196,6 +199,10 @@ class PackedBatch:
     column. None if they select themselves."""
     record: RoutingRecord | None = None
     """Where a pass keeps what the routers select themselves, or None."""
+    load: RouterLoad | None = None
+    """Where it keeps the load of the experts, or None."""
+    counted: Tensor | None = None
+    """The tokens that count in the load, (N,) bool, or None."""
     exchange: SequenceExchange | None = None
     """The exchange of the ranks that share the batch. With it the batch has this rank's share of
     the tokens, and its m of the M scored tokens in `scored` and `labels`."""
@@ -267,6 +274,9 @@ class PackedBatch:
         if routed_experts is not None:
             padded = F.pad(routed_experts, (0, 0, 0, 0, 0, filler), value=OWN)
             routed_experts = padded[start:end]
+        counted = self.counted
+        if counted is not None:
+            counted = F.pad(counted, (0, filler))[start:end]
         cu_seqlens = self.cu_seqlens
         sequence_lengths = self.sequence_lengths
         if filler:
@@ -282,6 +292,7 @@ class PackedBatch:
             scored=self.scored[first:last] - start,
             labels=self.labels[first:last],
             routed_experts=routed_experts,
+            counted=counted,
             exchange=exchange,
             scored_before=first,
             num_scored=len(self.scored),
@@ -321,6 +332,10 @@ def pack(rows: Rows) -> PackedBatch:
         # Its entries are those of prompt and response, row by row, as they are packed.
         routed_experts, routed_offsets = jagged_parts(rows[ROUTED_EXPERTS])
         assert torch.equal(routed_offsets, cu_seqlens), "check_routing has refused other lengths"
+    counted = None
+    if rows.load is not None:
+        counts_B = rows.num_scored_B > 0
+        counted = torch.repeat_interleave(counts_B, lengths_B)
     return PackedBatch(
         input_ids=input_ids.unsqueeze(0),
         position_ids=position_ids.unsqueeze(0),
@@ -332,4 +347,6 @@ def pack(rows: Rows) -> PackedBatch:
         num_response_tokens=len(responses),
         routed_experts=routed_experts,
         record=rows.record,
+        load=rows.load,
+        counted=counted,
     )

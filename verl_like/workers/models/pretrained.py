@@ -27,6 +27,7 @@ from transformers.utils import cached_file
 from verl_like.workers.config.engine import ForwardFsdpConfig, TrainedFsdpConfig
 from verl_like.workers.config.models import ModelConfig, TrainedModelConfig
 from verl_like.workers.models.attention import choose_attention, settle_sinks
+from verl_like.workers.models.experts import require_experts
 from verl_like.workers.models.hub import require_hub_model
 from verl_like.workers.models.lora import add_adapter
 
@@ -90,6 +91,7 @@ def load_pretrained(
     options = {
         "dtype": getattr(torch, fsdp.model_dtype),
         "attn_implementation": attention,
+        "experts_implementation": config.experts_implementation,
         "trust_remote_code": config.trust_remote_code,
     }
     if not weights:
@@ -190,6 +192,8 @@ def empty_model(config: ModelConfig, auto_class: Any, *, key: str) -> PreTrained
             raise ValueError(
                 f"{path}: no model can be made of its config.json ({_said(error)})."
             ) from error
+        overrides = model_setting(key, "override_config")
+        require_experts(model, config.experts_implementation, overrides)
         add_adapter(model, decoder_layers(model), config, key)
     return model
 

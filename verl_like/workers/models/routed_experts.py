@@ -8,6 +8,8 @@ from torch import Tensor
 
 from verl_like.protocol import Metric
 from verl_like.protocol.row_ops import jagged_parts
+from verl_like.workers.models.router_load import RouterLoad
+from verl_like.workers.models.sequence_exchange import SequenceExchange
 
 # Legend: N packed tokens, B rows, L layers with a router, k selected experts.
 
@@ -63,13 +65,23 @@ class Routing:
     (gradient checkpointing) replays that of its own micro-batch.
     """
 
-    def __init__(self, replayed: Tensor | None) -> None:
-        """Args: replayed: (N, L, k), the ids that are replayed, `OWN` for tokens without a record.
-        None replays nothing."""
+    def __init__(self, replayed: Tensor | None, load: RouterLoad | None = None) -> None:
+        """Args:
+        replayed: (N, L, k), the ids that are replayed, `OWN` for tokens without a record. None
+            replays nothing.
+        load: what `fill` fills, or None.
+        """
         self.replayed = replayed
+        self.load = load
+        self.counted: Tensor | None = None
+        """The tokens that count in the load, (N,) bool."""
         self.own_ids: dict[int, Tensor] = {}
         """What the router of each layer has selected itself, (N, k) int64, by the layer's
         number."""
+        self.used_ids: dict[int, Tensor] = {}
+        """The experts that compute the tokens in each layer, (N, k) int64."""
+        self.probabilities: dict[int, Tensor] = {}
+        """The sums of each layer, (E,), see `RouterLoad.probabilities`."""
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -80,6 +92,35 @@ class Routing:
         """Returns what the routers have selected themselves, (N, L, k)."""
         in_order = [self.own_ids[number] for number in range(len(self.own_ids))]
         return torch.stack(in_order, dim=1).to(dtype)
+
+    def add_probabilities(self, number: int, logits: Tensor) -> None:
+        """Adds what a router says of each expert, (N, E), for `RouterLoad.probabilities`."""
+        assert self.counted is not None
+        counted = self.counted
+        if self.replayed is not None:
+            counted = counted & (self.replayed[:, 0, 0] != OWN)
+        probabilities = logits.float().softmax(-1)
+        weights = counted.float()
+        self.probabilities[number] = weights @ probabilities
+
+    def fill(self, load: RouterLoad, shape: RouterShape, exchange: SequenceExchange | None) -> None:
+        """Fills the load of the pass, with the tokens of all ranks that share them."""
+        assert self.counted is not None
+        in_order = [self.used_ids[number] for number in range(shape.num_layers)]
+        ids = torch.stack(in_order, dim=1)
+        first_of_layer = torch.arange(shape.num_layers, device=ids.device) * shape.num_experts
+        places = ids + first_of_layer[:, None]
+        ones = self.counted.long()[:, None, None].expand_as(ids)
+        counts = ids.new_zeros(shape.num_layers * shape.num_experts)
+        counts.scatter_add_(0, places.flatten(), ones.flatten())
+        load.counts = counts.view(shape.num_layers, shape.num_experts)
+        if load.with_probabilities:
+            of_layers = [self.probabilities[number] for number in range(shape.num_layers)]
+            load.probabilities = torch.stack(of_layers)
+        if exchange is not None:
+            load.counts = exchange.total(load.counts)
+            if load.probabilities is not None:
+                load.probabilities = exchange.total(load.probabilities)
 
     def require_all(self, shape: RouterShape | None) -> RouterShape:
         """Returns the shape of the model's routers, or raises ValueError if one has not run with

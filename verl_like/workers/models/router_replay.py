@@ -15,9 +15,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from verl_like.workers.models.pretrained import decoder_layers
 from verl_like.workers.models.routed_experts import (
@@ -97,6 +98,46 @@ def attach_replay(hf: PreTrainedModel) -> RouterShape:
     return shape
 
 
+def attach_load(hf: PreTrainedModel) -> RouterShape | None:
+    """Does what `attach_replay` does, so that a pass can record the load of the experts.
+
+    Returns None for models without experts, or with routers that replay does not know.
+    """
+    try:
+        require_replay(hf)
+    except ValueError:  # it says what is not known, which concerns only those who replay
+        return None
+    return attach_replay(hf)
+
+
+def own_aux_loss_coef(config: PretrainedConfig) -> float:
+    """Returns the weight that a model's configuration gives the loss that balances its experts.
+
+    It is 0 if the model is not balanced in this way.
+    """
+    return getattr(config.get_text_config(), "router_aux_loss_coef", None) or 0.0
+
+
+def require_balance(hf: PreTrainedModel) -> None:
+    """Raises ValueError unless the experts of a model can be balanced by `router_aux_loss_coef`."""
+    require_replay(hf)
+    if not hasattr(hf.config.get_text_config(), "router_aux_loss_coef"):
+        raise ValueError(
+            f"{type(hf).__name__} has no router_aux_loss_coef in its configuration: its family "
+            "balances experts in another way, such as by correction biases; set "
+            "router_aux_loss_coef=0"
+        )
+
+
+def freeze_routers(hf: PreTrainedModel) -> None:
+    """Makes the parameters of all routers get no gradient.
+
+    Raises ValueError if `routers_of` does.
+    """
+    for router in routers_of(hf).values():
+        router.requires_grad_(False)
+
+
 def _without_routing(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """Removes the routing from the arguments of a layer, which would hand it on."""
     return args, {name: value for name, value in kwargs.items() if name != ROUTING_ARGUMENT}
@@ -141,6 +182,8 @@ class _RoutedLayer:
                 f"{self.name} selected {selection.num_selections} times, which router replay does "
                 f"not know; {SWITCH_OFF}"
             )
+        if routing.load is not None and routing.load.with_probabilities:
+            routing.add_probabilities(self.number, selection.logits())
         return outputs
 
 
@@ -157,12 +200,28 @@ class _Selection(TorchFunctionMode):
         self.routing = routing
         self.shape = shape
         self.num_selections = 0
+        self.scored: list[Tensor] = []
+        """Outputs with a number for each expert of linear functions."""
+
+    def logits(self) -> Tensor:
+        """Returns the logits of the router, (N, E).
+
+        Raises ValueError if it does not make them by one linear function.
+        """
+        if len(self.scored) != 1:
+            raise ValueError(
+                f"the router of layer {self.number} makes its logits by {len(self.scored)} linear "
+                f"functions, and a router that is balanced by one; set router_aux_loss_coef=0"
+            )
+        return self.scored[0]
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
+        if function is F.linear and result.size(-1) == self.shape.num_experts:
+            self.scored.append(result)
         if function not in _SELECTIONS:
             return result
         scores = args[0] if args else kwargs["input"]
@@ -172,6 +231,7 @@ class _Selection(TorchFunctionMode):
             return result
         self.num_selections += 1
         self.routing.own_ids[self.number] = own_ids
+        self.routing.used_ids[self.number] = own_ids
         replayed = self.routing.replayed
         if replayed is None:
             return result
@@ -182,6 +242,7 @@ class _Selection(TorchFunctionMode):
             )
         recorded_ids = replayed[:, self.number].long()
         ids = torch.where(recorded_ids == OWN, own_ids, recorded_ids)
+        self.routing.used_ids[self.number] = ids
         return torch.return_types.topk((scores.gather(1, ids), ids))
 
 

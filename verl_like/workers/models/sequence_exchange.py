@@ -74,6 +74,13 @@ class SequenceExchange:
         gathered_M[before:end] = values_m
         return gathered_M
 
+    def total(self, values: Tensor) -> Tensor:
+        """Returns the sum of values of all ranks, of which own values have their graph."""
+        own = values.detach()
+        total = own.clone()
+        dist.all_reduce(total, group=self.group)
+        return total + (values - own)
+
     def _split(self, values: Tensor) -> Tensor:
         """Divides dimension 1 among the ranks: (1, X, Y, D) becomes (s, X / s, Y, D)."""
         return values[0].unflatten(0, (self.size, -1))

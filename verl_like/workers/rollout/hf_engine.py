@@ -123,6 +123,7 @@ class HfEngine(RolloutEngine):
         options = {
             "dtype": getattr(torch, self.config.dtype),
             "trust_remote_code": model_config.trust_remote_code,
+            "experts_implementation": model_config.experts_implementation,
         }
         text_config = self.hf_config.get_text_config()
         if getattr(text_config, "attn_logit_softcapping", None):

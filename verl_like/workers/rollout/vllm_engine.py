@@ -15,8 +15,11 @@ from typing import Any, get_args
 import numpy as np
 import torch
 import torch.distributed as dist
+from transformers import AutoModelForCausalLM
 
 from verl_like.single_controller.network import address_towards, open_store
+from verl_like.workers.models.lora import adapted_names, parts_with_experts
+from verl_like.workers.models.pretrained import decoder_layers, empty_model
 from verl_like.workers.models.routed_experts import RouterShape
 from verl_like.workers.planning.flops import attention_heads
 from verl_like.workers.rollout.base import CPU_NUM_SEQS, RolloutEngine
@@ -111,11 +114,15 @@ class VllmEngine(RolloutEngine):
             # if a whole sequence has room in a batch.
             wanted = config.max_num_batched_tokens or _CPU_BATCHED_TOKENS
             max_num_batched_tokens = max(wanted, self._max_model_len)
-        adapter = {}
+        adapter: dict[str, Any] = {}
         # With LoRA vLLM reads the frozen model from its folder, and the trainer sends the adapter.
         if self.model_config.lora_rank:
             max_rank = self._max_lora_rank()
             adapter = {"enable_lora": True, "max_loras": 1, "max_lora_rank": max_rank}
+            hf = empty_model(self.model_config, AutoModelForCausalLM, key="actor_rollout_ref.model")
+            if parts_with_experts(decoder_layers(hf)):
+                # vLLM would make room for adapters of all experts.
+                adapter["lora_target_modules"] = adapted_names(hf)
         return self._make(
             **adapter,
             model=os.path.expanduser(self.model_config.path),
