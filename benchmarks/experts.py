@@ -1,8 +1,6 @@
 """Times transformers' ways of computing experts beside each other: forward and backward, on a CPU.
 
-    OMP_NUM_THREADS=1 .venv/bin/python benchmarks/experts.py
-
-The ways take turns, so that both meet the same machine; medians are printed.
+The ways take turns, so that both meet the same machine.
 """
 
 import time
@@ -12,6 +10,8 @@ import torch
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
+from benchmarks.harness import Report, sized
+
 WAYS = ("eager", "grouped_mm")
 """eager is a loop over the experts."""
 SHAPES = (
@@ -20,8 +20,8 @@ SHAPES = (
     (512, 256, 128, 32, 4),
     (2048, 256, 128, 128, 8),
     (2048, 1024, 384, 32, 4),
-)
-NUM_ROUNDS = 9
+)[: sized(4, 1)]
+NUM_ROUNDS = sized(9, 1)
 
 
 def block_of(hidden: int, size: int, experts: int, top_k: int) -> Qwen3MoeSparseMoeBlock:
@@ -49,10 +49,8 @@ def seconds_of(block: Qwen3MoeSparseMoeBlock, inputs: torch.Tensor, way: str) ->
 
 
 def main() -> None:
-    """Prints a row for each shape."""
-    print(
-        "| tokens | hidden | size of an expert | experts | of a token | " + " | ".join(WAYS) + " |"
-    )
+    torch.set_num_threads(1)
+    report = Report("experts", "A layer's experts, one thread: grouped_mm against a loop over them")
     for num_tokens, hidden, size, experts, top_k in SHAPES:
         block = block_of(hidden, size, experts, top_k)
         inputs = torch.randn(1, num_tokens, hidden)
@@ -63,9 +61,13 @@ def main() -> None:
             for way in WAYS:
                 taken = seconds_of(block, inputs, way)
                 seconds[way].append(taken)
-        cells = [f"{1000 * median(seconds[way]):.1f} ms" for way in WAYS]
-        shape = (num_tokens, hidden, size, experts, top_k)
-        print("| " + " | ".join([*map(str, shape), *cells]) + " |")
+        shape = f"{num_tokens} tokens, hidden {hidden}, {top_k} of {experts} experts of {size}"
+        ratio = median(seconds["eager"]) / median(seconds["grouped_mm"])
+        for way in WAYS:
+            in_ms = [1000 * each for each in seconds[way]]
+            of_loop = {"loop_by_this": ratio} if way == "grouped_mm" else {}
+            report.row(f"{shape}: {way}", "ms", in_ms, **of_loop)
+    report.write()
 
 
 if __name__ == "__main__":

@@ -56,12 +56,18 @@ def main() -> None:
     report.write()
 
 
-def run_steps(folder: str) -> Steps:
-    """What the steps of each side returned, uniform ones first."""
-    num_steps = 2 * world.STEPS_PER_LAW
-    ours = Side("ours", "grpo_ours.py", "project")
-    ours.call("start", overrides=overrides(folder, num_steps))
-    sides = [ours]
+def run_steps(folder: str, num_laws: int = 2, **further_ours: list[str]) -> Steps:
+    """What the steps of each side returned, uniform ones first.
+
+    `further_ours` has overrides of further sides of ours, by their names.
+    """
+    num_steps = num_laws * world.STEPS_PER_LAW
+    sides = []
+    for name, further in {"ours": [], **further_ours}.items():
+        side = Side(name, "grpo_ours.py", "project")
+        own_folder = f"trainer.default_local_dir={folder}/{name}"
+        side.call("start", overrides=[*overrides(folder, num_steps), own_folder, *further])
+        sides.append(side)
     # The rows of a pass of TRL's two processes are a quarter: that is faster than all at once.
     for processes, batch in ((1, world.NUM_SAMPLES), (THREADS, world.NUM_SAMPLES // 4)):
         name = f"trl, {processes} process{'es' if processes > 1 else ''}"
@@ -113,7 +119,6 @@ def overrides(folder: str, num_steps: int) -> list[str]:
         "custom_reward_function.name=parity",
         f"trainer.total_training_steps={num_steps}",
         "trainer.val_before_train=false",
-        f"trainer.default_local_dir={folder}/run",
         "worker_classes.rollout=benchmarks.sides.grpo_lengths.ForcedLengthWorker",
     ]
 
@@ -130,7 +135,7 @@ def show(report: Report, law: str, found: Steps, limit: float) -> float:
             report.row(
                 f"{law}, {name}: {phase}", "s", [step["phases"][phase] for step in found[name]]
             )
-    return median["ours"] / max(value for name, value in median.items() if name != "ours")
+    return median["ours"] / max(value for name, value in median.items() if name.startswith("trl"))
 
 
 def matrix_product_rate() -> float:

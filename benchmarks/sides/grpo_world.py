@@ -1,9 +1,10 @@
-"""What both sides of `grpo_step` and `grpo_reward_curve` train on: a random Llama, a tokenizer of
-words, prompts, rewards and forced response lengths."""
+"""What both sides of `grpo_step`, `grpo_step_experts` and `grpo_reward_curve` train on: a random
+Llama or mixture of experts, a tokenizer of words, prompts, rewards and forced response lengths."""
 
 import math
 from pathlib import Path
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 
@@ -31,16 +32,8 @@ def make_model(
     """Writes a Llama with random weights in float32 and heads of 64, and its tokenizer; returns its
     parameters."""
     import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    table = {END: 0} | {word: i for i, word in enumerate(words(vocab_size), start=1)}
-    backend = Tokenizer(models.WordLevel(table, unk_token=END))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token=END, pad_token=END, unk_token=END
-    )
-    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -57,10 +50,64 @@ def make_model(
             bos_token_id=None,
         )
     )
+    save(model, folder, vocab_size)
+    return model.num_parameters()
+
+
+def make_experts(
+    folder: Path, *, vocab_size: int, hidden: int, layers: int, intermediate: int, positions: int
+) -> int:
+    """Writes a Qwen3 mixture of experts with random weights in float32, and its tokenizer; returns
+    the parameters that compute a token.
+
+    Two of eight experts compute a token, which together are as large as `intermediate`.
+    """
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    num_experts = 8
+    of_token = 2
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=vocab_size,
+            hidden_size=hidden,
+            intermediate_size=intermediate,
+            moe_intermediate_size=intermediate // of_token,
+            num_experts=num_experts,
+            num_experts_per_tok=of_token,
+            num_hidden_layers=layers,
+            num_attention_heads=hidden // 64,
+            num_key_value_heads=hidden // 64,
+            head_dim=64,
+            max_position_embeddings=positions,
+            tie_word_embeddings=True,
+            eos_token_id=0,
+            pad_token_id=0,
+            bos_token_id=None,
+        )
+    )
+    save(model, folder, vocab_size)
+    of_experts = [each.numel() for each in model.parameters() if each.ndim == 3]
+    num_idle = sum(of_experts) * (num_experts - of_token) // num_experts
+    return model.num_parameters() - num_idle
+
+
+def save(model: Any, folder: Path, vocab_size: int) -> None:
+    """Writes a model and its tokenizer."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    table = {END: 0} | {word: i for i, word in enumerate(words(vocab_size), start=1)}
+    backend = Tokenizer(models.WordLevel(table, unk_token=END))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token=END, pad_token=END, unk_token=END
+    )
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     model.generation_config.eos_token_id = model.generation_config.pad_token_id = 0
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return model.num_parameters()
 
 
 def speed_prompts() -> list[str]:

@@ -24,6 +24,7 @@ SLOW = {
     "dispatch",
     "grpo_reward_curve",
     "grpo_step",
+    "grpo_step_experts",
     "head",
     "overlap",
     "packing",
