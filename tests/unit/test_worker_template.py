@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -123,6 +124,15 @@ def test_a_template_ends_with_the_process_that_started_it_and_its_folder_goes_wh
         timeout=60,
     )
     assert not left.exists()
+
+
+def test_a_request_whose_sender_ended_in_the_middle_of_it_runs_nothing():
+    theirs, ours = socket.socketpair()
+    theirs.sendall(b'{"arguments": ["nothing.py"')
+    theirs.close()
+    before = list(sys.argv)
+    worker_template._become_worker(ours)
+    assert sys.argv == before
 
 
 def test_what_is_imported_before_workers_are_forked_does_not_import_ray():

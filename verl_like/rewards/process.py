@@ -123,8 +123,8 @@ class RewardProcess:
 
     def answer(self) -> Answer:
         """Waits for the answer to the sample that was begun. Raises ProcessDied if the process
-        ends. If it takes longer than `timeout_s`, the process is stopped and TimeoutError is
-        raised."""
+        ends, or sends something that is no answer. If it takes longer than `timeout_s`, the process
+        is stopped and TimeoutError is raised."""
         message = self._receive(self.timeout_s)
         try:
             answer = Answer.model_validate(message)

@@ -64,9 +64,9 @@ class Comparisons:
         return notes
 
     def score(self, maker: str, has_weights: Callable[[], bool], compute: Callable[[], Any]) -> Any:
-        """Returns what `compute` returns, and steps do not wait for the maker any more. If
-        `has_weights` says that the actor does not have the maker's weights, it returns None, and
-        the next step waits for the maker."""
+        """Returns what `compute` returns, and steps do not wait for the maker any more. While a
+        step runs, or if `has_weights` says that the actor does not have the weights of the maker, it
+        returns None, and the next step waits for the maker."""
         with self._turn:
             if self.in_step or not has_weights():
                 self.awaited.add(maker)

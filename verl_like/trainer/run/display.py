@@ -39,8 +39,8 @@ class Display:
 
 
 def printable(text: str) -> str:
-    """Returns the text with a space in place of each control character and lone surrogate. Line
-    breaks stay.
+    """Returns the text with a space in place of each character that is not printable, such as
+    control characters and lone surrogates. Line breaks stay.
 
     A control character could change the state of a terminal. A lone surrogate cannot be written to
     a file or drawn.

@@ -105,10 +105,13 @@ def serve(listener: socket.socket, modules: Sequence[str]) -> None:
 
 def _become_worker(connection: socket.socket) -> None:
     """Runs the script that a connection asks for, as a new process would. The connection ends with
-    the script."""
+    the script. It does nothing if who asks ends before the request is whole."""
     message, streams, _, _ = socket.recv_fds(connection, 1 << 20, 3)
     while not message.endswith(b"\0"):
-        message += connection.recv(1 << 20)
+        received = connection.recv(1 << 20)
+        if not received:
+            return
+        message += received
     request = json.loads(message[:-1])
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
