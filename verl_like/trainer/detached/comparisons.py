@@ -65,7 +65,7 @@ class Comparisons:
 
     def score(self, maker: str, has_weights: Callable[[], bool], compute: Callable[[], Any]) -> Any:
         """Returns what `compute` returns, and steps do not wait for the maker any more. While a
-        step runs, or if `has_weights` says that the actor does not have the weights of the maker, it
+        step runs, or if `has_weights` says that the actor does not have the maker's weights, it
         returns None, and the next step waits for the maker."""
         with self._turn:
             if self.in_step or not has_weights():
