@@ -24,7 +24,9 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory() as folder:
         shape = {"hidden": 256, "layers": 4, "intermediate": 768, "positions": 256}
-        num_active = world.make_experts(Path(folder, "model"), vocab_size=world.VOCABULARY, **shape)
+        num_active = world.make_model(
+            Path(folder, "model"), vocab_size=world.VOCABULARY, num_experts=8, **shape
+        )
         world.write_prompts(Path(folder, "prompts.parquet"), world.speed_prompts())
         rates = [matrix_product_rate()]
         found = run_steps(folder, num_laws=1, replay=REPLAY)

@@ -78,7 +78,8 @@ class Registry(Generic[Entry]):
         if name in self.entries:
             return self.entries[name]
         known = self.names()
-        # Names are acronyms. One with another first letter is not meant: dapo is no sapo.
+        # A name with another first letter is never suggested. For the unknown "dapo" it could be
+        # the policy loss "sapo", which is another algorithm.
         alike = [each for each in known if each[:1] == name[:1]]
         matches = difflib.get_close_matches(name, alike, 1)
         nearest = f"; did you mean {matches[0]}?" if matches else "."

@@ -26,70 +26,52 @@ def words(vocab_size: int) -> list[str]:
     return [f"w{i}" for i in range(vocab_size - 1)]
 
 
+OF_TOKEN = 2
+"""The experts that compute a token, which together are as large as a dense block."""
+
+
 def make_model(
-    folder: Path, *, vocab_size: int, hidden: int, layers: int, intermediate: int, positions: int
+    folder: Path,
+    *,
+    vocab_size: int,
+    hidden: int,
+    layers: int,
+    intermediate: int,
+    positions: int,
+    num_experts: int = 0,
 ) -> int:
-    """Writes a Llama with random weights in float32 and heads of 64, and its tokenizer; returns its
-    parameters."""
+    """Writes a Llama, or with experts a Qwen3-MoE, with random weights in float32 and heads of 64,
+    and its tokenizer; returns the parameters that compute a token."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
+    sizes: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 64,
+        "num_key_value_heads": hidden // 64,
+        "head_dim": 64,
+        "max_position_embeddings": positions,
+        "tie_word_embeddings": True,
+        "eos_token_id": 0,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+    }
+    experts = {
+        "moe_intermediate_size": intermediate // OF_TOKEN,
+        "num_experts": num_experts,
+        "num_experts_per_tok": OF_TOKEN,
+    }
+    config = Qwen3MoeConfig(**sizes, **experts) if num_experts else LlamaConfig(**sizes)
     torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=vocab_size,
-            hidden_size=hidden,
-            intermediate_size=intermediate,
-            num_hidden_layers=layers,
-            num_attention_heads=hidden // 64,
-            num_key_value_heads=hidden // 64,
-            max_position_embeddings=positions,
-            tie_word_embeddings=True,
-            eos_token_id=0,
-            pad_token_id=0,
-            bos_token_id=None,
-        )
-    )
+    model = AutoModelForCausalLM.from_config(config)
     save(model, folder, vocab_size)
-    return model.num_parameters()
-
-
-def make_experts(
-    folder: Path, *, vocab_size: int, hidden: int, layers: int, intermediate: int, positions: int
-) -> int:
-    """Writes a Qwen3 mixture of experts with random weights in float32, and its tokenizer; returns
-    the parameters that compute a token.
-
-    Two of eight experts compute a token, which together are as large as `intermediate`.
-    """
-    import torch
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    num_experts = 8
-    of_token = 2
-    torch.manual_seed(0)
-    model = Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
-            vocab_size=vocab_size,
-            hidden_size=hidden,
-            intermediate_size=intermediate,
-            moe_intermediate_size=intermediate // of_token,
-            num_experts=num_experts,
-            num_experts_per_tok=of_token,
-            num_hidden_layers=layers,
-            num_attention_heads=hidden // 64,
-            num_key_value_heads=hidden // 64,
-            head_dim=64,
-            max_position_embeddings=positions,
-            tie_word_embeddings=True,
-            eos_token_id=0,
-            pad_token_id=0,
-            bos_token_id=None,
-        )
-    )
-    save(model, folder, vocab_size)
-    of_experts = [each.numel() for each in model.parameters() if each.ndim == 3]
-    num_idle = sum(of_experts) * (num_experts - of_token) // num_experts
+    num_idle = 0
+    for parameter in model.parameters():
+        if parameter.ndim == 3:  # the experts of a layer
+            num_idle += parameter[OF_TOKEN:].numel()
     return model.num_parameters() - num_idle
 
 

@@ -123,7 +123,8 @@ class DataProtoFuture(Future[DataProto]):
             data = collect(outputs)
             if order is None or len(data) == 0:
                 return data
-            return data.select_idxs(order.argsort())
+            inverse = order.argsort()  # row j of the batch is row inverse[j] of the parts
+            return data.select_idxs(inverse)
 
         super().__init__(call, collect_in_order)
         self.order = order

@@ -63,8 +63,8 @@ def most_at_once(pool: Pool) -> list[AtOnce]:
 
 
 Refusals = Mapping[tuple[str, str], str]
-"""By the names of pool and process, for each sum that is larger than a GPU, what torch said when
-the process ran on a GPU of the real size. It is "" if the process did not fail."""
+"""By the names of pool and process, what torch said when the process ran on a GPU of the real size,
+or "" if it ran without an error. Processes whose sum fits, and engines, have no entry."""
 
 
 def report(pools: Sequence[Pool], device_bytes: int, refusals: Refusals) -> tuple[str, bool]:
@@ -85,7 +85,7 @@ def report(pools: Sequence[Pool], device_bytes: int, refusals: Refusals) -> tupl
                 continue
             is_over_full = True
             said = refusals.get((pool.name, process.name))
-            if said == "":  # it ran
+            if said == "":  # it ran on a GPU of the real size
                 continue
             is_refused = True
             if each is not most:

@@ -218,8 +218,8 @@ class RewardProcess:
         )
 
     def _died(self) -> ProcessDied:
-        """Makes the error for a process that has closed its end of the socket, because it has ended
-        or is ending. The error has its exit code."""
+        """Stops a process that has ended, or whose message cannot be read, and makes the error for
+        it. The error has its exit code, or the limit of memory if the process was over that."""
         assert self._popen is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(timeout=EXIT_S)  # otherwise `stop` would change its exit code

@@ -81,8 +81,9 @@ def serve(socket_fd: int, parent_pid: int, max_memory_bytes: int) -> None:
 def _score(
     reward_fn: functools.partial[Any], loop: asyncio.AbstractEventLoop, sample: RewardSample
 ) -> dict[str, Any]:
-    """Returns the fields of the sample's `Answer` but `ran`. If the function raises an error, it
-    becomes the error of the answer."""
+    """Returns the fields of the sample's `Answer` (in `rewards/process.py`), except `ran`. Fields
+    that are left out have their defaults. An error that the function raises becomes the error of
+    the answer."""
     further = {"raw_prompt": sample.raw_prompt} if loader.takes_raw_prompt(reward_fn) else {}
     try:
         result = reward_fn(

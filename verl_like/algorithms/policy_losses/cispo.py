@@ -9,7 +9,7 @@ gradient:
 | metric | meaning |
 |---|---|
 | `actor/pg_clipfrac` | share of tokens whose weight was clipped |
-| `actor/ppo_kl` | mean of `old_log_prob - log_prob` |
+| `actor/ppo_kl` | mean of `old_log_prob - log_prob`, each clamped to [-20, 20] |
 
 Keys under `actor_rollout_ref.actor`: `clip_ratio`, `clip_ratio_low`, `clip_ratio_high`. The paper
 sets no lower bound: `clip_ratio_low=1`. verl also reports `actor/pg_clipfrac_lower`, which is

@@ -15,7 +15,7 @@ random. With `r = exp(log_prob - old_log_prob)`, the exponent clamped to [-20, 2
 | metric | meaning |
 |---|---|
 | `actor/pg_clipfrac` | share of tokens whose loss was set to 0 |
-| `actor/ppo_kl` | mean of `old_log_prob - log_prob` |
+| `actor/ppo_kl` | mean of `old_log_prob - log_prob`, each clamped to [-20, 20] |
 
 Keys under `actor_rollout_ref.actor`: `clip_ratio`, `clip_ratio_low`, `clip_ratio_high`. verl
 computes means, count and draw in each micro-batch from the policy that is trained, so its loss

@@ -14,7 +14,7 @@ the loss `vanilla` of the advantages A:
 | `distillation/kl` | mean of k |
 | `distillation/pg_clipfrac`, `_lower` | as in `vanilla`, of the first line |
 | `actor/...` | those of `vanilla`, of the second line |
-| `actor/ppo_kl` | mean of `old_log_prob - log_prob` |
+| `actor/ppo_kl` | mean of `old_log_prob - log_prob`, each clamped to [-20, 20] |
 
 Keys under `actor_rollout_ref.actor`: those of `vanilla`. The teacher shares the tokenizer of the
 policy and runs in the role `teacher`; a custom role that writes `teacher_log_prob` may take its

@@ -15,7 +15,7 @@ KL is that of the old policy to the new one for two events: this token, or any o
 |---|---|
 | `actor/pg_clipfrac` | share of tokens that the mask left out |
 | `actor/pg_clipfrac_lower` | share of tokens in the loss whose ratio was truncated |
-| `actor/ppo_kl` | mean of `old_log_prob - log_prob` |
+| `actor/ppo_kl` | mean of `old_log_prob - log_prob`, each clamped to [-20, 20] |
 
 Keys under `actor_rollout_ref.actor`: `clip_ratio`, `clip_ratio_low` and `clip_ratio_high` are the
 thresholds, in nats. `clip_ratio_c` bounds the ratio; the paper takes 20 (section 5.4), the key's

@@ -11,7 +11,7 @@ clip_ratio_high)`:
 |---|---|
 | `actor/pg_clipfrac` | share of tokens out of the range whose advantage is positive |
 | `actor/pg_clipfrac_lower` | share of tokens out of the range whose advantage is negative |
-| `actor/ppo_kl` | mean of `old_log_prob - log_prob` |
+| `actor/ppo_kl` | mean of `old_log_prob - log_prob`, each clamped to [-20, 20] |
 
 Keys under `actor_rollout_ref.actor`: `clip_ratio`, `clip_ratio_low` and `clip_ratio_high` bound the
 logarithm of the ratio; the paper takes 0.4. The loss is one number per response:

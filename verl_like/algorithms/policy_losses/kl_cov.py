@@ -14,7 +14,7 @@ log_prob - old_log_prob`, clamped to [-20, 20]:
 
 | metric | meaning |
 |---|---|
-| `actor/ppo_kl` | mean of `abs(old_log_prob - log_prob)` |
+| `actor/ppo_kl` | mean of `abs(old_log_prob - log_prob)`, each at most 20 |
 
 There is no clip. verl selects the tokens in each micro-batch from the policy that is trained, so
 its loss depends on the size of the micro-batches. This form gives the same loss for every size;

@@ -9,7 +9,7 @@ The gate's slope is 1 at r = 1 and goes to 0 on both sides.
 
 | metric | meaning |
 |---|---|
-| `actor/ppo_kl` | mean of `old_log_prob - log_prob` |
+| `actor/ppo_kl` | mean of `old_log_prob - log_prob`, each clamped to [-20, 20] |
 
 The loss is defined as the mean over responses of the mean over tokens: `actor.loss_agg_mode` is
 seq-mean-token-mean with it, and another mode is refused; verl uses that mode whatever the key says.

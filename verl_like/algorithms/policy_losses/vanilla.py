@@ -10,7 +10,7 @@ With `r = exp(log_prob - old_log_prob)`, the exponent clamped to [-20, 20]:
 |---|---|
 | `actor/pg_clipfrac` | share of tokens whose loss the clip range raised |
 | `actor/pg_clipfrac_lower` | share of tokens whose loss the dual clip bounded |
-| `actor/ppo_kl` | mean of `old_log_prob - log_prob` |
+| `actor/ppo_kl` | mean of `old_log_prob - log_prob`, each clamped to [-20, 20] |
 
 Keys under `actor_rollout_ref.actor`: `clip_ratio`, `clip_ratio_low`, `clip_ratio_high`,
 `clip_ratio_c`.

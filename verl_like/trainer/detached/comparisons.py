@@ -14,9 +14,9 @@ LATE_S = 120.0
 class Comparisons:
     """Lets makers compare their engines with an actor while its weights do not change.
 
-    The first step waits until all makers have done so. If a maker asks while the actor has other
-    weights than the maker, the maker asks again when it has newer ones, and the next step waits for
-    it.
+    The first step waits until all makers have done so. If a maker asks during a step, or while the
+    actor has other weights than the maker, the maker asks again when it has newer ones, and the
+    next step waits for it.
 
     Args:
         name: the trainer's name, for messages.

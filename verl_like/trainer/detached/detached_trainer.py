@@ -260,7 +260,8 @@ class DetachedPPOTrainer(Side, TrainingLoop):
     @ray.method(concurrency_group="weights")
     def score_greedy(self, maker: str, version: int, drawn: list[DataProto]) -> list[Tensor] | None:
         """The actor's log-probabilities of the tokens `drawn`, which a maker's replicas generated
-        with the weights of `version`. Returns None if the actor has other weights by now."""
+        with the weights of `version`. Returns None if the actor is in a step, or has other weights
+        by now."""
         actor = self.groups[Role.Actor]
         return self.comparisons.score(
             maker,

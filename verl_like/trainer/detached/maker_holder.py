@@ -327,7 +327,8 @@ class ExperienceMakerHolder(Side):
         """Raises EngineMismatch unless the replicas of the rollout engine, and the copy of the
         actor, compute the same model as the first trainer's actor.
 
-        If that actor has other weights by now, this is done when the next weights are loaded.
+        If that actor is in a step or has other weights by now, nothing is compared yet, and
+        `use_newest_weights` calls this again when it has loaded newer weights.
         """
         groups = self.run.groups
         config = self.config
@@ -335,8 +336,9 @@ class ExperienceMakerHolder(Side):
         drawn = engine_check.draw(rollout, self.run.train_dataset)
         if not drawn:
             self.recorder.say(engine_check.UNKNOWN_ROLLOUT)
+        # Asked even if nothing was drawn, because the trainer's next step waits for it.
         log_probs = self.ask_trainer("score_greedy", self.name, self.version, drawn)
-        if log_probs is None:
+        if log_probs is None:  # the actor is in a step, or has other weights by now
             return
         engine_check.require_one_model(config, f" of {self.name}", drawn, log_probs)
         copy = groups.get(Role.Actor)

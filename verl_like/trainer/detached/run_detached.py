@@ -280,15 +280,16 @@ class DetachedRun:
         env_info = {"rank": maker_names.index(name), "world_size": len(maker_names)}
         maker_class: Any = ExperienceMakerHolder
         pools = self.pools[name]
-        # `start` has reserved all pools, and `remove` has released those of a maker that failed.
+        # This reserves pools only after a failure, for which `remove` has released them. The first
+        # time they are reserved already, by `start`.
         pools.create_resource_pool()
         if config.actor_rollout_ref.rollout.weight_transport == "shared_memory":
             pools_of_trainer = self.pools[trainer_names[0]]
             trainer_pools = pools_of_trainer.resource_pool_dict.values()
             rollout_pool = pools.get_resource_pool(Role.Rollout)
             check_shared_memory([*trainer_pools, rollout_pool])
-        # The newest version that was validated. The record has written `validated`, and has not
-        # written `validations` yet.
+        # The newest version that was validated: the last one whose validation is written to the
+        # record, or one of those whose validations are still to be written.
         validated = max([self.record.validated, *self.record.validations])
         actor = maker_class.options(name=name, num_cpus=0).remote(
             config,

@@ -540,7 +540,7 @@ def _shown(text: str, max_length: int = 240) -> str:
 
 
 def _clipped(text: str, max_length: int) -> str:
-    """The text without control characters. If it is long, its middle is left out."""
+    """The text as `printable` returns it. If it is long, its middle is left out."""
     if len(text) > max_length:
         half = max_length // 2
         text = f"{text[:half]} ... {text[-half:]}"

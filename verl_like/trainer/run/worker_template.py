@@ -104,8 +104,9 @@ def serve(listener: socket.socket, modules: Sequence[str]) -> None:
 
 
 def _become_worker(connection: socket.socket) -> None:
-    """Runs the script that a connection asks for, as a new process would. The connection ends with
-    the script. It does nothing if who asks ends before the request is whole."""
+    """Runs the script that a connection asks for, as a new process would. The connection closes
+    when this process ends, which the sender waits for. If the sender ends before its request is
+    complete, no script is run."""
     message, streams, _, _ = socket.recv_fds(connection, 1 << 20, 3)
     while not message.endswith(b"\0"):
         received = connection.recv(1 << 20)

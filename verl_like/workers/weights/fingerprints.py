@@ -127,11 +127,12 @@ def _odd_factors(first: int, count: int, device: torch.device) -> Tensor:
 
 
 def local_fingerprint(file: FileTensor, tensor: Tensor, rank: int) -> Tensor | int:
-    """Returns the `fingerprint_sum` of the part of a tensor of files that this rank answers for,
-    such that the sum over all ranks counts every value once.
+    """Returns this rank's share of the fingerprint of `file`, a tensor of a checkpoint's files that
+    is a view of the model's `tensor`. The shares of all ranks add up to it, modulo 2**64.
 
-    `tensor` holds the tensor of files. Of several copies of a value one counts. Raises ValueError
-    for a DTensor that is not cut along whole rows or columns, or as `FileTensor.of_rows` does.
+    A share is a `fingerprint_sum`, or 0. If several ranks have the same values, one of them counts
+    them. Raises ValueError for a DTensor that is not cut along whole rows or columns, and where
+    `FileTensor.of_rows` does.
     """
     if not isinstance(tensor, DTensor):
         return fingerprint_sum(file.of(tensor)) if rank == 0 else 0
@@ -150,8 +151,8 @@ def local_fingerprint(file: FileTensor, tensor: Tensor, rank: int) -> Tensor | i
     assert coordinate is not None, (
         f"rank {rank} exports {file.name} but is not part of its device mesh"
     )
-    # Each of several trainers of a model exports on its own. The copy that counts is the one that
-    # the first rank of this trainer has a part of.
+    # The mesh may have the ranks of several trainers, one trainer after the other, and each trainer
+    # exports on its own. Of equal copies the one counts that its first rank has a part of.
     first_rank = dist.get_rank() - rank
     places_of_first = (mesh.mesh == first_rank).nonzero()
     first_coordinate = places_of_first[0].tolist()

@@ -84,12 +84,12 @@ def receive_chunks(
 ) -> None:
     """Does a receiver's part in `IpcTransport`.
 
-    `load` has read a chunk when it returns, and `close` closes the buffer.
+    `load` must have read a chunk when it returns, and `close` must close the buffer.
     """
-    group.barrier()
+    group.barrier()  # `joined` begins
     while chunk := group.broadcast_obj(None, src=0):
         load(chunk)
         group.barrier()
     close()
-    group.barrier()
-    group.barrier()
+    group.barrier()  # `offer` ends
+    group.barrier()  # `joined` ends

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
 
-NamedTensor = tuple[str, Tensor]
+from verl_like.workers.weights.exports import NamedTensor
 
 
 def is_gpt_oss(model: Any) -> bool:
@@ -26,7 +26,8 @@ class GptOssUpdates:
 
     def __init__(self, model: Any) -> None:
         self.load = model.load_weights
-        self.sinks: list[NamedTensor] = []
+        self.sinks: dict[str, Tensor] = {}
+        """The sinks of the update that is loaded, by name."""
         model.load_weights = self.load_weights
 
     def load_weights(self, weights: Iterable[NamedTensor]) -> set[str]:
@@ -37,7 +38,7 @@ class GptOssUpdates:
         for name, tensor in weights:
             before, is_of_experts, leaf = name.partition(".experts.")
             if name.endswith(".sinks"):
-                self.sinks.append((name, tensor.clone()))
+                self.sinks[name] = tensor.clone()
             elif is_of_experts:
                 for number, of_expert in enumerate(tensor):
                     yield f"{before}.experts.{number}.{leaf}", of_expert
@@ -46,5 +47,5 @@ class GptOssUpdates:
 
     def finish(self) -> None:
         """Copies the sinks, after the layers have got their memory again."""
-        self.load(self.sinks)
-        self.sinks = []
+        self.load(self.sinks.items())
+        self.sinks = {}
