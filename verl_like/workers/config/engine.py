@@ -4,7 +4,12 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from verl_like.config_model import ConfigModel, MinusOneOrPositive, NonNegativeFloat
+from verl_like.config_model import (
+    ConfigModel,
+    MinusOneOrPositive,
+    NonNegativeFloat,
+    PositiveInt,
+)
 from verl_like.workers.config.models import TrainingDtype
 
 
@@ -15,6 +20,10 @@ class FsdpConfig(ConfigModel):
     """Keep the parameters in host memory while the model is idle."""
     dtype: TrainingDtype = "bfloat16"
     """Data type in which layers compute: float32 or bfloat16 (fp32 and bf16 mean the same)."""
+    expert_parallel_size: PositiveInt = 1
+    """How many ranks have different experts of a mixture of experts, to which tokens travel. It
+    divides the number of ranks that share the parameters. With 1 experts are sharded and gathered
+    as all other parameters are."""
 
 
 class ForwardFsdpConfig(FsdpConfig):

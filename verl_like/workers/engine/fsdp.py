@@ -23,8 +23,9 @@ from verl_like.workers.config.roles import ActorConfig, CriticConfig
 from verl_like.workers.config.supervised import TrainingConfig
 from verl_like.workers.engine.activation_offload import ActivationOffload
 from verl_like.workers.engine.base import FileDigests, TrainingEngine
+from verl_like.workers.engine.expert_parallel import distribute_experts, experts_of
 from verl_like.workers.engine.host_memory import HostMemory, local_part
-from verl_like.workers.engine.mesh import build_mesh
+from verl_like.workers.engine.mesh import build_meshes
 from verl_like.workers.engine.optimizer import build_optimizer, learning_rate
 from verl_like.workers.engine.shard_writer import ShardWriter
 from verl_like.workers.models.lora import (
@@ -92,7 +93,10 @@ class FsdpEngine(TrainingEngine):
         self.dtype = fsdp.dtype
         self.sequence_parallel_size = sequence_parallel_size
         self.rank = dist.get_rank()
-        self.mesh, batch_mesh = build_mesh(device, fsdp.num_shards, sequence_parallel_size)
+        self.meshes = build_meshes(
+            device, fsdp.num_shards, sequence_parallel_size, fsdp.expert_parallel_size
+        )
+        self.mesh = self.meshes.parameters
         # If each rank has all parameters, nothing is gathered, and freeing layers would save
         # little.
         num_shards = self.mesh["shard"].size()
@@ -106,11 +110,11 @@ class FsdpEngine(TrainingEngine):
         adapters = getattr(hf, "peft_config", {})
         self.adapter_settings = adapters.get("default")
         self.exchange = None
-        if batch_mesh is not None:
+        if self.meshes.batch is not None:
             require_shares_of_heads(
                 hf.config, sequence_parallel_size, key="ulysses_sequence_parallel_size"
             )
-            self.exchange = SequenceExchange(batch_mesh["sequence"])
+            self.exchange = SequenceExchange(self.meshes.batch["sequence"])
         has_head = hf.get_output_embeddings() is not None
         self.cost = ModelCost.of(hf.config, with_head=has_head)
         if isinstance(config, TrainedModelConfig):
@@ -120,7 +124,10 @@ class FsdpEngine(TrainingEngine):
                 compile_layers(hf)
             if training and config.enable_gradient_checkpointing:
                 hf.gradient_checkpointing_enable({"use_reentrant": False})
-        self.units: list[Any] = [*decoder_layers(hf), self.model]
+        distributed = experts_of(hf) if self.meshes.experts else []
+        self.distributed_experts = set(distributed)
+        """The modules of experts that are distributed over ranks."""
+        self.units: list[Any] = [*distributed, *decoder_layers(hf), self.model]
         """The units of sharding, which `fully_shard` makes FSDPModules."""
         self._shard(self.model)
         parameters = self.model.parameters()
@@ -141,7 +148,8 @@ class FsdpEngine(TrainingEngine):
     def _shard(self, model: PackedModel) -> None:
         """Shards the model, and distributes rank 0's weights and buffers to all ranks.
 
-        Every decoder layer is a unit of sharding, and the rest of the model is another one.
+        Every decoder layer is a unit of sharding, and the rest of the model is another one. Experts
+        that are distributed are units of their own, because fewer ranks share each of them.
         """
         weights = model.state_dict() if self.rank == 0 else {}
         buffers = dict(model.named_buffers())
@@ -150,11 +158,18 @@ class FsdpEngine(TrainingEngine):
         precision = MixedPrecisionPolicy(param_dtype=computing_dtype, reduce_dtype=torch.float32)
         model.to("meta")
         model.hf.tie_weights()  # moving to another device unties
+        meshes = self.meshes
+        if meshes.experts is not None:
+            distribute_experts(model.hf, meshes.experts["expert"])
         for unit in self.units:
+            mesh = meshes.parameters
+            if unit in self.distributed_experts:
+                assert meshes.experts is not None
+                mesh = meshes.experts["replica", "part"]
             # The outermost unit is not freed after the forward pass, because the backward pass
             # begins with it.
             reshard = self.frees_layers and unit is not model
-            fully_shard(unit, mesh=self.mesh, mp_policy=precision, reshard_after_forward=reshard)
+            fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard)
         model.to_empty(device=self.device)
         # Ranks may differ in the dtype of buffers: transformers keeps some of them in float32 if it
         # reads the model from a file, but not if it makes the model on the meta device.

@@ -4,7 +4,7 @@ and sequences."""
 import os
 from datetime import timedelta
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -126,19 +126,27 @@ def _meet(trainer: JointTrainer, rank: int, world_size: int) -> dist.Store:
     return store
 
 
-def build_mesh(
-    device: str, num_shards: int, sequence_parallel_size: int
-) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """Returns two meshes of all ranks: (replica, shard) of parameters, and (data, sequence) of a
-    batch.
+class Meshes(NamedTuple):
+    """How the ranks share a model and a batch."""
+
+    parameters: DeviceMesh
+    """(replica, shard). It has two dimensions even for a single copy, because FSDP2 then adds the
+    micro-batches of a step in float32, also for parameters that are stored in bfloat16."""
+    experts: DeviceMesh | None
+    """(replica, part, expert), with expert parallelism. The ranks of a shard are `part` times
+    `expert`: ranks along `expert` have different experts, and those along `part` share these."""
+    batch: DeviceMesh | None
+    """(data, sequence), if several ranks share a sequence. It is independent of the others: more or
+    fewer ranks may share a sequence than share parameters."""
+
+
+def build_meshes(
+    device: str, num_shards: int, sequence_parallel_size: int, expert_parallel_size: int = 1
+) -> Meshes:
+    """Returns the meshes of all ranks.
 
     One copy of the parameters is sharded over `num_shards` ranks; -1 means all ranks of a trainer.
-    Each of several trainers has its own copies, so that it can export alone. The first mesh has two
-    dimensions even for a single copy, because FSDP2 then adds the micro-batches of a step in
-    float32, also for parameters that are stored in bfloat16.
-
-    The second mesh is None if `sequence_parallel_size` is 1. It is independent of the first: more
-    or fewer ranks may share a sequence than share parameters.
+    Each of several trainers has its own copies, so that it can export alone.
 
     Raises ValueError for a size that does not divide the number of ranks.
     """
@@ -147,10 +155,20 @@ def build_mesh(
     num_own_ranks = num_ranks // num_trainers()
     shards = num_own_ranks if num_shards == -1 else num_shards
     copies = num_groups(shards, num_own_ranks, "ranks of the pool", key="fsdp_config.fsdp_size")
-    shape = (num_trainers() * copies, shards)
-    parameters = ranks._unflatten(0, shape, ("replica", "shard"))
-    if sequence_parallel_size == 1:
-        return parameters, None
-    shards_of_batch = num_ranks // sequence_parallel_size
-    shape = (shards_of_batch, sequence_parallel_size)
-    return parameters, ranks._unflatten(0, shape, ("data", "sequence"))
+    replicas = num_trainers() * copies
+    parameters = ranks._unflatten(0, (replicas, shards), ("replica", "shard"))
+    experts = None
+    if expert_parallel_size > 1:
+        parts = num_groups(
+            expert_parallel_size,
+            shards,
+            "ranks that share the parameters",
+            key="fsdp_config.expert_parallel_size",
+        )
+        shape = (replicas, parts, expert_parallel_size)
+        experts = ranks._unflatten(0, shape, ("replica", "part", "expert"))
+    batch = None
+    if sequence_parallel_size > 1:
+        shape_of_batch = (num_ranks // sequence_parallel_size, sequence_parallel_size)
+        batch = ranks._unflatten(0, shape_of_batch, ("data", "sequence"))
+    return Meshes(parameters, experts, batch)

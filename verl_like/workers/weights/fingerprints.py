@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from verl_like.workers.weights.file_layout import FileTensor
 
@@ -140,7 +141,9 @@ def local_fingerprint(file: FileTensor, tensor: Tensor, rank: int) -> Tensor | i
     placements = tensor.placements
     num_dims = 2 if file.is_whole else 1
     for placement in placements:
-        is_cut = type(placement) is Shard and placement.dim < num_dims
+        # FSDP2 cuts by _StridedShard what another dimension of the mesh cuts already. The rows of
+        # each rank still follow each other if all have equally many.
+        is_cut = isinstance(placement, Shard | _StridedShard) and placement.dim < num_dims
         if not is_cut and not placement.is_replicate():
             allowed = "Replicate(), Shard(0) and Shard(1)" if file.is_whole else "Shard(0)"
             raise ValueError(
