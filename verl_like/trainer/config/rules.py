@@ -18,6 +18,7 @@ from verl_like.trainer.config.actor_rules import (
     ptx_rows_have_a_weight,
     replayed_routing_is_recorded,
 )
+from verl_like.trainer.config.expert_rules import distributed_experts
 from verl_like.trainer.config.roles import OWN_PROCESS, Role
 from verl_like.trainer.config.schema import PPOConfig
 
@@ -129,6 +130,20 @@ def sizes_divide_the_pool(config: PPOConfig) -> Iterator[str]:
     for active_role in config.plan.active_roles:
         key, size = sequence_parallel(config, active_role)
         yield from _a_size_divides_the_pool(config, active_role, key, size, f" ({active_role})")
+
+
+def experts_are_distributed_among_the_shards(config: PPOConfig) -> Iterator[str]:
+    blocks = {
+        Role.Actor: ("actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.model"),
+        Role.Critic: ("critic.model.fsdp_config", "critic.model"),
+    }
+    for role, (key, model_key) in blocks.items():
+        if role in config.plan.active_roles:
+            fsdp = attrgetter(key)(config)
+            model = attrgetter(model_key)(config)
+            yield from distributed_experts(
+                fsdp, model, config.num_processes(role), key=key, model_key=model_key
+            )
 
 
 def _a_size_divides_the_pool(
@@ -473,6 +488,7 @@ PLACEMENT_RULES = (
 )
 BATCH_RULES = (
     sizes_divide_the_pool,
+    experts_are_distributed_among_the_shards,
     a_single_device_is_one_process,
     mini_batches_divide_the_batch,
     token_budgets_hold_the_longest_sequence,

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from verl_like.config_model import ConfigModel, MinusOneOrPositive, PositiveInt
+from verl_like.trainer.config.expert_rules import distributed_experts
 from verl_like.trainer.config.run_config import LoopConfig, Paths, RunConfig, Strings
 from verl_like.workers.config.supervised import (
     DPOTrainingConfig,
@@ -107,6 +108,9 @@ def broken_supervised_rules(config: SupervisedConfig) -> Iterator[str]:
             f"model.fsdp_config.strategy=single is for one process, and the run has {ranks} "
             "ranks; set ddp, or shard"
         )
+    yield from distributed_experts(
+        config.model.fsdp_config, config.model, ranks, key="model.fsdp_config", model_key="model"
+    )
     if ranks % shared:
         yield (
             f"training.ulysses_sequence_parallel_size={shared} does not divide the {ranks} ranks "

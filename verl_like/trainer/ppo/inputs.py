@@ -49,6 +49,7 @@ from verl_like.trainer.run.messages import say
 from verl_like.workers.config.models import ModelConfig, PolicyModelConfig
 from verl_like.workers.models import pretrained
 from verl_like.workers.models.attention import require_flash_attention
+from verl_like.workers.models.distributed_experts import require_distributed_experts
 from verl_like.workers.models.experts import experts_notes
 from verl_like.workers.models.model_check import check_model
 from verl_like.workers.models.packed_models import PackedModel, PolicyModel, RewardModel, ValueModel
@@ -387,6 +388,7 @@ def check_models(config: PPOConfig) -> None:
         check_model_of_role(config, key, model)
     check_engine_reads(config)
     check_routers(config)
+    check_distributed_experts(config)
 
 
 def check_model_of_role(config: PPOConfig, key: str, model: ModelConfig) -> None:
@@ -480,6 +482,31 @@ def check_routers(config: PPOConfig) -> None:
             reason = str(error).replace(SWITCH_OFF, f"set {key}={off}")
             model = f"actor_rollout_ref.model.path={policy.model.path}"
             raise ValueError(f"{key}={value} with {model}: {reason}") from error
+
+
+def check_distributed_experts(config: PPOConfig) -> None:
+    """Raises ValueError if the experts of a model that is trained cannot be distributed over ranks
+    as its `expert_parallel_size` says."""
+    policy = config.actor_rollout_ref
+    actor_key = "actor_rollout_ref.actor.fsdp_config"
+    require_distributed_experts(
+        policy.model,
+        policy.actor.fsdp_config,
+        PolicyModel,
+        config.num_processes(Role.Actor),
+        key="actor_rollout_ref.model",
+        fsdp_key=actor_key,
+    )
+    if config.plan.needs_critic:
+        model = config.critic.model
+        require_distributed_experts(
+            model,
+            model.fsdp_config,
+            ValueModel,
+            config.num_processes(Role.Critic),
+            key="critic.model",
+            fsdp_key="critic.model.fsdp_config",
+        )
 
 
 def check_teacher(model: PolicyModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -36,7 +36,8 @@ trainer.val_before_train trainer.test_freq trainer.save_freq trainer.log_val_gen
 trainer.resume_* trainer.damaged_ckpt trainer.max_ckpt_to_keep trainer.best_ckpt_metric
 resource_pool_spec* role_mapping* ray_kwargs.*
 reward.num_workers reward.timeout_s data.*_files *.path *_path
-*.fsdp_size *.strategy *.enable_gradient_checkpointing *_offload *.ulysses_sequence_parallel_size
+*.fsdp_size *.expert_parallel_size *.strategy *.enable_gradient_checkpointing *_offload
+*.ulysses_sequence_parallel_size
 *micro_batch_size_per_gpu *max_token_len_per_gpu *use_dynamic_bsz *.tensor_model_parallel_size
 *.gpu_memory_utilization *.max_num_seqs *.max_num_batched_tokens *.enforce_eager *.free_cache_engine
 *.weight_transport reward.max_memory_gb detached.max_attempts detached.max_restarts

@@ -30,6 +30,7 @@ from verl_like.trainer.state.run_state import LoopState
 from verl_like.trainer.supervised.display import DPO_DISPLAY, ILQL_DISPLAY, RM_DISPLAY, SFT_DISPLAY
 from verl_like.trainer.supervised.trainer import SupervisedTrainer
 from verl_like.workers.models.attention import require_flash_attention
+from verl_like.workers.models.distributed_experts import require_distributed_experts
 from verl_like.workers.models.experts import experts_notes
 from verl_like.workers.models.model_check import check_model
 from verl_like.workers.models.packed_models import PolicyModel
@@ -113,6 +114,14 @@ def check_inputs(config: SupervisedConfig, cleanup: contextlib.ExitStack) -> Sup
         key="model",
         makes_head=True,
         sequence_parallel_size=sequence_parallel_size,
+    )
+    require_distributed_experts(
+        config.model,
+        config.model.fsdp_config,
+        kind.worker.model_class,
+        config.num_processes_of_run,
+        key="model",
+        fsdp_key="model.fsdp_config",
     )
     notes = experts_notes(config.model, hf_config, kind.worker.model_class.auto_class, "model")
     if isinstance(config, SFTConfig):

@@ -4,12 +4,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from verl_like.config_model import (
-    ConfigModel,
-    MinusOneOrPositive,
-    NonNegativeFloat,
-    PositiveInt,
-)
+from verl_like.config_model import ConfigModel, MinusOneOrPositive, NonNegativeFloat, PositiveInt
 from verl_like.workers.config.models import TrainingDtype
 
 
@@ -20,10 +15,6 @@ class FsdpConfig(ConfigModel):
     """Keep the parameters in host memory while the model is idle."""
     dtype: TrainingDtype = "bfloat16"
     """Data type in which layers compute: float32 or bfloat16 (fp32 and bf16 mean the same)."""
-    expert_parallel_size: PositiveInt = 1
-    """How many ranks have different experts of a mixture of experts, to which tokens travel. It
-    divides the number of ranks that share the parameters. With 1 experts are sharded and gathered
-    as all other parameters are."""
 
 
 class ForwardFsdpConfig(FsdpConfig):
@@ -32,6 +23,7 @@ class ForwardFsdpConfig(FsdpConfig):
 
     strategy: ClassVar[str] = "zero3"
     num_shards: ClassVar[int] = -1
+    expert_parallel_size: ClassVar[int] = 1
 
     @property
     def model_dtype(self) -> str:
@@ -53,6 +45,11 @@ class TrainedFsdpConfig(FsdpConfig):
     fsdp_size: MinusOneOrPositive = -1
     """Ranks one copy of the parameters is sharded over with zero1, zero2 and zero3; -1 means all
     ranks of the pool. It divides the pool's size."""
+    expert_parallel_size: PositiveInt = 1
+    """Ranks among which the experts of a mixture of experts are distributed, with zero1, zero2 and
+    zero3. Tokens travel to the ranks of their experts. It divides the number of ranks that one copy
+    of the parameters is sharded over, and that number divides the number of experts. With 1 experts
+    are sharded and gathered as all other parameters."""
     model_dtype: TrainingDtype = "float32"
     """Data type in which the parameters and AdamW's two averages are stored: float32 or bfloat16
     (fp32 and bf16 mean the same). In bfloat16 a change below 1/512 of a number is rounded away:
@@ -71,6 +68,16 @@ class TrainedFsdpConfig(FsdpConfig):
                 f"strategy={self.strategy} with fsdp_size={self.fsdp_size}: single and ddp have a "
                 "whole copy on every rank, zero1, zero2 and zero3 shard one over 2 or more; set "
                 "strategy=ddp and leave fsdp_size at -1, or set one of the three and more ranks"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def distributed_experts_are_sharded(self) -> "TrainedFsdpConfig":
+        if self.expert_parallel_size > 1 and self.num_shards == 1:
+            raise ValueError(
+                f"expert_parallel_size={self.expert_parallel_size} with "
+                f"strategy={self.strategy}, which has all experts on every rank; set zero1, zero2 "
+                "or zero3, or expert_parallel_size=1"
             )
         return self
 

@@ -23,11 +23,11 @@ from verl_like.workers.config.roles import ActorConfig, CriticConfig
 from verl_like.workers.config.supervised import TrainingConfig
 from verl_like.workers.engine.activation_offload import ActivationOffload
 from verl_like.workers.engine.base import FileDigests, TrainingEngine
-from verl_like.workers.engine.expert_parallel import distribute_experts, experts_of
 from verl_like.workers.engine.host_memory import HostMemory, local_part
 from verl_like.workers.engine.mesh import build_meshes
 from verl_like.workers.engine.optimizer import build_optimizer, learning_rate
 from verl_like.workers.engine.shard_writer import ShardWriter
+from verl_like.workers.models.distributed_experts import distribute_experts, experts_of
 from verl_like.workers.models.lora import (
     merged_weights,
     model_buffers,
