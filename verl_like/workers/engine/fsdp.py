@@ -47,6 +47,7 @@ from verl_like.workers.models.sequence_exchange import SequenceExchange
 from verl_like.workers.planning.flops import ModelCost
 from verl_like.workers.planning.partition import require_shares_of_heads
 from verl_like.workers.weights.file_layout import FileLayout, file_layout
+from verl_like.workers.weights.gathering import whole_tensors
 
 MAX_SKIPPED_STEPS = 3
 """How many consecutive optimizer steps may be skipped, because their gradients are not finite,
@@ -437,9 +438,8 @@ class FsdpEngine(TrainingEngine):
         # All ranks gather one parameter after the other, and rank 0 keeps them. They are gathered
         # in host memory, because a rollout engine may use the device.
         for name, parameter in self.named_parameters():
-            on_host: Any = parameter.detach().to("cpu", kept_dtype)
-            gathered = on_host.full_tensor()
-            if self.rank == 0:
+            on_host = parameter.detach().to("cpu", kept_dtype)
+            for gathered in whole_tensors([on_host], is_kept=self.rank == 0):
                 kept[name] = gathered
         if self.rank != 0:
             return

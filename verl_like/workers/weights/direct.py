@@ -8,10 +8,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from torch.distributed.tensor import DTensor
-
 from verl_like.single_controller.worker import reserve_port
 from verl_like.workers.weights.exports import Allocate, NamedTensor, OrderedWeight, WeightExport
+from verl_like.workers.weights.gathering import whole_tensors
 from verl_like.workers.weights.transport import WeightTransport
 
 
@@ -39,11 +38,10 @@ def gather(weights: Iterable[OrderedWeight]) -> Iterator[NamedTensor]:
     call if there are DTensors."""
     for weight in weights:
         tensor = weight.tensor.detach().to(weight.dtype)
-        if isinstance(tensor, DTensor):
-            tensor = tensor.full_tensor()
+        [whole] = whole_tensors([tensor], is_kept=True)
         for file in weight.files:
             # vLLM packs the memory of what it is given.
-            yield file.name, file.of(tensor).contiguous()
+            yield file.name, file.of(whole).contiguous()
 
 
 class DirectTransport(WeightTransport):

@@ -127,6 +127,19 @@ def _odd_factors(first: int, count: int, device: torch.device) -> Tensor:
     return mixed | 1
 
 
+def _cuts_distributed_rows(tensor: DTensor, dim: int) -> bool:
+    """Returns True if FSDP2 cuts, along this dimension of the mesh, rows that the last dimension
+    has distributed already, such as experts. All ranks have equally many rows, so those of a rank
+    follow each other."""
+    placement = tensor.placements[dim]
+    if type(placement) is not _StridedShard or tensor.placements[-1] != Shard(0):
+        return False
+    num_distributed = tensor.device_mesh.size(-1)
+    num_shares = num_distributed * tensor.device_mesh.size(dim)
+    is_whole_rows = placement.dim == 0 and len(tensor) % num_shares == 0
+    return is_whole_rows and placement.split_factor == num_distributed
+
+
 def local_fingerprint(file: FileTensor, tensor: Tensor, rank: int) -> Tensor | int:
     """Returns this rank's share of the fingerprint of `file`, a tensor of a checkpoint's files that
     is a view of the model's `tensor`. The shares of all ranks add up to it, modulo 2**64.
@@ -140,10 +153,9 @@ def local_fingerprint(file: FileTensor, tensor: Tensor, rank: int) -> Tensor | i
     mesh = tensor.device_mesh
     placements = tensor.placements
     num_dims = 2 if file.is_whole else 1
-    for placement in placements:
-        # FSDP2 cuts by _StridedShard what another dimension of the mesh cuts already. The rows of
-        # each rank still follow each other if all have equally many.
-        is_cut = isinstance(placement, Shard | _StridedShard) and placement.dim < num_dims
+    for dim, placement in enumerate(placements):
+        is_cut = type(placement) is Shard and placement.dim < num_dims
+        is_cut = is_cut or _cuts_distributed_rows(tensor, dim)
         if not is_cut and not placement.is_replicate():
             allowed = "Replicate(), Shard(0) and Shard(1)" if file.is_whole else "Shard(0)"
             raise ValueError(

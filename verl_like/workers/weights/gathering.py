@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 
 def whole_tensors(tensors: Sequence[Tensor], is_kept: bool) -> list[Tensor]:
@@ -45,7 +46,9 @@ def _dim_of_rows(tensor: DTensor) -> int | None:
     tensor is not cut so, or along several dimensions of the mesh."""
     dim_of_rows = None
     for dim, placement in enumerate(tensor.placements):
-        if placement.is_replicate():
+        # FSDP2 cuts experts that are distributed already, also where one rank has all of a part.
+        cuts_nothing = type(placement) is _StridedShard and tensor.device_mesh.size(dim) == 1
+        if placement.is_replicate() or cuts_nothing:
             continue
         lies_in_rows = type(placement) is Shard and placement.dim == 0
         if not lies_in_rows or dim_of_rows is not None:
