@@ -36,6 +36,7 @@ MOST_ABOVE = 1.1
 NEGLIGIBLE = 0.3 * GB
 NOT_OF_THE_PROCESS = {"context*", "sleeping engine*", "engine's share", "engine's weights"}
 ACTOR = "actor_rollout_ref.actor"
+EXPERT_PARALLEL = f"{ACTOR}.fsdp_config.expert_parallel_size"
 MODEL_KEY = "actor_rollout_ref.model"
 CORRECTED = "algorithm.rollout_correction.rollout_is=token"
 
@@ -120,6 +121,23 @@ CASES = (
         "30B-A3B, 64 ranks, no checkpointing, 2,048 tokens",
         f"{MODEL_KEY}.enable_gradient_checkpointing=false",
         f"{ACTOR}.ppo_micro_batch_size_per_gpu=1",
+        ranks=64,
+        size=EXPERTS,
+    ),
+    ppo("30B-A3B, 8 ranks, expert parallel 8", f"{EXPERT_PARALLEL}=8", size=EXPERTS),
+    ppo("30B-A3B, 64 ranks, expert parallel 8", f"{EXPERT_PARALLEL}=8", ranks=64, size=EXPERTS),
+    ppo(
+        "30B-A3B, 64 ranks, expert parallel 4, no checkpointing, 2,048 tokens",
+        f"{EXPERT_PARALLEL}=4",
+        f"{MODEL_KEY}.enable_gradient_checkpointing=false",
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu=1",
+        ranks=64,
+        size=EXPERTS,
+    ),
+    ppo(
+        "30B-A3B, 64 ranks, expert parallel 8, zero1",
+        f"{EXPERT_PARALLEL}=8",
+        f"{ACTOR}.fsdp_config.strategy=zero1",
         ranks=64,
         size=EXPERTS,
     ),

@@ -2,6 +2,7 @@
 docs/memory.md."""
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,15 +30,17 @@ from verl_like.trainer.config.supervised import (
 )
 from verl_like.trainer.memory.activations import TokenValues
 from verl_like.trainer.memory.pools import check_memory, planned_pools
-from verl_like.trainer.memory.sums import ModelSize, Phase, require_memory
+from verl_like.trainer.memory.sums import ModelSize, Phase, PlannedModel, require_memory
 from verl_like.trainer.ppo.display import PPO_DISPLAY
 from verl_like.trainer.ppo.workers import build_role_worker_mapping
 from verl_like.trainer.run import shell as run
+from verl_like.workers.config.engine import TrainedFsdpConfig
 from verl_like.workers.config.models import PolicyModelConfig
 from verl_like.workers.models.attention import choose_attention
 from verl_like.workers.models.packed_models import PolicyModel
 from verl_like.workers.models.packing import Rows, pack
 from verl_like.workers.models.pretrained import decoder_layers
+from verl_like.workers.planning.partition import MicroBatching
 
 ROOT = Path(__file__).parents[2]
 DEVICES = {"80 GB": 79.1 * 2**30, "141 GB": 139.7 * 2**30}
@@ -629,3 +632,48 @@ def test_the_values_of_a_token_in_a_layer_with_experts_are_those_of_its_selected
         layers[:1], hidden=256, intermediate=704, num_selected=3, has_norms=True, has_adapter=True
     )
     assert dense == TokenValues(saved=20 * 256 + 4 * 704, live=4 * 256 + 4 * 704, expanded=0)
+
+
+def test_a_rank_plans_with_its_share_of_distributed_experts(tmp_path: Path):
+    config = Qwen3MoeConfig(num_hidden_layers=3, **SIZES, **EXPERTS)
+    config.save_pretrained(tmp_path)
+    size = ModelSize.of(PolicyModelConfig(path=str(tmp_path)), "model", PolicyModel)
+    experts_of_layer = 8 * 3 * 256 * 192
+    assert size.experts_of_layer == experts_of_layer
+    assert size.experts == 3 * experts_of_layer
+
+    def planned(expert_parallel_size: int, strategy: str = "zero3") -> PlannedModel:
+        passes = MicroBatching(num_rows=1, max_tokens=100, by_tokens=True)
+        fsdp = TrainedFsdpConfig(
+            expert_parallel_size=expert_parallel_size, strategy=strategy, model_dtype="bfloat16"
+        )
+        return PlannedModel(
+            "actor",
+            size,
+            PolicyModelConfig(path=str(tmp_path), enable_gradient_checkpointing=True),
+            fsdp,
+            shards=8,
+            sequence_length=50,
+            scored_length=20,
+            forward_passes=passes,
+            update_passes=passes,
+            export_dtype="bfloat16",
+        )
+
+    gathered, distributed = planned(1), planned(4)
+    assert distributed.stored == gathered.stored  # a rank's shards are as large
+    elsewhere = 3 / 4 * experts_of_layer
+    less = gathered.update()["gathered layers"] - distributed.update()["gathered layers"]
+    assert less == pytest.approx(2 * elsewhere)
+    less = gathered.forward()["gathered layers"] - distributed.forward()["gathered layers"]
+    assert less == pytest.approx(2 * 2 * elsewhere)  # of two layers
+    less = planned(1, "zero1").gradients() - planned(4, "zero1").gradients()
+    assert less == pytest.approx(4 * 3 * elsewhere)
+    assert gathered.travelling(100) == 0
+    assert distributed.travelling(100) == 2 * 3 * 256 * 2 * 100
+    # A parameter that is larger than a bucket is gathered in two steps, with a quarter between.
+    large = [
+        replace(each, size=replace(size, largest_trained=10**9)).export()["a bucket of weights*"]
+        for each in (gathered, distributed)
+    ]
+    assert large[1] - large[0] == pytest.approx(2 * 10**9 / 4)

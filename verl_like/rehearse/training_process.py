@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers.distributed import tensor_parallel
 
 from verl_like.protocol import DataProto, Metric
 from verl_like.protocol.row_ops import jagged_from_lengths
@@ -207,12 +208,35 @@ def join_nobody(rank: int, world_size: int, phases: Phases) -> None:
     engine.set_model_state_dict = distribute
 
 
+def dispatch_evenly(
+    style: Any,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    num_local_experts: int,
+    group: Any,
+    num_ranks: int,
+) -> tuple[Tensor, Tensor, Tensor, list[int], list[int]]:
+    """Takes the place of `EpDispatchExpertsParallel._dispatch_tokens`, which reads how many tokens
+    come from other ranks. Here as many come from each rank as go to it, and they are the same
+    number for all ranks."""
+    num_pairs = top_k_index.numel()
+    order = torch.argsort(top_k_index.reshape(-1))
+    sent = hidden_states[order // top_k_index.size(-1)]
+    parts = torch.arange(num_pairs).chunk(num_ranks)
+    sizes = [len(part) for part in parts]
+    received = tensor_parallel.all_to_all_single(sent, sizes, sizes, group)
+    expert_ids = torch.arange(num_pairs, device=sent.device) % num_local_experts
+    return received, expert_ids, order, sizes, sizes
+
+
 def replace_what_needs_numbers() -> None:
     """Replaces what would read or check numbers, because nothing computes any, and what would write
     files or host memory."""
     model_worker.load_pretrained = empty_weights
     head: Any = linear_log_prob
     head._kernels = lambda x_MC: NoKernels
+    style: Any = tensor_parallel.EpDispatchExpertsParallel
+    style._dispatch_tokens = dispatch_evenly
     fsdp.MAX_SKIPPED_STEPS = 10**9  # a step whose norm is not finite is skipped
     mini_batches.read_metrics = read_ones
     writer: Any = ShardWriter

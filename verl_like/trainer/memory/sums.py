@@ -16,6 +16,7 @@ from verl_like.trainer.config.run_config import RunConfig
 from verl_like.trainer.memory.activations import TokenValues
 from verl_like.workers.config.engine import ForwardFsdpConfig, TrainedFsdpConfig
 from verl_like.workers.config.models import ModelConfig, TrainedModelConfig
+from verl_like.workers.models.distributed_experts import experts_of
 from verl_like.workers.models.linear_log_prob import LOGITS_PER_CHUNK
 from verl_like.workers.models.lora import model_buffers, trained_parameters
 from verl_like.workers.models.packed_models import PackedModel
@@ -71,6 +72,10 @@ class ModelSize:
     """Size of the largest parameter tensor that is trained, in numbers."""
     layer: int
     """Parameters of the largest decoder layer."""
+    experts: int
+    """Parameters of all experts that can be distributed over ranks."""
+    experts_of_layer: int
+    """The most such parameters of one layer."""
     outer: int
     """Parameters outside the decoder layers: embedding, head, last norm."""
     num_layers: int
@@ -92,6 +97,7 @@ class ModelSize:
         intermediate = getattr(text, "intermediate_size", None) or 4 * hidden
         head = hf.get_output_embeddings()
         layers = [count_parameters(layer) for layer in decoder_layers(hf)]
+        experts = [count_parameters(module) for module in experts_of(hf)]
         total = count_parameters(model)
         trained = [parameter.numel() for _name, parameter in trained_parameters(hf)]
         has_adapter = sum(trained) < count_parameters(hf)
@@ -116,6 +122,8 @@ class ModelSize:
             largest=max(parameter.numel() for parameter in model.parameters()),
             largest_trained=max(trained),
             layer=max(layers),
+            experts=sum(experts),
+            experts_of_layer=max(experts, default=0),
             outer=total - sum(layers),
             num_layers=len(layers),
             has_adapter=has_adapter,
@@ -226,6 +234,21 @@ class PlannedModel:
         return parts
 
     @property
+    def share_elsewhere(self) -> float:
+        """The share of the experts that this rank never has, because they are distributed."""
+        return 1 - 1 / self.fsdp.expert_parallel_size
+
+    @property
+    def parameters(self) -> float:
+        """The number of parameters with which this rank computes."""
+        return self.size.parameters - self.share_elsewhere * self.size.experts
+
+    @property
+    def layer(self) -> float:
+        """Those of the largest decoder layer."""
+        return self.size.layer - self.share_elsewhere * self.size.experts_of_layer
+
+    @property
     def gathers_whole(self) -> bool:
         """True if all parameters stay gathered from the forward pass to the backward pass."""
         return self.shards == 1 or self.fsdp.strategy != "zero3"
@@ -260,7 +283,7 @@ class PlannedModel:
         `computed` and `gathering` are the numbers of parameters that these have at one time, if the
         model does not keep all of them.
         """
-        parameters = self.size.parameters
+        parameters = self.parameters
         computed = parameters if self.gathers_whole else min(parameters, computed)
         gathering = min(parameters, gathering)
         is_cast = self.fsdp.dtype != self.fsdp.model_dtype
@@ -287,15 +310,23 @@ class PlannedModel:
     def forward(self) -> Parts:
         """The memory that a pass without gradients takes in addition to `at_rest`."""
         tokens = self.tokens_of(self.forward_passes)
-        layer = self.size.token.live * self.num_bytes * tokens
+        layer = self.size.token.live * self.num_bytes * tokens + self.travelling(tokens)
         head = self.head_working(tokens, self.forward_passes)
         activations = {"activations*": max(layer, head)}
         # Layers take little time without gradients. While one layer is computed, another is there
         # already, and a third is being gathered.
         outer = self.size.outer
-        two_layers = 2 * self.size.layer
+        two_layers = 2 * self.layer
         gathered = self.gathered(outer + two_layers, max(outer, two_layers))
         return self.moved() | with_fragments(gathered | activations, of_streams=STREAMS)
+
+    def travelling(self, tokens: float) -> float:
+        """Bytes of the hidden states that come to distributed experts and go back: two for each
+        expert of a token, if all ranks get equally many."""
+        if self.fsdp.expert_parallel_size == 1:
+            return 0.0
+        size = self.size
+        return 2 * size.token.expanded * size.hidden * self.num_bytes * tokens
 
     def moved(self) -> Parts:
         """The memory of weights that are offloaded, and come to the device for a call."""
@@ -315,7 +346,7 @@ class PlannedModel:
         """The memory that the forward and backward passes of a trained model take in addition to
         `at_rest`."""
         assert self.is_trained
-        two_units = self.size.outer + self.size.layer
+        two_units = self.size.outer + self.layer
         parts = {"gradients": self.gradients()}
         parts |= self.gathered(two_units, two_units)
         parts["reduction*"] = self.reduction()
@@ -328,7 +359,7 @@ class PlannedModel:
         copy in `model_dtype` that the optimizer reads."""
         num_summed = self.trained_per_rank
         if self.reduces_once:
-            num_summed = self.size.trained
+            num_summed = self.trained_share * self.parameters
         copied = 0.0
         # A model that is gathered whole frees its layers while the copy is made, so that the copy
         # takes no further memory.
@@ -366,7 +397,7 @@ class PlannedModel:
         head = self.head_working(tokens, self.update_passes)
         during_backward = num_kept * kept + max(backward, head)
         # The gradients of one layer, in the layers' data type and in float32 for the reduction
-        during_backward += self.trained_share * size.layer * (itemsize + REDUCTION_BYTES)
+        during_backward += self.trained_share * self.layer * (itemsize + REDUCTION_BYTES)
         # The gradients of the heads, which are in the outermost unit and wait for its reduction
         during_backward += (self.trained_share * size.head + size.further_heads) * itemsize
         # At the end of the backward pass the activations are freed, and the outermost unit is
@@ -395,7 +426,11 @@ class PlannedModel:
         itemsize = getattr(torch, self.export_dtype).itemsize
         all_trained = self.size.trained * itemsize
         of_several = min(DEFAULT_BUCKET_BYTES, all_trained) * (2 + 1 / self.shards)
-        of_the_largest = self.size.largest_trained * itemsize * (1 + 1 / self.shards)
+        held = 1 + 1 / self.shards
+        num_distributed = self.fsdp.expert_parallel_size
+        if 1 < num_distributed < self.shards:  # such experts are gathered in two steps
+            held += 1 / num_distributed
+        of_the_largest = self.size.largest_trained * itemsize * held
         return self.moved() | {"a bucket of weights*": max(of_several, of_the_largest)}
 
 
