@@ -465,6 +465,14 @@ def test_heads_that_the_ranks_sharing_a_sequence_cannot_share_out_are_refused(re
     )
 
 
+@pytest.mark.parametrize("part", ["actor_rollout_ref.actor", "critic.model"])
+def test_experts_of_a_model_that_has_none_are_not_distributed(refusal: Refusal, part: str):
+    setting = f"{part}.fsdp_config.expert_parallel_size=2"
+    message = refusal("trainer.n_gpus_per_node=2", setting)
+    assert f"{setting}: Llama" in message
+    assert "has no experts that transformers can distribute; set" in message
+
+
 def test_an_output_folder_that_cannot_be_made_names_the_key(refusal: Refusal, tmp_path: Path):
     (tmp_path / "a_file").write_text("")
     assert "trainer.default_local_dir" in refusal(

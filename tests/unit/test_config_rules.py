@@ -383,6 +383,31 @@ def test_an_episode_that_hangs_fails_before_the_run_does():
     small(*settings)  # without agents
 
 
+@pytest.mark.parametrize(
+    ("fsdp", "model"),
+    [
+        ("actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.model"),
+        ("critic.model.fsdp_config", "critic.model"),
+    ],
+)
+def test_experts_are_distributed_among_ranks_that_share_the_parameters(fsdp: str, model: str):
+    distributed = f"{fsdp}.expert_parallel_size"
+    small(f"{distributed}=4")
+    small(f"{distributed}=2", f"{fsdp}.fsdp_size=2")
+    assert f"{distributed}=3 does not divide the 4 processes that share the" in refusal(
+        f"{distributed}=3"
+    )
+    assert f"{distributed}=4 does not divide the 2 processes" in refusal(
+        f"{distributed}=4", f"{fsdp}.fsdp_size=2"
+    )
+    assert f"{distributed}=2 with {model}.use_torch_compile=true: how many tokens" in refusal(
+        f"{distributed}=2", f"{model}.use_torch_compile=true"
+    )
+    assert "strategy=ddp, which has all experts on every rank" in refusal(
+        f"{distributed}=2", f"{fsdp}.strategy=ddp"
+    )
+
+
 def test_routing_is_replayed_only_where_it_is_recorded_and_the_router_runs_as_it_is_written():
     mode = "actor_rollout_ref.actor.router_replay.mode"
     one_step = ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8"]

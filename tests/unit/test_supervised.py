@@ -352,6 +352,16 @@ def test_ranks_that_do_not_divide_into_groups_are_refused_and_rows_need_not_divi
         )
 
 
+def test_experts_are_distributed_among_the_ranks_of_a_trainer_on_examples(model_path: str):
+    distributed = "model.fsdp_config.expert_parallel_size"
+    on_ranks = "trainer.n_gpus_per_node=2"
+    config = config_of(model_path, "x", on_ranks, f"{distributed}=2")
+    with pytest.raises(ValueError, match=r"expert_parallel_size=2: Llama.* has no experts that tr"):
+        check_inputs(config, None)
+    with pytest.raises(ValueError, match=rf"{distributed}=3 does not divide the 2 processes"):
+        config_of(model_path, "x", on_ranks, f"{distributed}=3")
+
+
 def test_an_unsharded_model_of_several_ranks_is_refused(model_path: str):
     single = "model.fsdp_config.strategy=single"
     with pytest.raises(
