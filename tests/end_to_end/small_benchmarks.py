@@ -31,6 +31,7 @@ SLOW = {
     "python_way",
     "resume",
     "rollout",
+    "router_replay",
     "routing",
     "scaling",
     "training_on_examples",
