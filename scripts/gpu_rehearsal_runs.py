@@ -148,6 +148,12 @@ _SAVING = (
     "trainer.save_freq=1",
 )
 
+_EXPERTS_BALANCED = ("model.path=.toy_world/of_experts/model", "training.router_aux_loss_coef=0.01")
+_PPO_EXPERTS = (
+    "actor_rollout_ref.model.path=.toy_world/of_experts/model",
+    "critic.model.path=.toy_world/of_experts/model",
+)
+
 RUNS = (
     sft("sft", "fine-tuning, one rank"),
     sft(
@@ -165,6 +171,16 @@ RUNS = (
         reference="sft",
     ),
     sft("sft_lora", "fine-tuning of an adapter, one rank", "model.lora_rank=8"),
+    sft("sft_experts", "fine-tuning of a mixture of experts, one rank", *_EXPERTS_BALANCED),
+    sft(
+        "sft_expert_parallel",
+        "fine-tuning of a mixture of experts, two ranks with different experts",
+        *_EXPERTS_BALANCED,
+        "model.fsdp_config.strategy=zero3",
+        "model.fsdp_config.expert_parallel_size=2",
+        num_ranks=2,
+        reference="sft_experts",
+    ),
     preferences("rm", "a reward model, one rank", "rm"),
     preferences("rm_two_ranks", "a reward model, two ranks", "rm", num_ranks=2, reference="rm"),
     preferences("dpo", "DPO, one rank", "dpo", "training.beta=0.12"),
@@ -214,6 +230,35 @@ RUNS = (
     ppo(
         "ppo_colocated_lora",
         "PPO colocated on one rank, an adapter, vLLM that sleeps",
+        "placement=colocated",
+        "actor_rollout_ref.model.lora_rank=8",
+        num_gpus=1,
+        caches_memory=True,
+    ),
+    ppo(
+        "ppo_experts_hf",
+        "PPO split, a mixture of experts on two ranks each, R2 and expert parallelism, hf engine",
+        *_PPO_EXPERTS,
+        "trainer.n_gpus_per_node=4",
+        "actor_rollout_ref.rollout.name=hf",
+        "actor_rollout_ref.actor.router_replay.mode=R2",
+        "actor_rollout_ref.actor.fsdp_config.expert_parallel_size=2",
+        "critic.model.fsdp_config.expert_parallel_size=2",
+        num_gpus=4,
+    ),
+    ppo(
+        "ppo_experts_vllm",
+        "PPO colocated on one rank, a mixture of experts, vLLM that sleeps",
+        *_PPO_EXPERTS,
+        "placement=colocated",
+        "actor_rollout_ref.actor.router_replay.mode=R2",
+        num_gpus=1,
+        caches_memory=True,
+    ),
+    ppo(
+        "ppo_experts_lora",
+        "the same with an adapter of the attention",
+        *_PPO_EXPERTS,
         "placement=colocated",
         "actor_rollout_ref.model.lora_rank=8",
         num_gpus=1,

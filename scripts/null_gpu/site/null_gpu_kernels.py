@@ -202,6 +202,14 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
     return target
 
 
+def _histc(values: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> torch.Tensor:
+    """aten::histc, which the CPU has for numbers with a fraction alone."""
+    counts = torch.histc(on_host(values).double(), bins, min, max)
+    result = torch.empty(bins, dtype=values.dtype, device=values.device)
+    on_host(result).copy_(counts)
+    return result
+
+
 def install() -> None:
     """Answers all kernels of aten that the CPU has as well."""
     for full_name in torch._C._dispatch_get_registrations_for_dispatch_key("CUDA"):
@@ -217,6 +225,7 @@ def install() -> None:
             continue  # a view
         register(name, _answer(name, operator))
     register("copy_", _copy)
+    register("histc", _histc)
     for fused in (
         torch.backends.cuda.enable_flash_sdp,
         torch.backends.cuda.enable_mem_efficient_sdp,

@@ -25,6 +25,9 @@ AFTER: dict[str, Callable[[ModuleType], None]] = {
     "torch": _answer_with("null_gpu_kernels"),
     "vllm._custom_ops": _answer_with("null_gpu_vllm"),
     "vllm.lora.ops.triton_ops": _answer_with("null_gpu_vllm_lora"),
+    "vllm.model_executor.layers.fused_moe.moe_align_block_size": _answer_with(
+        "null_gpu_vllm_experts"
+    ),
     "vllm.distributed.device_communicators.cuda_wrapper": use_null_runtime,
     "vllm.vllm_flash_attn.flash_attn_interface": _answer_with("null_gpu_vllm_attention"),
 }
