@@ -453,6 +453,15 @@ def forget_fused_forms(engine: RolloutEngine) -> None:
     engine.llm.apply_model(lambda model: setattr(model, "packed_modules_mapping", {}))
 
 
+def leave_to_numbers(engine: RolloutEngine) -> None:
+    """From now on the engine is taken to be of a family whose layouts are not all known."""
+    engine.shows_by_numbers = True
+
+
+def unknown_parameters(engine: RolloutEngine) -> tuple[str, ...]:
+    return engine.unknown_parameters
+
+
 def openmp_limit() -> int:
     """How many threads a loop of the calling thread uses, asked of OpenMP: torch sets its own limit
     as it is asked."""

@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 import vllm._custom_ops as vllm_ops
 from torch.nn.attention.varlen import varlen_attn
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.lora.ops.triton_ops import LoRAKernelMeta, lora_expand, lora_shrink
+from vllm.model_executor.layers.fused_moe import fused_experts, fused_topk
 
 
 def a_network_trains_as_on_the_cpu() -> None:
@@ -140,6 +142,29 @@ def an_adapter_adds_its_product_to_the_tokens_that_have_it() -> None:
         assert torch.equal(out[token].float().cpu(), before[token] + added)
 
 
+def tokens_are_computed_by_their_experts() -> None:
+    torch.manual_seed(0)
+    tokens = torch.randn(5, 64, dtype=torch.bfloat16)
+    to_gate_and_up = 0.1 * torch.randn(8, 2 * 32, 64, dtype=torch.bfloat16)
+    back = 0.1 * torch.randn(8, 64, 32, dtype=torch.bfloat16)
+    logits = torch.randn(5, 8)
+    weights, ids, *_ = fused_topk(tokens.cuda(), logits.cuda(), 2, True)
+    chosen = logits.softmax(-1).topk(2)
+    assert torch.equal(ids.cpu().long(), chosen.indices)
+    shares = chosen.values / chosen.values.sum(-1, keepdim=True)
+    torch.testing.assert_close(weights.cpu(), shares)
+    with set_current_vllm_config(VllmConfig()):
+        out = fused_experts(tokens.cuda(), to_gate_and_up.cuda(), back.cuda(), weights, ids)
+    for token, own_ids, own_shares, own in zip(
+        tokens.float(), chosen.indices, shares, out.cpu().float(), strict=True
+    ):
+        expected = torch.zeros(64)
+        for expert, share in zip(own_ids, own_shares, strict=True):
+            gate, up = (to_gate_and_up[expert].float() @ token).chunk(2)
+            expected += share * (back[expert].float() @ (F.silu(gate) * up))
+        torch.testing.assert_close(own, expected, atol=2e-2, rtol=2e-2)
+
+
 CHECKS = (
     an_adapter_adds_its_product_to_the_tokens_that_have_it,
     the_shards_of_an_embedding_add_up_to_it,
@@ -149,6 +174,7 @@ CHECKS = (
     results_lie_on_the_device_and_outputs_are_resized,
     tensors_on_different_devices_are_refused,
     a_kernel_without_an_answer_is_refused,
+    tokens_are_computed_by_their_experts,
 )
 
 if __name__ == "__main__":

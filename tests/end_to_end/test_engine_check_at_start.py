@@ -23,6 +23,29 @@ class OtherNorms(RolloutWorker):
         model = config.model.model_copy(update={"override_config": {"rms_norm_eps": 0.5}})
         super().__init__(config.model_copy(update={"model": model}), seed)
 """
+UNKNOWN = """
+from verl_like.single_controller.decorator import Dispatch, register
+from verl_like.workers.rollout_worker import RolloutWorker
+
+
+class Unknown(RolloutWorker):
+    # As if it were not known how its engine keeps a weight.
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def unknown_parameters(self):
+        return ("model.norm.weight", "lm_head.weight")
+
+
+class Lost(Unknown):
+    # The third version of a weight without a fingerprint is lost.
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_weights(self, exported, version, checks_first=True):
+        lm_head = self.rollout.model.lm_head.weight
+        before = lm_head.detach().clone()
+        fingerprint = super().load_weights(exported, version, checks_first)
+        if version == 2:
+            lm_head.data.copy_(-before)
+        return fingerprint
+"""
 REFUSAL = (
     r"rollout replica 0{} does not compute the actor's model, though its weights are the actor's"
 )
@@ -35,6 +58,50 @@ def other_norms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))
     return "worker_classes.rollout=other_norms.OtherNorms"
+
+
+@pytest.fixture
+def unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a module of workers whose engine has weights without a fingerprint."""
+    (tmp_path / "unknown_weights.py").write_text(UNKNOWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    return "worker_classes.rollout=unknown_weights"
+
+
+def test_log_probs_show_after_each_update_that_weights_without_a_fingerprint_arrived(
+    tmp_path: Path,
+    tiny_llama: Callable,
+    unknown: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    compared = []
+    compare = RayPPOTrainer.compare_engines
+
+    def count(trainer: RayPPOTrainer) -> None:
+        compare(trainer)
+        compared.append(trainer)
+
+    monkeypatch.setattr(RayPPOTrainer, "compare_engines", count)
+    with local_trainer(tmp_path / "run", tiny_llama, f"{unknown}.Unknown") as trainer:
+        trainer.fit()
+    assert len(compared) == 1 + 2
+    said = capsys.readouterr().out
+    assert "Arrival shown by numbers: it is not known how vLLM keeps model.norm.weight" in said
+    [note] = trainer.recorder.notes
+    assert note in said
+    assert "Arrival shown by numbers" in (trainer.recorder.run_dir / "report.html").read_text()
+
+
+def test_a_run_ends_in_the_step_in_which_such_a_weight_is_lost(
+    tmp_path: Path, tiny_llama: Callable, unknown: str
+) -> None:
+    with (
+        local_trainer(tmp_path / "run", tiny_llama, f"{unknown}.Lost", steps=4) as trainer,
+        pytest.raises(EngineMismatch, match=REFUSAL.format("")),
+    ):
+        trainer.fit()
+    assert len(metrics_of(tmp_path / "run")) < 3
 
 
 def test_a_run_whose_engine_computes_another_model_is_refused(

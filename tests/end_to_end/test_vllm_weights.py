@@ -191,6 +191,23 @@ def test_weights_arrive_or_are_missed_by_name(
         for outcome in everywhere("load_weights", export(model, 4), 4):
             with pytest.raises(ray.exceptions.RayTaskError, match=message):
                 ray.get(outcome, timeout=DEADLINE_S)
+        # Of a family that is not known the same weights are accepted, all others have fingerprints.
+        ray.get([process.run.remote("leave_to_numbers") for process in processes])
+        other = scaled(model, 0.7)
+        ray.get(everywhere("load_weights", export(other, 4), 4), timeout=DEADLINE_S)
+        for output in ray.get(everywhere("generate_sequences", prompt_batch()), timeout=DEADLINE_S):
+            assert_generated_by(other, output)
+        for process in processes:
+            unknown = ray.get(process.run.remote("unknown_parameters"), timeout=DEADLINE_S)
+            assert f"{ATTENTION.format(0)}qkv_proj.weight" in unknown
+            assert all("qkv_proj" in name or "gate_up_proj" in name for name in unknown)
+        norms = swapped_layers("input_layernorm.weight")
+        swapping = [
+            process.run.remote("load_swapped", export(model, 5), *norms) for process in processes
+        ]
+        for outcome in swapping:
+            with pytest.raises(ray.exceptions.RayTaskError, match=f"differ .*: {norms[0]}, "):
+                ray.get(outcome, timeout=DEADLINE_S)
     ray.shutdown()
 
 

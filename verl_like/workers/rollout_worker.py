@@ -122,6 +122,12 @@ class RolloutWorker(ActorRolloutRefWorker):
             received, version, checks_first=checks_first, drain=drain
         )
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def unknown_parameters(self) -> tuple[str, ...]:
+        """Returns the engine's parameters whose layout is not known, so that log-probabilities show
+        whether their weights arrived."""
+        return self.rollout.unknown_parameters
+
     @register(
         dispatch_mode={
             **make_nd_compute_dataproto_dispatch_fn(mesh_name="rollout"),

@@ -1,8 +1,13 @@
-"""The CUDA kernels of vLLM that a mixture of experts needs besides its Triton kernel, on the memory
-of the null GPU.
+"""The CUDA kernels of vLLM that a mixture of experts needs, on the memory of the null GPU.
+
+Triton's interpreter multiplies the bits of bfloat16 numbers, so the product of tokens with their
+experts is answered too.
 
 Legend: N tokens, k experts of a token.
 """
+
+from types import ModuleType
+from typing import Any
 
 import torch
 from null_gpu_kernels import on_host, register
@@ -66,6 +71,53 @@ def moe_align_block_size(
 def moe_sum(values: torch.Tensor, out: torch.Tensor, *unused: torch.Tensor | None) -> None:
     """The sum over the experts of each token, of (N, k, values)."""
     on_host(out).copy_(on_host(values).float().sum(1))
+
+
+def multiply(
+    tokens: torch.Tensor,
+    matrices: torch.Tensor,
+    out: torch.Tensor,
+    token_scale: torch.Tensor | None,
+    matrix_scale: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    sorted_ids: torch.Tensor | None,
+    expert_ids: torch.Tensor,
+    num_padded: torch.Tensor,
+    is_weighted: bool,
+    num_selected: int,
+    config: dict[str, Any],
+    *unused: Any,
+    B_bias: torch.Tensor | None = None,
+    **others: Any,
+) -> None:
+    """Multiplies each token by the matrices of its experts, and by its weights if they are asked
+    for. Each block of `sorted_ids` has one expert."""
+    if token_scale is not None or matrix_scale is not None:
+        raise NotImplementedError("The null GPU answers experts that are not quantised.")
+    rows = on_host(tokens)
+    results = on_host(out).view(-1, out.size(-1))
+    num_results = len(rows) * num_selected
+    block_size = config["BLOCK_SIZE_M"]
+    if sorted_ids is None:  # each block has one token
+        blocks = [torch.tensor([number]) for number in range(num_results)]
+    else:
+        num_sorted = int(on_host(num_padded))
+        blocks = list(on_host(sorted_ids)[:num_sorted].split(block_size))
+    for block, expert in zip(blocks, on_host(expert_ids).tolist(), strict=False):
+        places = block[block < num_results].long()
+        matrix = on_host(matrices)[expert].float()
+        product = rows[places // num_selected].float() @ matrix.T
+        if B_bias is not None:
+            product += on_host(B_bias)[expert].float()
+        if is_weighted:
+            assert weights is not None
+            product *= on_host(weights).flatten()[places][:, None]
+        results[places] = product.to(results.dtype)
+
+
+def use_multiply(module: ModuleType) -> None:
+    """Puts `multiply` into the place of what starts vLLM's Triton kernel."""
+    module.invoke_fused_moe_triton_kernel = multiply
 
 
 def install() -> None:

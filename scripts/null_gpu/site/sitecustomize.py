@@ -20,6 +20,10 @@ def _answer_with(name: str) -> Callable[[ModuleType], None]:
     return lambda module: importlib.import_module(name).install()
 
 
+def _use_multiply(module: ModuleType) -> None:
+    importlib.import_module("null_gpu_vllm_experts").use_multiply(module)
+
+
 # What is done once a module has been imported.
 AFTER: dict[str, Callable[[ModuleType], None]] = {
     "torch": _answer_with("null_gpu_kernels"),
@@ -28,6 +32,7 @@ AFTER: dict[str, Callable[[ModuleType], None]] = {
     "vllm.model_executor.layers.fused_moe.moe_align_block_size": _answer_with(
         "null_gpu_vllm_experts"
     ),
+    "vllm.model_executor.layers.fused_moe.fused_moe": _use_multiply,
     "vllm.distributed.device_communicators.cuda_wrapper": use_null_runtime,
     "vllm.vllm_flash_attn.flash_attn_interface": _answer_with("null_gpu_vllm_attention"),
 }

@@ -44,6 +44,7 @@ from verl_like.trainer.ppo.experience_maker import Experience, ExperienceMaker, 
 from verl_like.trainer.ppo.inputs import check_inputs, prompt_sampler
 from verl_like.trainer.ppo.maker_driver import get_maker_driver
 from verl_like.trainer.ppo.workers import load_models
+from verl_like.trainer.run.errors import EngineMismatch
 from verl_like.trainer.run.run_recorder import placement_rows
 from verl_like.workers.copies import ActorCopyWorker, CriticCopyWorker
 from verl_like.workers.rollout.router import ResponsesFuture, router_of
@@ -333,6 +334,13 @@ class ExperienceMakerHolder(Side):
         groups = self.run.groups
         config = self.config
         rollout = groups[Role.Rollout]
+        unknown = engine_check.unknown_parameters(rollout)
+        if unknown:
+            raise EngineMismatch(
+                f"{self.name}: it is not known how vLLM keeps {', '.join(unknown)}, so its "
+                "log-probabilities would be compared with the actor's after each update, which "
+                "main_detached does not do: use main_ppo, or set actor_rollout_ref.rollout.name=hf."
+            )
         drawn = engine_check.draw(rollout, self.run.train_dataset)
         if not drawn:
             self.recorder.say(engine_check.UNKNOWN_ROLLOUT)

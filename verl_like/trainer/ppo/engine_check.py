@@ -1,6 +1,7 @@
 """Compares what the rollout engines compute with what the actor computes, when a run starts.
 
-An engine that has the actor's weights may still build another model with them.
+An engine that has the actor's weights may still build another model with them. If it is not known
+how an engine keeps a weight, this is done after each update, too.
 """
 
 import torch
@@ -28,6 +29,23 @@ UNKNOWN_ACTOR = "The actor has no score_greedy, so the engine is not compared wi
 UNKNOWN_ROLLOUT = (
     "The rollout worker has no draw_greedily, so its engine is not compared with the actor."
 )
+
+
+def unknown_parameters(rollout: WorkerGroup) -> tuple[str, ...]:
+    """Returns the engine's parameters whose layout is not known, which are the same in all
+    replicas. There are none for a custom rollout worker that does not say it."""
+    if not hasattr(rollout, "unknown_parameters"):
+        return ()
+    of_ranks = rollout.unknown_parameters()
+    return tuple(of_ranks[0])
+
+
+def by_numbers(names: tuple[str, ...]) -> str:
+    """Returns what the start of a run says of these parameters."""
+    return (
+        f"Arrival shown by numbers: it is not known how vLLM keeps {', '.join(names)}, so after "
+        "each update the engines' log-probabilities are compared with the actor's."
+    )
 
 
 def draw(rollout: WorkerGroup, dataset: PromptDataset) -> list[DataProto]:
@@ -106,7 +124,7 @@ def require_close(
     worst = int(with_nan_as_inf.argmax())
     raise EngineMismatch(
         f"{what} does not compute the actor's model, though its weights are the actor's: of "
-        f"{len(own)} tokens drawn greedily at the start the {kind} difference of "
+        f"{len(own)} tokens drawn greedily the {kind} difference of "
         f"log-probabilities is {value:.3g}, and at most {limit:g} is rounding "
         f"({policy.rollout.name} computes in {quantization or policy.rollout.dtype}, the actor in "
         f"{actor_dtype}). Where they differ most it has {own[worst]:.6f} and "

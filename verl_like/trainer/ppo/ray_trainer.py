@@ -66,6 +66,8 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
         self.upcoming_batch = 0
         """The number of the batch of prompts that `generated` answers. `num_prompt_batches` counts
         this batch already."""
+        self.unknown_parameters: tuple[str, ...] = ()
+        """The engine's parameters whose arrival log-probabilities show after each update."""
         self.exported: Weights | None = None
         """The weights after the present step, until they are handed on."""
 
@@ -84,6 +86,10 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
             self.restore(resumed.checkpoint)
         weights = self.learner.export_weights()
         self.load_weights(weights)
+        self.unknown_parameters = engine_check.unknown_parameters(self.groups[Role.Rollout])
+        if self.unknown_parameters:
+            note = engine_check.by_numbers(self.unknown_parameters)
+            self.recorder.say(note, in_report=True)
         self.compare_engines()
 
     def compare_engines(self) -> None:
@@ -171,6 +177,8 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
         self.exported = None
         with self.recorder.timer("update_weights"):
             self.load_weights(weights)
+            if self.unknown_parameters:
+                self.compare_engines()
 
     def next_prompts(self) -> DataProto:
         """Takes the next batch of prompts."""

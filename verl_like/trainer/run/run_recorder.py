@@ -117,6 +117,8 @@ class RunRecorder:
         self.router_load: Load = []
         """The load of experts in the last step that trained a mixture of experts."""
         self.placement: TableRows = []
+        self.notes: list[str] = []
+        """What the summary of the report says besides what the run did."""
         self.metrics: Row = {}
         """The metrics of the present step, without timings."""
         self.seconds: Row = {}
@@ -138,9 +140,11 @@ class RunRecorder:
         """Adds a call of a worker to the timeline."""
         self.timeline.record(event)
 
-    def say(self, note: str) -> None:
-        """Tells the user something on the console."""
+    def say(self, note: str, *, in_report: bool = False) -> None:
+        """Tells the user something on the console, and in the report if it is asked for."""
         self.console.say(note)
+        if in_report:
+            self.notes.append(note)
 
     def show_placement(self, rows: TableRows) -> None:
         """Shows where the workers are. This replaces what was shown before."""
@@ -471,7 +475,8 @@ class RunRecorder:
         trainer = self.config.trainer
         title = f"{trainer.project_name} / {trainer.experiment_name}"
         seconds = time.time() - self.started
-        summary = f"{outcome} {len(metrics)} rows of metrics, {seconds:.0f} s."
+        did = f"{outcome} {len(metrics)} rows of metrics, {seconds:.0f} s."
+        summary = " ".join([did, *self.notes])
         write_report(
             self.run_dir / "report.html",
             title=self.redacted(title),

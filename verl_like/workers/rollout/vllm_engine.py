@@ -24,6 +24,8 @@ from verl_like.workers.models.routed_experts import RouterShape
 from verl_like.workers.planning.flops import attention_heads
 from verl_like.workers.rollout.base import CPU_NUM_SEQS, RolloutEngine
 from verl_like.workers.rollout.request import Completion, GenerationRequest, NamedCompletion
+from verl_like.workers.rollout.vllm_families import shown_by_numbers
+from verl_like.workers.weights.arrival import WeightSyncError
 from verl_like.workers.weights.direct import init_info
 from verl_like.workers.weights.exports import WeightExport, buckets_of
 
@@ -54,6 +56,7 @@ class VllmEngine(RolloutEngine):
                 "vLLM makes this process's torch.distributed groups, but another role made them "
                 "already; give the rollout role processes of its own."
             )
+        self.shows_by_numbers = shown_by_numbers(self.hf_config) and not self.model_config.lora_rank
         self._has_no_weights = False
         self._has_no_cache = False
         """True if the engine freed this memory when it went to sleep."""
@@ -433,7 +436,23 @@ class VllmEngine(RolloutEngine):
     def _fingerprints(self) -> dict[str, int]:
         what = "adapter" if self.model_config.lora_rank else "weight"
         of_processes = self.llm.collective_rpc(f"{what}_fingerprints")
+        if not self.model_config.lora_rank:
+            self._require_known_layouts()
         return of_processes[0]
+
+    def _require_known_layouts(self) -> None:
+        """Raises WeightSyncError if the layout of a parameter is not known, unless the arrival of
+        the family's weights is shown by numbers."""
+        unknown_layouts = self.llm.collective_rpc("unknown_layouts")[0]
+        if self.shows_by_numbers:
+            self.unknown_parameters = tuple(sorted(unknown_layouts))
+            return
+        for name, hf_names in unknown_layouts.items():
+            raise WeightSyncError(
+                f"What was loaded into vLLM's parameter {name} of {self.model_config.path} cannot "
+                f"be checked: it is not made of {hf_names} alone, which is what the trainer has "
+                "for it, or not in a way that is known here. Set rollout.name=hf."
+            )
 
     def _sleep(self) -> None:
         if self.config.free_cache_engine and self.device == "cuda":

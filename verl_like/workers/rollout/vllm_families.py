@@ -59,6 +59,12 @@ SERVED = frozenset(
 """By `model_type`. `docs/models.md` has the proof, `make proofs` makes it anew."""
 
 
+def shown_by_numbers(hf_config: PretrainedConfig) -> bool:
+    """Returns True for a family outside of `SERVED`. vLLM may have a parameter of it whose layout
+    is not known here; log-probabilities then show whether its weights arrived."""
+    return hf_config.get_text_config().model_type not in SERVED
+
+
 def require_served(hf_config: PretrainedConfig, setting: str, model: str) -> None:
     """Raises ValueError for a family of transformers that is not in `SERVED`; of others nothing is
     known before a run.
@@ -68,8 +74,7 @@ def require_served(hf_config: PretrainedConfig, setting: str, model: str) -> Non
     model_type = hf_config.get_text_config().model_type
     if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and model_type not in SERVED:
         raise ValueError(
-            f"{setting}: {model} is a {model_type}, whose weights in vLLM cannot be checked, or "
-            "of which vLLM makes other log-probabilities than the trainer (docs/models.md, "
-            "families): set actor_rollout_ref.rollout.name=hf, or choose a model of another "
-            "family."
+            f"{setting}: {model} is a {model_type}, which vLLM does not load, or of which it makes "
+            "other log-probabilities than the trainer (docs/models.md, families): set "
+            "actor_rollout_ref.rollout.name=hf, or choose a model of another family."
         )

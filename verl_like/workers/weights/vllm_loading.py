@@ -32,7 +32,6 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
-from verl_like.workers.weights.arrival import WeightSyncError
 from verl_like.workers.weights.exports import WeightBucket, iterate_buckets
 from verl_like.workers.weights.fingerprints import (
     fingerprint_sum,
@@ -97,6 +96,9 @@ class StagedTransfer(WeightTransferEngine[DirectInitInfo, StagedUpdate]):
         name of the parameter."""
         self._experts: dict[str, Any] = {}
         """The modules that have a layer's experts, by their names."""
+        self.unknown_layouts: dict[str, list[str]] = {}
+        """After `fingerprints`, by the name of each parameter of vLLM of which it is not known what
+        Hugging Face tensors it is made of, those of which it may be."""
         self._gpt_oss = GptOssUpdates(self.model) if is_gpt_oss(self.model) else None
         is_packed = self.device.type == "cpu"
         is_rounded = self.model_config.quantization is not None
@@ -269,10 +271,7 @@ class StagedTransfer(WeightTransferEngine[DirectInitInfo, StagedUpdate]):
 
     def fingerprints(self) -> dict[str, int]:
         """Returns fingerprints by Hugging Face name of the weights that the replica's processes
-        compute with together.
-
-        Raises WeightSyncError if it is not known which Hugging Face parameters a parameter is made
-        of.
+        compute with together. What is in `unknown_layouts` has none.
         """
         tensors = {}
         for name, parameter in self.model.named_parameters():  # lists tied parameters once
@@ -285,11 +284,16 @@ class StagedTransfer(WeightTransferEngine[DirectInitInfo, StagedUpdate]):
             if name in self._sources:
                 tensors[name] = buffer
         totals: dict[str, Tensor | int] = {}
+        self.unknown_layouts = {}
         for name, tensor in tensors.items():
-            # What vLLM has no place for is left out, and so it is missed, whatever its values are.
-            for source in self._sources.get(name, []):
-                totals.setdefault(source.hf_name, 0)
+            sources = self._sources.get(name, [])
             sums = self._fingerprints_in(name, tensor)
+            if sums is None:
+                self.unknown_layouts[name] = [source.hf_name for source in sources]
+                continue
+            # What vLLM has no place for is left out, and so it is missed, whatever its values are.
+            for source in sources:
+                totals.setdefault(source.hf_name, 0)
             for hf_name, part in sums.items():
                 total = totals.get(hf_name, 0)
                 totals[hf_name] = total + part
@@ -299,23 +303,11 @@ class StagedTransfer(WeightTransferEngine[DirectInitInfo, StagedUpdate]):
             return own
         return sum_over_ranks(own, group.cpu_group)
 
-    def _fingerprints_in(self, name: str, parameter: Tensor) -> Sums:
-        """Returns `_fingerprints_of` what was loaded into a parameter; raises WeightSyncError if
-        there are none."""
+    def _fingerprints_in(self, name: str, parameter: Tensor) -> Sums | None:
+        """Returns `_fingerprints_of` what was loaded into a parameter."""
         if name in self._before_packing:
-            found = self._before_packing[name]
-        else:
-            found = self._fingerprints_of(name, parameter)
-        if found is None:
-            sources = self._sources.get(name, [])
-            hf_names = [source.hf_name for source in sources]
-            raise WeightSyncError(
-                f"What was loaded into vLLM's parameter {name} ({type(self.model).__name__}) "
-                f"cannot be checked: it is not made of {hf_names} alone, which is "
-                "what the trainer has for it, or not in a way that is known here. Set "
-                "rollout.name=hf."
-            )
-        return found
+            return self._before_packing[name]
+        return self._fingerprints_of(name, parameter)
 
     def _fingerprints_of(self, name: str, parameter: Tensor) -> Sums | None:
         """Returns the fingerprints of what this process answers for in a parameter; None if the
@@ -345,6 +337,10 @@ class WorkerExtension:
     def weight_fingerprints(self) -> dict[str, int]:
         """Calls `StagedTransfer.fingerprints`."""
         return self.weight_transfer_engine.fingerprints()
+
+    def unknown_layouts(self) -> dict[str, list[str]]:
+        """Returns `StagedTransfer.unknown_layouts`."""
+        return self.weight_transfer_engine.unknown_layouts
 
     def load_adapter(self, buckets: list[Any], adapter_id: int) -> None:
         """Calls `Adapter.load` with the weights of buckets, as `StagedUpdate` has them."""
