@@ -15,6 +15,7 @@ from tiny_experts import CONFIGS, write_experts
 from transformers import AutoModelForCausalLM
 
 from verl_like.trainer.config import load_ppo_config
+from verl_like.trainer.ppo.choice_of_replay import with_router_replay
 from verl_like.trainer.ppo.inputs import check_engine_reads, check_routers
 from verl_like.workers.models.routed_experts import Routing
 from verl_like.workers.models.router_replay import attach_replay
@@ -120,6 +121,34 @@ def test_a_run_records_routing_before_the_update_and_replays_it_there(
     last = metrics_of(tmp_path / "run")[-1]
     assert last["step"] == 2 and last["actor/grad_norm"] > 0
     assert abs(last["actor/ppo_kl"]) < 1e-5, "one step, with the routing of before"
+
+
+def test_the_engines_routing_is_replayed_unless_something_is_in_the_way(
+    tmp_path: Path, tiny_llama: Callable, experts: list[str]
+):
+    def choice(*further: str, of: list[str] = experts) -> tuple[str | None, list[str]]:
+        settings = [*tiny_run_settings(tmp_path, tiny_llama, engine="vllm"), *of, *further]
+        chosen, notes = with_router_replay(load_ppo_config(settings))
+        return chosen.actor_rollout_ref.actor.router_replay.mode, notes
+
+    assert choice() == ("R3", ["Router replay: R3, the trainer uses the routing of vLLM"])
+    assert choice("actor_rollout_ref.ref.router_replay.mode=R3")[0] == "R3"
+    assert choice(f"{MODE}=R2") == ("R2", [])
+    assert choice(f"{MODE}=disabled") == ("disabled", [])
+    assert choice(of=GRPO) == ("disabled", [])  # a model without experts
+    obstacles = {
+        "actor_rollout_ref.rollout.name=hf": "rollout.name=hf does not record it",
+        "trainer.device=cuda": "which CUDA graphs leave out",
+        "actor_rollout_ref.model.use_torch_compile=true": "compiled layers do not see",
+        "actor_rollout_ref.model.lora_rank=4": "an adapter is trained",
+        "worker_classes.actor=verl_like.workers.actor.ActorWorker": "worker_classes has actor",
+    }
+    for setting, why in obstacles.items():
+        mode, [note] = choice(setting)
+        assert mode == "disabled", setting
+        assert note.startswith("Router replay: disabled, because ") and why in note
+    with pytest.raises(ValueError, match=r"recorded only with .*router_replay\.mode=R3"):
+        choice("actor_rollout_ref.rollout.name=hf", "actor_rollout_ref.ref.router_replay.mode=R3")
 
 
 def test_replay_for_a_model_without_experts_is_refused_before_the_run(

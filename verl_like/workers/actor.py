@@ -69,7 +69,7 @@ class ScoringWorker(ActorRolloutRefWorker):
         super().__init__(config, shares_device)
         self.with_sum_pi_squared = with_sum_pi_squared
         self.fsdp_config = config.actor.fsdp_config
-        self.replay_mode = config.actor.router_replay.mode
+        self.replay_mode = config.actor.router_replay.chosen
         self.weight_transport = WEIGHT_TRANSPORTS[config.rollout.weight_transport]()
 
     @register(

@@ -73,7 +73,7 @@ class RolloutWorker(ActorRolloutRefWorker):
                 seed=self.seed,
                 device=self.device,
             )
-            if self.config.actor.router_replay.mode == "R3":
+            if self.config.actor.router_replay.chosen == "R3":
                 made.capture_routing()
             return made
 

@@ -19,10 +19,11 @@ def ptx_rows_have_a_weight(config: PPOConfig) -> Iterator[str]:
 
 def replayed_routing_is_recorded(config: PPOConfig) -> Iterator[str]:
     policy = config.actor_rollout_ref
-    mode = policy.actor.router_replay.mode
+    mode = policy.actor.router_replay.chosen
     key = f"actor_rollout_ref.actor.router_replay.mode={mode}"
     reference = f"actor_rollout_ref.ref.router_replay.mode={policy.ref.router_replay.mode}"
-    if policy.ref.router_replay.mode == "R3" and mode != "R3":
+    is_chosen_later = policy.actor.router_replay.mode is None
+    if policy.ref.router_replay.mode == "R3" and mode != "R3" and not is_chosen_later:
         yield (
             f"{reference} replays the routing of the rollout engine, which is recorded only with "
             "actor_rollout_ref.actor.router_replay.mode=R3; set that, or disabled for the reference"

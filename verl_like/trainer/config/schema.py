@@ -347,7 +347,7 @@ def _needs_old_log_probs(config: PPOConfig, algorithm_needs: frozenset[str]) -> 
         not is_one_step
         or config.algorithm.use_kl_in_reward
         or is_corrected
-        or actor.router_replay.mode == "R2"
+        or actor.router_replay.chosen == "R2"
         or not algorithm_needs.isdisjoint(made_before_the_update)
         or Role.Actor in config.worker_classes
     )

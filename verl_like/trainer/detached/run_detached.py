@@ -30,6 +30,7 @@ from verl_like.trainer.detached.ledger import PromptLedger
 from verl_like.trainer.detached.maker_holder import ExperienceMakerHolder
 from verl_like.trainer.detached.record import DetachedRecord
 from verl_like.trainer.detached.side import GONE, LEDGER, SideRecorder, ask, side_died
+from verl_like.trainer.ppo import choice_of_replay
 from verl_like.trainer.ppo.display import PPO_DISPLAY
 from verl_like.trainer.ppo.inputs import PPOInputs, check_inputs
 from verl_like.trainer.ppo.maker_driver import MakerDriver, get_maker_driver
@@ -77,13 +78,18 @@ def run_detached(config: DetachedConfig, template: WorkerTemplate | None = None)
 
 
 def check_detached_inputs(config: DetachedConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
-    """Checks all inputs, and fills in the number of training steps. Each maker checks them again.
-    Raises ValueError or RewardError for what the user has to change."""
+    """Checks all inputs, and fills in what they decide: the number of training steps, and router
+    replay. Each maker checks them again. Raises ValueError or RewardError for what the user has to
+    change."""
     check_trainer(get_trainer())
     with contextlib.ExitStack() as until_checked:
         inputs = check_inputs(config.with_all_pools(), until_checked)
-    steps = inputs.config.trainer.total_training_steps
-    config = config.updated({"trainer.total_training_steps": steps})
+    checked = inputs.config
+    chosen = {
+        "trainer.total_training_steps": checked.trainer.total_training_steps,
+        choice_of_replay.MODE: checked.actor_rollout_ref.actor.router_replay.mode,
+    }
+    config = config.updated(chosen)
     return replace(inputs, config=config, scorer=None)
 
 

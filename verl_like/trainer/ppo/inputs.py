@@ -31,6 +31,7 @@ from verl_like.trainer.config.rules import (
 )
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.ppo.agent_inputs import check_agents
+from verl_like.trainer.ppo.choice_of_replay import with_router_replay
 from verl_like.trainer.ppo.object_store import check_object_store, step_bytes
 from verl_like.trainer.ppo.scoring import (
     RULE_COLUMNS,
@@ -102,6 +103,7 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
         own_classes[role] = import_worker_class(role, path)
     check_policy_loss(config, own_classes)
     check_environment(config)
+    config, notes_on_routers = with_router_replay(config)
     check_models(config)
     starts_ray = not cluster_address(config.ray_kwargs.ray_init.address)
     if starts_ray:
@@ -136,6 +138,7 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
     if ptx_dataset:
         notes.append(f"{len(ptx_dataset):,} ptx rows ({ptx_dataset.num_truncated} cut)")
     notes += notes_on_aggregation(config)
+    notes += notes_on_routers
     policy = config.actor_rollout_ref.model
     hf_config = pretrained.load_hf_config(policy, key="actor_rollout_ref.model")
     notes += experts_notes(policy, hf_config, PolicyModel.auto_class, "actor_rollout_ref.model")
@@ -464,8 +467,9 @@ def check_routers(config: PPOConfig) -> None:
     policy = config.actor_rollout_ref
     actor = policy.actor
     wanted: list[tuple[str, str, str, Callable[[PreTrainedModel], Any]]] = []
-    if actor.router_replay.mode != "disabled":
-        wanted.append(("router_replay.mode", actor.router_replay.mode, "disabled", require_replay))
+    mode = actor.router_replay.chosen
+    if mode != "disabled":
+        wanted.append(("router_replay.mode", mode, "disabled", require_replay))
     if actor.router_aux_loss_coef:
         value = f"{actor.router_aux_loss_coef}"
         wanted.append(("router_aux_loss_coef", value, "0", require_balance))

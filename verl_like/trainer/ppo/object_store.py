@@ -38,7 +38,7 @@ def step_bytes(config: PPOConfig) -> dict[str, int]:
         "compute_ref_log_prob": config.plan.needs_reference,
         "compute_log_prob": config.plan.needs_old_log_probs,
         "compute_log_prob, with router_replay.mode=R3": (
-            config.actor_rollout_ref.actor.router_replay.mode == "R3"
+            config.actor_rollout_ref.actor.router_replay.chosen == "R3"
         ),
         "run_episodes": bool(config.agent.way),
         "run_episodes, as is_skipped": bool(config.agent.way),
@@ -55,7 +55,7 @@ def step_bytes(config: PPOConfig) -> dict[str, int]:
             dtype = getattr(torch, column.dtype)
             length = length_of[column.dims[-1]]
             row_bytes += times_made.get(column.writer, 1) * length * dtype.itemsize
-    if config.actor_rollout_ref.actor.router_replay.mode != "disabled":
+    if config.actor_rollout_ref.actor.router_replay.chosen != "disabled":
         key = "actor_rollout_ref.model"
         hf = empty_model(config.actor_rollout_ref.model, PolicyModel.auto_class, key=key)
         longest = data.max_prompt_length + data.max_response_length

@@ -51,10 +51,16 @@ class PolicyLossConfig(OpenConfigModel):
 class RouterReplayConfig(ConfigModel):
     """Router replay: experts of a token are those that were selected elsewhere."""
 
-    mode: Literal["disabled", "R2", "R3"] = "disabled"
+    mode: Literal["disabled", "R2", "R3"] | None = None
     """For mixtures of experts, which routing the actor replays: R3 that of the rollout engine, for
     old log-probabilities and in the update (arXiv:2510.11370); R2 that of the pass for old
-    log-probabilities, in the update; disabled none, so that routers select anew."""
+    log-probabilities, in the update; disabled none, so that routers select anew. null is R3 where
+    vLLM records the routing, and else disabled; the start of a run says which."""
+
+    @property
+    def chosen(self) -> str:
+        """The mode. It is `disabled` as long as none is chosen."""
+        return self.mode or "disabled"
 
 
 class ReferenceReplayConfig(ConfigModel):

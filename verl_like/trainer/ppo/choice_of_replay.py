@@ -1,0 +1,69 @@
+"""Chooses whether the routing of experts is replayed, where the configuration leaves it open."""
+
+from transformers import PretrainedConfig
+
+from verl_like.trainer.config.actor_rules import replayed_routing_is_recorded
+from verl_like.trainer.config.roles import Role
+from verl_like.trainer.config.schema import PPOConfig
+from verl_like.workers.models import pretrained
+from verl_like.workers.models.packed_models import PolicyModel
+from verl_like.workers.models.router_replay import require_replay
+
+MODE = "actor_rollout_ref.actor.router_replay.mode"
+_MODEL = "actor_rollout_ref.model"
+
+
+def with_router_replay(config: PPOConfig) -> tuple[PPOConfig, list[str]]:
+    """Fills in `router_replay.mode` of the actor if it is null: R3 for a mixture of experts whose
+    routing the rollout engine records, otherwise `disabled`.
+
+    Returns the configuration, and what the start of the run says of the choice, which is nothing
+    for a model without experts. Raises ValueError if `ref.router_replay.mode` needs R3 and it is
+    not chosen.
+    """
+    policy = config.actor_rollout_ref
+    if policy.actor.router_replay.mode is not None:
+        return config, []
+    hf_config = pretrained.load_hf_config(policy.model, key=_MODEL)
+    disabled = config.updated({MODE: "disabled"})
+    if not has_experts(hf_config):
+        _require_rule(disabled)
+        return disabled, []
+    obstacle = _obstacle(config)
+    if obstacle is None:
+        chosen = config.updated({MODE: "R3"})
+        return chosen, ["Router replay: R3, the trainer uses the routing of vLLM"]
+    _require_rule(disabled)
+    return disabled, [f"Router replay: disabled, because {obstacle}"]
+
+
+def has_experts(hf_config: PretrainedConfig) -> bool:
+    """Returns True for the configuration of a model of a family with experts."""
+    names = hf_config.get_text_config().to_dict()
+    return any("experts" in name for name in names)
+
+
+def _obstacle(config: PPOConfig) -> str | None:
+    """Returns why R3 is not chosen for a mixture of experts, or None if it is."""
+    policy = config.actor_rollout_ref
+    own_roles = {Role.Actor, Role.Rollout} & config.worker_classes.keys()
+    if own_roles:
+        return f"worker_classes has {', '.join(sorted(own_roles))}"
+    if policy.model.lora_rank:
+        return "an adapter is trained; R3 with it is not tested"
+    if policy.rollout.tensor_model_parallel_size > 1:
+        return "several processes share the engine; R3 with them is not tested"
+    for problem in replayed_routing_is_recorded(config.updated({MODE: "R3"})):
+        return problem
+    hf = pretrained.empty_model(policy.model, PolicyModel.auto_class, key=_MODEL)
+    try:
+        require_replay(hf)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _require_rule(config: PPOConfig) -> None:
+    """Raises ValueError for what a mode that is chosen rules out."""
+    for problem in replayed_routing_is_recorded(config):
+        raise ValueError(problem)
