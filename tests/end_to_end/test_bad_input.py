@@ -437,8 +437,8 @@ def test_a_model_of_a_family_that_vllm_does_not_compute_as_the_trainer_is_refuse
     model = f"actor_rollout_ref.model.path={tmp_path}/cohere2"
     message = refusal(model, "algorithm.adv_estimator=reinforce_plus_plus", *rollout)
     assert (
-        f"name={engine}: actor_rollout_ref.model.path={tmp_path}/cohere2 is a cohere2, whose "
-        "weights in vLLM" in message
+        f"name={engine}: actor_rollout_ref.model.path={tmp_path}/cohere2 is a cohere2, which "
+        "vLLM does not load, or of which it makes other log-probabilities" in message
     )
     assert "set actor_rollout_ref.rollout.name=hf" in message
 

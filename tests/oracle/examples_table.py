@@ -173,6 +173,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "model.target_modules",
     ),
     "tests/unit/test_ilql.py": ("model.fsdp_config.dtype", "model.fsdp_config.model_dtype"),
+    "tests/unit/test_distributed_experts.py": ("model.fsdp_config.expert_parallel_size",),
     "tests/unit/test_workers_equality.py": (
         *("model.fsdp_config.fsdp_size", "training.ulysses_sequence_parallel_size"),
     ),

@@ -382,6 +382,7 @@ REACHES_NO_FORMULA: dict[str, list[str]] = {
     "experts": [
         *(f"{ACTOR}.{name}" for name in ("router_replay.mode", "router_aux_loss_coef")),
         *(f"{ACTOR}.freeze_router", "actor_rollout_ref.ref.router_replay.mode"),
+        *(f"{FSDP}.expert_parallel_size", f"{CRITIC_FSDP}.expert_parallel_size"),
     ],
     "agents": [
         *(f"{ROLLOUT}.multi_turn.{name}" for name in ("format", "max_assistant_turns")),
@@ -465,6 +466,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     "average": ("tests/unit/test_ema.py",),
     "experts": (
         *("tests/unit/test_workers_router_replay.py", "tests/unit/test_workers_router_load.py"),
+        "tests/unit/test_distributed_experts.py",
     ),
     "agents": (
         *("tests/unit/test_agents_chat.py", "tests/unit/test_agents_hosts.py"),

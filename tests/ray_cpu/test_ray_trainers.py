@@ -250,7 +250,7 @@ def test_what_trainers_do_not_have_in_common_is_refused(model: str, store: dist.
         norms = [future.get().meta_info["metrics"]["critic/grad_norm"].value for future in futures]
         assert norms[0] == norms[1] > 0
         futures = [
-            groups["critic"].execute_func_rank_zero.remote(mesh.build_mesh, "cpu", 2, 1)
+            groups["critic"].execute_func_rank_zero.remote(mesh.build_meshes, "cpu", 2, 1)
             for groups in trainers
         ]
         for future in futures:

@@ -246,7 +246,7 @@ def test_a_role_has_the_methods_of_what_it_is_and_no_others():
                 "abort_requests",
                 "request_ages",
             ),
-            *("load_weights", "sleep", "wake"),
+            *("load_weights", "unknown_parameters", "sleep", "wake"),
         },
     }
     # The base has verl's name

@@ -44,6 +44,8 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
     recorder: RunRecorder
     ptx_dataset: ConversationDataset | None = None
     """The rows of `data.ptx_files`, or None without them."""
+    unknown_parameters: tuple[str, ...] = ()
+    """The engine's parameters whose arrival log-probabilities show after each update."""
 
     @classmethod
     def of(
@@ -66,8 +68,6 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
         self.upcoming_batch = 0
         """The number of the batch of prompts that `generated` answers. `num_prompt_batches` counts
         this batch already."""
-        self.unknown_parameters: tuple[str, ...] = ()
-        """The engine's parameters whose arrival log-probabilities show after each update."""
         self.exported: Weights | None = None
         """The weights after the present step, until they are handed on."""
 
