@@ -264,6 +264,18 @@ RUNS = (
         num_gpus=1,
         caches_memory=True,
     ),
+    ppo(
+        "ppo_experts_shared",
+        "PPO, a mixture of experts, actor on one rank, a vLLM of two ranks with different experts",
+        *_PPO_EXPERTS,
+        "placement=pairs",
+        "resource_pool_spec.actor_ref_pool=[1]",
+        "resource_pool_spec.rollout_pool=[2]",
+        "resource_pool_spec.critic_reward_model_pool=[1]",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+        "actor_rollout_ref.rollout.expert_parallel_size=2",
+        num_gpus=4,
+    ),
     detached(
         "detached_vllm",
         "detached, one maker and one trainer, vLLM",

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from verl_like.trainer.config import load_ppo_config
-from verl_like.trainer.ppo.inputs import check_inputs, require_vllm_for
+from verl_like.trainer.ppo.inputs import check_engine_reads, check_inputs, require_vllm_for
 from verl_like.trainer.ppo.run_ppo import run_ppo
 from verl_like.trainer.run import tracking
 
@@ -471,6 +471,17 @@ def test_experts_of_a_model_that_has_none_are_not_distributed(refusal: Refusal, 
     message = refusal("trainer.n_gpus_per_node=2", setting)
     assert f"{setting}: Llama" in message
     assert "has no experts that transformers can distribute; set" in message
+
+
+def test_an_engine_does_not_distribute_the_experts_of_a_model_that_has_none(
+    tmp_path: Path, tiny_llama: Callable
+):
+    rollout = "actor_rollout_ref.rollout"
+    settings = tiny_run_settings(tmp_path, tiny_llama, engine="vllm")
+    sizes = [f"{rollout}.{name}_parallel_size=2" for name in ("tensor_model", "expert")]
+    config = load_ppo_config([*settings, *sizes, "trainer.device=cuda"])
+    with pytest.raises(ValueError, match=r"expert_parallel_size=2: .* has no experts that could"):
+        check_engine_reads(config)
 
 
 def test_an_output_folder_that_cannot_be_made_names_the_key(refusal: Refusal, tmp_path: Path):

@@ -358,6 +358,7 @@ REACHES_NO_FORMULA: dict[str, list[str]] = {
             *(
                 "name",
                 "tensor_model_parallel_size",
+                "expert_parallel_size",
                 "gpu_memory_utilization",
                 "enforce_eager",
                 "free_cache_engine",
@@ -459,6 +460,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     "sampling": ("tests/unit/test_rollout_hf.py",),
     "engine": (
         *("tests/end_to_end/test_vllm_async.py", "tests/end_to_end/test_vllm_rollout.py"),
+        "tests/unit/test_config_rules.py",
         *("tests/unit/test_detached_config.py", "tests/end_to_end/test_toy_job.py"),
         "tests/unit/test_rollout_routing.py",
     ),

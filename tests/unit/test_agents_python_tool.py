@@ -334,7 +334,8 @@ def test_nothing_outlives_the_deadline() -> None:
     thread.join(60)
     if CAN_UNSHARE:
         assert found == ["up\n\n[killed after 4.5 s]"]
-    assert not processes_with(mark)
+    # On a machine with other work the kernel takes a moment to end what is killed.
+    until(lambda: not processes_with(mark))
 
 
 def test_no_process_and_no_file_descriptor_is_left() -> None:

@@ -408,6 +408,21 @@ def test_experts_are_distributed_among_ranks_that_share_the_parameters(fsdp: str
     )
 
 
+def test_the_engines_experts_are_distributed_over_all_of_its_processes_or_none():
+    rollout = "actor_rollout_ref.rollout"
+    shared = f"{rollout}.tensor_model_parallel_size=4"
+    assert small(shared, f"{rollout}.expert_parallel_size=4")
+    assert "set it to 1, or to tensor_model_parallel_size=4" in refusal(
+        shared, f"{rollout}.expert_parallel_size=2"
+    )
+    assert "name=hf has a whole model in each process" in refusal(
+        shared, f"{rollout}.expert_parallel_size=4", f"{rollout}.name=hf"
+    )
+    assert "cpu_fused_moe) ends with a segmentation fault" in refusal(
+        shared, f"{rollout}.expert_parallel_size=4", "trainer.device=cpu"
+    )
+
+
 def test_routing_is_replayed_only_where_it_is_recorded_and_the_router_runs_as_it_is_written():
     mode = "actor_rollout_ref.actor.router_replay.mode"
     one_step = ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8"]

@@ -51,19 +51,22 @@ def moe_align_block_size(
 ) -> None:
     """Sorts the places of (N, k) by their experts, each of which begins a block. What is left of a
     block is padded with N * k."""
-    if expert_map is not None or any(each is not None for each in scattered):
-        raise NotImplementedError("The null GPU answers experts that one process has alone.")
+    if any(each is not None for each in scattered):
+        raise NotImplementedError("The null GPU does not answer places that are scattered.")
     flat = on_host(ids).flatten()
     padding = flat.numel()
     ordered = on_host(sorted_ids).fill_(padding)
     of_blocks = on_host(expert_ids).fill_(-1)
     end = 0
     for expert in range(num_experts):
+        own_expert = expert if expert_map is None else int(on_host(expert_map)[expert])
+        if own_expert == -1:  # another process has it
+            continue
         places = (flat == expert).nonzero().flatten()
         num_blocks = -(-len(places) // block_size)
         ordered[end : end + len(places)] = places
         first = end // block_size
-        of_blocks[first : first + num_blocks] = expert
+        of_blocks[first : first + num_blocks] = own_expert
         end += num_blocks * block_size
     on_host(num_padded).fill_(end)
 
@@ -105,6 +108,9 @@ def multiply(
         blocks = list(on_host(sorted_ids)[:num_sorted].split(block_size))
     for block, expert in zip(blocks, on_host(expert_ids).tolist(), strict=False):
         places = block[block < num_results].long()
+        if expert == -1:  # another process has it
+            results[places] = 0
+            continue
         matrix = on_host(matrices)[expert].float()
         product = rows[places // num_selected].float() @ matrix.T
         if B_bias is not None:

@@ -45,6 +45,16 @@ def replayed_routing_is_recorded(config: PPOConfig) -> Iterator[str]:
         yield from _routing_is_captured(config, key)
 
 
+def the_engines_experts_are_distributed_on_gpus(config: PPOConfig) -> Iterator[str]:
+    size = config.actor_rollout_ref.rollout.expert_parallel_size
+    if size > 1 and config.trainer.device == "cpu":
+        yield (
+            f"actor_rollout_ref.rollout.expert_parallel_size={size} with trainer.device=cpu: "
+            "vLLM's kernel of experts on a CPU (cpu_fused_moe) ends with a segmentation fault in "
+            "a process that does not have all experts; set it to 1"
+        )
+
+
 def balanced_routers_are_trained(config: PPOConfig) -> Iterator[str]:
     policy = config.actor_rollout_ref
     actor = policy.actor

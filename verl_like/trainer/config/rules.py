@@ -17,6 +17,7 @@ from verl_like.trainer.config.actor_rules import (
     balanced_routers_are_trained,
     ptx_rows_have_a_weight,
     replayed_routing_is_recorded,
+    the_engines_experts_are_distributed_on_gpus,
 )
 from verl_like.trainer.config.expert_rules import distributed_experts
 from verl_like.trainer.config.roles import OWN_PROCESS, Role
@@ -497,6 +498,7 @@ BATCH_RULES = (
 OTHER_RULES = (
     a_reference_in_the_actor_computes_as_the_actor,
     replayed_routing_is_recorded,
+    the_engines_experts_are_distributed_on_gpus,
     balanced_routers_are_trained,
     groups_have_several_responses,
     agents_have_an_estimator_for_inserted_tokens,

@@ -31,7 +31,7 @@ from verl_like.trainer.config.rules import (
 )
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.ppo.agent_inputs import check_agents
-from verl_like.trainer.ppo.choice_of_replay import with_router_replay
+from verl_like.trainer.ppo.choice_of_replay import has_experts, with_router_replay
 from verl_like.trainer.ppo.object_store import check_object_store, step_bytes
 from verl_like.trainer.ppo.scoring import (
     RULE_COLUMNS,
@@ -452,6 +452,12 @@ def check_engine_reads(config: PPOConfig) -> None:
         setting = f"actor_rollout_ref.rollout.name={engine}"
         path = f"actor_rollout_ref.model.path={model.path}"
         require_served(hf_config, setting, path)
+        num_sharing = config.actor_rollout_ref.rollout.expert_parallel_size
+        if num_sharing > 1 and not has_experts(hf_config):
+            raise ValueError(
+                f"actor_rollout_ref.rollout.expert_parallel_size={num_sharing}: {path} has no "
+                "experts that could be distributed; set it to 1"
+            )
         latent_size = getattr(hf_config.get_text_config(), "kv_lora_rank", None)
         if latent_size and model.lora_rank:
             raise ValueError(

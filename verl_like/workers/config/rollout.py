@@ -70,6 +70,10 @@ class RolloutConfig(LogProbConfig, SamplingConfig):
     as they are."""
     tensor_model_parallel_size: PositiveInt = 1
     """Processes that share one engine. It divides the number of processes of the rollout's pool."""
+    expert_parallel_size: PositiveInt = 1
+    """Processes of an engine over which vLLM distributes the experts of a mixture of experts: 1,
+    where each has a part of every expert, or tensor_model_parallel_size, where each has whole
+    experts. vLLM's build for CPUs does not compute these."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Share of the device's memory for the engine's weights and key-value cache."""
     enforce_eager: bool = False
@@ -108,6 +112,21 @@ class RolloutConfig(LogProbConfig, SamplingConfig):
     def sends_directly(self) -> bool:
         """True if the actor sends the values while engines load them, and nothing is staged."""
         return self.weight_transport in ("nccl", "ipc")
+
+    @model_validator(mode="after")
+    def experts_are_distributed_over_all_processes_of_an_engine(self) -> "RolloutConfig":
+        if self.expert_parallel_size not in (1, self.tensor_model_parallel_size):
+            raise ValueError(
+                f"expert_parallel_size={self.expert_parallel_size}: vLLM distributes experts over "
+                "all processes of an engine or over none; set it to 1, or to "
+                f"tensor_model_parallel_size={self.tensor_model_parallel_size}"
+            )
+        if self.expert_parallel_size > 1 and self.name == "hf":
+            raise ValueError(
+                f"expert_parallel_size={self.expert_parallel_size} is for vLLM, and name=hf has a "
+                "whole model in each process; set it to 1"
+            )
+        return self
 
     @field_validator("quantization", mode="before")
     @classmethod

@@ -138,6 +138,7 @@ class VllmEngine(RolloutEngine):
             quantization=config.quantization,
             seed=self.seed,
             tensor_parallel_size=config.tensor_model_parallel_size,
+            enable_expert_parallel=config.expert_parallel_size > 1,
             distributed_executor_backend=executor,
             # The custom kernel looks up the GPUs of other processes, but a process sees its own.
             disable_custom_all_reduce=True,
