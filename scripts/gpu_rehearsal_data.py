@@ -1,8 +1,8 @@
 """Makes the data of `scripts/gpu_rehearsal.py` in a folder: the toy world, pairs of answers, random
 walks.
 
-Also the toy world's model with a vocabulary that is padded to 256 rows, one with experts, and a 7B
-model without values.
+Also the toy world's model with a vocabulary that is padded to 256 rows, one with experts and the
+same, and a 7B model without values.
 """
 
 import json
@@ -87,7 +87,9 @@ def main(folder: Path) -> None:
     (world / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs(world)))
     pad_vocabulary(world / "model", world / "wide_model")
     write_7b(world / "model", world / "deepseek_7b")
-    call(make_toy_world.main, "--out", str(world / "of_experts"), "--experts", "8")
+    of_experts = world / "of_experts"
+    call(make_toy_world.main, "--out", str(of_experts), "--experts", "8")
+    pad_vocabulary(of_experts / "model", of_experts / "wide_model")
     call(walks.main, "--out", str(world / "walks"), "--seed", "1")
 
 

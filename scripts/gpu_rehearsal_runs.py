@@ -267,7 +267,8 @@ RUNS = (
     ppo(
         "ppo_experts_shared",
         "PPO, a mixture of experts, actor on one rank, a vLLM of two ranks with different experts",
-        *_PPO_EXPERTS,
+        # Each rank of the engine has rows of its vocabulary
+        "actor_rollout_ref.model.path=.toy_world/of_experts/wide_model",
         "placement=pairs",
         "resource_pool_spec.actor_ref_pool=[1]",
         "resource_pool_spec.rollout_pool=[2]",

@@ -79,6 +79,25 @@ def test_the_engines_routing_is_the_trainers_and_so_are_its_log_probabilities(sy
         assert row["router_replay/log_probs_diff_with"] < 1e-5
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [f"{POLICY}.rollout.tensor_model_parallel_size=2"],
+        [f"{POLICY}.model.lora_rank=4", f"{POLICY}.actor.optim.lr=1e-2"],
+    ],
+)
+def test_routing_is_that_of_the_trainer_with_a_shared_engine_and_with_an_adapter(
+    settings: list[str], tmp_path: Path, tiny_llama: Callable
+):
+    train(tmp_path, tiny_llama, NUM_STEPS, *SYNCHRONOUS, *settings)
+    rows = metrics_of(tmp_path)
+    assert len(rows) == NUM_STEPS
+    for row in rows:
+        assert row["router_replay/log_probs_diff_with"] < 1e-5
+        assert row["router_replay/routers_differ"] == 0
+        assert row["rollout/num_unrecorded_tokens"] == 0
+
+
 @pytest.mark.parametrize("placement", [SYNCHRONOUS, DETACHED])
 def test_a_run_that_is_continued_and_a_detached_one_equal_the_synchronous_one_bit_for_bit(
     placement: list[str], synchronous: Path, tmp_path: Path, tiny_llama: Callable

@@ -140,7 +140,6 @@ def test_the_engines_routing_is_replayed_unless_something_is_in_the_way(
         "actor_rollout_ref.rollout.name=hf": "rollout.name=hf does not record it",
         "trainer.device=cuda": "which CUDA graphs leave out",
         "actor_rollout_ref.model.use_torch_compile=true": "compiled layers do not see",
-        "actor_rollout_ref.model.lora_rank=4": "an adapter is trained",
         "worker_classes.actor=verl_like.workers.actor.ActorWorker": "worker_classes has actor",
     }
     for setting, why in obstacles.items():

@@ -71,9 +71,19 @@ def moe_align_block_size(
     on_host(num_padded).fill_(end)
 
 
-def moe_sum(values: torch.Tensor, out: torch.Tensor, *unused: torch.Tensor | None) -> None:
-    """The sum over the experts of each token, of (N, k, values)."""
-    on_host(out).copy_(on_host(values).float().sum(1))
+def moe_sum(
+    values: torch.Tensor,
+    out: torch.Tensor,
+    ids: torch.Tensor | None = None,
+    expert_map: torch.Tensor | None = None,
+) -> None:
+    """The sum over the experts of each token, of (N, k, values). What other processes' experts
+    would have is not initialised."""
+    of_experts = on_host(values).float()
+    if ids is not None and expert_map is not None:
+        is_elsewhere = on_host(expert_map)[on_host(ids).long()] == -1
+        of_experts = of_experts.masked_fill(is_elsewhere[..., None], 0.0)
+    on_host(out).copy_(of_experts.sum(1))
 
 
 def multiply(

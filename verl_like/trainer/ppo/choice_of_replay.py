@@ -49,10 +49,6 @@ def _obstacle(config: PPOConfig) -> str | None:
     own_roles = {Role.Actor, Role.Rollout} & config.worker_classes.keys()
     if own_roles:
         return f"worker_classes has {', '.join(sorted(own_roles))}"
-    if policy.model.lora_rank:
-        return "an adapter is trained; R3 with it is not tested"
-    if policy.rollout.tensor_model_parallel_size > 1:
-        return "several processes share the engine; R3 with them is not tested"
     for problem in replayed_routing_is_recorded(config.updated({MODE: "R3"})):
         return problem
     hf = pretrained.empty_model(policy.model, PolicyModel.auto_class, key=_MODEL)
