@@ -1,15 +1,20 @@
 """A run whose engine computes another model than the actor ends before its first step; one that
 passes is as it was."""
 
+import copy
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from runs import APART, metrics_of, run_apart, tiny_run_settings
 from test_local_step import local_trainer, run_locally
+from tiny_experts import CONFIGS
+from transformers import AutoModelForCausalLM
 
+from verl_like.trainer.ppo import compared_prompts, engine_check
 from verl_like.trainer.ppo.engine_check import EngineMismatch
 from verl_like.trainer.ppo.ray_trainer import RayPPOTrainer
 
@@ -91,6 +96,39 @@ def test_log_probs_show_after_each_update_that_weights_without_a_fingerprint_arr
     [note] = trainer.recorder.notes
     assert note in said
     assert "Arrival shown by numbers" in (trainer.recorder.run_dir / "report.html").read_text()
+
+
+def test_for_a_mixture_the_prompts_are_compared_that_reach_all_experts_and_others_are_named(
+    tmp_path: Path, tiny_llama: Callable, unknown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens_of, llama = tiny_llama()
+    config = copy.deepcopy(CONFIGS["qwen3_moe"])
+    config.vocab_size = llama.config.vocab_size
+    mixture = tmp_path / "mixture"
+    AutoModelForCausalLM.from_config(config).save_pretrained(mixture)
+    model = "actor_rollout_ref.model"
+    of_mixture = [f"{model}.path={mixture}", f"{model}.tokenizer_path={tokens_of}"]
+    asked = []
+    draw = engine_check.draw
+
+    def keep(rollout: Any, dataset: Any, numbers: Any = None) -> Any:
+        asked.append(list(numbers))
+        return draw(rollout, dataset, numbers)
+
+    monkeypatch.setattr(engine_check, "draw", keep)
+    monkeypatch.setattr(compared_prompts, "NUM_PROMPTS", 1)
+    settings = [f"{unknown}.Unknown", *of_mixture]
+    with local_trainer(tmp_path / "all", tiny_llama, *settings) as trainer:
+        trainer.fit()
+    candidates, *compared = asked
+    assert candidates == list(range(8))
+    assert compared[0][0] == 0 and 1 < len(compared[0]) < 8
+    assert compared == [compared[0]] * 3
+    assert trainer.recorder.notes[1].endswith("each expert of each layer computes some of them.")
+    monkeypatch.setattr(compared_prompts, "NUM_CANDIDATES", 1)
+    with local_trainer(tmp_path / "one", tiny_llama, *settings) as trainer:
+        assert trainer.compared_prompts == [0]
+    assert re.search(r"nothing shows .* arrive: \d.* of router \d", trainer.recorder.notes[1])
 
 
 def test_a_run_ends_in_the_step_in_which_such_a_weight_is_lost(

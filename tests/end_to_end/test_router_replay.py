@@ -43,7 +43,10 @@ def experts(tmp_path: Path, tiny_llama: Callable) -> list[str]:
 class RecordingEngine(HfEngine):
     """Transformers, which is asked once more for the routing of each response that has ended."""
 
-    def capture_routing(self) -> None:
+    can_record_routing = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.shape = attach_replay(self.model)
 
     def _step(self) -> list[NamedCompletion]:
@@ -138,7 +141,6 @@ def test_the_engines_routing_is_replayed_unless_something_is_in_the_way(
     assert choice(of=GRPO) == ("disabled", [])  # a model without experts
     obstacles = {
         "actor_rollout_ref.rollout.name=hf": "rollout.name=hf does not record it",
-        "trainer.device=cuda": "which CUDA graphs leave out",
         "actor_rollout_ref.model.use_torch_compile=true": "compiled layers do not see",
         "worker_classes.actor=verl_like.workers.actor.ActorWorker": "worker_classes has actor",
     }
@@ -146,6 +148,11 @@ def test_the_engines_routing_is_replayed_unless_something_is_in_the_way(
         mode, [note] = choice(setting)
         assert mode == "disabled", setting
         assert note.startswith("Router replay: disabled, because ") and why in note
+    # On a GPU vLLM itself returns the routing, of engines of one process.
+    on_gpu = "trainer.device=cuda"
+    assert choice(on_gpu)[0] == "R3"
+    mode, [note] = choice(on_gpu, "actor_rollout_ref.rollout.tensor_model_parallel_size=2")
+    assert mode == "disabled" and "to the first process of an engine alone" in note
     with pytest.raises(ValueError, match=r"recorded only with .*router_replay\.mode=R3"):
         choice("actor_rollout_ref.rollout.name=hf", "actor_rollout_ref.ref.router_replay.mode=R3")
 

@@ -54,8 +54,9 @@ def make_engine(path: str, vllm_arguments: dict[str, Any], **settings: Any) -> R
             return super()._make(**arguments | {"load_format": "auto"} | vllm_arguments)
 
     model = TrainedModelConfig(path=path)
-    engine = WithWeights(config, model, rank=0, world_size=1, seed=5, device="cpu")
-    engine.capture_routing()
+    engine = WithWeights(
+        config, model, rank=0, world_size=1, seed=5, device="cpu", records_routing=True
+    )
     engine.llm.update_weight_version("0")
     engine.policy_version = 0
     return engine
@@ -77,8 +78,13 @@ def draw(
     num_samples: int,
     vllm_arguments: dict[str, Any],
     settings: dict[str, Any],
+    steps_before_update: int = 0,
 ) -> Drawn:
-    """Draws `num_samples` responses to each prompt. Runs in a process of its own."""
+    """Draws `num_samples` responses to each prompt. Runs in a process of its own.
+
+    With `steps_before_update` the cache is then dropped as by new weights, while responses are in
+    flight, and the last sample of each prompt is submitted after that.
+    """
     engine: Any = make_engine(path, vllm_arguments, **settings)
     drawn = Drawn([])
     if engine.config.name == "vllm":
@@ -96,9 +102,15 @@ def draw(
             name = f"prompt-{i}, sample {k}"
             requests.append(GenerationRequest(name, prompt, seed=10 * i + k, sampling=SAMPLING))
     dropped = GenerationRequest("dropped", prompts[0], seed=7, sampling=SAMPLING)
-    engine.submit([*requests, dropped])
+    late = requests[num_samples - 1 :: num_samples] if steps_before_update else []
+    engine.submit([*(request for request in requests if request not in late), dropped])
     completions = dict(engine.step())
     engine.abort(["dropped"])
+    for _step in range(steps_before_update):
+        completions.update(engine.step())
+    if steps_before_update:
+        engine.llm.reset_prefix_cache(reset_running_requests=True)
+        engine.submit(late)
     for ended in engine.stream():
         completions.update(ended)
     drawn.completions = [completions[request.name] for request in requests]
@@ -115,11 +127,13 @@ def drawn_in_process(
     prompts: Sequence[Sequence[int]],
     num_samples: int = 3,
     vllm_arguments: dict[str, Any] | None = None,
+    steps_before_update: int = 0,
     **settings: Any,
 ) -> tuple[DataProto, Drawn]:
     """The batch that is made of what an engine in its own process has drawn."""
+    arguments = (path, prompts, num_samples, vllm_arguments or {}, settings, steps_before_update)
     with ProcessPoolExecutor(1, mp_context=SPAWNED) as process:
-        answer = process.submit(draw, path, prompts, num_samples, vllm_arguments or {}, settings)
+        answer = process.submit(draw, *arguments)
         drawn = answer.result(timeout=DEADLINE_S)
     columns = {"prompts": jagged_from_lists(prompts, torch.int64)}
     return assemble(DataProto.from_dict(tensors=columns), drawn.completions), drawn
@@ -198,6 +212,29 @@ def test_a_request_that_lost_its_cache_keeps_the_routing_by_which_it_was_drawn(t
         path, prompts, 1, {"num_gpu_blocks_override": 5}, name="vllm", dtype="float32"
     )
     assert drawn.num_preemptions > 0 and drawn.num_kept == 0
+    assert_recorded(batch, "mixtral")
+    log_probs, metrics = scored(path, batch, "R3")
+    assert (log_probs - batch.batch["rollout_log_probs"].values()).abs().max() < 1e-5
+    assert metrics["router_replay/routers_differ"] == 0
+
+
+@pytest.mark.proof
+def test_a_new_request_has_the_routing_of_blocks_that_a_resumed_one_computes_in_the_same_pass(
+    tmp_path,
+):
+    """When weights arrive, responses in flight lose their cache and are computed again, in the pass
+    in which new requests with the same prompts take the blocks."""
+    path = write_experts(tmp_path / "model", "mixtral")
+    batch, drawn = drawn_in_process(
+        path,
+        prompts_of(2 * BLOCK + 3, BLOCK + 9),
+        steps_before_update=4,
+        name="vllm",
+        dtype="float32",
+    )
+    cached = [completion.num_cached_tokens for completion in drawn.completions]
+    assert cached[2] == 2 * BLOCK and cached[5] == BLOCK
+    assert drawn.num_preemptions >= 2
     assert_recorded(batch, "mixtral")
     log_probs, metrics = scored(path, batch, "R3")
     assert (log_probs - batch.batch["rollout_log_probs"].values()).abs().max() < 1e-5

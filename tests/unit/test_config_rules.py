@@ -439,7 +439,12 @@ def test_routing_is_replayed_only_where_it_is_recorded_and_the_router_runs_as_it
     assert "rollout.name=hf does not record it; set name=vllm, or mode=R2" in refusal(
         on_cpu, f"{mode}=R3", "actor_rollout_ref.rollout.name=hf"
     )
-    assert "which CUDA graphs leave out, with trainer.device=cuda" in refusal(f"{mode}=R3")
+    small(f"{mode}=R3")
+    size = "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
+    assert f"{size} has each process of it schedule for itself; set that to 1" in refusal(
+        f"{mode}=R3", size
+    )
+    small(on_cpu, f"{mode}=R3", size)
     assert "only with actor_rollout_ref.actor.router_replay.mode=R3; set that" in refusal(
         f"{mode}=R2", "actor_rollout_ref.ref.router_replay.mode=R3"
     )

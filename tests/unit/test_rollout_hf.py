@@ -569,11 +569,19 @@ def test_the_processes_of_a_replica_are_consecutive_ranks(
 
 
 def test_an_engine_that_does_not_know_which_experts_compute_refuses_to_record_them(model):
-    engine = make_engine(model)
+    config = make_engine(model).config
     with pytest.raises(
         ValueError, match=r"rollout.name=hf does not say .* set name=vllm, or mode="
     ):
-        engine.capture_routing()
+        get_rollout_engine("hf")(
+            config,
+            TrainedModelConfig(path=model[0]),
+            rank=0,
+            world_size=2,
+            seed=5,
+            device="cpu",
+            records_routing=True,
+        )
 
 
 def test_a_batch_of_responses_has_their_routing_unless_they_are_not_trained():

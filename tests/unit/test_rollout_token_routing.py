@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from verl_like.workers.models.routed_experts import RouterShape
-from verl_like.workers.rollout.token_routing import RoutedPiece, RoutedRequest
+from verl_like.workers.rollout.token_routing import RoutedPiece, RoutedRequest, record_of_returned
 
 SHAPE = RouterShape(num_layers=2, num_experts=200, top_k=1)
 
@@ -63,3 +63,18 @@ def test_what_is_left_of_a_forgotten_request_is_what_is_in_the_cache(num_prompt_
     [left] = request.pieces
     assert experts(left.ids) == [10, 50, 50, 50] and left.start == 0
     RoutedRequest(2).compact(SHAPE)
+
+
+def test_what_vllm_returns_is_the_record_of_the_layers_with_a_router():
+    """It returns all layers, those without a router too, as bytes."""
+    returned = np.arange(2 * 4 * 1, dtype=np.uint8).reshape(2, 4, 1) + 190
+    ids = record_of_returned(returned, 3, [1, 3], SHAPE)
+    assert ids.dtype == np.int16
+    assert ids.tolist() == [[[191], [193]], [[195], [197]], [[-1], [-1]]]
+
+
+@pytest.mark.parametrize("num_returned", [None, 1, 3])
+def test_a_response_whose_routing_has_other_tokens_is_refused(num_returned):
+    returned = None if num_returned is None else np.zeros((num_returned, 4, 1), np.uint8)
+    with pytest.raises(ValueError, match=f"routing of {num_returned} tokens .* has 3 with its"):
+        record_of_returned(returned, 3, [1, 3], SHAPE)

@@ -232,7 +232,7 @@ def test_a_role_has_the_methods_of_what_it_is_and_no_others():
     assert methods == {
         ActorWorker: {
             *("compute_log_prob", "compute_ref_log_prob", "update_actor", "export_weights"),
-            *("score_greedy", "send_weights", "address_for"),
+            *("score_greedy", "router_shape", "send_weights", "address_for"),
             *("save_checkpoint", "save_result", "load_checkpoint", "save_hf"),
         },
         ReferenceWorker: {"compute_ref_log_prob"},

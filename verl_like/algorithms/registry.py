@@ -143,8 +143,9 @@ class AlgorithmRegistry(Registry[Algorithm]):
     def may_declare(self, name: str, option: str) -> bool:
         """Returns whether the algorithm `name` may have an option like `option`.
 
-        The answer is True if a plugin registers the algorithm, or if the name of one of its options
-        is close to `option`. The file of the algorithm is not imported, because it loads torch.
+        The answer is True if the algorithm has no file here, because a plugin may register it, or
+        if the name of one of its options is close to `option`. The file of the algorithm is not
+        imported, because it loads torch.
         """
         name = self.aliases.get(name, name)
         if name not in self.file_names():

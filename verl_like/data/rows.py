@@ -269,7 +269,9 @@ def render(
 def padding_token(tokenizer: PreTrainedTokenizerBase) -> int:
     """Returns the padding token, or the end-of-sequence token if there is no padding token. Raises
     ValueError if there is neither."""
-    token = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    token = tokenizer.pad_token_id
+    if token is None:
+        token = tokenizer.eos_token_id
     if token is None:
         raise ValueError(
             f"the tokenizer {tokenizer.name_or_path!r} has neither a padding nor an "

@@ -16,9 +16,9 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
     """Returns a copy of `data` with rows added until `size_divisor` divides their number, and the
     number of added rows.
 
-    The added rows wrap around the real ones (0, 1, 2 -> 0, 1, 2, 0, 1, 2, 0, 1) and are True in the
-    bool column "is_pad", which is there only if rows were added. Raises ValueError for a batch
-    without rows.
+    The added rows wrap around the real ones (0, 1, 2 -> 0, 1, 2, 0, 1, 2, 0, 1) and are True in
+    the bool column "is_pad", which a batch gets only if rows are added. Raises ValueError for a
+    batch without rows.
     """
     if size_divisor <= 0:
         raise ValueError(

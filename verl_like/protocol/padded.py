@@ -275,13 +275,14 @@ def padded(data: DataProto, names: Collection[str] | None = None) -> DataProto:
     `prompts` are padded on the left to (B, P); `responses`, and all jagged columns whose rows are
     as long as theirs, on the right to (B, R). `input_ids`, `attention_mask` and `position_ids` (B,
     T) are made of both, of prompts alone before generation, where T = P. Positions go on counting
-    behind a response, as in verl. Elsewhere columns are 0, those of tokens `pad_token_id`. Columns
-    that are not jagged stay as they are.
+    behind a response, as in verl. Padding is `pad_token_id` in `prompts`, `responses` and
+    `input_ids`, and 0 elsewhere. Other columns stay as they are, also jagged ones whose rows are
+    not as long as responses.
 
     Args:
         data: jagged `prompts`, and `responses` or none yet; with the meta entry `padding`, see
             `Padding`.
-        names: the columns that are wanted; None for all.
+        names: the columns that are wanted; None for all. Arrays and meta_info are always kept.
     """
     columns = PaddedColumns(data)
     tensors = {}

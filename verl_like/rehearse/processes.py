@@ -32,7 +32,8 @@ class Process:
     num_ranks: int
     phases: Sequence[Measured]
     is_counted: bool = False
-    """True if no process ran, and the numbers are those of the plan."""
+    """True if nothing was measured, and the numbers are those of the plan. Then either no process
+    ran, or it has a `refusal`."""
     note: str = ""
     """A note for the user, shown below the phases."""
     refusal: str = ""
@@ -136,8 +137,9 @@ def measure_engine(
     """Runs the rollout engine of a pool on a GPU of the real size, because it takes a share of the
     GPU.
 
-    If the GPU is too small for it, the result has the error and the numbers of the plan. Raises
-    RuntimeError, with the last lines that it printed, if it fails for another reason.
+    If the GPU is too small for the engine, the result has the error and the numbers of the plan.
+    Raises RuntimeError, with the last lines that the engine printed, if it fails for another
+    reason.
     """
     began = time.monotonic()
     try:

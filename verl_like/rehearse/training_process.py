@@ -217,12 +217,12 @@ def dispatch_evenly(
     num_ranks: int,
 ) -> tuple[Tensor, Tensor, Tensor, list[int], list[int]]:
     """Takes the place of `EpDispatchExpertsParallel._dispatch_tokens`, which reads how many tokens
-    come from other ranks. Here as many come from each rank as go to it, and they are the same
-    number for all ranks."""
+    come from other ranks. Here as many come from each rank as go to it, and the numbers of ranks
+    differ by one at most. `style` is the `self` of that method."""
     num_pairs = top_k_index.numel()
     order = torch.argsort(top_k_index.reshape(-1))
     sent = hidden_states[order // top_k_index.size(-1)]
-    parts = torch.arange(num_pairs).chunk(num_ranks)
+    parts = torch.arange(num_pairs).tensor_split(num_ranks)
     sizes = [len(part) for part in parts]
     received = tensor_parallel.all_to_all_single(sent, sizes, sizes, group)
     expert_ids = torch.arange(num_pairs, device=sent.device) % num_local_experts

@@ -40,6 +40,7 @@ from verl_like.workers.models.packing import SEQUENCE_COLUMNS, Rows
 from verl_like.workers.models.routed_experts import (
     ROUTED_EXPERTS,
     UNREPLAYED,
+    RouterShape,
     RoutingDifference,
     RoutingRecord,
 )
@@ -153,13 +154,14 @@ class ScoringWorker(ActorRolloutRefWorker):
         dispatch_mode=BY_SHARD,
         blocking=False,
         reads=[*SEQUENCE_COLUMNS, "routed_experts?"],
-        writes=["old_log_probs"],
+        writes=["old_log_probs", "routed_experts?"],
         jagged=True,
     )
-    def score_greedy(self, data: DataProto) -> DataProto:
+    def score_greedy(self, data: DataProto, with_experts: bool = False) -> DataProto:
         """Returns the log-probability of each response token at temperature 1, jagged float32.
 
-        Routing is replayed if the batch has it.
+        Routing is replayed if the batch has it. `with_experts` adds a column of the experts that
+        the routers select themselves for each token.
 
         The check of the rollout engine compares them with those of `RolloutWorker.draw_greedily`.
         """
@@ -169,8 +171,14 @@ class ScoringWorker(ActorRolloutRefWorker):
 
         rows = Rows.of(data)
         passes = log_prob_micro_batching(self.config.rollout)
-        (of_tokens,) = forward(self.engine, rows, passes, log_probs)
-        return DataProto.from_dict(tensors={"old_log_probs": of_tokens})
+        columns = ["old_log_probs"]
+        compute: Callable[[MicroBatch], tuple[Tensor, ...]] = log_probs
+        if with_experts:
+            columns.append(ROUTED_EXPERTS)
+            compute = partial(self.with_routing, log_probs)
+        values = forward(self.engine, rows, passes, compute)
+        tensors = dict(zip(columns, values, strict=True))
+        return DataProto.from_dict(tensors=tensors)
 
     @register(
         dispatch_mode=BY_SHARD,
@@ -214,6 +222,11 @@ class ActorWorker(ScoringWorker, TrainedWorker):
         self.loss_inputs = required_inputs(self.policy_loss_fn)
         self.loss_columns = declared_columns(self.policy_loss_fn)
         self.loss_options = read_options(self.policy_loss_fn, actor_rollout_ref=config)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def router_shape(self) -> RouterShape | None:
+        """Returns the shape of the model's routers if a pass can record what they select."""
+        return self.watched
 
     def build_model(self, with_weights: bool) -> PackedModel:
         """Makes the model before it is sharded, whose load of experts an update can record."""
@@ -408,7 +421,7 @@ class ActorWorker(ScoringWorker, TrainedWorker):
 def _ratio_metrics(log_ratio_BR: Tensor, mask_BR: Tensor, num_tokens: Tensor) -> MicroMetrics:
     """Returns metrics of the ratio of the policy's probabilities to the rollout's.
 
-    `log_ratio_BR` is its logarithm, and 0 where the mask is 0; the mask has `num_tokens`.
+    `log_ratio_BR` is its logarithm, and 0 where the mask is 0. `num_tokens` is the mask's sum.
     """
     ratio_BR = log_ratio_BR.clamp(-20.0, 20.0).exp()
     ratio_BR = zero_masked(ratio_BR, mask_BR)

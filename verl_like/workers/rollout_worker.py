@@ -63,19 +63,20 @@ class RolloutWorker(ActorRolloutRefWorker):
                 "already: call it once"
             )
         engine_class = get_rollout_engine(self.config.rollout.name)
+        replay_mode = self.config.actor.router_replay.chosen
 
         def make_engine() -> RolloutEngine:
-            made = engine_class(
+            # Engines whose constructor is older than this argument run without it.
+            recording = {"records_routing": True} if replay_mode == "R3" else {}
+            return engine_class(
                 self.config.rollout,
                 self.config.model,
                 rank=self.rank,
                 world_size=self.world_size,
                 seed=self.seed,
                 device=self.device,
+                **recording,
             )
-            if self.config.actor.router_replay.chosen == "R3":
-                made.capture_routing()
-            return made
 
         self.engine_thread = EngineThread(make_engine)
         self.rollout = self.engine_thread.engine

@@ -54,10 +54,11 @@ the same shapes by name."""
 
 
 class SupervisedWorker(TrainedWorker):
-    """One rank of a model that learns from examples. A subclass defines its loss in `losses`.
+    """One rank of a model that learns from examples. A subclass defines its loss in `losses`, and
+    may extend other methods: ILQL moves its target heads in `update_model`.
 
-    An optimizer step has `batch_size` rows over all ranks. `seed` is the run's, and initialises a
-    new head.
+    An optimizer step has `batch_size` samples over all ranks. A sample is a conversation or a pair.
+    `seed` is the run's, and initialises a new head.
     """
 
     model_key = "model"
@@ -99,7 +100,8 @@ class SupervisedWorker(TrainedWorker):
 
     @register(dispatch_mode=BY_SHARD, blocking=False, reads=COLUMNS_READ, jagged=True)
     def update_model(self, data: DataProto) -> DataProto:
-        """Does one optimizer step on the batch, and returns the metrics."""
+        """Trains on the samples of one optimizer step, and returns the metrics. A batch of more
+        than `batch_size` samples would take several steps."""
         rows = self.rows_of(data)
         routed = self.routed_loss(self.loss, rows, self.prefix, self.router_aux_loss_coef)
         metrics = update(
@@ -178,7 +180,10 @@ class SFTWorker(SupervisedWorker):
     training: SFTTrainingConfig
 
     def build_model(self, with_weights: bool) -> PackedModel:
-        """Makes the model before it is sharded, whose load of experts is recorded and balanced."""
+        """Makes the model before it is sharded, whose load of experts is recorded and balanced.
+
+        The driver has refused a coefficient above 0 for a model that cannot be balanced.
+        """
         model = super().build_model(with_weights)
         self.watch_routers(model)
         coefficient = self.training.router_aux_loss_coef

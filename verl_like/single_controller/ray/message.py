@@ -53,9 +53,9 @@ class StoredBatch:
 def pack(value: Any) -> list[Any] | bytes:
     """Returns the form in which a value travels. `unpack` is the inverse.
 
-    A CallHeader becomes bytes, and bytes are always a header. All else becomes [kind, content]. The
-    content of the kinds batch, stored and shard is plain lists. That of the kind value is any other
-    value as it is, bytes included.
+    A CallHeader becomes bytes, and nothing else does: all else becomes [kind, content]. The
+    content of the kinds batch, stored and shard is plain lists. That of the kind value is any
+    other value as it is, even if that is bytes.
     """
     if isinstance(value, DataProto):
         state = value.__getstate__()

@@ -41,8 +41,9 @@ class NodeAgent:
     """Looks at processes of the node that it runs on."""
 
     def look(self, pids: Sequence[int]) -> Look:
-        """Returns what is found. Processes that have ended are left out. So is a child in another
-        process group than its worker: whoever started it has a deadline for it."""
+        """Returns what is found. A worker that has ended is left out, and so is one of which a
+        child ends during the look. A child in another process group than its worker is passed
+        over, because whoever started it has a deadline for it."""
         stopped = {}
         for pid in pids:
             with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):

@@ -91,10 +91,12 @@ def _routing_is_captured(config: PPOConfig, key: str) -> Iterator[str]:
             f"{key} replays the routing of the rollout engine, and "
             "actor_rollout_ref.rollout.name=hf does not record it; set name=vllm, or mode=R2"
         )
-    if config.trainer.device == "cuda":
+    size = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    if config.trainer.device == "cuda" and size > 1:
         yield (
-            f"{key} records routing in the Python code of vLLM's routers, which CUDA graphs leave "
-            "out, with trainer.device=cuda; set mode=R2"
+            f"{key} with trainer.device=cuda: vLLM returns the routing to the first process of an "
+            f"engine alone, and actor_rollout_ref.rollout.tensor_model_parallel_size={size} has "
+            "each process of it schedule for itself; set that to 1, or mode=R2"
         )
 
 

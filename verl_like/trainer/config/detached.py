@@ -100,8 +100,8 @@ class DetachedConfig(PPOConfig):
         return plan_of_detached(self)
 
     def of_maker(self, name: str) -> Self:
-        """What this maker reads. Copies of actor and critic run where the rollout does; the engine
-        never sleeps."""
+        """Returns the configuration that this maker gets. It has pools of its own, copies of actor
+        and critic run on the rollout's pool, and the engine never sleeps."""
         pool_of_copies = dict.fromkeys(TRAINED, self.role_mapping[Role.Rollout])
         config = self.updated(
             {
@@ -112,7 +112,8 @@ class DetachedConfig(PPOConfig):
         return config._with_own_pools(name, self.plan.maker_roles)
 
     def of_trainer(self, name: str) -> Self:
-        """What this trainer reads: its part of every batch."""
+        """Returns the configuration that this trainer gets: with pools of its own, and with its
+        part of every batch."""
         parts = {}
         for key in DIVIDED:
             parts[key] = attrgetter(key)(self) // self.detached.num_trainers
@@ -249,7 +250,7 @@ def pushes_fit_the_staleness(config: DetachedConfig) -> Iterator[str]:
 
     With more than max_staleness + 1 steps no weights would be new enough before the next push, and
     makers would wait for ever. With exactly as many, makers use weights that are at most
-    update_steps - 1 steps old. The brake allows just as many, so it has no effect.
+    update_steps - 1 steps old. The brake asks for no newer ones, so it has no effect.
     """
     detached = config.detached
     max_staleness = config.trainer.max_staleness

@@ -117,8 +117,11 @@ def every_pool_has_a_role(config: PPOConfig) -> Iterator[str]:
 
 
 def sizes_divide_the_pool(config: PPOConfig) -> Iterator[str]:
-    """Checks that engines, shards of parameters, and ranks that share a sequence leave no process
-    over."""
+    """Checks that the sizes of engines, of shards of parameters, and of groups of ranks that share
+    a sequence divide the number of processes of the role's pool.
+
+    Only trained models have a size of shards. The reference is sharded over all ranks of its pool.
+    """
     key_of_role = {
         Role.Rollout: "actor_rollout_ref.rollout.tensor_model_parallel_size",
         Role.Actor: "actor_rollout_ref.actor.fsdp_config.fsdp_size",
@@ -519,7 +522,8 @@ OTHER_RULES = (
 
 
 def sequence_parallel(config: PPOConfig, role: str) -> tuple[str, int]:
-    """Returns the key that sets how many ranks of a role share a sequence, and that number."""
+    """Returns the key that sets how many ranks of a role share a sequence, and that number. For
+    other roles than the critic, the actor, the reference and the teacher the number is 1."""
     if role == Role.Critic:
         return "critic.ulysses_sequence_parallel_size", config.critic.ulysses_sequence_parallel_size
     size = 1

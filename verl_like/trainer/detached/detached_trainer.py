@@ -278,7 +278,7 @@ class DetachedPPOTrainer(Side, TrainingLoop):
         maker in the ledger.
         """
         self.turns.begin_loading(maker)
-        with self.turns.loading(maker, ends=False):
+        with self.turns.loading(maker, ends=False):  # `send_weights` ends the turn
             version = self.learner.version
             if self.pushed is None or self.pushed.version < version:
                 self.export()

@@ -247,8 +247,8 @@ class ExperienceMakerHolder(Side):
     def workingloop(
         self, data_loader: PromptLoader | None = None, num_steps: int | None = None
     ) -> int:
-        """Makes experience and sends it, until the ledger gives no more tickets, or `num_steps`
-        times. Returns how often it has made experience.
+        """Makes experience and sends it, until the ledger gives no more tickets, or in `num_steps`
+        rounds. Returns the number of rounds that made experience.
 
         In each round it loads newer weights if there are any, validates if that is due, and makes
         experience of as many prompts as the ledger allows. With a `data_loader`, it loads the

@@ -463,7 +463,7 @@ class DetachedRun:
         """Waits until Ray has no actor of this name any more. Raises `error` after `ANSWER_S`
         seconds."""
         deadline = time.monotonic() + ANSWER_S
-        # Ray raises ValueError when there is none.
+        # Ray raises ValueError when there is none, which ends the loop.
         with contextlib.suppress(ValueError):
             while ray.get_actor(name):
                 if time.monotonic() > deadline:
@@ -508,8 +508,8 @@ class DetachedRun:
         node, pid = self.place_of(name)
         if node == ray.util.get_node_ip_address():
             with contextlib.suppress(OSError):  # raised if the process has ended
-                # Ray's kill may miss the fork of a `WorkerTemplate`. A fork that is stopped ends
-                # when it is continued.
+                # Ray's kill may miss the fork of a `WorkerTemplate`, and a stopped fork would
+                # outlive Ray. It ends as soon as it is continued.
                 os.kill(pid, signal.SIGCONT)
         if name in self.pools:
             for pool in self.pools[name].resource_pool_dict.values():

@@ -45,8 +45,8 @@ class TrainingLoop(abc.ABC):
     """The number of the present step. It is 0 before the first step, whose number is 1."""
 
     def __init_subclass__(cls, **arguments: Any) -> None:
-        """Raises ValueError for a subclass that was written for an earlier version, in which `step`
-        had the batch as an argument and `last_step` was a method."""
+        """Raises ValueError for a subclass that was written for an earlier version: if it has a
+        method of `_REPLACED`, if its `step` has arguments, or if its `last_step` is a method."""
         super().__init_subclass__(**arguments)
         refuse_replaced(cls, _REPLACED)
         name = f"{cls.__module__}.{cls.__name__}"

@@ -4,6 +4,8 @@ An engine that has the actor's weights may still build another model with them. 
 how an engine keeps a weight, this is done after each update, too.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -48,16 +50,20 @@ def by_numbers(names: tuple[str, ...]) -> str:
     )
 
 
-def draw(rollout: WorkerGroup, dataset: PromptDataset) -> list[DataProto]:
-    """Has each replica answer the first prompts greedily, without random numbers. Returns (B, ...)
-    rows with `rollout_log_probs` for each replica.
+def draw(
+    rollout: WorkerGroup, dataset: PromptDataset, numbers: Sequence[int] | None = None
+) -> list[DataProto]:
+    """Has each replica answer prompts greedily, without random numbers. Returns (B, ...) rows with
+    `rollout_log_probs` for each replica.
 
-    The list is empty for a custom rollout worker that has no `draw_greedily`.
+    `numbers` are those of the prompts in the data set, the first `NUM_PROMPTS` if it is None. The
+    list is empty for a custom rollout worker that has no `draw_greedily`.
     """
     if not hasattr(rollout, "draw_greedily"):
         return []
-    num_prompts = min(NUM_PROMPTS, len(dataset))
-    rows = [dataset[index] for index in range(num_prompts)]
+    if numbers is None:
+        numbers = range(min(NUM_PROMPTS, len(dataset)))
+    rows = [dataset[index] for index in numbers]
     prompts = dataset.collate(rows, epoch=0)
     answers = rollout.draw_greedily(prompts, NUM_TOKENS)
     return [answer for answer in answers if answer is not None]
@@ -66,19 +72,23 @@ def draw(rollout: WorkerGroup, dataset: PromptDataset) -> list[DataProto]:
 def log_probs_of(actor: WorkerGroup, drawn: list[DataProto]) -> list[Tensor]:
     """Returns the log-probabilities that the actor, or a copy of it, computes for the tokens that
     the replicas drew. There is a tensor for each replica, float32 at temperature 1."""
+    return [of_tokens(scored, "old_log_probs") for scored in score(actor, drawn)]
+
+
+def score(actor: WorkerGroup, drawn: list[DataProto], **options: bool) -> list[DataProto]:
+    """Returns what the actor's `score_greedy` computes for the rows of each replica."""
     if not drawn:
         return []
     parts = [each.select(meta_info_keys=[]) for each in drawn]
     batch = DataProto.concat(parts)
-    scored = actor.score_greedy(batch).get()
-    log_probs = []
+    scored = actor.score_greedy(batch, **options).get()
+    of_replicas = []
     start = 0
     for part in parts:
         end = start + len(part)
-        rows = scored.rows(start, end)
-        log_probs.append(of_tokens(rows, "old_log_probs"))
+        of_replicas.append(scored.rows(start, end))
         start = end
-    return log_probs
+    return of_replicas
 
 
 def of_tokens(batch: DataProto, name: str) -> Tensor:

@@ -73,8 +73,8 @@ class Scored:
     def with_columns(
         self, columns: Mapping[str, Tensor], metrics: Mapping[str, Metric] | None = None
     ) -> "Scored":
-        """Adds columns to the view, or replaces those that have the same names, and adds
-        metrics."""
+        """Returns another Scored. Its `batch` has these columns too, in place of those that have
+        the same names, and these metrics are merged into its own."""
         batch = view_with(self.batch, columns)
         if metrics is None:
             return replace(self, batch=batch)
@@ -454,9 +454,9 @@ class ExperienceMaker:
         """Corrects for the difference between the policy of the rollout and that of the trainer, as
         `algorithm.rollout_correction` says.
 
-        Adds the importance weights `rollout_is_weights` (B, R), and sets `kept_BR` to the tokens of
-        `response_mask` that are not rejected. With `bypass_mode` the rollout's log-probabilities
-        are taken for `old_log_probs`.
+        With `rollout_is` it adds the importance weights `rollout_is_weights` (B, R), and with
+        `rollout_rs` it sets `kept_BR` to the tokens of `response_mask` that are not rejected. With
+        `bypass_mode` it takes the rollout's log-probabilities for `old_log_probs`.
         """
         columns = rewarded.batch.tensor_batch
         config = self.config.algorithm.rollout_correction

@@ -168,7 +168,8 @@ class Learner:
 
     def restore(self, folder: Path, version: int) -> list[str]:
         """Loads the training state that `save_training` wrote into `folder`, on the same number of
-        ranks or another. The weights are then those of `version`. Returns notes for the user."""
+        ranks or another. `version` is that of the saved weights, and is not checked. Returns notes
+        for the user."""
         notes: list[str] = []
         for role, group in self.trained.items():
             path = str(folder / role / "checkpoint")

@@ -1,6 +1,7 @@
 """The PPO trainer: it has a maker and a learner on worker groups, and runs its steps with both."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -15,7 +16,7 @@ from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer.config.roles import Role
 from verl_like.trainer.loop.experience import Experience, Update
 from verl_like.trainer.loop.training_loop import TrainingLoop
-from verl_like.trainer.ppo import engine_check
+from verl_like.trainer.ppo import compared_prompts, engine_check
 from verl_like.trainer.ppo.experience_maker import Generated, Weights
 from verl_like.trainer.ppo.inputs import PPOInputs, prompt_sampler
 from verl_like.trainer.ppo.learner import Learner
@@ -24,6 +25,7 @@ from verl_like.trainer.ppo.metrics import batch_metrics
 from verl_like.trainer.ppo.workers import load_models
 from verl_like.trainer.run.run_recorder import RunRecorder, placement_rows
 from verl_like.trainer.state.checkpoint import Checkpoint
+from verl_like.workers.models.routed_experts import ROUTED_EXPERTS
 
 _GENERATED = "generated.safetensors"
 """The file of a checkpoint with the responses that were generated ahead, for the next step."""
@@ -46,6 +48,8 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
     """The rows of `data.ptx_files`, or None without them."""
     unknown_parameters: tuple[str, ...] = ()
     """The engine's parameters whose arrival log-probabilities show after each update."""
+    compared_prompts: list[int] | None = None
+    """The numbers of the prompts for these comparisons, or None for the first ones."""
 
     @classmethod
     def of(
@@ -60,14 +64,15 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.sampler = prompt_sampler(self.config, self.train_dataset)
+        # In a resumed run `restore` reads the next three from the checkpoint.
         self.num_prompt_batches = 0
         """How many batches of prompts were taken so far: one a step, and more with dynamic
         sampling."""
         self.generated: Generated | None = None
         """Responses that were generated a step ahead, with `trainer.max_staleness=1`."""
         self.upcoming_batch = 0
-        """The number of the batch of prompts that `generated` answers. `num_prompt_batches` counts
-        this batch already."""
+        """The number, from 0, of the batch of prompts that `generated` answers. The batch is one of
+        the `num_prompt_batches` that were taken. Without `generated` the number has no meaning."""
         self.exported: Weights | None = None
         """The weights after the present step, until they are handed on."""
 
@@ -90,7 +95,53 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
         if self.unknown_parameters:
             note = engine_check.by_numbers(self.unknown_parameters)
             self.recorder.say(note, in_report=True)
+            self.choose_compared_prompts()
         self.compare_engines()
+
+    def choose_compared_prompts(self) -> None:
+        """Chooses prompts for the comparisons after each update whose tokens reach all experts of a
+        mixture, and says which experts they do not reach.
+
+        Nothing is chosen for a model without experts.
+        """
+        actor = self.groups[Role.Actor]
+        if not hasattr(actor, "router_shape") or not hasattr(actor, "score_greedy"):
+            return
+        shape = actor.router_shape()[0]
+        if shape is None:
+            return
+        num_candidates = min(compared_prompts.NUM_CANDIDATES, len(self.train_dataset))
+        candidates = range(num_candidates)
+        drawn = engine_check.draw(self.groups[Role.Rollout], self.train_dataset, candidates)
+        if not drawn:
+            return
+        routed = drawn
+        if ROUTED_EXPERTS not in drawn[0].tensors():
+            # The engine does not record its routing, and the actor's is as good as the same.
+            with self.engine_asleep():
+                routed = engine_check.score(actor, drawn, with_experts=True)
+        chosen, reached = compared_prompts.prompts_that_reach(routed, shape)
+        self.compared_prompts = chosen
+        note = compared_prompts.said_of_experts(len(chosen), reached)
+        self.recorder.say(note, in_report=True)
+
+    @contextmanager
+    def engine_asleep(self) -> Iterator[None]:
+        """A context in which the actor computes after the engine has.
+
+        On a GPU that they share, the engine sleeps meanwhile and loses its weights, so it gets them
+        again. If the actor raises, it does not.
+        """
+        config = self.config
+        on_gpu = config.trainer.device == "cuda"
+        shares_gpu = on_gpu and not config.trainer.max_staleness
+        sleeps = shares_gpu and config.actor_rollout_ref.rollout.free_cache_engine
+        if sleeps:
+            self.groups[Role.Rollout].sleep()
+        yield
+        if sleeps:
+            weights = self.learner.export_weights()
+            self.load_weights(weights)
 
     def compare_engines(self) -> None:
         """Raises EngineMismatch unless every replica of the rollout engine computes the same model
@@ -99,28 +150,18 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
         The replicas draw responses, and the actor computes the log-probabilities of their tokens. A
         custom actor or rollout without the methods for this is not checked; a note says so.
         """
-        config = self.config
         actor = self.groups[Role.Actor]
         rollout = self.groups[Role.Rollout]
         if not hasattr(actor, "score_greedy"):
             self.recorder.say(engine_check.UNKNOWN_ACTOR)
             return
-        drawn = engine_check.draw(rollout, self.train_dataset)
+        drawn = engine_check.draw(rollout, self.train_dataset, self.compared_prompts)
         if not drawn:
             self.recorder.say(engine_check.UNKNOWN_ROLLOUT)
             return
-        # On a GPU that they share, the engine sleeps while the actor computes, and loses its
-        # weights.
-        on_gpu = config.trainer.device == "cuda"
-        shares_gpu = on_gpu and not config.trainer.max_staleness
-        sleeps = shares_gpu and config.actor_rollout_ref.rollout.free_cache_engine
-        if sleeps:
-            rollout.sleep()
-        log_probs = engine_check.log_probs_of(actor, drawn)
-        engine_check.require_one_model(config, "", drawn, log_probs)
-        if sleeps:
-            weights = self.learner.export_weights()
-            self.load_weights(weights)
+        with self.engine_asleep():
+            log_probs = engine_check.log_probs_of(actor, drawn)
+            engine_check.require_one_model(self.config, "", drawn, log_probs)
 
     def build_learner(self) -> Learner:
         return Learner(self.config, self.groups, self.ptx_dataset)

@@ -89,8 +89,8 @@ class TrackerThread:
     def missing(self, deadline: float) -> str | None:
         """Waits until the tracker has ended, but not after `deadline` by time.monotonic().
 
-        Returns a sentence if the tracker lacks rows. The thread of a tracker that has not ended by
-        then ends with the process.
+        Returns a sentence if the tracker lacks rows or has not ended. The thread of one that has
+        not ended ends with the process.
         """
         seconds = max(0.0, deadline - time.monotonic())
         self.thread.join(seconds)
@@ -173,7 +173,8 @@ class Tracking:
             tracker.log(metrics, step)
 
     def close(self) -> list[str]:
-        """Ends the trackers within `FINISH_S`. Returns a sentence for each that lacks rows."""
+        """Ends the trackers within `FINISH_S`. Returns a sentence for each that lacks rows or has
+        not ended."""
         self.jsonl.close()
         deadline = time.monotonic() + FINISH_S
         for tracker in self.trackers:

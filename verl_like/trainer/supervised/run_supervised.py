@@ -241,9 +241,9 @@ def with_padding_token(
 ) -> RMConfig:
     """Returns the configuration with the padding token in `model.override_config`.
 
-    transformers reads the reward at the last token of a row that is not the padding token. Raises
-    ValueError if the model does not have this token, or if it is one of `last_tokens`, with which
-    conversations end, because the reward would be read at the wrong token.
+    In each row transformers reads the reward at the last token that differs from the padding token.
+    Raises ValueError if the model does not have the padding token, or if it is one of
+    `last_tokens`, with which conversations end, because the reward would be read at a wrong place.
     """
     pad_token_id = getattr(hf_config, "pad_token_id", None)
     if pad_token_id is None:

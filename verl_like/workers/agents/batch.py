@@ -39,8 +39,8 @@ class EpisodeRules:
 
 
 def rows_of(prompts: DataProto) -> list[dict[str, Any]]:
-    """Returns what environments and harnesses get of each of (B,) prompts: the fields of
-    `extra_info`, and over them the prompt's messages and the other columns."""
+    """Returns the dataset's row for each of (B,) prompts, as environments and harnesses get it: the
+    fields of `extra_info`, and over them the prompt's messages and the other columns."""
     columns = prompts.non_tensor_batch
     rows = []
     for number in range(len(prompts)):

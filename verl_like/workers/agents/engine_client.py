@@ -234,7 +234,8 @@ class EngineClient:
     def _record(
         self, call: Call, prompt_ids: list[int], drawn_ids: list[int], text: str, params: Any
     ) -> None:
-        """Records a turn with messages, and with the reply that the client gets."""
+        """Records a turn with messages, and with the reply that the client gets. `params` are the
+        sampling parameters, and `call.params` say how the messages were rendered."""
         from vllm.sampling_params import RequestOutputKind
 
         if call.messages is None:

@@ -88,8 +88,8 @@ class EpisodeCall(RequestCall):
             agents.report(METHOD, rank, header)
 
     def timeout(self, deadline_s: float) -> CallTimeout:
-        """Returns the error of this call if it is late. It names the ranks that run episodes of
-        it."""
+        """Returns the error that says that this call is late. It names the ranks that run episodes
+        of it. The caller holds the lock."""
         agents = self.router.agents
         late_ranks = set()
         for running in self.router.running.values():

@@ -193,10 +193,13 @@ def opened(parts: Sequence[bytes]) -> tuple[bytes, Any]:
 
 
 def reward_of(answers: Sequence[_Answer]) -> Reward:
-    """Returns the reward of an episode that has ended, or None if it has none.
+    """Returns the reward of an episode that has ended: the sum of its weighted scores, or None if
+    the server gave no score.
 
-    Raises EpisodeFailed if it failed, if it has several agents, or if the server ran it again,
-    RewardProblem if a reward is none, and ValueError if the records are of another version.
+    Raises EpisodeFailed if the environment failed or a deadline passed, if several agents ran, or
+    if the server ran the episode again, and none of this counts as the policy's failure. Raises
+    RewardProblem if a score or a weight is not a number, and ValueError if the records are of
+    another version.
     """
     *news, end = answers
     if end.head is None:

@@ -459,9 +459,10 @@ def save_weights(hf: PreTrainedModel, weights: dict[str, Tensor], folder: Path) 
 
 
 def save_heads(weights: dict[str, Tensor], folder: Path) -> None:
-    """Writes the weights of further heads, if there are any, to `HEADS_FILE` in a folder.
+    """Takes the weights of heads besides the model's own out of `weights`. If there are any, it
+    writes them to `HEADS_FILE` in a folder.
 
-    transformers, peft and vLLM do not read this file. The heads are removed from `weights`.
+    transformers, peft and vLLM do not read this file.
     """
     heads = {}
     for name in list(weights):

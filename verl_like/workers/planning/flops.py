@@ -20,8 +20,8 @@ class AttentionHeads:
 
 
 def attention_heads(text_config: PretrainedConfig) -> list[AttentionHeads]:
-    """Returns the heads of each layer of a language model. Layers of Gemma 4 have different
-    heads."""
+    """Returns the heads of each layer of a language model, for the FLOPs of attention, and for the
+    kernels and the cache of vLLM on a CPU. Layers of Gemma 4 have different heads."""
     heads = []
     for layer in range(text_config.num_hidden_layers):
         config = text_config.per_layer_config[layer]

@@ -43,6 +43,7 @@ _REPLACED = {
     "batch_of": "a batch is made of the completions that step returns, by assemble of "
     "verl_like.workers.rollout.batch",
     "greedy_requests": "greedy_requests of verl_like.workers.rollout.batch makes them",
+    "capture_routing": "the constructor gets records_routing; set can_record_routing = True",
 }
 
 
@@ -61,9 +62,13 @@ class RolloutEngine(ABC):
     used.
 
     An engine starts without weights; `load_weights` loads them, and `policy_version` is their
-    version. The constructor raises ValueError for a setting that does not fit and
-    ModuleNotFoundError for a missing package; both messages say what to do.
+    version. With `records_routing` completions have `routed_experts`. The constructor raises
+    ValueError for a setting that does not fit and ModuleNotFoundError for a missing package; both
+    messages say what to do.
     """
+
+    can_record_routing = False
+    """Whether the engine can say which experts compute each token."""
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
@@ -78,7 +83,14 @@ class RolloutEngine(ABC):
         world_size: int,
         seed: int,
         device: str,
+        records_routing: bool = False,
     ) -> None:
+        if records_routing and not self.can_record_routing:
+            raise ValueError(
+                f"actor_rollout_ref.rollout.name={config.name} does not say which experts compute "
+                "a token, so actor_rollout_ref.actor.router_replay.mode=R3 has no routing to "
+                "replay; set name=vllm, or mode=R2"
+            )
         size = config.tensor_model_parallel_size
         num_groups(
             size,
@@ -92,6 +104,7 @@ class RolloutEngine(ABC):
         self.world_size = world_size
         self.seed = seed
         self.device = device
+        self.records_routing = records_routing
         self.dp_rank, self.tp_rank = divmod(rank, size)
         self.is_collect = self.tp_rank == 0
         self.hf_config = load_hf_config(model, key="actor_rollout_ref.model")
@@ -284,17 +297,6 @@ class RolloutEngine(ABC):
         `load_weights` does both. Raises ValueError if others use that memory now.
         """
         self._wake()
-
-    def capture_routing(self) -> None:
-        """Begins to record which experts compute each token; completions have `routed_experts`.
-
-        Raises ValueError if the engine or its model cannot.
-        """
-        raise ValueError(
-            f"actor_rollout_ref.rollout.name={self.config.name} does not say which experts compute "
-            "a token, so actor_rollout_ref.actor.router_replay.mode=R3 has no routing to replay; "
-            "set name=vllm, or mode=R2"
-        )
 
     def forget_prompts(self) -> None:  # noqa: B027  most engines keep nothing
         """Drops the cache of prompts that the engine keeps for later requests, unless requests are

@@ -134,8 +134,8 @@ class RequestCall(PendingCall):
             router.group.report(METHOD, rank, header)
 
     def timeout(self, deadline_s: float) -> CallTimeout:
-        """Returns the error of this call if it is late. It names the ranks that have requests of
-        it. The caller holds the lock."""
+        """Returns the error that says that this call is late. It names the ranks that have
+        requests of it. The caller holds the lock."""
         router = self.router
         group = router.group
         collect_ranks = router.mesh.collect_ranks

@@ -1,5 +1,6 @@
 """The routing of the tokens of a request, of what an engine computed in several passes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -82,6 +83,38 @@ class RoutedRequest:
         end = max(ends, default=0)
         ids = self.last_computed(0, end, shape)
         self.pieces = [RoutedPiece(0, ids)]
+
+
+def record_of_returned(
+    returned: np.ndarray | None, num_tokens: int, layers: Sequence[int], shape: RouterShape
+) -> np.ndarray:
+    """Returns the record of a response from what vLLM itself returns with it, (num_tokens, L, k).
+
+    Args:
+        returned: (num_tokens - 1, all layers, k), of each token but the last.
+        num_tokens: the number of tokens of prompt and response.
+        layers: the numbers of the layers that have a router.
+        shape: that of the model's routers.
+
+    Raises ValueError if `returned` has other tokens.
+    """
+    num_returned = None if returned is None else len(returned)
+    if returned is None or num_returned != num_tokens - 1:
+        raise ValueError(
+            f"vLLM returned the routing of {num_returned} tokens for a response that has "
+            f"{num_tokens} with its prompt, and {num_tokens - 1} were computed: this vLLM records "
+            "in a way that router replay does not know; set "
+            "actor_rollout_ref.actor.router_replay.mode=disabled"
+        )
+    ids = without_record(num_tokens, shape)
+    ids[:-1] = returned[:, list(layers)]
+    return ids
+
+
+def record_of_bytes(content: bytes, num_tokens: int, shape: RouterShape) -> np.ndarray:
+    """Returns a record, (num_tokens, L, k), that came from an engine's process as bytes."""
+    ids = torch.frombuffer(bytearray(content), dtype=shape.dtype)
+    return ids.view(num_tokens, shape.num_layers, shape.top_k).numpy()
 
 
 def without_record(num_tokens: int, shape: RouterShape) -> np.ndarray:

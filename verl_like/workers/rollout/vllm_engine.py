@@ -24,6 +24,7 @@ from verl_like.workers.models.routed_experts import RouterShape
 from verl_like.workers.planning.flops import attention_heads
 from verl_like.workers.rollout.base import CPU_NUM_SEQS, RolloutEngine
 from verl_like.workers.rollout.request import Completion, GenerationRequest, NamedCompletion
+from verl_like.workers.rollout.token_routing import record_of_bytes, record_of_returned
 from verl_like.workers.rollout.vllm_families import shown_by_numbers
 from verl_like.workers.weights.arrival import WeightSyncError
 from verl_like.workers.weights.direct import init_info
@@ -46,6 +47,8 @@ class VllmEngine(RolloutEngine):
     seeds and results.
     """
 
+    can_record_routing = True
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._prepare_import()
@@ -63,7 +66,9 @@ class VllmEngine(RolloutEngine):
         self._num_loads = 0
         self._adapter_name = ""
         self._routers: RouterShape | None = None
-        """The shape of the model's routers, if their routing is captured."""
+        """The shape of the model's routers, if their routing is recorded."""
+        self._router_layers: list[int] = []
+        """The numbers of the layers that have a router, if vLLM itself returns their routing."""
         self._has_joined = False
         self._max_model_len = self.config.prompt_length + self.config.response_length
         self._cpu_num_seqs = self.config.max_num_seqs or CPU_NUM_SEQS
@@ -73,6 +78,8 @@ class VllmEngine(RolloutEngine):
             executor = self._replica_executor()
             self.llm = self._start(executor)
             self._unlink_shared_memory()
+        if self.records_routing:
+            self._record_routing()
 
     def _prepare_import(self) -> None:
         """Checks that vLLM is installed, and sets the environment variables that it reads when it
@@ -160,6 +167,7 @@ class VllmEngine(RolloutEngine):
             # vLLM's worker imports the module of the extension, which registers the back end.
             worker_extension_cls="verl_like.workers.rollout.vllm_routing.RoutingExtension",
             weight_transfer_config={"backend": "staged"},
+            enable_return_routed_experts=self._returns_routing,
         )
 
     def _max_lora_rank(self) -> int:
@@ -343,12 +351,23 @@ class VllmEngine(RolloutEngine):
                 ended.append((request.request_id, response))
         return self._with_routing(ended)
 
-    def capture_routing(self) -> None:
-        shapes = self.llm.collective_rpc("capture_routing")
-        self._routers = RouterShape(*shapes[0])
+    @property
+    def _returns_routing(self) -> bool:
+        """Whether vLLM itself returns the routing of a response. This needs its Model Runner V2,
+        which runs on GPUs alone."""
+        return self.records_routing and self.device == "cuda"
+
+    def _record_routing(self) -> None:
+        if self._returns_routing:
+            of_processes = self.llm.collective_rpc("routed_layers")
+            self._router_layers, num_experts, top_k = of_processes[0]
+            self._routers = RouterShape(len(self._router_layers), num_experts, top_k)
+        else:
+            shapes = self.llm.collective_rpc("capture_routing")
+            self._routers = RouterShape(*shapes[0])
 
     def _with_routing(self, ended: Sequence[NamedCompletion]) -> list[NamedCompletion]:
-        """Returns responses that have just ended with their routing, if it is captured."""
+        """Returns responses that have just ended with their routing, if it is recorded."""
         shape = self._routers
         if shape is None or not ended:
             return list(ended)
@@ -358,17 +377,25 @@ class VllmEngine(RolloutEngine):
             prompt = self._in_flight[name].prompt_ids
             names.append(name)
             lengths.append(len(prompt) + len(response.token_ids))
-        of_processes = self.llm.collective_rpc("take_routing", args=(names, lengths))
-        routed = []
-        for (name, response), length, content in zip(ended, lengths, of_processes[0], strict=True):
-            ids = torch.frombuffer(bytearray(content), dtype=shape.dtype)
-            of_tokens = ids.view(length, shape.num_layers, shape.top_k).numpy()
-            routed.append((name, replace(response, routed_experts=of_tokens)))
-        return routed
+        if self._returns_routing:
+            records = []
+            for (_name, response), length in zip(ended, lengths, strict=True):
+                returned = response.routed_experts
+                records.append(record_of_returned(returned, length, self._router_layers, shape))
+        else:
+            of_processes = self.llm.collective_rpc("take_routing", args=(names, lengths))
+            records = [
+                record_of_bytes(content, length, shape)
+                for content, length in zip(of_processes[0], lengths, strict=True)
+            ]
+        return [
+            (name, replace(response, routed_experts=record))
+            for (name, response), record in zip(ended, records, strict=True)
+        ]
 
     def _forget_routing(self, names: Collection[str]) -> None:
         """Drops what was captured of requests that are aborted."""
-        if self._routers is not None:
+        if self._routers is not None and not self._returns_routing:
             self.llm.collective_rpc("forget_routing", args=(list(names),))
 
     def _has_work(self) -> bool:
@@ -504,4 +531,6 @@ def completion(request: Any) -> Completion:
     token_ids = np.array(output.token_ids, np.int64)
     log_probs = np.array(output.logprobs.logprobs, np.float32)
     num_cached_tokens = request.num_cached_tokens or 0
-    return Completion(token_ids, log_probs, tuple(versions), num_cached_tokens)
+    # Of all layers, and only if vLLM itself returns it.
+    routed_experts = output.routed_experts
+    return Completion(token_ids, log_probs, tuple(versions), num_cached_tokens, routed_experts)

@@ -27,7 +27,7 @@ class RoutingCapture:
     """
 
     def __init__(self, runner: Any) -> None:
-        routers = routers_of(runner.get_model())
+        routers = list(routers_of(runner.get_model()).values())
         first = routers[0]
         self.shape = RouterShape(len(routers), first.global_num_experts, first.top_k)
         for number, router in enumerate(routers):
@@ -111,13 +111,16 @@ class RoutingCapture:
         for name, block_ids, num_computed in begun:
             request = self.requests[name]
             request.num_blocks = -(-num_computed // self.block_size)
-            blocks = block_ids[self.group]
-            cached = blocks[: request.num_blocks]
-            self._own(request, blocks[request.num_blocks :])
+            self._own(request, block_ids[self.group][request.num_blocks :])
+        # After all have their blocks: a request may share those that another one computes in this
+        # pass.
+        for name, block_ids, num_computed in begun:
             if num_computed:
-                ids = self._of_cache(cached, num_computed)
+                num_cached = -(-num_computed // self.block_size)
+                ids = self._of_cache(block_ids[self.group][:num_cached], num_computed)
                 # Before what this pass computed, which follows in the sequence.
-                request.pieces.insert(-1, RoutedPiece(0, ids, is_computed=False))
+                piece = RoutedPiece(0, ids, is_computed=False)
+                self.requests[name].pieces.insert(-1, piece)
 
     def _own(self, request: RoutedRequest, blocks: Sequence[int]) -> None:
         """Keeps that a request computes its next blocks."""
@@ -171,8 +174,8 @@ class RoutingCapture:
         return names
 
 
-def routers_of(model: nn.Module) -> list[BaseRouter]:
-    """Returns the routers of vLLM's model in the order of its layers.
+def routers_of(model: nn.Module) -> dict[int, BaseRouter]:
+    """Returns the routers of vLLM's model by the numbers of their layers, in this order.
 
     Raises ValueError if there are none, or one that does not tell what it selects.
     """
@@ -193,13 +196,20 @@ def routers_of(model: nn.Module) -> list[BaseRouter]:
             f"vLLM's {type(model).__name__} has no router, so there is no routing to replay; set "
             "actor_rollout_ref.actor.router_replay.mode=disabled"
         )
-    return [found[layer] for layer in sorted(found)]
+    return dict(sorted(found.items()))
 
 
 class RoutingExtension(WorkerExtension):
     """The extension of vLLM's worker, which can also record routing."""
 
     routing: RoutingCapture
+
+    def routed_layers(self) -> tuple[list[int], int, int]:
+        """Returns the numbers of the layers with a router, the experts, and how many of them
+        compute a token."""
+        routers = routers_of(self.model_runner.get_model())
+        first = next(iter(routers.values()))
+        return list(routers), first.global_num_experts, first.top_k
 
     def capture_routing(self) -> tuple[int, int, int]:
         """Begins to record, and returns the layers with a router, the experts, and how many of them

@@ -104,8 +104,9 @@ def in_order(
 ) -> list[OrderedWeight]:
     """Returns the weights in the order in which they travel: those with the widest elements first.
 
-    Parameters are cast to `dtype`; buffers keep theirs. vLLM packs all of them into one piece of
-    memory, in which each has to begin at a multiple of its elements' size.
+    Parameters travel in `dtype`, and buffers in their own dtype. Nothing is cast here. vLLM packs
+    all of them into one piece of memory, in which each has to begin at a multiple of its elements'
+    size.
     """
     weights = []
     for name, tensor in parameters:

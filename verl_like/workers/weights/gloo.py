@@ -273,7 +273,8 @@ def _join(store: dist.Store, key: str, rank: int, group: Any) -> Any:
 
 
 def _broadcast(group: Any, arrays: Sequence[np.ndarray]) -> None:
-    """Broadcasts from rank 0 to all others, with two buckets on their way at a time."""
+    """Broadcasts arrays, one for each bucket, from rank 0 to all others. Two are on their way at a
+    time."""
     options = dist.BroadcastOptions()
     options.rootRank = 0
     options.rootTensor = 0

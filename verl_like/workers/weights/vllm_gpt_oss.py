@@ -27,7 +27,7 @@ class GptOssUpdates:
     def __init__(self, model: Any) -> None:
         self.load = model.load_weights
         self.sinks: dict[str, Tensor] = {}
-        """The sinks of the update that is loaded, by name."""
+        """The attention sinks of the update that is loaded, by name."""
         model.load_weights = self.load_weights
 
     def load_weights(self, weights: Iterable[NamedTensor]) -> set[str]:
@@ -36,10 +36,10 @@ class GptOssUpdates:
 
     def _without_sinks(self, weights: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
         for name, tensor in weights:
-            before, is_of_experts, leaf = name.partition(".experts.")
+            before, separator, leaf = name.partition(".experts.")
             if name.endswith(".sinks"):
                 self.sinks[name] = tensor.clone()
-            elif is_of_experts:
+            elif separator:
                 for number, of_expert in enumerate(tensor):
                     yield f"{before}.experts.{number}.{leaf}", of_expert
             else:

@@ -291,7 +291,8 @@ class StagedTransfer(WeightTransferEngine[DirectInitInfo, StagedUpdate]):
             if sums is None:
                 self.unknown_layouts[name] = [source.hf_name for source in sources]
                 continue
-            # What vLLM has no place for is left out, and so it is missed, whatever its values are.
+            # A tensor that vLLM has no place for is not in the result. So the comparison finds it
+            # missing, even if all its values are 0.
             for source in sources:
                 totals.setdefault(source.hf_name, 0)
             for hf_name, part in sums.items():

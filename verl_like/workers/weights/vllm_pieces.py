@@ -232,13 +232,13 @@ def _cut_stacked(
     cut_dim = 2 if is_back else 1
     if source.is_transposed and not is_bias:
         own = own.transpose(1, 2)
-        cut_dim = 3 - cut_dim
+        cut_dim = 3 - cut_dim  # rows of the parameter are columns of the source
     num_shards = 1 if is_bias and is_back else parallel.tp_size
     expected = list(shape[1:])
     expected[cut_dim - 1] //= num_shards
     if list(own.shape[1:]) != expected:
         return None
-    # Gate and what it multiplies alternate in a transposed tensor, and are halves of others.
+    # In a transposed tensor the gate alternates with what it multiplies. In others they are halves.
     num_parts = 1 if is_back or source.is_transposed else 2
     part_size = own.shape[cut_dim] // num_parts
     pieces = []
