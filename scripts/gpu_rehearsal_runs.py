@@ -248,10 +248,10 @@ RUNS = (
     ),
     ppo(
         "ppo_experts_vllm",
-        "PPO colocated on one rank, a mixture of experts, vLLM that sleeps",
+        "PPO colocated on one rank, a mixture of experts, vLLM that sleeps and returns its routing",
         *_PPO_EXPERTS,
         "placement=colocated",
-        "actor_rollout_ref.actor.router_replay.mode=R2",
+        "actor_rollout_ref.actor.router_replay.mode=R3",
         num_gpus=1,
         caches_memory=True,
     ),

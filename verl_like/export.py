@@ -231,7 +231,8 @@ def read_buffers(checkpoint: Path, hf: PreTrainedModel) -> Tensors:
     """The model's buffers by name, in the dtypes that they were saved in.
 
     A checkpoint of an earlier version does not have them. Then they are those of the model that the
-    run began with, and a warning says so. Raises ValueError if that model cannot be read any more.
+    run began with, which is read in float32, and a warning says so. Raises ValueError if that model
+    cannot be read any more.
     """
     buffers = dict(model_buffers(hf))
     reader = HuggingFaceStorageReader(str(checkpoint))

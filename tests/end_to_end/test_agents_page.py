@@ -175,6 +175,7 @@ def assert_answered(episodes: list[EpisodeRecord]) -> None:
     assert rewards == {0.0, 1.0}
 
 
+@pytest.mark.proof
 def test_the_class_of_the_page_gives_tools_to_the_model_and_scores_its_answer(world: World):
     (command,) = commands_with("agent.environment=")
     assert_calculated(world.run(command))

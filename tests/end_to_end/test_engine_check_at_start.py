@@ -172,6 +172,7 @@ def test_the_comparison_changes_no_number_of_the_run(
         } == set()
 
 
+@pytest.mark.proof
 @pytest.mark.ray
 def test_a_maker_whose_engine_computes_another_model_ends_a_detached_run(
     tmp_path: Path, tiny_llama: Callable, other_norms: str, capfd: pytest.CaptureFixture

@@ -104,6 +104,7 @@ def assert_interrupted(folder: Path, process: subprocess.Popen, number: signal.S
     )
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.proof)]
 )

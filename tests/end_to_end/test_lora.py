@@ -53,6 +53,7 @@ def test_makers_that_get_only_adapters_have_the_numbers_of_the_synchronous_run(
         assert all((written[0][name] == value).all() for name, value in written[1].items())
 
 
+@pytest.mark.proof
 @pytest.mark.vllm
 def test_adapters_reach_vllm_and_the_merged_model_is_exported(tmp_path: Path, tiny_llama: Callable):
     settings = tiny_run_settings(tmp_path, tiny_llama, engine="vllm")

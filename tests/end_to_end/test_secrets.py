@@ -36,6 +36,7 @@ def files_with(folder: Path, text: str) -> list[Path]:
     ]
 
 
+@pytest.mark.proof
 @pytest.mark.ray
 def test_no_file_and_no_line_of_a_run_has_a_secret(tmp_path: Path, tiny_llama: Callable):
     """One that keeps a checkpoint and then fails with an error that has them all."""

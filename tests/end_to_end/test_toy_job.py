@@ -78,6 +78,7 @@ def assert_vllm_generates(model: Path) -> None:
     assert len(done.stdout.strip().splitlines()[-1].split(",")) == 2
 
 
+@pytest.mark.proof
 @pytest.mark.timeout(600)  # the world is made where there is none
 @pytest.mark.usefixtures("drawn_charts")
 def test_the_toy_job_raises_held_out_accuracy_and_leaves_metrics_a_report_and_a_model_that_loads(

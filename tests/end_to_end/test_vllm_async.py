@@ -85,6 +85,7 @@ def shared(
     return [TRANSPORT.publish(export)]
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("kv", KV)
 def test_a_response_has_the_same_tokens_in_both_engines_however_its_request_comes(
     engine: Callable[[str], Any], model: ModelAndFolder, kv: str

@@ -81,6 +81,7 @@ def process(model: ModelAndFolder) -> Iterator[Any]:
     ray.shutdown()
 
 
+@pytest.mark.proof
 def test_after_each_update_the_engine_draws_from_the_quantised_weights(
     process: Any, model: ModelAndFolder
 ) -> None:
@@ -97,6 +98,7 @@ def test_after_each_update_the_engine_draws_from_the_quantised_weights(
         assert distance(quantised(weights), output) < 0.6 * to_what_arrived
 
 
+@pytest.mark.proof
 def test_what_is_rounded_away_is_missed_too_and_a_torn_update_never_serves(
     process: Any, model: ModelAndFolder
 ) -> None:

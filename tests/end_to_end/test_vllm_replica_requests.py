@@ -120,6 +120,7 @@ def processes(
     ray.shutdown()
 
 
+@pytest.mark.proof
 def test_both_ranks_take_the_same_requests_and_weights_between_the_same_steps(
     processes: tuple[list[Any], ModelAndFolder],
 ) -> None:

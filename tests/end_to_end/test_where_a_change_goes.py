@@ -12,6 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 ESTIMATOR = '''
@@ -305,6 +307,7 @@ def test_what_is_added_stands_where_the_table_says_and_touches_nothing_else():
         assert edited == set(paths_in(touched))
 
 
+@pytest.mark.proof
 def test_a_tree_with_one_more_of_each_kind_uses_them_all(tmp_path: Path):
     tree = tmp_path / "tree"
     for folder in ("verl_like", "examples", "docs", "tests"):

@@ -44,6 +44,7 @@ def test_one_process_computes_what_the_reference_does(
     assert_equal(step_runs.train(settings, step_runs.start_local_groups, steps=2), expected(run))
 
 
+@pytest.mark.proof
 @pytest.mark.ray
 def test_two_ranks_compute_what_the_reference_does(world_folder: Path, expected: Expected):
     with step_runs.two_processes() as start:

@@ -118,7 +118,7 @@ class PPOTrainer:
         `outputs/`. Returns its metrics by step.
 
         Raises ValueError for what cannot be, such as an optimizer other than AdamW of all
-        parameters with its defaults, and RunFailed if a part of the run fails.
+        parameters with the settings `ADAMW`, and RunFailed if a part of the run fails.
         """
         num_steps = num_episodes * max_timesteps // update_timesteps
         has_gpus = self.strategy.device == "cuda"
@@ -223,8 +223,8 @@ class PPOTrainer:
 
 
 def require_adamw_of_all(optimizer: torch.optim.Optimizer, model: Model, role: str) -> None:
-    """Raises ValueError unless the optimizer is AdamW with its defaults, of all parameters of the
-    model, none of which is frozen."""
+    """Raises ValueError unless the optimizer is torch's AdamW of all parameters of the model, none
+    of which is frozen, with the settings `ADAMW`. Learning rate and weight decay are free."""
     parameters = set(model.parameters())
     group, *others = optimizer.param_groups
     is_whole = not others and set(group["params"]) == parameters

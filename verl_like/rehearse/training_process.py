@@ -297,15 +297,18 @@ def rows_of_ones(num_rows: int, length: int) -> Tensor:
 
 
 def rows_of(config: RunConfig, model: PlannedModel, passes: MicroBatching) -> DataProto:
-    """Rows of full length that fill `NUM_MICRO_BATCHES` micro-batches."""
-    rows_of_pass = passes.num_rows
+    """Samples of full length that fill `NUM_MICRO_BATCHES` micro-batches. A pair of conversations
+    is one sample of two rows."""
+    samples_of_pass = passes.num_rows
     if passes.by_tokens:
-        rows_of_pass = max(1, passes.max_tokens // model.sequence_length)
-    num_rows = NUM_MICRO_BATCHES * rows_of_pass
+        # Ranks that share sequences have as many tokens each.
+        tokens_of_pass = passes.max_tokens * model.ranks_of_sequence
+        samples_of_pass = max(1, tokens_of_pass // model.sequence_length)
+    num_samples = NUM_MICRO_BATCHES * samples_of_pass
     if isinstance(config, SupervisedConfig):
-        return rows_of_examples(config, num_rows, model.sequence_length)
+        return rows_of_examples(config, num_samples, model.sequence_length)
     assert isinstance(config, PPOConfig)
-    return rows_of_ppo(config, num_rows)
+    return rows_of_ppo(config, num_samples)
 
 
 METHODS = {

@@ -80,7 +80,7 @@ class ProcessHandles:
             raise ValueError(
                 f"worker_env of {role} sets {clash}, which the group sets itself: leave them out"
             )
-        self.bundles = pool.take()
+        self.bundles = pool.take()  # reserves the pool, and waits for that, if nobody has yet
         threads = _threads_per_rank(self.bundles)
         prefix = name_prefix or f"{role}-{secrets.token_hex(3)}"
         self.names = [f"{prefix}_{rank}" for rank in range(pool.world_size)]

@@ -494,8 +494,9 @@ class PlannedPool:
 
 
 def require_memory(pools: Sequence[PlannedPool], device_bytes: float) -> str:
-    """Returns a line with the sum of each pool's largest phase. `device_bytes` is the memory of a
-    GPU. Raises ValueError for a phase whose certain parts do not fit."""
+    """Returns a headline, and a line for each pool with the sum of its largest phase.
+    `device_bytes` is the memory of a GPU. Raises ValueError for a phase whose certain parts do not
+    fit."""
     lines = [f"Memory of a GPU at most, of {device_bytes / GB:.1f} GB (* estimated):"]
     for pool in pools:
         phases = pool.phases()

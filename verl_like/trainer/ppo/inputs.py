@@ -396,10 +396,11 @@ def check_models(config: PPOConfig) -> None:
 
 def check_model_of_role(config: PPOConfig, key: str, model: ModelConfig) -> None:
     """Raises ValueError if files of a model are missing or do not fit, or if it has layers that the
-    role cannot compute with its settings.
+    role cannot compute with its settings. The teacher counts as the actor here, and each further
+    reward model as the first one.
 
-    Layers are not checked if the role has a worker class of the user, which may make another model
-    of the files.
+    Neither shapes nor layers are checked if the role has a worker class of the user, which may make
+    another model of the files.
     """
     files = pretrained.fetch_weights(model, key=key)
     role = Role.Actor

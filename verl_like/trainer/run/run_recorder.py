@@ -414,7 +414,8 @@ class RunRecorder:
 
     def _close(self, outcome: str) -> None:
         """Completes a checkpoint that is being written, drops one whose step has not ended, closes
-        the files, writes the report, and says where everything is."""
+        the files, writes the report, and says where everything is. Signals that stop a run are
+        ignored meanwhile, see `train_or_raise`."""
         # The step failed before its row was written, so its checkpoint is dropped.
         self.begun = None
         try:

@@ -26,7 +26,7 @@ class TrainingConfig(ConfigModel):
     """How a batch becomes an optimizer step."""
 
     micro_batch_size_per_gpu: PositiveInt = 8
-    """Rows per forward and backward pass on one rank."""
+    """Examples per forward and backward pass on one rank. A pair is one example."""
     use_dynamic_bsz: bool = True
     """Fill passes by tokens, up to max_token_len_per_gpu, instead of by rows, with the same
     loss."""

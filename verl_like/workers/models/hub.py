@@ -12,8 +12,8 @@ _ANSWER_S = 8.0
 
 
 def require_hub_model(name: str, setting: str, *files: str) -> None:
-    """Raises ValueError unless a model is in this machine's cache, or the hub says within 10 s that
-    it has the model.
+    """Raises ValueError unless a model is in this machine's cache, or the hub says within
+    `_ANSWER_S` seconds that it has the model.
 
     `setting` is the configuration key and its value, for the message. Without `files` it looks for
     the model's `config.json`. `files` are files of a tokenizer: one of them in the cache is enough,
@@ -34,7 +34,7 @@ def require_hub_model(name: str, setting: str, *files: str) -> None:
             answer.put(None)
         except RemoteEntryNotFoundError as error:  # the hub has the model, but not the file
             answer.put(None if files else error)
-        except Exception as error:  # any error means that there is no model
+        except Exception as error:  # any error counts as the answer that there is no model
             answer.put(error)
 
     thread = threading.Thread(target=ask, name="ask the hub", daemon=True)

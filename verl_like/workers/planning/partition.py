@@ -37,7 +37,7 @@ class MicroBatching:
     """
 
     num_rows: int
-    """The number of rows of a micro-batch, unless `by_tokens`."""
+    """The number of samples of a micro-batch, unless `by_tokens`. A sample can be several rows."""
     max_tokens: int
     """The largest number of tokens of a micro-batch, without padding, for each of the ranks that
     share it."""

@@ -96,7 +96,8 @@ class RequestRules:
 def greedy_requests(prompts: DataProto, max_tokens: int) -> list[GenerationRequest]:
     """Returns requests that continue each prompt with the likeliest tokens, `max_tokens` of them.
 
-    No token ends such a response early.
+    No token ends such a response early. By these responses the engine is compared with the actor,
+    see `draw_greedily`.
     """
     sampling = Sampling(
         temperature=0.0, top_k=-1, top_p=1.0, max_tokens=max_tokens, stop_token_ids=()

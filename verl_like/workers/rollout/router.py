@@ -343,13 +343,14 @@ class RequestRouter:
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        """Lets all calls raise an error, and aborts their requests on replicas that still
-        answer."""
+        """Lets all calls raise an error. If a method of a rank raised it, the ranks still answer,
+        and the requests of these calls are aborted there."""
         failure = self._named(error)
         with self.changed:
             for call in self.unfinished_calls():
                 call.error = failure
-            # Requests of episodes are in the queue alone. Names that are in both count once.
+            # The names of episodes' requests are in the queue alone, though `unfinished_calls`
+            # returns their calls. Names that are in both count once.
             names = [*self.calls, *self.queue.replica_of]
             unfinished = dict.fromkeys(names)
             self.aborted += self.queue.remove(unfinished)
@@ -359,14 +360,15 @@ class RequestRouter:
             self.changed.notify_all()
             aborted = self.aborted
         has_died = isinstance(error, WorkerDied)
-        if has_died or not isinstance(error, WorkerError):  # the ranks do not answer
+        if has_died or not isinstance(error, WorkerError):  # the ranks may not answer
             return
         # An error here says nothing new, and the next exchange aborts these requests again.
         with contextlib.suppress(WorkerError):
             self.group.abort_requests(aborted)
 
     def unfinished_calls(self) -> set[RequestCall]:
-        """Returns the calls that have not ended. The caller holds the lock."""
+        """Returns the calls that have not ended. `EpisodeRouter` adds those of its episodes, and
+        forgets these episodes. The caller holds the lock."""
         return set(self.calls.values())
 
     def _named(self, error: BaseException) -> Exception:

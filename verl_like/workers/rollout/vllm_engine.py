@@ -82,8 +82,8 @@ class VllmEngine(RolloutEngine):
             self._record_routing()
 
     def _prepare_import(self) -> None:
-        """Checks that vLLM is installed, and sets the environment variables that it reads when it
-        is imported."""
+        """Checks that vLLM is installed, and sets environment variables. vLLM reads the level of
+        its log when it is imported; vLLM and torch read the others later."""
         if importlib.util.find_spec("vllm") is None:
             extra = "gpu" if self.device == "cuda" else "cpu"
             raise ModuleNotFoundError(
