@@ -278,6 +278,14 @@ RUNS = (
         num_gpus=4,
     ),
     detached(
+        "detached_experts",
+        "detached, a mixture of experts, vLLM that returns its routing, weights in mid-response",
+        "actor_rollout_ref.model.path=.toy_world/of_experts/model",
+        "critic.model.path=.toy_world/of_experts/model",
+        "algorithm.rollout_correction.bypass_mode=false",
+        "actor_rollout_ref.actor.router_replay.mode=R3",
+    ),
+    detached(
         "detached_vllm",
         "detached, one maker and one trainer, vLLM",
         # So that the trainer's probabilities are compared

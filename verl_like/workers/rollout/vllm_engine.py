@@ -116,6 +116,9 @@ class VllmEngine(RolloutEngine):
         """Makes the vLLM of this process; `executor` is vLLM's `distributed_executor_backend`."""
         config = self.config
         on_cpu = self.device == "cpu"
+        # Asynchronous scheduling computes a step while weights are loaded. Its tokens would get the
+        # version of the new weights, and its routing is refused by what vLLM records it with.
+        schedules_ahead = config.kv_after_update != "keep" and not self._returns_routing
         max_num_seqs = config.max_num_seqs
         max_num_batched_tokens = config.max_num_batched_tokens
         if on_cpu:
@@ -158,9 +161,7 @@ class VllmEngine(RolloutEngine):
             enforce_eager=config.enforce_eager or on_cpu,
             enable_sleep_mode=config.free_cache_engine and not on_cpu,
             gpu_memory_utilization=config.gpu_memory_utilization,
-            # Asynchronous scheduling computes a step while weights are loaded, and its tokens would
-            # get the version of the new weights.
-            async_scheduling=False if config.kv_after_update == "keep" else None,
+            async_scheduling=None if schedules_ahead else False,
             kv_cache_memory_bytes=self._cpu_kv_cache_bytes() if on_cpu else None,
             logprobs_mode="processed_logprobs",  # under the distribution the tokens are drawn from
             disable_log_stats=True,
