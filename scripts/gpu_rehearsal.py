@@ -45,6 +45,7 @@ PYTHON = Path(sys.executable) if ON_GPU else GPU_ENV / ".venv/bin/python"
 LOSS_DIFFERENCE = 1e-3
 MOST_HOST_BYTES = 16e9  # of a run without numbers
 DRIFT = 2e-3  # mean difference of the probabilities of engine and trainer
+MOST_ROUTERS_DIFFER = 0.02  # share of an engine's routings that the trainer would not select
 TIMES = re.compile(r"timing_s/|(.*/)?perf/|reward/early_ratio")
 """Metrics that two equal runs have different numbers of."""
 PAGE = ROOT / "docs" / "gpu_rehearsal.md"
@@ -320,6 +321,9 @@ def judge(run: Run) -> Result:
         ]
     else:
         _compare_losses(run, [row[run.measure] for row in steps], result)
+    differing = max((row.get("router_replay/routers_differ", 0.0) for row in rows), default=0.0)
+    if differing > MOST_ROUTERS_DIFFER:
+        result.faults.append(f"{differing:.3f} of the recorded routings are not the trainer's own")
     said = _said_by_null_gpu(folder)
     result.faults += said.read_text().splitlines()[:1] if said.exists() else []
     return result

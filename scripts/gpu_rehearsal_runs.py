@@ -279,7 +279,7 @@ RUNS = (
     ),
     detached(
         "detached_experts",
-        "detached, a mixture of experts, vLLM that returns its routing, weights in mid-response",
+        "detached, a mixture of experts, vLLM that returns its routing",
         "actor_rollout_ref.model.path=.toy_world/of_experts/model",
         "critic.model.path=.toy_world/of_experts/model",
         "algorithm.rollout_correction.bypass_mode=false",

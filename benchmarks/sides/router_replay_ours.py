@@ -34,11 +34,17 @@ def start(mode: str) -> dict[str, Any]:
     folder = tempfile.mkdtemp(prefix="benchmark_router_replay_")
     write_model(Path(folder))
     config = policy_config(folder, mode)
-    engine = VllmEngine(config.rollout, config.model, rank=0, world_size=1, seed=5, device="cpu")
+    engine = VllmEngine(
+        config.rollout,
+        config.model,
+        rank=0,
+        world_size=1,
+        seed=5,
+        device="cpu",
+        records_routing=mode == "R3",
+    )
     group = LocalWorkerGroup(ClassWithInitArgs(ActorWorker, config=config))
     group.init_model()
-    if mode == "R3":
-        engine.capture_routing()
     engine.load_weights([group.export_weights(version=0).get()[0]], 0)
     generator = torch.Generator().manual_seed(4)
     size = (NUM_PROMPTS, PROMPT_LENGTH)

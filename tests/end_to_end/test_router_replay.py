@@ -127,8 +127,10 @@ def test_a_run_records_routing_before_the_update_and_replays_it_there(
 
 
 def test_the_engines_routing_is_replayed_unless_something_is_in_the_way(
-    tmp_path: Path, tiny_llama: Callable, experts: list[str]
+    tmp_path: Path, tiny_llama: Callable, experts: list[str], monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr(ENGINES, "entries", ENGINES.entries | {"silent": HfEngine})
+
     def choice(*further: str, of: list[str] = experts) -> tuple[str | None, list[str]]:
         settings = [*tiny_run_settings(tmp_path, tiny_llama, engine="vllm"), *of, *further]
         chosen, notes = with_router_replay(load_ppo_config(settings))
@@ -148,11 +150,16 @@ def test_the_engines_routing_is_replayed_unless_something_is_in_the_way(
         mode, [note] = choice(setting)
         assert mode == "disabled", setting
         assert note.startswith("Router replay: disabled, because ") and why in note
+    mode, [note] = choice("actor_rollout_ref.rollout.name=silent")
+    assert mode == "disabled" and "rollout.name=silent does not record it" in note
     # On a GPU vLLM itself returns the routing, of engines of one process.
     on_gpu = "trainer.device=cuda"
     assert choice(on_gpu)[0] == "R3"
     mode, [note] = choice(on_gpu, "actor_rollout_ref.rollout.tensor_model_parallel_size=2")
     assert mode == "disabled" and "to the first process of an engine alone" in note
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    mode, [note] = choice(on_gpu)
+    assert mode == "disabled" and "only vLLM's Model Runner V2 returns it" in note
     with pytest.raises(ValueError, match=r"recorded only with .*router_replay\.mode=R3"):
         choice("actor_rollout_ref.rollout.name=hf", "actor_rollout_ref.ref.router_replay.mode=R3")
 

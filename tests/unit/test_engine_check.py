@@ -98,6 +98,20 @@ def test_engines_that_compute_the_actors_model_pass(path: str, dtype: str) -> No
     engine_check.require_one_model(run_config(config), "", drawn, log_probs)
 
 
+def test_the_wrong_tokens_of_one_prompt_are_not_hidden_by_the_mean_over_many(path: str) -> None:
+    """Two tokens of each of eleven prompts; those of the tenth are off by 0.3."""
+    own = torch.zeros(22)
+    of_actor = own.clone()
+    of_actor[18:20] = 0.3
+    assert (own - of_actor).abs().mean() < engine_check.MEAN_OTHERWISE
+    columns = {"rollout_log_probs": jagged_from_lists(own.view(11, 2).tolist(), torch.float32)}
+    drawn = [DataProto.from_dict(tensors=columns)]
+    config = run_config(config_for(path, "bfloat16"))
+    engine_check.require_one_model(config, "", drawn, [own])
+    with pytest.raises(EngineMismatch, match=r"of 11 tokens .* mean difference .* is 0\.0545,"):
+        engine_check.require_one_model(config, "", drawn, [of_actor])
+
+
 @pytest.mark.parametrize("other", OTHER_MODELS.values(), ids=OTHER_MODELS)
 def test_an_engine_that_makes_another_model_of_the_same_weights_is_refused(
     path: str, other: dict[str, Any]

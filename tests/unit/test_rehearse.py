@@ -8,14 +8,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from tiny_experts import NUM_EXPERTS, NUM_ROUTERS, TOP_K, write_experts
 
 from verl_like.rehearse.gpu_size import bytes_of_gpu
 from verl_like.rehearse.measured import Measured
 from verl_like.rehearse.null_gpu import NullGpu
 from verl_like.rehearse.processes import Pool, Process, measure_run
 from verl_like.rehearse.report import most_at_once, report
-from verl_like.rehearse.training_process import with_plans
+from verl_like.rehearse.training_process import rows_of, with_plans
+from verl_like.trainer.config import load_ppo_config
 from verl_like.trainer.memory.sums import PlannedPool, RolloutShare
+from verl_like.workers.models.routed_experts import ROUTED_EXPERTS, RouterShape, check_routing
+from verl_like.workers.planning.partition import MicroBatching
 
 GB = 10**9
 
@@ -242,3 +247,22 @@ def test_a_worker_that_holds_two_models_is_called_for_one_and_a_custom_role_for_
     assert with_plans({"model": "worker of DPO", "custom": "no model"}, pool) == [
         ("worker of DPO", model)
     ]
+
+
+def test_ranks_that_share_sequences_fill_two_micro_batches_together_and_rows_have_a_routing(
+    tmp_path: Path,
+):
+    """A micro-batch has 3 x 50 tokens, which are 12 rows of 12 tokens."""
+    config = load_ppo_config(
+        [
+            *("data.train_files=a.parquet", "data.val_files=b.parquet"),
+            *("data.max_prompt_length=7", "data.max_response_length=5"),
+            f"actor_rollout_ref.model.path={write_experts(tmp_path, 'glm4_moe')}",
+            "actor_rollout_ref.actor.router_replay.mode=R3",
+        ]
+    )
+    model: Any = SimpleNamespace(sequence_length=12, ranks_of_sequence=3)
+    rows = rows_of(config, model, MicroBatching(num_rows=1, max_tokens=50, by_tokens=True))
+    assert len(rows) == 2 * 12
+    shape = RouterShape(NUM_ROUTERS["glm4_moe"], NUM_EXPERTS, TOP_K)
+    check_routing(rows.batch[ROUTED_EXPERTS], torch.full((24,), 12), shape)

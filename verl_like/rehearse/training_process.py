@@ -40,6 +40,10 @@ from verl_like.workers.engine.host_memory import local_part
 from verl_like.workers.engine.shard_writer import ShardWriter
 from verl_like.workers.model_worker import ModelWorker, TrainedWorker
 from verl_like.workers.models import linear_log_prob
+from verl_like.workers.models.packed_models import PolicyModel
+from verl_like.workers.models.pretrained import empty_model
+from verl_like.workers.models.routed_experts import ROUTED_EXPERTS, RouterShape
+from verl_like.workers.models.router_replay import shape_of
 from verl_like.workers.planning.partition import MicroBatching
 
 NUM_MICRO_BATCHES = 2
@@ -259,8 +263,20 @@ def rows_of_ppo(config: PPOConfig, num_rows: int) -> DataProto:
         "rollout_log_probs",
     ):
         tensors[name] = torch.zeros_like(responses, dtype=torch.float32)
+    policy = config.actor_rollout_ref
+    if policy.actor.router_replay.chosen != "disabled":
+        hf = empty_model(policy.model, PolicyModel.auto_class, key="actor_rollout_ref.model")
+        tensors[ROUTED_EXPERTS] = first_experts(shape_of(hf), num_rows, prompt + response)
     padding = (prompt, response, 0)  # widths of prompt and response, padding token
     return DataProto.from_dict(tensors, meta_info={"padding": padding})
+
+
+def first_experts(shape: RouterShape, num_rows: int, length: int) -> Tensor:
+    """The column `routed_experts` of rows of `length` tokens, all of which have the first
+    experts."""
+    of_token = torch.arange(shape.top_k, dtype=shape.dtype)
+    ids = of_token.repeat(num_rows * length, shape.num_layers, 1)
+    return jagged_from_lengths(ids, torch.full((num_rows,), length))
 
 
 def rows_of_examples(config: SupervisedConfig, num_examples: int, example_length: int) -> DataProto:

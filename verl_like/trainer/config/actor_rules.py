@@ -92,7 +92,7 @@ def _routing_is_captured(config: PPOConfig, key: str) -> Iterator[str]:
             "actor_rollout_ref.rollout.name=hf does not record it; set name=vllm, or mode=R2"
         )
     size = config.actor_rollout_ref.rollout.tensor_model_parallel_size
-    if config.trainer.device == "cuda" and size > 1:
+    if name in ("vllm", "vllm_async") and config.trainer.device == "cuda" and size > 1:
         yield (
             f"{key} with trainer.device=cuda: vLLM returns the routing to the first process of an "
             f"engine alone, and actor_rollout_ref.rollout.tensor_model_parallel_size={size} has "

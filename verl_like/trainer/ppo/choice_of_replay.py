@@ -1,5 +1,7 @@
 """Chooses whether the routing of experts is replayed, where the configuration leaves it open."""
 
+import os
+
 from transformers import PretrainedConfig
 
 from verl_like.trainer.config.actor_rules import replayed_routing_is_recorded
@@ -8,6 +10,7 @@ from verl_like.trainer.config.schema import PPOConfig
 from verl_like.workers.models import pretrained
 from verl_like.workers.models.packed_models import PolicyModel
 from verl_like.workers.models.router_replay import require_replay
+from verl_like.workers.rollout import get_rollout_engine
 
 MODE = "actor_rollout_ref.actor.router_replay.mode"
 _MODEL = "actor_rollout_ref.model"
@@ -51,6 +54,11 @@ def _obstacle(config: PPOConfig) -> str | None:
         return f"worker_classes has {', '.join(sorted(own_roles))}"
     for problem in replayed_routing_is_recorded(config.updated({MODE: "R3"})):
         return problem
+    name = policy.rollout.name
+    if not get_rollout_engine(name).can_record_routing:
+        return f"actor_rollout_ref.rollout.name={name} does not record it"
+    if config.trainer.device == "cuda" and os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0":
+        return "VLLM_USE_V2_MODEL_RUNNER=0, and only vLLM's Model Runner V2 returns it"
     hf = pretrained.empty_model(policy.model, PolicyModel.auto_class, key=_MODEL)
     try:
         require_replay(hf)

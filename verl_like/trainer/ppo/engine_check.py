@@ -108,7 +108,11 @@ def require_one_model(
     for replica, (batch, of_actor) in enumerate(pairs):
         own = of_tokens(batch, "rollout_log_probs")
         what = f"rollout replica {replica}{side}"
-        require_close(config, what, own, of_actor, quantization)
+        # A mean over many prompts would hide that the tokens of one are wrong.
+        num_parts = max(1, len(batch) // NUM_PROMPTS)
+        parts = zip(own.tensor_split(num_parts), of_actor.tensor_split(num_parts), strict=True)
+        for own_part, part_of_actor in parts:
+            require_close(config, what, own_part, part_of_actor, quantization)
 
 
 def require_close(

@@ -475,6 +475,12 @@ def check_routers(config: PPOConfig) -> None:
     actor = policy.actor
     wanted: list[tuple[str, str, str, Callable[[PreTrainedModel], Any]]] = []
     mode = actor.router_replay.chosen
+    engine = policy.rollout.name
+    if mode == "R3" and not get_rollout_engine(engine).can_record_routing:
+        raise ValueError(
+            f"actor_rollout_ref.actor.router_replay.mode=R3: rollout.name={engine} does not say "
+            "which experts compute a token (can_record_routing); set mode=R2, or disabled"
+        )
     if mode != "disabled":
         wanted.append(("router_replay.mode", mode, "disabled", require_replay))
     if actor.router_aux_loss_coef:

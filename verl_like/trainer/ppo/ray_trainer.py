@@ -17,6 +17,7 @@ from verl_like.trainer.config.roles import Role
 from verl_like.trainer.loop.experience import Experience, Update
 from verl_like.trainer.loop.training_loop import TrainingLoop
 from verl_like.trainer.ppo import compared_prompts, engine_check
+from verl_like.trainer.ppo.choice_of_replay import has_experts
 from verl_like.trainer.ppo.experience_maker import Generated, Weights
 from verl_like.trainer.ppo.inputs import PPOInputs, prompt_sampler
 from verl_like.trainer.ppo.learner import Learner
@@ -25,6 +26,7 @@ from verl_like.trainer.ppo.metrics import batch_metrics
 from verl_like.trainer.ppo.workers import load_models
 from verl_like.trainer.run.run_recorder import RunRecorder, placement_rows
 from verl_like.trainer.state.checkpoint import Checkpoint
+from verl_like.workers.models.pretrained import load_hf_config
 from verl_like.workers.models.routed_experts import ROUTED_EXPERTS
 
 _GENERATED = "generated.safetensors"
@@ -105,10 +107,12 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
         Nothing is chosen for a model without experts.
         """
         actor = self.groups[Role.Actor]
-        if not hasattr(actor, "router_shape") or not hasattr(actor, "score_greedy"):
+        model = self.config.actor_rollout_ref.model
+        if not has_experts(load_hf_config(model, key="actor_rollout_ref.model")):
             return
-        shape = actor.router_shape()[0]
+        shape = actor.router_shape()[0] if hasattr(actor, "router_shape") else None
         if shape is None:
+            self.recorder.say(compared_prompts.UNKNOWN_ROUTERS, in_report=True)
             return
         num_candidates = min(compared_prompts.NUM_CANDIDATES, len(self.train_dataset))
         candidates = range(num_candidates)
@@ -120,7 +124,8 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
             # The engine does not record its routing, and the actor's is as good as the same.
             with self.engine_asleep():
                 routed = engine_check.score(actor, drawn, with_experts=True)
-        chosen, reached = compared_prompts.prompts_that_reach(routed, shape)
+        num_drawn = len(engine_check.of_tokens(drawn[0], "rollout_log_probs")) // len(drawn[0])
+        chosen, reached = compared_prompts.prompts_that_reach(routed, num_drawn, shape)
         self.compared_prompts = chosen
         note = compared_prompts.said_of_experts(len(chosen), reached)
         self.recorder.say(note, in_report=True)

@@ -209,7 +209,7 @@ def _routing(completions: Sequence[Completion]) -> Tensor:
         if routing is None:
             raise ValueError(
                 f"response {number} of {len(completions)} has no routing, and others have: have "
-                "the engine capture it for all of them"
+                "the engine record it for all of them"
             )
         arrays.append(routing)
         lengths.append(len(routing))
