@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -93,6 +93,21 @@ def test_episodes_of_one_call_have_the_tokens_of_responses(make_agents, routing,
     assert made.batch["sample_id"].tolist() == list(range(len(responses)))
     assert not made.batch["is_skipped"].any() and not made.batch["is_failed"].any()
     assert [episode.ended for episode in seen] == ["done"] * len(responses)
+
+
+def test_with_fixed_routing_each_replica_has_the_episodes_of_its_prompts(make_agents, monkeypatch):
+    agents, rollout, _seen = make_agents(one_call, "fixed")
+    queue = rollout.caller.queue
+    place = queue.place
+    asked = []
+
+    def keep(request: Any, replica: int | None) -> int:
+        asked.append(replica)
+        return place(request, replica)
+
+    monkeypatch.setattr(queue, "place", keep)
+    agents.run_episodes(rows(5)).get()
+    assert Counter(asked) == {0: 3 * N, 1: 2 * N}
 
 
 def test_all_calls_of_an_episode_go_to_one_replica_and_new_weights_show_in_its_spans(

@@ -32,8 +32,8 @@ from verl_like.protocol.row_ops import deep_equal, jagged_from_offsets, jagged_p
 from verl_like.protocol.wire import from_wire, to_wire
 from verl_like.workers.actor import ActorWorker
 from verl_like.workers.models.packing import Rows
-from verl_like.workers.models.routed_experts import RouterShape, check_routing
-from verl_like.workers.models.router_replay import require_replay
+from verl_like.workers.models.routed_experts import RouterShape, Routing, check_routing
+from verl_like.workers.models.router_replay import attach_replay, require_replay, routers_of
 from verl_like.workers.reference import ReferenceWorker, ReplayingReferenceWorker
 
 R2 = {"router_replay": {"mode": "R2"}}
@@ -245,6 +245,21 @@ def test_routers_that_can_replay_are_found_by_a_trial_and_others_refused(tmp_pat
     )
     with pytest.raises(ValueError, match="DeepseekV2TopkRouter gives experts that it did not"):
         require_replay(on_meta(masked))
+
+
+def test_a_router_that_selects_twice_in_a_pass_is_refused():
+    hf = AutoModelForCausalLM.from_config(CONFIGS["mixtral"])
+    router = next(iter(routers_of(hf).values()))
+    once = router.forward
+
+    def twice(hidden):
+        once(hidden)
+        return once(hidden)
+
+    router.forward = twice
+    attach_replay(hf)
+    with pytest.raises(ValueError, match="MixtralTopKRouter selected 2 times, which router replay"):
+        hf.base_model(torch.tensor([[3, 4]]), **Routing(None).arguments)
 
 
 def test_the_column_survives_what_happens_to_a_batch_on_its_way(tmp_path):
