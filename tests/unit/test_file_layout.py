@@ -94,6 +94,23 @@ def test_a_model_that_was_loaded_has_the_layout_of_one_that_was_not(tmp_path: Pa
     assert hasattr(loaded, "_weight_conversions")  # what saving it needs
 
 
+def test_the_layout_of_a_model_that_no_machine_holds_takes_no_memory():
+    """Its largest parameter has four terabytes."""
+    config = MixtralConfig(
+        hidden_size=1 << 20,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_local_experts=2,
+        vocab_size=8,
+    )
+    with torch.device("meta"):
+        hf = AutoModelForCausalLM.from_config(config)
+    names = {file.name for files in file_layout(hf).values() for file in files}
+    assert "model.layers.0.block_sparse_moe.experts.1.w2.weight" in names
+
+
 def test_what_the_layout_does_not_name_is_in_files_as_in_memory():
     (file,) = files_in({}, "heads.value.weight", torch.ones(2, 3))
     assert (file.name, file.shape, file.is_whole) == ("heads.value.weight", (2, 3), True)

@@ -32,7 +32,7 @@ from verl_like.protocol.row_ops import deep_equal, jagged_from_offsets, jagged_p
 from verl_like.protocol.wire import from_wire, to_wire
 from verl_like.workers.actor import ActorWorker
 from verl_like.workers.models.packing import Rows
-from verl_like.workers.models.routed_experts import RouterShape, Routing, check_routing
+from verl_like.workers.models.routed_experts import RouterShape, Routing, check_routing, count_own
 from verl_like.workers.models.router_replay import attach_replay, require_replay, routers_of
 from verl_like.workers.reference import ReferenceWorker, ReplayingReferenceWorker
 
@@ -212,6 +212,24 @@ def test_the_smallest_type_holds_the_ids_and_the_mark_of_no_record():
     assert RouterShape(2, 128, 8).dtype == torch.int8
     assert RouterShape(2, 129, 8).dtype == torch.int16
     assert RouterShape(48, 128, 8).token_bytes == 384
+    # A value: equal ones are one key.
+    assert {RouterShape(2, 128, 8), RouterShape(2, 128, 8), RouterShape(2, 129, 8)} == {
+        RouterShape(2, 128, 8),
+        RouterShape(2, 129, 8),
+    }
+
+
+def test_tokens_without_a_record_are_counted_also_of_a_model_with_one_router():
+    rows = [torch.tensor([[[3, 1]], [[-1, -1]]]), torch.tensor([[[-1, -1]]])]
+    column = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    assert count_own(column) == 2
+
+
+def test_a_pass_whose_routers_did_not_run_says_how_many_did():
+    with pytest.raises(ValueError, match="routers of 0 layers of 0 have run"):
+        Routing(None).require_all(None)
+    with pytest.raises(ValueError, match="routers of 0 layers of 3 have run"):
+        Routing(None).require_all(RouterShape(3, 8, 2))
 
 
 def on_meta(config):

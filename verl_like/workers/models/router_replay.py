@@ -277,7 +277,7 @@ def _try_router(router: nn.Module, shape: RouterShape, hidden_size: int) -> None
         if tensor.is_floating_point():
             tensor.data.normal_(std=0.1, generator=generator)
     shifts = torch.arange(_NUM_TRIED)[:, None] * (shape.num_experts // _NUM_TRIED + 1)
-    spread = torch.arange(shape.top_k) * max(1, shape.num_experts // shape.top_k)
+    spread = torch.arange(shape.top_k) * (shape.num_experts // shape.top_k)
     ids = (shifts + spread) % shape.num_experts
     hidden = torch.randn(_NUM_TRIED, hidden_size, generator=generator)
     biases = {}
