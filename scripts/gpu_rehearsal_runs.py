@@ -286,6 +286,19 @@ RUNS = (
         "actor_rollout_ref.actor.router_replay.mode=R3",
     ),
     detached(
+        "detached_experts_in_flight",
+        "the same with weights in mid-response",
+        "actor_rollout_ref.model.path=.toy_world/of_experts/model",
+        "critic.model.path=.toy_world/of_experts/model",
+        "actor_rollout_ref.actor.router_replay.mode=R3",
+        "detached.update_in_flight=true",
+        "trainer.max_staleness=1",
+        # One update of weights that hardly move, so that the KL divergence is drift
+        "actor_rollout_ref.actor.ppo_mini_batch_size=32",
+        "actor_rollout_ref.actor.optim.lr=1e-7",
+        measure=KL_METRIC,
+    ),
+    detached(
         "detached_vllm",
         "detached, one maker and one trainer, vLLM",
         # So that the trainer's probabilities are compared
