@@ -287,7 +287,7 @@ RUNS = (
     ),
     detached(
         "detached_experts_in_flight",
-        "the same with weights in mid-response",
+        "the same with `update_in_flight`, one version behind",
         "actor_rollout_ref.model.path=.toy_world/of_experts/model",
         "critic.model.path=.toy_world/of_experts/model",
         "actor_rollout_ref.actor.router_replay.mode=R3",
