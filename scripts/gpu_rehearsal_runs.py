@@ -280,16 +280,14 @@ RUNS = (
     detached(
         "detached_experts",
         "detached, a mixture of experts, vLLM that returns its routing",
-        "actor_rollout_ref.model.path=.toy_world/of_experts/model",
-        "critic.model.path=.toy_world/of_experts/model",
+        *_PPO_EXPERTS,
         "algorithm.rollout_correction.bypass_mode=false",
         "actor_rollout_ref.actor.router_replay.mode=R3",
     ),
     detached(
         "detached_experts_in_flight",
         "the same with `update_in_flight`, one version behind",
-        "actor_rollout_ref.model.path=.toy_world/of_experts/model",
-        "critic.model.path=.toy_world/of_experts/model",
+        *_PPO_EXPERTS,
         "actor_rollout_ref.actor.router_replay.mode=R3",
         "detached.update_in_flight=true",
         "trainer.max_staleness=1",

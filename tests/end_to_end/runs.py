@@ -1,6 +1,7 @@
 """A tiny PPO run for the end-to-end tests: a random model, eight prompts, two processes a pool."""
 
 import contextlib
+import copy
 import json
 import subprocess
 import threading
@@ -12,8 +13,11 @@ from typing import Any
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 from documented_metrics import undocumented
 from forked_workers import shared_template
+from tiny_experts import CONFIGS
+from transformers import AutoModelForCausalLM
 
 from verl_like.trainer.config import load_ppo_config
 from verl_like.trainer.config.compose import load_config
@@ -34,6 +38,17 @@ def data_row(index: int, prompt: str = "12+34", answer: str = "46") -> dict[str,
         "reward_model": {"style": "rule", "ground_truth": answer},
         "extra_info": {"index": index},
     }
+
+
+def mixture_settings(folder: Path, tiny_llama: Callable) -> list[str]:
+    """Overrides of a tiny mixture of experts, with a tokenizer that has a chat template."""
+    tokens_of, llama = tiny_llama()
+    config = copy.deepcopy(CONFIGS["qwen3_moe"])
+    config.vocab_size = llama.config.vocab_size
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    model = "actor_rollout_ref.model"
+    return [f"{model}.path={folder}", f"{model}.tokenizer_path={tokens_of}"]
 
 
 def tiny_run_settings(folder: Path, tiny_llama: Callable, *, engine: str = "hf") -> list[str]:

@@ -1,7 +1,6 @@
 """A run whose engine computes another model than the actor ends before its first step; one that
 passes is as it was."""
 
-import copy
 import re
 import sys
 from collections.abc import Callable
@@ -9,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import APART, metrics_of, run_apart, tiny_run_settings
+from runs import APART, metrics_of, mixture_settings, run_apart, tiny_run_settings
 from test_local_step import local_trainer, run_locally
-from tiny_experts import CONFIGS
-from transformers import AutoModelForCausalLM
 
 from verl_like.trainer.ppo import compared_prompts, engine_check
 from verl_like.trainer.ppo.engine_check import EngineMismatch
@@ -101,13 +98,6 @@ def test_log_probs_show_after_each_update_that_weights_without_a_fingerprint_arr
 def test_for_a_mixture_the_prompts_are_compared_that_reach_all_experts_and_others_are_named(
     tmp_path: Path, tiny_llama: Callable, unknown: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokens_of, llama = tiny_llama()
-    config = copy.deepcopy(CONFIGS["qwen3_moe"])
-    config.vocab_size = llama.config.vocab_size
-    mixture = tmp_path / "mixture"
-    AutoModelForCausalLM.from_config(config).save_pretrained(mixture)
-    model = "actor_rollout_ref.model"
-    of_mixture = [f"{model}.path={mixture}", f"{model}.tokenizer_path={tokens_of}"]
     asked = []
     draw = engine_check.draw
 
@@ -117,7 +107,7 @@ def test_for_a_mixture_the_prompts_are_compared_that_reach_all_experts_and_other
 
     monkeypatch.setattr(engine_check, "draw", keep)
     monkeypatch.setattr(compared_prompts, "NUM_PROMPTS", 1)
-    settings = [f"{unknown}.Unknown", *of_mixture]
+    settings = [f"{unknown}.Unknown", *mixture_settings(tmp_path / "mixture", tiny_llama)]
     with local_trainer(tmp_path / "all", tiny_llama, *settings) as trainer:
         trainer.fit()
     candidates, *compared = asked

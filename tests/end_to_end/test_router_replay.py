@@ -1,7 +1,6 @@
 """Router replay in a run: a tiny mixture of experts learns with it, and a model without experts is
 refused before the run."""
 
-import copy
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from runs import metrics_of, tiny_run_settings
+from runs import metrics_of, mixture_settings, tiny_run_settings
 from test_local_step import local_trainer
-from tiny_experts import CONFIGS, write_experts
-from transformers import AutoModelForCausalLM
+from tiny_experts import write_experts
 
 from verl_like.trainer.config import load_ppo_config
 from verl_like.trainer.ppo.choice_of_replay import with_router_replay
@@ -30,14 +28,7 @@ GRPO = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.ppo_mini_batch_
 
 @pytest.fixture
 def experts(tmp_path: Path, tiny_llama: Callable) -> list[str]:
-    """Settings of a tiny mixture of experts with a tokenizer that has a chat template."""
-    tokens_of, llama = tiny_llama()
-    config = copy.deepcopy(CONFIGS["qwen3_moe"])
-    config.vocab_size = llama.config.vocab_size
-    path = tmp_path / "experts"
-    AutoModelForCausalLM.from_config(config).save_pretrained(path)
-    model = "actor_rollout_ref.model"
-    return [*GRPO, f"{model}.path={path}", f"{model}.tokenizer_path={tokens_of}"]
+    return [*GRPO, *mixture_settings(tmp_path / "experts", tiny_llama)]
 
 
 class RecordingEngine(HfEngine):
@@ -162,6 +153,20 @@ def test_the_engines_routing_is_replayed_unless_something_is_in_the_way(
     assert mode == "disabled" and "only vLLM's Model Runner V2 returns it" in note
     with pytest.raises(ValueError, match=r"recorded only with .*router_replay\.mode=R3"):
         choice("actor_rollout_ref.rollout.name=hf", "actor_rollout_ref.ref.router_replay.mode=R3")
+
+
+def test_replay_of_an_engine_that_does_not_record_is_refused_before_the_run(
+    tmp_path: Path, tiny_llama: Callable, experts: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(ENGINES, "entries", ENGINES.entries | {"silent": HfEngine})
+    settings = [*tiny_run_settings(tmp_path, tiny_llama, engine="silent"), *experts, f"{MODE}=R3"]
+    with pytest.raises(ValueError, match=r"rollout.name=silent does not record it; set mode=R2"):
+        check_routers(load_ppo_config(settings))
+    settings += ["actor_rollout_ref.rollout.name=vllm", "trainer.device=cuda"]
+    check_routers(load_ppo_config(settings))
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    with pytest.raises(ValueError, match=r"only vLLM's Model Runner V2 returns it; set mode=R2"):
+        check_routers(load_ppo_config(settings))
 
 
 def test_replay_for_a_model_without_experts_is_refused_before_the_run(

@@ -66,7 +66,7 @@ class RolloutWorker(ActorRolloutRefWorker):
         replay_mode = self.config.actor.router_replay.chosen
 
         def make_engine() -> RolloutEngine:
-            # Engines whose constructor is older than this argument run without it.
+            # Constructors of engines that cannot record may lack the argument.
             recording = {"records_routing": True} if replay_mode == "R3" else {}
             return engine_class(
                 self.config.rollout,

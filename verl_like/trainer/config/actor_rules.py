@@ -6,6 +6,9 @@ from verl_like.trainer.config.roles import Role
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.config.supervised import RECORDS_ROUTING, TRAINS_ROUTERS
 
+VLLM = ("vllm", "vllm_async")
+"""The names of the engines of vLLM."""
+
 
 def ptx_rows_have_a_weight(config: PPOConfig) -> Iterator[str]:
     actor = config.actor_rollout_ref.actor
@@ -92,7 +95,7 @@ def _routing_is_captured(config: PPOConfig, key: str) -> Iterator[str]:
             "actor_rollout_ref.rollout.name=hf does not record it; set name=vllm, or mode=R2"
         )
     size = config.actor_rollout_ref.rollout.tensor_model_parallel_size
-    if name in ("vllm", "vllm_async") and config.trainer.device == "cuda" and size > 1:
+    if name in VLLM and config.trainer.device == "cuda" and size > 1:
         yield (
             f"{key} with trainer.device=cuda: vLLM returns the routing to the first process of an "
             f"engine alone, and actor_rollout_ref.rollout.tensor_model_parallel_size={size} has "

@@ -4,7 +4,7 @@ import os
 
 from transformers import PretrainedConfig
 
-from verl_like.trainer.config.actor_rules import replayed_routing_is_recorded
+from verl_like.trainer.config.actor_rules import VLLM, replayed_routing_is_recorded
 from verl_like.trainer.config.roles import Role
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.workers.models import pretrained
@@ -54,16 +54,28 @@ def _obstacle(config: PPOConfig) -> str | None:
         return f"worker_classes has {', '.join(sorted(own_roles))}"
     for problem in replayed_routing_is_recorded(config.updated({MODE: "R3"})):
         return problem
-    name = policy.rollout.name
-    if not get_rollout_engine(name).can_record_routing:
-        return f"actor_rollout_ref.rollout.name={name} does not record it"
-    if config.trainer.device == "cuda" and os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0":
-        return "VLLM_USE_V2_MODEL_RUNNER=0, and only vLLM's Model Runner V2 returns it"
+    unrecorded = why_unrecorded(config)
+    if unrecorded is not None:
+        return unrecorded
     hf = pretrained.empty_model(policy.model, PolicyModel.auto_class, key=_MODEL)
     try:
         require_replay(hf)
     except ValueError as error:
         return str(error)
+    return None
+
+
+def why_unrecorded(config: PPOConfig) -> str | None:
+    """Returns why the rollout engine does not record its routing, or None if it can.
+
+    The rule `replayed_routing_is_recorded` sees the configuration alone.
+    """
+    name = config.actor_rollout_ref.rollout.name
+    if not get_rollout_engine(name).can_record_routing:
+        return f"actor_rollout_ref.rollout.name={name} does not record it"
+    on_gpu = config.trainer.device == "cuda"
+    if name in VLLM and on_gpu and os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0":
+        return "VLLM_USE_V2_MODEL_RUNNER=0, and only vLLM's Model Runner V2 returns it"
     return None
 
 

@@ -31,7 +31,7 @@ from verl_like.trainer.config.rules import (
 )
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.ppo.agent_inputs import check_agents
-from verl_like.trainer.ppo.choice_of_replay import has_experts, with_router_replay
+from verl_like.trainer.ppo.choice_of_replay import has_experts, why_unrecorded, with_router_replay
 from verl_like.trainer.ppo.object_store import check_object_store, step_bytes
 from verl_like.trainer.ppo.scoring import (
     RULE_COLUMNS,
@@ -475,11 +475,11 @@ def check_routers(config: PPOConfig) -> None:
     actor = policy.actor
     wanted: list[tuple[str, str, str, Callable[[PreTrainedModel], Any]]] = []
     mode = actor.router_replay.chosen
-    engine = policy.rollout.name
-    if mode == "R3" and not get_rollout_engine(engine).can_record_routing:
+    unrecorded = why_unrecorded(config) if mode == "R3" else None
+    if unrecorded is not None:
         raise ValueError(
-            f"actor_rollout_ref.actor.router_replay.mode=R3: rollout.name={engine} does not say "
-            "which experts compute a token (can_record_routing); set mode=R2, or disabled"
+            "actor_rollout_ref.actor.router_replay.mode=R3 replays the routing of the rollout "
+            f"engine, but {unrecorded}; set mode=R2, or disabled"
         )
     if mode != "disabled":
         wanted.append(("router_replay.mode", mode, "disabled", require_replay))

@@ -378,21 +378,18 @@ class VllmEngine(RolloutEngine):
             prompt = self._in_flight[name].prompt_ids
             names.append(name)
             lengths.append(len(prompt) + len(response.token_ids))
-        if self._returns_routing:
-            records = []
-            for (_name, response), length in zip(ended, lengths, strict=True):
+        taken: Sequence[bytes | None] = [None] * len(ended)
+        if not self._returns_routing:
+            taken = self.llm.collective_rpc("take_routing", args=(names, lengths))[0]
+        routed = []
+        for (name, response), length, content in zip(ended, lengths, taken, strict=True):
+            if content is None:
                 returned = response.routed_experts
-                records.append(record_of_returned(returned, length, self._router_layers, shape))
-        else:
-            of_processes = self.llm.collective_rpc("take_routing", args=(names, lengths))
-            records = [
-                record_of_bytes(content, length, shape)
-                for content, length in zip(of_processes[0], lengths, strict=True)
-            ]
-        return [
-            (name, replace(response, routed_experts=record))
-            for (name, response), record in zip(ended, records, strict=True)
-        ]
+                record = record_of_returned(returned, length, self._router_layers, shape)
+            else:
+                record = record_of_bytes(content, length, shape)
+            routed.append((name, replace(response, routed_experts=record)))
+        return routed
 
     def _forget_routing(self, names: Collection[str]) -> None:
         """Drops what was captured of requests that are aborted."""

@@ -98,26 +98,26 @@ class RoutingCapture:
     def _keep_blocks(self, scheduled: Any) -> None:
         """Keeps who computes the blocks that were given to requests, and finds who computed those
         that come from the prefix cache."""
-        begun = []
+        begun: list[tuple[str, Sequence[int], int]] = []
+        """Name, blocks, and how many tokens come from the cache."""
         for new in scheduled.scheduled_new_reqs:
-            begun.append((new.req_id, new.block_ids, new.num_computed_tokens))
+            begun.append((new.req_id, new.block_ids[self.group], new.num_computed_tokens))
         known = scheduled.scheduled_cached_reqs
         numbers = zip(known.req_ids, known.new_block_ids, known.num_computed_tokens, strict=True)
         for name, block_ids, num_computed in numbers:
             if name in known.resumed_req_ids:
-                begun.append((name, block_ids, num_computed))
+                begun.append((name, block_ids[self.group], num_computed))
             elif block_ids is not None:
                 self._own(self.requests[name], block_ids[self.group])
-        for name, block_ids, num_computed in begun:
+        for name, blocks, num_cached in begun:
             request = self.requests[name]
-            request.num_blocks = -(-num_computed // self.block_size)
-            self._own(request, block_ids[self.group][request.num_blocks :])
+            request.num_blocks = -(-num_cached // self.block_size)
+            self._own(request, blocks[request.num_blocks :])
         # After all have their blocks: a request may share those that another one computes in this
         # pass.
-        for name, block_ids, num_computed in begun:
-            if num_computed:
-                num_cached = -(-num_computed // self.block_size)
-                ids = self._of_cache(block_ids[self.group][:num_cached], num_computed)
+        for name, blocks, num_cached in begun:
+            if num_cached:
+                ids = self._of_cache(blocks, num_cached)
                 # Before what this pass computed, which follows in the sequence.
                 piece = RoutedPiece(0, ids, is_computed=False)
                 self.requests[name].pieces.insert(-1, piece)
@@ -129,13 +129,13 @@ class RoutingCapture:
             request.num_blocks += 1
 
     def _of_cache(self, blocks: Sequence[int], num_tokens: int) -> np.ndarray:
-        """Returns the routing of the first tokens of a sequence, which come from blocks of the
-        cache."""
+        """Returns the routing of the first tokens of a sequence, which come from the first of its
+        blocks."""
         ids = without_record(num_tokens, self.shape)
-        for number, block in enumerate(blocks):
-            start = number * self.block_size
+        starts = range(0, num_tokens, self.block_size)
+        for number, start in enumerate(starts):
             end = min(start + self.block_size, num_tokens)
-            owner = self.owners.get(block)
+            owner = self.owners.get(blocks[number])
             # A block that is in another place of its owner's sequence has other tokens.
             if owner is not None and owner[1] == number:
                 ids[start:end] = owner[0].last_computed(start, end, self.shape)
