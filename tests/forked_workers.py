@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import ray
 
+from verl_like.single_controller.ray.start import needed_processes_alone
 from verl_like.trainer.main_ppo import WORKERS
 from verl_like.trainer.run import worker_template
 from verl_like.trainer.run.worker_template import WorkerTemplate
@@ -18,46 +19,58 @@ FOLDERS = [str(Path(__file__).parent / name) for name in ("", "ray_cpu", "end_to
 
 class SharedTemplate(WorkerTemplate):
     """A template that outlives the runs that use it. It ends with this process, or when the
-    environment of the next run is another one."""
+    environment of the next one is another."""
 
     def close(self) -> None:
         pass
 
 
+VLLM = ("vllm.v1.attention.backends.cpu_attn", "vllm.v1.worker.cpu_worker")
+"""Most of what vLLM imports, which takes 4 s of CPU time. None of it imports Ray."""
+
 _running: dict[tuple[str | None, ...], SharedTemplate] = {}
-"""The template that runs, by what of the environment it has seen."""
+"""The templates that run, by what of the environment they have seen, and what they have imported
+besides."""
 
 
-def shared_template() -> WorkerTemplate:
+def shared_template(*further_modules: str) -> WorkerTemplate:
     """The template of this process, which has imported what workers need.
 
     It looks for modules and temporary files where the environment said when it started, and what is
     measured in its forks (scripts/mutant_runs.py) counts for the test of that time.
     """
     seen = tuple(os.environ.get(name) for name in ("PYTHONPATH", "TMPDIR", "COVERED_TEST"))
-    if seen not in _running:
-        for template in _running.values():
-            WorkerTemplate.close(template)
-        _running.clear()
+    key = (*seen, *further_modules)
+    if key not in _running:
+        for running in [key for key in _running if key[: len(seen)] != seen]:
+            WorkerTemplate.close(_running.pop(running))
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [seen[0], *FOLDERS])))
-            template = worker_template.start(WORKERS)
-        _running[seen] = SharedTemplate(template.process, template.folder, template.mark)
-    return _running[seen]
+            if further_modules:
+                # They are read when vLLM is imported, and VllmEngine sets them later.
+                patch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
+                patch.setenv("TORCHDYNAMO_DISABLE", "1")
+            template = worker_template.start([*WORKERS, *further_modules])
+        _running[key] = SharedTemplate(template.process, template.folder, template.mark)
+    return _running[key]
 
 
-def start_ray(env_vars: Mapping[str, str] | None = None, **options: Any) -> None:
+def start_ray(
+    env_vars: Mapping[str, str] | None = None, *, with_vllm: bool = False, **options: Any
+) -> None:
     """Starts a Ray whose workers are forks of the template."""
+    template = shared_template(*(VLLM if with_vllm else ()))
     # Ray would start a worker for each CPU at once.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-    ray.init(
-        address="local",
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        runtime_env={
-            "py_executable": shared_template().command,
-            "env_vars": {"PYTHONPATH": os.pathsep.join(FOLDERS), **(env_vars or {})},
-        },
-        **options,
-    )
+    with needed_processes_alone():
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+            runtime_env={
+                "py_executable": template.command,
+                "env_vars": {"PYTHONPATH": os.pathsep.join(FOLDERS), **(env_vars or {})},
+            },
+            **options,
+        )

@@ -1,6 +1,7 @@
 """Tiny mixtures of experts, whose heads have a size that vLLM computes on CPU; and a computation
 with a given routing, which is written by hand."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -81,10 +82,12 @@ CONFIGS = {
 NUM_ROUTERS = {"mixtral": 2, "qwen3_moe": 3, "glm4_moe": 2, "deepseek_v3": 2, "gpt_oss": 3}
 
 
-def write_experts(path: Path, family: str) -> str:
+def write_experts(path: Path, family: str, initializer_range: float = 0.3) -> str:
     """A randomly initialised model of the family with its tokenizer, whose experts compete."""
     torch.manual_seed(0)
-    hf = AutoModelForCausalLM.from_config(CONFIGS[family])
+    config = copy.deepcopy(CONFIGS[family])
+    config.initializer_range = initializer_range
+    hf = AutoModelForCausalLM.from_config(config)
     for name, tensor in [*hf.named_parameters(), *hf.named_buffers()]:
         if name.endswith(("gate.weight", "router.weight", "e_score_correction_bias")):
             torch.nn.init.normal_(tensor, std=0.3)

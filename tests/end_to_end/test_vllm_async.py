@@ -64,7 +64,7 @@ KV = ["recompute", pytest.param("keep", marks=pytest.mark.proof)]
 @pytest.fixture(scope="module")
 def engine(model: ModelAndFolder) -> Iterator[Callable[[str], Any]]:
     """Starts the engine of a name in `SETTINGS` at its first use."""
-    start_ray(num_cpus=2, object_store_memory=200 << 20)
+    start_ray(with_vllm=True, num_cpus=2, object_store_memory=200 << 20)
     yield functools.cache(lambda name: start_processes(model, ranks=[0], **SETTINGS[name])[0])
     ray.shutdown()
 

@@ -46,7 +46,7 @@ def path(tiny_llama: Callable[..., tuple[str, LlamaForCausalLM]]) -> str:
 @pytest.fixture(scope="module")
 def engine(path: str) -> Iterator[Callable[[str], Any]]:
     """Starts the engine of a name in `SETTINGS` at its first use."""
-    start_ray(num_cpus=2, object_store_memory=200 << 20)
+    start_ray(with_vllm=True, num_cpus=2, object_store_memory=200 << 20)
     yield functools.cache(
         lambda name: start_processes((path, None), ranks=[0], adapter=ADAPTER, **SETTINGS[name])[0]  # type: ignore
     )

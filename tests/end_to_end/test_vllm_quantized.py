@@ -75,7 +75,7 @@ def model(tiny_llama: Callable[..., ModelAndFolder]) -> ModelAndFolder:
 
 @pytest.fixture(scope="module")
 def process(model: ModelAndFolder) -> Iterator[Any]:
-    start_ray(num_cpus=2, object_store_memory=200 << 20)
+    start_ray(with_vllm=True, num_cpus=2, object_store_memory=200 << 20)
     (process,) = start_processes(model, ranks=[0], dtype="float16", quantization="fp8_per_channel")
     yield process
     ray.shutdown()

@@ -107,7 +107,7 @@ def processes(
 ) -> Iterator[tuple[list[Any], ModelAndFolder]]:
     """The two ranks of a replica, and an engine of one process."""
     model = tiny_llama(tie=True)
-    start_ray(num_cpus=2, object_store_memory=200 << 20)
+    start_ray(with_vllm=True, num_cpus=2, object_store_memory=200 << 20)
     holder, port = reserve_port()
     made = [ReplicaProcess.remote() for _ in range(3)]
     places = [(0, 2), (1, 2), (0, 1)]

@@ -48,7 +48,7 @@ def model(tiny_llama: Callable[..., ModelAndFolder]) -> ModelAndFolder:
 @pytest.fixture(scope="module")
 def engines(model: ModelAndFolder) -> Iterator[dict[str, Any]]:
     """An engine by `rollout.kv_after_update`."""
-    start_ray(num_cpus=2, object_store_memory=200 << 20)
+    start_ray(with_vllm=True, num_cpus=2, object_store_memory=200 << 20)
     options = ("recompute", "keep")
     with_option = [
         start_processes(model, ranks=[rank], kv_after_update=kv) for rank, kv in enumerate(options)

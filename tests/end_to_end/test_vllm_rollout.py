@@ -95,7 +95,7 @@ class RolloutProcess:
 
 @pytest.fixture(scope="module")
 def ray_cluster() -> Iterator[None]:
-    start_ray(num_cpus=2, object_store_memory=200 << 20)
+    start_ray(with_vllm=True, num_cpus=2, object_store_memory=200 << 20)
     yield
     ray.shutdown()
 

@@ -161,21 +161,21 @@ def assert_recorded(batch: DataProto, family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "family", "tolerance"),
+    ("name", "family"),
     [
-        ("vllm", "mixtral", 1e-5),
-        # As far as plain transformers is
-        pytest.param("vllm", "glm4_moe", 3e-5, marks=pytest.mark.proof),
-        pytest.param("vllm_async", "qwen3_moe", 1e-5, marks=pytest.mark.proof),
-        # Its experts do not bound what they multiply by less than 7, so that more is rounded.
-        pytest.param("vllm", "gpt_oss", 2e-5, marks=pytest.mark.proof),
+        ("vllm", "mixtral"),
+        pytest.param("vllm", "glm4_moe", marks=pytest.mark.proof),
+        pytest.param("vllm_async", "qwen3_moe", marks=pytest.mark.proof),
+        pytest.param("vllm", "gpt_oss", marks=pytest.mark.proof),
     ],
 )
-def test_with_the_engines_routing_the_trainer_has_the_engines_log_probs(
-    tmp_path, name, family, tolerance
-):
-    """The longer prompts fill blocks of the prefix cache, which their samples share."""
-    path = write_experts(tmp_path / "model", family)
+def test_with_the_engines_routing_the_trainer_has_the_engines_log_probs(tmp_path, name, family):
+    """The longer prompts fill blocks of the prefix cache, which their samples share.
+
+    With weights of the range 0.3 transformers' own log-probabilities in float32 are 1.2e-5 to
+    1.6e-5 from those in float64.
+    """
+    path = write_experts(tmp_path / "model", family, initializer_range=0.1)
     settings = IN_MEMORY if name == "vllm_async" else {}
     prompts = prompts_of(5, 2 * BLOCK + 3, BLOCK + 9)
     batch, drawn = drawn_in_process(path, prompts, name=name, dtype="float32", **settings)
@@ -185,7 +185,7 @@ def test_with_the_engines_routing_the_trainer_has_the_engines_log_probs(
     assert metric_values(batch.meta_info["metrics"])["rollout/num_unrecorded_tokens"] == 0
     log_probs, metrics = scored(path, batch, "R3")
     difference = (log_probs - batch.batch["rollout_log_probs"].values()).abs().max()
-    assert difference < tolerance
+    assert difference < 1e-5
     assert metrics["router_replay/routers_differ"] == 0
 
 

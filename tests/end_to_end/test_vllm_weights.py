@@ -153,7 +153,7 @@ def test_weights_arrive_or_are_missed_by_name(
 ) -> None:
     path, _ = tiny_llama()
     model = save_model(path, config)
-    start_ray(num_cpus=2, object_store_memory=200 << 20)
+    start_ray(with_vllm=True, num_cpus=2, object_store_memory=200 << 20)
     processes = start_processes(
         (path, model), ranks=list(range(num_processes)), tensor_model_parallel_size=num_processes
     )
@@ -225,7 +225,7 @@ def test_an_update_needs_two_buckets_of_memory_and_outlives_an_engine_that_is_ki
     model = save_model(path, LlamaConfig(**SIZES | sizes, head_dim=32))
     # As the embedding, the head, and a layer's gate_proj and up_proj together, and 1 MiB
     bucket_bytes = 17 << 20
-    start_ray(num_cpus=2, object_store_memory=500 << 20)
+    start_ray(with_vllm=True, num_cpus=2, object_store_memory=500 << 20)
     named = list(model.named_parameters())
     exports = [
         collect_weights(

@@ -88,6 +88,22 @@ def test_beside_a_running_cluster_a_run_starts_its_own(running):
     assert start(None) == 2
 
 
+def test_a_run_starts_no_monitor_and_no_dashboard_and_leaves_ray_init_as_it_is():
+    starts_dashboard = ray._private.services.start_api_server
+    parameters = ray._private.parameter.RayParams
+    start(None)
+    session = ray._private.worker._global_node.get_session_dir_path()
+    scripts = set()
+    for child in psutil.Process().children(recursive=True):
+        words = child.cmdline()
+        if any(session in word for word in words):  # not of the cluster that runs beside it
+            scripts |= {Path(word).name for word in words}
+    assert {"gcs_server", "raylet"} <= scripts
+    assert not {"monitor.py", "log_monitor.py", "dashboard.py"} & scripts
+    assert ray._private.services.start_api_server is starts_dashboard
+    assert ray._private.parameter.RayParams is parameters
+
+
 def test_a_run_joins_the_cluster_that_is_configured(running):
     assert start(running) == 3
 

@@ -7,10 +7,14 @@ import queue
 import signal
 import socket
 import threading
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
 import ray
+import ray._private.parameter
+import ray._private.services
 import ray._private.worker
 from ray._common.utils import get_default_ray_temp_dir
 from ray._private import ray_constants
@@ -96,6 +100,27 @@ def make_auth_token(path: Path) -> None:
             file.write(generate_new_authentication_token())
 
 
+@contextlib.contextmanager
+def needed_processes_alone() -> Iterator[None]:
+    """Within it, `ray.init` starts no process that a run on one machine does not use.
+
+    Otherwise there are monitors of the autoscaler and of the workers' logs, and the server of the
+    dashboard, which without its pages only reports over the network that Ray is used. They take 2 s
+    of CPU time at each start, and Ray has no public setting for them.
+    """
+    parameter: Any = ray._private.parameter
+    services: Any = ray._private.services
+    parameters_before = parameter.RayParams
+    server_before = services.start_api_server
+    parameter.RayParams = partial(parameters_before, no_monitor=True, include_log_monitor=False)
+    services.start_api_server = lambda *_arguments, **_options: (None, None)  # no URL, no process
+    try:
+        yield
+    finally:
+        parameter.RayParams = parameters_before
+        services.start_api_server = server_before
+
+
 def start_ray(address: str | None, num_cpus: int | None, worker_command: str | None = None) -> None:
     """Joins the cluster at `address`. Without one it starts a new Ray, even if another one runs on
     this machine.
@@ -120,14 +145,17 @@ def start_ray(address: str | None, num_cpus: int | None, worker_command: str | N
     before = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = bool(address)
     options: dict[str, Any] = {"address": address}
+    processes: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if not address:
+        processes = needed_processes_alone()
         options = {"address": "local", "num_cpus": num_cpus, "include_dashboard": False}
         if worker_command:
             options["runtime_env"] = {"py_executable": worker_command}
         token_file = Path.home() / ".ray" / "auth_token"
         make_auth_token(token_file)
     try:
-        ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
+        with processes:
+            ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
         if not address:
             node: Any = ray._private.worker._global_node
             session = Path(node.get_session_dir_path())
