@@ -127,9 +127,8 @@ class SideRecorder:
         yield
         self.doing = before
         ended = time.time()
-        seconds = ended - started
         seconds_before = self.seconds.get(phase, 0.0)
-        self.seconds[phase] = seconds_before + seconds
+        self.seconds[phase] = seconds_before + ended - started
         if phase.startswith("waiting"):
             self.waits.append((started, ended))
 
@@ -164,11 +163,8 @@ class SideRecorder:
 
     def log_validation(self, metrics: dict[str, float], step: int = 0) -> None:
         """Keeps the row of a validation with the weights of version `step`."""
-        means = {}
-        for name, value in metrics.items():
-            means[name] = Metric.mean(value)
-        ended = time.time()
-        self.rows.append((step, means, ended))
+        means = {name: Metric.mean(value) for name, value in metrics.items()}
+        self.rows.append((step, means, time.time()))
 
     def is_best(self, step: int, metrics: dict[str, float]) -> bool:
         """Returns False, because in detached training a step is saved before it is validated."""
@@ -189,11 +185,9 @@ class SideRecorder:
         if self.pending is None:
             return
         files = self.pending.files(wait)
-        if files is None:
-            return
-        step = self.pending.step
-        self.files.append((step, files))
-        self.pending = None
+        if files is not None:
+            self.files.append((self.pending.step, files))
+            self.pending = None
 
     def complete_checkpoint(self, step: int) -> None:
         """Does nothing, because the run completes the checkpoint when the makers have validated."""
@@ -215,38 +209,30 @@ class SideRecorder:
         """Returns what was recorded since the last report, and forgets it."""
         # The loop may record more meanwhile. Rows are taken before states and files, so that the
         # state of each reported row, and the files that were written before it, are reported too.
-        events = take_all(self.events)
-        rows = take_all(self.rows)
-        states = take_all(self.states)
-        files = take_all(self.files)
-        notes = take_all(self.notes)
-        episodes = take_all(self.episodes)
-        phase, since = self.doing
-        now = time.time()
-        waits = take_all(self.waits)
-        if phase.startswith("waiting"):
-            unfinished = (since, now)
-            waits.appendleft(unfinished)
-        return replace(
+        report = replace(
             self,
-            events=events,
-            rows=rows,
-            states=states,
-            files=files,
-            waits=waits,
-            notes=notes,
-            episodes=episodes,
+            events=take_all(self.events),
+            rows=take_all(self.rows),
+            states=take_all(self.states),
+            files=take_all(self.files),
+            notes=take_all(self.notes),
+            episodes=take_all(self.episodes),
             seconds={},
             pending=None,
         )
+        phase, since = self.doing
+        now = time.time()
+        report.waits = take_all(self.waits)
+        if phase.startswith("waiting"):
+            report.waits.appendleft((since, now))
+        return report
 
     def status_and_stack(self) -> str:
         """Says in which phase the side's loop is, since when, and what its innermost calls are."""
         frame = sys._current_frames().get(self.thread)
         stack = "  Its loop has ended.\n"
         if frame:
-            calls = traceback.format_stack(frame, limit=12)
-            stack = "".join(calls)
+            stack = "".join(traceback.format_stack(frame, limit=12))
         phase, since = self.doing
         seconds = time.time() - since
         return f"{self.name}: {phase} for {seconds:.0f} s\n{stack}"
@@ -255,8 +241,7 @@ class SideRecorder:
 def take_all(queue: deque[Any]) -> deque[Any]:
     """Removes all elements that the queue has now, and returns them. Another thread may add further
     ones meanwhile."""
-    size = len(queue)
-    return deque(queue.popleft() for _ in range(size))
+    return deque(queue.popleft() for _ in range(len(queue)))
 
 
 def side_named(name: str) -> Any:
@@ -291,8 +276,7 @@ class Question:
     def asked(cls, name: str, method: str, *args: Any, timeout: float) -> "Question":
         """Calls a method of a side and returns at once. Raises WorkerDied if there is no side of
         this name."""
-        side = side_named(name)
-        call = getattr(side, method)
+        call = getattr(side_named(name), method)
         answer = call.remote(*args)
         return cls(name, method, answer, timeout)
 
@@ -310,8 +294,7 @@ class Question:
 def ask(name: str, method: str, *args: Any, timeout: float) -> Any:
     """Calls a method of another side and returns its result. Raises WorkerDied if the side dies,
     and CallTimeout if it takes more than `timeout` seconds."""
-    question = Question.asked(name, method, *args, timeout=timeout)
-    return question.get()
+    return Question.asked(name, method, *args, timeout=timeout).get()
 
 
 class LedgerHandle:
