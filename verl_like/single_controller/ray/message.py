@@ -113,7 +113,8 @@ def unpack_state(
     tensors = {}
     for name, (dtype, packed_values, packed_offsets) in columns.items():
         values = _unpack_array(packed_values)
-        tensors[name] = WireTensor(values, dtype, _unpack_array(packed_offsets))
+        offsets = _unpack_array(packed_offsets)
+        tensors[name] = WireTensor(values, dtype, offsets)
     return DataProto.from_state(num_rows, tensors, arrays, meta_info)
 
 
