@@ -315,7 +315,7 @@ def ledger_changes() -> list[tuple[str, str, str]]:
     watch.call("take", "maker_0.3", 1, 1)
     watch.call("lost", "maker_0.3")
     (ticket,) = watch.call("take", "maker_0.4", 1, 1)
-    watch.call("drop", "maker_0.4", [ticket], "agents_failed")
+    watch.call("drop", "maker_0.4", [ticket])
     return watch.changes
 
 

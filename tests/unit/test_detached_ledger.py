@@ -171,11 +171,11 @@ def test_a_prompt_that_its_maker_drops_is_counted_by_reason_and_another_one_take
     ledger = PromptLedger(num_steps=3, batch_size=4, detached=DetachedBlock(num_trainers=2))
     tickets = ledger.take("a", 0, 4)
     deliver(ledger, "a", tickets[3:], 0)
-    ledger.drop("b", tickets[:1], "agents_failed")  # another maker's
+    ledger.drop("b", tickets[:1])  # another maker's
     not_given_out = [Ticket(0, 1, 0), Ticket(7, 0, 1)]
-    ledger.drop("a", [*not_given_out, tickets[3]], "agents_failed")  # the last is delivered
+    ledger.drop("a", [*not_given_out, tickets[3]])  # the last is delivered
     assert ledger.counts()["in_flight"] == 3 and "dropped/agents_failed" not in ledger.counts()
-    ledger.drop("a", [tickets[0], tickets[2]], "agents_failed")
+    ledger.drop("a", [tickets[0], tickets[2]])
     assert ledger.counts() == {
         **{"trained": 0, "training": 0, "in_buffer": 1, "in_flight": 1, "again": 0},
         **{"dropped/agents_failed": 2, "not_started": 10},
@@ -393,7 +393,7 @@ class World:
         dice.shuffle(maker.held)
         if maker.held and dice.random() < 0.03:  # no episode of it could be trained
             ticket, _oldest = maker.held.pop()
-            ledger.drop(maker.name, [ticket], "agents_failed")
+            ledger.drop(maker.name, [ticket])
         while maker.held and dice.random() < maker.speed:
             ticket, oldest = maker.held.pop()
             if ledger.deliver(maker.name, [(ticket, oldest)]):

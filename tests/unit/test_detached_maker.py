@@ -429,7 +429,7 @@ def test_metrics_of_prompts_that_were_all_dropped_travel_with_the_next_ones():
     for _ in range(2):
         metrics = {"agent/num_dropped_prompts": Metric.sum(1)}
         holder.send([ticket], SimpleNamespace(batch=rows, metrics=metrics))
-    assert dropped == [("maker_0", [ticket], "agents_failed")] * 2 and not holder.sent
+    assert dropped == [("maker_0", [ticket])] * 2 and not holder.sent
     assert holder.unsent_metrics == {"agent/num_dropped_prompts": Metric.sum(2)}
 
 

@@ -281,14 +281,14 @@ class PromptLedger:
             else:
                 self._dropped["maker_lost"] += 1
 
-    def drop(self, maker: str, tickets: Sequence[Ticket], reason: str) -> None:
-        """Notes that a maker cannot make the groups of some tickets. They are given out to nobody
-        again."""
+    def drop(self, maker: str, tickets: Sequence[Ticket]) -> None:
+        """Notes that a maker cannot make the groups of some tickets, because its agents failed.
+        They are given out to nobody again."""
         for ticket in tickets:
             if self._is_with(maker, ticket):
                 entry = self._open.pop(ticket.number)
                 self._live[entry.trainer] -= 1
-                self._dropped[reason] += 1
+                self._dropped["agents_failed"] += 1
 
     def choose(self, trainer: int, version: int, num_groups: int) -> list[int] | None:
         """Chooses `num_groups` delivered groups for the step of a trainer after `version`. Returns

@@ -454,7 +454,7 @@ class ExperienceMakerHolder(Side):
         num_failed = np.bincount(place_of_row, weights=is_failed)
         is_dropped = num_failed == num_rows
         dropped = list(itertools.compress(tickets, is_dropped))
-        self.ledger.drop(self.name_in_ledger, dropped, "agents_failed")
+        self.ledger.drop(self.name_in_ledger, dropped)
         return is_dropped
 
     def wait_for_sent(self) -> None:
