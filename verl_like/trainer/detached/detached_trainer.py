@@ -68,6 +68,9 @@ class DetachedPPOTrainer(Side, TrainingLoop):
 
     recorder: SideRecorder
     val_dataset: None = None
+    last_step = 0
+    """The step after which the run ends. It can become an earlier one than planned, because the
+    ledger ends the run after SIGTERM."""
 
     def __init__(
         self,
@@ -115,7 +118,7 @@ class DetachedPPOTrainer(Side, TrainingLoop):
             resumed: the checkpoint after whose step training continues.
         """
         self.total_steps = total_steps or self.config.num_steps_of_run
-        self.ends_after = self.total_steps
+        self.last_step = self.total_steps
         self.update_steps = update_steps
         if train_epochs is not None:
             epochs = {
@@ -132,12 +135,6 @@ class DetachedPPOTrainer(Side, TrainingLoop):
         self.global_step = self.learner.version
         self.push()
         return super().fit()
-
-    @property
-    def last_step(self) -> int:
-        """The step after which the run ends. It can become an earlier one than planned, because the
-        ledger ends the run after SIGTERM."""
-        return self.ends_after
 
     def run_step(self) -> None:
         """Does one step. Then makers may load weights, because no call of the workers is running
@@ -200,7 +197,7 @@ class DetachedPPOTrainer(Side, TrainingLoop):
         # The metric is missing if the actor did not learn, as in the critic's warm-up.
         size = learned.get("actor/eff_sample_size", Metric.mean(1.0))
         counts = self.ledger.trained(self.numbers, self.global_step - 1, size.value)
-        self.ends_after = min(self.total_steps, self.ledger.last_step())
+        self.last_step = min(self.total_steps, self.ledger.last_step())
         # Only the last trainer that does the step gets counts, and saves the ledger's state.
         is_saved = self.is_saved_by_number or self.global_step == self.last_step
         self.state_of_ledger = None
@@ -343,15 +340,16 @@ class DetachedPPOTrainer(Side, TrainingLoop):
         with the workers, and `pushed` refers to them."""
         version = self.learner.version
         with self.pushing:
-            futures = []
-            exports = {}
-            for role, group in self.groups.items():
-                future = group.export_weights.remote(version=version)
-                futures.append(future)
-                parts = tuple(future.parts)
-                exports[role] = ForwardedFuture(parts, future.collect)
-            for future in futures:
+            futures = {
+                role: group.export_weights.remote(version=version)
+                for role, group in self.groups.items()
+            }
+            for future in futures.values():
                 future.finish()
+            exports = {
+                role: ForwardedFuture(tuple(future.parts), future.collect)
+                for role, future in futures.items()
+            }
             self.pushed = PushedWeights(version, exports)
         self.learner.actor.report_finished_calls()
 

@@ -26,7 +26,7 @@ from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.single_controller.shard import ForwardedFuture
 from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer.config.detached import DetachedConfig
-from verl_like.trainer.loop.recorder import Log
+from verl_like.trainer.loop.recorder import Log, LoopRecorder
 from verl_like.trainer.state.checkpoint import Digests, PendingCheckpoint
 from verl_like.trainer.state.resume import ResumedRun, changed_inputs
 
@@ -59,10 +59,12 @@ class PushedWeights:
 
 
 @dataclass
-class SideRecorder:
+class SideRecorder(LoopRecorder):
     """The `Recorder` of a side, and the `LoopRecorder` of a trainer.
 
-    It keeps what happens until the run collects it as a report.
+    It keeps what happens until the run collects it as a report. `show_generations` does nothing,
+    because the run shows only the metrics of a validation. `complete_checkpoint` does nothing,
+    because the run completes the checkpoint when the makers have validated.
     """
 
     name: str
@@ -188,18 +190,6 @@ class SideRecorder:
         if files is not None:
             self.files.append((self.pending.step, files))
             self.pending = None
-
-    def complete_checkpoint(self, step: int) -> None:
-        """Does nothing, because the run completes the checkpoint when the makers have validated."""
-
-    def show_generations(
-        self,
-        step: int,
-        num_rows: int,
-        generation_of_row: Callable[[int], dict[str, str]],
-        num_shown: int,
-    ) -> None:
-        """Does nothing, because the run shows only the metrics of a validation."""
 
     def show_episodes(self, records: Iterable[dict[str, Any]]) -> None:
         """Keeps records of episodes for the next report."""
