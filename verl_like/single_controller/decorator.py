@@ -91,8 +91,7 @@ def register(
     """
     mode = dispatch_mode
     if isinstance(mode, dict) and "dispatch_fn" in mode and "collect_fn" in mode:
-        named = {"name": "custom", **mode}
-        mode = DispatchMode(**named)
+        mode = DispatchMode(**{"name": "custom", **mode})
     if not isinstance(mode, DispatchMode):
         raise ValueError(
             "dispatch_mode is a Dispatch.<NAME> or a dict with dispatch_fn and collect_fn, got "

@@ -92,7 +92,7 @@ class NodeWatch:
         """The count at the last look, by node id. On the driver's node there is one from the
         beginning."""
 
-    def end_stopped(self, places: Sequence[ProcessInfo]) -> dict[ProcessInfo, str]:
+    def end_stopped(self, places: Iterable[ProcessInfo]) -> dict[ProcessInfo, str]:
         """Kills those of the workers that are stopped, as they were one look before, and says what
         was found.
 

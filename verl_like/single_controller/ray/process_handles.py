@@ -187,7 +187,7 @@ class ProcessHandles:
                 info = group._info(rank)
                 if info.pid:  # otherwise it has not started yet
                     running[info] = (group, rank)
-        found = self.watch.end_stopped(list(running))
+        found = self.watch.end_stopped(running)
         for info, what in found.items():
             group, rank = running[info]
             if group is not self:
@@ -205,7 +205,7 @@ class ProcessHandles:
                 return self.stopped
             self.stopped = reason
         for actor in self.actors:
-            ray.kill(actor, no_restart=True)
+            ray.kill(actor)
         self.pool.give_back(self.bundles)
         return reason
 
