@@ -172,7 +172,7 @@ def fit(inputs: PPOInputs, recorder: RunRecorder) -> None:
     run.start()
     if run.resumed:
         run.show_counts()
-    recorder.console.start_training(config.trainer.total_training_steps or 0)
+    recorder.console.start_training(config.num_steps_of_run)
     try:
         run.watch()
         run.finish()

@@ -28,7 +28,7 @@ from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer.config.detached import DetachedConfig
 from verl_like.trainer.loop.recorder import Log, LoopRecorder
 from verl_like.trainer.state.checkpoint import Digests, PendingCheckpoint
-from verl_like.trainer.state.resume import ResumedRun, changed_inputs
+from verl_like.trainer.state.resume import changed_inputs
 
 LEDGER = "ledger"
 """The name of the actor that is the run's `PromptLedger`."""
@@ -98,10 +98,10 @@ class SideRecorder(LoopRecorder):
     """The id of the thread in which the side's loop runs."""
     run_dir: Path = field(default_factory=Path)
     """The folder of the run, in which its checkpoints are."""
-    resumed: ResumedRun | None = None
+    resumed = None
     """It is always None here. `DetachedPPOTrainer.fit` gets a resumed run's checkpoint itself."""
     saves_when_ended: bool = False
-    is_ending: bool = False
+    is_ending = False
     """It is always False here. The process of the run gets SIGTERM, and tells the ledger."""
     pending: PendingCheckpoint | None = None
     """The checkpoint whose files the workers are writing."""
@@ -287,12 +287,12 @@ def ask(name: str, method: str, *args: Any, timeout: float) -> Any:
     return Question.asked(name, method, *args, timeout=timeout).get()
 
 
+@dataclass(frozen=True)
 class LedgerHandle:
     """Calls the methods of the run's `PromptLedger`, which is in another process, each with a
     deadline."""
 
-    def __init__(self, deadline_s: float) -> None:
-        self.deadline_s = deadline_s
+    deadline_s: float
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         return functools.partial(ask, LEDGER, method, timeout=self.deadline_s)
