@@ -97,12 +97,12 @@ def _read_file(file: str) -> list[tuple[int, Any]]:
         except (ValueError, OverflowError) as error:  # for instance, text is not UTF-8
             raise ValueError(f"{_first_unreadable(table, file)} cannot be read: {error}") from error
     if path.suffix == ".jsonl":
-        rows = []
         lines = path.read_bytes().split(b"\n")
-        for index, line in enumerate(lines):
-            if line.strip():
-                rows.append((index, _parse_json(line, f"{file}, row {index}")))
-        return rows
+        return [
+            (index, _parse_json(line, f"{file}, row {index}"))
+            for index, line in enumerate(lines)
+            if line.strip()
+        ]
     if path.suffix == ".json":
         records = _parse_json(path.read_bytes(), file)
         if not isinstance(records, list):

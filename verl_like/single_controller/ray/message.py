@@ -64,9 +64,7 @@ def pack(value: Any) -> list[Any] | bytes:
         return ["stored", [value.segments, value.locations, value.rest]]
     if isinstance(value, BatchShard):
         parts = [[pack(part.header), pack(part.payload)] for part in value.parts]
-        columns = None
-        if value.columns is not None:
-            columns = list(value.columns)
+        columns = None if value.columns is None else list(value.columns)
         # In the order of BatchShard's fields, as `unpack` expects.
         fields = [
             parts,
