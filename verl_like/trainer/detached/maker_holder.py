@@ -385,17 +385,11 @@ class ExperienceMakerHolder(Side):
                     ended.append(group)
             if not ended:
                 return 0
-            tickets = []
-            rows_of_prompts = []
-            parts = []
-            for group in ended:
-                tickets.append(group.ticket)
-                rows_of_prompts.append(group.prompt.select(meta_info_keys=[]))
-                parts.append(group.responses.get())
-            prompts = DataProto.concat(rows_of_prompts)
+            tickets = [group.ticket for group in ended]
+            prompts = DataProto.concat([group.prompt.select(meta_info_keys=[]) for group in ended])
             prompts.meta_info = dict(ended[0].prompt.meta_info)
+            responses = concat_samples([group.responses.get() for group in ended])
             # `sample` takes the future of a generation. This one is done already.
-            responses = concat_samples(parts)
             call = LocalCall([], [Part(None, responses)], None)
             generation = Future(call, lambda outputs: outputs[0])
             generated = maker.sample(prompts, None, generation)
@@ -446,12 +440,11 @@ class ExperienceMakerHolder(Side):
     ) -> np.ndarray:
         """Tells the ledger which prompts have no episode that could be trained, because agents
         failed. Returns for each ticket whether it is one of these, (T,) bool."""
-        is_dropped = np.zeros(len(tickets), dtype=np.bool_)
-        if "is_failed" not in batch.tensors():
-            return is_dropped
-        is_failed = batch.tensors()["is_failed"].numpy()
+        is_failed = batch.tensors().get("is_failed")
+        if is_failed is None:
+            return np.zeros(len(tickets), dtype=np.bool_)
         num_rows = np.bincount(place_of_row)
-        num_failed = np.bincount(place_of_row, weights=is_failed)
+        num_failed = np.bincount(place_of_row, weights=is_failed.numpy())
         is_dropped = num_failed == num_rows
         dropped = list(itertools.compress(tickets, is_dropped))
         self.ledger.drop(self.name_in_ledger, dropped)
