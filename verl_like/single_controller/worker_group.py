@@ -14,7 +14,6 @@ import numpy as np
 
 from verl_like.plugins import import_plugins
 from verl_like.protocol import CallHeader, DataProto, DataProtoFuture, Future, Part, PendingCall
-from verl_like.single_controller import shard
 from verl_like.single_controller.decorator import MethodSpec, check_reads, registered_methods
 from verl_like.single_controller.dispatch import (
     Arguments,
@@ -24,7 +23,14 @@ from verl_like.single_controller.dispatch import (
     PerRank,
     map_arguments,
 )
-from verl_like.single_controller.shard import BatchShard, Ordered, Splittable
+from verl_like.single_controller.shard import (
+    BatchShard,
+    ForwardedFuture,
+    Ordered,
+    Splittable,
+    select_columns,
+    split_order,
+)
 from verl_like.single_controller.worker import Worker
 
 LOOK_S = 10.0
@@ -207,7 +213,7 @@ class WorkerGroup(abc.ABC):
         rows_of_shards: Sequence[np.ndarray | None] = [None] * count
         num_rows = 0
         if order is not None:
-            rows_of_shards = shard.split_order(order, sizes, count)
+            rows_of_shards = split_order(order, sizes, count)
             num_rows = len(order)
         return [
             BatchShard(
@@ -333,7 +339,7 @@ class BoundMethod:
             return Ordered(batch, value.order, value.sizes)
         columns = self.spec.sent_columns
         if isinstance(value, DataProto) and columns is not None:
-            return shard.select_columns(value, columns)
+            return select_columns(value, columns)
         return value
 
     def _dispatch(self, args: list[Any], kwargs: dict[str, Any]) -> list[Arguments]:
@@ -380,6 +386,5 @@ class BoundMethod:
         if isinstance(value, BatchShard) and self.spec.sent_columns is not None:
             return replace(value, columns=self.spec.sent_columns)
         if isinstance(value, Future):
-            parts = tuple(value.parts)
-            return shard.ForwardedFuture(parts, value.collect)
+            return ForwardedFuture(tuple(value.parts), value.collect)
         return value
