@@ -98,7 +98,7 @@ def detached(
     ends: list[float] = []
     taken: list[int] = []
     queue: list[Ticket] = []
-    finished: list[tuple[int, int, int]] = []
+    finished: list[tuple[Ticket, int]] = []
     is_training = False
     while version < STEPS:
         while free_slots:
@@ -122,7 +122,7 @@ def detached(
                 continue
             free_slots += 1
             ends_at.pop(number)
-            finished.append((number, attempt, started_at[number]))
+            finished.append((Ticket(number, attempt, 0), started_at[number]))
             if at_a_time == 1 or free_slots == SLOTS:
                 assert len(ledger.deliver("maker", finished)) == len(finished)
                 finished = []
@@ -139,7 +139,7 @@ def detached(
                 for number, age in ages.items()
                 if age < restart_below and number not in renewed
             }
-            ledger.renew("maker", [(number, 0) for number in young], version)
+            ledger.renew("maker", [Ticket(number, 0, 0) for number in young], version)
             renewed |= young
             for number in young:
                 started_at[number], ends_at[number] = version, now + durations.flat[number]

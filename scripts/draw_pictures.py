@@ -301,7 +301,7 @@ def ledger_changes() -> list[tuple[str, str, str]]:
     watch.call("take", "maker_0.1", 0, 1)
     watch.call("lost", "maker_0.1")
     (ticket,) = watch.call("take", "maker_0.2", 0, 1)
-    watch.call("deliver", "maker_0.2", [(ticket.number, ticket.attempt, 0)])
+    watch.call("deliver", "maker_0.2", [(ticket, 0)])
     for state in ("in_buffer", "training", "in_flight"):
         if state == "training":
             watch.call("choose", 0, 0, 1)
@@ -315,7 +315,7 @@ def ledger_changes() -> list[tuple[str, str, str]]:
     watch.call("take", "maker_0.3", 1, 1)
     watch.call("lost", "maker_0.3")
     (ticket,) = watch.call("take", "maker_0.4", 1, 1)
-    watch.call("drop", "maker_0.4", [(ticket.number, ticket.attempt)], "agents_failed")
+    watch.call("drop", "maker_0.4", [ticket])
     return watch.changes
 
 

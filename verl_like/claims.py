@@ -55,8 +55,7 @@ def remove_claimed(folder: Path, patience_s: float = 0.0) -> None:
                 shutil.rmtree(path, ignore_errors=True)
             elif path.name != _MARK:
                 path.unlink(missing_ok=True)
-        names = [path.name for path in folder.iterdir()]
-        is_empty = names == [_MARK]
+        is_empty = os.listdir(folder) == [_MARK]
         if is_empty:
             (folder / _MARK).unlink()
             folder.rmdir()

@@ -85,9 +85,11 @@ def export(
     if adapter_only:
         settings, trained = read_adapter(checkpoint, hf, ema)
         write = partial(save_adapter, hf, settings, trained)
+    elif has_adapter:
+        write = partial(save_weights, hf, merged_model(checkpoint, hf, ema))
     else:
-        whole = merged_model if has_adapter else plain_model
-        write = partial(save_weights, hf, whole(checkpoint, hf, ema))
+        weights = read_weights(checkpoint, hf.dtype, hf.named_parameters(), ema)
+        write = partial(save_weights, hf, weights | read_buffers(checkpoint, hf))
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f"{out.name}.partial.", dir=out.parent) as folder:
@@ -120,12 +122,6 @@ def empty_model(checkpoint: Path, dtype: str | None) -> PreTrainedModel:
     torch_dtype = getattr(torch, dtype) if dtype else config.dtype
     with torch.device("meta"):
         return model_class(config).to(torch_dtype)
-
-
-def plain_model(checkpoint: Path, hf: PreTrainedModel, ema: bool) -> Tensors:
-    """The parameters and buffers of a model that was trained whole."""
-    weights = read_weights(checkpoint, hf.dtype, hf.named_parameters(), ema)
-    return weights | read_buffers(checkpoint, hf)
 
 
 def merged_model(checkpoint: Path, hf: PreTrainedModel, ema: bool) -> Tensors:

@@ -67,12 +67,9 @@ def differing_paths(tree: Any, other: Any, path: Path = ()) -> Iterator[Path]:
     """Yields the path of each value in which two configurations differ. A list counts as one
     value."""
     if isinstance(tree, Mapping) and isinstance(other, Mapping):
-        names = {**tree, **other}
-        for name in names:
-            value = tree.get(name)
-            other_value = other.get(name)
+        for name in {**tree, **other}:
             path_of_value = (*path, str(name))
-            yield from differing_paths(value, other_value, path_of_value)
+            yield from differing_paths(tree.get(name), other.get(name), path_of_value)
     elif tree != other:
         yield path
 
@@ -81,11 +78,9 @@ def masked(tree: Any, secret_paths: Collection[Path] = (), path: Path = ()) -> A
     """The configuration with its secrets masked. Values at `secret_paths` are secret whatever their
     keys are. `path` is where `tree` is in the whole configuration."""
     if isinstance(tree, Mapping):
-        shown = {}
-        for name, value in tree.items():
-            path_of_value = (*path, str(name))
-            shown[name] = masked(value, secret_paths, path_of_value)
-        return shown
+        return {
+            name: masked(value, secret_paths, (*path, str(name))) for name, value in tree.items()
+        }
     if isinstance(tree, list | tuple):
         return [masked(value, secret_paths, path) for value in tree]
     if _is_secret(tree, secret_paths, path):
@@ -110,16 +105,11 @@ def hidden_as(shown: Any, tree: Any) -> Any:
     """The configuration `tree` with a mask wherever `shown` has one, so that the two are compared
     without their secrets."""
     if isinstance(shown, Mapping) and isinstance(tree, Mapping):
-        hidden = {}
-        for name, value in tree.items():
-            hidden[name] = hidden_as(shown.get(name), value)
-        return hidden
+        return {name: hidden_as(shown.get(name), value) for name, value in tree.items()}
     are_lists = isinstance(shown, list | tuple) and isinstance(tree, list | tuple)
     if are_lists and len(shown) == len(tree):
         return [hidden_as(own, value) for own, value in zip(shown, tree, strict=True)]
-    if shown == MASK:
-        return MASK
-    return tree
+    return MASK if shown == MASK else tree
 
 
 @dataclass(frozen=True)
@@ -133,10 +123,8 @@ class Redaction:
     def of(cls, tree: Any, secret_paths: Collection[Path] = ()) -> Self:
         """Masks the secrets of a configuration, and of the environment variables of this
         process."""
-        texts = set(_secret_texts(tree, secret_paths, ()))
-        for name, value in os.environ.items():
-            if is_secret_name(name):
-                texts.add(value)
+        variables = [value for name, value in os.environ.items() if is_secret_name(name)]
+        texts = {*_secret_texts(tree, secret_paths, ()), *variables}
         long_enough = [text for text in texts if len(text) >= _SHORTEST]
         longest_first = sorted(long_enough, key=len, reverse=True)
         return cls(tuple(longest_first))

@@ -204,11 +204,11 @@ def require_models(
 def paths_of_models(config: PPOConfig) -> dict[str, str]:
     """The paths of models and tokenizers in the configuration, by their keys."""
     tree = config.model_dump(mode="json", include=set(_SECTIONS))
-    paths = {}
-    for key, value in settings_of(tree):
-        if key.endswith("path") and isinstance(value, str):
-            paths[key] = value
-    return paths
+    return {
+        key: value
+        for key, value in settings_of(tree)
+        if key.endswith("path") and isinstance(value, str)
+    }
 
 
 def new_folder(config: PPOConfig) -> Path:
@@ -254,12 +254,13 @@ def write_inputs(
 
 def with_paths(config: PPOConfig, folders: Mapping[str, str]) -> PPOConfig:
     """The configuration with a folder in the place of each name that stands for it."""
-    values = {}
-    for key, path in paths_of_models(config).items():
-        if path in folders and not key.startswith("reward_models."):
-            values[key] = folders[path]
-    further = {}
-    for name, model in config.reward_models.items():
-        path = folders.get(model.path, model.path)
-        further[name] = model.updated({"path": path})
+    values = {
+        key: folders[path]
+        for key, path in paths_of_models(config).items()
+        if path in folders and not key.startswith("reward_models.")
+    }
+    further = {
+        name: model.updated({"path": folders.get(model.path, model.path)})
+        for name, model in config.reward_models.items()
+    }
     return config.updated(values | {"reward_models": further})

@@ -14,7 +14,7 @@ from verl_like.trainer.state.run_state import LedgerState
 
 
 def deliver(ledger: PromptLedger, maker: str, tickets: list[Ticket], version: int) -> list[int]:
-    return ledger.deliver(maker, [(ticket.number, ticket.attempt, version) for ticket in tickets])
+    return ledger.deliver(maker, [(ticket, version) for ticket in tickets])
 
 
 def test_without_staleness_a_step_is_the_next_prompts_in_order_dealt_to_the_trainers_in_turn():
@@ -125,16 +125,16 @@ def test_what_is_begun_again_with_newer_weights_is_due_later_and_may_no_longer_h
     four, five = ledger.take("maker", 1, 9)
     deliver(ledger, "maker", [four, five], 1)
     assert ledger.choose(0, 1, 2) is None, "1 and 2 are due"
-    ledger.renew("other", [(1, 0)], 1)
-    ledger.renew("maker", [(1, 1)], 1)
-    ledger.renew("maker", [(2, 0)], 1)
+    ledger.renew("other", [one], 1)
+    ledger.renew("maker", [Ticket(1, 1, 0)], 1)
+    ledger.renew("maker", [two], 1)
     assert ledger.choose(0, 1, 1) == [4], (
         "one place is left for 1, which is with maker at its first attempt"
     )
     assert ledger.choose(0, 1, 1) is None
     with pytest.raises(ValueError, match="asked for prompt 2 with version 1"):
         deliver(ledger, "maker", [two], 0)
-    ledger.renew("maker", [(1, 0)], 1)
+    ledger.renew("maker", [one], 1)
     assert ledger.choose(0, 1, 1) == [5]
     deliver(ledger, "maker", [one, two], 1)
     ledger.trained([4, 5], 1)
@@ -171,10 +171,11 @@ def test_a_prompt_that_its_maker_drops_is_counted_by_reason_and_another_one_take
     ledger = PromptLedger(num_steps=3, batch_size=4, detached=DetachedBlock(num_trainers=2))
     tickets = ledger.take("a", 0, 4)
     deliver(ledger, "a", tickets[3:], 0)
-    ledger.drop("b", [(0, 0)], "agents_failed")  # another maker's
-    ledger.drop("a", [(0, 1), (3, 0), (7, 0)], "agents_failed")  # not given out, or delivered
+    ledger.drop("b", tickets[:1])  # another maker's
+    not_given_out = [Ticket(0, 1, 0), Ticket(7, 0, 1)]
+    ledger.drop("a", [*not_given_out, tickets[3]])  # the last is delivered
     assert ledger.counts()["in_flight"] == 3 and "dropped/agents_failed" not in ledger.counts()
-    ledger.drop("a", [(0, 0), (2, 0)], "agents_failed")
+    ledger.drop("a", [tickets[0], tickets[2]])
     assert ledger.counts() == {
         **{"trained": 0, "training": 0, "in_buffer": 1, "in_flight": 1, "again": 0},
         **{"dropped/agents_failed": 2, "not_started": 10},
@@ -385,17 +386,17 @@ class World:
             ]
         if dice.random() < 0.1 and maker.version == pushed:  # begins some again
             again = {ticket for ticket, _ in maker.held if dice.random() < 0.5}
-            ledger.renew(maker.name, [(ticket.number, ticket.attempt) for ticket in again], pushed)
+            ledger.renew(maker.name, list(again), pushed)
             maker.held = [
                 (ticket, pushed if ticket in again else oldest) for ticket, oldest in maker.held
             ]
         dice.shuffle(maker.held)
         if maker.held and dice.random() < 0.03:  # no episode of it could be trained
             ticket, _oldest = maker.held.pop()
-            ledger.drop(maker.name, [(ticket.number, ticket.attempt)], "agents_failed")
+            ledger.drop(maker.name, [ticket])
         while maker.held and dice.random() < maker.speed:
             ticket, oldest = maker.held.pop()
-            if ledger.deliver(maker.name, [(ticket.number, ticket.attempt, oldest)]):
+            if ledger.deliver(maker.name, [(ticket, oldest)]):
                 assert ticket.number not in self.age, "kept twice"
                 self.age[ticket.number] = oldest
 

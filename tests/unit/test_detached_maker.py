@@ -117,10 +117,10 @@ def test_responses_in_flight_are_divided_among_replicas_young_ones_renewed_once_
     load(1)
     holder.version = 1
     holder.restart_young()
-    assert ledger.deliver("maker_0", [(0, 0, 0), (1, 0, 0), (2, 0, 0)]) == [0, 1, 2]
-    for number in (3, 4):
-        with pytest.raises(ValueError, match=f"asked for prompt {number} with version 1"):
-            ledger.deliver("maker_0", [(number, 0, 0)])
+    assert ledger.deliver("maker_0", [(ticket, 0) for ticket in tickets[:3]]) == [0, 1, 2]
+    for ticket in tickets[3:]:
+        with pytest.raises(ValueError, match=f"asked for prompt {ticket.number} with version 1"):
+            ledger.deliver("maker_0", [(ticket, 0)])
     for replica in replicas:
         replica.wait_for(4)
     advance(1)
@@ -425,11 +425,11 @@ def test_metrics_of_prompts_that_were_all_dropped_travel_with_the_next_ones():
     )
     columns = {"old_log_probs": torch.zeros(2, 2), "is_failed": torch.tensor([True, True])}
     rows = DataProto.from_dict(columns, {"uid": ["0", "0"], "policy_version": [(), ()]})
-    ticket = SimpleNamespace(number=5, attempt=1, trainer=0)
+    ticket = SimpleNamespace(number=5, trainer=0)
     for _ in range(2):
         metrics = {"agent/num_dropped_prompts": Metric.sum(1)}
         holder.send([ticket], SimpleNamespace(batch=rows, metrics=metrics))
-    assert dropped == [("maker_0", [(5, 1)], "agents_failed")] * 2 and not holder.sent
+    assert dropped == [("maker_0", [ticket])] * 2 and not holder.sent
     assert holder.unsent_metrics == {"agent/num_dropped_prompts": Metric.sum(2)}
 
 

@@ -53,12 +53,9 @@ def write_comparison(path: Path, runs: Sequence[RunFolder], patterns: Sequence[s
     """Writes the page. `patterns` name metrics that are shown besides those of the reports. Raises
     OSError."""
     colors = _colors(len(runs))
-    common = set(runs[0].settings)
-    every_key = set(common)
-    for run in runs:
-        every_key |= run.settings.keys()
-        common &= run.settings.keys()
-    partial = _differing(every_key - common, runs)
+    keys_of_runs = [set(run.settings) for run in runs]
+    common = set.intersection(*keys_of_runs)
+    partial = _differing(set.union(*keys_of_runs) - common, runs)
     calls = {run.name: run.calls for run in runs}
     rows = [_row_of_run(run) for run in runs]
     body = BODY.format(
@@ -206,10 +203,11 @@ def _generations_of(generations: GenerationsOfPrompt, runs: Sequence[RunFolder])
 
 def _generation(row: Mapping[str, Any]) -> str:
     """A cell with all texts of a generation but its prompt."""
-    lines = []
-    for name, value in row.items():
-        if name not in ("step", "prompt"):
-            lines.append(f"<b>{_escaped(name)}</b> {_escaped(str(value))}")
+    lines = [
+        f"<b>{_escaped(name)}</b> {_escaped(str(value))}"
+        for name, value in row.items()
+        if name not in ("step", "prompt")
+    ]
     text = "\n".join(lines)
     return f'<td class="generation">{text}</td>'
 

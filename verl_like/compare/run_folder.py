@@ -137,11 +137,9 @@ def _time_of(file: Path) -> str:
     return written.isoformat(" ", "seconds")
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: Any) -> bool:
     """Returns whether a value of JSON is a finite number that can be drawn."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return abs(value) <= GREATEST_NUMBER
+    return type(value) in (int, float) and abs(value) <= GREATEST_NUMBER
 
 
 def _is_call(row: dict[str, Any]) -> bool:

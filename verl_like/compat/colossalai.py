@@ -6,6 +6,7 @@ import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -132,9 +133,7 @@ class PPOTrainer:
             def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
                 return with_own_reference(check_ppo_inputs(config, cleanup), folder)
 
-            def fit(inputs: PPOInputs, recorder: RunRecorder) -> None:
-                self.fit_checked(inputs, recorder, is_local)
-
+            fit = partial(self.fit_checked, is_local=is_local)
             run_dir = run_ppo_or_raise(config, template, check_inputs, fit, uses_ray=not is_local)
             run = TrainedRun.of(run_dir)
             if run.checkpoint:  # None if the run only validated

@@ -15,7 +15,6 @@ from verl_like.data.rows import (
     read_records,
     render,
     require_characters,
-    require_object,
 )
 from verl_like.data.token_limit import TokenLimit
 from verl_like.protocol import DataProto
@@ -29,7 +28,7 @@ Row = tuple[list[Tokens], dict[str, float]]
 
 
 class OverlongText(ValueError):
-    """A text has so many characters that it has more tokens than `data.max_length`."""
+    """A conversation has more tokens than `data.max_length`."""
 
 
 class ConversationDataset:
@@ -100,26 +99,22 @@ class ConversationDataset:
         self.learns_to_end = False
         self._rows: list[Row] = []
         for place, record in read_records(files, max_samples):
-            require_object(record, place)
             try:
                 row, columns = self.read(record, place)
+                length = max(len(ids) for ids, _ in row)
+                if length > max_length and overlong != "truncate":
+                    raise OverlongText(
+                        f"{place}: the conversation has {length} tokens, more than "
+                        f"data.max_length={max_length}: raise it, or set data.overlong=drop or "
+                        "truncate"
+                    )
             except OverlongText:
                 if overlong == "error":
                     raise
                 self.num_dropped += 1
                 continue
-            length = max(len(ids) for ids, _ in row)
             where = ""
             if length > max_length:
-                if overlong == "error":
-                    raise ValueError(
-                        f"{place}: the conversation has {length} tokens, more than "
-                        f"data.max_length={max_length}: raise it, or set data.overlong=drop or "
-                        "truncate"
-                    )
-                if overlong == "drop":
-                    self.num_dropped += 1
-                    continue
                 self.num_truncated += 1
                 row = [(ids[:max_length], learned[:max_length]) for ids, learned in row]
                 where = f" among its first {max_length} tokens"

@@ -34,9 +34,10 @@ class PreferenceDataset(ConversationDataset):
         prompt = []
         if record.get("prompt") is not None:
             prompt = messages_in(record, "prompt", "user", place, _EXPECTED)
-        answers = {}
-        for side in ("chosen", "rejected"):
-            answers[side] = messages_in(record, side, "assistant", place, _EXPECTED)
+        answers = {
+            side: messages_in(record, side, "assistant", place, _EXPECTED)
+            for side in ("chosen", "rejected")
+        }
         for side, messages in answers.items():
             if messages[0]["role"] == "assistant":
                 answers[side] = prompt + messages

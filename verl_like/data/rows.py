@@ -41,9 +41,10 @@ def read_prompt_rows(
     Raises ValueError if a file is missing, unreadable or of another format, if a row breaks the
     schema, or if there are no rows.
     """
-    rows = []
-    for place, record in read_records(files, max_samples):
-        rows.append(_check_record(record, place, prompt_key, reward_fn_key))
+    rows = [
+        _check_record(record, place, prompt_key, reward_fn_key)
+        for place, record in read_records(files, max_samples)
+    ]
     if not rows:
         raise ValueError(
             f"no rows in {', '.join(files) or 'data files (none given)'}: give at least one prompt"
@@ -56,35 +57,28 @@ def read_records(files: Sequence[str], max_samples: int) -> list[tuple[str, Any]
     not negative, only so many rows are read.
 
     Raises ValueError for a file that is missing, unreadable or of another format, and for a row
-    with an image, a video or a sound.
+    that is no object, or has an image, a video or a sound.
     """
     records: list[tuple[str, Any]] = []
     for file in files:
         wanted = None if max_samples < 0 else max_samples - len(records)
         for index, record in _read_file(file)[:wanted]:
-            place = f"{file}, row {index}"
-            records.append((place, record))
+            records.append((f"{file}, row {index}", record))
     for place, record in records:
-        _require_text_alone(record, place)
+        _require_texts(record, place)
     return records
 
 
-def _require_text_alone(record: Any, place: str) -> None:
-    """Raises ValueError for a row with an image, a video or a sound."""
+def _require_texts(record: Any, place: str) -> None:
+    """Raises ValueError for a row that is no object, or has an image, a video or a sound."""
     if not isinstance(record, dict):
-        return
+        raise bad_row(place, "the row", record, "an object with named fields")
     for name in _NOT_TEXT:
         if record.get(name):
             expected = (  # `bad_row` writes "expected" before it
                 "nothing, since the models here read text alone: leave the column out, or the row"
             )
             raise bad_row(place, f"field {name!r}", record[name], expected)
-
-
-def require_object(record: Any, place: str) -> None:
-    """Raises ValueError for a row that is no object."""
-    if not isinstance(record, dict):
-        raise bad_row(place, "the row", record, "an object with named fields")
 
 
 def _read_file(file: str) -> list[tuple[int, Any]]:
@@ -103,12 +97,12 @@ def _read_file(file: str) -> list[tuple[int, Any]]:
         except (ValueError, OverflowError) as error:  # for instance, text is not UTF-8
             raise ValueError(f"{_first_unreadable(table, file)} cannot be read: {error}") from error
     if path.suffix == ".jsonl":
-        rows = []
         lines = path.read_bytes().split(b"\n")
-        for index, line in enumerate(lines):
-            if line.strip():
-                rows.append((index, _parse_json(line, f"{file}, row {index}")))
-        return rows
+        return [
+            (index, _parse_json(line, f"{file}, row {index}"))
+            for index, line in enumerate(lines)
+            if line.strip()
+        ]
     if path.suffix == ".json":
         records = _parse_json(path.read_bytes(), file)
         if not isinstance(records, list):
@@ -173,7 +167,6 @@ def _too_deep(place: str) -> ValueError:
 def _check_record(record: Any, place: str, prompt_key: str, reward_fn_key: str) -> PromptRow:
     """Returns the checked row of a prompt. Raises ValueError for the first field that is missing or
     wrong."""
-    require_object(record, place)
     messages = record.get(prompt_key)
     if not isinstance(messages, list) or not messages:
         expected = 'a list of chat messages [{"role": "user", "content": "..."}]'

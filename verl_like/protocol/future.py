@@ -48,7 +48,8 @@ class PendingCall(Protocol):
 
     def finish(self) -> None:
         """Waits until every rank has finished, at most as long as the group's deadline. The results
-        stay with the ranks."""
+        may stay with the ranks."""
+        self.wait(None)
 
     def done(self) -> bool:
         """Returns True if every rank has finished or failed."""

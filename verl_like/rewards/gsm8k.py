@@ -8,8 +8,7 @@ from verl_like.rewards.registry import register_reward
 # The answer is at the end. Only the end is searched, so that a very long response takes no longer.
 SOLUTION_CLIP_CHARS = 300
 _NUMBER = r"-?[0-9][0-9,]*(?:\.[0-9]+)?|-?\.[0-9]+"
-_STRICT = re.compile(rf"#### ({_NUMBER})")
-_FLEXIBLE = re.compile(_NUMBER)
+_PATTERNS = {"strict": re.compile(rf"#### ({_NUMBER})"), "flexible": re.compile(_NUMBER)}
 
 
 def extract_solution(solution_str: str, method: str = "strict") -> str | None:
@@ -18,10 +17,9 @@ def extract_solution(solution_str: str, method: str = "strict") -> str | None:
     With the `method` "strict" the answer is the last number that follows `####`. With "flexible" it
     is the last number. Raises ValueError for another method.
     """
-    if method not in ("strict", "flexible"):
+    if method not in _PATTERNS:
         raise ValueError(f"method is {method!r}, expected 'strict' or 'flexible'")
-    pattern = _STRICT if method == "strict" else _FLEXIBLE
-    numbers = pattern.findall(solution_str[-SOLUTION_CLIP_CHARS:])
+    numbers = _PATTERNS[method].findall(solution_str[-SOLUTION_CLIP_CHARS:])
     return numbers[-1].replace(",", "") if numbers else None
 
 

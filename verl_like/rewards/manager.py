@@ -319,19 +319,19 @@ class PendingRewards:
         answers = []
         errors = []
         for answer in self.answers():
-            if answer.error and manager.on_error == "fail":
-                for _, future in self._submitted.values():
-                    future.cancel()
-                raise RewardError(f"{answer.error}\nFix the function, or set {_POLICIES}.")
             if answer.error:
-                errors.append(answer)
-            if answer.error and manager.on_error == "score":
-                answer = answer.model_copy(update={"score": 0.0})
+                if manager.on_error == "fail":
+                    for _, future in self._submitted.values():
+                        future.cancel()
+                    raise RewardError(f"{answer.error}\nFix the function, or set {_POLICIES}.")
+                if manager.on_error == "score":
+                    answer = answer.model_copy(update={"score": 0.0})
+                errors.append(answer.error)
             answers.append(answer)
         if errors:
             logger.warning(
                 "%d of %d samples could not be scored (reward.on_error=%s), the first: %s",
-                len(errors), len(answers), manager.on_error, errors[0].error,
+                len(errors), len(answers), manager.on_error, errors[0],
             )  # fmt: skip
         return RewardResult(answers)
 

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Strict, ValidationError
 from verl_like.rewards.loader import RewardFunctionSpec
 from verl_like.rewards.sample import RewardSample
 from verl_like.rewards.scoring_server import MAX_ANSWER_BYTES
-from verl_like.rewards.supervisor import MEMORY_EXIT_CODE, descendants
+from verl_like.rewards.supervisor import MEMORY_EXIT_CODE, descendants, kill_all
 
 START_S = 60.0
 """A process has so many seconds to start and import the user's module."""
@@ -53,6 +53,27 @@ class Answer(BaseModel):
     """(process id, start, end) by time.time(). None if the process gave no answer."""
 
 
+def start_server(
+    module: str, socket_fd: int, max_memory_gb: float, *further_folders: str
+) -> subprocess.Popen[bytes]:
+    """Starts an interpreter that runs `serve` of a module with this end of a socket. It finds
+    modules where this process does, and in further folders. Raises OSError if it cannot be
+    started."""
+    folders = [*map(str, sys.path), *further_folders]
+    max_memory_bytes = int(max_memory_gb * GIGABYTE)
+    program = (
+        f"import sys; sys.path[:] = {folders!r}\n"
+        f"from {module} import serve\n"
+        f"serve({socket_fd}, {os.getpid()}, {max_memory_bytes})"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.DEVNULL,
+        pass_fds=[socket_fd],
+        process_group=0,  # it does not get the terminal's signals to the driver
+    )
+
+
 def end_supervisor(popen: subprocess.Popen[bytes]) -> int:
     """Ends a supervisor with all programs below it, if it runs. Returns its exit code."""
     # The supervisor gets the signal and ends all programs below it.
@@ -60,9 +81,7 @@ def end_supervisor(popen: subprocess.Popen[bytes]) -> int:
     try:
         return popen.wait(timeout=EXIT_S)
     except subprocess.TimeoutExpired:  # the supervisor is stopped
-        for pid in [*descendants(popen.pid), popen.pid]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill_all([*descendants(popen.pid), popen.pid])
         return popen.wait(timeout=EXIT_S)
 
 
@@ -162,21 +181,13 @@ class RewardProcess:
         limit = struct.pack("@ll", _TRANSFER_S, 0)  # a timeval: seconds, microseconds
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             ours.setsockopt(socket.SOL_SOCKET, option, limit)
-        program = (
-            f"import sys; sys.path[:] = {[str(entry) for entry in sys.path]!r}\n"
-            f"from verl_like.rewards.scoring_server import serve\n"
-            f"serve({theirs.fileno()}, {os.getpid()}, {int(self.max_memory_gb * GIGABYTE)})"
-        )
         with self._lock, theirs:
             if self._is_killed:
                 ours.close()
                 raise ProcessDied("it was stopped")
             try:
-                self._popen = subprocess.Popen(
-                    [sys.executable, "-c", program],
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=[theirs.fileno()],
-                    process_group=0,  # it does not get the terminal's signals to the driver
+                self._popen = start_server(
+                    "verl_like.rewards.scoring_server", theirs.fileno(), self.max_memory_gb
                 )
             except OSError as error:
                 ours.close()

@@ -65,6 +65,13 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
+def kill_all(pids: list[int]) -> None:
+    """Kills processes, some of which may have ended."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
 def _watch(child: int, max_memory_bytes: int) -> int:
     """Waits until the child has ended or has to end. Returns how the supervisor has to end: an exit
     code, or minus the number of a signal."""
@@ -102,9 +109,7 @@ def _end_descendants() -> None:
     deadline = time.monotonic() + _END_S
     with contextlib.suppress(ChildProcessError):  # raised when no child is left
         while time.monotonic() < deadline:
-            for pid in descendants(os.getpid()):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            kill_all(descendants(os.getpid()))
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
             time.sleep(0.01)

@@ -36,12 +36,12 @@ class MethodSpec:
     blocking: bool
     reads: tuple[str, ...] | None
     writes: tuple[str, ...] | None
-    streams: bool = False
+    streams: bool
     """True if the method is a generator: what it yields reaches the caller while it runs."""
-    jagged: bool = False
+    jagged: bool
     """True if the method takes and returns jagged columns. Otherwise they are padded, in verl's
     layout."""
-    is_recorded: bool = True
+    is_recorded: bool
     """True if finished calls are reported for the timeline."""
 
     @property
@@ -91,8 +91,7 @@ def register(
     """
     mode = dispatch_mode
     if isinstance(mode, dict) and "dispatch_fn" in mode and "collect_fn" in mode:
-        named = {"name": "custom", **mode}
-        mode = DispatchMode(**named)
+        mode = DispatchMode(**{"name": "custom", **mode})
     if not isinstance(mode, DispatchMode):
         raise ValueError(
             "dispatch_mode is a Dispatch.<NAME> or a dict with dispatch_fn and collect_fn, got "
@@ -174,10 +173,7 @@ def check_writes(role: str, spec: MethodSpec, result: Any) -> None:
             f"{role}.{spec.name} declares writes={spec.writes} but returned {type(result).__name__}"
         )
     present = {*result.columns(), *result.meta_info}
-    missing = []
-    for name in spec.writes:
-        if name not in present and not name.endswith("?"):
-            missing.append(name)
+    missing = [name for name in spec.writes if name not in present and not name.endswith("?")]
     if missing:
         raise ValueError(
             f"{role}.{spec.name} declares to write {missing} but returned only {sorted(present)}"

@@ -34,12 +34,8 @@ class Mesh:
     ) -> "Mesh":
         """Makes the mesh of the coordinates of all ranks. Raises ValueError unless exactly one rank
         of every dp_rank is collected."""
-        dp_ranks = []
-        collect_ranks = []
-        for rank, (dp_rank, is_collect) in enumerate(coordinates):
-            dp_ranks.append(dp_rank)
-            if is_collect:
-                collect_ranks.append(rank)
+        dp_ranks = [dp_rank for dp_rank, _ in coordinates]
+        collect_ranks = [rank for rank, (_, is_collect) in enumerate(coordinates) if is_collect]
         collect_ranks.sort(key=dp_ranks.__getitem__)
         num_shards = len(set(dp_ranks))
         collected = [dp_ranks[rank] for rank in collect_ranks]

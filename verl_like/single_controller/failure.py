@@ -2,38 +2,40 @@
 
 import os
 import traceback
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from verl_like.single_controller.shortage import Shortage, shortage_of
 
 
-class WorkerError(RuntimeError):
-    """A worker's method raised.
+class _MadeOfFields:
+    """An error that crosses the process boundary as its class and its fields."""
 
-    Attributes: role, rank, node (address), pid, method, cause (the worker's traceback, as text) and
-    shortage (None unless memory was short).
-    """
+    def __reduce__(self) -> tuple[Any, ...]:
+        error: Any = self
+        arguments = tuple(getattr(self, field.name) for field in fields(error))
+        return type(self), arguments
 
-    def __init__(
-        self,
-        role: str,
-        rank: int,
-        node: str,
-        pid: int,
-        method: str,
-        cause: str,
-        shortage: Shortage | None = None,
-    ) -> None:
-        self.role = role
-        self.rank = rank
-        self.node = node
-        self.pid = pid
-        self.method = method
-        self.cause = cause
-        self.shortage = shortage
-        message = f"{self.headline()}\n{cause.rstrip()}"
-        if shortage:
-            message += f"\n{shortage.processes}"
+
+@dataclass(eq=False, repr=False)
+class WorkerError(_MadeOfFields, RuntimeError):
+    """A worker's method raised."""
+
+    role: str
+    rank: int
+    node: str
+    """The address."""
+    pid: int
+    method: str
+    cause: str
+    """The worker's traceback, as text."""
+    shortage: Shortage | None = None
+    """None unless memory was short."""
+
+    def __post_init__(self) -> None:
+        message = f"{self.headline()}\n{self.cause.rstrip()}"
+        if self.shortage:
+            message += f"\n{self.shortage.processes}"
         super().__init__(message)
 
     @classmethod
@@ -51,9 +53,7 @@ class WorkerError(RuntimeError):
 
     def in_method(self, method: str) -> "WorkerError":
         """Returns the same failure, named after the method of which the failed one was a part."""
-        renamed = type(self)(
-            self.role, self.rank, self.node, self.pid, method, self.cause, self.shortage
-        )
+        renamed = replace(self, method=method)
         renamed.__cause__ = self.__cause__
         for note in getattr(self, "__notes__", ()):
             renamed.add_note(note)
@@ -66,18 +66,6 @@ class WorkerError(RuntimeError):
 
     def where(self) -> str:
         return f"{self.role} rank {self.rank} (node {self.node}, pid {self.pid})"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        arguments = (
-            self.role,
-            self.rank,
-            self.node,
-            self.pid,
-            self.method,
-            self.cause,
-            self.shortage,
-        )
-        return type(self), arguments
 
 
 class WorkerDied(WorkerError):
@@ -98,21 +86,20 @@ class WorkerStopped(WorkerDied):
         return f"{stopped}; the processes of its group were killed"
 
 
-class CallTimeout(TimeoutError):
+@dataclass(eq=False, repr=False)
+class CallTimeout(_MadeOfFields, TimeoutError):
     """A call, or the start of a group, did not finish in time. The workers are left as they are."""
 
-    def __init__(self, role: str, method: str, seconds: float, waiting_for: str) -> None:
-        self.role = role
-        self.method = method
-        self.seconds = seconds
-        self.waiting_for = waiting_for
-        super().__init__(
-            f"{role}.{method} did not finish within {seconds:.3g} s: waiting for {waiting_for}"
-        )
+    role: str
+    method: str
+    seconds: float
+    waiting_for: str
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        arguments = (self.role, self.method, self.seconds, self.waiting_for)
-        return type(self), arguments
+    def __post_init__(self) -> None:
+        super().__init__(
+            f"{self.role}.{self.method} did not finish within {self.seconds:.3g} s: waiting for "
+            f"{self.waiting_for}"
+        )
 
 
 class PlacementError(ValueError):

@@ -3,10 +3,8 @@
 import asyncio
 import inspect
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator
 from typing import Any
-
-from torch import Tensor
 
 from verl_like.protocol import CallHeader, DataProto
 from verl_like.protocol.row_ops import write_count
@@ -84,8 +82,14 @@ class Invoker:
             result = self.loop.run_until_complete(result)
         elif inspect.isgenerator(result):
             result = yield from result
+        # It may replace columns in its batch, which is its own container, but not write into them.
         for columns, counts in inputs:
-            _check_unwritten(f"{role}.{method}", columns, counts)
+            for name, column in columns.items():
+                if write_count(column) != counts[name]:
+                    raise ValueError(
+                        f"{role}.{method} wrote in place into the input column {name!r}, which "
+                        "other workers share: write into a copy (`.clone()`) or make a new tensor"
+                    )
         check_writes(role, spec, result)
         if not isinstance(result, DataProto):
             return result
@@ -103,17 +107,3 @@ class Invoker:
                 "batch return one row per input row, in order, or only meta_info"
             )
         return result
-
-
-def _check_unwritten(method: str, columns: Mapping[str, Tensor], counts: Mapping[str, int]) -> None:
-    """Raises ValueError if a column has another `write_count` than before the call.
-
-    A method may replace columns in its batch, which is its own container, but not write into their
-    tensors.
-    """
-    for name, column in columns.items():
-        if write_count(column) != counts[name]:
-            raise ValueError(
-                f"{method} wrote in place into the input column {name!r}, which other workers "
-                "share: write into a copy (`.clone()`) or make a new tensor"
-            )

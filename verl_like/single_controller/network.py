@@ -2,7 +2,10 @@
 has one machine."""
 
 import os
+import queue
 import socket
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -37,6 +40,27 @@ def address_towards(host: str) -> str:
         probe.connect((host, 1))
         address: str = probe.getsockname()[0]
         return address
+
+
+def error_of(ask: Callable[[], object], limit_s: float, thread_name: str) -> Exception | None:
+    """Returns the error with which `ask` ends, or None if there is none. It is a TimeoutError if
+    `ask` has not ended after `limit_s` seconds."""
+    answer: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            ask()
+        except Exception as error:  # whatever it is, it is why there is no answer
+            answer.put(error)
+        else:
+            answer.put(None)
+
+    thread = threading.Thread(target=run, name=thread_name, daemon=True)
+    thread.start()
+    try:
+        return answer.get(timeout=limit_s)
+    except queue.Empty:
+        return TimeoutError(f"no answer within {limit_s:g} s")
 
 
 def listen_at(address: str) -> None:

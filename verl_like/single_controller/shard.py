@@ -173,18 +173,12 @@ def gather_rows(
         return payload.rows(0, 0)
     ends = np.cumsum(sizes)
     starts = ends - sizes
-    places = []  # by part, where its rows are among `row_numbers`
-    needed = []
-    for part, start in enumerate(starts):
-        is_in_part = (row_numbers >= start) & (row_numbers < ends[part])
-        (its_places,) = is_in_part.nonzero()
-        places.append(its_places)
-        if len(its_places):
-            needed.append(part)
+    part_of_row = np.searchsorted(ends, row_numbers, side="right")
+    needed = np.unique(part_of_row).tolist()
     payloads = fetch_parts(needed)
     taken = []
     for part, payload in zip(needed, payloads, strict=True):
-        numbers = row_numbers[places[part]]
+        numbers = row_numbers[part_of_row == part]
         rows = numbers - starts[part]
         if _is_range(rows):
             first = int(rows[0])
@@ -195,10 +189,10 @@ def gather_rows(
     if len(taken) == 1:
         return taken[0]
     joined = DataProto.concat(taken)
-    joined_places = np.concatenate(places)
-    if _is_range(joined_places):
+    places = part_of_row.argsort(kind="stable")  # where its rows are among `row_numbers`
+    if _is_range(places):
         return joined
-    in_order = joined_places.argsort()
+    in_order = places.argsort()
     return joined.select_idxs(in_order)
 
 

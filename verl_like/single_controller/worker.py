@@ -114,7 +114,7 @@ def reserve_port() -> tuple[socket.socket, int]:
     The socket is bound with SO_REUSEADDR but does not listen: a server that sets SO_REUSEADDR, as
     torch's TCPStore does, can listen on the port meanwhile.
     """
-    holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.bind(("", 0))
     port = holder.getsockname()[1]

@@ -14,8 +14,6 @@ import numpy as np
 
 from verl_like.plugins import import_plugins
 from verl_like.protocol import CallHeader, DataProto, DataProtoFuture, Future, Part, PendingCall
-from verl_like.single_controller import shard
-from verl_like.single_controller.compat import VerlWorkerGroup
 from verl_like.single_controller.decorator import MethodSpec, check_reads, registered_methods
 from verl_like.single_controller.dispatch import (
     Arguments,
@@ -25,7 +23,14 @@ from verl_like.single_controller.dispatch import (
     PerRank,
     map_arguments,
 )
-from verl_like.single_controller.shard import BatchShard, Ordered, Splittable
+from verl_like.single_controller.shard import (
+    BatchShard,
+    ForwardedFuture,
+    Ordered,
+    Splittable,
+    select_columns,
+    split_order,
+)
 from verl_like.single_controller.worker import Worker
 
 LOOK_S = 10.0
@@ -77,7 +82,7 @@ class WorkerGroupFacts:
     world_size: int
 
 
-class WorkerGroup(VerlWorkerGroup):
+class WorkerGroup(abc.ABC):
     """Base of the Ray and the local backend. `group.method(...)` and `group.method.remote(...)`
     call the ranks."""
 
@@ -99,7 +104,6 @@ class WorkerGroup(VerlWorkerGroup):
         self.pool = pool_name
         self.on_call = on_call
         self._meshes: dict[str, Mesh] = {}
-        self._unrecorded: set[str] = set()
         self.caller: Any = None
         """What a dispatch mode's `call_fn` keeps of this group, such as the router of its
         requests."""
@@ -117,8 +121,6 @@ class WorkerGroup(VerlWorkerGroup):
                     "rename it"
                 )
             setattr(self, name, BoundMethod(self, spec, method))
-            if not spec.is_recorded:
-                self._unrecorded.add(name)
 
     def __getattr__(self, name: str) -> "BoundMethod":
         # Registered methods are attributes; this is called for names that are none.
@@ -152,7 +154,33 @@ class WorkerGroup(VerlWorkerGroup):
         """
         return  # a backend without processes has nothing to look for
 
+    # What code written for verl calls, and the library itself does not call.
+
+    def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> Future[list[Any]]:
+        """Calls a registered method by its name on every rank, whatever its dispatch mode.
+
+        Arguments are as in Dispatch.ALL_TO_ALL. The future's value is the list of results, by rank.
+        Raises ValueError for other names.
+        """
+        method = self.dispatched_by(method_name, Dispatch.ALL_TO_ALL)
+        return method.remote(*args, **kwargs)
+
+    def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Returns the results of `execute_all_async`."""
+        return self.execute_all_async(method_name, *args, **kwargs).get()
+
+    def execute_rank_zero(self, method_name: str, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Does what `execute_all_async` does, on rank 0 alone. The future's value is its result."""
+        method = self.dispatched_by(method_name, Dispatch.RANK_ZERO)
+        return method.remote(*args, **kwargs)
+
+    def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        """Returns the result of `execute_rank_zero`."""
+        return self.execute_rank_zero(method_name, *args, **kwargs).get()
+
     def dispatched_by(self, name: str, mode: DispatchMode) -> "BoundMethod":
+        """Returns the registered method `name` with another dispatch mode. Raises ValueError for
+        other names."""
         bound = getattr(self, name, None)
         if not isinstance(bound, BoundMethod):
             raise ValueError(f"{self.role} has no registered method {name!r}: put @register on it")
@@ -185,21 +213,19 @@ class WorkerGroup(VerlWorkerGroup):
         rows_of_shards: Sequence[np.ndarray | None] = [None] * count
         num_rows = 0
         if order is not None:
-            rows_of_shards = shard.split_order(order, sizes, count)
+            rows_of_shards = split_order(order, sizes, count)
             num_rows = len(order)
-        is_ordered = isinstance(data, Ordered)
-        shards = []
-        for index, rows in enumerate(rows_of_shards):
-            each = BatchShard(
+        return [
+            BatchShard(
                 tuple(parts),
                 index,
                 count,
                 row_numbers=rows,
                 num_batch_rows=num_rows,
-                ordered=is_ordered,
+                ordered=isinstance(data, Ordered),
             )
-            shards.append(each)
-        return shards
+            for index, rows in enumerate(rows_of_shards)
+        ]
 
     def mesh(self, mesh_name: str) -> Mesh:
         """Returns the coordinates that the ranks registered, which are asked for once."""
@@ -215,7 +241,7 @@ class WorkerGroup(VerlWorkerGroup):
 
     def report(self, method: str, rank: int, header: CallHeader) -> None:
         """Reports a finished call of one rank to `on_call`."""
-        if self.on_call is not None and method not in self._unrecorded:
+        if self.on_call is not None and getattr(self, method).spec.is_recorded:
             event = CallEvent(self.pool, self.role, method, rank, header.started, header.finished)
             self.on_call(event)
 
@@ -253,16 +279,13 @@ class BoundMethod:
         In a group that `runs_at_once` the call has ended by then."""
         group = self.group
         spec = self.spec
-        values = (*args, *kwargs.values())
-        order = self._check(values)
+        order = self._check((*args, *kwargs.values()))
         selected_args, selected_kwargs = map_arguments(self._selected, args, kwargs)
         # By id, what was put already: several ranks may get the same object.
         sent: dict[int, Any] = {}
         reference = functools.partial(self._reference, sent=sent)
-        calls = []
-        for rank_args, rank_kwargs in self._dispatch(selected_args, selected_kwargs):
-            sent_arguments = map_arguments(reference, rank_args, rank_kwargs)
-            calls.append(sent_arguments)
+        arguments_of_ranks = self._dispatch(selected_args, selected_kwargs)
+        calls = [map_arguments(reference, *arguments) for arguments in arguments_of_ranks]
         mode = spec.dispatch_mode
         facts = WorkerGroupFacts(group.role, group.world_size)
         collect = functools.partial(mode.collect_fn, facts)
@@ -287,14 +310,9 @@ class BoundMethod:
 
         Returns the order of the first Ordered batch, which is that of the result, or None.
         """
-        batches = []
-        ordered = []
-        for value in values:
-            if isinstance(value, Ordered):
-                batches.append(value.batch)
-                ordered.append(value)
-            elif isinstance(value, DataProto | DataProtoFuture):
-                batches.append(value)
+        ordered = [value for value in values if isinstance(value, Ordered)]
+        others = [value for value in values if isinstance(value, DataProto | DataProtoFuture)]
+        batches = [*others, *(value.batch for value in ordered)]
         known = [batch for batch in batches if isinstance(batch, DataProto)]
         if len(known) == len(batches):
             check_reads(self.group.role, self.spec, known)
@@ -302,7 +320,7 @@ class BoundMethod:
             return None
         where = f"{self.group.role}.{self.spec.name}"
         mode = self.spec.dispatch_mode
-        if len(ordered) < len(batches):
+        if others:
             raise ValueError(
                 f"{where} got an Ordered batch beside another one: join them with union, or order "
                 "both"
@@ -321,7 +339,7 @@ class BoundMethod:
             return Ordered(batch, value.order, value.sizes)
         columns = self.spec.sent_columns
         if isinstance(value, DataProto) and columns is not None:
-            return shard.select_columns(value, columns)
+            return select_columns(value, columns)
         return value
 
     def _dispatch(self, args: list[Any], kwargs: dict[str, Any]) -> list[Arguments]:
@@ -352,12 +370,10 @@ class BoundMethod:
                     f"the dispatch function of {group.role}.{spec.name} must return one list per "
                     f"argument with one entry for each of {group.world_size} ranks, got {got}"
                 )
-        calls = []
-        for rank in range(group.world_size):
-            entry_of_rank = operator.itemgetter(rank)
-            arguments_of_rank = map_arguments(entry_of_rank, rank_args, rank_kwargs)
-            calls.append(arguments_of_rank)
-        return calls
+        return [
+            map_arguments(operator.itemgetter(rank), rank_args, rank_kwargs)
+            for rank in range(group.world_size)
+        ]
 
     def _reference(self, value: Any, sent: dict[int, Any]) -> Any:
         """Returns what travels instead of a batch or a future: references that the worker
@@ -370,6 +386,5 @@ class BoundMethod:
         if isinstance(value, BatchShard) and self.spec.sent_columns is not None:
             return replace(value, columns=self.spec.sent_columns)
         if isinstance(value, Future):
-            parts = tuple(value.parts)
-            return shard.ForwardedFuture(parts, value.collect)
+            return ForwardedFuture(tuple(value.parts), value.collect)
         return value

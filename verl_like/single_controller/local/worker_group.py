@@ -118,9 +118,6 @@ class LocalCall(PendingCall):
         self.yielded = []
         return iter(yielded)
 
-    def finish(self) -> None:
-        self.wait(None)
-
     def done(self) -> bool:
         return True
 

@@ -141,11 +141,7 @@ class RayCall(_CallOnRanks):
         return len(finished) == len(self.headers)
 
     def parts(self) -> list[Part]:
-        parts = []
-        for rank in self.collect_ranks:
-            part = Part(self.headers[rank], self.payloads[rank])
-            parts.append(part)
-        return parts
+        return [Part(self.headers[rank], self.payloads[rank]) for rank in self.collect_ranks]
 
 
 @dataclass(eq=False)
@@ -243,8 +239,4 @@ class RayStream(_CallOnRanks):
         """Returns the parts, which are known only when the ranks have ended. So it waits for
         them."""
         self.finish()
-        parts = []
-        for rank in self.collect_ranks:
-            part = Part(self._headers[rank], self._payloads[rank])
-            parts.append(part)
-        return parts
+        return [Part(self._headers[rank], self._payloads[rank]) for rank in self.collect_ranks]

@@ -24,10 +24,7 @@ def assign(entries: list[Resources], nodes: dict[str, Resources]) -> list[str] |
         bundle[kind] = math.gcd(*amounts)
 
     def bundles(resources: Resources) -> int:
-        fitting = []
-        for kind, amount in bundle.items():
-            available = resources.get(kind, 0)
-            fitting.append(available // amount)
+        fitting = [resources.get(kind, 0) // amount for kind, amount in bundle.items()]
         return int(min(fitting))
 
     sizes = list(map(bundles, entries))
@@ -39,10 +36,8 @@ def assign(entries: list[Resources], nodes: dict[str, Resources]) -> list[str] |
     if chosen is None:
         return None
     names = list(nodes)
-    node_of_entry = [""] * len(entries)
-    for entry, node in zip(largest_first, chosen, strict=True):
-        node_of_entry[entry] = names[node]
-    return node_of_entry
+    node_of_entry = dict(zip(largest_first, chosen, strict=True))
+    return [names[node_of_entry[entry]] for entry in entry_numbers]
 
 
 def _assign(
@@ -80,12 +75,8 @@ def node_resources(total: bool) -> dict[str, Resources]:
     for node in ray.nodes():
         if node["Alive"]:
             name = node["NodeID"]
-            resources = node["Resources"]
-            if not total:
-                resources = free.get(name, {})
-            gpu = resources.get("GPU", 0.0)
-            cpu = resources.get("CPU", 0.0)
-            nodes[name] = {"GPU": gpu, "CPU": cpu}
+            resources = node["Resources"] if total else free.get(name, {})
+            nodes[name] = {kind: resources.get(kind, 0.0) for kind in ("GPU", "CPU")}
     return nodes
 
 
@@ -102,9 +93,8 @@ def placement_table(requests: dict[str, list[Resources]]) -> str:
     heading = _table_row("node", "GPU", "CPU")
     lines.append(f"{heading}   (free / all)")
     resources_of_nodes = node_resources(total=True)
-    addresses = {}
-    for node in ray.nodes():  # last, so that it has every node that is shown
-        addresses[node["NodeID"]] = node["NodeManagerAddress"]
+    # Last, so that it has every node that is shown.
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     for name, everything in resources_of_nodes.items():
         free_here = free.get(name, {})
         gpu = f"{free_here.get('GPU', 0):g} / {everything['GPU']:g}"

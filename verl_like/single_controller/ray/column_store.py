@@ -70,10 +70,9 @@ class ColumnStore:
             fresh = {}
         rest: Any = pack_state(num_rows, fresh, arrays, meta_info)
         segments = list({column.segment for column in stored.values()})
-        locations = {}
-        for name, column in stored.items():
-            number = segments.index(column.segment)
-            locations[name] = [number, column.index]
+        locations = {
+            name: [segments.index(column.segment), column.index] for name, column in stored.items()
+        }
         if arrays:
             rest = ray.put(rest)
         return StoredBatch(segments, locations, rest)

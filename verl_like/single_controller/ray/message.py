@@ -45,8 +45,7 @@ class StoredBatch:
         num_rows, small_columns, arrays, meta_info = rest
         columns = dict(small_columns)
         for name, (number, index) in self.locations.items():
-            segment = segments[number]
-            columns[name] = segment[index]
+            columns[name] = segments[number][index]
         return unpack_state(num_rows, columns, arrays, meta_info)
 
 
@@ -58,22 +57,14 @@ def pack(value: Any) -> list[Any] | bytes:
     other value as it is, even if that is bytes.
     """
     if isinstance(value, DataProto):
-        state = value.__getstate__()
-        return ["batch", pack_state(*state)]
+        return ["batch", pack_state(*value.__getstate__())]
     if isinstance(value, CallHeader):
         return _HEADER.pack(value.num_rows, value.started, value.finished)
     if isinstance(value, StoredBatch):
-        fields = [value.segments, value.locations, value.rest]
-        return ["stored", fields]
+        return ["stored", [value.segments, value.locations, value.rest]]
     if isinstance(value, BatchShard):
-        parts = []
-        for part in value.parts:
-            header = pack(part.header)
-            payload = pack(part.payload)
-            parts.append([header, payload])
-        columns = None
-        if value.columns is not None:
-            columns = list(value.columns)
+        parts = [[pack(part.header), pack(part.payload)] for part in value.parts]
+        columns = None if value.columns is None else list(value.columns)
         # In the order of BatchShard's fields, as `unpack` expects.
         fields = [
             parts,
@@ -100,11 +91,8 @@ def unpack(packed: list[Any] | bytes) -> Any:
         return StoredBatch(*content)
     if kind == "shard":
         packed_parts, *rest = content
-        parts = []
-        for packed_part in packed_parts:
-            header, payload = map(unpack, packed_part)
-            parts.append(Part(header, payload))
-        return BatchShard(tuple(parts), *rest)
+        parts = tuple(Part(unpack(header), unpack(payload)) for header, payload in packed_parts)
+        return BatchShard(parts, *rest)
     return content
 
 
@@ -131,16 +119,13 @@ def unpack_state(
 def pack_column(column: WireTensor) -> list[Any]:
     """Returns [torch dtype, array, offsets or None]. Arrays of up to INLINE_BYTES become [NumPy
     dtype, shape, bytes]."""
-    values = _pack_array(column.array)
-    offsets = _pack_array(column.offsets)
-    return [column.dtype, values, offsets]
+    return [column.dtype, _pack_array(column.array), _pack_array(column.offsets)]
 
 
 def _pack_array(array: np.ndarray | None) -> Any:
     if array is None or array.nbytes > INLINE_BYTES:
         return array
-    shape = list(array.shape)
-    return [array.dtype.str, shape, array.tobytes()]
+    return [array.dtype.str, list(array.shape), array.tobytes()]
 
 
 def _unpack_array(packed: Any) -> Any:

@@ -3,9 +3,11 @@ before one was killed."""
 
 import contextlib
 import os
+import re
 import signal
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,20 +92,18 @@ class NodeWatch:
         """The count at the last look, by node id. On the driver's node there is one from the
         beginning."""
 
-    def end_stopped(self, places: Sequence[ProcessInfo]) -> dict[ProcessInfo, str]:
+    def end_stopped(self, places: Iterable[ProcessInfo]) -> dict[ProcessInfo, str]:
         """Kills those of the workers that are stopped, as they were one look before, and says what
         was found.
 
         One look alone may see a job that is just being continued. Threads that look at the same
         time look in turn.
         """
-        pids: dict[str, list[int]] = {}
+        pids: dict[str, list[int]] = defaultdict(list)
         place_of = {}
         for place in places:
-            node = place.node_id
-            pids_of_node = pids.setdefault(node, [])
-            pids_of_node.append(place.pid)
-            place_of[node, place.pid] = place
+            pids[place.node_id].append(place.pid)
+            place_of[place.node_id, place.pid] = place
         found = {}
         with self.looking:
             before = self.stopped_since
@@ -132,8 +132,7 @@ class NodeWatch:
             if node == self.own_node:
                 looks[node] = self.own_agent.look(its_pids)
             elif node not in self.asked:
-                agent = self.agent(node)
-                self.asked[node] = agent.look.remote(its_pids)
+                self.asked[node] = self.agent(node).look.remote(its_pids)
         if not self.asked:
             return looks
         node_of = {reference: node for node, reference in self.asked.items()}
@@ -162,8 +161,7 @@ class NodeWatch:
         if node == self.own_node:
             self.own_agent.kill(pids)
             return
-        agent = self.agent(node)
-        killing = agent.kill.remote(pids)
+        killing = self.agent(node).kill.remote(pids)
         ray.wait([killing], timeout=_ANSWER_S)
 
     def shortage(self, node: str, pid: int) -> Shortage | None:
@@ -176,21 +174,18 @@ class NodeWatch:
         with self.looking:
             if node not in self.num_oom_kills:
                 return None
-            looks = self.look({node: []})
-            look = looks.get(node)
+            look = self.look({node: []}).get(node)
             if look is None or look.num_oom_kills == self.num_oom_kills[node]:
                 return None
             self.num_oom_kills[node] = look.num_oom_kills
         memory = self.memory.get(node, "")
-        was_there = f"pid {pid} " in memory
-        if not was_there:
+        if f"pid {pid} " not in memory:
             memory = look.memory
         return Shortage("host", memory)
 
 
 def _what_was_stopped(titles: Mapping[int, str], seconds: float) -> str:
-    named = [f"process {pid} ({title})" for pid, title in titles.items()]
-    processes = ", ".join(named)
+    processes = ", ".join(f"process {pid} ({title})" for pid, title in titles.items())
     return f"{processes} was stopped for at least {seconds:.0f} s, so it was killed"
 
 
@@ -218,11 +213,8 @@ def _num_oom_kills() -> int:
     """Returns the kernel's count of processes that it killed for want of memory, or 0 if it keeps
     none."""
     for path in _OOM_COUNTERS:
-        if not path.exists():
-            continue
-        text = path.read_text()
-        for line in text.splitlines():
-            name, _, count = line.partition(" ")
-            if name == "oom_kill":
-                return int(count)
+        if path.exists():
+            found = re.search(r"^oom_kill (\d+)$", path.read_text(), re.MULTILINE)
+            if found:
+                return int(found[1])
     return 0

@@ -2,6 +2,7 @@
 deadline, and killed together."""
 
 import functools
+import math
 import os
 import secrets
 import threading
@@ -70,10 +71,10 @@ class ProcessHandles:
         if pool.use_gpu:
             device = "cuda"
             num_gpus = 1 / pool.max_colocate_count
-        environments = []
-        for rank, (local_rank, local_size) in enumerate(pool.local_ranks()):
-            env = rank_environment(rank, pool.world_size, local_rank, local_size, device)
-            environments.append(env)
+        environments = [
+            rank_environment(rank, pool.world_size, local_rank, local_size, device)
+            for rank, (local_rank, local_size) in enumerate(pool.local_ranks())
+        ]
         own_names = {*environments[0], "MASTER_ADDR", "MASTER_PORT"}
         clash = sorted(worker_env.keys() & own_names)
         if clash:
@@ -141,15 +142,14 @@ class ProcessHandles:
             except RayError:
                 break
         values = self._wait_for_each(references, role, method, timeout, deadline)
-        values_of_results = ray.get(list(results), timeout=READY_S)
-        return values + values_of_results
+        return values + ray.get(list(results), timeout=READY_S)
 
     def _wait_for_each(
         self, references: Sequence[Any], role: str, method: str, timeout: float, deadline: float
     ) -> list[Any]:
         """Does the rest of `wait` after something has failed or is late: each rank says what it
         is."""
-        give_up = float("inf")
+        give_up = math.inf
         rank_of = {reference: rank for rank, reference in enumerate(references)}
         values = {}
         failures = {}
@@ -183,9 +183,11 @@ class ProcessHandles:
         """
         running = {}
         for group in list(_RUNNING):
-            for rank, info in group._known_places().items():
-                running[info] = (group, rank)
-        found = self.watch.end_stopped(list(running))
+            for rank in range(len(group.actors)):
+                info = group._info(rank)
+                if info.pid:  # otherwise it has not started yet
+                    running[info] = (group, rank)
+        found = self.watch.end_stopped(running)
         for info, what in found.items():
             group, rank = running[info]
             if group is not self:
@@ -203,7 +205,7 @@ class ProcessHandles:
                 return self.stopped
             self.stopped = reason
         for actor in self.actors:
-            ray.kill(actor, no_restart=True)
+            ray.kill(actor)
         self.pool.give_back(self.bundles)
         return reason
 
@@ -252,15 +254,6 @@ class ProcessHandles:
             reason = f"The kernel's OOM killer has ended a process of the node meanwhile. {reason}"
         return reason, shortage
 
-    def _known_places(self) -> dict[int, ProcessInfo]:
-        """Returns where the ranks run that have started."""
-        known = {}
-        for rank in range(len(self.actors)):
-            info = self._info(rank)
-            if info.pid:
-                known[rank] = info
-        return known
-
     def _info(self, rank: int) -> ProcessInfo:
         """Returns where a rank runs, or ran, as far as it is known."""
         if self._infos is not None:
@@ -292,10 +285,8 @@ _RUNNING: "weakref.WeakSet[ProcessHandles]" = weakref.WeakSet()
 """The processes of all groups of this driver."""
 
 
-@functools.cache
-def _watch_of_driver(node: str) -> NodeWatch:
-    """Returns the one watch for all groups of a driver. A new Ray has a new node id."""
-    return NodeWatch(node)
+_watch_of_driver = functools.cache(NodeWatch)
+"""Returns the one watch for all groups of a driver, by its node id. A new Ray has a new one."""
 
 
 def _threads_per_rank(bundles: Sequence[Bundle]) -> list[int]:
@@ -309,10 +300,7 @@ def _threads_per_rank(bundles: Sequence[Bundle]) -> list[int]:
     for table in tables.values():
         if table["state"] == "CREATED":
             reserved.update(table["bundles_to_node_id"].values())
-    cores = {}
-    for node in ray.nodes():
-        num_cpus = node["Resources"].get("CPU", 1)
-        cores[node["NodeID"]] = int(num_cpus)
+    cores = {node["NodeID"]: int(node["Resources"].get("CPU", 1)) for node in ray.nodes()}
     here = ray.get_runtime_context().get_node_id()
     # Ray's number of CPUs may be set higher than what this machine has, to fit more processes.
     own_cores = len(os.sched_getaffinity(0))

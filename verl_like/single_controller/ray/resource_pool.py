@@ -1,5 +1,6 @@
 """Resource pools as Ray placement groups: one group of bundles per node, one bundle per process."""
 
+import itertools
 import secrets
 import time
 from collections.abc import Collection, Iterator, Sequence
@@ -8,7 +9,6 @@ from dataclasses import dataclass, field
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from verl_like.single_controller.compat import VerlResourcePool
 from verl_like.single_controller.failure import PlacementError
 from verl_like.single_controller.ray.cluster import (
     Resources,
@@ -24,7 +24,7 @@ _POLL_S = 0.2
 Bundle = tuple[PlacementGroup, int]  # a placement group and the index of one of its bundles
 
 
-class RayResourcePool(VerlResourcePool):
+class RayResourcePool:
     """Processes on the nodes of a Ray cluster, reserved by ResourcePoolManager or when the first
     worker group starts.
 
@@ -77,6 +77,16 @@ class RayResourcePool(VerlResourcePool):
                 local_ranks.append((local_rank, num_processes))
         return local_ranks
 
+    def local_rank_list(self) -> list[int]:
+        """Returns for each rank its number on its node: [2, 1] gives [0, 1, 0]. This is for code
+        written for verl."""
+        return [local_rank for local_rank, _ in self.local_ranks()]
+
+    def local_world_size_list(self) -> list[int]:
+        """Returns for each rank the number of the pool's processes on its node: [2, 1] gives
+        [2, 2, 1]. This is for code written for verl."""
+        return [num_processes for _, num_processes in self.local_ranks()]
+
     def bundle_resources(self) -> Resources:
         """Returns what one process's bundle asks of its node."""
         resources: Resources = {"CPU": self.max_colocate_count}
@@ -89,10 +99,7 @@ class RayResourcePool(VerlResourcePool):
         of_process = self.bundle_resources()
         requests = []
         for num_processes in self.process_on_nodes:
-            of_node = {}
-            for kind, amount in of_process.items():
-                of_node[kind] = num_processes * amount
-            requests.append(of_node)
+            requests.append({kind: num_processes * of_process[kind] for kind in of_process})
         return requests
 
     def get_placement_groups(self, timeout_s: float = PLACEMENT_DEADLINE_S) -> list[PlacementGroup]:
@@ -145,26 +152,19 @@ def reserve(pools: Sequence[RayResourcePool], timeout_s: float = PLACEMENT_DEADL
     requests = {}
     requests_by_node = []
     for pool in pools:
-        requests_of_pool = pool.node_requests()
-        requests[pool.name] = requests_of_pool
-        requests_by_node.extend(requests_of_pool)
-    all_resources = node_resources(total=True)
-    if assign(requests_by_node, all_resources) is None:
+        requests[pool.name] = pool.node_requests()
+        requests_by_node += requests[pool.name]
+    if assign(requests_by_node, node_resources(total=True)) is None:
         raise PlacementError(
             f"the cluster is too small for the resource pools\n{placement_table(requests)}"
         )
     deadline = time.monotonic() + timeout_s
     while True:
-        free_resources = node_resources(total=False)
-        chosen = assign(requests_by_node, free_resources)
+        chosen = assign(requests_by_node, node_resources(total=False))
         if chosen is not None:
             nodes = iter(chosen)
-            groups_of_pools = []
-            everything = []
-            for pool in pools:
-                groups = _create_groups(pool, nodes)
-                groups_of_pools.append(groups)
-                everything.extend(groups)
+            groups_of_pools = [_create_groups(pool, nodes) for pool in pools]
+            everything = list(itertools.chain(*groups_of_pools))
             try:
                 ready = [group.ready() for group in everything]
                 ray.get(ready, timeout=timeout_s / NUM_TRIES)
@@ -174,9 +174,9 @@ def reserve(pools: Sequence[RayResourcePool], timeout_s: float = PLACEMENT_DEADL
                 for group in everything:
                     remove_placement_group(group)
         if time.monotonic() > deadline:
-            table = placement_table(requests)
             raise PlacementError(
-                f"the resource pools were not free within {timeout_s:g} s\n{table}"
+                f"the resource pools were not free within {timeout_s:g} s\n"
+                f"{placement_table(requests)}"
             )
         time.sleep(_POLL_S)
     for pool, groups in zip(pools, groups_of_pools, strict=True):

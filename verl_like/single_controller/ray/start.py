@@ -3,10 +3,8 @@
 import contextlib
 import logging
 import os
-import queue
 import signal
 import socket
-import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -29,6 +27,7 @@ from ray._raylet import GcsClient  # type: ignore[attr-defined]
 
 from verl_like.claims import claim, remove_abandoned, remove_claimed
 from verl_like.single_controller.failure import PlacementError
+from verl_like.single_controller.network import error_of
 
 ANSWER_DEADLINE_S = 8.0
 ENDING_S = 10.0
@@ -50,31 +49,21 @@ def cluster_address(configured: str | None) -> str | None:
 def require_cluster(address: str) -> None:
     """Raises PlacementError unless a Ray answers at `address` within 10 s. `ray.init` itself waits
     for minutes."""
-    answer: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
 
     def ask() -> None:
-        try:
-            found = canonicalize_bootstrap_address(address)
-            assert found is not None
-            # As ray.init does: other addresses are not sent this machine's token unasked
-            if address == "auto":
-                maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
-            host, _, port = found.rpartition(":")
-            # Fails at once if nothing listens.
-            target = (host.strip("[]"), int(port))
-            connection = socket.create_connection(target, ANSWER_DEADLINE_S)
-            connection.close()
-            GcsClient(address=found)
-            answer.put(None)
-        except Exception as error:  # whatever it is, it is why there is no answer
-            answer.put(error)
+        found = canonicalize_bootstrap_address(address)
+        assert found is not None
+        # As ray.init does: other addresses are not sent this machine's token unasked
+        if address == "auto":
+            maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+        host, _, port = found.rpartition(":")
+        # Fails at once if nothing listens.
+        target = (host.strip("[]"), int(port))
+        connection = socket.create_connection(target, ANSWER_DEADLINE_S)
+        connection.close()
+        GcsClient(address=found)
 
-    thread = threading.Thread(target=ask, name="ask Ray", daemon=True)
-    thread.start()
-    try:
-        error = answer.get(timeout=ANSWER_DEADLINE_S)
-    except queue.Empty:
-        error = TimeoutError(f"no answer within {ANSWER_DEADLINE_S:g} s")
+    error = error_of(ask, ANSWER_DEADLINE_S, "ask Ray")
     if error is not None:
         raise PlacementError(
             f"no Ray cluster can be joined at {address} ({error}), which "

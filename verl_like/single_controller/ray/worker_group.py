@@ -107,14 +107,12 @@ class RayWorkerGroup(WorkerGroup):
 
     @property
     def worker_pids(self) -> list[int]:
-        infos = self.processes.wait_until_started()
-        return [info.pid for info in infos]
+        return [info.pid for info in self.processes.wait_until_started()]
 
     @property
     def worker_nodes(self) -> list[str]:
         """The addresses of the nodes, by rank."""
-        infos = self.processes.wait_until_started()
-        return [info.node for info in infos]
+        return [info.node for info in self.processes.wait_until_started()]
 
     def put(self, data: DataProto) -> Part:
         header = CallHeader(len(data))

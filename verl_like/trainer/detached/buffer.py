@@ -70,7 +70,7 @@ class ExperienceBuffer:
         for ticket, (start, stop) in zip(tickets, bounds, strict=True):
             groups[ticket.number] = (rows, start, stop)
             oldest = min(versions[start:stop])
-            delivered.append((ticket.number, ticket.attempt, oldest))
+            delivered.append((ticket, oldest))
         with self._changed:
             kept = self.ledger.deliver(maker, delivered)
             for number in kept:
@@ -127,19 +127,16 @@ class ExperienceBuffer:
                     ranges[-1] = (batch, last_start, stop)
                     continue
             ranges.append((batch, start, stop))
-        parts = []
-        for batch, start, stop in ranges:
-            parts.append(batch.rows(start, stop))
+        parts = [batch.rows(start, stop) for batch, start, stop in ranges]
         rows = parts[0] if len(parts) == 1 else concat_samples(parts)
         return numbers, rows
 
     def describe_holders(self) -> str:
         """Says for each trainer how many groups its buffer has, and which groups each maker is
         still making for it."""
-        described = []
-        for trainer, (there, held) in enumerate(self.ledger.holders()):
-            described.append(
-                f"trainer {trainer} has {there}, and in flight for it are, by maker: "
-                f"{held or 'none, no maker has started any'}"
-            )
+        described = [
+            f"trainer {trainer} has {there}, and in flight for it are, by maker: "
+            f"{held or 'none, no maker has started any'}"
+            for trainer, (there, held) in enumerate(self.ledger.holders())
+        ]
         return "; ".join(described)

@@ -44,9 +44,7 @@ class Comparisons:
         """
         notes = []
         with self._turn:
-            limit_s = LATE_S
-            if self.is_first:
-                limit_s = self.limit_s
+            limit_s = self.limit_s if self.is_first else LATE_S
             have_come = self._turn.wait_for(lambda: not self.awaited, limit_s)
             if not have_come:
                 missing = ", ".join(sorted(self.awaited))

@@ -68,6 +68,9 @@ class DetachedPPOTrainer(Side, TrainingLoop):
 
     recorder: SideRecorder
     val_dataset: None = None
+    last_step = 0
+    """The step after which the run ends. It can become an earlier one than planned, because the
+    ledger ends the run after SIGTERM."""
 
     def __init__(
         self,
@@ -83,9 +86,7 @@ class DetachedPPOTrainer(Side, TrainingLoop):
         self.maker_names = experience_maker_holder_name_list
         self.pushing = threading.Lock()
         timeout_s = config.trainer.call_timeout_s
-        makers: Sequence[str] = ()
-        if self.index == 0:
-            makers = experience_maker_holder_name_list
+        makers = experience_maker_holder_name_list if self.index == 0 else ()
         # The first step waits just as long for experience.
         self.comparisons = Comparisons(self.name, makers, 2 * timeout_s)
         # In this time a maker can be started again and then load the weights.
@@ -117,7 +118,7 @@ class DetachedPPOTrainer(Side, TrainingLoop):
             resumed: the checkpoint after whose step training continues.
         """
         self.total_steps = total_steps or self.config.num_steps_of_run
-        self.ends_after = self.total_steps
+        self.last_step = self.total_steps
         self.update_steps = update_steps
         if train_epochs is not None:
             epochs = {
@@ -134,12 +135,6 @@ class DetachedPPOTrainer(Side, TrainingLoop):
         self.global_step = self.learner.version
         self.push()
         return super().fit()
-
-    @property
-    def last_step(self) -> int:
-        """The step after which the run ends. It can become an earlier one than planned, because the
-        ledger ends the run after SIGTERM."""
-        return self.ends_after
 
     def run_step(self) -> None:
         """Does one step. Then makers may load weights, because no call of the workers is running
@@ -201,19 +196,14 @@ class DetachedPPOTrainer(Side, TrainingLoop):
         prompts, or nothing if other trainers still have to do the step."""
         # The metric is missing if the actor did not learn, as in the critic's warm-up.
         size = learned.get("actor/eff_sample_size", Metric.mean(1.0))
-        version = self.global_step - 1
-        counts = self.ledger.trained(self.numbers, version, size.value)
-        last_of_run = self.ledger.last_step()
-        self.ends_after = min(self.total_steps, last_of_run)
+        counts = self.ledger.trained(self.numbers, self.global_step - 1, size.value)
+        self.last_step = min(self.total_steps, self.ledger.last_step())
         # Only the last trainer that does the step gets counts, and saves the ledger's state.
         is_saved = self.is_saved_by_number or self.global_step == self.last_step
         self.state_of_ledger = None
         if counts and is_saved:
             self.state_of_ledger = self.ledger.state()
-        metrics = {}
-        for name, count in counts.items():
-            metrics[f"detached/{name}"] = Metric.max(count)
-        return metrics
+        return {f"detached/{name}": Metric.max(count) for name, count in counts.items()}
 
     def hand_on(self) -> None:
         """Pushes the weights if this is due, and lets makers compare their engines with the actor
@@ -292,8 +282,7 @@ class DetachedPPOTrainer(Side, TrainingLoop):
         """Sends the weights to the maker that has asked for them by `hold_weights`. Its
         `num_receivers` rollout processes load them during this call."""
         with self.turns.loading(maker):
-            actor = self.groups[Role.Actor]
-            sent = actor.send_weights.remote(num_receivers, maker)
+            sent = self.groups[Role.Actor].send_weights.remote(num_receivers, maker)
             sent.get()
 
     def start(self) -> None:
@@ -308,9 +297,7 @@ class DetachedPPOTrainer(Side, TrainingLoop):
         else:
             # A user cannot replace the workers of trained roles.
             built_in = build_role_worker_mapping(config, own_classes={})
-            mapping = {}
-            for role in config.plan.trainer_roles:
-                mapping[role] = built_in[role]
+            mapping = {role: built_in[role] for role in config.plan.trainer_roles}
         pools = self.pools or build_resource_pools(config, list(mapping))
         joint = None
         world_size = int(self.env_info["world_size"])
@@ -325,8 +312,7 @@ class DetachedPPOTrainer(Side, TrainingLoop):
         self.learner = Learner(config, self.groups, ptx, (self.index, world_size))
         hf_config = load_hf_config(model, key="actor_rollout_ref.model")
         self.model_cost = ModelCost.of(hf_config)
-        rows = placement_rows(placement)
-        self.recorder.show_placement(rows)
+        self.recorder.show_placement(placement_rows(placement))
         load_models(self.groups, config.trainer.device)
         self.require_same_inputs()
 
@@ -347,23 +333,23 @@ class DetachedPPOTrainer(Side, TrainingLoop):
         for name in self.maker_names:
             # A maker that has died asks for the newest weights when it is started again.
             with contextlib.suppress(WorkerDied):
-                maker = side_named(name)
-                maker.update_experience_maker.remote(self.pushed)
+                side_named(name).update_experience_maker.remote(self.pushed)
 
     def export(self) -> None:
         """Has the workers export their weights, and waits until they have done so. The weights stay
         with the workers, and `pushed` refers to them."""
         version = self.learner.version
         with self.pushing:
-            futures = []
-            exports = {}
-            for role, group in self.groups.items():
-                future = group.export_weights.remote(version=version)
-                futures.append(future)
-                parts = tuple(future.parts)
-                exports[role] = ForwardedFuture(parts, future.collect)
-            for future in futures:
+            futures = {
+                role: group.export_weights.remote(version=version)
+                for role, group in self.groups.items()
+            }
+            for future in futures.values():
                 future.finish()
+            exports = {
+                role: ForwardedFuture(tuple(future.parts), future.collect)
+                for role, future in futures.items()
+            }
             self.pushed = PushedWeights(version, exports)
         self.learner.actor.report_finished_calls()
 

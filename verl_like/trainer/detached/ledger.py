@@ -114,8 +114,7 @@ class PromptLedger:
             self._taken = list(trained)
             self._trained = list(trained)
             # They are sorted, and a sorted list is a heap.
-            for number, attempt in saved["unfinished"]:
-                self._again.append((number, attempt))
+            self._again = [(number, attempt) for number, attempt in saved["unfinished"]]
             self._next_number = saved["next_number"]
             self._dropped = Counter(saved["dropped"])
             self._effective_sample_sizes = list(saved["effective_sample_sizes"])
@@ -128,20 +127,17 @@ class PromptLedger:
 
         Open prompts are among the `unfinished` ones, which the resumed run gives out again.
         """
-        unfinished = list(self._again)
-        for number, entry in self._open.items():
-            attempt = entry.attempt
-            unfinished.append((number, attempt))
+        given_out = [(number, entry.attempt) for number, entry in self._open.items()]
         least_trained = min(self._trained)
-        kl_coefs = []
-        for version, kl_coef in self._kl_coefs:
-            # Coefficients after experience for later steps than the trained ones are left out.
-            num_before = version * self.share
-            if num_before < least_trained:
-                kl_coefs.append((version, kl_coef))
+        # Coefficients after experience for later steps than the trained ones are left out.
+        kl_coefs = [
+            (version, kl_coef)
+            for version, kl_coef in self._kl_coefs
+            if version * self.share < least_trained
+        ]
         return {
             "trained": list(self._trained),
-            "unfinished": sorted(unfinished),
+            "unfinished": sorted(self._again + given_out),
             "next_number": self._next_number,
             "dropped": dict(self._dropped),
             "effective_sample_sizes": list(self._effective_sample_sizes),
@@ -187,8 +183,7 @@ class PromptLedger:
         if limit <= 0:
             return False
         # The comparison is not `size < limit`, because a NaN has to brake too.
-        are_large = [size >= limit for size in self._effective_sample_sizes]
-        return not all(are_large)
+        return not all(size >= limit for size in self._effective_sample_sizes)
 
     def take(self, maker: str, version: int, limit: int) -> list[Ticket] | None:
         """Returns at most `limit` tickets that `maker` may start now with weights of `version`.
@@ -205,10 +200,7 @@ class PromptLedger:
         allowed = furthest_step * self.share
         tickets: list[Ticket] = []
         while len(tickets) < limit:
-            free = []
-            for index, live in enumerate(self._live):
-                if live < allowed:
-                    free.append(index)
+            free = [index for index, live in enumerate(self._live) if live < allowed]
             if not free:
                 break
             trainer = min(free, key=self._load)
@@ -220,8 +212,7 @@ class PromptLedger:
                 self._next_number += 1
             self._open[number] = _Open(trainer, attempt, maker, version)
             self._live[trainer] += 1
-            ticket = Ticket(number, attempt, trainer)
-            tickets.append(ticket)
+            tickets.append(Ticket(number, attempt, trainer))
         return tickets
 
     def _load(self, trainer: int) -> tuple[int, int, int]:
@@ -234,19 +225,20 @@ class PromptLedger:
             waiting = live
         return waiting, live, trainer
 
-    def deliver(self, maker: str, groups: Sequence[tuple[int, int, int]]) -> list[int]:
+    def deliver(self, maker: str, groups: Sequence[tuple[Ticket, int]]) -> list[int]:
         """Notes that groups have come to the buffer of a trainer, and returns the numbers of those
-        that the buffer is to keep. A group is given as (number, attempt, version of its oldest
-        token). One without a drawn token has NO_VERSION, and counts as old as its ticket.
+        that the buffer is to keep. A group is given as (ticket, version of its oldest token). One
+        without a drawn token has NO_VERSION, and counts as old as its ticket.
 
         A group is refused if its prompt was given to another maker meanwhile. Raises ValueError if
         a token is older than the weights with which the maker asked for the ticket, because the
         group could then be trained too late.
         """
         kept = []
-        for number, attempt, oldest in groups:
-            if not self._is_with(maker, number, attempt):
+        for ticket, oldest in groups:
+            if not self._is_with(maker, ticket):
                 continue
+            number = ticket.number
             entry = self._open[number]
             if oldest < entry.version:
                 raise ValueError(
@@ -262,12 +254,12 @@ class PromptLedger:
             kept.append(number)
         return kept
 
-    def renew(self, maker: str, tickets: Sequence[tuple[int, int]], version: int) -> None:
+    def renew(self, maker: str, tickets: Sequence[Ticket], version: int) -> None:
         """Notes that a maker begins the responses of some tickets again with weights of `version`,
-        and keeps no older token of them. A ticket is given as (number, attempt)."""
-        for number, attempt in tickets:
-            if self._is_with(maker, number, attempt):
-                entry = self._open[number]
+        and keeps no older token of them."""
+        for ticket in tickets:
+            if self._is_with(maker, ticket):
+                entry = self._open[ticket.number]
                 entry.version = max(entry.version, version)
 
     def lost(self, maker: str) -> None:
@@ -289,14 +281,14 @@ class PromptLedger:
             else:
                 self._dropped["maker_lost"] += 1
 
-    def drop(self, maker: str, tickets: Sequence[tuple[int, int]], reason: str) -> None:
-        """Notes that a maker cannot make the groups of some tickets, which are (number, attempt).
+    def drop(self, maker: str, tickets: Sequence[Ticket]) -> None:
+        """Notes that a maker cannot make the groups of some tickets, because its agents failed.
         They are given out to nobody again."""
-        for number, attempt in tickets:
-            if self._is_with(maker, number, attempt):
-                entry = self._open.pop(number)
+        for ticket in tickets:
+            if self._is_with(maker, ticket):
+                entry = self._open.pop(ticket.number)
                 self._live[entry.trainer] -= 1
-                self._dropped[reason] += 1
+                self._dropped["agents_failed"] += 1
 
     def choose(self, trainer: int, version: int, num_groups: int) -> list[int] | None:
         """Chooses `num_groups` delivered groups for the step of a trainer after `version`. Returns
@@ -308,10 +300,11 @@ class PromptLedger:
         here, and not in the middle of a step.
         """
         num_taken = self._taken[trainer]
-        chosen = {}
-        for each, taken in enumerate(self._taken):
-            if taken == num_taken:
-                chosen[each] = self._choice(each, version, num_groups)
+        chosen = {
+            each: self._choice(each, version, num_groups)
+            for each, taken in enumerate(self._taken)
+            if taken == num_taken
+        }
         if not all(chosen.values()):
             return None
         numbers = chosen[trainer]
@@ -338,8 +331,7 @@ class PromptLedger:
                 continue
             due_versions[number] = entry.version + self.max_staleness
             if entry.arrival is not None:
-                group = (entry.version, entry.arrival, number)
-                delivered.append(group)
+                delivered.append((entry.version, entry.arrival, number))
         delivered.sort()
         first_due = delivered[:num_groups]
         # How many groups this step takes after these:
@@ -397,8 +389,7 @@ class PromptLedger:
         held: list[dict[str, list[int]]] = [{} for _ in self._live]
         for number, entry in self._open.items():
             if entry.arrival is None:
-                held_for_trainer = held[entry.trainer]
-                held_by_maker = held_for_trainer.setdefault(entry.maker, [])
+                held_by_maker = held[entry.trainer].setdefault(entry.maker, [])
                 held_by_maker.append(number)
         return list(zip(self._buffered, held, strict=True))
 
@@ -411,12 +402,11 @@ class PromptLedger:
         the number of prompts that were ever given out.
         """
         num_trained = sum(self._trained)
-        in_flight = [entry for entry in self._open.values() if entry.arrival is None]
         counts = {
             "trained": num_trained,
             "training": sum(self._taken) - num_trained,
             "in_buffer": sum(self._buffered),
-            "in_flight": len(in_flight),
+            "in_flight": sum(entry.arrival is None for entry in self._open.values()),
             "again": len(self._again),
         }
         num_prompts_of_step = self.share * len(self._live)
@@ -430,10 +420,10 @@ class PromptLedger:
         counts["not_started"] = needed
         return counts
 
-    def _is_with(self, maker: str, number: int, attempt: int) -> bool:
+    def _is_with(self, maker: str, ticket: Ticket) -> bool:
         """Returns True if the maker has this attempt in flight, so that it was not delivered yet
         and not given to another maker."""
-        entry = self._open.get(number)
+        entry = self._open.get(ticket.number)
         if entry is None or entry.arrival is not None:
             return False
-        return entry.maker == maker and entry.attempt == attempt
+        return entry.maker == maker and entry.attempt == ticket.attempt

@@ -69,10 +69,7 @@ def maker_models(
         if role in copies:
             copy_class = copies[role]
             parameters = inspect.signature(copy_class).parameters
-            kwargs = {}
-            for name, value in built.kwargs.items():
-                if name in parameters:
-                    kwargs[name] = value
+            kwargs = {name: built.kwargs[name] for name in built.kwargs if name in parameters}
             built = RayClassWithInitArgs(copy_class, **kwargs)
             built.plugins = config.plugins
         own[role] = built
@@ -84,11 +81,11 @@ def check_maker(config: DetachedConfig, maker: type[ExperienceMaker], rollout: W
     `detached.update_in_flight` would not call. It does call the maker's `sample` and `complete`."""
     if not config.detached.update_in_flight:
         return
-    own = []
-    for name in ("make", "begin"):
-        original = getattr(ExperienceMaker, name)
-        if getattr(maker, name) is not original:
-            own.append(name)
+    own = [
+        name
+        for name in ("make", "begin")
+        if getattr(maker, name) is not getattr(ExperienceMaker, name)
+    ]
     if own:
         raise ValueError(
             f"the plugin's maker {maker.__name__} has its own {', '.join(own)}, which "
@@ -96,8 +93,7 @@ def check_maker(config: DetachedConfig, maker: type[ExperienceMaker], rollout: W
             "itself; set it to false"
         )
     # An override without this library's @register has no call_fn.
-    has_own_generate = rollout.generate_sequences.call_fn is None
-    if has_own_generate:
+    if rollout.generate_sequences.call_fn is None:
         raise ValueError(
             f"the worker of {rollout.role} has its own generate_sequences, which "
             "detached.update_in_flight=true does not call, since the maker sends requests to the "
@@ -125,10 +121,7 @@ class InFlight:
         """
         if self.is_renewed:
             return math.inf
-        unfinished = []
-        for name in self.responses.call.requests:
-            if name in ages:
-                unfinished.append(ages[name])
+        unfinished = [ages[name] for name in self.responses.call.requests if name in ages]
         return max(unfinished, default=math.inf)
 
 
@@ -142,27 +135,19 @@ class PromptLoader:
     @classmethod
     def of(cls, config: DetachedConfig, prompts: PromptDataset) -> "PromptLoader":
         """Makes a loader that numbers the prompts in the order of the configuration."""
-        sampler = prompt_sampler(config, prompts)
-        return cls(prompts, sampler)
+        return cls(prompts, prompt_sampler(config, prompts))
 
     def load(self, tickets: Sequence[Ticket]) -> list[tuple[list[Ticket], DataProto]]:
         """Loads the prompts of some tickets. Returns a batch (B,) for each training step, with the
         tickets of the batch. The number of the step seeds the sampling."""
         batches = []
         size = self.sampler.batch_size
-
-        def step_of(ticket: Ticket) -> int:
-            return ticket.number // size
-
-        tickets_of_steps = itertools.groupby(tickets, step_of)
+        tickets_of_steps = itertools.groupby(tickets, lambda ticket: ticket.number // size)
         for step, of_step in tickets_of_steps:
             its_tickets = list(of_step)
             epoch, indices = self.sampler.batch(step)
-            rows = []
-            for ticket in its_tickets:
-                place = ticket.number % size
-                index = indices[place]
-                rows.append(self.dataset[index])
+            places = [ticket.number % size for ticket in its_tickets]
+            rows = [self.dataset[indices[place]] for place in places]
             prompts = self.dataset.collate(rows, epoch)
             prompts.meta_info |= {"epoch": epoch, "global_steps": step + 1}
             batches.append((its_tickets, prompts))
@@ -229,8 +214,7 @@ class ExperienceMakerHolder(Side):
         else:
             mapping = maker_models(config, inputs.role_worker_mapping)
         inputs = replace(inputs, config=config, role_worker_mapping=mapping)
-        driver = get_maker_driver()
-        run = driver.of(inputs, self.recorder, self.pools)
+        run = get_maker_driver().of(inputs, self.recorder, self.pools)
         self.run = run
         run.groups = run.start_groups()
         run.maker = run.build_maker()
@@ -238,8 +222,7 @@ class ExperienceMakerHolder(Side):
         kl_coef = self.ledger.kl_coef()
         if kl_coef is not None:
             run.maker.kl_controller.value = kl_coef
-        placement = placement_rows(run.placement)
-        self.recorder.show_placement(placement)
+        self.recorder.show_placement(placement_rows(run.placement))
         load_models(run.groups, config.trainer.device, run.show_episodes)
         self.require_same_inputs()
         return PromptLoader.of(config, inputs.train_dataset)
@@ -258,9 +241,7 @@ class ExperienceMakerHolder(Side):
         with self.recorder.timer("starting"):
             own_loader = self.start()
         loader = data_loader or own_loader
-        most_steps = math.inf
-        if num_steps is not None:
-            most_steps = num_steps
+        most_steps = math.inf if num_steps is None else num_steps
         done = 0
         waiting_since = time.monotonic()
         newest = self.ask_trainer("newest_weights")
@@ -268,13 +249,11 @@ class ExperienceMakerHolder(Side):
             self.keep_newest(newest)
         while self.in_flight or done < most_steps:
             self.use_newest_weights()
-            num_in_flight = len(self.in_flight)
-            limit = self.config.plan.num_prompts_at_a_time - num_in_flight
-            has_made_enough = done >= most_steps
+            limit = self.config.plan.num_prompts_at_a_time - len(self.in_flight)
             is_due = self.validation_is_due()
             if is_due and not self.in_flight:
                 self.validate()
-            elif is_due or has_made_enough:
+            elif is_due or done >= most_steps:
                 limit = 0  # nothing begins until all in flight has ended and was sent
             tickets: Sequence[Ticket] | None = []
             if self.version >= 0:
@@ -316,8 +295,7 @@ class ExperienceMakerHolder(Side):
         since the time `since`."""
         # A trainer waits less long, because it may be waiting for another maker.
         patience_s = 3 * self.config.trainer.call_timeout_s
-        waited_s = time.monotonic() - since
-        is_late = waited_s > patience_s
+        is_late = time.monotonic() - since > patience_s
         if is_late and self.ledger.seconds_since_loss() > patience_s:
             waited_for = f"weights newer than version {self.version}, from {self.trainer_names[0]}"
             raise CallTimeout(self.name, "workingloop", patience_s, waited_for)
@@ -386,8 +364,7 @@ class ExperienceMakerHolder(Side):
             if group.age(ages) < limit:
                 group.responses.call.begin_again()
                 group.is_renewed = True
-                ticket = group.ticket
-                tickets.append((ticket.number, ticket.attempt))
+                tickets.append(group.ticket)
         self.ledger.renew(self.name_in_ledger, tickets, self.version)
 
     def advance(self) -> int:
@@ -408,21 +385,12 @@ class ExperienceMakerHolder(Side):
                     ended.append(group)
             if not ended:
                 return 0
-            tickets = []
-            rows_of_prompts = []
-            parts = []
-            for group in ended:
-                tickets.append(group.ticket)
-                prompt = group.prompt.select(meta_info_keys=[])
-                rows_of_prompts.append(prompt)
-                part = group.responses.get()
-                parts.append(part)
-            prompts = DataProto.concat(rows_of_prompts)
+            tickets = [group.ticket for group in ended]
+            prompts = DataProto.concat([group.prompt.select(meta_info_keys=[]) for group in ended])
             prompts.meta_info = dict(ended[0].prompt.meta_info)
-            responses = concat_samples(parts)
+            responses = concat_samples([group.responses.get() for group in ended])
             # `sample` takes the future of a generation. This one is done already.
-            part_of_call = Part(None, responses)
-            call = LocalCall([], [part_of_call], None)
+            call = LocalCall([], [Part(None, responses)], None)
             generation = Future(call, lambda outputs: outputs[0])
             generated = maker.sample(prompts, None, generation)
             experience = maker.complete(generated)
@@ -449,18 +417,18 @@ class ExperienceMakerHolder(Side):
         is_dropped = self.drop_failed(tickets, batch, place_of_row)
         metrics = merge_metrics([self.unsent_metrics, experience.metrics])
         for index, name in enumerate(self.trainer_names):
-            its_tickets = []
-            places = []
-            for place, ticket in enumerate(tickets):
-                if ticket.trainer == index and not is_dropped[place]:
-                    its_tickets.append(ticket)
-                    places.append(place)
+            places = [
+                place
+                for place, ticket in enumerate(tickets)
+                if ticket.trainer == index and not is_dropped[place]
+            ]
             if not places:
                 continue
             is_its_own = np.isin(place_of_row, places)
             its_rows = batch
             if not is_its_own.all():
                 its_rows = batch.select_idxs(is_its_own)
+            its_tickets = [tickets[place] for place in places]
             trainer = side_named(name)
             answer = trainer.extend.remote(self.name_in_ledger, its_tickets, its_rows, metrics)
             self.sent[answer] = name
@@ -472,19 +440,14 @@ class ExperienceMakerHolder(Side):
     ) -> np.ndarray:
         """Tells the ledger which prompts have no episode that could be trained, because agents
         failed. Returns for each ticket whether it is one of these, (T,) bool."""
-        is_dropped = np.zeros(len(tickets), dtype=np.bool_)
-        if "is_failed" not in batch.tensors():
-            return is_dropped
-        is_failed = batch.tensors()["is_failed"].numpy()
+        is_failed = batch.tensors().get("is_failed")
+        if is_failed is None:
+            return np.zeros(len(tickets), dtype=np.bool_)
         num_rows = np.bincount(place_of_row)
-        num_failed = np.bincount(place_of_row, weights=is_failed)
+        num_failed = np.bincount(place_of_row, weights=is_failed.numpy())
         is_dropped = num_failed == num_rows
-        dropped = []
-        for ticket, drops in zip(tickets, is_dropped, strict=True):
-            if drops:
-                entry = (ticket.number, ticket.attempt)
-                dropped.append(entry)
-        self.ledger.drop(self.name_in_ledger, dropped, "agents_failed")
+        dropped = list(itertools.compress(tickets, is_dropped))
+        self.ledger.drop(self.name_in_ledger, dropped)
         return is_dropped
 
     def wait_for_sent(self) -> None:
@@ -495,8 +458,7 @@ class ExperienceMakerHolder(Side):
         with self.recorder.timer("waiting for experience to arrive"):
             deadline = time.monotonic() + timeout_s
             for reference, name in self.sent.items():
-                now = time.monotonic()
-                seconds_left = max(0.0, deadline - now)
+                seconds_left = max(0.0, deadline - time.monotonic())
                 try:
                     ray.get(reference, timeout=seconds_left)
                 except ray.exceptions.GetTimeoutError:
@@ -514,11 +476,9 @@ class ExperienceMakerHolder(Side):
     def keep_newest(self, weights: PushedWeights) -> None:
         """Keeps weights until they are loaded, unless there are newer ones already."""
         with self.has_pushed:
-            has_newer = self.pushed is not None and self.pushed.version >= weights.version
-            if has_newer:
-                return
-            self.pushed = weights
-            self.has_pushed.notify_all()
+            if self.pushed is None or self.pushed.version < weights.version:
+                self.pushed = weights
+                self.has_pushed.notify_all()
 
     def load_newest_weights(self) -> None:
         """Has the engines and the copies load the weights that were pushed last, if they are newer.
@@ -584,10 +544,8 @@ class ExperienceMakerHolder(Side):
         else:
             maker.load_weights(weights_of_actor)
         groups = self.run.groups
-        copies = groups.keys() & set(TRAINED)
-        for role in copies:
-            exports = weights.exports[role]
-            groups[role].load_weights(exports, version=weights.version)
+        for role in groups.keys() & set(TRAINED):
+            groups[role].load_weights(weights.exports[role], version=weights.version)
 
     def ask_trainer(self, method: str, *args: Any, num_calls: int = 1) -> Any:
         """Calls a method of the first trainer and returns its result. The trainer may take as long
@@ -622,8 +580,7 @@ class ExperienceMakerHolder(Side):
         if trainer.test_freq <= 0:
             return False
         num_due = self.version // trainer.test_freq
-        last = max(0, self.validated)
-        num_done = last // trainer.test_freq
+        num_done = max(0, self.validated) // trainer.test_freq
         return num_due > num_done
 
     def validate(self) -> None:

@@ -1,6 +1,8 @@
 """The record of a detached run: it writes what makers and trainers report in the order of the
 training steps."""
 
+import functools
+import operator
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -52,8 +54,7 @@ class DetachedRecord:
             if is_maker:
                 self.validations[step] = metrics
             else:
-                row = (metrics, ended)
-                self.rows[step].append(row)
+                self.rows[step].append((metrics, ended))
         for step, state in report.states:
             self.states[step].append(state)
         for step, files in report.files:
@@ -84,23 +85,17 @@ class DetachedRecord:
         for validated in list(self.validations):
             if validated > version:
                 continue
-            metrics = self.validations.pop(validated)
-            values = metric_values(metrics)
+            values = metric_values(self.validations.pop(validated))
             self.recorder.log_validation(values, validated)
             self.validated = validated
 
     def log_step(self, step: int) -> None:
         """Writes the row of a step that all trainers have done."""
         reported = self.rows.pop(step)
-        parts = []
-        ends = []
-        for metrics, ended in reported:
-            parts.append(metrics)
-            ends.append(ended)
-        metrics_of_step = merge_metrics(parts)
+        metrics_of_step = merge_metrics([metrics for metrics, _ended in reported])
         values = metric_values(metrics_of_step)
-        seconds = values["timing_s/step"]
-        idle_shares = self.idle_shares(max(ends), seconds)
+        last_end = max(ended for _metrics, ended in reported)
+        idle_shares = self.idle_shares(last_end, values["timing_s/step"])
         values["training/global_step"] = step
         values |= idle_shares
         recorder = self.recorder
@@ -126,14 +121,9 @@ class DetachedRecord:
         if self.begun is None:
             return
         step = self.begun.step
-        num_trainers = self.config.detached.num_trainers
-        if len(self.files[step]) != num_trainers:
+        if len(self.files[step]) != self.config.detached.num_trainers:
             return
-        written: dict[str, Any] = {}
-        files = self.files.pop(step)
-        for files_of_trainer in files:
-            written |= files_of_trainer
-        self.begun.written = written
+        self.begun.written = functools.reduce(operator.or_, self.files.pop(step))
         self.recorder.pending = self.begun
         self.begun = None
         self.recorder.commit_checkpoint(wait=True)
@@ -158,9 +148,7 @@ class DetachedRecord:
                 if end <= started:
                     continue
                 within[start] = end
-                first = max(start, started)
-                last = min(end, ended)
-                in_step = last - first
+                in_step = min(end, ended) - max(start, started)
                 waited += max(0.0, in_step)
             self.waits[name] = within
             shares[f"detached/idle/{name}"] = waited / seconds

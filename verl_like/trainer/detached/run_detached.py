@@ -172,7 +172,7 @@ def fit(inputs: PPOInputs, recorder: RunRecorder) -> None:
     run.start()
     if run.resumed:
         run.show_counts()
-    recorder.console.start_training(config.trainer.total_training_steps or 0)
+    recorder.console.start_training(config.num_steps_of_run)
     try:
         run.watch()
         run.finish()
@@ -318,9 +318,7 @@ class DetachedRun:
         step.
         """
         while self.loops:
-            names = {}
-            for name, loop in self.loops.items():
-                names[loop] = name
+            names = {loop: name for name, loop in self.loops.items()}
             ended, _running = ray.wait(list(names), timeout=POLL_S)
             for loop in ended:
                 self.end_of_loop(names[loop], loop)
@@ -362,9 +360,7 @@ class DetachedRun:
 
     def show_counts(self) -> None:
         """Tells the user how many prompts are in which state."""
-        said = []
-        for name, count in self.counts().items():
-            said.append(f"{count} {name}")
+        said = [f"{count} {name}" for name, count in self.counts().items()]
         self.recorder.say(f"Prompts: {', '.join(said)}")
 
     def end_of_loop(self, name: str, loop: Any) -> None:
@@ -386,8 +382,7 @@ class DetachedRun:
                 cause = WorkerError(name, 0, node, pid, "its loop", str(error))
             self.failed(name, cause)
         except GONE as error:
-            died = side_died(name, "its loop", error)
-            self.failed(name, died)
+            self.failed(name, side_died(name, "its loop", error))
         else:
             del self.loops[name]
             self.collect(name)
@@ -437,7 +432,7 @@ class DetachedRun:
         """
         if isinstance(error, WorkerDied) and error.role == name:
             node, pid = self.place_of(name)
-            error = WorkerDied(name, 0, node, pid, error.method, error.cause, error.shortage)
+            error = replace(error, node=node, pid=pid)
         would_fail_again = False
         if type(error) is WorkerError:
             # If an allocation failed and no process was killed, the memory is too small for these
@@ -487,9 +482,7 @@ class DetachedRun:
 
         A side that does not answer is removed, because a stopped process would outlive Ray.
         """
-        answers = {}
-        for name in self.pools:
-            answers[name] = self.actors[name].status.remote()
+        answers = {name: self.actors[name].status.remote() for name in self.pools}
         pending = list(answers.values())
         ray.wait(pending, num_returns=len(pending), timeout=STATUS_S)
         found = []

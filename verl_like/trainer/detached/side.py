@@ -26,9 +26,9 @@ from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.single_controller.shard import ForwardedFuture
 from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer.config.detached import DetachedConfig
-from verl_like.trainer.loop.recorder import Log
+from verl_like.trainer.loop.recorder import Log, LoopRecorder
 from verl_like.trainer.state.checkpoint import Digests, PendingCheckpoint
-from verl_like.trainer.state.resume import ResumedRun, changed_inputs
+from verl_like.trainer.state.resume import changed_inputs
 
 LEDGER = "ledger"
 """The name of the actor that is the run's `PromptLedger`."""
@@ -59,10 +59,12 @@ class PushedWeights:
 
 
 @dataclass
-class SideRecorder:
+class SideRecorder(LoopRecorder):
     """The `Recorder` of a side, and the `LoopRecorder` of a trainer.
 
-    It keeps what happens until the run collects it as a report.
+    It keeps what happens until the run collects it as a report. `show_generations` does nothing,
+    because the run shows only the metrics of a validation. `complete_checkpoint` does nothing,
+    because the run completes the checkpoint when the makers have validated.
     """
 
     name: str
@@ -96,10 +98,10 @@ class SideRecorder:
     """The id of the thread in which the side's loop runs."""
     run_dir: Path = field(default_factory=Path)
     """The folder of the run, in which its checkpoints are."""
-    resumed: ResumedRun | None = None
+    resumed = None
     """It is always None here. `DetachedPPOTrainer.fit` gets a resumed run's checkpoint itself."""
     saves_when_ended: bool = False
-    is_ending: bool = False
+    is_ending = False
     """It is always False here. The process of the run gets SIGTERM, and tells the ledger."""
     pending: PendingCheckpoint | None = None
     """The checkpoint whose files the workers are writing."""
@@ -127,9 +129,8 @@ class SideRecorder:
         yield
         self.doing = before
         ended = time.time()
-        seconds = ended - started
         seconds_before = self.seconds.get(phase, 0.0)
-        self.seconds[phase] = seconds_before + seconds
+        self.seconds[phase] = seconds_before + ended - started
         if phase.startswith("waiting"):
             self.waits.append((started, ended))
 
@@ -164,11 +165,8 @@ class SideRecorder:
 
     def log_validation(self, metrics: dict[str, float], step: int = 0) -> None:
         """Keeps the row of a validation with the weights of version `step`."""
-        means = {}
-        for name, value in metrics.items():
-            means[name] = Metric.mean(value)
-        ended = time.time()
-        self.rows.append((step, means, ended))
+        means = {name: Metric.mean(value) for name, value in metrics.items()}
+        self.rows.append((step, means, time.time()))
 
     def is_best(self, step: int, metrics: dict[str, float]) -> bool:
         """Returns False, because in detached training a step is saved before it is validated."""
@@ -189,23 +187,9 @@ class SideRecorder:
         if self.pending is None:
             return
         files = self.pending.files(wait)
-        if files is None:
-            return
-        step = self.pending.step
-        self.files.append((step, files))
-        self.pending = None
-
-    def complete_checkpoint(self, step: int) -> None:
-        """Does nothing, because the run completes the checkpoint when the makers have validated."""
-
-    def show_generations(
-        self,
-        step: int,
-        num_rows: int,
-        generation_of_row: Callable[[int], dict[str, str]],
-        num_shown: int,
-    ) -> None:
-        """Does nothing, because the run shows only the metrics of a validation."""
+        if files is not None:
+            self.files.append((self.pending.step, files))
+            self.pending = None
 
     def show_episodes(self, records: Iterable[dict[str, Any]]) -> None:
         """Keeps records of episodes for the next report."""
@@ -215,38 +199,30 @@ class SideRecorder:
         """Returns what was recorded since the last report, and forgets it."""
         # The loop may record more meanwhile. Rows are taken before states and files, so that the
         # state of each reported row, and the files that were written before it, are reported too.
-        events = take_all(self.events)
-        rows = take_all(self.rows)
-        states = take_all(self.states)
-        files = take_all(self.files)
-        notes = take_all(self.notes)
-        episodes = take_all(self.episodes)
-        phase, since = self.doing
-        now = time.time()
-        waits = take_all(self.waits)
-        if phase.startswith("waiting"):
-            unfinished = (since, now)
-            waits.appendleft(unfinished)
-        return replace(
+        report = replace(
             self,
-            events=events,
-            rows=rows,
-            states=states,
-            files=files,
-            waits=waits,
-            notes=notes,
-            episodes=episodes,
+            events=take_all(self.events),
+            rows=take_all(self.rows),
+            states=take_all(self.states),
+            files=take_all(self.files),
+            notes=take_all(self.notes),
+            episodes=take_all(self.episodes),
             seconds={},
             pending=None,
         )
+        phase, since = self.doing
+        now = time.time()
+        report.waits = take_all(self.waits)
+        if phase.startswith("waiting"):
+            report.waits.appendleft((since, now))
+        return report
 
     def status_and_stack(self) -> str:
         """Says in which phase the side's loop is, since when, and what its innermost calls are."""
         frame = sys._current_frames().get(self.thread)
         stack = "  Its loop has ended.\n"
         if frame:
-            calls = traceback.format_stack(frame, limit=12)
-            stack = "".join(calls)
+            stack = "".join(traceback.format_stack(frame, limit=12))
         phase, since = self.doing
         seconds = time.time() - since
         return f"{self.name}: {phase} for {seconds:.0f} s\n{stack}"
@@ -255,8 +231,7 @@ class SideRecorder:
 def take_all(queue: deque[Any]) -> deque[Any]:
     """Removes all elements that the queue has now, and returns them. Another thread may add further
     ones meanwhile."""
-    size = len(queue)
-    return deque(queue.popleft() for _ in range(size))
+    return deque(queue.popleft() for _ in range(len(queue)))
 
 
 def side_named(name: str) -> Any:
@@ -291,8 +266,7 @@ class Question:
     def asked(cls, name: str, method: str, *args: Any, timeout: float) -> "Question":
         """Calls a method of a side and returns at once. Raises WorkerDied if there is no side of
         this name."""
-        side = side_named(name)
-        call = getattr(side, method)
+        call = getattr(side_named(name), method)
         answer = call.remote(*args)
         return cls(name, method, answer, timeout)
 
@@ -310,16 +284,15 @@ class Question:
 def ask(name: str, method: str, *args: Any, timeout: float) -> Any:
     """Calls a method of another side and returns its result. Raises WorkerDied if the side dies,
     and CallTimeout if it takes more than `timeout` seconds."""
-    question = Question.asked(name, method, *args, timeout=timeout)
-    return question.get()
+    return Question.asked(name, method, *args, timeout=timeout).get()
 
 
+@dataclass(frozen=True)
 class LedgerHandle:
     """Calls the methods of the run's `PromptLedger`, which is in another process, each with a
     deadline."""
 
-    def __init__(self, deadline_s: float) -> None:
-        self.deadline_s = deadline_s
+    deadline_s: float
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         return functools.partial(ask, LEDGER, method, timeout=self.deadline_s)

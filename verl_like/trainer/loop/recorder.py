@@ -46,6 +46,7 @@ class Recorder(Protocol):
         `generation_of_row` returns the texts that are shown of a row. It is called only for rows
         that are shown.
         """
+        return  # a recorder may show none
 
     def show_episodes(self, records: Iterable[dict[str, Any]]) -> None:
         """Keeps records of episodes, in the form of `EpisodeRecord`."""
@@ -93,3 +94,4 @@ class LoopRecorder(Recorder, Protocol):
 
     def complete_checkpoint(self, step: int) -> None:
         """Notes in the checkpoint of the last step that the validation after it is recorded."""
+        return  # a recorder may leave that to others

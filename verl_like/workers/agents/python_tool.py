@@ -2,7 +2,6 @@
 other process and no variable of the environment."""
 
 import codecs
-import contextlib
 import functools
 import math
 import os
@@ -14,7 +13,7 @@ import sysconfig
 import time
 from dataclasses import astuple, dataclass
 
-from verl_like.rewards.supervisor import descendants
+from verl_like.rewards.supervisor import descendants, kill_all
 from verl_like.workers.agents import python_sandbox
 from verl_like.workers.agents.host_process import Unavailable
 
@@ -151,9 +150,7 @@ def _kill(popen: subprocess.Popen[bytes]) -> None:
     """Ends the program and its child, with which the kernel ends all others."""
     if popen.poll() is None:
         popen.send_signal(signal.SIGSTOP)  # it starts no child meanwhile
-        for pid in descendants(popen.pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill_all(descendants(popen.pid))
         popen.kill()
     popen.wait(timeout=_END_S)
     assert popen.stdout is not None

@@ -1,11 +1,10 @@
 """Asks the hub whether it has a model, with a deadline. transformers would try for a minute if the
 hub does not answer."""
 
-import queue
-import threading
-
 from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import RemoteEntryNotFoundError
+
+from verl_like.single_controller.network import error_of
 
 _ANSWER_S = 8.0
 """How long the hub may take to answer."""
@@ -22,27 +21,17 @@ def require_hub_model(name: str, setting: str, *files: str) -> None:
     if constants.HF_HUB_OFFLINE:
         return  # the loader will look into the cache alone
     asked = files or ("config.json",)
-    answer: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
 
     def ask() -> None:
-        try:
-            cached = [try_to_load_from_cache(name, file) for file in asked]
-            is_cached = any(isinstance(path, str) for path in cached)
-            if not is_cached:
-                url = hf_hub_url(name, asked[0])
-                get_hf_file_metadata(url, timeout=_ANSWER_S)
-            answer.put(None)
-        except RemoteEntryNotFoundError as error:  # the hub has the model, but not the file
-            answer.put(None if files else error)
-        except Exception as error:  # any error counts as the answer that there is no model
-            answer.put(error)
+        cached = [try_to_load_from_cache(name, file) for file in asked]
+        is_cached = any(isinstance(path, str) for path in cached)
+        if not is_cached:
+            url = hf_hub_url(name, asked[0])
+            get_hf_file_metadata(url, timeout=_ANSWER_S)
 
-    thread = threading.Thread(target=ask, name="ask the hub", daemon=True)
-    thread.start()
-    try:
-        error = answer.get(timeout=_ANSWER_S)
-    except queue.Empty:
-        error = TimeoutError(f"no answer within {_ANSWER_S:g} s")
+    error = error_of(ask, _ANSWER_S, "ask the hub")
+    if files and isinstance(error, RemoteEntryNotFoundError):
+        return  # the hub has the model, but not the file
     if error is not None:
         lines = str(error).splitlines()
         reason = lines[0] if lines else type(error).__name__

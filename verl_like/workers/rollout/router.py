@@ -147,9 +147,6 @@ class RequestCall(PendingCall):
         late = f"rank(s) {sorted(late_ranks)} of {group.world_size}"
         return CallTimeout(group.role, METHOD, deadline_s, late)
 
-    def finish(self) -> None:
-        self.wait(None)
-
     def done(self) -> bool:
         return self.error is not None or len(self.completions) == len(self.requests)
 
