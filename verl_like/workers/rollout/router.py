@@ -4,11 +4,10 @@ The driver sends the requests to replicas and collects the responses that have e
 """
 
 import contextlib
-import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from verl_like.protocol import CallHeader, DataProto, DataProtoFuture, Future, Part, PendingCall
@@ -258,11 +257,10 @@ class RequestRouter:
         def has_more() -> bool:
             return bool(call.unread) or call.done()
 
-        deadline = started + deadline_s
+        deadline = started + min(deadline_s, threading.TIMEOUT_MAX)  # it may be infinite
         with self.changed:
-            now = time.monotonic()
-            left_s = max(0.0, deadline - now)
-            if not self._wait_for(has_more, left_s):
+            left_s = max(0.0, deadline - time.monotonic())
+            if not self.changed.wait_for(has_more, left_s):
                 raise call.timeout(deadline_s)
             if call.error:
                 raise call.error
@@ -270,28 +268,19 @@ class RequestRouter:
             call.unread = []
             return unread, call.done()
 
-    def _wait_for(self, condition: Callable[[], bool], limit_s: float) -> bool:
-        """Waits until a condition holds, which may become true at each change.
-
-        Returns False if it does not within `limit_s`, which may be infinite. The caller holds the
-        lock.
-        """
-        if math.isinf(limit_s):
-            return self.changed.wait_for(condition)
-        return self.changed.wait_for(condition, limit_s)
-
     def wait_until_sent(self, method: str) -> None:
         """Waits until all requests of earlier calls were sent to replicas.
 
         Raises CallTimeout, which names `method`, after the group's deadline.
         """
         deadline_s = self.group.deadline_s
+        limit_s = min(deadline_s, threading.TIMEOUT_MAX)  # it may be infinite
 
         def num_unsent() -> int:
             return len(self.queue) - len(self.sent)
 
         with self.changed:
-            if not self._wait_for(lambda: num_unsent() == 0, deadline_s):
+            if not self.changed.wait_for(lambda: num_unsent() == 0, limit_s):
                 late = f"{num_unsent()} requests to be sent"
                 raise CallTimeout(self.group.role, method, deadline_s, late)
 
