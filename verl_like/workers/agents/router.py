@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from verl_like.protocol import CallHeader, DataProto, DataProtoFuture
+from verl_like.protocol import DataProto, DataProtoFuture
 from verl_like.single_controller.dispatch import PerRank
-from verl_like.single_controller.failure import CallTimeout
 from verl_like.single_controller.worker_group import BoundMethod, WorkerGroup
 from verl_like.workers.agents.batch import EpisodeRules, assemble_episodes, rows_of
 from verl_like.workers.agents.episode import AgentsFailed, Episode, EpisodeSpec
@@ -18,8 +17,6 @@ from verl_like.workers.rollout.router import RequestCall, RequestRouter, Respons
 
 EXCHANGE_S = 0.02
 """The longest time that a rank or a replica waits for something new while episodes run."""
-METHOD = "run_episodes"
-"""The method that a call stands for, as errors and the timeline name it."""
 
 OnEpisodes = Callable[[DataProto, Sequence[Episode]], None]
 """Called with the prompts of a call, and with its episodes once all have ended."""
@@ -46,12 +43,14 @@ def connect_agents(agents: WorkerGroup, rollout: WorkerGroup, on_episodes: OnEpi
 class EpisodeCall(RequestCall):
     """A call of `run_episodes`: prompts, and the episodes that have ended so far."""
 
+    method = "run_episodes"
     router: "EpisodeRouter"
 
     def __init__(
         self, router: "EpisodeRouter", prompts: DataProto, requests: Sequence[GenerationRequest]
     ) -> None:
         super().__init__(router, prompts, requests)
+        self.group = router.agents
         self.episodes: dict[str, Episode] = {}
 
     def stream(self) -> Iterator[list[FinishedRequest]]:
@@ -79,24 +78,10 @@ class EpisodeCall(RequestCall):
         router.require_success(episodes)
         return assemble_episodes(self.prompts, episodes, router.episode_rules)
 
-    def report(self) -> None:
-        """Writes into the timeline when each rank ran episodes of this call."""
-        agents = self.router.agents
-        for rank in sorted(self.spans):
-            started, ended = self.spans[rank]
-            header = CallHeader(0, started, ended)
-            agents.report(METHOD, rank, header)
-
-    def timeout(self, deadline_s: float) -> CallTimeout:
-        """Returns the error that says that this call is late. It names the ranks that run episodes
-        of it. The caller holds the lock."""
-        agents = self.router.agents
-        late_ranks = set()
-        for running in self.router.running.values():
-            if running.call is self:
-                late_ranks.add(running.rank)
-        late = f"rank(s) {sorted(late_ranks)} of {agents.world_size}"
-        return CallTimeout(agents.role, METHOD, deadline_s, late)
+    def late_ranks(self) -> set[int]:
+        """Returns the ranks that run episodes of this call. The caller holds the lock."""
+        all_running = self.router.running.values()
+        return {running.rank for running in all_running if running.call is self}
 
 
 @dataclass

@@ -72,10 +72,15 @@ class RequestCall(PendingCall):
     One thread of the driver may use `stream` and `wait`.
     """
 
+    method = METHOD
+    """The method that the call stands for, as errors and the timeline name it."""
+
     def __init__(
         self, router: "RequestRouter", prompts: DataProto, requests: Sequence[GenerationRequest]
     ) -> None:
         self.router = router
+        self.group = router.group
+        """The group whose ranks work on the call."""
         self.prompts = prompts.select()  # the caller may change its batch meanwhile
         self.requests = {request.name: request for request in requests}
         self.told = names_of_real(prompts, requests)
@@ -85,7 +90,7 @@ class RequestCall(PendingCall):
         self.error: Exception | None = None
         self.begun = time.monotonic()
         self.spans: dict[int, tuple[float, float]] = {}
-        """When each replica began and last ended a response of this call, by `time.time()`."""
+        """When each rank began and last ended something of this call, by `time.time()`."""
         self.batch: DataProto | None = None
         self.stored: Part | None = None
 
@@ -125,26 +130,23 @@ class RequestCall(PendingCall):
         return assemble(self.prompts, completions)
 
     def report(self) -> None:
-        """Writes into the timeline when each replica worked on this call, which has ended."""
-        router = self.router
-        for replica, (started, ended) in sorted(self.spans.items()):
-            rank = router.mesh.collect_ranks[replica]
+        """Writes into the timeline when each rank worked on this call, which has ended."""
+        for rank, (started, ended) in sorted(self.spans.items()):
             header = CallHeader(0, started, ended)
-            router.group.report(METHOD, rank, header)
+            self.group.report(self.method, rank, header)
 
     def timeout(self, deadline_s: float) -> CallTimeout:
-        """Returns the error that says that this call is late. It names the ranks that have
-        requests of it. The caller holds the lock."""
+        """Returns the error that says that this call is late, and at which ranks. The caller holds
+        the lock."""
+        late = f"rank(s) {sorted(self.late_ranks())} of {self.group.world_size}"
+        return CallTimeout(self.group.role, self.method, deadline_s, late)
+
+    def late_ranks(self) -> set[int]:
+        """Returns the ranks that have requests of this call. The caller holds the lock."""
         router = self.router
-        group = router.group
-        collect_ranks = router.mesh.collect_ranks
-        late_ranks = set()
-        for name, replica in router.queue.replica_of.items():
-            if name in self.requests:
-                rank = collect_ranks[replica]
-                late_ranks.add(rank)
-        late = f"rank(s) {sorted(late_ranks)} of {group.world_size}"
-        return CallTimeout(group.role, METHOD, deadline_s, late)
+        replica_of = router.queue.replica_of
+        replicas = {replica_of[name] for name in self.requests if name in replica_of}
+        return {router.mesh.collect_ranks[replica] for replica in replicas}
 
     def finish(self) -> None:
         self.wait(None)
@@ -409,7 +411,8 @@ class RequestRouter:
             for request in requests:
                 call = self.calls.get(request.name)
                 if call:
-                    call.spans.setdefault(replica, (now, now))
+                    rank = self.mesh.collect_ranks[replica]
+                    call.spans.setdefault(rank, (now, now))
 
     def _send(self, aborted: Sequence[str], taken: Sequence[Sequence[GenerationRequest]]) -> None:
         """Tells replicas which requests to abort, then sends each one its new requests.
@@ -484,8 +487,9 @@ class RequestRouter:
         call.completions[name] = completion
         if name in call.told:
             call.unread.append((call.requests[name], completion))
-        started, _ended = call.spans[replica]
-        call.spans[replica] = (started, time.time())
+        rank = self.mesh.collect_ranks[replica]
+        started, _ended = call.spans[rank]
+        call.spans[rank] = (started, time.time())
 
 
 _MAKING = threading.Lock()
