@@ -84,10 +84,14 @@ class RequestCall(PendingCall):
         self.prompts = prompts.select()  # the caller may change its batch meanwhile
         self.requests = {request.name: request for request in requests}
         self.told = names_of_real(prompts, requests)
+        self.error: Exception | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        """Begins without any response."""
         self.completions: dict[str, Completion] = {}
         self.unread: list[FinishedRequest] = []
         """The responses that have ended and that `stream` has not yielded yet."""
-        self.error: Exception | None = None
         self.begun = time.monotonic()
         self.spans: dict[int, tuple[float, float]] = {}
         """When each rank began and last ended something of this call, by `time.time()`."""
@@ -214,12 +218,7 @@ class RequestRouter:
         with self.changed:
             self.aborted += self.queue.remove(call.requests)
             self.sent -= call.requests.keys()
-            call.completions = {}
-            call.unread = []
-            call.spans = {}
-            call.batch = None
-            call.stored = None
-            call.begun = time.monotonic()
+            call.begin()
             self._add(call)
 
     def _add(self, call: RequestCall) -> None:
@@ -231,10 +230,9 @@ class RequestRouter:
         if requests:
             n = len(requests) // len(call.prompts)
             self.queue.add(requests, n)
+            self.start_thread()
         self.calls |= dict.fromkeys(call.requests, call)
         self.changed.notify_all()
-        if requests:
-            self.start_thread()
 
     def start_thread(self) -> None:
         """Starts the thread unless it runs. The caller holds the lock."""
