@@ -68,7 +68,7 @@ class VllmEngine(RolloutEngine):
         self._routers: RouterShape | None = None
         """The shape of the model's routers, if their routing is recorded."""
         self._router_layers: list[int] = []
-        """The numbers of the layers that have a router, if vLLM itself returns their routing."""
+        """The numbers of the layers that have a router, if their routing is recorded."""
         self._has_joined = False
         self._max_model_len = self.config.prompt_length + self.config.response_length
         self._cpu_num_seqs = self.config.max_num_seqs or CPU_NUM_SEQS
@@ -359,13 +359,10 @@ class VllmEngine(RolloutEngine):
         return self.records_routing and self.device == "cuda"
 
     def _record_routing(self) -> None:
-        if self._returns_routing:
-            of_processes = self.llm.collective_rpc("routed_layers")
-            self._router_layers, num_experts, top_k = of_processes[0]
-            self._routers = RouterShape(len(self._router_layers), num_experts, top_k)
-        else:
-            shapes = self.llm.collective_rpc("capture_routing")
-            self._routers = RouterShape(*shapes[0])
+        method = "routed_layers" if self._returns_routing else "capture_routing"
+        of_processes = self.llm.collective_rpc(method)
+        self._router_layers, num_experts, top_k = of_processes[0]
+        self._routers = RouterShape(len(self._router_layers), num_experts, top_k)
 
     def _with_routing(self, ended: Sequence[NamedCompletion]) -> list[NamedCompletion]:
         """Returns responses that have just ended with their routing, if it is recorded."""
