@@ -22,7 +22,7 @@ from verl_like.workers.models.lora import adapted_names, parts_with_experts
 from verl_like.workers.models.pretrained import decoder_layers, empty_model
 from verl_like.workers.models.routed_experts import RouterShape
 from verl_like.workers.planning.flops import attention_heads
-from verl_like.workers.rollout.base import CPU_NUM_SEQS, RolloutEngine
+from verl_like.workers.rollout.base import RolloutEngine
 from verl_like.workers.rollout.request import Completion, GenerationRequest, NamedCompletion
 from verl_like.workers.rollout.token_routing import record_of_bytes, record_of_returned
 from verl_like.workers.rollout.vllm_families import shown_by_numbers
@@ -71,7 +71,6 @@ class VllmEngine(RolloutEngine):
         """The numbers of the layers that have a router, if their routing is recorded."""
         self._has_joined = False
         self._max_model_len = self.config.prompt_length + self.config.response_length
-        self._cpu_num_seqs = self.config.max_num_seqs or CPU_NUM_SEQS
         if self.config.tensor_model_parallel_size == 1:
             self.llm = self._start("uni")
         else:
@@ -122,7 +121,7 @@ class VllmEngine(RolloutEngine):
         max_num_seqs = config.max_num_seqs
         max_num_batched_tokens = config.max_num_batched_tokens
         if on_cpu:
-            max_num_seqs = self._cpu_num_seqs
+            max_num_seqs = super().num_slots
             # On CPU vLLM fails if it splits a prompt whose request has a seed. No prompt is split
             # if a whole sequence has room in a batch.
             wanted = config.max_num_batched_tokens or _CPU_BATCHED_TOKENS
@@ -245,7 +244,7 @@ class VllmEngine(RolloutEngine):
         dtype = getattr(torch, config.dtype)
         bytes_per_block = _CPU_KV_BLOCK_TOKENS * values_per_token * dtype.itemsize
         blocks_per_sequence = math.ceil(self._max_model_len / _CPU_KV_BLOCK_TOKENS)
-        num_blocks = self._cpu_num_seqs * blocks_per_sequence + 1  # vLLM keeps one for itself
+        num_blocks = super().num_slots * blocks_per_sequence + 1  # vLLM keeps one for itself
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         limit = int(config.gpu_memory_utilization * free)
         return min(num_blocks * bytes_per_block, limit)
