@@ -6,14 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from verl_like.protocol import PAD_COLUMN, DataProto, Metric
 from verl_like.protocol.row_ops import (
     RowTaker,
-    jagged_from_lengths,
+    jagged_from_arrays,
     jagged_from_lists,
     jagged_parts,
 )
@@ -203,7 +202,6 @@ def _routing(completions: Sequence[Completion]) -> Tensor:
     Raises ValueError if some have no routing.
     """
     arrays = []
-    lengths = []
     for number, completion in enumerate(completions):
         routing = completion.routed_experts
         if routing is None:
@@ -212,9 +210,7 @@ def _routing(completions: Sequence[Completion]) -> Tensor:
                 "the engine record it for all of them"
             )
         arrays.append(routing)
-        lengths.append(len(routing))
-    values = np.concatenate(arrays)
-    return jagged_from_lengths(torch.from_numpy(values), torch.tensor(lengths))
+    return jagged_from_arrays(arrays)
 
 
 def _hit_rate(prompts: DataProto, completions: Sequence[Completion], n: int) -> Metric:
