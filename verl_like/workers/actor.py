@@ -1,6 +1,5 @@
 """The trained policy: it computes log-probabilities, updates itself, and exports its weights."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -30,6 +29,7 @@ from verl_like.workers.engine.mini_batches import (
     MicroBatch,
     MicroLoss,
     MicroMetrics,
+    MicroPass,
     MiniBatch,
     forward,
     update,
@@ -100,7 +100,7 @@ class ScoringWorker(ActorRolloutRefWorker):
         scores = partial(
             self.score_tokens, with_entropy=True, with_sum_pi_squared=self.with_sum_pi_squared
         )
-        compute: Callable[[MicroBatch], tuple[Tensor, ...]] = scores
+        compute: MicroPass = scores
         rows = Rows.of(data)
         if self.replay_mode == "R3":
             self.require_routing(rows)
@@ -139,9 +139,7 @@ class ScoringWorker(ActorRolloutRefWorker):
             log_probs[offsets[row] : offsets[row + 1]] = computed[number]
         return jagged_from_offsets(log_probs, offsets)
 
-    def with_routing(
-        self, compute: Callable[[MicroBatch], tuple[Tensor, ...]], micro: MicroBatch
-    ) -> tuple[Tensor, ...]:
+    def with_routing(self, compute: MicroPass, micro: MicroBatch) -> tuple[Tensor, ...]:
         """Returns what `compute` does, and the experts that the routers selected for each token,
         (N, L, k)."""
         record = RoutingRecord()
@@ -172,7 +170,7 @@ class ScoringWorker(ActorRolloutRefWorker):
         rows = Rows.of(data)
         passes = log_prob_micro_batching(self.config.rollout)
         columns = ["old_log_probs"]
-        compute: Callable[[MicroBatch], tuple[Tensor, ...]] = log_probs
+        compute: MicroPass = log_probs
         if with_experts:
             columns.append(ROUTED_EXPERTS)
             compute = partial(self.with_routing, log_probs)

@@ -1,7 +1,7 @@
 """The base classes of workers with a model: they make its engine, checkpoints and exports."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -17,7 +17,13 @@ from verl_like.workers.config.supervised import TrainingConfig
 from verl_like.workers.engine.base import FileDigests, TrainingEngine
 from verl_like.workers.engine.fsdp import FsdpEngine
 from verl_like.workers.engine.mesh import init_process_group
-from verl_like.workers.engine.mini_batches import MicroBatch, MicroLoss, UpdateSchedule, forward
+from verl_like.workers.engine.mini_batches import (
+    MicroBatch,
+    MicroLoss,
+    MicroPass,
+    UpdateSchedule,
+    forward,
+)
 from verl_like.workers.engine.routed_loss import RoutedLoss
 from verl_like.workers.engine.throughput import Stopwatch
 from verl_like.workers.models.lora import with_scale
@@ -126,7 +132,7 @@ class ModelWorker(Worker):
         data: DataProto,
         columns: Sequence[str],
         micro_batching: MicroBatching,
-        compute: Callable[[MicroBatch], tuple[Tensor, ...]],
+        compute: MicroPass,
         phase: str,
     ) -> DataProto:
         """Runs the model over all rows without gradients, and returns the `columns`, jagged.
