@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Annotated, Any
 
@@ -51,6 +52,26 @@ class Answer(BaseModel):
     # A list is accepted too, because JSON has no tuples.
     ran: Annotated[tuple[int, float, float], Strict(False)] | None = None
     """(process id, start, end) by time.time(). None if the process gave no answer."""
+
+
+def start_supervised(
+    module: str, socket_fd: int, folders: Sequence[str], max_memory_gb: float
+) -> subprocess.Popen[bytes]:
+    """Starts an interpreter that runs `serve` of a module with one end of a socket.
+
+    It imports from `folders`, and may use `max_memory_gb` (10^9 bytes).
+    """
+    program = (
+        f"import sys; sys.path[:] = {[str(folder) for folder in folders]!r}\n"
+        f"from {module} import serve\n"
+        f"serve({socket_fd}, {os.getpid()}, {int(max_memory_gb * GIGABYTE)})"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.DEVNULL,
+        pass_fds=[socket_fd],
+        process_group=0,  # it does not get the terminal's signals to the driver
+    )
 
 
 def end_supervisor(popen: subprocess.Popen[bytes]) -> int:
@@ -162,21 +183,14 @@ class RewardProcess:
         limit = struct.pack("@ll", _TRANSFER_S, 0)  # a timeval: seconds, microseconds
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             ours.setsockopt(socket.SOL_SOCKET, option, limit)
-        program = (
-            f"import sys; sys.path[:] = {[str(entry) for entry in sys.path]!r}\n"
-            f"from verl_like.rewards.scoring_server import serve\n"
-            f"serve({theirs.fileno()}, {os.getpid()}, {int(self.max_memory_gb * GIGABYTE)})"
-        )
+        module = "verl_like.rewards.scoring_server"
         with self._lock, theirs:
             if self._is_killed:
                 ours.close()
                 raise ProcessDied("it was stopped")
             try:
-                self._popen = subprocess.Popen(
-                    [sys.executable, "-c", program],
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=[theirs.fileno()],
-                    process_group=0,  # it does not get the terminal's signals to the driver
+                self._popen = start_supervised(
+                    module, theirs.fileno(), sys.path, self.max_memory_gb
                 )
             except OSError as error:
                 ours.close()

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationError
 
-from verl_like.rewards.process import EXIT_S, GIGABYTE, START_S, end_supervisor
+from verl_like.rewards.process import EXIT_S, START_S, end_supervisor, start_supervised
 from verl_like.rewards.supervisor import MEMORY_EXIT_CODE
 from verl_like.workers.agents.episode import EpisodeFailed, FailureKind, Restarted
 from verl_like.workers.agents.host_process import (
@@ -29,6 +29,7 @@ _GRACE_S = 1.0
 _ATTEMPTS = 3
 _LOADING = 0
 """The seat of the call that loads the code."""
+_PROGRAM = "verl_like.workers.agents.host_process"
 _DESCRIBE = "verl_like.workers.agents.description:describe"
 
 
@@ -206,9 +207,10 @@ class _Process(asyncio.Protocol):
         self._transport: Any = None
         self._ending: asyncio.Task[Any] | None = None
         self._loop = asyncio.get_running_loop()
+        folders = [*sys.path, os.getcwd()]
         ours, theirs = socket.socketpair()
         with theirs:
-            self._popen = self._spawn(theirs.fileno())
+            self._popen = start_supervised(_PROGRAM, theirs.fileno(), folders, max_memory_gb)
         self._loading = self._loop.create_task(self._load(ours))
 
     async def ready(self) -> None:
@@ -275,23 +277,6 @@ class _Process(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._end(self._code.kind)
-
-    def _spawn(self, socket_fd: int) -> subprocess.Popen[bytes]:
-        """Starts an interpreter that runs `serve` with this end of a socket."""
-        folders = [str(folder) for folder in sys.path]
-        folders.append(os.getcwd())
-        max_memory_bytes = int(self._max_memory_gb * GIGABYTE)
-        program = (
-            f"import sys; sys.path[:] = {folders!r}\n"
-            f"from verl_like.workers.agents.host_process import serve\n"
-            f"serve({socket_fd}, {os.getpid()}, {max_memory_bytes})"
-        )
-        return subprocess.Popen(
-            [sys.executable, "-c", program],
-            stdin=subprocess.DEVNULL,
-            pass_fds=[socket_fd],
-            process_group=0,  # it does not get the terminal's signals to the driver
-        )
 
     async def _load(self, ours: socket.socket) -> None:
         """Has the process load the code."""
