@@ -130,12 +130,7 @@ class EpisodeRunner:
         running.result(limit_s)
 
     def _has_news(self) -> bool:
-        news = self._exchange
-        if self._failure is not None:
-            return True
-        if news.episodes:
-            return True
-        return bool(news.requests or news.aborted)
+        return self._failure is not None or self._exchange != Exchange()
 
     def _begin(self, specs: Sequence[EpisodeSpec]) -> None:
         for spec in specs:
