@@ -4,7 +4,6 @@ import contextlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -379,20 +378,19 @@ class RolloutEngine(ABC):
         """Returns how batches of prompts become requests, by the configuration."""
         config = self.config
         val_kwargs = config.val_kwargs
-        training = self._sampling(config)
         return RequestRules(
             seed=self.seed,
-            training=training,
+            training=self._sampling(config),
             num_samples=config.n,
             validation=self._sampling(val_kwargs),
             num_validation_samples=val_kwargs.n,
-            greedy=replace(training, temperature=0.0, top_k=-1, top_p=1.0),
+            greedy=self._sampling(SamplingConfig(temperature=0.0)),
             routing=config.routing,
             num_slots=self.num_slots,
         )
 
     def _sampling(self, source: SamplingConfig) -> Sampling:
-        """Returns the sampling of training or validation; temperature 0 ignores top-k and top-p."""
+        """Returns the sampling of a configuration; temperature 0 ignores top-k and top-p."""
         greedy = source.temperature == 0
         return Sampling(
             temperature=source.temperature,
