@@ -174,17 +174,17 @@ class ActorRolloutRefConfig(ConfigModel):
     @model_validator(mode="after")
     def an_adapter_has_an_engine_that_takes_it(self) -> "ActorRolloutRefConfig":
         rollout = self.rollout
-        untried = []
-        untried += [f"quantization={rollout.quantization}"] if rollout.quantization else []
-        untried += (
-            [f"weight_transport={rollout.weight_transport}"] if rollout.sends_directly else []
-        )
-        size = rollout.tensor_model_parallel_size
-        untried += [f"tensor_model_parallel_size={size}"] if size > 1 else []
+        untried = None
+        if rollout.quantization:
+            untried = f"quantization={rollout.quantization}"
+        elif rollout.sends_directly:
+            untried = f"weight_transport={rollout.weight_transport}"
+        elif rollout.tensor_model_parallel_size > 1:
+            untried = f"tensor_model_parallel_size={rollout.tensor_model_parallel_size}"
         if self.model.lora_rank and untried:
             raise ValueError(
-                f"model.lora_rank={self.model.lora_rank} with rollout.{untried[0]}: adapters do "
-                "not travel there; leave the latter as it is by default, or set lora_rank=0"
+                f"model.lora_rank={self.model.lora_rank} with rollout.{untried}: adapters do not "
+                "travel there; leave the latter as it is by default, or set lora_rank=0"
             )
         return self
 
@@ -193,11 +193,10 @@ class ActorRolloutRefConfig(ConfigModel):
         """The model of the teacher, if the policy loss has the option `teacher_path`. The rest is
         the policy's."""
         path = (self.actor.policy_loss.model_extra or {}).get("teacher_path")
-        return (
-            self.model.model_copy(update={"path": path, "tokenizer_path": None, "lora_rank": 0})
-            if path
-            else None
-        )
+        if not path:
+            return None
+        own = {"path": path, "tokenizer_path": None, "lora_rank": 0}
+        return self.model.model_copy(update=own)
 
 
 class CriticModelConfig(TrainedModelConfig):
