@@ -9,6 +9,7 @@ from verl_like.config_model import (
     Follows,
     NonNegativeFloat,
     OpenConfigModel,
+    PositiveFloat,
     PositiveInt,
 )
 from verl_like.workers.config.engine import ForwardFsdpConfig, OptimConfig, TrainedFsdpConfig
@@ -131,7 +132,7 @@ class ActorConfig(OpenConfigModel):
     null keeps none."""
     ppo_epochs: PositiveInt = 1
     """Passes over one batch of experience."""
-    grad_clip: Annotated[float, Field(gt=0)] = 1.0
+    grad_clip: PositiveFloat = 1.0
     """Largest gradient norm; larger gradients are scaled down to it."""
     optim: OptimConfig = OptimConfig()
     fsdp_config: TrainedFsdpConfig = TrainedFsdpConfig()
@@ -239,9 +240,9 @@ class CriticConfig(ConfigModel):
     limit counts for each of them. It divides the pool's size."""
     ppo_epochs: Annotated[PositiveInt, Follows("${actor_rollout_ref.actor.ppo_epochs}")]
     """Passes over one batch of experience."""
-    grad_clip: Annotated[float, Field(gt=0)] = 1.0
+    grad_clip: PositiveFloat = 1.0
     """Largest gradient norm; larger gradients are scaled down to it."""
-    cliprange_value: Annotated[float, Field(gt=0)] = 0.5
+    cliprange_value: PositiveFloat = 0.5
     """Clip range of the new value around the old one in the value loss."""
     loss_agg_mode: Annotated[LossAggMode, Follows("${actor_rollout_ref.actor.loss_agg_mode}")]
     """How the per-token loss becomes one number: token-mean, token-sum, seq-mean-token-sum,
