@@ -78,10 +78,7 @@ def assemble_episodes(
     for number, episode in enumerate(episodes):
         prompt = number // n
         num_left[prompt] += episode.ended != "failed"
-    dropped = set()
-    for prompt, num in num_left.items():
-        if num < needed:
-            dropped.add(prompt)
+    dropped = {prompt for prompt, num in num_left.items() if num < needed}
     prompt_ids = prompt_tokens(prompts)
     rows: list[FinishedRow] = []
     sample_of_row = []

@@ -38,10 +38,8 @@ class ChatFormat:
 
         self.tokenizer: Any = get_cached_tokenizer(tokenizer)  # each parser asks for its vocabulary
         self.template_kwargs = template_kwargs
-        self.end_texts: dict[int, str] = {}
+        self.end_texts = {token: tokenizer.decode([token]) for token in end_token_ids}
         """The texts of the tokens that end a turn, by the tokens."""
-        for token in end_token_ids:
-            self.end_texts[token] = tokenizer.decode([token])
         self.tool_parser = tool_parser
         self.reasoning_parser = reasoning_parser
         self.keep_reasoning = keep_reasoning
@@ -55,7 +53,7 @@ class ChatFormat:
         from vllm.parser import ParserManager
 
         try:
-            parser_class: Any = ParserManager.get_parser(
+            return ParserManager.get_parser(
                 tool_parser_name=self.tool_parser,
                 reasoning_parser_name=self.reasoning_parser,
                 enable_auto_tools=True,
@@ -68,7 +66,6 @@ class ChatFormat:
                 f"tokenizer: {error}. Take the parsers that vLLM's documentation names for the "
                 "model"
             ) from error
-        return parser_class
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any], *, is_prompt: bool) -> str:
         """Returns the text of messages. With `is_prompt` the model is to answer them."""
@@ -266,12 +263,8 @@ def text_of(content: Any) -> str:
     """Returns the text of a message's content, which may be a list of parts."""
     if not isinstance(content, list):
         return content or ""
-    texts = []
-    for part in content:
-        if isinstance(part, dict):
-            text = part.get("text") or ""
-            texts.append(str(text))
-    return "".join(texts)
+    parts = [part for part in content if isinstance(part, dict)]
+    return "".join(str(part.get("text") or "") for part in parts)
 
 
 @dataclass(frozen=True, eq=False)

@@ -349,12 +349,10 @@ class _Process(asyncio.Protocol):
             limit = f"agent.max_memory_gb={self._max_memory_gb:g}"
             cause = f"used more memory than {limit} and was ended; use less, or raise that"
         for call in self._calls.values():
-            failure = self._failure(kind, cause)
-            if blamed in (None, call.seat):
-                call.fail(failure)
-                continue
-            restarted = Restarted(str(failure))
-            call.fail(restarted)
+            failure: Exception = self._failure(kind, cause)
+            if blamed not in (None, call.seat):
+                failure = Restarted(str(failure))
+            call.fail(failure)
         self._calls.clear()
         if self._transport is not None:
             self._transport.abort()

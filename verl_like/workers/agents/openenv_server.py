@@ -214,10 +214,7 @@ def describe_openenv(address: str) -> Description:
                 f"agent.server=openenv://{address} does not answer as OpenEnv 0.10 does: {error}. "
                 "Start it with what scripts/agents_environment.sh openenv installs"
             ) from error
-    schemas = []
-    for tool in tools:
-        function = tool.model_dump()
-        schemas.append({"type": "function", "function": function})
+    schemas = [{"type": "function", "function": tool.model_dump()} for tool in tools]
     return Description(tools=schemas, has_reward=True)
 
 

@@ -227,8 +227,7 @@ class EpisodeRouter(RequestRouter):
 
     def unfinished_calls(self) -> set[RequestCall]:
         calls = super().unfinished_calls()
-        for running in self.running.values():
-            calls.add(running.call)
+        calls.update(running.call for running in self.running.values())
         self.running = {}
         self.episode_of_request = {}
         self._empty_outbox()

@@ -235,10 +235,11 @@ def _stopped(completion: Completion, stop_token_ids: TokenIds, find_stop: FindSt
     length, text = find_stop(token_ids, stop_token is not None)
     if text is None:
         return Drawn(completion, stop_token)
-    versions = []
-    for version, start, end in completion.versions:
-        if start < length:
-            versions.append((version, start, min(end, length)))
+    versions = [
+        (version, start, min(end, length))
+        for version, start, end in completion.versions
+        if start < length
+    ]
     kept = Completion(
         completion.token_ids[:length],
         completion.log_probs[:length],

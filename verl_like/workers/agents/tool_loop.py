@@ -40,13 +40,13 @@ class EnvironmentClass:
 
     async def run(self, session: Session) -> Outcome:
         seat = await self.hosts.seat()
-        has_ended = False
+        failed = True
         try:
             outcome = await self.loop.run(seat, session)
-            has_ended = True
+            failed = False
             return outcome
         finally:
-            seat.leave(failed=not has_ended)
+            seat.leave(failed)
 
 
 class ToolLoop:
@@ -177,8 +177,7 @@ class ToolLoop:
         is_error = bool(problem)
         if is_error:
             result = {"error": problem}
-        ended = time.monotonic()
-        seconds = ended - started
+        seconds = time.monotonic() - started
         used = ToolCall(name, str(arguments), str(result), seconds, is_error)
         *_, last_turn = session.turns.values()
         last_turn.tool_calls.append(used)
