@@ -101,12 +101,10 @@ def greedy_requests(prompts: DataProto, max_tokens: int) -> list[GenerationReque
     sampling = Sampling(
         temperature=0.0, top_k=-1, top_p=1.0, max_tokens=max_tokens, stop_token_ids=()
     )
-    requests = []
-    for row, token_ids in enumerate(prompt_tokens(prompts)):
-        name = f"prompt {row}, drawn greedily"
-        request = GenerationRequest(name, token_ids, seed=0, sampling=sampling)
-        requests.append(request)
-    return requests
+    return [
+        GenerationRequest(f"prompt {row}, drawn greedily", token_ids, seed=0, sampling=sampling)
+        for row, token_ids in enumerate(prompt_tokens(prompts))
+    ]
 
 
 def prompt_uids(prompts: DataProto) -> list[str]:

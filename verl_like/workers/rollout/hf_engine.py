@@ -147,11 +147,12 @@ class HfEngine(RolloutEngine):
     def _abort(self, names: Collection[str]) -> None:
         self._waiting = [request for request in self._waiting if request.name not in names]
         for batch in self._batches:
-            rows = []
-            for row, response in enumerate(batch.responses):
-                if response.request.name not in names:
-                    rows.append(row)
-            batch.keep(rows)
+            kept = [
+                row
+                for row, response in enumerate(batch.responses)
+                if response.request.name not in names
+            ]
+            batch.keep(kept)
         self._batches = [batch for batch in self._batches if batch.responses]
 
     def _step(self) -> list[NamedCompletion]:

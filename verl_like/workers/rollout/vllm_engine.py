@@ -12,7 +12,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, get_args
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
@@ -344,11 +343,8 @@ class VllmEngine(RolloutEngine):
         return request.name, prompt, parameters, arrival_time, adapter
 
     def _step(self) -> list[NamedCompletion]:
-        ended = []
-        for request in self.llm.llm_engine.step():
-            if request.finished:
-                response = completion(request)
-                ended.append((request.request_id, response))
+        finished = [request for request in self.llm.llm_engine.step() if request.finished]
+        ended = [(request.request_id, completion(request)) for request in finished]
         return self._with_routing(ended)
 
     @property
@@ -518,13 +514,11 @@ def require_room(free: int, total: int, needed: int) -> None:
 def completion(request: Any) -> Completion:
     """Returns the response of a finished request, which is vLLM's RequestOutput."""
     (output,) = request.outputs
-    versions = []
-    for span in output.weight_versions:
-        version = int(span.version)
-        versions.append((version, span.start, span.end))
-    token_ids = np.array(output.token_ids, np.int64)
-    log_probs = np.array(output.logprobs.logprobs, np.float32)
-    num_cached_tokens = request.num_cached_tokens or 0
-    # Of all layers, and only if vLLM itself returns it.
-    routed_experts = output.routed_experts
-    return Completion(token_ids, log_probs, tuple(versions), num_cached_tokens, routed_experts)
+    versions = [(int(span.version), span.start, span.end) for span in output.weight_versions]
+    return Completion(
+        output.token_ids,
+        output.logprobs.logprobs,
+        tuple(versions),
+        request.num_cached_tokens or 0,
+        output.routed_experts,  # of all layers, and only if vLLM itself returns it
+    )
