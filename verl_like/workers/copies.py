@@ -86,9 +86,7 @@ class CopyWorker(ModelWorker):
             files = files_in(self.engine.file_layout, name, weight)
             for file in files:
                 weights[file.name] = (file, weight)
-        shapes = {}
-        for name, (file, _weight) in weights.items():
-            shapes[name] = torch.Size(file.shape)
+        shapes = {name: torch.Size(file.shape) for name, (file, _weight) in weights.items()}
         sent_shapes = {name: tensor.shape for name, tensor in iterate_weights(received)}
         other_model = f"{what} are not of the model {self.model_config.path}"
         check_arrival(sent_shapes, shapes, other_model)

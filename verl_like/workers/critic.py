@@ -162,9 +162,9 @@ class CriticWorker(ValueWorker, TrainedWorker):
             aggregate=mini_batch.aggregate(self.config.loss_agg_mode),
         )
         loss, token_sums = compute_value_loss(**vars(inputs))
-        metrics: MicroMetrics = {}
-        for name, total in token_sums.items():
-            metrics[name] = DeviceMetric.token_mean(total, num_tokens)
+        metrics = {
+            name: DeviceMetric.token_mean(total, num_tokens) for name, total in token_sums.items()
+        }
         metrics["critic/vf_loss"] = DeviceMetric.loss(loss, mini_batch)
         metrics["critic/vpred_mean"] = DeviceMetric.token_mean(vpreds_BR.sum(), num_tokens)
         return loss, metrics

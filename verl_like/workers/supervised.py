@@ -157,9 +157,8 @@ class SupervisedWorker(TrainedWorker):
             mask = _mask(losses, micro)
             has_tokens = mask.bool().any(-1)
             losses = zero_masked(losses, has_tokens)
-        metrics: MicroMetrics = {}
-        for name, metric in _means(values, micro).items():
-            metrics[f"{self.prefix}/{name}"] = metric
+        means = _means(values, micro)
+        metrics = {f"{self.prefix}/{name}": metric for name, metric in means.items()}
         num_tokens = mask_bR.sum()
         metrics[f"{self.prefix}/num_tokens"] = DeviceMetric((num_tokens,), Metric.sum)
         return losses.sum() / count, metrics
@@ -268,9 +267,7 @@ class DPOWorker(SupervisedWorker):
             (log_probs_B,) = forward(
                 self.reference, rows, self.micro_batching, score, by_token=False
             )
-        columns = dict(rows.columns)
-        columns["reference_log_probs"] = log_probs_B
-        return replace(rows, columns=columns)
+        return replace(rows, columns={**rows.columns, "reference_log_probs": log_probs_B})
 
     def losses(self, micro: MicroBatch) -> Losses:
         """Returns the loss `training.loss_type` of each pair, (s,).
@@ -320,10 +317,8 @@ class ILQLWorker(SupervisedWorker):
         """
         settings = self.training
         packed = self.engine.pack(micro.on_host)
-        columns = []
-        for scored in self.engine.run(packed):
-            of_tokens = packed.of_tokens(scored)
-            columns.append(micro.of_rows(of_tokens))
+        scores = self.engine.run(packed)
+        columns = [micro.of_rows(packed.of_tokens(scored)) for scored in scores]
         terms = ilql_losses(
             *columns,
             scores=micro["score"],
@@ -346,11 +341,9 @@ class ILQLWorker(SupervisedWorker):
 
 def _means(values: dict[str, Tensor], micro: MicroBatch) -> MicroMetrics:
     """Returns the means of values of tokens or of samples as metrics."""
-    metrics = {}
-    for name, value in values.items():
-        mask = _mask(value, micro)
-        metrics[name] = DeviceMetric.of(name, value, mask)
-    return metrics
+    return {
+        name: DeviceMetric.of(name, value, _mask(value, micro)) for name, value in values.items()
+    }
 
 
 def _mask(values: Tensor | float, micro: MicroBatch) -> Tensor:
