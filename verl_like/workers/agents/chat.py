@@ -110,7 +110,9 @@ class ChatFormat:
         parser = self._parser(request, kwargs)
         drawn_ids = list(token_ids)
         if text is None:
-            ids = self.without_end(drawn_ids)
+            ids = drawn_ids
+            if ids and ids[-1] in self.end_texts:
+                ids = ids[:-1]
             skips = request.skip_special_tokens
             text = self.tokenizer.decode(ids, skip_special_tokens=skips)
         try:
@@ -154,16 +156,7 @@ class ChatFormat:
         no JSON."""
         reads_calls = self.parser_class.tool_parser_cls
         start = getattr(reads_calls, "tool_call_start_token", "")
-        if not start:
-            return False
-        return start in message["content"]
-
-    def without_end(self, token_ids: TokenIds) -> list[int]:
-        """Returns the tokens of a turn without the one that ends it."""
-        kept = list(token_ids)
-        if kept and kept[-1] in self.end_texts:
-            kept.pop()
-        return kept
+        return bool(start) and start in message["content"]
 
     def tail(self, prompt: str, before: str, token_ids: TokenIds) -> list[int] | None:
         """Returns the tokens that a prompt has behind a turn that was drawn.

@@ -357,9 +357,7 @@ class RolloutEngine(ABC):
         Raises WeightSyncError if what arrived was not checked either.
         """
         without = sorted(expected.keys() - loaded.keys())
-        if not without:
-            return
-        if self.config.sends_directly:
+        if without and self.config.sends_directly:
             raise WeightSyncError(
                 f"It is not known how the engine keeps {', '.join(without[:5])}, so what arrives "
                 "is checked before it is loaded, which "
