@@ -152,7 +152,7 @@ class Hosts:
     def _running(self) -> list["_Process"]:
         """The processes that run. As many are started as are missing."""
         self._processes = [each for each in self._processes if not each.has_left_nothing()]
-        running = [each for each in self._processes if not each.is_ended]
+        running = [each for each in self._processes if not each.ending]
         num_missing = self._num_processes - len(running)
         for _ in range(num_missing):
             new = _Process(self._code, self._max_memory_gb)
@@ -197,7 +197,8 @@ class _Process(asyncio.Protocol):
         self.num_episodes = 0
         self.numbers = itertools.count(_LOADING + 1)
         """Of its seats and calls."""
-        self.is_ended = False
+        self.ending: asyncio.Task[Any] | None = None
+        """Ends the process and all programs below it. None while it runs."""
         self._code = code
         self._max_memory_gb = max_memory_gb
         self._calls: dict[int, _Call] = {}
@@ -205,7 +206,6 @@ class _Process(asyncio.Protocol):
         self._unsent: list[bytes] = []
         """Lines that travel together when the event loop comes to it."""
         self._transport: Any = None
-        self._ending: asyncio.Task[Any] | None = None
         self._loop = asyncio.get_running_loop()
         folders = [*sys.path, os.getcwd()]
         ours, theirs = socket.socketpair()
@@ -220,7 +220,7 @@ class _Process(asyncio.Protocol):
 
     async def call(self, seat: int, method: str, arguments: JsonObject, limit_s: float) -> Any:
         """See `Seat.call`."""
-        if self.is_ended:
+        if self.ending:
             raise Restarted
         number = next(self.numbers)
         self.send({"id": number, "seat": seat, "method": method, "arguments": arguments})
@@ -239,7 +239,7 @@ class _Process(asyncio.Protocol):
 
     def send(self, message: JsonObject) -> None:
         """Sends a message, unless the process has ended."""
-        if self.is_ended or self._transport is None:
+        if self.ending or self._transport is None:
             return
         line = to_line(message)
         if not self._unsent:
@@ -253,14 +253,14 @@ class _Process(asyncio.Protocol):
 
     def has_left_nothing(self) -> bool:
         """Returns whether it has ended with all programs below it."""
-        return self._ending is not None and self._ending.done()
+        return self.ending is not None and self.ending.done()
 
     async def close(self) -> None:
         """Ends the process and all programs below it."""
         self._loading.cancel()
         self._end(self._code.kind, "was stopped", _LOADING)
-        assert self._ending is not None
-        await self._ending
+        assert self.ending is not None
+        await self.ending
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
@@ -333,11 +333,10 @@ class _Process(asyncio.Protocol):
     def _end(self, kind: FailureKind, cause: str = "", blamed: int | None = None) -> None:
         """Ends the process, unless it has ended. The episode at the seat `blamed` has failed, or
         with None each that has a call. Without a cause the process has ended by itself."""
-        if self.is_ended:
+        if self.ending:
             return
-        self.is_ended = True
         burial = self._bury(kind, cause, blamed)
-        self._ending = self._loop.create_task(burial)
+        self.ending = self._loop.create_task(burial)
 
     async def _bury(self, kind: FailureKind, cause: str, blamed: int | None) -> None:
         """Answers the calls and ends what is left of the process."""
