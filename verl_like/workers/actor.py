@@ -368,9 +368,7 @@ class ActorWorker(ScoringWorker, TrainedWorker):
             **loss_columns,
         )
         loss, values = call_by_name(self.policy_loss_fn, vars(inputs))
-        metrics = {
-            name: DeviceMetric.of(name, value, mask_BR) for name, value in values.items()
-        }
+        metrics = {name: DeviceMetric.of(name, value, mask_BR) for name, value in values.items()}
         metrics["actor/pg_loss"] = DeviceMetric.loss(loss, mini_batch)
         num_tokens = mask_BR.sum()
         rollout_log_prob_BR = columns.get("rollout_log_probs")

@@ -10,12 +10,7 @@ import torch
 from torch import Tensor
 
 from verl_like.protocol import PAD_COLUMN, DataProto, Metric
-from verl_like.protocol.row_ops import (
-    RowTaker,
-    jagged_from_arrays,
-    jagged_from_lists,
-    jagged_parts,
-)
+from verl_like.protocol.row_ops import RowTaker, jagged_from_arrays, jagged_from_lists, jagged_parts
 from verl_like.workers.models.routed_experts import ROUTED_EXPERTS, count_own
 from verl_like.workers.rollout.request import Completion, GenerationRequest, Sampling, request_seed
 
