@@ -1,11 +1,10 @@
 """The critic of PPO, which predicts the return from each response token and learns from returns."""
 
-from typing import Any
+from typing import ClassVar
 
 from torch import Tensor
 
 from verl_like.algorithms.value_loss import ValueLossInputs, compute_value_loss
-from verl_like.plugins import refuse_overridden
 from verl_like.protocol import DataProto
 from verl_like.single_controller.decorator import (
     Dispatch,
@@ -37,6 +36,7 @@ class ValueWorker(ModelWorker):
 
     model_class = ValueModel
     model_key = "critic.model"
+    replaced_methods: ClassVar = {"_predict": "override values_of_tokens, which returns (K,)"}
 
     def __init__(
         self,
@@ -51,15 +51,6 @@ class ValueWorker(ModelWorker):
         self.model_config = config.model
         self.fsdp_config = config.model.fsdp_config
         self.weight_transport = WEIGHT_TRANSPORTS[weight_transport]()
-
-    def __init_subclass__(cls, **arguments: Any) -> None:
-        """Raises ValueError for a subclass that overrides `_predict`, which nothing calls any more.
-
-        Earlier versions called it for each pass of the model.
-        """
-        super().__init_subclass__(**arguments)
-        replaced = {"_predict": "override values_of_tokens, which returns (K,)"}
-        refuse_overridden(cls, ValueWorker, replaced)
 
     @register(
         dispatch_mode=BY_SHARD,

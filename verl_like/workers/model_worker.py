@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from verl_like.plugins import Extensible
 from verl_like.protocol import DataProto, Metric
 from verl_like.single_controller.decorator import Dispatch, register
 from verl_like.single_controller.worker import Worker
@@ -51,7 +52,7 @@ def log_probs_of_tokens(engine: TrainingEngine, micro: MicroBatch) -> Tensor:
     return packed.of_tokens(scored)
 
 
-class ModelWorker(Worker):
+class ModelWorker(Extensible, Worker):
     """One rank of a model that an engine runs. `init_model` of a subclass starts the engine.
 
     `shares_device` is True if a rollout engine uses the memory of the device in turn.

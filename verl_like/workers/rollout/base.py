@@ -4,12 +4,12 @@ import contextlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
-from typing import Any
+from typing import ClassVar
 
 import numpy as np
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from verl_like.plugins import refuse_replaced
+from verl_like.plugins import Extensible
 from verl_like.workers.config.models import TrainedModelConfig
 from verl_like.workers.config.rollout import RolloutConfig, SamplingConfig
 from verl_like.workers.models.pretrained import load_hf_config, load_tokenizer
@@ -36,17 +36,7 @@ CPU_NUM_SEQS = 256
 say it."""
 
 
-_REPLACED = {
-    "stream_sequences": "the driver makes requests of a batch; submit and step take these",
-    "requests_for": "requests of a batch follow from rules()",
-    "batch_of": "a batch is made of the completions that step returns, by assemble of "
-    "verl_like.workers.rollout.batch",
-    "greedy_requests": "greedy_requests of verl_like.workers.rollout.batch makes them",
-    "capture_routing": "the constructor gets records_routing; set can_record_routing = True",
-}
-
-
-class RolloutEngine(ABC):
+class RolloutEngine(Extensible, ABC):
     """Generates responses with the trainer's weights.
 
     Subclasses implement how tokens are sampled and how weights are loaded. Requests and weights can
@@ -69,9 +59,14 @@ class RolloutEngine(ABC):
     can_record_routing = False
     """Whether the engine can say which experts compute each token."""
 
-    def __init_subclass__(cls, **arguments: Any) -> None:
-        super().__init_subclass__(**arguments)
-        refuse_replaced(cls, _REPLACED)
+    replaced_methods: ClassVar = {
+        "stream_sequences": "the driver makes requests of a batch; submit and step take these",
+        "requests_for": "requests of a batch follow from rules()",
+        "batch_of": "a batch is made of the completions that step returns, by assemble of "
+        "verl_like.workers.rollout.batch",
+        "greedy_requests": "greedy_requests of verl_like.workers.rollout.batch makes them",
+        "capture_routing": "the constructor gets records_routing; set can_record_routing = True",
+    }
 
     def __init__(
         self,
