@@ -34,7 +34,7 @@ from verl_like.workers.engine.mini_batches import (
     forward,
     update,
 )
-from verl_like.workers.model_worker import TrainedWorker, log_probs_of_tokens, metrics_alone
+from verl_like.workers.model_worker import TrainedWorker, metrics_alone, scores_of_tokens
 from verl_like.workers.models.packed_models import PackedModel
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS, Rows
 from verl_like.workers.models.routed_experts import (
@@ -164,8 +164,8 @@ class ScoringWorker(ActorRolloutRefWorker):
         The check of the rollout engine compares them with those of `RolloutWorker.draw_greedily`.
         """
 
-        def log_probs(micro: MicroBatch) -> tuple[Tensor]:
-            return (log_probs_of_tokens(self.engine, micro),)
+        def log_probs(micro: MicroBatch) -> tuple[Tensor, ...]:
+            return scores_of_tokens(self.engine, micro, 1.0)
 
         rows = Rows.of(data)
         passes = log_prob_micro_batching(self.config.rollout)
@@ -407,7 +407,8 @@ class ActorWorker(ScoringWorker, TrainedWorker):
         The loss is -ptx_coef / N sum log p(token | tokens before it), over the N learned tokens of
         such rows in the mini-batch.
         """
-        log_probs = log_probs_of_tokens(self.engine, micro)  # whatever temperature the rollout has
+        # At temperature 1, whatever the rollout has.
+        (log_probs,) = scores_of_tokens(self.engine, micro, 1.0)
         log_prob_BR = micro.of_rows(log_probs)
         loss = -log_prob_BR.sum() / max(mini_batch.num_tokens, 1)
         metrics = {"actor/ptx_loss": DeviceMetric.loss(loss, mini_batch)}

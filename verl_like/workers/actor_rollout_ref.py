@@ -8,7 +8,7 @@ from torch import Tensor
 from verl_like.protocol import DataProto
 from verl_like.workers.config.roles import ActorRolloutRefConfig
 from verl_like.workers.engine.mini_batches import MicroBatch
-from verl_like.workers.model_worker import ModelWorker
+from verl_like.workers.model_worker import ModelWorker, scores_of_tokens
 from verl_like.workers.models.packed_models import PackedModel, PolicyModel
 from verl_like.workers.models.packing import Rows
 from verl_like.workers.models.routed_experts import ROUTED_EXPERTS, RouterShape, check_routing
@@ -64,10 +64,10 @@ class ActorRolloutRefWorker(ModelWorker):
         Entropies and sums of squared probabilities follow if asked for, (K,) each; see
         `linear_log_prob`.
         """
-        packed = self.engine.pack(micro.on_host)
         temperature = self.config.rollout.temperature
-        scores = self.engine.run(packed, temperature, with_entropy, with_sum_pi_squared)
-        return tuple(packed.of_tokens(scored) for scored in scores)
+        return scores_of_tokens(
+            self.engine, micro, temperature, with_entropy, with_sum_pi_squared
+        )
 
     def _score(self, micro: MicroBatch, **options: bool) -> tuple[Tensor, ...]:
         """Returns the results of `score_tokens` padded to (b, R), for objectives of subclasses that

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -44,12 +44,14 @@ def metrics_alone(metrics: dict[str, Metric]) -> DataProto:
     return DataProto.from_dict(tensors={}, meta_info={"metrics": metrics})
 
 
-def log_probs_of_tokens(engine: TrainingEngine, micro: MicroBatch) -> Tensor:
-    """Runs a language model, and returns the log-probabilities of the response tokens at
-    temperature 1, (K,)."""
+def scores_of_tokens(
+    engine: TrainingEngine, micro: MicroBatch, *inputs: Any
+) -> tuple[Tensor, ...]:
+    """Runs a model, and returns what it says of the response tokens, (K,) each: a language model
+    their log-probabilities at the temperature that is given. `inputs` are those of the model."""
     packed = engine.pack(micro.on_host)
-    (scored,) = engine.run(packed, 1.0)
-    return packed.of_tokens(scored)
+    scores = engine.run(packed, *inputs)
+    return tuple(packed.of_tokens(scored) for scored in scores)
 
 
 class ModelWorker(Extensible, Worker):

@@ -38,7 +38,7 @@ from verl_like.workers.engine.mini_batches import (
     read_metrics,
     update,
 )
-from verl_like.workers.model_worker import TrainedWorker, log_probs_of_tokens, metrics_alone
+from verl_like.workers.model_worker import TrainedWorker, metrics_alone, scores_of_tokens
 from verl_like.workers.models.ilql import ILQLModel
 from verl_like.workers.models.packed_models import PackedModel, PolicyModel, RewardModel
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS, Rows
@@ -316,9 +316,8 @@ class ILQLWorker(SupervisedWorker):
         The configuration has the weights of the terms. The terms are metrics.
         """
         settings = self.training
-        packed = self.engine.pack(micro.on_host)
-        scores = self.engine.run(packed)
-        columns = [micro.of_rows(packed.of_tokens(scored)) for scored in scores]
+        scores = scores_of_tokens(self.engine, micro)
+        columns = [micro.of_rows(scored) for scored in scores]
         terms = ilql_losses(
             *columns,
             scores=micro["score"],
@@ -368,7 +367,7 @@ def _of_pairs(values: Tensor) -> tuple[Tensor, Tensor]:
 def _log_probs(engine: TrainingEngine, micro: MicroBatch) -> Tensor:
     """Returns log-probabilities of the learned tokens at temperature 1, (b, R) float32, 0
     elsewhere."""
-    log_probs = log_probs_of_tokens(engine, micro)
+    (log_probs,) = scores_of_tokens(engine, micro, 1.0)
     return micro.of_rows(log_probs)
 
 
