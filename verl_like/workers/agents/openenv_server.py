@@ -6,6 +6,7 @@ import json
 import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException
 from typing import Any
 
@@ -65,13 +66,13 @@ class _Schemas(BaseModel):
     action: JsonObject
 
 
+@dataclass
 class OpenEnvServer:
     """The way of `agent.server=openenv://host:port`. An episode is a session of the server, and a
     call of a tool is an action."""
 
-    def __init__(self, address: str, loop: ToolLoop) -> None:
-        self.address = address
-        self.loop = loop
+    address: str
+    loop: ToolLoop
 
     async def start(self) -> None: ...
 
@@ -103,16 +104,16 @@ class OpenEnvServer:
             await asyncio.sleep(_PAUSE_S)
 
 
+@dataclass
 class _Seat:
     """An episode's session of a server. The reward of an action counts for the turn of the model
     that chose it. An action without a reward counts 0."""
 
-    def __init__(self, connection: ClientConnection, session: Session) -> None:
-        self.connection = connection
-        self.session = session
-        self.is_done = False
-        self.rewards: dict[int, float] = defaultdict(float)
-        """By the numbers of turns, from 1."""
+    connection: ClientConnection
+    session: Session
+    is_done: bool = False
+    rewards: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    """By the numbers of turns, from 1."""
 
     async def call(self, method: str, arguments: JsonObject, timeout_s: float) -> Any:
         """Returns the text of an observation, or the rewards of all turns."""
