@@ -65,9 +65,7 @@ class ActorRolloutRefWorker(ModelWorker):
         `linear_log_prob`.
         """
         temperature = self.config.rollout.temperature
-        return scores_of_tokens(
-            self.engine, micro, temperature, with_entropy, with_sum_pi_squared
-        )
+        return scores_of_tokens(self.engine, micro, temperature, with_entropy, with_sum_pi_squared)
 
     def _score(self, micro: MicroBatch, **options: bool) -> tuple[Tensor, ...]:
         """Returns the results of `score_tokens` padded to (b, R), for objectives of subclasses that

@@ -44,9 +44,7 @@ def metrics_alone(metrics: dict[str, Metric]) -> DataProto:
     return DataProto.from_dict(tensors={}, meta_info={"metrics": metrics})
 
 
-def scores_of_tokens(
-    engine: TrainingEngine, micro: MicroBatch, *inputs: Any
-) -> tuple[Tensor, ...]:
+def scores_of_tokens(engine: TrainingEngine, micro: MicroBatch, *inputs: Any) -> tuple[Tensor, ...]:
     """Runs a model, and returns what it says of the response tokens, (K,) each: a language model
     their log-probabilities at the temperature that is given. `inputs` are those of the model."""
     packed = engine.pack(micro.on_host)

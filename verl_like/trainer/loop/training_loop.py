@@ -45,8 +45,8 @@ class TrainingLoop(Extensible, abc.ABC):
     }
 
     def __init_subclass__(cls, **arguments: Any) -> None:
-        """Raises ValueError for a subclass that was written for an earlier version: if it has a
-        method of `replaced_methods`, if its `step` has arguments, or if its `last_step` is a method."""
+        """Raises ValueError for a subclass that was written for an earlier version: if it has one
+        of `replaced_methods`, if its `step` has arguments, or if its `last_step` is a method."""
         super().__init_subclass__(**arguments)
         name = f"{cls.__module__}.{cls.__name__}"
         signature = inspect.signature(cls.step)

@@ -149,8 +149,11 @@ class RolloutEngine(Extensible, ABC):
         """Returns the fingerprints (see `fingerprint_tensor`) of the weights that the engine
         computes with, by Hugging Face name."""
 
-    def _wake(self) -> None:  # noqa: B027  an engine whose memory `_sleep` leaves in place has nothing to do
-        """Takes back the memory of the weights that `_sleep` has freed."""
+    def _wake(self) -> None:
+        """Takes back the memory of the weights that `_sleep` has freed.
+
+        An engine whose memory `_sleep` leaves in place has nothing to do.
+        """
 
     @abstractmethod
     def _sleep(self) -> None:
@@ -292,9 +295,9 @@ class RolloutEngine(Extensible, ABC):
         """
         self._wake()
 
-    def forget_prompts(self) -> None:  # noqa: B027  most engines keep nothing
+    def forget_prompts(self) -> None:
         """Drops the cache of prompts that the engine keeps for later requests, unless requests are
-        in flight."""
+        in flight. Most engines keep nothing."""
 
     def _require_weights(self) -> None:
         if self.policy_version is None:
