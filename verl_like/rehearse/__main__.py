@@ -29,15 +29,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--config-dir", help="folder of custom YAML files")
     parser.add_argument("--config-name", help="the YAML file to start from")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    options = parser.parse_intermixed_args(arguments)
-    command = {
-        "command": options.command,
-        "overrides": options.overrides,
-        "config_name": options.config_name,
-        "config_dir": options.config_dir,
-    }
+    command = vars(parser.parse_intermixed_args(arguments))
+    gpu = command.pop("gpu")  # the others are the arguments of `config_of`
     try:
-        device_bytes = bytes_of_gpu(options.gpu)
+        device_bytes = bytes_of_gpu(gpu)
         config = config_of(**command)
         null_gpu = NullGpu()
     except ValueError as error:  # also ConfigError
