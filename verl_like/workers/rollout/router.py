@@ -43,17 +43,13 @@ def call_by_requests(method: BoundMethod, prompts: DataProto) -> "ResponsesFutur
     return router_of(method.group).call(prompts)
 
 
-def after_requests(
-    method: BoundMethod, *args: Any, drain: bool = True, **kwargs: Any
-) -> Future[Any]:
+def after_requests(method: BoundMethod, *args: Any, **kwargs: Any) -> Future[Any]:
     """Calls a method of the ranks after the requests of earlier calls were sent to them.
 
-    With `drain=False`, which the method gets as an argument, it does not wait for that.
+    With the argument `drain=False` it does not wait for that.
     """
-    if not drain:
-        return method.send(*args, drain=False, **kwargs)
     router = method.group.caller
-    if router is not None:
+    if router is not None and kwargs.get("drain", True):
         router.wait_until_sent(method.spec.name)
     return method.send(*args, **kwargs)
 
