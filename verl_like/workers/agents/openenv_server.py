@@ -18,7 +18,7 @@ from verl_like.workers.agents.chat import text_of
 from verl_like.workers.agents.episode import EpisodeFailed, FailureKind
 from verl_like.workers.agents.host_process import JsonObject
 from verl_like.workers.agents.hosts import Description, UserCodeError
-from verl_like.workers.agents.runner import Outcome
+from verl_like.workers.agents.runner import Outcome, Way
 from verl_like.workers.agents.session import Session
 from verl_like.workers.agents.tool_loop import ToolLoop
 
@@ -67,16 +67,12 @@ class _Schemas(BaseModel):
 
 
 @dataclass
-class OpenEnvServer:
+class OpenEnvServer(Way):
     """The way of `agent.server=openenv://host:port`. An episode is a session of the server, and a
     call of a tool is an action."""
 
     address: str
     loop: ToolLoop
-
-    async def start(self) -> None: ...
-
-    async def close(self) -> None: ...
 
     async def run(self, session: Session) -> Outcome:
         try:

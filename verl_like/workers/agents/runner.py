@@ -45,12 +45,14 @@ class Way(Protocol):
     """What acts in episodes: an environment class, a harness, or a server. It is used on one event
     loop."""
 
-    async def start(self) -> None: ...
+    async def start(self) -> None:
+        """Begins before the first episode. Some have nothing to do."""
 
     async def run(self, session: Session) -> Outcome:
         """Runs an episode. Raises EpisodeFailed, Restarted, or RewardProblem."""
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Ends after the last episode. Some have nothing to do."""
 
 
 @dataclass
