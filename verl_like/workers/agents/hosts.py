@@ -12,9 +12,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationError
+from pydantic import StringConstraints, ValidationError
 
-from verl_like.rewards.process import EXIT_S, START_S, end_supervisor, start_supervised
+from verl_like.rewards.process import (
+    EXIT_S,
+    START_S,
+    Message,
+    end_supervisor,
+    start_supervised,
+)
 from verl_like.rewards.supervisor import MEMORY_EXIT_CODE
 from verl_like.workers.agents.episode import EpisodeFailed, FailureKind, Restarted
 from verl_like.workers.agents.host_process import (
@@ -58,10 +64,8 @@ class HostedCode:
     """What `reward_key()` returns in the processes."""
 
 
-class Description(BaseModel):
+class Description(Message):
     """What an environment class offers."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     tools: list[JsonObject]
     """The JSON schemas of its tools, as `transformers.utils.get_json_schema` makes them."""
@@ -69,10 +73,8 @@ class Description(BaseModel):
     """Whether it has a method `get_reward`."""
 
 
-class _Answer(BaseModel):
+class _Answer(Message):
     """A line of a host process: what has become of a call."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     id: int
     value: Any = None
