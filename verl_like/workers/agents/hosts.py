@@ -14,13 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import StringConstraints, ValidationError
 
-from verl_like.rewards.process import (
-    EXIT_S,
-    START_S,
-    Message,
-    end_supervisor,
-    start_supervised,
-)
+from verl_like.rewards.process import EXIT_S, START_S, Message, end_supervisor, start_supervised
 from verl_like.rewards.supervisor import MEMORY_EXIT_CODE
 from verl_like.workers.agents.episode import EpisodeFailed, FailureKind, Restarted
 from verl_like.workers.agents.host_process import (
