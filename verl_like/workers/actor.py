@@ -234,7 +234,6 @@ class ActorWorker(ScoringWorker, TrainedWorker):
             freeze_routers(model.hf)
         return model
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Loads the model."""
         n = self.config.rollout.n

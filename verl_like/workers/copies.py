@@ -137,7 +137,6 @@ class ActorCopyWorker(ScoringWorker, CopyWorker):
     """One rank of a copy of the actor, which computes old log-probabilities while another process
     trains."""
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Loads the model.
 
@@ -150,7 +149,6 @@ class ActorCopyWorker(ScoringWorker, CopyWorker):
 class CriticCopyWorker(ValueWorker, CopyWorker):
     """One rank of a copy of the critic, which computes values while another process trains."""
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Loads the model.
 

@@ -6,11 +6,7 @@ from torch import Tensor
 
 from verl_like.algorithms.value_loss import ValueLossInputs, compute_value_loss
 from verl_like.protocol import DataProto
-from verl_like.single_controller.decorator import (
-    Dispatch,
-    make_nd_compute_dataproto_dispatch_fn,
-    register,
-)
+from verl_like.single_controller.decorator import make_nd_compute_dataproto_dispatch_fn, register
 from verl_like.workers.config.roles import CriticConfig
 from verl_like.workers.engine.mini_batches import (
     DeviceMetric,
@@ -109,7 +105,6 @@ class CriticWorker(ValueWorker, TrainedWorker):
         self.total_training_steps = total_training_steps
         self.export_dtype = config.model.fsdp_config.dtype
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Loads the model; a value head that the checkpoint lacks is initialised from the seed."""
         self.start_training_engine("critic", self.config, samples_per_prompt=self.rollout_n)

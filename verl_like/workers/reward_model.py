@@ -40,7 +40,6 @@ class RewardModelWorker(ModelWorker):
         self.model_config = config.model
         self.fsdp_config = config.model.fsdp_config
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Loads the model."""
         self.start_engine()

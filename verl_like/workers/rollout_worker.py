@@ -47,7 +47,6 @@ class RolloutWorker(ActorRolloutRefWorker):
         self.num_calls = 0
         """The number of batches of which this rank itself made requests."""
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Starts the rollout engine, which has no weights before `load_weights`.
 

@@ -14,11 +14,7 @@ from verl_like.algorithms.ilql import ilql_losses
 from verl_like.algorithms.masked import zero_masked
 from verl_like.algorithms.preferences import DPO_LOSSES, pairwise_loss, preference_metrics
 from verl_like.protocol import DataProto, Metric, merge_metrics
-from verl_like.single_controller.decorator import (
-    Dispatch,
-    make_nd_compute_dataproto_dispatch_fn,
-    register,
-)
+from verl_like.single_controller.decorator import make_nd_compute_dataproto_dispatch_fn, register
 from verl_like.workers.config.engine import ForwardFsdpConfig
 from verl_like.workers.config.supervised import (
     DPOTrainingConfig,
@@ -90,7 +86,6 @@ class SupervisedWorker(TrainedWorker):
             training.use_dynamic_bsz,
         )
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Loads the model."""
         sequence_parallel_size = self.training.ulysses_sequence_parallel_size
@@ -233,7 +228,6 @@ class DPOWorker(SupervisedWorker):
     rows_of_sample = 2
     training: DPOTrainingConfig
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Loads the model, and the reference in the dtype that the layers compute in.
 
@@ -295,7 +289,6 @@ class ILQLWorker(SupervisedWorker):
             torch.manual_seed(self.new_head_seed or 0)
             return super().build_model(with_weights)
 
-    @register(dispatch_mode=BY_SHARD, blocking=False, reads=COLUMNS_READ, jagged=True)
     def update_model(self, data: DataProto) -> DataProto:
         """Does an optimizer step, then moves the target heads towards the trained heads.
 
