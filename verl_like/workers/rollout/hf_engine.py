@@ -7,11 +7,13 @@ import itertools
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
@@ -185,25 +187,16 @@ class HfEngine(RolloutEngine):
 
     def _new_batch(self, requests: list[GenerationRequest]) -> _Batch:
         """Makes a batch of requests that have the same sampling; prompts are padded on the left."""
-        width = max(len(request.prompt_ids) for request in requests)
         responses = []
-        input_ids = []
-        attention_mask = []
+        prompts = []
         for request in requests:
             generator = torch.Generator().manual_seed(request.seed)
             responses.append(_Response(request, generator))
-            length = len(request.prompt_ids)
-            num_padding = width - length
-            padding = [self.pad_token_id] * num_padding
-            padded = [*padding, *request.prompt_ids]
-            input_ids.append(padded)
-            mask = [0] * num_padding + [1] * length
-            attention_mask.append(mask)
-        return _Batch(
-            responses,
-            torch.tensor(input_ids, device=self.device),
-            torch.tensor(attention_mask, device=self.device),
-        )
+            prompts.append(torch.tensor(request.prompt_ids))
+        masks = [torch.ones_like(prompt) for prompt in prompts]
+        padded = partial(pad_sequence, batch_first=True, padding_side="left")
+        input_ids = padded(prompts, padding_value=self.pad_token_id)
+        return _Batch(responses, input_ids.to(self.device), padded(masks).to(self.device))
 
     @torch.no_grad()
     def _advance(self, batch: _Batch) -> list[_Response]:
