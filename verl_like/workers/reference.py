@@ -45,9 +45,7 @@ class ReferenceWorker(ActorRolloutRefWorker):
 class ReplayingReferenceWorker(ReferenceWorker):
     """A reference policy that computes each token with the experts of the rollout engine."""
 
-    def __init__(self, config: ActorRolloutRefConfig, shares_device: bool = False) -> None:
-        super().__init__(config, shares_device)
-        self.replay_mode = config.ref.router_replay.mode
+    replay_mode = "R3"
 
     @register(
         dispatch_mode=BY_SHARD,
