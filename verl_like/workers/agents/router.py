@@ -22,10 +22,6 @@ OnEpisodes = Callable[[DataProto, Sequence[Episode]], None]
 """Called with the prompts of a call, and with its episodes once all have ended."""
 
 
-def ignore_episodes(prompts: DataProto, episodes: Sequence[Episode]) -> None:
-    """Does nothing with the episodes of a call."""
-
-
 def call_by_episodes(method: BoundMethod, prompts: DataProto) -> DataProtoFuture:
     """Calls `AgentWorker.run_episodes` by giving episodes to its ranks."""
     router = method.group.caller
@@ -236,9 +232,6 @@ class EpisodeRouter(RequestRouter):
 
 def _parts(num_rows: int, num_parts: int) -> list[int]:
     """Divides rows into equal consecutive parts, and returns the part of each row."""
-    rows = np.arange(num_rows)
-    parts = np.array_split(rows, num_parts)
-    part_of_row = []
-    for number, part in enumerate(parts):
-        part_of_row += [number] * len(part)
-    return part_of_row
+    parts = np.array_split(range(num_rows), num_parts)
+    sizes = [len(part) for part in parts]
+    return np.repeat(range(num_parts), sizes).tolist()
