@@ -27,7 +27,6 @@ from verl_like.workers.config.roles import ActorRolloutRefConfig
 from verl_like.workers.engine.mini_batches import (
     DeviceMetric,
     MicroBatch,
-    MicroLoss,
     MicroMetrics,
     MicroPass,
     MiniBatch,
@@ -284,13 +283,13 @@ class ActorWorker(ScoringWorker, TrainedWorker):
         beside = None
         if ptx is not None:
             beside = (Rows.of(ptx), self.ptx_loss)
-        loss: MicroLoss = self.policy_loss
-        routed = self.routed_loss(loss, rows, "actor", self.config.actor.router_aux_loss_coef)
+        coefficient = self.config.actor.router_aux_loss_coef
+        routed = self.routed_loss(self.policy_loss, rows, "actor", coefficient)
         metrics = update(
             self.engine,
             rows,
             self.schedule,
-            routed or loss,
+            routed or self.policy_loss,
             prefix="actor",
             part=data.meta_info.get("part_of_step", (1, 1)),
             beside=beside,

@@ -33,7 +33,7 @@ from verl_like.workers.rollout.request import (
     Sampling,
 )
 from verl_like.workers.weights.exports import WeightExport, iterate_weights
-from verl_like.workers.weights.file_layout import FileLayout, file_layout, files_in
+from verl_like.workers.weights.file_layout import FileLayout, each_in_files, file_layout
 from verl_like.workers.weights.fingerprints import fingerprint_sum, read_fingerprints
 
 # Legend: b responses that are computed together, t their longest length so far, V the vocabulary.
@@ -242,13 +242,10 @@ class HfEngine(RolloutEngine):
     @torch.no_grad()
     def _load(self, exports: Sequence[WeightExport], version: int) -> None:
         places = {}
-        for name, parameter in trained_parameters(self.model):
-            files = files_in(self._file_layout, name, parameter)
-            for file in files:
-                places[file.name] = file.of(parameter)
+        for file, parameter in each_in_files(self._file_layout, trained_parameters(self.model)):
+            places[file.name] = file.of(parameter)
         buffers = {}
-        for name, buffer in model_buffers(self.model):
-            (file,) = files_in(self._file_layout, name, buffer)
+        for file, buffer in each_in_files(self._file_layout, model_buffers(self.model)):
             buffers[file.name] = buffer
         for name, tensor in iterate_weights(exports):
             if name in buffers:
@@ -263,11 +260,9 @@ class HfEngine(RolloutEngine):
     def _fingerprints(self) -> dict[str, int]:
         weights = trained_parameters(self.model) + model_buffers(self.model)
         sums = {}
-        for name, weight in weights:
-            files = files_in(self._file_layout, name, weight)
-            for file in files:
-                part = file.of(weight)
-                sums[file.name] = fingerprint_sum(part)
+        for file, weight in each_in_files(self._file_layout, weights):
+            part = file.of(weight)
+            sums[file.name] = fingerprint_sum(part)
         return read_fingerprints(sums)
 
     def _wake(self) -> None:
