@@ -96,16 +96,15 @@ class ScoringWorker(ActorRolloutRefWorker):
         columns = ["old_log_probs", "entropys"]
         if self.with_sum_pi_squared:
             columns.append("sum_pi_squared")
-        scores = partial(
+        compute: MicroPass = partial(
             self.score_tokens, with_entropy=True, with_sum_pi_squared=self.with_sum_pi_squared
         )
-        compute: MicroPass = scores
         rows = Rows.of(data)
         if self.replay_mode == "R3":
             self.require_routing(rows)
         if self.replay_mode != "disabled":
             columns.append(ROUTED_EXPERTS)
-            compute = partial(self.with_routing, scores)
+            compute = partial(self.with_routing, compute)
         passes = log_prob_micro_batching(self.config.rollout)
         output = self.infer(data, columns, passes, compute, phase="actor_infer")
         entropies, _offsets = jagged_parts(output.tensor_batch["entropys"])

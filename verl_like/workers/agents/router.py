@@ -58,11 +58,8 @@ class EpisodeCall(RequestCall):
         self.episodes[episode.name] = episode
         started = episode.started
         ended = started + episode.seconds
-        if rank in self.spans:
-            first, last = self.spans[rank]
-            started = min(first, started)
-            ended = max(last, ended)
-        self.spans[rank] = (started, ended)
+        first, last = self.spans.get(rank, (started, ended))
+        self.spans[rank] = (min(first, started), max(last, ended))
 
     def done(self) -> bool:
         return self.error is not None or len(self.episodes) == len(self.requests)
