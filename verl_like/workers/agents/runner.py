@@ -46,13 +46,15 @@ class Way(Protocol):
     loop."""
 
     async def start(self) -> None:
-        """Begins before the first episode. Some have nothing to do."""
+        """Begins before the first episode."""
+        return  # some have nothing to do
 
     async def run(self, session: Session) -> Outcome:
         """Runs an episode. Raises EpisodeFailed, Restarted, or RewardProblem."""
 
     async def close(self) -> None:
-        """Ends after the last episode. Some have nothing to do."""
+        """Ends after the last episode."""
+        return
 
 
 @dataclass
