@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -270,13 +270,13 @@ class RecordedTurn:
     """Of its prompt and its reply, int32."""
 
 
+@dataclass
 class Conversation:
     """The turns of one episode, by which later prompts are continued."""
 
-    def __init__(self, chat: ChatFormat) -> None:
-        self.chat = chat
-        self._turns: dict[bytes, RecordedTurn] = {}
-        """By what stands for the meaning of their messages. Of equal ones it has the last."""
+    chat: ChatFormat
+    _turns: dict[bytes, RecordedTurn] = field(default_factory=dict)
+    """By what stands for the meaning of their messages. Of equal ones it has the last."""
 
     def record(
         self,

@@ -36,7 +36,7 @@ _DESCRIBE = "verl_like.workers.agents.description:describe"
 class UserCodeError(RuntimeError):
     """The code of a user raised an error."""
 
-    def __init__(self, text: str, place: str) -> None:
+    def __init__(self, text: str, place: str = "") -> None:
         super().__init__(f"{text}\n  at {place}" if place else text)
         self.text = text
         """The type and the message of the error."""

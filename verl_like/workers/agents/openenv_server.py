@@ -167,7 +167,7 @@ async def _ask(
         return _Observation.model_validate(answer.data)
     problem = json.dumps(answer.data)
     if answer.data.get("code") in _OF_ENVIRONMENTS:
-        raise UserCodeError(problem, "")
+        raise UserCodeError(problem)
     raise EpisodeFailed("environment", f"a {kind} failed: {problem}")
 
 
@@ -188,7 +188,7 @@ def _text(observation: JsonObject) -> str:
         if kind:
             raise EpisodeFailed(kind, f"a tool failed: {problem}")
         if error:
-            raise UserCodeError(problem, "")
+            raise UserCodeError(problem)
         value = fields.get("result")
     elif len(fields) == 1:
         [value] = fields.values()

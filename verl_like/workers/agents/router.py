@@ -215,8 +215,7 @@ class EpisodeRouter(RequestRouter):
         self.sent.discard(name)
         running = self.running.get(episode)
         if running:
-            answers = self.answers[running.rank]
-            answers[name] = completion
+            self.answers[running.rank][name] = completion
 
     def unfinished_calls(self) -> set[RequestCall]:
         calls = super().unfinished_calls()
