@@ -19,6 +19,7 @@ MinusOneOrPositive = Annotated[int, Field(ge=-1), AfterValidator(_refuse_zero)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 FromZeroToOne = Annotated[float, Field(ge=0, le=1)]
+PositiveShare = Annotated[float, Field(gt=0, le=1)]
 
 
 class ConfigModel(BaseModel):

@@ -3,6 +3,7 @@ rollout engines and trainers."""
 
 import importlib
 from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 MOVED = {
     "verl_like.trainer.display": "verl_like.trainer.run.display",
@@ -36,23 +37,25 @@ def import_plugins(modules: Sequence[str]) -> None:
             ) from error
 
 
-def refuse_overridden(plugin: type, base: type, replaced: Mapping[str, str]) -> None:
-    """Raises ValueError if a plugin's class overrides a method of its base that is not called any
-    more. `replaced` has these methods, each with what to override instead."""
-    for name, instead in replaced.items():
-        if getattr(plugin, name) is not getattr(base, name):
-            raise ValueError(
-                f"{plugin.__module__}.{plugin.__name__} has its own {name}, which nothing calls "
-                f"any more: {instead}"
-            )
+class Extensible:
+    """The base of classes that plugins extend.
 
+    `replaced_methods` has methods of earlier versions, which nothing calls any more, each with what
+    there is instead. Raises ValueError for a class that extends this one and defines such a method.
+    """
 
-def refuse_replaced(plugin: type, replaced: Mapping[str, str]) -> None:
-    """Raises ValueError if a plugin's class has a method that is not called any more. `replaced`
-    has these methods, each with what there is instead."""
-    for name, instead in replaced.items():
-        if hasattr(plugin, name):
-            raise ValueError(
-                f"{plugin.__module__}.{plugin.__name__} has a method {name}, which nothing calls "
-                f"any more: {instead}"
-            )
+    replaced_methods: ClassVar[Mapping[str, str]] = {}
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        for base in cls.__mro__[1:]:
+            replaced = vars(base).get("replaced_methods", {})
+            for name, instead in replaced.items():
+                inherited = getattr(base, name, None)
+                if getattr(cls, name, None) is inherited:
+                    continue
+                its_method = "its own" if inherited else "a method"
+                raise ValueError(
+                    f"{cls.__module__}.{cls.__name__} has {its_method} {name}, which nothing calls "
+                    f"any more: {instead}"
+                )

@@ -97,6 +97,13 @@ def jagged_from_lists(rows: Sequence[Sequence[Any] | np.ndarray], dtype: torch.d
     return jagged_from_lengths(values, lengths)
 
 
+def jagged_from_arrays(rows: Sequence[np.ndarray]) -> Tensor:
+    """Makes a jagged tensor of the arrays of its rows, (length, ...) each, in their dtype."""
+    lengths = torch.tensor([len(row) for row in rows])
+    values = np.concatenate(rows)
+    return jagged_from_lengths(torch.from_numpy(values), lengths)
+
+
 def _joined(rows: Sequence[Any], dtype: torch.dtype) -> np.ndarray:
     """Returns the numbers of all rows, which become ones of a dtype, in one array."""
     are_arrays = all(isinstance(row, np.ndarray) for row in rows)

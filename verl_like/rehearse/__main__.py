@@ -9,7 +9,7 @@ import argparse
 import sys
 
 from verl_like.rehearse.commands import COMMANDS, config_of
-from verl_like.rehearse.gpu_size import GPU_BYTES, bytes_of_gpu
+from verl_like.rehearse.gpu_size import GPU_GIB, bytes_of_gpu
 from verl_like.rehearse.null_gpu import NullGpu
 from verl_like.rehearse.processes import measure_run, refusal_at
 from verl_like.rehearse.report import most_at_once, report
@@ -21,7 +21,7 @@ def main(arguments: list[str]) -> int:
     """Returns the exit code: 0 if all phases fit, 1 if one does not, 2 if input is refused."""
     parser = argparse.ArgumentParser(prog="python -m verl_like.rehearse", allow_abbrev=False)
     parser.add_argument(
-        "--gpu", required=True, help=f"{', '.join(GPU_BYTES)}, or a size such as 85.5GB"
+        "--gpu", required=True, help=f"{', '.join(GPU_GIB)}, or a size such as 85.5GB"
     )
     parser.add_argument(
         "--command", default="main_ppo", choices=COMMANDS, help="the command; main_ppo if not given"
@@ -29,15 +29,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--config-dir", help="folder of custom YAML files")
     parser.add_argument("--config-name", help="the YAML file to start from")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    options = parser.parse_intermixed_args(arguments)
-    command = {
-        "command": options.command,
-        "overrides": options.overrides,
-        "config_name": options.config_name,
-        "config_dir": options.config_dir,
-    }
+    command = vars(parser.parse_intermixed_args(arguments))
+    gpu = command.pop("gpu")  # the others are the arguments of `config_of`
     try:
-        device_bytes = bytes_of_gpu(options.gpu)
+        device_bytes = bytes_of_gpu(gpu)
         config = config_of(**command)
         null_gpu = NullGpu()
     except ValueError as error:  # also ConfigError

@@ -64,21 +64,25 @@ def leave_unreserved() -> None:
     shared_memory.pin = pin_shared
 
 
+_SIZES = (
+    "arena",
+    "ordblks",
+    "smblks",
+    "hblks",
+    "hblkhd",
+    "usmblks",
+    "fsmblks",
+    "uordblks",
+    "fordblks",
+    "keepcost",
+)
+"""The fields of glibc's mallinfo2, all of which have one type."""
+
+
 class _MallInfo(ctypes.Structure):
     """The result of glibc's mallinfo2."""
 
-    _fields_ = [
-        ("arena", ctypes.c_size_t),
-        ("ordblks", ctypes.c_size_t),
-        ("smblks", ctypes.c_size_t),
-        ("hblks", ctypes.c_size_t),
-        ("hblkhd", ctypes.c_size_t),
-        ("usmblks", ctypes.c_size_t),
-        ("fsmblks", ctypes.c_size_t),
-        ("uordblks", ctypes.c_size_t),
-        ("fordblks", ctypes.c_size_t),
-        ("keepcost", ctypes.c_size_t),
-    ]
+    _fields_ = [(name, ctypes.c_size_t) for name in _SIZES]
 
 
 def heap_bytes() -> int:

@@ -78,12 +78,10 @@ def measure_run(
         for pool in pools:
             last_rank = sum(pool.nodes) - 1
             ranks = sorted({0, last_rank}) if pool.models else []
-            futures = []
-            for rank in ranks:
-                future = two_at_a_time.submit(
-                    measure_rank, null_gpu, command, pool, rank, UNLIMITED
-                )
-                futures.append(future)
+            futures = [
+                two_at_a_time.submit(measure_rank, null_gpu, command, pool, rank, UNLIMITED)
+                for rank in ranks
+            ]
             training.append(futures)
         try:
             ran = []

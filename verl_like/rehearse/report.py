@@ -167,17 +167,14 @@ def _host_memory(pool: Pool) -> list[str]:
 
 def _most_of_host(what: str, first: Process, other: Process, num_others: int) -> str:
     """Describes the phase in which `first` and `num_others` processes like `other` take most."""
-    totals = []
-    for own, others in zip(first.phases, other.phases, strict=True):
-        totals.append(own.host + num_others * others.host)
-    largest = totals.index(max(totals))
-    own = first.phases[largest]
-    others = other.phases[largest]
+    pairs = zip(first.phases, other.phases, strict=True)
+    own, others = max(pairs, key=lambda pair: pair[0].host + num_others * pair[1].host)
     parts = {}
     for name in ("pinned", "shared", "heap"):
         parts[name] = getattr(own, name) + num_others * getattr(others, name)
     sums = " + ".join(_in_gb(parts))
+    total = sum(parts.values())
     return (
         f"Host memory of the first node, {num_others + 1} {what} processes, at most in "
-        f"{own.phase}: {sums} = {totals[largest] / GB:.1f} GB"
+        f"{own.phase}: {sums} = {total / GB:.1f} GB"
     )

@@ -119,14 +119,8 @@ def parts_of(engine: fsdp.FsdpEngine) -> dict[str, int]:
 
 def bytes_on_device(tensors: Sequence[Tensor | None]) -> int:
     """The bytes of the device that this rank's parts of the tensors take. None counts nothing."""
-    total = 0
-    for tensor in tensors:
-        if tensor is None:
-            continue
-        part = local_part(tensor)
-        if part.is_cuda:
-            total += part.nbytes
-    return total
+    parts = [local_part(tensor) for tensor in tensors if tensor is not None]
+    return sum(part.nbytes for part in parts if part.is_cuda)
 
 
 def empty_weights(*arguments: Any, **options: Any) -> Any:
@@ -346,9 +340,9 @@ def workers_of(pool: PlannedPool) -> dict[str, RayClassWithInitArgs]:
         arguments = worker_arguments(config)
         return {"model": RayClassWithInitArgs(worker, *arguments)}
     assert isinstance(config, PPOConfig)
-    own_classes = {}
-    for role, path in config.worker_classes.items():
-        own_classes[role] = import_worker_class(role, path)
+    own_classes = {
+        role: import_worker_class(role, path) for role, path in config.worker_classes.items()
+    }
     mapping = build_role_worker_mapping(config, own_classes)
     copies = mapping
     if isinstance(config, DetachedConfig):
@@ -401,11 +395,7 @@ def with_plans(workers: Mapping[str, Any], pool: PlannedPool) -> list[tuple[Any,
     have no worker: the worker of DPO's model holds the reference model too.
     """
     models = {model.name: model for model in pool.models}
-    pairs = []
-    for role, worker in workers.items():
-        if role in models:
-            pairs.append((worker, models[role]))
-    return pairs
+    return [(worker, models[role]) for role, worker in workers.items() if role in models]
 
 
 def measure_training(

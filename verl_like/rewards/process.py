@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Annotated, Any
 
@@ -34,15 +35,19 @@ class ProcessDied(RuntimeError):
     answer."""
 
 
-class Answer(BaseModel):
+class Message(BaseModel):
+    """What another process says, which has to have these fields and types."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class Answer(Message):
     """The result for a sample: its score, or None as the score to leave the sample out, or an
     error.
 
     A reward process sends it as JSON text. If a process ends without an answer, the driver makes
     one.
     """
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     score: float | None = None
     extra: dict[str, Any] = {}

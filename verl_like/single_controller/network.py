@@ -6,6 +6,7 @@ import queue
 import socket
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import psutil
@@ -31,6 +32,15 @@ def open_store(host: str, port: int = 0, **options: Any) -> TCPStore:
         master_listen_fd=listener.detach(),
         **options,
     )
+
+
+def store_of_group(rank: int, timeout: timedelta) -> TCPStore:
+    """Returns the store in which the ranks of this process's worker group meet. Rank 0 opens it."""
+    host = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
+    if rank == 0:
+        return open_store(host, port, timeout=timeout)
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 def address_towards(host: str) -> str:

@@ -1,6 +1,5 @@
 """The trained policy: it computes log-probabilities, updates itself, and exports its weights."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -28,13 +27,13 @@ from verl_like.workers.config.roles import ActorRolloutRefConfig
 from verl_like.workers.engine.mini_batches import (
     DeviceMetric,
     MicroBatch,
-    MicroLoss,
     MicroMetrics,
+    MicroPass,
     MiniBatch,
     forward,
     update,
 )
-from verl_like.workers.model_worker import TrainedWorker, log_probs_of_tokens, metrics_alone
+from verl_like.workers.model_worker import TrainedWorker, metrics_alone, scores_of_tokens
 from verl_like.workers.models.packed_models import PackedModel
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS, Rows
 from verl_like.workers.models.routed_experts import (
@@ -97,16 +96,15 @@ class ScoringWorker(ActorRolloutRefWorker):
         columns = ["old_log_probs", "entropys"]
         if self.with_sum_pi_squared:
             columns.append("sum_pi_squared")
-        scores = partial(
+        compute: MicroPass = partial(
             self.score_tokens, with_entropy=True, with_sum_pi_squared=self.with_sum_pi_squared
         )
-        compute: Callable[[MicroBatch], tuple[Tensor, ...]] = scores
         rows = Rows.of(data)
         if self.replay_mode == "R3":
             self.require_routing(rows)
         if self.replay_mode != "disabled":
             columns.append(ROUTED_EXPERTS)
-            compute = partial(self.with_routing, scores)
+            compute = partial(self.with_routing, compute)
         passes = log_prob_micro_batching(self.config.rollout)
         output = self.infer(data, columns, passes, compute, phase="actor_infer")
         entropies, _offsets = jagged_parts(output.tensor_batch["entropys"])
@@ -139,9 +137,7 @@ class ScoringWorker(ActorRolloutRefWorker):
             log_probs[offsets[row] : offsets[row + 1]] = computed[number]
         return jagged_from_offsets(log_probs, offsets)
 
-    def with_routing(
-        self, compute: Callable[[MicroBatch], tuple[Tensor, ...]], micro: MicroBatch
-    ) -> tuple[Tensor, ...]:
+    def with_routing(self, compute: MicroPass, micro: MicroBatch) -> tuple[Tensor, ...]:
         """Returns what `compute` does, and the experts that the routers selected for each token,
         (N, L, k)."""
         record = RoutingRecord()
@@ -166,13 +162,13 @@ class ScoringWorker(ActorRolloutRefWorker):
         The check of the rollout engine compares them with those of `RolloutWorker.draw_greedily`.
         """
 
-        def log_probs(micro: MicroBatch) -> tuple[Tensor]:
-            return (log_probs_of_tokens(self.engine, micro),)
+        def log_probs(micro: MicroBatch) -> tuple[Tensor, ...]:
+            return scores_of_tokens(self.engine, micro, 1.0)
 
         rows = Rows.of(data)
         passes = log_prob_micro_batching(self.config.rollout)
         columns = ["old_log_probs"]
-        compute: Callable[[MicroBatch], tuple[Tensor, ...]] = log_probs
+        compute: MicroPass = log_probs
         if with_experts:
             columns.append(ROUTED_EXPERTS)
             compute = partial(self.with_routing, log_probs)
@@ -236,7 +232,6 @@ class ActorWorker(ScoringWorker, TrainedWorker):
             freeze_routers(model.hf)
         return model
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Loads the model."""
         n = self.config.rollout.n
@@ -287,13 +282,13 @@ class ActorWorker(ScoringWorker, TrainedWorker):
         beside = None
         if ptx is not None:
             beside = (Rows.of(ptx), self.ptx_loss)
-        loss: MicroLoss = self.policy_loss
-        routed = self.routed_loss(loss, rows, "actor", self.config.actor.router_aux_loss_coef)
+        coefficient = self.config.actor.router_aux_loss_coef
+        routed = self.routed_loss(self.policy_loss, rows, "actor", coefficient)
         metrics = update(
             self.engine,
             rows,
             self.schedule,
-            routed or loss,
+            routed or self.policy_loss,
             prefix="actor",
             part=data.meta_info.get("part_of_step", (1, 1)),
             beside=beside,
@@ -370,9 +365,7 @@ class ActorWorker(ScoringWorker, TrainedWorker):
             **loss_columns,
         )
         loss, values = call_by_name(self.policy_loss_fn, vars(inputs))
-        metrics: MicroMetrics = {}
-        for name, value in values.items():
-            metrics[name] = DeviceMetric.of(name, value, mask_BR)
+        metrics = {name: DeviceMetric.of(name, value, mask_BR) for name, value in values.items()}
         metrics["actor/pg_loss"] = DeviceMetric.loss(loss, mini_batch)
         num_tokens = mask_BR.sum()
         rollout_log_prob_BR = columns.get("rollout_log_probs")
@@ -411,7 +404,8 @@ class ActorWorker(ScoringWorker, TrainedWorker):
         The loss is -ptx_coef / N sum log p(token | tokens before it), over the N learned tokens of
         such rows in the mini-batch.
         """
-        log_probs = log_probs_of_tokens(self.engine, micro)  # whatever temperature the rollout has
+        # At temperature 1, whatever the rollout has.
+        (log_probs,) = scores_of_tokens(self.engine, micro, 1.0)
         log_prob_BR = micro.of_rows(log_probs)
         loss = -log_prob_BR.sum() / max(mini_batch.num_tokens, 1)
         metrics = {"actor/ptx_loss": DeviceMetric.loss(loss, mini_batch)}

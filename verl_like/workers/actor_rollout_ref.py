@@ -1,15 +1,14 @@
 """The base class of the policy's three roles. verl has one class of this name for all of them."""
 
 from functools import partial
-from typing import Any
+from typing import ClassVar
 
 from torch import Tensor
 
-from verl_like.plugins import refuse_overridden
 from verl_like.protocol import DataProto
 from verl_like.workers.config.roles import ActorRolloutRefConfig
 from verl_like.workers.engine.mini_batches import MicroBatch
-from verl_like.workers.model_worker import ModelWorker
+from verl_like.workers.model_worker import ModelWorker, scores_of_tokens
 from verl_like.workers.models.packed_models import PackedModel, PolicyModel
 from verl_like.workers.models.packing import Rows
 from verl_like.workers.models.routed_experts import ROUTED_EXPERTS, RouterShape, check_routing
@@ -25,6 +24,7 @@ class ActorRolloutRefWorker(ModelWorker):
 
     model_class = PolicyModel
     model_key = "actor_rollout_ref.model"
+    replaced_methods: ClassVar = {"_score": "override score_tokens, which returns (K,) each"}
     replay_mode = "disabled"
     """Whose routing the routers of this role replay."""
     routers: RouterShape | None = None
@@ -34,15 +34,6 @@ class ActorRolloutRefWorker(ModelWorker):
         super().__init__(shares_device)
         self.config = config
         self.model_config = config.model
-
-    def __init_subclass__(cls, **arguments: Any) -> None:
-        """Raises ValueError for a subclass that overrides `_score`, which nothing calls any more.
-
-        Earlier versions called it for each pass of the model.
-        """
-        super().__init_subclass__(**arguments)
-        replaced = {"_score": "override score_tokens, which returns (K,) each"}
-        refuse_overridden(cls, ActorRolloutRefWorker, replaced)
 
     def build_model(self, with_weights: bool) -> PackedModel:
         """Makes the model before it is sharded. With `replay_mode` its routers can replay."""
@@ -73,10 +64,8 @@ class ActorRolloutRefWorker(ModelWorker):
         Entropies and sums of squared probabilities follow if asked for, (K,) each; see
         `linear_log_prob`.
         """
-        packed = self.engine.pack(micro.on_host)
         temperature = self.config.rollout.temperature
-        scores = self.engine.run(packed, temperature, with_entropy, with_sum_pi_squared)
-        return tuple(packed.of_tokens(scored) for scored in scores)
+        return scores_of_tokens(self.engine, micro, temperature, with_entropy, with_sum_pi_squared)
 
     def _score(self, micro: MicroBatch, **options: bool) -> tuple[Tensor, ...]:
         """Returns the results of `score_tokens` padded to (b, R), for objectives of subclasses that

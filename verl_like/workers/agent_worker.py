@@ -58,7 +58,6 @@ class AgentWorker(Worker):
         self.template_kwargs = template_kwargs
         self.agents = agents
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Starts what acts in episodes."""
         rollout = self.policy.rollout

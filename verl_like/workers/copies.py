@@ -1,9 +1,8 @@
 """Copies of the trained actor and critic, which only run forward, with weights from the trainer."""
 
-from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -17,7 +16,7 @@ from verl_like.workers.critic import ValueWorker
 from verl_like.workers.model_worker import ModelWorker
 from verl_like.workers.weights.arrival import check_arrival, check_staged
 from verl_like.workers.weights.exports import WeightExport, iterate_weights
-from verl_like.workers.weights.file_layout import FileTensor, files_in
+from verl_like.workers.weights.file_layout import FileTensor, each_in_files
 from verl_like.workers.weights.fingerprints import (
     local_fingerprint,
     read_fingerprints,
@@ -57,13 +56,15 @@ class CopyWorker(ModelWorker):
             )
         return super().infer(*args, **kwargs)
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the names and tensors that the trained model sends: parameters, then buffers.
+    def weights_in_files(self) -> dict[str, tuple[FileTensor, Tensor]]:
+        """Returns the tensors of files that the trained model sends, by their names, each with the
+        weight that holds it: parameters, then buffers.
 
         Parameters are DTensors with this rank's shards.
         """
-        yield from self.engine.named_parameters()
-        yield from self.engine.named_buffers()
+        weights = chain(self.engine.named_parameters(), self.engine.named_buffers())
+        in_files = each_in_files(self.engine.file_layout, weights)
+        return {file.name: (file, weight) for file, weight in in_files}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_weights(self, exported: list[WeightExport], version: int) -> str:
@@ -81,14 +82,8 @@ class CopyWorker(ModelWorker):
         what = f"Weights of version {version}"
         received = self.weight_transport.receive(exported, self)
         expected = check_staged(received, version, self.device)
-        weights: dict[str, tuple[FileTensor, Tensor]] = {}
-        for name, weight in self.named_weights():
-            files = files_in(self.engine.file_layout, name, weight)
-            for file in files:
-                weights[file.name] = (file, weight)
-        shapes = {}
-        for name, (file, _weight) in weights.items():
-            shapes[name] = torch.Size(file.shape)
+        weights = self.weights_in_files()
+        shapes = {name: file.shape for name, (file, _weight) in weights.items()}
         sent_shapes = {name: tensor.shape for name, tensor in iterate_weights(received)}
         other_model = f"{what} are not of the model {self.model_config.path}"
         check_arrival(sent_shapes, shapes, other_model)
@@ -102,10 +97,8 @@ class CopyWorker(ModelWorker):
             else:
                 _write(file, weight, tensor)
         sums = {}
-        for name, weight in self.named_weights():  # what the engine has now
-            files = files_in(self.engine.file_layout, name, weight)
-            for file in files:
-                sums[file.name] = local_fingerprint(file, weight, self.rank)
+        for name, (file, weight) in self.weights_in_files().items():  # what the engine has now
+            sums[name] = local_fingerprint(file, weight, self.rank)
         own_fingerprints = read_fingerprints(sums)
         loaded = sum_over_ranks(own_fingerprints)
         fingerprint = check_arrival(expected, loaded, f"{what} did not arrive at the copy")
@@ -139,7 +132,6 @@ class ActorCopyWorker(ScoringWorker, CopyWorker):
     """One rank of a copy of the actor, which computes old log-probabilities while another process
     trains."""
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Loads the model.
 
@@ -152,7 +144,6 @@ class ActorCopyWorker(ScoringWorker, CopyWorker):
 class CriticCopyWorker(ValueWorker, CopyWorker):
     """One rank of a copy of the critic, which computes values while another process trains."""
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Loads the model.
 

@@ -1,17 +1,12 @@
 """The critic of PPO, which predicts the return from each response token and learns from returns."""
 
-from typing import Any
+from typing import ClassVar
 
 from torch import Tensor
 
 from verl_like.algorithms.value_loss import ValueLossInputs, compute_value_loss
-from verl_like.plugins import refuse_overridden
 from verl_like.protocol import DataProto
-from verl_like.single_controller.decorator import (
-    Dispatch,
-    make_nd_compute_dataproto_dispatch_fn,
-    register,
-)
+from verl_like.single_controller.decorator import make_nd_compute_dataproto_dispatch_fn, register
 from verl_like.workers.config.roles import CriticConfig
 from verl_like.workers.engine.mini_batches import (
     DeviceMetric,
@@ -37,6 +32,7 @@ class ValueWorker(ModelWorker):
 
     model_class = ValueModel
     model_key = "critic.model"
+    replaced_methods: ClassVar = {"_predict": "override values_of_tokens, which returns (K,)"}
 
     def __init__(
         self,
@@ -51,15 +47,6 @@ class ValueWorker(ModelWorker):
         self.model_config = config.model
         self.fsdp_config = config.model.fsdp_config
         self.weight_transport = WEIGHT_TRANSPORTS[weight_transport]()
-
-    def __init_subclass__(cls, **arguments: Any) -> None:
-        """Raises ValueError for a subclass that overrides `_predict`, which nothing calls any more.
-
-        Earlier versions called it for each pass of the model.
-        """
-        super().__init_subclass__(**arguments)
-        replaced = {"_predict": "override values_of_tokens, which returns (K,)"}
-        refuse_overridden(cls, ValueWorker, replaced)
 
     @register(
         dispatch_mode=BY_SHARD,
@@ -118,7 +105,6 @@ class CriticWorker(ValueWorker, TrainedWorker):
         self.total_training_steps = total_training_steps
         self.export_dtype = config.model.fsdp_config.dtype
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Loads the model; a value head that the checkpoint lacks is initialised from the seed."""
         self.start_training_engine("critic", self.config, samples_per_prompt=self.rollout_n)
@@ -162,9 +148,9 @@ class CriticWorker(ValueWorker, TrainedWorker):
             aggregate=mini_batch.aggregate(self.config.loss_agg_mode),
         )
         loss, token_sums = compute_value_loss(**vars(inputs))
-        metrics: MicroMetrics = {}
-        for name, total in token_sums.items():
-            metrics[name] = DeviceMetric.token_mean(total, num_tokens)
+        metrics = {
+            name: DeviceMetric.token_mean(total, num_tokens) for name, total in token_sums.items()
+        }
         metrics["critic/vf_loss"] = DeviceMetric.loss(loss, mini_batch)
         metrics["critic/vpred_mean"] = DeviceMetric.token_mean(vpreds_BR.sum(), num_tokens)
         return loss, metrics

@@ -1,12 +1,13 @@
 """The base classes of workers with a model: they make its engine, checkpoints and exports."""
 
 import os
-from collections.abc import Callable, Sequence
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from verl_like.plugins import Extensible
 from verl_like.protocol import DataProto, Metric
 from verl_like.single_controller.decorator import Dispatch, register
 from verl_like.single_controller.worker import Worker
@@ -17,7 +18,13 @@ from verl_like.workers.config.supervised import TrainingConfig
 from verl_like.workers.engine.base import FileDigests, TrainingEngine
 from verl_like.workers.engine.fsdp import FsdpEngine
 from verl_like.workers.engine.mesh import init_process_group
-from verl_like.workers.engine.mini_batches import MicroBatch, MicroLoss, UpdateSchedule, forward
+from verl_like.workers.engine.mini_batches import (
+    MicroBatch,
+    MicroLoss,
+    MicroPass,
+    UpdateSchedule,
+    forward,
+)
 from verl_like.workers.engine.routed_loss import RoutedLoss
 from verl_like.workers.engine.throughput import Stopwatch
 from verl_like.workers.models.lora import with_scale
@@ -37,15 +44,15 @@ def metrics_alone(metrics: dict[str, Metric]) -> DataProto:
     return DataProto.from_dict(tensors={}, meta_info={"metrics": metrics})
 
 
-def log_probs_of_tokens(engine: TrainingEngine, micro: MicroBatch) -> Tensor:
-    """Runs a language model, and returns the log-probabilities of the response tokens at
-    temperature 1, (K,)."""
+def scores_of_tokens(engine: TrainingEngine, micro: MicroBatch, *inputs: Any) -> tuple[Tensor, ...]:
+    """Runs a model, and returns what it says of the response tokens, (K,) each: a language model
+    their log-probabilities at the temperature that is given. `inputs` are those of the model."""
     packed = engine.pack(micro.on_host)
-    (scored,) = engine.run(packed, 1.0)
-    return packed.of_tokens(scored)
+    scores = engine.run(packed, *inputs)
+    return tuple(packed.of_tokens(scored) for scored in scores)
 
 
-class ModelWorker(Worker):
+class ModelWorker(Extensible, Worker):
     """One rank of a model that an engine runs. `init_model` of a subclass starts the engine.
 
     `shares_device` is True if a rollout engine uses the memory of the device in turn.
@@ -126,7 +133,7 @@ class ModelWorker(Worker):
         data: DataProto,
         columns: Sequence[str],
         micro_batching: MicroBatching,
-        compute: Callable[[MicroBatch], tuple[Tensor, ...]],
+        compute: MicroPass,
         phase: str,
     ) -> DataProto:
         """Runs the model over all rows without gradients, and returns the `columns`, jagged.

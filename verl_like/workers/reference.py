@@ -1,11 +1,7 @@
 """The frozen reference policy."""
 
 from verl_like.protocol import DataProto
-from verl_like.single_controller.decorator import (
-    Dispatch,
-    make_nd_compute_dataproto_dispatch_fn,
-    register,
-)
+from verl_like.single_controller.decorator import make_nd_compute_dataproto_dispatch_fn, register
 from verl_like.workers.actor_rollout_ref import ActorRolloutRefWorker
 from verl_like.workers.config.roles import ActorRolloutRefConfig
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS, Rows
@@ -25,7 +21,6 @@ class ReferenceWorker(ActorRolloutRefWorker):
         self.model_config = self.model_config.model_copy(update={"lora_rank": 0})
         self.fsdp_config = config.ref.fsdp_config
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Loads the model. As many ranks share a sequence as in the actor."""
         sequence_parallel_size = self.config.actor.ulysses_sequence_parallel_size
@@ -50,9 +45,7 @@ class ReferenceWorker(ActorRolloutRefWorker):
 class ReplayingReferenceWorker(ReferenceWorker):
     """A reference policy that computes each token with the experts of the rollout engine."""
 
-    def __init__(self, config: ActorRolloutRefConfig, shares_device: bool = False) -> None:
-        super().__init__(config, shares_device)
-        self.replay_mode = config.ref.router_replay.mode
+    replay_mode = "R3"
 
     @register(
         dispatch_mode=BY_SHARD,

@@ -1,10 +1,9 @@
 """A reward model: a pretrained sequence classifier, which gives one score for each response."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
-from verl_like.plugins import refuse_replaced
 from verl_like.protocol import DataProto
 from verl_like.protocol.row_ops import jagged_on_last_token
 from verl_like.single_controller.decorator import Dispatch, register
@@ -24,6 +23,10 @@ class RewardModelWorker(ModelWorker):
 
     model_class = RewardModel
     reward_columns: ClassVar = {"rm_scores": 1.0}
+    replaced_methods: ClassVar = {
+        "_score": "override score_rows, which returns the score of each row, (b,), or "
+        "compute_rm_score"
+    }
 
     def __init__(
         self,
@@ -37,18 +40,6 @@ class RewardModelWorker(ModelWorker):
         self.model_config = config.model
         self.fsdp_config = config.model.fsdp_config
 
-    def __init_subclass__(cls, **arguments: Any) -> None:
-        """Raises ValueError for a subclass that defines `_score`, which nothing calls any more.
-
-        Earlier versions called it for each pass of the model.
-        """
-        super().__init_subclass__(**arguments)
-        instead = (
-            "override score_rows, which returns the score of each row, (b,), or compute_rm_score"
-        )
-        refuse_replaced(cls, {"_score": instead})
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Loads the model."""
         self.start_engine()

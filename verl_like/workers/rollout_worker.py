@@ -3,9 +3,8 @@
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import ClassVar
 
-from verl_like.plugins import refuse_replaced
 from verl_like.protocol import DataProto
 from verl_like.single_controller.decorator import (
     Dispatch,
@@ -29,20 +28,17 @@ AFTER_REQUESTS = replace(Dispatch.ONE_TO_ALL, name="AFTER_REQUESTS", call_fn=aft
 """ONE_TO_ALL, but only after the requests of earlier calls have reached the engines."""
 
 
-_REPLACED = {
-    "submit_prompts": "generate_sequences of some prompts may be called while others are generated",
-    "advance_sequences": "the engine computes by itself; the future of generate_sequences says "
-    "when responses ended",
-    "restart_sequences": "the driver begins the requests of a call again (RequestCall.begin_again)",
-}
-
-
 class RolloutWorker(ActorRolloutRefWorker):
     """One rank of the policy that generates. `seed` is the run's, and seeds the sampling."""
 
-    def __init_subclass__(cls, **arguments: Any) -> None:
-        super().__init_subclass__(**arguments)
-        refuse_replaced(cls, _REPLACED)
+    replaced_methods: ClassVar = {
+        "submit_prompts": "generate_sequences of some prompts may be called while others are "
+        "generated",
+        "advance_sequences": "the engine computes by itself; the future of generate_sequences says "
+        "when responses ended",
+        "restart_sequences": "the driver begins the requests of a call again "
+        "(RequestCall.begin_again)",
+    }
 
     def __init__(self, config: ActorRolloutRefConfig, seed: int) -> None:
         super().__init__(config)
@@ -51,7 +47,6 @@ class RolloutWorker(ActorRolloutRefWorker):
         self.num_calls = 0
         """The number of batches of which this rank itself made requests."""
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Starts the rollout engine, which has no weights before `load_weights`.
 

@@ -14,11 +14,7 @@ from verl_like.algorithms.ilql import ilql_losses
 from verl_like.algorithms.masked import zero_masked
 from verl_like.algorithms.preferences import DPO_LOSSES, pairwise_loss, preference_metrics
 from verl_like.protocol import DataProto, Metric, merge_metrics
-from verl_like.single_controller.decorator import (
-    Dispatch,
-    make_nd_compute_dataproto_dispatch_fn,
-    register,
-)
+from verl_like.single_controller.decorator import make_nd_compute_dataproto_dispatch_fn, register
 from verl_like.workers.config.engine import ForwardFsdpConfig
 from verl_like.workers.config.supervised import (
     DPOTrainingConfig,
@@ -38,7 +34,7 @@ from verl_like.workers.engine.mini_batches import (
     read_metrics,
     update,
 )
-from verl_like.workers.model_worker import TrainedWorker, log_probs_of_tokens, metrics_alone
+from verl_like.workers.model_worker import TrainedWorker, metrics_alone, scores_of_tokens
 from verl_like.workers.models.ilql import ILQLModel
 from verl_like.workers.models.packed_models import PackedModel, PolicyModel, RewardModel
 from verl_like.workers.models.packing import SEQUENCE_COLUMNS, Rows
@@ -90,7 +86,6 @@ class SupervisedWorker(TrainedWorker):
             training.use_dynamic_bsz,
         )
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Loads the model."""
         sequence_parallel_size = self.training.ulysses_sequence_parallel_size
@@ -157,9 +152,8 @@ class SupervisedWorker(TrainedWorker):
             mask = _mask(losses, micro)
             has_tokens = mask.bool().any(-1)
             losses = zero_masked(losses, has_tokens)
-        metrics: MicroMetrics = {}
-        for name, metric in _means(values, micro).items():
-            metrics[f"{self.prefix}/{name}"] = metric
+        means = _means(values, micro)
+        metrics = {f"{self.prefix}/{name}": metric for name, metric in means.items()}
         num_tokens = mask_bR.sum()
         metrics[f"{self.prefix}/num_tokens"] = DeviceMetric((num_tokens,), Metric.sum)
         return losses.sum() / count, metrics
@@ -234,7 +228,6 @@ class DPOWorker(SupervisedWorker):
     rows_of_sample = 2
     training: DPOTrainingConfig
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Loads the model, and the reference in the dtype that the layers compute in.
 
@@ -268,9 +261,7 @@ class DPOWorker(SupervisedWorker):
             (log_probs_B,) = forward(
                 self.reference, rows, self.micro_batching, score, by_token=False
             )
-        columns = dict(rows.columns)
-        columns["reference_log_probs"] = log_probs_B
-        return replace(rows, columns=columns)
+        return replace(rows, columns={**rows.columns, "reference_log_probs": log_probs_B})
 
     def losses(self, micro: MicroBatch) -> Losses:
         """Returns the loss `training.loss_type` of each pair, (s,).
@@ -298,7 +289,6 @@ class ILQLWorker(SupervisedWorker):
             torch.manual_seed(self.new_head_seed or 0)
             return super().build_model(with_weights)
 
-    @register(dispatch_mode=BY_SHARD, blocking=False, reads=COLUMNS_READ, jagged=True)
     def update_model(self, data: DataProto) -> DataProto:
         """Does an optimizer step, then moves the target heads towards the trained heads.
 
@@ -319,11 +309,8 @@ class ILQLWorker(SupervisedWorker):
         The configuration has the weights of the terms. The terms are metrics.
         """
         settings = self.training
-        packed = self.engine.pack(micro.on_host)
-        columns = []
-        for scored in self.engine.run(packed):
-            of_tokens = packed.of_tokens(scored)
-            columns.append(micro.of_rows(of_tokens))
+        scores = scores_of_tokens(self.engine, micro)
+        columns = [micro.of_rows(scored) for scored in scores]
         terms = ilql_losses(
             *columns,
             scores=micro["score"],
@@ -346,11 +333,9 @@ class ILQLWorker(SupervisedWorker):
 
 def _means(values: dict[str, Tensor], micro: MicroBatch) -> MicroMetrics:
     """Returns the means of values of tokens or of samples as metrics."""
-    metrics = {}
-    for name, value in values.items():
-        mask = _mask(value, micro)
-        metrics[name] = DeviceMetric.of(name, value, mask)
-    return metrics
+    return {
+        name: DeviceMetric.of(name, value, _mask(value, micro)) for name, value in values.items()
+    }
 
 
 def _mask(values: Tensor | float, micro: MicroBatch) -> Tensor:
@@ -375,7 +360,7 @@ def _of_pairs(values: Tensor) -> tuple[Tensor, Tensor]:
 def _log_probs(engine: TrainingEngine, micro: MicroBatch) -> Tensor:
     """Returns log-probabilities of the learned tokens at temperature 1, (b, R) float32, 0
     elsewhere."""
-    log_probs = log_probs_of_tokens(engine, micro)
+    (log_probs,) = scores_of_tokens(engine, micro, 1.0)
     return micro.of_rows(log_probs)
 
 

@@ -5,9 +5,9 @@ import abc
 import inspect
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from verl_like.plugins import refuse_replaced
+from verl_like.plugins import Extensible
 from verl_like.protocol import Metric, merge_metrics
 from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer.loop.experience import Experience, Update
@@ -15,16 +15,10 @@ from verl_like.trainer.loop.recorder import Log, LoopRecorder
 from verl_like.trainer.state import checkpoint
 from verl_like.trainer.state.run_state import LAST_ROW
 
-_REPLACED = {
-    "next_step": "override step, which takes its batch itself, or take, which gives what a step "
-    "trains on",
-    "one_step": "override run_step, which is every step with its row, validation and checkpoint",
-}
-"""Methods of earlier versions, and what takes their place."""
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-class TrainingLoop(abc.ABC):
+class TrainingLoop(Extensible, abc.ABC):
     """The base class of every trainer. In each step it takes experience, learns from it and hands
     on the weights. Before and after steps it validates and saves checkpoints.
 
@@ -43,12 +37,17 @@ class TrainingLoop(abc.ABC):
     """The worker groups whose models are trained, by the names of their folders in a checkpoint."""
     global_step: int = 0
     """The number of the present step. It is 0 before the first step, whose number is 1."""
+    replaced_methods: ClassVar = {
+        "next_step": "override step, which takes its batch itself, or take, which gives what a "
+        "step trains on",
+        "one_step": "override run_step, which is every step with its row, validation and "
+        "checkpoint",
+    }
 
     def __init_subclass__(cls, **arguments: Any) -> None:
-        """Raises ValueError for a subclass that was written for an earlier version: if it has a
-        method of `_REPLACED`, if its `step` has arguments, or if its `last_step` is a method."""
+        """Raises ValueError for a subclass that was written for an earlier version: if it has one
+        of `replaced_methods`, if its `step` has arguments, or if its `last_step` is a method."""
         super().__init_subclass__(**arguments)
-        refuse_replaced(cls, _REPLACED)
         name = f"{cls.__module__}.{cls.__name__}"
         signature = inspect.signature(cls.step)
         _self, *parameters = signature.parameters.values()

@@ -4,7 +4,7 @@ from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from verl_like.algorithms.masked import on_last_token
 from verl_like.algorithms.overlong_penalty import overlong_penalty
 from verl_like.algorithms.policy_losses import get_policy_loss_fn
 from verl_like.algorithms.registry import read_options
-from verl_like.plugins import refuse_replaced
+from verl_like.plugins import Extensible
 from verl_like.protocol import DataProto, Future, Metric, merge_metrics
 from verl_like.protocol.padded import strip, view_of_samples, view_with
 from verl_like.protocol.samples import SampleRows, concat_samples, count_samples, select_samples
@@ -110,7 +110,7 @@ _REPLACED = {
 
 
 @dataclass(kw_only=True)
-class ExperienceMaker:
+class ExperienceMaker(Extensible):
     """Generates responses, scores them and estimates advantages.
 
     Each phase takes the value of the previous one, leaves it unchanged and returns a new one:
@@ -133,12 +133,7 @@ class ExperienceMaker:
     model_cost: ModelCost
     timer: Callable[[str], AbstractContextManager[None]]
     """Measures a phase of the driver."""
-
-    def __init_subclass__(cls, **arguments: Any) -> None:
-        """Raises ValueError for a subclass that overrides a phase of an earlier version, because
-        nothing would call it."""
-        super().__init_subclass__(**arguments)
-        refuse_replaced(cls, _REPLACED)
+    replaced_methods: ClassVar = _REPLACED
 
     def make(
         self, prompts: DataProto, more_prompts: Callable[[], DataProto] | None = None

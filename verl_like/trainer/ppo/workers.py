@@ -18,7 +18,7 @@ from verl_like.trainer.config.schema import PPOConfig
 from verl_like.workers.actor import ActorWorker
 from verl_like.workers.agent_worker import AgentWorker, UnscoredAgentWorker
 from verl_like.workers.agents.hosts import Description
-from verl_like.workers.agents.router import OnEpisodes, connect_agents, ignore_episodes
+from verl_like.workers.agents.router import OnEpisodes, connect_agents
 from verl_like.workers.config.joint_trainer import JointTrainer
 from verl_like.workers.critic import CriticWorker
 from verl_like.workers.reference import ReferenceWorker, ReplayingReferenceWorker
@@ -201,7 +201,9 @@ def start_groups(
 
 
 def load_models(
-    groups: Mapping[str, WorkerGroup], device: str, on_episodes: OnEpisodes = ignore_episodes
+    groups: Mapping[str, WorkerGroup],
+    device: str,
+    on_episodes: OnEpisodes = lambda prompts, episodes: None,
 ) -> None:
     """Loads the models of all groups. They load at the same time, except that on a GPU the rollout
     loads after the others. `on_episodes` is told of the episodes of agents.

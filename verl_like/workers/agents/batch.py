@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from verl_like.protocol import DataProto, Metric
-from verl_like.protocol.row_ops import jagged_from_lengths, jagged_from_lists
+from verl_like.protocol.row_ops import jagged_from_arrays, jagged_from_lists
 from verl_like.rewards.manager import RewardError
 from verl_like.workers.agents.episode import Episode, FinishedRow, Row, TokenIds
 from verl_like.workers.models.routed_experts import OWN, ROUTED_EXPERTS
@@ -78,10 +78,7 @@ def assemble_episodes(
     for number, episode in enumerate(episodes):
         prompt = number // n
         num_left[prompt] += episode.ended != "failed"
-    dropped = set()
-    for prompt, num in num_left.items():
-        if num < needed:
-            dropped.add(prompt)
+    dropped = {prompt for prompt, num in num_left.items() if num < needed}
     prompt_ids = prompt_tokens(prompts)
     rows: list[FinishedRow] = []
     sample_of_row = []
@@ -143,20 +140,15 @@ def _routing(rows: Sequence[FinishedRow]) -> dict[str, Tensor]:
     if not recorded:
         return {}
     like = recorded[0]
-    of_token = like.shape[1:]
     of_rows = []
-    lengths = []
     for row in rows:
-        num_tokens = len(row.prompt_ids) + len(row.response_ids)
         routing = row.routed_experts
         if routing is None:
-            shape = (num_tokens, *of_token)
+            num_tokens = len(row.prompt_ids) + len(row.response_ids)
+            shape = (num_tokens, *like.shape[1:])
             routing = np.full_like(like, OWN, shape=shape)
         of_rows.append(routing)
-        lengths.append(len(routing))
-    values = np.concatenate(of_rows)
-    column = jagged_from_lengths(torch.from_numpy(values), torch.tensor(lengths))
-    return {ROUTED_EXPERTS: column}
+    return {ROUTED_EXPERTS: jagged_from_arrays(of_rows)}
 
 
 def _filler(prompt_ids: TokenIds, token: int) -> FinishedRow:

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -38,10 +38,8 @@ class ChatFormat:
 
         self.tokenizer: Any = get_cached_tokenizer(tokenizer)  # each parser asks for its vocabulary
         self.template_kwargs = template_kwargs
-        self.end_texts: dict[int, str] = {}
+        self.end_texts = {token: tokenizer.decode([token]) for token in end_token_ids}
         """The texts of the tokens that end a turn, by the tokens."""
-        for token in end_token_ids:
-            self.end_texts[token] = tokenizer.decode([token])
         self.tool_parser = tool_parser
         self.reasoning_parser = reasoning_parser
         self.keep_reasoning = keep_reasoning
@@ -55,7 +53,7 @@ class ChatFormat:
         from vllm.parser import ParserManager
 
         try:
-            parser_class: Any = ParserManager.get_parser(
+            return ParserManager.get_parser(
                 tool_parser_name=self.tool_parser,
                 reasoning_parser_name=self.reasoning_parser,
                 enable_auto_tools=True,
@@ -68,7 +66,6 @@ class ChatFormat:
                 f"tokenizer: {error}. Take the parsers that vLLM's documentation names for the "
                 "model"
             ) from error
-        return parser_class
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any], *, is_prompt: bool) -> str:
         """Returns the text of messages. With `is_prompt` the model is to answer them."""
@@ -113,7 +110,9 @@ class ChatFormat:
         parser = self._parser(request, kwargs)
         drawn_ids = list(token_ids)
         if text is None:
-            ids = self.without_end(drawn_ids)
+            ids = drawn_ids
+            if ids and ids[-1] in self.end_texts:
+                ids = ids[:-1]
             skips = request.skip_special_tokens
             text = self.tokenizer.decode(ids, skip_special_tokens=skips)
         try:
@@ -157,16 +156,7 @@ class ChatFormat:
         no JSON."""
         reads_calls = self.parser_class.tool_parser_cls
         start = getattr(reads_calls, "tool_call_start_token", "")
-        if not start:
-            return False
-        return start in message["content"]
-
-    def without_end(self, token_ids: TokenIds) -> list[int]:
-        """Returns the tokens of a turn without the one that ends it."""
-        kept = list(token_ids)
-        if kept and kept[-1] in self.end_texts:
-            kept.pop()
-        return kept
+        return bool(start) and start in message["content"]
 
     def tail(self, prompt: str, before: str, token_ids: TokenIds) -> list[int] | None:
         """Returns the tokens that a prompt has behind a turn that was drawn.
@@ -266,12 +256,8 @@ def text_of(content: Any) -> str:
     """Returns the text of a message's content, which may be a list of parts."""
     if not isinstance(content, list):
         return content or ""
-    texts = []
-    for part in content:
-        if isinstance(part, dict):
-            text = part.get("text") or ""
-            texts.append(str(text))
-    return "".join(texts)
+    parts = [part for part in content if isinstance(part, dict)]
+    return "".join(str(part.get("text") or "") for part in parts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -284,13 +270,13 @@ class RecordedTurn:
     """Of its prompt and its reply, int32."""
 
 
+@dataclass
 class Conversation:
     """The turns of one episode, by which later prompts are continued."""
 
-    def __init__(self, chat: ChatFormat) -> None:
-        self.chat = chat
-        self._turns: dict[bytes, RecordedTurn] = {}
-        """By what stands for the meaning of their messages. Of equal ones it has the last."""
+    chat: ChatFormat
+    _turns: dict[bytes, RecordedTurn] = field(default_factory=dict)
+    """By what stands for the meaning of their messages. Of equal ones it has the last."""
 
     def record(
         self,

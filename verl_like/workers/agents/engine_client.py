@@ -206,10 +206,10 @@ class EngineClient:
         finish_reason = "stop"
         if drawn.stop_reason is None:
             finish_reason = "length"
-        versions = []
-        for version, start, end in completion.versions:
-            span = WeightVersionSpan(str(version), start, end)
-            versions.append(span)
+        versions = [
+            WeightVersionSpan(str(version), start, end)
+            for version, start, end in completion.versions
+        ]
         output = CompletionOutput(
             index=0,
             text=text,

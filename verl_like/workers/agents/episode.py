@@ -92,8 +92,7 @@ class Row:
         self.is_drawn += [True] * len(drawn)
         self.log_probs += completion.log_probs.tolist()
         for version, first, end in completion.versions:
-            span = (version, start + first, start + end)
-            self.spans.append(span)
+            self.spans.append((version, start + first, start + end))
         self.ends[number] = len(self.is_drawn) - 1
         if completion.routed_experts is not None:
             self._add_routing(completion.routed_experts)

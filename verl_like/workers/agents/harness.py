@@ -1,5 +1,7 @@
 """Episodes of a harness: user code that calls the policy at the endpoint."""
 
+from dataclasses import dataclass
+
 from verl_like.workers.agents.endpoint import Endpoint, without_secrets
 from verl_like.workers.agents.episode import EpisodeFailed, RewardProblem
 from verl_like.workers.agents.hosts import Hosts, UserCodeError
@@ -7,14 +9,14 @@ from verl_like.workers.agents.runner import Outcome
 from verl_like.workers.agents.session import Session
 
 
+@dataclass
 class Harness:
     """The way of `agent.harness`: an async function `run(row, base_url, api_key)`, which returns a
     reward or None."""
 
-    def __init__(self, hosts: Hosts, endpoint: Endpoint, *, timeout_s: float) -> None:
-        self.hosts = hosts
-        self.endpoint = endpoint
-        self.timeout_s = timeout_s
+    hosts: Hosts
+    endpoint: Endpoint
+    timeout_s: float
 
     async def start(self) -> None:
         await self.endpoint.start()

@@ -99,8 +99,6 @@ class _Host:
         """The instance of each episode, by the episode's seat."""
         self._free: list[Any] = []
         """Instances of episodes that have ended well. They are used again."""
-        self._taking = threading.Lock()
-        """Held to take one of these, since calls of several episodes begin at the same time."""
 
     def load(self) -> None:
         """Answers the first call, which says what to load."""
@@ -152,15 +150,11 @@ class _Host:
         if not inspect.isclass(self._code):
             return self._code
         if seat not in self._instances:
-            self._instances[seat] = self._instance()
+            try:  # calls of several episodes begin at the same time, and each takes its own
+                self._instances[seat] = self._free.pop()
+            except IndexError:
+                self._instances[seat] = self._code()
         return getattr(self._instances[seat], method)
-
-    def _instance(self) -> Any:
-        """An instance for an episode that has none: a free one, or else a new one."""
-        with self._taking:
-            if self._free:
-                return self._free.pop()
-        return self._code()
 
     def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Starts a coroutine of this class. They begin in the order of these calls."""

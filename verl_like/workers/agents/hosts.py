@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationError
+from pydantic import StringConstraints, ValidationError
 
-from verl_like.rewards.process import EXIT_S, START_S, end_supervisor, start_server
+from verl_like.rewards.process import EXIT_S, START_S, Message, end_supervisor, start_server
 from verl_like.rewards.supervisor import MEMORY_EXIT_CODE
 from verl_like.workers.agents.episode import EpisodeFailed, FailureKind, Restarted
 from verl_like.workers.agents.host_process import (
@@ -35,7 +35,7 @@ _DESCRIBE = "verl_like.workers.agents.description:describe"
 class UserCodeError(RuntimeError):
     """The code of a user raised an error."""
 
-    def __init__(self, text: str, place: str) -> None:
+    def __init__(self, text: str, place: str = "") -> None:
         super().__init__(f"{text}\n  at {place}" if place else text)
         self.text = text
         """The type and the message of the error."""
@@ -57,10 +57,8 @@ class HostedCode:
     """What `reward_key()` returns in the processes."""
 
 
-class Description(BaseModel):
+class Description(Message):
     """What an environment class offers."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     tools: list[JsonObject]
     """The JSON schemas of its tools, as `transformers.utils.get_json_schema` makes them."""
@@ -68,10 +66,8 @@ class Description(BaseModel):
     """Whether it has a method `get_reward`."""
 
 
-class _Answer(BaseModel):
+class _Answer(Message):
     """A line of a host process: what has become of a call."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     id: int
     value: Any = None
@@ -151,7 +147,7 @@ class Hosts:
     def _running(self) -> list["_Process"]:
         """The processes that run. As many are started as are missing."""
         self._processes = [each for each in self._processes if not each.has_left_nothing()]
-        running = [each for each in self._processes if not each.is_ended]
+        running = [each for each in self._processes if not each.ending]
         num_missing = self._num_processes - len(running)
         for _ in range(num_missing):
             new = _Process(self._code, self._max_memory_gb)
@@ -196,7 +192,8 @@ class _Process(asyncio.Protocol):
         self.num_episodes = 0
         self.numbers = itertools.count(_LOADING + 1)
         """Of its seats and calls."""
-        self.is_ended = False
+        self.ending: asyncio.Task[Any] | None = None
+        """Ends the process and all programs below it. None while it runs."""
         self._code = code
         self._max_memory_gb = max_memory_gb
         self._calls: dict[int, _Call] = {}
@@ -204,7 +201,6 @@ class _Process(asyncio.Protocol):
         self._unsent: list[bytes] = []
         """Lines that travel together when the event loop comes to it."""
         self._transport: Any = None
-        self._ending: asyncio.Task[Any] | None = None
         self._loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
         with theirs:
@@ -218,7 +214,7 @@ class _Process(asyncio.Protocol):
 
     async def call(self, seat: int, method: str, arguments: JsonObject, limit_s: float) -> Any:
         """See `Seat.call`."""
-        if self.is_ended:
+        if self.ending:
             raise Restarted
         number = next(self.numbers)
         self.send({"id": number, "seat": seat, "method": method, "arguments": arguments})
@@ -237,7 +233,7 @@ class _Process(asyncio.Protocol):
 
     def send(self, message: JsonObject) -> None:
         """Sends a message, unless the process has ended."""
-        if self.is_ended or self._transport is None:
+        if self.ending or self._transport is None:
             return
         line = to_line(message)
         if not self._unsent:
@@ -251,14 +247,14 @@ class _Process(asyncio.Protocol):
 
     def has_left_nothing(self) -> bool:
         """Returns whether it has ended with all programs below it."""
-        return self._ending is not None and self._ending.done()
+        return self.ending is not None and self.ending.done()
 
     async def close(self) -> None:
         """Ends the process and all programs below it."""
         self._loading.cancel()
         self._end(self._code.kind, "was stopped", _LOADING)
-        assert self._ending is not None
-        await self._ending
+        assert self.ending is not None
+        await self.ending
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
@@ -331,11 +327,10 @@ class _Process(asyncio.Protocol):
     def _end(self, kind: FailureKind, cause: str = "", blamed: int | None = None) -> None:
         """Ends the process, unless it has ended. The episode at the seat `blamed` has failed, or
         with None each that has a call. Without a cause the process has ended by itself."""
-        if self.is_ended:
+        if self.ending:
             return
-        self.is_ended = True
         burial = self._bury(kind, cause, blamed)
-        self._ending = self._loop.create_task(burial)
+        self.ending = self._loop.create_task(burial)
 
     async def _bury(self, kind: FailureKind, cause: str, blamed: int | None) -> None:
         """Answers the calls and ends what is left of the process."""
@@ -347,12 +342,10 @@ class _Process(asyncio.Protocol):
             limit = f"agent.max_memory_gb={self._max_memory_gb:g}"
             cause = f"used more memory than {limit} and was ended; use less, or raise that"
         for call in self._calls.values():
-            failure = self._failure(kind, cause)
-            if blamed in (None, call.seat):
-                call.fail(failure)
-                continue
-            restarted = Restarted(str(failure))
-            call.fail(restarted)
+            failure: Exception = self._failure(kind, cause)
+            if blamed not in (None, call.seat):
+                failure = Restarted(str(failure))
+            call.fail(failure)
         self._calls.clear()
         if self._transport is not None:
             self._transport.abort()

@@ -6,6 +6,7 @@ import json
 import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException
 from typing import Any
 
@@ -17,7 +18,7 @@ from verl_like.workers.agents.chat import text_of
 from verl_like.workers.agents.episode import EpisodeFailed, FailureKind
 from verl_like.workers.agents.host_process import JsonObject
 from verl_like.workers.agents.hosts import Description, UserCodeError
-from verl_like.workers.agents.runner import Outcome
+from verl_like.workers.agents.runner import Outcome, Way
 from verl_like.workers.agents.session import Session
 from verl_like.workers.agents.tool_loop import ToolLoop
 
@@ -65,17 +66,13 @@ class _Schemas(BaseModel):
     action: JsonObject
 
 
-class OpenEnvServer:
+@dataclass
+class OpenEnvServer(Way):
     """The way of `agent.server=openenv://host:port`. An episode is a session of the server, and a
     call of a tool is an action."""
 
-    def __init__(self, address: str, loop: ToolLoop) -> None:
-        self.address = address
-        self.loop = loop
-
-    async def start(self) -> None: ...
-
-    async def close(self) -> None: ...
+    address: str
+    loop: ToolLoop
 
     async def run(self, session: Session) -> Outcome:
         try:
@@ -103,16 +100,16 @@ class OpenEnvServer:
             await asyncio.sleep(_PAUSE_S)
 
 
+@dataclass
 class _Seat:
     """An episode's session of a server. The reward of an action counts for the turn of the model
     that chose it. An action without a reward counts 0."""
 
-    def __init__(self, connection: ClientConnection, session: Session) -> None:
-        self.connection = connection
-        self.session = session
-        self.is_done = False
-        self.rewards: dict[int, float] = defaultdict(float)
-        """By the numbers of turns, from 1."""
+    connection: ClientConnection
+    session: Session
+    is_done: bool = False
+    rewards: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    """By the numbers of turns, from 1."""
 
     async def call(self, method: str, arguments: JsonObject, timeout_s: float) -> Any:
         """Returns the text of an observation, or the rewards of all turns."""
@@ -170,7 +167,7 @@ async def _ask(
         return _Observation.model_validate(answer.data)
     problem = json.dumps(answer.data)
     if answer.data.get("code") in _OF_ENVIRONMENTS:
-        raise UserCodeError(problem, "")
+        raise UserCodeError(problem)
     raise EpisodeFailed("environment", f"a {kind} failed: {problem}")
 
 
@@ -191,7 +188,7 @@ def _text(observation: JsonObject) -> str:
         if kind:
             raise EpisodeFailed(kind, f"a tool failed: {problem}")
         if error:
-            raise UserCodeError(problem, "")
+            raise UserCodeError(problem)
         value = fields.get("result")
     elif len(fields) == 1:
         [value] = fields.values()
@@ -214,10 +211,7 @@ def describe_openenv(address: str) -> Description:
                 f"agent.server=openenv://{address} does not answer as OpenEnv 0.10 does: {error}. "
                 "Start it with what scripts/agents_environment.sh openenv installs"
             ) from error
-    schemas = []
-    for tool in tools:
-        function = tool.model_dump()
-        schemas.append({"type": "function", "function": function})
+    schemas = [{"type": "function", "function": tool.model_dump()} for tool in tools]
     return Description(tools=schemas, has_reward=True)
 
 

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from verl_like.protocol import CallHeader, DataProto, DataProtoFuture
+from verl_like.protocol import DataProto, DataProtoFuture
 from verl_like.single_controller.dispatch import PerRank
-from verl_like.single_controller.failure import CallTimeout
 from verl_like.single_controller.worker_group import BoundMethod, WorkerGroup
 from verl_like.workers.agents.batch import EpisodeRules, assemble_episodes, rows_of
 from verl_like.workers.agents.episode import AgentsFailed, Episode, EpisodeSpec
@@ -18,15 +17,9 @@ from verl_like.workers.rollout.router import RequestCall, RequestRouter, Respons
 
 EXCHANGE_S = 0.02
 """The longest time that a rank or a replica waits for something new while episodes run."""
-METHOD = "run_episodes"
-"""The method that a call stands for, as errors and the timeline name it."""
 
 OnEpisodes = Callable[[DataProto, Sequence[Episode]], None]
 """Called with the prompts of a call, and with its episodes once all have ended."""
-
-
-def ignore_episodes(prompts: DataProto, episodes: Sequence[Episode]) -> None:
-    """Does nothing with the episodes of a call."""
 
 
 def call_by_episodes(method: BoundMethod, prompts: DataProto) -> DataProtoFuture:
@@ -46,12 +39,14 @@ def connect_agents(agents: WorkerGroup, rollout: WorkerGroup, on_episodes: OnEpi
 class EpisodeCall(RequestCall):
     """A call of `run_episodes`: prompts, and the episodes that have ended so far."""
 
+    method = "run_episodes"
     router: "EpisodeRouter"
 
     def __init__(
         self, router: "EpisodeRouter", prompts: DataProto, requests: Sequence[GenerationRequest]
     ) -> None:
         super().__init__(router, prompts, requests)
+        self.group = router.agents
         self.episodes: dict[str, Episode] = {}
 
     def stream(self) -> Iterator[list[FinishedRequest]]:
@@ -63,11 +58,8 @@ class EpisodeCall(RequestCall):
         self.episodes[episode.name] = episode
         started = episode.started
         ended = started + episode.seconds
-        if rank in self.spans:
-            first, last = self.spans[rank]
-            started = min(first, started)
-            ended = max(last, ended)
-        self.spans[rank] = (started, ended)
+        first, last = self.spans.get(rank, (started, ended))
+        self.spans[rank] = (min(first, started), max(last, ended))
 
     def done(self) -> bool:
         return self.error is not None or len(self.episodes) == len(self.requests)
@@ -79,24 +71,10 @@ class EpisodeCall(RequestCall):
         router.require_success(episodes)
         return assemble_episodes(self.prompts, episodes, router.episode_rules)
 
-    def report(self) -> None:
-        """Writes into the timeline when each rank ran episodes of this call."""
-        agents = self.router.agents
-        for rank in sorted(self.spans):
-            started, ended = self.spans[rank]
-            header = CallHeader(0, started, ended)
-            agents.report(METHOD, rank, header)
-
-    def timeout(self, deadline_s: float) -> CallTimeout:
-        """Returns the error that says that this call is late. It names the ranks that run episodes
-        of it. The caller holds the lock."""
-        agents = self.router.agents
-        late_ranks = set()
-        for running in self.router.running.values():
-            if running.call is self:
-                late_ranks.add(running.rank)
-        late = f"rank(s) {sorted(late_ranks)} of {agents.world_size}"
-        return CallTimeout(agents.role, METHOD, deadline_s, late)
+    def late_ranks(self) -> set[int]:
+        """Returns the ranks that run episodes of this call. The caller holds the lock."""
+        all_running = self.router.running.values()
+        return {running.rank for running in all_running if running.call is self}
 
 
 @dataclass
@@ -237,13 +215,11 @@ class EpisodeRouter(RequestRouter):
         self.sent.discard(name)
         running = self.running.get(episode)
         if running:
-            answers = self.answers[running.rank]
-            answers[name] = completion
+            self.answers[running.rank][name] = completion
 
     def unfinished_calls(self) -> set[RequestCall]:
         calls = super().unfinished_calls()
-        for running in self.running.values():
-            calls.add(running.call)
+        calls.update(running.call for running in self.running.values())
         self.running = {}
         self.episode_of_request = {}
         self._empty_outbox()
@@ -252,9 +228,6 @@ class EpisodeRouter(RequestRouter):
 
 def _parts(num_rows: int, num_parts: int) -> list[int]:
     """Divides rows into equal consecutive parts, and returns the part of each row."""
-    rows = np.arange(num_rows)
-    parts = np.array_split(rows, num_parts)
-    part_of_row = []
-    for number, part in enumerate(parts):
-        part_of_row += [number] * len(part)
-    return part_of_row
+    parts = np.array_split(range(num_rows), num_parts)
+    sizes = [len(part) for part in parts]
+    return np.repeat(range(num_parts), sizes).tolist()

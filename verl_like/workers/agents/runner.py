@@ -45,12 +45,16 @@ class Way(Protocol):
     """What acts in episodes: an environment class, a harness, or a server. It is used on one event
     loop."""
 
-    async def start(self) -> None: ...
+    async def start(self) -> None:
+        """Begins before the first episode."""
+        return  # some have nothing to do
 
     async def run(self, session: Session) -> Outcome:
         """Runs an episode. Raises EpisodeFailed, Restarted, or RewardProblem."""
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Ends after the last episode."""
+        return
 
 
 @dataclass
@@ -130,12 +134,7 @@ class EpisodeRunner:
         running.result(limit_s)
 
     def _has_news(self) -> bool:
-        news = self._exchange
-        if self._failure is not None:
-            return True
-        if news.episodes:
-            return True
-        return bool(news.requests or news.aborted)
+        return self._failure is not None or self._exchange != Exchange()
 
     def _begin(self, specs: Sequence[EpisodeSpec]) -> None:
         for spec in specs:

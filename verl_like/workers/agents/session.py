@@ -5,7 +5,7 @@ import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -60,6 +60,7 @@ class Drawn:
     """The token or the text that ended it. None if it has as many tokens as it may have."""
 
 
+@dataclass(eq=False)
 class Session:
     """The calls of the model of one attempt at an episode.
 
@@ -68,18 +69,17 @@ class Session:
     the order of parallel calls does not matter.
     """
 
-    def __init__(self, spec: EpisodeSpec, model: Model, limits: Limits, *, name: str) -> None:
-        """`name` is one that no other attempt at an episode has."""
-        self.spec = spec
-        self.name = name
-        self.model = model
-        self.limits = limits
-        self.rows: list[Row] = []
-        self.turns: dict[int, Turn] = {}
-        """The calls that were answered, by their numbers."""
-        self.counts: Counter[str] = Counter()
-        self.num_calls = 0
-        self._num_repeats: Counter[bytes] = Counter()
+    spec: EpisodeSpec
+    model: Model
+    limits: Limits
+    name: str
+    """A name that no other attempt at an episode has."""
+    rows: list[Row] = field(default_factory=list)
+    turns: dict[int, Turn] = field(default_factory=dict)
+    """The calls that were answered, by their numbers."""
+    counts: Counter[str] = field(default_factory=Counter)
+    num_calls: int = 0
+    _num_repeats: Counter[bytes] = field(default_factory=Counter)
 
     def check_room(self, prompt_ids: TokenIds) -> None:
         """Raises RoomUsedUp if `draw` does for this prompt."""
@@ -235,10 +235,11 @@ def _stopped(completion: Completion, stop_token_ids: TokenIds, find_stop: FindSt
     length, text = find_stop(token_ids, stop_token is not None)
     if text is None:
         return Drawn(completion, stop_token)
-    versions = []
-    for version, start, end in completion.versions:
-        if start < length:
-            versions.append((version, start, min(end, length)))
+    versions = [
+        (version, start, min(end, length))
+        for version, start, end in completion.versions
+        if start < length
+    ]
     kept = Completion(
         completion.token_ids[:length],
         completion.log_probs[:length],

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from verl_like.workers.agents.chat import ChatFormat, Message
@@ -25,12 +26,12 @@ class Seat(Protocol):
         if it fails, and EpisodeFailed or Restarted if the environment does."""
 
 
+@dataclass
 class EnvironmentClass:
     """The way of `agent.environment`: a class in host processes, whose methods are the tools."""
 
-    def __init__(self, hosts: Hosts, loop: "ToolLoop") -> None:
-        self.hosts = hosts
-        self.loop = loop
+    hosts: Hosts
+    loop: "ToolLoop"
 
     async def start(self) -> None:
         await self.hosts.start()
@@ -40,15 +41,16 @@ class EnvironmentClass:
 
     async def run(self, session: Session) -> Outcome:
         seat = await self.hosts.seat()
-        has_ended = False
+        failed = True
         try:
             outcome = await self.loop.run(seat, session)
-            has_ended = True
+            failed = False
             return outcome
         finally:
-            seat.leave(failed=not has_ended)
+            seat.leave(failed)
 
 
+@dataclass
 class ToolLoop:
     """Lets the model act in an environment.
 
@@ -57,25 +59,16 @@ class ToolLoop:
     room are used up.
     """
 
-    def __init__(
-        self,
-        chat: ChatFormat,
-        tools: Sequence[Mapping[str, Any]],
-        *,
-        has_reward: bool,
-        max_turns: int | None,
-        config: AgentConfig,
-    ) -> None:
-        """Args:
-        tools: the schemas of the tools.
-        has_reward: whether the environment has `get_reward`.
-        """
-        self.chat = chat
-        self.tools = tools
-        self.tool_names = {tool["function"]["name"] for tool in tools}
-        self.has_reward = has_reward
-        self.max_turns = max_turns
-        self.config = config
+    chat: ChatFormat
+    tools: Sequence[Mapping[str, Any]]
+    """The schemas of the tools."""
+    has_reward: bool
+    """True if the environment has `get_reward`."""
+    max_turns: int | None
+    config: AgentConfig
+
+    def __post_init__(self) -> None:
+        self.tool_names = {tool["function"]["name"] for tool in self.tools}
 
     async def run(self, seat: Seat, session: Session) -> Outcome:
         """Runs an episode. Raises EpisodeFailed or Restarted."""
@@ -177,8 +170,7 @@ class ToolLoop:
         is_error = bool(problem)
         if is_error:
             result = {"error": problem}
-        ended = time.monotonic()
-        seconds = ended - started
+        seconds = time.monotonic() - started
         used = ToolCall(name, str(arguments), str(result), seconds, is_error)
         *_, last_turn = session.turns.values()
         last_turn.tool_calls.append(used)

@@ -3,6 +3,7 @@
 import asyncio
 import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgpack
@@ -66,19 +67,18 @@ class _Record(BaseModel):
     is_timeout: bool = False
 
 
+@dataclass
 class VerifiersServer:
     """The way of `agent.server=verifiers://host:port`. A harness of the server calls the model at
     our endpoint, and the reward is that of its record."""
 
-    def __init__(self, address: str, endpoint: Endpoint, *, timeout_s: float) -> None:
-        """`timeout_s` is how long an episode waits for a server that is not there."""
-        self.address = address
-        self.endpoint = endpoint
-        self.timeout_s = timeout_s
-        self._is_connected = False
-        self.parts: dict[bytes, asyncio.Queue[list[bytes]]] = {}
-        """The parts of answers, by the names of requests. No parts mean that the server has
-        gone."""
+    address: str
+    endpoint: Endpoint
+    timeout_s: float
+    """How long an episode waits for a server that is not there."""
+    parts: dict[bytes, asyncio.Queue[list[bytes]]] = field(default_factory=dict)
+    """The parts of answers, by the names of requests. No parts mean that the server has gone."""
+    _is_connected = False
 
     async def start(self) -> None:
         await self.endpoint.start()

@@ -61,21 +61,21 @@ class AgentConfig(ConfigModel):
     any free ones."""
 
     @property
+    def _ways(self) -> list[str]:
+        names = ("harness", "environment", "server")
+        return [name for name in names if getattr(self, name) is not None]
+
+    @property
     def way(self) -> str | None:
         """The name of the key that says who acts, or None without agents."""
-        for name in ("harness", "environment", "server"):
-            if getattr(self, name) is not None:
-                return name
-        return None
+        return next(iter(self._ways), None)
 
     @model_validator(mode="after")
     def one_way_is_chosen(self) -> "AgentConfig":
-        chosen = [
-            name for name in ("harness", "environment", "server") if getattr(self, name) is not None
-        ]
-        if len(chosen) > 1:
+        if len(self._ways) > 1:
             raise ValueError(
-                f"{' and '.join(chosen)} are set, but an episode has one of them: unset the others"
+                f"{' and '.join(self._ways)} are set, but an episode has one of them: unset the "
+                "others"
             )
         for name in ("harness", "environment"):
             path = getattr(self, name)

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, Strict, field_validator
 
-from verl_like.config_model import ConfigModel, PositiveInt
+from verl_like.config_model import ConfigModel, NonNegativeInt, PositiveInt
 
 _DTYPE_SYNONYMS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -80,7 +80,7 @@ class TrainedModelConfig(ModelConfig):
     """Keep what the backward pass needs of each layer in host memory until it is needed."""
     use_torch_compile: bool = False
     """Compile the layers with torch.compile: a slow first step, then fewer and larger kernels."""
-    lora_rank: Annotated[int, Field(ge=0)] = 0
+    lora_rank: NonNegativeInt = 0
     """Rank of a low-rank adapter (LoRA, arXiv:2106.09685), which alone is trained, beside a head
     that is new; 0 trains the whole model."""
     lora_alpha: PositiveInt = 16

@@ -9,6 +9,7 @@ from verl_like.config_model import (
     Follows,
     NonNegativeFloat,
     OpenConfigModel,
+    PositiveFloat,
     PositiveInt,
 )
 from verl_like.workers.config.engine import ForwardFsdpConfig, OptimConfig, TrainedFsdpConfig
@@ -131,7 +132,7 @@ class ActorConfig(OpenConfigModel):
     null keeps none."""
     ppo_epochs: PositiveInt = 1
     """Passes over one batch of experience."""
-    grad_clip: Annotated[float, Field(gt=0)] = 1.0
+    grad_clip: PositiveFloat = 1.0
     """Largest gradient norm; larger gradients are scaled down to it."""
     optim: OptimConfig = OptimConfig()
     fsdp_config: TrainedFsdpConfig = TrainedFsdpConfig()
@@ -174,17 +175,17 @@ class ActorRolloutRefConfig(ConfigModel):
     @model_validator(mode="after")
     def an_adapter_has_an_engine_that_takes_it(self) -> "ActorRolloutRefConfig":
         rollout = self.rollout
-        untried = []
-        untried += [f"quantization={rollout.quantization}"] if rollout.quantization else []
-        untried += (
-            [f"weight_transport={rollout.weight_transport}"] if rollout.sends_directly else []
-        )
-        size = rollout.tensor_model_parallel_size
-        untried += [f"tensor_model_parallel_size={size}"] if size > 1 else []
+        untried = None
+        if rollout.quantization:
+            untried = f"quantization={rollout.quantization}"
+        elif rollout.sends_directly:
+            untried = f"weight_transport={rollout.weight_transport}"
+        elif rollout.tensor_model_parallel_size > 1:
+            untried = f"tensor_model_parallel_size={rollout.tensor_model_parallel_size}"
         if self.model.lora_rank and untried:
             raise ValueError(
-                f"model.lora_rank={self.model.lora_rank} with rollout.{untried[0]}: adapters do "
-                "not travel there; leave the latter as it is by default, or set lora_rank=0"
+                f"model.lora_rank={self.model.lora_rank} with rollout.{untried}: adapters do not "
+                "travel there; leave the latter as it is by default, or set lora_rank=0"
             )
         return self
 
@@ -193,11 +194,10 @@ class ActorRolloutRefConfig(ConfigModel):
         """The model of the teacher, if the policy loss has the option `teacher_path`. The rest is
         the policy's."""
         path = (self.actor.policy_loss.model_extra or {}).get("teacher_path")
-        return (
-            self.model.model_copy(update={"path": path, "tokenizer_path": None, "lora_rank": 0})
-            if path
-            else None
-        )
+        if not path:
+            return None
+        own = {"path": path, "tokenizer_path": None, "lora_rank": 0}
+        return self.model.model_copy(update=own)
 
 
 class CriticModelConfig(TrainedModelConfig):
@@ -240,9 +240,9 @@ class CriticConfig(ConfigModel):
     limit counts for each of them. It divides the pool's size."""
     ppo_epochs: Annotated[PositiveInt, Follows("${actor_rollout_ref.actor.ppo_epochs}")]
     """Passes over one batch of experience."""
-    grad_clip: Annotated[float, Field(gt=0)] = 1.0
+    grad_clip: PositiveFloat = 1.0
     """Largest gradient norm; larger gradients are scaled down to it."""
-    cliprange_value: Annotated[float, Field(gt=0)] = 0.5
+    cliprange_value: PositiveFloat = 0.5
     """Clip range of the new value around the old one in the value loss."""
     loss_agg_mode: Annotated[LossAggMode, Follows("${actor_rollout_ref.actor.loss_agg_mode}")]
     """How the per-token loss becomes one number: token-mean, token-sum, seq-mean-token-sum,

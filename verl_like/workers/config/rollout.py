@@ -4,7 +4,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from verl_like.config_model import ConfigModel, Follows, NonNegativeFloat, PositiveInt
+from verl_like.config_model import (
+    ConfigModel,
+    Follows,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    PositiveShare,
+)
 from verl_like.workers.config.agent import MultiTurnConfig
 from verl_like.workers.config.models import RolloutDtype
 
@@ -16,7 +23,7 @@ class SamplingConfig(ConfigModel):
     """Softmax temperature; 0 decodes greedily."""
     top_k: Annotated[int, Field(ge=-1)] = -1
     """Sample among the k most likely tokens; -1 means all."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_p: PositiveShare = 1.0
     """Sample among the most likely tokens that hold this share of the probability."""
     n: PositiveInt = 1
     """Responses per prompt."""
@@ -55,7 +62,7 @@ class RolloutConfig(LogProbConfig, SamplingConfig):
     """Padded prompt length in tokens."""
     response_length: Annotated[PositiveInt, Follows("${data.max_response_length}")]
     """Longest response in tokens."""
-    temperature: Annotated[float, Field(gt=0)] = 1.0
+    temperature: PositiveFloat = 1.0
     """Softmax temperature; log-probabilities everywhere are taken at the same temperature."""
     n: PositiveInt = 1
     """Responses per prompt; GRPO needs at least 2."""
@@ -74,7 +81,7 @@ class RolloutConfig(LogProbConfig, SamplingConfig):
     """Processes of an engine over which vLLM distributes the experts of a mixture of experts: 1,
     where each has a part of every expert, or tensor_model_parallel_size, where each has whole
     experts. vLLM's build for CPUs does not compute these."""
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.5
+    gpu_memory_utilization: PositiveShare = 0.5
     """Share of the device's memory for the engine's weights and key-value cache."""
     enforce_eager: bool = False
     """Run without CUDA graphs: starts faster, decodes slower."""

@@ -4,7 +4,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from verl_like.config_model import ConfigModel, Follows, NonNegativeFloat, PositiveInt
+from verl_like.config_model import (
+    ConfigModel,
+    Follows,
+    FromZeroToOne,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    PositiveShare,
+)
 from verl_like.workers.config.engine import OptimConfig, TrainedFsdpConfig
 from verl_like.workers.config.models import PolicyModelConfig, TrainingDtype
 
@@ -34,7 +42,7 @@ class TrainingConfig(ConfigModel):
     """Most tokens, without padding, of a pass on one rank, with use_dynamic_bsz."""
     ulysses_sequence_parallel_size: PositiveInt = 1
     """Ranks that share every sequence (arXiv:2309.14509), for sequences too long for one."""
-    grad_clip: Annotated[float, Field(gt=0)] = 1.0
+    grad_clip: PositiveFloat = 1.0
     """Largest gradient norm; larger gradients are scaled down to it."""
     optim: OptimConfig = OptimConfig(lr=1e-5)
 
@@ -54,7 +62,7 @@ class DPOTrainingConfig(TrainingConfig):
     loss_type: Literal["dpo", "ipo"] = "dpo"
     """Loss of a pair: dpo (arXiv:2305.18290; conservative DPO with label_smoothing) or ipo
     (arXiv:2310.12036)."""
-    beta: Annotated[float, Field(gt=0)] = 0.1
+    beta: PositiveFloat = 0.1
     """How near the policy stays to the reference: beta of DPO, tau of IPO."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """Of dpo: probability that a label is wrong."""
@@ -63,12 +71,12 @@ class DPOTrainingConfig(TrainingConfig):
 class ILQLTrainingConfig(TrainingConfig):
     """How a batch of scored conversations becomes an optimizer step of ILQL (arXiv:2206.11871)."""
 
-    gamma: Annotated[float, Field(ge=0, le=1)] = 0.99
+    gamma: FromZeroToOne = 0.99
     """Discount from a learned token to the next."""
     expectile: Annotated[float, Field(gt=0, lt=1)] = 0.7
     """Which expectile of Q over the tokens of the data V is, tau in the paper: 0.5 is the mean,
     near 1 the greatest."""
-    polyak: Annotated[float, Field(gt=0, le=1)] = 0.005
+    polyak: PositiveShare = 0.005
     """Part of the way that the target heads move in a training step."""
     cql_coef: NonNegativeFloat = 0.1
     """Weight of the term that lowers Q of the tokens that are not in the data (CQL,

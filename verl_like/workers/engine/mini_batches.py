@@ -164,6 +164,8 @@ class DeviceMetric:
 
 MicroMetrics = dict[str, DeviceMetric]
 
+MicroPass = Callable[[MicroBatch], tuple[Tensor, ...]]
+"""A function that runs the model over a micro-batch, and returns what it computes."""
 MicroLoss = Callable[[MicroBatch, MiniBatch], tuple[Tensor, MicroMetrics]]
 """A function of a micro-batch and its mini-batch. It returns what the former adds to the loss of
 the latter, and metrics."""
@@ -173,7 +175,7 @@ def forward(
     engine: TrainingEngine,
     rows: Rows,
     micro_batching: MicroBatching,
-    run: Callable[[MicroBatch], tuple[Tensor, ...]],
+    run: MicroPass,
     *,
     by_token: bool = True,
 ) -> list[Tensor]:

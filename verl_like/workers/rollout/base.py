@@ -4,13 +4,12 @@ import contextlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from typing import ClassVar
 
 import numpy as np
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from verl_like.plugins import refuse_replaced
+from verl_like.plugins import Extensible
 from verl_like.workers.config.models import TrainedModelConfig
 from verl_like.workers.config.rollout import RolloutConfig, SamplingConfig
 from verl_like.workers.models.pretrained import load_hf_config, load_tokenizer
@@ -37,17 +36,7 @@ CPU_NUM_SEQS = 256
 say it."""
 
 
-_REPLACED = {
-    "stream_sequences": "the driver makes requests of a batch; submit and step take these",
-    "requests_for": "requests of a batch follow from rules()",
-    "batch_of": "a batch is made of the completions that step returns, by assemble of "
-    "verl_like.workers.rollout.batch",
-    "greedy_requests": "greedy_requests of verl_like.workers.rollout.batch makes them",
-    "capture_routing": "the constructor gets records_routing; set can_record_routing = True",
-}
-
-
-class RolloutEngine(ABC):
+class RolloutEngine(Extensible, ABC):
     """Generates responses with the trainer's weights.
 
     Subclasses implement how tokens are sampled and how weights are loaded. Requests and weights can
@@ -70,9 +59,14 @@ class RolloutEngine(ABC):
     can_record_routing = False
     """Whether the engine can say which experts compute each token."""
 
-    def __init_subclass__(cls, **arguments: Any) -> None:
-        super().__init_subclass__(**arguments)
-        refuse_replaced(cls, _REPLACED)
+    replaced_methods: ClassVar = {
+        "stream_sequences": "the driver makes requests of a batch; submit and step take these",
+        "requests_for": "requests of a batch follow from rules()",
+        "batch_of": "a batch is made of the completions that step returns, by assemble of "
+        "verl_like.workers.rollout.batch",
+        "greedy_requests": "greedy_requests of verl_like.workers.rollout.batch makes them",
+        "capture_routing": "the constructor gets records_routing; set can_record_routing = True",
+    }
 
     def __init__(
         self,
@@ -155,8 +149,11 @@ class RolloutEngine(ABC):
         """Returns the fingerprints (see `fingerprint_tensor`) of the weights that the engine
         computes with, by Hugging Face name."""
 
-    def _wake(self) -> None:  # noqa: B027  an engine whose memory `_sleep` leaves in place has nothing to do
-        """Takes back the memory of the weights that `_sleep` has freed."""
+    def _wake(self) -> None:
+        """Takes back the memory of the weights that `_sleep` has freed.
+
+        An engine whose memory `_sleep` leaves in place has nothing to do.
+        """
 
     @abstractmethod
     def _sleep(self) -> None:
@@ -298,9 +295,9 @@ class RolloutEngine(ABC):
         """
         self._wake()
 
-    def forget_prompts(self) -> None:  # noqa: B027  most engines keep nothing
+    def forget_prompts(self) -> None:
         """Drops the cache of prompts that the engine keeps for later requests, unless requests are
-        in flight."""
+        in flight. Most engines keep nothing."""
 
     def _require_weights(self) -> None:
         if self.policy_version is None:
@@ -358,9 +355,7 @@ class RolloutEngine(ABC):
         Raises WeightSyncError if what arrived was not checked either.
         """
         without = sorted(expected.keys() - loaded.keys())
-        if not without:
-            return
-        if self.config.sends_directly:
+        if without and self.config.sends_directly:
             raise WeightSyncError(
                 f"It is not known how the engine keeps {', '.join(without[:5])}, so what arrives "
                 "is checked before it is loaded, which "
@@ -379,20 +374,19 @@ class RolloutEngine(ABC):
         """Returns how batches of prompts become requests, by the configuration."""
         config = self.config
         val_kwargs = config.val_kwargs
-        training = self._sampling(config)
         return RequestRules(
             seed=self.seed,
-            training=training,
+            training=self._sampling(config),
             num_samples=config.n,
             validation=self._sampling(val_kwargs),
             num_validation_samples=val_kwargs.n,
-            greedy=replace(training, temperature=0.0, top_k=-1, top_p=1.0),
+            greedy=self._sampling(SamplingConfig(temperature=0.0)),
             routing=config.routing,
             num_slots=self.num_slots,
         )
 
     def _sampling(self, source: SamplingConfig) -> Sampling:
-        """Returns the sampling of training or validation; temperature 0 ignores top-k and top-p."""
+        """Returns the sampling of a configuration; temperature 0 ignores top-k and top-p."""
         greedy = source.temperature == 0
         return Sampling(
             temperature=source.temperature,

@@ -6,17 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from verl_like.protocol import PAD_COLUMN, DataProto, Metric
-from verl_like.protocol.row_ops import (
-    RowTaker,
-    jagged_from_lengths,
-    jagged_from_lists,
-    jagged_parts,
-)
+from verl_like.protocol.row_ops import RowTaker, jagged_from_arrays, jagged_from_lists, jagged_parts
 from verl_like.workers.models.routed_experts import ROUTED_EXPERTS, count_own
 from verl_like.workers.rollout.request import Completion, GenerationRequest, Sampling, request_seed
 
@@ -102,12 +96,10 @@ def greedy_requests(prompts: DataProto, max_tokens: int) -> list[GenerationReque
     sampling = Sampling(
         temperature=0.0, top_k=-1, top_p=1.0, max_tokens=max_tokens, stop_token_ids=()
     )
-    requests = []
-    for row, token_ids in enumerate(prompt_tokens(prompts)):
-        name = f"prompt {row}, drawn greedily"
-        request = GenerationRequest(name, token_ids, seed=0, sampling=sampling)
-        requests.append(request)
-    return requests
+    return [
+        GenerationRequest(f"prompt {row}, drawn greedily", token_ids, seed=0, sampling=sampling)
+        for row, token_ids in enumerate(prompt_tokens(prompts))
+    ]
 
 
 def prompt_uids(prompts: DataProto) -> list[str]:
@@ -203,7 +195,6 @@ def _routing(completions: Sequence[Completion]) -> Tensor:
     Raises ValueError if some have no routing.
     """
     arrays = []
-    lengths = []
     for number, completion in enumerate(completions):
         routing = completion.routed_experts
         if routing is None:
@@ -212,9 +203,7 @@ def _routing(completions: Sequence[Completion]) -> Tensor:
                 "the engine record it for all of them"
             )
         arrays.append(routing)
-        lengths.append(len(routing))
-    values = np.concatenate(arrays)
-    return jagged_from_lengths(torch.from_numpy(values), torch.tensor(lengths))
+    return jagged_from_arrays(arrays)
 
 
 def _hit_rate(prompts: DataProto, completions: Sequence[Completion], n: int) -> Metric:

@@ -103,25 +103,21 @@ class EngineThread:
         """
         gathers_until = time.monotonic() + min(GATHER_S, wait_s)
 
-        def ended() -> list[str]:
+        def considered(all_names: Collection[str]) -> list[str]:
             if names is None:
-                return list(self._ended)
-            return [name for name in names if name in self._ended]
+                return list(all_names)
+            return [name for name in names if name in all_names]
 
         def is_over() -> bool:
-            if names is None:
-                is_any_left = bool(self._ages)
-            else:
-                is_any_left = any(name in self._ages for name in names)
-            return self._failure is not None or not is_any_left
+            return self._failure is not None or not considered(self._ages)
 
         with self._changed:
-            self._changed.wait_for(lambda: ended() or is_over(), timeout=wait_s)
+            self._changed.wait_for(lambda: considered(self._ended) or is_over(), timeout=wait_s)
             left_s = max(0.0, gathers_until - time.monotonic())
             self._changed.wait_for(is_over, timeout=left_s)
             if self._failure:
                 raise self._failure
-            return {name: self._ended.pop(name) for name in ended()}
+            return {name: self._ended.pop(name) for name in considered(self._ended)}
 
     def stream(
         self, requests: Sequence[GenerationRequest]

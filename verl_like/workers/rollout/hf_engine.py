@@ -7,11 +7,13 @@ import itertools
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
@@ -31,7 +33,7 @@ from verl_like.workers.rollout.request import (
     Sampling,
 )
 from verl_like.workers.weights.exports import WeightExport, iterate_weights
-from verl_like.workers.weights.file_layout import FileLayout, file_layout, files_in
+from verl_like.workers.weights.file_layout import FileLayout, each_in_files, file_layout
 from verl_like.workers.weights.fingerprints import fingerprint_sum, read_fingerprints
 
 # Legend: b responses that are computed together, t their longest length so far, V the vocabulary.
@@ -147,11 +149,12 @@ class HfEngine(RolloutEngine):
     def _abort(self, names: Collection[str]) -> None:
         self._waiting = [request for request in self._waiting if request.name not in names]
         for batch in self._batches:
-            rows = []
-            for row, response in enumerate(batch.responses):
-                if response.request.name not in names:
-                    rows.append(row)
-            batch.keep(rows)
+            kept = [
+                row
+                for row, response in enumerate(batch.responses)
+                if response.request.name not in names
+            ]
+            batch.keep(kept)
         self._batches = [batch for batch in self._batches if batch.responses]
 
     def _step(self) -> list[NamedCompletion]:
@@ -184,25 +187,16 @@ class HfEngine(RolloutEngine):
 
     def _new_batch(self, requests: list[GenerationRequest]) -> _Batch:
         """Makes a batch of requests that have the same sampling; prompts are padded on the left."""
-        width = max(len(request.prompt_ids) for request in requests)
         responses = []
-        input_ids = []
-        attention_mask = []
+        prompts = []
         for request in requests:
             generator = torch.Generator().manual_seed(request.seed)
             responses.append(_Response(request, generator))
-            length = len(request.prompt_ids)
-            num_padding = width - length
-            padding = [self.pad_token_id] * num_padding
-            padded = [*padding, *request.prompt_ids]
-            input_ids.append(padded)
-            mask = [0] * num_padding + [1] * length
-            attention_mask.append(mask)
-        return _Batch(
-            responses,
-            torch.tensor(input_ids, device=self.device),
-            torch.tensor(attention_mask, device=self.device),
-        )
+            prompts.append(torch.tensor(request.prompt_ids))
+        masks = [torch.ones_like(prompt) for prompt in prompts]
+        padded = partial(pad_sequence, batch_first=True, padding_side="left")
+        input_ids = padded(prompts, padding_value=self.pad_token_id)
+        return _Batch(responses, input_ids.to(self.device), padded(masks).to(self.device))
 
     @torch.no_grad()
     def _advance(self, batch: _Batch) -> list[_Response]:
@@ -248,13 +242,10 @@ class HfEngine(RolloutEngine):
     @torch.no_grad()
     def _load(self, exports: Sequence[WeightExport], version: int) -> None:
         places = {}
-        for name, parameter in trained_parameters(self.model):
-            files = files_in(self._file_layout, name, parameter)
-            for file in files:
-                places[file.name] = file.of(parameter)
+        for file, parameter in each_in_files(self._file_layout, trained_parameters(self.model)):
+            places[file.name] = file.of(parameter)
         buffers = {}
-        for name, buffer in model_buffers(self.model):
-            (file,) = files_in(self._file_layout, name, buffer)
+        for file, buffer in each_in_files(self._file_layout, model_buffers(self.model)):
             buffers[file.name] = buffer
         for name, tensor in iterate_weights(exports):
             if name in buffers:
@@ -269,11 +260,9 @@ class HfEngine(RolloutEngine):
     def _fingerprints(self) -> dict[str, int]:
         weights = trained_parameters(self.model) + model_buffers(self.model)
         sums = {}
-        for name, weight in weights:
-            files = files_in(self._file_layout, name, weight)
-            for file in files:
-                part = file.of(weight)
-                sums[file.name] = fingerprint_sum(part)
+        for file, weight in each_in_files(self._file_layout, weights):
+            part = file.of(weight)
+            sums[file.name] = fingerprint_sum(part)
         return read_fingerprints(sums)
 
     def _wake(self) -> None:

@@ -4,11 +4,10 @@ The driver sends the requests to replicas and collects the responses that have e
 """
 
 import contextlib
-import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from verl_like.protocol import CallHeader, DataProto, DataProtoFuture, Future, Part, PendingCall
@@ -44,17 +43,13 @@ def call_by_requests(method: BoundMethod, prompts: DataProto) -> "ResponsesFutur
     return router_of(method.group).call(prompts)
 
 
-def after_requests(
-    method: BoundMethod, *args: Any, drain: bool = True, **kwargs: Any
-) -> Future[Any]:
+def after_requests(method: BoundMethod, *args: Any, **kwargs: Any) -> Future[Any]:
     """Calls a method of the ranks after the requests of earlier calls were sent to them.
 
-    With `drain=False`, which the method gets as an argument, it does not wait for that.
+    With the argument `drain=False` it does not wait for that.
     """
-    if not drain:
-        return method.send(*args, drain=False, **kwargs)
     router = method.group.caller
-    if router is not None:
+    if router is not None and kwargs.get("drain", True):
         router.wait_until_sent(method.spec.name)
     return method.send(*args, **kwargs)
 
@@ -73,20 +68,29 @@ class RequestCall(PendingCall):
     One thread of the driver may use `stream` and `wait`.
     """
 
+    method = METHOD
+    """The method that the call stands for, as errors and the timeline name it."""
+
     def __init__(
         self, router: "RequestRouter", prompts: DataProto, requests: Sequence[GenerationRequest]
     ) -> None:
         self.router = router
+        self.group = router.group
+        """The group whose ranks work on the call."""
         self.prompts = prompts.select()  # the caller may change its batch meanwhile
         self.requests = {request.name: request for request in requests}
         self.told = names_of_real(prompts, requests)
+        self.error: Exception | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        """Begins without any response."""
         self.completions: dict[str, Completion] = {}
         self.unread: list[FinishedRequest] = []
         """The responses that have ended and that `stream` has not yielded yet."""
-        self.error: Exception | None = None
         self.begun = time.monotonic()
         self.spans: dict[int, tuple[float, float]] = {}
-        """When each replica began and last ended a response of this call, by `time.time()`."""
+        """When each rank began and last ended something of this call, by `time.time()`."""
         self.batch: DataProto | None = None
         self.stored: Part | None = None
 
@@ -126,26 +130,23 @@ class RequestCall(PendingCall):
         return assemble(self.prompts, completions)
 
     def report(self) -> None:
-        """Writes into the timeline when each replica worked on this call, which has ended."""
-        router = self.router
-        for replica, (started, ended) in sorted(self.spans.items()):
-            rank = router.mesh.collect_ranks[replica]
+        """Writes into the timeline when each rank worked on this call, which has ended."""
+        for rank, (started, ended) in sorted(self.spans.items()):
             header = CallHeader(0, started, ended)
-            router.group.report(METHOD, rank, header)
+            self.group.report(self.method, rank, header)
 
     def timeout(self, deadline_s: float) -> CallTimeout:
-        """Returns the error that says that this call is late. It names the ranks that have
-        requests of it. The caller holds the lock."""
+        """Returns the error that says that this call is late, and at which ranks. The caller holds
+        the lock."""
+        late = f"rank(s) {sorted(self.late_ranks())} of {self.group.world_size}"
+        return CallTimeout(self.group.role, self.method, deadline_s, late)
+
+    def late_ranks(self) -> set[int]:
+        """Returns the ranks that have requests of this call. The caller holds the lock."""
         router = self.router
-        group = router.group
-        collect_ranks = router.mesh.collect_ranks
-        late_ranks = set()
-        for name, replica in router.queue.replica_of.items():
-            if name in self.requests:
-                rank = collect_ranks[replica]
-                late_ranks.add(rank)
-        late = f"rank(s) {sorted(late_ranks)} of {group.world_size}"
-        return CallTimeout(group.role, METHOD, deadline_s, late)
+        replica_of = router.queue.replica_of
+        replicas = {replica_of[name] for name in self.requests if name in replica_of}
+        return {router.mesh.collect_ranks[replica] for replica in replicas}
 
     def done(self) -> bool:
         return self.error is not None or len(self.completions) == len(self.requests)
@@ -210,12 +211,7 @@ class RequestRouter:
         with self.changed:
             self.aborted += self.queue.remove(call.requests)
             self.sent -= call.requests.keys()
-            call.completions = {}
-            call.unread = []
-            call.spans = {}
-            call.batch = None
-            call.stored = None
-            call.begun = time.monotonic()
+            call.begin()
             self._add(call)
 
     def _add(self, call: RequestCall) -> None:
@@ -227,10 +223,9 @@ class RequestRouter:
         if requests:
             n = len(requests) // len(call.prompts)
             self.queue.add(requests, n)
+            self.start_thread()
         self.calls |= dict.fromkeys(call.requests, call)
         self.changed.notify_all()
-        if requests:
-            self.start_thread()
 
     def start_thread(self) -> None:
         """Starts the thread unless it runs. The caller holds the lock."""
@@ -255,11 +250,10 @@ class RequestRouter:
         def has_more() -> bool:
             return bool(call.unread) or call.done()
 
-        deadline = started + deadline_s
+        deadline = started + min(deadline_s, threading.TIMEOUT_MAX)  # it may be infinite
         with self.changed:
-            now = time.monotonic()
-            left_s = max(0.0, deadline - now)
-            if not self._wait_for(has_more, left_s):
+            left_s = max(0.0, deadline - time.monotonic())
+            if not self.changed.wait_for(has_more, left_s):
                 raise call.timeout(deadline_s)
             if call.error:
                 raise call.error
@@ -267,28 +261,19 @@ class RequestRouter:
             call.unread = []
             return unread, call.done()
 
-    def _wait_for(self, condition: Callable[[], bool], limit_s: float) -> bool:
-        """Waits until a condition holds, which may become true at each change.
-
-        Returns False if it does not within `limit_s`, which may be infinite. The caller holds the
-        lock.
-        """
-        if math.isinf(limit_s):
-            return self.changed.wait_for(condition)
-        return self.changed.wait_for(condition, limit_s)
-
     def wait_until_sent(self, method: str) -> None:
         """Waits until all requests of earlier calls were sent to replicas.
 
         Raises CallTimeout, which names `method`, after the group's deadline.
         """
         deadline_s = self.group.deadline_s
+        limit_s = min(deadline_s, threading.TIMEOUT_MAX)  # it may be infinite
 
         def num_unsent() -> int:
             return len(self.queue) - len(self.sent)
 
         with self.changed:
-            if not self._wait_for(lambda: num_unsent() == 0, deadline_s):
+            if not self.changed.wait_for(lambda: num_unsent() == 0, limit_s):
                 late = f"{num_unsent()} requests to be sent"
                 raise CallTimeout(self.group.role, method, deadline_s, late)
 
@@ -417,7 +402,8 @@ class RequestRouter:
             for request in requests:
                 call = self.calls.get(request.name)
                 if call:
-                    call.spans.setdefault(replica, (now, now))
+                    rank = self.mesh.collect_ranks[replica]
+                    call.spans.setdefault(rank, (now, now))
 
     def _send(self, aborted: Sequence[str], taken: Sequence[Sequence[GenerationRequest]]) -> None:
         """Tells replicas which requests to abort, then sends each one its new requests.
@@ -492,8 +478,9 @@ class RequestRouter:
         call.completions[name] = completion
         if name in call.told:
             call.unread.append((call.requests[name], completion))
-        started, _ended = call.spans[replica]
-        call.spans[replica] = (started, time.time())
+        rank = self.mesh.collect_ranks[replica]
+        started, _ended = call.spans[rank]
+        call.spans[rank] = (started, time.time())
 
 
 _MAKING = threading.Lock()

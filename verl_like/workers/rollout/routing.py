@@ -54,11 +54,8 @@ class RequestQueue:
             return
         if not requests:
             return
-        call = []
-        for start in range(0, len(requests), n):
-            end = start + n
-            requests_of_prompt = requests[start:end]
-            call.append(list(requests_of_prompt))
+        starts = range(0, len(requests), n)
+        call = [list(requests[start : start + n]) for start in starts]
         self.calls.append(call)
         self._begin_next_call()
 

@@ -12,17 +12,16 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, get_args
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from verl_like.single_controller.network import address_towards, open_store
+from verl_like.single_controller.network import address_towards, open_store, store_of_group
 from verl_like.workers.models.lora import adapted_names, parts_with_experts
 from verl_like.workers.models.pretrained import decoder_layers, empty_model
 from verl_like.workers.models.routed_experts import RouterShape
 from verl_like.workers.planning.flops import attention_heads
-from verl_like.workers.rollout.base import CPU_NUM_SEQS, RolloutEngine
+from verl_like.workers.rollout.base import RolloutEngine
 from verl_like.workers.rollout.request import Completion, GenerationRequest, NamedCompletion
 from verl_like.workers.rollout.token_routing import record_of_bytes, record_of_returned
 from verl_like.workers.rollout.vllm_families import shown_by_numbers
@@ -68,10 +67,9 @@ class VllmEngine(RolloutEngine):
         self._routers: RouterShape | None = None
         """The shape of the model's routers, if their routing is recorded."""
         self._router_layers: list[int] = []
-        """The numbers of the layers that have a router, if vLLM itself returns their routing."""
+        """The numbers of the layers that have a router, if their routing is recorded."""
         self._has_joined = False
         self._max_model_len = self.config.prompt_length + self.config.response_length
-        self._cpu_num_seqs = self.config.max_num_seqs or CPU_NUM_SEQS
         if self.config.tensor_model_parallel_size == 1:
             self.llm = self._start("uni")
         else:
@@ -122,7 +120,7 @@ class VllmEngine(RolloutEngine):
         max_num_seqs = config.max_num_seqs
         max_num_batched_tokens = config.max_num_batched_tokens
         if on_cpu:
-            max_num_seqs = self._cpu_num_seqs
+            max_num_seqs = super().num_slots
             # On CPU vLLM fails if it splits a prompt whose request has a seed. No prompt is split
             # if a whole sequence has room in a batch.
             wanted = config.max_num_batched_tokens or _CPU_BATCHED_TOKENS
@@ -245,7 +243,7 @@ class VllmEngine(RolloutEngine):
         dtype = getattr(torch, config.dtype)
         bytes_per_block = _CPU_KV_BLOCK_TOKENS * values_per_token * dtype.itemsize
         blocks_per_sequence = math.ceil(self._max_model_len / _CPU_KV_BLOCK_TOKENS)
-        num_blocks = self._cpu_num_seqs * blocks_per_sequence + 1  # vLLM keeps one for itself
+        num_blocks = super().num_slots * blocks_per_sequence + 1  # vLLM keeps one for itself
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         limit = int(config.gpu_memory_utilization * free)
         return min(num_blocks * bytes_per_block, limit)
@@ -259,17 +257,11 @@ class VllmEngine(RolloutEngine):
 
         # The first process of each replica writes its address into a store of the whole group. The
         # store is kept as long as the engine, because others may read it after rank 0 has gone on.
-        host = os.environ["MASTER_ADDR"]
-        port = int(os.environ["MASTER_PORT"])
-        if self.rank == 0:
-            self._rendezvous = open_store(host, port, timeout=_RENDEZVOUS_TIMEOUT)
-        else:
-            self._rendezvous = dist.TCPStore(
-                host, port, is_master=False, wait_for_workers=False, timeout=_RENDEZVOUS_TIMEOUT
-            )
+        self._rendezvous = store_of_group(self.rank, _RENDEZVOUS_TIMEOUT)
         key = f"rollout_replica_{self.dp_rank}"
         if self.tp_rank == 0:
-            store = open_store(address_towards(host))
+            address = address_towards(os.environ["MASTER_ADDR"])
+            store = open_store(address)
             self._rendezvous.set(key, f"{store.host}:{store.port}")
             self._store_of_replica = store
         # With this torch connects to the store. Otherwise it would open one of its own, which
@@ -345,11 +337,8 @@ class VllmEngine(RolloutEngine):
         return request.name, prompt, parameters, arrival_time, adapter
 
     def _step(self) -> list[NamedCompletion]:
-        ended = []
-        for request in self.llm.llm_engine.step():
-            if request.finished:
-                response = completion(request)
-                ended.append((request.request_id, response))
+        finished = [request for request in self.llm.llm_engine.step() if request.finished]
+        ended = [(request.request_id, completion(request)) for request in finished]
         return self._with_routing(ended)
 
     @property
@@ -359,13 +348,10 @@ class VllmEngine(RolloutEngine):
         return self.records_routing and self.device == "cuda"
 
     def _record_routing(self) -> None:
-        if self._returns_routing:
-            of_processes = self.llm.collective_rpc("routed_layers")
-            self._router_layers, num_experts, top_k = of_processes[0]
-            self._routers = RouterShape(len(self._router_layers), num_experts, top_k)
-        else:
-            shapes = self.llm.collective_rpc("capture_routing")
-            self._routers = RouterShape(*shapes[0])
+        method = "routed_layers" if self._returns_routing else "capture_routing"
+        of_processes = self.llm.collective_rpc(method)
+        self._router_layers, num_experts, top_k = of_processes[0]
+        self._routers = RouterShape(len(self._router_layers), num_experts, top_k)
 
     def _with_routing(self, ended: Sequence[NamedCompletion]) -> list[NamedCompletion]:
         """Returns responses that have just ended with their routing, if it is recorded."""
@@ -522,13 +508,11 @@ def require_room(free: int, total: int, needed: int) -> None:
 def completion(request: Any) -> Completion:
     """Returns the response of a finished request, which is vLLM's RequestOutput."""
     (output,) = request.outputs
-    versions = []
-    for span in output.weight_versions:
-        version = int(span.version)
-        versions.append((version, span.start, span.end))
-    token_ids = np.array(output.token_ids, np.int64)
-    log_probs = np.array(output.logprobs.logprobs, np.float32)
-    num_cached_tokens = request.num_cached_tokens or 0
-    # Of all layers, and only if vLLM itself returns it.
-    routed_experts = output.routed_experts
-    return Completion(token_ids, log_probs, tuple(versions), num_cached_tokens, routed_experts)
+    versions = [(int(span.version), span.start, span.end) for span in output.weight_versions]
+    return Completion(
+        output.token_ids,
+        output.logprobs.logprobs,
+        tuple(versions),
+        request.num_cached_tokens or 0,
+        output.routed_experts,  # of all layers, and only if vLLM itself returns it
+    )

@@ -211,12 +211,10 @@ class RoutingExtension(WorkerExtension):
         first = next(iter(routers.values()))
         return list(routers), first.global_num_experts, first.top_k
 
-    def capture_routing(self) -> tuple[int, int, int]:
-        """Begins to record, and returns the layers with a router, the experts, and how many of them
-        compute a token."""
+    def capture_routing(self) -> tuple[list[int], int, int]:
+        """Begins to record, and returns the same as `routed_layers`."""
         self.routing = RoutingCapture(self.model_runner)
-        shape = self.routing.shape
-        return shape.num_layers, shape.num_experts, shape.top_k
+        return self.routed_layers()
 
     def take_routing(self, names: list[str], num_tokens: list[int]) -> list[bytes]:
         """Calls `RoutingCapture.take`."""

@@ -8,7 +8,7 @@ yields views of it, so a tensor of a file is described by the size and strides o
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -99,6 +99,15 @@ memory."""
 def files_in(layout: FileLayout, name: str, tensor: Tensor) -> Sequence[FileTensor]:
     """Returns the tensors of files that a model's tensor holds."""
     return layout.get(name) or [_same(name, tensor)]
+
+
+def each_in_files(
+    layout: FileLayout, weights: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[FileTensor, Tensor]]:
+    """Yields the tensors of files that a model's weights hold, each with its weight."""
+    for name, tensor in weights:
+        for file in files_in(layout, name, tensor):
+            yield file, tensor
 
 
 def file_layout(hf: PreTrainedModel) -> dict[str, list[FileTensor]]:
