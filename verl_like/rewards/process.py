@@ -10,7 +10,6 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Annotated, Any
 
