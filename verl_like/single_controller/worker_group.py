@@ -14,6 +14,7 @@ import numpy as np
 
 from verl_like.plugins import import_plugins
 from verl_like.protocol import CallHeader, DataProto, DataProtoFuture, Future, Part, PendingCall
+from verl_like.single_controller.compat import VerlWorkerGroup
 from verl_like.single_controller.decorator import MethodSpec, check_reads, registered_methods
 from verl_like.single_controller.dispatch import (
     Arguments,
@@ -82,7 +83,7 @@ class WorkerGroupFacts:
     world_size: int
 
 
-class WorkerGroup(abc.ABC):
+class WorkerGroup(VerlWorkerGroup):
     """Base of the Ray and the local backend. `group.method(...)` and `group.method.remote(...)`
     call the ranks."""
 
@@ -154,33 +155,7 @@ class WorkerGroup(abc.ABC):
         """
         return  # a backend without processes has nothing to look for
 
-    # What code written for verl calls, and the library itself does not call.
-
-    def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> Future[list[Any]]:
-        """Calls a registered method by its name on every rank, whatever its dispatch mode.
-
-        Arguments are as in Dispatch.ALL_TO_ALL. The future's value is the list of results, by rank.
-        Raises ValueError for other names.
-        """
-        method = self.dispatched_by(method_name, Dispatch.ALL_TO_ALL)
-        return method.remote(*args, **kwargs)
-
-    def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Returns the results of `execute_all_async`."""
-        return self.execute_all_async(method_name, *args, **kwargs).get()
-
-    def execute_rank_zero(self, method_name: str, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Does what `execute_all_async` does, on rank 0 alone. The future's value is its result."""
-        method = self.dispatched_by(method_name, Dispatch.RANK_ZERO)
-        return method.remote(*args, **kwargs)
-
-    def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        """Returns the result of `execute_rank_zero`."""
-        return self.execute_rank_zero(method_name, *args, **kwargs).get()
-
     def dispatched_by(self, name: str, mode: DispatchMode) -> "BoundMethod":
-        """Returns the registered method `name` with another dispatch mode. Raises ValueError for
-        other names."""
         bound = getattr(self, name, None)
         if not isinstance(bound, BoundMethod):
             raise ValueError(f"{self.role} has no registered method {name!r}: put @register on it")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
+from verl_like.single_controller.compat import VerlResourcePool
 from verl_like.single_controller.failure import PlacementError
 from verl_like.single_controller.ray.cluster import (
     Resources,
@@ -24,7 +25,7 @@ _POLL_S = 0.2
 Bundle = tuple[PlacementGroup, int]  # a placement group and the index of one of its bundles
 
 
-class RayResourcePool:
+class RayResourcePool(VerlResourcePool):
     """Processes on the nodes of a Ray cluster, reserved by ResourcePoolManager or when the first
     worker group starts.
 
@@ -76,16 +77,6 @@ class RayResourcePool:
             for local_rank in range(num_processes):
                 local_ranks.append((local_rank, num_processes))
         return local_ranks
-
-    def local_rank_list(self) -> list[int]:
-        """Returns for each rank its number on its node: [2, 1] gives [0, 1, 0]. This is for code
-        written for verl."""
-        return [local_rank for local_rank, _ in self.local_ranks()]
-
-    def local_world_size_list(self) -> list[int]:
-        """Returns for each rank the number of the pool's processes on its node: [2, 1] gives
-        [2, 2, 1]. This is for code written for verl."""
-        return [num_processes for _, num_processes in self.local_ranks()]
 
     def bundle_resources(self) -> Resources:
         """Returns what one process's bundle asks of its node."""
