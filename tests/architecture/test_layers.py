@@ -12,6 +12,7 @@ from verl_like.workers.engine.base import TrainingEngine
 LAYER = {
     "claims": 0,
     "config_model": 0,
+    "files": 0,
     "plugins": 0,
     "registry": 0,
     "secret_values": 0,

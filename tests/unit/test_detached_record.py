@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from verl_like.files import file_digest
 from verl_like.protocol import Metric
-from verl_like.protocol.files import file_digest
 from verl_like.single_controller import CallEvent
 from verl_like.trainer.config.compose import load_config
 from verl_like.trainer.config.detached import DetachedConfig, broken_detached_rules

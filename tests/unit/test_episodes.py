@@ -23,7 +23,8 @@ from verl_like.trainer.ppo.episode_records import EpisodeRecords
 from verl_like.trainer.ppo.experience_maker import ExperienceMaker
 from verl_like.trainer.ppo.maker_driver import MakerDriver
 from verl_like.trainer.run.run_recorder import RunRecorder
-from verl_like.workers.agents.episode import Episode, FinishedRow, ToolCall, Turn
+from verl_like.workers.agents.episode import Episode, FinishedRow
+from verl_like.workers.agents.turns import ToolCall, Turn
 
 REQUIRED = ["data.train_files=t", "data.val_files=v", "actor_rollout_ref.model.path=m"]
 

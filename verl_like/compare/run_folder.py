@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_like.protocol.files import open_regular
+from verl_like.files import open_regular
 from verl_like.secret_values import masked
 from verl_like.trainer.run.rows import readable_rows
 from verl_like.trainer.run.timeline import Rows, undisturbed

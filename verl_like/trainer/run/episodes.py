@@ -8,9 +8,9 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from verl_like.protocol.files import open_regular
+from verl_like.files import open_regular
 from verl_like.trainer.run.display import ShownMetrics, printable
-from verl_like.workers.agents.episode import Turn
+from verl_like.workers.agents.turns import Turn
 
 EPISODES = "episodes.jsonl"
 DRAWN = ">"

@@ -13,8 +13,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
+from verl_like.files import cut_file
 from verl_like.protocol import Metric
-from verl_like.protocol.files import cut_file
 from verl_like.single_controller import CallEvent
 from verl_like.single_controller.failure import CallTimeout, WorkerError
 from verl_like.single_controller.ray.worker_group import RayWorkerGroup

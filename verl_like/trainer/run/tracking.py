@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from verl_like.protocol.files import read_json
+from verl_like.files import read_json
 from verl_like.trainer.state import checkpoint
 
 logger = logging.getLogger(__name__)

@@ -23,8 +23,8 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, JsonValue, ValidationError
 
+from verl_like.files import file_digest, read_json
 from verl_like.protocol import Future
-from verl_like.protocol.files import file_digest, read_json
 from verl_like.single_controller.worker_group import WorkerGroup
 
 logger = logging.getLogger(__name__)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from verl_like.workers.agents.turns import Turn
 from verl_like.workers.rollout.request import Completion, GenerationRequest, VersionSpan
 
 TokenIds = Sequence[int]
@@ -154,29 +155,6 @@ class FinishedRow:
     """The spans of drawn tokens. Inserted tokens are in none."""
     routed_experts: np.ndarray | None = None
     """(P + R, layers, experts of a token), as in the column of the batch, if it is recorded."""
-
-
-@dataclass
-class ToolCall:
-    """A call of a tool, for people."""
-
-    name: str
-    arguments: str
-    result: str
-    seconds: float
-    is_error: bool = False
-
-
-@dataclass
-class Turn:
-    """A call of the model and the calls of tools that followed it, for people."""
-
-    row: int
-    """The number of its row in the episode."""
-    num_drawn: int
-    seconds: float
-    """How long the call of the model took."""
-    tool_calls: list[ToolCall] = field(default_factory=list)
 
 
 @dataclass(frozen=True, eq=False)

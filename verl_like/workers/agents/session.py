@@ -18,8 +18,8 @@ from verl_like.workers.agents.episode import (
     RoomUsedUp,
     Row,
     TokenIds,
-    Turn,
 )
+from verl_like.workers.agents.turns import Turn
 from verl_like.workers.models.routed_experts import OWN
 from verl_like.workers.rollout.request import Completion, GenerationRequest
 

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from verl_like.workers.agents.chat import ChatFormat, Message
-from verl_like.workers.agents.episode import EpisodeFailed, RoomUsedUp, ToolCall
+from verl_like.workers.agents.episode import EpisodeFailed, RoomUsedUp
 from verl_like.workers.agents.host_process import JsonObject
 from verl_like.workers.agents.hosts import Hosts, UserCodeError
 from verl_like.workers.agents.runner import Outcome
 from verl_like.workers.agents.session import Session
+from verl_like.workers.agents.turns import ToolCall
 from verl_like.workers.config.agent import AgentConfig
 
 

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OF
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from verl_like.protocol.files import file_digest
+from verl_like.files import file_digest
 from verl_like.workers.engine.base import FileDigests
 from verl_like.workers.engine.host_memory import local_part
 from verl_like.workers.pinned_memory import host_places
