@@ -1,6 +1,7 @@
 """What the configuration of every trainer holds: where a run is recorded, and the Ray that it runs
 on."""
 
+import os
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, PrivateAttr, Strict, model_validator
@@ -171,6 +172,15 @@ class RunConfig(ConfigModel):
     def redaction(self) -> Redaction:
         """What masks the secrets of the configuration in messages."""
         return Redaction.of(self.model_dump(mode="json"), self._secret_paths)
+
+    @property
+    def cluster_address(self) -> str | None:
+        """The Ray cluster that the run joins: the configured one, or that of RAY_ADDRESS. None if
+        the run starts a new one."""
+        address = self.ray_kwargs.ray_init.address or os.environ.get("RAY_ADDRESS")
+        if address == "local":
+            return None
+        return address or None
 
     @property
     def may_continue_a_run(self) -> bool:

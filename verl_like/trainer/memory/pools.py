@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 
-from verl_like.single_controller.ray.start import cluster_address
 from verl_like.trainer.config.detached import TRAINED, DetachedConfig
 from verl_like.trainer.config.roles import Role, reward_model_key
 from verl_like.trainer.config.run_config import RunConfig
@@ -56,9 +55,8 @@ def check_memory(config: RunConfig) -> list[str]:
     """
     if not isinstance(config, PPOConfig | SupervisedConfig):  # the trainer of a plugin
         return []
-    joins_cluster = cluster_address(config.ray_kwargs.ray_init.address)
     has_gpus = config.trainer.device == "cuda" and torch.cuda.is_available()
-    if joins_cluster or not has_gpus:
+    if config.cluster_address or not has_gpus:
         return []
     sizes = []
     for index in range(torch.cuda.device_count()):

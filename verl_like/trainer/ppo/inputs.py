@@ -20,7 +20,6 @@ from verl_like.data.prompt_dataset import PromptDataset
 from verl_like.data.sampler import EpochSampler
 from verl_like.rewards.manager import RewardFunctionSpec, RewardManager
 from verl_like.single_controller.decorator import registered_methods
-from verl_like.single_controller.ray.start import cluster_address
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.single_controller.worker import Worker
 from verl_like.trainer.config.presets import aggregation_of_loss
@@ -105,8 +104,7 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
     check_environment(config)
     config, notes_on_routers = with_router_replay(config)
     check_models(config)
-    starts_ray = not cluster_address(config.ray_kwargs.ray_init.address)
-    if starts_ray:
+    if not config.cluster_address:
         needed = step_bytes(config)
         if warning := check_object_store(needed):
             say(warning)
@@ -319,12 +317,12 @@ def check_environment(config: PPOConfig) -> None:
         )
     for key, model in used_models(config).items():
         require_flash_attention(model.attn_implementation, key)
-    ray_init = config.ray_kwargs.ray_init
-    if not cluster_address(ray_init.address):
+    if not config.cluster_address:
         device = config.trainer.device
         manager = build_resource_pools(config)
         pools = list(manager.resource_pool_dict.values())
-        check_machine(pools, device, ray_init.num_cpus, keys="resource_pool_spec")
+        num_cpus = config.ray_kwargs.ray_init.num_cpus
+        check_machine(pools, device, num_cpus, keys="resource_pool_spec")
         if runs_vllm:
             require_vllm_for(device)
 

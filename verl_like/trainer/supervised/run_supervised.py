@@ -12,7 +12,6 @@ from verl_like.data.conversations import ConversationDataset, ScoredDataset
 from verl_like.data.preferences import PreferenceDataset
 from verl_like.data.sampler import EpochSampler
 from verl_like.single_controller.ray.resource_pool import RayResourcePool
-from verl_like.single_controller.ray.start import cluster_address
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs, RayWorkerGroup
 from verl_like.trainer.config.supervised import (
     DPOConfig,
@@ -94,7 +93,7 @@ def check_inputs(config: SupervisedConfig, cleanup: contextlib.ExitStack) -> Sup
 
     `cleanup` is not used, because nothing is started here.
     """
-    if not cluster_address(config.ray_kwargs.ray_init.address):
+    if not config.cluster_address:
         num_cpus = config.ray_kwargs.ray_init.num_cpus
         pool = pool_of(config)
         keys = "trainer.nnodes and trainer.n_gpus_per_node"
