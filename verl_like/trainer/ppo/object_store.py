@@ -35,7 +35,7 @@ def step_bytes(config: PPOConfig) -> dict[str, int]:
     loss_needs = config.plan.loss_needs
     times_made = {
         "compute_values": config.plan.needs_critic,
-        "compute_ref_log_prob": config.plan.needs_reference,
+        "compute_ref_log_prob": bool(config.plan.role_of_reference),
         "compute_log_prob": config.plan.needs_old_log_probs,
         "compute_log_prob, with router_replay.mode=R3": (
             config.actor_rollout_ref.actor.router_replay.chosen == "R3"
