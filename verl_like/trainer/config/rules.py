@@ -136,18 +136,21 @@ def sizes_divide_the_pool(config: PPOConfig) -> Iterator[str]:
         yield from _a_size_divides_the_pool(config, active_role, key, size, f" ({active_role})")
 
 
+def trained_models(config: PPOConfig) -> Iterator[tuple[Role, str, str]]:
+    """Yields the role, the key of the `fsdp_config` and the key of the model of each model that is
+    trained."""
+    yield Role.Actor, "actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.model"
+    if config.plan.needs_critic:
+        yield Role.Critic, "critic.model.fsdp_config", "critic.model"
+
+
 def experts_are_distributed_among_the_shards(config: PPOConfig) -> Iterator[str]:
-    blocks = {
-        Role.Actor: ("actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.model"),
-        Role.Critic: ("critic.model.fsdp_config", "critic.model"),
-    }
-    for role, (key, model_key) in blocks.items():
-        if role in config.plan.active_roles:
-            fsdp = attrgetter(key)(config)
-            model = attrgetter(model_key)(config)
-            yield from distributed_experts(
-                fsdp, model, config.num_processes(role), key=key, model_key=model_key
-            )
+    for role, key, model_key in trained_models(config):
+        fsdp = attrgetter(key)(config)
+        model = attrgetter(model_key)(config)
+        yield from distributed_experts(
+            fsdp, model, config.num_processes(role), key=key, model_key=model_key
+        )
 
 
 def _a_size_divides_the_pool(
@@ -162,15 +165,11 @@ def _a_size_divides_the_pool(
 
 
 def a_single_device_is_one_process(config: PPOConfig) -> Iterator[str]:
-    keys = {Role.Actor: "actor_rollout_ref.actor", Role.Critic: "critic.model"}
-    for role, key in keys.items():
-        if role not in config.plan.active_roles:
-            continue
-        strategy = attrgetter(f"{key}.fsdp_config.strategy")(config)
+    for role, key, _model_key in trained_models(config):
         num_processes = config.num_processes(role)
-        if strategy == "single" and num_processes > 1:
+        if attrgetter(key)(config).strategy == "single" and num_processes > 1:
             yield (
-                f"{key}.fsdp_config.strategy=single is for one process, and the pool "
+                f"{key}.strategy=single is for one process, and the pool "
                 f"{config.role_mapping[role]} has {num_processes}; set ddp for a whole copy on "
                 "each, or zero1, zero2 or zero3 to shard"
             )

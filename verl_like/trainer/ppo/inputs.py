@@ -8,6 +8,7 @@ import itertools
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -22,11 +23,13 @@ from verl_like.rewards.manager import RewardFunctionSpec, RewardManager
 from verl_like.single_controller.decorator import registered_methods
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.single_controller.worker import Worker
+from verl_like.trainer.config.actor_rules import VLLM
 from verl_like.trainer.config.presets import aggregation_of_loss
 from verl_like.trainer.config.roles import Role, reward_model_key
 from verl_like.trainer.config.rules import (
     critic_warmup_leaves_steps_for_the_actor,
     sequence_parallel,
+    trained_models,
 )
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.ppo.agent_inputs import check_agents
@@ -61,8 +64,6 @@ from verl_like.workers.rollout import get_rollout_engine
 from verl_like.workers.rollout.base import special_token_ids
 from verl_like.workers.rollout.vllm_families import require_served
 
-VLLM_ENGINES = ("vllm", "vllm_async")
-"""The names of the rollout engines that run vLLM."""
 NUM_TRIED_PROMPTS = 16
 """On how many prompts the tokenizer is tried."""
 TRIED_CHARACTERS = 10_000
@@ -190,8 +191,8 @@ def start_scorer(
     num_rows = len(train_dataset) + len(val_dataset)
     num_without_rule = 0
     if not scores_every_row:
-        for row in itertools.chain(train_dataset, val_dataset):
-            num_without_rule += not has_rule(row["reward_model"])
+        rows = itertools.chain(train_dataset, val_dataset)
+        num_without_rule = sum(not has_rule(row["reward_model"]) for row in rows)
     # Reward processes are started only if some row is scored by a rule.
     if num_without_rule < num_rows:
         manager = start_reward_manager(config)
@@ -235,9 +236,7 @@ def require_rules_of_training_rows(train_dataset: PromptDataset) -> None:
     Dynamic sampling compares the scores that rules give, before other rewards are there, so a
     prompt without a rule would never count.
     """
-    num_without_rule = 0
-    for row in train_dataset:
-        num_without_rule += not has_rule(row["reward_model"])
+    num_without_rule = sum(not has_rule(row["reward_model"]) for row in train_dataset)
     if num_without_rule:
         raise ValueError(
             "algorithm.filter_groups.enable=true compares the scores that rules give, but "
@@ -309,7 +308,7 @@ def check_environment(config: PPOConfig) -> None:
     knows its own machines, so these are not checked."""
     engine = config.actor_rollout_ref.rollout.name
     get_rollout_engine(engine)
-    runs_vllm = engine in VLLM_ENGINES
+    runs_vllm = engine in VLLM
     if runs_vllm and importlib.util.find_spec("vllm") is None:
         raise ValueError(
             f"actor_rollout_ref.rollout.name={engine}, but vllm is not installed: run bash "
@@ -446,7 +445,7 @@ def check_engine_reads(config: PPOConfig) -> None:
     not known to compute the same in vLLM as in the trainer."""
     model = config.actor_rollout_ref.model
     engine = config.actor_rollout_ref.rollout.name
-    if engine in VLLM_ENGINES:
+    if engine in VLLM:
         hf_config = pretrained.load_hf_config(model, key="actor_rollout_ref.model")
         setting = f"actor_rollout_ref.rollout.name={engine}"
         path = f"actor_rollout_ref.model.path={model.path}"
@@ -502,25 +501,15 @@ def check_routers(config: PPOConfig) -> None:
 def check_distributed_experts(config: PPOConfig) -> None:
     """Raises ValueError if the experts of a model that is trained cannot be distributed over ranks
     as its `expert_parallel_size` says."""
-    policy = config.actor_rollout_ref
-    actor_key = "actor_rollout_ref.actor.fsdp_config"
-    require_distributed_experts(
-        policy.model,
-        policy.actor.fsdp_config,
-        PolicyModel,
-        config.num_processes(Role.Actor),
-        key="actor_rollout_ref.model",
-        fsdp_key=actor_key,
-    )
-    if config.plan.needs_critic:
-        model = config.critic.model
+    classes: dict[str, type[PackedModel]] = {Role.Actor: PolicyModel, Role.Critic: ValueModel}
+    for role, fsdp_key, key in trained_models(config):
         require_distributed_experts(
-            model,
-            model.fsdp_config,
-            ValueModel,
-            config.num_processes(Role.Critic),
-            key="critic.model",
-            fsdp_key="critic.model.fsdp_config",
+            attrgetter(key)(config),
+            attrgetter(fsdp_key)(config),
+            classes[role],
+            config.num_processes(role),
+            key=key,
+            fsdp_key=fsdp_key,
         )
 
 
