@@ -200,11 +200,8 @@ def start_scorer(
         scorer = RuleScorer(manager, tokenizer, scores_every_row)
         numbers = scorer.check(train_dataset)
         scorer.check(val_dataset)
-    classes = {}
-    for role, built in mapping.items():
-        classes[role] = built.cls
     columns = reward_columns(
-        classes, config.plan.reward_models_by_role, with_rules=scorer is not None
+        mapping, config.plan.reward_models_by_role, with_rules=scorer is not None
     )
     has_other_rewards = any(name not in RULE_COLUMNS for name in columns)
     if num_without_rule and not has_other_rewards:

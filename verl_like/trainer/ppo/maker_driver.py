@@ -102,11 +102,10 @@ class MakerDriver(Generic[RecorderT]):
         """Builds the maker on `groups`."""
         config = self.config
         model = load_hf_config(config.actor_rollout_ref.model, key="actor_rollout_ref.model")
-        classes = {}
-        for role, built in self.role_worker_mapping.items():
-            classes[role] = built.cls
         columns = reward_columns(
-            classes, config.plan.reward_models_by_role, with_rules=self.rule_scorer is not None
+            self.role_worker_mapping,
+            config.plan.reward_models_by_role,
+            with_rules=self.rule_scorer is not None,
         )
         return ExperienceMaker(
             config=config,

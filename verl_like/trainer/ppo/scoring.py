@@ -21,7 +21,7 @@ from verl_like.rewards.process import Answer
 from verl_like.rewards.sample import RewardSample
 from verl_like.single_controller import CallEvent
 from verl_like.single_controller.decorator import registered_methods
-from verl_like.single_controller.worker import Worker
+from verl_like.single_controller.worker_group import ClassWithInitArgs
 from verl_like.trainer.config.roles import Role
 from verl_like.workers.config.roles import RewardModelConfig
 from verl_like.workers.rollout import FinishedRequest
@@ -43,7 +43,7 @@ EXTRA_PREFIX = "reward_extra/"
 
 
 def reward_columns(
-    worker_classes: Mapping[str, type[Worker]],
+    role_worker_mapping: Mapping[str, ClassWithInitArgs],
     reward_models: Mapping[str, RewardModelConfig],
     with_rules: bool,
 ) -> dict[str, float]:
@@ -58,7 +58,8 @@ def reward_columns(
     columns = {}
     if with_rules:
         columns.update(RULE_COLUMNS)
-    for role, worker_class in worker_classes.items():
+    for role, built in role_worker_mapping.items():
+        worker_class = built.cls
         model = reward_models.get(role)
         method = "annotate"
         if model:
