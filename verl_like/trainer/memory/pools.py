@@ -26,6 +26,8 @@ from verl_like.workers.models.pretrained import TEACHER_PATH
 from verl_like.workers.planning.partition import MicroBatching, log_prob_micro_batching
 
 POLICY_PATH = "actor_rollout_ref.model"
+OF_POLICY_OR_CRITIC = (Role.Actor, Role.RefPolicy, Role.Teacher, Role.Critic)
+"""Roles that have a model in a training process, besides reward models."""
 
 
 def planned_pools(config: RunConfig, device_bytes: float) -> list[PlannedPool]:
@@ -79,7 +81,7 @@ def _pools_of(
                 continue
             if role == Role.Rollout:
                 rollout = _rollout_share(config, device_bytes)
-            elif _has_model(config, role):
+            elif role in OF_POLICY_OR_CRITIC or role in config.plan.reward_models_by_role:
                 models.append(_model_of(config, role, is_copy=role in copied))
         if models or rollout:  # a pool may have only custom roles
             nodes = config.resource_pool_spec[name]
@@ -101,15 +103,6 @@ def _rollout_share(config: PPOConfig, device_bytes: float) -> RolloutShare:
     return RolloutShare(working, asleep if rollout.free_cache_engine else working)
 
 
-def _has_model(config: PPOConfig, role: str) -> bool:
-    """Returns whether the role is a built-in one that has a model in a training process."""
-    if role == Role.Teacher:
-        return config.actor_rollout_ref.teacher_model is not None
-    if role in (Role.Actor, Role.RefPolicy, Role.Critic):
-        return True
-    return role in config.plan.reward_models_by_role
-
-
 def _model_of(config: PPOConfig, role: str, is_copy: bool) -> PlannedModel:
     """The model of a built-in role of PPO."""
     policy = config.actor_rollout_ref
@@ -127,8 +120,9 @@ def _model_of(config: PPOConfig, role: str, is_copy: bool) -> PlannedModel:
         )
         return _planned(
             role,
-            ModelSize.of(critic.model, "critic.model", ValueModel),
             critic.model,
+            "critic.model",
+            ValueModel,
             critic.model.fsdp_config,
             ranks,
             is_copy=is_copy,
@@ -146,8 +140,9 @@ def _model_of(config: PPOConfig, role: str, is_copy: bool) -> PlannedModel:
         )
         return _planned(
             role,
-            ModelSize.of(reward.model, reward_model_key(role), RewardModel),
             reward.model,
+            reward_model_key(role),
+            RewardModel,
             reward.model.fsdp_config,
             ranks,
             forward_passes=forward_passes,
@@ -157,8 +152,9 @@ def _model_of(config: PPOConfig, role: str, is_copy: bool) -> PlannedModel:
     if role == Role.Actor:
         return _planned(
             role,
-            ModelSize.of(policy.model, POLICY_PATH, PolicyModel),
             policy.model,
+            POLICY_PATH,
+            PolicyModel,
             policy.actor.fsdp_config,
             ranks,
             is_copy=is_copy,
@@ -176,8 +172,9 @@ def _model_of(config: PPOConfig, role: str, is_copy: bool) -> PlannedModel:
         key = TEACHER_PATH
     return _planned(
         role,
-        ModelSize.of(model, key, PolicyModel),
         model,
+        key,
+        PolicyModel,
         policy.ref.fsdp_config,
         ranks,
         forward_passes=log_prob_micro_batching(policy.ref),
@@ -196,8 +193,9 @@ def _passes_of_updates(settings: Any) -> MicroBatching:
 
 def _planned(
     name: str,
-    size: ModelSize,
-    model: Any,
+    model: ModelConfig,
+    key: str,
+    model_class: type[PackedModel],
     fsdp: Any,
     ranks: int,
     *,
@@ -210,6 +208,7 @@ def _planned(
         fsdp = ForwardFsdpConfig(param_offload=fsdp.param_offload, dtype=fsdp.dtype)
         more |= {"update_passes": None, "has_ema": False, "export_dtype": None}
     shards = ranks if fsdp.num_shards == -1 else fsdp.num_shards
+    size = ModelSize.of(model, key, model_class)
     return PlannedModel(name, size, model, fsdp, shards, **more)
 
 
@@ -225,19 +224,19 @@ def _models_of_examples(config: SupervisedConfig) -> list[PlannedModel]:
         training.micro_batch_size_per_gpu, training.max_token_len_per_gpu, training.use_dynamic_bsz
     )
     shared: dict[str, Any] = {
+        "model": model,
+        "key": "model",
+        "model_class": classes.get(type(config), PolicyModel),
+        "fsdp": model.fsdp_config,
+        "ranks": config.num_processes_of_run,
         "forward_passes": passes,
         "sequence_length": length,
         "scored_length": length,
         "ranks_of_sequence": training.ulysses_sequence_parallel_size,
     }
-    model_class = classes.get(type(config), PolicyModel)
-    size = ModelSize.of(model, "model", model_class)
-    ranks = config.num_processes_of_run
-    fsdp = model.fsdp_config
     has_reference = isinstance(config, DPOConfig) and not model.lora_rank
-    own = shared | {"update_passes": passes, "runs_reference": has_reference}
-    trained = _planned("model", size, model, fsdp, ranks, **own)
+    trained = _planned("model", **shared, update_passes=passes, runs_reference=has_reference)
     if not has_reference:
         return [trained]
-    reference = _planned("reference", size, model, fsdp, ranks, is_copy=True, **shared)
+    reference = _planned("reference", **shared, is_copy=True)
     return [reference, trained]
