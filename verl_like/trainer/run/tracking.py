@@ -20,6 +20,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from verl_like.protocol.files import read_json
+from verl_like.trainer.run.rows import readable_rows
 from verl_like.trainer.state import checkpoint
 
 logger = logging.getLogger(__name__)
@@ -202,14 +203,8 @@ def _read_ids(file: Path) -> dict[str, str]:
 
 def _next_step(file: Path) -> int | None:
     """The step after that of the last row that can be read, or None if there is no such row."""
-    lines = file.read_bytes().splitlines()
-    for line in reversed(lines):
-        try:
-            row = json.loads(line)
-            return int(row["step"]) + 1
-        except (ValueError, TypeError, KeyError, RecursionError):
-            continue
-    return None
+    rows = readable_rows(file.read_bytes())
+    return rows[-1]["step"] + 1 if rows else None
 
 
 def _tensorboard(run: TrackedRun) -> Tracker:
