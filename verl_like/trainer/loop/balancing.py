@@ -186,11 +186,7 @@ class RowWork:
 
     def _tokens_of(self, shares: Sequence[np.ndarray]) -> np.ndarray:
         """Returns the tokens of each rank, if rank i gets the rows `shares[i]`."""
-        tokens = []
-        for rows in shares:
-            tokens_of_rank = self.tokens_B[rows].sum()
-            tokens.append(tokens_of_rank)
-        return np.array(tokens)
+        return np.array([self.tokens_B[rows].sum() for rows in shares])
 
 
 def ordered(batch: DataProto, shares: Sequence[np.ndarray]) -> Ordered:

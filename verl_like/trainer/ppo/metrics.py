@@ -208,9 +208,7 @@ def _drift(rollout_log_probs: Tensor, old_log_probs: Tensor, mask_BR: Tensor) ->
     correlations = torch.corrcoef(both)
     correlation = correlations[0, 1].item()
     off_policy = compute_offpolicy_metrics(old_log_probs, rollout_log_probs, mask_BR)
-    metrics = {}
-    for name, value in off_policy.items():
-        metrics[f"rollout_corr/{name}"] = Metric.mean(value)
+    metrics = {f"rollout_corr/{name}": Metric.mean(value) for name, value in off_policy.items()}
     return metrics | {
         "training/rollout_probs_diff_mean": _mean(difference),
         "training/rollout_probs_diff_max": Metric.max(largest),
