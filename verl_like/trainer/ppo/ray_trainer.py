@@ -268,12 +268,11 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
     @property
     def groups_with_state(self) -> dict[str, WorkerGroup]:
         """The groups of roles that are not trained here, but have a state in checkpoints."""
-        found = {}
-        for role, group in self.groups.items():
-            has_state = hasattr(group, "save_checkpoint")
-            if has_state and role not in self.trained:
-                found[role] = group
-        return found
+        return {
+            role: group
+            for role, group in self.groups.items()
+            if hasattr(group, "save_checkpoint") and role not in self.trained
+        }
 
     def state(self) -> dict[str, Any]:
         return super().state() | {

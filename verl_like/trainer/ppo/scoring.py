@@ -275,10 +275,7 @@ class RuleScorer:
             )
         samples = list(first.values())
         extra = self.manager.check(samples)
-        numbers = []
-        for name, values in extra.items():
-            if values.dtype != object:
-                numbers.append(name)
+        numbers = [name for name, values in extra.items() if values.dtype != object]
         self._numbers.update(numbers)
         return numbers
 
@@ -366,7 +363,7 @@ class PendingScores:
         """Starts scoring those of the B * num_samples samples of a batch that `add` did not get,
         and returns itself: `get` waits for all scores."""
         self.batch = batch
-        slots = list(self.pending.missing())
+        slots = self.pending.missing()
         if not slots:
             return self
         columns = batch.tensor_batch
@@ -448,8 +445,7 @@ class PendingScores:
         sample_of_row = samples.sample_of_row.numpy()
         non_tensors = {}
         for name, values in extra.items():
-            key = f"{EXTRA_PREFIX}{name}"
-            non_tensors[key] = values[sample_of_row]
+            non_tensors[f"{EXTRA_PREFIX}{name}"] = values[sample_of_row]
         return DataProto.from_dict(tensors, non_tensors, {"metrics": metrics})
 
 

@@ -26,7 +26,7 @@ pre {{ background: #f6f8fa; padding: 1rem; overflow-x: auto; }}
 """
 
 
-def write_page(path: Path, title: str, body: str, style: str = "") -> None:
+def write_page(path: Path, title: str, body: str, style: str) -> None:
     """Writes a page. `title` is text, and `body` is HTML in which all text is escaped already.
     Raises OSError."""
     escaped = html.escape(title)

@@ -169,11 +169,7 @@ def commit(partial: Path, step: int, state: dict[str, Any], written: Digests) ->
     `written` has the files that are on the disk already. An earlier checkpoint of the step is
     replaced. Raises OSError, which leaves earlier checkpoints as they are.
     """
-    names = set()
-    for path in partial.rglob("*"):
-        if path.is_file():
-            relative = path.relative_to(partial)
-            names.add(str(relative))
+    names = {str(path.relative_to(partial)) for path in partial.rglob("*") if path.is_file()}
     missing = sorted(written.keys() - names)
     if missing:
         raise OSError(
@@ -293,15 +289,13 @@ def newest(
 ) -> tuple[Checkpoint | None, list[str]]:
     """Returns the newest checkpoint of a run that `read` accepts, and what is wrong with newer
     ones."""
-    damages = []
+    damages: list[str] = []
     for step in reversed(steps(run_dir)):
         folder = folder_of_step(run_dir, step)
         try:
-            found = read(folder, hashes=hashes, state_schema=state_schema)
+            return read(folder, hashes=hashes, state_schema=state_schema), damages
         except DamagedCheckpoint as damage:
             damages.append(str(damage))
-        else:
-            return found, damages
     return None, damages
 
 

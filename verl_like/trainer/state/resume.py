@@ -83,10 +83,7 @@ def find_run(
     if is_named:
         run_dirs = [Path(trainer.resume_from_path or "").expanduser().resolve()]
     else:
-        run_dirs = []
-        for path in sorted(parent.glob("*")):
-            if not path.is_symlink():
-                run_dirs.append(path)
+        run_dirs = [path for path in sorted(parent.glob("*")) if not path.is_symlink()]
     for run_dir in reversed(run_dirs):
         obstacle, advice = why_not_continued(config, run_dir)
         differing = []
@@ -343,11 +340,7 @@ def changed_inputs(saved: Mapping[str, str], config: RunConfig) -> list[str]:
     """The keys of paths whose fingerprints differ from the `saved` ones."""
     here = fingerprints_of(config)
     keys = sorted({*saved, *here})
-    changed = []
-    for key in keys:
-        if saved.get(key) != here.get(key):
-            changed.append(key)
-    return changed
+    return [key for key in keys if saved.get(key) != here.get(key)]
 
 
 def settings_of(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
