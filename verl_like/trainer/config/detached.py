@@ -114,9 +114,8 @@ class DetachedConfig(PPOConfig):
     def of_trainer(self, name: str) -> Self:
         """Returns the configuration that this trainer gets: with pools of its own, and with its
         part of every batch."""
-        parts = {}
-        for key in DIVIDED:
-            parts[key] = attrgetter(key)(self) // self.detached.num_trainers
+        num_trainers = self.detached.num_trainers
+        parts = {key: attrgetter(key)(self) // num_trainers for key in DIVIDED}
         config = self.updated(parts)
         return config._with_own_pools(name, self.plan.trainer_roles)
 
@@ -137,10 +136,7 @@ class DetachedConfig(PPOConfig):
     def _with_own_pools(self, side: str, roles: Sequence[str]) -> Self:
         """With the pools of these roles alone, each under a name of its own."""
         mapping = {role: f"{side} {pool}" for role, pool in self.role_mapping.items()}
-        own = {}
-        for role in roles:
-            pool = self.role_mapping[role]
-            own[mapping[role]] = self.resource_pool_spec[pool]
+        own = {mapping[role]: self.resource_pool_spec[self.role_mapping[role]] for role in roles}
         return self.updated({"role_mapping": mapping, "resource_pool_spec": own})
 
 
@@ -271,10 +267,8 @@ def pushes_fit_the_staleness(config: DetachedConfig) -> Iterator[str]:
 
 def makers_and_trainers_are_apart(config: DetachedConfig) -> Iterator[str]:
     pools_of_trained = {config.role_mapping[role] for role in config.plan.trainer_roles}
-    shared = []
-    for role in config.plan.active_roles:
-        if role not in TRAINED and config.role_mapping[role] in pools_of_trained:
-            shared.append(role)
+    others = [role for role in config.plan.active_roles if role not in TRAINED]
+    shared = [role for role in others if config.role_mapping[role] in pools_of_trained]
     if shared:
         yield (
             f"{', '.join(sorted(shared))} and a trained role share a pool, but makers and "

@@ -60,10 +60,8 @@ def check_memory(config: RunConfig) -> list[str]:
     has_gpus = config.trainer.device == "cuda" and torch.cuda.is_available()
     if config.cluster_address or not has_gpus:
         return []
-    sizes = []
-    for index in range(torch.cuda.device_count()):
-        sizes.append(torch.cuda.get_device_properties(index).total_memory)
-    device_bytes = min(sizes)
+    numbers = range(torch.cuda.device_count())
+    device_bytes = min(torch.cuda.get_device_properties(n).total_memory for n in numbers)
     return [require_memory(planned_pools(config, device_bytes), device_bytes)]
 
 

@@ -77,11 +77,7 @@ def names_of_chart(wanted: Sequence[str], names: Iterable[str]) -> list[str]:
     """Returns the names that a chart shows. A wanted name that ends in "/" stands for all names
     that begin with it."""
     prefixes = tuple(name for name in wanted if name.endswith("/"))
-    shown = []
-    for name in names:
-        if name in wanted or name.startswith(prefixes):
-            shown.append(name)
-    return shown
+    return [name for name in names if name in wanted or name.startswith(prefixes)]
 
 
 def histogram(
@@ -137,10 +133,7 @@ def timelines(calls_of_part: Mapping[str, Calls]) -> str:
         return ""
     methods = sorted(names)
     colors = {method: f"C{number}" for number, method in enumerate(methods)}
-    num_lanes = []
-    for calls in shown.values():
-        lanes = _lanes(calls)
-        num_lanes.append(len(lanes))
+    num_lanes = [len(_lanes(calls)) for calls in shown.values()]
     height = 0.45 * sum(num_lanes) + 0.6 * len(shown) + 1.0
     figure, axes_of_part = pyplot.subplots(
         len(shown),

@@ -45,8 +45,5 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
 
 
 def _table_row(row: Mapping[str, object]) -> str:
-    cells = []
-    for value in row.values():
-        text = html.escape(str(value))
-        cells.append(f"<td>{text}</td>")
-    return f"<tr>{''.join(cells)}</tr>"
+    cells = "".join(f"<td>{html.escape(str(value))}</td>" for value in row.values())
+    return f"<tr>{cells}</tr>"

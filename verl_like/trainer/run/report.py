@@ -70,11 +70,9 @@ def write_report(
     for heading, wanted, label in display.charts:
         names = names_of_chart(wanted, points)
         curves = [Curve(name, points[name]) for name in names]
-        drawn = chart(curves, title=heading, label=label)
-        charts.append(drawn)
+        charts.append(chart(curves, title=heading, label=label))
     for heading, name, label in display.histograms:
-        drawn = _histogram(heading, name, label, metrics)
-        charts.append(drawn)
+        charts.append(_histogram(heading, name, label, metrics))
     calls = list(itertools.chain.from_iterable(steps))
     body = BODY.format(
         summary=html.escape(summary),
