@@ -78,12 +78,8 @@ def step_bytes(config: PPOConfig) -> dict[str, int]:
 def _exported(role: str, model: ModelSize, dtype: str) -> dict[str, int]:
     """Returns the bytes of a model's exported weights, or of its adapter alone if it has one, by a
     description of them."""
-    what = "weights"
-    number = model.parameters
-    if model.has_adapter:
-        what = "adapter"
-        number = model.trained
-    num_bytes = number * getattr(torch, dtype).itemsize
+    what = "adapter" if model.has_adapter else "weights"
+    num_bytes = model.trained * getattr(torch, dtype).itemsize
     return {f"{what} of the {role}, {dtype}": num_bytes}
 
 
