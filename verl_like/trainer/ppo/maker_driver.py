@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Self
 
 from transformers import PreTrainedTokenizerBase
 
@@ -27,11 +27,9 @@ from verl_like.workers.agents.episode import Episode
 from verl_like.workers.models.pretrained import load_hf_config
 from verl_like.workers.planning.flops import ModelCost
 
-RecorderT = TypeVar("RecorderT", bound=Recorder)
-
 
 @dataclass(eq=False)
-class MakerDriver(Generic[RecorderT]):
+class MakerDriver:
     """Drives a maker and trains nothing. Each maker of detached training has such a driver;
     `RayPPOTrainer` is a subclass that trains too.
 
@@ -54,12 +52,10 @@ class MakerDriver(Generic[RecorderT]):
     train_dataset: PromptDataset
     val_dataset: PromptDataset
     rule_scorer: RuleScorer | None
-    recorder: RecorderT
+    recorder: Recorder
 
     @classmethod
-    def of(
-        cls, inputs: PPOInputs, recorder: RecorderT, pools: ResourcePoolManager | None = None
-    ) -> Self:
+    def of(cls, inputs: PPOInputs, recorder: Any, pools: ResourcePoolManager | None = None) -> Self:
         """Makes a driver of checked inputs. It runs on the pools of their configuration, unless
         others are given."""
         if pools is None:
@@ -157,7 +153,7 @@ class MakerDriver(Generic[RecorderT]):
         return found
 
 
-DRIVERS: Registry[type[MakerDriver[Any]]] = Registry(
+DRIVERS: Registry[type[MakerDriver]] = Registry(
     "maker driver",
     "register_maker_driver",
     taken="{refused} cannot drive makers, for {present} is registered: name one such plugin",
@@ -166,14 +162,14 @@ DRIVERS: Registry[type[MakerDriver[Any]]] = Registry(
 OF_PLUGIN = "of_plugin"
 
 
-def register_maker_driver(driver: type[MakerDriver[Any]]) -> type[MakerDriver[Any]]:
+def register_maker_driver(driver: type[MakerDriver]) -> type[MakerDriver]:
     """Decorator of a plugin: its subclass of MakerDriver drives the makers of detached training.
     Raises ValueError for a second one."""
     DRIVERS.add(OF_PLUGIN, driver)
     return driver
 
 
-def get_maker_driver() -> type[MakerDriver[Any]]:
+def get_maker_driver() -> type[MakerDriver]:
     """Returns the class that drives a maker of detached training: that of a plugin, or
     MakerDriver."""
     return DRIVERS.entries.get(OF_PLUGIN, MakerDriver)

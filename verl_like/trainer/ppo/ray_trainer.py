@@ -36,7 +36,7 @@ _METRICS = "metrics_of_generation"
 
 
 @dataclass(eq=False)
-class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
+class RayPPOTrainer(MakerDriver, TrainingLoop):
     """Trains a language model by proximal policy optimisation (Schulman et al. 2017,
     arXiv:1707.06347), in any placement.
 
