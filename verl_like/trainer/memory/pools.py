@@ -23,7 +23,11 @@ from verl_like.workers.config.models import ModelConfig
 from verl_like.workers.models.ilql import ILQLModel
 from verl_like.workers.models.packed_models import PackedModel, PolicyModel, RewardModel, ValueModel
 from verl_like.workers.models.pretrained import TEACHER_PATH
-from verl_like.workers.planning.partition import MicroBatching, log_prob_micro_batching
+from verl_like.workers.planning.partition import (
+    MicroBatching,
+    log_prob_micro_batching,
+    update_micro_batching,
+)
 
 POLICY_PATH = "actor_rollout_ref.model"
 OF_POLICY_OR_CRITIC = (Role.Actor, Role.RefPolicy, Role.Teacher, Role.Critic)
@@ -125,7 +129,7 @@ def _model_of(config: PPOConfig, role: str, is_copy: bool) -> PlannedModel:
             ranks,
             is_copy=is_copy,
             forward_passes=forward_passes,
-            update_passes=_passes_of_updates(critic),
+            update_passes=update_micro_batching(critic),
             ranks_of_sequence=critic.ulysses_sequence_parallel_size,
             **lengths,
         )
@@ -157,7 +161,7 @@ def _model_of(config: PPOConfig, role: str, is_copy: bool) -> PlannedModel:
             ranks,
             is_copy=is_copy,
             forward_passes=log_prob_micro_batching(policy.rollout),
-            update_passes=_passes_of_updates(policy.actor),
+            update_passes=update_micro_batching(policy.actor),
             has_ema=policy.actor.ema_decay is not None,
             export_dtype=policy.rollout.dtype,
             **lengths,
@@ -177,15 +181,6 @@ def _model_of(config: PPOConfig, role: str, is_copy: bool) -> PlannedModel:
         ranks,
         forward_passes=log_prob_micro_batching(policy.ref),
         **lengths,
-    )
-
-
-def _passes_of_updates(settings: Any) -> MicroBatching:
-    """The micro-batches of the updates of an actor or a critic."""
-    return MicroBatching(
-        settings.ppo_micro_batch_size_per_gpu,
-        settings.ppo_max_token_len_per_gpu,
-        settings.use_dynamic_bsz,
     )
 
 
