@@ -80,7 +80,7 @@ class PPOInputs:
     val_dataset: PromptDataset
     role_worker_mapping: dict[str, RayClassWithInitArgs]
     scorer: RuleScorer | None
-    notes: tuple[str, ...]
+    notes: list[str]
     """What is shown to the user when the run begins: the numbers of prompts, and warnings."""
     ptx_dataset: ConversationDataset | None
     """The rows of `data.ptx_files`, or None without them."""
@@ -148,7 +148,7 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
         val_dataset=val_dataset,
         role_worker_mapping=mapping,
         scorer=scorer,
-        notes=tuple(notes),
+        notes=notes,
         ptx_dataset=ptx_dataset,
     )
 

@@ -78,7 +78,7 @@ class SupervisedInputs:
     config: SupervisedConfig
     train_dataset: ConversationDataset
     val_dataset: ConversationDataset | None
-    notes: tuple[str, ...]
+    notes: list[str]
     """Notes for the user at the start of the run."""
 
 
@@ -157,7 +157,7 @@ def check_inputs(config: SupervisedConfig, cleanup: contextlib.ExitStack) -> Sup
     steps_of_epochs = sampler.num_batches_per_epoch * config.trainer.total_epochs
     steps = config.trainer.total_training_steps or steps_of_epochs
     config = config.updated({"trainer.total_training_steps": steps})
-    return SupervisedInputs(config, train, val, (*notes, *_notes(train, val)))
+    return SupervisedInputs(config, train, val, notes + _notes(train, val))
 
 
 def check_balance(config: SFTConfig, own_coefficient: float) -> list[str]:
@@ -187,7 +187,7 @@ def check_balance(config: SFTConfig, own_coefficient: float) -> list[str]:
     return []
 
 
-def _notes(train: ConversationDataset, val: ConversationDataset | None) -> tuple[str, ...]:
+def _notes(train: ConversationDataset, val: ConversationDataset | None) -> list[str]:
     """Says how many rows there are, and warns if the model learns from none of them to end its
     answer."""
     too_long = ""
@@ -202,7 +202,7 @@ def _notes(train: ConversationDataset, val: ConversationDataset | None) -> tuple
             "model does not learn to end: the chat template writes none behind an answer, or rows "
             "are cut; change the template."
         )
-    return tuple(notes)
+    return notes
 
 
 def check_lengths(
