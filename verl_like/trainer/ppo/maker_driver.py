@@ -3,11 +3,12 @@
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 from transformers import PreTrainedTokenizerBase
 
 from verl_like.algorithms.kl import get_kl_controller
+from verl_like.data.conversations import ConversationDataset
 from verl_like.data.prompt_dataset import PromptDataset
 from verl_like.protocol import DataProto
 from verl_like.registry import Registry
@@ -53,9 +54,13 @@ class MakerDriver:
     val_dataset: PromptDataset
     rule_scorer: RuleScorer | None
     recorder: Recorder
+    ptx_dataset: ConversationDataset | None = None
+    """The rows of `data.ptx_files` for a subclass that trains, or None without them."""
 
     @classmethod
-    def of(cls, inputs: PPOInputs, recorder: Any, pools: ResourcePoolManager | None = None) -> Self:
+    def of(
+        cls, inputs: PPOInputs, recorder: Recorder, pools: ResourcePoolManager | None = None
+    ) -> Self:
         """Makes a driver of checked inputs. It runs on the pools of their configuration, unless
         others are given."""
         if pools is None:
@@ -70,6 +75,7 @@ class MakerDriver:
             val_dataset=inputs.val_dataset,
             rule_scorer=inputs.scorer,
             recorder=recorder,
+            ptx_dataset=inputs.ptx_dataset,
         )
 
     def __post_init__(self) -> None:
