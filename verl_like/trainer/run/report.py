@@ -3,7 +3,6 @@ needs no other file."""
 
 import html
 import itertools
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -143,14 +142,11 @@ def _speed(metrics: list[Row]) -> str:
     if there are others."""
     steps = [row for row in metrics if "timing_s/step" in row]
     counted = steps[1:] or steps
-    values_of = defaultdict(list)
-    for row in counted:
-        for name, value in row.items():
-            if name.startswith(("perf/", "timing_s/")):
-                values_of[name].append(value)
     rows = []
-    for name in sorted(values_of):
-        values = sorted(values_of[name])
+    for name, points in sorted(points_by_metric(counted).items()):
+        if not name.startswith(("perf/", "timing_s/")):
+            continue
+        values = sorted(value for _step, value in points)
         median = values[len(values) // 2]
         rows.append(
             {

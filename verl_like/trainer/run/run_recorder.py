@@ -6,7 +6,6 @@ import json
 import math
 import os
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime
@@ -21,6 +20,7 @@ from verl_like.single_controller.ray.worker_group import RayWorkerGroup
 from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer.config.compose import to_yaml
 from verl_like.trainer.config.run_config import RunConfig
+from verl_like.trainer.run.charts import points_by_metric
 from verl_like.trainer.run.console import RunConsole
 from verl_like.trainer.run.display import Display, TableRows, printable
 from verl_like.trainer.run.episodes import EPISODES, newest, read_episodes
@@ -438,13 +438,9 @@ class RunRecorder:
 
     def _say_validations(self, metrics: list[Row]) -> None:
         """Says the first and the last value of each main metric of the validations."""
-        validations = defaultdict(list)
-        for row in metrics:
-            for name, value in row.items():
-                if name.startswith("val-core/"):
-                    validations[name].append(value)
-        for name, values in validations.items():
-            if len(values) > 1:
+        for name, points in points_by_metric(metrics).items():
+            if name.startswith("val-core/") and len(points) > 1:
+                values = [value for _step, value in points]
                 self.say(f"  {name}: {values[0]:.3f} at first, {values[-1]:.3f} at last")
 
     def _say_files(self) -> None:
