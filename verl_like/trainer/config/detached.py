@@ -96,8 +96,19 @@ class DetachedConfig(PPOConfig):
 
     @cached_property
     def plan(self) -> DetachedPlan:
-        """What follows from the configuration."""
-        return plan_of_detached(self)
+        """What follows from the configuration. Imports the files of the chosen algorithms."""
+        ppo = plan_of_ppo(self)
+        roles = ppo.active_roles
+        makers_need_actor = ppo.needs_old_log_probs or ppo.role_of_reference == Role.Actor
+        roles_of_makers = [role for role in roles if role != Role.Actor or makers_need_actor]
+        part_of_batch = math.ceil(self.data.train_batch_size / self.detached.num_makers)
+        return DetachedPlan(
+            **vars(ppo),
+            maker_roles=tuple(roles_of_makers),
+            trainer_roles=tuple(role for role in roles if role in TRAINED),
+            num_prompts_at_a_time=self.detached.experience_batch_size or part_of_batch,
+            num_parts_of_step=_num_parts_of_step(self, ppo.needs_critic),
+        )
 
     def of_maker(self, name: str) -> Self:
         """Returns the configuration that this maker gets. It has pools of its own, copies of actor
@@ -138,22 +149,6 @@ class DetachedConfig(PPOConfig):
         mapping = {role: f"{side} {pool}" for role, pool in self.role_mapping.items()}
         own = {mapping[role]: self.resource_pool_spec[self.role_mapping[role]] for role in roles}
         return self.updated({"role_mapping": mapping, "resource_pool_spec": own})
-
-
-def plan_of_detached(config: DetachedConfig) -> DetachedPlan:
-    """What follows from the configuration. Imports the files of the chosen algorithms."""
-    ppo = plan_of_ppo(config)
-    roles = ppo.active_roles
-    makers_need_actor = ppo.needs_old_log_probs or ppo.role_of_reference == Role.Actor
-    roles_of_makers = [role for role in roles if role != Role.Actor or makers_need_actor]
-    part_of_batch = math.ceil(config.data.train_batch_size / config.detached.num_makers)
-    return DetachedPlan(
-        **vars(ppo),
-        maker_roles=tuple(roles_of_makers),
-        trainer_roles=tuple(role for role in roles if role in TRAINED),
-        num_prompts_at_a_time=config.detached.experience_batch_size or part_of_batch,
-        num_parts_of_step=_num_parts_of_step(config, ppo.needs_critic),
-    )
 
 
 def _num_parts_of_step(config: DetachedConfig, needs_critic: bool) -> int:

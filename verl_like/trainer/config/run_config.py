@@ -183,12 +183,6 @@ class RunConfig(ConfigModel):
         return address or None
 
     @property
-    def may_continue_a_run(self) -> bool:
-        """True if an earlier run may continue. `trainer.resume_mode` then says which."""
-        only_validates = getattr(self.trainer, "val_only", False)
-        return self.trainer.resume_mode != "disable" and not only_validates
-
-    @property
     def num_steps_of_run(self) -> int:
         """Training steps after which a run is done and is not resumed; 0 as long as they are not
         known."""

@@ -77,7 +77,8 @@ def find_run(
     trainer = config.trainer
     parent = Path(trainer.default_local_dir).expanduser().resolve()
     notes = remove_remains(parent)
-    if not config.may_continue_a_run:
+    only_validates = getattr(trainer, "val_only", False)
+    if only_validates or trainer.resume_mode == "disable":
         return None, notes
     is_named = trainer.resume_mode == "resume_path"
     if is_named:
