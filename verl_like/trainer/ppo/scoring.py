@@ -126,8 +126,7 @@ def reward_means(batch: DataProto, reward_columns: Mapping[str, float]) -> dict[
         for name in reward_columns:
             rewards_B = batch.tensor_batch[name].sum(-1)
             values[name] = rewards_B[is_scored_B]
-    for name, array in extra_numbers(batch).items():
-        numbers_B = torch.from_numpy(array)
+    for name, numbers_B in extra_numbers(batch).items():
         has_number_B = is_scored_B & ~numbers_B.isnan()
         values[name] = numbers_B[has_number_B]
     means = {}
@@ -177,9 +176,8 @@ def scores_by_reward(batch: DataProto, reward_columns: Mapping[str, float]) -> d
     for name, weight in reward_columns.items():
         scores[name] = weight * batch.tensor_batch[name]
     mask_BR = batch.tensor_batch["response_mask"]
-    for name, array in extra_numbers(batch).items():
-        numbers_B = torch.from_numpy(array).float()
-        scores[name] = on_last_token(numbers_B, mask_BR)
+    for name, numbers_B in extra_numbers(batch).items():
+        scores[name] = on_last_token(numbers_B.float(), mask_BR)
     return scores
 
 
@@ -194,12 +192,10 @@ def groups_differ(batch: DataProto, metric: str) -> Tensor:
     view = view_of_samples(batch)
     early_columns = [name for name in EARLY_COLUMNS if name in view.tensor_batch]
     rewards = sum(view.tensor_batch[name].sum(-1) for name in early_columns)
-    score = {"reward": rewards.numpy()}
-    numbers = score | extra_numbers(view)
+    numbers = {"reward": rewards} | extra_numbers(view)
     require_metric(metric, numbers)
     # (B, 1), because PromptGroups takes values and a mask by token: here each response has one.
-    compared = torch.from_numpy(numbers[metric])
-    values = compared.unsqueeze(-1)
+    values = numbers[metric].unsqueeze(-1)
     is_skipped = view.tensor_batch["is_skipped"].unsqueeze(-1)
     is_scored = ~is_skipped & ~values.isnan()
     uids = view.non_tensor_batch["uid"]
@@ -218,14 +214,14 @@ def require_metric(metric: str, numbers: Collection[str]) -> None:
         )
 
 
-def extra_numbers(batch: DataProto) -> dict[str, np.ndarray]:
+def extra_numbers(batch: DataProto) -> dict[str, Tensor]:
     """Returns the numbers (B,) that the reward function returned beside the score, by name. Other
     values, such as texts, are left out."""
     numbers = {}
     for name, values in batch.non_tensor_batch.items():
         if name.startswith(EXTRA_PREFIX) and values.dtype != object:
             own_name = name.removeprefix(EXTRA_PREFIX)
-            numbers[own_name] = values
+            numbers[own_name] = torch.from_numpy(values)
     return numbers
 
 
