@@ -82,7 +82,7 @@ def reward_columns(
             column = name
             if model:
                 column = column_of(name, role)
-                weight = weight * model.weight
+                weight *= model.weight
             if column in columns:
                 raise ValueError(
                     f"{where}, which another role or the rules write as well: rename the column."

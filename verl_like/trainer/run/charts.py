@@ -94,17 +94,17 @@ def histogram(
     return _svg(figure)
 
 
-def heat_map(values: Sequence[Sequence[float]], *, x: str, y: str, label: str) -> str:
-    """A picture of a matrix, whose rows go downwards. 0 is white, and `label` that of the
-    colors."""
+def heat_map(values: Sequence[Sequence[float]]) -> str:
+    """A picture of the load of experts, as multiples of the mean of their layer. The layers go
+    downwards. 0 is white."""
     num_rows = len(values)
     height = 1.2 + min(0.2 * num_rows, 8.0)
     figure, axes = pyplot.subplots(figsize=(10, height), layout="constrained")
     image = axes.imshow(values, cmap="Blues", vmin=0, aspect="auto", interpolation="nearest")
-    axes.set(xlabel=x, ylabel=y)
+    axes.set(xlabel="expert", ylabel="layer with a router")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(integer=True))
-    figure.colorbar(image, label=label)
+    figure.colorbar(image, label="tokens / mean")
     return _svg(figure)
 
 

@@ -93,8 +93,7 @@ def _router_load(load: Load) -> str:
     for of_layer in load:
         mean = sum(of_layer) / len(of_layer)
         relative.append([count / mean if mean else 0.0 for count in of_layer])
-    picture = heat_map(relative, x="expert", y="layer with a router", label="tokens / mean")
-    return ROUTER_LOAD.format(picture=picture)
+    return ROUTER_LOAD.format(picture=heat_map(relative))
 
 
 def _episodes(episodes: list[EpisodeRecord], points: dict[str, Points]) -> str:
