@@ -33,7 +33,14 @@ from verl_like.trainer.config.rules import (
 )
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.ppo.agent_inputs import check_agents
-from verl_like.trainer.ppo.choice_of_replay import has_experts, why_unrecorded, with_router_replay
+from verl_like.trainer.ppo.choice_of_replay import (
+    KEY_OF_POLICY,
+    empty_policy,
+    has_experts,
+    hf_config_of_policy,
+    why_unrecorded,
+    with_router_replay,
+)
 from verl_like.trainer.ppo.object_store import check_object_store, step_bytes
 from verl_like.trainer.ppo.scoring import (
     RULE_COLUMNS,
@@ -139,8 +146,8 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
     notes += notes_on_aggregation(config)
     notes += notes_on_routers
     policy = config.actor_rollout_ref.model
-    hf_config = pretrained.load_hf_config(policy, key="actor_rollout_ref.model")
-    notes += experts_notes(policy, hf_config, PolicyModel.auto_class, "actor_rollout_ref.model")
+    hf_config = hf_config_of_policy(config)
+    notes += experts_notes(policy, hf_config, PolicyModel.auto_class, KEY_OF_POLICY)
     return PPOInputs(
         config=config,
         tokenizer=tokenizer,
@@ -166,7 +173,7 @@ def check_tokenizer(
     for row in itertools.islice(prompts, NUM_TRIED_PROMPTS):
         text = render(row["raw_prompt"], tokenize=False)
         texts.append(text[:TRIED_CHARACTERS])
-    pretrained.check_tokenizer(tokenizer, policy.model, texts, key="actor_rollout_ref.model")
+    pretrained.check_tokenizer(tokenizer, policy.model, texts, key=KEY_OF_POLICY)
     if config.plan.needs_teacher and policy.teacher_model:
         check_teacher(policy.teacher_model, tokenizer)
 
@@ -347,7 +354,7 @@ def used_models(config: PPOConfig) -> dict[str, ModelConfig]:
     """Returns the models of this run by their keys in the configuration. The policy is the
     first."""
     policy = config.actor_rollout_ref
-    models: dict[str, ModelConfig] = {"actor_rollout_ref.model": policy.model}
+    models: dict[str, ModelConfig] = {KEY_OF_POLICY: policy.model}
     if config.plan.needs_teacher and policy.teacher_model:
         models[TEACHER_PATH] = policy.teacher_model
     if config.plan.needs_critic:
@@ -364,7 +371,7 @@ def check_models(config: PPOConfig) -> None:
     for key, model in models.items():
         hf_config = pretrained.load_hf_config(model, key=key)
         configs[key] = hf_config.get_text_config()
-    policy = configs["actor_rollout_ref.model"]
+    policy = configs[KEY_OF_POLICY]
     data = config.data
     needed = data.max_prompt_length + data.max_response_length
     advice = (
@@ -424,8 +431,7 @@ def check_tokens(
     `highest`, the highest token of the data with its place. The tokenizer itself may have more
     tokens than the policy."""
     model = config.actor_rollout_ref.model
-    hf_config = pretrained.load_hf_config(model, key="actor_rollout_ref.model")
-    vocab_size = hf_config.get_text_config().vocab_size
+    vocab_size = hf_config_of_policy(config).get_text_config().vocab_size
     end_tokens, padding = special_token_ids(tokenizer, model.path)
     highest_end = (max(end_tokens), "an end of a response")
     for token, place in [highest, highest_end, (padding, "the padding")]:
@@ -443,7 +449,7 @@ def check_engine_reads(config: PPOConfig) -> None:
     model = config.actor_rollout_ref.model
     engine = config.actor_rollout_ref.rollout.name
     if engine in VLLM:
-        hf_config = pretrained.load_hf_config(model, key="actor_rollout_ref.model")
+        hf_config = hf_config_of_policy(config)
         setting = f"actor_rollout_ref.rollout.name={engine}"
         path = f"actor_rollout_ref.model.path={model.path}"
         require_served(hf_config, setting, path)
@@ -484,7 +490,7 @@ def check_routers(config: PPOConfig) -> None:
         wanted.append(("freeze_router", "true", "false", routers_of))
     if not wanted:
         return
-    hf = pretrained.empty_model(policy.model, PolicyModel.auto_class, key="actor_rollout_ref.model")
+    hf = empty_policy(config)
     for name, value, off, require in wanted:
         key = f"actor_rollout_ref.actor.{name}"
         try:

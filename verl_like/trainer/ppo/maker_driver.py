@@ -17,6 +17,7 @@ from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.loop.recorder import Recorder
+from verl_like.trainer.ppo.choice_of_replay import hf_config_of_policy
 from verl_like.trainer.ppo.display import generation_of_row
 from verl_like.trainer.ppo.episode_records import EpisodeRecords
 from verl_like.trainer.ppo.experience_maker import ExperienceMaker
@@ -25,7 +26,6 @@ from verl_like.trainer.ppo.metrics import validation_metrics
 from verl_like.trainer.ppo.scoring import COUNT_PREFIX, RuleScorer, reward_columns
 from verl_like.trainer.ppo.workers import PlacedGroup, build_resource_pools, start_groups
 from verl_like.workers.agents.episode import Episode
-from verl_like.workers.models.pretrained import load_hf_config
 from verl_like.workers.planning.flops import ModelCost
 
 
@@ -103,7 +103,6 @@ class MakerDriver:
     def build_maker(self) -> ExperienceMaker:
         """Builds the maker on `groups`."""
         config = self.config
-        model = load_hf_config(config.actor_rollout_ref.model, key="actor_rollout_ref.model")
         columns = reward_columns(
             self.role_worker_mapping,
             config.plan.reward_models_by_role,
@@ -115,7 +114,7 @@ class MakerDriver:
             rule_scorer=self.rule_scorer,
             reward_columns=columns,
             kl_controller=get_kl_controller(config.algorithm.kl_ctrl),
-            model_cost=ModelCost.of(model),
+            model_cost=ModelCost.of(hf_config_of_policy(config)),
             timer=self.recorder.timer,
         )
 

@@ -15,7 +15,7 @@ from verl_like.trainer.config.roles import Role
 from verl_like.trainer.loop.experience import Experience, Update
 from verl_like.trainer.loop.training_loop import TrainingLoop
 from verl_like.trainer.ppo import compared_prompts, engine_check
-from verl_like.trainer.ppo.choice_of_replay import has_experts
+from verl_like.trainer.ppo.choice_of_replay import has_experts, hf_config_of_policy
 from verl_like.trainer.ppo.experience_maker import Generated, Weights
 from verl_like.trainer.ppo.inputs import prompt_sampler
 from verl_like.trainer.ppo.learner import Learner
@@ -24,7 +24,6 @@ from verl_like.trainer.ppo.metrics import batch_metrics
 from verl_like.trainer.ppo.workers import load_models
 from verl_like.trainer.run.run_recorder import RunRecorder, placement_rows
 from verl_like.trainer.state.checkpoint import Checkpoint
-from verl_like.workers.models.pretrained import load_hf_config
 from verl_like.workers.models.routed_experts import ROUTED_EXPERTS
 
 _GENERATED = "generated.safetensors"
@@ -93,8 +92,7 @@ class RayPPOTrainer(MakerDriver, TrainingLoop):
         Nothing is chosen for a model without experts.
         """
         actor = self.groups[Role.Actor]
-        model = self.config.actor_rollout_ref.model
-        if not has_experts(load_hf_config(model, key="actor_rollout_ref.model")):
+        if not has_experts(hf_config_of_policy(self.config)):
             return
         shape = actor.router_shape()[0] if hasattr(actor, "router_shape") else None
         if shape is None:
