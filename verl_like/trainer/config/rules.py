@@ -19,9 +19,9 @@ from verl_like.trainer.config.actor_rules import (
     replayed_routing_is_recorded,
     the_engines_experts_are_distributed_on_gpus,
 )
-from verl_like.trainer.config.expert_rules import distributed_experts
 from verl_like.trainer.config.roles import OWN_PROCESS, Role
 from verl_like.trainer.config.schema import PPOConfig
+from verl_like.trainer.config.supervised import distributed_experts
 
 
 def broken_rules(config: PPOConfig) -> Iterator[str]:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from verl_like.trainer.config.detached import TRAINED, DetachedConfig
-from verl_like.trainer.config.roles import Role, reward_model_key
+from verl_like.trainer.config.roles import POLICY_KEY, Role, reward_model_key
 from verl_like.trainer.config.run_config import RunConfig
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.config.supervised import DPOConfig, ILQLConfig, RMConfig, SupervisedConfig
@@ -29,7 +29,6 @@ from verl_like.workers.planning.partition import (
     update_micro_batching,
 )
 
-POLICY_PATH = "actor_rollout_ref.model"
 OF_POLICY_OR_CRITIC = (Role.Actor, Role.RefPolicy, Role.Teacher, Role.Critic)
 """Roles that have a model in a training process, besides reward models."""
 
@@ -97,7 +96,7 @@ def _rollout_share(config: PPOConfig, device_bytes: float) -> RolloutShare:
     working = {"engine's share": rollout.gpu_memory_utilization * device_bytes}
     asleep = {"sleeping engine*": ASLEEP}
     if rollout.name == "hf":  # it has a whole model, reserves nothing, and sleeps in host memory
-        policy = ModelSize.of(config.actor_rollout_ref.model, POLICY_PATH, PolicyModel)
+        policy = ModelSize.of(config.actor_rollout_ref.model, POLICY_KEY, PolicyModel)
         itemsize = getattr(torch, rollout.dtype).itemsize
         weights = policy.parameters * itemsize + policy.buffers
         working = {"engine's weights": weights}
@@ -155,7 +154,7 @@ def _model_of(config: PPOConfig, role: str, is_copy: bool) -> PlannedModel:
         return _planned(
             role,
             policy.model,
-            POLICY_PATH,
+            POLICY_KEY,
             PolicyModel,
             policy.actor.fsdp_config,
             ranks,
@@ -167,7 +166,7 @@ def _model_of(config: PPOConfig, role: str, is_copy: bool) -> PlannedModel:
             **lengths,
         )
     model: ModelConfig = policy.model
-    key = POLICY_PATH
+    key = POLICY_KEY
     if role == Role.Teacher:
         assert policy.teacher_model
         model = policy.teacher_model

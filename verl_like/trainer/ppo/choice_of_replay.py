@@ -5,7 +5,7 @@ import os
 from transformers import PretrainedConfig, PreTrainedModel
 
 from verl_like.trainer.config.actor_rules import VLLM, replayed_routing_is_recorded
-from verl_like.trainer.config.roles import Role
+from verl_like.trainer.config.roles import POLICY_KEY, Role
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.workers.models import pretrained
 from verl_like.workers.models.packed_models import PolicyModel
@@ -13,18 +13,17 @@ from verl_like.workers.models.router_replay import require_replay
 from verl_like.workers.rollout import get_rollout_engine
 
 MODE = "actor_rollout_ref.actor.router_replay.mode"
-KEY_OF_POLICY = "actor_rollout_ref.model"
 
 
 def hf_config_of_policy(config: PPOConfig) -> PretrainedConfig:
     """Loads the own configuration of the policy's model."""
-    return pretrained.load_hf_config(config.actor_rollout_ref.model, key=KEY_OF_POLICY)
+    return pretrained.load_hf_config(config.actor_rollout_ref.model, key=POLICY_KEY)
 
 
 def empty_policy(config: PPOConfig) -> PreTrainedModel:
     """Makes the policy's model on torch's meta device."""
     model = config.actor_rollout_ref.model
-    return pretrained.empty_model(model, PolicyModel.auto_class, key=KEY_OF_POLICY)
+    return pretrained.empty_model(model, PolicyModel.auto_class, key=POLICY_KEY)
 
 
 def with_router_replay(config: PPOConfig) -> tuple[PPOConfig, list[str]]:

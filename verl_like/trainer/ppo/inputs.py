@@ -25,7 +25,7 @@ from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.single_controller.worker import Worker
 from verl_like.trainer.config.actor_rules import VLLM
 from verl_like.trainer.config.presets import aggregation_of_loss
-from verl_like.trainer.config.roles import Role, reward_model_key
+from verl_like.trainer.config.roles import POLICY_KEY, Role, reward_model_key
 from verl_like.trainer.config.rules import (
     critic_warmup_leaves_steps_for_the_actor,
     sequence_parallel,
@@ -34,7 +34,6 @@ from verl_like.trainer.config.rules import (
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.ppo.agent_inputs import check_agents
 from verl_like.trainer.ppo.choice_of_replay import (
-    KEY_OF_POLICY,
     empty_policy,
     has_experts,
     hf_config_of_policy,
@@ -147,7 +146,7 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
     notes += notes_on_routers
     policy = config.actor_rollout_ref.model
     hf_config = hf_config_of_policy(config)
-    notes += experts_notes(policy, hf_config, PolicyModel.auto_class, KEY_OF_POLICY)
+    notes += experts_notes(policy, hf_config, PolicyModel.auto_class, POLICY_KEY)
     return PPOInputs(
         config=config,
         tokenizer=tokenizer,
@@ -173,7 +172,7 @@ def check_tokenizer(
     for row in itertools.islice(prompts, NUM_TRIED_PROMPTS):
         text = render(row["raw_prompt"], tokenize=False)
         texts.append(text[:TRIED_CHARACTERS])
-    pretrained.check_tokenizer(tokenizer, policy.model, texts, key=KEY_OF_POLICY)
+    pretrained.check_tokenizer(tokenizer, policy.model, texts, key=POLICY_KEY)
     if config.plan.needs_teacher and policy.teacher_model:
         check_teacher(policy.teacher_model, tokenizer)
 
@@ -354,7 +353,7 @@ def used_models(config: PPOConfig) -> dict[str, ModelConfig]:
     """Returns the models of this run by their keys in the configuration. The policy is the
     first."""
     policy = config.actor_rollout_ref
-    models: dict[str, ModelConfig] = {KEY_OF_POLICY: policy.model}
+    models: dict[str, ModelConfig] = {POLICY_KEY: policy.model}
     if config.plan.needs_teacher and policy.teacher_model:
         models[TEACHER_PATH] = policy.teacher_model
     if config.plan.needs_critic:
@@ -371,7 +370,7 @@ def check_models(config: PPOConfig) -> None:
     for key, model in models.items():
         hf_config = pretrained.load_hf_config(model, key=key)
         configs[key] = hf_config.get_text_config()
-    policy = configs[KEY_OF_POLICY]
+    policy = configs[POLICY_KEY]
     data = config.data
     needed = data.max_prompt_length + data.max_response_length
     advice = (
