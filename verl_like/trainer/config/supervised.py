@@ -147,8 +147,8 @@ def distributed_experts(
     key: str,
     model_key: str,
 ) -> Iterator[str]:
-    """Yields what is wrong with the `expert_parallel_size` of a model on so many processes. The rules
-    of PPO have this one, too."""
+    """Yields what is wrong with the `expert_parallel_size` of a model on so many processes. It is a
+    rule of PPO, too."""
     size = fsdp.expert_parallel_size
     if size == 1:
         return

@@ -426,22 +426,20 @@ class ExperienceMaker:
             "token_level_scores": scores_BR,
             "token_level_rewards": scores_BR,
         }
-        if not self.config.algorithm.use_kl_in_reward:
-            return scored.with_columns(made, metrics)
-        kl_coef = self.kl_controller.value
-        rewards_BR, current_kl = apply_kl_penalty(
-            scores_BR,
-            columns["old_log_probs"],
-            columns["ref_log_prob"],
-            mask_BR,
-            kl_coef=kl_coef,
-            estimator=self.config.algorithm.kl_penalty,
-        )
-        made["token_level_rewards"] = rewards_BR
-        num_scored = int(mask_BR.any(-1).sum())
-        self.kl_controller.update(current_kl, n_steps=num_scored)
-        metrics["actor/reward_kl_penalty"] = Metric.mean(current_kl, weight=num_scored)
-        metrics["actor/reward_kl_penalty_coeff"] = Metric.mean(kl_coef, weight=num_scored)
+        if self.config.algorithm.use_kl_in_reward:
+            kl_coef = self.kl_controller.value
+            made["token_level_rewards"], current_kl = apply_kl_penalty(
+                scores_BR,
+                columns["old_log_probs"],
+                columns["ref_log_prob"],
+                mask_BR,
+                kl_coef=kl_coef,
+                estimator=self.config.algorithm.kl_penalty,
+            )
+            num_scored = int(mask_BR.any(-1).sum())
+            self.kl_controller.update(current_kl, n_steps=num_scored)
+            metrics["actor/reward_kl_penalty"] = Metric.mean(current_kl, weight=num_scored)
+            metrics["actor/reward_kl_penalty_coeff"] = Metric.mean(kl_coef, weight=num_scored)
         return scored.with_columns(made, metrics)
 
     def correct(self, rewarded: Scored) -> Scored:
@@ -468,9 +466,7 @@ class ExperienceMaker:
             made["rollout_is_weights"] = weights_BR
         metrics = {name: Metric.mean(value) for name, value in values.items()}
         corrected = rewarded.with_columns(made, metrics)
-        if not config.rollout_rs:
-            return corrected
-        return replace(corrected, kept_BR=kept_BR)
+        return replace(corrected, kept_BR=kept_BR if config.rollout_rs else None)
 
     def estimate(self, corrected: Scored) -> Scored:
         """Adds `advantages` and `returns` (B, R) by the configured estimator."""

@@ -104,9 +104,8 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
     No worker runs yet, so what the user has to change is known within seconds. It is raised as
     ValueError or RewardError.
     """
-    own_classes = {}
-    for role, path in config.worker_classes.items():
-        own_classes[role] = import_worker_class(role, path)
+    paths = config.worker_classes.items()
+    own_classes = {role: import_worker_class(role, path) for role, path in paths}
     check_policy_loss(config, own_classes)
     check_environment(config)
     config, notes_on_routers = with_router_replay(config)

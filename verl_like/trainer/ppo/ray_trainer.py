@@ -273,8 +273,7 @@ class RayPPOTrainer(MakerDriver, TrainingLoop):
         self.num_prompt_batches = state["num_prompt_batches"]
         self.upcoming_batch = state["upcoming_batch"]
         self.maker.kl_controller.value = state["kl_coef"]
-        notes = self.learner.restore(checkpoint.folder, state["version"])
-        for note in notes:
+        for note in self.learner.restore(checkpoint.folder, state["version"]):
             self.recorder.say(note)
         for role, group in self.groups_with_state.items():
             path = str(checkpoint.folder / role / "checkpoint")

@@ -164,11 +164,8 @@ class Tracking:
         """Writes a row of metrics to the file, and gives it to the trackers without waiting for
         them."""
         # JSON has no NaN. A metric that is not finite in a step is left out of the file.
-        row: Row = {"step": step}
-        for name, value in metrics.items():
-            if math.isfinite(value):
-                row[name] = value
-        line = json.dumps(row)
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        line = json.dumps({"step": step} | finite)
         self.jsonl.write(line + "\n")
         for tracker in self.trackers:
             tracker.log(metrics, step)
@@ -253,9 +250,7 @@ def _mlflow(run: TrackedRun) -> Tracker:
 
     def log(metrics: Row, step: int) -> None:
         # MLflow refuses "@" in a metric's name, which validation metrics have (mean@1).
-        renamed = {}
-        for name, value in metrics.items():
-            renamed[name.replace("@", "_at_")] = value
+        renamed = {name.replace("@", "_at_"): value for name, value in metrics.items()}
         mlflow.log_metrics(renamed, step=step)
 
     return Tracker(log, mlflow.end_run, begun.info.run_id)

@@ -141,16 +141,12 @@ class PendingCheckpoint:
         write, or CallTimeout.
         """
         if wait or not self._asked:
-            asked = {}
-            for role, group in self.groups.items():
-                asked[role] = group.save_result.remote(wait)
-            self._asked = asked  # only if all were asked
+            groups = self.groups.items()
+            self._asked = {role: group.save_result.remote(wait) for role, group in groups}
         futures = self._asked.values()
         if not wait and not all(future.done() for future in futures):
             return None
-        answers = {}
-        for role, future in self._asked.items():
-            answers[role] = future.get(timeout_s)
+        answers = {role: future.get(timeout_s) for role, future in self._asked.items()}
         self._asked = {}
         files = dict(self.written)
         for role, files_of_ranks in answers.items():
