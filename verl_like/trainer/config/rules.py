@@ -8,7 +8,6 @@ import difflib
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from operator import attrgetter
 
 from verl_like.algorithms.advantages import ADVANTAGE_ESTIMATORS
@@ -192,45 +191,32 @@ def mini_batches_divide_the_batch(config: PPOConfig) -> Iterator[str]:
             )
 
 
-@dataclass(frozen=True)
-class TokenBudget:
-    """The largest number of tokens of a micro-batch of a role."""
-
-    block: str
-    key: str
-    switch: str
-    """The key beside it that switches it on."""
-    role: Role
-
-
 TOKEN_BUDGETS = (
-    TokenBudget(
-        "actor_rollout_ref.actor", "ppo_max_token_len_per_gpu", "use_dynamic_bsz", Role.Actor
-    ),
-    TokenBudget(
+    ("actor_rollout_ref.actor", "ppo_max_token_len_per_gpu", "use_dynamic_bsz", Role.Actor),
+    (
         "actor_rollout_ref.rollout",
         "log_prob_max_token_len_per_gpu",
         "log_prob_use_dynamic_bsz",
         Role.Actor,
     ),
-    TokenBudget(
+    (
         "actor_rollout_ref.ref",
         "log_prob_max_token_len_per_gpu",
         "log_prob_use_dynamic_bsz",
         Role.RefPolicy,
     ),
-    TokenBudget(
+    (
         "actor_rollout_ref.ref",
         "log_prob_max_token_len_per_gpu",
         "log_prob_use_dynamic_bsz",
         Role.Teacher,
     ),
-    TokenBudget("critic", "ppo_max_token_len_per_gpu", "use_dynamic_bsz", Role.Critic),
-    TokenBudget("critic", "forward_max_token_len_per_gpu", "use_dynamic_bsz", Role.Critic),
-    TokenBudget(
-        "reward_model", "forward_max_token_len_per_gpu", "use_dynamic_bsz", Role.RewardModel
-    ),
+    ("critic", "ppo_max_token_len_per_gpu", "use_dynamic_bsz", Role.Critic),
+    ("critic", "forward_max_token_len_per_gpu", "use_dynamic_bsz", Role.Critic),
+    ("reward_model", "forward_max_token_len_per_gpu", "use_dynamic_bsz", Role.RewardModel),
 )
+"""For each largest number of tokens of a micro-batch: its block, its key there, the key beside it
+that switches it on, and the role."""
 
 
 def token_budgets_hold_the_longest_sequence(config: PPOConfig) -> Iterator[str]:
@@ -239,20 +225,20 @@ def token_budgets_hold_the_longest_sequence(config: PPOConfig) -> Iterator[str]:
     response = config.data.max_response_length
     longest = prompt + response
     reported: set[tuple[int, int]] = set()
-    for budget in TOKEN_BUDGETS:
-        block = attrgetter(budget.block)(config)
-        is_active = budget.role in config.plan.active_roles
-        if budget.role == Role.RewardModel:
+    for block_key, key, switch, role in TOKEN_BUDGETS:
+        block = attrgetter(block_key)(config)
+        is_active = role in config.plan.active_roles
+        if role == Role.RewardModel:
             is_active = bool(config.plan.reward_models_by_role)
-        if not (is_active and getattr(block, budget.switch)):
+        if not (is_active and getattr(block, switch)):
             continue
-        num_tokens: int = getattr(block, budget.key)
-        sharing_key, num_sharing = sequence_parallel(config, budget.role)
+        num_tokens: int = getattr(block, key)
+        sharing_key, num_sharing = sequence_parallel(config, role)
         size = (num_tokens, num_sharing)
         if num_tokens * num_sharing >= longest or size in reported:
             continue
         reported.add(size)
-        shown = f"{budget.block}.{budget.key}={num_tokens}"
+        shown = f"{block_key}.{key}={num_tokens}"
         if num_sharing > 1:
             shown += f" x {sharing_key}={num_sharing} = {num_tokens * num_sharing}"
         yield (

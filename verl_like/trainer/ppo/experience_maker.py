@@ -428,7 +428,7 @@ class ExperienceMaker:
         }
         if self.config.algorithm.use_kl_in_reward:
             kl_coef = self.kl_controller.value
-            made["token_level_rewards"], current_kl = apply_kl_penalty(
+            rewards_BR, current_kl = apply_kl_penalty(
                 scores_BR,
                 columns["old_log_probs"],
                 columns["ref_log_prob"],
@@ -436,6 +436,7 @@ class ExperienceMaker:
                 kl_coef=kl_coef,
                 estimator=self.config.algorithm.kl_penalty,
             )
+            made["token_level_rewards"] = rewards_BR
             num_scored = int(mask_BR.any(-1).sum())
             self.kl_controller.update(current_kl, n_steps=num_scored)
             metrics["actor/reward_kl_penalty"] = Metric.mean(current_kl, weight=num_scored)
