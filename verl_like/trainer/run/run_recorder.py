@@ -14,6 +14,7 @@ from typing import Any, TextIO
 
 from verl_like.protocol import Metric
 from verl_like.protocol.files import cut_file
+from verl_like.protocol.row_ops import map_leaves
 from verl_like.single_controller import CallEvent
 from verl_like.single_controller.failure import CallTimeout, WorkerError
 from verl_like.single_controller.ray.worker_group import RayWorkerGroup
@@ -305,15 +306,11 @@ class RunRecorder:
         """Keeps records of episodes. Secrets in their texts are masked, and the middle of long
         texts is left out."""
         for record in records:
-            line = json.dumps(self._kept(record))
+            line = json.dumps(map_leaves(self._kept, record))
             self.episodes_file.write(line + "\n")
 
     def _kept(self, value: Any) -> Any:
-        """A value of JSON with its texts as they are kept."""
-        if isinstance(value, dict):
-            return {name: self._kept(each) for name, each in value.items()}
-        if isinstance(value, list | tuple):
-            return [self._kept(each) for each in value]
+        """A value of JSON as it is kept, if it is a text."""
         if isinstance(value, str):
             return _clipped(self.redacted(value), LONGEST_TEXT)
         return value
