@@ -21,11 +21,12 @@ from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, JsonValue, ValidationError
+from pydantic import AfterValidator, BaseModel, JsonValue, ValidationError
 
 from verl_like.protocol import Future
 from verl_like.protocol.files import file_digest, read_json
 from verl_like.single_controller.worker_group import WorkerGroup
+from verl_like.trainer.state.run_state import StateModel
 
 logger = logging.getLogger(__name__)
 
@@ -45,19 +46,15 @@ def _inside(name: str) -> str:
     return name
 
 
-class FileDigest(BaseModel):
+class FileDigest(StateModel):
     """The size and the hash of a file, as `file_digest` returns them."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     bytes: int
     sha256: str
 
 
-class Manifest(BaseModel):
+class Manifest(StateModel):
     """The content of `manifest.json` without its own hash."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     format: int
     step: int
