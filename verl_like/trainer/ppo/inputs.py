@@ -592,9 +592,8 @@ def with_training_steps(config: PPOConfig, num_prompts: int) -> PPOConfig:
     steps_of_epochs = sampler.num_batches_per_epoch * config.trainer.total_epochs
     steps = config.trainer.total_training_steps or steps_of_epochs
     config = config.updated({"trainer.total_training_steps": steps})
-    problems = list(critic_warmup_leaves_steps_for_the_actor(config))
-    if problems:
-        raise ValueError(problems[0])
+    for problem in critic_warmup_leaves_steps_for_the_actor(config):
+        raise ValueError(problem)
     return config
 
 
