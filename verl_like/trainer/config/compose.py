@@ -385,15 +385,10 @@ def _likeness(path: str, known: str) -> tuple[float, float]:
     known_words = _last_name(known).split("_")
     found = []
     for word in words:
-        ratios = [_ratio(word, other) for other in known_words]
+        ratios = [difflib.SequenceMatcher(None, word, other).ratio() for other in known_words]
         found.append(max(ratios))
     mean = sum(found) / len(found)
-    return mean, _ratio(path, known)
-
-
-def _ratio(left: str, right: str) -> float:
-    """Returns how alike two texts are, between 0 and 1."""
-    return difflib.SequenceMatcher(None, left, right).ratio()
+    return mean, difflib.SequenceMatcher(None, path, known).ratio()
 
 
 def _last_name(path: str) -> str:

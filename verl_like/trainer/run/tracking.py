@@ -141,7 +141,8 @@ class Tracking:
         self.ids_file = run_dir / IDS
         self.ids = _read_ids(self.ids_file)
         self.ids_lock = threading.Lock()
-        next_step = _next_step(run_dir / "metrics.jsonl")
+        rows = readable_rows((run_dir / "metrics.jsonl").read_bytes())
+        next_step = rows[-1]["step"] + 1 if rows else None
         self.trackers: list[TrackerThread] = []
         for name in backends:
             if name in TRACKERS:
@@ -196,12 +197,6 @@ def _read_ids(file: Path) -> dict[str, str]:
     except (OSError, ValueError) as error:
         logger.warning("%s cannot be read (%s): trackers begin a new run.", file, error)
         return {}
-
-
-def _next_step(file: Path) -> int | None:
-    """The step after that of the last row that can be read, or None if there is no such row."""
-    rows = readable_rows(file.read_bytes())
-    return rows[-1]["step"] + 1 if rows else None
 
 
 def _tensorboard(run: TrackedRun) -> Tracker:
