@@ -113,8 +113,7 @@ def save_training(groups: Mapping[str, WorkerGroup], folder: Path) -> None:
 def save_models(groups: Mapping[str, WorkerGroup], folder: Path) -> None:
     """Has rank 0 of each role gather its model and write it in Hugging Face format."""
     for role, group in groups.items():
-        path = folder / role / "huggingface"
-        group.save_hf(str(path))
+        group.save_hf(str(folder / role / "huggingface"))
 
 
 @dataclass
