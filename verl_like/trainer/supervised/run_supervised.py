@@ -143,10 +143,7 @@ def check_inputs(config: SupervisedConfig, cleanup: contextlib.ExitStack) -> Sup
     datasets = [train, val] if val else [train]
     check_lengths(config, hf_config.get_text_config(), datasets)
     num_decoded = min(16, len(train))
-    first_rows = []
-    for row in range(num_decoded):
-        tokens = train.token_ids(row)[0]
-        first_rows.append(tokens.tolist())
+    first_rows = [train.token_ids(row)[0].tolist() for row in range(num_decoded)]
     first_texts = tokenizer.batch_decode(first_rows)
     check_tokenizer(tokenizer, config.model, first_texts, key="model")
     if isinstance(config, RMConfig):
@@ -266,10 +263,9 @@ def fit(inputs: SupervisedInputs, recorder: RunRecorder) -> None:
     """Starts the workers and trains until the last step."""
     config = inputs.config
     kind = KINDS[type(config)]
-    arguments = worker_arguments(config)
     group = RayWorkerGroup(
         pool_of(config),
-        RayClassWithInitArgs(kind.worker, *arguments),
+        RayClassWithInitArgs(kind.worker, *worker_arguments(config)),
         role="model",
         deadline_s=config.trainer.call_timeout_s,
         on_call=recorder.record,
