@@ -17,12 +17,8 @@ import ray
 from verl_like.single_controller import Dispatch, Worker, register
 from verl_like.single_controller.failure import PlacementError
 from verl_like.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-from verl_like.single_controller.ray.start import (
-    cluster_address,
-    end_ray,
-    require_cluster,
-    start_ray,
-)
+from verl_like.single_controller.ray.start import end_ray, require_cluster, start_ray
+from verl_like.trainer.config.run_config import RayInitConfig, RayKwargsConfig, RunConfig
 
 pytestmark = pytest.mark.ray
 
@@ -77,7 +73,8 @@ def running(ray_folder: Path) -> Iterator[str]:
 
 def start(configured: str | None) -> float:
     """Starts as a run with this `ray_init.address` does; the CPUs of the Ray it has then."""
-    address = cluster_address(configured)
+    ray_kwargs = RayKwargsConfig(ray_init=RayInitConfig(address=configured))
+    address = RunConfig.model_construct(ray_kwargs=ray_kwargs).cluster_address
     if address:
         require_cluster(address)
     start_ray(address, None if address else 2)

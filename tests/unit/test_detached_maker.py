@@ -177,7 +177,7 @@ def test_a_maker_has_a_driver_that_is_no_trainer_and_the_prompts_in_the_order_of
 ):
     monkeypatch.setattr(ppo_trainer.TRAINERS, "entries", {})
     config, rows = config_of("data.train_batch_size=12", "trainer.seed=3"), list(range(24))
-    inputs = PPOInputs(config, None, rows, [], {}, None, (), None)
+    inputs = PPOInputs(config, None, rows, [], {}, None, [], None)
     side = SideRecorder("maker_0", node="")
     own = {"pools": SimpleNamespace(), "cleanup": None, "recorder": side, "fingerprints": None}
     holder = maker(

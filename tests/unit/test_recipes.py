@@ -77,7 +77,8 @@ def test_only_ppo_trains_a_critic(name: str):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_reference_is_loaded_where_there_is_a_kl(name: str):
-    assert config_of(name).plan.needs_reference == (name in ("grpo", "rloo", "ppo"))
+    has_kl = name in ("grpo", "rloo", "ppo")
+    assert config_of(name).plan.role_of_reference == ("ref" if has_kl else None)
 
 
 @pytest.mark.parametrize(

@@ -391,11 +391,11 @@ def test_a_run_says_how_many_rows_it_has_and_how_many_were_too_long(
         inputs = check_inputs(
             config_of(model_path, train, *settings, f"data.overlong={overlong}"), None
         )
-        assert inputs.notes == (note, "2 validation conversations")
+        assert inputs.notes == [note, "2 validation conversations"]
     inputs = check_inputs(
         config_of(model_path, train, "data.train_max_samples=2", "data.train_batch_size=1"), None
     )
-    assert inputs.notes == ("2 training conversations",)
+    assert inputs.notes == ["2 training conversations"]
 
 
 def test_a_run_none_of_whose_rows_teaches_the_model_to_end_warns(model_path: str, tmp_path: Path):

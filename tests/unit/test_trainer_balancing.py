@@ -190,6 +190,6 @@ def test_samples_of_one_number_stay_apart_where_balance_puts_them_side_by_side()
     work = RowWork.of(
         batch, ModelCost(per_token=4.0, per_scored_token=0.0, per_pair=()), balance=True
     )
-    for given in (work.with_numbers(batch), work.in_mini_batches(batch, 2, 4).batch):
+    for given in (work.divided(batch, 2, None).batch, work.divided(batch, 2, 4).batch):
         assert given.batch["sample_id"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     assert batch.batch["sample_id"].tolist() == [0, 0, 1, 1, 0, 0, 1, 1]

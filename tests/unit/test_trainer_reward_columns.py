@@ -11,6 +11,7 @@ from verl_like.protocol import DataProto, Future, Metric
 from verl_like.rewards.manager import RewardError
 from verl_like.single_controller.decorator import Dispatch, register
 from verl_like.single_controller.worker import Worker
+from verl_like.single_controller.worker_group import ClassWithInitArgs
 from verl_like.trainer.ppo.scoring import ModelScores, reward_columns, reward_means, total_scores
 from verl_like.workers.config.roles import RewardModelConfig
 from verl_like.workers.reward_model import RewardModelWorker
@@ -39,9 +40,16 @@ class Silent(Worker):
         return data
 
 
+def columns_of(
+    classes: dict[str, type[Worker]], models: dict[str, RewardModelConfig], *, with_rules: bool
+) -> dict[str, float]:
+    mapping = {role: ClassWithInitArgs(worker_class) for role, worker_class in classes.items()}
+    return reward_columns(mapping, models, with_rules)
+
+
 def test_the_reward_is_the_weighted_sum_of_the_declared_columns_alone():
     classes = {"judge": Judge, "silent": Silent, "reward_model": RewardModelWorker}
-    columns = reward_columns(
+    columns = columns_of(
         classes, {"reward_model": RewardModelConfig.model_construct(weight=1.0)}, with_rules=True
     )
     assert columns == {"rule_scores": 1.0, "politeness": -0.5, "rm_scores": 1.0}
@@ -85,7 +93,7 @@ def test_each_reward_model_has_a_column_and_a_weight_of_its_own():
         "reward_model": RewardModelConfig.model_construct(weight=3.0),
         "safety": RewardModelConfig.model_construct(weight=-0.25),
     }
-    columns = reward_columns(classes, models, with_rules=False)
+    columns = columns_of(classes, models, with_rules=False)
     assert columns == {"rm_scores": 1.5, "rm_scores/safety": -0.25, "politeness": -0.5}
     scores = torch.tensor([[0.0, 4.0], [2.0, 0.0], [0.0, 6.0]])
     batch = DataProto.from_dict(
@@ -123,7 +131,7 @@ def test_the_numbers_beside_a_rules_score_are_means_over_the_samples_that_were_s
 
 
 def test_without_a_rule_a_reward_model_or_a_role_that_rewards_there_is_no_reward():
-    assert reward_columns({"actor": Worker, "silent": Silent}, {}, with_rules=False) == {}
+    assert columns_of({"actor": Worker, "silent": Silent}, {}, with_rules=False) == {}
 
 
 def test_a_reward_column_that_nothing_writes_is_refused():
@@ -133,18 +141,18 @@ def test_a_reward_column_that_nothing_writes_is_refused():
     with pytest.raises(
         ValueError, match=r"Misspelt.reward_columns has 'politness'.*writes=\[...\] of its annotate"
     ):
-        reward_columns({"judge": Misspelt}, {}, with_rules=True)
+        columns_of({"judge": Misspelt}, {}, with_rules=True)
 
 
 def test_a_reward_column_of_two_roles_is_refused():
     with pytest.raises(
         ValueError, match="'politeness', which another role or the rules write as well: rename"
     ):
-        reward_columns({"judge": Judge, "second_judge": Judge}, {}, with_rules=True)
+        columns_of({"judge": Judge, "second_judge": Judge}, {}, with_rules=True)
 
 
 def test_a_reward_column_of_a_role_that_validation_does_not_call_is_refused():
     with pytest.raises(
         ValueError, match="'politeness', but only a reward model and custom roles reward, not the"
     ):
-        reward_columns({"ref": Judge}, {}, with_rules=True)
+        columns_of({"ref": Judge}, {}, with_rules=True)

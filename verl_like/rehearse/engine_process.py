@@ -18,8 +18,8 @@ from verl_like.rehearse.host import heap_bytes, pinned_bytes, unwritten
 from verl_like.rehearse.measured import Measured
 from verl_like.single_controller.worker import rank_environment
 from verl_like.trainer.config.detached import DetachedConfig
+from verl_like.trainer.config.roles import POLICY_KEY
 from verl_like.trainer.config.schema import PPOConfig
-from verl_like.trainer.memory.pools import POLICY_PATH
 from verl_like.workers.config.models import TrainedModelConfig
 from verl_like.workers.models.lora import model_buffers, trained_parameters
 from verl_like.workers.models.packed_models import PolicyModel
@@ -98,7 +98,7 @@ def weights_of(model: TrainedModelConfig, dtype: str) -> WeightExport:
     This memory is counted nowhere, because it is not the engine's: a run has it in the object store
     or in the actor's memory, once on each node.
     """
-    hf = empty_model(model, PolicyModel.auto_class, key=POLICY_PATH)
+    hf = empty_model(model, PolicyModel.auto_class, key=POLICY_KEY)
     policy = PolicyModel(hf)
     parameters = trained_parameters(policy.hf)
     torch_dtype = getattr(torch, dtype)

@@ -33,7 +33,7 @@ from verl_like.workers.models.packing import Rows
 from verl_like.workers.models.pretrained import load_pretrained
 from verl_like.workers.models.routed_experts import RouterShape
 from verl_like.workers.models.router_replay import attach_load
-from verl_like.workers.planning.partition import MicroBatching, num_groups
+from verl_like.workers.planning.partition import MicroBatching, num_groups, update_micro_batching
 from verl_like.workers.weights.exports import WeightExport, collect_weights
 from verl_like.workers.weights.ipc import IpcTransport
 from verl_like.workers.weights.transport import WeightTransport
@@ -197,14 +197,9 @@ class TrainedWorker(ModelWorker):
         Raises ValueError if ranks or attention heads cannot be divided as the settings say.
         """
         self.register_mesh(mesh_name, settings.ulysses_sequence_parallel_size)
-        micro_batching = MicroBatching(
-            settings.ppo_micro_batch_size_per_gpu,
-            settings.ppo_max_token_len_per_gpu,
-            settings.use_dynamic_bsz,
-        )
         self.schedule = UpdateSchedule(
             num_mini_batch_samples=settings.ppo_mini_batch_size * samples_per_prompt,
-            micro_batching=micro_batching,
+            micro_batching=update_micro_batching(settings),
             epochs=settings.ppo_epochs,
         )
         self.start_engine(settings.ulysses_sequence_parallel_size, settings)

@@ -3,7 +3,7 @@
 import itertools
 import secrets
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import ray
@@ -200,7 +200,7 @@ class ResourcePoolManager:
     name. `without_gpu` names the pools that take CPUs only, also with `use_gpu`.
     """
 
-    resource_pool_spec: dict[str, list[int]]
+    resource_pool_spec: Mapping[str, Sequence[int]]
     mapping: dict[str, str]
     use_gpu: bool = True
     max_colocate_count: int = 1

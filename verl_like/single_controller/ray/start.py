@@ -37,15 +37,6 @@ _claims: dict[Path, TextIO] = {}
 """The session folder of each Ray that this process started, and what marks it as in use."""
 
 
-def cluster_address(configured: str | None) -> str | None:
-    """Returns the cluster that a run joins: the configured one, or that of RAY_ADDRESS. It is None
-    if the run starts a new one."""
-    address = configured or os.environ.get("RAY_ADDRESS")
-    if address == "local":
-        return None
-    return address or None
-
-
 def require_cluster(address: str) -> None:
     """Raises PlacementError unless a Ray answers at `address` within 10 s. `ray.init` itself waits
     for minutes."""

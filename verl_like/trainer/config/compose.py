@@ -37,25 +37,13 @@ from verl_like.secret_values import (
     without_secret_variables,
 )
 from verl_like.trainer.config.errors import ConfigError
-from verl_like.trainer.config.presets import (
-    aggregation_of_loss,
-    default_routing,
-    float_of_device,
-    half_cluster,
-    whole_cluster,
-)
+from verl_like.trainer.config.presets import RESOLVERS
 from verl_like.trainer.config.run_config import RunConfig
 
 Model = TypeVar("Model", bound=ConfigModel)
 Schema = TypeVar("Schema", bound=RunConfig)
 
-for resolver in (
-    whole_cluster,
-    half_cluster,
-    float_of_device,
-    aggregation_of_loss,
-    default_routing,
-):
+for resolver in RESOLVERS:
     OmegaConf.register_new_resolver(resolver.__name__, resolver, replace=True)
 
 
@@ -88,12 +76,10 @@ def load_config(
     }
 
     def may_be_an_option(path: str, block: type[ConfigModel]) -> bool:
-        if not issubclass(block, OpenConfigModel):
-            return False
-        for key, registry in schema.algorithm_keys.items():
-            if registry.may_declare(names[key], _last_name(path)):
-                return True
-        return False
+        return issubclass(block, OpenConfigModel) and any(
+            registry.may_declare(names[key], _last_name(path))
+            for key, registry in schema.algorithm_keys.items()
+        )
 
     problems = list(_unknown_keys(schema, raw, may_be_an_option))
     for key, value in _values_of(raw):
@@ -117,10 +103,7 @@ def load_config(
     for declared in options:
         section = declared.section.split(".")
         block = functools.reduce(dict.__getitem__, section, resolved)
-        given = {}
-        for name in declared.model_fields:
-            if name in block:
-                given[name] = block[name]
+        given = {name: block[name] for name in declared.model_fields if name in block}
         checked = _validated(declared, given, schema.base_name, section)
         block.update(checked.model_dump())
     config = _validated(schema, resolved, schema.base_name)
@@ -402,15 +385,10 @@ def _likeness(path: str, known: str) -> tuple[float, float]:
     known_words = _last_name(known).split("_")
     found = []
     for word in words:
-        ratios = [_ratio(word, other) for other in known_words]
+        ratios = [difflib.SequenceMatcher(None, word, other).ratio() for other in known_words]
         found.append(max(ratios))
     mean = sum(found) / len(found)
-    return mean, _ratio(path, known)
-
-
-def _ratio(left: str, right: str) -> float:
-    """Returns how alike two texts are, between 0 and 1."""
-    return difflib.SequenceMatcher(None, left, right).ratio()
+    return mean, difflib.SequenceMatcher(None, path, known).ratio()
 
 
 def _last_name(path: str) -> str:

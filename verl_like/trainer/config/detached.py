@@ -96,8 +96,19 @@ class DetachedConfig(PPOConfig):
 
     @cached_property
     def plan(self) -> DetachedPlan:
-        """What follows from the configuration."""
-        return plan_of_detached(self)
+        """What follows from the configuration. Imports the files of the chosen algorithms."""
+        ppo = plan_of_ppo(self)
+        roles = ppo.active_roles
+        makers_need_actor = ppo.needs_old_log_probs or ppo.role_of_reference == Role.Actor
+        roles_of_makers = [role for role in roles if role != Role.Actor or makers_need_actor]
+        part_of_batch = math.ceil(self.data.train_batch_size / self.detached.num_makers)
+        return DetachedPlan(
+            **vars(ppo),
+            maker_roles=tuple(roles_of_makers),
+            trainer_roles=tuple(role for role in roles if role in TRAINED),
+            num_prompts_at_a_time=self.detached.experience_batch_size or part_of_batch,
+            num_parts_of_step=_num_parts_of_step(self, ppo.needs_critic),
+        )
 
     def of_maker(self, name: str) -> Self:
         """Returns the configuration that this maker gets. It has pools of its own, copies of actor
@@ -114,9 +125,8 @@ class DetachedConfig(PPOConfig):
     def of_trainer(self, name: str) -> Self:
         """Returns the configuration that this trainer gets: with pools of its own, and with its
         part of every batch."""
-        parts = {}
-        for key in DIVIDED:
-            parts[key] = attrgetter(key)(self) // self.detached.num_trainers
+        num_trainers = self.detached.num_trainers
+        parts = {key: attrgetter(key)(self) // num_trainers for key in DIVIDED}
         config = self.updated(parts)
         return config._with_own_pools(name, self.plan.trainer_roles)
 
@@ -137,27 +147,8 @@ class DetachedConfig(PPOConfig):
     def _with_own_pools(self, side: str, roles: Sequence[str]) -> Self:
         """With the pools of these roles alone, each under a name of its own."""
         mapping = {role: f"{side} {pool}" for role, pool in self.role_mapping.items()}
-        own = {}
-        for role in roles:
-            pool = self.role_mapping[role]
-            own[mapping[role]] = self.resource_pool_spec[pool]
+        own = {mapping[role]: self.resource_pool_spec[self.role_mapping[role]] for role in roles}
         return self.updated({"role_mapping": mapping, "resource_pool_spec": own})
-
-
-def plan_of_detached(config: DetachedConfig) -> DetachedPlan:
-    """What follows from the configuration. Imports the files of the chosen algorithms."""
-    ppo = plan_of_ppo(config)
-    roles = ppo.active_roles
-    makers_need_actor = ppo.needs_old_log_probs or ppo.role_of_reference == Role.Actor
-    roles_of_makers = [role for role in roles if role != Role.Actor or makers_need_actor]
-    part_of_batch = math.ceil(config.data.train_batch_size / config.detached.num_makers)
-    return DetachedPlan(
-        **vars(ppo),
-        maker_roles=tuple(roles_of_makers),
-        trainer_roles=tuple(role for role in roles if role in TRAINED),
-        num_prompts_at_a_time=config.detached.experience_batch_size or part_of_batch,
-        num_parts_of_step=_num_parts_of_step(config, ppo.needs_critic),
-    )
 
 
 def _num_parts_of_step(config: DetachedConfig, needs_critic: bool) -> int:
@@ -271,10 +262,8 @@ def pushes_fit_the_staleness(config: DetachedConfig) -> Iterator[str]:
 
 def makers_and_trainers_are_apart(config: DetachedConfig) -> Iterator[str]:
     pools_of_trained = {config.role_mapping[role] for role in config.plan.trainer_roles}
-    shared = []
-    for role in config.plan.active_roles:
-        if role not in TRAINED and config.role_mapping[role] in pools_of_trained:
-            shared.append(role)
+    others = [role for role in config.plan.active_roles if role not in TRAINED]
+    shared = [role for role in others if config.role_mapping[role] in pools_of_trained]
     if shared:
         yield (
             f"{', '.join(sorted(shared))} and a trained role share a pool, but makers and "

@@ -25,11 +25,16 @@ def half_cluster(nnodes: int, n_gpus_per_node: int) -> list[int]:
         return [n_gpus_per_node // 2]
     if nnodes > 1 and nnodes % 2 == 0:
         return [n_gpus_per_node] * (nnodes // 2)
-    key = "trainer.nnodes"
-    odd = nnodes
     if nnodes == 1:
         key = "trainer.n_gpus_per_node"
         odd = n_gpus_per_node
+        policy = [odd // 2 + 1]
+        critic = [odd // 2]
+    else:
+        key = "trainer.nnodes"
+        odd = nnodes
+        policy = [n_gpus_per_node] * (odd // 2 + 1)
+        critic = [n_gpus_per_node] * (odd // 2)
     problem = (
         "placement=split gives the policy and the critic half of the devices each, but "
         f"trainer.nnodes={nnodes} x trainer.n_gpus_per_node={n_gpus_per_node} has no two equal "
@@ -37,11 +42,6 @@ def half_cluster(nnodes: int, n_gpus_per_node: int) -> list[int]:
     )
     if odd == 1:
         raise ConfigError(f"{problem} Set {key}=2 or more, or placement=colocated.")
-    policy = [n_gpus_per_node] * (nnodes // 2 + 1)
-    critic = [n_gpus_per_node] * (nnodes // 2)
-    if nnodes == 1:
-        policy = [n_gpus_per_node // 2 + 1]
-        critic = [n_gpus_per_node // 2]
     raise ConfigError(
         f"{problem} Set {key}={odd - 1} or {key}={odd + 1}, or size the pools yourself, e.g. "
         f"'resource_pool_spec.actor_rollout_ref_pool={policy}' "
@@ -70,6 +70,10 @@ def aggregation_of_loss(loss_mode: str) -> str:
     if loss_mode not in POLICY_LOSSES.names():
         return "token-mean"
     return POLICY_LOSSES.facts(loss_mode).loss_agg_mode
+
+
+RESOLVERS = (whole_cluster, half_cluster, float_of_device, aggregation_of_loss, default_routing)
+"""These functions, under whose names YAML files and defaults call them."""
 
 
 def _require_positive_integers(nnodes: object, n_gpus_per_node: object) -> None:

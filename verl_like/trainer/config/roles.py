@@ -18,6 +18,8 @@ class Role(StrEnum):
 
 OWN_PROCESS = (Role.Rollout, Role.Agent)
 """Roles that share no process with others."""
+POLICY_KEY = "actor_rollout_ref.model"
+"""The configuration key of the policy's model."""
 
 
 def reward_model_key(role: str) -> str:

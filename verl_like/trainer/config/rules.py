@@ -8,7 +8,6 @@ import difflib
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from operator import attrgetter
 
 from verl_like.algorithms.advantages import ADVANTAGE_ESTIMATORS
@@ -19,9 +18,9 @@ from verl_like.trainer.config.actor_rules import (
     replayed_routing_is_recorded,
     the_engines_experts_are_distributed_on_gpus,
 )
-from verl_like.trainer.config.expert_rules import distributed_experts
 from verl_like.trainer.config.roles import OWN_PROCESS, Role
 from verl_like.trainer.config.schema import PPOConfig
+from verl_like.trainer.config.supervised import distributed_experts
 
 
 def broken_rules(config: PPOConfig) -> Iterator[str]:
@@ -136,18 +135,21 @@ def sizes_divide_the_pool(config: PPOConfig) -> Iterator[str]:
         yield from _a_size_divides_the_pool(config, active_role, key, size, f" ({active_role})")
 
 
+def trained_models(config: PPOConfig) -> Iterator[tuple[Role, str, str]]:
+    """Yields the role, the key of the `fsdp_config` and the key of the model of each model that is
+    trained."""
+    yield Role.Actor, "actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.model"
+    if config.plan.needs_critic:
+        yield Role.Critic, "critic.model.fsdp_config", "critic.model"
+
+
 def experts_are_distributed_among_the_shards(config: PPOConfig) -> Iterator[str]:
-    blocks = {
-        Role.Actor: ("actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.model"),
-        Role.Critic: ("critic.model.fsdp_config", "critic.model"),
-    }
-    for role, (key, model_key) in blocks.items():
-        if role in config.plan.active_roles:
-            fsdp = attrgetter(key)(config)
-            model = attrgetter(model_key)(config)
-            yield from distributed_experts(
-                fsdp, model, config.num_processes(role), key=key, model_key=model_key
-            )
+    for role, key, model_key in trained_models(config):
+        fsdp = attrgetter(key)(config)
+        model = attrgetter(model_key)(config)
+        yield from distributed_experts(
+            fsdp, model, config.num_processes(role), key=key, model_key=model_key
+        )
 
 
 def _a_size_divides_the_pool(
@@ -162,15 +164,11 @@ def _a_size_divides_the_pool(
 
 
 def a_single_device_is_one_process(config: PPOConfig) -> Iterator[str]:
-    keys = {Role.Actor: "actor_rollout_ref.actor", Role.Critic: "critic.model"}
-    for role, key in keys.items():
-        if role not in config.plan.active_roles:
-            continue
-        strategy = attrgetter(f"{key}.fsdp_config.strategy")(config)
+    for role, key, _model_key in trained_models(config):
         num_processes = config.num_processes(role)
-        if strategy == "single" and num_processes > 1:
+        if attrgetter(key)(config).strategy == "single" and num_processes > 1:
             yield (
-                f"{key}.fsdp_config.strategy=single is for one process, and the pool "
+                f"{key}.strategy=single is for one process, and the pool "
                 f"{config.role_mapping[role]} has {num_processes}; set ddp for a whole copy on "
                 "each, or zero1, zero2 or zero3 to shard"
             )
@@ -193,45 +191,32 @@ def mini_batches_divide_the_batch(config: PPOConfig) -> Iterator[str]:
             )
 
 
-@dataclass(frozen=True)
-class TokenBudget:
-    """The largest number of tokens of a micro-batch of a role."""
-
-    block: str
-    key: str
-    switch: str
-    """The key beside it that switches it on."""
-    role: Role
-
-
 TOKEN_BUDGETS = (
-    TokenBudget(
-        "actor_rollout_ref.actor", "ppo_max_token_len_per_gpu", "use_dynamic_bsz", Role.Actor
-    ),
-    TokenBudget(
+    ("actor_rollout_ref.actor", "ppo_max_token_len_per_gpu", "use_dynamic_bsz", Role.Actor),
+    (
         "actor_rollout_ref.rollout",
         "log_prob_max_token_len_per_gpu",
         "log_prob_use_dynamic_bsz",
         Role.Actor,
     ),
-    TokenBudget(
+    (
         "actor_rollout_ref.ref",
         "log_prob_max_token_len_per_gpu",
         "log_prob_use_dynamic_bsz",
         Role.RefPolicy,
     ),
-    TokenBudget(
+    (
         "actor_rollout_ref.ref",
         "log_prob_max_token_len_per_gpu",
         "log_prob_use_dynamic_bsz",
         Role.Teacher,
     ),
-    TokenBudget("critic", "ppo_max_token_len_per_gpu", "use_dynamic_bsz", Role.Critic),
-    TokenBudget("critic", "forward_max_token_len_per_gpu", "use_dynamic_bsz", Role.Critic),
-    TokenBudget(
-        "reward_model", "forward_max_token_len_per_gpu", "use_dynamic_bsz", Role.RewardModel
-    ),
+    ("critic", "ppo_max_token_len_per_gpu", "use_dynamic_bsz", Role.Critic),
+    ("critic", "forward_max_token_len_per_gpu", "use_dynamic_bsz", Role.Critic),
+    ("reward_model", "forward_max_token_len_per_gpu", "use_dynamic_bsz", Role.RewardModel),
 )
+"""For each largest number of tokens of a micro-batch: its block, its key there, the key beside it
+that switches it on, and the role."""
 
 
 def token_budgets_hold_the_longest_sequence(config: PPOConfig) -> Iterator[str]:
@@ -240,20 +225,20 @@ def token_budgets_hold_the_longest_sequence(config: PPOConfig) -> Iterator[str]:
     response = config.data.max_response_length
     longest = prompt + response
     reported: set[tuple[int, int]] = set()
-    for budget in TOKEN_BUDGETS:
-        block = attrgetter(budget.block)(config)
-        is_active = budget.role in config.plan.active_roles
-        if budget.role == Role.RewardModel:
+    for block_key, key, switch, role in TOKEN_BUDGETS:
+        block = attrgetter(block_key)(config)
+        is_active = role in config.plan.active_roles
+        if role == Role.RewardModel:
             is_active = bool(config.plan.reward_models_by_role)
-        if not (is_active and getattr(block, budget.switch)):
+        if not (is_active and getattr(block, switch)):
             continue
-        num_tokens: int = getattr(block, budget.key)
-        sharing_key, num_sharing = sequence_parallel(config, budget.role)
+        num_tokens: int = getattr(block, key)
+        sharing_key, num_sharing = sequence_parallel(config, role)
         size = (num_tokens, num_sharing)
         if num_tokens * num_sharing >= longest or size in reported:
             continue
         reported.add(size)
-        shown = f"{budget.block}.{budget.key}={num_tokens}"
+        shown = f"{block_key}.{key}={num_tokens}"
         if num_sharing > 1:
             shown += f" x {sharing_key}={num_sharing} = {num_tokens * num_sharing}"
         yield (

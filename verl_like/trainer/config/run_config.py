@@ -1,6 +1,7 @@
 """What the configuration of every trainer holds: where a run is recorded, and the Ray that it runs
 on."""
 
+import os
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, PrivateAttr, Strict, model_validator
@@ -173,10 +174,13 @@ class RunConfig(ConfigModel):
         return Redaction.of(self.model_dump(mode="json"), self._secret_paths)
 
     @property
-    def may_continue_a_run(self) -> bool:
-        """True if an earlier run may continue. `trainer.resume_mode` then says which."""
-        only_validates = getattr(self.trainer, "val_only", False)
-        return self.trainer.resume_mode != "disable" and not only_validates
+    def cluster_address(self) -> str | None:
+        """The Ray cluster that the run joins: the configured one, or that of RAY_ADDRESS. None if
+        the run starts a new one."""
+        address = self.ray_kwargs.ray_init.address or os.environ.get("RAY_ADDRESS")
+        if address == "local":
+            return None
+        return address or None
 
     @property
     def num_steps_of_run(self) -> int:

@@ -201,11 +201,10 @@ class PPOPlan:
     needs_critic: bool
     """Values are estimated: `critic.enable` says so, or where that is null the estimator needs
     them."""
-    needs_reference: bool
-    """A KL term, the estimator or the loss compares the policy with the reference policy."""
     role_of_reference: str | None
-    """The role that computes the reference's log-probabilities: the actor, if it has an adapter to
-    take off. None where no reference is needed."""
+    """The role that computes the log-probabilities of the reference policy, with which a KL term,
+    the estimator or the loss compares the policy: the actor, if it has an adapter to take off. None
+    where no reference is needed."""
     needs_teacher: bool
     """The loss learns from the model `teacher_path`. A custom role may be the teacher instead."""
     needs_old_log_probs: bool
@@ -297,10 +296,9 @@ def plan_of_ppo(config: PPOConfig) -> PPOPlan:
         needs_critic = "values" in estimator_needs
 
     uses_kl = algorithm.use_kl_in_reward or actor.use_kl_loss
-    needs_reference = uses_kl or "ref_log_prob" in algorithm_needs
     has_own_reference = Role.RefPolicy in config.worker_classes
     role_of_reference = None
-    if needs_reference:
+    if uses_kl or "ref_log_prob" in algorithm_needs:
         is_in_actor = config.actor_rollout_ref.model.lora_rank and not has_own_reference
         role_of_reference = Role.Actor if is_in_actor else Role.RefPolicy
 
@@ -323,7 +321,6 @@ def plan_of_ppo(config: PPOConfig) -> PPOPlan:
         estimator_needs=estimator_needs,
         loss_needs=loss_needs,
         needs_critic=needs_critic,
-        needs_reference=needs_reference,
         role_of_reference=role_of_reference,
         needs_teacher=needs_teacher,
         needs_old_log_probs=_needs_old_log_probs(config, algorithm_needs),

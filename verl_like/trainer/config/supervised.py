@@ -7,8 +7,9 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from verl_like.config_model import ConfigModel, MinusOneOrPositive, PositiveInt
-from verl_like.trainer.config.expert_rules import distributed_experts
 from verl_like.trainer.config.run_config import LoopConfig, Paths, RunConfig, Strings
+from verl_like.workers.config.engine import TrainedFsdpConfig
+from verl_like.workers.config.models import TrainedModelConfig
 from verl_like.workers.config.supervised import (
     DPOTrainingConfig,
     ILQLTrainingConfig,
@@ -135,4 +136,31 @@ def broken_supervised_rules(config: SupervisedConfig) -> Iterator[str]:
         yield (
             f"training.label_smoothing={config.training.label_smoothing} has no effect on ipo: "
             "set it to 0"
+        )
+
+
+def distributed_experts(
+    fsdp: TrainedFsdpConfig,
+    model: TrainedModelConfig,
+    num_processes: int,
+    *,
+    key: str,
+    model_key: str,
+) -> Iterator[str]:
+    """Yields what is wrong with the `expert_parallel_size` of a model on so many processes. It is a
+    rule of PPO, too."""
+    size = fsdp.expert_parallel_size
+    if size == 1:
+        return
+    num_shards = num_processes if fsdp.num_shards == -1 else fsdp.num_shards
+    if num_shards % size:
+        yield (
+            f"{key}.expert_parallel_size={size} does not divide the {num_shards} processes that "
+            "share the parameters; set it to a divisor of that"
+        )
+    if model.use_torch_compile:
+        yield (
+            f"{key}.expert_parallel_size={size} with {model_key}.use_torch_compile=true: how many "
+            "tokens travel is known only when a layer runs, and that cannot be compiled; set one "
+            "of them to its default"
         )

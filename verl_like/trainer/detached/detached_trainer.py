@@ -35,6 +35,7 @@ from verl_like.trainer.loop.balancing import RowWork
 from verl_like.trainer.loop.experience import Experience, Update
 from verl_like.trainer.loop.training_loop import TrainingLoop
 from verl_like.trainer.ppo import engine_check
+from verl_like.trainer.ppo.choice_of_replay import hf_config_of_policy
 from verl_like.trainer.ppo.inputs import load_ptx_dataset
 from verl_like.trainer.ppo.learner import Learner
 from verl_like.trainer.ppo.metrics import batch_metrics
@@ -47,7 +48,7 @@ from verl_like.trainer.ppo.workers import (
 from verl_like.trainer.run.run_recorder import placement_rows
 from verl_like.trainer.state.checkpoint import Checkpoint, partial_of_step
 from verl_like.workers.config.joint_trainer import JointTrainer
-from verl_like.workers.models.pretrained import load_hf_config, load_tokenizer
+from verl_like.workers.models.pretrained import load_tokenizer
 from verl_like.workers.planning.flops import ModelCost
 
 
@@ -310,8 +311,7 @@ class DetachedPPOTrainer(Side, TrainingLoop):
         tokenizer = load_tokenizer(model)
         ptx = load_ptx_dataset(config, tokenizer)
         self.learner = Learner(config, self.groups, ptx, (self.index, world_size))
-        hf_config = load_hf_config(model, key="actor_rollout_ref.model")
-        self.model_cost = ModelCost.of(hf_config)
+        self.model_cost = ModelCost.of(hf_config_of_policy(config))
         self.recorder.show_placement(placement_rows(placement))
         load_models(self.groups, config.trainer.device)
         self.require_same_inputs()

@@ -61,17 +61,14 @@ class RowWork:
         does not read the column `mini_batch`.
         """
         num_ranks = data_parallel_size(method)
-        if num_ranks is not None and num_of_step is not None:
-            self.require_mini_batch_column(method, num_ranks, num_of_step)
-            in_order = self.in_mini_batches(batch, num_ranks, num_of_step)
-            return method.remote(in_order, *beside)
-        assert not beside
-        if num_ranks is None or not len(batch):
+        is_empty_pass = num_of_step is None and not len(batch)
+        if num_ranks is None or is_empty_pass:
+            assert not beside
             return method.remote(batch)
-        numbered = self.with_numbers(batch)
-        shares = self.shares(num_ranks, self.num_samples)
-        in_order = ordered(numbered, shares)
-        return method.remote(in_order)
+        if num_of_step is not None:
+            self.require_mini_batch_column(method, num_ranks, num_of_step)
+        in_order = self.divided(batch, num_ranks, num_of_step)
+        return method.remote(in_order, *beside)
 
     def require_mini_batch_column(
         self, method: BoundMethod, num_ranks: int, num_of_step: int
@@ -94,25 +91,24 @@ class RowWork:
                 f"{num_of_step} samples: add it to its reads"
             )
 
-    def in_mini_batches(self, batch: DataProto, num_ranks: int, num_of_step: int) -> Ordered:
-        """Returns the batch with the column `mini_batch`, in the order in which the ranks get its
-        rows."""
-        numbered = self.with_numbers(batch)
-        mini_batch_of_row = self.sample_of_row // num_of_step
-        numbered.tensor_batch["mini_batch"] = torch.from_numpy(mini_batch_of_row)
-        shares = self.shares(num_ranks, num_of_step)
-        return ordered(numbered, shares)
+    def divided(self, batch: DataProto, num_ranks: int, num_of_step: int | None) -> Ordered:
+        """Returns the batch in the order in which the ranks get its rows. With `num_of_step` it has
+        the column `mini_batch`.
 
-    def with_numbers(self, batch: DataProto) -> DataProto:
-        """Returns the batch with its samples numbered from 0.
-
-        Two samples may have the same number when they come from different batches. With balancing
-        their rows can become neighbours, and would then be taken for one sample.
+        Its samples are numbered from 0. Two samples may have the same number when they come from
+        different batches. With balancing their rows can become neighbours, and would then be taken
+        for one sample.
         """
         numbered = batch.select()
         if SAMPLE_COLUMN in numbered.tensors():
             numbered.tensor_batch[SAMPLE_COLUMN] = torch.from_numpy(self.sample_of_row)
-        return numbered
+        if num_of_step is not None:
+            mini_batch_of_row = self.sample_of_row // num_of_step
+            numbered.tensor_batch["mini_batch"] = torch.from_numpy(mini_batch_of_row)
+        shares = self.shares(num_ranks, num_of_step or self.num_samples)
+        order = np.concatenate(shares)
+        num_rows = [len(rows) for rows in shares]
+        return Ordered(numbered, order, num_rows)
 
     @property
     def num_samples(self) -> int:
@@ -186,18 +182,7 @@ class RowWork:
 
     def _tokens_of(self, shares: Sequence[np.ndarray]) -> np.ndarray:
         """Returns the tokens of each rank, if rank i gets the rows `shares[i]`."""
-        tokens = []
-        for rows in shares:
-            tokens_of_rank = self.tokens_B[rows].sum()
-            tokens.append(tokens_of_rank)
-        return np.array(tokens)
-
-
-def ordered(batch: DataProto, shares: Sequence[np.ndarray]) -> Ordered:
-    """Returns the batch in the order in which rank i gets the rows `shares[i]`."""
-    order = np.concatenate(shares)
-    num_rows = [len(rows) for rows in shares]
-    return Ordered(batch, order, num_rows)
+        return np.array([self.tokens_B[rows].sum() for rows in shares])
 
 
 def data_parallel_size(method: BoundMethod) -> int | None:

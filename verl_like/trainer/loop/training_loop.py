@@ -51,12 +51,9 @@ class TrainingLoop(Extensible, abc.ABC):
         name = f"{cls.__module__}.{cls.__name__}"
         signature = inspect.signature(cls.step)
         _self, *parameters = signature.parameters.values()
-        given = []
-        for parameter in parameters:
-            # Ray adds an argument to the methods of an actor. Its name begins with an underscore.
-            is_of_ray = parameter.name.startswith("_")
-            if parameter.kind not in _VARIADIC and not is_of_ray:
-                given.append(parameter.name)
+        # Ray adds an argument to the methods of an actor. Its name begins with an underscore.
+        own = [parameter for parameter in parameters if not parameter.name.startswith("_")]
+        given = [parameter.name for parameter in own if parameter.kind not in _VARIADIC]
         if given:
             raise ValueError(
                 f"{name}.step has the arguments {', '.join(given)}, and a step takes its batch "

@@ -21,10 +21,8 @@ their memory is free then, and this number was measured."""
 class ExpertSizes:
     """What the feed-forward block of one layer with experts computes of a token."""
 
-    num_selected: int
-    """The number of experts that compute a token."""
     intermediate: int
-    """The intermediate sizes of these experts together."""
+    """The intermediate sizes of the experts that compute a token together."""
     shared_intermediate: int
     """The intermediate size of the experts that compute every token."""
 
@@ -74,27 +72,25 @@ class TokenValues:
             experts += experts_of(layer, hidden, num_selected)
         is_all_experts = len(experts) == len(layers)
         # A model with experts may have dense layers before them.
-        of_blocks: list[tuple[int, float]] = []
+        saved_of_blocks: list[int] = []
+        live_of_blocks: list[float] = []
         if not is_all_experts:
-            of_blocks.append((4 * intermediate, live_intermediate * intermediate))
+            saved_of_blocks.append(4 * intermediate)
+            live_of_blocks.append(live_intermediate * intermediate)
+        expanded = num_selected * hidden
         for sizes in experts:
             used = sizes.intermediate + sizes.shared_intermediate
-            expanded = sizes.num_selected * hidden
             saved_of_hidden = SAVED_OF_AN_EXPERT * expanded
             if sizes.shared_intermediate:  # its output may be multiplied by a gate
                 saved_of_hidden += hidden
             live_of_hidden = LIVE_OF_AN_EXPERT * expanded
             live_of_up = expanded + live_intermediate * used
-            saved_of_block = 4 * used + saved_of_hidden
-            live_of_block = max(live_of_hidden, live_of_up)
-            of_blocks.append((saved_of_block, live_of_block))
-        most_saved = max(saved_of_block for saved_of_block, _live in of_blocks)
-        most_live = max(live_of_block for _saved, live_of_block in of_blocks)
-        numbers_selected = [sizes.num_selected for sizes in experts]
+            saved_of_blocks.append(4 * used + saved_of_hidden)
+            live_of_blocks.append(max(live_of_hidden, live_of_up))
         return cls(
-            saved=saved + most_saved,
-            live=live + most_live,
-            expanded=max(numbers_selected, default=0),
+            saved=saved + max(saved_of_blocks),
+            live=live + max(live_of_blocks),
+            expanded=num_selected if experts else 0,
         )
 
 
@@ -118,7 +114,6 @@ def experts_of(layer: nn.Module, hidden: int, num_selected: int) -> list[ExpertS
             if part is not experts and len(matrices) >= MATRICES_OF_AN_EXPERT:
                 of_shared += sum(matrices)
         sizes = ExpertSizes(
-            num_selected=num_selected,
             intermediate=num_selected * of_an_expert // per_size,
             shared_intermediate=of_shared // per_size,
         )

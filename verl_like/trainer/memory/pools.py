@@ -5,9 +5,8 @@ from typing import Any
 
 import torch
 
-from verl_like.single_controller.ray.start import cluster_address
 from verl_like.trainer.config.detached import TRAINED, DetachedConfig
-from verl_like.trainer.config.roles import Role, reward_model_key
+from verl_like.trainer.config.roles import POLICY_KEY, Role, reward_model_key
 from verl_like.trainer.config.run_config import RunConfig
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.config.supervised import DPOConfig, ILQLConfig, RMConfig, SupervisedConfig
@@ -24,9 +23,14 @@ from verl_like.workers.config.models import ModelConfig
 from verl_like.workers.models.ilql import ILQLModel
 from verl_like.workers.models.packed_models import PackedModel, PolicyModel, RewardModel, ValueModel
 from verl_like.workers.models.pretrained import TEACHER_PATH
-from verl_like.workers.planning.partition import MicroBatching, log_prob_micro_batching
+from verl_like.workers.planning.partition import (
+    MicroBatching,
+    log_prob_micro_batching,
+    update_micro_batching,
+)
 
-POLICY_PATH = "actor_rollout_ref.model"
+OF_POLICY_OR_CRITIC = (Role.Actor, Role.RefPolicy, Role.Teacher, Role.Critic)
+"""Roles that have a model in a training process, besides reward models."""
 
 
 def planned_pools(config: RunConfig, device_bytes: float) -> list[PlannedPool]:
@@ -56,14 +60,11 @@ def check_memory(config: RunConfig) -> list[str]:
     """
     if not isinstance(config, PPOConfig | SupervisedConfig):  # the trainer of a plugin
         return []
-    joins_cluster = cluster_address(config.ray_kwargs.ray_init.address)
     has_gpus = config.trainer.device == "cuda" and torch.cuda.is_available()
-    if joins_cluster or not has_gpus:
+    if config.cluster_address or not has_gpus:
         return []
-    sizes = []
-    for index in range(torch.cuda.device_count()):
-        sizes.append(torch.cuda.get_device_properties(index).total_memory)
-    device_bytes = min(sizes)
+    numbers = range(torch.cuda.device_count())
+    device_bytes = min(torch.cuda.get_device_properties(n).total_memory for n in numbers)
     return [require_memory(planned_pools(config, device_bytes), device_bytes)]
 
 
@@ -81,7 +82,7 @@ def _pools_of(
                 continue
             if role == Role.Rollout:
                 rollout = _rollout_share(config, device_bytes)
-            elif _has_model(config, role):
+            elif role in OF_POLICY_OR_CRITIC or role in config.plan.reward_models_by_role:
                 models.append(_model_of(config, role, is_copy=role in copied))
         if models or rollout:  # a pool may have only custom roles
             nodes = config.resource_pool_spec[name]
@@ -95,21 +96,12 @@ def _rollout_share(config: PPOConfig, device_bytes: float) -> RolloutShare:
     working = {"engine's share": rollout.gpu_memory_utilization * device_bytes}
     asleep = {"sleeping engine*": ASLEEP}
     if rollout.name == "hf":  # it has a whole model, reserves nothing, and sleeps in host memory
-        policy = ModelSize.of(config.actor_rollout_ref.model, POLICY_PATH, PolicyModel)
+        policy = ModelSize.of(config.actor_rollout_ref.model, POLICY_KEY, PolicyModel)
         itemsize = getattr(torch, rollout.dtype).itemsize
         weights = policy.parameters * itemsize + policy.buffers
         working = {"engine's weights": weights}
         asleep = {}
     return RolloutShare(working, asleep if rollout.free_cache_engine else working)
-
-
-def _has_model(config: PPOConfig, role: str) -> bool:
-    """Returns whether the role is a built-in one that has a model in a training process."""
-    if role == Role.Teacher:
-        return config.actor_rollout_ref.teacher_model is not None
-    if role in (Role.Actor, Role.RefPolicy, Role.Critic):
-        return True
-    return role in config.plan.reward_models_by_role
 
 
 def _model_of(config: PPOConfig, role: str, is_copy: bool) -> PlannedModel:
@@ -129,13 +121,14 @@ def _model_of(config: PPOConfig, role: str, is_copy: bool) -> PlannedModel:
         )
         return _planned(
             role,
-            ModelSize.of(critic.model, "critic.model", ValueModel),
             critic.model,
+            "critic.model",
+            ValueModel,
             critic.model.fsdp_config,
             ranks,
             is_copy=is_copy,
             forward_passes=forward_passes,
-            update_passes=_passes_of_updates(critic),
+            update_passes=update_micro_batching(critic),
             ranks_of_sequence=critic.ulysses_sequence_parallel_size,
             **lengths,
         )
@@ -148,8 +141,9 @@ def _model_of(config: PPOConfig, role: str, is_copy: bool) -> PlannedModel:
         )
         return _planned(
             role,
-            ModelSize.of(reward.model, reward_model_key(role), RewardModel),
             reward.model,
+            reward_model_key(role),
+            RewardModel,
             reward.model.fsdp_config,
             ranks,
             forward_passes=forward_passes,
@@ -159,27 +153,29 @@ def _model_of(config: PPOConfig, role: str, is_copy: bool) -> PlannedModel:
     if role == Role.Actor:
         return _planned(
             role,
-            ModelSize.of(policy.model, POLICY_PATH, PolicyModel),
             policy.model,
+            POLICY_KEY,
+            PolicyModel,
             policy.actor.fsdp_config,
             ranks,
             is_copy=is_copy,
             forward_passes=log_prob_micro_batching(policy.rollout),
-            update_passes=_passes_of_updates(policy.actor),
+            update_passes=update_micro_batching(policy.actor),
             has_ema=policy.actor.ema_decay is not None,
             export_dtype=policy.rollout.dtype,
             **lengths,
         )
     model: ModelConfig = policy.model
-    key = POLICY_PATH
+    key = POLICY_KEY
     if role == Role.Teacher:
         assert policy.teacher_model
         model = policy.teacher_model
         key = TEACHER_PATH
     return _planned(
         role,
-        ModelSize.of(model, key, PolicyModel),
         model,
+        key,
+        PolicyModel,
         policy.ref.fsdp_config,
         ranks,
         forward_passes=log_prob_micro_batching(policy.ref),
@@ -187,19 +183,11 @@ def _model_of(config: PPOConfig, role: str, is_copy: bool) -> PlannedModel:
     )
 
 
-def _passes_of_updates(settings: Any) -> MicroBatching:
-    """The micro-batches of the updates of an actor or a critic."""
-    return MicroBatching(
-        settings.ppo_micro_batch_size_per_gpu,
-        settings.ppo_max_token_len_per_gpu,
-        settings.use_dynamic_bsz,
-    )
-
-
 def _planned(
     name: str,
-    size: ModelSize,
-    model: Any,
+    model: ModelConfig,
+    key: str,
+    model_class: type[PackedModel],
     fsdp: Any,
     ranks: int,
     *,
@@ -212,6 +200,7 @@ def _planned(
         fsdp = ForwardFsdpConfig(param_offload=fsdp.param_offload, dtype=fsdp.dtype)
         more |= {"update_passes": None, "has_ema": False, "export_dtype": None}
     shards = ranks if fsdp.num_shards == -1 else fsdp.num_shards
+    size = ModelSize.of(model, key, model_class)
     return PlannedModel(name, size, model, fsdp, shards, **more)
 
 
@@ -227,19 +216,19 @@ def _models_of_examples(config: SupervisedConfig) -> list[PlannedModel]:
         training.micro_batch_size_per_gpu, training.max_token_len_per_gpu, training.use_dynamic_bsz
     )
     shared: dict[str, Any] = {
+        "model": model,
+        "key": "model",
+        "model_class": classes.get(type(config), PolicyModel),
+        "fsdp": model.fsdp_config,
+        "ranks": config.num_processes_of_run,
         "forward_passes": passes,
         "sequence_length": length,
         "scored_length": length,
         "ranks_of_sequence": training.ulysses_sequence_parallel_size,
     }
-    model_class = classes.get(type(config), PolicyModel)
-    size = ModelSize.of(model, "model", model_class)
-    ranks = config.num_processes_of_run
-    fsdp = model.fsdp_config
     has_reference = isinstance(config, DPOConfig) and not model.lora_rank
-    own = shared | {"update_passes": passes, "runs_reference": has_reference}
-    trained = _planned("model", size, model, fsdp, ranks, **own)
+    trained = _planned("model", **shared, update_passes=passes, runs_reference=has_reference)
     if not has_reference:
         return [trained]
-    reference = _planned("reference", size, model, fsdp, ranks, is_copy=True, **shared)
+    reference = _planned("reference", **shared, is_copy=True)
     return [reference, trained]

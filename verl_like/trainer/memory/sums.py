@@ -101,10 +101,8 @@ class ModelSize:
         total = count_parameters(model)
         trained = [parameter.numel() for _name, parameter in trained_parameters(hf)]
         has_adapter = sum(trained) < count_parameters(hf)
-        of_heads = []
-        for parameter in model.heads.parameters():
-            if parameter.requires_grad:
-                of_heads.append(parameter.numel())
+        heads = model.heads.parameters()
+        of_heads = [parameter.numel() for parameter in heads if parameter.requires_grad]
         trained += of_heads
         has_norms = any("q_norm" in name for name, _parameter in hf.named_parameters())
         token = TokenValues.of(

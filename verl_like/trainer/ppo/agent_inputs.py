@@ -7,7 +7,6 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from verl_like.single_controller.ray.start import cluster_address
 from verl_like.trainer.config.roles import Role
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.workers.agents.chat import ChatFormat
@@ -71,7 +70,7 @@ def require_free_ports(config: PPOConfig) -> None:
     A cluster that runs already has machines that are not looked at.
     """
     first = config.agent.port
-    if not first or cluster_address(config.ray_kwargs.ray_init.address):
+    if not first or config.cluster_address:
         return
     pool = config.role_mapping[Role.Agent]
     num_ports = max(config.resource_pool_spec[pool])

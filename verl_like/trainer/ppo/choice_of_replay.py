@@ -2,10 +2,10 @@
 
 import os
 
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from verl_like.trainer.config.actor_rules import VLLM, replayed_routing_is_recorded
-from verl_like.trainer.config.roles import Role
+from verl_like.trainer.config.roles import POLICY_KEY, Role
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.workers.models import pretrained
 from verl_like.workers.models.packed_models import PolicyModel
@@ -13,7 +13,17 @@ from verl_like.workers.models.router_replay import require_replay
 from verl_like.workers.rollout import get_rollout_engine
 
 MODE = "actor_rollout_ref.actor.router_replay.mode"
-_MODEL = "actor_rollout_ref.model"
+
+
+def hf_config_of_policy(config: PPOConfig) -> PretrainedConfig:
+    """Loads the own configuration of the policy's model."""
+    return pretrained.load_hf_config(config.actor_rollout_ref.model, key=POLICY_KEY)
+
+
+def empty_policy(config: PPOConfig) -> PreTrainedModel:
+    """Makes the policy's model on torch's meta device."""
+    model = config.actor_rollout_ref.model
+    return pretrained.empty_model(model, PolicyModel.auto_class, key=POLICY_KEY)
 
 
 def with_router_replay(config: PPOConfig) -> tuple[PPOConfig, list[str]]:
@@ -24,10 +34,9 @@ def with_router_replay(config: PPOConfig) -> tuple[PPOConfig, list[str]]:
     for a model without experts. Raises ValueError if `ref.router_replay.mode` needs R3 and it is
     not chosen.
     """
-    policy = config.actor_rollout_ref
-    if policy.actor.router_replay.mode is not None:
+    if config.actor_rollout_ref.actor.router_replay.mode is not None:
         return config, []
-    hf_config = pretrained.load_hf_config(policy.model, key=_MODEL)
+    hf_config = hf_config_of_policy(config)
     disabled = config.updated({MODE: "disabled"})
     if not has_experts(hf_config):
         _require_rule(disabled)
@@ -48,7 +57,6 @@ def has_experts(hf_config: PretrainedConfig) -> bool:
 
 def _obstacle(config: PPOConfig) -> str | None:
     """Returns why R3 is not chosen for a mixture of experts, or None if it is."""
-    policy = config.actor_rollout_ref
     own_roles = {Role.Actor, Role.Rollout} & config.worker_classes.keys()
     if own_roles:
         return f"worker_classes has {', '.join(sorted(own_roles))}"
@@ -57,7 +65,7 @@ def _obstacle(config: PPOConfig) -> str | None:
     unrecorded = why_unrecorded(config)
     if unrecorded is not None:
         return unrecorded
-    hf = pretrained.empty_model(policy.model, PolicyModel.auto_class, key=_MODEL)
+    hf = empty_policy(config)
     try:
         require_replay(hf)
     except ValueError as error:

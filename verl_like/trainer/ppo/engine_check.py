@@ -82,13 +82,7 @@ def score(actor: WorkerGroup, drawn: list[DataProto], **options: bool) -> list[D
     parts = [each.select(meta_info_keys=[]) for each in drawn]
     batch = DataProto.concat(parts)
     scored = actor.score_greedy(batch, **options).get()
-    of_replicas = []
-    start = 0
-    for part in parts:
-        end = start + len(part)
-        of_replicas.append(scored.rows(start, end))
-        start = end
-    return of_replicas
+    return scored.chunk(len(parts))  # each replica has answered the same prompts
 
 
 def of_tokens(batch: DataProto, name: str) -> Tensor:

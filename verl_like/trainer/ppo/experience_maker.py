@@ -76,9 +76,7 @@ class Scored:
         """Returns another Scored. Its `batch` has these columns too, in place of those that have
         the same names, and these metrics are merged into its own."""
         batch = view_with(self.batch, columns)
-        if metrics is None:
-            return replace(self, batch=batch)
-        merged = merge_metrics([self.metrics, metrics])
+        merged = merge_metrics([self.metrics, metrics or {}])
         return replace(self, batch=batch, metrics=merged)
 
 
@@ -217,18 +215,15 @@ class ExperienceMaker(Extensible):
         batch = generated.batch
         pending: list[Any] = []
         for role in plan.reward_models_by_role:
-            reward_model = self.groups[role]
-            model_scores = reward_model.compute_rm_score.remote(batch)
+            model_scores = self.groups[role].compute_rm_score.remote(batch)
             pending.append(scoring.ModelScores(role, model_scores))
         for role in plan.custom_roles:
             annotate = self.groups[role].annotate
             written = set(annotate.spec.writes or ())
             if self.reward_columns.keys() & written:
-                annotated = annotate.remote(batch)
-                pending.append(annotated)
+                pending.append(annotate.remote(batch))
         if generated.scores:
-            rule_scores = generated.scores.complete(batch)
-            pending.append(rule_scores)
+            pending.append(generated.scores.complete(batch))
         rows, scoring_metrics = self.collect(batch, pending)
         view = view_of_samples(rows)
         scores_BR = scoring.total_scores(view, self.reward_columns)
@@ -368,8 +363,7 @@ class ExperienceMaker(Extensible):
         scores = None
         if self.rule_scorer:
             scores = PendingScores(self.rule_scorer, prompts, num_samples)
-        for finished in generation.stream():
-            if scores:
+            for finished in generation.stream():
                 scores.add(finished)
         rows = generation.get()
         sample_of_row = SampleRows.of(rows).sample_of_row
@@ -427,22 +421,21 @@ class ExperienceMaker(Extensible):
             "token_level_scores": scores_BR,
             "token_level_rewards": scores_BR,
         }
-        if not self.config.algorithm.use_kl_in_reward:
-            return scored.with_columns(made, metrics)
-        kl_coef = self.kl_controller.value
-        rewards_BR, current_kl = apply_kl_penalty(
-            scores_BR,
-            columns["old_log_probs"],
-            columns["ref_log_prob"],
-            mask_BR,
-            kl_coef=kl_coef,
-            estimator=self.config.algorithm.kl_penalty,
-        )
-        made["token_level_rewards"] = rewards_BR
-        num_scored = int(mask_BR.any(-1).sum())
-        self.kl_controller.update(current_kl, n_steps=num_scored)
-        metrics["actor/reward_kl_penalty"] = Metric.mean(current_kl, weight=num_scored)
-        metrics["actor/reward_kl_penalty_coeff"] = Metric.mean(kl_coef, weight=num_scored)
+        if self.config.algorithm.use_kl_in_reward:
+            kl_coef = self.kl_controller.value
+            rewards_BR, current_kl = apply_kl_penalty(
+                scores_BR,
+                columns["old_log_probs"],
+                columns["ref_log_prob"],
+                mask_BR,
+                kl_coef=kl_coef,
+                estimator=self.config.algorithm.kl_penalty,
+            )
+            made["token_level_rewards"] = rewards_BR
+            num_scored = int(mask_BR.any(-1).sum())
+            self.kl_controller.update(current_kl, n_steps=num_scored)
+            metrics["actor/reward_kl_penalty"] = Metric.mean(current_kl, weight=num_scored)
+            metrics["actor/reward_kl_penalty_coeff"] = Metric.mean(kl_coef, weight=num_scored)
         return scored.with_columns(made, metrics)
 
     def correct(self, rewarded: Scored) -> Scored:
@@ -467,13 +460,9 @@ class ExperienceMaker(Extensible):
         made = {}
         if weights_BR is not None:
             made["rollout_is_weights"] = weights_BR
-        metrics = {}
-        for name, value in values.items():
-            metrics[name] = Metric.mean(value)
+        metrics = {name: Metric.mean(value) for name, value in values.items()}
         corrected = rewarded.with_columns(made, metrics)
-        if not config.rollout_rs:
-            return corrected
-        return replace(corrected, kept_BR=kept_BR)
+        return replace(corrected, kept_BR=kept_BR if config.rollout_rs else None)
 
     def estimate(self, corrected: Scored) -> Scored:
         """Adds `advantages` and `returns` (B, R) by the configured estimator."""

@@ -8,6 +8,7 @@ import itertools
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -20,18 +21,25 @@ from verl_like.data.prompt_dataset import PromptDataset
 from verl_like.data.sampler import EpochSampler
 from verl_like.rewards.manager import RewardFunctionSpec, RewardManager
 from verl_like.single_controller.decorator import registered_methods
-from verl_like.single_controller.ray.start import cluster_address
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.single_controller.worker import Worker
+from verl_like.trainer.config.actor_rules import VLLM
 from verl_like.trainer.config.presets import aggregation_of_loss
-from verl_like.trainer.config.roles import Role, reward_model_key
+from verl_like.trainer.config.roles import POLICY_KEY, Role, reward_model_key
 from verl_like.trainer.config.rules import (
     critic_warmup_leaves_steps_for_the_actor,
     sequence_parallel,
+    trained_models,
 )
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.ppo.agent_inputs import check_agents
-from verl_like.trainer.ppo.choice_of_replay import has_experts, why_unrecorded, with_router_replay
+from verl_like.trainer.ppo.choice_of_replay import (
+    empty_policy,
+    has_experts,
+    hf_config_of_policy,
+    why_unrecorded,
+    with_router_replay,
+)
 from verl_like.trainer.ppo.object_store import check_object_store, step_bytes
 from verl_like.trainer.ppo.scoring import (
     RULE_COLUMNS,
@@ -62,8 +70,6 @@ from verl_like.workers.rollout import get_rollout_engine
 from verl_like.workers.rollout.base import special_token_ids
 from verl_like.workers.rollout.vllm_families import require_served
 
-VLLM_ENGINES = ("vllm", "vllm_async")
-"""The names of the rollout engines that run vLLM."""
 NUM_TRIED_PROMPTS = 16
 """On how many prompts the tokenizer is tried."""
 TRIED_CHARACTERS = 10_000
@@ -80,7 +86,7 @@ class PPOInputs:
     val_dataset: PromptDataset
     role_worker_mapping: dict[str, RayClassWithInitArgs]
     scorer: RuleScorer | None
-    notes: tuple[str, ...]
+    notes: list[str]
     """What is shown to the user when the run begins: the numbers of prompts, and warnings."""
     ptx_dataset: ConversationDataset | None
     """The rows of `data.ptx_files`, or None without them."""
@@ -98,15 +104,13 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
     No worker runs yet, so what the user has to change is known within seconds. It is raised as
     ValueError or RewardError.
     """
-    own_classes = {}
-    for role, path in config.worker_classes.items():
-        own_classes[role] = import_worker_class(role, path)
+    paths = config.worker_classes.items()
+    own_classes = {role: import_worker_class(role, path) for role, path in paths}
     check_policy_loss(config, own_classes)
     check_environment(config)
     config, notes_on_routers = with_router_replay(config)
     check_models(config)
-    starts_ray = not cluster_address(config.ray_kwargs.ray_init.address)
-    if starts_ray:
+    if not config.cluster_address:
         needed = step_bytes(config)
         if warning := check_object_store(needed):
             say(warning)
@@ -140,8 +144,8 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
     notes += notes_on_aggregation(config)
     notes += notes_on_routers
     policy = config.actor_rollout_ref.model
-    hf_config = pretrained.load_hf_config(policy, key="actor_rollout_ref.model")
-    notes += experts_notes(policy, hf_config, PolicyModel.auto_class, "actor_rollout_ref.model")
+    hf_config = hf_config_of_policy(config)
+    notes += experts_notes(policy, hf_config, PolicyModel.auto_class, POLICY_KEY)
     return PPOInputs(
         config=config,
         tokenizer=tokenizer,
@@ -149,7 +153,7 @@ def check_inputs(config: PPOConfig, cleanup: contextlib.ExitStack) -> PPOInputs:
         val_dataset=val_dataset,
         role_worker_mapping=mapping,
         scorer=scorer,
-        notes=tuple(notes),
+        notes=notes,
         ptx_dataset=ptx_dataset,
     )
 
@@ -167,7 +171,7 @@ def check_tokenizer(
     for row in itertools.islice(prompts, NUM_TRIED_PROMPTS):
         text = render(row["raw_prompt"], tokenize=False)
         texts.append(text[:TRIED_CHARACTERS])
-    pretrained.check_tokenizer(tokenizer, policy.model, texts, key="actor_rollout_ref.model")
+    pretrained.check_tokenizer(tokenizer, policy.model, texts, key=POLICY_KEY)
     if config.plan.needs_teacher and policy.teacher_model:
         check_teacher(policy.teacher_model, tokenizer)
 
@@ -192,8 +196,8 @@ def start_scorer(
     num_rows = len(train_dataset) + len(val_dataset)
     num_without_rule = 0
     if not scores_every_row:
-        for row in itertools.chain(train_dataset, val_dataset):
-            num_without_rule += not has_rule(row["reward_model"])
+        rows = itertools.chain(train_dataset, val_dataset)
+        num_without_rule = sum(not has_rule(row["reward_model"]) for row in rows)
     # Reward processes are started only if some row is scored by a rule.
     if num_without_rule < num_rows:
         manager = start_reward_manager(config)
@@ -201,11 +205,8 @@ def start_scorer(
         scorer = RuleScorer(manager, tokenizer, scores_every_row)
         numbers = scorer.check(train_dataset)
         scorer.check(val_dataset)
-    classes = {}
-    for role, built in mapping.items():
-        classes[role] = built.cls
     columns = reward_columns(
-        classes, config.plan.reward_models_by_role, with_rules=scorer is not None
+        mapping, config.plan.reward_models_by_role, with_rules=scorer is not None
     )
     has_other_rewards = any(name not in RULE_COLUMNS for name in columns)
     if num_without_rule and not has_other_rewards:
@@ -237,9 +238,7 @@ def require_rules_of_training_rows(train_dataset: PromptDataset) -> None:
     Dynamic sampling compares the scores that rules give, before other rewards are there, so a
     prompt without a rule would never count.
     """
-    num_without_rule = 0
-    for row in train_dataset:
-        num_without_rule += not has_rule(row["reward_model"])
+    num_without_rule = sum(not has_rule(row["reward_model"]) for row in train_dataset)
     if num_without_rule:
         raise ValueError(
             "algorithm.filter_groups.enable=true compares the scores that rules give, but "
@@ -311,7 +310,7 @@ def check_environment(config: PPOConfig) -> None:
     knows its own machines, so these are not checked."""
     engine = config.actor_rollout_ref.rollout.name
     get_rollout_engine(engine)
-    runs_vllm = engine in VLLM_ENGINES
+    runs_vllm = engine in VLLM
     if runs_vllm and importlib.util.find_spec("vllm") is None:
         raise ValueError(
             f"actor_rollout_ref.rollout.name={engine}, but vllm is not installed: run bash "
@@ -319,12 +318,12 @@ def check_environment(config: PPOConfig) -> None:
         )
     for key, model in used_models(config).items():
         require_flash_attention(model.attn_implementation, key)
-    ray_init = config.ray_kwargs.ray_init
-    if not cluster_address(ray_init.address):
+    if not config.cluster_address:
         device = config.trainer.device
         manager = build_resource_pools(config)
         pools = list(manager.resource_pool_dict.values())
-        check_machine(pools, device, ray_init.num_cpus, keys="resource_pool_spec")
+        num_cpus = config.ray_kwargs.ray_init.num_cpus
+        check_machine(pools, device, num_cpus, keys="resource_pool_spec")
         if runs_vllm:
             require_vllm_for(device)
 
@@ -353,7 +352,7 @@ def used_models(config: PPOConfig) -> dict[str, ModelConfig]:
     """Returns the models of this run by their keys in the configuration. The policy is the
     first."""
     policy = config.actor_rollout_ref
-    models: dict[str, ModelConfig] = {"actor_rollout_ref.model": policy.model}
+    models: dict[str, ModelConfig] = {POLICY_KEY: policy.model}
     if config.plan.needs_teacher and policy.teacher_model:
         models[TEACHER_PATH] = policy.teacher_model
     if config.plan.needs_critic:
@@ -370,7 +369,7 @@ def check_models(config: PPOConfig) -> None:
     for key, model in models.items():
         hf_config = pretrained.load_hf_config(model, key=key)
         configs[key] = hf_config.get_text_config()
-    policy = configs["actor_rollout_ref.model"]
+    policy = configs[POLICY_KEY]
     data = config.data
     needed = data.max_prompt_length + data.max_response_length
     advice = (
@@ -430,8 +429,7 @@ def check_tokens(
     `highest`, the highest token of the data with its place. The tokenizer itself may have more
     tokens than the policy."""
     model = config.actor_rollout_ref.model
-    hf_config = pretrained.load_hf_config(model, key="actor_rollout_ref.model")
-    vocab_size = hf_config.get_text_config().vocab_size
+    vocab_size = hf_config_of_policy(config).get_text_config().vocab_size
     end_tokens, padding = special_token_ids(tokenizer, model.path)
     highest_end = (max(end_tokens), "an end of a response")
     for token, place in [highest, highest_end, (padding, "the padding")]:
@@ -448,8 +446,8 @@ def check_engine_reads(config: PPOConfig) -> None:
     not known to compute the same in vLLM as in the trainer."""
     model = config.actor_rollout_ref.model
     engine = config.actor_rollout_ref.rollout.name
-    if engine in VLLM_ENGINES:
-        hf_config = pretrained.load_hf_config(model, key="actor_rollout_ref.model")
+    if engine in VLLM:
+        hf_config = hf_config_of_policy(config)
         setting = f"actor_rollout_ref.rollout.name={engine}"
         path = f"actor_rollout_ref.model.path={model.path}"
         require_served(hf_config, setting, path)
@@ -490,7 +488,7 @@ def check_routers(config: PPOConfig) -> None:
         wanted.append(("freeze_router", "true", "false", routers_of))
     if not wanted:
         return
-    hf = pretrained.empty_model(policy.model, PolicyModel.auto_class, key="actor_rollout_ref.model")
+    hf = empty_policy(config)
     for name, value, off, require in wanted:
         key = f"actor_rollout_ref.actor.{name}"
         try:
@@ -504,25 +502,15 @@ def check_routers(config: PPOConfig) -> None:
 def check_distributed_experts(config: PPOConfig) -> None:
     """Raises ValueError if the experts of a model that is trained cannot be distributed over ranks
     as its `expert_parallel_size` says."""
-    policy = config.actor_rollout_ref
-    actor_key = "actor_rollout_ref.actor.fsdp_config"
-    require_distributed_experts(
-        policy.model,
-        policy.actor.fsdp_config,
-        PolicyModel,
-        config.num_processes(Role.Actor),
-        key="actor_rollout_ref.model",
-        fsdp_key=actor_key,
-    )
-    if config.plan.needs_critic:
-        model = config.critic.model
+    classes: dict[str, type[PackedModel]] = {Role.Actor: PolicyModel, Role.Critic: ValueModel}
+    for role, fsdp_key, key in trained_models(config):
         require_distributed_experts(
-            model,
-            model.fsdp_config,
-            ValueModel,
-            config.num_processes(Role.Critic),
-            key="critic.model",
-            fsdp_key="critic.model.fsdp_config",
+            attrgetter(key)(config),
+            attrgetter(fsdp_key)(config),
+            classes[role],
+            config.num_processes(role),
+            key=key,
+            fsdp_key=fsdp_key,
         )
 
 
@@ -604,9 +592,8 @@ def with_training_steps(config: PPOConfig, num_prompts: int) -> PPOConfig:
     steps_of_epochs = sampler.num_batches_per_epoch * config.trainer.total_epochs
     steps = config.trainer.total_training_steps or steps_of_epochs
     config = config.updated({"trainer.total_training_steps": steps})
-    problems = list(critic_warmup_leaves_steps_for_the_actor(config))
-    if problems:
-        raise ValueError(problems[0])
+    for problem in critic_warmup_leaves_steps_for_the_actor(config):
+        raise ValueError(problem)
     return config
 
 

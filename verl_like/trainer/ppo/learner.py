@@ -112,7 +112,7 @@ class Learner:
         ptx_work = RowWork(tokens_B, tokens_B, work.balance, starts)
         num_ranks = data_parallel_size(self.actor.update_actor)
         assert num_ranks is not None
-        rows_of_update = ptx_work.in_mini_batches(ptx_batch, num_ranks, size)
+        rows_of_update = ptx_work.divided(ptx_batch, num_ranks, size)
         return [rows_of_update]
 
     def staleness(self, batch: DataProto) -> dict[str, Metric]:

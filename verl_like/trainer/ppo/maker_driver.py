@@ -3,11 +3,12 @@
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Self, TypeVar
+from typing import Self
 
 from transformers import PreTrainedTokenizerBase
 
 from verl_like.algorithms.kl import get_kl_controller
+from verl_like.data.conversations import ConversationDataset
 from verl_like.data.prompt_dataset import PromptDataset
 from verl_like.protocol import DataProto
 from verl_like.registry import Registry
@@ -16,6 +17,7 @@ from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs
 from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.loop.recorder import Recorder
+from verl_like.trainer.ppo.choice_of_replay import hf_config_of_policy
 from verl_like.trainer.ppo.display import generation_of_row
 from verl_like.trainer.ppo.episode_records import EpisodeRecords
 from verl_like.trainer.ppo.experience_maker import ExperienceMaker
@@ -24,14 +26,11 @@ from verl_like.trainer.ppo.metrics import validation_metrics
 from verl_like.trainer.ppo.scoring import COUNT_PREFIX, RuleScorer, reward_columns
 from verl_like.trainer.ppo.workers import PlacedGroup, build_resource_pools, start_groups
 from verl_like.workers.agents.episode import Episode
-from verl_like.workers.models.pretrained import load_hf_config
 from verl_like.workers.planning.flops import ModelCost
-
-RecorderT = TypeVar("RecorderT", bound=Recorder)
 
 
 @dataclass(eq=False)
-class MakerDriver(Generic[RecorderT]):
+class MakerDriver:
     """Drives a maker and trains nothing. Each maker of detached training has such a driver;
     `RayPPOTrainer` is a subclass that trains too.
 
@@ -54,11 +53,13 @@ class MakerDriver(Generic[RecorderT]):
     train_dataset: PromptDataset
     val_dataset: PromptDataset
     rule_scorer: RuleScorer | None
-    recorder: RecorderT
+    recorder: Recorder
+    ptx_dataset: ConversationDataset | None = None
+    """The rows of `data.ptx_files` for a subclass that trains, or None without them."""
 
     @classmethod
     def of(
-        cls, inputs: PPOInputs, recorder: RecorderT, pools: ResourcePoolManager | None = None
+        cls, inputs: PPOInputs, recorder: Recorder, pools: ResourcePoolManager | None = None
     ) -> Self:
         """Makes a driver of checked inputs. It runs on the pools of their configuration, unless
         others are given."""
@@ -74,6 +75,7 @@ class MakerDriver(Generic[RecorderT]):
             val_dataset=inputs.val_dataset,
             rule_scorer=inputs.scorer,
             recorder=recorder,
+            ptx_dataset=inputs.ptx_dataset,
         )
 
     def __post_init__(self) -> None:
@@ -101,12 +103,10 @@ class MakerDriver(Generic[RecorderT]):
     def build_maker(self) -> ExperienceMaker:
         """Builds the maker on `groups`."""
         config = self.config
-        model = load_hf_config(config.actor_rollout_ref.model, key="actor_rollout_ref.model")
-        classes = {}
-        for role, built in self.role_worker_mapping.items():
-            classes[role] = built.cls
         columns = reward_columns(
-            classes, config.plan.reward_models_by_role, with_rules=self.rule_scorer is not None
+            self.role_worker_mapping,
+            config.plan.reward_models_by_role,
+            with_rules=self.rule_scorer is not None,
         )
         return ExperienceMaker(
             config=config,
@@ -114,7 +114,7 @@ class MakerDriver(Generic[RecorderT]):
             rule_scorer=self.rule_scorer,
             reward_columns=columns,
             kl_controller=get_kl_controller(config.algorithm.kl_ctrl),
-            model_cost=ModelCost.of(model),
+            model_cost=ModelCost.of(hf_config_of_policy(config)),
             timer=self.recorder.timer,
         )
 
@@ -158,7 +158,7 @@ class MakerDriver(Generic[RecorderT]):
         return found
 
 
-DRIVERS: Registry[type[MakerDriver[Any]]] = Registry(
+DRIVERS: Registry[type[MakerDriver]] = Registry(
     "maker driver",
     "register_maker_driver",
     taken="{refused} cannot drive makers, for {present} is registered: name one such plugin",
@@ -167,14 +167,14 @@ DRIVERS: Registry[type[MakerDriver[Any]]] = Registry(
 OF_PLUGIN = "of_plugin"
 
 
-def register_maker_driver(driver: type[MakerDriver[Any]]) -> type[MakerDriver[Any]]:
+def register_maker_driver(driver: type[MakerDriver]) -> type[MakerDriver]:
     """Decorator of a plugin: its subclass of MakerDriver drives the makers of detached training.
     Raises ValueError for a second one."""
     DRIVERS.add(OF_PLUGIN, driver)
     return driver
 
 
-def get_maker_driver() -> type[MakerDriver[Any]]:
+def get_maker_driver() -> type[MakerDriver]:
     """Returns the class that drives a maker of detached training: that of a plugin, or
     MakerDriver."""
     return DRIVERS.entries.get(OF_PLUGIN, MakerDriver)

@@ -119,21 +119,17 @@ def validation_metrics(batch: DataProto, scores_B: Tensor, num_samples: int) -> 
     uids = batch.non_tensor_batch["uid"]
     numbers = extra_numbers(batch)
     # The responses to each prompt of each source, by the prompt's uid.
-    by_source: dict[str, dict[str, list[Response]]] = {}
+    by_source: dict[str, dict[str, list[Response]]] = defaultdict(lambda: defaultdict(list))
     for i, score in enumerate(scores_B.tolist()):
         response = {"reward": score}
         for name, numbers_B in numbers.items():
             number = float(numbers_B[i])
             if not np.isnan(number):
                 response[name] = number
-        source = sources[i]
-        uid = uids[i]
-        by_prompt = by_source.setdefault(source, defaultdict(list))
-        by_prompt[uid].append(response)
+        by_source[sources[i]][uids[i]].append(response)
     metrics: dict[str, float] = {}
     for source, by_prompt in by_source.items():
-        responses_of_prompts = list(by_prompt.values())
-        metrics |= _metrics_of_source(source, responses_of_prompts, num_samples)
+        metrics |= _metrics_of_source(source, list(by_prompt.values()), num_samples)
     return metrics
 
 
@@ -208,9 +204,7 @@ def _drift(rollout_log_probs: Tensor, old_log_probs: Tensor, mask_BR: Tensor) ->
     correlations = torch.corrcoef(both)
     correlation = correlations[0, 1].item()
     off_policy = compute_offpolicy_metrics(old_log_probs, rollout_log_probs, mask_BR)
-    metrics = {}
-    for name, value in off_policy.items():
-        metrics[f"rollout_corr/{name}"] = Metric.mean(value)
+    metrics = {f"rollout_corr/{name}": Metric.mean(value) for name, value in off_policy.items()}
     return metrics | {
         "training/rollout_probs_diff_mean": _mean(difference),
         "training/rollout_probs_diff_max": Metric.max(largest),

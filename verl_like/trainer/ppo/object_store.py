@@ -16,9 +16,9 @@ from verl_like.protocol.padded import VERL_COLUMNS
 from verl_like.trainer.config.detached import DetachedConfig
 from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.memory.sums import ModelSize
+from verl_like.trainer.ppo.choice_of_replay import empty_policy
 from verl_like.trainer.ppo.workers import transport_to_copies
 from verl_like.workers.models.packed_models import PolicyModel, ValueModel
-from verl_like.workers.models.pretrained import empty_model
 from verl_like.workers.models.routed_experts import ROUTED_EXPERTS
 from verl_like.workers.models.router_replay import shape_of
 
@@ -35,7 +35,7 @@ def step_bytes(config: PPOConfig) -> dict[str, int]:
     loss_needs = config.plan.loss_needs
     times_made = {
         "compute_values": config.plan.needs_critic,
-        "compute_ref_log_prob": config.plan.needs_reference,
+        "compute_ref_log_prob": bool(config.plan.role_of_reference),
         "compute_log_prob": config.plan.needs_old_log_probs,
         "compute_log_prob, with router_replay.mode=R3": (
             config.actor_rollout_ref.actor.router_replay.chosen == "R3"
@@ -56,10 +56,8 @@ def step_bytes(config: PPOConfig) -> dict[str, int]:
             length = length_of[column.dims[-1]]
             row_bytes += times_made.get(column.writer, 1) * length * dtype.itemsize
     if config.actor_rollout_ref.actor.router_replay.chosen != "disabled":
-        key = "actor_rollout_ref.model"
-        hf = empty_model(config.actor_rollout_ref.model, PolicyModel.auto_class, key=key)
         longest = data.max_prompt_length + data.max_response_length
-        row_bytes += longest * shape_of(hf).token_bytes
+        row_bytes += longest * shape_of(empty_policy(config)).token_bytes
     rollout = config.actor_rollout_ref.rollout
     num_rows = data.train_batch_size * rollout.n
     needed = {f"2 * {num_rows} rows of at most {row_bytes:,} bytes": 2 * num_rows * row_bytes}
@@ -78,12 +76,8 @@ def step_bytes(config: PPOConfig) -> dict[str, int]:
 def _exported(role: str, model: ModelSize, dtype: str) -> dict[str, int]:
     """Returns the bytes of a model's exported weights, or of its adapter alone if it has one, by a
     description of them."""
-    what = "weights"
-    number = model.parameters
-    if model.has_adapter:
-        what = "adapter"
-        number = model.trained
-    num_bytes = number * getattr(torch, dtype).itemsize
+    what = "adapter" if model.has_adapter else "weights"
+    num_bytes = model.trained * getattr(torch, dtype).itemsize
     return {f"{what} of the {role}, {dtype}": num_bytes}
 
 

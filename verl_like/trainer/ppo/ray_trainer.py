@@ -4,29 +4,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from verl_like.data.conversations import ConversationDataset
 from verl_like.protocol import DataProto, Metric, merge_metrics
 from verl_like.protocol.padded import without_padding
 from verl_like.protocol.row_ops import is_jagged
 from verl_like.registry import Registry
-from verl_like.single_controller.ray.resource_pool import ResourcePoolManager
 from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer.config.roles import Role
 from verl_like.trainer.loop.experience import Experience, Update
 from verl_like.trainer.loop.training_loop import TrainingLoop
 from verl_like.trainer.ppo import compared_prompts, engine_check
-from verl_like.trainer.ppo.choice_of_replay import has_experts
+from verl_like.trainer.ppo.choice_of_replay import has_experts, hf_config_of_policy
 from verl_like.trainer.ppo.experience_maker import Generated, Weights
-from verl_like.trainer.ppo.inputs import PPOInputs, prompt_sampler
+from verl_like.trainer.ppo.inputs import prompt_sampler
 from verl_like.trainer.ppo.learner import Learner
 from verl_like.trainer.ppo.maker_driver import OF_PLUGIN, MakerDriver, get_maker_driver
 from verl_like.trainer.ppo.metrics import batch_metrics
 from verl_like.trainer.ppo.workers import load_models
 from verl_like.trainer.run.run_recorder import RunRecorder, placement_rows
 from verl_like.trainer.state.checkpoint import Checkpoint
-from verl_like.workers.models.pretrained import load_hf_config
 from verl_like.workers.models.routed_experts import ROUTED_EXPERTS
 
 _GENERATED = "generated.safetensors"
@@ -36,7 +33,7 @@ _METRICS = "metrics_of_generation"
 
 
 @dataclass(eq=False)
-class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
+class RayPPOTrainer(MakerDriver, TrainingLoop):
     """Trains a language model by proximal policy optimisation (Schulman et al. 2017,
     arXiv:1707.06347), in any placement.
 
@@ -46,22 +43,10 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
     """
 
     recorder: RunRecorder
-    ptx_dataset: ConversationDataset | None = None
-    """The rows of `data.ptx_files`, or None without them."""
     unknown_parameters: tuple[str, ...] = ()
     """The engine's parameters whose arrival log-probabilities show after each update."""
     compared_prompts: list[int] | None = None
     """The numbers of the prompts for these comparisons, or None for the first ones."""
-
-    @classmethod
-    def of(
-        cls, inputs: PPOInputs, recorder: RunRecorder, pools: ResourcePoolManager | None = None
-    ) -> Self:
-        """Makes a trainer of checked inputs. It runs on the pools of their configuration, unless
-        others are given."""
-        trainer = super().of(inputs, recorder, pools)
-        trainer.ptx_dataset = inputs.ptx_dataset
-        return trainer
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -107,8 +92,7 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
         Nothing is chosen for a model without experts.
         """
         actor = self.groups[Role.Actor]
-        model = self.config.actor_rollout_ref.model
-        if not has_experts(load_hf_config(model, key="actor_rollout_ref.model")):
+        if not has_experts(hf_config_of_policy(self.config)):
             return
         shape = actor.router_shape()[0] if hasattr(actor, "router_shape") else None
         if shape is None:
@@ -268,12 +252,11 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
     @property
     def groups_with_state(self) -> dict[str, WorkerGroup]:
         """The groups of roles that are not trained here, but have a state in checkpoints."""
-        found = {}
-        for role, group in self.groups.items():
-            has_state = hasattr(group, "save_checkpoint")
-            if has_state and role not in self.trained:
-                found[role] = group
-        return found
+        return {
+            role: group
+            for role, group in self.groups.items()
+            if hasattr(group, "save_checkpoint") and role not in self.trained
+        }
 
     def state(self) -> dict[str, Any]:
         return super().state() | {
@@ -290,8 +273,7 @@ class RayPPOTrainer(MakerDriver[RunRecorder], TrainingLoop):
         self.num_prompt_batches = state["num_prompt_batches"]
         self.upcoming_batch = state["upcoming_batch"]
         self.maker.kl_controller.value = state["kl_coef"]
-        notes = self.learner.restore(checkpoint.folder, state["version"])
-        for note in notes:
+        for note in self.learner.restore(checkpoint.folder, state["version"]):
             self.recorder.say(note)
         for role, group in self.groups_with_state.items():
             path = str(checkpoint.folder / role / "checkpoint")

@@ -21,7 +21,7 @@ from verl_like.rewards.process import Answer
 from verl_like.rewards.sample import RewardSample
 from verl_like.single_controller import CallEvent
 from verl_like.single_controller.decorator import registered_methods
-from verl_like.single_controller.worker import Worker
+from verl_like.single_controller.worker_group import ClassWithInitArgs
 from verl_like.trainer.config.roles import Role
 from verl_like.workers.config.roles import RewardModelConfig
 from verl_like.workers.rollout import FinishedRequest
@@ -43,7 +43,7 @@ EXTRA_PREFIX = "reward_extra/"
 
 
 def reward_columns(
-    worker_classes: Mapping[str, type[Worker]],
+    role_worker_mapping: Mapping[str, ClassWithInitArgs],
     reward_models: Mapping[str, RewardModelConfig],
     with_rules: bool,
 ) -> dict[str, float]:
@@ -58,7 +58,8 @@ def reward_columns(
     columns = {}
     if with_rules:
         columns.update(RULE_COLUMNS)
-    for role, worker_class in worker_classes.items():
+    for role, built in role_worker_mapping.items():
+        worker_class = built.cls
         model = reward_models.get(role)
         method = "annotate"
         if model:
@@ -81,7 +82,7 @@ def reward_columns(
             column = name
             if model:
                 column = column_of(name, role)
-                weight = weight * model.weight
+                weight *= model.weight
             if column in columns:
                 raise ValueError(
                     f"{where}, which another role or the rules write as well: rename the column."
@@ -125,8 +126,7 @@ def reward_means(batch: DataProto, reward_columns: Mapping[str, float]) -> dict[
         for name in reward_columns:
             rewards_B = batch.tensor_batch[name].sum(-1)
             values[name] = rewards_B[is_scored_B]
-    for name, array in extra_numbers(batch).items():
-        numbers_B = torch.from_numpy(array)
+    for name, numbers_B in extra_numbers(batch).items():
         has_number_B = is_scored_B & ~numbers_B.isnan()
         values[name] = numbers_B[has_number_B]
     means = {}
@@ -176,9 +176,8 @@ def scores_by_reward(batch: DataProto, reward_columns: Mapping[str, float]) -> d
     for name, weight in reward_columns.items():
         scores[name] = weight * batch.tensor_batch[name]
     mask_BR = batch.tensor_batch["response_mask"]
-    for name, array in extra_numbers(batch).items():
-        numbers_B = torch.from_numpy(array).float()
-        scores[name] = on_last_token(numbers_B, mask_BR)
+    for name, numbers_B in extra_numbers(batch).items():
+        scores[name] = on_last_token(numbers_B.float(), mask_BR)
     return scores
 
 
@@ -193,12 +192,10 @@ def groups_differ(batch: DataProto, metric: str) -> Tensor:
     view = view_of_samples(batch)
     early_columns = [name for name in EARLY_COLUMNS if name in view.tensor_batch]
     rewards = sum(view.tensor_batch[name].sum(-1) for name in early_columns)
-    score = {"reward": rewards.numpy()}
-    numbers = score | extra_numbers(view)
+    numbers = {"reward": rewards} | extra_numbers(view)
     require_metric(metric, numbers)
     # (B, 1), because PromptGroups takes values and a mask by token: here each response has one.
-    compared = torch.from_numpy(numbers[metric])
-    values = compared.unsqueeze(-1)
+    values = numbers[metric].unsqueeze(-1)
     is_skipped = view.tensor_batch["is_skipped"].unsqueeze(-1)
     is_scored = ~is_skipped & ~values.isnan()
     uids = view.non_tensor_batch["uid"]
@@ -217,14 +214,14 @@ def require_metric(metric: str, numbers: Collection[str]) -> None:
         )
 
 
-def extra_numbers(batch: DataProto) -> dict[str, np.ndarray]:
+def extra_numbers(batch: DataProto) -> dict[str, Tensor]:
     """Returns the numbers (B,) that the reward function returned beside the score, by name. Other
     values, such as texts, are left out."""
     numbers = {}
     for name, values in batch.non_tensor_batch.items():
         if name.startswith(EXTRA_PREFIX) and values.dtype != object:
             own_name = name.removeprefix(EXTRA_PREFIX)
-            numbers[own_name] = values
+            numbers[own_name] = torch.from_numpy(values)
     return numbers
 
 
@@ -274,10 +271,7 @@ class RuleScorer:
             )
         samples = list(first.values())
         extra = self.manager.check(samples)
-        numbers = []
-        for name, values in extra.items():
-            if values.dtype != object:
-                numbers.append(name)
+        numbers = [name for name, values in extra.items() if values.dtype != object]
         self._numbers.update(numbers)
         return numbers
 
@@ -365,7 +359,7 @@ class PendingScores:
         """Starts scoring those of the B * num_samples samples of a batch that `add` did not get,
         and returns itself: `get` waits for all scores."""
         self.batch = batch
-        slots = list(self.pending.missing())
+        slots = self.pending.missing()
         if not slots:
             return self
         columns = batch.tensor_batch
@@ -447,8 +441,7 @@ class PendingScores:
         sample_of_row = samples.sample_of_row.numpy()
         non_tensors = {}
         for name, values in extra.items():
-            key = f"{EXTRA_PREFIX}{name}"
-            non_tensors[key] = values[sample_of_row]
+            non_tensors[f"{EXTRA_PREFIX}{name}"] = values[sample_of_row]
         return DataProto.from_dict(tensors, non_tensors, {"metrics": metrics})
 
 

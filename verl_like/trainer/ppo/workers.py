@@ -150,18 +150,15 @@ def build_resource_pools(
     """
     roles = roles or config.plan.active_roles
     mapping = {role: config.role_mapping[role] for role in roles}
-    nodes_of_pool = {}
-    for name, nodes in config.resource_pool_spec.items():
-        nodes_of_pool[name] = list(nodes)
     pool_of_groups = [pool for pool, _roles in process_groups(mapping)]
     max_colocate_count = max(pool_of_groups.count(pool) for pool in pool_of_groups)
     pools_of_others = {pool for role, pool in mapping.items() if role != Role.Agent}
     return ResourcePoolManager(
-        nodes_of_pool,
+        config.resource_pool_spec,
         mapping,
         use_gpu=config.trainer.device == "cuda",
         max_colocate_count=max_colocate_count,
-        without_gpu=nodes_of_pool.keys() - pools_of_others,
+        without_gpu=config.resource_pool_spec.keys() - pools_of_others,
     )
 
 
@@ -211,19 +208,11 @@ def load_models(
     vLLM takes its share of the free memory, and asserts that no other process frees memory while it
     measures how much there is.
     """
-    rollout = []
-    others = []
-    for role, group in groups.items():
-        if role == Role.Rollout:
-            rollout.append(group)
-        else:
-            others.append(group)
-    order = [rollout + others]
-    if device == "cuda":
-        order = [others, rollout]
-    for together in order:
-        pending = [group.init_model.remote() for group in together]
-        for future in pending:
-            future.get()
+    last = Role.Rollout if device == "cuda" else ""  # which is no role
+    pending = [group.init_model.remote() for role, group in groups.items() if role != last]
+    for future in pending:
+        future.get()
+    if last in groups:
+        groups[last].init_model.remote().get()
     if agents := groups.get(Role.Agent):
         connect_agents(agents, groups[Role.Rollout], on_episodes)

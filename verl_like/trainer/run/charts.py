@@ -77,11 +77,7 @@ def names_of_chart(wanted: Sequence[str], names: Iterable[str]) -> list[str]:
     """Returns the names that a chart shows. A wanted name that ends in "/" stands for all names
     that begin with it."""
     prefixes = tuple(name for name in wanted if name.endswith("/"))
-    shown = []
-    for name in names:
-        if name in wanted or name.startswith(prefixes):
-            shown.append(name)
-    return shown
+    return [name for name in names if name in wanted or name.startswith(prefixes)]
 
 
 def histogram(
@@ -98,17 +94,17 @@ def histogram(
     return _svg(figure)
 
 
-def heat_map(values: Sequence[Sequence[float]], *, x: str, y: str, label: str) -> str:
-    """A picture of a matrix, whose rows go downwards. 0 is white, and `label` that of the
-    colors."""
+def heat_map(values: Sequence[Sequence[float]]) -> str:
+    """A picture of the load of experts, as multiples of the mean of their layer. The layers go
+    downwards. 0 is white."""
     num_rows = len(values)
     height = 1.2 + min(0.2 * num_rows, 8.0)
     figure, axes = pyplot.subplots(figsize=(10, height), layout="constrained")
     image = axes.imshow(values, cmap="Blues", vmin=0, aspect="auto", interpolation="nearest")
-    axes.set(xlabel=x, ylabel=y)
+    axes.set(xlabel="expert", ylabel="layer with a router")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(integer=True))
-    figure.colorbar(image, label=label)
+    figure.colorbar(image, label="tokens / mean")
     return _svg(figure)
 
 
@@ -137,10 +133,7 @@ def timelines(calls_of_part: Mapping[str, Calls]) -> str:
         return ""
     methods = sorted(names)
     colors = {method: f"C{number}" for number, method in enumerate(methods)}
-    num_lanes = []
-    for calls in shown.values():
-        lanes = _lanes(calls)
-        num_lanes.append(len(lanes))
+    num_lanes = [len(_lanes(calls)) for calls in shown.values()]
     height = 0.45 * sum(num_lanes) + 0.6 * len(shown) + 1.0
     figure, axes_of_part = pyplot.subplots(
         len(shown),

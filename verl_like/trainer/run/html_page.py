@@ -26,7 +26,7 @@ pre {{ background: #f6f8fa; padding: 1rem; overflow-x: auto; }}
 """
 
 
-def write_page(path: Path, title: str, body: str, style: str = "") -> None:
+def write_page(path: Path, title: str, body: str, style: str) -> None:
     """Writes a page. `title` is text, and `body` is HTML in which all text is escaped already.
     Raises OSError."""
     escaped = html.escape(title)
@@ -45,8 +45,5 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
 
 
 def _table_row(row: Mapping[str, object]) -> str:
-    cells = []
-    for value in row.values():
-        text = html.escape(str(value))
-        cells.append(f"<td>{text}</td>")
-    return f"<tr>{''.join(cells)}</tr>"
+    cells = "".join(f"<td>{html.escape(str(value))}</td>" for value in row.values())
+    return f"<tr>{cells}</tr>"

@@ -3,7 +3,6 @@ needs no other file."""
 
 import html
 import itertools
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +69,9 @@ def write_report(
     for heading, wanted, label in display.charts:
         names = names_of_chart(wanted, points)
         curves = [Curve(name, points[name]) for name in names]
-        drawn = chart(curves, title=heading, label=label)
-        charts.append(drawn)
+        charts.append(chart(curves, title=heading, label=label))
     for heading, name, label in display.histograms:
-        drawn = _histogram(heading, name, label, metrics)
-        charts.append(drawn)
+        charts.append(_histogram(heading, name, label, metrics))
     calls = list(itertools.chain.from_iterable(steps))
     body = BODY.format(
         summary=html.escape(summary),
@@ -96,8 +93,7 @@ def _router_load(load: Load) -> str:
     for of_layer in load:
         mean = sum(of_layer) / len(of_layer)
         relative.append([count / mean if mean else 0.0 for count in of_layer])
-    picture = heat_map(relative, x="expert", y="layer with a router", label="tokens / mean")
-    return ROUTER_LOAD.format(picture=picture)
+    return ROUTER_LOAD.format(picture=heat_map(relative))
 
 
 def _episodes(episodes: list[EpisodeRecord], points: dict[str, Points]) -> str:
@@ -145,14 +141,11 @@ def _speed(metrics: list[Row]) -> str:
     if there are others."""
     steps = [row for row in metrics if "timing_s/step" in row]
     counted = steps[1:] or steps
-    values_of = defaultdict(list)
-    for row in counted:
-        for name, value in row.items():
-            if name.startswith(("perf/", "timing_s/")):
-                values_of[name].append(value)
     rows = []
-    for name in sorted(values_of):
-        values = sorted(values_of[name])
+    for name, points in sorted(points_by_metric(counted).items()):
+        if not name.startswith(("perf/", "timing_s/")):
+            continue
+        values = sorted(value for _step, value in points)
         median = values[len(values) // 2]
         rows.append(
             {

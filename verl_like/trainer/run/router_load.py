@@ -29,17 +29,11 @@ def split_load(row: Row) -> tuple[Row, Load]:
         if layer == len(load):
             load.append([])
         load[layer].append(count)
-    peaks = []
-    entropies = []
-    for of_layer in load:
-        if any(of_layer):
-            peak = max(of_layer) / mean(of_layer)
-            entropy = _evenness(of_layer)
-            peaks.append(peak)
-            entropies.append(entropy)
-    if peaks:
+    used = [of_layer for of_layer in load if any(of_layer)]
+    if used:
+        peaks = [max(of_layer) / mean(of_layer) for of_layer in used]
         others["router_load/max_over_mean"] = max(peaks)
-        others["router_load/entropy"] = mean(entropies)
+        others["router_load/entropy"] = mean(map(_evenness, used))
     return others, load
 
 

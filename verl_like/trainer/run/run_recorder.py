@@ -6,7 +6,6 @@ import json
 import math
 import os
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime
@@ -15,12 +14,14 @@ from typing import Any, TextIO
 
 from verl_like.files import cut_file
 from verl_like.protocol import Metric
+from verl_like.protocol.row_ops import map_leaves
 from verl_like.single_controller import CallEvent
 from verl_like.single_controller.failure import CallTimeout, WorkerError
 from verl_like.single_controller.ray.worker_group import RayWorkerGroup
 from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer.config.compose import to_yaml
 from verl_like.trainer.config.run_config import RunConfig
+from verl_like.trainer.run.charts import points_by_metric
 from verl_like.trainer.run.console import RunConsole
 from verl_like.trainer.run.display import Display, TableRows, printable
 from verl_like.trainer.run.episodes import EPISODES, newest, read_episodes
@@ -101,7 +102,7 @@ class RunRecorder:
             trainer.experiment_name,
             config.shown(),
         )
-        shown: dict[str, Any] = state["shown"] if resumed else {}
+        shown: dict[str, Any] = state.get("shown", {})
         self.generations: list[dict[str, Any]] = shown.get("generations", [])
         """The rows of the first and of the last validation. The report shows them."""
         self.num_validations: int = shown.get("num_validations", 0)
@@ -288,9 +289,7 @@ class RunRecorder:
         rows = []
         for number in range(first, first + num_shown):
             generation = generation_of_row(number % num_rows)
-            row = {}
-            for name, text in generation.items():
-                row[name] = _shown(self.redacted(text))
+            row = {name: _shown(self.redacted(text)) for name, text in generation.items()}
             rows.append(row)
         if not rows:
             return
@@ -307,15 +306,11 @@ class RunRecorder:
         """Keeps records of episodes. Secrets in their texts are masked, and the middle of long
         texts is left out."""
         for record in records:
-            line = json.dumps(self._kept(record))
+            line = json.dumps(map_leaves(self._kept, record))
             self.episodes_file.write(line + "\n")
 
     def _kept(self, value: Any) -> Any:
-        """A value of JSON with its texts as they are kept."""
-        if isinstance(value, dict):
-            return {name: self._kept(each) for name, each in value.items()}
-        if isinstance(value, list | tuple):
-            return [self._kept(each) for each in value]
+        """A value of JSON as it is kept, if it is a text."""
         if isinstance(value, str):
             return _clipped(self.redacted(value), LONGEST_TEXT)
         return value
@@ -348,10 +343,8 @@ class RunRecorder:
             return
         state = self.begun.state | self.state_of_record()
         if self.is_in_step:
-            last_row = {}
-            for name, value in self.row_so_far().items():
-                last_row[name] = float(value)
-            state[LAST_ROW] = last_row
+            row = self.row_so_far()
+            state[LAST_ROW] = {name: float(value) for name, value in row.items()}
         self.pending = replace(self.begun, state=state)
         self.begun = None
 
@@ -407,50 +400,44 @@ class RunRecorder:
         checkpoint.keep(self.run_dir, num_newest, others)
 
     def close(self, outcome: str) -> None:
-        """Writes `report.html`, and says where all files are. `outcome` says how the run ended."""
-        # The folder is locked until everything is written.
-        with self.lock:
-            self._close(outcome)
-
-    def _close(self, outcome: str) -> None:
         """Completes a checkpoint that is being written, drops one whose step has not ended, closes
-        the files, writes the report, and says where everything is. Signals that stop a run are
-        ignored meanwhile, see `train_or_raise`."""
-        # The step failed before its row was written, so its checkpoint is dropped.
-        self.begun = None
-        try:
-            # There may be one if the run was interrupted or failed.
-            self.commit_checkpoint(wait=True, timeout_s=LAST_WAIT_S)
-        except (WorkerError, CallTimeout, OSError) as error:
-            reason = str(error).splitlines()[0]
-            self.say(f"The checkpoint that was being written is lost: {reason}")
-        checkpoint.remove_partial(self.run_dir)  # the files that follow need room on the disk
-        self.console.close()
-        missing = self.tracking.close()
-        self.timeline_file.close()
-        self.generations_file.close()
-        self.episodes_file.close()
-        metrics = readable_rows((self.run_dir / "metrics.jsonl").read_bytes())
-        try:
-            self._write_report(outcome, metrics)
-        # Texts of data and model may not be drawable, but the run itself is complete.
-        except Exception as error:
-            self.say(f"The report is not written: {type(error).__name__}: {error}")
-        self.say(f"\n{outcome}")
-        self._say_validations(metrics)
-        for sentence in missing:
-            self.say(f"  {sentence}")
-        self._say_files()
+        the files, writes `report.html`, and says where everything is.
+
+        `outcome` says how the run ended. Signals that stop a run are ignored meanwhile, see
+        `train_or_raise`.
+        """
+        with self.lock:  # the folder is locked until everything is written
+            # The step failed before its row was written, so its checkpoint is dropped.
+            self.begun = None
+            try:
+                # There may be one if the run was interrupted or failed.
+                self.commit_checkpoint(wait=True, timeout_s=LAST_WAIT_S)
+            except (WorkerError, CallTimeout, OSError) as error:
+                reason = str(error).splitlines()[0]
+                self.say(f"The checkpoint that was being written is lost: {reason}")
+            checkpoint.remove_partial(self.run_dir)  # the files that follow need room on the disk
+            self.console.close()
+            missing = self.tracking.close()
+            self.timeline_file.close()
+            self.generations_file.close()
+            self.episodes_file.close()
+            metrics = readable_rows((self.run_dir / "metrics.jsonl").read_bytes())
+            try:
+                self._write_report(outcome, metrics)
+            # Texts of data and model may not be drawable, but the run itself is complete.
+            except Exception as error:
+                self.say(f"The report is not written: {type(error).__name__}: {error}")
+            self.say(f"\n{outcome}")
+            self._say_validations(metrics)
+            for sentence in missing:
+                self.say(f"  {sentence}")
+            self._say_files()
 
     def _say_validations(self, metrics: list[Row]) -> None:
         """Says the first and the last value of each main metric of the validations."""
-        validations = defaultdict(list)
-        for row in metrics:
-            for name, value in row.items():
-                if name.startswith("val-core/"):
-                    validations[name].append(value)
-        for name, values in validations.items():
-            if len(values) > 1:
+        for name, points in points_by_metric(metrics).items():
+            if name.startswith("val-core/") and len(points) > 1:
+                values = [value for _step, value in points]
                 self.say(f"  {name}: {values[0]:.3f} at first, {values[-1]:.3f} at last")
 
     def _say_files(self) -> None:
@@ -510,10 +497,7 @@ def _append_to(file: Path) -> TextIO:
 
 def _timings(seconds: Row) -> Row:
     """The metrics of phases that took these seconds."""
-    timings = {}
-    for phase, value in seconds.items():
-        timings[f"timing_s/{phase}"] = value
-    return timings
+    return {f"timing_s/{phase}": value for phase, value in seconds.items()}
 
 
 def placement_rows(groups: list[tuple[str, list[str], RayWorkerGroup]]) -> TableRows:

@@ -15,12 +15,7 @@ from typing import Any
 
 from verl_like.rewards.manager import RewardError
 from verl_like.single_controller.failure import CallTimeout, PlacementError, WorkerError
-from verl_like.single_controller.ray.start import (
-    cluster_address,
-    end_ray,
-    require_cluster,
-    start_ray,
-)
+from verl_like.single_controller.ray.start import end_ray, require_cluster, start_ray
 from verl_like.trainer.config.run_config import RunConfig
 from verl_like.trainer.memory.keys import keys_that_lower
 from verl_like.trainer.memory.pools import check_memory
@@ -122,8 +117,8 @@ def begin(
     has to change."""
     try:
         require_trackers(config.trainer.logger)
-        if address := cluster_address(config.ray_kwargs.ray_init.address):
-            require_cluster(address)
+        if config.cluster_address:
+            require_cluster(config.cluster_address)
         inputs = check_inputs(config, cleanup)
         memory = check_memory(config)
         resumed, notes = find_run(inputs.config, state_schema)
@@ -239,9 +234,8 @@ def train_or_raise(
 def start_ray_of(config: RunConfig, template: WorkerTemplate | None) -> None:
     """Joins or starts the Ray of a run. The workers of one that is started are forks of the
     template."""
-    ray_init = config.ray_kwargs.ray_init
     command = template.command if template else None
-    start_ray(cluster_address(ray_init.address), ray_init.num_cpus, command)
+    start_ray(config.cluster_address, config.ray_kwargs.ray_init.num_cpus, command)
 
 
 def handle_signals(handler: Any, numbers: Iterable[int] = ENDING_SIGNALS) -> None:

@@ -14,18 +14,13 @@ Rows = list[dict[str, Any]]
 
 def undisturbed(steps: list[Rows]) -> list[Rows]:
     """Returns the steps that neither validated nor saved, or all steps if there is none."""
-    found = []
-    for rows in steps:
-        if not any(map(_is_disturbance, rows)):
-            found.append(rows)
+    found = [rows for rows in steps if not any(map(_is_disturbance, rows))]
     return found or steps
 
 
 def _is_disturbance(row: dict[str, Any]) -> bool:
     """Returns whether a call validates or saves."""
-    if row["is_validating"]:
-        return True
-    return row["method"].startswith("save_")
+    return row["is_validating"] or row["method"].startswith("save_")
 
 
 class Timeline:

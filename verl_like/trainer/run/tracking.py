@@ -20,6 +20,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from verl_like.files import read_json
+from verl_like.trainer.run.rows import readable_rows
 from verl_like.trainer.state import checkpoint
 
 logger = logging.getLogger(__name__)
@@ -140,7 +141,8 @@ class Tracking:
         self.ids_file = run_dir / IDS
         self.ids = _read_ids(self.ids_file)
         self.ids_lock = threading.Lock()
-        next_step = _next_step(run_dir / "metrics.jsonl")
+        rows = readable_rows((run_dir / "metrics.jsonl").read_bytes())
+        next_step = rows[-1]["step"] + 1 if rows else None
         self.trackers: list[TrackerThread] = []
         for name in backends:
             if name in TRACKERS:
@@ -163,11 +165,8 @@ class Tracking:
         """Writes a row of metrics to the file, and gives it to the trackers without waiting for
         them."""
         # JSON has no NaN. A metric that is not finite in a step is left out of the file.
-        row: Row = {"step": step}
-        for name, value in metrics.items():
-            if math.isfinite(value):
-                row[name] = value
-        line = json.dumps(row)
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        line = json.dumps({"step": step} | finite)
         self.jsonl.write(line + "\n")
         for tracker in self.trackers:
             tracker.log(metrics, step)
@@ -198,18 +197,6 @@ def _read_ids(file: Path) -> dict[str, str]:
     except (OSError, ValueError) as error:
         logger.warning("%s cannot be read (%s): trackers begin a new run.", file, error)
         return {}
-
-
-def _next_step(file: Path) -> int | None:
-    """The step after that of the last row that can be read, or None if there is no such row."""
-    lines = file.read_bytes().splitlines()
-    for line in reversed(lines):
-        try:
-            row = json.loads(line)
-            return int(row["step"]) + 1
-        except (ValueError, TypeError, KeyError, RecursionError):
-            continue
-    return None
 
 
 def _tensorboard(run: TrackedRun) -> Tracker:
@@ -258,9 +245,7 @@ def _mlflow(run: TrackedRun) -> Tracker:
 
     def log(metrics: Row, step: int) -> None:
         # MLflow refuses "@" in a metric's name, which validation metrics have (mean@1).
-        renamed = {}
-        for name, value in metrics.items():
-            renamed[name.replace("@", "_at_")] = value
+        renamed = {name.replace("@", "_at_"): value for name, value in metrics.items()}
         mlflow.log_metrics(renamed, step=step)
 
     return Tracker(log, mlflow.end_run, begun.info.run_id)

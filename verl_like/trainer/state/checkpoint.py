@@ -21,11 +21,12 @@ from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, JsonValue, ValidationError
+from pydantic import AfterValidator, BaseModel, JsonValue, ValidationError
 
 from verl_like.files import file_digest, read_json
 from verl_like.protocol import Future
 from verl_like.single_controller.worker_group import WorkerGroup
+from verl_like.trainer.state.run_state import StateModel
 
 logger = logging.getLogger(__name__)
 
@@ -45,19 +46,15 @@ def _inside(name: str) -> str:
     return name
 
 
-class FileDigest(BaseModel):
+class FileDigest(StateModel):
     """The size and the hash of a file, as `file_digest` returns them."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     bytes: int
     sha256: str
 
 
-class Manifest(BaseModel):
+class Manifest(StateModel):
     """The content of `manifest.json` without its own hash."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     format: int
     step: int
@@ -116,8 +113,7 @@ def save_training(groups: Mapping[str, WorkerGroup], folder: Path) -> None:
 def save_models(groups: Mapping[str, WorkerGroup], folder: Path) -> None:
     """Has rank 0 of each role gather its model and write it in Hugging Face format."""
     for role, group in groups.items():
-        path = folder / role / "huggingface"
-        group.save_hf(str(path))
+        group.save_hf(str(folder / role / "huggingface"))
 
 
 @dataclass
@@ -141,16 +137,12 @@ class PendingCheckpoint:
         write, or CallTimeout.
         """
         if wait or not self._asked:
-            asked = {}
-            for role, group in self.groups.items():
-                asked[role] = group.save_result.remote(wait)
-            self._asked = asked  # only if all were asked
+            groups = self.groups.items()
+            self._asked = {role: group.save_result.remote(wait) for role, group in groups}
         futures = self._asked.values()
         if not wait and not all(future.done() for future in futures):
             return None
-        answers = {}
-        for role, future in self._asked.items():
-            answers[role] = future.get(timeout_s)
+        answers = {role: future.get(timeout_s) for role, future in self._asked.items()}
         self._asked = {}
         files = dict(self.written)
         for role, files_of_ranks in answers.items():
@@ -169,11 +161,7 @@ def commit(partial: Path, step: int, state: dict[str, Any], written: Digests) ->
     `written` has the files that are on the disk already. An earlier checkpoint of the step is
     replaced. Raises OSError, which leaves earlier checkpoints as they are.
     """
-    names = set()
-    for path in partial.rglob("*"):
-        if path.is_file():
-            relative = path.relative_to(partial)
-            names.add(str(relative))
+    names = {str(path.relative_to(partial)) for path in partial.rglob("*") if path.is_file()}
     missing = sorted(written.keys() - names)
     if missing:
         raise OSError(
@@ -293,15 +281,13 @@ def newest(
 ) -> tuple[Checkpoint | None, list[str]]:
     """Returns the newest checkpoint of a run that `read` accepts, and what is wrong with newer
     ones."""
-    damages = []
+    damages: list[str] = []
     for step in reversed(steps(run_dir)):
         folder = folder_of_step(run_dir, step)
         try:
-            found = read(folder, hashes=hashes, state_schema=state_schema)
+            return read(folder, hashes=hashes, state_schema=state_schema), damages
         except DamagedCheckpoint as damage:
             damages.append(str(damage))
-        else:
-            return found, damages
     return None, damages
 
 

@@ -77,16 +77,14 @@ def find_run(
     trainer = config.trainer
     parent = Path(trainer.default_local_dir).expanduser().resolve()
     notes = remove_remains(parent)
-    if not config.may_continue_a_run:
+    only_validates = getattr(trainer, "val_only", False)
+    if only_validates or trainer.resume_mode == "disable":
         return None, notes
     is_named = trainer.resume_mode == "resume_path"
     if is_named:
         run_dirs = [Path(trainer.resume_from_path or "").expanduser().resolve()]
     else:
-        run_dirs = []
-        for path in sorted(parent.glob("*")):
-            if not path.is_symlink():
-                run_dirs.append(path)
+        run_dirs = [path for path in sorted(parent.glob("*")) if not path.is_symlink()]
     for run_dir in reversed(run_dirs):
         obstacle, advice = why_not_continued(config, run_dir)
         differing = []
@@ -343,11 +341,7 @@ def changed_inputs(saved: Mapping[str, str], config: RunConfig) -> list[str]:
     """The keys of paths whose fingerprints differ from the `saved` ones."""
     here = fingerprints_of(config)
     keys = sorted({*saved, *here})
-    changed = []
-    for key in keys:
-        if saved.get(key) != here.get(key):
-            changed.append(key)
-    return changed
+    return [key for key in keys if saved.get(key) != here.get(key)]
 
 
 def settings_of(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -18,7 +18,8 @@ IS_COMPLETE = "is_complete"
 
 
 class StateModel(BaseModel):
-    """The base of these models. Unknown keys and values of another type are refused."""
+    """The base of these models, and of the manifest. Unknown keys and values of another type are
+    refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 

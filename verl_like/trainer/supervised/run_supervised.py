@@ -12,7 +12,6 @@ from verl_like.data.conversations import ConversationDataset, ScoredDataset
 from verl_like.data.preferences import PreferenceDataset
 from verl_like.data.sampler import EpochSampler
 from verl_like.single_controller.ray.resource_pool import RayResourcePool
-from verl_like.single_controller.ray.start import cluster_address
 from verl_like.single_controller.ray.worker_group import RayClassWithInitArgs, RayWorkerGroup
 from verl_like.trainer.config.supervised import (
     DPOConfig,
@@ -79,7 +78,7 @@ class SupervisedInputs:
     config: SupervisedConfig
     train_dataset: ConversationDataset
     val_dataset: ConversationDataset | None
-    notes: tuple[str, ...]
+    notes: list[str]
     """Notes for the user at the start of the run."""
 
 
@@ -94,7 +93,7 @@ def check_inputs(config: SupervisedConfig, cleanup: contextlib.ExitStack) -> Sup
 
     `cleanup` is not used, because nothing is started here.
     """
-    if not cluster_address(config.ray_kwargs.ray_init.address):
+    if not config.cluster_address:
         num_cpus = config.ray_kwargs.ray_init.num_cpus
         pool = pool_of(config)
         keys = "trainer.nnodes and trainer.n_gpus_per_node"
@@ -144,10 +143,7 @@ def check_inputs(config: SupervisedConfig, cleanup: contextlib.ExitStack) -> Sup
     datasets = [train, val] if val else [train]
     check_lengths(config, hf_config.get_text_config(), datasets)
     num_decoded = min(16, len(train))
-    first_rows = []
-    for row in range(num_decoded):
-        tokens = train.token_ids(row)[0]
-        first_rows.append(tokens.tolist())
+    first_rows = [train.token_ids(row)[0].tolist() for row in range(num_decoded)]
     first_texts = tokenizer.batch_decode(first_rows)
     check_tokenizer(tokenizer, config.model, first_texts, key="model")
     if isinstance(config, RMConfig):
@@ -158,7 +154,7 @@ def check_inputs(config: SupervisedConfig, cleanup: contextlib.ExitStack) -> Sup
     steps_of_epochs = sampler.num_batches_per_epoch * config.trainer.total_epochs
     steps = config.trainer.total_training_steps or steps_of_epochs
     config = config.updated({"trainer.total_training_steps": steps})
-    return SupervisedInputs(config, train, val, (*notes, *_notes(train, val)))
+    return SupervisedInputs(config, train, val, notes + _notes(train, val))
 
 
 def check_balance(config: SFTConfig, own_coefficient: float) -> list[str]:
@@ -188,7 +184,7 @@ def check_balance(config: SFTConfig, own_coefficient: float) -> list[str]:
     return []
 
 
-def _notes(train: ConversationDataset, val: ConversationDataset | None) -> tuple[str, ...]:
+def _notes(train: ConversationDataset, val: ConversationDataset | None) -> list[str]:
     """Says how many rows there are, and warns if the model learns from none of them to end its
     answer."""
     too_long = ""
@@ -203,7 +199,7 @@ def _notes(train: ConversationDataset, val: ConversationDataset | None) -> tuple
             "model does not learn to end: the chat template writes none behind an answer, or rows "
             "are cut; change the template."
         )
-    return tuple(notes)
+    return notes
 
 
 def check_lengths(
@@ -267,10 +263,9 @@ def fit(inputs: SupervisedInputs, recorder: RunRecorder) -> None:
     """Starts the workers and trains until the last step."""
     config = inputs.config
     kind = KINDS[type(config)]
-    arguments = worker_arguments(config)
     group = RayWorkerGroup(
         pool_of(config),
-        RayClassWithInitArgs(kind.worker, *arguments),
+        RayClassWithInitArgs(kind.worker, *worker_arguments(config)),
         role="model",
         deadline_s=config.trainer.call_timeout_s,
         on_call=recorder.record,

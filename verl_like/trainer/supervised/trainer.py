@@ -85,8 +85,7 @@ class SupervisedTrainer(TrainingLoop):
         num_rows = len(self.val_dataset)
         parts = []
         for start in range(0, num_rows, size):
-            stop = min(start + size, num_rows)
-            rows = range(start, stop)
+            rows = range(num_rows)[start : start + size]
             batch = self.val_dataset.collate(rows)
             work = RowWork.of(batch, self.model_cost, balance=config.trainer.balance_batch)
             evaluated = work.submit(self.group.evaluate, batch).get()

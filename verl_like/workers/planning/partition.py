@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PretrainedConfig
 
+from verl_like.workers.config.roles import ActorConfig, CriticConfig
 from verl_like.workers.config.rollout import LogProbConfig
 
 # Legend: B rows of a batch.
@@ -51,6 +52,15 @@ def log_prob_micro_batching(part: LogProbConfig) -> MicroBatching:
         part.log_prob_micro_batch_size_per_gpu,
         part.log_prob_max_token_len_per_gpu,
         part.log_prob_use_dynamic_bsz,
+    )
+
+
+def update_micro_batching(settings: ActorConfig | CriticConfig) -> MicroBatching:
+    """Returns how micro-batches are made to update the actor or the critic."""
+    return MicroBatching(
+        settings.ppo_micro_batch_size_per_gpu,
+        settings.ppo_max_token_len_per_gpu,
+        settings.use_dynamic_bsz,
     )
 
 
