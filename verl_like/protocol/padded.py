@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from verl_like.protocol.dataproto import DataProto
-from verl_like.protocol.row_ops import is_jagged, jagged_from_offsets, jagged_parts, offsets_of
+from verl_like.protocol.row_ops import (
+    is_jagged,
+    jagged_from_offsets,
+    jagged_parts,
+    offsets_of,
+    places_from,
+)
 from verl_like.protocol.samples import SampleRows
 
 # Legend: B rows, P padded prompt length, R padded response length, T = P + R, N tokens of all rows.
@@ -64,13 +70,10 @@ class RowPlaces:
                 "data.max_response_length"
             )
         self.shape = (num_rows, width)
-        first = torch.arange(num_rows) * width
+        starts = torch.arange(num_rows) * width
         if at_end:
-            first = first + width - lengths
-        shift_of_row = first - offsets[:-1]
-        shift = torch.repeat_interleave(shift_of_row, lengths)
-        num_values = int(offsets[-1])
-        self.of_values = shift + torch.arange(num_values)
+            starts = starts + width - lengths
+        self.of_values = places_from(starts, offsets)
 
     def pad(self, values: Tensor, fill: int = 0) -> Tensor:
         """Puts values (N, ...) at their places in (B, width, ...), with `fill` elsewhere."""

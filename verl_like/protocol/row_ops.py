@@ -88,6 +88,19 @@ def offsets_of(lengths: Tensor) -> Tensor:
     return offsets
 
 
+def row_lengths(column: Tensor) -> Tensor:
+    """Returns the number of values of each row of a jagged column, (B,) int64."""
+    _values, offsets = jagged_parts(column)
+    return offsets.diff()
+
+
+def places_from(starts: Tensor, offsets: Tensor) -> Tensor:
+    """Returns the place of each value of jagged rows if the rows begin at `starts` (B,), int64."""
+    shift_of_row = starts - offsets[:-1]
+    shift = torch.repeat_interleave(shift_of_row, offsets.diff())
+    return shift.add_(torch.arange(len(shift), device=shift.device))
+
+
 def jagged_from_lists(rows: Sequence[Sequence[Any] | np.ndarray], dtype: torch.dtype) -> Tensor:
     """Makes a jagged tensor of rows of numbers."""
     num_values = [len(row) for row in rows]
@@ -115,14 +128,11 @@ def jagged_on_last_token(values_B: Tensor, mask: Tensor) -> Tensor:
     token in the mask is lost.
     """
     marks, offsets = jagged_parts(mask)
-    num_rows = len(values_B)
-    rows = torch.arange(num_rows)
-    lengths = offsets.diff()
-    row_of_token = rows.repeat_interleave(lengths)
+    row_of_token = torch.repeat_interleave(offsets.diff())
     marked = marks.bool().nonzero().squeeze(1)  # where, among the values of all rows
     row_of_marked = row_of_token[marked]
     # The largest place is the last one. A row without any keeps -1.
-    none_B = torch.full((num_rows,), -1)
+    none_B = torch.full((len(values_B),), -1)
     last_B = none_B.scatter_reduce(0, row_of_marked, marked, "amax")
     has_token_B = last_B >= 0
     column = values_B.new_zeros(len(marks))
@@ -293,11 +303,7 @@ class RowTaker:
         indices = self.indices.to(offsets.device)
         lengths = offsets.diff()[indices]
         new_offsets = offsets_of(lengths)
-        # A copied value lies as far from the start of its row as before.
-        shift_of_row = offsets[indices] - new_offsets[:-1]
-        shift = torch.repeat_interleave(shift_of_row, lengths)
-        values = torch.arange(len(shift), device=shift.device)
-        places = shift.add_(values)
+        places = places_from(offsets[indices], new_offsets)
         self._jagged.append((offsets, places, new_offsets))
         return places, new_offsets
 
@@ -316,7 +322,7 @@ def concat_columns(name: str, parts: Sequence[Any]) -> ColumnData:
                 "column)."
             )
     if isinstance(first, np.ndarray):
-        return np.concatenate(parts, axis=0)
+        return np.concatenate(parts)
     if first.is_nested:
         return _concat_jagged(parts)
     num_rows = sum(map(len, parts))

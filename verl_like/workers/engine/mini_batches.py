@@ -19,12 +19,18 @@ from torch import Tensor
 from verl_like.algorithms.aggregation import Aggregate, BatchCounts, agg_loss
 from verl_like.algorithms.masked import masked_sum
 from verl_like.protocol import Metric, merge_metrics
-from verl_like.protocol.row_ops import RowTaker, jagged_from_lengths, jagged_parts, offsets_of
+from verl_like.protocol.row_ops import (
+    RowTaker,
+    jagged_from_lengths,
+    offsets_of,
+    places_from,
+    row_lengths,
+)
 from verl_like.workers.engine.base import TrainingEngine
 from verl_like.workers.engine.mesh import num_trainers, own_ranks
 from verl_like.workers.engine.micro_batch import MicroBatch
 from verl_like.workers.engine.throughput import Stopwatch
-from verl_like.workers.models.packing import Rows, places_from, sums_between
+from verl_like.workers.models.packing import Rows, sums_between
 from verl_like.workers.pinned_memory import to_host
 from verl_like.workers.planning.partition import MicroBatching, pack_into_micro_batches
 
@@ -207,14 +213,13 @@ def forward(
                     kept.append(each[: len(at)])
             outputs.append(kept)
     order = torch.cat(micro_batches)
-    _, offsets = jagged_parts(rows["responses"])
     columns = []
     for values in zip(*outputs, strict=True):
         column = to_host(torch.cat(values))
         if column.ndim == _SEQUENCE_DIMS:
             column = jagged_from_lengths(column, rows.lengths_B[order])
         elif by_token:
-            column = jagged_from_lengths(column, offsets.diff()[order])
+            column = jagged_from_lengths(column, row_lengths(rows["responses"])[order])
         columns.append(column)
     in_order = RowTaker(order.argsort())
     return [in_order.tensor(column) for column in columns]
