@@ -33,7 +33,7 @@ class SampleRows:
         self.starts = starts
         self.first_rows = starts[:-1]
         self.num_samples = len(num_rows_S)
-        self.sample_of_row = torch.arange(self.num_samples).repeat_interleave(num_rows_S)
+        self.sample_of_row = torch.repeat_interleave(num_rows_S)
 
     @classmethod
     def of(cls, data: DataProto) -> "SampleRows":
@@ -58,11 +58,9 @@ def count_samples(data: DataProto) -> int:
 
 def select_samples(data: DataProto, start: int, stop: int) -> DataProto:
     """Returns the rows of the samples start to stop - 1, as a view of the same memory."""
-    starts = SampleRows.of(data).starts
-    num_samples = len(starts) - 1
-    first_row = int(starts[start])
-    end_row = int(starts[min(stop, num_samples)])
-    return data.rows(first_row, end_row)
+    starts = sample_starts(data.tensors(), len(data))
+    bounds = starts[start : stop + 1]
+    return data.rows(int(bounds[0]), int(bounds[-1]))
 
 
 def concat_samples(parts: Sequence[DataProto]) -> DataProto:
