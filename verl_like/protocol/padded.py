@@ -114,13 +114,13 @@ class PaddedColumns(MutableMapping[str, Tensor]):
                 starts = samples.starts
         self.batch_size = torch.Size([num_rows])
         self.device: torch.device | None = None
-        self.response_offsets: Tensor | None = None
+        self.response_offsets: Tensor
+        """Those of `responses`, where there are any."""
         self.response_places: RowPlaces | None = None
         if "responses" in self.columns:
             width = self.padding.max_response_length
-            _, offsets = jagged_parts(self.columns["responses"])
-            self.response_offsets = offsets
-            self.response_places = places_of_samples(offsets, width, starts)
+            _, self.response_offsets = jagged_parts(self.columns["responses"])
+            self.response_places = places_of_samples(self.response_offsets, width, starts)
         self.names = set(self.columns)
         """Columns of the batch."""
         if self.samples:
@@ -200,13 +200,9 @@ class PaddedColumns(MutableMapping[str, Tensor]):
         if name == "prompts":
             in_prompt = self._prompt_places(offsets)
             return in_prompt.pad(values, pad_token)
-        if self.response_places is not None:
-            assert self.response_offsets is not None
-            if torch.equal(offsets, self.response_offsets):
-                fill = 0
-                if name == "responses":
-                    fill = pad_token
-                return self.response_places.pad(values, fill)
+        if self.response_places is not None and torch.equal(offsets, self.response_offsets):
+            fill = pad_token if name == "responses" else 0
+            return self.response_places.pad(values, fill)
         assert not self.samples, f"{name} has no entry a response token"
         return column  # of another kind
 
