@@ -31,10 +31,12 @@ def init_process_group(device: str, rank: int, world_size: int) -> None:
     trainers. It is made once a process, so that the roles of a process share it. Raises
     TimeoutError, which names the missing trainers, if not all of them join.
     """
+    global _own_ranks
     if dist.is_initialized():
         return
     if device == "cuda":
         torch.cuda.set_device(0)
+    num_own_ranks = world_size
     if trainer := JointTrainer.of_process():
         store = _meet(trainer, rank, world_size)
         rank += trainer.index * world_size
@@ -47,22 +49,9 @@ def init_process_group(device: str, rank: int, world_size: int) -> None:
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_DEADLINE
     )
-    _remember_own_ranks(trainer)
-
-
-def _remember_own_ranks(trainer: JointTrainer | None) -> None:
-    """Makes the process group that `own_ranks` returns. All ranks take part in making each one."""
-    global _own_ranks
     _own_ranks = None
-    if trainer is None:
-        return
-    size = dist.get_world_size() // trainer.count
-    for index in range(trainer.count):
-        first = index * size
-        ranks = range(first, first + size)
-        group = dist.new_group(ranks)
-        if index == trainer.index:
-            _own_ranks = group
+    if trainer:
+        _own_ranks, _groups_of_trainers = dist.new_subgroups(num_own_ranks)
 
 
 def own_ranks() -> dist.ProcessGroup | None:
@@ -85,9 +74,7 @@ def _store_of_group(rank: int) -> dist.Store:
     port = int(os.environ["MASTER_PORT"])
     if rank == 0:
         return open_store(host, port, timeout=COLLECTIVE_DEADLINE)
-    return dist.TCPStore(
-        host, port, is_master=False, wait_for_workers=False, timeout=COLLECTIVE_DEADLINE
-    )
+    return dist.TCPStore(host, port, timeout=COLLECTIVE_DEADLINE)
 
 
 def _meet(trainer: JointTrainer, rank: int, world_size: int) -> dist.Store:
@@ -102,9 +89,7 @@ def _meet(trainer: JointTrainer, rank: int, world_size: int) -> dist.Store:
     address = (trainer.master_addr, trainer.master_port)
     store = None
     try:
-        server = dist.TCPStore(
-            *address, is_master=False, timeout=JOIN_DEADLINE, wait_for_workers=False
-        )
+        server = dist.TCPStore(*address, timeout=JOIN_DEADLINE)
         store = dist.PrefixStore(trainer.processes, server)
         own_keys = keys[trainer.index]
         all_keys = list(chain.from_iterable(keys))

@@ -70,7 +70,7 @@ class GlooTransport(SharedMemoryTransport):
             link = links.get(export.address)
             if link is None:
                 host, port = export.address
-                store = dist.TCPStore(host, port, is_master=False, timeout=_TIMEOUT)
+                store = dist.TCPStore(host, port, timeout=_TIMEOUT)
                 link = _Link(store)
             pages = self._receive_from(link, export, worker)
             received.append(with_data(export, pages))
