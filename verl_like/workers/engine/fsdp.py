@@ -184,7 +184,7 @@ class FsdpEngine(TrainingEngine):
         for unit in self.units:
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=True)
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_model_state_dict(model, weights, options=options)
         # The weights lack the buffers that no checkpoint has, such as the rotary frequencies.
         for name, buffer in model.named_buffers():

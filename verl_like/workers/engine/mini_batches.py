@@ -75,7 +75,6 @@ class MiniBatch:
             batch_num_tokens=self.num_tokens,
             global_batch_size=self.num_sequences,
             loss_scale_factor=self.response_length,
-            dp_size=1,
         )
 
     @property
