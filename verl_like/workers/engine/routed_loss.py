@@ -77,7 +77,7 @@ class RoutedLoss:
         """The micro-batches that are left of the present optimizer step."""
         self.balance: _Balance | None = None
         size = (shape.num_layers, shape.num_experts)
-        self.counts = torch.zeros(size, dtype=torch.int64)
+        self.counts = torch.zeros(size, dtype=torch.int64, device=engine.device)
         """How many tokens each expert has computed in the update on this rank, (L, E)."""
 
     def __call__(self, micro: MicroBatch, mini_batch: MiniBatch) -> tuple[Tensor, MicroMetrics]:
@@ -87,7 +87,6 @@ class RoutedLoss:
         self.num_left -= 1
         load, loss, metrics = self._run(micro, mini_batch)
         assert load.counts is not None
-        self.counts = self.counts.to(self.engine.device)
         self.counts += load.counts
         if not self.coefficient:
             return loss, metrics
@@ -104,8 +103,7 @@ class RoutedLoss:
         All ranks must call it.
         """
         metrics: dict[str, Metric] = {}
-        total = self.counts.to(self.engine.device)
-        counts = self._over_ranks(total).tolist()
+        counts = self._over_ranks(self.counts).tolist()
         if dist.get_rank() != 0:
             return metrics
         for layer, of_layer in enumerate(counts):
@@ -147,11 +145,10 @@ class RoutedLoss:
     @torch.no_grad()
     def _first_pass(self, mini_batch: MiniBatch) -> Tensor:
         """Returns the counts of this rank's micro-batches, (L, E)."""
-        device = self.engine.device
-        total = torch.zeros_like(self.counts, device=device)
+        total = torch.zeros_like(self.counts)
         for at in mini_batch.micro_batches:
             rows = self.rows.take(at)
-            micro = MicroBatch(rows, device)
+            micro = MicroBatch(rows, self.engine.device)
             load, _loss, _metrics = self._run(micro, mini_batch)
             assert load.counts is not None
             total += load.counts
