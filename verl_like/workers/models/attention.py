@@ -259,14 +259,12 @@ def _by_hand(q: Tensor, k: Tensor, v: Tensor, mask_LL: Tensor, sequences: Sequen
     softcap = sequences.softcap
     if softcap is not None:
         logits_LL = softcap * torch.tanh(logits_LL / softcap)
-    logits_LL = logits_LL.masked_fill(~mask_LL, -torch.inf)
-    if sequences.sinks is None:
-        weights_LL = logits_LL.softmax(-1, dtype=torch.float32)
-        return weights_LL.to(v.dtype) @ v
-    sinks_L1 = sequences.sinks[:, None, None].expand(*logits_LL.shape[:3], 1)
-    with_sinks = torch.cat((logits_LL, sinks_L1.to(logits_LL.dtype)), dim=-1)
-    weights = with_sinks.softmax(-1, dtype=torch.float32)
-    weights_LL = weights[..., :-1]
+    logits = logits_LL.masked_fill(~mask_LL, -torch.inf)
+    if sequences.sinks is not None:
+        sinks_L1 = sequences.sinks[:, None, None].expand(*logits_LL.shape[:3], 1)
+        logits = torch.cat((logits, sinks_L1.to(logits.dtype)), dim=-1)
+    weights = logits.softmax(-1, dtype=torch.float32)
+    weights_LL = weights[..., : len(mask_LL)]
     return weights_LL.to(v.dtype) @ v
 
 

@@ -82,8 +82,12 @@ def check_model(
         raise ValueError(
             f"{what}: {type(hf.base_model).__name__} takes no position ids, {_NOT_PACKED}."
         )
-    if isinstance(config, TrainedModelConfig) and config.enable_gradient_checkpointing:
-        require_checkpointing(hf, what, model_setting(key, "enable_gradient_checkpointing"))
+    is_recomputed = isinstance(config, TrainedModelConfig) and config.enable_gradient_checkpointing
+    if is_recomputed and not hf.supports_gradient_checkpointing:
+        setting = model_setting(key, "enable_gradient_checkpointing")
+        raise ValueError(
+            f"{what}: {type(hf).__name__} has no gradient checkpointing; set {setting}=false."
+        )
     try:
         Trial(model_class(hf)).run(sequence_parallel_size)
     except ValueError as error:
@@ -144,14 +148,6 @@ def check_shapes(
             f"{model_setting(key, 'override_config')}; correct these."
         )
     require_weights(report["missing_keys"], hf, config, key=key, makes_head=makes_head)
-
-
-def require_checkpointing(hf: PreTrainedModel, what: str, setting: str) -> None:
-    """Raises ValueError if the model's class does not support gradient checkpointing."""
-    if not hf.supports_gradient_checkpointing:
-        raise ValueError(
-            f"{what}: {type(hf).__name__} has no gradient checkpointing; set {setting}=false."
-        )
 
 
 @contextmanager
