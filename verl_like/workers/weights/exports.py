@@ -28,8 +28,6 @@ argument says so, as it does for copies from a GPU."""
 class OrderedWeight(NamedTuple):
     """A parameter or buffer of a model as it travels."""
 
-    name: str
-    """In the model."""
     tensor: Tensor
     dtype: torch.dtype
     """The dtype in which it travels."""
@@ -111,10 +109,10 @@ def in_order(
     weights = []
     for name, tensor in parameters:
         files = files_in(layout, name, tensor)
-        weights.append(OrderedWeight(name, tensor, dtype, files))
+        weights.append(OrderedWeight(tensor, dtype, files))
     for name, tensor in buffers:
         files = files_in(layout, name, tensor)
-        weights.append(OrderedWeight(name, tensor, tensor.dtype, files))
+        weights.append(OrderedWeight(tensor, tensor.dtype, files))
     return sorted(weights, key=lambda weight: -weight.dtype.itemsize)
 
 
@@ -157,11 +155,11 @@ def collect_weights(
     weights = in_order(parameters, dtype, buffers, layout)
     groups = _in_buckets(weights, bucket_bytes)
     for index, group in enumerate(groups):
-        tensors = {}
-        for name, weight, own_dtype, files in group:
+        tensors = []
+        for weight, own_dtype, files in group:
             # `to` takes 1 us to do nothing.
             tensor = weight if weight.dtype == own_dtype else weight.to(own_dtype)
-            tensors[name] = tensor
+            tensors.append(tensor)
             for file in files:
                 if file.name in fingerprints:
                     raise ValueError(
@@ -170,7 +168,7 @@ def collect_weights(
                     )
                 fingerprints[file.name] = local_fingerprint(file, tensor, rank)
         is_kept = index % world_size == rank
-        whole = whole_tensors([*tensors.values()], is_kept) if allocate else []
+        whole = whole_tensors(tensors, is_kept) if allocate else []
         if is_kept:
             data = np.empty(0, np.uint8)
             if allocate:
