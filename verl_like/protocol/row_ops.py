@@ -192,21 +192,15 @@ def _on_offsets(column: Tensor, known: list[Tensor]) -> Tensor:
     for each in known:
         if each is offsets:
             return column
-        if _are_equal(each, offsets):
+        # On the meta device there are no values to compare.
+        are_comparable = each.device == offsets.device and not offsets.is_meta
+        if are_comparable and torch.equal(each, offsets):
             return jagged_from_offsets(values, each)
     known.append(offsets)
     has_holes = cast(Any, column).lengths() is not None
     if has_holes:
         return jagged_from_offsets(values, offsets)
     return column
-
-
-def _are_equal(offsets: Tensor, others: Tensor) -> bool:
-    """Returns True if two offsets have the same values. On the meta device there are no values."""
-    device = offsets.device
-    if others.device != device or device.type == "meta":
-        return False
-    return torch.equal(offsets, others)
 
 
 def write_count(tensor: Tensor) -> int:
