@@ -218,13 +218,16 @@ class PaddedColumns(MutableMapping[str, Tensor]):
                 return prompts_BP
             responses_BR = self["responses"]
             return torch.cat([prompts_BP, responses_BR], dim=1)
-        ones = torch.ones_like(prompts)
-        is_prompt_BP = in_prompt.pad(ones)
         if name == "position_ids":
-            length = self.padding.max_prompt_length
+            prompt_length = self.padding.max_prompt_length
+            length = prompt_length
             if self.response_places is not None:
                 length += self.padding.max_response_length
-            return _positions(is_prompt_BP, length)
+            num_padding_B = prompt_length - prompt_offsets.diff()
+            positions_BT = torch.arange(length) - num_padding_B.unsqueeze(1)
+            return positions_BT.clamp(min=0)  # 0 in the padding, too
+        ones = torch.ones_like(prompts)
+        is_prompt_BP = in_prompt.pad(ones)
         if self.response_places is None:
             return is_prompt_BP
         responses, _ = jagged_parts(self.columns["responses"])
@@ -289,16 +292,6 @@ def padded(data: DataProto, names: Collection[str] | None = None) -> DataProto:
         if names is None or name in names:
             tensors[name] = columns[name]
     return DataProto.from_dict(tensors, data.non_tensor_batch, data.meta_info)
-
-
-def _positions(prompt_mask_BP: Tensor, length: int) -> Tensor:
-    """Returns the positions (B, T) int64. They are 0 on the first token of the prompt and before
-    it."""
-    num_prompt_tokens_B = prompt_mask_BP.sum(-1, keepdim=True)
-    width = prompt_mask_BP.size(1)
-    num_padding_B = width - num_prompt_tokens_B
-    positions_BT = torch.arange(length) - num_padding_B
-    return positions_BT.clamp(min=0)
 
 
 def view_of_samples(data: DataProto) -> PaddedView:
