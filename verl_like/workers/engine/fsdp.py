@@ -416,10 +416,7 @@ class FsdpEngine(TrainingEngine):
         _check_saved(saved, state, path)
         loaded = state
         if optimizer_only:
-            loaded = {}
-            for name, tensor in state.items():
-                if name.startswith("optimizer."):
-                    loaded[name] = tensor
+            loaded = {name: state[name] for name in state if name.startswith("optimizer.")}
         dcp.load(loaded, storage_reader=reader)  # this writes into the tensors
         self.training_steps = int(state["training_steps"])
         self.consecutive_skips = int(state["skipped_steps"])

@@ -154,13 +154,11 @@ class DeviceMetric:
         detached = value.detach()
         if value.ndim == 0:
             return cls((detached, num_tokens), Metric.mean)
-        if value.shape == mask_BR.shape:
-            total = masked_sum(detached.float(), mask_BR)
-            return cls.token_mean(total, num_tokens)
         has_tokens_B = mask_BR.bool().any(-1)
-        if value.shape == has_tokens_B.shape:
-            total = masked_sum(detached.float(), has_tokens_B)
-            return cls.token_mean(total, has_tokens_B.sum())
+        for mask in (mask_BR, has_tokens_B):
+            if value.shape == mask.shape:
+                total = masked_sum(detached.float(), mask)
+                return cls.token_mean(total, mask.sum())
         raise ValueError(
             f"the metric {name} of a loss has shape {tuple(value.shape)} for rows of shape "
             f"{tuple(mask_BR.shape)}: return a value by token (B, R), by row (B,), or one number"
