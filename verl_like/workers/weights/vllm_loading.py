@@ -281,7 +281,7 @@ class StagedTransfer(WeightTransferEngine[DirectInitInfo, StagedUpdate]):
             # Other buffers of vLLM's, such as tables of positions, are its own.
             if name in self._sources:
                 tensors[name] = buffer
-        totals: dict[str, Tensor | int] = {}
+        totals: dict[str, Tensor | int] = defaultdict(int)
         self.unknown_layouts = {}
         for name, tensor in tensors.items():
             sources = self._sources.get(name, [])
@@ -297,8 +297,7 @@ class StagedTransfer(WeightTransferEngine[DirectInitInfo, StagedUpdate]):
             for source in sources:
                 totals.setdefault(source.hf_name, 0)
             for hf_name, part in sums.items():
-                total = totals.get(hf_name, 0)
-                totals[hf_name] = total + part
+                totals[hf_name] += part
         own = read_fingerprints(totals)
         group = get_tp_group()
         if group.world_size == 1:
