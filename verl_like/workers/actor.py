@@ -41,8 +41,8 @@ from verl_like.workers.models.routed_experts import (
     ROUTED_EXPERTS,
     UNREPLAYED,
     RouterShape,
-    RoutingDifference,
     RoutingRecord,
+    routing_difference,
 )
 from verl_like.workers.models.router_replay import freeze_routers
 from verl_like.workers.planning.partition import log_prob_micro_batching
@@ -117,8 +117,7 @@ class ScoringWorker(ActorRolloutRefWorker):
         metrics["actor/entropy"] = Metric.mean(mean, weight=num_tokens)
         if self.replay_mode == "R3":
             own = output.pop(batch_keys=[ROUTED_EXPERTS]).tensor_batch[ROUTED_EXPERTS]
-            difference = RoutingDifference.of(own, rows[ROUTED_EXPERTS])
-            metrics |= difference.metrics()
+            metrics |= routing_difference(own, rows[ROUTED_EXPERTS])
             output.tensor_batch[UNREPLAYED] = self.unreplayed_log_probs(rows)
         return output
 
