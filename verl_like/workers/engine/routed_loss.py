@@ -27,15 +27,6 @@ class _Balance:
     num_routings: Tensor
     """The number of tokens times L."""
 
-    @classmethod
-    def of(cls, counts_LE: Tensor, top_k: int) -> "_Balance":
-        """Makes it of the counts of a whole mini-batch, over all ranks."""
-        counts_E = counts_LE.sum(0).float()
-        total = counts_E.sum()
-        num_routings = (total / top_k).clamp(min=1)
-        shares_E = counts_E / num_routings
-        return cls(shares_E, num_routings)
-
     def loss(self, probabilities_LE: Tensor) -> Tensor:
         """Returns E sum_e f_e P_e, where P sums over the tokens of a micro-batch alone."""
         sums_E = probabilities_LE.sum(0)
@@ -170,9 +161,12 @@ class RoutedLoss:
         counts_LE = torch.stack(of_layers)
         return counts_LE.to(self.engine.device)
 
-    def _balance_of(self, counts: Tensor) -> _Balance:
-        of_all_ranks = self._over_ranks(counts)
-        return _Balance.of(of_all_ranks, self.shape.top_k)
+    def _balance_of(self, counts_LE: Tensor) -> _Balance:
+        """Makes the shares of the counts of this rank's part of a whole mini-batch."""
+        counts_E = self._over_ranks(counts_LE).sum(0).float()
+        total = counts_E.sum()
+        num_routings = (total / self.shape.top_k).clamp(min=1)
+        return _Balance(counts_E / num_routings, num_routings)
 
     def _over_ranks(self, counts: Tensor) -> Tensor:
         """Returns the sum of the counts of all ranks. Ranks that share rows have the same."""
