@@ -98,10 +98,7 @@ def _meet(trainer: JointTrainer, rank: int, world_size: int) -> dist.Store:
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         missing: Any = "0 (no store)"
         if store:
-            missing = []
-            for index, of_trainer in enumerate(keys):
-                if not store.check(of_trainer):
-                    missing.append(index)
+            missing = [index for index, own in enumerate(keys) if not store.check(own)]
         raise TimeoutError(
             f"trainer(s) {missing} of {trainer.count} did not bring {world_size} rank(s) of "
             f"{trainer.processes} to {address} within {JOIN_DEADLINE}: start all, with the same "
