@@ -52,8 +52,7 @@ class SampleRows:
 
 def count_samples(data: DataProto) -> int:
     """Returns the number of samples of a batch."""
-    starts = sample_starts(data.tensors(), len(data))
-    return len(starts) - 1
+    return SampleRows.of(data).num_samples
 
 
 def select_samples(data: DataProto, start: int, stop: int) -> DataProto:
@@ -69,11 +68,7 @@ def concat_samples(parts: Sequence[DataProto]) -> DataProto:
     whole = DataProto.concat(parts)
     if SAMPLE_COLUMN not in whole.tensors() or not len(whole):
         return whole
-    numbers = []
-    num_before = 0
-    for part in parts:
-        samples = SampleRows.of(part)
-        numbers.append(samples.sample_of_row + num_before)
-        num_before += samples.num_samples
-    whole.tensor_batch[SAMPLE_COLUMN] = torch.cat(numbers)
+    num_rows_of_parts = [SampleRows.of(part).starts.diff() for part in parts]
+    num_rows_S = torch.cat(num_rows_of_parts)
+    whole.tensor_batch[SAMPLE_COLUMN] = torch.repeat_interleave(num_rows_S)
     return whole
