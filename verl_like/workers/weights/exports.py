@@ -156,11 +156,13 @@ def collect_weights(
     groups = _in_buckets(weights, bucket_bytes)
     for index, group in enumerate(groups):
         tensors = []
-        for weight, own_dtype, files in group:
+        files: list[FileTensor] = []
+        for weight, own_dtype, own_files in group:
             # `to` takes 1 us to do nothing.
             tensor = weight if weight.dtype == own_dtype else weight.to(own_dtype)
             tensors.append(tensor)
-            for file in files:
+            files += own_files
+            for file in own_files:
                 if file.name in fingerprints:
                     raise ValueError(
                         f"Parameter {file.name} is exported twice; pass named_parameters(), not a "
@@ -175,7 +177,9 @@ def collect_weights(
                 views = _cut(whole, group)
                 data = _pack(views, allocate)
                 del views
-            buckets.append(_bucket(index, group, data))
+            names = tuple(file.name for file in files)
+            shapes = tuple(file.shape for file in files)
+            buckets.append(WeightBucket(index, names, shapes, _name(group[0].dtype), data))
         del tensors, whole  # before the next bucket takes memory
     if not fingerprints:
         raise ValueError("There is no parameter to export; pass the model's named_parameters().")
@@ -189,18 +193,6 @@ def collect_weights(
         fingerprints=read_fingerprints(fingerprints),
         buckets=tuple(buckets),
     )
-
-
-def _bucket(index: int, group: Sequence[OrderedWeight], data: np.ndarray) -> WeightBucket:
-    """Returns the bucket of weights that have one dtype."""
-    names = []
-    shapes = []
-    for weight in group:
-        for file in weight.files:
-            names.append(file.name)
-            shapes.append(file.shape)
-    dtype = _name(group[0].dtype)
-    return WeightBucket(index, tuple(names), tuple(shapes), dtype, data)
 
 
 def _cut(whole: Sequence[Tensor], group: Sequence[OrderedWeight]) -> list[Tensor]:
