@@ -17,7 +17,6 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from verl_like.workers.weights.exports import NamedTensor
 from verl_like.workers.weights.fingerprints import fingerprint_tensor
 
-
 _experts_config: Any = FusedMoEConfig
 _post_init = _experts_config.__post_init__
 
