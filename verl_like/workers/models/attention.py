@@ -196,7 +196,6 @@ def packed_sdpa(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences)
 
     Consecutive sequences of the same length are computed in one call.
     """
-    scale = sequences.scale
     window = sequences.window
     is_by_hand = sequences.softcap is not None or sequences.sinks is not None
     outputs = []
@@ -226,7 +225,7 @@ def packed_sdpa(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences)
                 v,
                 attn_mask=mask_LL,
                 is_causal=mask_LL is None,
-                scale=scale,
+                scale=sequences.scale,
                 enable_gqa=enable_gqa,
             )
         output_NHD = output.transpose(1, 2).flatten(0, 1)

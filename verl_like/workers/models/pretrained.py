@@ -27,7 +27,7 @@ from transformers.utils import cached_file
 from verl_like.workers.config.engine import ForwardFsdpConfig, TrainedFsdpConfig
 from verl_like.workers.config.models import ModelConfig, TrainedModelConfig
 from verl_like.workers.models.attention import choose_attention, settle_sinks
-from verl_like.workers.models.experts import require_experts
+from verl_like.workers.models.experts import GROUPED
 from verl_like.workers.models.hub import require_hub_model
 from verl_like.workers.models.lora import add_adapter
 
@@ -192,8 +192,13 @@ def empty_model(config: ModelConfig, auto_class: Any, *, key: str) -> PreTrained
             raise ValueError(
                 f"{path}: no model can be made of its config.json ({_said(error)})."
             ) from error
-        overrides = model_setting(key, "override_config")
-        require_experts(model, config.experts_implementation, overrides)
+        is_grouped = config.experts_implementation == GROUPED
+        if is_grouped and not model._can_set_experts_implementation():
+            setting = model_setting(key, "override_config.experts_implementation")
+            raise ValueError(
+                f"{setting}={GROUPED}, but {type(model).__name__} has no experts that "
+                "transformers computes so; leave it out."
+            )
         add_adapter(model, decoder_layers(model), config, key)
     return model
 
