@@ -3,6 +3,7 @@ has one machine."""
 
 import os
 import socket
+from datetime import timedelta
 from typing import Any
 
 import psutil
@@ -28,6 +29,16 @@ def open_store(host: str, port: int = 0, **options: Any) -> TCPStore:
         master_listen_fd=listener.detach(),
         **options,
     )
+
+
+def store_of_group(rank: int, timeout: timedelta) -> TCPStore:
+    """Returns the store at the address of this worker group, which rank 0 opens and the others wait
+    for. `timeout` is that of its calls."""
+    host = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
+    if rank == 0:
+        return open_store(host, port, timeout=timeout)
+    return TCPStore(host, port, timeout=timeout)
 
 
 def address_towards(host: str) -> str:

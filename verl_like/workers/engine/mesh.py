@@ -1,7 +1,6 @@
 """The ranks of a worker group: how they form a process group, and which of them share parameters
 and sequences."""
 
-import os
 from datetime import timedelta
 from itertools import chain
 from typing import Any, NamedTuple
@@ -10,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from verl_like.single_controller.network import open_store
+from verl_like.single_controller.network import store_of_group
 from verl_like.workers.config.joint_trainer import JointTrainer
 from verl_like.workers.planning.partition import num_groups
 
@@ -42,7 +41,7 @@ def init_process_group(device: str, rank: int, world_size: int) -> None:
         rank += trainer.index * world_size
         world_size *= trainer.count
     elif world_size > 1:
-        store = _store_of_group(rank)
+        store = store_of_group(rank, COLLECTIVE_DEADLINE)
     else:
         store = dist.HashStore()
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
@@ -66,15 +65,6 @@ def num_trainers() -> int:
     """Returns the number of trainers whose ranks are in the process group."""
     trainer = JointTrainer.of_process()
     return trainer.count if trainer else 1
-
-
-def _store_of_group(rank: int) -> dist.Store:
-    """Returns the store of this worker group, which rank 0 opens."""
-    host = os.environ["MASTER_ADDR"]
-    port = int(os.environ["MASTER_PORT"])
-    if rank == 0:
-        return open_store(host, port, timeout=COLLECTIVE_DEADLINE)
-    return dist.TCPStore(host, port, timeout=COLLECTIVE_DEADLINE)
 
 
 def _meet(trainer: JointTrainer, rank: int, world_size: int) -> dist.Store:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from verl_like.single_controller.network import address_towards, open_store
+from verl_like.single_controller.network import address_towards, open_store, store_of_group
 from verl_like.workers.models.lora import adapted_names, parts_with_experts
 from verl_like.workers.models.pretrained import decoder_layers, empty_model
 from verl_like.workers.models.routed_experts import RouterShape
@@ -259,17 +259,10 @@ class VllmEngine(RolloutEngine):
 
         # The first process of each replica writes its address into a store of the whole group. The
         # store is kept as long as the engine, because others may read it after rank 0 has gone on.
-        host = os.environ["MASTER_ADDR"]
-        port = int(os.environ["MASTER_PORT"])
-        if self.rank == 0:
-            self._rendezvous = open_store(host, port, timeout=_RENDEZVOUS_TIMEOUT)
-        else:
-            self._rendezvous = dist.TCPStore(
-                host, port, is_master=False, wait_for_workers=False, timeout=_RENDEZVOUS_TIMEOUT
-            )
+        self._rendezvous = store_of_group(self.rank, _RENDEZVOUS_TIMEOUT)
         key = f"rollout_replica_{self.dp_rank}"
         if self.tp_rank == 0:
-            store = open_store(address_towards(host))
+            store = open_store(address_towards(os.environ["MASTER_ADDR"]))
             self._rendezvous.set(key, f"{store.host}:{store.port}")
             self._store_of_replica = store
         # With this torch connects to the store. Otherwise it would open one of its own, which
