@@ -34,11 +34,10 @@ from verl_like.workers.models.lora import (
     trained_parameters,
     without_adapter,
 )
-from verl_like.workers.models.packed_models import PackedModel
+from verl_like.workers.models.packed_models import PackedModel, decoder_layers
 from verl_like.workers.models.packing import PackedBatch, Rows, pack
 from verl_like.workers.models.pretrained import (
     compile_layers,
-    decoder_layers,
     load_tokenizer,
     save_settings,
     save_weights,

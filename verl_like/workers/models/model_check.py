@@ -21,10 +21,9 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, loggi
 from verl_like.workers.config.models import ModelConfig, TrainedModelConfig
 from verl_like.workers.models.attention import Sequences, packed_attention, settle_sinks
 from verl_like.workers.models.lora import add_adapter
-from verl_like.workers.models.packed_models import PackedModel
+from verl_like.workers.models.packed_models import PackedModel, decoder_layers
 from verl_like.workers.models.packing import PackedBatch
 from verl_like.workers.models.pretrained import (
-    decoder_layers,
     empty_model,
     load_hf_config,
     model_setting,
@@ -75,7 +74,7 @@ def check_model(
     if all(file.suffix == ".safetensors" for file in files):
         hf, report = load_shapes(type(hf), hf.config, files)
         check_shapes(report, hf, config, key=key, makes_head=makes_head)
-        add_adapter(hf, decoder_layers(hf), config, key)
+        add_adapter(hf, config, key)
     settle_sinks(hf, config.attn_implementation)
     parameters = inspect.signature(hf.base_model.forward).parameters
     if "position_ids" not in parameters:

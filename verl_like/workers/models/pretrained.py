@@ -12,7 +12,7 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -30,6 +30,7 @@ from verl_like.workers.models.attention import choose_attention, settle_sinks
 from verl_like.workers.models.experts import GROUPED
 from verl_like.workers.models.hub import require_hub_model
 from verl_like.workers.models.lora import add_adapter
+from verl_like.workers.models.packed_models import decoder_layers
 
 TEACHER_PATH = "actor_rollout_ref.actor.policy_loss.teacher_path"
 """The configuration key of the teacher's path. Its other settings are those of the policy."""
@@ -98,7 +99,7 @@ def load_pretrained(
         with torch.device("meta"):
             model = auto_class.from_config(hf_config, **options)
             settle_sinks(model, config.attn_implementation)
-            add_adapter(model, decoder_layers(model), config, key)
+            add_adapter(model, config, key)
             return model
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(new_head_seed or 0)
@@ -107,7 +108,7 @@ def load_pretrained(
             path, config=hf_config, output_loading_info=True, **options
         )
         settle_sinks(model, config.attn_implementation)
-        add_adapter(model, decoder_layers(model), config, key)
+        add_adapter(model, config, key)
     makes_head = new_head_seed is not None
     require_weights(report["missing_keys"], model, config, key=key, makes_head=makes_head)
     require_finite(model, config, key=key)
@@ -199,7 +200,7 @@ def empty_model(config: ModelConfig, auto_class: Any, *, key: str) -> PreTrained
                 f"{setting}={GROUPED}, but {type(model).__name__} has no experts that "
                 "transformers computes so; leave it out."
             )
-        add_adapter(model, decoder_layers(model), config, key)
+        add_adapter(model, config, key)
     return model
 
 
@@ -490,13 +491,6 @@ def save_settings(
     if hf.can_generate():
         hf.generation_config.save_pretrained(path)
     tokenizer.save_pretrained(path)
-
-
-def decoder_layers(hf: PreTrainedModel) -> list[nn.Module]:
-    """Returns the repeated blocks of a model, which are gathered and computed one at a time."""
-    assert hf._no_split_modules is not None, f"{type(hf).__name__} names no repeated blocks"
-    names = set(hf._no_split_modules)
-    return [module for module in hf.modules() if type(module).__name__ in names]
 
 
 def compile_layers(hf: PreTrainedModel) -> None:

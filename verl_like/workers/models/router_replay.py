@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, PreTrainedModel
 
-from verl_like.workers.models.pretrained import decoder_layers
+from verl_like.workers.models.packed_models import decoder_layers
 from verl_like.workers.models.routed_experts import (
     OWN,
     ROUTING_ARGUMENT,

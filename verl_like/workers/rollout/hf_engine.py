@@ -22,7 +22,6 @@ from transformers import (
 )
 
 from verl_like.workers.models.lora import add_adapter, model_buffers, trained_parameters
-from verl_like.workers.models.pretrained import decoder_layers
 from verl_like.workers.rollout.base import RolloutEngine
 from verl_like.workers.rollout.request import (
     Completion,
@@ -133,8 +132,7 @@ class HfEngine(RolloutEngine):
             return AutoModelForCausalLM.from_config(self.hf_config, **options)
         path = os.path.expanduser(model_config.path)
         model = AutoModelForCausalLM.from_pretrained(path, config=self.hf_config, **options)
-        layers = decoder_layers(model)
-        add_adapter(model, layers, model_config, "actor_rollout_ref.model")
+        add_adapter(model, model_config, "actor_rollout_ref.model")
         return model
 
     def _submit(self, requests: Sequence[GenerationRequest]) -> None:

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from verl_like.single_controller.network import address_towards, open_store, store_of_group
 from verl_like.workers.models.lora import adapted_names, parts_with_experts
-from verl_like.workers.models.pretrained import decoder_layers, empty_model
+from verl_like.workers.models.pretrained import empty_model
 from verl_like.workers.models.routed_experts import RouterShape
 from verl_like.workers.planning.flops import attention_heads
 from verl_like.workers.rollout.base import CPU_NUM_SEQS, RolloutEngine
@@ -133,7 +133,7 @@ class VllmEngine(RolloutEngine):
             max_rank = self._max_lora_rank()
             adapter = {"enable_lora": True, "max_loras": 1, "max_lora_rank": max_rank}
             hf = empty_model(self.model_config, AutoModelForCausalLM, key="actor_rollout_ref.model")
-            if parts_with_experts(decoder_layers(hf)):
+            if parts_with_experts(hf):
                 # vLLM would make room for adapters of all experts.
                 adapter["lora_target_modules"] = adapted_names(hf)
         return self._make(
