@@ -73,7 +73,15 @@ def check_model(
     # Files of other formats are pickles, which this does not read.
     if all(file.suffix == ".safetensors" for file in files):
         hf, report = load_shapes(type(hf), hf.config, files)
-        check_shapes(report, hf, config, key=key, makes_head=makes_head)
+        mismatched = sorted(report["mismatched_keys"])
+        if mismatched:
+            name, in_files, expected = mismatched[0]
+            raise ValueError(
+                f"{what} does not fit its configuration: {name} is {list(in_files)} in its files, "
+                f"and {list(expected)} by its config.json with "
+                f"{model_setting(key, 'override_config')}; correct these."
+            )
+        require_weights(report["missing_keys"], hf, config, key=key, makes_head=makes_head)
         add_adapter(hf, config, key)
     settle_sinks(hf, config.attn_implementation)
     parameters = inspect.signature(hf.base_model.forward).parameters
@@ -129,24 +137,6 @@ def files_that_are_loaded(files: Sequence[Path]) -> list[Path]:
         index = json.loads(index_file.read_text())
         names = set(index["weight_map"].values())
     return [file for file in files if file.name in names]
-
-
-def check_shapes(
-    report: dict[str, Any], hf: PreTrainedModel, config: ModelConfig, *, key: str, makes_head: bool
-) -> None:
-    """Raises ValueError for tensors that are missing, or do not have the configuration's shapes.
-
-    `report` is that of `load_shapes`.
-    """
-    mismatched = sorted(report["mismatched_keys"])
-    if mismatched:
-        name, in_files, expected = mismatched[0]
-        raise ValueError(
-            f"{model_setting(key, 'path')}={config.path} does not fit its configuration: {name} "
-            f"is {list(in_files)} in its files, and {list(expected)} by its config.json with "
-            f"{model_setting(key, 'override_config')}; correct these."
-        )
-    require_weights(report["missing_keys"], hf, config, key=key, makes_head=makes_head)
 
 
 @contextmanager
@@ -235,9 +225,7 @@ class Trial:
 
 def _is_want_of_values(error: Exception) -> bool:
     """Returns True if an operation failed because meta tensors have no values."""
-    if isinstance(error, NotImplementedError):
-        return True
-    return re.search(r"\bmeta\b", str(error)) is not None
+    return isinstance(error, NotImplementedError) or bool(re.search(r"\bmeta\b", str(error)))
 
 
 def _trial_batch(sequence_parallel_size: int) -> PackedBatch:
