@@ -112,9 +112,8 @@ class ScoringWorker(ActorRolloutRefWorker):
         entropies, _offsets = jagged_parts(output.tensor_batch["entropys"])
         total = entropies.sum(dtype=torch.float64).item()
         num_tokens = rows.num_scored_B.sum().item()
-        mean = total / max(num_tokens, 1)
         metrics = output.meta_info["metrics"]
-        metrics["actor/entropy"] = Metric.mean(mean, weight=num_tokens)
+        metrics["actor/entropy"] = Metric.mean_of(total, num_tokens)
         if self.replay_mode == "R3":
             own = output.pop(batch_keys=[ROUTED_EXPERTS]).tensor_batch[ROUTED_EXPERTS]
             metrics |= routing_difference(own, rows[ROUTED_EXPERTS])

@@ -133,12 +133,7 @@ class DeviceMetric:
         Merged, such metrics are the mean over all tokens. A metric without tokens is 0 with weight
         0, so it does not count.
         """
-
-        def mean(summed: float, tokens: float) -> Metric:
-            value = summed / max(tokens, 1)
-            return Metric.mean(value, weight=tokens)
-
-        return cls((total.detach(), num_tokens), mean)
+        return cls((total.detach(), num_tokens), Metric.mean_of)
 
     @classmethod
     def of(cls, name: str, value: Tensor | float, mask_BR: Tensor) -> "DeviceMetric":

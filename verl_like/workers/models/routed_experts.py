@@ -189,14 +189,12 @@ def routing_difference(own: Tensor, recorded: Tensor) -> dict[str, Metric]:
     own_set = own_ids[is_recorded].sort(-1).values
     recorded_set = recorded_ids[is_recorded].sort(-1).values
     routing_differs = (own_set != recorded_set).any(-1)
-
-    def share(differs: Tensor) -> Metric:
-        number = differs.numel()
-        return Metric.mean(int(differs.sum()) / max(1, number), weight=number)
-
+    token_differs = routing_differs.any(-1)
+    num_routings = int(routing_differs.sum())
+    num_tokens = int(token_differs.sum())
     return {
-        "router_replay/tokens_differ": share(routing_differs.any(-1)),
-        "router_replay/routers_differ": share(routing_differs),
+        "router_replay/tokens_differ": Metric.mean_of(num_tokens, token_differs.numel()),
+        "router_replay/routers_differ": Metric.mean_of(num_routings, routing_differs.numel()),
     }
 
 
