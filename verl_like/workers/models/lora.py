@@ -98,7 +98,7 @@ def lora_config(hf: PreTrainedModel, config: TrainedModelConfig, all_linear: Any
     targets = config.target_modules
     if targets == "all-linear":
         targets = all_linear
-    path = os.path.expanduser(config.path)
+    path = config.expanded_path
     if os.path.isdir(path):  # otherwise it is the name of a model of the hub
         path = os.path.abspath(path)
     return LoraConfig(

@@ -103,9 +103,8 @@ def load_pretrained(
             return model
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(new_head_seed or 0)
-        path = os.path.expanduser(config.path)
         model, report = auto_class.from_pretrained(
-            path, config=hf_config, output_loading_info=True, **options
+            config.expanded_path, config=hf_config, output_loading_info=True, **options
         )
         settle_sinks(model, config.attn_implementation)
         add_adapter(model, config, key)
@@ -152,7 +151,7 @@ def require_finite(model: PreTrainedModel, config: ModelConfig, *, key: str) -> 
             bad.append(name)
     if not bad:
         return
-    path = os.path.expanduser(config.path)
+    path = config.expanded_path
     folder = path
     if not Path(path).is_dir():
         folder = snapshot_download(path, local_files_only=True)
@@ -211,7 +210,7 @@ def load_hf_config(config: ModelConfig, *, key: str) -> PretrainedConfig:
     model at `config.path`, for an override that the model's configuration does not have, for layers
     that do not compute packed sequences, or for dropout in a model that is trained.
     """
-    path = os.path.expanduser(config.path)
+    path = config.expanded_path
     path_key = model_setting(key, "path")
     overrides = model_setting(key, "override_config")
     looks_like_path = path.startswith(("/", ".")) or path.count("/") > 1
@@ -318,7 +317,7 @@ def fetch_weights(config: ModelConfig, *, key: str) -> list[Path]:
     A model of the hub is downloaded into this machine's cache first, so that no rank has to do it
     while others wait. Raises ValueError if there are no weights, or a file is incomplete.
     """
-    path = os.path.expanduser(config.path)
+    path = config.expanded_path
     path_key = model_setting(key, "path")
     wanted = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
     # The second pattern is tried only if no file matches the first.

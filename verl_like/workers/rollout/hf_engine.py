@@ -4,7 +4,6 @@ It computes one token of each response at a time, on its own copy of the model.
 """
 
 import itertools
-import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -130,7 +129,7 @@ class HfEngine(RolloutEngine):
             options["attn_implementation"] = "eager"
         if not model_config.lora_rank:
             return AutoModelForCausalLM.from_config(self.hf_config, **options)
-        path = os.path.expanduser(model_config.path)
+        path = model_config.expanded_path
         model = AutoModelForCausalLM.from_pretrained(path, config=self.hf_config, **options)
         add_adapter(model, model_config, "actor_rollout_ref.model")
         return model

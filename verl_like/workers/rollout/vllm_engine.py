@@ -138,7 +138,7 @@ class VllmEngine(RolloutEngine):
                 adapter["lora_target_modules"] = adapted_names(hf)
         return self._make(
             **adapter,
-            model=os.path.expanduser(self.model_config.path),
+            model=self.model_config.expanded_path,
             hf_overrides=self.model_config.hf_overrides,
             trust_remote_code=self.model_config.trust_remote_code,
             skip_tokenizer_init=True,  # token ids in, token ids out
