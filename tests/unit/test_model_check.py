@@ -29,13 +29,13 @@ from transformers import (
 from verl_like.workers.config.engine import ForwardFsdpConfig
 from verl_like.workers.config.models import ModelConfig, TrainedModelConfig
 from verl_like.workers.models.model_check import Trial, check_model
-from verl_like.workers.models.packed_models import PolicyModel, RewardModel, ValueModel
-from verl_like.workers.models.pretrained import (
+from verl_like.workers.models.packed_models import (
+    PolicyModel,
+    RewardModel,
+    ValueModel,
     decoder_layers,
-    fetch_weights,
-    load_pretrained,
-    require_finite,
 )
+from verl_like.workers.models.pretrained import fetch_weights, load_pretrained, require_finite
 
 TINY = {
     "vocab_size": len(VOCABULARY),

@@ -32,6 +32,11 @@ def test_each_reduction_merges_in_its_own_way():
     }
 
 
+def test_the_mean_of_a_sum_counts_by_its_number_and_that_of_none_does_not_count():
+    assert Metric.mean_of(6, 4) == Metric.mean(1.5, weight=4)
+    assert Metric.mean_of(0, 0) == Metric.mean(0.0, weight=0)
+
+
 def test_merging_in_groups_equals_merging_at_once():
     parts = [
         {"loss": Metric.mean(value, weight)} for value, weight in ((1.0, 1), (2.0, 2), (8.0, 5))

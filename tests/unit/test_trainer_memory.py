@@ -37,9 +37,8 @@ from verl_like.trainer.run import shell as run
 from verl_like.workers.config.engine import TrainedFsdpConfig
 from verl_like.workers.config.models import PolicyModelConfig
 from verl_like.workers.models.attention import choose_attention
-from verl_like.workers.models.packed_models import PolicyModel
+from verl_like.workers.models.packed_models import PolicyModel, decoder_layers
 from verl_like.workers.models.packing import Rows, pack
-from verl_like.workers.models.pretrained import decoder_layers
 from verl_like.workers.planning.partition import MicroBatching
 
 ROOT = Path(__file__).parents[2]

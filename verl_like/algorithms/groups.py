@@ -59,7 +59,7 @@ class PromptGroups:
     @property
     def is_single(self) -> Tensor:
         """(B,) bool, the rows whose group has one row by design, skipped or not."""
-        sizes = torch.bincount(self.group, minlength=self.num_groups)
+        sizes = torch.bincount(self.group)
         return sizes[self.group] == 1
 
     @property

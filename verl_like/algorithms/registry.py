@@ -194,16 +194,9 @@ class AlgorithmRegistry(Registry[Algorithm]):
             over_batch: it takes statistics, such as the mean, of all rows of a batch, of which
                 there have to be many. So `detached.update_in_flight` refuses it.
         """
-        register = super().register(name)
-        aliases = [alias for alias, own in self.aliases.items() if own == name]
-
-        def decorate(function: Registered) -> Registered:
-            register(function)
-            if over_batch:
-                self.over_batch.update([name, *aliases])
-            return function
-
-        return decorate
+        if over_batch:
+            self.over_batch.add(name)
+        return super().register(name)
 
     def get(self, name: str) -> Algorithm:
         """Returns the function registered as `name`; its file is imported first.

@@ -3,31 +3,11 @@
 B rows, R padded response length.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from verl_like.algorithms.aggregation import Aggregate
 from verl_like.algorithms.masked import masked_sum, zero_masked
-
-
-@dataclass(frozen=True, kw_only=True)
-class ValueLossInputs:
-    """The arguments of `compute_value_loss`."""
-
-    vpreds: Tensor
-    """(B, R) float, the critic's present predictions; the gradient flows here."""
-    returns: Tensor
-    """(B, R) float, the regression targets."""
-    values: Tensor
-    """(B, R) float, the predictions that the returns were computed with."""
-    response_mask: Tensor
-    """(B, R) bool or 0/1, the tokens that count."""
-    cliprange_value: float
-    """How far a prediction may move from `values` before its gradient stops."""
-    aggregate: Aggregate
-    """`agg_loss` with its mode and its counts bound."""
 
 
 def compute_value_loss(
@@ -45,7 +25,13 @@ def compute_value_loss(
     A token's loss is max((v - R)^2, (clip(v, v_old - cliprange, v_old + cliprange) - R)^2) / 2, as
     in the PPO reference implementation.
 
-    The arguments are as in `ValueLossInputs`.
+    Args:
+        vpreds: (B, R) float, the critic's present predictions; the gradient flows here.
+        returns: (B, R) float, the regression targets.
+        values: (B, R) float, the predictions that the returns were computed with.
+        response_mask: (B, R) bool or 0/1, the tokens that count.
+        cliprange_value: how far a prediction may move from `values` before its gradient stops.
+        aggregate: `agg_loss` with its mode and its counts bound.
 
     Returns:
         The scalar loss, and {"critic/vf_clipfrac": number of selected tokens whose loss was raised

@@ -17,25 +17,17 @@ class Column:
     """
 
     name: str
-    kind: Literal["tensor", "non_tensor", "meta"]
     dims: str
     dtype: str
     writer: str
     meaning: str
+    kind: Literal["tensor", "non_tensor", "meta"] = "tensor"
 
 
 _TABLE = [
-    Column(
-        "prompts",
-        "tensor",
-        "B P",
-        "int64",
-        "prompt dataset",
-        "Prompt token ids; padded on the left.",
-    ),
+    Column("prompts", "B P", "int64", "prompt dataset", "Prompt token ids; padded on the left."),
     Column(
         "responses",
-        "tensor",
         "B R",
         "int64",
         "generate_sequences",
@@ -43,7 +35,6 @@ _TABLE = [
     ),
     Column(
         "response_mask",
-        "tensor",
         "B R",
         "int64",
         "generate_sequences",
@@ -52,7 +43,6 @@ _TABLE = [
     ),
     Column(
         "sample_id",
-        "tensor",
         "B",
         "int64",
         "whoever makes samples of several rows",
@@ -61,7 +51,6 @@ _TABLE = [
     ),
     Column(
         "input_ids",
-        "tensor",
         "B T",
         "int64",
         "padding, for methods without jagged=True",
@@ -70,7 +59,6 @@ _TABLE = [
     ),
     Column(
         "attention_mask",
-        "tensor",
         "B T",
         "int64",
         "padding, for methods without jagged=True",
@@ -78,7 +66,6 @@ _TABLE = [
     ),
     Column(
         "position_ids",
-        "tensor",
         "B T",
         "int64",
         "padding, for methods without jagged=True",
@@ -86,7 +73,6 @@ _TABLE = [
     ),
     Column(
         "rollout_log_probs",
-        "tensor",
         "B R",
         "float32",
         "generate_sequences",
@@ -94,7 +80,6 @@ _TABLE = [
     ),
     Column(
         "routed_experts",
-        "tensor",
         "B T L k",
         "int8 or int16",
         "generate_sequences with router_replay.mode=R3, compute_log_prob with R2",
@@ -104,7 +89,6 @@ _TABLE = [
     ),
     Column(
         "old_log_probs",
-        "tensor",
         "B R",
         "float32",
         "compute_log_prob",
@@ -112,7 +96,6 @@ _TABLE = [
     ),
     Column(
         "unreplayed_log_probs",
-        "tensor",
         "B R",
         "float32",
         "compute_log_prob, with router_replay.mode=R3",
@@ -120,7 +103,6 @@ _TABLE = [
     ),
     Column(
         "entropys",
-        "tensor",
         "B R",
         "float32",
         "compute_log_prob",
@@ -128,7 +110,6 @@ _TABLE = [
     ),
     Column(
         "sum_pi_squared",
-        "tensor",
         "B R",
         "float32",
         "compute_log_prob, for the estimator",
@@ -136,7 +117,6 @@ _TABLE = [
     ),
     Column(
         "ref_log_prob",
-        "tensor",
         "B R",
         "float32",
         "compute_ref_log_prob",
@@ -144,7 +124,6 @@ _TABLE = [
     ),
     Column(
         "values",
-        "tensor",
         "B R",
         "float32",
         "compute_values",
@@ -152,7 +131,6 @@ _TABLE = [
     ),
     Column(
         "rule_scores",
-        "tensor",
         "B R",
         "float32",
         "driver, from the reward function",
@@ -160,7 +138,6 @@ _TABLE = [
     ),
     Column(
         "episode_scores",
-        "tensor",
         "B R",
         "float32",
         "run_episodes",
@@ -168,7 +145,6 @@ _TABLE = [
     ),
     Column(
         "is_failed",
-        "tensor",
         "B",
         "bool",
         "run_episodes",
@@ -176,7 +152,6 @@ _TABLE = [
     ),
     Column(
         "is_left_out",
-        "tensor",
         "B",
         "bool",
         "run_episodes, as is_skipped",
@@ -184,7 +159,6 @@ _TABLE = [
     ),
     Column(
         "is_skipped",
-        "tensor",
         "B",
         "bool",
         "driver, from the reward function",
@@ -192,7 +166,6 @@ _TABLE = [
     ),
     Column(
         "rm_scores",
-        "tensor",
         "B R",
         "float32",
         "compute_rm_score",
@@ -201,7 +174,6 @@ _TABLE = [
     ),
     Column(
         "token_level_scores",
-        "tensor",
         "B R",
         "float32",
         "driver",
@@ -209,7 +181,6 @@ _TABLE = [
     ),
     Column(
         "token_level_rewards",
-        "tensor",
         "B R",
         "float32",
         "driver",
@@ -217,7 +188,6 @@ _TABLE = [
     ),
     Column(
         "reward_baselines",
-        "tensor",
         "B",
         "float32",
         "driver, from a greedy response",
@@ -226,7 +196,6 @@ _TABLE = [
     ),
     Column(
         "advantages",
-        "tensor",
         "B R",
         "float32",
         "driver, by the advantage estimator",
@@ -234,7 +203,6 @@ _TABLE = [
     ),
     Column(
         "rollout_is_weights",
-        "tensor",
         "B R",
         "float32",
         "driver, by rollout_is",
@@ -242,7 +210,6 @@ _TABLE = [
     ),
     Column(
         "sampled_mask",
-        "tensor",
         "B R",
         "int64",
         "driver, by rollout_rs",
@@ -250,7 +217,6 @@ _TABLE = [
     ),
     Column(
         "selected_tokens",
-        "tensor",
         "B R",
         "bool",
         "driver, by the policy loss",
@@ -258,7 +224,6 @@ _TABLE = [
     ),
     Column(
         "teacher_log_prob",
-        "tensor",
         "B R",
         "float32",
         "compute_teacher_log_prob, or a custom role",
@@ -266,7 +231,6 @@ _TABLE = [
     ),
     Column(
         "returns",
-        "tensor",
         "B R",
         "float32",
         "driver, by the advantage estimator",
@@ -274,7 +238,6 @@ _TABLE = [
     ),
     Column(
         "mini_batch",
-        "tensor",
         "B",
         "int64",
         "driver, by the learner",
@@ -282,7 +245,6 @@ _TABLE = [
     ),
     Column(
         PAD_COLUMN,
-        "tensor",
         "B",
         "bool",
         "pad_dataproto_to_divisor",
@@ -290,109 +252,109 @@ _TABLE = [
     ),
     Column(
         "uid",
-        "non_tensor",
         "B",
         "object (str)",
         "prompt dataset",
         'Prompt id "epoch-index", shared by all samples of one prompt.',
+        kind="non_tensor",
     ),
     Column(
         "data_source",
-        "non_tensor",
         "B",
         "object (str)",
         "prompt dataset",
         "Name of the data set; selects the reward function.",
+        kind="non_tensor",
     ),
     Column(
         "reward_model",
-        "non_tensor",
         "B",
         "object (dict)",
         "prompt dataset",
         'What the reward function compares with, e.g. {"style": "rule", "ground_truth": "72"}.',
+        kind="non_tensor",
     ),
     Column(
         "extra_info",
-        "non_tensor",
         "B",
         "object (dict)",
         "prompt dataset",
         "Anything else the data set passes to the reward function.",
+        kind="non_tensor",
     ),
     Column(
         "policy_version",
-        "non_tensor",
         "B",
         "object (tuple)",
         "generate_sequences",
         "Of each response the spans (version, start, end) of its tokens: version counts the "
         "training steps of the weights that sampled tokens start to end - 1. One span, or with "
         "detached.update_in_flight several.",
+        kind="non_tensor",
     ),
     Column(
         "raw_prompt",
-        "non_tensor",
         "B",
         "object (list)",
         "prompt dataset",
         "The prompt as chat messages.",
+        kind="non_tensor",
     ),
     Column(
         "padding",
-        "meta",
         "-",
         "tuple[int, int, int]",
         "prompt dataset",
         "(P, R, the token that fills them): how wide columns are where they are padded.",
+        kind="meta",
     ),
     Column(
         "global_steps",
-        "meta",
         "-",
         "int",
         "driver",
         "Number of the training step, from 1; 0 in the validation before the first.",
+        kind="meta",
     ),
     Column(
         "validate",
-        "meta",
         "-",
         "bool",
         "driver",
         "True when the rollout uses the validation sampling settings.",
+        kind="meta",
     ),
     Column(
         "greedy",
-        "meta",
         "-",
         "bool",
         "driver",
         "True when the rollout draws one response greedily.",
+        kind="meta",
     ),
     Column(
         "part_of_step",
-        "meta",
         "-",
         "tuple[int, int]",
         "driver",
         "(i, k): the i-th of k equal parts of a step.",
+        kind="meta",
     ),
     Column(
         "metrics",
-        "meta",
         "-",
         "dict[str, Metric]",
         "any worker method",
         "Metrics of the call; merged over ranks by each metric's own reduction.",
+        kind="meta",
     ),
     Column(
         "timing",
-        "meta",
         "-",
         "dict[str, float]",
         "any worker method",
         "Seconds by name; concatenating the ranks' results turns each into a list.",
+        kind="meta",
     ),
 ]
 

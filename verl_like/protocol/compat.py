@@ -179,8 +179,7 @@ class VerlDataProto(Batch):
                 f"sample_level_repeat: needs one count >= 0 for each of the {len(self)} rows, got "
                 f"{counts.tolist()}."
             )
-        rows = torch.arange(len(self))
-        return self.select_idxs(rows.repeat_interleave(counts))
+        return self.select_idxs(torch.repeat_interleave(counts))
 
     def chunk(self, chunks: int) -> list[Self]:
         """Splits into `chunks` equal parts. A batch without columns gives `chunks` copies.

@@ -35,6 +35,12 @@ class Metric:
         return Metric(float(value), "mean", float(weight))
 
     @staticmethod
+    def mean_of(total: float, number: float) -> "Metric":
+        """Makes the mean of `number` values whose sum is `total`. Of none it is 0 with weight 0, so
+        it does not count."""
+        return Metric.mean(total / max(number, 1), weight=number)
+
+    @staticmethod
     def sum(value: float) -> "Metric":
         return Metric(float(value), "sum")
 

@@ -1,7 +1,8 @@
 """Padding: the form in which algorithms, and code written for verl, see rows that have none."""
 
 import copy
-from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from collections import UserDict
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,13 @@ import torch
 from torch import Tensor
 
 from verl_like.protocol.dataproto import DataProto
-from verl_like.protocol.row_ops import is_jagged, jagged_from_offsets, jagged_parts, offsets_of
+from verl_like.protocol.row_ops import (
+    is_jagged,
+    jagged_from_offsets,
+    jagged_parts,
+    offsets_of,
+    places_from,
+)
 from verl_like.protocol.samples import SampleRows
 
 # Legend: B rows, P padded prompt length, R padded response length, T = P + R, N tokens of all rows.
@@ -64,13 +71,10 @@ class RowPlaces:
                 "data.max_response_length"
             )
         self.shape = (num_rows, width)
-        first = torch.arange(num_rows) * width
+        starts = torch.arange(num_rows) * width
         if at_end:
-            first = first + width - lengths
-        shift_of_row = first - offsets[:-1]
-        shift = torch.repeat_interleave(shift_of_row, lengths)
-        num_values = int(offsets[-1])
-        self.of_values = shift + torch.arange(num_values)
+            starts = starts + width - lengths
+        self.of_values = places_from(starts, offsets)
 
     def pad(self, values: Tensor, fill: int = 0) -> Tensor:
         """Puts values (N, ...) at their places in (B, width, ...), with `fill` elsewhere."""
@@ -87,7 +91,7 @@ class RowPlaces:
         return entries.index_select(0, self.of_values)
 
 
-class PaddedColumns(MutableMapping[str, Tensor]):
+class PaddedColumns(UserDict[str, Tensor]):
     """The columns of a batch in verl's layout, each padded when it is first read.
 
     Args:
@@ -111,39 +115,34 @@ class PaddedColumns(MutableMapping[str, Tensor]):
                 starts = samples.starts
         self.batch_size = torch.Size([num_rows])
         self.device: torch.device | None = None
-        self.response_offsets: Tensor | None = None
+        self.response_offsets: Tensor
+        """Those of `responses`, where there are any."""
         self.response_places: RowPlaces | None = None
         if "responses" in self.columns:
             width = self.padding.max_response_length
-            _, offsets = jagged_parts(self.columns["responses"])
-            self.response_offsets = offsets
-            self.response_places = places_of_samples(offsets, width, starts)
-        self.names = set(self.columns)
-        """Columns of the batch."""
+            _, self.response_offsets = jagged_parts(self.columns["responses"])
+            self.response_places = places_of_samples(self.response_offsets, width, starts)
+        names = set(self.columns)
         if self.samples:
-            self.names.add("attention_mask")
-            self.names.discard("prompts")
+            names.add("attention_mask")
+            names.discard("prompts")
         else:
-            self.names.update(VERL_COLUMNS)
+            names.update(VERL_COLUMNS)
+        self.names = names
+        """Columns of the batch."""
+        self.data: dict[str, Any] = dict.fromkeys(sorted(names))
+        """The columns that were put in, and None for those of the batch."""
         self.read: dict[str, Tensor] = {}
-        """Columns that somebody has read, in this view or in one with the same batch."""
-        self.written: dict[str, Tensor] = {}
-        """Columns that were put in."""
-        self.removed: set[str] = set()
+        """Columns of the batch that somebody has read, in this view or in a copy of it."""
 
     def copy(self) -> "PaddedColumns":
         """Returns another view of the batch. What is put into it or removed from it stays out of
         this one."""
-        other = copy.copy(self)
-        other.written = dict(self.written)
-        other.removed = {*self.removed}
-        return other
+        return copy.copy(self)
 
     def __getitem__(self, name: str) -> Tensor:
-        if name in self.written:
-            return self.written[name]
-        if name not in self:
-            raise KeyError(name)
+        if self.data[name] is not None:
+            return self.data[name]
         if name not in self.read:
             self.read[name] = self._make(name)
         return self.read[name]
@@ -153,32 +152,13 @@ class PaddedColumns(MutableMapping[str, Tensor]):
             raise ValueError(
                 f"{name} was put into a padded view, which cannot change tokens: make another batch"
             )
-        self.written[name] = column
-
-    def __delitem__(self, name: str) -> None:
-        if name not in self:
-            raise KeyError(name)
-        self.written.pop(name, None)
-        self.removed.add(name)
+        self.data[name] = column
 
     def exclude(self, *names: str) -> "PaddedColumns":
         """Removes columns, as `DataProto.pop` does, and returns itself."""
         for name in names:
             del self[name]
         return self
-
-    def __contains__(self, name: object) -> bool:
-        if name in self.written:
-            return True
-        return name in self.names and name not in self.removed
-
-    def __iter__(self) -> Iterator[str]:
-        left = self.names - self.removed
-        seen = self.read.keys() | self.written.keys()
-        unread = sorted(left - seen)
-        read = [name for name in self.read if name in left]
-        in_order = dict.fromkeys([*unread, *read, *self.written])
-        return iter(in_order)
 
     def __len__(self) -> int:
         """Returns the number of rows, as a TensorDict does."""
@@ -197,13 +177,9 @@ class PaddedColumns(MutableMapping[str, Tensor]):
         if name == "prompts":
             in_prompt = self._prompt_places(offsets)
             return in_prompt.pad(values, pad_token)
-        if self.response_places is not None:
-            assert self.response_offsets is not None
-            if torch.equal(offsets, self.response_offsets):
-                fill = 0
-                if name == "responses":
-                    fill = pad_token
-                return self.response_places.pad(values, fill)
+        if self.response_places is not None and torch.equal(offsets, self.response_offsets):
+            fill = pad_token if name == "responses" else 0
+            return self.response_places.pad(values, fill)
         assert not self.samples, f"{name} has no entry a response token"
         return column  # of another kind
 
@@ -219,13 +195,16 @@ class PaddedColumns(MutableMapping[str, Tensor]):
                 return prompts_BP
             responses_BR = self["responses"]
             return torch.cat([prompts_BP, responses_BR], dim=1)
-        ones = torch.ones_like(prompts)
-        is_prompt_BP = in_prompt.pad(ones)
         if name == "position_ids":
-            length = self.padding.max_prompt_length
+            prompt_length = self.padding.max_prompt_length
+            length = prompt_length
             if self.response_places is not None:
                 length += self.padding.max_response_length
-            return _positions(is_prompt_BP, length)
+            num_padding_B = prompt_length - prompt_offsets.diff()
+            positions_BT = torch.arange(length) - num_padding_B.unsqueeze(1)
+            return positions_BT.clamp(min=0)  # 0 in the padding, too
+        ones = torch.ones_like(prompts)
+        is_prompt_BP = in_prompt.pad(ones)
         if self.response_places is None:
             return is_prompt_BP
         responses, _ = jagged_parts(self.columns["responses"])
@@ -292,16 +271,6 @@ def padded(data: DataProto, names: Collection[str] | None = None) -> DataProto:
     return DataProto.from_dict(tensors, data.non_tensor_batch, data.meta_info)
 
 
-def _positions(prompt_mask_BP: Tensor, length: int) -> Tensor:
-    """Returns the positions (B, T) int64. They are 0 on the first token of the prompt and before
-    it."""
-    num_prompt_tokens_B = prompt_mask_BP.sum(-1, keepdim=True)
-    width = prompt_mask_BP.size(1)
-    num_padding_B = width - num_prompt_tokens_B
-    positions_BT = torch.arange(length) - num_padding_B
-    return positions_BT.clamp(min=0)
-
-
 def view_of_samples(data: DataProto) -> PaddedView:
     """Returns the view that algorithms have of a batch: that of `padded(data)`, or a row for each
     sample if samples have several rows.
@@ -353,21 +322,23 @@ def strip(view: DataProto, data: DataProto) -> DataProto:
     _, offsets = jagged_parts(tensors["responses"])
     samples: SampleRows | None = None
     stripped_of_id: dict[int, Tensor] = {}  # by the id of the padded column
+    written = {}
     padded_columns: Any = view.batch
     if isinstance(padded_columns, PaddedColumns):
         assert padded_columns.response_places is not None, "there are responses"
         response_places = padded_columns.response_places
         samples = padded_columns.samples
-        written = padded_columns.written
         for name, column in padded_columns.read.items():
             if name in tensors:
                 stripped_of_id[id(column)] = tensors[name]
-        for name in padded_columns.removed:
+        for name in padded_columns.names - padded_columns.keys():
             tensors.pop(name, None)
+        for name, column in padded_columns.data.items():
+            if column is not None:
+                written[name] = column
     else:
         width = Padding.of(data).max_response_length
         response_places = RowPlaces(offsets, width)
-        written = {}
         for name, column in view.tensors().items():
             if name not in _TOKEN_COLUMNS:
                 written[name] = column

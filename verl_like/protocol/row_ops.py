@@ -88,6 +88,19 @@ def offsets_of(lengths: Tensor) -> Tensor:
     return offsets
 
 
+def row_lengths(column: Tensor) -> Tensor:
+    """Returns the number of values of each row of a jagged column, (B,) int64."""
+    _values, offsets = jagged_parts(column)
+    return offsets.diff()
+
+
+def places_from(starts: Tensor, offsets: Tensor) -> Tensor:
+    """Returns the place of each value of jagged rows if the rows begin at `starts` (B,), int64."""
+    shift_of_row = starts - offsets[:-1]
+    shift = torch.repeat_interleave(shift_of_row, offsets.diff())
+    return shift.add_(torch.arange(len(shift), device=shift.device))
+
+
 def jagged_from_lists(rows: Sequence[Sequence[Any] | np.ndarray], dtype: torch.dtype) -> Tensor:
     """Makes a jagged tensor of rows of numbers."""
     num_values = [len(row) for row in rows]
@@ -122,14 +135,11 @@ def jagged_on_last_token(values_B: Tensor, mask: Tensor) -> Tensor:
     token in the mask is lost.
     """
     marks, offsets = jagged_parts(mask)
-    num_rows = len(values_B)
-    rows = torch.arange(num_rows)
-    lengths = offsets.diff()
-    row_of_token = rows.repeat_interleave(lengths)
+    row_of_token = torch.repeat_interleave(offsets.diff())
     marked = marks.bool().nonzero().squeeze(1)  # where, among the values of all rows
     row_of_marked = row_of_token[marked]
     # The largest place is the last one. A row without any keeps -1.
-    none_B = torch.full((num_rows,), -1)
+    none_B = torch.full((len(values_B),), -1)
     last_B = none_B.scatter_reduce(0, row_of_marked, marked, "amax")
     has_token_B = last_B >= 0
     column = values_B.new_zeros(len(marks))
@@ -189,21 +199,15 @@ def _on_offsets(column: Tensor, known: list[Tensor]) -> Tensor:
     for each in known:
         if each is offsets:
             return column
-        if _are_equal(each, offsets):
+        # On the meta device there are no values to compare.
+        are_comparable = each.device == offsets.device and not offsets.is_meta
+        if are_comparable and torch.equal(each, offsets):
             return jagged_from_offsets(values, each)
     known.append(offsets)
     has_holes = cast(Any, column).lengths() is not None
     if has_holes:
         return jagged_from_offsets(values, offsets)
     return column
-
-
-def _are_equal(offsets: Tensor, others: Tensor) -> bool:
-    """Returns True if two offsets have the same values. On the meta device there are no values."""
-    device = offsets.device
-    if others.device != device or device.type == "meta":
-        return False
-    return torch.equal(offsets, others)
 
 
 def write_count(tensor: Tensor) -> int:
@@ -300,11 +304,7 @@ class RowTaker:
         indices = self.indices.to(offsets.device)
         lengths = offsets.diff()[indices]
         new_offsets = offsets_of(lengths)
-        # A copied value lies as far from the start of its row as before.
-        shift_of_row = offsets[indices] - new_offsets[:-1]
-        shift = torch.repeat_interleave(shift_of_row, lengths)
-        values = torch.arange(len(shift), device=shift.device)
-        places = shift.add_(values)
+        places = places_from(offsets[indices], new_offsets)
         self._jagged.append((offsets, places, new_offsets))
         return places, new_offsets
 
@@ -323,7 +323,7 @@ def concat_columns(name: str, parts: Sequence[Any]) -> ColumnData:
                 "column)."
             )
     if isinstance(first, np.ndarray):
-        return np.concatenate(parts, axis=0)
+        return np.concatenate(parts)
     if first.is_nested:
         return _concat_jagged(parts)
     num_rows = sum(map(len, parts))

@@ -33,7 +33,7 @@ class SampleRows:
         self.starts = starts
         self.first_rows = starts[:-1]
         self.num_samples = len(num_rows_S)
-        self.sample_of_row = torch.arange(self.num_samples).repeat_interleave(num_rows_S)
+        self.sample_of_row = torch.repeat_interleave(num_rows_S)
 
     @classmethod
     def of(cls, data: DataProto) -> "SampleRows":
@@ -52,17 +52,14 @@ class SampleRows:
 
 def count_samples(data: DataProto) -> int:
     """Returns the number of samples of a batch."""
-    starts = sample_starts(data.tensors(), len(data))
-    return len(starts) - 1
+    return SampleRows.of(data).num_samples
 
 
 def select_samples(data: DataProto, start: int, stop: int) -> DataProto:
     """Returns the rows of the samples start to stop - 1, as a view of the same memory."""
-    starts = SampleRows.of(data).starts
-    num_samples = len(starts) - 1
-    first_row = int(starts[start])
-    end_row = int(starts[min(stop, num_samples)])
-    return data.rows(first_row, end_row)
+    starts = sample_starts(data.tensors(), len(data))
+    bounds = starts[start : stop + 1]
+    return data.rows(int(bounds[0]), int(bounds[-1]))
 
 
 def concat_samples(parts: Sequence[DataProto]) -> DataProto:
@@ -71,11 +68,7 @@ def concat_samples(parts: Sequence[DataProto]) -> DataProto:
     whole = DataProto.concat(parts)
     if SAMPLE_COLUMN not in whole.tensors() or not len(whole):
         return whole
-    numbers = []
-    num_before = 0
-    for part in parts:
-        samples = SampleRows.of(part)
-        numbers.append(samples.sample_of_row + num_before)
-        num_before += samples.num_samples
-    whole.tensor_batch[SAMPLE_COLUMN] = torch.cat(numbers)
+    num_rows_of_parts = [SampleRows.of(part).starts.diff() for part in parts]
+    num_rows_S = torch.cat(num_rows_of_parts)
+    whole.tensor_batch[SAMPLE_COLUMN] = torch.repeat_interleave(num_rows_S)
     return whole

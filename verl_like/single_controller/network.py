@@ -40,7 +40,7 @@ def store_of_group(rank: int, timeout: timedelta) -> TCPStore:
     port = int(os.environ["MASTER_PORT"])
     if rank == 0:
         return open_store(host, port, timeout=timeout)
-    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+    return TCPStore(host, port, timeout=timeout)
 
 
 def address_towards(host: str) -> str:

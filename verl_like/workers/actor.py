@@ -40,8 +40,8 @@ from verl_like.workers.models.routed_experts import (
     ROUTED_EXPERTS,
     UNREPLAYED,
     RouterShape,
-    RoutingDifference,
     RoutingRecord,
+    routing_difference,
 )
 from verl_like.workers.models.router_replay import freeze_routers
 from verl_like.workers.planning.partition import log_prob_micro_batching
@@ -110,13 +110,11 @@ class ScoringWorker(ActorRolloutRefWorker):
         entropies, _offsets = jagged_parts(output.tensor_batch["entropys"])
         total = entropies.sum(dtype=torch.float64).item()
         num_tokens = rows.num_scored_B.sum().item()
-        mean = total / max(num_tokens, 1)
         metrics = output.meta_info["metrics"]
-        metrics["actor/entropy"] = Metric.mean(mean, weight=num_tokens)
+        metrics["actor/entropy"] = Metric.mean_of(total, num_tokens)
         if self.replay_mode == "R3":
             own = output.pop(batch_keys=[ROUTED_EXPERTS]).tensor_batch[ROUTED_EXPERTS]
-            difference = RoutingDifference.of(own, rows[ROUTED_EXPERTS])
-            metrics |= difference.metrics()
+            metrics |= routing_difference(own, rows[ROUTED_EXPERTS])
             output.tensor_batch[UNREPLAYED] = self.unreplayed_log_probs(rows)
         return output
 

@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from verl_like.algorithms.value_loss import ValueLossInputs, compute_value_loss
+from verl_like.algorithms.value_loss import compute_value_loss
 from verl_like.protocol import DataProto
 from verl_like.single_controller.decorator import make_nd_compute_dataproto_dispatch_fn, register
 from verl_like.workers.config.roles import CriticConfig
@@ -139,7 +139,7 @@ class CriticWorker(ValueWorker, TrainedWorker):
         mask_BR = columns["response_mask"]
         num_tokens = mask_BR.sum()
         vpreds_BR = micro.of_samples(self.values_of_tokens(micro))
-        inputs = ValueLossInputs(
+        loss, token_sums = compute_value_loss(
             vpreds=vpreds_BR,
             returns=columns["returns"],
             values=columns["values"],
@@ -147,10 +147,9 @@ class CriticWorker(ValueWorker, TrainedWorker):
             cliprange_value=self.config.cliprange_value,
             aggregate=mini_batch.aggregate(self.config.loss_agg_mode),
         )
-        loss, token_sums = compute_value_loss(**vars(inputs))
-        metrics = {
-            name: DeviceMetric.token_mean(total, num_tokens) for name, total in token_sums.items()
-        }
+        metrics: MicroMetrics = {}
+        for name, total in token_sums.items():
+            metrics[name] = DeviceMetric.token_mean(total, num_tokens)
         metrics["critic/vf_loss"] = DeviceMetric.loss(loss, mini_batch)
         metrics["critic/vpred_mean"] = DeviceMetric.token_mean(vpreds_BR.sum(), num_tokens)
         return loss, metrics

@@ -14,21 +14,18 @@ Keys: `actor_rollout_ref.rollout.n`.
 """
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from verl_like.algorithms.advantages import register_adv_est
-from verl_like.algorithms.groups import PromptGroups
+from verl_like.algorithms.advantages.grpo import compute_grpo_outcome_advantage
 
 
 @register_adv_est("dr_grpo")
-@torch.no_grad()
 def compute_dr_grpo_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, index: np.ndarray
 ) -> tuple[Tensor, Tensor]:
     """Returns one advantage for each response, (B, R) at each of its tokens, as the advantages and
     as the returns."""
-    groups = PromptGroups.of(token_level_rewards, response_mask, index)
-    row_advantages = groups.scores_above(groups.mean())
-    advantages = groups.on_tokens(row_advantages, token_level_rewards.dtype)
-    return advantages, advantages
+    return compute_grpo_outcome_advantage(
+        token_level_rewards, response_mask, index, norm_adv_by_std_in_grpo=False
+    )

@@ -1,16 +1,15 @@
 """The options of `dro`."""
 
-from typing import Annotated
-
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from verl_like.algorithms.policy_losses import PolicyLossOptions
+from verl_like.config_model import PositiveFloat
 
 
 class DroOptions(PolicyLossOptions):
     """The weight of the penalty."""
 
-    dro_beta: Annotated[float | None, Field(gt=0)] = None
+    dro_beta: PositiveFloat | None = None
     """Weight of the quadratic penalty; it has no default value and must be set."""
 
     @model_validator(mode="after")

@@ -1,10 +1,9 @@
 """The options of `sapo`."""
 
-from typing import Annotated, ClassVar
-
-from pydantic import Field
+from typing import ClassVar
 
 from verl_like.algorithms.policy_losses import PolicyLossOptions
+from verl_like.config_model import PositiveFloat
 
 
 class SapoOptions(PolicyLossOptions):
@@ -12,7 +11,7 @@ class SapoOptions(PolicyLossOptions):
 
     section: ClassVar[str] = "actor_rollout_ref.actor"
 
-    tau_pos: Annotated[float, Field(gt=0)] = 1.0
+    tau_pos: PositiveFloat = 1.0
     """Temperature of the gate where the advantage is positive; the larger, the narrower."""
-    tau_neg: Annotated[float, Field(gt=0)] = 1.05
+    tau_neg: PositiveFloat = 1.05
     """Temperature where it is not."""

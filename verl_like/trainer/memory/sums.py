@@ -19,8 +19,8 @@ from verl_like.workers.config.models import ModelConfig, TrainedModelConfig
 from verl_like.workers.models.distributed_experts import experts_of
 from verl_like.workers.models.linear_log_prob import LOGITS_PER_CHUNK
 from verl_like.workers.models.lora import model_buffers, trained_parameters
-from verl_like.workers.models.packed_models import PackedModel
-from verl_like.workers.models.pretrained import decoder_layers, empty_model
+from verl_like.workers.models.packed_models import PackedModel, decoder_layers
+from verl_like.workers.models.pretrained import empty_model
 from verl_like.workers.planning.partition import MicroBatching
 from verl_like.workers.weights.exports import DEFAULT_BUCKET_BYTES
 

@@ -421,9 +421,8 @@ class PendingScores:
         result = RewardResult(answers)
         self.scorer.report(result.ran)
         extra = self.scorer.with_all_numbers(result.extra, samples.num_samples)
-        early_ratio = self.num_early / max(1, num_scored)
         metrics = {
-            "reward/early_ratio": Metric.mean(early_ratio, weight=num_scored),
+            "reward/early_ratio": Metric.mean_of(self.num_early, num_scored),
             "reward/num_skipped": Metric.sum(result.skipped.sum()),
             "reward/num_errors": Metric.sum(result.num_errors),
             "reward/num_timeouts": Metric.sum(result.num_timeouts),

@@ -171,20 +171,18 @@ def metrics_of(episodes: Sequence[Episode]) -> dict[str, Metric]:
             seconds.append(episode.seconds)
     num_ended = len(seconds)
     num_prompt_tokens = counts.pop("prompt_tokens", 0)
-    hit_rate = counts.pop("cached_tokens", 0) / max(1, num_prompt_tokens)
+    num_cached = counts.pop("cached_tokens", 0)
     metrics = {
-        "rollout/prefix_cache_hit_rate": Metric.mean(hit_rate, weight=num_prompt_tokens),
+        "rollout/prefix_cache_hit_rate": Metric.mean_of(num_cached, num_prompt_tokens),
         "agent/num_failed": Metric.sum(len(episodes) - num_ended),
     }
     for name in PER_EPISODE:
-        mean = counts.pop(name, 0) / max(1, num_ended)
-        metrics[f"agent/{name}/mean"] = Metric.mean(mean, weight=num_ended)
+        metrics[f"agent/{name}/mean"] = Metric.mean_of(counts.pop(name, 0), num_ended)
     for name, number in counts.items():
         metrics[f"agent/num_{name}"] = Metric.sum(number)
     for kind, number in failures.items():
         metrics[f"agent/num_failures/{kind}"] = Metric.sum(number)
     if seconds:
-        mean = sum(seconds) / num_ended
-        metrics["agent/seconds/mean"] = Metric.mean(mean, weight=num_ended)
+        metrics["agent/seconds/mean"] = Metric.mean_of(sum(seconds), num_ended)
         metrics["agent/seconds/max"] = Metric.max(max(seconds))
     return metrics

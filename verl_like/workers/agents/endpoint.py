@@ -5,7 +5,6 @@ import hashlib
 import hmac
 import json
 import logging
-import os
 import secrets
 import socket
 from typing import Any
@@ -149,7 +148,7 @@ class Endpoint:
         from vllm.utils.argparse_utils import FlexibleArgumentParser
 
         args = make_arg_parser(FlexibleArgumentParser()).parse_args([])
-        args.model = os.path.expanduser(self.model.path)
+        args.model = self.model.expanded_path
         args.trust_remote_code = self.model.trust_remote_code
         args.served_model_name = [MODEL_NAME]
         args.generation_config = "vllm"

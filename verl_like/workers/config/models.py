@@ -1,5 +1,6 @@
 """Settings of a model: where it comes from and how its layers compute."""
 
+import os
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, Strict, field_validator
@@ -40,6 +41,11 @@ class ModelConfig(ConfigModel):
     0.0}; attn_implementation, the attention over packed sequences: sdpa, varlen (torch) or
     flash_attention_2, by default the fastest there is; and experts_implementation, how a mixture's
     experts are computed: grouped_mm, the default, or eager, a loop over them."""
+
+    @property
+    def expanded_path(self) -> str:
+        """`path`, in which ~ is the home folder."""
+        return os.path.expanduser(self.path)
 
     @property
     def attn_implementation(self) -> str | None:

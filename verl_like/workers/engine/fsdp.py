@@ -34,11 +34,10 @@ from verl_like.workers.models.lora import (
     trained_parameters,
     without_adapter,
 )
-from verl_like.workers.models.packed_models import PackedModel
+from verl_like.workers.models.packed_models import PackedModel, decoder_layers
 from verl_like.workers.models.packing import PackedBatch, Rows, pack
 from verl_like.workers.models.pretrained import (
     compile_layers,
-    decoder_layers,
     load_tokenizer,
     save_settings,
     save_weights,
@@ -184,7 +183,7 @@ class FsdpEngine(TrainingEngine):
         for unit in self.units:
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=True)
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_model_state_dict(model, weights, options=options)
         # The weights lack the buffers that no checkpoint has, such as the rotary frequencies.
         for name, buffer in model.named_buffers():
@@ -416,10 +415,7 @@ class FsdpEngine(TrainingEngine):
         _check_saved(saved, state, path)
         loaded = state
         if optimizer_only:
-            loaded = {}
-            for name, tensor in state.items():
-                if name.startswith("optimizer."):
-                    loaded[name] = tensor
+            loaded = {name: state[name] for name in state if name.startswith("optimizer.")}
         dcp.load(loaded, storage_reader=reader)  # this writes into the tensors
         self.training_steps = int(state["training_steps"])
         self.consecutive_skips = int(state["skipped_steps"])

@@ -30,10 +30,12 @@ def init_process_group(device: str, rank: int, world_size: int) -> None:
     trainers. It is made once a process, so that the roles of a process share it. Raises
     TimeoutError, which names the missing trainers, if not all of them join.
     """
+    global _own_ranks
     if dist.is_initialized():
         return
     if device == "cuda":
         torch.cuda.set_device(0)
+    num_own_ranks = world_size
     if trainer := JointTrainer.of_process():
         store = _meet(trainer, rank, world_size)
         rank += trainer.index * world_size
@@ -46,22 +48,9 @@ def init_process_group(device: str, rank: int, world_size: int) -> None:
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_DEADLINE
     )
-    _remember_own_ranks(trainer)
-
-
-def _remember_own_ranks(trainer: JointTrainer | None) -> None:
-    """Makes the process group that `own_ranks` returns. All ranks take part in making each one."""
-    global _own_ranks
     _own_ranks = None
-    if trainer is None:
-        return
-    size = dist.get_world_size() // trainer.count
-    for index in range(trainer.count):
-        first = index * size
-        ranks = range(first, first + size)
-        group = dist.new_group(ranks)
-        if index == trainer.index:
-            _own_ranks = group
+    if trainer:
+        _own_ranks, _groups_of_trainers = dist.new_subgroups(num_own_ranks)
 
 
 def own_ranks() -> dist.ProcessGroup | None:
@@ -90,9 +79,7 @@ def _meet(trainer: JointTrainer, rank: int, world_size: int) -> dist.Store:
     address = (trainer.master_addr, trainer.master_port)
     store = None
     try:
-        server = dist.TCPStore(
-            *address, is_master=False, timeout=JOIN_DEADLINE, wait_for_workers=False
-        )
+        server = dist.TCPStore(*address, timeout=JOIN_DEADLINE)
         store = dist.PrefixStore(trainer.processes, server)
         own_keys = keys[trainer.index]
         all_keys = list(chain.from_iterable(keys))
@@ -101,10 +88,7 @@ def _meet(trainer: JointTrainer, rank: int, world_size: int) -> dist.Store:
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         missing: Any = "0 (no store)"
         if store:
-            missing = []
-            for index, of_trainer in enumerate(keys):
-                if not store.check(of_trainer):
-                    missing.append(index)
+            missing = [index for index, own in enumerate(keys) if not store.check(own)]
         raise TimeoutError(
             f"trainer(s) {missing} of {trainer.count} did not bring {world_size} rank(s) of "
             f"{trainer.processes} to {address} within {JOIN_DEADLINE}: start all, with the same "

@@ -19,12 +19,18 @@ from torch import Tensor
 from verl_like.algorithms.aggregation import Aggregate, BatchCounts, agg_loss
 from verl_like.algorithms.masked import masked_sum
 from verl_like.protocol import Metric, merge_metrics
-from verl_like.protocol.row_ops import RowTaker, jagged_from_lengths, jagged_parts, offsets_of
+from verl_like.protocol.row_ops import (
+    RowTaker,
+    jagged_from_lengths,
+    offsets_of,
+    places_from,
+    row_lengths,
+)
 from verl_like.workers.engine.base import TrainingEngine
 from verl_like.workers.engine.mesh import num_trainers, own_ranks
 from verl_like.workers.engine.micro_batch import MicroBatch
 from verl_like.workers.engine.throughput import Stopwatch
-from verl_like.workers.models.packing import Rows, places_from, sums_between
+from verl_like.workers.models.packing import Rows, sums_between
 from verl_like.workers.pinned_memory import to_host
 from verl_like.workers.planning.partition import MicroBatching, pack_into_micro_batches
 
@@ -69,7 +75,6 @@ class MiniBatch:
             batch_num_tokens=self.num_tokens,
             global_batch_size=self.num_sequences,
             loss_scale_factor=self.response_length,
-            dp_size=1,
         )
 
     @property
@@ -128,12 +133,7 @@ class DeviceMetric:
         Merged, such metrics are the mean over all tokens. A metric without tokens is 0 with weight
         0, so it does not count.
         """
-
-        def mean(summed: float, tokens: float) -> Metric:
-            value = summed / max(tokens, 1)
-            return Metric.mean(value, weight=tokens)
-
-        return cls((total.detach(), num_tokens), mean)
+        return cls((total.detach(), num_tokens), Metric.mean_of)
 
     @classmethod
     def of(cls, name: str, value: Tensor | float, mask_BR: Tensor) -> "DeviceMetric":
@@ -149,13 +149,11 @@ class DeviceMetric:
         detached = value.detach()
         if value.ndim == 0:
             return cls((detached, num_tokens), Metric.mean)
-        if value.shape == mask_BR.shape:
-            total = masked_sum(detached.float(), mask_BR)
-            return cls.token_mean(total, num_tokens)
         has_tokens_B = mask_BR.bool().any(-1)
-        if value.shape == has_tokens_B.shape:
-            total = masked_sum(detached.float(), has_tokens_B)
-            return cls.token_mean(total, has_tokens_B.sum())
+        for mask in (mask_BR, has_tokens_B):
+            if value.shape == mask.shape:
+                total = masked_sum(detached.float(), mask)
+                return cls.token_mean(total, mask.sum())
         raise ValueError(
             f"the metric {name} of a loss has shape {tuple(value.shape)} for rows of shape "
             f"{tuple(mask_BR.shape)}: return a value by token (B, R), by row (B,), or one number"
@@ -209,14 +207,13 @@ def forward(
                     kept.append(each[: len(at)])
             outputs.append(kept)
     order = torch.cat(micro_batches)
-    _, offsets = jagged_parts(rows["responses"])
     columns = []
     for values in zip(*outputs, strict=True):
         column = to_host(torch.cat(values))
         if column.ndim == _SEQUENCE_DIMS:
             column = jagged_from_lengths(column, rows.lengths_B[order])
         elif by_token:
-            column = jagged_from_lengths(column, offsets.diff()[order])
+            column = jagged_from_lengths(column, row_lengths(rows["responses"])[order])
         columns.append(column)
     in_order = RowTaker(order.argsort())
     return [in_order.tensor(column) for column in columns]

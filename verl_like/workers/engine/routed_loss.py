@@ -27,15 +27,6 @@ class _Balance:
     num_routings: Tensor
     """The number of tokens times L."""
 
-    @classmethod
-    def of(cls, counts_LE: Tensor, top_k: int) -> "_Balance":
-        """Makes it of the counts of a whole mini-batch, over all ranks."""
-        counts_E = counts_LE.sum(0).float()
-        total = counts_E.sum()
-        num_routings = (total / top_k).clamp(min=1)
-        shares_E = counts_E / num_routings
-        return cls(shares_E, num_routings)
-
     def loss(self, probabilities_LE: Tensor) -> Tensor:
         """Returns E sum_e f_e P_e, where P sums over the tokens of a micro-batch alone."""
         sums_E = probabilities_LE.sum(0)
@@ -77,7 +68,7 @@ class RoutedLoss:
         """The micro-batches that are left of the present optimizer step."""
         self.balance: _Balance | None = None
         size = (shape.num_layers, shape.num_experts)
-        self.counts = torch.zeros(size, dtype=torch.int64)
+        self.counts = torch.zeros(size, dtype=torch.int64, device=engine.device)
         """How many tokens each expert has computed in the update on this rank, (L, E)."""
 
     def __call__(self, micro: MicroBatch, mini_batch: MiniBatch) -> tuple[Tensor, MicroMetrics]:
@@ -87,7 +78,6 @@ class RoutedLoss:
         self.num_left -= 1
         load, loss, metrics = self._run(micro, mini_batch)
         assert load.counts is not None
-        self.counts = self.counts.to(self.engine.device)
         self.counts += load.counts
         if not self.coefficient:
             return loss, metrics
@@ -104,8 +94,7 @@ class RoutedLoss:
         All ranks must call it.
         """
         metrics: dict[str, Metric] = {}
-        total = self.counts.to(self.engine.device)
-        counts = self._over_ranks(total).tolist()
+        counts = self._over_ranks(self.counts).tolist()
         if dist.get_rank() != 0:
             return metrics
         for layer, of_layer in enumerate(counts):
@@ -147,11 +136,10 @@ class RoutedLoss:
     @torch.no_grad()
     def _first_pass(self, mini_batch: MiniBatch) -> Tensor:
         """Returns the counts of this rank's micro-batches, (L, E)."""
-        device = self.engine.device
-        total = torch.zeros_like(self.counts, device=device)
+        total = torch.zeros_like(self.counts)
         for at in mini_batch.micro_batches:
             rows = self.rows.take(at)
-            micro = MicroBatch(rows, device)
+            micro = MicroBatch(rows, self.engine.device)
             load, _loss, _metrics = self._run(micro, mini_batch)
             assert load.counts is not None
             total += load.counts
@@ -173,9 +161,12 @@ class RoutedLoss:
         counts_LE = torch.stack(of_layers)
         return counts_LE.to(self.engine.device)
 
-    def _balance_of(self, counts: Tensor) -> _Balance:
-        of_all_ranks = self._over_ranks(counts)
-        return _Balance.of(of_all_ranks, self.shape.top_k)
+    def _balance_of(self, counts_LE: Tensor) -> _Balance:
+        """Makes the shares of the counts of this rank's part of a whole mini-batch."""
+        counts_E = self._over_ranks(counts_LE).sum(0).float()
+        total = counts_E.sum()
+        num_routings = (total / self.shape.top_k).clamp(min=1)
+        return _Balance(counts_E / num_routings, num_routings)
 
     def _over_ranks(self, counts: Tensor) -> Tensor:
         """Returns the sum of the counts of all ranks. Ranks that share rows have the same."""

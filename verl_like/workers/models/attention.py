@@ -196,7 +196,6 @@ def packed_sdpa(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences)
 
     Consecutive sequences of the same length are computed in one call.
     """
-    scale = sequences.scale
     window = sequences.window
     is_by_hand = sequences.softcap is not None or sequences.sinks is not None
     outputs = []
@@ -226,7 +225,7 @@ def packed_sdpa(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences)
                 v,
                 attn_mask=mask_LL,
                 is_causal=mask_LL is None,
-                scale=scale,
+                scale=sequences.scale,
                 enable_gqa=enable_gqa,
             )
         output_NHD = output.transpose(1, 2).flatten(0, 1)
@@ -259,14 +258,12 @@ def _by_hand(q: Tensor, k: Tensor, v: Tensor, mask_LL: Tensor, sequences: Sequen
     softcap = sequences.softcap
     if softcap is not None:
         logits_LL = softcap * torch.tanh(logits_LL / softcap)
-    logits_LL = logits_LL.masked_fill(~mask_LL, -torch.inf)
-    if sequences.sinks is None:
-        weights_LL = logits_LL.softmax(-1, dtype=torch.float32)
-        return weights_LL.to(v.dtype) @ v
-    sinks_L1 = sequences.sinks[:, None, None].expand(*logits_LL.shape[:3], 1)
-    with_sinks = torch.cat((logits_LL, sinks_L1.to(logits_LL.dtype)), dim=-1)
-    weights = with_sinks.softmax(-1, dtype=torch.float32)
-    weights_LL = weights[..., :-1]
+    logits = logits_LL.masked_fill(~mask_LL, -torch.inf)
+    if sequences.sinks is not None:
+        sinks_L1 = sequences.sinks[:, None, None].expand(*logits_LL.shape[:3], 1)
+        logits = torch.cat((logits, sinks_L1.to(logits.dtype)), dim=-1)
+    weights = logits.softmax(-1, dtype=torch.float32)
+    weights_LL = weights[..., : len(mask_LL)]
     return weights_LL.to(v.dtype) @ v
 
 

@@ -7,23 +7,11 @@ transformers' own product loops over the experts. Other models have loops of the
 
 from typing import Any
 
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 from verl_like.workers.config.models import ModelConfig
 
 GROUPED = "grouped_mm"
-
-
-def require_experts(model: PreTrainedModel, requested: str | None, overrides: str) -> None:
-    """Raises ValueError if the experts of a model cannot be computed as requested.
-
-    `overrides` is the configuration key of `override_config`.
-    """
-    if requested == GROUPED and not model._can_set_experts_implementation():
-        raise ValueError(
-            f"{overrides}.experts_implementation={GROUPED}, but {type(model).__name__} has no "
-            "experts that transformers computes so; leave it out."
-        )
 
 
 def experts_notes(

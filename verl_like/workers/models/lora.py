@@ -5,7 +5,7 @@ peft is imported only in functions that make an adapter, so that other models do
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from verl_like.workers.config.models import ModelConfig, TrainedModelConfig
-from verl_like.workers.models.packed_models import head_name
+from verl_like.workers.models.packed_models import decoder_layers, head_name
 
 
 def is_adapter(name: str) -> bool:
@@ -45,13 +45,13 @@ def model_buffers(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
     return [named for named in model.named_buffers() if named[0] not in computed]
 
 
-def parts_with_experts(layers: Sequence[nn.Module]) -> set[str]:
+def parts_with_experts(hf: PreTrainedModel) -> set[str]:
     """Returns the names of those parts of decoder layers that have experts in any of the layers.
 
     It is empty for a model without experts.
     """
     names = set()
-    for layer in layers:
+    for layer in decoder_layers(hf):
         for name, part in layer.named_children():
             inner = {path.split(".")[-1] for path, _module in part.named_modules()}
             if "experts" in inner | {name}:
@@ -59,16 +59,16 @@ def parts_with_experts(layers: Sequence[nn.Module]) -> set[str]:
     return names
 
 
-def _possible_targets(layers: Sequence[nn.Module]) -> dict[nn.Module, str]:
+def _possible_targets(hf: PreTrainedModel) -> dict[nn.Module, str]:
     """Returns the linear modules of decoder layers that can have an adapter, with their short
     names, such as q_proj.
 
     In a mixture of experts they are those of the attention: an adapter of a router would be read
     by its experts, and engines read experts otherwise than peft writes them.
     """
-    left_out = parts_with_experts(layers)
+    left_out = parts_with_experts(hf)
     possible: dict[nn.Module, str] = {}
-    for layer in layers:
+    for layer in decoder_layers(hf):
         for name, module in layer.named_modules():
             part, _, _ = name.partition(".")
             if isinstance(module, nn.Linear) and part not in left_out:
@@ -98,7 +98,7 @@ def lora_config(hf: PreTrainedModel, config: TrainedModelConfig, all_linear: Any
     targets = config.target_modules
     if targets == "all-linear":
         targets = all_linear
-    path = os.path.expanduser(config.path)
+    path = config.expanded_path
     if os.path.isdir(path):  # otherwise it is the name of a model of the hub
         path = os.path.abspath(path)
     return LoraConfig(
@@ -110,13 +110,11 @@ def lora_config(hf: PreTrainedModel, config: TrainedModelConfig, all_linear: Any
     )
 
 
-def add_adapter(
-    hf: PreTrainedModel, layers: Sequence[nn.Module], config: ModelConfig, key: str
-) -> None:
+def add_adapter(hf: PreTrainedModel, config: ModelConfig, key: str) -> None:
     """Freezes the model and adds an adapter, if `config` has one.
 
     B is zero, and torch's generator draws A. Raises ValueError for targets that match nothing, or
-    something outside of the decoder `layers`. `key` is the configuration key of the model.
+    something outside of the decoder layers. `key` is the configuration key of the model.
     """
     if not isinstance(config, TrainedModelConfig) or not config.lora_rank:
         return
@@ -124,9 +122,9 @@ def add_adapter(
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     targets = config.target_modules
-    within = _possible_targets(layers)
+    within = _possible_targets(hf)
     possible = sorted(set(within.values()))
-    has_experts = bool(parts_with_experts(layers))
+    has_experts = bool(parts_with_experts(hf))
     # peft would adapt the experts of a mixture, too.
     all_linear = possible if has_experts else "all-linear"
     what = f"{key}.target_modules={targets}"

@@ -21,10 +21,9 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, loggi
 from verl_like.workers.config.models import ModelConfig, TrainedModelConfig
 from verl_like.workers.models.attention import Sequences, packed_attention, settle_sinks
 from verl_like.workers.models.lora import add_adapter
-from verl_like.workers.models.packed_models import PackedModel
+from verl_like.workers.models.packed_models import PackedModel, decoder_layers
 from verl_like.workers.models.packing import PackedBatch
 from verl_like.workers.models.pretrained import (
-    decoder_layers,
     empty_model,
     load_hf_config,
     model_setting,
@@ -74,16 +73,28 @@ def check_model(
     # Files of other formats are pickles, which this does not read.
     if all(file.suffix == ".safetensors" for file in files):
         hf, report = load_shapes(type(hf), hf.config, files)
-        check_shapes(report, hf, config, key=key, makes_head=makes_head)
-        add_adapter(hf, decoder_layers(hf), config, key)
+        mismatched = sorted(report["mismatched_keys"])
+        if mismatched:
+            name, in_files, expected = mismatched[0]
+            raise ValueError(
+                f"{what} does not fit its configuration: {name} is {list(in_files)} in its files, "
+                f"and {list(expected)} by its config.json with "
+                f"{model_setting(key, 'override_config')}; correct these."
+            )
+        require_weights(report["missing_keys"], hf, config, key=key, makes_head=makes_head)
+        add_adapter(hf, config, key)
     settle_sinks(hf, config.attn_implementation)
     parameters = inspect.signature(hf.base_model.forward).parameters
     if "position_ids" not in parameters:
         raise ValueError(
             f"{what}: {type(hf.base_model).__name__} takes no position ids, {_NOT_PACKED}."
         )
-    if isinstance(config, TrainedModelConfig) and config.enable_gradient_checkpointing:
-        require_checkpointing(hf, what, model_setting(key, "enable_gradient_checkpointing"))
+    is_recomputed = isinstance(config, TrainedModelConfig) and config.enable_gradient_checkpointing
+    if is_recomputed and not hf.supports_gradient_checkpointing:
+        setting = model_setting(key, "enable_gradient_checkpointing")
+        raise ValueError(
+            f"{what}: {type(hf).__name__} has no gradient checkpointing; set {setting}=false."
+        )
     try:
         Trial(model_class(hf)).run(sequence_parallel_size)
     except ValueError as error:
@@ -126,32 +137,6 @@ def files_that_are_loaded(files: Sequence[Path]) -> list[Path]:
         index = json.loads(index_file.read_text())
         names = set(index["weight_map"].values())
     return [file for file in files if file.name in names]
-
-
-def check_shapes(
-    report: dict[str, Any], hf: PreTrainedModel, config: ModelConfig, *, key: str, makes_head: bool
-) -> None:
-    """Raises ValueError for tensors that are missing, or do not have the configuration's shapes.
-
-    `report` is that of `load_shapes`.
-    """
-    mismatched = sorted(report["mismatched_keys"])
-    if mismatched:
-        name, in_files, expected = mismatched[0]
-        raise ValueError(
-            f"{model_setting(key, 'path')}={config.path} does not fit its configuration: {name} "
-            f"is {list(in_files)} in its files, and {list(expected)} by its config.json with "
-            f"{model_setting(key, 'override_config')}; correct these."
-        )
-    require_weights(report["missing_keys"], hf, config, key=key, makes_head=makes_head)
-
-
-def require_checkpointing(hf: PreTrainedModel, what: str, setting: str) -> None:
-    """Raises ValueError if the model's class does not support gradient checkpointing."""
-    if not hf.supports_gradient_checkpointing:
-        raise ValueError(
-            f"{what}: {type(hf).__name__} has no gradient checkpointing; set {setting}=false."
-        )
 
 
 @contextmanager
@@ -240,9 +225,7 @@ class Trial:
 
 def _is_want_of_values(error: Exception) -> bool:
     """Returns True if an operation failed because meta tensors have no values."""
-    if isinstance(error, NotImplementedError):
-        return True
-    return re.search(r"\bmeta\b", str(error)) is not None
+    return isinstance(error, NotImplementedError) or bool(re.search(r"\bmeta\b", str(error)))
 
 
 def _trial_batch(sequence_parallel_size: int) -> PackedBatch:

@@ -154,6 +154,13 @@ def changes_of_logits(hf: PreTrainedModel) -> tuple[float, float | None]:
     return multiplier / divisor, softcap
 
 
+def decoder_layers(hf: PreTrainedModel) -> list[nn.Module]:
+    """Returns the repeated blocks of a model, which are gathered and computed one at a time."""
+    assert hf._no_split_modules is not None, f"{type(hf).__name__} names no repeated blocks"
+    names = set(hf._no_split_modules)
+    return [module for module in hf.modules() if type(module).__name__ in names]
+
+
 def head_name(hf: PreTrainedModel) -> str:
     """Returns the name of the head of a model that is not a language model."""
     return "score" if hasattr(hf, "score") else "classifier"

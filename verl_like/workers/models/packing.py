@@ -16,6 +16,8 @@ from verl_like.protocol.row_ops import (
     jagged_from_offsets,
     jagged_parts,
     offsets_of,
+    places_from,
+    row_lengths,
 )
 from verl_like.protocol.samples import sample_starts
 from verl_like.workers.models.routed_experts import OWN, ROUTED_EXPERTS, RoutingRecord
@@ -63,7 +65,7 @@ class Rows:
                 "register the method that hands the batch on with jagged=True, or give "
                 "without_padding(batch, pad_token_id)"
             )
-        lengths_B = _lengths(columns["responses"])
+        lengths_B = row_lengths(columns["responses"])
         if PAD_COLUMN in columns:
             is_real = torch.repeat_interleave(~columns[PAD_COLUMN], lengths_B)
             mask, offsets = jagged_parts(columns["response_mask"])
@@ -76,8 +78,7 @@ class Rows:
         return cls(columns, response_length, known, filler_rows)
 
     def __len__(self) -> int:
-        _values, offsets = jagged_parts(self.columns["prompts"])
-        return len(offsets) - 1
+        return self.columns["prompts"].size(0)
 
     def __contains__(self, name: str) -> bool:
         return name in self.columns
@@ -93,8 +94,8 @@ class Rows:
     @property
     def lengths_B(self) -> Tensor:
         """The number of tokens of each row's prompt and response, (B,) int64."""
-        prompt_lengths_B = _lengths(self.columns["prompts"])
-        response_lengths_B = _lengths(self.columns["responses"])
+        prompt_lengths_B = row_lengths(self.columns["prompts"])
+        response_lengths_B = row_lengths(self.columns["responses"])
         return prompt_lengths_B + response_lengths_B
 
     @property
@@ -108,13 +109,11 @@ class Rows:
         If `at` is empty, it returns `filler_rows` rows of one token that is not scored, because a
         model cannot run over no tokens.
         """
+        if len(at):
+            return self.take_some(at)
         columns = {}
-        take = RowTaker(at)
         for name, column in self.columns.items():
-            if len(at):
-                columns[name] = take.tensor(column)
-            else:
-                columns[name] = _filler(name, column, self.filler_rows)
+            columns[name] = _filler(name, column, self.filler_rows)
         return replace(self, columns=columns)
 
     def take_some(self, at: Tensor) -> Self:
@@ -142,19 +141,6 @@ def sums_between(values: Tensor, offsets: Tensor) -> Tensor:
     """Returns the sum of the integers from each offset to the next one, int64."""
     sums_before = offsets_of(values)
     return sums_before[offsets].diff()
-
-
-def places_from(starts_B: Tensor, offsets: Tensor) -> Tensor:
-    """Returns the place of each value of jagged rows if the rows begin at `starts_B`, int64."""
-    shifts_B = starts_B - offsets[:-1]
-    shifts = torch.repeat_interleave(shifts_B, offsets.diff())
-    return shifts + torch.arange(len(shifts))
-
-
-def _lengths(column: Tensor) -> Tensor:
-    """Returns the number of tokens of each row of a jagged column, (B,) int64."""
-    _values, offsets = jagged_parts(column)
-    return offsets.diff()
 
 
 def _filler(name: str, column: Tensor, num_rows: int) -> Tensor:

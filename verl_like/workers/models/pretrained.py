@@ -12,7 +12,7 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -27,9 +27,10 @@ from transformers.utils import cached_file
 from verl_like.workers.config.engine import ForwardFsdpConfig, TrainedFsdpConfig
 from verl_like.workers.config.models import ModelConfig, TrainedModelConfig
 from verl_like.workers.models.attention import choose_attention, settle_sinks
-from verl_like.workers.models.experts import require_experts
+from verl_like.workers.models.experts import GROUPED
 from verl_like.workers.models.hub import require_hub_model
 from verl_like.workers.models.lora import add_adapter
+from verl_like.workers.models.packed_models import decoder_layers
 
 TEACHER_PATH = "actor_rollout_ref.actor.policy_loss.teacher_path"
 """The configuration key of the teacher's path. Its other settings are those of the policy."""
@@ -98,16 +99,15 @@ def load_pretrained(
         with torch.device("meta"):
             model = auto_class.from_config(hf_config, **options)
             settle_sinks(model, config.attn_implementation)
-            add_adapter(model, decoder_layers(model), config, key)
+            add_adapter(model, config, key)
             return model
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(new_head_seed or 0)
-        path = os.path.expanduser(config.path)
         model, report = auto_class.from_pretrained(
-            path, config=hf_config, output_loading_info=True, **options
+            config.expanded_path, config=hf_config, output_loading_info=True, **options
         )
         settle_sinks(model, config.attn_implementation)
-        add_adapter(model, decoder_layers(model), config, key)
+        add_adapter(model, config, key)
     makes_head = new_head_seed is not None
     require_weights(report["missing_keys"], model, config, key=key, makes_head=makes_head)
     require_finite(model, config, key=key)
@@ -151,7 +151,7 @@ def require_finite(model: PreTrainedModel, config: ModelConfig, *, key: str) -> 
             bad.append(name)
     if not bad:
         return
-    path = os.path.expanduser(config.path)
+    path = config.expanded_path
     folder = path
     if not Path(path).is_dir():
         folder = snapshot_download(path, local_files_only=True)
@@ -192,9 +192,14 @@ def empty_model(config: ModelConfig, auto_class: Any, *, key: str) -> PreTrained
             raise ValueError(
                 f"{path}: no model can be made of its config.json ({_said(error)})."
             ) from error
-        overrides = model_setting(key, "override_config")
-        require_experts(model, config.experts_implementation, overrides)
-        add_adapter(model, decoder_layers(model), config, key)
+        is_grouped = config.experts_implementation == GROUPED
+        if is_grouped and not model._can_set_experts_implementation():
+            setting = model_setting(key, "override_config.experts_implementation")
+            raise ValueError(
+                f"{setting}={GROUPED}, but {type(model).__name__} has no experts that "
+                "transformers computes so; leave it out."
+            )
+        add_adapter(model, config, key)
     return model
 
 
@@ -205,7 +210,7 @@ def load_hf_config(config: ModelConfig, *, key: str) -> PretrainedConfig:
     model at `config.path`, for an override that the model's configuration does not have, for layers
     that do not compute packed sequences, or for dropout in a model that is trained.
     """
-    path = os.path.expanduser(config.path)
+    path = config.expanded_path
     path_key = model_setting(key, "path")
     overrides = model_setting(key, "override_config")
     looks_like_path = path.startswith(("/", ".")) or path.count("/") > 1
@@ -312,7 +317,7 @@ def fetch_weights(config: ModelConfig, *, key: str) -> list[Path]:
     A model of the hub is downloaded into this machine's cache first, so that no rank has to do it
     while others wait. Raises ValueError if there are no weights, or a file is incomplete.
     """
-    path = os.path.expanduser(config.path)
+    path = config.expanded_path
     path_key = model_setting(key, "path")
     wanted = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
     # The second pattern is tried only if no file matches the first.
@@ -485,13 +490,6 @@ def save_settings(
     if hf.can_generate():
         hf.generation_config.save_pretrained(path)
     tokenizer.save_pretrained(path)
-
-
-def decoder_layers(hf: PreTrainedModel) -> list[nn.Module]:
-    """Returns the repeated blocks of a model, which are gathered and computed one at a time."""
-    assert hf._no_split_modules is not None, f"{type(hf).__name__} names no repeated blocks"
-    names = set(hf._no_split_modules)
-    return [module for module in hf.modules() if type(module).__name__ in names]
 
 
 def compile_layers(hf: PreTrainedModel) -> None:

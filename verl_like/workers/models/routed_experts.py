@@ -176,44 +176,26 @@ def check_routing(column: Tensor, lengths_B: Tensor, shape: RouterShape) -> None
     )
 
 
-@dataclass(frozen=True)
-class RoutingDifference:
-    """How many routings differ between two records of the same tokens.
+def routing_difference(own: Tensor, recorded: Tensor) -> dict[str, Metric]:
+    """Returns what share of the tokens, and of the routings of a token in a layer, differ between
+    two columns of the same rows.
 
-    Tokens without a record do not count. The order of a token's experts does not matter.
+    A token differs if its routing in some layer does. Tokens without a record do not count. The
+    order of a token's experts does not matter.
     """
-
-    num_tokens: int
-    num_routings: int
-    """Of a token in a layer."""
-    tokens: int
-    """Tokens of which some layer's routing differs."""
-    routings: int
-
-    @classmethod
-    def of(cls, own: Tensor, recorded: Tensor) -> "RoutingDifference":
-        """Compares two columns of the same rows."""
-        own_ids, _offsets = jagged_parts(own)
-        recorded_ids, _offsets = jagged_parts(recorded)
-        is_recorded = recorded_ids[:, 0, 0] != OWN
-        own_set = own_ids[is_recorded].sort(-1).values
-        recorded_set = recorded_ids[is_recorded].sort(-1).values
-        differs = (own_set != recorded_set).any(-1)
-        return cls(
-            num_tokens=len(differs),
-            num_routings=differs.numel(),
-            tokens=int(differs.any(-1).sum()),
-            routings=int(differs.sum()),
-        )
-
-    def metrics(self) -> dict[str, Metric]:
-        """Returns the shares that differ."""
-        tokens = self.tokens / max(1, self.num_tokens)
-        routings = self.routings / max(1, self.num_routings)
-        return {
-            "router_replay/tokens_differ": Metric.mean(tokens, weight=self.num_tokens),
-            "router_replay/routers_differ": Metric.mean(routings, weight=self.num_routings),
-        }
+    own_ids, _offsets = jagged_parts(own)
+    recorded_ids, _offsets = jagged_parts(recorded)
+    is_recorded = recorded_ids[:, 0, 0] != OWN
+    own_set = own_ids[is_recorded].sort(-1).values
+    recorded_set = recorded_ids[is_recorded].sort(-1).values
+    routing_differs = (own_set != recorded_set).any(-1)
+    token_differs = routing_differs.any(-1)
+    num_routings = int(routing_differs.sum())
+    num_tokens = int(token_differs.sum())
+    return {
+        "router_replay/tokens_differ": Metric.mean_of(num_tokens, token_differs.numel()),
+        "router_replay/routers_differ": Metric.mean_of(num_routings, routing_differs.numel()),
+    }
 
 
 def count_own(column: Tensor) -> int:

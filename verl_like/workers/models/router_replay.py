@@ -11,7 +11,6 @@ else is the router's own, so its normalisation stays, and it learns by the score
 
 import copy
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, PreTrainedModel
 
-from verl_like.workers.models.pretrained import decoder_layers
+from verl_like.workers.models.packed_models import decoder_layers
 from verl_like.workers.models.routed_experts import (
     OWN,
     ROUTING_ARGUMENT,
@@ -257,9 +256,7 @@ def require_replay(hf: PreTrainedModel) -> RouterShape:
     not compute with the experts that are replayed.
     """
     shape = shape_of(hf)
-    kinds = {}
-    for router in routers_of(hf).values():
-        kinds[type(router)] = router
+    kinds = {type(router): router for router in routers_of(hf).values()}
     for router in kinds.values():
         _try_router(router, shape, hf.config.get_text_config().hidden_size)
     return shape
@@ -273,7 +270,7 @@ def _try_router(router: nn.Module, shape: RouterShape, hidden_size: int) -> None
     """
     generator = torch.Generator().manual_seed(0)
     tried = copy.deepcopy(router).to_empty(device="cpu").float()
-    for tensor in _tensors_of(tried):
+    for tensor in [*tried.parameters(), *tried.buffers()]:
         if tensor.is_floating_point():
             tensor.data.normal_(std=0.1, generator=generator)
     shifts = torch.arange(_NUM_TRIED)[:, None] * (shape.num_experts // _NUM_TRIED + 1)
@@ -302,11 +299,6 @@ def _try_router(router: nn.Module, shape: RouterShape, hidden_size: int) -> None
             f"{name} gives experts that it did not select itself no weight, or selects in another "
             f"way than by one topk of all experts, so its routing cannot be replayed; {SWITCH_OFF}"
         )
-
-
-def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
 
 
 def _are_weights(output: Any, ids: Tensor) -> bool:

@@ -217,5 +217,4 @@ def _hit_rate(prompts: DataProto, completions: Sequence[Completion], n: int) -> 
     lengths_B = offsets.diff()
     real_lengths = lengths_B[is_real(prompts)]
     num_prompt_tokens = n * int(real_lengths.sum())
-    hit_rate = num_cached / max(1, num_prompt_tokens)
-    return Metric.mean(hit_rate, weight=num_prompt_tokens)
+    return Metric.mean_of(num_cached, num_prompt_tokens)

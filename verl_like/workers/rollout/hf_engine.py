@@ -4,7 +4,6 @@ It computes one token of each response at a time, on its own copy of the model.
 """
 
 import itertools
-import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +23,6 @@ from transformers import (
 )
 
 from verl_like.workers.models.lora import add_adapter, model_buffers, trained_parameters
-from verl_like.workers.models.pretrained import decoder_layers
 from verl_like.workers.rollout.base import RolloutEngine
 from verl_like.workers.rollout.request import (
     Completion,
@@ -133,10 +131,9 @@ class HfEngine(RolloutEngine):
             options["attn_implementation"] = "eager"
         if not model_config.lora_rank:
             return AutoModelForCausalLM.from_config(self.hf_config, **options)
-        path = os.path.expanduser(model_config.path)
+        path = model_config.expanded_path
         model = AutoModelForCausalLM.from_pretrained(path, config=self.hf_config, **options)
-        layers = decoder_layers(model)
-        add_adapter(model, layers, model_config, "actor_rollout_ref.model")
+        add_adapter(model, model_config, "actor_rollout_ref.model")
         return model
 
     def _submit(self, requests: Sequence[GenerationRequest]) -> None:

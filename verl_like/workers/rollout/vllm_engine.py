@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from verl_like.single_controller.network import address_towards, open_store, store_of_group
 from verl_like.workers.models.lora import adapted_names, parts_with_experts
-from verl_like.workers.models.pretrained import decoder_layers, empty_model
+from verl_like.workers.models.pretrained import empty_model
 from verl_like.workers.models.routed_experts import RouterShape
 from verl_like.workers.planning.flops import attention_heads
 from verl_like.workers.rollout.base import RolloutEngine
@@ -131,12 +131,12 @@ class VllmEngine(RolloutEngine):
             max_rank = self._max_lora_rank()
             adapter = {"enable_lora": True, "max_loras": 1, "max_lora_rank": max_rank}
             hf = empty_model(self.model_config, AutoModelForCausalLM, key="actor_rollout_ref.model")
-            if parts_with_experts(decoder_layers(hf)):
+            if parts_with_experts(hf):
                 # vLLM would make room for adapters of all experts.
                 adapter["lora_target_modules"] = adapted_names(hf)
         return self._make(
             **adapter,
-            model=os.path.expanduser(self.model_config.path),
+            model=self.model_config.expanded_path,
             hf_overrides=self.model_config.hf_overrides,
             trust_remote_code=self.model_config.trust_remote_code,
             skip_tokenizer_init=True,  # token ids in, token ids out
@@ -260,8 +260,7 @@ class VllmEngine(RolloutEngine):
         self._rendezvous = store_of_group(self.rank, _RENDEZVOUS_TIMEOUT)
         key = f"rollout_replica_{self.dp_rank}"
         if self.tp_rank == 0:
-            address = address_towards(os.environ["MASTER_ADDR"])
-            store = open_store(address)
+            store = open_store(address_towards(os.environ["MASTER_ADDR"]))
             self._rendezvous.set(key, f"{store.host}:{store.port}")
             self._store_of_replica = store
         # With this torch connects to the store. Otherwise it would open one of its own, which

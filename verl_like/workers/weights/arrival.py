@@ -38,12 +38,9 @@ def check_exports(exports: Sequence[WeightExport], version: int) -> dict[str, in
 
     first = exports[0]
     for export in exports:
-        of_rank = f"of rank {export.rank}"
-        require(f"world_size {of_rank}", export.world_size, first.world_size)
-        require(f"dtype {of_rank}", export.dtype, first.dtype)
-        require(f"num_tensors {of_rank}", export.num_tensors, first.num_tensors)
-        require(f"num_buckets {of_rank}", export.num_buckets, first.num_buckets)
-        require(f"version {of_rank}", export.version, version)
+        for what in ("world_size", "dtype", "num_tensors", "num_buckets"):
+            require(f"{what} of rank {export.rank}", getattr(export, what), getattr(first, what))
+        require(f"version of rank {export.rank}", export.version, version)
     buckets = buckets_of(exports)
     ranks = sorted(export.rank for export in exports)
     indices = sorted(bucket.index for bucket in buckets)

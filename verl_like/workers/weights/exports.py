@@ -28,8 +28,6 @@ argument says so, as it does for copies from a GPU."""
 class OrderedWeight(NamedTuple):
     """A parameter or buffer of a model as it travels."""
 
-    name: str
-    """In the model."""
     tensor: Tensor
     dtype: torch.dtype
     """The dtype in which it travels."""
@@ -111,10 +109,10 @@ def in_order(
     weights = []
     for name, tensor in parameters:
         files = files_in(layout, name, tensor)
-        weights.append(OrderedWeight(name, tensor, dtype, files))
+        weights.append(OrderedWeight(tensor, dtype, files))
     for name, tensor in buffers:
         files = files_in(layout, name, tensor)
-        weights.append(OrderedWeight(name, tensor, tensor.dtype, files))
+        weights.append(OrderedWeight(tensor, tensor.dtype, files))
     return sorted(weights, key=lambda weight: -weight.dtype.itemsize)
 
 
@@ -157,12 +155,14 @@ def collect_weights(
     weights = in_order(parameters, dtype, buffers, layout)
     groups = _in_buckets(weights, bucket_bytes)
     for index, group in enumerate(groups):
-        tensors = {}
-        for name, weight, own_dtype, files in group:
+        tensors = []
+        files: list[FileTensor] = []
+        for weight, own_dtype, own_files in group:
             # `to` takes 1 us to do nothing.
             tensor = weight if weight.dtype == own_dtype else weight.to(own_dtype)
-            tensors[name] = tensor
-            for file in files:
+            tensors.append(tensor)
+            files += own_files
+            for file in own_files:
                 if file.name in fingerprints:
                     raise ValueError(
                         f"Parameter {file.name} is exported twice; pass named_parameters(), not a "
@@ -170,14 +170,16 @@ def collect_weights(
                     )
                 fingerprints[file.name] = local_fingerprint(file, tensor, rank)
         is_kept = index % world_size == rank
-        whole = whole_tensors([*tensors.values()], is_kept) if allocate else []
+        whole = whole_tensors(tensors, is_kept) if allocate else []
         if is_kept:
             data = np.empty(0, np.uint8)
             if allocate:
                 views = _cut(whole, group)
                 data = _pack(views, allocate)
                 del views
-            buckets.append(_bucket(index, group, data))
+            names = tuple(file.name for file in files)
+            shapes = tuple(file.shape for file in files)
+            buckets.append(WeightBucket(index, names, shapes, _name(group[0].dtype), data))
         del tensors, whole  # before the next bucket takes memory
     if not fingerprints:
         raise ValueError("There is no parameter to export; pass the model's named_parameters().")
@@ -191,18 +193,6 @@ def collect_weights(
         fingerprints=read_fingerprints(fingerprints),
         buckets=tuple(buckets),
     )
-
-
-def _bucket(index: int, group: Sequence[OrderedWeight], data: np.ndarray) -> WeightBucket:
-    """Returns the bucket of weights that have one dtype."""
-    names = []
-    shapes = []
-    for weight in group:
-        for file in weight.files:
-            names.append(file.name)
-            shapes.append(file.shape)
-    dtype = _name(group[0].dtype)
-    return WeightBucket(index, tuple(names), tuple(shapes), dtype, data)
 
 
 def _cut(whole: Sequence[Tensor], group: Sequence[OrderedWeight]) -> list[Tensor]:

@@ -70,7 +70,7 @@ class GlooTransport(SharedMemoryTransport):
             link = links.get(export.address)
             if link is None:
                 host, port = export.address
-                store = dist.TCPStore(host, port, is_master=False, timeout=_TIMEOUT)
+                store = dist.TCPStore(host, port, timeout=_TIMEOUT)
                 link = _Link(store)
             pages = self._receive_from(link, export, worker)
             received.append(with_data(export, pages))
@@ -275,13 +275,10 @@ def _join(store: dist.Store, key: str, rank: int, group: Any) -> Any:
 def _broadcast(group: Any, arrays: Sequence[np.ndarray]) -> None:
     """Broadcasts arrays, one for each bucket, from rank 0 to all others. Two are on their way at a
     time."""
-    options = dist.BroadcastOptions()
-    options.rootRank = 0
-    options.rootTensor = 0
     pending: deque[dist.Work] = deque()
     for array in arrays:
         tensor = torch.from_dlpack(array)
-        work = group.broadcast([tensor], options)
+        work = group.broadcast(tensor, root=0)
         pending.append(work)
         if len(pending) == 2:
             oldest = pending.popleft()

@@ -6,7 +6,7 @@ on a CPU: it gives the adapter of the last slot to the latter. vLLM imports this
 process of its worker; nothing else does.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from vllm.lora.lora_model import LoRAModel
@@ -17,23 +17,21 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from verl_like.workers.weights.exports import NamedTensor
 from verl_like.workers.weights.fingerprints import fingerprint_tensor
 
+_experts_config: Any = FusedMoEConfig
+_post_init = _experts_config.__post_init__
 
-def _without_adapters_of_experts(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Returns `FusedMoEConfig.__post_init__` with which experts are computed as without adapters.
+
+def _without_adapters_of_experts(config: Any) -> None:
+    """Does `FusedMoEConfig.__post_init__`, with which experts are computed as without adapters.
 
     Where any module may have an adapter, vLLM takes a Triton kernel for experts, which a CPU lacks.
     Adapters of experts are refused, see `add_adapter`.
     """
-
-    def settle(config: Any) -> None:
-        config.is_lora_enabled = False
-        post_init(config)
-
-    return settle
+    config.is_lora_enabled = False
+    _post_init(config)
 
 
-_experts_config: Any = FusedMoEConfig
-_experts_config.__post_init__ = _without_adapters_of_experts(_experts_config.__post_init__)
+_experts_config.__post_init__ = _without_adapters_of_experts
 
 
 class Adapter:

@@ -9,13 +9,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
-from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
 
 from verl_like.workers.weights.exports import NamedTensor
-
-
-def is_gpt_oss(model: Any) -> bool:
-    return isinstance(model, GptOssForCausalLM)
 
 
 class GptOssUpdates:

@@ -11,7 +11,7 @@ import operator
 import os
 import signal
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
+from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
 
 from verl_like.workers.weights.exports import WeightBucket, iterate_buckets
 from verl_like.workers.weights.fingerprints import (
@@ -41,7 +42,7 @@ from verl_like.workers.weights.fingerprints import (
 from verl_like.workers.weights.shared_memory import SharedPages
 from verl_like.workers.weights.vllm_adapter import Adapter
 from verl_like.workers.weights.vllm_direct import DirectInitInfo, IpcReceiver
-from verl_like.workers.weights.vllm_gpt_oss import GptOssUpdates, is_gpt_oss
+from verl_like.workers.weights.vllm_gpt_oss import GptOssUpdates
 from verl_like.workers.weights.vllm_pieces import Source, cut_parameter
 
 Sums = dict[str, Tensor]
@@ -60,14 +61,10 @@ class StagedUpdate(WeightTransferUpdateInfo):
     def __post_init__(self) -> None:
         # A message between processes makes dictionaries of data classes.
         if isinstance(self.buckets[0], dict):
-            self.buckets = [_bucket_of(fields) for fields in self.buckets]
-
-
-def _bucket_of(fields: Mapping[str, Any]) -> WeightBucket:
-    """Makes a bucket again of the dictionary that a message has of it."""
-    own_fields = dict(fields)
-    own_fields["data"] = SharedPages(**fields["data"])
-    return WeightBucket(**own_fields)
+            self.buckets = [
+                WeightBucket(**fields | {"data": SharedPages(**fields["data"])})
+                for fields in self.buckets
+            ]
 
 
 class StagedTransfer(WeightTransferEngine[DirectInitInfo, StagedUpdate]):
@@ -99,7 +96,8 @@ class StagedTransfer(WeightTransferEngine[DirectInitInfo, StagedUpdate]):
         self.unknown_layouts: dict[str, list[str]] = {}
         """After `fingerprints`, by the name of each parameter of vLLM of which it is not known what
         Hugging Face tensors it is made of, those of which it may be."""
-        self._gpt_oss = GptOssUpdates(self.model) if is_gpt_oss(self.model) else None
+        is_gpt_oss = isinstance(self.model, GptOssForCausalLM)
+        self._gpt_oss = GptOssUpdates(self.model) if is_gpt_oss else None
         is_packed = self.device.type == "cpu"
         is_rounded = self.model_config.quantization is not None
         for name, module in self.model.named_modules():
@@ -283,11 +281,14 @@ class StagedTransfer(WeightTransferEngine[DirectInitInfo, StagedUpdate]):
             # Other buffers of vLLM's, such as tables of positions, are its own.
             if name in self._sources:
                 tensors[name] = buffer
-        totals: dict[str, Tensor | int] = {}
+        totals: dict[str, Tensor | int] = defaultdict(int)
         self.unknown_layouts = {}
         for name, tensor in tensors.items():
             sources = self._sources.get(name, [])
-            sums = self._fingerprints_in(name, tensor)
+            if name in self._before_packing:
+                sums = self._before_packing[name]
+            else:
+                sums = self._fingerprints_of(name, tensor)
             if sums is None:
                 self.unknown_layouts[name] = [source.hf_name for source in sources]
                 continue
@@ -296,19 +297,12 @@ class StagedTransfer(WeightTransferEngine[DirectInitInfo, StagedUpdate]):
             for source in sources:
                 totals.setdefault(source.hf_name, 0)
             for hf_name, part in sums.items():
-                total = totals.get(hf_name, 0)
-                totals[hf_name] = total + part
+                totals[hf_name] += part
         own = read_fingerprints(totals)
         group = get_tp_group()
         if group.world_size == 1:
             return own
         return sum_over_ranks(own, group.cpu_group)
-
-    def _fingerprints_in(self, name: str, parameter: Tensor) -> Sums | None:
-        """Returns `_fingerprints_of` what was loaded into a parameter."""
-        if name in self._before_packing:
-            return self._before_packing[name]
-        return self._fingerprints_of(name, parameter)
 
     def _fingerprints_of(self, name: str, parameter: Tensor) -> Sums | None:
         """Returns the fingerprints of what this process answers for in a parameter; None if the

@@ -76,10 +76,7 @@ def cut_parameter(
     if isinstance(module, RoutedExperts):
         return _cut_experts(module, leaf, parameter, sources)
     if sources and sources[0].is_transposed:
-        turned = []
-        for source in sources:
-            rows, columns = source.shape
-            turned.append(Source(source.hf_name, torch.Size([columns, rows])))
+        turned = [Source(source.hf_name, source.shape[::-1]) for source in sources]
         pieces_of_turned = cut_parameter(module, leaf, parameter, turned)
         if pieces_of_turned is None:
             return None
@@ -174,12 +171,8 @@ def _cut_experts(
     pieces = []
     num_matrices = 0
     for source in sources:
-        if source.expert is None:
-            of_all = _cut_stacked(module, leaf, parameter, source)
-            if of_all is None:
-                return None
-            pieces += of_all
-            continue
+        if source.expert is None:  # nothing else can be beside the matrices of all experts
+            return _cut_stacked(module, leaf, parameter, source) if len(sources) == 1 else None
         place = module.expert_map_manager.map_global_to_local(source.expert)
         if place == -1:
             continue
@@ -187,10 +180,7 @@ def _cut_experts(
         piece = _cut_expert(module, parameter[place], source)
         if piece is not None:
             pieces.append(piece)
-    is_stacked = any(source.expert is None for source in sources)
     matrices_per_expert = 2 if leaf.startswith("w13") else 1
-    if is_stacked:
-        return pieces if len(sources) == 1 else None
     is_whole = num_matrices == matrices_per_expert * len(parameter)
     return pieces if is_whole else None
 
