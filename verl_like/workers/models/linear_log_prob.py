@@ -104,11 +104,9 @@ class _LinearLogProb(torch.autograd.Function):
         entropy_SM = torch.empty_like(lse_SM)
         norm_SM = torch.empty_like(lse_SM)
         label_logit_M = torch.zeros_like(lse_SM[0])
-        kernels = _kernels(hidden_MD)
-        compute = _statistics_in_blocks if kernels is None else kernels.statistics
         for index, (start, end) in enumerate(chunks):
             x_MC = _product(hidden_MD, weight_VD[start:end], factor, buffer)
-            statistics = compute(x_MC, cap, with_entropy, with_sum_pi_squared)
+            statistics = _statistics(x_MC, cap, with_entropy, with_sum_pi_squared)
             lse_SM[index], entropy_SM[index], norm_SM[index] = statistics
             column_M1, is_here_M1 = _in_chunk(labels_M - start, end - start)
             x_M1 = x_MC.gather(1, column_M1)
@@ -188,6 +186,19 @@ class _LinearLogProb(torch.autograd.Function):
         return grad_hidden_MD, grad_weight_VD, None, None, None, None, None
 
 
+def _statistics(
+    x_MC: Tensor, cap: float | None, with_entropy: bool, with_norm: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns lse, entropy and norm of softmax(z) over a chunk's columns alone, (M,) float32 each.
+
+    The norm is the root of the sum of the squared probabilities. Entropy and norm are uninitialised
+    memory if they are not asked for.
+    """
+    kernels = _kernels(x_MC)
+    compute = _statistics_in_blocks if kernels is None else kernels.statistics
+    return compute(x_MC, cap, with_entropy, with_norm)
+
+
 def _to_gradient(
     x_MC: Tensor,
     cap: float | None,
@@ -230,12 +241,12 @@ def _to_gradient(
     _to_gradient_in_blocks(x_MC, cap, offset_M1, entropy_terms, column_M1, at_label_M1)
 
 
-def _kernels(tensor: Tensor) -> ModuleType | None:
-    """Returns the module that computes a chunk on a tensor's GPU, or None on a CPU.
+def _kernels(x_MC: Tensor) -> ModuleType | None:
+    """Returns the module that computes a chunk on a GPU, or None on a CPU.
 
     The module needs Triton, which torch's builds for CPU lack.
     """
-    if not tensor.is_cuda:
+    if not x_MC.is_cuda:
         return None
     import verl_like.workers.models.head_kernels as head_kernels
 
@@ -245,12 +256,7 @@ def _kernels(tensor: Tensor) -> ModuleType | None:
 def _statistics_in_blocks(
     x_MC: Tensor, cap: float | None, with_entropy: bool, with_norm: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns lse, entropy and norm of softmax(z) over a chunk's columns alone, (M,) float32 each,
-    on a CPU.
-
-    The norm is the root of the sum of the squared probabilities. Entropy and norm are uninitialised
-    memory if they are not asked for.
-    """
+    """Computes what `_statistics` returns, on a CPU."""
     lse_M = x_MC.new_empty(len(x_MC), dtype=torch.float32)
     entropy_M = torch.empty_like(lse_M)
     norm_M = torch.empty_like(lse_M)
