@@ -324,6 +324,8 @@ def judge(run: Run) -> Result:
     differing = max((row.get("router_replay/routers_differ", 0.0) for row in rows), default=0.0)
     if differing > MOST_ROUTERS_DIFFER:
         result.faults.append(f"{differing:.3f} of the recorded routings are not the trainer's own")
+    if run.positive and not any(row.get(run.positive, 0.0) > 0 for row in rows):
+        result.faults.append(f"{run.positive} is above 0 in no step")
     said = _said_by_null_gpu(folder)
     result.faults += said.read_text().splitlines()[:1] if said.exists() else []
     return result

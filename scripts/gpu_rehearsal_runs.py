@@ -23,8 +23,8 @@ class Run:
     soon as this step's checkpoint is there, and the same command continues it. equal_to: another
     run, whose numbers are these. caches_memory: torch keeps freed memory, which vLLM's sleep needs.
     has_numbers: without them memory is never filled, as of a model that is too large for this
-    machine. control: a fault that null_gpu_controls.py makes. refused_with: the run has to fail,
-    and its output to have this pattern.
+    machine. control: a fault that null_gpu_controls.py makes. positive: a metric that has to
+    be above 0 in some step. refused_with: the run has to fail, and its output to have this pattern.
     """
 
     name: str
@@ -43,6 +43,7 @@ class Run:
     script: str = ""
     has_numbers: bool = True
     control: str = ""
+    positive: str = ""
     refused_with: str = ""
     limit: int = 400  # seconds
 
@@ -286,14 +287,21 @@ RUNS = (
     ),
     detached(
         "detached_experts_in_flight",
-        "the same with `update_in_flight`, one version behind",
+        "the same with `update_in_flight`, one version behind; weights come in mid-response",
         *_PPO_EXPERTS,
         "actor_rollout_ref.actor.router_replay.mode=R3",
         "detached.update_in_flight=true",
         "trainer.max_staleness=1",
+        # Long responses, few at a time, so that some are drawn when weights come
+        "data.max_response_length=64",
+        "data.train_batch_size=8",
+        "actor_rollout_ref.rollout.ignore_eos=true",
+        "trainer.total_training_steps=5",
         # One update of weights that hardly move, so that the KL divergence is drift
-        "actor_rollout_ref.actor.ppo_mini_batch_size=32",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
         "actor_rollout_ref.actor.optim.lr=1e-7",
+        num_steps=5,
+        positive="training/staleness/mixed",
         measure=KL_METRIC,
     ),
     detached(

@@ -120,8 +120,9 @@ class Learner:
         between the weights that generated the oldest token of a response and the weights that are
         trained on it.
 
-        Adds the share of each age if `trainer.max_staleness` allows any. Raises ValueError if the
-        responses do not say which weights generated them.
+        Adds the share of each age, and that of responses whose tokens are of several weights, if
+        `trainer.max_staleness` allows any age. Raises ValueError if the responses do not say which
+        weights generated them.
         """
         if not len(batch):
             return {}
@@ -130,18 +131,18 @@ class Learner:
                 "the responses have no column policy_version, so how old they are is not known; a "
                 "custom rollout worker has to write it, see docs/columns.md"
             )
-        oldest: dict[int, int] = {}
-        """The version of the oldest token of each sample. One that stands for an episode without a
-        token has none."""
+        versions_of: dict[int, set[int]] = {}
+        """The versions of the tokens of each sample. One that stands for an episode without a token
+        has none."""
         sample_of_row = SampleRows.of(batch).sample_of_row
         spans_of_row = batch.non_tensor_batch["policy_version"]
         for sample, spans in zip(sample_of_row.tolist(), spans_of_row, strict=True):
             for version, _start, _end in spans:
-                oldest[sample] = min(version, oldest.get(sample, version))
-        num_samples = len(oldest)
+                versions_of.setdefault(sample, set()).add(version)
+        num_samples = len(versions_of)
         if not num_samples:
             return {}
-        versions_S = np.array(list(oldest.values()))
+        versions_S = np.array([min(versions) for versions in versions_of.values()])
         staleness_S = self.version - versions_S
         mean = staleness_S.mean()
         largest = staleness_S.max()
@@ -158,6 +159,9 @@ class Learner:
             share = is_so_old_S.mean()
             name = f"training/staleness/share_{steps}"
             metrics[name] = Metric.mean(share, weight=num_samples)
+        is_mixed_S = [len(versions) > 1 for versions in versions_of.values()]
+        share = np.mean(is_mixed_S)
+        metrics["training/staleness/mixed"] = Metric.mean(share, weight=num_samples)
         return metrics
 
     def export_weights(self) -> Weights:
