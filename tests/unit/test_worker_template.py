@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from forked_workers import shared_template
 
 from verl_like.trainer.run import worker_template
 
@@ -135,15 +136,10 @@ def test_a_request_whose_sender_ended_in_the_middle_of_it_runs_nothing():
     assert sys.argv == before
 
 
-def test_what_is_imported_before_workers_are_forked_does_not_import_ray():
+def test_what_is_imported_before_workers_are_forked_does_not_import_ray(tmp_path: Path):
     """A fork of a process that has Ray's library dies as it starts, and Ray starts another one, for
     ever."""
-    modules = [
-        f"verl_like.workers.{role}"
-        for role in ("actor", "reference", "rollout_worker", "critic", "reward_model")
-    ]
-    program = f"import sys, {', '.join(modules)}; print('ray' in sys.modules)"
-    result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert result.stdout.strip() == "False"
+    script = tmp_path / "script.py"
+    script.write_text("import sys; print('ray' in sys.modules, 'torch' in sys.modules)")
+    done = run(shared_template().command, script)
+    assert done.stdout.strip() == "False True"
