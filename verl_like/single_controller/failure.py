@@ -2,7 +2,7 @@
 
 import os
 import traceback
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from verl_like.single_controller.shortage import Shortage, shortage_of
@@ -29,7 +29,9 @@ class WorkerError(_MadeOfFields, RuntimeError):
     method: str
     cause: str
     """The worker's traceback, as text."""
-    shortage: Shortage | None = None
+    # It is no attribute of the class: Ray's error of a call, which is of this class too, would have
+    # that in place of the value.
+    shortage: Shortage | None = field(default_factory=lambda: None)
     """None unless memory was short."""
 
     def __post_init__(self) -> None:

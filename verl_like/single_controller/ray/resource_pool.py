@@ -90,7 +90,8 @@ class RayResourcePool(VerlResourcePool):
         of_process = self.bundle_resources()
         requests = []
         for num_processes in self.process_on_nodes:
-            requests.append({kind: num_processes * of_process[kind] for kind in of_process})
+            of_node = {kind: num_processes * amount for kind, amount in of_process.items()}
+            requests.append(of_node)
         return requests
 
     def get_placement_groups(self, timeout_s: float = PLACEMENT_DEADLINE_S) -> list[PlacementGroup]:

@@ -69,7 +69,7 @@ def maker_models(
         if role in copies:
             copy_class = copies[role]
             parameters = inspect.signature(copy_class).parameters
-            kwargs = {name: built.kwargs[name] for name in built.kwargs if name in parameters}
+            kwargs = {name: value for name, value in built.kwargs.items() if name in parameters}
             built = RayClassWithInitArgs(copy_class, **kwargs)
             built.plugins = config.plugins
         own[role] = built

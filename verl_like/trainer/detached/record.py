@@ -1,8 +1,6 @@
 """The record of a detached run: it writes what makers and trainers report in the order of the
 training steps."""
 
-import functools
-import operator
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -123,7 +121,9 @@ class DetachedRecord:
         step = self.begun.step
         if len(self.files[step]) != self.config.detached.num_trainers:
             return
-        self.begun.written = functools.reduce(operator.or_, self.files.pop(step))
+        self.begun.written = {}
+        for files_of_trainer in self.files.pop(step):
+            self.begun.written |= files_of_trainer
         self.recorder.pending = self.begun
         self.begun = None
         self.recorder.commit_checkpoint(wait=True)

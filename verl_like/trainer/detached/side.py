@@ -130,7 +130,7 @@ class SideRecorder(LoopRecorder):
         self.doing = before
         ended = time.time()
         seconds_before = self.seconds.get(phase, 0.0)
-        self.seconds[phase] = seconds_before + ended - started
+        self.seconds[phase] = seconds_before + (ended - started)
         if phase.startswith("waiting"):
             self.waits.append((started, ended))
 

@@ -62,8 +62,8 @@ class RowWork:
         """
         num_ranks = data_parallel_size(method)
         is_empty_pass = num_of_step is None and not len(batch)
+        assert not beside or (num_ranks is not None and num_of_step is not None)
         if num_ranks is None or is_empty_pass:
-            assert not beside
             return method.remote(batch)
         if num_of_step is not None:
             self.require_mini_batch_column(method, num_ranks, num_of_step)

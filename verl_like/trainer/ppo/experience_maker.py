@@ -462,7 +462,9 @@ class ExperienceMaker(Extensible):
             made["rollout_is_weights"] = weights_BR
         metrics = {name: Metric.mean(value) for name, value in values.items()}
         corrected = rewarded.with_columns(made, metrics)
-        return replace(corrected, kept_BR=kept_BR if config.rollout_rs else None)
+        if config.rollout_rs:
+            return replace(corrected, kept_BR=kept_BR)
+        return corrected
 
     def estimate(self, corrected: Scored) -> Scored:
         """Adds `advantages` and `returns` (B, R) by the configured estimator."""

@@ -159,9 +159,8 @@ class Learner:
             share = is_so_old_S.mean()
             name = f"training/staleness/share_{steps}"
             metrics[name] = Metric.mean(share, weight=num_samples)
-        is_mixed_S = [len(versions) > 1 for versions in versions_of.values()]
-        share = np.mean(is_mixed_S)
-        metrics["training/staleness/mixed"] = Metric.mean(share, weight=num_samples)
+        num_mixed = sum(len(versions) > 1 for versions in versions_of.values())
+        metrics["training/staleness/mixed"] = Metric.mean_of(num_mixed, num_samples)
         return metrics
 
     def export_weights(self) -> Weights:

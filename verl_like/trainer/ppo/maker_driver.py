@@ -8,7 +8,6 @@ from typing import Self
 from transformers import PreTrainedTokenizerBase
 
 from verl_like.algorithms.kl import get_kl_controller
-from verl_like.data.conversations import ConversationDataset
 from verl_like.data.prompt_dataset import PromptDataset
 from verl_like.protocol import DataProto
 from verl_like.registry import Registry
@@ -54,8 +53,6 @@ class MakerDriver:
     val_dataset: PromptDataset
     rule_scorer: RuleScorer | None
     recorder: Recorder
-    ptx_dataset: ConversationDataset | None = None
-    """The rows of `data.ptx_files` for a subclass that trains, or None without them."""
 
     @classmethod
     def of(
@@ -75,7 +72,6 @@ class MakerDriver:
             val_dataset=inputs.val_dataset,
             rule_scorer=inputs.scorer,
             recorder=recorder,
-            ptx_dataset=inputs.ptx_dataset,
         )
 
     def __post_init__(self) -> None:

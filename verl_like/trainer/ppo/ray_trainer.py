@@ -4,20 +4,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+from verl_like.data.conversations import ConversationDataset
 from verl_like.protocol import DataProto, Metric, merge_metrics
 from verl_like.protocol.padded import without_padding
 from verl_like.protocol.row_ops import is_jagged
 from verl_like.registry import Registry
+from verl_like.single_controller.ray.resource_pool import ResourcePoolManager
 from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer.config.roles import Role
 from verl_like.trainer.loop.experience import Experience, Update
+from verl_like.trainer.loop.recorder import Recorder
 from verl_like.trainer.loop.training_loop import TrainingLoop
 from verl_like.trainer.ppo import compared_prompts, engine_check
 from verl_like.trainer.ppo.choice_of_replay import has_experts, hf_config_of_policy
 from verl_like.trainer.ppo.experience_maker import Generated, Weights
-from verl_like.trainer.ppo.inputs import prompt_sampler
+from verl_like.trainer.ppo.inputs import PPOInputs, prompt_sampler
 from verl_like.trainer.ppo.learner import Learner
 from verl_like.trainer.ppo.maker_driver import OF_PLUGIN, MakerDriver, get_maker_driver
 from verl_like.trainer.ppo.metrics import batch_metrics
@@ -43,10 +46,22 @@ class RayPPOTrainer(MakerDriver, TrainingLoop):
     """
 
     recorder: RunRecorder
+    ptx_dataset: ConversationDataset | None = None
+    """The rows of `data.ptx_files`, or None without them."""
     unknown_parameters: tuple[str, ...] = ()
     """The engine's parameters whose arrival log-probabilities show after each update."""
     compared_prompts: list[int] | None = None
     """The numbers of the prompts for these comparisons, or None for the first ones."""
+
+    @classmethod
+    def of(
+        cls, inputs: PPOInputs, recorder: Recorder, pools: ResourcePoolManager | None = None
+    ) -> Self:
+        """Makes a trainer of checked inputs. It runs on the pools of their configuration, unless
+        others are given."""
+        trainer = super().of(inputs, recorder, pools)
+        trainer.ptx_dataset = inputs.ptx_dataset
+        return trainer
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -208,11 +208,11 @@ def load_models(
     vLLM takes its share of the free memory, and asserts that no other process frees memory while it
     measures how much there is.
     """
-    last = Role.Rollout if device == "cuda" else ""  # which is no role
-    pending = [group.init_model.remote() for role, group in groups.items() if role != last]
+    last = {Role.Rollout} if device == "cuda" else set()
+    pending = [group.init_model.remote() for role, group in groups.items() if role not in last]
     for future in pending:
         future.get()
-    if last in groups:
-        groups[last].init_model.remote().get()
+    for role in last & groups.keys():
+        groups[role].init_model.remote().get()
     if agents := groups.get(Role.Agent):
         connect_agents(agents, groups[Role.Rollout], on_episodes)

@@ -142,7 +142,8 @@ class Tracking:
         self.ids = _read_ids(self.ids_file)
         self.ids_lock = threading.Lock()
         rows = readable_rows((run_dir / "metrics.jsonl").read_bytes())
-        next_step = rows[-1]["step"] + 1 if rows else None
+        steps = [row["step"] for row in rows if type(row["step"]) is int]
+        next_step = steps[-1] + 1 if steps else None
         self.trackers: list[TrackerThread] = []
         for name in backends:
             if name in TRACKERS:

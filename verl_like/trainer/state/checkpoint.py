@@ -138,6 +138,7 @@ class PendingCheckpoint:
         """
         if wait or not self._asked:
             groups = self.groups.items()
+            # Only if all were asked
             self._asked = {role: group.save_result.remote(wait) for role, group in groups}
         futures = self._asked.values()
         if not wait and not all(future.done() for future in futures):
