@@ -48,12 +48,14 @@ def batch() -> DataProto:
     )
 
 
-def test_a_padded_view_names_the_columns_of_the_batch_by_the_alphabet_and_those_put_in_last():
+def test_a_padded_view_names_columns_that_were_read_after_the_others_and_those_put_in_last():
     view = PaddedColumns(batch())
     view["returns"] = torch.zeros(3, 3)
-    of_batch = ["attention_mask", "input_ids", "is_skipped", "position_ids", "prompt_scores"]
-    of_batch += ["prompts", "response_mask", "responses", "values"]
-    assert list(view) == [*of_batch, "returns"]
+    assert view["values"] is not None
+    assert view["is_skipped"] is not None
+    unread = ["attention_mask", "input_ids", "position_ids", "prompt_scores", "prompts"]
+    unread += ["response_mask", "responses"]
+    assert list(view) == [*unread, "values", "is_skipped", "returns"]
 
 
 def test_the_padded_view_has_verls_layout():

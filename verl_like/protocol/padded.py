@@ -1,8 +1,7 @@
 """Padding: the form in which algorithms, and code written for verl, see rows that have none."""
 
 import copy
-from collections import UserDict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,7 +90,7 @@ class RowPlaces:
         return entries.index_select(0, self.of_values)
 
 
-class PaddedColumns(UserDict[str, Tensor]):
+class PaddedColumns(MutableMapping[str, Tensor]):
     """The columns of a batch in verl's layout, each padded when it is first read.
 
     Args:
@@ -122,27 +121,32 @@ class PaddedColumns(UserDict[str, Tensor]):
             width = self.padding.max_response_length
             _, self.response_offsets = jagged_parts(self.columns["responses"])
             self.response_places = places_of_samples(self.response_offsets, width, starts)
-        names = set(self.columns)
-        if self.samples:
-            names.add("attention_mask")
-            names.discard("prompts")
-        else:
-            names.update(VERL_COLUMNS)
-        self.names = names
+        self.names = set(self.columns)
         """Columns of the batch."""
-        self.data: dict[str, Any] = dict.fromkeys(sorted(names))
-        """The columns that were put in, and None for those of the batch."""
+        if self.samples:
+            self.names.add("attention_mask")
+            self.names.discard("prompts")
+        else:
+            self.names.update(VERL_COLUMNS)
         self.read: dict[str, Tensor] = {}
-        """Columns of the batch that somebody has read, in this view or in a copy of it."""
+        """Columns that somebody has read, in this view or in one with the same batch."""
+        self.written: dict[str, Tensor] = {}
+        """Columns that were put in."""
+        self.removed: set[str] = set()
 
     def copy(self) -> "PaddedColumns":
         """Returns another view of the batch. What is put into it or removed from it stays out of
         this one."""
-        return copy.copy(self)
+        other = copy.copy(self)
+        other.written = dict(self.written)
+        other.removed = {*self.removed}
+        return other
 
     def __getitem__(self, name: str) -> Tensor:
-        if self.data[name] is not None:
-            return self.data[name]
+        if name in self.written:
+            return self.written[name]
+        if name not in self:
+            raise KeyError(name)
         if name not in self.read:
             self.read[name] = self._make(name)
         return self.read[name]
@@ -152,13 +156,32 @@ class PaddedColumns(UserDict[str, Tensor]):
             raise ValueError(
                 f"{name} was put into a padded view, which cannot change tokens: make another batch"
             )
-        self.data[name] = column
+        self.written[name] = column
+
+    def __delitem__(self, name: str) -> None:
+        if name not in self:
+            raise KeyError(name)
+        self.written.pop(name, None)
+        self.removed.add(name)
 
     def exclude(self, *names: str) -> "PaddedColumns":
         """Removes columns, as `DataProto.pop` does, and returns itself."""
         for name in names:
             del self[name]
         return self
+
+    def __contains__(self, name: object) -> bool:
+        if name in self.written:
+            return True
+        return name in self.names and name not in self.removed
+
+    def __iter__(self) -> Iterator[str]:
+        left = self.names - self.removed
+        seen = self.read.keys() | self.written.keys()
+        unread = sorted(left - seen)
+        read = [name for name in self.read if name in left]
+        in_order = dict.fromkeys([*unread, *read, *self.written])
+        return iter(in_order)
 
     def __len__(self) -> int:
         """Returns the number of rows, as a TensorDict does."""
@@ -322,23 +345,21 @@ def strip(view: DataProto, data: DataProto) -> DataProto:
     _, offsets = jagged_parts(tensors["responses"])
     samples: SampleRows | None = None
     stripped_of_id: dict[int, Tensor] = {}  # by the id of the padded column
-    written = {}
     padded_columns: Any = view.batch
     if isinstance(padded_columns, PaddedColumns):
         assert padded_columns.response_places is not None, "there are responses"
         response_places = padded_columns.response_places
         samples = padded_columns.samples
+        written = padded_columns.written
         for name, column in padded_columns.read.items():
             if name in tensors:
                 stripped_of_id[id(column)] = tensors[name]
-        for name in padded_columns.names - padded_columns.keys():
+        for name in padded_columns.removed:
             tensors.pop(name, None)
-        for name, column in padded_columns.data.items():
-            if column is not None:
-                written[name] = column
     else:
         width = Padding.of(data).max_response_length
         response_places = RowPlaces(offsets, width)
+        written = {}
         for name, column in view.tensors().items():
             if name not in _TOKEN_COLUMNS:
                 written[name] = column
