@@ -194,9 +194,15 @@ class AlgorithmRegistry(Registry[Algorithm]):
             over_batch: it takes statistics, such as the mean, of all rows of a batch, of which
                 there have to be many. So `detached.update_in_flight` refuses it.
         """
-        if over_batch:
-            self.over_batch.add(name)
-        return super().register(name)
+        register = super().register(name)
+
+        def decorate(function: Registered) -> Registered:
+            register(function)
+            if over_batch:
+                self.over_batch.add(name)
+            return function
+
+        return decorate
 
     def get(self, name: str) -> Algorithm:
         """Returns the function registered as `name`; its file is imported first.

@@ -6,6 +6,7 @@ Coroutines run on an event loop in the main thread.
 """
 
 import asyncio
+import contextlib
 import importlib
 import inspect
 import json
@@ -150,10 +151,11 @@ class _Host:
         if not inspect.isclass(self._code):
             return self._code
         if seat not in self._instances:
-            try:  # calls of several episodes begin at the same time, and each takes its own
-                self._instances[seat] = self._free.pop()
-            except IndexError:
-                self._instances[seat] = self._code()
+            taken = []
+            # Calls of several episodes begin at the same time, and each takes its own.
+            with contextlib.suppress(IndexError):
+                taken.append(self._free.pop())
+            self._instances[seat] = taken[0] if taken else self._code()
         return getattr(self._instances[seat], method)
 
     def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:

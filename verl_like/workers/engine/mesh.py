@@ -50,6 +50,7 @@ def init_process_group(device: str, rank: int, world_size: int) -> None:
     )
     _own_ranks = None
     if trainer:
+        # All ranks take part in making each group.
         _own_ranks, _groups_of_trainers = dist.new_subgroups(num_own_ranks)
 
 

@@ -190,12 +190,11 @@ def routing_difference(own: Tensor, recorded: Tensor) -> dict[str, Metric]:
     recorded_set = recorded_ids[is_recorded].sort(-1).values
     routing_differs = (own_set != recorded_set).any(-1)
     token_differs = routing_differs.any(-1)
-    num_routings = int(routing_differs.sum())
-    num_tokens = int(token_differs.sum())
-    return {
-        "router_replay/tokens_differ": Metric.mean_of(num_tokens, token_differs.numel()),
-        "router_replay/routers_differ": Metric.mean_of(num_routings, routing_differs.numel()),
-    }
+    num_differing_tokens = int(token_differs.sum())
+    num_differing_routings = int(routing_differs.sum())
+    of_tokens = Metric.mean_of(num_differing_tokens, token_differs.numel())
+    of_routings = Metric.mean_of(num_differing_routings, routing_differs.numel())
+    return {"router_replay/tokens_differ": of_tokens, "router_replay/routers_differ": of_routings}
 
 
 def count_own(column: Tensor) -> int:

@@ -243,6 +243,7 @@ class HfEngine(RolloutEngine):
             places[file.name] = file.of(parameter)
         buffers = {}
         for file, buffer in each_in_files(self._file_layout, model_buffers(self.model)):
+            assert file.is_whole, f"{file.name} is a part of a buffer"
             buffers[file.name] = buffer
         for name, tensor in iterate_weights(exports):
             if name in buffers:

@@ -46,7 +46,7 @@ def call_by_requests(method: BoundMethod, prompts: DataProto) -> "ResponsesFutur
 def after_requests(method: BoundMethod, *args: Any, **kwargs: Any) -> Future[Any]:
     """Calls a method of the ranks after the requests of earlier calls were sent to them.
 
-    With the argument `drain=False` it does not wait for that.
+    With the argument `drain=False`, which the method gets too, it does not wait for that.
     """
     router = method.group.caller
     if router is not None and kwargs.get("drain", True):

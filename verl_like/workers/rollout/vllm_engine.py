@@ -120,7 +120,7 @@ class VllmEngine(RolloutEngine):
         max_num_seqs = config.max_num_seqs
         max_num_batched_tokens = config.max_num_batched_tokens
         if on_cpu:
-            max_num_seqs = super().num_slots
+            max_num_seqs = super().num_slots  # vLLM, which the own one asks, is not made yet
             # On CPU vLLM fails if it splits a prompt whose request has a seed. No prompt is split
             # if a whole sequence has room in a batch.
             wanted = config.max_num_batched_tokens or _CPU_BATCHED_TOKENS
