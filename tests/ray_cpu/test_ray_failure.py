@@ -7,11 +7,13 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 import torch
+from ray.exceptions import RayTaskError
 from toy_workers import ToyWorker
 
 from verl_like.protocol import DataProto
@@ -25,6 +27,7 @@ from verl_like.single_controller.ray import (
     process_handles,
 )
 from verl_like.single_controller.ray import call as ray_call
+from verl_like.single_controller.shortage import Shortage
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
@@ -214,6 +217,16 @@ def torch_bytes(num_bytes: int) -> torch.Tensor:
 
 def numpy_bytes(num_bytes: int) -> np.ndarray:
     return np.empty(num_bytes, np.uint8)
+
+
+def test_an_error_that_rays_error_of_a_call_wraps_keeps_its_shortage():
+    shortage = Shortage("host", "the processes")
+    error = WorkerError("actor", 1, "a node", 7, "update_actor", "MemoryError", shortage)
+    wrapped = RayTaskError("f", "a traceback", error, proctitle="", pid=1, ip="")
+    raised: Any = wrapped.as_instanceof_cause()
+    assert isinstance(raised, WorkerError)
+    assert raised.shortage is shortage
+    assert raised.reason() == " for want of host memory"
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,22 @@ def test_a_tracker_that_fails_is_switched_off_and_metrics_stay_on_disk(
     )
 
 
+def test_a_tracker_of_a_continued_run_begins_behind_the_last_row_whose_step_is_a_number(
+    tmp_path, monkeypatch
+):
+    begins = []
+
+    def start(run: TrackedRun) -> Tracker:
+        begins.append(run.next_step)
+        return Tracker(print, list)
+
+    monkeypatch.setitem(TRACKERS, "other", start)
+    for content in ("", '{"step": 4}\n{"step": null}\n{"step": "7"}\n{"st'):
+        (tmp_path / "metrics.jsonl").write_text(content)
+        Tracking(["other"], tmp_path, "project", "experiment", {}).close()
+    assert begins == [None, 5]
+
+
 @pytest.mark.parametrize("error", [ConnectionError("no network"), SystemExit("no key")])
 def test_a_tracker_that_does_not_start_is_named_and_the_others_go_on(
     tmp_path, monkeypatch, caplog, error
