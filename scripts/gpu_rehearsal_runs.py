@@ -294,12 +294,11 @@ RUNS = (
         "trainer.max_staleness=1",
         # Longer responses, few at a time, so that some are drawn when weights come
         "data.max_response_length=16",
-        "data.train_batch_size=4",
-        "actor_rollout_ref.rollout.n=4",
+        "data.train_batch_size=8",
         "actor_rollout_ref.rollout.ignore_eos=true",
         "trainer.total_training_steps=4",
         # One update of weights that hardly move, so that the KL divergence is drift
-        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
         "actor_rollout_ref.actor.optim.lr=1e-7",
         num_steps=4,
         positive="training/staleness/mixed",

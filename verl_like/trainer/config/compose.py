@@ -204,10 +204,8 @@ def compose_tree(
     base = schema.base_name
     name_of_trainer = base.removesuffix("_trainer")
     OmegaConf.register_new_resolver("name_of_trainer", lambda: name_of_trainer, replace=True)
+    _store_defaults(schema)
     store = ConfigStore.instance()
-    presets = [{name: default} for name, default in schema.presets.items()]
-    defaults = {"defaults": ["_self_", *presets]}
-    store.store(name=base, node=defaults | default_tree(schema))
     # Hydra opens the first file before it reads the search path, so the first file is ours and
     # names the user's.
     file = config_name or base
@@ -227,6 +225,15 @@ def compose_tree(
         ) from error
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise _config_error(error) from error
+
+
+@functools.cache
+def _store_defaults(schema: type[RunConfig]) -> None:
+    """Gives Hydra the configuration that others begin with, once in a process."""
+    presets = [{name: default} for name, default in schema.presets.items()]
+    defaults = {"defaults": ["_self_", *presets]}
+    store = ConfigStore.instance()
+    store.store(name=schema.base_name, node=defaults | default_tree(schema))
 
 
 def _search_path(base: str, config_name: str, config_dir: str | None) -> list[str]:
@@ -258,7 +265,7 @@ def _as_forced(override: Override, schema: type[RunConfig]) -> str:
     `_unknown_keys` reports it."""
     line = override.input_line
     key = override.key_or_group
-    assert line is not None and override.config_loader is not None
+    assert line is not None
     _, _, text = line.partition("=")
     value = text.strip()
     if key == "hydra" or key.startswith("hydra."):
@@ -278,7 +285,7 @@ def _as_forced(override: Override, schema: type[RunConfig]) -> str:
         return line
     options = []
     if "." not in key:
-        options = override.config_loader.get_group_options(key)
+        options = _group_options(key)
     if key in schema.presets:
         if override.value() not in options:
             raise ConfigError(f"{line}: expected one of {', '.join(options)}")
@@ -291,6 +298,13 @@ def _as_forced(override: Override, schema: type[RunConfig]) -> str:
     if options:  # a config group in a custom folder
         return line
     return "++" + line.lstrip("+")
+
+
+@functools.cache
+def _group_options(key: str) -> list[str]:
+    """Returns the names of the files of a config group, or none for a key that is no group."""
+    loader = GlobalHydra.instance().config_loader()
+    return loader.get_group_options(key)
 
 
 def _takes_text(schema: type[RunConfig], key: str) -> bool:
