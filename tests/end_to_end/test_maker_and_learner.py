@@ -23,6 +23,8 @@ from verl_like.trainer.ppo.learner import Learner, Update
 SETTINGS = ["algorithm.use_kl_in_reward=true", "data.max_response_length=6", "trainer.seed=5"]
 SETTINGS += ["actor_rollout_ref.actor.optim.lr_warmup_steps=3", "critic.optim.lr_warmup_steps=4"]
 SETTINGS += ["trainer.balance_batch=false"]
+SHARES = ("training/staleness/share_", "training/staleness/mixed")
+"""How metrics begin that are there if `trainer.max_staleness` is above 0."""
 
 
 def prompts_of(trainer: LocalTrainer, step: int) -> DataProto:
@@ -128,9 +130,9 @@ def test_a_learner_that_never_saw_the_maker_learns_from_a_file_what_the_trainers
                 experience_of(trainer, DataProto.load_from_disk(tmp_path / "experience"))
             )
             alone = measured(update.get())
-            assert not any("staleness/share_" in name for name in in_step)
+            assert not any(name.startswith(SHARES) for name in in_step)
             # The learner alone allows another staleness, whose shares it counts.
-            alone = {name: value for name, value in alone.items() if "staleness/share_" not in name}
+            alone = {name: value for name, value in alone.items() if not name.startswith(SHARES)}
             assert alone and alone == {name: in_step[name] for name in alone}
             assert {
                 "actor/pg_loss",
