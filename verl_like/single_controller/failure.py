@@ -13,7 +13,7 @@ class _MadeOfFields:
 
     def __reduce__(self) -> tuple[Any, ...]:
         error: Any = self
-        arguments = tuple(getattr(self, field.name) for field in fields(error))
+        arguments = tuple(getattr(self, each.name) for each in fields(error))
         return type(self), arguments
 
 
