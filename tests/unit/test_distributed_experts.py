@@ -46,12 +46,14 @@ FAMILY = "qwen3_moe"
 NUM_ROWS = 8
 NUM_RANKS = (2, 4)
 SCORED = ("old_log_probs", "routed_experts")
-LARGE_BYTES = 200_000
+LARGE_BYTES = 500_000
 LAYOUTS: dict[str, dict[str, Any]] = {
     "gathered": {},
     "distributed": {"expert_parallel_size": 2},
     "zero1": {"expert_parallel_size": 2, "strategy": "zero1"},
 }
+
+COMPUTED_IN_BFLOAT16 = ("gathered", "distributed")
 
 
 def rows_with_drawn_routing() -> DataProto:
@@ -137,6 +139,10 @@ def train_on_rank(rank: int, port: int, folder: str, num_ranks: int) -> None:
         save_file(parameters_of(worker), out / f"{layout}_parameters_{rank}")
         worker.save_checkpoint(str(out / layout / "checkpoint"))
         worker.save_hf(str(out / layout / "huggingface"))
+    for layout in COMPUTED_IN_BFLOAT16:
+        worker = actor(model, dtype="bfloat16", **LAYOUTS[layout])
+        gradients, _ = gradients_of(worker, lambda w=worker: w.update_actor(rows))
+        save_file(gradients, out / f"{layout}_bfloat16_{rank}")
     worker = actor(model, expert_parallel_size=2)
     worker.load_checkpoint(str(out / "gathered/checkpoint"))
     save_file(parameters_of(worker), out / f"loaded_{rank}")
@@ -150,9 +156,14 @@ def count_on_rank(rank: int, port: int, folder: str) -> None:
     """Counts the bytes of weights and gradients of experts, which are larger than all else here."""
     join(rank, port, 2)
     rows = share_of(rows_with_drawn_routing(), rank, 2)
+    layouts = {
+        "gathered": LAYOUTS["gathered"],
+        "distributed": LAYOUTS["distributed"],
+        "distributed, bfloat16": LAYOUTS["distributed"] | {"dtype": "bfloat16"},
+    }
     most = {}
-    for layout in ("gathered", "distributed"):
-        worker = actor(str(Path(folder, "large")), micro=8, **LAYOUTS[layout])
+    for layout, fsdp in layouts.items():
+        worker = actor(str(Path(folder, "large")), micro=8, **fsdp)
         counted = LargeTensors()
         optimizer_step = worker.engine.step
 
@@ -163,9 +174,7 @@ def count_on_rank(rank: int, port: int, folder: str) -> None:
         worker.engine.step = step
         with counted:
             worker.update_actor(rows)
-        shards = [p.to_local().nbytes for p in worker.engine.parameters]
-        of_experts = sum(size for size in shards if size >= LARGE_BYTES)
-        most[layout] = {"all": counted.most, "shards and their gradients": 2 * of_experts}
+        most[layout] = counted.most
     Path(folder, f"bytes_{rank}.json").write_text(json.dumps(most))
     dist.destroy_process_group()
 
@@ -174,7 +183,7 @@ def write_large_experts(path: Path) -> None:
     """A mixture whose experts are larger than all else that is computed with few tokens."""
     config = Qwen3MoeConfig(
         vocab_size=len(VOCABULARY),
-        hidden_size=64,
+        hidden_size=128,
         num_hidden_layers=NUM_ROUTERS[FAMILY],
         num_attention_heads=2,
         num_key_value_heads=1,
@@ -229,6 +238,17 @@ def test_experts_get_the_gradient_of_one_rank_with_the_routing_that_is_replayed(
         for name, gradient in expected.items():
             assert (got[name] - gradient).norm() / norm < 1e-6, name
         assert relative_error(got, expected) < 2e-5
+
+
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
+def test_distributed_experts_in_bfloat16_get_the_gradient_of_gathered_ones(folder, num_ranks):
+    """Each rank adds its tokens' parts of a sum in bfloat16, which has 8 bits, in its own order."""
+    for rank in range(num_ranks):
+        gathered, distributed = (
+            load_file(folder / f"{num_ranks}_ranks/{layout}_bfloat16_{rank}")
+            for layout in COMPUTED_IN_BFLOAT16
+        )
+        assert relative_error(distributed, gathered) < 1e-2
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -320,21 +340,20 @@ def test_the_model_folder_has_the_files_that_gathered_experts_have(folder, num_r
     assert_same(dict(loaded.named_parameters()), saved)
 
 
-def test_a_rank_gathers_less_than_half_of_the_bytes_of_weights_and_gradients_of_experts(folder):
-    """Beside its shards, whose bytes are those of gathered experts. Of all 3 layers a rank has half
-    of the experts."""
+def test_two_ranks_hold_half_of_the_bytes_of_experts_that_zero3_does_and_copy_none(folder):
+    """With float32, in which they are stored, a rank computes with the half of the experts that it
+    stores, and has their gradients: of all 3 layers, half of each."""
     write_large_experts(folder / "large")
     start(count_on_rank, 2, str(folder))
-    bytes_of_layer = NUM_EXPERTS * 3 * 64 * 512 * 4
+    bytes_of_layer = NUM_EXPERTS * 3 * 128 * 512 * 4
+    shards_and_gradients = 2 * 3 * bytes_of_layer / 2
     for rank in (0, 1):
-        counted = json.loads((folder / f"bytes_{rank}.json").read_text())
-        gathered = {}
-        for layout, most in counted.items():
-            assert most["shards and their gradients"] == 2 * 3 * bytes_of_layer / 2
-            gathered[layout] = most["all"] - most["shards and their gradients"]
-        # Half of a layer's weights, and half of its gradients.
-        assert gathered["distributed"] == bytes_of_layer
-        assert gathered["distributed"] <= 0.55 * gathered["gathered"]
+        most = json.loads((folder / f"bytes_{rank}.json").read_text())
+        assert most["distributed"] == shards_and_gradients
+        assert most["distributed"] <= 0.55 * most["gathered"]
+        # Half of a layer's weights and gradients in bfloat16, and these gradients in float32.
+        copied = bytes_of_layer
+        assert most["distributed, bfloat16"] == shards_and_gradients + copied
 
 
 def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

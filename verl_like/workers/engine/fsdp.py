@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -127,7 +127,8 @@ class FsdpEngine(TrainingEngine):
         distributed = experts_of(hf) if self.meshes.experts else []
         self.distributed_experts = set(distributed)
         """The modules of experts that are distributed over ranks."""
-        self.units: list[Any] = [*distributed, *decoder_layers(hf), self.model]
+        sharded_experts = [] if self._computes_from_its_experts else distributed
+        self.units: list[Any] = [*sharded_experts, *decoder_layers(hf), self.model]
         """The units of sharding, which `fully_shard` makes FSDPModules."""
         self._shard(self.model)
         parameters = self.model.parameters()
@@ -145,11 +146,25 @@ class FsdpEngine(TrainingEngine):
         self.writer = ShardWriter(self.rank, self.mesh)
         self._offload()
 
+    @property
+    def _computes_from_its_experts(self) -> bool:
+        """True if a rank computes with the stored parameters of its experts, without a copy.
+
+        It is so if no other rank has these experts, and they are stored in float32, in which they
+        are computed and their gradients are summed. FSDP2 then has nothing to gather, to cast or to
+        reduce, but would copy weights and gradients all the same.
+        """
+        mesh = self.meshes.experts
+        if mesh is None or mesh.size() > mesh["expert"].size():
+            return False
+        return self.fsdp.model_dtype == self.dtype == "float32"
+
     def _shard(self, model: PackedModel) -> None:
         """Shards the model, and distributes rank 0's weights and buffers to all ranks.
 
         Every decoder layer is a unit of sharding, and the rest of the model is another one. Experts
-        that are distributed are units of their own, because fewer ranks share each of them.
+        that are distributed are units of their own, because fewer ranks share each of them, or in
+        no unit if each rank computes from its own (`_computes_from_its_experts`).
         """
         weights = model.state_dict() if self.rank == 0 else {}
         buffers = dict(model.named_buffers())
@@ -161,6 +176,10 @@ class FsdpEngine(TrainingEngine):
         meshes = self.meshes
         if meshes.experts is not None:
             distribute_experts(model.hf, meshes.experts["expert"])
+        in_no_unit: set[nn.Parameter] = set()
+        if self._computes_from_its_experts:
+            for module in self.distributed_experts:
+                in_no_unit.update(module.parameters())
         for unit in self.units:
             mesh = meshes.parameters
             if unit in self.distributed_experts:
@@ -169,7 +188,13 @@ class FsdpEngine(TrainingEngine):
             # The outermost unit is not freed after the forward pass, because the backward pass
             # begins with it.
             reshard = self.frees_layers and unit is not model
-            fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard)
+            fully_shard(
+                unit,
+                mesh=mesh,
+                mp_policy=precision,
+                reshard_after_forward=reshard,
+                ignored_params=in_no_unit,
+            )
         model.to_empty(device=self.device)
         # Ranks may differ in the dtype of buffers: transformers keeps some of them in float32 if it
         # reads the model from a file, but not if it makes the model on the meta device.
