@@ -1,0 +1,33 @@
+"""The script by which Ray starts a worker, in place of Ray's own `setup_worker.py`.
+
+It does the same, but Ray's imports Ray for that, which takes 0.3 s of CPU time in each worker
+before the worker's own imports. This one imports only the standard library.
+"""
+
+import argparse
+import json
+import os
+import re
+import shlex
+import sys
+
+
+def become_worker() -> None:
+    """Replaces this process by a worker, with the environment variables and the command that its
+    runtime environment has. Ray gives them as JSON, and expands `${NAME}` in the variables."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--serialized-runtime-env-context", default="{}")
+    parser.add_argument("--language")
+    known, arguments = parser.parse_known_args()
+    context = json.loads(known.serialized_runtime_env_context)
+    variables = context.get("env_vars", {})
+    for name, value in variables.items():
+        expanded = os.path.expandvars(value)
+        os.environ[name] = re.sub(r"\$\{[A-Z0-9_]+\}", "", expanded)
+    python = shlex.split(context.get("py_executable", sys.executable))
+    command = [*context.get("command_prefix", []), *python, *arguments]
+    os.execvp(command[0], command)
+
+
+if __name__ == "__main__":
+    become_worker()
