@@ -16,7 +16,6 @@ import pytest
 
 pytest.importorskip("vllm")
 
-import anthropic
 import httpx
 import openai
 from agent_endpoints import (
@@ -147,6 +146,8 @@ def response_turns(served: Served, access: Access, num_turns: int, *, streams: b
 
 
 def message_turns(served: Served, access: Access, num_turns: int, *, streams: bool) -> None:
+    import anthropic  # here, since it takes a second in each process that collects tests
+
     client = anthropic.Anthropic(
         base_url=access.base_url.removesuffix("/v1"),
         api_key=served.endpoint.api_key,
@@ -180,6 +181,8 @@ TURNS = {"chat": chat_turns, "responses": response_turns, "messages": message_tu
 
 def test_a_client_that_leaves_messages_to_the_server_sends_them_all(served: Served):
     """Anthropic's tool runner asks for a thread, which the server is to keep."""
+    import anthropic
+
     session, access = episode(served, CALL, PLAIN)
     asked: list[str] = []
 
