@@ -5,7 +5,6 @@ import fcntl
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +21,8 @@ FOLDERS = [str(Path(__file__).parent / name) for name in ("", "ray_cpu", "end_to
 
 
 class SharedTemplate(WorkerTemplate):
-    """A template that outlives the runs that use it. It ends with this process. One of another
-    environment than that of the start ends when the next environment is another again."""
-
-    def close(self) -> None:
-        pass
-
-
-@dataclass(frozen=True)
-class TemplateOfAnotherProcess:
-    """What a run needs of a template that another process of the same pytest has started. When that
-    process has ended, workers start without the template."""
-
-    command: str
+    """A template that outlives the runs that use it. It ends with this process, or when the
+    environment of the next one is another."""
 
     def close(self) -> None:
         pass
@@ -43,54 +31,49 @@ class TemplateOfAnotherProcess:
 VLLM = ("vllm.v1.attention.backends.cpu_attn", "vllm.v1.worker.cpu_worker")
 """Most of what vLLM imports, which takes 4 s of CPU time. None of it imports Ray."""
 
-
-def _seen_by_templates() -> tuple[str | None, ...]:
-    return tuple(os.environ.get(name) for name in ("PYTHONPATH", "TMPDIR", "COVERED_TEST"))
-
-
-_SEEN_AT_FIRST = _seen_by_templates()
-_running: dict[tuple[str | None, ...], Any] = {}
-"""The templates that this process uses, by what of the environment they have seen, and what they
-have imported besides."""
+_running: dict[tuple[str | None, ...], SharedTemplate] = {}
+"""The templates that this process has started, by what of the environment they have seen, and what
+they have imported besides."""
+_of_all: list[SharedTemplate] = []
+"""The template that this process has started for all processes of pytest-xdist, if it has."""
 
 
-def shared_template(*further_modules: str) -> Any:
-    """The template of this process, or of all processes of this pytest, which has imported what
-    workers need.
+def shared_template(*further_modules: str) -> SharedTemplate:
+    """The template of this process, which has imported what workers need.
 
     It looks for modules and temporary files where the environment said when it started, and what is
     measured in its forks (scripts/mutant_runs.py) counts for the test of that time.
     """
-    seen = _seen_by_templates()
+    seen = tuple(os.environ.get(name) for name in ("PYTHONPATH", "TMPDIR", "COVERED_TEST"))
     key = (*seen, *further_modules)
-    if key in _running:
-        return _running[key]
-    test_run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
-    if test_run and seen == _SEEN_AT_FIRST and "COVERED_TEST" not in os.environ:
-        _running[key] = _template_of_all(test_run, further_modules)
-    else:
-        kept = (seen, _SEEN_AT_FIRST)
-        for other in [other for other in _running if other[: len(seen)] not in kept]:
-            WorkerTemplate.close(_running.pop(other))
+    if key not in _running:
+        for running in [key for key in _running if key[: len(seen)] != seen]:
+            WorkerTemplate.close(_running.pop(running))
         _running[key] = _start(further_modules)
     return _running[key]
 
 
-def _template_of_all(test_run: str, modules: Sequence[str]) -> Any:
-    """The template that the processes of pytest-xdist share. The first that needs it starts it, and
-    notes its command for the others until it ends itself."""
-    name = "_".join(["verl_like_template", test_run, *modules])
-    note = Path(tempfile.gettempdir(), name)
+def _command_of_all(*further_modules: str) -> str:
+    """The command of a template that all processes of pytest-xdist share: the first that needs it
+    starts it, and notes the command until it ends itself. Workers start without it then.
+
+    A test that looks for workers below its own process needs the template of this process.
+    """
+    test_run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    if test_run is None or "COVERED_TEST" in os.environ:
+        return shared_template(*further_modules).command
+    note = Path(tempfile.gettempdir(), "_".join(["verl_like_template", test_run]))
     with open(note, "a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)
         command = file.read()
-        if command:
-            return TemplateOfAnotherProcess(command)
-        template = _start(modules)
-        file.write(template.command)
-    atexit.register(note.unlink, missing_ok=True)
-    return template
+        if not command:
+            template = _start(further_modules)
+            _of_all.append(template)
+            atexit.register(note.unlink, missing_ok=True)
+            command = template.command
+            file.write(command)
+    return command
 
 
 def _start(further_modules: Sequence[str]) -> SharedTemplate:
@@ -109,7 +92,7 @@ def start_ray(
     env_vars: Mapping[str, str] | None = None, *, with_vllm: bool = False, **options: Any
 ) -> None:
     """Starts a Ray whose workers are forks of the template."""
-    template = shared_template(*(VLLM if with_vllm else ()))
+    command = _command_of_all(*VLLM) if with_vllm else shared_template().command
     # Ray would start a worker for each CPU at once.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     with needed_processes_alone():
@@ -119,7 +102,7 @@ def start_ray(
             log_to_driver=False,
             logging_level="ERROR",
             runtime_env={
-                "py_executable": template.command,
+                "py_executable": command,
                 "env_vars": {"PYTHONPATH": os.pathsep.join(FOLDERS), **(env_vars or {})},
             },
             **options,

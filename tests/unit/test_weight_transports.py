@@ -201,7 +201,7 @@ def test_a_killed_reader_leaves_the_weights_to_the_next_and_the_memory_to_the_tr
 def test_memory_of_a_process_that_ended_or_of_another_node_is_refused_and_nothing_is_left_behind() -> (
     None
 ):
-    before = set(os.listdir("/dev/shm"))
+    before = names_in_shared_memory()
     with ProcessPoolExecutor(1, mp_context=FORKS) as pool:
         export = pool.submit(_publish_elsewhere).result(60)
     with pytest.raises(
@@ -210,7 +210,7 @@ def test_memory_of_a_process_that_ended_or_of_another_node_is_refused_and_nothin
         check_staged([export], 1, "cpu")
     # Other tests of this machine have names there for a moment; what is left behind stays.
     deadline = time.monotonic() + 10
-    while (now := set(os.listdir("/dev/shm"))) - before and time.monotonic() < deadline:
+    while (now := names_in_shared_memory()) - before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert now <= before
     transport = SharedMemoryTransport()
@@ -222,6 +222,11 @@ def test_memory_of_a_process_that_ended_or_of_another_node_is_refused_and_nothin
     )
     with pytest.raises(WeightSyncError, match="ended or is not on this node"):
         check_staged([wrong], 1, "cpu")
+
+
+def names_in_shared_memory() -> set[str]:
+    """The names of shared memory on this machine, without those of semaphores."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
 
 
 def _publish_elsewhere() -> WeightExport:
