@@ -14,7 +14,8 @@ import sys
 
 def become_worker() -> None:
     """Replaces this process by a worker, with the environment variables and the command that its
-    runtime environment has. Ray gives them as JSON, and expands `${NAME}` in the variables."""
+    runtime environment has. Ray gives them as JSON: variables with `${NAME}` to be expanded, and
+    commands for a shell."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--serialized-runtime-env-context", default="{}")
     parser.add_argument("--language")
@@ -24,9 +25,10 @@ def become_worker() -> None:
     for name, value in variables.items():
         expanded = os.path.expandvars(value)
         os.environ[name] = re.sub(r"\$\{[A-Z0-9_]+\}", "", expanded)
-    python = shlex.split(context.get("py_executable", sys.executable))
-    command = [*context.get("command_prefix", []), *python, *arguments]
-    os.execvp(command[0], command)
+    prefix = context.get("command_prefix", [])
+    python = context.get("py_executable", sys.executable)
+    words = [*prefix, "exec", python, *map(shlex.quote, arguments)]
+    os.execvp("bash", ["bash", "-c", " ".join(words)])
 
 
 if __name__ == "__main__":

@@ -247,19 +247,6 @@ class PlannedModel:
         return self.size.layer - self.share_elsewhere * self.size.experts_of_layer
 
     @property
-    def share_not_gathered(self) -> float:
-        """The share of the experts that no pass gathers or casts on this rank: those of other
-        ranks, and its own if it computes with the stored ones (see `FsdpEngine`)."""
-        alone_has_its_experts = 1 < self.fsdp.expert_parallel_size == self.shards
-        in_float32 = self.fsdp.model_dtype == self.fsdp.dtype == "float32"
-        return 1.0 if alone_has_its_experts and in_float32 else self.share_elsewhere
-
-    @property
-    def gathered_layer(self) -> float:
-        """The parameters of the largest decoder layer that are gathered."""
-        return self.size.layer - self.share_not_gathered * self.size.experts_of_layer
-
-    @property
     def gathers_whole(self) -> bool:
         """True if all parameters stay gathered from the forward pass to the backward pass."""
         return self.shards == 1 or self.fsdp.strategy != "zero3"
@@ -294,7 +281,7 @@ class PlannedModel:
         `computed` and `gathering` are the numbers of parameters that these have at one time, if the
         model does not keep all of them.
         """
-        parameters = self.size.parameters - self.share_not_gathered * self.size.experts
+        parameters = self.parameters
         computed = parameters if self.gathers_whole else min(parameters, computed)
         gathering = min(parameters, gathering)
         is_cast = self.fsdp.dtype != self.fsdp.model_dtype
@@ -327,7 +314,7 @@ class PlannedModel:
         # Layers take little time without gradients. While one layer is computed, another is there
         # already, and a third is being gathered.
         outer = self.size.outer
-        two_layers = 2 * self.gathered_layer
+        two_layers = 2 * self.layer
         gathered = self.gathered(outer + two_layers, max(outer, two_layers))
         return self.moved() | with_fragments(gathered | activations, of_streams=STREAMS)
 
@@ -357,7 +344,7 @@ class PlannedModel:
         """The memory that the forward and backward passes of a trained model take in addition to
         `at_rest`."""
         assert self.is_trained
-        two_units = self.size.outer + self.gathered_layer
+        two_units = self.size.outer + self.layer
         parts = {"gradients": self.gradients()}
         parts |= self.gathered(two_units, two_units)
         parts["reduction*"] = self.reduction()
