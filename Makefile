@@ -1,6 +1,8 @@
 # `make test` makes the environment if there is none and passes the tests.
 # What runs here runs on the CPU build of vLLM, also where there are GPUs: that is then in .venv_cpu, and no GPU is seen.
 SHELL := bash
+# The processes of the tests import the same modules, which each would compile again.
+unexport PYTHONDONTWRITEBYTECODE
 on_cpu := source scripts/cpu_environment.sh &&
 
 .PHONY: env test lint proofs mutants docs site bench gpu-lock-check gpu-rehearsal gpu-environment plan-check

@@ -53,22 +53,23 @@ def shared_template(*further_modules: str) -> SharedTemplate:
     return _running[key]
 
 
-def _command_of_all(*further_modules: str) -> str:
-    """The command of a template that all processes of pytest-xdist share: the first that needs it
-    starts it, and notes the command until it ends itself. Workers start without it then.
+def _command_of_all() -> str:
+    """The command of a template with vLLM that all processes of pytest-xdist share.
 
+    The first process that needs the template starts it and writes its command to a file, which it
+    removes when it ends. The template ends with that process, and later workers start without one.
     A test that looks for workers below its own process needs the template of this process.
     """
     test_run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
     if test_run is None or "COVERED_TEST" in os.environ:
-        return shared_template(*further_modules).command
-    note = Path(tempfile.gettempdir(), "_".join(["verl_like_template", test_run]))
+        return shared_template(*VLLM).command
+    note = Path(tempfile.gettempdir(), f"verl_like_template_{test_run}")
     with open(note, "a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)
         command = file.read()
         if not command:
-            template = _start(further_modules)
+            template = _start(VLLM)
             _of_all.append(template)
             atexit.register(note.unlink, missing_ok=True)
             command = template.command
@@ -92,7 +93,7 @@ def start_ray(
     env_vars: Mapping[str, str] | None = None, *, with_vllm: bool = False, **options: Any
 ) -> None:
     """Starts a Ray whose workers are forks of the template."""
-    command = _command_of_all(*VLLM) if with_vllm else shared_template().command
+    command = _command_of_all() if with_vllm else shared_template().command
     # Ray would start a worker for each CPU at once.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     with needed_processes_alone():

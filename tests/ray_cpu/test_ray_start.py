@@ -16,7 +16,12 @@ import ray
 
 from verl_like.single_controller import Dispatch, Worker, register
 from verl_like.single_controller.failure import PlacementError
-from verl_like.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from verl_like.single_controller.ray import (
+    RayClassWithInitArgs,
+    RayResourcePool,
+    RayWorkerGroup,
+    setup_worker,
+)
 from verl_like.single_controller.ray.start import end_ray, require_cluster, start_ray
 from verl_like.trainer.config.run_config import RayInitConfig, RayKwargsConfig, RunConfig
 
@@ -95,7 +100,10 @@ def test_a_run_starts_no_monitor_and_no_dashboard_and_leaves_ray_init_as_it_is()
         words = child.cmdline()
         if any(session in word for word in words):  # not of the cluster that runs beside it
             scripts |= {Path(word).name for word in words}
+            if Path(words[0]).name == "raylet":
+                raylet = " ".join(words)
     assert {"gcs_server", "raylet"} <= scripts
+    assert f"--python_worker_command={sys.executable} {setup_worker.__file__} " in raylet
     assert not {"monitor.py", "log_monitor.py", "dashboard.py"} & scripts
     assert ray._private.services.start_api_server is starts_dashboard
     assert ray._private.parameter.RayParams is parameters

@@ -28,7 +28,7 @@ from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from verl_like.claims import claim, remove_abandoned, remove_claimed
 from verl_like.single_controller.failure import PlacementError
 from verl_like.single_controller.network import error_of
-from verl_like.single_controller.ray import worker_setup
+from verl_like.single_controller.ray import setup_worker
 
 ANSWER_DEADLINE_S = 8.0
 ENDING_S = 10.0
@@ -88,7 +88,7 @@ def needed_processes_alone() -> Iterator[None]:
     Otherwise there are monitors of the autoscaler and of the workers' logs, and the server of the
     dashboard, which without its pages only reports over the network that Ray is used. They take 2 s
     of CPU time at each start, and Ray has no public setting for them. Its workers are started by
-    `worker_setup`, which imports nothing of Ray.
+    `setup_worker`, which imports nothing of Ray.
     """
     parameter: Any = ray._private.parameter
     services: Any = ray._private.services
@@ -98,7 +98,7 @@ def needed_processes_alone() -> Iterator[None]:
         parameters_before,
         no_monitor=True,
         include_log_monitor=False,
-        setup_worker_path=worker_setup.__file__,
+        setup_worker_path=setup_worker.__file__,
     )
     services.start_api_server = lambda *_arguments, **_options: (None, None)  # no URL, no process
     try:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import ray._private.workers
 
-from verl_like.single_controller.ray import worker_setup
+from verl_like.single_controller.ray import setup_worker
 
 RAYS_OWN = Path(next(iter(ray._private.workers.__path__)), "setup_worker.py")
 PROGRAM = "import json, os, sys; print(json.dumps([sys.argv[1:], os.environ['TOLD'], os.environ['ALSO']]))"
@@ -19,7 +19,7 @@ def started_by(script: str, context: dict | None) -> list:
     """What a worker sees that the script starts."""
     given = [] if context is None else [f"--serialized-runtime-env-context={json.dumps(context)}"]
     command = [sys.executable, script, "--language=PYTHON", *given]
-    if context is None:
+    if context is None or context["py_executable"] is None:
         command += ["-c", PROGRAM]
     done = subprocess.run(
         [*command, "a script.py", "--port=7", "--language-of-others=x"],
@@ -42,22 +42,23 @@ CONTEXTS = {
         "env_vars": {},
         "py_executable": f'{sys.executable} -c "{PROGRAM}"',
     },
+    "of nulls": {"command_prefix": None, "env_vars": None, "py_executable": None},
     "none": None,
 }
 
 
 @pytest.mark.parametrize("context", CONTEXTS.values(), ids=CONTEXTS)
 def test_a_worker_sees_what_it_would_see_if_rays_own_script_started_it(context):
-    seen = started_by(worker_setup.__file__, context)
+    seen = started_by(setup_worker.__file__, context)
     assert seen == started_by(str(RAYS_OWN), context)
     assert seen[0][-3:] == ["a script.py", "--port=7", "--language-of-others=x"]
 
 
 def test_the_variables_of_the_runtime_environment_are_expanded_and_replace_those_that_there_were():
-    _arguments, told, also = started_by(worker_setup.__file__, CONTEXTS["of a template"])
+    _arguments, told, also = started_by(setup_worker.__file__, CONTEXTS["of a template"])
     assert told == "there::there"
     assert also == "kept"
-    _arguments, told, also = started_by(worker_setup.__file__, CONTEXTS["with a prefix"])
+    _arguments, told, also = started_by(setup_worker.__file__, CONTEXTS["with a prefix"])
     assert told == "before"
     assert also == "said"
 
@@ -65,7 +66,7 @@ def test_the_variables_of_the_runtime_environment_are_expanded_and_replace_those
 def test_it_imports_nothing_but_the_standard_library():
     """It runs before each worker."""
     program = (
-        f"import runpy, sys; runpy.run_path({worker_setup.__file__!r}); "
+        f"import runpy, sys; runpy.run_path({setup_worker.__file__!r}); "
         "print([name for name in sys.modules if name.startswith(('ray', 'verl_like', 'torch'))])"
     )
     command = [sys.executable, "-S", "-c", program]
