@@ -6,8 +6,10 @@ from multiprocessing.context import BaseContext
 
 from verl_like.trainer.main_ppo import WORKERS
 
+TESTS = ("pytest", "verl_like.trainer.main_ppo", "transformers.models.llama.modeling_llama")
+"""Most of what the modules of tests import besides, which takes half a second in each process."""
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(WORKERS)
+FORKS.set_forkserver_preload([*WORKERS, *TESTS])
 
 
 def start_method() -> str:

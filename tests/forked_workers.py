@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import ray
+from forked_ranks import TESTS
 
 from verl_like.single_controller.ray.start import needed_processes_alone
 from verl_like.trainer.main_ppo import WORKERS
@@ -85,7 +86,7 @@ def _start(further_modules: Sequence[str]) -> SharedTemplate:
             # They are read when vLLM is imported, and VllmEngine sets them later.
             patch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
             patch.setenv("TORCHDYNAMO_DISABLE", "1")
-        template = worker_template.start([*WORKERS, *further_modules])
+        template = worker_template.start([*WORKERS, *TESTS, *further_modules])
     return SharedTemplate(template.process, template.folder, template.mark)
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-
-pytest.importorskip("vllm")
+from optional_packages import needs_vllm
 
 from examples.agents.accuracy import accuracies
 from examples.agents.calculator import Calculator
@@ -28,6 +27,8 @@ from verl_like.trainer.config import load_ppo_config
 from verl_like.trainer.config.compose import load_config
 from verl_like.trainer.config.detached import DetachedConfig, broken_detached_rules
 from verl_like.workers.agents.chat import ChatFormat
+
+pytestmark = needs_vllm
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = Settings(seed=5, num_problems=40, num_held_out=7, two_calls_rate=0.5)

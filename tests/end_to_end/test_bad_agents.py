@@ -5,9 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from optional_packages import needs_vllm
 from test_bad_input import Refusal, refusal  # noqa: F401  a fixture
 
-pytest.importorskip("vllm")
+pytestmark = needs_vllm
 
 CODE = '''
 class NoTool:

@@ -6,9 +6,6 @@ import logging
 import os
 
 import pytest
-
-pytest.importorskip("vllm")
-
 from agent_endpoints import (
     CHATML,
     HEADERS,
@@ -18,8 +15,11 @@ from agent_endpoints import (
     make_chat,
     make_tokenizer,
 )
+from optional_packages import needs_vllm
 
 from verl_like.workers.agents.chat import ChatFormat, Conversation, arguments_of, text_of
+
+pytestmark = needs_vllm
 
 USER = {"role": "user", "content": "How is it in Paris?"}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris", "day": 2}}\n</tool_call>'

@@ -12,12 +12,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-import pytest
-
-pytest.importorskip("vllm")
-
 import httpx
 import openai
+import pytest
 from agent_endpoints import (
     LIMITS,
     THINKING,
@@ -30,6 +27,7 @@ from agent_endpoints import (
     save_model,
     split_at_random,
 )
+from optional_packages import needs_vllm
 
 from verl_like.workers.agents.endpoint import IGNORED, ROUTES, SERVED, Endpoint
 from verl_like.workers.agents.engine_client import Access
@@ -40,6 +38,8 @@ from verl_like.workers.agents.runner import EpisodeRunner, Outcome
 from verl_like.workers.agents.session import Session
 from verl_like.workers.config.agent import AgentConfig
 from verl_like.workers.rollout.request import Completion, GenerationRequest
+
+pytestmark = needs_vllm
 
 CALL = 'Let me see.<tool_call>\n{"name": "weather", "arguments": {"city": "Paris", "day": 2}}\n</tool_call>'
 TWO = f'{CALL}\n<tool_call>\n{{"name": "weather", "arguments": {{"city": "Rome"}}}}\n</tool_call>'

@@ -1,16 +1,16 @@
 """Episodes of a class in a real host process: its tools, its rewards, and what goes wrong."""
 
 import asyncio
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm")
-
 from agent_endpoints import CHATML, SAMPLING, ScriptedModel, make_chat, make_tokenizer
+from optional_packages import needs_vllm
 
+from verl_like.workers.agents.chat import ChatFormat
 from verl_like.workers.agents.episode import Episode, EpisodeSpec
 from verl_like.workers.agents.hosts import HostedCode, Hosts, describe_environment
 from verl_like.workers.agents.runner import EpisodeRunner
@@ -18,6 +18,8 @@ from verl_like.workers.agents.session import Limits
 from verl_like.workers.agents.tool_loop import EnvironmentClass, ToolLoop
 from verl_like.workers.config.agent import AgentConfig
 from verl_like.workers.rollout.request import Completion, GenerationRequest
+
+pytestmark = needs_vllm
 
 ENVIRONMENT = '''
 import time
@@ -62,9 +64,14 @@ class Counter:
             raise KeyError("lost")
         return rewards.get(self.mode, self.total / 4)
 '''
-CHAT = make_chat(make_tokenizer())
 END = "<|im_end|>"
 LIMITS = Limits(first_prompt=1500, response=900, context=3000, call_timeout_s=30.0)
+
+
+@functools.cache
+def chat() -> ChatFormat:
+    """Made once, and not when tests are collected, since it imports vLLM."""
+    return make_chat(make_tokenizer())
 
 
 def call(name: str, arguments: str) -> str:
@@ -108,19 +115,19 @@ def play(environment: Any) -> Any:
         max_turns: int | None = None,
         **settings: Any,
     ) -> tuple[Episode, ScriptedModel]:
-        model = ScriptedModel(lambda _: CHAT.tokens(turns[len(model.requests) - 1]))
+        model = ScriptedModel(lambda _: chat().tokens(turns[len(model.requests) - 1]))
         settings |= {"num_attempts": 2, "max_episodes": 4, "episode_timeout_s": 60.0}
         config = AgentConfig(environment="counting:Counter", **settings)
         loop = ToolLoop(
-            CHAT, environment.tools, has_reward=True, max_turns=max_turns, config=config
+            chat(), environment.tools, has_reward=True, max_turns=max_turns, config=config
         )
         hosts = Hosts(HostedCode("environment", "counting:Counter"), 1, 4.0)
         runner = EpisodeRunner(EnvironmentClass(hosts, loop), limits, config)
         made.append(runner)
         messages = [{"role": "user", "content": "Count."}]
-        prompt = CHAT.render(messages, environment.tools, is_prompt=True)
-        sampling = replace(SAMPLING, stop_token_ids=(CHAT.tokenizer.eos_token_id,))
-        request = GenerationRequest("an episode", CHAT.tokens(prompt), 5, sampling)
+        prompt = chat().render(messages, environment.tools, is_prompt=True)
+        sampling = replace(SAMPLING, stop_token_ids=(chat().tokenizer.eos_token_id,))
+        request = GenerationRequest("an episode", chat().tokens(prompt), 5, sampling)
         row = {"prompt": messages, "mode": mode, "start": 2, "data_source": "counts"}
         runner.begin([EpisodeSpec(request, row)])
         answers: dict[str, Completion] = {}
@@ -143,7 +150,7 @@ def text_of(episode: Episode, drawn: bool | None = None) -> str:
     tokens = row.response_ids
     if drawn is not None:
         tokens = tokens[row.response_mask == int(drawn)]
-    return CHAT.tokenizer.decode(tokens)
+    return chat().tokenizer.decode(tokens)
 
 
 def test_tools_are_called_and_their_results_are_inserted(play):
@@ -153,7 +160,7 @@ def test_tools_are_called_and_their_results_are_inserted(play):
     )
     assert text_of(episode, drawn=True) == f"{ADD}Done.{END}"
     (row,) = episode.rows
-    assert CHAT.tokenizer.decode(row.prompt_ids) == CHAT.tokenizer.decode(
+    assert chat().tokenizer.decode(row.prompt_ids) == chat().tokenizer.decode(
         model.requests[0].prompt_ids
     )
     assert row.scores.tolist() == [0.0] * (len(row.scores) - 1) + [1.25]
@@ -174,7 +181,7 @@ def test_several_calls_of_a_turn_are_made_in_order_and_results_are_texts_as_in_t
 
 def test_text_of_reset_stands_behind_the_last_message(play):
     episode, model = play(TURNS["two"], "text")
-    prompt = CHAT.tokenizer.decode(model.requests[0].prompt_ids)
+    prompt = chat().tokenizer.decode(model.requests[0].prompt_ids)
     assert f"user\nCount. Begin at 2.{END}" in prompt
     assert episode.rows[0].scores.sum() == 5
 
@@ -249,7 +256,7 @@ def test_a_parser_that_raises_reads_no_call(play, monkeypatch):
     def fail(*_args: Any, **_kwargs: Any) -> None:
         raise IndexError("a parser's own fault")
 
-    monkeypatch.setattr(CHAT.parser_class, "parse", fail)
+    monkeypatch.setattr(chat().parser_class, "parse", fail)
     episode, model = play(TURNS["two"])
     assert episode.ended == "done" and len(model.requests) == 1
     assert episode.counts["unreadable_calls"] == 1
@@ -259,7 +266,7 @@ def test_calls_that_the_template_refuses_end_an_episode_that_is_trained(play, mo
     """Those of Llama 3 raise an error for a second call in a turn."""
     start = "{% for c in m.tool_calls or [] %}"
     check = "{% if (m.tool_calls or []) | length > 1 %}{{ raise_exception('single') }}{% endif %}"
-    monkeypatch.setattr(CHAT.tokenizer, "chat_template", CHATML.replace(start, check + start))
+    monkeypatch.setattr(chat().tokenizer, "chat_template", CHATML.replace(start, check + start))
     episode, model = play([ADD, *TURNS["two calls"]])
     assert (episode.ended, episode.failures, len(model.requests)) == ("done", (), 2)
     assert episode.counts["unreadable_calls"] == 1 and episode.counts["tool_calls"] == 1
@@ -269,7 +276,7 @@ def test_calls_that_the_template_refuses_end_an_episode_that_is_trained(play, mo
 
 def test_half_a_surrogate_pair_in_the_name_of_a_tool_is_a_question_mark(play, monkeypatch):
     named = CHATML.replace("{{ m.role }}\n", "{{ m.role }} {{ m.name or '' }}\n")
-    monkeypatch.setattr(CHAT.tokenizer, "chat_template", named)
+    monkeypatch.setattr(chat().tokenizer, "chat_template", named)
     episode, _model = play([call("\\ud800", "{}"), f"Done.{END}"])
     assert episode.ended == "done" and episode.counts["unknown_tools"] == 1
     assert "tool ?\n{'error': 'Tool \\ud800 not found.'}" in text_of(episode, drawn=False)
