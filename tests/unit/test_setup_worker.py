@@ -12,7 +12,8 @@ import ray._private.workers
 from verl_like.single_controller.ray import setup_worker
 
 RAYS_OWN = Path(next(iter(ray._private.workers.__path__)), "setup_worker.py")
-PROGRAM = "import json, os, sys; print(json.dumps([sys.argv[1:], os.environ['TOLD'], os.environ['ALSO']]))"
+SEEN = "[sys.argv[1:], os.environ['TOLD'], os.environ['ALSO']]"
+PROGRAM = f"import json, os, sys; print(json.dumps({SEEN}))"
 
 
 def started_by(script: str, context: dict | None) -> list:

@@ -87,8 +87,8 @@ def needed_processes_alone() -> Iterator[None]:
 
     Otherwise there are monitors of the autoscaler and of the workers' logs, and the server of the
     dashboard, which without its pages only reports over the network that Ray is used. They take 2 s
-    of CPU time at each start, and Ray has no public setting for them. Its workers are started by
-    `setup_worker`, which imports nothing of Ray.
+    of CPU time at each start, and Ray has no public setting for them. Ray then starts its
+    workers by `setup_worker`, which does not import Ray.
     """
     parameter: Any = ray._private.parameter
     services: Any = ray._private.services

@@ -177,9 +177,8 @@ class FsdpEngine(TrainingEngine):
         if meshes.experts is not None:
             distribute_experts(model.hf, meshes.experts["expert"])
         in_no_unit: set[nn.Parameter] = set()
-        if self._computes_from_its_experts:
-            for module in self.distributed_experts:
-                in_no_unit.update(module.parameters())
+        for module in self.distributed_experts.difference(self.units):
+            in_no_unit.update(module.parameters())
         for unit in self.units:
             mesh = meshes.parameters
             if unit in self.distributed_experts:
