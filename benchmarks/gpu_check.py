@@ -31,6 +31,8 @@ GOAL = 23_800.0
 
 KERNELS = "benchmarks.sides.gpu_kernels"
 TRAINING = "benchmarks.sides.gpu_training"
+MIXTURES = "benchmarks.sides.gpu_experts"
+EXPERTS = "4 layers of 30B-A3B"
 SPEED = {"function": f"{TRAINING}.speed", "seconds": 60}
 VARIANTS: dict[str, dict] = {
     "plain": {},
@@ -83,7 +85,21 @@ CASES = [
     Case("packing", f"{TRAINING}.packing", 60),
     *(
         Case(f"export, {shape}", f"{TRAINING}.export", 50, {"shape": shape})
-        for shape in ("0.5B", "1.5B")
+        for shape in ("0.5B", "1.5B", EXPERTS)
+    ),
+    *(
+        Case(
+            f"experts, {way}{', compiled' * compiled}",
+            f"{MIXTURES}.experts",
+            90 + 60 * compiled,
+            {"way": way, "compiled": compiled},
+        )
+        for way, compiled in [("grouped_mm", False), ("eager", False), ("grouped_mm", True)]
+    ),
+    Case("experts, replay", f"{MIXTURES}.replay", 90),
+    *(
+        Case(f"experts, {dtype}", f"{MIXTURES}.memory", 60, {"dtype": dtype})
+        for dtype in ("bfloat16", "float32")
     ),
 ]
 

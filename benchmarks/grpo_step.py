@@ -114,6 +114,7 @@ def overrides(folder: str, num_steps: int) -> list[str]:
         f"actor_rollout_ref.rollout.n={world.SAMPLES_PER_PROMPT}",
         f"actor_rollout_ref.rollout.max_num_seqs={world.NUM_SAMPLES}",
         "actor_rollout_ref.rollout.ignore_eos=true",
+        "actor_rollout_ref.rollout.enforce_eager=false",  # it starts later, and generates faster
         "algorithm.adv_estimator=grpo",
         "custom_reward_function.path=pkg://benchmarks.sides.grpo_world",
         "custom_reward_function.name=parity",

@@ -17,6 +17,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from benchmarks.sides.gpu_kernels import report_peak, start_peak
@@ -26,8 +27,9 @@ from verl_like.protocol.padded import without_padding
 from verl_like.protocol.row_ops import jagged_parts
 from verl_like.workers.actor import ActorWorker
 from verl_like.workers.config.roles import ActorRolloutRefConfig
+from verl_like.workers.model_worker import ModelWorker
 from verl_like.workers.models.attention import choose_attention
-from verl_like.workers.models.packed_models import PolicyModel
+from verl_like.workers.models.packed_models import PackedModel
 from verl_like.workers.weights.arrival import check_exports
 from verl_like.workers.weights.exports import iterate_weights
 from verl_like.workers.weights.fingerprints import fingerprint_tensor
@@ -36,6 +38,7 @@ ROUNDS = 3
 WARM_UP = 2
 
 QWEN = {"vocab_size": 151_936, "max_position_embeddings": 32_768, "tie_word_embeddings": True}
+EXPERTS = "4 layers of 30B-A3B"
 SHAPES: dict[str, PretrainedConfig] = {
     "0.5B": Qwen2Config(
         hidden_size=896,
@@ -62,8 +65,21 @@ SHAPES: dict[str, PretrainedConfig] = {
         head_dim=128,
         **QWEN,
     ),
+    EXPERTS: Qwen3MoeConfig(
+        hidden_size=2048,
+        intermediate_size=6144,
+        moe_intermediate_size=768,
+        num_experts=128,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+        num_hidden_layers=4,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        **(QWEN | {"tie_word_embeddings": False}),
+    ),
 }
-"""Qwen2.5-0.5B, Qwen2.5-1.5B and Qwen3-0.6B."""
+"""Qwen2.5-0.5B, Qwen2.5-1.5B, Qwen3-0.6B, and a few layers of Qwen3-30B-A3B."""
 TOY = {
     "vocab_size": 300,
     "hidden_size": 64,
@@ -75,17 +91,17 @@ TOY = {
     "layer_types": ["full_attention"] * 2,
 }
 """What replaces it on a CPU."""
+TOY_EXPERTS = {"moe_intermediate_size": 32, "num_local_experts": 16, "num_experts_per_tok": 4}
+"""And in a mixture of experts."""
 
 
-class RandomPolicy(ActorWorker):
-    """The policy with random weights, the same ones every time."""
+class RandomWeights(ModelWorker):
+    """A worker whose model is not loaded: it has random weights, the same ones every time."""
 
-    def __init__(self, config: ActorRolloutRefConfig, hf_config: PretrainedConfig) -> None:
-        super().__init__(config)
-        self.hf_config = hf_config
+    hf_config: PretrainedConfig
 
-    def build_model(self, with_weights: bool) -> PolicyModel:
-        fsdp = self.config.actor.fsdp_config
+    def build_model(self, with_weights: bool) -> PackedModel:
+        fsdp = self.fsdp_config
         attention = choose_attention(None, self.device, getattr(torch, fsdp.dtype))
         torch.manual_seed(0)
         with torch.device(self.device):
@@ -93,8 +109,22 @@ class RandomPolicy(ActorWorker):
                 self.hf_config,
                 dtype=getattr(torch, fsdp.model_dtype),
                 attn_implementation=attention,
+                experts_implementation=self.model_config.experts_implementation,
             )
-        return PolicyModel(hf.cpu())
+        return self.model_class(hf.cpu())
+
+
+class RandomPolicy(ActorWorker, RandomWeights):
+    """The policy with random weights."""
+
+    def __init__(self, config: ActorRolloutRefConfig, hf_config: PretrainedConfig) -> None:
+        super().__init__(config)
+        self.hf_config = hf_config
+
+
+def toy_of(shape: str) -> dict[str, Any]:
+    """The numbers by which a shape becomes one for a CPU."""
+    return TOY | (TOY_EXPERTS if shape == EXPERTS else {})
 
 
 def policy(
@@ -105,6 +135,7 @@ def policy(
     lr: float = 1e-4,
     model: dict[str, Any] | None = None,
     fsdp: dict[str, Any] | None = None,
+    replay_mode: str = "disabled",
 ) -> RandomPolicy:
     """An actor whose update of any number of rows is one optimizer step, in micro-batches of at
     most `max_tokens`."""
@@ -120,6 +151,7 @@ def policy(
                 "clip_ratio_low": 0.2,
                 "clip_ratio_high": 0.2,
                 "loss_agg_mode": "token-mean",
+                "router_replay": {"mode": replay_mode},
                 "fsdp_config": {
                     "dtype": "bfloat16" if device == "cuda" else "float32",
                     **(fsdp or {}),
@@ -139,7 +171,7 @@ def policy(
         }
     )
     hf_config = type(SHAPES[shape]).from_dict(
-        SHAPES[shape].to_dict() | (TOY if device == "cpu" else {})
+        SHAPES[shape].to_dict() | (toy_of(shape) if device == "cpu" else {})
     )
     worker = RandomPolicy(config, hf_config)
     worker.init_model()

@@ -167,6 +167,7 @@ def assert_recorded(batch: DataProto, family: str) -> None:
         pytest.param("vllm", "glm4_moe", marks=pytest.mark.proof),
         pytest.param("vllm_async", "qwen3_moe", marks=pytest.mark.proof),
         pytest.param("vllm", "gpt_oss", marks=pytest.mark.proof),
+        pytest.param("compiled", "qwen3_moe", marks=pytest.mark.proof),
     ],
 )
 def test_with_the_engines_routing_the_trainer_has_the_engines_log_probs(tmp_path, name, family):
@@ -177,6 +178,9 @@ def test_with_the_engines_routing_the_trainer_has_the_engines_log_probs(tmp_path
     """
     path = write_experts(tmp_path / "model", family, initializer_range=0.1)
     settings = IN_MEMORY if name == "vllm_async" else {}
+    if name == "compiled":
+        name = "vllm"
+        settings = {"enforce_eager": False}
     prompts = prompts_of(5, 2 * BLOCK + 3, BLOCK + 9)
     batch, drawn = drawn_in_process(path, prompts, name=name, dtype="float32", **settings)
     cached = [completion.num_cached_tokens for completion in drawn.completions]
@@ -224,7 +228,7 @@ def test_a_new_request_has_the_routing_of_blocks_that_a_resumed_one_computes_in_
 ):
     """When weights arrive, responses in flight lose their cache and are computed again, in the pass
     in which new requests with the same prompts take the blocks."""
-    path = write_experts(tmp_path / "model", "mixtral")
+    path = write_experts(tmp_path / "model", "mixtral", initializer_range=0.1)
     batch, drawn = drawn_in_process(
         path,
         prompts_of(2 * BLOCK + 3, BLOCK + 9),

@@ -195,6 +195,24 @@ def test_routing_that_is_not_the_models_is_refused_with_row_and_layer(change, me
         check_routing(jagged_from_offsets(ids, offsets), torch.tensor([3, 5]), SHAPE)
 
 
+@pytest.mark.parametrize("num_experts", [127, 128, 129, 256, 300])
+def test_any_number_of_experts_fits_the_type_of_the_column_and_those_beyond_are_refused(
+    num_experts,
+):
+    shape = RouterShape(num_layers=1, num_experts=num_experts, top_k=2)
+    offsets = torch.tensor([0, 2])
+
+    def check(largest):
+        ids = torch.tensor([[[0, largest]], [[largest, 3]]], dtype=shape.dtype)
+        check_routing(jagged_from_offsets(ids, offsets), torch.tensor([2]), shape)
+
+    check(num_experts - 1)
+    beyond = min(num_experts, torch.iinfo(shape.dtype).max)
+    if beyond == num_experts:
+        with pytest.raises(ValueError, match=rf"is \[0, {num_experts}\]: expected 2 different"):
+            check(beyond)
+
+
 def test_an_update_without_the_routing_it_should_replay_is_refused(mixtral):
     group = local_group(ActorWorker, policy_config(mixtral, **R2))
     with pytest.raises(Exception, match=r"router_replay.mode=R2\), and its batch has no column"):

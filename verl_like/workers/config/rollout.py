@@ -83,8 +83,9 @@ class RolloutConfig(LogProbConfig, SamplingConfig):
     experts. vLLM's build for CPUs does not compute these."""
     gpu_memory_utilization: PositiveShare = 0.5
     """Share of the device's memory for the engine's weights and key-value cache."""
-    enforce_eager: bool = False
-    """Run without CUDA graphs: starts faster, decodes slower."""
+    enforce_eager: bool | None = None
+    """Run vLLM without compiled layers and CUDA graphs: it starts faster and generates slower. null
+    is false on a GPU, and true on a CPU, where vLLM needs g++ to compile."""
     free_cache_engine: bool = True
     """Free the engine's weights and cache while training runs; for pools that roll out and train in
     turn."""

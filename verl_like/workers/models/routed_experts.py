@@ -162,7 +162,8 @@ def check_routing(column: Tensor, lengths_B: Tensor, shape: RouterShape) -> None
     is_own_token = is_own.flatten(1).all(1)
     in_order = ids.sort(dim=-1).values
     is_twice = (in_order.diff(dim=-1) == 0).any(-1)
-    is_outside = ((ids < 0) | (ids >= shape.num_experts)).any(-1)
+    # Not `>= num_experts`, which the smallest type of ids may not hold: 128 is no int8.
+    is_outside = ((ids < 0) | (ids > shape.num_experts - 1)).any(-1)
     is_wrong = (is_outside | is_twice) & ~is_own_token[:, None]
     if not is_wrong.any():
         return

@@ -100,9 +100,16 @@ class VllmEngine(RolloutEngine):
         if self.device == "cpu":
             # The worker group has given this process its share of the cores.
             os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-            # vLLM compiles a small sampling function even in eager mode. On CPU this takes longer
-            # than it saves.
-            os.environ["TORCHDYNAMO_DISABLE"] = "1"
+            if self._is_eager:
+                # vLLM compiles a small sampling function even in eager mode. On CPU this takes
+                # longer than it saves.
+                os.environ["TORCHDYNAMO_DISABLE"] = "1"
+
+    @property
+    def _is_eager(self) -> bool:
+        """True if vLLM compiles no layers, and captures no CUDA graphs."""
+        chosen = self.config.enforce_eager
+        return self.device == "cpu" if chosen is None else chosen
 
     def _make(self, **arguments: Any) -> Any:
         """Makes vLLM's LLM from its arguments. A subclass may make another with its methods."""
@@ -130,6 +137,13 @@ class VllmEngine(RolloutEngine):
         if self.model_config.lora_rank:
             max_rank = self._max_lora_rank()
             adapter = {"enable_lora": True, "max_loras": 1, "max_lora_rank": max_rank}
+        recording: dict[str, Any] = {}
+        if self.records_routing and not self._returns_routing:
+            recording = {
+                "worker_cls": "verl_like.workers.rollout.recording_worker.RecordingWorker",
+                # vLLM keeps what it compiled by its configuration.
+                "additional_config": {"records_routing": True},
+            }
             hf = empty_model(self.model_config, AutoModelForCausalLM, key="actor_rollout_ref.model")
             if parts_with_experts(hf):
                 # vLLM would make room for adapters of all experts.
@@ -156,7 +170,7 @@ class VllmEngine(RolloutEngine):
             max_num_batched_tokens=max_num_batched_tokens,
             enable_chunked_prefill=not on_cpu,
             enable_prefix_caching=True,  # the samples of a prompt share its cache
-            enforce_eager=config.enforce_eager or on_cpu,
+            enforce_eager=self._is_eager,
             enable_sleep_mode=config.free_cache_engine and not on_cpu,
             gpu_memory_utilization=config.gpu_memory_utilization,
             async_scheduling=None if schedules_ahead else False,
@@ -166,6 +180,7 @@ class VllmEngine(RolloutEngine):
             # vLLM's worker imports the module of the extension, which registers the back end.
             worker_extension_cls="verl_like.workers.rollout.vllm_routing.RoutingExtension",
             weight_transfer_config={"backend": "staged"},
+            **recording,
             enable_return_routed_experts=self._returns_routing,
         )
 
