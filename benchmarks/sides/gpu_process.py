@@ -37,6 +37,9 @@ class Sent:
 def run_cases(cases: Sequence[Case], device: str, connection: Connection, log: str) -> None:
     """Runs the cases up to the first that fails: after it the device may be in any state, so the
     process ends."""
+    if device == "cuda":
+        # As workers have it. torch reads it when it first takes memory of the GPU.
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     with open(log, "a") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)

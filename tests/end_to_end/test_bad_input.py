@@ -350,6 +350,16 @@ def test_a_vllm_that_is_built_for_another_device_is_refused(
         require_vllm_for("cuda")
 
 
+def test_an_engine_that_compiles_for_a_cpu_is_refused_where_there_is_no_compiler(
+    refusal: Refusal, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    vllm = "actor_rollout_ref.rollout.name=vllm"
+    message = refusal(vllm, "actor_rollout_ref.rollout.enforce_eager=false")
+    assert "rollout.enforce_eager=false has torch compile" in message
+    assert "the compiler no-such-compiler is not there" in message
+
+
 @pytest.mark.parametrize("model", ["actor_rollout_ref.model", "critic.model"])
 def test_a_missing_flash_attn_is_refused_for_every_model_that_asks_for_it(
     refusal: Refusal, missing: Callable, model: str

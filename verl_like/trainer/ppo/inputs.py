@@ -5,6 +5,8 @@ import functools
 import importlib.metadata
 import importlib.util
 import itertools
+import os
+import shutil
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -318,6 +320,9 @@ def check_environment(config: PPOConfig) -> None:
         )
     for key, model in used_models(config).items():
         require_flash_attention(model.attn_implementation, key)
+    compiles = config.actor_rollout_ref.rollout.enforce_eager is False
+    if runs_vllm and compiles and config.trainer.device == "cpu":
+        require_compiler("actor_rollout_ref.rollout.enforce_eager=false")
     if not config.cluster_address:
         device = config.trainer.device
         manager = build_resource_pools(config)
@@ -326,6 +331,16 @@ def check_environment(config: PPOConfig) -> None:
         check_machine(pools, device, num_cpus, keys="resource_pool_spec")
         if runs_vllm:
             require_vllm_for(device)
+
+
+def require_compiler(setting: str) -> None:
+    """Raises ValueError if this machine lacks the compiler by which torch compiles for a CPU."""
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        raise ValueError(
+            f"{setting} has torch compile layers for the CPU, and the compiler {compiler} is not "
+            "there: install g++ or name another one by CXX, or leave the setting out."
+        )
 
 
 def require_vllm_for(device: str) -> None:
