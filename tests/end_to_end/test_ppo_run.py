@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from listening import Listeners, assert_loopback
 from runs import SPLIT, metrics_of, run_on_ray, tiny_run_settings
 from test_local_step import run_locally
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -88,7 +89,8 @@ def test_a_new_role_a_reward_model_and_a_reference_on_pools_of_their_own_and_plu
     tmp_path: Path, tiny_llama: Callable, plugins: str, monkeypatch: pytest.MonkeyPatch
 ):
     """`examples/new_role`: nothing in the library knows the role. Rules, reward model and role add
-    up. Estimator, loss, engine and trainer are a plugin's. On Ray all is as in one process."""
+    up. Estimator, loss, engine and trainer are a plugin's. On Ray all is as in one process, and the
+    processes listen at loopback addresses alone."""
     monkeypatch.syspath_prepend(ROOT)
     monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))
     policy, _ = tiny_llama()
@@ -126,7 +128,13 @@ def test_a_new_role_a_reward_model_and_a_reference_on_pools_of_their_own_and_plu
         f"resource_pool_spec.{pool}_pool=[2]"
         for pool in ("actor", "rollout", "ref", "reward_model")
     ]
+    settings += ["actor_rollout_ref.rollout.weight_transport=gloo"]
+    listeners = Listeners()
+    listeners.start()
     run_on_ray([*tiny_run_settings(tmp_path / "ray", tiny_llama), *settings])
+    found = listeners.end()
+    assert_loopback(found)
+    assert {"gcs_server", "raylet", "makers, trainers and workers"} <= {kind for kind, _ in found}
     events = [
         json.loads(line)
         for line in (tmp_path / "ray/runs/latest/timeline.jsonl").read_text().splitlines()
