@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from verl_like.workers.config.rollout import RolloutConfig
 from verl_like.workers.rollout.vllm_engine import VllmEngine, require_room
 
 GB = 10**9
@@ -51,6 +52,7 @@ def test_sums_over_a_replicas_ranks_have_an_order_unless_the_user_asks_for_anoth
     monkeypatch.setattr(os, "environ", dict(os.environ))
     engine = object.__new__(VllmEngine)
     engine.device = "cpu"
+    engine.config = RolloutConfig.model_construct(enforce_eager=None)
     for name in ("VLLM_ALLREDUCE_USE_FLASHINFER", "VLLM_ALLREDUCE_USE_SYMM_MEM"):
         os.environ.pop(name, None)
         engine._prepare_import()

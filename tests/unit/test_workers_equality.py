@@ -104,8 +104,6 @@ ACTORS = {
     },
 }
 IN_PROOFS_ALONE = {
-    "sharded",
-    "1 row",
     "budget",
     "two copies",
     "sequences shared by 2",
