@@ -22,6 +22,7 @@ SLOW = {
     "detached",
     "detached_toy",
     "dispatch",
+    "experts",
     "grpo_reward_curve",
     "grpo_step",
     "grpo_step_experts",

@@ -2,6 +2,7 @@
 the reference."""
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,7 @@ from forked_workers import start_ray
 from rollout_requests import rows_of, scaled
 from transformers import LlamaForCausalLM
 
+from scripts.null_gpu.names import ROOT, faults_of, uses_of_source
 from verl_like.protocol import DataProto, pad_dataproto_to_divisor
 from verl_like.protocol.row_ops import jagged_from_lists
 from verl_like.single_controller.worker import reserve_port
@@ -201,6 +203,26 @@ def assert_generated_by(model: LlamaForCausalLM, output: DataProto) -> None:
         log_probs = model(torch.tensor([prompt + response])).logits[0].log_softmax(-1)
         expected = log_probs[-length - 1 : -1].gather(-1, torch.tensor(response)[:, None])[:, 0]
         assert torch.allclose(torch.tensor(found), expected, rtol=0, atol=1e-5)
+
+
+@ray.remote(num_cpus=0)
+def parameters_here(folder: str, names: set[str]) -> dict[str, Any]:
+    """The parameters of the names that the CPU builds of torch and vLLM have."""
+    sys.path.append(folder)
+    from scripts.null_gpu.names import resolve_all
+
+    return resolve_all(names)
+
+
+def test_the_calls_of_the_source_fit_the_cpu_builds(ray_cluster: None) -> None:
+    """`tests/unit/test_gpu_names.py` has the CUDA builds. In a process of its own, since importing
+    vLLM changes more than its modules."""
+    uses = uses_of_source()
+    names = {use.name for use in uses}
+    known = ray.get(parameters_here.remote(str(ROOT), names), timeout=DEADLINE_S)
+    here = [use for use in uses if use.name in known]
+    assert len(here) > 0.9 * len(uses)
+    assert faults_of(here, known) == []
 
 
 def test_weights_arrive_before_and_after_an_update(

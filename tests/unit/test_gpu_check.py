@@ -38,7 +38,7 @@ def test_one_case_of_each_kind_runs_at_toy_size(tmp_path):
         "engine, both",
         "checkpoint",
         "packing",
-        "export",
+        "export, 1.5B",
     ]
     status, output, rows = run_script(tmp_path, "--only", *only)
     assert status == 0, output
