@@ -18,7 +18,6 @@ from verl_like.trainer.config.errors import ConfigError
 from verl_like.trainer.ppo import ray_trainer as ppo_trainer
 
 
-@pytest.mark.proof
 def test_a_run_whose_parts_come_from_plugins_equals_the_built_in_one(
     tmp_path: Path, tiny_llama: Callable, plugins: str
 ):

@@ -108,6 +108,7 @@ IN_PROOFS_ALONE = {
     "two copies",
     "sequences shared by 2",
     "sequences shared by 2, 1 row",
+    "sequences shared by 2, budget",
     "sequences shared by 2, replicated",
     "gemma2, sequences shared by 2",
     "uneven",
