@@ -30,6 +30,7 @@ def run_script(folder, *arguments):
     return done.returncode, done.stdout + done.stderr, rows
 
 
+@pytest.mark.proof
 def test_one_case_of_each_kind_runs_at_toy_size(tmp_path):
     only = [
         "attention, sdpa",
