@@ -14,6 +14,7 @@ BENCHMARKS = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - HELPER
 WITHOUT_A_SIDE_OF_OURS = {"algorithms_beside_verl"}
 """Our functions and verl's run in one process of the peers' environment. It writes no result."""
 SLOW = {
+    "advantages",
     "agents",
     "agents_step",
     "agents_vllm",

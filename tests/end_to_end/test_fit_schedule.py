@@ -170,7 +170,13 @@ def test_a_run_that_ends_in_its_last_validation_has_its_models_and_goes_on_with_
     )
 
 
-@pytest.mark.parametrize("ends", [True, False], ids=["ended in its last validation", "complete"])
+@pytest.mark.parametrize(
+    "ends",
+    [
+        pytest.param(True, id="ended in its last validation"),
+        pytest.param(False, id="complete", marks=pytest.mark.proof),
+    ],
+)
 def test_a_run_goes_on_with_more_steps_as_if_it_had_had_them_from_the_start(
     ends: bool, tmp_path: Path, tiny_llama: Callable, monkeypatch: pytest.MonkeyPatch
 ):

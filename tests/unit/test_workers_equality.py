@@ -113,6 +113,8 @@ IN_PROOFS_ALONE = {
     "gemma2, sequences shared by 2",
     "uneven",
     "uneven, 1 row",
+    "uneven, budget",
+    "uneven, replicated, 3 rows",
     "uneven, whole, 1 row",
     "uneven, offload",
     "uneven, sequences shared by 2, budget",
