@@ -34,6 +34,7 @@ def batch_of(worker: RandomPolicy, device: str) -> DataProto:
 
 
 def with_routing(batch: DataProto, column: torch.Tensor) -> DataProto:
+    """The batch with the experts of its tokens, (rows, tokens, layers, experts of a token)."""
     columns = batch.select()
     columns.batch[ROUTED_EXPERTS] = column
     return columns
@@ -71,47 +72,58 @@ def replay(report: Any, device: str) -> None:
     # The learning rate is 0, so all passes meet the same weights.
     worker = policy(EXPERTS, device, tokens_on(device), lr=0.0, replay_mode="R2")
     batch = batch_of(worker, device)
-    num_tokens = 8 * (tokens_on(device) // 4)
     column = worker.compute_log_prob(batch).tensors()[ROUTED_EXPERTS]
-    replayed = with_routing(batch, column)
-    rates: dict[str, list[float]] = {}
-    norms = {}
-    values = {}
+    report_cost_of_replay(report, device, worker, batch, column)
+    report_other_routing(report, worker, batch, column)
+
+
+def report_cost_of_replay(
+    report: Any, device: str, worker: RandomPolicy, batch: DataProto, column: torch.Tensor
+) -> None:
+    """The rates of updates and log-probabilities without replay, and with that of `column`."""
+    num_tokens = len(jagged_parts(column)[0])
     shape = worker.routers
-    for mode in ("disabled", "R2"):
+    rates = {}
+    norms = {}
+    for mode, own in (("disabled", batch), ("R2", with_routing(batch, column))):
         worker.replay_mode = mode
-        worker.routers = None if mode == "disabled" else shape  # which an update then demands
-        own = batch if mode == "disabled" else replayed
-        for what, run in (
-            ("update", lambda own=own: update(worker, own)),
-            ("log-probabilities", lambda: log_probs(worker, batch)),
-        ):
+        worker.routers = shape if mode == "R2" else None  # an update demands routing for them
+        passes = {
+            "update": lambda own=own: update(worker, own),
+            "log-probabilities": lambda: log_probs(worker, batch),
+        }
+        for what, run in passes.items():
             seconds = seconds_of(device, run, rounds=2 * ROUNDS, warm_up=2)
-            rates[f"{mode}, {what}"] = [num_tokens / s for s in seconds]
+            rates[mode, what] = [num_tokens / s for s in seconds]
         norms[mode] = update(worker, own)["actor/grad_norm"]
     for what in ("update", "log-probabilities"):
-        plain = rates[f"disabled, {what}"]
-        with_replay = rates[f"R2, {what}"]
-        by_plain = statistics.median(with_replay) / statistics.median(plain)
+        plain = rates["disabled", what]
+        replayed = rates["R2", what]
+        by_plain = statistics.median(replayed) / statistics.median(plain)
         report.row(f"experts, without replay: {what}", "tokens/s", plain)
-        report.row(f"experts, replay: {what}", "tokens/s", with_replay, by_plain=by_plain)
+        report.row(f"experts, replay: {what}", "tokens/s", replayed, by_plain=by_plain)
+    tolerance = 1e-2 if device == "cuda" else 1e-5
+    assert abs(norms["R2"] / norms["disabled"] - 1) < tolerance, f"gradient norms: {norms}"
+
+
+def report_other_routing(
+    report: Any, worker: RandomPolicy, batch: DataProto, column: torch.Tensor
+) -> None:
+    """How far log-probabilities are from those without replay, if the model's own routing is
+    replayed and if that of the next layer is."""
     ids, offsets = jagged_parts(column)
     num_bytes = ids.element_size() * ids[0].numel()
     report.row("experts, replay: routing of a token", "bytes", [num_bytes])
-    tolerance = 1e-2 if device == "cuda" else 1e-5
-    assert abs(norms["R2"] / norms["disabled"] - 1) < tolerance, f"gradient norms: {norms}"
-    # R3 reads the routing where log-probabilities are computed, too.
-    worker.replay_mode = "R3"
-    other_layer = jagged_from_offsets(ids.roll(1, 1), offsets)
-    for name, routing in (("own", column), ("another layer's", other_layer)):
-        values[name] = log_probs(worker, with_routing(batch, routing))
     worker.replay_mode = "disabled"
     unreplayed = log_probs(worker, batch)
-    off = (values["own"] - unreplayed).abs().mean().item()
-    far = (values["another layer's"] - unreplayed).abs().mean().item()
-    report.row("experts, replay of another layer's routing moves log-probabilities by", "", [far])
-    report.row("experts, replay of the model's own routing moves them by", "", [off])
-    assert off < 0.05 * far, f"own routing moves log-probabilities by {off}, another one by {far}"
+    worker.replay_mode = "R3"  # which replays where log-probabilities are computed, too
+    distances = {}
+    for name, routing in (("own", ids), ("another layer's", ids.roll(1, 1))):
+        replayed = with_routing(batch, jagged_from_offsets(routing, offsets))
+        distance = (log_probs(worker, replayed) - unreplayed).abs().mean().item()
+        report.row(f"experts, replay of {name} routing moves log-probabilities by", "", [distance])
+        distances[name] = distance
+    assert distances["own"] < 0.05 * distances["another layer's"], distances
 
 
 def memory(report: Any, device: str, *, dtype: str) -> None:

@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
+EXPERTS = "4 layers of 30B-A3B"
+"""The name of the shape of a mixture of experts."""
+
 
 @dataclass(frozen=True)
 class Case:

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from benchmarks.sides.gpu_kernels import report_peak, start_peak
-from benchmarks.sides.gpu_process import seconds_of
+from benchmarks.sides.gpu_process import EXPERTS, seconds_of
 from verl_like.protocol import DataProto, metric_values
 from verl_like.protocol.padded import without_padding
 from verl_like.protocol.row_ops import jagged_parts
@@ -38,7 +38,6 @@ ROUNDS = 3
 WARM_UP = 2
 
 QWEN = {"vocab_size": 151_936, "max_position_embeddings": 32_768, "tie_word_embeddings": True}
-EXPERTS = "4 layers of 30B-A3B"
 SHAPES: dict[str, PretrainedConfig] = {
     "0.5B": Qwen2Config(
         hidden_size=896,

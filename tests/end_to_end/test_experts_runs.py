@@ -28,6 +28,8 @@ RUN = [
 ]
 SYNCHRONOUS = ["trainer.n_gpus_per_node=2"]
 DETACHED = [*APART, "trainer.n_gpus_per_node=2", "trainer.max_staleness=0"]
+# The weights of a compiled engine change much, so that one which computes with old ones is noticed.
+COMPILED = [f"{POLICY}.rollout.enforce_eager=false", f"{POLICY}.actor.optim.lr=1e-2"]
 DISTRIBUTED = f"{POLICY}.actor.fsdp_config.expert_parallel_size=2"
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.proof, pytest.mark.timeout(1800)]
 
@@ -84,6 +86,14 @@ def test_the_engines_routing_is_the_trainers_and_so_are_its_log_probabilities(sy
     [
         [f"{POLICY}.rollout.tensor_model_parallel_size=2"],
         [f"{POLICY}.model.lora_rank=4", f"{POLICY}.actor.optim.lr=1e-2"],
+        COMPILED,
+        [
+            *COMPILED,
+            f"{POLICY}.rollout.name=vllm_async",
+            f"{POLICY}.rollout.weight_transport=shared_memory",
+        ],
+        [*COMPILED, f"{POLICY}.rollout.tensor_model_parallel_size=2"],
+        [*COMPILED, f"{POLICY}.model.lora_rank=4"],
     ],
 )
 def test_routing_is_that_of_the_trainer_with_a_shared_engine_and_with_an_adapter(

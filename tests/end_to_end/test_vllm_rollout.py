@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import rollout_requests
 import torch
 from forked_workers import start_ray
 from rollout_requests import rows_of, scaled
+from tiny_experts import write_experts
 from transformers import LlamaForCausalLM
 
 from scripts.null_gpu.names import ROOT, faults_of, uses_of_source
@@ -212,6 +214,46 @@ def parameters_here(folder: str, names: set[str]) -> dict[str, Any]:
     from scripts.null_gpu.names import resolve_all
 
     return resolve_all(names)
+
+
+class ArgumentsOfVllm(Exception):
+    """Has the arguments by which an engine would make vLLM."""
+
+
+@ray.remote(num_cpus=0)
+def arguments_of_vllm(path: str, lora_rank: int, records_routing: bool) -> dict[str, Any]:
+    """The arguments of an engine of its own, which is not made."""
+    engine_class: Any = get_rollout_engine("vllm")
+
+    class Unmade(engine_class):
+        def _make(self, **arguments):
+            raise ArgumentsOfVllm(arguments)
+
+    model = TrainedModelConfig(path=path, lora_rank=lora_rank)
+    config = RolloutConfig(**rollout_settings())
+    try:
+        ranks = {"rank": 0, "world_size": 1}
+        Unmade(config, model, **ranks, seed=5, device="cpu", records_routing=records_routing)
+    except ArgumentsOfVllm as made:
+        return made.args[0]
+    raise AssertionError("the engine was made")
+
+
+def test_a_mixture_has_adapters_of_its_attention_alone_whether_its_routing_is_recorded_or_not(
+    ray_cluster: None, tmp_path: Path
+) -> None:
+    path = write_experts(tmp_path, "qwen3_moe")
+    asked = {
+        (lora_rank, records): arguments_of_vllm.remote(path, lora_rank, records)
+        for lora_rank in (0, 8)
+        for records in (False, True)
+    }
+    for (lora_rank, records), answer in asked.items():
+        arguments = ray.get(answer, timeout=DEADLINE_S)
+        assert ("worker_cls" in arguments) == ("additional_config" in arguments) == records
+        assert arguments.get("enable_lora", False) == bool(lora_rank)
+        adapted = arguments.get("lora_target_modules", [])
+        assert set(adapted) == ({"q_proj", "k_proj", "v_proj", "o_proj"} if lora_rank else set())
 
 
 def test_the_calls_of_the_source_fit_the_cpu_builds(ray_cluster: None) -> None:

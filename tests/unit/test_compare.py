@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -446,4 +448,23 @@ def test_the_command_writes_into_the_present_folder_and_says_where(
     assert main([str(recorder.run_dir)]) == 0
     said = capsys.readouterr()
     assert (said.out, said.err) == (f"{tmp_path}/compare.html\n", "")
+    assert "critic/score/mean" in (tmp_path / "compare.html").read_text()
+
+
+@pytest.mark.proof
+def test_the_command_runs_in_a_process_of_its_own(tmp_path, begin):
+    recorder = begin("a")
+    do_steps(recorder, [0.5])
+    command = [sys.executable, "-m", "verl_like.compare", str(recorder.run_dir)]
+    path = os.pathsep.join(sys.path)
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"{tmp_path}/compare.html\n"
     assert "critic/score/mean" in (tmp_path / "compare.html").read_text()

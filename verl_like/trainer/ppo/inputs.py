@@ -320,9 +320,6 @@ def check_environment(config: PPOConfig) -> None:
         )
     for key, model in used_models(config).items():
         require_flash_attention(model.attn_implementation, key)
-    compiles = config.actor_rollout_ref.rollout.enforce_eager is False
-    if runs_vllm and compiles and config.trainer.device == "cpu":
-        require_compiler("actor_rollout_ref.rollout.enforce_eager=false")
     if not config.cluster_address:
         device = config.trainer.device
         manager = build_resource_pools(config)
@@ -331,6 +328,9 @@ def check_environment(config: PPOConfig) -> None:
         check_machine(pools, device, num_cpus, keys="resource_pool_spec")
         if runs_vllm:
             require_vllm_for(device)
+            compiles = config.actor_rollout_ref.rollout.enforce_eager is False
+            if compiles and device == "cpu":
+                require_compiler("actor_rollout_ref.rollout.enforce_eager=false")
 
 
 def require_compiler(setting: str) -> None:

@@ -23,7 +23,7 @@ from verl_like.workers.rollout.vllm_routing import routed_layers, routers_of
 # Legend: N tokens of a pass, L layers with a router, k selected experts.
 
 _capture_of_pass: "RoutingCapture | None" = None
-"""Who records the pass that this process computes now."""
+"""Who records the pass that this process computes, of the engines that record in it."""
 
 
 def _record_routing(ids: Tensor, number: int) -> None:
@@ -57,16 +57,15 @@ class RoutingCapture:
     names."""
 
     def __init__(self, runner: Any) -> None:
-        routers = list(routers_of(runner.get_model()).values())
-        first = routers[0]
-        self.shape = RouterShape(len(routers), first.global_num_experts, first.top_k)
+        layers, num_experts, top_k = routed_layers(runner.get_model())
+        self.shape = RouterShape(len(layers), num_experts, top_k)
         self.runner = runner
         self.requests: dict[str, RoutedRequest] = {}
         """By vLLM's own names."""
         self.owners: dict[int, tuple[RoutedRequest, int]] = {}
         """The request that computed what is in a block of the cache, and the number of the block
         in the request's sequence, by the number of the block in the cache."""
-        self.ids_of_pass: list[Tensor | None] = [None] * len(routers)
+        self.ids_of_pass: list[Tensor | None] = [None] * len(layers)
         """What the router of each layer selected in this pass, (N and padding, k)."""
         groups = runner.kv_cache_config.kv_cache_groups
         self.group = 0
@@ -90,7 +89,6 @@ class RoutingCapture:
         self.ids_of_pass = [None] * self.shape.num_layers
         _capture_of_pass = self
         result = self._execute(scheduled, *args, **kwargs)
-        _capture_of_pass = None
         if scheduled.total_num_scheduled_tokens:
             self._keep(scheduled)
         return result

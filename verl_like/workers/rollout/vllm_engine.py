@@ -137,17 +137,17 @@ class VllmEngine(RolloutEngine):
         if self.model_config.lora_rank:
             max_rank = self._max_lora_rank()
             adapter = {"enable_lora": True, "max_loras": 1, "max_lora_rank": max_rank}
-        recording: dict[str, Any] = {}
-        if self.records_routing and not self._returns_routing:
-            recording = {
-                "worker_cls": "verl_like.workers.rollout.recording_worker.RecordingWorker",
-                # vLLM keeps what it compiled by its configuration.
-                "additional_config": {"records_routing": True},
-            }
             hf = empty_model(self.model_config, AutoModelForCausalLM, key="actor_rollout_ref.model")
             if parts_with_experts(hf):
                 # vLLM would make room for adapters of all experts.
                 adapter["lora_target_modules"] = adapted_names(hf)
+        recording: dict[str, Any] = {}
+        if self.records_routing and not self._returns_routing:
+            recording = {
+                "worker_cls": "verl_like.workers.rollout.recording_worker.RecordingWorker",
+                # By this vLLM tells what it compiled from what it compiles without a record.
+                "additional_config": {"records_routing": True},
+            }
         return self._make(
             **adapter,
             model=self.model_config.expanded_path,
