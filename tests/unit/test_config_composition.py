@@ -280,6 +280,29 @@ def test_a_preset_that_a_users_yaml_misspells_is_answered_with_those_that_there_
     assert "'placement/half'" in message and message.endswith("split")
 
 
+def test_a_key_that_was_set_before_can_be_deleted_and_one_that_is_not_there_cannot():
+    unused = "resource_pool_spec.unused_pool=[1]"
+    assert "~resource_pool_spec.unused_pool" in refusal(unused)
+    deleted = load_ppo_config([*REQUIRED, unused, "~resource_pool_spec.unused_pool"])
+    assert deleted == load_ppo_config(REQUIRED)
+    for override in ("~resource_pool_spec.unused_pool", "~no.such.key", "~trainer.nnodes.one"):
+        assert refusal(override) == f"{override}: there is no such key to delete"
+    assert refusal("~trainer.nnodes=3").startswith("~trainer.nnodes: it has another value")
+
+
+def test_what_one_run_sets_or_deletes_is_not_seen_by_the_next():
+    before = load_ppo_config(REQUIRED)
+    changes = ["trainer.n_gpus_per_node=2", "role_mapping.critic=own", "resource_pool_spec.own=[2]"]
+    changed = load_ppo_config([*REQUIRED, *changes, "~plugins"])
+    assert changed.role_mapping != before.role_mapping
+    assert load_ppo_config(REQUIRED) == before
+
+
+def test_a_preset_of_hydra_is_no_key():
+    message = refusal("hydra/job_logging=none")
+    assert message.startswith("hydra/job_logging=none: there is no such key")
+
+
 def test_one_file_and_several_files_are_both_lists():
     assert load_ppo_config(REQUIRED).data.train_files == ("train.parquet",)
     assert load_ppo_config([*REQUIRED, "data.train_files=[a,'~/b']"]).data.train_files == (

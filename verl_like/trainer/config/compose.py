@@ -11,6 +11,7 @@ import difflib
 import functools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -20,7 +21,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 from yaml import YAMLError
@@ -99,7 +100,8 @@ def load_config(
     for declared in options:
         paths += option_keys(declared)
     _raise_if_any(_unknown_keys(schema, raw, lambda path, _: path in paths, paths))
-    resolved = _resolved(composed)  # again: some keys follow what the chosen algorithms declare
+    if config.plugins:
+        resolved = _resolved(composed)  # again: a key follows what a plugin's loss declares
     for declared in options:
         section = declared.section.split(".")
         block = functools.reduce(dict.__getitem__, section, resolved)
@@ -205,19 +207,32 @@ def compose_tree(
     name_of_trainer = base.removesuffix("_trainer")
     OmegaConf.register_new_resolver("name_of_trainer", lambda: name_of_trainer, replace=True)
     _store_defaults(schema)
-    store = ConfigStore.instance()
-    # Hydra opens the first file before it reads the search path, so the first file is ours and
-    # names the user's.
-    file = config_name or base
-    store.store(name="run", node={"defaults": [file, "_self_"]})
-    search_path = _search_path(base, file, config_dir)
+    search_path = _search_path(base, config_name or base, config_dir)
     try:
         with initialize_config_module("verl_like.trainer.config", version_base="1.3"):
             loader = GlobalHydra.instance().config_loader()
             parser = OverridesParser.create(config_loader=loader)
-            parsed = parser.parse_overrides(list(overrides))
-            forced = [_as_forced(override, schema) for override in parsed]
-            return compose("run", [*search_path, *forced])
+            choices = []
+            values = []
+            for override in parser.parse_overrides(list(overrides)):
+                _check_form(override)
+                choice = _as_choice(override, schema)
+                if choice is None:
+                    values.append(override)
+                else:
+                    choices.append(choice)
+            if config_dir is None:
+                tree = deepcopy(_composed_presets(base, tuple(choices)))
+            else:
+                tree = _composed_by_hydra(config_name or base, [*search_path, *choices])
+        for override in values:
+            if override.is_delete():
+                _delete(tree, override)
+                continue
+            # As Hydra's ++, which adds an unknown key. `_unknown_keys` reports it.
+            value = _value_of(override, schema)
+            OmegaConf.update(tree, override.key_or_group, value, merge=True, force_add=True)
+        return tree
     except OverrideParseException as error:
         raise ConfigError(
             f"{_shown_override(str(error.override))}: expected key=value; a value with characters "
@@ -225,6 +240,21 @@ def compose_tree(
         ) from error
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise _config_error(error) from error
+
+
+@functools.cache
+def _composed_presets(base: str, choices: tuple[str, ...]) -> DictConfig:
+    """Returns the tree of the package's own presets, which Hydra composes once in a process."""
+    return _composed_by_hydra(base, choices)
+
+
+def _composed_by_hydra(file: str, choices: Sequence[str]) -> DictConfig:
+    """Returns the tree of a YAML file and of the files of the chosen presets."""
+    # Hydra opens the first file before it reads the search path, so the first file is ours and
+    # names the user's.
+    store = ConfigStore.instance()
+    store.store(name="run", node={"defaults": [file, "_self_"]})
+    return compose("run", list(choices))
 
 
 @functools.cache
@@ -260,9 +290,8 @@ def _search_path(base: str, config_name: str, config_dir: str | None) -> list[st
     return [f"hydra.searchpath=[{json.dumps(f'file://{folder}')}]"]
 
 
-def _as_forced(override: Override, schema: type[RunConfig]) -> str:
-    """Returns the override in the form in which Hydra accepts an unknown key, so that
-    `_unknown_keys` reports it."""
+def _check_form(override: Override) -> None:
+    """Raises ConfigError for an override of Hydra's own settings, or of several values."""
     line = override.input_line
     key = override.key_or_group
     assert line is not None
@@ -281,23 +310,57 @@ def _as_forced(override: Override, schema: type[RunConfig]) -> str:
             f"{shown}: a comma separates several values and this key takes one: quote it for Hydra "
             f"and for the shell, '{key}=\"{value}\"', or write a list, '{key}=[{value}]'"
         )
-    if override.is_delete():
-        return line
+
+
+def _as_choice(override: Override, schema: type[RunConfig]) -> str | None:
+    """Returns an override as Hydra takes it if it is of a preset, and None if it is of a value.
+
+    Raises ConfigError for a preset that the schema does not have.
+    """
+    line = override.input_line
+    key = override.key_or_group
+    assert line is not None
     options = []
     if "." not in key:
         options = _group_options(key)
+    if override.is_delete():
+        return line if options else None
     if key in schema.presets:
         if override.value() not in options:
             raise ConfigError(f"{line}: expected one of {', '.join(options)}")
         return line.lstrip("+")
-    if options and (Path(__file__).parent / key).is_dir():  # a preset of other trainers
+    if options:  # a preset of other trainers, or of Hydra
         raise ConfigError(f"{line}: there is no such key{_suggestion(schema, key, ())}")
-    is_number = isinstance(override.value(), int | float)
-    if is_number and "_" in value and _takes_text(schema, key):
-        return f'++{key}="{value}"'  # 0.5_5 is a band, not the number 0.55 as in YAML
-    if options:  # a config group in a custom folder
-        return line
-    return "++" + line.lstrip("+")
+    return None
+
+
+def _delete(tree: DictConfig, override: Override) -> None:
+    """Deletes a key, or what a user has added under it.
+
+    Raises ConfigError if it is not there, or if `~key=value` names another value than it has.
+    """
+    key = override.key_or_group
+    section, _, name = key.rpartition(".")
+    block = OmegaConf.select(tree, section) if section else tree
+    if not isinstance(block, DictConfig) or name not in block:
+        raise ConfigError(f"~{key}: there is no such key to delete")
+    named = override.value()
+    if named is not None and named != block[name]:
+        raise ConfigError(f"~{key}: it has another value, so it is not deleted")
+    with open_dict(block):
+        del block[name]
+
+
+def _value_of(override: Override, schema: type[RunConfig]) -> Any:
+    """Returns the value that an override sets."""
+    value = override.value()
+    assert override.input_line is not None
+    _, _, text = override.input_line.partition("=")
+    given = text.strip()
+    is_number = isinstance(value, int | float)
+    if is_number and "_" in given and _takes_text(schema, override.key_or_group):
+        return given  # 0.5_5 is a band, not the number 0.55 as in YAML
+    return value
 
 
 @functools.cache
