@@ -37,6 +37,16 @@ def tiny_llama(
     return make
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A client of HTTP reads all certificates of the machine, which takes 25 ms. No test needs
+    them, since no server of a test encrypts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("SSL_CERT_FILE", raising=False)
+        patch.setenv("SSL_CERT_DIR", str(tmp_path_factory.mktemp("certificates")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def ray_is_left_as_it_was() -> Iterator[None]:
     """Shuts down the Ray that a test started and left, as one that failed does; the next could not
