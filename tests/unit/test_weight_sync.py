@@ -213,6 +213,13 @@ def test_sharded_replicated_and_plain_parameters_export_like_full_ones() -> None
     # norm lives on all ranks and counts once; so does head, a plain tensor.
     assert check_exports(exports, 3) == check_exports(_exports(_parameters_with_experts()), 3)
     assert all(export.fingerprints["layer.0"] != 0 for export in exports)
+    # Of copies on all ranks those are counted in turn that ranks 2 and 0 have.
+    names = list(exports[0].fingerprints)
+    for name, turn in {"norm": 2, "head": 0}.items():
+        assert names.index(name) % 4 == turn
+        assert [export.fingerprints[name] != 0 for export in exports] == [
+            rank == turn for rank in range(4)
+        ]
     assert any(
         {"odd", "one_row", "together"} <= {*bucket.names}
         for export in exports

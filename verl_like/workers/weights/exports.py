@@ -168,7 +168,9 @@ def collect_weights(
                         f"Parameter {file.name} is exported twice; pass named_parameters(), not a "
                         "state dict."
                     )
-                fingerprints[file.name] = local_fingerprint(file, tensor, rank)
+                # The ranks take turns, since each may have a copy of all weights.
+                turn = len(fingerprints) % world_size
+                fingerprints[file.name] = local_fingerprint(file, tensor, rank, turn)
         is_kept = index % world_size == rank
         whole = whole_tensors(tensors, is_kept) if allocate else []
         if is_kept:

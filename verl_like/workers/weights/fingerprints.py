@@ -140,16 +140,23 @@ def _cuts_distributed_rows(tensor: DTensor, dim: int) -> bool:
     return is_whole_rows and placement.split_factor == num_distributed
 
 
-def local_fingerprint(file: FileTensor, tensor: Tensor, rank: int) -> Tensor | int:
+def local_fingerprint(
+    file: FileTensor, tensor: Tensor, rank: int, counting_rank: int = 0
+) -> Tensor | int:
     """Returns this rank's share of the fingerprint of `file`, a tensor of a checkpoint's files that
     is a view of the model's `tensor`. The shares of all ranks add up to it, modulo 2**64.
 
-    A share is a `fingerprint_sum`, or 0. If several ranks have the same values, one of them counts
-    them. Raises ValueError for a DTensor that is not cut along whole rows or columns, and where
-    `FileTensor.of_rows` does.
+    A share is a `fingerprint_sum`, or 0. Raises ValueError for a DTensor that is not cut along
+    whole rows or columns, and where `FileTensor.of_rows` does.
+
+    Args:
+        file: the tensor of the files.
+        tensor: the tensor of the model.
+        rank: this process among those of its trainer.
+        counting_rank: of equal copies the one counts that this rank of the trainer has a part of.
     """
     if not isinstance(tensor, DTensor):
-        return fingerprint_sum(file.of(tensor)) if rank == 0 else 0
+        return fingerprint_sum(file.of(tensor)) if rank == counting_rank else 0
     mesh = tensor.device_mesh
     placements = tensor.placements
     num_dims = 2 if file.is_whole else 1
@@ -167,13 +174,13 @@ def local_fingerprint(file: FileTensor, tensor: Tensor, rank: int) -> Tensor | i
         f"rank {rank} exports {file.name} but is not part of its device mesh"
     )
     # The mesh may have the ranks of several trainers, one trainer after the other, and each trainer
-    # exports on its own. Of equal copies the one counts that its first rank has a part of.
+    # exports on its own.
     first_rank = dist.get_rank() - rank
-    places_of_first = (mesh.mesh == first_rank).nonzero()
-    first_coordinate = places_of_first[0].tolist()
+    places = (mesh.mesh == first_rank + counting_rank).nonzero()
+    counting_coordinate = places[0].tolist()
     for dim, placement in enumerate(placements):
-        is_at_first = coordinate[dim] == first_coordinate[dim]
-        if placement.is_replicate() and not is_at_first:
+        is_in_copy = coordinate[dim] == counting_coordinate[dim]
+        if placement.is_replicate() and not is_in_copy:
             return 0
     _shape, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
     first_row = 0
