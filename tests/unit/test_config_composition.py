@@ -290,6 +290,17 @@ def test_a_key_that_was_set_before_can_be_deleted_and_one_that_is_not_there_cann
     assert refusal("~trainer.nnodes=3").startswith("~trainer.nnodes: it has another value")
 
 
+def test_a_section_that_is_set_keeps_the_keys_that_were_set_before():
+    optim = "actor_rollout_ref.actor.optim"
+    config = load_ppo_config([*REQUIRED, f"{optim}.weight_decay=0.5", f"{optim}={{lr: 0.25}}"])
+    found = config.actor_rollout_ref.actor.optim
+    assert (found.weight_decay, found.lr) == (0.5, 0.25)
+
+
+def test_without_a_preset_its_keys_are_not_set():
+    assert refusal("~placement").startswith("role_mapping.actor is not set")
+
+
 def test_what_one_run_sets_or_deletes_is_not_seen_by_the_next():
     before = load_ppo_config(REQUIRED)
     changes = ["trainer.n_gpus_per_node=2", "role_mapping.critic=own", "resource_pool_spec.own=[2]"]

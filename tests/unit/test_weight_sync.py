@@ -119,9 +119,13 @@ def test_a_parameter_listed_twice_is_refused() -> None:
 
 def test_the_expected_fingerprints_are_those_of_the_trainers_parameters() -> None:
     parameters = _parameters()
-    assert check_exports(_exports(parameters), 3) == {
-        name: fingerprint_tensor(tensor) for name, tensor in parameters
-    }
+    exports = _exports(parameters)
+    expected = {name: fingerprint_tensor(tensor) for name, tensor in parameters}
+    assert check_exports(exports, 3) == expected
+    # Each of the two ranks has all of them, and counts every second one.
+    for turn, (name, fingerprint) in enumerate(expected.items()):
+        assert exports[turn % 2].fingerprints[name] == fingerprint
+        assert exports[1 - turn % 2].fingerprints[name] == 0
 
 
 def test_stale_weights_are_refused() -> None:
