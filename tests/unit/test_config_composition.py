@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from verl_like.trainer.config import ConfigError, load_ppo_config, to_yaml
+from verl_like.trainer.config import ConfigError, PPOConfig, load_ppo_config, to_yaml
 from verl_like.trainer.config.compose import load_config
+from verl_like.trainer.config.rules import broken_rules
 from verl_like.trainer.config.supervised import SFTConfig, broken_supervised_rules
 
 REQUIRED = [
@@ -288,6 +289,52 @@ def test_a_key_that_was_set_before_can_be_deleted_and_one_that_is_not_there_cann
     for override in ("~resource_pool_spec.unused_pool", "~no.such.key", "~trainer.nnodes.one"):
         assert refusal(override) == f"{override}: there is no such key to delete"
     assert refusal("~trainer.nnodes=3").startswith("~trainer.nnodes: it has another value")
+
+
+@pytest.mark.parametrize("override", ["trainer.nnodes@foo=2", "~trainer.nnodes@foo"])
+def test_a_key_with_a_package_is_refused(override: str):
+    assert refusal(override) == f"{override}: there is no such key, since keys have no @"
+
+
+def test_presets_of_a_users_folder_are_chosen_and_deleted(tmp_path: Path):
+    text = "defaults: [ppo_trainer, {size: two}, _self_]\n"
+    (tmp_path / "mine.yaml").write_text(text)
+    (tmp_path / "size").mkdir()
+    for name, number in {"two": 2, "four": 4}.items():
+        text = f"# @package _global_\ntrainer: {{nnodes: {number}}}\n"
+        (tmp_path / "size" / f"{name}.yaml").write_text(text)
+
+    def nodes(*overrides: str) -> int:
+        return load_ppo_config([*REQUIRED, *overrides], "mine", str(tmp_path)).trainer.nnodes
+
+    assert nodes() == 2
+    assert nodes("size=four") == 4
+    assert nodes("size=four", "trainer.nnodes=3") == 3
+    assert nodes("~size") == 1
+
+
+def test_a_derived_schema_has_its_own_keys_before_and_after_the_one_it_is_derived_from():
+    class Derived(PPOConfig):
+        num_racks: int = 7
+
+    before = load_ppo_config(REQUIRED)
+    overrides = [*REQUIRED, "trainer.nnodes='${num_racks}'"]
+    assert load_config(Derived, broken_rules, overrides).trainer.nnodes == 7
+    assert load_ppo_config(REQUIRED) == before
+
+
+@pytest.mark.parametrize(
+    ("override", "why"),
+    [
+        ("trainer={null:1}", "key type"),
+        ("trainer.logger.a=jsonl", "invalid literal"),
+        ("reward.reward_kwargs.api_key='${canary7'", ""),
+    ],
+)
+def test_a_value_that_cannot_stand_there_is_refused_in_one_line(override: str, why: str):
+    message = refusal(override)
+    assert message.startswith(override.partition("=")[0]) and "cannot stand there" in message
+    assert why in message and "\n" not in message and "canary7" not in message
 
 
 def test_a_section_that_is_set_keeps_the_keys_that_were_set_before():

@@ -206,7 +206,6 @@ def compose_tree(
     base = schema.base_name
     name_of_trainer = base.removesuffix("_trainer")
     OmegaConf.register_new_resolver("name_of_trainer", lambda: name_of_trainer, replace=True)
-    _store_defaults(schema)
     search_path = _search_path(base, config_name or base, config_dir)
     try:
         with initialize_config_module("verl_like.trainer.config", version_base="1.3"):
@@ -216,22 +215,21 @@ def compose_tree(
             values = []
             for override in parser.parse_overrides(list(overrides)):
                 _check_form(override)
-                choice = _as_choice(override, schema)
+                choice = _as_choice(override, schema, config_dir)
                 if choice is None:
                     values.append(override)
                 else:
                     choices.append(choice)
             if config_dir is None:
-                tree = deepcopy(_composed_presets(base, tuple(choices)))
+                tree = deepcopy(_composed_presets(schema, tuple(choices)))
             else:
-                tree = _composed_by_hydra(config_name or base, [*search_path, *choices])
+                file = config_name or base
+                tree = _composed_by_hydra(schema, file, [*search_path, *choices])
         for override in values:
             if override.is_delete():
                 _delete(tree, override)
-                continue
-            # As Hydra's ++, which adds an unknown key. `_unknown_keys` reports it.
-            value = _value_of(override, schema)
-            OmegaConf.update(tree, override.key_or_group, value, merge=True, force_add=True)
+            else:
+                _set(tree, override, schema)
         return tree
     except OverrideParseException as error:
         raise ConfigError(
@@ -243,27 +241,21 @@ def compose_tree(
 
 
 @functools.cache
-def _composed_presets(base: str, choices: tuple[str, ...]) -> DictConfig:
+def _composed_presets(schema: type[RunConfig], choices: tuple[str, ...]) -> DictConfig:
     """Returns the tree of the package's own presets, which Hydra composes once in a process."""
-    return _composed_by_hydra(base, choices)
+    return _composed_by_hydra(schema, schema.base_name, choices)
 
 
-def _composed_by_hydra(file: str, choices: Sequence[str]) -> DictConfig:
+def _composed_by_hydra(schema: type[RunConfig], file: str, choices: Sequence[str]) -> DictConfig:
     """Returns the tree of a YAML file and of the files of the chosen presets."""
-    # Hydra opens the first file before it reads the search path, so the first file is ours and
-    # names the user's.
     store = ConfigStore.instance()
-    store.store(name="run", node={"defaults": [file, "_self_"]})
-    return compose("run", list(choices))
-
-
-@functools.cache
-def _store_defaults(schema: type[RunConfig]) -> None:
-    """Gives Hydra the configuration that others begin with, once in a process."""
     presets = [{name: default} for name, default in schema.presets.items()]
     defaults = {"defaults": ["_self_", *presets]}
-    store = ConfigStore.instance()
     store.store(name=schema.base_name, node=defaults | default_tree(schema))
+    # Hydra opens the first file before it reads the search path, so the first file is ours and
+    # names the user's.
+    store.store(name="run", node={"defaults": [file, "_self_"]})
+    return compose("run", list(choices))
 
 
 def _search_path(base: str, config_name: str, config_dir: str | None) -> list[str]:
@@ -291,7 +283,8 @@ def _search_path(base: str, config_name: str, config_dir: str | None) -> list[st
 
 
 def _check_form(override: Override) -> None:
-    """Raises ConfigError for an override of Hydra's own settings, or of several values."""
+    """Raises ConfigError for an override of Hydra's own settings, of several values, or with a
+    package, which only YAML files of presets have."""
     line = override.input_line
     key = override.key_or_group
     assert line is not None
@@ -302,6 +295,8 @@ def _check_form(override: Override) -> None:
             f"{line}: Hydra's own settings have no effect here; set trainer.default_local_dir "
             "instead"
         )
+    if override.package is not None:
+        raise ConfigError(f"{_shown_override(line)}: there is no such key, since keys have no @")
     if override.is_sweep_override():
         shown = _shown_override(line)
         if line != shown:
@@ -312,10 +307,11 @@ def _check_form(override: Override) -> None:
         )
 
 
-def _as_choice(override: Override, schema: type[RunConfig]) -> str | None:
+def _as_choice(override: Override, schema: type[RunConfig], config_dir: str | None) -> str | None:
     """Returns an override as Hydra takes it if it is of a preset, and None if it is of a value.
 
-    Raises ConfigError for a preset that the schema does not have.
+    Presets are those of the package and the folders in `config_dir`. Raises ConfigError for a
+    preset that the schema does not have.
     """
     line = override.input_line
     key = override.key_or_group
@@ -323,15 +319,17 @@ def _as_choice(override: Override, schema: type[RunConfig]) -> str | None:
     options = []
     if "." not in key:
         options = _group_options(key)
+    is_of_user = config_dir is not None and Path(config_dir).expanduser().joinpath(key).is_dir()
     if override.is_delete():
-        return line if options else None
+        return line if options or is_of_user else None
     if key in schema.presets:
         if override.value() not in options:
             raise ConfigError(f"{line}: expected one of {', '.join(options)}")
         return line.lstrip("+")
     if options:  # a preset of other trainers, or of Hydra
         raise ConfigError(f"{line}: there is no such key{_suggestion(schema, key, ())}")
-    return None
+    # The name of a section stands for the section.
+    return line if is_of_user and key not in schema.model_fields else None
 
 
 def _delete(tree: DictConfig, override: Override) -> None:
@@ -351,6 +349,24 @@ def _delete(tree: DictConfig, override: Override) -> None:
         del block[name]
 
 
+def _set(tree: DictConfig, override: Override, schema: type[RunConfig]) -> None:
+    """Sets a value. Adds an unknown key, which `_unknown_keys` reports, as Hydra does with ++.
+
+    Raises ConfigError for a value that cannot stand there.
+    """
+    key = override.key_or_group
+    line = override.input_line
+    assert line is not None
+    try:
+        OmegaConf.update(tree, key, _value_of(override, schema), merge=True, force_add=True)
+    except (OmegaConfBaseException, ValueError) as error:
+        shown = _shown_override(line)
+        why = ""
+        if shown == line:  # else the error may name a secret
+            why = f" ({str(error).splitlines()[0]})"
+        raise ConfigError(f"{shown}: this value cannot stand there{why}") from error
+
+
 def _value_of(override: Override, schema: type[RunConfig]) -> Any:
     """Returns the value that an override sets."""
     value = override.value()
@@ -358,7 +374,8 @@ def _value_of(override: Override, schema: type[RunConfig]) -> Any:
     _, _, text = override.input_line.partition("=")
     given = text.strip()
     is_number = isinstance(value, int | float)
-    if is_number and "_" in given and _takes_text(schema, override.key_or_group):
+    is_call = "(" in given
+    if is_number and not is_call and "_" in given and _takes_text(schema, override.key_or_group):
         return given  # 0.5_5 is a band, not the number 0.55 as in YAML
     return value
 
