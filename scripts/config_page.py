@@ -7,8 +7,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from verl_like.config_model import ConfigModel
-from verl_like.trainer.config.compose import compose_tree, leaves
 from verl_like.trainer.config.detached import DetachedConfig
+from verl_like.trainer.config.keys import leaves
 from verl_like.trainer.config.run_config import RunConfig
 from verl_like.trainer.config.supervised import (
     DPOConfig,
@@ -17,6 +17,7 @@ from verl_like.trainer.config.supervised import (
     SFTConfig,
     SupervisedConfig,
 )
+from verl_like.trainer.config.tree import compose_tree
 
 HEAD = """# Configuration
 

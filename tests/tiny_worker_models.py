@@ -20,7 +20,7 @@ from verl_like.protocol.padded import without_padding
 from verl_like.single_controller.local.worker_group import LocalWorkerGroup
 from verl_like.single_controller.worker_group import ClassWithInitArgs
 from verl_like.trainer.config import PPOConfig
-from verl_like.trainer.config.compose import default_tree
+from verl_like.trainer.config.keys import default_tree
 from verl_like.workers.config.roles import ActorRolloutRefConfig, CriticConfig, RewardModelConfig
 from verl_like.workers.model_worker import TrainedWorker
 

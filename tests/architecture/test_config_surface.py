@@ -11,8 +11,8 @@ import pytest
 from source_tree import PACKAGE, ROOT, parse, python_files
 
 from verl_like.trainer.config import PPOConfig
-from verl_like.trainer.config.compose import leaves
 from verl_like.trainer.config.detached import DetachedConfig
+from verl_like.trainer.config.keys import leaves
 from verl_like.trainer.config.supervised import DPOConfig, ILQLConfig, RMConfig, SFTConfig
 
 CONFIG_FILES = [*python_files(PACKAGE / "workers/config", PACKAGE / "trainer/config")]

@@ -10,7 +10,7 @@ from columns_page import render_columns_table
 from config_page import EXAMPLES, render_config_page, render_examples_page
 from draw_pictures import KIND_OF_METHOD, PICTURES, draw, ledger_changes
 
-from verl_like.trainer.config.compose import leaves
+from verl_like.trainer.config.keys import leaves
 
 
 def test_the_algorithms_page_is_fresh():

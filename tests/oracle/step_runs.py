@@ -41,7 +41,7 @@ from verl_like.single_controller.ray.worker_group import (
 from verl_like.single_controller.worker import Worker
 from verl_like.single_controller.worker_group import WorkerGroup
 from verl_like.trainer.config import PPOConfig, load_ppo_config
-from verl_like.trainer.config.compose import default_tree, leaves
+from verl_like.trainer.config.keys import default_tree, leaves
 from verl_like.trainer.config.run_config import RunConfig
 from verl_like.trainer.ppo import inputs as ppo_inputs
 from verl_like.trainer.ppo.display import PPO_DISPLAY

@@ -17,8 +17,8 @@ import step_runs
 import step_table
 from examples_table import DEFAULT, ELSEWHERE, KINDS, LAYOUT, OWN, REACHES_A_FORMULA, RUNS
 
-from verl_like.trainer.config.compose import leaves
 from verl_like.trainer.config.detached import DetachedConfig
+from verl_like.trainer.config.keys import leaves
 
 STEPS = 3
 SLACK = 5

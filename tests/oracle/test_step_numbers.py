@@ -24,7 +24,7 @@ from step_table import (
 )
 
 from verl_like.trainer.config import PPOConfig, load_ppo_config
-from verl_like.trainer.config.compose import leaves
+from verl_like.trainer.config.keys import leaves
 
 Expected = Callable[[str], step_reference.Trained]
 MODEL_PATH = "actor_rollout_ref.model.path"

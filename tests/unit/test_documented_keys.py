@@ -11,8 +11,9 @@ from verl_like.algorithms.policy_losses import POLICY_LOSSES
 from verl_like.algorithms.registry import options_class
 from verl_like.config_model import ConfigModel
 from verl_like.trainer.config import load_ppo_config
-from verl_like.trainer.config.compose import leaves, load_config
+from verl_like.trainer.config.compose import load_config
 from verl_like.trainer.config.detached import DetachedConfig, broken_detached_rules
+from verl_like.trainer.config.keys import leaves
 from verl_like.trainer.config.supervised import (
     DPOConfig,
     ILQLConfig,

@@ -16,9 +16,10 @@ from verl_like.rewards.manager import RewardError, RewardFunctionSpec, RewardMan
 from verl_like.secret_values import Redaction, is_secret_name, masked, with_masked_urls
 from verl_like.single_controller.ray.start import make_auth_token
 from verl_like.trainer.config import load_ppo_config, to_yaml
-from verl_like.trainer.config.compose import leaves, load_config
+from verl_like.trainer.config.compose import load_config
 from verl_like.trainer.config.detached import DetachedConfig, broken_detached_rules
 from verl_like.trainer.config.errors import ConfigError
+from verl_like.trainer.config.keys import leaves
 from verl_like.trainer.config.supervised import DPOConfig, ILQLConfig, RMConfig, SFTConfig
 
 NEEDED = [

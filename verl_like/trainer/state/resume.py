@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 
 from verl_like.files import open_regular, read_json, read_text
 from verl_like.secret_values import hidden_as, masked, with_masked_urls
-from verl_like.trainer.config.compose import default_tree
+from verl_like.trainer.config.keys import default_tree
 from verl_like.trainer.config.run_config import RunConfig
 from verl_like.trainer.state import checkpoint
 from verl_like.trainer.state.checkpoint import Checkpoint
