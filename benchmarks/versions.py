@@ -117,7 +117,7 @@ def planner(sides: Callable, compare: Callable, show: Callable) -> None:
     compare(
         "64 shares of 8192 rows",
         of_trees,
-        5,
+        40,
         "shares",
         law="log-normal",
         rows=8192,
@@ -133,7 +133,7 @@ def dispatch(sides: Callable, compare: Callable, show: Callable) -> None:
         side.call("begin", num_cpus=6, store_mib=1500)
         side.call("start", workers=2)
         side.call("start_raw", workers=2)
-    found = interleave(of_trees, 20, "small_calls", workers=2, repeats=15)
+    found = interleave(of_trees, 40, "small_calls", workers=2, repeats=15)
     for kind in ("ping", "batch"):
         of_kind = {
             name: [ms / 1e3 for result in results for ms in result[kind]]
