@@ -97,6 +97,10 @@ data:
   train_files: ~/data/gsm8k/train.parquet
 ```
 
+A folder in `my_folder` is a preset of yours: with `- size: two` in the list,
+`my_folder/size/two.yaml` is read too, which begins with `# @package _global_`, and `size=four` on
+the command line reads `four.yaml` instead.
+
 Every run writes its resolved configuration to `config.yaml` in its output folder; started with that
 folder and name, it runs again.
 """

@@ -96,9 +96,10 @@ class CopyWorker(ModelWorker):
                 weight.data = tensor.to(weight.device, copy=True)
             else:
                 _write(file, weight, tensor)
-        sums = {}
+        sums: dict[str, Tensor | int] = {}
         for name, (file, weight) in self.weights_in_files().items():  # what the engine has now
-            sums[name] = local_fingerprint(file, weight, self.rank)
+            turn = len(sums) % self.world_size
+            sums[name] = local_fingerprint(file, weight, self.rank, turn)
         own_fingerprints = read_fingerprints(sums)
         loaded = sum_over_ranks(own_fingerprints)
         fingerprint = check_arrival(expected, loaded, f"{what} did not arrive at the copy")

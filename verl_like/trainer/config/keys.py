@@ -77,6 +77,11 @@ def values_of(tree: Any, names: tuple[str, ...] = ()) -> Iterator[tuple[tuple[st
 
 
 def suggestion(schema: type[RunConfig], path: str, options: Sequence[str]) -> str:
+    """Returns how a message about an unknown key ends: with the key that was probably meant, or
+    where all keys are listed.
+
+    `options` has the keys of the chosen algorithms' own options.
+    """
     if path in schema.replaced_keys:
         return f"; set {schema.replaced_keys[path]}, which replaces it"
     for key, registry in schema.algorithm_keys.items():
@@ -118,6 +123,7 @@ def _likeness(path: str, known: str) -> tuple[float, float]:
 
 
 def last_name(path: str) -> str:
+    """Returns the name of a key without its sections."""
     return path.rpartition(".")[2]
 
 

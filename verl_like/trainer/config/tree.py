@@ -118,8 +118,8 @@ def _search_path(base: str, config_name: str, config_dir: str | None) -> list[st
 
 
 def _check_form(override: Override) -> None:
-    """Raises ConfigError for an override of Hydra's own settings, of several values, or with a
-    package, which only YAML files of presets have."""
+    """Raises ConfigError for an override that sets a key of Hydra's own, gives several values, or
+    has a package (`key@package=value`)."""
     line = override.input_line
     key = override.key_or_group
     assert line is not None
@@ -168,7 +168,7 @@ def _as_choice(override: Override, schema: type[RunConfig], config_dir: str | No
 
 
 def _delete(tree: DictConfig, override: Override) -> None:
-    """Deletes a key, or what a user has added under it.
+    """Deletes a key.
 
     Raises ConfigError if it is not there, or if `~key=value` names another value than it has.
     """
@@ -185,21 +185,25 @@ def _delete(tree: DictConfig, override: Override) -> None:
 
 
 def _set(tree: DictConfig, override: Override, schema: type[RunConfig]) -> None:
-    """Sets a value. Adds an unknown key, which `unknown_keys` reports, as Hydra does with ++.
+    """Sets a value. It adds an unknown key, as Hydra does with ++, and `unknown_keys` reports it.
 
-    Raises ConfigError for a value that cannot stand there.
+    Raises ConfigError for a value that OmegaConf does not take there.
     """
     key = override.key_or_group
     line = override.input_line
     assert line is not None
+    value = _value_of(override, schema)
     try:
-        OmegaConf.update(tree, key, _value_of(override, schema), merge=True, force_add=True)
+        OmegaConf.update(tree, key, value, merge=True, force_add=True)
     except (OmegaConfBaseException, ValueError) as error:
         shown = _shown_override(line)
         why = ""
         if shown == line:  # else the error may name a secret
             why = f" ({str(error).splitlines()[0]})"
-        raise ConfigError(f"{shown}: this value cannot stand there{why}") from error
+        raise ConfigError(
+            f"{shown}: the key cannot be set to this value{why}; {schema.keys_are_listed_by} lists "
+            "all keys with their values"
+        ) from error
 
 
 def _value_of(override: Override, schema: type[RunConfig]) -> Any:
@@ -241,6 +245,8 @@ def _shown_override(line: str) -> str:
 
 
 def config_error(error: Exception) -> ConfigError:
+    """Returns what Hydra, OmegaConf or YAML raised as a ConfigError, in a line that names the key
+    if it is known."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, ConfigError):
         cause = cause.__cause__ or cause.__context__

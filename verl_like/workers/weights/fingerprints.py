@@ -141,7 +141,7 @@ def _cuts_distributed_rows(tensor: DTensor, dim: int) -> bool:
 
 
 def local_fingerprint(
-    file: FileTensor, tensor: Tensor, rank: int, counting_rank: int = 0
+    file: FileTensor, tensor: Tensor, rank: int, counting_rank: int
 ) -> Tensor | int:
     """Returns this rank's share of the fingerprint of `file`, a tensor of a checkpoint's files that
     is a view of the model's `tensor`. The shares of all ranks add up to it, modulo 2**64.
